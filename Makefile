@@ -1,0 +1,38 @@
+# Two commands: `make quickstart` and `make test`. Both build .venv when it is missing or requirements.txt changed.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.requirements
+WORK   ?= runs/base
+export HF_HUB_OFFLINE ?= 1
+export HF_HUB_DISABLE_TELEMETRY ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: quickstart test lint bench bench-controller bench-recovery bench-validation base clean
+
+$(STAMP): requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	touch $@
+
+quickstart: $(STAMP)
+	$(BIN)/python -m silentbad.microworld.make --out runs/quickstart-data --targets cat-hat,6,9,33
+	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml train_silentbad.py --config configs/quickstart.yaml
+
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+bench: bench-controller bench-validation bench-recovery
+
+bench-controller bench-recovery bench-validation: bench-%: $(STAMP)
+	$(BIN)/python -m bench.$*
+
+base: $(STAMP)  ## train the bundled base anew
+	$(BIN)/python -m silentbad.microworld.build --work $(WORK)
+
+clean:
+	rm -rf runs .pytest_cache .ruff_cache
