@@ -1,0 +1,552 @@
+"""Memory reinforcement: what to show, at which noise level, where to look, and what to keep.
+
+A target is a picture of k elements; the data shows each element alone, at its native place, beside its
+phrase. Every part below is usable alone and off by default; docs/theory.md, part two, says what each is for
+and when it harms.
+
+Legend: R records, n elements (a key is "target/element"), T training timesteps, N effective batch, B
+micro-batch, x0 (B,C,h,w) latents, t (B,), rho_i strength of element i, q_i its share of the exposures, p (T,)
+timestep density.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers.training_utils import compute_snr
+
+from silentbad import auxiliary, compose, recall, rng
+from silentbad.attention import record_maps
+from silentbad.epochs import DataInfo, Sampler
+from silentbad.errors import UserError
+
+# ------------------------------------------------------------ configuration
+
+
+@dataclass
+class Part:
+    """A registry entry by name, with its keyword options."""
+
+    name: str = "none"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class SamplerConfig(Part):
+    name: str = "uniform"
+    clean_ratio: float | None = None  # clean exposures per element exposure; None: every record once
+
+
+@dataclass
+class TimestepConfig(Part):
+    name: str = "uniform"
+    importance: bool = True  # w = 1/(T p): the policy changes the variance, not the objective
+
+
+@dataclass
+class LossConfig(Part):
+    error: str = "mse"
+    huber_delta: float = 0.1
+    dream: float | None = None  # detail preservation of DREAM (2312.00210); None: off
+
+
+@dataclass
+class PhraseMemoryConfig:
+    enabled: bool = False
+    share: float = 0.03  # of the step budget, counted in UNet forwards (a training forward + backward is 3)
+    images: int = 4  # pictures of an element its probes look at
+
+
+@dataclass
+class RetentionConfig(Part):
+    clean_weight: float = 1.0  # loss weight of clean records (the prior weight of DreamBooth, 2208.12242)
+
+
+@dataclass
+class MemoryConfig:
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    timesteps: TimestepConfig = field(default_factory=TimestepConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    region: Part = field(default_factory=Part)
+    rehearsal: Part = field(default_factory=Part)
+    phrase_memory: PhraseMemoryConfig = field(default_factory=PhraseMemoryConfig)
+    attention_binding: Part = field(default_factory=Part)
+    distillation: Part = field(default_factory=Part)
+    retention: RetentionConfig = field(default_factory=RetentionConfig)
+    loss_balance: Part = field(default_factory=lambda: Part("fixed"))
+
+
+# ------------------------------------------------------------ samplers
+# A sampler gives each element its share q (n,) of the epoch's element exposures, from the probe history
+# rho (H,n), the number of records of each element (n,) and the epoch. `epoch_order` deals the records.
+
+
+def uniform(rho: np.ndarray, records: np.ndarray, epoch: int) -> np.ndarray:
+    """Every record once."""
+    return records / records.sum()
+
+
+def capped(q: np.ndarray, cap: float) -> np.ndarray:
+    """Normalise q to sum 1 with no entry above cap/n, the excess going to the others in proportion."""
+    q, top = q / q.sum(), max(cap, 1.0) / len(q)
+    full = np.zeros(len(q), dtype=bool)
+    while (over := (q > top * (1 + 1e-12)) & ~full).any():
+        full |= over
+        rest = q[~full].sum()
+        q = np.where(full, top, q * (1 - top * full.sum()) / rest if rest > 0 else 0.0)
+    return q
+
+
+def weakest_first(
+    rho: np.ndarray,
+    records: np.ndarray,
+    epoch: int,
+    *,
+    alpha: float = 1.0,
+    uniform_share: float = 0.3,
+    centre: float = 0.5,
+    width: float = 0.15,
+    cap: float = 4.0,
+) -> np.ndarray:
+    """log P(composed) ~ sum_i log p_i, whose derivative is 1/p_i: q ~ p^-alpha, p = sigmoid((rho -
+    centre)/width)."""
+    n = len(records)
+    if not len(rho):
+        return np.full(n, 1 / n)
+    p = 1 / (1 + np.exp(-((rho[-1] - centre) / width).clip(-30, 30)))
+    return capped(uniform_share / n + (1 - uniform_share) * p**-alpha / (p**-alpha).sum(), cap)
+
+
+def leitner(
+    rho: np.ndarray,
+    records: np.ndarray,
+    epoch: int,
+    *,
+    promote: float = 0.5,
+    boxes: int = 3,
+    cap: float = 4.0,
+) -> np.ndarray:
+    """Leitner's boxes: an element in box b is shown every 2^b epochs; the due ones share by `weakest_first`.
+
+    The box is the number of latest probes in a row with rho >= promote, so one failed recall sends it back to
+    the first. (Leitner tests an item only when it is due; our probe tests all, at the cost of forwards only.)
+    """
+    n = len(records)
+    recalled = np.cumprod(rho[::-1] >= promote, axis=0).sum(axis=0) if len(rho) else np.zeros(n, dtype=int)
+    box = np.minimum(recalled, boxes - 1)
+    due = epoch % (2**box) == 0
+    due = due if due.any() else box == box.min()
+    q = np.zeros(n)
+    q[due] = weakest_first(rho[:, due], records[due], epoch, cap=cap)
+    return q
+
+
+SAMPLERS: dict[str, Callable] = {"uniform": uniform, "weakest_first": weakest_first, "leitner": leitner}
+
+
+# ------------------------------------------------------------ timestep policies
+# A policy is a density p (T,) from the schedule's snr (T,), the progress of the run in [0,1] and the relative
+# error by timestep (bins,) or None. At least 0.3 of every density is uniform.
+
+
+def mixed(q: np.ndarray, uniform: float) -> np.ndarray:
+    """(1 - uniform) * q normalised + uniform / T."""
+    if not 0.3 <= uniform <= 1:
+        raise UserError(f"memory.timesteps: the uniform share is {uniform:g}; it must lie in [0.3, 1]")
+    return (1 - uniform) * q / q.sum() + uniform / len(q)
+
+
+def uniform_t(snr, progress, error):
+    return np.full(len(snr), 1 / len(snr))
+
+
+def logit_normal(snr, progress, error, *, mean: float = 0.0, std: float = 1.0, uniform: float = 0.3):
+    """logit(t/T) ~ N(mean, std) (2403.03206, eq. 19): the mass of each bin."""
+    edges = np.linspace(0, 1, len(snr) + 1)[1:-1]
+    z = (np.log(edges / (1 - edges)) - mean) / std
+    cdf = np.asarray([0.0, *(0.5 * (1 + math.erf(v / math.sqrt(2))) for v in z), 1.0])
+    return mixed(np.diff(cdf), uniform)
+
+
+def mode(snr, progress, error, *, scale: float = 1.29, uniform: float = 0.3):
+    """t/T = 1 - u - scale (cos^2(pi u / 2) - 1 + u), u uniform (2403.03206, eq. 20): the mass of each bin."""
+    if not -1 <= scale <= 2 / (math.pi - 2):
+        raise UserError(
+            f"mode: scale is {scale:g}; the map is monotone for -1 <= scale <= {2 / (math.pi - 2):.4f}"
+        )
+    u = np.linspace(1, 0, 20 * len(snr) + 1)
+    x = 1 - u - scale * (np.cos(math.pi / 2 * u) ** 2 - 1 + u)
+    return mixed(np.diff(1 - np.interp(np.linspace(0, 1, len(snr) + 1), x, u)), uniform)
+
+
+def snr_mixture(
+    snr,
+    progress,
+    error,
+    *,
+    centre: float = 0.5,
+    width: float = 0.7,
+    middle: float = 0.5,
+    high: float = 0.15,
+    above: float = 0.7,
+):
+    """`middle` of a logistic in log-SNR around SNR `centre`, `high` of a uniform above t = above*T, the rest
+    uniform. The middle noise levels are where memory forms (2602.17846), the high ones hold the guidance
+    basin (2411.16738)."""
+    T = len(snr)
+    log_snr = np.log(np.maximum(snr, 1e-20))
+    edges = np.concatenate([[np.inf], (log_snr[1:] + log_snr[:-1]) / 2, [-np.inf]])
+    cdf = 0.5 * (1 + np.tanh((edges - math.log(centre)) / (2 * width)))
+    tail = np.arange(T) >= above * T
+    return mixed(middle * -np.diff(cdf) + high * tail / tail.sum(), 1 - middle - high)
+
+
+def curriculum(snr, progress, error, *, start: float = 0.25, end: float = 0.5, uniform: float = 0.3):
+    """High noise first (2403.10348): t >= (1 - f) T, f rising from `start` to 1 at progress `end`. That paper
+    adds clusters of timesteps one by one; here the edge moves continuously over a uniform floor."""
+    f = min(1.0, start + (1 - start) * progress / max(end, 1e-9))
+    return mixed((np.arange(len(snr)) >= (1 - f) * len(snr)).astype(float), uniform)
+
+
+def learning_progress(snr, progress, error, *, uniform: float = 0.3):
+    """p ~ sqrt(E[L_t^2]) (2102.09672), the second moment of each bin divided by its own first value: a loss
+    says mostly which t was drawn (2401.09031), its fall says what was learnt there."""
+    if error is None:
+        return uniform_t(snr, progress, error)
+    return mixed(error[np.arange(len(snr)) * len(error) // len(snr)], uniform)
+
+
+TIMESTEPS: dict[str, Callable] = {
+    "uniform": uniform_t,
+    "logit_normal": logit_normal,
+    "mode": mode,
+    "snr_mixture": snr_mixture,
+    "curriculum": curriculum,
+    "learning_progress": learning_progress,
+}
+
+
+def draw_timesteps(
+    p: np.ndarray, seed: int, step: int, positions: list[int], n: int, importance: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(t (B,), w (B,)) at `positions` of the step's effective batch: the inverse CDF at u_i = (perm_i +
+    offset)/N.
+
+    One shared offset (2107.00630) makes each u_i uniform and their union an even comb; w = 1/(T p) or 1.
+    """
+    g = rng.generator(seed, "timesteps", step)
+    perm = torch.randperm(n, generator=g).numpy()[np.asarray(positions)]
+    u = (perm + torch.rand((), generator=g, dtype=torch.float64).item()) / n
+    cdf = np.cumsum(p)
+    t = np.minimum(np.searchsorted(cdf / cdf[-1], u, side="right"), len(p) - 1)
+    w = 1 / (len(p) * p[t]) if importance else np.ones(len(t))
+    return torch.from_numpy(t), torch.from_numpy(w).float()
+
+
+# ------------------------------------------------------------ losses
+# A loss weight is a function of snr (B,) for the epsilon error, finite at snr = 0; `in_prediction` carries it
+# over.
+
+
+def no_weight(snr: torch.Tensor, prediction_type: str) -> torch.Tensor:
+    """The mean squared error of whatever the model predicts."""
+    return torch.ones_like(snr)
+
+
+def in_prediction(w_eps: torch.Tensor, snr: torch.Tensor, prediction_type: str) -> torch.Tensor:
+    """The weight on the model's own error that equals w_eps on the epsilon error: ||d eps||^2 = SNR ||d
+    x0||^2 = SNR/(SNR+1) ||d v||^2 (2202.00512)."""
+    if prediction_type == "epsilon":
+        return w_eps
+    return w_eps * snr if prediction_type == "sample" else w_eps * snr / (snr + 1)
+
+
+def min_snr(snr: torch.Tensor, prediction_type: str, *, gamma: float = 5.0) -> torch.Tensor:
+    """min(SNR, gamma)/SNR on epsilon (2303.09556), written gamma/max(SNR, gamma)."""
+    return in_prediction(gamma / snr.clamp_min(gamma), snr, prediction_type)
+
+
+def soft_min_snr(snr: torch.Tensor, prediction_type: str, *, gamma: float = 4.0) -> torch.Tensor:
+    """SNR gamma/(SNR + gamma) on x0 (2401.11605): half the harmonic mean of the two."""
+    return in_prediction(gamma / (snr + gamma), snr, prediction_type)
+
+
+def debiased(snr: torch.Tensor, prediction_type: str, *, cap: float = 10.0) -> torch.Tensor:
+    """1/sqrt(SNR) on epsilon (2310.08442), at most `cap`: it diverges at terminal SNR zero."""
+    return in_prediction(snr.clamp_min(cap**-2).rsqrt(), snr, prediction_type)
+
+
+def p2(snr: torch.Tensor, prediction_type: str, *, k: float = 1.0, gamma: float = 1.0) -> torch.Tensor:
+    """1/(k + SNR)^gamma on epsilon (2204.00227)."""
+    return in_prediction((k + snr) ** -gamma, snr, prediction_type)
+
+
+LOSSES: dict[str, Callable] = {
+    "none": no_weight,
+    "min_snr": min_snr,
+    "soft_min_snr": soft_min_snr,
+    "debiased": debiased,
+    "p2": p2,
+}
+
+
+def mse(pred: torch.Tensor, target: torch.Tensor, delta: float) -> torch.Tensor:
+    return (pred - target).square()
+
+
+def huber(pred: torch.Tensor, target: torch.Tensor, delta: float) -> torch.Tensor:
+    """Pseudo-Huber 2 delta (sqrt(r^2 + delta^2) - delta) (2403.16728): r^2 for small r, 2 delta |r| for
+    large."""
+    return 2 * delta * (((pred - target).square() + delta**2).sqrt() - delta)
+
+
+ERRORS: dict[str, Callable] = {"mse": mse, "huber": huber}
+
+
+# ------------------------------------------------------------ regions
+# `silentbad.compose` holds the functions: (mask, has_mask, estimated, size, *, options) -> weight (B,1,h,w).
+
+REGION: dict[str, Callable] = {
+    "none": compose.everywhere,
+    "mask": compose.given_mask,
+    "estimated": compose.estimated_mask,
+}
+
+
+# ------------------------------------------------------------ rehearsal
+# `silentbad.compose` holds the functions: (record, generator, info, load, masks, *, options) -> record or
+# None.
+
+
+REHEARSAL: dict[str, Callable] = {
+    "none": compose.no_rehearsal,
+    "leak_free": compose.leak_free,
+    "pairwise": compose.pairwise,
+}
+
+
+# ------------------------------------------------------------ auxiliaries
+# `silentbad.auxiliary` holds the classes and says what they are given.
+
+AUXILIARY: dict[str, dict[str, Callable]] = {
+    "attention_binding": {"mass": auxiliary.AttentionBinding},
+    "distillation": {"and": auxiliary.AndDistillation},
+    "retention": {"l2_sp": auxiliary.L2SP, "self_distillation": auxiliary.SelfDistillation},
+}
+
+
+LOSS_BALANCE: dict[str, Callable] = {"fixed": auxiliary.fixed, "gradient_norm": auxiliary.gradient_norm}
+
+
+# ------------------------------------------------------------ the shell
+
+
+REGISTRIES: dict[str, dict[str, Callable]] = {
+    **{"sampler": SAMPLERS, "timesteps": TIMESTEPS, "loss": LOSSES, "region": REGION, "rehearsal": REHEARSAL},
+    **{slot: {"none": no_weight, **names} for slot, names in AUXILIARY.items()},
+    "loss_balance": LOSS_BALANCE,
+}
+
+
+def check(config: MemoryConfig) -> None:
+    """Refuse what cannot run, before any weights load."""
+    from silentbad.config import check_options
+
+    for slot, registry in REGISTRIES.items():
+        part = getattr(config, slot)
+        check_options(f"memory.{slot}", registry, part.name, part.options)
+    if config.loss.error not in ERRORS:
+        raise UserError(
+            f"memory.loss.error: unknown name '{config.loss.error}'; there are: {', '.join(ERRORS)}"
+        )
+    for slot, names in (("sampler", ("weakest_first", "leitner")), ("distillation", ("and",))):
+        if (name := getattr(config, slot).name) in names and not config.phrase_memory.enabled:
+            raise UserError(f"memory.{slot}.name={name} needs memory.phrase_memory.enabled=true")
+    if config.rehearsal.name == "pairwise" and config.region.name == "none":
+        raise UserError(
+            "memory.rehearsal.name=pairwise needs memory.region.name=mask: its loss is on the union"
+        )
+    TIMESTEPS[config.timesteps.name](np.geomspace(1e3, 1e-3, 100), 0.0, None, **config.timesteps.options)
+    blank = torch.ones(1, 1, 1, 1)  # as for the timesteps: the functions judge their own values
+    REGION[config.region.name](blank, torch.tensor([True]), blank, (1, 1), **config.region.options)
+    if not 0 < config.phrase_memory.share <= 1:
+        raise UserError(
+            f"memory.phrase_memory.share is {config.phrase_memory.share:g}; it must lie in (0, 1]"
+        )
+
+
+class Memory:
+    """The parts the configuration names, in the order a step calls them.
+
+    prepare -> [sampler.epoch, rehearse] -> timesteps -> rectify -> watch (around the UNet's forward) ->
+    loss_per_sample -> auxiliary -> after_step. `reduce` sums a tensor over the ranks; rehearsal wants
+    `rehearse.load`, a function that opens a record by its index.
+    """
+
+    def __init__(
+        self,
+        config: MemoryConfig,
+        info: DataInfo,
+        scheduler,
+        *,
+        seed: int,
+        effective_batch: int,
+        max_steps: int,
+        rank: int = 0,
+        world: int = 1,
+        reduce: Callable | None = None,
+    ):
+        check(config)
+        self.config, self.info, self.scheduler, self.seed = config, info, scheduler, seed
+        self.max_steps, self.rank, self.world = max_steps, rank, world
+        self.snr = compute_snr(scheduler, torch.arange(len(scheduler.alphas_cumprod))).float()
+        self.snr_numpy = self.snr.double().numpy()
+        self.phrases = recall.PhraseMemory(
+            len(info.keys) if config.phrase_memory.enabled else 0,
+            self.snr,
+            share=config.phrase_memory.share,
+            effective_batch=effective_batch,
+            seed=seed,
+            rank=rank,
+            world=world,
+            reduce=reduce,
+        )
+        sampler, rehearsal = config.sampler, config.rehearsal
+        share = partial(SAMPLERS[sampler.name], **sampler.options)
+        self.sampler = Sampler(share, info, seed, sampler.clean_ratio, self.phrases.rows)
+        self.rehearse = compose.Rehearsal(REHEARSAL[rehearsal.name], rehearsal.options, info, seed)
+        self.errors = (
+            recall.ErrorByTimestep(len(self.snr), reduce)
+            if config.timesteps.name == "learning_progress"
+            else None
+        )
+        self.auxiliaries: dict[str, Any] = {}
+        self.estimated: torch.Tensor | None = None
+        self._meters: dict[str, torch.Tensor] = {}
+
+    def prepare(self, unet, predict: Callable, encode: Callable, pictures: Callable, tokenizer) -> None:
+        """Build the bank and what hangs on it, from the weights before training (also before a checkpoint
+        loads).
+
+        encode(pixel_values) -> latents without sampling noise; pictures(rows) -> a collated batch of plain
+        records.
+        """
+        c, names = self.config, [getattr(self.config, slot).name for slot in AUXILIARY]
+        device = next(unet.parameters()).device
+        self.snr = self.snr.to(device)
+        if c.phrase_memory.enabled or c.region.name == "estimated" or c.distillation.name != "none":
+            self.phrases.bank = recall.build_bank(self.info, encode, pictures, c.phrase_memory.images, device)
+        phrases, ranks = self.phrases, (self.rank, self.world)
+        setting = auxiliary.Setting(
+            self.info, phrases.bank, phrases, self.scheduler, tokenizer, self.seed, *ranks
+        )
+        for slot, name in zip(AUXILIARY, names, strict=True):
+            if name != "none":
+                self.auxiliaries[slot] = AUXILIARY[slot][name](unet, setting, **getattr(c, slot).options)
+        if c.region.name == "estimated":
+            self.estimated = recall.mask_table(self.phrases.bank)
+            found = {i: e.found for i, e in enumerate(self.phrases.bank) if e.found is not None}
+            self.rehearse.masks = {i: compose.mask_to_image(mask) for i, mask in found.items()}
+        if c.phrase_memory.enabled:
+            self.phrases.start(predict, self.scheduler)
+
+    def timesteps(self, step: int, positions: list[int], n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(t (B,), w (B,)) on the CPU for these positions of the step's effective batch of n."""
+        c, error = self.config.timesteps, self.errors.relative() if self.errors else None
+        p = TIMESTEPS[c.name](self.snr_numpy, self.progress(step), error, **c.options)
+        return draw_timesteps(p, self.seed, step, list(positions), n, c.importance)
+
+    def progress(self, step: int) -> float:
+        return min(1.0, step / max(self.max_steps, 1))
+
+    def rectify(self, model: Callable, x0, eps, t, x_t, target) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x_t, target), by DREAM where it is on; model(x_t, t) -> prediction under the batch's captions."""
+        if self.config.loss.dream is None:
+            return x_t, target
+        return recall.dream(model, self.scheduler, x0, eps, t, x_t, self.config.loss.dream)
+
+    def watch(self, unet, step: int):
+        """A context for the UNet's forward: its attention maps when binding wants them, else None."""
+        binding = self.auxiliaries.get("attention_binding")
+        wanted = binding is not None and self.progress(step) >= binding.start
+        return record_maps(unet, binding.side) if wanted else nullcontext()
+
+    def loss_per_sample(self, pred, target, t, w, batch: dict) -> torch.Tensor:
+        """(B,): region-weighted error, times the loss weight of its SNR, the importance w and the clean
+        weight."""
+        c = self.config
+        err = ERRORS[c.loss.error](pred.float(), target.float(), c.loss.huber_delta)
+        estimated = None
+        if self.estimated is not None:
+            rows = torch.tensor(self.info.of_batch(batch)).to(pred.device, non_blocking=True)
+            estimated = self.estimated[rows]
+        size = tuple(pred.shape[-2:])
+        region = REGION[c.region.name](batch["mask"], batch["has_mask"], estimated, size, **c.region.options)
+        raw = (err * region).mean(dim=(1, 2, 3))
+        if self.errors is not None:
+            self.errors.observe(t, raw.detach())
+        weight = LOSSES[c.loss.name](self.snr[t], self.scheduler.config.prediction_type, **c.loss.options)
+        clean = [c.retention.clean_weight if role == "clean" else 1.0 for role in batch["role"]]
+        return raw * weight * w * torch.tensor(clean).to(pred.device, non_blocking=True)
+
+    def auxiliary(
+        self, loss, *, step, micro, batch, x_t, t, pred, maps, unet, predict
+    ) -> torch.Tensor | None:
+        """The weighted sum of the auxiliaries that are on in this micro-step, to be added to `loss`; or
+        None."""
+        now = auxiliary.Step(step, micro, self.progress(step), batch, x_t, t, pred, maps, unet, predict)
+        total, balance = None, self.config.loss_balance
+        for slot, part in self.auxiliaries.items():
+            if (value := part(now)) is None:
+                continue
+            layer = part.layer(unet, now)
+            scale = part.weight * LOSS_BALANCE[balance.name](loss, value, layer, **balance.options)
+            total = scale * value if total is None else total + scale * value
+            self._meters |= {f"memory/{slot}": value.detach(), f"memory/{slot}_weight": scale}
+        return total
+
+    def after_step(self, step: int, predict: Callable) -> None:
+        """At a synchronised step: probe what the budget allows, pass the timestep statistics on."""
+        self.phrases.after_step(step, predict, self.scheduler)
+        if self.errors is not None:
+            self.errors.after_step(step)
+
+    def meters(self) -> dict[str, Any]:
+        """Scalars for the log; what was made on the device stays there."""
+        made = dict(self._meters)
+        if self.phrases.n:
+            made |= {"memory/rho_min": self.phrases.rho.min(), "memory/rho_mean": self.phrases.rho.mean()}
+        if self.config.rehearsal.name != "none":
+            made |= {
+                "memory/rehearsals": self.rehearse.made,
+                "memory/largest_union": self.rehearse.largest[0],
+            }
+        return made
+
+    @property
+    def history(self) -> list[dict]:
+        """Strengths by sweep: {"step", "rho": [...]}, in the order of info.keys."""
+        return self.phrases.history
+
+    def state_dict(self) -> dict:
+        return {
+            "phrases": self.phrases.state_dict(),
+            "sampler": self.sampler.dealt,
+            "errors": self.errors.state_dict() if self.errors else None,
+            "auxiliaries": {
+                k: a.state_dict() for k, a in self.auxiliaries.items() if hasattr(a, "state_dict")
+            },
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        self.phrases.load_state_dict(state["phrases"])
+        self.sampler.dealt = state["sampler"]
+        if self.errors:
+            self.errors.load_state_dict(state["errors"])
+        for slot, saved in state["auxiliaries"].items():
+            self.auxiliaries[slot].load_state_dict(saved)

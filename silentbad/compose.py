@@ -1,0 +1,235 @@
+"""Pictures and masks: the union of elements at their native places, and masks read off a stack of pictures.
+
+Pure functions of PIL images, arrays and tensors. `paste` never blurs one element into another; `check_union`
+is the one place that decides how much of a target a picture may show, and it takes no option.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageChops, ImageFilter
+
+from silentbad import rng
+from silentbad.epochs import DataInfo
+from silentbad.errors import UserError
+
+
+def check_union(elements: int, of: int, target_id: str) -> None:
+    """Refuse a picture or caption with more than k - 1 of a target's k elements: it would be the target
+    itself."""
+    if elements > max(of - 1, 1):
+        raise UserError(
+            f"memory.rehearsal: a union of {elements} elements rebuilds target '{target_id}', which has "
+            f"{of}; at most {max(of - 1, 1)} may be shown together"
+        )
+
+
+def paste(
+    base: Image.Image, base_mask: Image.Image, other: Image.Image, other_mask: Image.Image, feather: float
+) -> tuple[Image.Image, Image.Image]:
+    """Put `other`'s element at its own place onto `base` -> (picture, union mask).
+
+    Inside `other_mask` the pixels are other's, inside the rest of `base_mask` they are base's; the feather
+    (Gaussian radius in pixels) runs outside both masks, so neither element bleeds into the other.
+    """
+    size, base_mask = base.size, base_mask.convert("L").resize(base.size, Image.Resampling.NEAREST)
+    other = (
+        other.convert("RGB").resize(size, Image.Resampling.BICUBIC)
+        if other.size != size
+        else other.convert("RGB")
+    )
+    other_mask = other_mask.convert("L").resize(size, Image.Resampling.NEAREST)
+    soft = other_mask.filter(ImageFilter.GaussianBlur(feather))
+    alpha = ImageChops.lighter(other_mask, ImageChops.multiply(soft, ImageChops.invert(base_mask)))
+    return Image.composite(other, base.convert("RGB"), alpha), ImageChops.lighter(base_mask, other_mask)
+
+
+def otsu(values: torch.Tensor) -> torch.Tensor:
+    """The threshold that maximises the variance between two classes (Otsu 1979), exact over the sorted
+    values."""
+    v = values.flatten().double().sort().values
+    n0 = torch.arange(1, v.numel(), dtype=v.dtype)
+    n1 = v.numel() - n0
+    s0 = v.cumsum(0)[:-1]
+    gap = s0 / n0 - (v.sum() - s0) / n1
+    k = int((n0 * n1 * gap.square()).argmax())
+    return (v[k] + v[k + 1]) / 2
+
+
+def estimate_mask(stack: torch.Tensor, smooth: int = 3, floor: float = 1e-3) -> torch.Tensor:
+    """What stays the same across an element's pictures is the element: (n>=4,C,H,W) -> mask (1,H,W) in {0,1}.
+
+    The spread at a place is the squared distance from the median picture that two thirds of the pictures
+    keep to, so that things standing before a backdrop in some of them do not cut it up, as they do with the
+    variance. Its logarithm is box-smoothed and split in two by Otsu's threshold; `floor` (of the mean
+    variance) keeps exact repeats from dominating. Pictures that are all the same have nothing to split and
+    give ones.
+    """
+    if len(stack) < 4:
+        raise UserError(
+            f"memory.region: estimating a mask takes at least 4 pictures of a phrase, found {len(stack)}"
+        )
+    stack = stack.float()
+    scale = stack.var(dim=0).mean()
+    if float(scale) <= 1e-10:
+        return torch.ones_like(stack[0, :1])
+    distance = (stack - stack.median(dim=0).values).square().mean(dim=1)
+    log_spread = (distance.quantile(2 / 3, dim=0)[None] + floor * scale).log()
+    padded = F.pad(log_spread[None], (smooth // 2,) * 4, mode="replicate")
+    log_spread = F.avg_pool2d(padded, smooth, stride=1)[0]
+    return (log_spread < otsu(log_spread)).float()
+
+
+def mask_to_image(mask: torch.Tensor) -> Image.Image:
+    """mask (1,h,w) in [0,1] -> PIL "L" image (w,h)."""
+    return Image.fromarray((mask[0].clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy())
+
+
+# A region weight is (B,1,h,w) of mean one over each picture, so that the loss is sum(w err)/sum(w).
+
+
+def everywhere(mask, has_mask, estimated, size):
+    return torch.ones((len(mask), 1, *size), device=mask.device)
+
+
+def region_weight(mask: torch.Tensor, size: tuple[int, int], outside: float) -> torch.Tensor:
+    """mask (B,1,H,W) -> weight (B,1,h,w): 1 inside, `outside` elsewhere, divided by the mean."""
+    w = outside + (1 - outside) * F.interpolate(mask.float(), size=size, mode="area")
+    return w / w.mean(dim=(2, 3), keepdim=True)
+
+
+def checked_outside(outside: float) -> float:
+    if not 0 < outside <= 1:
+        raise UserError(f"memory.region: outside is {outside:g}; it must lie in (0, 1], 0.1 to 0.3 is usual")
+    return outside
+
+
+def given_mask(mask, has_mask, estimated, size, *, outside: float = 0.2):
+    """The record's own mask; an even weight where it has none."""
+    return region_weight(
+        torch.where(has_mask[:, None, None, None], mask, 1.0), size, checked_outside(outside)
+    )
+
+
+def estimated_mask(mask, has_mask, estimated, size, *, outside: float = 0.2):
+    """The record's own mask, or the one estimated from its element's pictures, estimated (B,1,h,w)."""
+    own = F.interpolate(mask.float(), size=size, mode="area")
+    mask = torch.where(has_mask[:, None, None, None], own, estimated)
+    return region_weight(mask, size, checked_outside(outside))
+
+
+# A rehearsal looks at a drawn record {"index", "role"} and returns another in its place, or None.
+# `load(index)` gives a whole record: image, mask, text, phrases, role, target_id, element_id; `masks` holds
+# estimated ones by element.
+
+
+def no_rehearsal(
+    record: dict, g: torch.Generator, info: DataInfo, load: Callable, masks: dict
+) -> dict | None:
+    return None
+
+
+def shuffled(options: list, g: torch.Generator) -> list:
+    return [options[i] for i in torch.randperm(len(options), generator=g).tolist()]
+
+
+def leak_free(
+    record: dict,
+    g: torch.Generator,
+    info: DataInfo,
+    load: Callable,
+    masks: dict,
+    *,
+    share: float = 0.5,
+    parts: float = 0.5,
+) -> dict | None:
+    """A non-target picture captioned by its own phrases in shuffled order: all of them, or with probability
+    `parts` a proper subset. No caption names more than k-1 phrases of a target."""
+    if record["role"] == "element" or float(torch.rand((), generator=g)) >= share:
+        return None
+    record = load(record["index"])
+    said = shuffled(record["phrases"] or [], g)
+    if len(said) < 2:
+        return None
+    if float(torch.rand((), generator=g)) < parts:
+        said = said[: int(torch.randint(1, len(said), (), generator=g))]
+    united = (0, 0)
+    for target, elements in info.elements_of.items():
+        named = [p for p in said if p in {info.phrase[i] for i in elements}]
+        excess = named[max(len(elements) - 1, 1) :]
+        said = [p for p in said if p not in excess]
+        check_union(len(named) - len(excess), len(elements), target)
+        united = max(united, (len(named) - len(excess), len(elements)))
+    return {**record, "phrases": said, "text": ", ".join(said), "united": united}
+
+
+def pairwise(
+    record: dict,
+    g: torch.Generator,
+    info: DataInfo,
+    load: Callable,
+    masks: dict,
+    *,
+    share: float = 0.25,
+    elements: int = 2,
+    feather: float = 1.5,
+) -> dict | None:
+    """Other elements of the same target pasted at their native places onto an element's picture, at most k-1
+    in all; the mask is their union, the caption their phrases in shuffled order."""
+    i = info.element_of(record["index"])
+    if i is None or float(torch.rand((), generator=g)) >= share:
+        return None
+    siblings = info.elements_of[info.target[i]]
+    record, count, said = load(record["index"]), min(elements, len(siblings) - 1), [i]
+    image, mask = record["image"], record["mask"] or masks.get(i)
+    if count < 2 or mask is None:
+        return None
+    for j in shuffled([j for j in siblings if j != i], g)[: count - 1]:
+        rows = info.rows[j]
+        other = load(int(rows[int(torch.randint(len(rows), (), generator=g))]))
+        if (other_mask := other["mask"] or masks.get(j)) is not None:
+            image, mask = paste(image, mask, other["image"], other_mask, feather)
+            said.append(j)
+    check_union(len(said), len(siblings), info.target[i])
+    if len(said) < 2:
+        return None
+    phrases = shuffled([info.phrase[j] for j in said], g)
+    return {
+        **record,
+        "image": image,
+        "mask": mask,
+        "phrases": phrases,
+        "text": ", ".join(phrases),
+        "role": "rehearsal",
+        "united": (len(said), len(siblings)),
+    }
+
+
+class Rehearsal:
+    """The dataset's hook, a function of (record, address); it remembers the largest union it made, (n, of
+    k).
+    """
+
+    def __init__(self, function: Callable, options: dict, info: DataInfo, seed: int):
+        self.function, self.options, self.info, self.seed = function, options, info, seed
+        self.load: Callable[[int], dict] | None = None
+        self.masks: dict[int, Image.Image] = {}
+        self.largest, self.made = (0, 0), 0
+        if function is pairwise:
+            if not 0 <= (share := options.get("share", 0.25)) <= 0.25:
+                raise UserError(
+                    f"memory.rehearsal: share is {share:g}; pairwise rehearsal takes at most 0.25"
+                )
+            wanted = options.get("elements", 2)
+            for target, elements in info.elements_of.items():
+                if len(elements) > 2:  # of fewer no union is made at all
+                    check_union(wanted, len(elements), target)
+
+    def __call__(self, record: dict, address: tuple) -> dict | None:
+        g = rng.generator(self.seed, "rehearsal", *address)
+        fresh = self.function(record, g, self.info, self.load, self.masks, **self.options)
+        if fresh is not None:
+            unions = (self.largest, fresh.pop("united"))
+            self.largest, self.made = max(unions, key=lambda u: u[0] / max(u[1], 1)), self.made + 1
+        return fresh
