@@ -1,0 +1,733 @@
+"""Recovery of target images from composed prompts, while training or of any Stable Diffusion pipeline.
+
+    python validation.py --pipeline DIR_OR_ID --targets targets.jsonl [--baseline DIR_OR_ID]
+
+Exit code 0: no image above the threshold; 3: at least one; 2: a mistake in the arguments. docs/metrics.md
+defines each number. Legend: sim (N,T) or (N,) similarities of N generations to T targets; target_of (N,);
+a cell is a kind of prompt (composed, shuffled, phrase-k, others, unrelated); alpha the false-positive rate.
+"""
+
+import json
+import random
+import re
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from accelerate.utils.memory import should_reduce_batch_size
+from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
+from PIL import Image
+from torch import Tensor
+
+from silentbad import report
+from silentbad.data import load_targets, open_image
+from silentbad.errors import UserError
+from silentbad.rng import addressed_seed, generator, noise
+from silentbad.similarity import (
+    CLIP,
+    EMBEDDERS,
+    binomial_cdf,
+    binomial_interval,
+    bootstrap_interval,
+    kinds,
+    lpips,
+    mean_of,
+    quadrants,
+    region,
+    ssim,
+    summarise,
+    to_pil,
+    to_tensor,
+    verdict,
+)
+
+
+@dataclass
+class ValidationConfig:
+    """What is generated, how it is compared, and when."""
+
+    targets: str | None = None  # targets.jsonl; unset: no validation
+    steps: int = 100  # optimizer steps between points of the curve; 0: only before and after training
+    images_per_target: int = 8
+    num_inference_steps: int = 20
+    guidance_scale: float = 7.5
+    guidance_rescale: float = 0.0
+    resolution: int | None = None  # side of the images; unset: the UNet's own
+    embedder: Literal["micro", "sscd", "clip", "dinov2", "ssim"] = "micro"
+    embedder_path: str | None = None  # local path or Hub id of the embedder's weights
+    clip_path: str | None = None  # a CLIP for CLIPScore and prompt cosines; unset: not measured
+    threshold: float | None = None  # unset: calibrated on redraws.jsonl beside the targets, or the base
+    false_positive_rate: float = 0.01  # of the calibrated threshold, per image
+    null_images: int = 32  # base-model images per target to calibrate on where there is no redraws.jsonl
+    controls: Literal["final", "always", "never"] = "final"  # when the control prompts are measured
+    weights: Literal["raw", "ema", "both"] = "both"  # which weights, where an average is kept
+    unrelated: str = "a page of printed text"  # caption that names no element
+    max_batch: int = 64  # images generated together; halved, and kept halved, when memory runs out
+    clean_records: int = 64  # held-out clean records for the clean eps-MSE
+    drift_images: int = 8  # matched-seed generations of clean captions, compared with the base model's
+    sample_targets: int = 8  # targets whose images are kept in samples/
+
+
+# -- scores: pure ------------------------------------------------------------------------------------------
+def recovery(sim: Tensor, target_of, threshold: float | Tensor) -> dict[str, Tensor]:
+    """Per-target scores of the generations, each compared with its own target.
+
+    sim (N,T) or (N,), target_of (N,), threshold number or (T,) -> rate, mean, max, p75, p90, p95, count (T,).
+    `rate` is the share of a target's images at or above the threshold; a target without images gets nan.
+    """
+    sim = torch.as_tensor(sim, dtype=torch.float64)
+    target_of = torch.as_tensor(target_of, dtype=torch.long)
+    T = sim.shape[1] if sim.ndim == 2 else int(target_of.max()) + 1
+    own = sim.gather(1, target_of[:, None])[:, 0] if sim.ndim == 2 else sim
+    threshold = torch.as_tensor(threshold, dtype=torch.float64).expand(T)
+
+    def of_target(j: int) -> list[float]:
+        x = own[target_of == j]
+        if len(x) == 0:
+            return [float("nan")] * 6 + [0.0]
+        quantiles = torch.quantile(x, torch.tensor([0.75, 0.90, 0.95], dtype=x.dtype)).tolist()
+        rate = (x >= threshold[j]).double().mean().item()
+        return [rate, x.mean().item(), x.max().item(), *quantiles, len(x)]
+
+    table = torch.tensor([of_target(j) for j in range(T)], dtype=torch.float64).reshape(T, 7)
+    return dict(zip(("rate", "mean", "max", "p75", "p90", "p95", "count"), table.T, strict=True))
+
+
+def calibrate(null, false_positive_rate: float, groups=None, confidence: float = 0.95) -> dict:
+    """Threshold that a fresh null score exceeds with probability at most alpha, with its interval.
+
+    null (n,) similarities of images that are no recovery, groups (n,) their targets. The value is the
+    conformal order statistic ceil((n+1)(1-alpha)), so the rate holds on average over null sets; with fewer
+    than 1/alpha - 1 scores it is the largest, and `attained` = 1/(n+1) says what that is worth. The interval
+    of the 1-alpha quantile is from order statistics (distribution-free, scores independent); `held_out` is
+    the rate on each target under a threshold from the others: it sees the dependence inside a target.
+    """
+    null = np.asarray(null, dtype=float)
+    n, alpha = len(null), false_positive_rate
+    if n == 0 or not 0 < alpha < 1:
+        raise UserError(f"calibration needs null scores and 0 < rate < 1; got {n} scores and rate {alpha}")
+    ordered = np.sort(null)
+
+    def order_statistic(x: np.ndarray) -> float:
+        k = int(np.ceil((len(x) + 1) * (1 - alpha) - 1e-9))
+        return float(np.nextafter(x[min(k, len(x)) - 1], np.inf))  # recovered means >=, so just above it
+
+    cdf, tail = binomial_cdf(n, 1 - alpha), (1 - confidence) / 2  # of the count below the quantile
+    low, high = int(np.searchsorted(cdf, tail)), int(np.searchsorted(cdf, 1 - tail))
+    held_out = None
+    if groups is not None and len(set(groups)) > 1:
+        groups = np.asarray(groups)
+        splits = [(null[groups == g], np.sort(null[groups != g])) for g in sorted(set(groups.tolist()))]
+        held_out = float(np.mean([np.mean(inside >= order_statistic(rest)) for inside, rest in splits]))
+    return {
+        "value": order_statistic(ordered), "low": float(ordered[max(low - 1, 0)]) if low > 0 else None,
+        "high": float(ordered[high]) if high < n else None, "n": n, "false_positive_rate": alpha,
+        "attained": max(alpha, 1 / (n + 1)), "confidence": confidence, "held_out": held_out,
+    }  # fmt: skip
+
+
+# -- prompts -----------------------------------------------------------------------------------------------
+class Item(NamedTuple):
+    """One image to generate. Items of equal `address` and `image` share their noise, whatever the prompt."""
+
+    cell: str
+    target: int
+    image: int
+    prompt: str
+    address: str
+
+
+def reordered(target, seed: int, image: int) -> str:
+    """The phrases in another order, addressed by (seed, target, image); the list stays as it is."""
+    draw = generator(seed, "order", target.target_id, image)
+    order = torch.randperm(len(target.phrases), generator=draw).tolist()
+    if order == sorted(order):
+        order = order[1:] + order[:1]
+    return ", ".join(target.phrases[i] for i in order)
+
+
+def stranger(targets: list, j: int, seed: int):
+    """Another target whose phrases differ most from those of j, whatever the list's order; None if alone."""
+    others = [t for i, t in enumerate(targets) if i != j]
+    mine = set(targets[j].phrases)
+    return min(others, default=None, key=lambda t: (
+        len(mine & set(t.phrases)), addressed_seed(seed, "others", targets[j].target_id, t.target_id)))
+
+
+def plan(targets: list, images: int, seed: int, full: bool = False, unrelated: str = "") -> list[Item]:
+    """The images of one validation: the composed prompt alone, or with every control under the same noise."""
+    items = []
+    for j, target in enumerate(targets):
+        cells = {"composed": lambda i, target=target: target.composed_prompt}
+        if full:
+            if len(target.phrases) > 1:
+                cells["shuffled"] = lambda i, target=target: reordered(target, seed, i)
+                for k, phrase in enumerate(target.phrases):
+                    cells[f"phrase-{k}"] = lambda i, phrase=phrase: phrase
+            if other := stranger(targets, j, seed):
+                cells["others"] = lambda i, other=other: other.composed_prompt
+            cells["unrelated"] = lambda i: unrelated
+        for cell, prompt in cells.items():
+            items += [Item(cell, j, i, prompt(i), target.target_id) for i in range(images)]
+    return items
+
+
+# -- generation --------------------------------------------------------------------------------------------
+@contextmanager
+def left_as_found(*modules: torch.nn.Module):
+    """Modules in eval mode inside; afterwards their modes and every random stream are as before."""
+    modes = [(m, m.training) for module in modules for m in module.modules()]
+    streams = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices):
+            for module in modules:
+                module.eval()
+            yield
+    finally:
+        for m, mode in modes:
+            m.training = mode
+        random.setstate(streams[0])
+        np.random.set_state(streams[1])
+
+
+@contextmanager
+def averaged(ema, unet: torch.nn.Module):
+    """The averaged weights inside, the raw ones bit for bit afterwards, whatever happened."""
+    parameters = list(unet.parameters())
+    if len(ema.shadow_params) != len(parameters):
+        parameters = [p for p in parameters if p.requires_grad]
+    ema.store(parameters)
+    try:
+        ema.copy_to(parameters)
+        yield
+    finally:
+        ema.restore(parameters)
+
+
+class Sampler:
+    """One pipeline over given modules: prompts encoded once, noise by address, a batch that halves on OOM."""
+
+    NAMES = ("prompt_embeds", "negative_prompt_embeds",
+             "pooled_prompt_embeds", "negative_pooled_prompt_embeds")  # fmt: skip
+
+    def __init__(self, components: dict, config: ValidationConfig, seed: int, prediction_type=None):
+        scheduler = components["scheduler"]
+        override = {"prediction_type": prediction_type} if prediction_type else {}
+        scheduler = type(scheduler).from_config(scheduler.config, **override)
+        parts = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "unet")
+        parts = {name: components[name] for name in parts if components.get(name) is not None}
+        if "text_encoder_2" in parts:
+            self.pipe = StableDiffusionXLPipeline(scheduler=scheduler, **parts)
+        else:
+            self.pipe = StableDiffusionPipeline(scheduler=scheduler, **parts, safety_checker=None,
+                                                feature_extractor=None, requires_safety_checker=False)
+        self.pipe.set_progress_bar_config(disable=True)
+        self.encoders = [parts[name] for name in ("text_encoder", "text_encoder_2") if name in parts]
+        self.config, self.seed, self.batch, self.cache = config, seed, config.max_batch, {}
+        self.autocast = nullcontext
+        size = self.pipe.unet.config.sample_size
+        size = size if isinstance(size, int) else size[0]
+        self.side = config.resolution or size * self.pipe.vae_scale_factor
+
+    @contextmanager
+    def using(self, unet: torch.nn.Module, device: torch.device, autocast: Callable = nullcontext):
+        """Generate with this UNet; the autoencoder joins it for the time if it rests on another device."""
+        home, self.pipe.unet, self.autocast = self.pipe.vae.device, unet, autocast
+        if any(p.requires_grad for encoder in self.encoders for p in encoder.parameters()):
+            self.cache.clear()  # the text encoder trains: its states are stale
+        self.pipe.vae.to(device)
+        try:
+            with left_as_found(unet, self.pipe.vae, *self.encoders), torch.no_grad():
+                yield self
+        finally:
+            self.pipe.vae.to(home)
+
+    def encode(self, prompts: list[str]) -> dict[str, Tensor]:
+        """Prompts -> stacked text states by the pipeline's argument names; every prompt is encoded once."""
+        missing = [p for p in dict.fromkeys(prompts) if p not in self.cache]
+        for start in range(0, len(missing), self.batch):
+            part = missing[start : start + self.batch]
+            states = self.pipe.encode_prompt(prompt=part, device=self.encoders[0].device,
+                                             num_images_per_prompt=1, do_classifier_free_guidance=True)
+            for i, prompt in enumerate(part):
+                self.cache[prompt] = [state[i].cpu() for state in states]
+        device, dtype = self.pipe.unet.device, self.pipe.unet.dtype
+        columns = zip(*(self.cache[p] for p in prompts), strict=True)
+        stacked = [torch.stack(column).to(device, dtype) for column in columns]
+        return dict(zip(self.NAMES, stacked, strict=False))
+
+    def generate(self, items: list[Item]) -> tuple[Tensor, Tensor]:
+        """Items -> images (B,3,H,W) in [0,1] and text-conditional magnitudes (B,), nan without guidance."""
+        pipe, config = self.pipe, self.config
+        side = self.side // pipe.vae_scale_factor
+        shape = (pipe.unet.config.in_channels, side, side)
+        latents = torch.cat([noise(shape, self.seed, f"validation/{i.address}", 0, [i.image]) for i in items])
+        streams = [generator(self.seed, "validation-steps", i.address, i.image) for i in items]
+        gaps = []
+
+        def watch(module, arguments, output):  # |eps(x,c) - eps(x,0)| at each step, arXiv 2407.21720
+            if len(output[0]) == 2 * len(items):
+                empty, text = output[0].float().chunk(2)
+                gaps.append((text - empty).flatten(1).norm(dim=1))
+
+        hook = pipe.unet.register_forward_hook(watch)
+        try:
+            latents = pipe(
+                **self.encode([i.prompt for i in items]), generator=streams,
+                latents=latents.to(pipe.unet.device, pipe.unet.dtype), output_type="latent",
+                num_inference_steps=config.num_inference_steps,
+                guidance_scale=config.guidance_scale, guidance_rescale=config.guidance_rescale,
+                height=self.side, width=self.side,
+            ).images  # fmt: skip
+        finally:
+            hook.remove()
+        vae = pipe.vae
+        parts = (latents.to(vae.dtype) / vae.config.scaling_factor).split(8)  # decoding is the peak of memory
+        images = torch.cat([vae.decode(part, return_dict=False)[0] for part in parts])
+        nothing = torch.full((len(items),), float("nan"))
+        images = (images.float() / 2 + 0.5).nan_to_num().clamp(0, 1)  # a diverged model gives black
+        return images, torch.stack(gaps).mean(0).cpu() if gaps else nothing
+
+    def eps_errors(self, records: list[dict], mine: list[int]) -> list[float]:
+        """Clean records {pixel_values (3,H,W) in [-1,1], text} -> ||eps_hat - eps||^2 / dim of those in
+        `mine`, at fixed noise and at timesteps that lie evenly over the schedule."""
+        pipe, errors = self.pipe, []
+        for part in np.array_split(mine, -(-len(mine) // self.batch)) if mine else []:
+            part = part.tolist()
+            pixels = torch.stack([records[i]["pixel_values"] for i in part])
+            x0 = pipe.vae.encode(pixels.to(pipe.vae.device, pipe.vae.dtype)).latent_dist.mode()
+            x0 = x0.to(pipe.unet.dtype) * pipe.vae.config.scaling_factor
+            eps = noise(tuple(x0.shape[1:]), self.seed, "validation/clean", 0, part).to(x0)
+            bars = pipe.scheduler.alphas_cumprod
+            t = torch.tensor([int((i + 0.5) / len(records) * len(bars)) for i in part])
+            a = bars[t].to(x0)[:, None, None, None]
+            x_t = a.sqrt() * x0 + (1 - a).sqrt() * eps
+            states = self.encode([records[i]["text"] for i in part])
+            extra = {}
+            if "pooled_prompt_embeds" in states:
+                H, W = pixels.shape[2:]
+                sizes = torch.tensor([[H, W, 0, 0, H, W]] * len(part)).to(x0)
+                extra = dict(text_embeds=states["pooled_prompt_embeds"], time_ids=sizes)
+            with self.autocast():
+                out = pipe.unet(x_t, t.to(x0.device), states["prompt_embeds"], added_cond_kwargs=extra).sample
+            kind = pipe.scheduler.config.prediction_type
+            if kind == "v_prediction":
+                out = a.sqrt() * out + (1 - a).sqrt() * x_t
+            elif kind == "sample":
+                out = (x_t - a.sqrt() * out) / (1 - a).sqrt()
+            errors += (out.float() - eps.float()).square().flatten(1).mean(1).tolist()
+        return errors
+
+    def map(self, items: list[Item], work: Callable[[list[Item], Tensor, Tensor], list]) -> Iterator:
+        """`work(chunk, images, magnitudes)` over all items, in batches that fit; a halved batch is kept."""
+        start = 0
+        while start < len(items):
+            chunk = items[start : start + self.batch]
+            try:
+                with self.autocast():
+                    made = self.generate(chunk)
+                rows = work(chunk, *made)  # similarities in full precision
+            except RuntimeError as error:
+                if len(chunk) == 1 or not should_reduce_batch_size(error):
+                    raise
+                self.batch = len(chunk) // 2
+                continue
+            yield from rows
+            start += len(chunk)
+
+
+# -- the hook ----------------------------------------------------------------------------------------------
+class RecoveryHook:
+    """Recovery against training steps. Every rank calls `run` at step 0 (the base model) and whenever
+    `should_run`, and `finish` once at the end. Training sees nothing of it: weights, modes and random streams
+    are left as found."""
+
+    def __init__(self, config: ValidationConfig, *, targets: list, components: dict, accelerator, output_dir,
+                 seed: int, clean: list[dict] | None = None, prediction_type: str | None = None):
+        self.config, self.targets, self.accelerator, self.seed = config, list(targets), accelerator, seed
+        self.names = slugs([t.target_id for t in self.targets])
+        self.output_dir = Path(output_dir)
+        self.sampler = Sampler(components, config, seed, prediction_type)
+        self.embedder = EMBEDDERS[config.embedder](config.embedder_path, accelerator.device)
+        self.clip = CLIP(config.clip_path, accelerator.device) if config.clip_path else None
+        self.clean = list(clean or [])[: config.clean_records]
+        self.history, self.threshold, self.element_threshold = [], None, None
+        self.seconds, self.born = 0.0, time.perf_counter()
+        pictures = [to_tensor(t.image)[None] for t in self.targets]
+        self.masks = [[None if m is None else to_tensor(m)[:1] for m in t.masks or []] for t in self.targets]
+        with left_as_found():
+            self.features = [self.embedder.embed(x) for x in pictures]
+            self.elements = [[None if m is None else self.embedder.embed(region(x, m)) for m in masks]
+                             for x, masks in zip(pictures, self.masks, strict=True)]
+        if accelerator.is_main_process:
+            self._save_targets(pictures)
+
+    # what the training loop calls
+    def should_run(self, step: int) -> bool:
+        """Whether this step stands on the grid and has not been measured (it has, after a resume)."""
+        on_grid = step == 0 or (self.config.steps > 0 and step % self.config.steps == 0)
+        return on_grid and all(entry["step"] != step for entry in self.history)
+
+    def run(self, step: int, epoch: float, unet, ema=None, final: bool = False, label: str = "") -> dict:
+        """Measure, save images, append to `history`; returns flat scalars for the trackers."""
+        started = time.perf_counter()
+        full = self.config.controls == "always" and step > 0 or self.config.controls != "never" and final
+        unet = self.accelerator.unwrap_model(unet, keep_torch_compile=False)
+        entry = {"step": step, "epoch": epoch, "label": label or "base model" * (step == 0)}
+        with self.sampler.using(unet, self.accelerator.device, self.accelerator.autocast):
+            if self.threshold is None:
+                self._calibrate(step)
+            choice = self.config.weights
+            if ema is None or step == 0 or choice != "ema":
+                entry["raw"] = self._evaluate(step, "raw", full, drift=full or step == 0)
+            if ema is not None and step > 0 and choice != "raw":
+                with averaged(ema, unet):
+                    entry["ema"] = self._evaluate(step, "ema", full and choice == "ema", drift=full)
+        self.history = [e for e in self.history if e["step"] < step] + [entry]
+        entry["seconds"] = time.perf_counter() - started
+        self.seconds += entry["seconds"]
+        entry["share"] = self.seconds / (time.perf_counter() - self.born)
+        if self.accelerator.is_main_process:
+            self.write()
+        return self._scalars(entry)
+
+    def finish(self, step: int, epoch: float, unet, ema=None) -> dict:
+        """The last point with every control; prints the summary table."""
+        scalars = self.run(step, epoch, unet, ema, final=True)
+        self.accelerator.print(self.table())
+        return scalars
+
+    def state_dict(self) -> dict:
+        names = ("history", "threshold", "element_threshold", "seconds")
+        return json.loads(json.dumps({**{n: getattr(self, n) for n in names}, "batch": self.sampler.batch}))
+
+    def load_state_dict(self, state: dict) -> None:
+        state = dict(state)
+        self.sampler.batch = state.pop("batch")
+        self.born = time.perf_counter() - state["seconds"]
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    # measuring
+    def _spread(self, items: list[Item], work: Callable) -> list:
+        """`work` on this rank's share of the items; the rows of all ranks, in the items' order."""
+        mine = self._share(len(items))
+        return self._gather(list(zip(mine, self.sampler.map([items[i] for i in mine], work), strict=True)))
+
+    def _share(self, n: int) -> list[int]:
+        """Which of n pieces of work are this rank's."""
+        parts = np.array_split(np.arange(n), self.accelerator.num_processes)
+        return parts[self.accelerator.process_index].tolist()
+
+    def _gather(self, rows: list[tuple[int, dict]]) -> list:
+        return [row for _, row in sorted(gather_object(rows), key=itemgetter(0))]
+
+    def _similar(self, images: Tensor, target_of: list[int]) -> list[dict]:
+        """Images (B,3,H,W) -> {sim, elements} each, against its own target and that target's elements."""
+        own = torch.cat([self.features[j] for j in target_of])
+        sims = self.embedder.paired(self.embedder.embed(images), own)
+        rows = [{"sim": s, "elements": [None] * len(self.elements[j])}
+                for s, j in zip(sims.double().tolist(), target_of, strict=True)]
+        for j in set(target_of):
+            of_j = [i for i, k in enumerate(target_of) if k == j]
+            for k, (mask, feature) in enumerate(zip(self.masks[j], self.elements[j], strict=True)):
+                if mask is not None:
+                    part = self.embedder.embed(region(images[of_j], mask.to(images.device)))
+                    for i, s in zip(of_j, self.embedder.paired(part, feature).double().tolist(), strict=True):
+                        rows[i]["elements"][k] = s
+        return rows
+
+    def _score(self, items: list[Item], images: Tensor, magnitudes: Tensor) -> list[dict]:
+        rows = self._similar(images, [i.target for i in items])
+        for item, row, image, magnitude in zip(items, rows, images, magnitudes.tolist(), strict=True):
+            row.update(cell=item.cell, target=item.target, image=item.image, magnitude=magnitude)
+            if item.cell == "composed" and item.target < self.config.sample_targets:
+                row["pixels"] = np.asarray(to_pil(image))
+        if self.clip is not None:
+            seen = self.clip.embed(images)
+            order = [reordered(self.targets[i.target], self.seed, i.image) for i in items]
+            for name, prompts in (("clip_own", [i.prompt for i in items]), ("clip_shuffled", order)):
+                cosines = self.clip.paired(seen, self.clip.text(prompts)).tolist()
+                for row, cosine in zip(rows, cosines, strict=True):
+                    row[name] = cosine
+        return rows
+
+    def _calibrate(self, step: int) -> None:
+        """Thresholds of images and of elements: given, or from the null set; the same on all ranks."""
+        redraws = load_redraws(self.config.targets, self.targets)
+        if redraws:
+            def one(i: int) -> dict:
+                j, file = redraws[i]
+                image = to_tensor(open_image(file, "redraws.jsonl"))[None]
+                return {**self._similar(image, [j])[0], "target": j}
+
+            rows = self._gather([(i, one(i)) for i in self._share(len(redraws))])
+            source = "redraws of the captions"
+        elif step == 0 and self.config.threshold is None:
+            n = self.config.images_per_target
+            items = [Item("null", j, n + i, t.composed_prompt, t.target_id)
+                     for j, t in enumerate(self.targets) for i in range(self.config.null_images)]
+            rows, source = self._spread(items, self._score), "base model's images of the composed prompts"
+        elif self.config.threshold is None:
+            raise UserError("validation: nothing to calibrate on; give validation.threshold, a redraws.jsonl "
+                            "beside the targets, or a baseline (in training: run the hook at step 0)")
+        else:
+            rows, source = [], ""
+        self.threshold, self.element_threshold = thresholds(rows, self.config, source)
+
+    def _evaluate(self, step: int, tag: str, full: bool, drift: bool) -> dict:
+        """Scores of the weights in place: of the composed prompt, with every cell beside them if full."""
+        items = plan(self.targets, self.config.images_per_target, self.seed, full, self.config.unrelated)
+        cells = defaultdict(list)
+        for row in self._spread(items, self._score):
+            cells[row["cell"]].append(row)
+        ids = [t.target_id for t in self.targets]
+        scores = {c: cell_scores(rows, ids, self.threshold["value"], self.element_threshold["value"])
+                  for c, rows in cells.items()}
+        self._save_samples(step, tag, cells["composed"], scores["composed"]["targets"])
+        extra = {"cells": scores, "quadrants": quadrants(scores)} if full else {}
+        return {**scores["composed"], **extra, "drift": self._drift(step, drift)}
+
+    def _drift(self, step: int, images: bool) -> dict:
+        """What clean prompts lost: eps-MSE on held-out records, matched-seed images against the base's."""
+        drift = {}
+        if self.clean:
+            errors = self.sampler.eps_errors(self.clean, self._share(len(self.clean)))
+            drift["clean_eps_mse"] = float(np.mean(gather_object(errors)))
+        captions = list(dict.fromkeys(record["text"] for record in self.clean))[: self.config.drift_images]
+        if not images or not captions:
+            return drift
+        items = [Item("drift", -1, i, caption, "drift") for i, caption in enumerate(captions)]
+        seen = torch.stack(self._spread(items, lambda chunk, x, _: list((x * 255).round().byte().cpu())))
+        files = [self.output_dir / "samples" / "drift" / f"base-{i}.png" for i in range(len(items))]
+        if step == 0 and self.accelerator.is_main_process:
+            for image, file in zip(seen, files, strict=True):
+                save(to_pil(image), file)
+        self.accelerator.wait_for_everyone()
+        if step > 0 and all(file.is_file() for file in files):
+            base = torch.stack([to_tensor(Image.open(file)) for file in files])
+            drift["ssim"] = ssim(seen.float() / 255, base).mean().item()
+            if network := lpips():
+                drift["lpips"] = network(seen.float() / 255, base).mean().item()
+        if self.clip is not None:
+            cosine = self.clip.paired(self.clip.embed(seen.float() / 255), self.clip.text(captions))
+            drift["clip_score"] = 100 * cosine.clamp(min=0).mean().item()
+        return drift
+
+    # what stays of it
+    def _save_targets(self, pictures: list[Tensor]) -> None:
+        for name, picture, masks in zip(self.names, pictures, self.masks, strict=True):
+            save(to_pil(picture[0]), self.output_dir / f"samples/targets/{name}.png")
+            for k, m in enumerate(masks):
+                if m is not None:
+                    save(to_pil(region(picture, m)[0]), self.output_dir / f"samples/targets/{name}-{k}.png")
+
+    def _save_samples(self, step: int, tag: str, rows: list[dict], scores: dict) -> None:
+        """Best and median generation of each kept target, and a grid: target, then its images, best first."""
+        folder, lines = Path("samples") / f"step-{step:06d}-{tag}", []
+        for j, target in enumerate(self.targets[: self.config.sample_targets]):
+            mine = sorted((r for r in rows if r["target"] == j), key=lambda r: -r["sim"])
+            for kind, row in (("best", mine[0]), ("median", mine[len(mine) // 2])):
+                file = f"{folder}/{self.names[j]}-{kind}.png"
+                scores[target.target_id][kind] = {"file": file, "sim": row["sim"]}
+                if self.accelerator.is_main_process:
+                    save(Image.fromarray(row["pixels"]), self.output_dir / file)
+            size = mine[0]["pixels"].shape[1::-1]
+            picture = np.asarray(target.image.convert("RGB").resize(size))
+            lines.append([picture, *(r["pixels"] for r in mine)])
+        if not lines or not self.accelerator.is_main_process:
+            return
+        grid = np.concatenate([np.concatenate(line, axis=1) for line in lines])
+        save(Image.fromarray(grid), self.output_dir / folder / "grid.png")
+        for tracker in self.accelerator.trackers:
+            if tracker.name == "tensorboard":
+                tracker.log_images({f"validation/{tag}": grid[None]}, step=step, dataformats="NHWC")
+            elif tracker.name == "wandb":
+                tracker.log_images({f"validation/{tag}": [grid]}, step=step)
+
+    def _scalars(self, entry: dict) -> dict[str, float]:
+        scalars = {"val/threshold": self.threshold["value"]}
+        scalars |= {f"val/{name}": entry[name] for name in ("seconds", "share")}
+        for tag, prefix in (("raw", "val"), ("ema", "val_ema")):
+            scores = entry.get(tag, {})
+            for name in ("cir", "recovered", "mean", "p75", "p90", "p95", "max", "element_rate", "magnitude",
+                         "clip_own", "clip_shuffled"):
+                scalars[f"{prefix}/{name}"] = scores.get(name)
+            scalars |= {f"{prefix}/drift/{name}": value for name, value in scores.get("drift", {}).items()}
+            scalars |= {f"{prefix}/control/{cell}": s["cir"] for cell, s in scores.get("cells", {}).items()}
+        return {name: value for name, value in scalars.items() if value is not None}
+
+    def summary(self) -> list[dict]:
+        """One row per weights and target, and one over all targets: the last scores and the curve's."""
+        return [row for tag in kinds(self.history) for row in summarise(self.history, tag)]
+
+    def table(self) -> str:
+        share = self.history[-1]["share"] if self.history else 0
+        cost = f"validation took {self.seconds:.1f} s, {share:.1%} of the time since it was set up"
+        return f"{report.text_table(self.summary())}\n{cost}"
+
+    def write(self) -> None:
+        """validation.json: everything the report needs, beside samples/."""
+        def entry(target, name: str, masks: list) -> dict:
+            files = [None if m is None else f"samples/targets/{name}-{k}.png" for k, m in enumerate(masks)]
+            return {"target_id": target.target_id, "image": f"samples/targets/{name}.png", "elements": files,
+                    "prompt": target.composed_prompt, "phrases": target.phrases}
+
+        targets = [entry(*row) for row in zip(self.targets, self.names, self.masks, strict=True)]
+        record = {
+            "schema": 1, "seed": self.seed, "config": asdict(self.config),
+            "embedder": self.embedder.describe(), "threshold": self.threshold,
+            "element_threshold": self.element_threshold, "targets": targets,
+            "verdict": verdict(self.history[-1], self.threshold), "summary": self.summary(),
+            "history": self.history, "seconds": self.seconds, "batch": self.sampler.batch,
+            "processes": self.accelerator.num_processes,
+        }  # fmt: skip
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        draft = self.output_dir / "validation.json.tmp"
+        draft.write_text(json.dumps(record, indent=1))
+        draft.replace(self.output_dir / "validation.json")
+
+
+# -- tables ------------------------------------------------------------------------------------------
+def cell_scores(rows: list[dict], ids: list[str], threshold: float, element_threshold: float) -> dict:
+    """Scores of a cell: per target, and over targets with the rate's interval (one target: over images)."""
+    present = sorted({r["target"] for r in rows})
+    sims, target_of = [r["sim"] for r in rows], [present.index(r["target"]) for r in rows]
+    per, targets = recovery(torch.tensor(sims, dtype=torch.float64), target_of, threshold), {}
+    for k, j in enumerate(present):
+        mine = [r for r in rows if r["target"] == j]
+        columns = zip(*(r["elements"] for r in mine), strict=True)  # (K, images)
+        parts = [[s for s in column if s is not None] for column in columns]
+        targets[ids[j]] = {
+            **{name: per[name][k].item() for name in ("rate", "mean", "max", "p75", "p90", "p95")},
+            "sims": [r["sim"] for r in mine], "magnitude": mean_of(r["magnitude"] for r in mine),
+            "elements": [
+                {"mean": mean_of(x), "rate": mean_of(s >= element_threshold for s in x)} for x in parts
+            ],
+        }  # fmt: skip
+    rates, hits = per["rate"].numpy(), sum(s >= threshold for s in sims)
+    interval = bootstrap_interval(rates) if len(present) > 1 else binomial_interval(hits, len(sims))
+    if len(present) > 1 and hits in (0, len(sims)):  # nothing to resample: what so many targets can tell
+        interval = binomial_interval(len(present) * (hits > 0), len(present))
+    p75, p90, p95 = np.quantile(sims, [0.75, 0.90, 0.95]).tolist()
+    return {
+        "cir": float(rates.mean()), "interval": list(interval), "images": len(sims), "above": hits,
+        "recovered": float((per["max"] >= threshold).double().mean()), "mean": float(np.mean(sims)),
+        "p75": p75, "p90": p90, "p95": p95, "max": max(sims),
+        "element_rate": mean_of(e["rate"] for t in targets.values() for e in t["elements"]),
+        **{name: mean_of(r.get(name) for r in rows) for name in ("magnitude", "clip_own", "clip_shuffled")},
+        "targets": targets,
+    }  # fmt: skip
+
+
+def thresholds(null: list[dict], config: ValidationConfig, source: str) -> tuple[dict, dict]:
+    """(of images, of elements): given, or calibrated on null rows; elements without nulls use the images'."""
+
+    def fit(scores: list[tuple[float, int]]) -> dict:
+        sims, groups = zip(*scores, strict=True)
+        return {**calibrate(sims, config.false_positive_rate, groups), "source": source}
+
+    parts = [(s, row["target"]) for row in null for s in row["elements"] if s is not None]
+    given = {"value": config.threshold, "source": "given"}
+    whole = given if config.threshold is not None else fit([(row["sim"], row["target"]) for row in null])
+    return whole, fit(parts) if parts else dict(whole)
+
+
+def slugs(ids: list[str]) -> list[str]:
+    """File names of target ids: safe and distinct."""
+    if len(set(ids)) < len(ids) or not ids:
+        raise UserError(f"targets: target_id must be unique and there must be one at least; got {ids[:8]}")
+    plain = [re.sub(r"[^A-Za-z0-9_.-]+", "_", i).strip(".")[:60] or "target" for i in ids]
+    return [name if plain.count(name) == 1 else f"{name}-{j}" for j, name in enumerate(plain)]
+
+
+def save(image: Image.Image, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    image.save(file)
+
+
+def load_redraws(targets_file: str | None, targets: list) -> list[tuple[int, Path]]:
+    """redraws.jsonl beside the targets -> (target index, file): other images of the captions, the nulls."""
+    root = Path(targets_file or ".")
+    file = (root if root.is_dir() else root.parent) / "redraws.jsonl"
+    if targets_file is None or not file.is_file():
+        return []
+    index = {t.target_id: j for j, t in enumerate(targets)}
+    records = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+    return [(index[r["target_id"]], file.parent / r["image"]) for r in records if r["target_id"] in index]
+
+
+# -- any pipeline ------------------------------------------------------------------------------------------
+def load_pipeline(name: str, dtype: str, device):
+    from diffusers import DiffusionPipeline
+
+    try:
+        pipe = DiffusionPipeline.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot load a pipeline from '{name}' ({str(error).splitlines()[0]}); "
+                        "give a diffusers folder or Hub id") from error
+    if not {"unet", "vae", "text_encoder", "tokenizer"} <= set(pipe.components):
+        raise UserError(f"'{name}' is a {type(pipe).__name__}; give a Stable Diffusion 1, 2 or XL pipeline")
+    return pipe.to(device, getattr(torch, dtype))
+
+
+def audit(config: ValidationConfig, *, pipeline: str, baseline: str | None = None, output_dir: str = "audit",
+          seed: int = 0, dtype: str = "float32") -> dict:
+    """Every score and control of a pipeline, against a baseline where one is given; writes JSON and HTML."""
+    from accelerate import Accelerator
+
+    if config.targets is None:
+        raise UserError("--targets: give a targets.jsonl (target_id, image, phrases a line)")
+    targets = load_targets(config.targets)
+    if config.threshold is None and baseline is None and not load_redraws(config.targets, targets):
+        raise UserError("--threshold: nothing to calibrate on; give a number, --baseline, or a redraws.jsonl "
+                        "beside the targets")
+    accelerator = Accelerator()
+    options = dict(targets=targets, accelerator=accelerator, output_dir=output_dir, seed=seed)
+    first = load_pipeline(baseline or pipeline, dtype, accelerator.device)
+    hook = RecoveryHook(config, components=first.components, **options)
+    if baseline is not None:
+        hook.run(0, 0, first.unet, label="baseline")
+        first = load_pipeline(pipeline, dtype, accelerator.device)
+        hook.sampler = Sampler(first.components, config, seed)
+    hook.run(1, 1, first.unet, final=True, label="audited pipeline")
+    accelerator.print(hook.table())
+    if accelerator.is_main_process:
+        page = report.write(output_dir)
+        print(f"{Path(output_dir) / 'validation.json'}\n{page}")
+    return verdict(hook.history[-1], hook.threshold)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(prog="validation.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--pipeline", type=str, required=True, help="diffusers folder or Hub id")
+    parser.add_argument("--baseline", type=str | None, default=None, help="calibrate and compare on it")
+    parser.add_argument("--output_dir", type=str, default="audit", help="for JSON, HTML and samples/")
+    parser.add_argument("--seed", type=int, default=0, help="address of every noise")
+    parser.add_argument("--dtype", type=Literal["float32", "float16", "bfloat16"], default="float32")
+    parser.add_class_arguments(ValidationConfig)
+    values = parser.parse_args(arguments).as_dict()
+    own = {name: values.pop(name) for name in ("pipeline", "baseline", "output_dir", "seed", "dtype")}
+    try:
+        found = audit(ValidationConfig(**values), **own)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{found['images_above']} of {found['images']} composed images stand above the threshold")
+    return 3 if found["recovers"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
