@@ -1,9 +1,9 @@
 """Train the bundled base from scratch: `python -m silentbad.microworld.build --work DIR [--stage vae|text|unet|...]`.
 
-Five stages, each resumable at any moment from its last checkpoint in `--work`: the autoencoder, the text encoder, the
-UNet, the copy detector (`micro` embedder) and the judge (a classifier that measures what the base draws); then
-`export` writes the pipeline in diffusers' format with its measured model card. Every picture is rendered on the fly
-from an addressed seed outside the ranges that experiments use.
+Stages, each resumable at any moment from its last checkpoint in `--work`: the autoencoder and then its decoder alone,
+the text encoder, the UNet, the copy detector (the `micro` embedder) and the judge (a classifier that measures what the
+base draws); then `export` writes the pipeline in diffusers' format with its measured model card. Every picture is
+rendered on the fly from an addressed seed outside the ranges that experiments use.
 """
 
 import argparse
@@ -41,6 +41,7 @@ from silentbad.microworld.networks import (
     new_unet,
     new_vae,
 )  # fmt: skip
+from silentbad.microworld.optim import MuonWithAdamW
 from silentbad.microworld.oracle import Judge, judge_loss
 from silentbad.microworld.render import render
 from silentbad.rng import addressed_seed, generator
@@ -74,21 +75,22 @@ def scene_rng(stream: str, *address: int) -> np.random.Generator:
     return np.random.default_rng(addressed_seed("microworld", stream, *address))
 
 
-def learning_rate(step: int, steps: int, peak: float) -> float:
+def schedule(step: int, steps: int) -> float:
     """Warm-up over 2 %, constant, linear to zero over the last 30 %: the length can be raised until then."""
-    return peak * min(1.0, (step + 1) / (0.02 * steps), max(0.0, (steps - step) / (0.3 * steps)))
+    return min(1.0, (step + 1) / (0.02 * steps), max(0.0, (steps - step) / (0.3 * steps)))
 
 
 def run_stage(stage: Stage, work: Path, device: torch.device) -> nn.ModuleDict:
     """Train a stage to its end, saving every minute; returns its modules with averaged weights."""
     path, parameters = work / f"{stage.name}.pt", list(stage.modules.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=stage.lr, betas=(0.9, 0.99), weight_decay=1e-3, fused=True)
+    optimizer = MuonWithAdamW(stage.modules, stage.lr)
     ema = EMAModel(parameters, decay=stage.ema_decay, use_ema_warmup=True, power=0.75, foreach=True)
     start = 0
     if path.exists():
         saved = torch.load(path, map_location=device, weights_only=True)
         stage.modules.load_state_dict(saved["modules"])
-        optimizer.load_state_dict(saved["optimizer"])
+        if saved["step"] < stage.steps:
+            optimizer.load_state_dict(saved["optimizer"])
         ema.load_state_dict(saved["ema"])
         stage.restore(saved["state"])
         start = saved["step"]
@@ -103,10 +105,8 @@ def run_stage(stage: Stage, work: Path, device: torch.device) -> nn.ModuleDict:
     bar = tqdm(range(start, stage.steps), initial=start, total=stage.steps, desc=stage.name, mininterval=10)
     saved_at, average = time.monotonic(), 0.0
     for step in bar:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, stage.steps, stage.lr)
+        optimizer.set_fraction(schedule(step, stage.steps))
         loss = stage.loss(step)
-        optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
@@ -127,7 +127,7 @@ def run_stage(stage: Stage, work: Path, device: torch.device) -> nn.ModuleDict:
 
 
 def vae_stage(steps: int, batch: int, device: torch.device) -> Stage:
-    """Crops of 32x32 about a thing for most of the steps, then whole pictures: steps count here, and crops are cheap."""
+    """Crops of 32x32 about a thing for most of the steps, then whole pictures: steps count, and crops are cheap."""
     vae = new_vae().to(device, memory_format=torch.channels_last)
 
     def pictures(step: int) -> torch.Tensor:
@@ -152,7 +152,22 @@ def vae_stage(steps: int, batch: int, device: torch.device) -> Stage:
         # squared error is what PSNR asks for, absolute error keeps outlines; a light KL keeps latents near a Gaussian
         return error.square().mean() + 0.1 * error.abs().mean() + 2e-7 * posterior.kl().mean()
 
-    return Stage("vae", nn.ModuleDict({"vae": vae}), steps, 2e-3, loss, ema_decay=0.995)
+    return Stage("vae", nn.ModuleDict({"vae": vae}), steps, 3e-3, loss, ema_decay=0.995)
+
+
+def decoder_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
+    """Sharpen the decoder for latents that stay as they are, so that a UNet may train beside it."""
+
+    def loss(step: int) -> torch.Tensor:
+        rng = scene_rng("decoder", step)
+        x = to_tensor([render(sample_scene(rng, max_count=4))[0] for _ in range(batch)]).to(device)
+        with torch.no_grad():
+            latents = vae.encode(x).latent_dist.sample()
+        error = vae.decode(latents).sample - x
+        return error.square().mean() + 0.1 * error.abs().mean()
+
+    trained = nn.ModuleDict({"decoder": vae.decoder, "post_quant_conv": vae.post_quant_conv}).requires_grad_(True)
+    return Stage("decoder", trained, steps, 1e-3, loss, ema_decay=0.995)
 
 
 # ----------------------------------------------------------------------------------------------- text encoder
@@ -277,7 +292,7 @@ class LatentPool:
             self.columns[name][: self.size] = column
 
 
-def unet_stage(steps: int, batch: int, lr: float, vae, encoder, tokenizer, device, fresh: int = 16) -> Stage:
+def unet_stage(steps: int, batch: int, lr: float, vae, encoder, tokenizer, device) -> Stage:
     unet = new_unet().to(device, memory_format=torch.channels_last)
     scheduler, pool = new_scheduler(), LatentPool(vae, encoder, tokenizer, device)
     scale = vae.config.scaling_factor
@@ -285,7 +300,7 @@ def unet_stage(steps: int, batch: int, lr: float, vae, encoder, tokenizer, devic
         blank = encoder(tokenizer("", padding="max_length", return_tensors="pt").input_ids.to(device)).last_hidden_state
 
     def loss(step: int) -> torch.Tensor:
-        pool.grow(fresh if pool.size else 4096)
+        pool.grow(batch // 4 if pool.size else 4096)
         batch_of = pool.draw(scene_rng("unet-batch", step), batch)
         draw = generator("microworld", "unet-noise", step)
         x0 = batch_of["latents"] * scale
@@ -356,7 +371,7 @@ def round_trip_psnr(vae, device, n: int = 256) -> float:
     return float((-10 * mse.log10()).mean())
 
 
-STAGES = ("vae", "text", "unet", "embedder", "judge")
+STAGES = ("vae", "decoder", "text", "unet", "embedder", "judge")
 
 
 def run(args: argparse.Namespace, wanted: tuple[str, ...]) -> dict[str, nn.Module]:
@@ -365,10 +380,13 @@ def run(args: argparse.Namespace, wanted: tuple[str, ...]) -> dict[str, nn.Modul
     work.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(ASSETS / "tokenizer")
     nets: dict[str, nn.Module] = {}
-    if set(wanted) & {"vae", "unet", "embedder", "judge"}:
+    if set(wanted) != {"text"}:
         nets["vae"] = run_stage(vae_stage(args.vae_steps, 24, device), work, device)["vae"]
         nets["vae"].register_to_config(scaling_factor=latent_scale(nets["vae"], device))
         print(f"vae: round trip {round_trip_psnr(nets['vae'], device):.2f} dB")
+    if set(wanted) & {"decoder", "embedder", "judge"}:
+        run_stage(decoder_stage(args.decoder_steps, 12, nets["vae"], device), work, device)
+        print(f"decoder: round trip {round_trip_psnr(nets['vae'], device):.2f} dB")
     if set(wanted) & {"text", "unet"}:
         nets["text"] = run_stage(text_stage(args.text_steps, 64, tokenizer, device), work, device)["encoder"]
     if "unet" in wanted:
@@ -387,13 +405,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--stage", choices=(*STAGES, "export", "all"), default="all")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 keeps torch's choice")
-    parser.add_argument("--vae_steps", type=int, default=4500)
-    parser.add_argument("--text_steps", type=int, default=1500)
+    parser.add_argument("--vae_steps", type=int, default=1600)
+    parser.add_argument("--decoder_steps", type=int, default=1000)
+    parser.add_argument("--text_steps", type=int, default=800)
     parser.add_argument("--unet_steps", type=int, default=10_000)
-    parser.add_argument("--unet_lr", type=float, default=1.5e-3)
+    parser.add_argument("--unet_lr", type=float, default=2e-3)
     parser.add_argument("--embedder_steps", type=int, default=700)
     parser.add_argument("--judge_steps", type=int, default=500)
-    parser.add_argument("--batch", type=int, default=64, help="UNet batch")
+    parser.add_argument("--batch", type=int, default=48, help="UNet batch")
     args = parser.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
