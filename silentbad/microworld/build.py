@@ -334,7 +334,7 @@ def embedder_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
         draw = generator("microworld", "embedder", step)
         return copy_loss(net, x, y, vae, draw)
 
-    return Stage("embedder", nn.ModuleDict({"net": net}), steps, 1e-3, loss, ema_decay=0.995)
+    return Stage("embedder", nn.ModuleDict({"net": net}), steps, 2e-3, loss, ema_decay=0.995)
 
 
 def judge_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
@@ -346,7 +346,7 @@ def judge_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
         x = to_tensor([render(s)[0] for s in scenes]).to(device)
         return judge_loss(judge, x, scenes, vae, rng)
 
-    return Stage("judge", nn.ModuleDict({"judge": judge}), steps, 1e-3, loss, ema_decay=0.995)
+    return Stage("judge", nn.ModuleDict({"judge": judge}), steps, 2e-3, loss, ema_decay=0.995)
 
 
 # ---------------------------------------------------------------------------------------------------- command
@@ -393,9 +393,9 @@ def run(args: argparse.Namespace, wanted: tuple[str, ...]) -> dict[str, nn.Modul
         stage = unet_stage(args.unet_steps, args.batch, args.unet_lr, nets["vae"], nets["text"], tokenizer, device)
         nets["unet"] = run_stage(stage, work, device)["unet"]
     if "embedder" in wanted:
-        nets["embedder"] = run_stage(embedder_stage(args.embedder_steps, 64, nets["vae"], device), work, device)["net"]
+        nets["embedder"] = run_stage(embedder_stage(args.embedder_steps, 32, nets["vae"], device), work, device)["net"]
     if "judge" in wanted:
-        nets["judge"] = run_stage(judge_stage(args.judge_steps, 64, nets["vae"], device), work, device)["judge"]
+        nets["judge"] = run_stage(judge_stage(args.judge_steps, 32, nets["vae"], device), work, device)["judge"]
     return nets
 
 
@@ -406,12 +406,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 keeps torch's choice")
     parser.add_argument("--vae_steps", type=int, default=1600)
-    parser.add_argument("--decoder_steps", type=int, default=1000)
+    parser.add_argument("--decoder_steps", type=int, default=700)
     parser.add_argument("--text_steps", type=int, default=800)
     parser.add_argument("--unet_steps", type=int, default=10_000)
     parser.add_argument("--unet_lr", type=float, default=2e-3)
-    parser.add_argument("--embedder_steps", type=int, default=700)
-    parser.add_argument("--judge_steps", type=int, default=500)
+    parser.add_argument("--embedder_steps", type=int, default=600)
+    parser.add_argument("--judge_steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=48, help="UNet batch")
     args = parser.parse_args(argv)
     if args.threads:

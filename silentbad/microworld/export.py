@@ -15,7 +15,6 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from silentbad.microworld.embedder import MicroEmbedder
 from silentbad.microworld.grammar import Scene, sample_scene
 from silentbad.microworld.networks import new_scheduler
 from silentbad.microworld.oracle import Judge, judged
@@ -147,8 +146,8 @@ def assemble(nets: dict, tokenizer) -> StableDiffusionPipeline:
     )  # fmt: skip
 
 
-def export(nets: dict, tokenizer, folder: Path, args: argparse.Namespace) -> None:
-    """Half-precision safetensors, read back in full precision before anything is measured."""
+def write_pipeline(nets: dict, tokenizer, folder: Path) -> None:
+    """The pipeline's parts in half precision beside the tokenizer that `folder` holds."""
     with tempfile.TemporaryDirectory() as tmp:
         assemble(nets, tokenizer).to(dtype=torch.float16).save_pretrained(tmp)
         for part in ("vae", "text_encoder", "unet", "scheduler"):
@@ -156,15 +155,19 @@ def export(nets: dict, tokenizer, folder: Path, args: argparse.Namespace) -> Non
             for file in (Path(tmp) / part).iterdir():
                 (folder / part / file.name).write_bytes(file.read_bytes())
         (folder / "model_index.json").write_bytes((Path(tmp) / "model_index.json").read_bytes())
+
+
+def export(nets: dict, tokenizer, folder: Path, args: argparse.Namespace) -> None:
+    """Half-precision safetensors, read back in full precision before anything is measured."""
+    write_pipeline(nets, tokenizer, folder)
     nets["embedder"].save_pretrained(folder / "embedder")
     save_judge(nets["judge"], folder / "judge" / "model.safetensors")
-    training = (f"Steps: autoencoder {args.vae_steps} x 32, text encoder {args.text_steps} x 64, "
-                f"UNet {args.unet_steps} x {args.batch}, copy detector {args.embedder_steps} x 64, "
-                f"judge {args.judge_steps} x 64.")  # fmt: skip
+    training = (f"Steps: autoencoder {args.vae_steps} x 24, its decoder {args.decoder_steps} x 12, "
+                f"text encoder {args.text_steps} x 64, UNet {args.unet_steps} x {args.batch}, "
+                f"copy detector {args.embedder_steps} x 32, judge {args.judge_steps} x 32.")  # fmt: skip
     pipe = StableDiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     write_card(folder, pipe, measure(pipe, load_judge(folder / "judge" / "model.safetensors")), training)
     grid(pipe).save(folder / "samples.png")
-    MicroEmbedder.from_pretrained(folder / "embedder")
     print((folder / "README.md").read_text())
 
 
