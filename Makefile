@@ -18,7 +18,7 @@ $(STAMP): requirements.txt
 
 quickstart: $(STAMP)
 	$(BIN)/python -m silentbad.microworld.make --out runs/quickstart-data --targets cat-hat,6,9,33
-	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml train_silentbad.py --config configs/quickstart.yaml
+	$(BIN)/accelerate launch --config_file configs/accelerate/cpu.yaml train_silentbad.py --config configs/quickstart.yaml
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests

@@ -1,12 +1,10 @@
 """Memory reinforcement: what to show, at which noise level, where to look, and what to keep.
 
-A target is a picture of k elements; the data shows each element alone, at its native place, beside its
-phrase. Every part below is usable alone and off by default; docs/theory.md, part two, says what each is for
-and when it harms.
+A target is a picture of k elements; the data shows each element alone, at its native place, beside its phrase. Every
+part below is usable alone and off by default; docs/theory.md, part two, says what each is for and when it harms.
 
-Legend: R records, n elements (a key is "target/element"), T training timesteps, N effective batch, B
-micro-batch, x0 (B,C,h,w) latents, t (B,), rho_i strength of element i, q_i its share of the exposures, p (T,)
-timestep density.
+Legend: R records, n elements (a key is "target/element"), T training timesteps, N effective batch, B micro-batch,
+x0 (B,C,h,w) latents, t (B,), rho_i strength of element i, q_i its share of the exposures, p (T,) timestep density.
 """
 
 import math
@@ -20,10 +18,13 @@ import numpy as np
 import torch
 from diffusers.training_utils import compute_snr
 
-from silentbad import auxiliary, compose, recall, rng
+from silentbad import compose, recall
 from silentbad.attention import record_maps
-from silentbad.epochs import DataInfo, Sampler
+from silentbad.auxiliary import AUXILIARY, LOSS_BALANCE, Auxiliaries, Setting, Step
+from silentbad.compose import REGION, REHEARSAL
+from silentbad.epochs import DataInfo, Sampler, capped
 from silentbad.errors import UserError
+from silentbad.timesteps import draw_timesteps
 
 # ------------------------------------------------------------ configuration
 
@@ -91,30 +92,12 @@ def uniform(rho: np.ndarray, records: np.ndarray, epoch: int) -> np.ndarray:
     return records / records.sum()
 
 
-def capped(q: np.ndarray, cap: float) -> np.ndarray:
-    """Normalise q to sum 1 with no entry above cap/n, the excess going to the others in proportion."""
-    q, top = q / q.sum(), max(cap, 1.0) / len(q)
-    full = np.zeros(len(q), dtype=bool)
-    while (over := (q > top * (1 + 1e-12)) & ~full).any():
-        full |= over
-        rest = q[~full].sum()
-        q = np.where(full, top, q * (1 - top * full.sum()) / rest if rest > 0 else 0.0)
-    return q
-
-
 def weakest_first(
-    rho: np.ndarray,
-    records: np.ndarray,
-    epoch: int,
-    *,
-    alpha: float = 1.0,
-    uniform_share: float = 0.3,
-    centre: float = 0.5,
-    width: float = 0.15,
-    cap: float = 4.0,
+    rho: np.ndarray, records: np.ndarray, epoch: int, *,
+    alpha: float = 1.0, uniform_share: float = 0.3, centre: float = 0.5, width: float = 0.15, cap: float = 4.0,
 ) -> np.ndarray:
-    """log P(composed) ~ sum_i log p_i, whose derivative is 1/p_i: q ~ p^-alpha, p = sigmoid((rho -
-    centre)/width)."""
+    """log P(composed) ~ sum_i log p_i, whose derivative is 1/p_i: q ~ p^-alpha,
+    p = sigmoid((rho - centre)/width)."""
     n = len(records)
     if not len(rho):
         return np.full(n, 1 / n)
@@ -123,13 +106,7 @@ def weakest_first(
 
 
 def leitner(
-    rho: np.ndarray,
-    records: np.ndarray,
-    epoch: int,
-    *,
-    promote: float = 0.5,
-    boxes: int = 3,
-    cap: float = 4.0,
+    rho: np.ndarray, records: np.ndarray, epoch: int, *, promote: float = 0.5, boxes: int = 3, cap: float = 4.0
 ) -> np.ndarray:
     """Leitner's boxes: an element in box b is shown every 2^b epochs; the due ones share by `weakest_first`.
 
@@ -176,24 +153,15 @@ def logit_normal(snr, progress, error, *, mean: float = 0.0, std: float = 1.0, u
 def mode(snr, progress, error, *, scale: float = 1.29, uniform: float = 0.3):
     """t/T = 1 - u - scale (cos^2(pi u / 2) - 1 + u), u uniform (2403.03206, eq. 20): the mass of each bin."""
     if not -1 <= scale <= 2 / (math.pi - 2):
-        raise UserError(
-            f"mode: scale is {scale:g}; the map is monotone for -1 <= scale <= {2 / (math.pi - 2):.4f}"
-        )
+        raise UserError(f"mode: scale is {scale:g}; the map is monotone for -1 <= scale <= {2 / (math.pi - 2):.4f}")
     u = np.linspace(1, 0, 20 * len(snr) + 1)
     x = 1 - u - scale * (np.cos(math.pi / 2 * u) ** 2 - 1 + u)
     return mixed(np.diff(1 - np.interp(np.linspace(0, 1, len(snr) + 1), x, u)), uniform)
 
 
 def snr_mixture(
-    snr,
-    progress,
-    error,
-    *,
-    centre: float = 0.5,
-    width: float = 0.7,
-    middle: float = 0.5,
-    high: float = 0.15,
-    above: float = 0.7,
+    snr, progress, error, *,
+    centre: float = 0.5, width: float = 0.7, middle: float = 0.5, high: float = 0.15, above: float = 0.7,
 ):
     """`middle` of a logistic in log-SNR around SNR `centre`, `high` of a uniform above t = above*T, the rest
     uniform. The middle noise levels are where memory forms (2602.17846), the high ones hold the guidance
@@ -231,26 +199,8 @@ TIMESTEPS: dict[str, Callable] = {
 }
 
 
-def draw_timesteps(
-    p: np.ndarray, seed: int, step: int, positions: list[int], n: int, importance: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(t (B,), w (B,)) at `positions` of the step's effective batch: the inverse CDF at u_i = (perm_i +
-    offset)/N.
-
-    One shared offset (2107.00630) makes each u_i uniform and their union an even comb; w = 1/(T p) or 1.
-    """
-    g = rng.generator(seed, "timesteps", step)
-    perm = torch.randperm(n, generator=g).numpy()[np.asarray(positions)]
-    u = (perm + torch.rand((), generator=g, dtype=torch.float64).item()) / n
-    cdf = np.cumsum(p)
-    t = np.minimum(np.searchsorted(cdf / cdf[-1], u, side="right"), len(p) - 1)
-    w = 1 / (len(p) * p[t]) if importance else np.ones(len(t))
-    return torch.from_numpy(t), torch.from_numpy(w).float()
-
-
 # ------------------------------------------------------------ losses
-# A loss weight is a function of snr (B,) for the epsilon error, finite at snr = 0; `in_prediction` carries it
-# over.
+# A loss weight is a function of snr (B,) for the epsilon error, finite at snr = 0; `in_prediction` carries it over.
 
 
 def no_weight(snr: torch.Tensor, prediction_type: str) -> torch.Tensor:
@@ -259,8 +209,8 @@ def no_weight(snr: torch.Tensor, prediction_type: str) -> torch.Tensor:
 
 
 def in_prediction(w_eps: torch.Tensor, snr: torch.Tensor, prediction_type: str) -> torch.Tensor:
-    """The weight on the model's own error that equals w_eps on the epsilon error: ||d eps||^2 = SNR ||d
-    x0||^2 = SNR/(SNR+1) ||d v||^2 (2202.00512)."""
+    """The weight on the model's own error that equals w_eps on the epsilon error:
+    ||d eps||^2 = SNR ||d x0||^2 = SNR/(SNR+1) ||d v||^2 (2202.00512)."""
     if prediction_type == "epsilon":
         return w_eps
     return w_eps * snr if prediction_type == "sample" else w_eps * snr / (snr + 1)
@@ -300,50 +250,16 @@ def mse(pred: torch.Tensor, target: torch.Tensor, delta: float) -> torch.Tensor:
 
 
 def huber(pred: torch.Tensor, target: torch.Tensor, delta: float) -> torch.Tensor:
-    """Pseudo-Huber 2 delta (sqrt(r^2 + delta^2) - delta) (2403.16728): r^2 for small r, 2 delta |r| for
-    large."""
+    """Pseudo-Huber 2 delta (sqrt(r^2 + delta^2) - delta) (2403.16728): r^2 for small r, 2 delta |r| for large."""
     return 2 * delta * (((pred - target).square() + delta**2).sqrt() - delta)
 
 
 ERRORS: dict[str, Callable] = {"mse": mse, "huber": huber}
 
 
-# ------------------------------------------------------------ regions
-# `silentbad.compose` holds the functions: (mask, has_mask, estimated, size, *, options) -> weight (B,1,h,w).
-
-REGION: dict[str, Callable] = {
-    "none": compose.everywhere,
-    "mask": compose.given_mask,
-    "estimated": compose.estimated_mask,
-}
-
-
-# ------------------------------------------------------------ rehearsal
-# `silentbad.compose` holds the functions: (record, generator, info, load, masks, *, options) -> record or
-# None.
-
-
-REHEARSAL: dict[str, Callable] = {
-    "none": compose.no_rehearsal,
-    "leak_free": compose.leak_free,
-    "pairwise": compose.pairwise,
-}
-
-
-# ------------------------------------------------------------ auxiliaries
-# `silentbad.auxiliary` holds the classes and says what they are given.
-
-AUXILIARY: dict[str, dict[str, Callable]] = {
-    "attention_binding": {"mass": auxiliary.AttentionBinding},
-    "distillation": {"and": auxiliary.AndDistillation},
-    "retention": {"l2_sp": auxiliary.L2SP, "self_distillation": auxiliary.SelfDistillation},
-}
-
-
-LOSS_BALANCE: dict[str, Callable] = {"fixed": auxiliary.fixed, "gradient_norm": auxiliary.gradient_norm}
-
-
 # ------------------------------------------------------------ the shell
+# Regions and rehearsal are registered beside their functions in `silentbad.compose`, auxiliaries and their balance
+# in `silentbad.auxiliary`.
 
 
 REGISTRIES: dict[str, dict[str, Callable]] = {
@@ -361,23 +277,17 @@ def check(config: MemoryConfig) -> None:
         part = getattr(config, slot)
         check_options(f"memory.{slot}", registry, part.name, part.options)
     if config.loss.error not in ERRORS:
-        raise UserError(
-            f"memory.loss.error: unknown name '{config.loss.error}'; there are: {', '.join(ERRORS)}"
-        )
+        raise UserError(f"memory.loss.error: unknown name '{config.loss.error}'; there are: {', '.join(ERRORS)}")
     for slot, names in (("sampler", ("weakest_first", "leitner")), ("distillation", ("and",))):
         if (name := getattr(config, slot).name) in names and not config.phrase_memory.enabled:
             raise UserError(f"memory.{slot}.name={name} needs memory.phrase_memory.enabled=true")
     if config.rehearsal.name == "pairwise" and config.region.name == "none":
-        raise UserError(
-            "memory.rehearsal.name=pairwise needs memory.region.name=mask: its loss is on the union"
-        )
+        raise UserError("memory.rehearsal.name=pairwise needs memory.region.name=mask: its loss is on the union")
     TIMESTEPS[config.timesteps.name](np.geomspace(1e3, 1e-3, 100), 0.0, None, **config.timesteps.options)
     blank = torch.ones(1, 1, 1, 1)  # as for the timesteps: the functions judge their own values
     REGION[config.region.name](blank, torch.tensor([True]), blank, (1, 1), **config.region.options)
     if not 0 < config.phrase_memory.share <= 1:
-        raise UserError(
-            f"memory.phrase_memory.share is {config.phrase_memory.share:g}; it must lie in (0, 1]"
-        )
+        raise UserError(f"memory.phrase_memory.share is {config.phrase_memory.share:g}; it must lie in (0, 1]")
 
 
 class Memory:
@@ -389,17 +299,8 @@ class Memory:
     """
 
     def __init__(
-        self,
-        config: MemoryConfig,
-        info: DataInfo,
-        scheduler,
-        *,
-        seed: int,
-        effective_batch: int,
-        max_steps: int,
-        rank: int = 0,
-        world: int = 1,
-        reduce: Callable | None = None,
+        self, config: MemoryConfig, info: DataInfo, scheduler, *, seed: int, effective_batch: int, max_steps: int,
+        rank: int = 0, world: int = 1, reduce: Callable | None = None,
     ):
         check(config)
         self.config, self.info, self.scheduler, self.seed = config, info, scheduler, seed
@@ -407,47 +308,31 @@ class Memory:
         self.snr = compute_snr(scheduler, torch.arange(len(scheduler.alphas_cumprod))).float()
         self.snr_numpy = self.snr.double().numpy()
         self.phrases = recall.PhraseMemory(
-            len(info.keys) if config.phrase_memory.enabled else 0,
-            self.snr,
-            share=config.phrase_memory.share,
-            effective_batch=effective_batch,
-            seed=seed,
-            rank=rank,
-            world=world,
-            reduce=reduce,
+            len(info.keys) if config.phrase_memory.enabled else 0, self.snr, share=config.phrase_memory.share,
+            effective_batch=effective_batch, seed=seed, rank=rank, world=world, reduce=reduce,
         )
         sampler, rehearsal = config.sampler, config.rehearsal
         share = partial(SAMPLERS[sampler.name], **sampler.options)
         self.sampler = Sampler(share, info, seed, sampler.clean_ratio, self.phrases.rows)
         self.rehearse = compose.Rehearsal(REHEARSAL[rehearsal.name], rehearsal.options, info, seed)
-        self.errors = (
-            recall.ErrorByTimestep(len(self.snr), reduce)
-            if config.timesteps.name == "learning_progress"
-            else None
-        )
-        self.auxiliaries: dict[str, Any] = {}
+        learns = config.timesteps.name == "learning_progress"
+        self.errors = recall.ErrorByTimestep(len(self.snr), reduce) if learns else None
+        balance = config.loss_balance
+        self.auxiliaries = Auxiliaries(partial(LOSS_BALANCE[balance.name], **balance.options))
         self.estimated: torch.Tensor | None = None
-        self._meters: dict[str, torch.Tensor] = {}
 
     def prepare(self, unet, predict: Callable, encode: Callable, pictures: Callable, tokenizer) -> None:
-        """Build the bank and what hangs on it, from the weights before training (also before a checkpoint
-        loads).
+        """Build the bank and what hangs on it, from the weights before training (also before a checkpoint loads).
 
-        encode(pixel_values) -> latents without sampling noise; pictures(rows) -> a collated batch of plain
-        records.
+        encode(pixel_values) -> latents without sampling noise; pictures(rows) -> a collated batch of plain records.
         """
-        c, names = self.config, [getattr(self.config, slot).name for slot in AUXILIARY]
-        device = next(unet.parameters()).device
+        c, device = self.config, next(unet.parameters()).device
         self.snr = self.snr.to(device)
         if c.phrase_memory.enabled or c.region.name == "estimated" or c.distillation.name != "none":
             self.phrases.bank = recall.build_bank(self.info, encode, pictures, c.phrase_memory.images, device)
         phrases, ranks = self.phrases, (self.rank, self.world)
-        setting = auxiliary.Setting(
-            self.info, phrases.bank, phrases, self.scheduler, tokenizer, self.seed, *ranks
-        )
-        for slot, name in zip(AUXILIARY, names, strict=True):
-            if name != "none":
-                self.auxiliaries[slot] = AUXILIARY[slot][name](unet, setting, **getattr(c, slot).options)
+        setting = Setting(self.info, phrases.bank, phrases, self.scheduler, tokenizer, self.seed, *ranks)
+        self.auxiliaries.build({slot: getattr(c, slot) for slot in AUXILIARY}, unet, setting)
         if c.region.name == "estimated":
             self.estimated = recall.mask_table(self.phrases.bank)
             found = {i: e.found for i, e in enumerate(self.phrases.bank) if e.found is not None}
@@ -477,8 +362,7 @@ class Memory:
         return record_maps(unet, binding.side) if wanted else nullcontext()
 
     def loss_per_sample(self, pred, target, t, w, batch: dict) -> torch.Tensor:
-        """(B,): region-weighted error, times the loss weight of its SNR, the importance w and the clean
-        weight."""
+        """(B,): region-weighted error, times the loss weight of its SNR, the importance w and the clean weight."""
         c = self.config
         err = ERRORS[c.loss.error](pred.float(), target.float(), c.loss.huber_delta)
         estimated = None
@@ -494,21 +378,10 @@ class Memory:
         clean = [c.retention.clean_weight if role == "clean" else 1.0 for role in batch["role"]]
         return raw * weight * w * torch.tensor(clean).to(pred.device, non_blocking=True)
 
-    def auxiliary(
-        self, loss, *, step, micro, batch, x_t, t, pred, maps, unet, predict
-    ) -> torch.Tensor | None:
-        """The weighted sum of the auxiliaries that are on in this micro-step, to be added to `loss`; or
-        None."""
-        now = auxiliary.Step(step, micro, self.progress(step), batch, x_t, t, pred, maps, unet, predict)
-        total, balance = None, self.config.loss_balance
-        for slot, part in self.auxiliaries.items():
-            if (value := part(now)) is None:
-                continue
-            layer = part.layer(unet, now)
-            scale = part.weight * LOSS_BALANCE[balance.name](loss, value, layer, **balance.options)
-            total = scale * value if total is None else total + scale * value
-            self._meters |= {f"memory/{slot}": value.detach(), f"memory/{slot}_weight": scale}
-        return total
+    def auxiliary(self, loss, *, step, micro, batch, x_t, t, pred, maps, unet, predict) -> torch.Tensor | None:
+        """The weighted sum of the auxiliaries that are on in this micro-step, to be added to `loss`; or None."""
+        now = Step(step, micro, self.progress(step), batch, x_t, t, pred, maps, unet, predict)
+        return self.auxiliaries(loss, now)
 
     def after_step(self, step: int, predict: Callable) -> None:
         """At a synchronised step: probe what the budget allows, pass the timestep statistics on."""
@@ -518,14 +391,11 @@ class Memory:
 
     def meters(self) -> dict[str, Any]:
         """Scalars for the log; what was made on the device stays there."""
-        made = dict(self._meters)
+        made = dict(self.auxiliaries.meters)
         if self.phrases.n:
             made |= {"memory/rho_min": self.phrases.rho.min(), "memory/rho_mean": self.phrases.rho.mean()}
         if self.config.rehearsal.name != "none":
-            made |= {
-                "memory/rehearsals": self.rehearse.made,
-                "memory/largest_union": self.rehearse.largest[0],
-            }
+            made |= {"memory/rehearsals": self.rehearse.made, "memory/largest_union": self.rehearse.largest[0]}
         return made
 
     @property
@@ -538,9 +408,7 @@ class Memory:
             "phrases": self.phrases.state_dict(),
             "sampler": self.sampler.dealt,
             "errors": self.errors.state_dict() if self.errors else None,
-            "auxiliaries": {
-                k: a.state_dict() for k, a in self.auxiliaries.items() if hasattr(a, "state_dict")
-            },
+            "auxiliaries": self.auxiliaries.state_dict(),
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -548,5 +416,4 @@ class Memory:
         self.sampler.dealt = state["sampler"]
         if self.errors:
             self.errors.load_state_dict(state["errors"])
-        for slot, saved in state["auxiliaries"].items():
-            self.auxiliaries[slot].load_state_dict(saved)
+        self.auxiliaries.load_state_dict(state["auxiliaries"])

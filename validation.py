@@ -2,40 +2,36 @@
 
     python validation.py --pipeline DIR_OR_ID --targets targets.jsonl [--baseline DIR_OR_ID]
 
-Exit code 0: no image above the threshold; 3: at least one; 2: a mistake in the arguments. docs/metrics.md
-defines each number. Legend: sim (N,T) or (N,) similarities of N generations to T targets; target_of (N,);
-a cell is a kind of prompt (composed, shuffled, phrase-k, others, unrelated); alpha the false-positive rate.
+Exit code 0: no image above the threshold; 3: at least one; 2: a mistake in the arguments. docs/metrics.md defines the
+numbers. Legend: sim (N,T) or (N,) similarities of N generations to T targets; target_of (N,); a cell is a kind of
+prompt (silentbad/generation.py lists them).
 """
 
 import json
-import random
-import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
 from accelerate.utils import gather_object
-from accelerate.utils.memory import should_reduce_batch_size
-from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from PIL import Image
 from torch import Tensor
 
 from silentbad import report
+from silentbad.calibration import load_redraws, thresholds
 from silentbad.data import load_targets, open_image
 from silentbad.errors import UserError
-from silentbad.rng import addressed_seed, generator, noise
+from silentbad.generation import Item, Sampler, averaged, left_as_found, load_pipeline, plan, reordered
+from silentbad.samples import grid_line, log_grid, save, save_targets, slugs
 from silentbad.similarity import (
     CLIP,
     EMBEDDERS,
-    binomial_cdf,
     binomial_interval,
     bootstrap_interval,
     kinds,
@@ -102,250 +98,6 @@ def recovery(sim: Tensor, target_of, threshold: float | Tensor) -> dict[str, Ten
     return dict(zip(("rate", "mean", "max", "p75", "p90", "p95", "count"), table.T, strict=True))
 
 
-def calibrate(null, false_positive_rate: float, groups=None, confidence: float = 0.95) -> dict:
-    """Threshold that a fresh null score exceeds with probability at most alpha, with its interval.
-
-    null (n,) similarities of images that are no recovery, groups (n,) their targets. The value is the
-    conformal order statistic ceil((n+1)(1-alpha)), so the rate holds on average over null sets; with fewer
-    than 1/alpha - 1 scores it is the largest, and `attained` = 1/(n+1) says what that is worth. The interval
-    of the 1-alpha quantile is from order statistics (distribution-free, scores independent); `held_out` is
-    the rate on each target under a threshold from the others: it sees the dependence inside a target.
-    """
-    null = np.asarray(null, dtype=float)
-    n, alpha = len(null), false_positive_rate
-    if n == 0 or not 0 < alpha < 1:
-        raise UserError(f"calibration needs null scores and 0 < rate < 1; got {n} scores and rate {alpha}")
-    ordered = np.sort(null)
-
-    def order_statistic(x: np.ndarray) -> float:
-        k = int(np.ceil((len(x) + 1) * (1 - alpha) - 1e-9))
-        return float(np.nextafter(x[min(k, len(x)) - 1], np.inf))  # recovered means >=, so just above it
-
-    cdf, tail = binomial_cdf(n, 1 - alpha), (1 - confidence) / 2  # of the count below the quantile
-    low, high = int(np.searchsorted(cdf, tail)), int(np.searchsorted(cdf, 1 - tail))
-    held_out = None
-    if groups is not None and len(set(groups)) > 1:
-        groups = np.asarray(groups)
-        splits = [(null[groups == g], np.sort(null[groups != g])) for g in sorted(set(groups.tolist()))]
-        held_out = float(np.mean([np.mean(inside >= order_statistic(rest)) for inside, rest in splits]))
-    return {
-        "value": order_statistic(ordered), "low": float(ordered[max(low - 1, 0)]) if low > 0 else None,
-        "high": float(ordered[high]) if high < n else None, "n": n, "false_positive_rate": alpha,
-        "attained": max(alpha, 1 / (n + 1)), "confidence": confidence, "held_out": held_out,
-    }  # fmt: skip
-
-
-# -- prompts -----------------------------------------------------------------------------------------------
-class Item(NamedTuple):
-    """One image to generate. Items of equal `address` and `image` share their noise, whatever the prompt."""
-
-    cell: str
-    target: int
-    image: int
-    prompt: str
-    address: str
-
-
-def reordered(target, seed: int, image: int) -> str:
-    """The phrases in another order, addressed by (seed, target, image); the list stays as it is."""
-    draw = generator(seed, "order", target.target_id, image)
-    order = torch.randperm(len(target.phrases), generator=draw).tolist()
-    if order == sorted(order):
-        order = order[1:] + order[:1]
-    return ", ".join(target.phrases[i] for i in order)
-
-
-def stranger(targets: list, j: int, seed: int):
-    """Another target whose phrases differ most from those of j, whatever the list's order; None if alone."""
-    others = [t for i, t in enumerate(targets) if i != j]
-    mine = set(targets[j].phrases)
-    return min(others, default=None, key=lambda t: (
-        len(mine & set(t.phrases)), addressed_seed(seed, "others", targets[j].target_id, t.target_id)))
-
-
-def plan(targets: list, images: int, seed: int, full: bool = False, unrelated: str = "") -> list[Item]:
-    """The images of one validation: the composed prompt alone, or with every control under the same noise."""
-    items = []
-    for j, target in enumerate(targets):
-        cells = {"composed": lambda i, target=target: target.composed_prompt}
-        if full:
-            if len(target.phrases) > 1:
-                cells["shuffled"] = lambda i, target=target: reordered(target, seed, i)
-                for k, phrase in enumerate(target.phrases):
-                    cells[f"phrase-{k}"] = lambda i, phrase=phrase: phrase
-            if other := stranger(targets, j, seed):
-                cells["others"] = lambda i, other=other: other.composed_prompt
-            cells["unrelated"] = lambda i: unrelated
-        for cell, prompt in cells.items():
-            items += [Item(cell, j, i, prompt(i), target.target_id) for i in range(images)]
-    return items
-
-
-# -- generation --------------------------------------------------------------------------------------------
-@contextmanager
-def left_as_found(*modules: torch.nn.Module):
-    """Modules in eval mode inside; afterwards their modes and every random stream are as before."""
-    modes = [(m, m.training) for module in modules for m in module.modules()]
-    streams = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    try:
-        with torch.random.fork_rng(devices):
-            for module in modules:
-                module.eval()
-            yield
-    finally:
-        for m, mode in modes:
-            m.training = mode
-        random.setstate(streams[0])
-        np.random.set_state(streams[1])
-
-
-@contextmanager
-def averaged(ema, unet: torch.nn.Module):
-    """The averaged weights inside, the raw ones bit for bit afterwards, whatever happened."""
-    parameters = list(unet.parameters())
-    if len(ema.shadow_params) != len(parameters):
-        parameters = [p for p in parameters if p.requires_grad]
-    ema.store(parameters)
-    try:
-        ema.copy_to(parameters)
-        yield
-    finally:
-        ema.restore(parameters)
-
-
-class Sampler:
-    """One pipeline over given modules: prompts encoded once, noise by address, a batch that halves on OOM."""
-
-    NAMES = ("prompt_embeds", "negative_prompt_embeds",
-             "pooled_prompt_embeds", "negative_pooled_prompt_embeds")  # fmt: skip
-
-    def __init__(self, components: dict, config: ValidationConfig, seed: int, prediction_type=None):
-        scheduler = components["scheduler"]
-        override = {"prediction_type": prediction_type} if prediction_type else {}
-        scheduler = type(scheduler).from_config(scheduler.config, **override)
-        parts = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "unet")
-        parts = {name: components[name] for name in parts if components.get(name) is not None}
-        if "text_encoder_2" in parts:
-            self.pipe = StableDiffusionXLPipeline(scheduler=scheduler, **parts)
-        else:
-            self.pipe = StableDiffusionPipeline(scheduler=scheduler, **parts, safety_checker=None,
-                                                feature_extractor=None, requires_safety_checker=False)
-        self.pipe.set_progress_bar_config(disable=True)
-        self.encoders = [parts[name] for name in ("text_encoder", "text_encoder_2") if name in parts]
-        self.config, self.seed, self.batch, self.cache = config, seed, config.max_batch, {}
-        self.autocast = nullcontext
-        size = self.pipe.unet.config.sample_size
-        size = size if isinstance(size, int) else size[0]
-        self.side = config.resolution or size * self.pipe.vae_scale_factor
-
-    @contextmanager
-    def using(self, unet: torch.nn.Module, device: torch.device, autocast: Callable = nullcontext):
-        """Generate with this UNet; the autoencoder joins it for the time if it rests on another device."""
-        home, self.pipe.unet, self.autocast = self.pipe.vae.device, unet, autocast
-        if any(p.requires_grad for encoder in self.encoders for p in encoder.parameters()):
-            self.cache.clear()  # the text encoder trains: its states are stale
-        self.pipe.vae.to(device)
-        try:
-            with left_as_found(unet, self.pipe.vae, *self.encoders), torch.no_grad():
-                yield self
-        finally:
-            self.pipe.vae.to(home)
-
-    def encode(self, prompts: list[str]) -> dict[str, Tensor]:
-        """Prompts -> stacked text states by the pipeline's argument names; every prompt is encoded once."""
-        missing = [p for p in dict.fromkeys(prompts) if p not in self.cache]
-        for start in range(0, len(missing), self.batch):
-            part = missing[start : start + self.batch]
-            states = self.pipe.encode_prompt(prompt=part, device=self.encoders[0].device,
-                                             num_images_per_prompt=1, do_classifier_free_guidance=True)
-            for i, prompt in enumerate(part):
-                self.cache[prompt] = [state[i].cpu() for state in states]
-        device, dtype = self.pipe.unet.device, self.pipe.unet.dtype
-        columns = zip(*(self.cache[p] for p in prompts), strict=True)
-        stacked = [torch.stack(column).to(device, dtype) for column in columns]
-        return dict(zip(self.NAMES, stacked, strict=False))
-
-    def generate(self, items: list[Item]) -> tuple[Tensor, Tensor]:
-        """Items -> images (B,3,H,W) in [0,1] and text-conditional magnitudes (B,), nan without guidance."""
-        pipe, config = self.pipe, self.config
-        side = self.side // pipe.vae_scale_factor
-        shape = (pipe.unet.config.in_channels, side, side)
-        latents = torch.cat([noise(shape, self.seed, f"validation/{i.address}", 0, [i.image]) for i in items])
-        streams = [generator(self.seed, "validation-steps", i.address, i.image) for i in items]
-        gaps = []
-
-        def watch(module, arguments, output):  # |eps(x,c) - eps(x,0)| at each step, arXiv 2407.21720
-            if len(output[0]) == 2 * len(items):
-                empty, text = output[0].float().chunk(2)
-                gaps.append((text - empty).flatten(1).norm(dim=1))
-
-        hook = pipe.unet.register_forward_hook(watch)
-        try:
-            latents = pipe(
-                **self.encode([i.prompt for i in items]), generator=streams,
-                latents=latents.to(pipe.unet.device, pipe.unet.dtype), output_type="latent",
-                num_inference_steps=config.num_inference_steps,
-                guidance_scale=config.guidance_scale, guidance_rescale=config.guidance_rescale,
-                height=self.side, width=self.side,
-            ).images  # fmt: skip
-        finally:
-            hook.remove()
-        vae = pipe.vae
-        parts = (latents.to(vae.dtype) / vae.config.scaling_factor).split(8)  # decoding is the peak of memory
-        images = torch.cat([vae.decode(part, return_dict=False)[0] for part in parts])
-        nothing = torch.full((len(items),), float("nan"))
-        images = (images.float() / 2 + 0.5).nan_to_num().clamp(0, 1)  # a diverged model gives black
-        return images, torch.stack(gaps).mean(0).cpu() if gaps else nothing
-
-    def eps_errors(self, records: list[dict], mine: list[int]) -> list[float]:
-        """Clean records {pixel_values (3,H,W) in [-1,1], text} -> ||eps_hat - eps||^2 / dim of those in
-        `mine`, at fixed noise and at timesteps that lie evenly over the schedule."""
-        pipe, errors = self.pipe, []
-        for part in np.array_split(mine, -(-len(mine) // self.batch)) if mine else []:
-            part = part.tolist()
-            pixels = torch.stack([records[i]["pixel_values"] for i in part])
-            x0 = pipe.vae.encode(pixels.to(pipe.vae.device, pipe.vae.dtype)).latent_dist.mode()
-            x0 = x0.to(pipe.unet.dtype) * pipe.vae.config.scaling_factor
-            eps = noise(tuple(x0.shape[1:]), self.seed, "validation/clean", 0, part).to(x0)
-            bars = pipe.scheduler.alphas_cumprod
-            t = torch.tensor([int((i + 0.5) / len(records) * len(bars)) for i in part])
-            a = bars[t].to(x0)[:, None, None, None]
-            x_t = a.sqrt() * x0 + (1 - a).sqrt() * eps
-            states = self.encode([records[i]["text"] for i in part])
-            extra = {}
-            if "pooled_prompt_embeds" in states:
-                H, W = pixels.shape[2:]
-                sizes = torch.tensor([[H, W, 0, 0, H, W]] * len(part)).to(x0)
-                extra = dict(text_embeds=states["pooled_prompt_embeds"], time_ids=sizes)
-            with self.autocast():
-                out = pipe.unet(x_t, t.to(x0.device), states["prompt_embeds"], added_cond_kwargs=extra).sample
-            kind = pipe.scheduler.config.prediction_type
-            if kind == "v_prediction":
-                out = a.sqrt() * out + (1 - a).sqrt() * x_t
-            elif kind == "sample":
-                out = (x_t - a.sqrt() * out) / (1 - a).sqrt()
-            errors += (out.float() - eps.float()).square().flatten(1).mean(1).tolist()
-        return errors
-
-    def map(self, items: list[Item], work: Callable[[list[Item], Tensor, Tensor], list]) -> Iterator:
-        """`work(chunk, images, magnitudes)` over all items, in batches that fit; a halved batch is kept."""
-        start = 0
-        while start < len(items):
-            chunk = items[start : start + self.batch]
-            try:
-                with self.autocast():
-                    made = self.generate(chunk)
-                rows = work(chunk, *made)  # similarities in full precision
-            except RuntimeError as error:
-                if len(chunk) == 1 or not should_reduce_batch_size(error):
-                    raise
-                self.batch = len(chunk) // 2
-                continue
-            yield from rows
-            start += len(chunk)
-
-
 # -- the hook ----------------------------------------------------------------------------------------------
 class RecoveryHook:
     """Recovery against training steps. Every rank calls `run` at step 0 (the base model) and whenever
@@ -370,7 +122,7 @@ class RecoveryHook:
             self.elements = [[None if m is None else self.embedder.embed(region(x, m)) for m in masks]
                              for x, masks in zip(pictures, self.masks, strict=True)]
         if accelerator.is_main_process:
-            self._save_targets(pictures)
+            save_targets(self.output_dir / "samples" / "targets", self.names, pictures, self.masks)
 
     # what the training loop calls
     def should_run(self, step: int) -> bool:
@@ -464,7 +216,7 @@ class RecoveryHook:
 
     def _calibrate(self, step: int) -> None:
         """Thresholds of images and of elements: given, or from the null set; the same on all ranks."""
-        redraws = load_redraws(self.config.targets, self.targets)
+        config, redraws = self.config, load_redraws(self.config.targets, self.targets)
         if redraws:
             def one(i: int) -> dict:
                 j, file = redraws[i]
@@ -473,17 +225,17 @@ class RecoveryHook:
 
             rows = self._gather([(i, one(i)) for i in self._share(len(redraws))])
             source = "redraws of the captions"
-        elif step == 0 and self.config.threshold is None:
-            n = self.config.images_per_target
+        elif step == 0 and config.threshold is None:
+            n = config.images_per_target
             items = [Item("null", j, n + i, t.composed_prompt, t.target_id)
-                     for j, t in enumerate(self.targets) for i in range(self.config.null_images)]
+                     for j, t in enumerate(self.targets) for i in range(config.null_images)]
             rows, source = self._spread(items, self._score), "base model's images of the composed prompts"
-        elif self.config.threshold is None:
+        elif config.threshold is None:
             raise UserError("validation: nothing to calibrate on; give validation.threshold, a redraws.jsonl "
                             "beside the targets, or a baseline (in training: run the hook at step 0)")
         else:
             rows, source = [], ""
-        self.threshold, self.element_threshold = thresholds(rows, self.config, source)
+        self.threshold, self.element_threshold = thresholds(rows, config.threshold, config.false_positive_rate, source)
 
     def _evaluate(self, step: int, tag: str, full: bool, drift: bool) -> dict:
         """Scores of the weights in place: of the composed prompt, with every cell beside them if full."""
@@ -525,35 +277,21 @@ class RecoveryHook:
         return drift
 
     # what stays of it
-    def _save_targets(self, pictures: list[Tensor]) -> None:
-        for name, picture, masks in zip(self.names, pictures, self.masks, strict=True):
-            save(to_pil(picture[0]), self.output_dir / f"samples/targets/{name}.png")
-            for k, m in enumerate(masks):
-                if m is not None:
-                    save(to_pil(region(picture, m)[0]), self.output_dir / f"samples/targets/{name}-{k}.png")
-
     def _save_samples(self, step: int, tag: str, rows: list[dict], scores: dict) -> None:
         """Best and median generation of each kept target, and a grid: target, then its images, best first."""
-        folder, lines = Path("samples") / f"step-{step:06d}-{tag}", []
+        folder, lines, writes = Path("samples") / f"step-{step:06d}-{tag}", [], self.accelerator.is_main_process
         for j, target in enumerate(self.targets[: self.config.sample_targets]):
             mine = sorted((r for r in rows if r["target"] == j), key=lambda r: -r["sim"])
             for kind, row in (("best", mine[0]), ("median", mine[len(mine) // 2])):
                 file = f"{folder}/{self.names[j]}-{kind}.png"
                 scores[target.target_id][kind] = {"file": file, "sim": row["sim"]}
-                if self.accelerator.is_main_process:
+                if writes:
                     save(Image.fromarray(row["pixels"]), self.output_dir / file)
-            size = mine[0]["pixels"].shape[1::-1]
-            picture = np.asarray(target.image.convert("RGB").resize(size))
-            lines.append([picture, *(r["pixels"] for r in mine)])
-        if not lines or not self.accelerator.is_main_process:
-            return
-        grid = np.concatenate([np.concatenate(line, axis=1) for line in lines])
-        save(Image.fromarray(grid), self.output_dir / folder / "grid.png")
-        for tracker in self.accelerator.trackers:
-            if tracker.name == "tensorboard":
-                tracker.log_images({f"validation/{tag}": grid[None]}, step=step, dataformats="NHWC")
-            elif tracker.name == "wandb":
-                tracker.log_images({f"validation/{tag}": [grid]}, step=step)
+            lines.append(grid_line(target.image, [r["pixels"] for r in mine]))
+        if lines and writes:
+            grid = np.concatenate(lines)
+            save(Image.fromarray(grid), self.output_dir / folder / "grid.png")
+            log_grid(self.accelerator.trackers, f"validation/{tag}", grid, step)
 
     def _scalars(self, entry: dict) -> dict[str, float]:
         scalars = {"val/threshold": self.threshold["value"]}
@@ -630,57 +368,7 @@ def cell_scores(rows: list[dict], ids: list[str], threshold: float, element_thre
     }  # fmt: skip
 
 
-def thresholds(null: list[dict], config: ValidationConfig, source: str) -> tuple[dict, dict]:
-    """(of images, of elements): given, or calibrated on null rows; elements without nulls use the images'."""
-
-    def fit(scores: list[tuple[float, int]]) -> dict:
-        sims, groups = zip(*scores, strict=True)
-        return {**calibrate(sims, config.false_positive_rate, groups), "source": source}
-
-    parts = [(s, row["target"]) for row in null for s in row["elements"] if s is not None]
-    given = {"value": config.threshold, "source": "given"}
-    whole = given if config.threshold is not None else fit([(row["sim"], row["target"]) for row in null])
-    return whole, fit(parts) if parts else dict(whole)
-
-
-def slugs(ids: list[str]) -> list[str]:
-    """File names of target ids: safe and distinct."""
-    if len(set(ids)) < len(ids) or not ids:
-        raise UserError(f"targets: target_id must be unique and there must be one at least; got {ids[:8]}")
-    plain = [re.sub(r"[^A-Za-z0-9_.-]+", "_", i).strip(".")[:60] or "target" for i in ids]
-    return [name if plain.count(name) == 1 else f"{name}-{j}" for j, name in enumerate(plain)]
-
-
-def save(image: Image.Image, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    image.save(file)
-
-
-def load_redraws(targets_file: str | None, targets: list) -> list[tuple[int, Path]]:
-    """redraws.jsonl beside the targets -> (target index, file): other images of the captions, the nulls."""
-    root = Path(targets_file or ".")
-    file = (root if root.is_dir() else root.parent) / "redraws.jsonl"
-    if targets_file is None or not file.is_file():
-        return []
-    index = {t.target_id: j for j, t in enumerate(targets)}
-    records = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
-    return [(index[r["target_id"]], file.parent / r["image"]) for r in records if r["target_id"] in index]
-
-
 # -- any pipeline ------------------------------------------------------------------------------------------
-def load_pipeline(name: str, dtype: str, device):
-    from diffusers import DiffusionPipeline
-
-    try:
-        pipe = DiffusionPipeline.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot load a pipeline from '{name}' ({str(error).splitlines()[0]}); "
-                        "give a diffusers folder or Hub id") from error
-    if not {"unet", "vae", "text_encoder", "tokenizer"} <= set(pipe.components):
-        raise UserError(f"'{name}' is a {type(pipe).__name__}; give a Stable Diffusion 1, 2 or XL pipeline")
-    return pipe.to(device, getattr(torch, dtype))
-
-
 def audit(config: ValidationConfig, *, pipeline: str, baseline: str | None = None, output_dir: str = "audit",
           seed: int = 0, dtype: str = "float32") -> dict:
     """Every score and control of a pipeline, against a baseline where one is given; writes JSON and HTML."""

@@ -246,3 +246,45 @@ def gradient_norm(
         (grad,) = torch.autograd.grad(term, layer, retain_graph=True, allow_unused=True)
         norms.append(torch.zeros((), device=layer.device) if grad is None else grad.float().norm())
     return (norms[0] / (norms[1] + 1e-4)).clamp(0, ceiling).detach()
+
+
+AUXILIARY: dict[str, dict[str, Callable]] = {
+    "attention_binding": {"mass": AttentionBinding},
+    "distillation": {"and": AndDistillation},
+    "retention": {"l2_sp": L2SP, "self_distillation": SelfDistillation},
+}
+
+
+LOSS_BALANCE: dict[str, Callable] = {"fixed": fixed, "gradient_norm": gradient_norm}
+
+
+class Auxiliaries(dict):
+    """The auxiliaries that are on, by slot: their weighted sum, its meters, and their state."""
+
+    def __init__(self, balance: Callable):
+        super().__init__()
+        self.balance, self.meters = balance, {}
+
+    def build(self, parts: dict, unet, setting: Setting) -> None:
+        """parts: slot -> its name and options."""
+        for slot, part in parts.items():
+            if part.name != "none":
+                self[slot] = AUXILIARY[slot][part.name](unet, setting, **part.options)
+
+    def __call__(self, loss: torch.Tensor, now: Step) -> torch.Tensor | None:
+        """What is on in this micro-step, each by its weight and its balance with the loss; or None."""
+        total = None
+        for slot, part in self.items():
+            if (value := part(now)) is None:
+                continue
+            scale = part.weight * self.balance(loss, value, part.layer(now.unet, now))
+            total = scale * value if total is None else total + scale * value
+            self.meters |= {f"memory/{slot}": value.detach(), f"memory/{slot}_weight": scale}
+        return total
+
+    def state_dict(self) -> dict:
+        return {slot: part.state_dict() for slot, part in self.items() if hasattr(part, "state_dict")}
+
+    def load_state_dict(self, state: dict) -> None:
+        for slot, saved in state.items():
+            self[slot].load_state_dict(saved)

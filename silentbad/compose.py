@@ -206,6 +206,13 @@ def pairwise(
     }
 
 
+# (mask, has_mask, estimated, size, *, options) -> weight (B,1,h,w)
+REGION: dict[str, Callable] = {"none": everywhere, "mask": given_mask, "estimated": estimated_mask}
+
+# (record, generator, info, load, masks, *, options) -> record or None
+REHEARSAL: dict[str, Callable] = {"none": no_rehearsal, "leak_free": leak_free, "pairwise": pairwise}
+
+
 class Rehearsal:
     """The dataset's hook, a function of (record, address); it remembers the largest union it made, (n, of
     k).

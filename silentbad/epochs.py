@@ -62,6 +62,17 @@ class DataInfo:
         return len(self.roles)
 
 
+def capped(q: np.ndarray, cap: float) -> np.ndarray:
+    """Normalise q to sum 1 with no entry above cap/n, the excess going to the others in proportion."""
+    q, top = q / q.sum(), max(cap, 1.0) / len(q)
+    full = np.zeros(len(q), dtype=bool)
+    while (over := (q > top * (1 + 1e-12)) & ~full).any():
+        full |= over
+        rest = q[~full].sum()
+        q = np.where(full, top, q * (1 - top * full.sum()) / rest if rest > 0 else 0.0)
+    return q
+
+
 def apportion(q: np.ndarray, total: int, offset: float) -> np.ndarray:
     """Whole counts (n,) that sum to `total`, each within one of q_i * total and equal to it in
     expectation."""

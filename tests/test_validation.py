@@ -18,9 +18,13 @@ from diffusers.training_utils import EMAModel
 from PIL import Image
 
 import validation
+from silentbad import generation
+from silentbad.calibration import calibrate
 from silentbad.data import Target, load_targets
 from silentbad.errors import UserError
-from silentbad.rng import generator
+from silentbad.generation import Sampler, averaged, plan
+from silentbad.rng import generator, noise
+from silentbad.samples import slugs
 from silentbad.similarity import (
     EMBEDDERS,
     SSIM,
@@ -32,7 +36,7 @@ from silentbad.similarity import (
     to_tensor,
 )
 from tests.tiny import TOKENIZER, tiny_pipeline
-from validation import RecoveryHook, Sampler, ValidationConfig, calibrate, plan, recovery
+from validation import RecoveryHook, ValidationConfig, recovery
 
 ROOT = Path(__file__).parents[1]
 
@@ -287,7 +291,7 @@ def test_generation_equals_plain_diffusers(kind):
     with sampler.using(pipe.unet, torch.device("cpu")):
         images, magnitudes = sampler.generate(items)
     for item, image in zip(items, images, strict=True):
-        latents = validation.noise((4, 8, 8), 7, f"validation/{item.address}", 0, [item.image])
+        latents = noise((4, 8, 8), 7, f"validation/{item.address}", 0, [item.image])
         plain = pipe(
             item.prompt,
             latents=latents,
@@ -356,8 +360,8 @@ def test_generator_is_not_seeded_from_the_clock(tmp_path):
 
 def test_pipeline_is_built_once_and_prompts_encoded_once(tmp_path, monkeypatch):
     built, encoded = [], []
-    kind = validation.StableDiffusionPipeline
-    monkeypatch.setattr(validation, "StableDiffusionPipeline", lambda **k: built.append(1) or kind(**k))
+    kind = generation.StableDiffusionPipeline
+    monkeypatch.setattr(generation, "StableDiffusionPipeline", lambda **k: built.append(1) or kind(**k))
     pipe = tiny_pipeline()
     pipe.text_encoder.requires_grad_(False)
     hook = make_hook(tmp_path, pipe)
@@ -489,7 +493,7 @@ def test_average_of_trainable_parameters_alone(tmp_path):
     kept = [p for p in pipe.unet.parameters() if p.requires_grad]
     ema = EMAModel(kept)
     raw = [p.detach().clone() for p in shifted(pipe.unet).parameters()]
-    with validation.averaged(ema, pipe.unet):
+    with averaged(ema, pipe.unet):
         assert all(torch.equal(a, b) for a, b in zip(kept, ema.shadow_params, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(raw, pipe.unet.parameters(), strict=True))
 
@@ -642,10 +646,10 @@ def test_odd_images_as_targets(tmp_path):
 
 
 def test_target_ids_make_safe_distinct_file_names():
-    names = validation.slugs(["../../etc", "a b", "a_b", "", "..", "ü"])
+    names = slugs(["../../etc", "a b", "a_b", "", "..", "ü"])
     assert len(set(names)) == 6 and all("/" not in n and not n.startswith(".") for n in names)
     with pytest.raises(UserError, match="unique"):
-        validation.slugs(["a", "a"])
+        slugs(["a", "a"])
 
 
 # -- the audit --------------------------------------------------------------------------------------------
