@@ -1,0 +1,186 @@
+"""Checkpoints that are whole or absent: temporary folder, manifest with sizes and SHA-256, sync, rename.
+
+A folder `step-N` counts only with a manifest that its files match. Nothing old is deleted before the new one stands.
+State is read back with `weights_only=True`; tensors of models are safetensors.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from .errors import UserError
+
+MANIFEST = "manifest.json"
+STEP = re.compile(r"step-(\d+)")
+
+
+def save(folder: Path, write: Callable[[Path], None], info: dict[str, Any]) -> None:
+    """Let `write` fill a temporary folder, then make it `folder` in one rename; `info` goes into the manifest."""
+    temporary = begin(folder)
+    try:
+        write(temporary)
+        commit(temporary, folder, info)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def begin(folder: Path) -> Path:
+    """An empty temporary folder beside `folder`."""
+    temporary = folder.parent / f".{folder.name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def commit(temporary: Path, folder: Path, info: dict[str, Any]) -> None:
+    """Manifest, sync, rename; an earlier `folder` is replaced only now."""
+    files = {}
+    for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
+        files[path.relative_to(temporary).as_posix()] = {"size": path.stat().st_size, "sha256": sha256(path)}
+        _sync(path)
+    manifest = temporary / MANIFEST
+    manifest.write_text(json.dumps({**info, "files": files}, indent=1))
+    for path in (manifest, *(p for p in temporary.rglob("*") if p.is_dir()), temporary):
+        _sync(path)
+    if folder.exists():
+        old = folder.parent / f".{folder.name}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+        temporary.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        temporary.rename(folder)
+    _sync(folder.parent)
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def problem(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, or None."""
+    if not folder.is_dir():
+        return "no such folder"
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        for name, entry in files.items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != entry["size"]:
+                return f"{name} has {path.stat().st_size} bytes, the manifest says {entry['size']}"
+            if sha256(path) != entry["sha256"]:
+                return f"{name} does not match its SHA-256"
+    except FileNotFoundError:
+        return f"no {MANIFEST}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is not readable"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return None
+
+
+def steps(root: Path) -> list[Path]:
+    """step-N folders, oldest first; unfinished ones have other names."""
+    found = [p for p in root.iterdir() if STEP.fullmatch(p.name)] if root.is_dir() else []
+    return sorted(found, key=lambda p: int(STEP.fullmatch(p.name).group(1)))
+
+
+def latest(root: Path) -> Path | None:
+    """The newest whole checkpoint; damaged ones are skipped with a warning that names them."""
+    for folder in reversed(steps(root)):
+        wrong = problem(folder)
+        if wrong is None:
+            return folder
+        warnings.warn(f"checkpoint {folder} skipped: {wrong}", stacklevel=2)
+    return None
+
+
+def resolve(asked: str, root: Path) -> Path | None:
+    """The folder `resume_from_checkpoint` means: "latest" of `root` (None where there is none), or a path anywhere."""
+    if asked == "latest":
+        return latest(root)
+    folder = Path(asked)
+    if not folder.exists() and (root / asked).exists():
+        folder = root / asked
+    wrong = problem(folder)
+    if wrong is not None:
+        raise UserError(f"resume_from_checkpoint {asked}: {wrong}; give a step-N folder, or latest")
+    return folder
+
+
+def rotate(root: Path, limit: int | None, keep: Path) -> None:
+    """Delete the oldest beyond `limit`, never `keep`; folders left by a killed write go too."""
+    for leftover in root.glob(".step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    if limit is not None:
+        for folder in [p for p in steps(root) if p != keep][: -(limit - 1) or None]:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, path)
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from None
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    torch.save(state, path)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """State of tensors and plain values; anything that would run code is refused."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise UserError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
+
+
+def fits(folder: Path, state: dict[str, Any], wanted: set[str]) -> None:
+    """Refuse a checkpoint of a run that held other parts than this one."""
+    for name in sorted(wanted ^ set(state)):
+        had, has = ("lacks", "has") if name in wanted else ("holds", "lacks")
+        raise UserError(f"{folder}: {had} the state of {name!r}, which this run {has}; resume with its config.yaml")
+
+
+def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Write a folder (a pipeline) whole, then put it in place of the old one."""
+    temporary = begin(folder)
+    try:
+        write(temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    old = folder.parent / f".{folder.name}.old"
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    temporary.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,286 @@
+"""A run's folder and its moment-to-moment state: metrics.jsonl, meters on the device, signals, versions, model card."""
+
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+
+from .errors import UserError
+
+PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "datasets", "safetensors", "numpy")
+
+
+class RunFolder:
+    """`output_dir`: config.yaml, run.json, metrics.jsonl, checkpoints/, samples/, pipeline/, report.html."""
+
+    def __init__(self, path: str | Path, is_main: bool):
+        self.path, self.is_main = Path(path), is_main
+        self.metrics = self.path / "metrics.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.pipeline = self.path / "pipeline"
+        self.outdated: list[str] = []
+
+    WRITTEN = (
+        "checkpoints",
+        "pipeline",
+        "best",
+        "samples",
+        "epochs",
+        "metrics.jsonl",
+        "validation.json",
+        "report.html",
+    )
+
+    def refuse_other_run(self, overwrite: bool) -> None:
+        """Refuse a folder that holds a run, unless `open` is to delete it, and one that cannot be written."""
+        held = [p for p in (self.metrics, self.checkpoints, self.pipeline) if p.exists()]
+        if held and not overwrite:
+            raise UserError(
+                f"output_dir {self.path}: holds a run already ({held[0].name}); resume it with "
+                "--resume_from_checkpoint latest, delete it with --overwrite_output_dir, or choose another folder"
+            )
+        parent = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise UserError(f"output_dir {self.path}: cannot be written, {parent} is no folder one may write into")
+        self.outdated = list(self.WRITTEN) if held else []
+
+    def open(self, config: dict[str, Any], facts: dict[str, Any]) -> None:
+        """Make the folder, delete the run it replaces, and write what this one is."""
+        if not self.is_main:
+            return
+        try:
+            for name in self.outdated:
+                path = self.path / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+            (self.path / "run.json").write_text(json.dumps(facts, indent=1))
+        except OSError as error:
+            raise UserError(f"output_dir {self.path}: cannot be written ({error.strerror})") from None
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Append one row to metrics.jsonl."""
+        if self.is_main:
+            row = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
+            with self.metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, default=_plain) + "\n")
+
+    def write(self, name: str, value: Any) -> None:
+        """A JSON file of the folder."""
+        if self.is_main:
+            (self.path / name).write_text(json.dumps(value, default=_plain), encoding="utf-8")
+
+    def truncate(self, step: int, validated: bool) -> None:
+        """Drop what a resumed run will write again: rows after `step`, its validation unless that is done."""
+        if not self.is_main or not self.metrics.exists():
+            return
+        kept = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+                if row["step"] < step or (row["step"] == step and (validated or not row.get("validation"))):
+                    kept.append(line)
+            except (ValueError, KeyError):
+                continue  # a line cut off by a kill
+        temporary = self.metrics.with_suffix(".tmp")
+        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        temporary.replace(self.metrics)
+
+    def asked(self, name: str) -> bool:
+        """Whether the trigger file SAVE or VALIDATE was put into the folder; it is taken away."""
+        trigger = self.path / name
+        if not self.is_main or not trigger.exists():
+            return False
+        trigger.unlink(missing_ok=True)
+        return True
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    return str(value)
+
+
+def facts(device: torch.device, world: int) -> dict[str, Any]:
+    """Versions, commit and hardware."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    where = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], **where).stdout.strip() or None
+        dirty = bool(subprocess.run(["git", "status", "--porcelain"], **where).stdout.strip())
+    except OSError:
+        commit, dirty = None, None
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "versions": versions | {"python": platform.python_version()},
+        "commit": commit,
+        "uncommitted_changes": dirty,
+        "device": f"{device.type}: {name}",
+        "processes": world,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+class Meters:
+    """Running sums on the device; `read` is the one place where the host waits for it."""
+
+    def __init__(self):
+        self.sums: dict[str, torch.Tensor] = {}
+        self.counts: dict[str, int] = {}
+
+    def add(self, values: dict[str, Any]) -> None:
+        """Scalars: tensors where they are, or numbers."""
+        for name, value in values.items():
+            value = torch.as_tensor(value).detach().float().reshape(())
+            self.sums[name] = self.sums[name] + value if name in self.sums else value.clone()
+            self.counts[name] = self.counts.get(name, 0) + 1
+
+    def share(self, accelerator: Any) -> None:
+        """Replace the sums by their means over the processes; all of them call it."""
+        if accelerator.num_processes > 1 and self.sums:
+            names = sorted(self.sums)
+            stacked = torch.stack([self.sums[name].to(accelerator.device) for name in names])
+            shared = accelerator.reduce(stacked, reduction="mean")
+            self.sums = dict(zip(names, shared.unbind(), strict=True))
+
+    def read(self) -> dict[str, float]:
+        """Means since the last read, which start anew."""
+        if not self.sums:
+            return {}
+        names, device = list(self.sums), next(iter(self.sums.values())).device
+        means = torch.stack([(self.sums[name] / self.counts[name]).to(device) for name in names]).tolist()
+        self.sums, self.counts = {}, {}
+        return dict(zip(names, means, strict=True))
+
+    def to(self, device: torch.device) -> None:
+        self.sums = {name: value.to(device) for name, value in self.sums.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": {name: value.cpu() for name, value in self.sums.items()}, "counts": dict(self.counts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sums, self.counts = dict(state["sums"]), dict(state["counts"])
+
+
+class Requests:
+    """What signals and trigger files ask for, agreed on by all processes at each step boundary.
+
+    SIGTERM and SIGINT: save and stop with 128 + the signal's number; SIGUSR1: save and go on. The agreement runs on
+    the host (gloo), so no process waits for its device.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+    def __init__(self, folder: RunFolder):
+        self.folder, self.stop, self.save = folder, 0, 0
+        self.group = None
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.group = torch.distributed.new_group(backend="gloo")
+
+    def __enter__(self) -> "Requests":
+        self.previous = {}
+        for number in self.SIGNALS:
+            try:
+                self.previous[number] = signal.signal(number, self._note)
+            except ValueError:  # only the main thread may; elsewhere trigger files remain
+                break
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: Any) -> None:
+        if number == signal.SIGUSR1:
+            self.save = 1
+        else:
+            self.stop = number
+
+    def agreed(self) -> tuple[int, bool, bool]:
+        """(signal to stop by or 0, save now, validate now), the same on every process."""
+        asked = [self.stop, self.save or self.folder.asked("SAVE"), self.folder.asked("VALIDATE")]
+        self.save = 0
+        if self.group is not None:
+            shared = torch.tensor([int(value) for value in asked])
+            torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=self.group)
+            asked = shared.tolist()
+        return int(asked[0]), bool(asked[1]), bool(asked[2])
+
+
+def clean_records(records: Any, sampler: Any) -> list[dict[str, Any]]:
+    """Held-out records as the drift measurement takes them: pixel_values (3,R,R) in [-1,1] and text."""
+    pictures = sampler.pictures(list(range(len(records))))
+    return [{"pixel_values": p["pixels"].float() / 127.5 - 1, "text": p["text"]} for p in pictures]
+
+
+def make_accelerator(config: Any) -> Accelerator:
+    """accelerate's handle, with the trackers of `report_to`."""
+    trackers = None if config.report_to == "none" or config.dry_run else config.report_to
+    for name in ("tensorboard", "wandb", "comet_ml"):
+        if trackers == name and importlib.util.find_spec(name) is None:
+            raise UserError(f"report_to: {name} is not installed; pip install {name}, or use none")
+    accelerator = Accelerator(
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        mixed_precision=config.mixed_precision,
+        log_with=trackers,
+        project_config=ProjectConfiguration(config.output_dir, logging_dir=f"{config.output_dir}/{config.logging_dir}"),
+    )
+    kind = accelerator.distributed_type.value
+    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        raise UserError(f"accelerate: {kind} shards the UNet, which group control cannot measure; use MULTI_GPU or NO")
+    torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
+    return accelerator
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested configuration as the flat scalars that trackers take."""
+    items = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            items |= flat(value, f"{prefix}{key}.")
+        else:
+            items[prefix + key] = value if isinstance(value, (int, float, str, bool)) else str(value)
+    return items
+
+
+def save_images(images: list[Any], folder: Path, step: int, accelerator: Any) -> None:
+    """PNG files and tracker images."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, image in enumerate(images):
+        image.save(folder / f"step-{step:06d}-{number}.png")
+    for tracker in accelerator.trackers:
+        if tracker.name == "tensorboard":
+            tracker.log_images({"prompts": np.stack([np.asarray(i) for i in images])}, step, dataformats="NHWC")
+        elif tracker.name == "wandb":
+            tracker.log_images({"prompts": images}, step=step)
+
+
+def push(folder: Path, config: Any) -> None:
+    """Upload a pipeline folder; checkpoints and logs lie elsewhere."""
+    from huggingface_hub import create_repo, upload_folder
+
+    name = config.hub_model_id or Path(config.output_dir).name
+    repo = create_repo(repo_id=name, exist_ok=True, token=config.hub_token).repo_id
+    upload_folder(repo_id=repo, folder_path=folder, commit_message="End of training", token=config.hub_token)

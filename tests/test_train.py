@@ -1,0 +1,702 @@
+"""The loop: it runs, it resumes to the bit, it stops when told, and none of the inherited defects is back.
+
+`test_defect_NN_...` names the line of the defect list it guards.
+"""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DDPMScheduler, StableDiffusionPipeline
+from PIL import Image
+
+import train_silentbad
+from memory_reinforce import LOSSES
+from silentbad import checkpoint, runs
+from silentbad.config import parse
+from silentbad.data import Stream
+from silentbad.errors import UserError
+from silentbad.models import noised
+from tests.conftest import write_data
+from train_silentbad import Config, Run, check_all, main, micro_step, update
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def flags(data, pipelines, tmp_path):
+    """argv of a small run into tmp_path/`out`, changed by keywords."""
+
+    def make(out: str = "run", **changes) -> list[str]:
+        values = {
+            "pretrained_model_name_or_path": pipelines["v_prediction"], "train_data_dir": data, "report_to": "none",
+            "output_dir": tmp_path / out, "train_batch_size": 3, "gradient_accumulation_steps": 2,
+            "max_train_steps": 6, "log_every": 1, "checkpointing_steps": 100, "learning_rate": 1e-3,
+        } | changes  # fmt: skip
+        return [f"--{key}={'null' if value is None else value}" for key, value in values.items()]
+
+    return make
+
+
+@pytest.fixture
+def build(flags):
+    """A `Run` ready to train."""
+
+    def make(out: str = "run", **changes) -> Run:
+        config, sources = parse(Config, flags(out, **changes))
+        check_all(config, sources)
+        accelerator = runs.make_accelerator(config)
+        return Run(config, accelerator, runs.RunFolder(config.output_dir, True))
+
+    return make
+
+
+def rows(folder: Path, validation: bool = False) -> list[dict]:
+    read = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in read if bool(row.get("validation")) == validation]
+
+
+def step_once(run: Run) -> list[torch.Tensor]:
+    """Draw, micro-steps, update."""
+    losses = []
+    run.drawing = run.draw
+    for micro, batch in enumerate(run.loader.draw(run.draw)):
+        with run.accelerator.accumulate(run.unet):
+            losses.append(micro_step(run, batch, micro))
+    update(run)
+    return losses
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in run.parts.unet.state_dict().items()}
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+VALIDATION = {"validation.embedder": "ssim", "validation.steps": 2, "validation.images_per_target": 1,
+              "validation.num_inference_steps": 1, "validation.threshold": 0.5}  # fmt: skip
+
+
+# ---------------------------------------------------------------- it runs
+
+
+def test_smoke_pipeline_loads_with_plain_diffusers(flags, data, tmp_path):
+    argv = flags(use_ema=True, save_best=True, save_ckpt_epoch_interval=1, lr_scheduler="cosine", noise_offset=0.1,
+                 input_perturbation=0.1, snr_gamma=5, random_flip=True, gradient_checkpointing=True, max_train_steps=3,
+                 **VALIDATION | {"validation.targets": data / "targets.jsonl"})  # fmt: skip
+    assert main([*argv, "--validation_prompts", "a red cat", "a hat", "--validation_epochs", "1"]) == 0
+    out = tmp_path / "run"
+    pipeline = StableDiffusionPipeline.from_pretrained(out / "pipeline")
+    pipeline.set_progress_bar_config(disable=True)
+    assert pipeline("a red cat", num_inference_steps=1, height=16, width=16).images[0].size == (16, 16)
+    card = (out / "pipeline" / "README.md").read_text()
+    assert "element data" in card and "`t0`" in card
+    assert [row["step"] for row in rows(out)] == [1, 2, 3]
+    assert [row["step"] for row in rows(out, validation=True)] == [0, 2, 3]
+    assert all(math.isfinite(row["loss"]) for row in rows(out))
+    assert (out / "best" / "model_index.json").is_file() and (out / "epochs" / "epoch-1" / "unet").is_dir()
+    assert len(list((out / "samples" / "prompts").glob("*.png"))) >= 2
+    assert json.loads((out / "run.json").read_text())["versions"]["torch"] in torch.__version__
+
+
+def test_weight_files_are_safetensors_and_state_is_plain(flags, tmp_path):
+    main(flags(use_ema=True, max_train_steps=1))
+    folder = tmp_path / "run" / "checkpoints" / "step-1"
+    assert {p.name for p in folder.iterdir()} == {"manifest.json", "state.pt", "unet.safetensors", "ema.safetensors"}
+    torch.load(folder / "state.pt", weights_only=True)
+    assert not list((tmp_path / "run").rglob("*.bin"))
+
+
+def test_dry_run_writes_nothing(flags, tmp_path, capsys):
+    assert main(flags(dry_run=True)) == 0
+    assert "nothing written" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+def test_print_groups_covers_every_parameter(flags, capsys, pipelines):
+    assert main(flags(print_groups=True)) == 0
+    unet = StableDiffusionPipeline.from_pretrained(pipelines["v_prediction"]).unet
+    assert f"{sum(p.numel() for p in unet.parameters()):,}" in capsys.readouterr().out
+
+
+def test_a_run_is_not_overwritten_unasked(flags, data, tmp_path, capsys):
+    assert main(flags(max_train_steps=1)) == 0
+    assert main(flags(max_train_steps=1)) == 2
+    assert "--overwrite_output_dir" in capsys.readouterr().err
+    assert main(flags(max_train_steps=1, overwrite_output_dir=True, train_data_dir=tmp_path)) == 2
+    assert (tmp_path / "run" / "pipeline").is_dir()  # a mistake elsewhere deletes nothing
+    assert main(flags(max_train_steps=2, overwrite_output_dir=True)) == 0
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
+
+
+@pytest.mark.parametrize("changes", [
+    {"mixed_precision": "bf16"}, {"use_8bit_adam": True}, {"prediction_type": "sample"}, {"dataloader_num_workers": 2},
+    {"memory.loss.dream": 1.0}, {"cache_mb": 0}, {"shuffle_phrases": True}, {"offload_ema": True, "use_ema": True},
+    {"scale_lr": True, "learning_rate": 1e-5}, {"max_train_samples": 6},
+], ids=str)  # fmt: skip
+def test_each_capability_trains(flags, tmp_path, changes):
+    assert main(flags(max_train_steps=2, **changes)) == 0
+    assert all(math.isfinite(row["loss"]) for row in rows(tmp_path / "run"))
+
+
+def test_dream_on_an_epsilon_pipeline(flags, pipelines):
+    argv = flags(max_train_steps=1, pretrained_model_name_or_path=pipelines["epsilon"], dream_training=True)
+    assert main(argv) == 0
+
+
+def test_threads_and_caches_change_no_bit(build):
+    ends = []
+    for changes in ({}, {"dataloader_num_workers": 3}):
+        run = build(**changes)
+        for _ in range(4):
+            step_once(run)
+        ends.append(weights(run))
+    assert same(*ends)
+
+
+def test_the_hub_token_is_written_nowhere(flags, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "push", lambda folder, config: None)
+    main(flags(max_train_steps=1, push_to_hub=True, hub_token="hf_secret", report_to="tensorboard"))
+    assert not any(b"hf_secret" in p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file())
+
+
+# ---------------------------------------------------------------- it resumes to the bit
+
+
+ARMS = {
+    "plain": {},
+    "ema and schedule": {"use_ema": True, "lr_scheduler": "cosine", "lr_warmup_steps": 2},
+    "8-bit": {"use_8bit_adam": True},
+    "gsnr": {"gradient_control.name": "gsnr", "gradient_control.warmup": 1, "gradient_control.refresh": 1},
+    "mean_abs on gradients": {"gradient_control.name": "mean_abs", "gradient_control.apply": "gradient",
+                              "gradient_control.warmup": 1, "gradient_control.refresh": 1},
+    "learning progress": {"memory.timesteps.name": "learning_progress"},
+    "phrase memory": {"memory.phrase_memory.enabled": True, "memory.phrase_memory.share": 1.0,
+                      "memory.sampler.name": "weakest_first"},
+    "rehearsal": {"memory.rehearsal.name": "pairwise", "memory.region.name": "mask",
+                  "train_batch_size": 8, "memory.sampler.clean_ratio": 0.0},
+    "retention": {"memory.retention.name": "self_distillation"},
+    "log window open": {"log_every": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_resume_is_bit_equal_mid_epoch(arm, flags, tmp_path):
+    changes = {"max_train_steps": 5, "checkpointing_steps": 2, "checkpoints_total_limit": None} | ARMS[arm]
+    if arm == "rehearsal":
+        changes["train_data_dir"] = write_data(tmp_path / "three", elements=6, clean=0, kinds=3)
+    assert main(flags("whole", **changes)) == 0
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    shutil.copytree(whole / "checkpoints" / "step-2", cut / "checkpoints" / "step-2")
+    shutil.copy(whole / "metrics.jsonl", cut / "metrics.jsonl")  # rows beyond the checkpoint: a run that was killed
+    assert main(flags("cut", **changes, resume_from_checkpoint="latest")) == 0
+    a, b = (folder / "checkpoints" / "step-5" for folder in (whole, cut))
+    for name in ("unet.safetensors", *(["ema.safetensors"] if "use_ema" in changes else [])):
+        assert same(checkpoint.read_tensors(a / name), checkpoint.read_tensors(b / name))
+    left, right = (checkpoint.read_state(folder / "state.pt") for folder in (a, b))
+    assert equal(left["optimizer"], right["optimizer"]) and equal(left["memory"], right["memory"])
+    assert (whole / "metrics.jsonl").read_text() == (cut / "metrics.jsonl").read_text()
+    if arm == "rehearsal":
+        assert rows(whole)[1]["memory/rehearsals"] > 0
+
+
+def equal(a, b) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a.nan_to_num(), b.nan_to_num())
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+def test_resume_with_validation_repeats_no_row(flags, data, tmp_path):
+    changes = {
+        "max_train_steps": 4,
+        "checkpointing_steps": 2,
+        **VALIDATION,
+        "validation.targets": data / "targets.jsonl",
+    }
+    assert main(flags("whole", **changes)) == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-4")
+    shutil.rmtree(tmp_path / "cut" / "pipeline")
+    assert main(flags("cut", **changes, resume_from_checkpoint="latest")) == 0
+    for validation in (False, True):
+        timeless = [
+            [{k: v for k, v in row.items() if k not in ("val/seconds", "val/share")} for row in rows(out, validation)]
+            for out in (tmp_path / "whole", tmp_path / "cut")
+        ]
+        assert timeless[0] == timeless[1]
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 0)])
+def test_signals_save_at_the_next_step_boundary(number, code, flags, tmp_path, monkeypatch):
+    log = Run.log
+
+    def log_and_signal(run):
+        log(run)
+        if run.step == 2:
+            os.kill(os.getpid(), number)
+
+    main(flags("whole"))
+    monkeypatch.setattr(Run, "log", log_and_signal)
+    assert main(flags("cut")) == code
+    assert checkpoint.problem(tmp_path / "cut" / "checkpoints" / "step-2") is None
+    monkeypatch.setattr(Run, "log", log)
+    if code:
+        assert main(flags("cut", resume_from_checkpoint="latest")) == 0
+    a, b = (checkpoint.read_tensors(tmp_path / out / "checkpoints/step-6/unet.safetensors") for out in ("whole", "cut"))
+    assert same(a, b)
+
+
+def test_an_exception_saves_what_a_resume_needs(flags, tmp_path, monkeypatch):
+    main(flags("whole"))
+    boom = train_silentbad.micro_step
+
+    def fails_at_3(run, batch, micro):
+        if run.step == 3 and micro == 1:
+            raise RuntimeError("out of memory")
+        return boom(run, batch, micro)
+
+    monkeypatch.setattr(train_silentbad, "micro_step", fails_at_3)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        main(flags("cut"))
+    monkeypatch.setattr(train_silentbad, "micro_step", boom)
+    assert main(flags("cut", resume_from_checkpoint="latest")) == 0
+    a, b = (checkpoint.read_tensors(tmp_path / out / "checkpoints/step-6/unet.safetensors") for out in ("whole", "cut"))
+    assert same(a, b)
+
+
+def test_trigger_files_save_and_validate(flags, data, tmp_path, monkeypatch):
+    log = Run.log
+
+    def log_and_ask(run):
+        log(run)
+        if run.step == 3:
+            (run.folder.path / "SAVE").touch()
+            (run.folder.path / "VALIDATE").touch()
+
+    monkeypatch.setattr(Run, "log", log_and_ask)
+    settings = VALIDATION | {"validation.steps": 0, "validation.targets": data / "targets.jsonl"}
+    assert main(flags(**settings)) == 0
+    assert (tmp_path / "run" / "checkpoints" / "step-3").is_dir()
+    assert [row["step"] for row in rows(tmp_path / "run", validation=True)] == [0, 3, 6]
+
+
+def test_a_finished_run_says_so(flags, tmp_path, capsys):
+    main(flags(max_train_steps=2))
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert main(flags(max_train_steps=2, resume_from_checkpoint="latest")) == 0
+    assert "step 2 of 2: finished already" in capsys.readouterr().out
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_a_finished_run_goes_on_with_more_steps(flags, tmp_path):
+    main(flags(max_train_steps=2))
+    assert main(flags(max_train_steps=3, resume_from_checkpoint="latest")) == 0
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_a_checkpoint_of_another_kind_of_run_is_refused(flags, capsys):
+    main(flags(max_train_steps=1))
+    assert main(flags(max_train_steps=2, use_ema=True, resume_from_checkpoint="latest")) == 2
+    assert "'ema'" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- numerics
+
+
+def test_a_nan_step_is_skipped_counted_and_leaves_no_trace(build):
+    run = build(use_ema=True)
+    step_once(run)
+    before, lr = weights(run), run.lr_scheduler.last_epoch
+    moments = [value["exp_avg"].clone() for value in run.optimizer.optimizer.state.values()]
+    run.parts.unet.conv_in.weight.register_hook(lambda g: g * float("nan"))
+    step_once(run)
+    assert (run.step, run.skipped, run.skipped_in_row, run.draw) == (1, 1, 1, 2)
+    assert same(before, weights(run)) and run.lr_scheduler.last_epoch == lr and run.ema.optimization_step == 1
+    after = [value["exp_avg"] for value in run.optimizer.optimizer.state.values()]
+    assert all(torch.equal(x, y) for x, y in zip(moments, after, strict=True))
+
+
+def test_nan_gradients_in_a_row_stop_and_name_the_records(flags, monkeypatch, capsys):
+    monkeypatch.setattr(train_silentbad.models, "gradient_norm", lambda p: torch.tensor(float("inf")))
+    assert main(flags(max_nonfinite_steps=3)) == 2
+    message = capsys.readouterr().err
+    assert "3 gradients in a row" in message and "metadata.jsonl:" in message
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def test_latest_skips_damaged_checkpoints_and_names_them(flags, tmp_path, capsys):
+    main(flags(max_train_steps=4, checkpointing_steps=1, checkpoints_total_limit=None))
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / "step-4" / "manifest.json").unlink()
+    with (folder / "step-3" / "state.pt").open("r+b") as file:
+        file.seek(100)
+        file.write(b"x")
+    (folder / "step-2" / "unet.safetensors").write_bytes(b"short")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert checkpoint.latest(folder) == folder / "step-1"
+    said = [str(w.message) for w in caught]
+    assert len(said) == 3 and all(f"step-{n}" in text for n, text in zip((4, 3, 2), said, strict=True))
+
+
+def test_a_state_file_with_code_in_it_is_refused(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (os.system, (f"touch {tmp_path}/pwned",))
+
+    torch.save({"x": Evil()}, tmp_path / "state.pt")
+    with pytest.raises(UserError, match="state.pt"):
+        checkpoint.read_state(tmp_path / "state.pt")
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_old_checkpoint(flags, tmp_path, monkeypatch, capsys):
+    write = checkpoint.write_state
+
+    def full(path, state):
+        if state["counters"]["step"] == 4:
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        write(path, state)
+
+    monkeypatch.setattr(checkpoint, "write_state", full)
+    assert main(flags(checkpointing_steps=2)) == 2
+    assert "No space left on device" in capsys.readouterr().err.splitlines()[-1]
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]
+
+
+def test_an_output_folder_that_cannot_be_made_is_one_line(flags, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(flags(output_dir=tmp_path / "file" / "run")) == 2
+    assert "cannot be written" in capsys.readouterr().err.splitlines()[-1]
+
+
+# ---------------------------------------------------------------- the inherited defects
+
+
+def test_defect_01_schedule_counts_updates_once(flags, tmp_path):
+    main(flags(lr_scheduler="linear", max_train_steps=4))
+    assert [row["lr"] for row in rows(tmp_path / "run")] == pytest.approx([7.5e-4, 5e-4, 2.5e-4, 0])
+
+
+def test_defects_01_02_06_09_20_two_processes_equal_one(flags, data, tmp_path):
+    settings = {"max_train_steps": 3, "lr_scheduler": "linear", "use_ema": True, "checkpointing_steps": 2,
+                "adam_epsilon": 1e-3, **VALIDATION, "validation.targets": data / "targets.jsonl"}  # fmt: skip
+    assert main(flags("one", **settings, train_batch_size=4, gradient_accumulation_steps=1)) == 0
+    argv = flags("two", **settings, train_batch_size=2, gradient_accumulation_steps=1)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*launch, ROOT / "train_silentbad.py", *argv],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    a, b = (checkpoint.read_tensors(tmp_path / out / "checkpoints/step-3/unet.safetensors") for out in ("one", "two"))
+    assert max((a[key] - b[key]).abs().max().item() for key in a) < 2e-5
+    assert json.loads((tmp_path / "two" / "run.json").read_text())["processes"] == 2
+    one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
+    assert [row["lr"] for row in one] == [row["lr"] for row in two]
+    assert [row["loss"] for row in one] == pytest.approx([row["loss"] for row in two], rel=1e-4)
+    scores = [[row["val/mean"] for row in rows(tmp_path / out, validation=True)] for out in ("one", "two")]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-3)
+
+
+def test_defect_03_resume_goes_on_inside_the_epoch():
+    order = lambda epoch: np.random.default_rng(epoch).permutation(10)  # noqa: E731
+    whole, first, second = Stream(order), Stream(order), Stream(order)
+    expected = whole.take(27)
+    head = first.take(13)
+    second.load_state_dict(first.state_dict())
+    assert np.array_equal(expected, np.concatenate([head, second.take(14)]))
+
+
+def test_defect_04_resume_does_not_overshoot(flags, tmp_path):
+    main(flags(max_train_steps=4, checkpointing_steps=1, checkpoints_total_limit=None))
+    shutil.rmtree(tmp_path / "run" / "pipeline")
+    assert main(flags(max_train_steps=3, resume_from_checkpoint=tmp_path / "run/checkpoints/step-3")) == 0
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_defect_05_the_average_resumes_where_it_was(build, tmp_path):
+    run = build(use_ema=True)
+    for _ in range(3):
+        step_once(run)
+    run.save("interval")
+    again = build(use_ema=True)
+    again.load(tmp_path / "run" / "checkpoints" / "step-3")
+    assert again.ema.optimization_step == 3
+    assert all(torch.equal(a, b) for a, b in zip(run.ema.shadow_params, again.ema.shadow_params, strict=True))
+    assert not any(
+        torch.equal(a, p) for a, p in zip(again.ema.shadow_params, again.parts.unet.parameters(), strict=True)
+    )
+
+
+def test_defect_06_positions_of_ranks_are_disjoint_and_cover_the_batch(build):
+    run = build()
+    seen = []
+    for rank in range(2):
+        run.loader.rank, run.loader.world = rank, 2
+        seen += [p for micro in range(2) for p in run.loader.positions(micro)]
+    assert sorted(seen) == list(range(12))
+    scheduler, x0, t = run.parts.noise_scheduler, torch.zeros(2, 4, 8, 8), torch.tensor([5, 5])
+    eps = [noised(scheduler, x0, t, run.config, 0, positions)[0] for positions in ([0, 1], [2, 3])]
+    assert not torch.equal(*eps)
+
+
+def test_defect_07_the_old_checkpoint_stays_until_the_new_one_is_whole(tmp_path):
+    checkpoint.save(tmp_path / "step-1", lambda p: (p / "a").write_text("1"), {"step": 1})
+
+    def fails(path):
+        (path / "a").write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError):
+        checkpoint.save(tmp_path / "step-2", fails, {"step": 2})
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-1" and not (tmp_path / "step-2").exists()
+    for step in (2, 3, 4):
+        folder = tmp_path / f"step-{step}"
+        checkpoint.save(folder, lambda p: (p / "a").write_text("1"), {"step": step})
+        checkpoint.rotate(tmp_path, 2, folder)
+    assert [p.name for p in checkpoint.steps(tmp_path)] == ["step-3", "step-4"]
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_defect_08_a_checkpoint_may_lie_anywhere(flags, tmp_path):
+    main(flags("first", max_train_steps=2))
+    shutil.move(tmp_path / "first" / "checkpoints" / "step-2", tmp_path / "elsewhere")
+    assert main(flags("second", max_train_steps=3, resume_from_checkpoint=tmp_path / "elsewhere")) == 0
+    assert [row["step"] for row in rows(tmp_path / "second")] == [3]
+
+
+def test_defect_09_a_failing_validation_leaves_raw_weights(build, data, monkeypatch):
+    run = build(use_ema=True, **VALIDATION | {"validation.targets": data / "targets.jsonl"})
+    for _ in range(2):
+        step_once(run)
+    before = weights(run)
+    run.hook.threshold = run.hook.element_threshold = {"value": 0.5}
+    score = run.hook._score
+
+    def fails_on_the_average(*arguments):
+        if not same(before, weights(run)):
+            raise RuntimeError("no")
+        return score(*arguments)
+
+    monkeypatch.setattr(run.hook, "_score", fails_on_the_average)
+    with pytest.raises(RuntimeError, match="no"):
+        run.validate()
+    assert same(before, weights(run))
+
+
+def test_defect_10_a_scaler_skip_advances_nothing(build, monkeypatch):
+    run = build(use_ema=True)
+    step_once(run)
+    monkeypatch.setattr(type(run.accelerator), "optimizer_step_was_skipped", property(lambda self: True))
+    step_once(run)
+    assert (run.step, run.skipped, run.ema.optimization_step, run.lr_scheduler.last_epoch) == (1, 1, 1, 1)
+
+
+def test_defect_10_the_scaler_itself(build, monkeypatch):
+    """fp16's loss scaling, on the CPU: an overflow lowers the scale and changes nothing else."""
+    scaler, make = torch.amp.GradScaler("cpu", init_scale=1024.0), runs.make_accelerator
+
+    def with_scaler(config):
+        accelerator = make(config)
+        accelerator.scaler, accelerator.native_amp = scaler, True
+        return accelerator
+
+    monkeypatch.setattr(runs, "make_accelerator", with_scaler)
+    run = build(use_ema=True)
+    run.accelerator.state._mixed_precision = "fp16"
+    before = weights(run)
+    hook = run.parts.unet.conv_in.weight.register_hook(lambda g: g * float("inf"))
+    step_once(run)
+    assert (run.step, run.skipped, run.ema.optimization_step, scaler.get_scale()) == (0, 1, 0, 512.0)
+    assert same(before, weights(run))
+    hook.remove()
+    step_once(run)
+    assert (run.step, run.skipped, run.ema.optimization_step) == (1, 1, 1) and not same(before, weights(run))
+
+
+def test_defect_11_no_accumulation_window_is_partial(build):
+    run = build()  # 16 records, 6 a step: the third step crosses the epoch
+    for draw in range(6):
+        batches = list(run.loader.draw(draw))
+        assert [len(batch["index"]) for batch in batches] == [3, 3]
+
+
+def test_defect_12_a_micro_step_does_not_wait_for_the_device(build, monkeypatch):
+    run = build(**{"gradient_control.name": "gsnr", "memory.region.name": "mask", "memory.loss.name": "min_snr"})
+    step_once(run)
+    batches = list(run.loader.draw(run.draw))
+    timesteps = [run.memory.timesteps(run.draw, batch["position"].tolist(), 6) for batch in batches]
+    monkeypatch.setattr(run.memory, "timesteps", lambda *_: timesteps.pop(0))  # drawn on the host
+
+    def refuse(name):
+        original = getattr(torch.Tensor, name)
+
+        def guarded(tensor, *arguments, **keywords):
+            if tensor.is_floating_point() and tensor.numel() < 1000:
+                raise AssertionError(f"{name} waits for the device")
+            return original(tensor, *arguments, **keywords)
+
+        monkeypatch.setattr(torch.Tensor, name, guarded)
+
+    for name in ("item", "tolist", "__bool__", "__float__"):
+        refuse(name)
+    for micro, batch in enumerate(batches):
+        with run.accelerator.accumulate(run.unet):
+            micro_step(run, batch, micro)
+
+
+def test_defect_12_the_logged_loss_is_of_the_whole_step(flags, build, tmp_path):
+    run = build("by_hand")
+    losses = step_once(run)
+    assert losses[0] != losses[1]
+    main(flags(max_train_steps=1))
+    assert rows(tmp_path / "run")[0]["loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("kind", ["epsilon", "v_prediction", "sample"])
+def test_defect_13_loss_weights_are_finite_at_terminal_snr_zero(name, kind):
+    scheduler = DDPMScheduler(rescale_betas_zero_snr=True, prediction_type=kind)
+    abar = scheduler.alphas_cumprod
+    snr = abar / (1 - abar)
+    assert snr[-1] < 1e-6
+    assert torch.isfinite(LOSSES[name](snr, kind)).all()
+
+
+def test_defect_14_prediction_type_reaches_the_saved_pipeline(flags, tmp_path):
+    assert main(flags(max_train_steps=1, prediction_type="epsilon")) == 0
+    saved = json.loads((tmp_path / "run/pipeline/scheduler/scheduler_config.json").read_text())
+    assert saved["prediction_type"] == "epsilon"
+
+
+def test_defect_14_no_device_is_hard_coded():
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("silentbad/*.py")):
+        assert 'autocast("cuda")' not in path.read_text()
+
+
+def test_defect_15_accumulation_equals_one_large_batch(build):
+    ends = []
+    for size, accumulation in ((6, 1), (3, 2), (2, 3)):
+        run = build(train_batch_size=size, gradient_accumulation_steps=accumulation, adam_epsilon=1e-3)
+        for _ in range(2):
+            step_once(run)
+        ends.append(weights(run))
+    assert all((ends[0][k] - end[k]).abs().max() < 2e-5 for end in ends[1:] for k in end)
+
+
+def test_defect_15_after_backward_edits_no_gradient(build, monkeypatch):
+    run = build(**{"gradient_control.name": "gsnr"})
+    plain = run.control.after_backward
+
+    def guarded(*arguments, **keywords):
+        before = [p.grad.clone() for p in run.parts.unet.parameters()]
+        plain(*arguments, **keywords)
+        assert all(torch.equal(a, p.grad) for a, p in zip(before, run.parts.unet.parameters(), strict=True))
+
+    monkeypatch.setattr(run.control, "after_backward", guarded)
+    step_once(run)
+
+
+def test_defect_16_validation_runs_once_a_point_of_the_grid(flags, data, tmp_path):
+    settings = VALIDATION | {"validation.targets": data / "targets.jsonl", "gradient_accumulation_steps": 3}
+    assert main(flags(max_train_steps=4, **settings)) == 0
+    assert [row["step"] for row in rows(tmp_path / "run", validation=True)] == [0, 2, 4]
+
+
+def test_defect_17_a_short_data_set_divides_by_nothing(flags, data, tmp_path):
+    settings = VALIDATION | {"validation.targets": data / "targets.jsonl", "validation.steps": 0}
+    assert main(flags(max_train_samples=2, max_train_steps=1, train_batch_size=8, **settings)) == 0
+    assert [row["step"] for row in rows(tmp_path / "run", validation=True)] == [0, 1]
+
+
+def test_defect_17_an_epoch_is_what_the_sampler_deals(build):
+    run = build(**{"memory.sampler.clean_ratio": 0.5, "max_train_steps": None, "num_train_epochs": 2})
+    assert len(run.memory.sampler.epoch(0)) == 8 + 4 and (run.steps_per_epoch, run.total) == (2, 4)
+
+
+def test_defect_18_two_runs_of_one_seed_are_bit_equal(build):
+    ends = []
+    for _ in range(2):
+        run = build(random_flip=True, shuffle_phrases=True)
+        for _ in range(2):
+            step_once(run)
+        ends.append(weights(run))
+    assert same(*ends)
+    run = build(seed=1)
+    step_once(run)
+    assert not same(ends[0], weights(run))
+
+
+def test_defect_19_validation_leaves_training_bit_equal(build, data):
+    ends = []
+    for validated in (False, True):
+        settings = VALIDATION | {"validation.targets": data / "targets.jsonl"} if validated else {}
+        run = build(**settings)
+        for _ in range(3):
+            if validated:
+                run.validate()
+            step_once(run)
+        ends.append(weights(run))
+        if validated:
+            assert run.targets[0].phrases == ["a red cat", "a blue hat"]
+    assert same(*ends)
+
+
+def test_defect_21_checkpoint_flags_do_what_they_say(flags, tmp_path):
+    main(flags(max_train_steps=5, checkpointing_steps=2, checkpoints_total_limit=2))
+    assert [p.name for p in checkpoint.steps(tmp_path / "run" / "checkpoints")] == ["step-4", "step-5"]
+
+
+def test_defect_23_the_best_pipeline_is_written_before_the_old_one_goes(tmp_path):
+    best = tmp_path / "best"
+    checkpoint.replace_folder(best, lambda p: (p / "a").write_text("old"))
+
+    def look(path):
+        assert (best / "a").read_text() == "old"
+        (path / "a").write_text("new")
+
+    checkpoint.replace_folder(best, look)
+    assert (best / "a").read_text() == "new"
+    with pytest.raises(OSError):
+        checkpoint.replace_folder(best, lambda p: (_ for _ in ()).throw(OSError("disk full")))
+    assert (best / "a").read_text() == "new"
+
+
+def test_defect_30_resolution_and_path_are_not_overridden(build, pipelines):
+    run = build(resolution=32)
+    batch = next(iter(run.loader.draw(0)))
+    assert batch["pixel_values"].shape == (3, 3, 32, 32)
+    assert run.config.pretrained_model_name_or_path == str(pipelines["v_prediction"])
+
+
+def test_a_target_image_among_the_records_stops_the_run(flags, data, capsys):
+    with (data / "metadata.jsonl").open("a") as file:
+        file.write(json.dumps({"file_name": "images/copy.bmp", "text": "the whole"}) + "\n")
+    Image.open(data / "targets" / "t0.png").save(data / "images" / "copy.bmp")
+    settings = {"validation.targets": data / "targets.jsonl", **VALIDATION}
+    assert main(flags(max_train_steps=1, **settings)) == 2
+    assert "equals target 't0'" in capsys.readouterr().err
