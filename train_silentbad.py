@@ -202,9 +202,10 @@ def update(run: Run) -> bool:
     run.lr_scheduler.step()
     if run.ema is not None:
         run.ema.step(p for p in run.parts.unet.parameters() if p.requires_grad)
-    run.step, run.skipped_in_row, run.torn = run.step + 1, 0, False
+    run.step, run.skipped_in_row = run.step + 1, 0
     run.memory.after_step(run.step, run.predict)
     run.meters.add({"grad_norm": norm})
+    run.torn = False
     return True
 
 
