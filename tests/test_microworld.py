@@ -111,6 +111,21 @@ def test_make_is_reproducible_and_keeps_targets_out(tmp_path):
     assert all(phrase in r["text"] for r in records for phrase in r["phrases"])
 
 
+def test_make_replaces_its_own_data_set_and_nothing_else(tmp_path, capsys):
+    arguments = ["--targets", "3", "--images_per_phrase", "1", "--clean", "1", "--redraws", "1"]
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("years of work")
+    with pytest.raises(SystemExit) as stopped:
+        make.main(["--out", str(mine), *arguments])
+    assert stopped.value.code == 2
+    assert "holds something else" in capsys.readouterr().err
+    assert (mine / "thesis.tex").read_text() == "years of work"
+    for _ in range(2):
+        make.main(["--out", str(tmp_path / "data"), *arguments])
+    assert (tmp_path / "data" / "targets.jsonl").is_file()
+
+
 @pytest.mark.parametrize("name", ["cat", "-1", "2000", ""])
 def test_an_unknown_target_is_named(name):
     with pytest.raises(UserError, match="neither 'cat-hat' nor a seed"):

@@ -38,7 +38,8 @@ def tiny_pipeline(prediction_type: str = "v_prediction", seed: int = 0) -> Stabl
     zero_snr = prediction_type == "v_prediction"
     scheduler = DDIMScheduler(
         beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, prediction_type=prediction_type,
-        rescale_betas_zero_snr=zero_snr, timestep_spacing="trailing", clip_sample=False, steps_offset=1, set_alpha_to_one=not zero_snr,
+        rescale_betas_zero_snr=zero_snr, timestep_spacing="trailing", clip_sample=False, steps_offset=1,
+        set_alpha_to_one=not zero_snr,
     )
     return StableDiffusionPipeline(
         vae=vae, text_encoder=text_encoder, tokenizer=tokenizer, unet=tiny_unet(), scheduler=scheduler,

@@ -107,6 +107,8 @@ class Writer:
     """Writes pictures and records into a temporary folder that takes the final name only when all is there."""
 
     def __init__(self, out: Path):
+        if out.exists() and not (out / "redraws.jsonl").is_file() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"--out: '{out}' holds something else than a microworld data set; name a new folder")
         self.out = out
         out.parent.mkdir(parents=True, exist_ok=True)
         self.tmp = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
@@ -199,11 +201,11 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         scenes = {name: target_scene(name) for name in dict.fromkeys(args.targets.split(","))}
+        writer = Writer(args.out)
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
     for line in shared_phrases(scenes):
         print(f"note: {line} is a phrase of several targets: these elements will conflict")
-    writer = Writer(args.out)
     for name, scene in tqdm(scenes.items(), desc="targets"):
         write_target(writer, name, scene, args.redraws)
         write_elements(writer, name, scene, args.images_per_phrase, args.seed)
