@@ -143,7 +143,17 @@ def test_the_bundled_base_is_a_plain_stable_diffusion_pipeline():
     pipe.set_progress_bar_config(disable=True)
     image = pipe("a cat wearing a hat", num_inference_steps=2, generator=torch.manual_seed(0)).images[0]
     assert image.size == (64, 64)
-    assert sum(f.stat().st_size for f in BASE.rglob("*") if f.is_file()) <= 24 * 2**20
+    parts = ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
+    assert sum(f.stat().st_size for part in parts for f in (BASE / part).iterdir()) <= 24e6
+    assert (BASE / "embedder" / "model.safetensors").stat().st_size <= 4e6
+
+
+def test_the_model_cards_figures_hold_what_the_base_is_for():
+    figures = json.loads((BASE / "measured.json").read_text())
+    assert figures["captions"] >= 256
+    assert figures["generated"]["colour"] >= 0.9
+    assert figures["generated"]["kind"] >= 0.8
+    assert figures["vae_psnr_db"] >= 28
 
 
 def test_the_embedder_ranks_a_copy_above_every_redraw():

@@ -110,6 +110,10 @@ colour and place, guidance {guidance_scale}, 25 DDIM steps, judged by a classifi
 {rows}
 
 Autoencoder round trip: {vae_psnr_db:.2f} dB PSNR.
+
+![generations of the first eighteen captions](../../docs/images/micro-sd.png)
+
+Beside the pipeline stand `embedder/`, the `micro` copy detector, and `judge/`, the classifier of the table above.
 """
 
 
@@ -154,6 +158,9 @@ def write_pipeline(nets: dict, tokenizer, folder: Path) -> None:
             (folder / part).mkdir(parents=True, exist_ok=True)
             for file in (Path(tmp) / part).iterdir():
                 (folder / part / file.name).write_bytes(file.read_bytes())
+        # transformers loads in the precision its configuration names: full, so that a plain from_pretrained runs on a CPU
+        config = folder / "text_encoder" / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float32"}, indent=2) + "\n")
         (folder / "model_index.json").write_bytes((Path(tmp) / "model_index.json").read_bytes())
 
 
@@ -167,7 +174,7 @@ def export(nets: dict, tokenizer, folder: Path, args: argparse.Namespace) -> Non
                 f"copy detector {args.embedder_steps} x 32, judge {args.judge_steps} x 32.")  # fmt: skip
     pipe = StableDiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     write_card(folder, pipe, measure(pipe, load_judge(folder / "judge" / "model.safetensors")), training)
-    grid(pipe).save(folder / "samples.png")
+    grid(pipe).save(folder.parents[1] / "docs" / "images" / "micro-sd.png")
     print((folder / "README.md").read_text())
 
 
