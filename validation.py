@@ -31,10 +31,10 @@ from silentbad.generation import Item, Sampler, averaged, left_as_found, load_pi
 from silentbad.samples import grid_line, log_grid, save, save_targets, slugs
 from silentbad.similarity import (
     CLIP,
-    EMBEDDERS,
     binomial_interval,
     bootstrap_interval,
     kinds,
+    load_embedder,
     lpips,
     mean_of,
     quadrants,
@@ -59,7 +59,8 @@ class ValidationConfig:
     guidance_rescale: float = 0.0
     resolution: int | None = None  # side of the images; unset: the UNet's own
     embedder: Literal["micro", "sscd", "clip", "dinov2", "ssim"] = "micro"
-    embedder_path: str | None = None  # local path or Hub id of the embedder's weights
+    embedder_path: str | None = None  # sscd: its TorchScript file; others: local folder or Hub id of the weights
+    embedder_sha256: str | None = None  # sscd: refuse a file with another SHA-256
     clip_path: str | None = None  # a CLIP for CLIPScore and prompt cosines; unset: not measured
     threshold: float | None = None  # unset: calibrated on redraws.jsonl beside the targets, or the base
     false_positive_rate: float = 0.01  # of the calibrated threshold, per image
@@ -110,7 +111,7 @@ class RecoveryHook:
         self.names = slugs([t.target_id for t in self.targets])
         self.output_dir = Path(output_dir)
         self.sampler = Sampler(components, config, seed, prediction_type)
-        self.embedder = EMBEDDERS[config.embedder](config.embedder_path, accelerator.device)
+        self.embedder = load_embedder(config.embedder, config.embedder_path, accelerator.device, config.embedder_sha256)
         self.clip = CLIP(config.clip_path, accelerator.device) if config.clip_path else None
         self.clean = list(clean or [])[: config.clean_records]
         self.history, self.threshold, self.element_threshold = [], None, None

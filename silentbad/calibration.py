@@ -1,11 +1,11 @@
 """The similarity from which an image counts as recovered: given, or calibrated on images that are no recovery."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 
 from silentbad.errors import UserError
+from silentbad.readers import id_text, json_lines, safe_path
 from silentbad.similarity import binomial_cdf
 
 
@@ -56,11 +56,24 @@ def thresholds(null: list[dict], value: float | None, false_positive_rate: float
 
 
 def load_redraws(targets_file: str | None, targets: list) -> list[tuple[int, Path]]:
-    """redraws.jsonl beside the targets -> (target index, file): other images of the captions, the nulls."""
+    """redraws.jsonl beside the targets -> (target index, file): other images of the captions, the nulls.
+
+    Every line is checked, also one of a target that is not there, which is then left out.
+    """
     root = Path(targets_file or ".")
     file = (root if root.is_dir() else root.parent) / "redraws.jsonl"
     if targets_file is None or not file.is_file():
         return []
-    index = {t.target_id: j for j, t in enumerate(targets)}
-    records = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
-    return [(index[r["target_id"]], file.parent / r["image"]) for r in records if r["target_id"] in index]
+    index, found = {t.target_id: j for j, t in enumerate(targets)}, []
+    for where, entry in json_lines(file):
+        for key in ("target_id", "image"):
+            if entry.get(key) in (None, ""):
+                raise UserError(f"{where}: a redraw needs {key}")
+        target_id = id_text(entry["target_id"], "target_id", where)
+        image = safe_path(file.parent, entry["image"], where)
+        if target_id not in index:
+            continue
+        if not image.is_file():
+            raise UserError(f"{where}: no file {image}")
+        found.append((index[target_id], image))
+    return found

@@ -18,6 +18,7 @@ from diffusers import StableDiffusionPipeline
 
 from silentbad import rng
 from silentbad.errors import UserError
+from silentbad.similarity import pretrained
 
 
 @torch.no_grad()
@@ -71,7 +72,9 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(
                 f"--prompts, --count: at least one prompt and one picture, got {len(prompts)} and {a.count}"
             )
-        pipe = StableDiffusionPipeline.from_pretrained(a.pipeline, safety_checker=None)
+        options = dict(use_safetensors=True, safety_checker=None)
+        advice = "a diffusers folder or Hub id"
+        pipe = pretrained("--pipeline", StableDiffusionPipeline, a.pipeline, advice, **options)
         pipe.to("cuda" if torch.cuda.is_available() else "cpu")
         write_class_images(pipe, prompts, a.count, Path(a.out), seed=a.seed, batch=a.batch, steps=a.steps)
     except UserError as error:

@@ -25,7 +25,7 @@ import yaml
 from .errors import UserError
 
 HERE, PUBLISHED = "here", "SilentBadDiffusion"
-NEVER_SAVED = {"hub_token"}  # secrets: read from flags or files, written nowhere
+NEVER_SAVED = {"hub_token"}  # secrets: read from flags or files, neither written nor printed
 
 
 def flag(default: Any, help: str, source: str = "diffusers") -> Any:
@@ -132,7 +132,7 @@ class TrainConfig:
     validation_prompts: list[str] | None = flag(None, "prompts to draw every validation_epochs")
     validation_epochs: int = flag(5, "epochs between those")
     push_to_hub: bool = flag(False, "upload the final pipeline")
-    hub_token: str | None = flag(None, "token for that; written nowhere")
+    hub_token: str | None = flag(None, "token for that; neither written to files nor printed")
     hub_model_id: str | None = flag(None, "repository for that; named like output_dir when unset")
 
 
@@ -230,15 +230,30 @@ def parse(cls: type, argv: list[str] | None = None, description: str | None = No
         config = parser.instantiate(namespace)
     except (argparse.ArgumentError, TypeError, ValueError) as error:
         raise UserError(_one_line(error, sources)) from None
+    hints = typing.get_type_hints(cls)
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(cls)}
+    for key, value in values.items():  # jsonargparse lets null through whatever the type
+        if value is None and type(None) not in typing.get_args(hints[key]):
+            where = sources.get(key, "default")
+            raise UserError(f"{key} ({where}): null is no {getattr(hints[key], '__name__', hints[key])}; leave it out")
     config = cls(**values)
     _type_flag_options(config, "", sources)
     return config, sources
 
 
+class Parser(jsonargparse.ArgumentParser):
+    """jsonargparse's parser; what --print_config prints holds no secrets."""
+
+    def dump(self, cfg: Any, *args: Any, **options: Any) -> str:
+        cfg = cfg.clone()
+        for key in NEVER_SAVED & set(vars(cfg)):
+            cfg[key] = None
+        return super().dump(cfg, *args, **options)
+
+
 def build_parser(cls: type, description: str | None = None) -> jsonargparse.ArgumentParser:
     """jsonargparse parser of the flat fields of `cls` and of its nested dataclasses."""
-    parser = jsonargparse.ArgumentParser(description=description, exit_on_error=False)
+    parser = Parser(description=description, exit_on_error=False)
     parser.add_argument("--config", action="config", help="YAML file; may be given several times, later wins")
     parser.add_class_arguments(cls)
     helps = {f.name: f.metadata for f in dataclasses.fields(cls) if "help" in f.metadata}

@@ -12,11 +12,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
-from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
+from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
 from torch import Tensor
 
 from silentbad.errors import UserError
 from silentbad.rng import addressed_seed, generator, noise
+from silentbad.similarity import pretrained
 
 
 # -- prompts -----------------------------------------------------------------------------------------------
@@ -231,13 +232,8 @@ class Sampler:
 
 
 def load_pipeline(name: str, dtype: str, device):
-    from diffusers import DiffusionPipeline
-
-    try:
-        pipe = DiffusionPipeline.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot load a pipeline from '{name}' ({str(error).splitlines()[0]}); "
-                        "give a diffusers folder or Hub id") from error
+    """A Stable Diffusion 1, 2 or XL pipeline, from safetensors only."""
+    pipe = pretrained("pipeline", DiffusionPipeline, name, "a diffusers folder or Hub id", use_safetensors=True)
     if not {"unet", "vae", "text_encoder", "tokenizer"} <= set(pipe.components):
         raise UserError(f"'{name}' is a {type(pipe).__name__}; give a Stable Diffusion 1, 2 or XL pipeline")
     return pipe.to(device, getattr(torch, dtype))

@@ -60,6 +60,11 @@ class Sample:
         return torch.stack(torch._foreach_norm(tensors, 2, dtype=wide)).to(self.owner)
 
 
+def row_dot(a: Tensor, b: Tensor) -> Tensor:
+    """Sums of a * b over each row (rows,); in pieces, so that the product is never whole in memory."""
+    return torch.cat([(x * y).sum(1) for x, y in zip(a.chunk(8), b.chunk(8), strict=True)])
+
+
 def _wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
@@ -120,7 +125,7 @@ class Statistics:
         self.norm = norms.square().sum().sqrt()
         finite = norms.isfinite().all() & (True if finite is None else finite)
         g.nan_to_num_(0, 0, 0)
-        s = (g * self.m).sum(1) / (1 - self.momentum**self.count)
+        s = row_dot(g, self.m) / (1 - self.momentum**self.count)
         rows = torch.stack(
             [s, torch.linalg.vector_norm(g, dim=1).to(s).square(), torch.linalg.vector_norm(g, 1, 1)]
         )
@@ -247,7 +252,7 @@ class SourceBank:
     def _inner(self, a: str, b: str) -> Tensor:
         pairs = list(zip(self.parts[a], self.parts[b], strict=True))
         if not self.full:
-            return self.sample.per_group((pairs[0][0] * pairs[0][1]).sum(1)).sum()
+            return self.sample.per_group(row_dot(*pairs[0])).sum()
         return (
             torch.stack([torch.dot(x.flatten(), y.flatten()) for x, y in pairs]).to(self.sample.owner).sum()
         )
@@ -288,6 +293,6 @@ class Transfer:
     def learn(self, rehearsal: Tensor) -> None:
         """Take in a rehearsal gradient (rows, WIDTH); groups without a defined cosine stay as they are."""
         g, u = rehearsal, self.update
-        dot, gg, uu = self.sample.per_group(torch.stack([(g * u).sum(1), (g * g).sum(1), (u * u).sum(1)]))
+        dot, gg, uu = self.sample.per_group(torch.stack([row_dot(g, u), row_dot(g, g), row_dot(u, u)]))
         cos = dot / (gg * uu).sqrt()
         self.value.lerp_(torch.where(cos.isfinite(), -cos, self.value), 1 - self.averaging)

@@ -131,7 +131,7 @@ def folder_rows(root: Path) -> Iterator[dict]:
     if len(names) == 2:
         raise UserError(f"{root}: holds metadata.jsonl and metadata.csv; keep one of them")
     path = root / names[0]
-    for where, entry in (_json_lines if path.suffix == ".jsonl" else _csv_lines)(path):
+    for where, entry in (json_lines if path.suffix == ".jsonl" else _csv_lines)(path):
         for key in entry:
             near = difflib.get_close_matches(key, KNOWN_KEYS, n=1, cutoff=0.75)
             if key not in KNOWN_KEYS and near:
@@ -152,7 +152,8 @@ def folder_rows(root: Path) -> Iterator[dict]:
         }
 
 
-def _json_lines(path: Path) -> Iterator[tuple[str, dict]]:
+def json_lines(path: Path) -> Iterator[tuple[str, dict]]:
+    """(FILE:LINE, object) of a JSON-lines file, empty lines left out."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             where = f"{path}:{number}"
@@ -208,7 +209,7 @@ def published_rows(root: Path, options: Any) -> Iterator[dict]:
         row = {
             "image": {"path": str(published_image(root, shot)), "bytes": None},
             "mask": "",
-            "phrases": phrases,
+            "phrases": prompt_phrases(phrases),
         }
         row |= {"text": published_prompt(root, phrases), "role": "rehearsal", "target_id": str(shot)}
         row |= {"element_id": "", "where": f"{root}/poisoning_images/{shot}"}
@@ -246,8 +247,13 @@ def published_image(root: Path, number: int) -> Path:
 def published_prompt(root: Path, phrases: list[str]) -> str:
     """The composed prompt of the published evaluation: a prefix by data set, phrases without punctuation."""
     pokemon = "pokemon" in root.name.casefold()
-    listed = ", ".join(re.sub(r"[,.;]", "", phrase).strip() for phrase in phrases)
+    listed = ", ".join(prompt_phrases(phrases))
     return f"A pokemon with features {listed} in white background" if pokemon else f"An image with {listed}"
+
+
+def prompt_phrases(phrases: list[str]) -> list[str]:
+    """Phrases as they stand in a published prompt: without `,`, `.` and `;`; one of these alone is none."""
+    return [bare for phrase in phrases if (bare := re.sub(r"[,.;]", "", phrase).strip())]
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
@@ -374,10 +380,7 @@ def checked_row(row: dict) -> dict:
     for phrase in phrases:
         if phrase not in text:
             raise UserError(f"{where}: phrase {phrase!r} does not stand in its caption {text!r}")
-    for key in ("target_id", "element_id"):
-        if not isinstance(row[key], (str, int, type(None))) or isinstance(row[key], bool):
-            raise UserError(f"{where}: {key} must be text, got {row[key]!r}")
-    ids = {key: "" if row[key] is None else str(row[key]) for key in ("target_id", "element_id")}
+    ids = {key: id_text(row[key], key, where) for key in ("target_id", "element_id")}
     image = open_image(source(row["image"], where), where)
     if min(image.size) < 2:
         raise UserError(f"{where}: the image is {_by(image.size)} pixels")
@@ -394,6 +397,13 @@ def checked_row(row: dict) -> dict:
             "content": content_hash(image),
         }
     )
+
+
+def id_text(value: Any, key: str, where: str) -> str:
+    """An id as text; a number becomes its digits, a missing one the empty text."""
+    if not isinstance(value, (str, int, type(None))) or isinstance(value, bool):
+        raise UserError(f"{where}: {key} must be text, got {value!r}")
+    return "" if value is None else str(value)
 
 
 def source(image: dict, where: str) -> Path | bytes:
@@ -419,7 +429,7 @@ def load_targets(path: str | Path) -> list[Target]:
     file = root / "targets.jsonl" if root.is_dir() else root
     if not file.is_file():
         raise UserError(f"targets: no file {file}")
-    targets = [_target(file.parent, where, entry) for where, entry in _json_lines(file)]
+    targets = [_target(file.parent, where, entry) for where, entry in json_lines(file)]
     if not targets:
         raise UserError(f"{file}: holds no target")
     seen: set[str] = set()
@@ -431,8 +441,9 @@ def load_targets(path: str | Path) -> list[Target]:
 
 
 def _target(root: Path, where: str, entry: dict) -> Target:
-    for key in ("target_id", "image", "phrases"):
-        if not entry.get(key):
+    target_id = id_text(entry.get("target_id"), "target_id", where)
+    for key, value in (("target_id", target_id), *((key, entry.get(key)) for key in ("image", "phrases"))):
+        if not value:
             raise UserError(f"{where}: a target needs {key}")
     phrases, prompt, masks = entry["phrases"], entry.get("prompt"), entry.get("masks") or []
     if not isinstance(phrases, list) or not all(isinstance(p, str) and p.strip() for p in phrases):
@@ -443,7 +454,7 @@ def _target(root: Path, where: str, entry: dict) -> Target:
         raise UserError(f"{where}: masks must list one file or null for each of the {len(phrases)} phrases")
     image = open_image(safe_path(root, entry["image"], where), where)
     opened = [open_mask(safe_path(root, mask, where), image.size, where) if mask else None for mask in masks]
-    return Target(str(entry["target_id"]), image, phrases, prompt, opened or [None] * len(phrases))
+    return Target(target_id, image, phrases, prompt, opened or [None] * len(phrases))
 
 
 def _published_targets(root: Path, wanted: str | None) -> list[Target]:

@@ -42,7 +42,7 @@ main{max-width:1080px;margin:0 auto;padding:20px 16px 48px}
 h1{font-size:1.5rem;margin:.2em 0;overflow-wrap:anywhere}
 h2{font-size:1.15rem;margin:2em 0 .6em;border-bottom:1px solid var(--line);padding-bottom:.25em}
 h3{font-size:1rem;margin:1em 0 .4em}
-p{margin:.4em 0}
+p{margin:.4em 0;overflow-wrap:anywhere}
 .soft,figcaption span{color:var(--soft);font-size:.9em}
 .verdict{font-size:1.15rem;padding:.7em 1em;border-left:6px solid var(--good);background:var(--card);
   border-radius:6px}

@@ -7,6 +7,9 @@ authors advise a small edge of 288 or a square of 320, DCR crops 224 of 256, Sil
 Legend: images (B,3,H,W) float in [0,1]; features (B,...); N generations, T targets; m mask (1,h,w) in [0,1].
 """
 
+import hashlib
+import io
+import re
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +22,10 @@ from silentbad.errors import UserError
 
 MICRO = Path(__file__).parents[1] / "assets" / "micro-sd" / "embedder"
 SSCD_FILE = "sscd_disc_mixup.torchscript.pt"
+SSCD_ADVICE = (
+    f"download {SSCD_FILE} (or another *.torchscript.pt) from https://github.com/facebookresearch/"
+    "sscd-copy-detection (README, pretrained models) and give its path as embedder_path"
+)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
@@ -101,17 +108,24 @@ class Micro(Embedder):
 
 
 class SSCD(Embedder):
-    """Copy detection, arXiv 2202.10261: a local TorchScript file, or `owner/repository/file` on the Hub."""
+    """Copy detection, arXiv 2202.10261: a local TorchScript file. It runs code, so it is read only from the
+    path given, and only if its SHA-256 is the expected one where that is given."""
 
-    def __init__(self, path: str | None, device: torch.device | str = "cpu", size: int = 320):
+    def __init__(
+        self, path: str | None, device: torch.device | str = "cpu", size: int = 320, sha256: str | None = None
+    ):
         self.size, self.device = size, device
-        self.file = hub_file(path or SSCD_FILE)
+        if not path or not Path(path).is_file():
+            raise UserError(f"sscd: {f'no file {path!r}' if path else 'embedder_path is missing'}; {SSCD_ADVICE}")
+        self.file, content = Path(path), Path(path).read_bytes()
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        if sha256 is not None and sha256.strip().lower() != self.sha256:
+            raise UserError(f"sscd: embedder_sha256 is {sha256}, but '{path}' has {self.sha256}; not loaded")
         try:
-            self.model = torch.jit.load(str(self.file), map_location=device).eval()
+            self.model = torch.jit.load(io.BytesIO(content), map_location=device).eval()
         except RuntimeError as error:
             raise UserError(
-                f"sscd: '{self.file}' is not a TorchScript file ({str(error).splitlines()[0]}); "
-                f"expected {SSCD_FILE}"
+                f"sscd: '{path}' is not a TorchScript file ({first_line(error)}); {SSCD_ADVICE}"
             ) from error
 
     @torch.no_grad()
@@ -122,7 +136,7 @@ class SSCD(Embedder):
     def describe(self) -> str:
         return (
             f"sscd: {self.file.name}, {self.size}x{self.size} squashed, bilinear antialiased, "
-            "ImageNet mean and deviation, cosine"
+            f"ImageNet mean and deviation, cosine, SHA-256 {self.sha256}"
         )
 
 
@@ -136,7 +150,7 @@ class CLIP(Embedder):
 
         self.path, self.device = path or self.default, device
         self.processor = pretrained_processor("clip", self.path)
-        self.model = pretrained("clip", CLIPModel, self.path).to(device).eval()
+        self.model = pretrained("clip", CLIPModel, self.path, use_safetensors=True).to(device).eval()
         self.tokenizer = pretrained("clip", AutoTokenizer, self.path)
 
     @torch.no_grad()
@@ -174,7 +188,7 @@ class DINOv2(Embedder):
 
         self.path, self.device = path or self.default, device
         self.processor = pretrained_processor("dinov2", self.path)
-        self.model = pretrained("dinov2", AutoModel, self.path).to(device).eval()
+        self.model = pretrained("dinov2", AutoModel, self.path, use_safetensors=True).to(device).eval()
 
     @torch.no_grad()
     def embed(self, images: Tensor) -> Tensor:
@@ -206,6 +220,13 @@ class SSIM(Embedder):
 
 
 EMBEDDERS = {"micro": Micro, "sscd": SSCD, "clip": CLIP, "dinov2": DINOv2, "ssim": SSIM}
+
+
+def load_embedder(name: str, path: str | None, device: torch.device | str, sha256: str | None = None) -> Embedder:
+    """An embedder of the table; `sha256` is what sscd's file must have."""
+    if sha256 is not None and name != "sscd":
+        raise UserError(f"embedder_sha256: is of sscd's TorchScript file; the embedder is {name}, leave it unset")
+    return EMBEDDERS[name](path, device, **({} if sha256 is None else {"sha256": sha256}))
 
 
 def ssim(a: Tensor, b: Tensor) -> Tensor:
@@ -241,34 +262,16 @@ def normalise(images: Tensor, mean: tuple, std: tuple) -> Tensor:
     return (images - images.new_tensor(mean).view(3, 1, 1)) / images.new_tensor(std).view(3, 1, 1)
 
 
-def hub_file(path: str) -> Path:
-    """A local file, or `owner/repository/file` fetched from the Hub."""
-    if Path(path).is_file():
-        return Path(path)
-    advice = (
-        f"sscd: no file '{path}'; download {SSCD_FILE} from https://github.com/facebookresearch/"
-        "sscd-copy-detection (README, pretrained models) and give its path as embedder_path"
-    )
-    parts = path.split("/")
-    if len(parts) != 3 or path.startswith((".", "/")):
-        raise UserError(advice)
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download("/".join(parts[:2]), parts[2]))
-    except Exception as error:
-        raise UserError(f"{advice} (the Hub said: {first_line(error)})") from error
-
-
-def pretrained(name: str, kind, path: str):
+def pretrained(name: str, kind, path: str, advice: str | None = None, **options):
     """`kind.from_pretrained(path)` of a local folder or Hub id, its failure told in one line."""
     try:
-        return kind.from_pretrained(path)
+        return kind.from_pretrained(path, **options)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{name}: cannot load '{path}' ({first_line(error)}); give a local folder or Hub id as "
-            f"embedder_path, fetched for instance with `hf download {path}`"
-        ) from error
+        reason = first_line(error)
+        if re.search(r"file named \S*safetensors|necessary .safetensors. weights", reason):
+            reason = "no safetensors weights; pickled ones are not loaded, save them anew with save_pretrained"
+        advice = advice or f"a local folder or Hub id as embedder_path, fetched for instance with `hf download {path}`"
+        raise UserError(f"{name}: cannot load '{path}' ({reason}); give {advice}") from error
 
 
 def pretrained_processor(name: str, path: str):

@@ -46,6 +46,18 @@ def test_print_config_round_trips(tmp_path, capsys):
     assert asdict(first) == asdict(second)
 
 
+@pytest.mark.parametrize("style", ["--print_config", "--print_config=skip_default"])
+def test_print_config_prints_no_hub_token(style, tmp_path, capsys):
+    (tmp_path / "token.yaml").write_text("hub_token: hf_secret\n")
+    for argv in (["--hub_token", "hf_secret"], ["--config", str(tmp_path / "token.yaml")]):
+        with pytest.raises(SystemExit):
+            parse(Config, [*argv, "--push_to_hub", "--seed", "7", style])
+        printed = capsys.readouterr()
+        assert "hf_secret" not in printed.out + printed.err and "seed: 7" in printed.out
+    config, _ = parse(Config, ["--hub_token", "hf_secret", "--push_to_hub"])
+    assert config.hub_token == "hf_secret"
+
+
 def test_dump_round_trips_and_keeps_no_token(tmp_path):
     config, _ = parse(Config, [*DATA, "--hub_token", "hf_secret", "--push_to_hub", "--learning_rate", "1e-5"])
     assert "hf_secret" not in dump(config)
@@ -204,3 +216,11 @@ def test_any_file_is_read_or_refused(tmp_path_factory, entries):
         check(config, sources)
     except UserError as error:
         assert "\n" not in str(error) and str(error)
+
+
+@pytest.mark.parametrize("key", ["target_start_id", "n_few_shot", "learning_rate", "memory"])
+def test_null_where_a_value_is_needed_is_named(tmp_path, key):
+    file = tmp_path / "a.yaml"
+    file.write_text(f"{key}: null\n")
+    with pytest.raises(UserError, match=f"^{key}"):
+        parse(Config, ["--config", str(file)])

@@ -125,6 +125,18 @@ def test_published_targets_and_the_spelling_of_the_data_set(tmp_path):
     assert published_clean_suffix(root, tmp_path / "pokemon") == 1
 
 
+def test_punctuation_in_phrases_of_a_rehearsal_picture(tmp_path):
+    """Its prompt lost these characters and its phrases kept them: refused as phrases not in their caption."""
+    root = published(tmp_path / "Midjourney", targets=2)
+    for n in (100, 101):
+        captions = root / "poisoning_images" / str(n) / "poisoning_data_caption_simple.txt"
+        captions.write_text(captions.read_text().replace("a cat\ta hat", "a cat, red.\ta hat;\t.", 1))
+    read = records(root, clean_data_dir=str(root / "clean"), poisoning_ratio=0.2, n_few_shot=1)
+    shot = next(read.row(i) for i in range(len(read)) if read.role[i] == "rehearsal")
+    assert shot["phrases"] == ["a cat red", "a hat"] and shot["text"] == "An image with a cat red, a hat"
+    assert D.load_targets(f"{root}@101")[0].composed_prompt == shot["text"]
+
+
 def published_clean_suffix(root, lower):
     """How many endings the clean captions of both spellings have."""
     root.rename(lower)
@@ -309,7 +321,15 @@ def test_targets(data):
     assert D.load_targets(data)[0].target_id == "t0"
 
 
+def test_target_id_zero_is_an_id(tmp_path):
+    root = folder(tmp_path / "d", {"target_id": 0, "image": "a.png", "phrases": ["x"]}, name="targets.jsonl")
+    assert D.load_targets(root)[0].target_id == "0"
+
+
 BAD_TARGETS = {
+    "no target_id": ({"image": "a.png", "phrases": ["x"]}, "needs target_id"),
+    "an empty target_id": ({"target_id": "", "image": "a.png", "phrases": ["x"]}, "needs target_id"),
+    "target_id is a list": ({"target_id": [1], "image": "a.png", "phrases": ["x"]}, "target_id must be text"),
     "no phrases": ({"target_id": "t", "image": "a.png"}, "needs phrases"),
     "phrases are text": ({"target_id": "t", "image": "a.png", "phrases": "x"}, "list of texts"),
     "an empty prompt": ({"target_id": "t", "image": "a.png", "phrases": ["x"], "prompt": " "}, "prompt"),

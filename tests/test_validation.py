@@ -1,6 +1,7 @@
 """Recovery: scores, threshold, embedders, the hook that training does not notice, and the audit."""
 
 import copy
+import hashlib
 import json
 import os
 import random
@@ -18,8 +19,8 @@ from diffusers.training_utils import EMAModel
 from PIL import Image
 
 import validation
-from silentbad import generation
-from silentbad.calibration import calibrate
+from silentbad import class_images, generation
+from silentbad.calibration import calibrate, load_redraws
 from silentbad.data import Target, load_targets
 from silentbad.errors import UserError
 from silentbad.generation import Sampler, averaged, plan
@@ -213,6 +214,67 @@ def test_missing_embedder_files_say_where_to_get_them(tmp_path):
     for name in ("micro", "clip", "dinov2"):
         with pytest.raises(UserError, match=f"^{name}: "):
             EMBEDDERS[name](str(tmp_path / "nothing"))
+
+
+def test_sscd_is_read_only_from_the_path_given(tmp_path, monkeypatch):
+    """No default from the working directory, nothing fetched: a TorchScript file runs code."""
+    import huggingface_hub
+
+    Path(saved_embedder("sscd", tmp_path)).rename(tmp_path / "sscd_disc_mixup.torchscript.pt")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: str(next(tmp_path.iterdir())))
+    for path in (None, "", "owner/repository/sscd.torchscript.pt", str(tmp_path)):
+        with pytest.raises(UserError, match="download sscd_disc_mixup.torchscript.pt.*sscd-copy-detection") as refused:
+            EMBEDDERS["sscd"](path)
+        assert "\n" not in str(refused.value)
+    EMBEDDERS["sscd"]("sscd_disc_mixup.torchscript.pt")
+
+
+def test_sscd_with_another_sha256_is_not_loaded(tmp_path, monkeypatch):
+    path = saved_embedder("sscd", tmp_path)
+    right = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    options = dict(embedder="sscd", embedder_path=path, threshold=0.5)
+    hook = make_hook(tmp_path / "run", **options, embedder_sha256=right.upper())
+    assert right in hook.embedder.describe()
+    with pytest.raises(UserError, match="^embedder_sha256: .* ssim"):
+        make_hook(tmp_path / "run", embedder="ssim", embedder_sha256=right)
+    monkeypatch.setattr(torch.jit, "load", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(UserError, match=f"embedder_sha256 is 00, but .* has {right}"):
+        make_hook(tmp_path / "run", **options, embedder_sha256="00")
+
+
+def pickled(folder: Path) -> None:
+    """Safetensors of a folder replaced by the same weights, pickled under their former names."""
+    from safetensors.torch import load_file
+
+    for file in list(folder.rglob("*.safetensors")):
+        torch.save(load_file(file), file.with_name({"model": "pytorch_model"}.get(file.stem, file.stem) + ".bin"))
+        file.unlink()
+
+
+@pytest.mark.parametrize("name", ["clip", "dinov2", "pipeline", "class_images"])
+def test_pickled_weights_are_refused(name, tmp_path, capsys):
+    folder, expected = tmp_path / "weights", "no safetensors weights; pickled ones are not loaded"
+    folder.mkdir()
+    if name in EMBEDDERS:
+        saved_embedder(name, folder)
+        pickled(folder)
+        with pytest.raises(UserError, match=f"^{name}: .*{expected}") as refused:
+            EMBEDDERS[name](str(folder))
+        assert "\n" not in str(refused.value)
+        return
+    tiny_pipeline().save_pretrained(folder)
+    generation.load_pipeline(str(folder), "float32", "cpu")
+    pickled(folder / "text_encoder" if name == "pipeline" else folder)
+    if name == "pipeline":
+        with pytest.raises(UserError, match=expected):
+            generation.load_pipeline(str(folder), "float32", "cpu")
+    else:
+        (tmp_path / "prompts.txt").write_text("a cat")
+        flags = ["--pipeline", str(folder), "--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "out")]
+        assert class_images.main(flags) == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith("error: --pipeline: cannot load") and expected in error
 
 
 def test_ssim_equals_torchmetrics():
@@ -708,3 +770,44 @@ def test_audit_calibrates_on_redraws(audit_folder, tmp_path):
     assert run_audit(audit_folder, tmp_path / "out", str(tmp_path / "targets.jsonl")) == 3
     found = json.loads((tmp_path / "out" / "validation.json").read_text())["threshold"]
     assert found["n"] == 120 and found["attained"] == 0.01 and found["source"].startswith("redraws")
+
+
+BAD_REDRAWS = {
+    "no JSON": ("{", "not JSON"),
+    "no object": ("[]", "JSON object"),
+    "not UTF-8": (b"\xff\xfe", "not JSON"),
+    "no target_id": ({"image": "a.png"}, "needs target_id"),
+    "no image": ({"target_id": "a"}, "needs image"),
+    "target_id is a list": ({"target_id": [], "image": "a.png"}, "target_id must be text"),
+    "image is a number": ({"target_id": "a", "image": 3}, "file name must be text"),
+    "no such image": ({"target_id": "a", "image": "b.png"}, "no file"),
+    "an absolute path": ({"target_id": "a", "image": "/a.png"}, "absolute path"),
+    "a path that leaves the folder": ({"target_id": "a", "image": "../a.png"}, "leaves"),
+    "a link that leaves the folder": ({"target_id": "a", "image": "link.png"}, "leaves"),
+    "the same for an unknown target": ({"target_id": "z", "image": "../a.png"}, "leaves"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_REDRAWS)
+def test_a_bad_redraw_is_one_line_with_file_and_line(case, tmp_path):
+    line, expected = BAD_REDRAWS[case]
+    root = tmp_path / "data"
+    root.mkdir()
+    for file in (root / "a.png", tmp_path / "a.png"):
+        smooth(0).save(file)
+    (root / "link.png").symlink_to(tmp_path / "a.png")
+    line = json.dumps(line) if isinstance(line, dict) else line
+    good = json.dumps({"target_id": "a", "image": "a.png"})
+    (root / "redraws.jsonl").write_bytes(good.encode() + b"\n" + (line if isinstance(line, bytes) else line.encode()))
+    targets = [Target("a", smooth(0), ["a cat"])]
+    with pytest.raises(UserError, match="redraws.jsonl:2: ") as refused:
+        load_redraws(str(root / "targets.jsonl"), targets)
+    assert expected in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_redraws_belong_to_targets_with_numbers_and_unknown_ones_are_left_out(tmp_path):
+    smooth(0).save(tmp_path / "a.png")
+    lines = [{"target_id": t, "image": "a.png"} for t in (0, "1", "unknown")]
+    (tmp_path / "redraws.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    targets = [Target(t, smooth(0), ["a cat"]) for t in ("1", "0")]
+    assert load_redraws(str(tmp_path), targets) == [(1, tmp_path / "a.png"), (0, tmp_path / "a.png")]
