@@ -16,6 +16,9 @@ $(STAMP): requirements.txt
 	$(BIN)/python -m pip install --quiet -r requirements.txt
 	touch $@
 
+# One thread unless OMP_NUM_THREADS says otherwise: at this size two threads that wait for each other at every small
+# operation lose more than they win as soon as anything else runs.
+quickstart: export OMP_NUM_THREADS ?= 1
 quickstart: $(STAMP)
 	$(BIN)/python -m silentbad.microworld.make --out runs/quickstart-data --targets cat-hat,6,9,33
 	$(BIN)/accelerate launch --config_file configs/accelerate/cpu.yaml train_silentbad.py --config configs/quickstart.yaml
