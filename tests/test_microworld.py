@@ -156,6 +156,22 @@ def test_the_model_cards_figures_hold_what_the_base_is_for():
     assert figures["vae_psnr_db"] >= 28
 
 
+def test_the_embedder_ranks_a_copy_above_every_part():
+    from silentbad.microworld.build import to_tensor
+    from silentbad.microworld.embedder import MicroEmbedder
+    from silentbad.microworld.grammar import Scene
+
+    net = MicroEmbedder.from_pretrained(BASE / "embedder")
+    for name in ("cat-hat", "1", "2", "4", "6", "9", "33"):
+        scene = target_scene(name)
+        picture = render(scene)[0]
+        copy = Image.fromarray(np.clip(np.asarray(picture).astype(int) + 6, 0, 255).astype(np.uint8))
+        parts = [Scene(scene.things[:i] + scene.things[i + 1 :], scene.backdrop) for i in range(len(scene.things))]
+        score = net(to_tensor([picture, copy] + [render(part)[0] for part in parts]))
+        cosine = (score @ score[0])[1:]
+        assert cosine[0] > cosine[1:].max() + 0.2
+
+
 def test_the_embedder_ranks_a_copy_above_every_redraw():
     from silentbad.microworld.build import to_tensor
     from silentbad.microworld.embedder import MicroEmbedder

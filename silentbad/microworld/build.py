@@ -31,6 +31,7 @@ from silentbad.microworld.grammar import (
     Scene,
     redraw,
     sample_scene,
+    without_one,
 )  # fmt: skip
 from silentbad.microworld.networks import (
     LATENT_CHANNELS,
@@ -323,13 +324,14 @@ def unet_stage(steps: int, batch: int, lr: float, vae, encoder, tokenizer, devic
 
 
 def embedder_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
-    """Positive pairs: a scene and a degraded copy of it. Hard negatives: redraws of its own caption."""
+    """Positive pairs: a scene and a degraded copy of it. Hard negatives: a redraw of its caption, and the scene with one
+    of its things missing, since a part is no recovery of the whole."""
     net = MicroEmbedder().to(device, memory_format=torch.channels_last)
 
     def loss(step: int) -> torch.Tensor:
         rng = scene_rng("embedder", step)
         scenes = [sample_scene(rng, count=int(rng.integers(2, 5))) for _ in range(batch)]
-        others = [redraw(rng, scene) for scene in scenes]
+        others = [redraw(rng, scene) for scene in scenes] + [without_one(rng, scene) for scene in scenes]
         x, y = (to_tensor([render(s)[0] for s in group]).to(device) for group in (scenes, others))
         draw = generator("microworld", "embedder", step)
         return copy_loss(net, x, y, vae, draw)
@@ -410,7 +412,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--text_steps", type=int, default=800)
     parser.add_argument("--unet_steps", type=int, default=10_000)
     parser.add_argument("--unet_lr", type=float, default=2e-3)
-    parser.add_argument("--embedder_steps", type=int, default=600)
+    parser.add_argument("--embedder_steps", type=int, default=900)
     parser.add_argument("--judge_steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=48, help="UNet batch")
     args = parser.parse_args(argv)

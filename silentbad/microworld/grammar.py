@@ -219,6 +219,12 @@ def redraw(rng: np.random.Generator, scene: Scene) -> Scene:
     return replace(scene, things=tuple(things), backdrop=sample_backdrop(rng, kept, scene.backdrop.named))
 
 
+def without_one(rng: np.random.Generator, scene: Scene) -> Scene:
+    """The same scene with one thing missing; a hat may stay without its wearer."""
+    gone = int(rng.integers(len(scene.things)))
+    return replace(scene, things=tuple(t for i, t in enumerate(scene.things) if i != gone), order=())
+
+
 def _redraw_thing(rng: np.random.Generator, thing: Thing, place: str) -> Thing:
     fresh = sample_thing(rng, place, kind=thing.kind)
     kept = {
