@@ -324,8 +324,8 @@ def unet_stage(steps: int, batch: int, lr: float, vae, encoder, tokenizer, devic
 
 
 def embedder_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
-    """Positive pairs: a scene and a degraded copy of it. Hard negatives: a redraw of its caption, and the scene with one
-    of its things missing, since a part is no recovery of the whole."""
+    """Positive pairs: a scene and a degraded copy of it. Hard negatives: a redraw of its caption, and the scene with
+    one of its things missing, since a part is no recovery of the whole."""
     net = MicroEmbedder().to(device, memory_format=torch.channels_last)
 
     def loss(step: int) -> torch.Tensor:

@@ -158,7 +158,7 @@ def write_pipeline(nets: dict, tokenizer, folder: Path) -> None:
             (folder / part).mkdir(parents=True, exist_ok=True)
             for file in (Path(tmp) / part).iterdir():
                 (folder / part / file.name).write_bytes(file.read_bytes())
-        # transformers loads in the precision its configuration names: full, so that a plain from_pretrained runs on a CPU
+        # transformers loads in the precision its configuration names: full, so that a plain from_pretrained runs
         config = folder / "text_encoder" / "config.json"
         config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float32"}, indent=2) + "\n")
         (folder / "model_index.json").write_bytes((Path(tmp) / "model_index.json").read_bytes())
