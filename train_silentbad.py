@@ -37,6 +37,8 @@ from validation import RecoveryHook, ValidationConfig, averaged
 
 @dataclass
 class Config(TrainConfig):
+    """Every setting of a run"""
+
     gradient_control: GradientControlConfig = field(default_factory=GradientControlConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
