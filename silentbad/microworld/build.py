@@ -43,7 +43,7 @@ from silentbad.microworld.networks import (
     new_vae,
 )  # fmt: skip
 from silentbad.microworld.optim import MuonWithAdamW
-from silentbad.microworld.oracle import Judge, judge_loss
+from silentbad.microworld.oracle import Judge, judge_loss, round_trip_psnr
 from silentbad.microworld.render import render
 from silentbad.rng import addressed_seed, generator
 
@@ -362,15 +362,9 @@ def latent_scale(vae, device) -> float:
     return 1.0 / torch.cat([vae.encode(part).latent_dist.mean for part in x.split(64)]).std().item()
 
 
-@torch.no_grad()
-def round_trip_psnr(vae, device, n: int = 256) -> float:
-    """PSNR in dB of decode(encode(x)) over held-out scenes."""
+def held_out_pictures(n: int = 256) -> torch.Tensor:
     rng = scene_rng("held-out")
-    x = to_tensor([render(sample_scene(rng))[0] for _ in range(n)])
-    parts = (vae.decode(vae.encode(part.to(device)).latent_dist.mode()).sample for part in x.split(32))
-    y = torch.cat([part.clamp(-1, 1).cpu() for part in parts])
-    mse = ((x - y) / 2).square().mean((1, 2, 3))
-    return float((-10 * mse.log10()).mean())
+    return to_tensor([render(sample_scene(rng))[0] for _ in range(n)])
 
 
 STAGES = ("vae", "decoder", "text", "unet", "embedder", "judge")
@@ -385,10 +379,10 @@ def run(args: argparse.Namespace, wanted: tuple[str, ...]) -> dict[str, nn.Modul
     if set(wanted) != {"text"}:
         nets["vae"] = run_stage(vae_stage(args.vae_steps, 24, device), work, device)["vae"]
         nets["vae"].register_to_config(scaling_factor=latent_scale(nets["vae"], device))
-        print(f"vae: round trip {round_trip_psnr(nets['vae'], device):.2f} dB")
+        print(f"vae: round trip {round_trip_psnr(nets['vae'], held_out_pictures()):.2f} dB")
     if set(wanted) & {"decoder", "embedder", "judge"}:
         run_stage(decoder_stage(args.decoder_steps, 12, nets["vae"], device), work, device)
-        print(f"decoder: round trip {round_trip_psnr(nets['vae'], device):.2f} dB")
+        print(f"decoder: round trip {round_trip_psnr(nets['vae'], held_out_pictures()):.2f} dB")
     if set(wanted) & {"text", "unet"}:
         nets["text"] = run_stage(text_stage(args.text_steps, 64, tokenizer, device), work, device)["encoder"]
     if "unet" in wanted:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from silentbad.microworld.grammar import Scene, sample_scene
 from silentbad.microworld.networks import new_scheduler
-from silentbad.microworld.oracle import Judge, judged
+from silentbad.microworld.oracle import Judge, judged, round_trip_psnr
 from silentbad.microworld.render import render
 from silentbad.rng import addressed_seed, generator
 
@@ -50,9 +50,6 @@ def measure(pipe, judge: Judge, *, guidance: float = GUIDANCE, n: int = CAPTIONS
     scenes = held_out_scenes(n)
     x = generate(pipe, [scene.caption for scene in scenes], guidance=guidance)
     renders = torch.stack([torch.from_numpy(np.array(render(s)[0])) for s in scenes]).permute(0, 3, 1, 2) / 127.5 - 1
-    vae = pipe.vae
-    trip = torch.cat([vae.decode(vae.encode(r).latent_dist.mode()).sample.clamp(-1, 1) for r in renders.split(32)])
-    mse = ((trip - renders) / 2).square().mean((1, 2, 3))
     by_count = {k: judged(judge, x[k - 1 :: 3], scenes[k - 1 :: 3]) for k in (1, 2, 3)}
     return {
         "captions": n,
@@ -60,7 +57,7 @@ def measure(pipe, judge: Judge, *, guidance: float = GUIDANCE, n: int = CAPTIONS
         "generated": judged(judge, x, scenes),
         "generated_by_things": by_count,
         "judge_on_renders": judged(judge, renders, scenes),
-        "vae_psnr_db": float((-10 * mse.log10()).mean()),
+        "vae_psnr_db": round_trip_psnr(pipe.vae, renders),
     }
 
 

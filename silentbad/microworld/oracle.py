@@ -66,3 +66,11 @@ def judged(judge: Judge, x: torch.Tensor, scenes: list[Scene]) -> dict[str, floa
         "both": (right_kind & right_colour).float().mean().item(),
         "things": len(things),
     }
+
+
+@torch.no_grad()
+def round_trip_psnr(vae, x: torch.Tensor) -> float:
+    """Mean PSNR in dB of decode(encode(x)) over pictures x (N,3,64,64) in [-1,1]."""
+    parts = (vae.decode(vae.encode(part.to(vae.device)).latent_dist.mode()).sample for part in x.split(32))
+    mse = ((x - torch.cat([part.clamp(-1, 1).cpu() for part in parts])) / 2).square().mean((1, 2, 3))
+    return float((-10 * mse.log10()).mean())
