@@ -16,24 +16,20 @@ signal-to-noise ratio; x (G,) raw multipliers of a rule; a (G,) the multipliers 
 
 import fnmatch
 import functools
-import importlib
-import itertools
-import logging
 import math
 import random
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import yaml
 from torch import Tensor, nn
 
+from silentbad.control_state import load_state, state_of
 from silentbad.errors import UserError
 from silentbad.gradients import (
+    MIXED,
     GroupStats,
     Sample,
     SourceBank,
@@ -43,10 +39,16 @@ from silentbad.gradients import (
     project,
     world_size,
 )
-from silentbad.groups import OTHER, Groups, group_parameters
+from silentbad.groups import OTHER, Groups, group_parameters, prior_table
+from silentbad.mailbox import Mailbox
+from silentbad.rates import Rates, check_optimizer, scale_gradients
 from silentbad.rng import addressed_seed
+from silentbad.transforms import TRANSFORMS, check_transform
 
-logger = logging.getLogger(__name__)
+__all__ = [
+    "SCALE_RULES", "TRANSFORMS", "Controller", "GradientControlConfig", "adjust_gradient_scale", "check_config",
+    "group_parameters",
+]  # fmt: skip
 
 
 @dataclass
@@ -64,7 +66,8 @@ class GradientControlConfig:
     momentum: float = 0.9  # of m
     averaging: float = 0.98  # of S, E, Q
     sample: int = 8192  # coordinates of m kept per tensor
-    conflict: bool = False  # meter the cosine between the sources named to after_backward
+    conflict: bool = False  # meter the cosines between the gradients of the sources
+    sources: str = "role"  # told apart by role (element, clean, rehearsal), or element: each element is one
     transform: str = "none"  # of TRANSFORMS: recombine the sources' gradients
 
 
@@ -103,7 +106,7 @@ def auto_rgn(stats: GroupStats) -> Tensor:
 
 def prior(stats: GroupStats, *, table: str | None = None, drop: list[str] | None = None) -> Tensor:
     """pi_G of configs/prior.yaml, each row with its evidence; `drop` leaves rows out, for ablation."""
-    rows = prior_table(table, drop).items()
+    rows = prior_table(table, drop, stats.sdxl).items()
     match = fnmatch.fnmatch
     return stats.constant(math.prod(x for row, x in rows if match(name, row)) for name in stats.names)
 
@@ -114,8 +117,9 @@ def hypergradient(stats: GroupStats, *, rate: float = 4.0) -> Tensor:
 
 
 def placebo(
-    stats: GroupStats, *, of: str = "prior+gsnr", weights: dict | None = None, options: dict | None = None
-) -> Tensor:
+    stats: GroupStats, *, of: str = "prior+gsnr", weights: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+) -> Tensor:  # fmt: skip
     """The multipliers of the rule `of`, shuffled over the groups by the run's seed: a control."""
     log_x = combine(stats, rules_of(of, options or {}, weights or {}))
     movable = [i for i, name in enumerate(stats.names) if name != OTHER]
@@ -125,83 +129,23 @@ def placebo(
 
 
 SCALE_RULES: dict[str, Callable[..., Tensor]] = {
-    rule.__name__: rule
-    for rule in (uniform, mean_abs, inverse_rms, gsnr, auto_rgn, prior, hypergradient, placebo)
+    rule.__name__: rule for rule in (uniform, mean_abs, inverse_rms, gsnr, auto_rgn, prior, hypergradient, placebo)
 }
-
-
-def prior_table(table: str | None = None, drop: list[str] | None = None) -> dict[str, float]:
-    """Rows {pattern: pi} of the YAML table, without those to drop."""
-    path = Path(table) if table else Path(__file__).parent / "configs" / "prior.yaml"
-    if not path.is_file():
-        raise UserError(f"prior: option 'table': no file {path}")
-    rows = {row["match"]: float(row["pi"]) for row in yaml.safe_load(path.read_text())}
-    if unknown := set(drop or ()) - set(rows):
-        raise UserError(
-            f"prior: option 'drop': no row {min(unknown)!r} in {path}; rows are: {', '.join(rows)}"
-        )
-    return {pattern: pi for pattern, pi in rows.items() if pattern not in (drop or ())}
 
 
 # ------------------------------------------------------------------------------- combining and projecting
-def combine(stats: GroupStats, rules: dict[str, tuple[float, dict]]) -> Tensor:
+def combine(stats: GroupStats, rules: dict[str, tuple[float, dict[str, Any]]]) -> Tensor:
     """log x (G,) = sum over rules of weight * [log rule]_centred."""
     size = stats.constant(name != OTHER for name in stats.names) * stats.n
     raw = {rule: SCALE_RULES[rule](stats, **options) for rule, (_, options) in rules.items()}
-    return torch.stack([weight * centred(raw[rule].log(), size) for rule, (weight, _) in rules.items()]).sum(
-        0
-    )
-
-
-# --------------------------------------------------------------------------------------------- transforms
-# A transform maps the Gram matrix (K,K) of the sources' gradients to their weights (K,) in the sum.
-
-
-def none(gram: Tensor) -> Tensor:
-    """The plain sum."""
-    return torch.ones_like(gram[0])
-
-
-def remove_conflict(gram: Tensor) -> Tensor:
-    """PCGrad (2001.06782) in Gramian form, the others in fixed order: drop what points against a source."""
-    eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    total = torch.zeros_like(gram[0])
-    for i in range(len(gram)):
-        weights = eye[i]
-        for j in (k for k in range(len(gram)) if k != i):
-            along = (weights @ gram[j]).clamp(max=0) / gram[j, j]
-            weights = weights - eye[j] * along.nan_to_num(0, 0, 0)
-        total = total + weights
-    return total
-
-
-def torchjd_weighting(name: str) -> Callable[[Tensor], Tensor]:
-    """A weighting of torchjd (2406.16232), scaled so that equal gradients keep the plain sum."""
-
-    def weighting(gram: Tensor) -> Tensor:
-        unit = gram.diagonal().mean().clamp(min=torch.finfo(gram.dtype).tiny)  # torchjd's eps is absolute
-        return len(gram) * getattr(importlib.import_module("torchjd.aggregation"), name)()(gram / unit)
-
-    return weighting
-
-
-TORCHJD = {"upgrad": "UPGradWeighting", "mgda": "MGDAWeighting", "dualproj": "DualProjWeighting"}
-TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": none,
-    "remove_conflict": remove_conflict,
-    **{key: torchjd_weighting(name) for key, name in TORCHJD.items()},
-}
+    return torch.stack([weight * centred(raw[rule].log(), size) for rule, (weight, _) in rules.items()]).sum(0)
 
 
 # ------------------------------------------------------------------------------------- checks of the config
 REHEARSAL = "rehearsal"  # the source whose gradients feed the hypergradient
-REFUSED = {  # optimizers whose step is no longer rate times direction of the group's own parameters
-    r"prodigy|dadapt|dowg|mechanic|lomo": "adapts its own learning rate, which undoes a multiplier",
-    r"deepspeed|fullysharded|zeroredundancy": "shards the gradients the statistics need whole",
-}
 
 
-def rules_of(name: str, options: dict, weights: dict) -> dict[str, tuple[float, dict]]:
+def rules_of(name: str, options: dict[str, Any], weights: dict[str, Any]) -> dict[str, tuple[float, dict[str, Any]]]:
     """{rule: (weight, options)}, all checked; options are the rule's, or rule -> options for "prior+gsnr"."""
     from silentbad.config import check_options
 
@@ -215,15 +159,14 @@ def rules_of(name: str, options: dict, weights: dict) -> dict[str, tuple[float, 
     return {rule: (float(weights.get(rule, 1.0)), per_rule.get(rule, {})) for rule in rules}
 
 
-def check_keys(what: str, given: dict, rules: list[str]) -> None:
+def check_keys(what: str, given: dict[str, Any], rules: list[str]) -> None:
+    """Refuse an entry of `given` for a rule that is not combined."""
     if unknown := [key for key in given if key not in rules]:
         raise UserError(f"gradient_control.{what}: {unknown[0]!r} is not a rule of {'+'.join(rules)}")
 
 
-def check_config(config: GradientControlConfig) -> dict[str, tuple[float, dict]]:
+def check_config(config: GradientControlConfig) -> dict[str, tuple[float, dict[str, Any]]]:
     """Rules of the config, or a UserError naming the key; loads no weights."""
-    from silentbad.config import check_options
-
     rules = rules_of(config.name, config.options, config.weights)
     if "prior" in rules:
         prior_table(**rules["prior"][1])
@@ -231,14 +174,10 @@ def check_config(config: GradientControlConfig) -> dict[str, tuple[float, dict]]
         inner = {"of": "prior+gsnr"} | rules["placebo"][1]
         if "placebo" in rules_of(inner["of"], inner.get("options") or {}, inner.get("weights") or {}):
             raise UserError("placebo: option 'of' must be another rule, got 'placebo'")
-    check_options("gradient_control.transform", TRANSFORMS, config.transform, {})
-    try:
-        TRANSFORMS[config.transform](torch.eye(2))
-    except (ImportError, NameError):  # torchjd is missing, or its solver is: it then fails by name
-        need = "pip install 'torchjd[quadprog-projector]'"
-        raise UserError(f"gradient_control.transform: {config.transform!r} needs `{need}`") from None
+    check_transform(config.transform)
     for key, right, good in [
         ("apply", "lr or gradient", config.apply in ("lr", "gradient")),
+        ("sources", "role or element", config.sources in ("role", "element")),
         ("bound", "at least 1", config.bound >= 1),
         ("warmup", "at least 0", config.warmup >= 0),
         ("refresh", "at least 1", config.refresh >= 1),
@@ -261,9 +200,7 @@ class Controller:
     `after_step`, and only then the scheduler.
     """
 
-    def __init__(
-        self, model: nn.Module, config: GradientControlConfig, seed: int = 0, groups: Groups | None = None
-    ):
+    def __init__(self, model: nn.Module, config: GradientControlConfig, seed: int = 0, groups: Groups | None = None):
         self.config, self.seed = config, seed
         self.rules = check_config(config)
         self.groups = groups or group_parameters(model)
@@ -272,59 +209,36 @@ class Controller:
         self.active = [*self.rules] != ["uniform"]
         self.updates = 0
         self.history = [{"step": 0, "multipliers": dict(self.multipliers)}] if self.active else []
+        self.edits = config.transform != "none" or self.active and config.apply == "gradient"  # the gradients
         self.banking = config.conflict or config.transform != "none" or "hypergradient" in self.rules
-        self._model, self._optimizer, self._held, self._step = model, None, [], 0
+        self._model, self._optimizer, self._rates, self._step = model, None, Rates(), 0
+        self._sdxl = any("add_embedding." in name for name, _ in model.named_parameters())
         self._meters: dict[str, Tensor] = {}
-        self._pending: tuple[Tensor, Any] | None = None  # multipliers on their way to the host, and the event
+        self._pending = Mailbox()  # multipliers on their way to the host
 
     # ---- set-up
-    def param_groups(self, weight_decay: float | None = None) -> list[dict]:
+    def param_groups(self, weight_decay: float | None = None) -> list[dict[str, Any]]:
         """Parameter groups for the optimizer: one a group, or a single one where no rate will ever differ."""
         decay = {} if weight_decay is None else {"weight_decay": weight_decay}
         if not self.active or self.config.apply == "gradient":
-            return [
-                {"params": [p for p in self._model.parameters() if p.requires_grad], "name": "all", **decay}
-            ]
-        return [
-            {"params": g, "name": name, **decay}
-            for name, g in zip(self.groups.names, self.groups, strict=True)
-        ]
+            return [{"params": [p for p in self._model.parameters() if p.requires_grad], "name": "all", **decay}]
+        return [{"params": g, "name": name, **decay} for name, g in zip(self.groups.names, self.groups, strict=True)]
 
     def attach(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
         """Take the optimizer, wrapped or not. Refuses those a multiplier cannot work with."""
-        inner, scheduler = unwrapped(optimizer, "optimizer"), unwrapped(lr_scheduler, "scheduler")
-        name = type(inner).__name__
-        if self.active:
-            for pattern, why in REFUSED.items():
-                if re.search(pattern, f"{type(optimizer).__name__} {name}".lower()):
-                    raise UserError(
-                        f"gradient_control: {name} {why}; take AdamW, AdamW8bit or SGD, or name: uniform"
-                    )
-            if any(group.get("relative_step") for group in inner.param_groups):
-                raise UserError(
-                    f"gradient_control: {name} with relative_step=True sets its own learning rate; "
-                    "set relative_step=False and a learning rate, or name: uniform"
-                )
-        if (
-            scheduler is not None
-            and unwrapped(getattr(scheduler, "optimizer", inner), "optimizer") is not inner
-        ):
-            raise UserError("gradient_control: the learning-rate scheduler drives another optimizer")
-        if self.active and self.config.apply == "lr":
-            if missing := set(self.groups.names) - {group.get("name") for group in inner.param_groups}:
-                raise UserError(
-                    f"gradient_control: {name} has no parameter group {min(missing)!r}; "
-                    "build it from Controller.param_groups(weight_decay)"
-                )
-        elif self.active and "adam" in name.lower():
-            logger.warning(
-                "apply: gradient under %s has next to no effect: it divides the scale out again", name
-            )
-        self._optimizer = inner
+        names = self.groups.names if self.active else None
+        self._optimizer = check_optimizer(optimizer, lr_scheduler, names, self.config.apply)
 
     @functools.cached_property
     def _sample(self) -> Sample:
         return Sample(list(self.groups), self.config.sample, self.params[0].device)
+
+    @functools.cached_property
+    def _compared(self) -> Sample:
+        """Coordinates on which sources and updates are compared; the hypergradient's cosine takes a quarter of them."""
+        if self.config.conflict or self.config.transform != "none":
+            return self._sample
+        return Sample(list(self.groups), max(self.config.sample // 4, 1), self.params[0].device)
 
     @functools.cached_property
     def _statistics(self) -> Statistics:
@@ -337,13 +251,28 @@ class Controller:
 
     @functools.cached_property
     def _transfer(self) -> Transfer:
-        return Transfer(self._sample, self.config.averaging)
+        return Transfer(self._compared, self.config.averaging)
 
     @functools.cached_property
     def _sources(self) -> SourceBank:
-        return SourceBank(self._sample, full=self.config.transform != "none")
+        return SourceBank(self._compared, full=self.config.transform != "none")
 
     # ---- the step
+    def before_backward(self, losses: Tensor, sources: list[str], scale: float = 1.0) -> str:
+        """Bank each source's own gradient of a mixed micro-batch; returns the source that `after_backward` takes.
+
+        losses (B,) with their graph, sources of the B samples; `scale` is what the backward to come multiplies
+        their mean by. Every source but the last costs one more backward, taken beside the accumulated gradient
+        (so DDP's hooks do not see it); where nothing is banked nothing happens.
+        """
+        if not self.banking:
+            return MIXED
+        if not (self.config.conflict or self._sources.full):  # the hypergradient asks for one source alone
+            sources = [source if source == REHEARSAL else MIXED for source in sources]
+        names = sorted(set(sources))
+        self._sources.split(names[:-1], losses, sources, scale)
+        return names[-1]
+
     @torch.no_grad()
     def after_backward(self, sync: bool = True, source: str | None = None) -> None:
         """Bank what this micro-step added to the gradient, under its source; the gradient stays as it is."""
@@ -351,37 +280,32 @@ class Controller:
             self._sources.take(sync, source)
 
     @torch.no_grad()
-    def before_step(self, step: int, finite: Tensor | None = None) -> None:
-        """Measure, then set the step's learning rates (or scale the gradients). Call before clipping."""
-        self._restore()
+    def before_step(self, step: int, finite: Tensor | None = None, norms: Tensor | None = None) -> None:
+        """Measure, then set the step's learning rates (or scale the gradients). Call before clipping.
+
+        `norms` (T,) of the gradients of `params`, where known, save the statistics a pass over them.
+        """
+        self._rates.restore()
         self._step = step
         if self.banking and self._sources.parts:
             self._use_sources()
         if not self.active:
             return
         grads = [p.grad for p in self.params]
-        self._statistics.update(grads, finite)
+        self._statistics.update(grads, finite, norms if self.config.transform == "none" else None)
         if "hypergradient" in self.rules:
             self._transfer.before_step()
         if self.config.apply == "gradient":
-            each = [a for a, group in zip(self.multipliers.values(), self.groups, strict=True) for _ in group]
-            present = [(g, a) for g, a in zip(grads, each, strict=True) if g is not None]
-            if present:
-                torch._foreach_mul_([g for g, _ in present], [a for _, a in present])
+            scale_gradients(self.groups, list(self.multipliers.values()))
             return
         if self._optimizer is None:
             raise UserError("gradient_control: call Controller.attach(optimizer) before the first step")
-        for group in self._optimizer.param_groups:
-            a, decay = self.multipliers.get(group.get("name"), 1.0), group.get("weight_decay")
-            self._held.append((group, group["lr"], group["lr"] * a, decay))
-            group["lr"] = self._held[-1][2]
-            if decay is not None:
-                group["weight_decay"] = decay / a  # AdamW decays by lr * weight_decay: keep that product
+        self._rates.multiply(self._optimizer, self.multipliers)
 
     @torch.no_grad()
     def after_step(self, skipped: bool = False) -> None:
         """Give the schedule its own rates back; every `refresh` updates compute new multipliers."""
-        self._restore()
+        self._rates.restore()
         if self.banking:
             self._sources.parts.clear()
         if "hypergradient" in self.rules:
@@ -394,36 +318,18 @@ class Controller:
             if self.updates >= self.config.warmup:
                 self._launch()
 
-    def _restore(self) -> None:
-        for group, base, used, decay in self._held:
-            if group["lr"] is not used:
-                raise RuntimeError(
-                    "the learning rate changed inside the step: call after_step before lr_scheduler.step"
-                )
-            group["lr"] = base
-            if decay is not None:
-                group["weight_decay"] = decay
-        self._held.clear()
-
     # ---- multipliers: computed on the device, broadcast from rank 0, read by the host one refresh later
     def _launch(self) -> None:
         self._scale = self._next()
         if world_size() > 1:
             dist.broadcast(self._scale, 0)
-        cuda = self._scale.is_cuda
-        host = torch.empty(len(self.groups), pin_memory=cuda)
-        host.copy_(self._scale, non_blocking=True)
-        event = torch.cuda.Event() if cuda else None
-        if event:
-            event.record()
-        self._pending = (host, event)
+        self._pending.send(self._scale)
 
     def _next(self) -> Tensor:
         """Multipliers (G,) float32 from the statistics: rule, fade-in, bounds, quadratic mean one."""
         c = self.config
-        stats = self._statistics.groups(
-            names=tuple(self.groups.names), transfer=self._transfer.value, seed=self.seed
-        )
+        names, transfer = tuple(self.groups.names), self._transfer.value
+        stats = self._statistics.groups(names=names, transfer=transfer, seed=self.seed, sdxl=self._sdxl)
         fade = min(1.0, (self.updates - c.warmup) / c.warmup) if c.warmup else 1.0
         log_x, past = fade * combine(stats, self.rules), self._scale.to(stats.n)
         low = (past * math.exp(-c.max_log_step)).clamp(min=1 / c.bound)
@@ -441,14 +347,10 @@ class Controller:
         return a.float()
 
     def _land(self) -> None:
-        if self._pending is None:
+        if (host := self._pending.receive()) is None:
             return
-        host, event = self._pending
-        if event:
-            event.synchronize()  # recorded a whole refresh ago
         self.multipliers = dict(zip(self.groups.names, host.tolist(), strict=True))
         self.history.append({"step": self._step + 1, "multipliers": dict(self.multipliers)})
-        self._pending = None
 
     def _use_sources(self) -> None:
         """What the step's sources are for: the hypergradient, the meters, a transform."""
@@ -456,18 +358,8 @@ class Controller:
         if "hypergradient" in self.rules and REHEARSAL in bank.parts:
             self._transfer.learn(bank.sampled(REHEARSAL))
         if len(bank.parts) > 1:
-            self._compare_sources()
+            self._meters |= bank.compare(TRANSFORMS[self.config.transform], each=self.config.sources == "role")
         bank.parts.clear()
-
-    def _compare_sources(self) -> None:
-        """Meter the sources' cosines; recombine their gradients if asked."""
-        bank = self._sources
-        names, gram = bank.gram()
-        cosine = gram / (gram.diagonal()[:, None] * gram.diagonal()).sqrt()
-        for i, j in itertools.combinations(range(len(names)), 2):
-            self._meters[f"control/cos/{names[i]}-{names[j]}"] = cosine[i, j]
-        if bank.full:
-            bank.recombine(names, TRANSFORMS[self.config.transform](gram), gram)
 
     # ---- records
     def meters(self) -> dict[str, Tensor]:
@@ -481,56 +373,13 @@ class Controller:
             "control/ignored_steps": s.ignored.clone(),
         }
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         """All that a bit-exact resume needs; call between steps."""
-        state = {
-            "groups": dict(zip(self.groups.names, self.groups.sizes, strict=True)),
-            "rule": self.config.name,
-        }
-        if not self.active:
-            return state
-        if self._pending is not None and self._pending[1]:
-            self._pending[1].synchronize()
-        return state | {
-            "updates": self.updates,
-            "multipliers": dict(self.multipliers),
-            "history": [dict(entry) for entry in self.history],
-            "pending": None if self._pending is None else self._pending[0].clone(),
-            "scale": self._scale.clone(),
-            "statistics": self._statistics.state_dict(),
-            "transfer": self._transfer.value.clone(),
-            "update": self._transfer.update.clone() if "hypergradient" in self.rules else None,
-        }
+        return state_of(self)
 
-    def load_state_dict(self, state: dict) -> None:
-        mine = self.state_dict()
-        for key in ("rule", "groups"):
-            if state[key] != mine[key]:
-                raise UserError(
-                    f"gradient_control: the checkpoint was written with other {key}: "
-                    f"{_shown(state[key])}, now {_shown(mine[key])}"
-                )
-        if not self.active:
-            return
-        self.updates, self.multipliers = state["updates"], dict(state["multipliers"])
-        self.history = [dict(entry) for entry in state["history"]]
-        self._pending = None if state["pending"] is None else (state["pending"].cpu().clone(), None)
-        self._scale.copy_(state["scale"])
-        self._statistics.load_state_dict(state["statistics"])
-        self._transfer.value.copy_(state["transfer"])
-        if state["update"] is not None:
-            self._transfer.update.copy_(state["update"])
-
-
-def unwrapped(wrapper: Any, attribute: str) -> Any:
-    """What accelerate's wrapper holds, or the thing itself."""
-    return getattr(wrapper, attribute) if type(wrapper).__name__.startswith("Accelerated") else wrapper
-
-
-def _shown(value: Any) -> str:
-    return (
-        f"{len(value)} groups, {sum(value.values())} parameters" if isinstance(value, dict) else repr(value)
-    )
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state. Raises UserError where it is of another rule or of other groups."""
+        load_state(self, state)
 
 
 # --------------------------------------------------------------------------------- the rule this one replaces
@@ -552,16 +401,14 @@ def adjust_gradient_scale(
     optimizer step.
     """
     if len(current_gradients) != len(layer_scales):
-        raise ValueError(
-            f"{len(layer_scales)} layer_scales need as many gradients, got {len(current_gradients)}"
-        )
+        raise ValueError(f"{len(layer_scales)} layer_scales need as many gradients, got {len(current_gradients)}")
     zero = layer_scales.new_zeros(())
     grads = [zero if g is None or not g.numel() else g.detach() for g in current_gradients]
     if not grads:
         return layer_scales
     wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
-    mean = torch._foreach_div(torch._foreach_norm(grads, 1, dtype=wide), [float(g.numel()) for g in grads])
-    mean = torch.stack([x.to(zero.device) for x in mean])
+    means = torch._foreach_div(torch._foreach_norm(grads, 1, dtype=wide), [float(g.numel()) for g in grads])
+    mean = torch.stack([x.to(zero.device) for x in means])
     f = (mean / mean.sum()).to(layer_scales)
     known = mean.sum().isfinite() & (mean.sum() > 0)
     return torch.where(known, layer_scales * beta + f * (1 - beta), layer_scales)

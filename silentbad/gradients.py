@@ -4,8 +4,9 @@ Everything stays on the device; nothing here waits for it. Symbols as in `gradie
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +41,7 @@ class Sample:
         self.n = torch.tensor(numel).to(self.owner) @ self.owner
         self.zeros = torch.zeros(max(per_tensor, WIDTH), device=device, dtype=self.params[0].dtype)
 
-    def read(self, tensors: list[Tensor | None]) -> Tensor:
+    def read(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """The sampled coordinates (rows, WIDTH) in float32; a missing tensor reads as zeros."""
         pieces = []
         for tensor, k, stride in zip(tensors, self.count, self.stride, strict=True):
@@ -53,11 +54,11 @@ class Sample:
         rows = nn.functional.pad(rows.to(self.owner), (0, 1))
         return (rows[..., self.index].sum(-1) * self.share) @ self.owner
 
-    def norms(self, tensors: list[Tensor | None]) -> Tensor:
+    def norms(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Exact norm of each tensor (T,), one fused pass over all coordinates."""
-        tensors = [self.zeros[:1] if t is None else t.detach() for t in tensors]
-        wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-        return torch.stack(torch._foreach_norm(tensors, 2, dtype=wide)).to(self.owner)
+        present = [self.zeros[:1] if t is None else t.detach() for t in tensors]
+        wide = torch.float64 if any(t.dtype == torch.float64 for t in present) else torch.float32
+        return torch.stack(torch._foreach_norm(present, 2, dtype=wide)).to(self.owner)
 
 
 def row_dot(a: Tensor, b: Tensor) -> Tensor:
@@ -93,10 +94,12 @@ class GroupStats:
     theta: Tensor  # ||theta||
     transfer: Tensor  # mean of -cos(rehearsal gradient, last update); positive where the update helped
     seed: int = 0  # of the run
+    sdxl: bool = False  # whether the stages are numbered as in SDXL's UNet
     cache: dict[tuple, Tensor] = field(default_factory=dict)
 
     @property
     def rms(self) -> Tensor:
+        """RMS(g) of each group (G,)."""
         return (self.Q / self.n).sqrt()
 
     def constant(self, values: Iterable[float]) -> Tensor:
@@ -119,9 +122,14 @@ class Statistics:
         self.norm = zeros(())  # of the last gradient; a meter
         self.cache: dict[tuple, Tensor] = {}
 
-    def update(self, grads: list[Tensor | None], finite: Tensor | None = None) -> None:
-        """Take in the gradients of one optimizer step: synchronised, unscaled, not yet clipped."""
-        g, norms = self.sample.read(grads), self.sample.norms(grads)
+    def update(
+        self, grads: list[Tensor | None], finite: Tensor | None = None, norms: Tensor | None = None
+    ) -> None:
+        """Take in the gradients of one optimizer step: synchronised, unscaled, not yet clipped; their norms (T,),
+        where known.
+        """
+        g = self.sample.read(grads)
+        norms = self.sample.norms(grads) if norms is None else norms.to(self.sample.owner)
         self.norm = norms.square().sum().sqrt()
         finite = norms.isfinite().all() & (True if finite is None else finite)
         g.nan_to_num_(0, 0, 0)
@@ -139,6 +147,7 @@ class Statistics:
         self.ignored += ~finite
 
     def groups(self, **rest: Any) -> GroupStats:
+        """What the rules see, from the averages so far; `rest` completes it."""
         S, E, Q, L1 = self.average / self.weight
         theta = (self.sample.norms(self.sample.params).square() @ self.sample.owner).sqrt()
         return GroupStats(n=self.sample.n, S=S, E=E, Q=Q, L1=L1, theta=theta, cache=self.cache, **rest)
@@ -184,6 +193,7 @@ MIXED = "mixed"  # a micro-batch of several sources
 
 
 def world_size() -> int:
+    """Processes that train together."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -204,13 +214,27 @@ class SourceBank:
         At the last micro-step DDP has averaged the whole gradient. So the others are averaged here, and
         `source` gets the rest, its own earlier share included.
         """
-        part, source = self._read(), source or MIXED
+        part, source = self._read([p.grad for p in self.sample.params]), source or MIXED
         if sync and world_size() > 1:
             source = self._average(source)
         if sync:
             self.parts.pop(source, None)
         for other in sorted(self.parts):  # in one order on all ranks: the bits of a sum depend on it
             torch._foreach_sub_(part, self.parts[other])
+        self.add(source, part)
+
+    def split(self, names: list[str], losses: Tensor, sources: list[str], scale: float) -> None:
+        """Bank the gradients of these sources of a mixed micro-batch: losses (B,) with their graph, of B `sources`."""
+        for name in names:
+            own = losses[[i for i, source in enumerate(sources) if source == name]].sum() * (scale / len(losses))
+            grads = torch.autograd.grad(own, self.sample.params, retain_graph=True, allow_unused=True)
+            self.give(name, list(grads))
+
+    def give(self, source: str, grads: list[Tensor | None]) -> None:
+        """Bank gradients that were taken beside the accumulated ones, in the same unit."""
+        self.add(source, self._read(grads))
+
+    def add(self, source: str, part: list[Tensor]) -> None:
         if source in self.parts:
             torch._foreach_add_(self.parts[source], part)
         else:
@@ -227,18 +251,17 @@ class SourceBank:
         last = {name for name, _ in known}
         source = last.pop() if len(last) == 1 else MIXED
         for name in sorted(set().union(*(names for _, names in known)) - {source}):
-            self.parts.setdefault(name, [torch.zeros_like(t) for t in self._read()])
+            self.parts.setdefault(name, [torch.zeros_like(t) for t in self._read([None] * len(self.sample.params))])
             for tensor in self.parts[name]:
                 dist.all_reduce(tensor)
                 tensor /= world_size()
         return source
 
-    def _read(self) -> list[Tensor]:
+    def _read(self, grads: list[Tensor | None]) -> list[Tensor]:
         if not self.full:
-            return [self.sample.read([p.grad for p in self.sample.params])]
-        return [
-            torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in self.sample.params
-        ]
+            return [self.sample.read(grads)]
+        pairs = zip(self.sample.params, grads, strict=True)
+        return [torch.zeros_like(p) if g is None else g.detach().clone() for p, g in pairs]
 
     def sampled(self, source: str) -> Tensor:
         """Sampled coordinates (rows, WIDTH) of a source's gradient."""
@@ -256,6 +279,19 @@ class SourceBank:
         return (
             torch.stack([torch.dot(x.flatten(), y.flatten()) for x, y in pairs]).to(self.sample.owner).sum()
         )
+
+    def compare(self, transform: Callable[[Tensor], Tensor], each: bool) -> dict[str, Tensor]:
+        """Meters of the sources' cosines, `each` pair's too; the gradients recombined by `transform` if `full`."""
+        names, gram = self.gram()
+        cosine = gram / (gram.diagonal()[:, None] * gram.diagonal()).sqrt()
+        pairs = list(itertools.combinations(range(len(names)), 2))
+        between = torch.stack([cosine[i, j] for i, j in pairs])
+        meters = {"control/cos_min": between.min(), "control/cos_mean": between.mean()}
+        if each:
+            meters |= {f"control/cos/{names[i]}-{names[j]}": cosine[i, j] for i, j in pairs}
+        if self.full:
+            self.recombine(names, transform(gram), gram)
+        return meters
 
     def recombine(self, names: list[str], weights: Tensor, gram: Tensor) -> None:
         """Replace each gradient by the weighted sum (K,) of its sources, in the unit it has now.

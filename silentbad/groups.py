@@ -1,16 +1,22 @@
-"""Groups of parameters: the stage and the role of each in the UNet of SD 1, SD 2 and SDXL, full or LoRA."""
+"""Groups of parameters: stage and role of each in the UNet and text encoders of SD 1, SD 2 and SDXL, full or LoRA."""
 
 import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+import yaml
 from torch import nn
+
+from .errors import UserError
 
 logger = logging.getLogger(__name__)
 
 OTHER = "other"  # names no pattern knows; multiplier 1
-STAGES = [  # first match wins; the order is also that of the table
+STAGES = [  # first match wins
+    (r"(?:^|\.)text_encoder\.", "text1"),
+    (r"(?:^|\.)text_encoder_2\.", "text2"),
     (r"(?:^|\.)down_blocks\.(\d+)\.", r"down\1"),
     (r"(?:^|\.)mid_block\.", "mid"),
     (r"(?:^|\.)up_blocks\.(\d+)\.", r"up\1"),
@@ -21,16 +27,20 @@ ROLES = [
     (r"\.attn2\.(?:processor\.)?to_out[._]", "xattn.o"),
     (r"\.attn1\.(?:processor\.)?to_([qkv])[._]", r"attn.\1"),
     (r"\.attn1\.(?:processor\.)?to_out[._]", "attn.o"),
-    (r"\.ff\.", "ff"),
+    (r"\.self_attn\.([qkv])_proj\.", r"attn.\1"),
+    (r"\.self_attn\.out_proj\.", "attn.o"),
+    (r"\.(?:ff|mlp)\.", "ff"),
     (r"\.resnets\.\d+\.conv[12]\.", "resnet.conv"),
     (r"\.resnets\.\d+\.conv_shortcut\.", "resnet.shortcut"),
-    (r"\.proj_(?:in|out)\.", "proj"),
+    (r"\.proj_(?:in|out)\.|\.text_projection\.", "proj"),
     (r"\.time_emb_proj\.|(?:^|\.)(?:time|add)_embedding\.", "time"),
-    (r"\.norm\d?\.|(?:^|\.)conv_norm_out\.", "norm"),
+    (r"\.norm\d?\.|(?:^|\.)conv_norm_out\.|\.(?:layer_norm[12]|final_layer_norm)\.", "norm"),
     (r"\.(?:down|up)samplers\.", "sampler"),
     (r"(?:^|\.)conv_(?:in|out)\.", "io"),
+    (r"\.(?:token|position)_embedding\.", "embed"),
 ]
-ROLE_ORDER = [f"{a}.{b}" for a in ("xattn", "attn") for b in "qkvo"] + [role for _, role in ROLES[4:]]
+ROLE_ORDER = [f"{a}.{b}" for a in ("xattn", "attn") for b in "qkvo"] + [role for _, role in ROLES[6:]]
+APART = ("norm", "io", "embed")  # roles that join no other
 
 
 @dataclass(frozen=True)
@@ -47,10 +57,12 @@ class Groups:
 
     @property
     def names(self) -> list[str]:
+        """Groups in the table's order."""
         return list(self.members)
 
     @property
     def sizes(self) -> list[int]:
+        """Parameters of each group, in that order."""
         return [sum(p.numel() for p in group) for group in self]
 
     def table(self) -> str:
@@ -74,7 +86,7 @@ def group_of(name: str) -> str:
 def group_parameters(model: nn.Module, min_size: int | None = None) -> Groups:
     """Partition the trainable parameters by stage and role.
 
-    A group under `min_size` joins the nearest role of its stage, norm and io aside. `min_size` is 0.05 M,
+    A group under `min_size` joins the nearest role of its stage, norm, io and embed aside. `min_size` is 0.05 M,
     or 1/2000 of the trainable parameters where that is less (LoRA and small models would collapse into one
     group a stage).
     """
@@ -102,18 +114,32 @@ def group_parameters(model: nn.Module, min_size: int | None = None) -> Groups:
 
 
 def _neighbour(group: str, members: dict) -> str | None:
-    """Group of the same stage with the nearest role, the earlier on a tie; None for norm, io, other."""
+    """Group of the same stage with the nearest role, the earlier on a tie; None for norm, io, embed, other."""
     stage, _, role = group.partition(".")
-    if role not in ROLE_ORDER or role in ("norm", "io"):
+    if role not in ROLE_ORDER or role in APART:
         return None
-    near = [r for r in ROLE_ORDER if f"{stage}.{r}" in members and r not in ("norm", "io", role)]
+    near = [r for r in ROLE_ORDER if f"{stage}.{r}" in members and r not in (*APART, role)]
     at = ROLE_ORDER.index(role)
     return f"{stage}.{min(near, key=lambda r: abs(ROLE_ORDER.index(r) - at))}" if near else None
 
 
 def _position(group: str) -> tuple[int, int, int]:
-    """Sort key: stem, down, mid, up, each by number and role; other last."""
+    """Sort key: stem, down, mid, up, text, each by number and role; other last."""
     stage, _, role = group.partition(".")
     kind = stage.rstrip("0123456789")
-    place = ["stem", "down", "mid", "up", OTHER].index(kind)
+    place = ["stem", "down", "mid", "up", "text", OTHER].index(kind)
     return place, int(stage[len(kind) :] or 0), ROLE_ORDER.index(role) if role else 0
+
+
+def prior_table(
+    table: str | None = None, drop: list[str] | None = None, sdxl: bool = False
+) -> dict[str, float]:
+    """Rows {pattern: pi} of the YAML table, without those to drop; in SDXL a row's `sdxl` pattern, if any."""
+    path = Path(table) if table else Path(__file__).parents[1] / "configs" / "prior.yaml"
+    if not path.is_file():
+        raise UserError(f"prior: option 'table': no file {path}")
+    rows = {row["match"]: row for row in yaml.safe_load(path.read_text())}
+    if unknown := set(drop or ()) - set(rows):
+        raise UserError(f"prior: option 'drop': no row {min(unknown)!r} in {path}; rows are: {', '.join(rows)}")
+    kept = [row for match, row in rows.items() if match not in (drop or ())]
+    return {row.get("sdxl", row["match"]) if sdxl else row["match"]: float(row["pi"]) for row in kept}

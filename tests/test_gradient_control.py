@@ -700,7 +700,7 @@ def test_no_host_sync_in_the_step(name, apply):
             optimizer.step()
             control.after_step()
             control.meters()
-        assert control._pending is not None  # a refresh was launched on the way
+        assert control._pending.peek() is not None  # a refresh was launched on the way
 
 
 def test_no_host_sync_in_remove_conflict_and_the_original_rule():
@@ -923,3 +923,34 @@ def test_hypergradient_forgets_the_update_of_a_skipped_step():
     control.after_backward(True, "rehearsal")
     control.before_step(4)
     assert torch.equal(control.state_dict()["transfer"], learned)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**12 / 3])
+def test_a_mixed_micro_batch_is_split_by_source(scale):
+    """The banked parts are the sources' own gradients; what is accumulated is that of the whole loss."""
+    model = Toy()
+    control, _ = controlled(model, config("uniform", conflict=True))
+    directions = torch.randn(4, sum(p.numel() for p in model.parameters()), generator=torch.Generator().manual_seed(1))
+    losses = directions @ torch.cat([p.flatten() for p in model.parameters()])
+    source = control.before_backward(losses, ["rehearsal", "element", "clean", "element"], scale)
+    (losses.mean() * scale).backward()
+    control.after_backward(True, source)
+    assert source == "rehearsal"
+    total = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert torch.allclose(total, directions.mean(0) * scale, rtol=1e-4, atol=1e-5 * scale)
+    control.before_step(0)
+    for a, b, x, y in (("clean", "element", directions[2], directions[1] + directions[3]),
+                       ("element", "rehearsal", directions[1] + directions[3], directions[0])):  # fmt: skip
+        cosine = torch.nn.functional.cosine_similarity(x, y, dim=0).item()
+        assert control.meters()[f"control/cos/{a}-{b}"].item() == pytest.approx(cosine, abs=1e-4)
+
+
+def test_the_hypergradient_asks_for_one_more_backward_only(monkeypatch):
+    model, calls = Toy(), []
+    control, _ = controlled(model, config("hypergradient"))
+    grad = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: calls.append(1) or grad(*a, **k))
+    losses = torch.stack([(i + 1) * sum(p.sum() for p in model.parameters()) for i in range(4)])
+    assert control.before_backward(losses, ["clean", "element", "rehearsal", "element"]) == "rehearsal"
+    assert len(calls) == 1
+    assert Controller(Toy(), config("uniform")).before_backward(losses, ["a"] * 4) == "mixed"
