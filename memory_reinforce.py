@@ -9,7 +9,7 @@ x0 (B,C,h,w) latents, t (B,), rho_i strength of element i, q_i its share of the 
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,9 +22,10 @@ from silentbad import compose, recall
 from silentbad.attention import record_maps
 from silentbad.auxiliary import AUXILIARY, LOSS_BALANCE, Auxiliaries, Setting, Step
 from silentbad.compose import REGION, REHEARSAL
-from silentbad.epochs import DataInfo, Sampler, capped
+from silentbad.epochs import ORDERS, DataInfo, Sampler, capped
 from silentbad.errors import UserError
-from silentbad.timesteps import draw_timesteps
+from silentbad.timesteps import SEQUENCES, draw_timesteps, logit_normal, mixed, mode
+from silentbad.weightings import cosmap, debiased, huber, in_prediction, mse, p2, sigma_sqrt, soft_min_snr
 
 # ------------------------------------------------------------ configuration
 
@@ -39,18 +40,23 @@ class Part:
 
 @dataclass
 class SamplerConfig(Part):
+    """Which element is shown how often: an entry of SAMPLERS."""
     name: str = "uniform"
     clean_ratio: float | None = None  # clean exposures per element exposure; None: every record once
+    order: str = "shuffled"  # of an epoch; interleaved: each batch holds each element in proportion
 
 
 @dataclass
 class TimestepConfig(Part):
+    """At which noise level: an entry of TIMESTEPS."""
     name: str = "uniform"
     importance: bool = True  # w = 1/(T p): the policy changes the variance, not the objective
+    sequence: str = "random"  # of the batch's comb of noise levels; golden: each position walks through all of them
 
 
 @dataclass
 class LossConfig(Part):
+    """How an error counts: an entry of LOSSES, and of ERRORS."""
     error: str = "mse"
     huber_delta: float = 0.1
     dream: float | None = None  # detail preservation of DREAM (2312.00210); None: off
@@ -58,6 +64,7 @@ class LossConfig(Part):
 
 @dataclass
 class PhraseMemoryConfig:
+    """The probes that measure each element's strength rho_i."""
     enabled: bool = False
     share: float = 0.03  # of the step budget, counted in UNet forwards (a training forward + backward is 3)
     images: int = 4  # pictures of an element its probes look at
@@ -65,11 +72,13 @@ class PhraseMemoryConfig:
 
 @dataclass
 class RetentionConfig(Part):
+    """What keeps clean prompts as they were."""
     clean_weight: float = 1.0  # loss weight of clean records (the prior weight of DreamBooth, 2208.12242)
 
 
 @dataclass
 class MemoryConfig:
+    """Nested under --memory.*; everything is off by default."""
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     timesteps: TimestepConfig = field(default_factory=TimestepConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -123,46 +132,24 @@ def leitner(
     return q
 
 
-SAMPLERS: dict[str, Callable] = {"uniform": uniform, "weakest_first": weakest_first, "leitner": leitner}
+SAMPLERS: dict[str, Callable[..., Any]] = {"uniform": uniform, "weakest_first": weakest_first, "leitner": leitner}
 
 
 # ------------------------------------------------------------ timestep policies
 # A policy is a density p (T,) from the schedule's snr (T,), the progress of the run in [0,1] and the relative
-# error by timestep (bins,) or None. At least 0.3 of every density is uniform.
+# error by timestep (bins,) or None. At least 0.3 of every density is uniform. Those of Stable Diffusion 3 stand in
+# silentbad/timesteps.py.
 
 
-def mixed(q: np.ndarray, uniform: float) -> np.ndarray:
-    """(1 - uniform) * q normalised + uniform / T."""
-    if not 0.3 <= uniform <= 1:
-        raise UserError(f"memory.timesteps: the uniform share is {uniform:g}; it must lie in [0.3, 1]")
-    return (1 - uniform) * q / q.sum() + uniform / len(q)
-
-
-def uniform_t(snr, progress, error):
+def uniform_t(snr: np.ndarray, progress: float, error: np.ndarray | None) -> np.ndarray:
+    """1/T: what plain training does."""
     return np.full(len(snr), 1 / len(snr))
 
 
-def logit_normal(snr, progress, error, *, mean: float = 0.0, std: float = 1.0, uniform: float = 0.3):
-    """logit(t/T) ~ N(mean, std) (2403.03206, eq. 19): the mass of each bin."""
-    edges = np.linspace(0, 1, len(snr) + 1)[1:-1]
-    z = (np.log(edges / (1 - edges)) - mean) / std
-    cdf = np.asarray([0.0, *(0.5 * (1 + math.erf(v / math.sqrt(2))) for v in z), 1.0])
-    return mixed(np.diff(cdf), uniform)
-
-
-def mode(snr, progress, error, *, scale: float = 1.29, uniform: float = 0.3):
-    """t/T = 1 - u - scale (cos^2(pi u / 2) - 1 + u), u uniform (2403.03206, eq. 20): the mass of each bin."""
-    if not -1 <= scale <= 2 / (math.pi - 2):
-        raise UserError(f"mode: scale is {scale:g}; the map is monotone for -1 <= scale <= {2 / (math.pi - 2):.4f}")
-    u = np.linspace(1, 0, 20 * len(snr) + 1)
-    x = 1 - u - scale * (np.cos(math.pi / 2 * u) ** 2 - 1 + u)
-    return mixed(np.diff(1 - np.interp(np.linspace(0, 1, len(snr) + 1), x, u)), uniform)
-
-
 def snr_mixture(
-    snr, progress, error, *,
+    snr: np.ndarray, progress: float, error: np.ndarray | None, *,
     centre: float = 0.5, width: float = 0.7, middle: float = 0.5, high: float = 0.15, above: float = 0.7,
-):
+) -> np.ndarray:  # fmt: skip
     """`middle` of a logistic in log-SNR around SNR `centre`, `high` of a uniform above t = above*T, the rest
     uniform. The middle noise levels are where memory forms (2602.17846), the high ones hold the guidance
     basin (2411.16738)."""
@@ -174,14 +161,19 @@ def snr_mixture(
     return mixed(middle * -np.diff(cdf) + high * tail / tail.sum(), 1 - middle - high)
 
 
-def curriculum(snr, progress, error, *, start: float = 0.25, end: float = 0.5, uniform: float = 0.3):
+def curriculum(
+    snr: np.ndarray, progress: float, error: np.ndarray | None, *,
+    start: float = 0.25, end: float = 0.5, uniform: float = 0.3,
+) -> np.ndarray:  # fmt: skip
     """High noise first (2403.10348): t >= (1 - f) T, f rising from `start` to 1 at progress `end`. That paper
     adds clusters of timesteps one by one; here the edge moves continuously over a uniform floor."""
     f = min(1.0, start + (1 - start) * progress / max(end, 1e-9))
     return mixed((np.arange(len(snr)) >= (1 - f) * len(snr)).astype(float), uniform)
 
 
-def learning_progress(snr, progress, error, *, uniform: float = 0.3):
+def learning_progress(
+    snr: np.ndarray, progress: float, error: np.ndarray | None, *, uniform: float = 0.3
+) -> np.ndarray:
     """p ~ sqrt(E[L_t^2]) (2102.09672), the second moment of each bin divided by its own first value: a loss
     says mostly which t was drawn (2401.09031), its fall says what was learnt there."""
     if error is None:
@@ -189,7 +181,7 @@ def learning_progress(snr, progress, error, *, uniform: float = 0.3):
     return mixed(error[np.arange(len(snr)) * len(error) // len(snr)], uniform)
 
 
-TIMESTEPS: dict[str, Callable] = {
+TIMESTEPS: dict[str, Callable[..., Any]] = {
     "uniform": uniform_t,
     "logit_normal": logit_normal,
     "mode": mode,
@@ -200,7 +192,8 @@ TIMESTEPS: dict[str, Callable] = {
 
 
 # ------------------------------------------------------------ losses
-# A loss weight is a function of snr (B,) for the epsilon error, finite at snr = 0; `in_prediction` carries it over.
+# A loss weight is a function of snr (B,) for the epsilon error, finite at snr = 0; `in_prediction` carries it over to
+# what the model predicts. Further ones stand in silentbad/weightings.py.
 
 
 def no_weight(snr: torch.Tensor, prediction_type: str) -> torch.Tensor:
@@ -208,53 +201,21 @@ def no_weight(snr: torch.Tensor, prediction_type: str) -> torch.Tensor:
     return torch.ones_like(snr)
 
 
-def in_prediction(w_eps: torch.Tensor, snr: torch.Tensor, prediction_type: str) -> torch.Tensor:
-    """The weight on the model's own error that equals w_eps on the epsilon error:
-    ||d eps||^2 = SNR ||d x0||^2 = SNR/(SNR+1) ||d v||^2 (2202.00512)."""
-    if prediction_type == "epsilon":
-        return w_eps
-    return w_eps * snr if prediction_type == "sample" else w_eps * snr / (snr + 1)
-
-
 def min_snr(snr: torch.Tensor, prediction_type: str, *, gamma: float = 5.0) -> torch.Tensor:
     """min(SNR, gamma)/SNR on epsilon (2303.09556), written gamma/max(SNR, gamma)."""
     return in_prediction(gamma / snr.clamp_min(gamma), snr, prediction_type)
 
 
-def soft_min_snr(snr: torch.Tensor, prediction_type: str, *, gamma: float = 4.0) -> torch.Tensor:
-    """SNR gamma/(SNR + gamma) on x0 (2401.11605): half the harmonic mean of the two."""
-    return in_prediction(gamma / (snr + gamma), snr, prediction_type)
-
-
-def debiased(snr: torch.Tensor, prediction_type: str, *, cap: float = 10.0) -> torch.Tensor:
-    """1/sqrt(SNR) on epsilon (2310.08442), at most `cap`: it diverges at terminal SNR zero."""
-    return in_prediction(snr.clamp_min(cap**-2).rsqrt(), snr, prediction_type)
-
-
-def p2(snr: torch.Tensor, prediction_type: str, *, k: float = 1.0, gamma: float = 1.0) -> torch.Tensor:
-    """1/(k + SNR)^gamma on epsilon (2204.00227)."""
-    return in_prediction((k + snr) ** -gamma, snr, prediction_type)
-
-
-LOSSES: dict[str, Callable] = {
+LOSSES: dict[str, Callable[..., Any]] = {
     "none": no_weight,
     "min_snr": min_snr,
     "soft_min_snr": soft_min_snr,
     "debiased": debiased,
     "p2": p2,
+    "sigma_sqrt": sigma_sqrt,
+    "cosmap": cosmap,
 }
-
-
-def mse(pred: torch.Tensor, target: torch.Tensor, delta: float) -> torch.Tensor:
-    return (pred - target).square()
-
-
-def huber(pred: torch.Tensor, target: torch.Tensor, delta: float) -> torch.Tensor:
-    """Pseudo-Huber 2 delta (sqrt(r^2 + delta^2) - delta) (2403.16728): r^2 for small r, 2 delta |r| for large."""
-    return 2 * delta * (((pred - target).square() + delta**2).sqrt() - delta)
-
-
-ERRORS: dict[str, Callable] = {"mse": mse, "huber": huber}
+ERRORS: dict[str, Callable[..., Any]] = {"mse": mse, "huber": huber}
 
 
 # ------------------------------------------------------------ the shell
@@ -262,7 +223,7 @@ ERRORS: dict[str, Callable] = {"mse": mse, "huber": huber}
 # in `silentbad.auxiliary`.
 
 
-REGISTRIES: dict[str, dict[str, Callable]] = {
+REGISTRIES: dict[str, dict[str, Callable[..., Any]]] = {
     **{"sampler": SAMPLERS, "timesteps": TIMESTEPS, "loss": LOSSES, "region": REGION, "rehearsal": REHEARSAL},
     **{slot: {"none": no_weight, **names} for slot, names in AUXILIARY.items()},
     "loss_balance": LOSS_BALANCE,
@@ -276,8 +237,13 @@ def check(config: MemoryConfig) -> None:
     for slot, registry in REGISTRIES.items():
         part = getattr(config, slot)
         check_options(f"memory.{slot}", registry, part.name, part.options)
-    if config.loss.error not in ERRORS:
-        raise UserError(f"memory.loss.error: unknown name '{config.loss.error}'; there are: {', '.join(ERRORS)}")
+    for key, name, there in (
+        ("loss.error", config.loss.error, ERRORS),
+        ("sampler.order", config.sampler.order, ORDERS),
+        ("timesteps.sequence", config.timesteps.sequence, SEQUENCES),
+    ):
+        if name not in there:
+            raise UserError(f"memory.{key}: unknown name '{name}'; there are: {', '.join(there)}")
     for slot, names in (("sampler", ("weakest_first", "leitner")), ("distillation", ("and",))):
         if (name := getattr(config, slot).name) in names and not config.phrase_memory.enabled:
             raise UserError(f"memory.{slot}.name={name} needs memory.phrase_memory.enabled=true")
@@ -299,8 +265,8 @@ class Memory:
     """
 
     def __init__(
-        self, config: MemoryConfig, info: DataInfo, scheduler, *, seed: int, effective_batch: int, max_steps: int,
-        rank: int = 0, world: int = 1, reduce: Callable | None = None,
+        self, config: MemoryConfig, info: DataInfo, scheduler: Any, *, seed: int, effective_batch: int, max_steps: int,
+        rank: int = 0, world: int = 1, reduce: Callable[..., Any] | None = None,
     ):
         check(config)
         self.config, self.info, self.scheduler, self.seed = config, info, scheduler, seed
@@ -313,7 +279,7 @@ class Memory:
         )
         sampler, rehearsal = config.sampler, config.rehearsal
         share = partial(SAMPLERS[sampler.name], **sampler.options)
-        self.sampler = Sampler(share, info, seed, sampler.clean_ratio, self.phrases.rows)
+        self.sampler = Sampler(share, info, seed, sampler.clean_ratio, self.phrases.rows, sampler.order)
         self.rehearse = compose.Rehearsal(REHEARSAL[rehearsal.name], rehearsal.options, info, seed)
         learns = config.timesteps.name == "learning_progress"
         self.errors = recall.ErrorByTimestep(len(self.snr), reduce) if learns else None
@@ -321,7 +287,10 @@ class Memory:
         self.auxiliaries = Auxiliaries(partial(LOSS_BALANCE[balance.name], **balance.options))
         self.estimated: torch.Tensor | None = None
 
-    def prepare(self, unet, predict: Callable, encode: Callable, pictures: Callable, tokenizer) -> None:
+    def prepare(
+        self, unet: torch.nn.Module, predict: Callable[..., Any], encode: Callable[..., Any],
+        pictures: Callable[..., Any], tokenizer: Any,
+    ) -> None:  # fmt: skip
         """Build the bank and what hangs on it, from the weights before training (also before a checkpoint loads).
 
         encode(pixel_values) -> latents without sampling noise; pictures(rows) -> a collated batch of plain records.
@@ -344,24 +313,31 @@ class Memory:
         """(t (B,), w (B,)) on the CPU for these positions of the step's effective batch of n."""
         c, error = self.config.timesteps, self.errors.relative() if self.errors else None
         p = TIMESTEPS[c.name](self.snr_numpy, self.progress(step), error, **c.options)
-        return draw_timesteps(p, self.seed, step, list(positions), n, c.importance)
+        return draw_timesteps(p, self.seed, step, list(positions), n, c.importance, c.sequence)
 
     def progress(self, step: int) -> float:
+        """Share of the run that is over, in [0, 1]."""
         return min(1.0, step / max(self.max_steps, 1))
 
-    def rectify(self, model: Callable, x0, eps, t, x_t, target) -> tuple[torch.Tensor, torch.Tensor]:
+    def rectify(
+        self, model: Callable[..., Any], x0: torch.Tensor, eps: torch.Tensor, t: torch.Tensor, x_t: torch.Tensor,
+        target: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """(x_t, target), by DREAM where it is on; model(x_t, t) -> prediction under the batch's captions."""
         if self.config.loss.dream is None:
             return x_t, target
         return recall.dream(model, self.scheduler, x0, eps, t, x_t, self.config.loss.dream)
 
-    def watch(self, unet, step: int):
+    def watch(self, unet: torch.nn.Module, step: int) -> AbstractContextManager[Any]:
         """A context for the UNet's forward: its attention maps when binding wants them, else None."""
         binding = self.auxiliaries.get("attention_binding")
-        wanted = binding is not None and self.progress(step) >= binding.start
-        return record_maps(unet, binding.side) if wanted else nullcontext()
+        if binding is None or self.progress(step) < binding.start:
+            return nullcontext()
+        return record_maps(unet, binding.side)
 
-    def loss_per_sample(self, pred, target, t, w, batch: dict) -> torch.Tensor:
+    def loss_per_sample(
+        self, pred: torch.Tensor, target: torch.Tensor, t: torch.Tensor, w: torch.Tensor, batch: dict[str, Any]
+    ) -> torch.Tensor:
         """(B,): region-weighted error, times the loss weight of its SNR, the importance w and the clean weight."""
         c = self.config
         err = ERRORS[c.loss.error](pred.float(), target.float(), c.loss.huber_delta)
@@ -378,12 +354,15 @@ class Memory:
         clean = [c.retention.clean_weight if role == "clean" else 1.0 for role in batch["role"]]
         return raw * weight * w * torch.tensor(clean).to(pred.device, non_blocking=True)
 
-    def auxiliary(self, loss, *, step, micro, batch, x_t, t, pred, maps, unet, predict) -> torch.Tensor | None:
+    def auxiliary(
+        self, loss: torch.Tensor, *, step: int, micro: int, batch: dict[str, Any], x_t: torch.Tensor, t: torch.Tensor,
+        pred: torch.Tensor, maps: Any, unet: torch.nn.Module, predict: Callable[..., Any],
+    ) -> torch.Tensor | None:  # fmt: skip
         """The weighted sum of the auxiliaries that are on in this micro-step, to be added to `loss`; or None."""
         now = Step(step, micro, self.progress(step), batch, x_t, t, pred, maps, unet, predict)
         return self.auxiliaries(loss, now)
 
-    def after_step(self, step: int, predict: Callable) -> None:
+    def after_step(self, step: int, predict: Callable[..., Any]) -> None:
         """At a synchronised step: probe what the budget allows, pass the timestep statistics on."""
         self.phrases.after_step(step, predict, self.scheduler)
         if self.errors is not None:
@@ -399,11 +378,12 @@ class Memory:
         return made
 
     @property
-    def history(self) -> list[dict]:
+    def history(self) -> list[dict[str, Any]]:
         """Strengths by sweep: {"step", "rho": [...]}, in the order of info.keys."""
         return self.phrases.history
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
+        """All that a bit-exact resume needs; call between steps."""
         return {
             "phrases": self.phrases.state_dict(),
             "sampler": self.sampler.dealt,
@@ -411,7 +391,8 @@ class Memory:
             "auxiliaries": self.auxiliaries.state_dict(),
         }
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state of the same configuration."""
         self.phrases.load_state_dict(state["phrases"])
         self.sampler.dealt = state["sampler"]
         if self.errors:

@@ -61,9 +61,12 @@ class Maps:
         self.side, self.queries, self.keys = side, {}, {}
 
     def _record(self, layer, queries: bool, x: torch.Tensor) -> None:
-        if queries and x.shape[1] <= self.side**2:
-            self.queries[layer] = x
-        elif not queries and layer in self.queries:
+        """Keep layers of at most side x side positions, or where all are finer the coarsest (SDXL: 32x32)."""
+        if queries:
+            most = max(self.side**2, min([x.shape[1], *(q.shape[1] for q in self.queries.values())]))
+            self.queries = {k: q for k, q in {**self.queries, layer: x}.items() if q.shape[1] <= most}
+            self.keys = {k: v for k, v in self.keys.items() if k in self.queries}
+        elif layer in self.queries:
             self.keys[layer] = x
 
     def _largest(self) -> list:
@@ -94,7 +97,7 @@ class Maps:
 @contextmanager
 def record_maps(unet: torch.nn.Module, side: int = 16):
     """While open, every forward of `unet` records its cross-attention maps of at most side x side
-    positions."""
+    positions, or the coarsest it has."""
     maps, handles = Maps(side), []
 
     def record(layer, queries):

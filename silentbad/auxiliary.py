@@ -35,10 +35,10 @@ class Setting(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one micro-step offers. predict(x_t, t, texts, model=None) -> (B,C,h,w), through `model` if
-    given."""
+    """What one micro-step offers. predict(x_t, t, texts, model=None, time_ids=None) -> (B,C,h,w), through `model`
+    if given; `unet` is what trains, the text encoders too where they do."""
 
-    index: int
+    step: int
     micro: int
     progress: float
     batch: dict
@@ -170,16 +170,16 @@ class AndDistillation:
         return scheduler.add_noise(x0, eps, t), t
 
     def __call__(self, now: Step) -> torch.Tensor | None:
-        if now.index % self.refresh == 0 and now.micro == 0:
+        if now.step % self.refresh == 0 and now.micro == 0:
             self.teacher.refresh(now.unet)
-        if now.index % self.every or not (targets := self.ready()):
+        if now.step % self.every or not (targets := self.ready()):
             return None
         position = now.micro * self.setting.world + self.setting.rank
-        choose = Random(rng.addressed_seed(self.setting.seed, "distillation", now.index, position))
+        choose = Random(rng.addressed_seed(self.setting.seed, "distillation", now.step, position))
         group = list(self.setting.info.elements_of[choose.choice(targets)])
         choose.shuffle(group)
         said = [self.setting.info.phrase[i] for i in group]
-        x_t, t = self.start(group, now.index, position, choose)
+        x_t, t = self.start(group, now.step, position, choose)
         k = len(group) + 1
         with record_maps(self.teacher.unet) as maps, torch.no_grad():
             taught = now.predict(x_t.expand(k, -1, -1, -1), t.expand(k), ["", *said], model=self.teacher)
@@ -187,10 +187,10 @@ class AndDistillation:
         return F.mse_loss(now.predict(x_t, t, [", ".join(said)]).float(), target)
 
     def state_dict(self) -> dict:
-        return {"teacher": self.teacher.unet.state_dict()}
+        return {"teacher": self.teacher.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        self.teacher.unet.load_state_dict(state["teacher"])
+        self.teacher.load_state_dict(state["teacher"])
 
 
 class L2SP:
@@ -225,7 +225,8 @@ class SelfDistillation:
         index = torch.tensor(rows).to(now.x_t.device, non_blocking=True)
         texts = [now.batch["text"][r] for r in rows]
         with torch.no_grad():
-            before = now.predict(now.x_t[index], now.t[index], texts, model=self.teacher)
+            sizes = now.batch["time_ids"][index]
+            before = now.predict(now.x_t[index], now.t[index], texts, model=self.teacher, time_ids=sizes)
         return F.mse_loss(now.pred[index].float(), before) * (len(rows) / len(now.x_t))
 
 
@@ -283,8 +284,10 @@ class Auxiliaries(dict):
         return total
 
     def state_dict(self) -> dict:
-        return {slot: part.state_dict() for slot, part in self.items() if hasattr(part, "state_dict")}
+        parts = {slot: part.state_dict() for slot, part in self.items() if hasattr(part, "state_dict")}
+        return {**parts, "meters": dict(self.meters)}
 
     def load_state_dict(self, state: dict) -> None:
-        for slot, saved in state.items():
-            self[slot].load_state_dict(saved)
+        self.meters = dict(state.get("meters", {}))
+        for slot in state.keys() - {"meters"}:
+            self[slot].load_state_dict(state[slot])

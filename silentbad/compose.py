@@ -228,6 +228,11 @@ class Rehearsal:
                 raise UserError(
                     f"memory.rehearsal: share is {share:g}; pairwise rehearsal takes at most 0.25"
                 )
+            if not any(len(elements) > 2 for elements in info.elements_of.values()):
+                raise UserError(
+                    "memory.rehearsal.name=pairwise: no target has three elements, so no two may be shown together; "
+                    "take leak_free"
+                )
             wanted = options.get("elements", 2)
             for target, elements in info.elements_of.items():
                 if len(elements) > 2:  # of fewer no union is made at all

@@ -21,6 +21,7 @@ from silentbad import attention, auxiliary, compose, recall, rng
 from silentbad.class_images import write_class_images
 from silentbad.epochs import DataInfo, Sampler, apportion, epoch_order
 from silentbad.errors import UserError
+from silentbad.timesteps import SEQUENCES
 from tests.tiny import tiny_pipeline, tiny_unet
 
 T = 1000
@@ -77,6 +78,7 @@ class World:
         masks = [blank if r["mask"] is None else tensor(r["mask"])[None] / 255 for r in records]
         columns = {k: [r[k] for r in records] for k in ("text", "phrases", "role", "target_id", "element_id")}
         has = torch.tensor([r["mask"] is not None for r in records])
+        columns["time_ids"] = torch.tensor([[self.size, self.size, 0, 0, self.size, self.size]] * len(records))
         return {"pixel_values": pixels, "mask": torch.stack(masks), "has_mask": has, **columns}
 
     def pictures(self, rows: list[int]) -> dict:
@@ -105,7 +107,7 @@ class Trainer:
     def encode(self, pixels):
         return self.pipe.vae.encode(pixels).latent_dist.mode() * self.pipe.vae.config.scaling_factor
 
-    def predict(self, x_t, t, texts, model=None):
+    def predict(self, x_t, t, texts, model=None, time_ids=None):
         ids = self.pipe.tokenizer(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
         with torch.no_grad():
             c = self.pipe.text_encoder(ids)[0]
@@ -1038,7 +1040,7 @@ def test_the_step_never_waits_for_the_device(region):
             mode.from_tensor(t)[0].item()
         unet = tiny_unet()
 
-        def predict(x_t, t, texts, model=None):
+        def predict(x_t, t, texts, model=None, time_ids=None):
             return (model or unet)(x_t, t, mode.from_tensor(c).expand(len(texts), -1, -1)).sample
 
         fake = {k: mode.from_tensor(v) if torch.is_tensor(v) else v for k, v in batch.items()}
@@ -1052,3 +1054,55 @@ def test_the_step_never_waits_for_the_device(region):
         )
         (loss + extra).backward()
     assert {"memory/attention_binding", "memory/distillation", "memory/retention"} <= set(m.meters())
+
+
+def test_interleaved_order_gives_every_batch_its_share_of_every_element():
+    info = DataInfo(
+        ["element"] * 60 + ["clean"] * 30, ["t"] * 60 + [None] * 30,
+        [str(i % 3) for i in range(60)] + [None] * 30, [["a"]] * 90,
+    )  # fmt: skip
+    kinds = np.asarray([info.element_of(r) if info.element_of(r) is not None else 3 for r in range(90)])
+    for epoch in range(5):
+        order = epoch_order(info, np.full(3, 1 / 3), 7, epoch, 0.5, "interleaved")
+        assert sorted(order) == list(range(90))  # each record once, whatever the order
+        for batch in order.reshape(-1, 15):
+            counts = np.bincount(kinds[batch], minlength=4)
+            assert np.abs(counts - [10 / 3, 10 / 3, 10 / 3, 5]).max() < 1.01
+        shuffled = epoch_order(info, np.full(3, 1 / 3), 7, epoch, 0.5)
+        assert sorted(shuffled) == sorted(order) and list(shuffled) != list(order)
+
+
+@pytest.mark.parametrize("sequence", sorted(SEQUENCES))
+def test_combs_are_even_in_a_step_and_uniform_over_seeds(sequence):
+    n = 16
+    for step in (0, 1, 999):
+        u = np.sort(SEQUENCES[sequence](3, step, n))
+        assert 0 <= u[0] and u[-1] < 1
+        assert np.diff(np.append(u, 1 + u[0])) == pytest.approx(np.full(n, 1 / n), abs=1e-9)
+    first = [SEQUENCES[sequence](seed, 5, n)[0] for seed in range(400)]
+    assert np.abs(np.histogram(first, 4, (0, 1))[0] - 100).max() < 40  # 4.6 standard deviations
+
+
+def test_golden_comb_walks_each_position_through_all_noise_levels():
+    def spread(sequence):  # the largest hole between the noise levels one position has met in 24 steps
+        u = np.sort([SEQUENCES[sequence](11, step, 16)[4] for step in range(24)])
+        return np.diff(np.append(u, 1 + u[0])).max()
+
+    assert spread("golden") < 2.7 / 24 < spread("random")  # three-distance theorem against chance
+
+
+def test_unknown_order_and_sequence_are_named():
+    config = mr.MemoryConfig()
+    config.sampler.order = "sorted"
+    with pytest.raises(UserError, match="memory.sampler.order: unknown name 'sorted'; there are: shuffled"):
+        mr.check(config)
+    config = mr.MemoryConfig()
+    config.timesteps.sequence = "sobol"
+    with pytest.raises(UserError, match="memory.timesteps.sequence: unknown name 'sobol'"):
+        mr.check(config)
+
+
+def test_pairwise_where_no_target_has_three_elements_is_refused():
+    info = DataInfo(["element"] * 4, ["t"] * 4, ["0", "0", "1", "1"], [["a"], ["a"], ["b"], ["b"]])
+    with pytest.raises(UserError, match="no target has three elements.*take leak_free"):
+        compose.Rehearsal(compose.REHEARSAL["pairwise"], {}, info, 0)

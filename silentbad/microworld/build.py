@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -129,7 +130,7 @@ def run_stage(stage: Stage, work: Path, device: torch.device) -> nn.ModuleDict:
 
 def vae_stage(steps: int, batch: int, device: torch.device) -> Stage:
     """Crops of 32x32 about a thing for most of the steps, then whole pictures: steps count, and crops are cheap."""
-    vae = new_vae().to(device, memory_format=torch.channels_last)
+    vae = new_vae().to(device).to(memory_format=torch.channels_last)
 
     def pictures(step: int) -> torch.Tensor:
         rng = scene_rng("vae", step)
@@ -294,7 +295,7 @@ class LatentPool:
 
 
 def unet_stage(steps: int, batch: int, lr: float, vae, encoder, tokenizer, device) -> Stage:
-    unet = new_unet().to(device, memory_format=torch.channels_last)
+    unet = new_unet().to(device).to(memory_format=torch.channels_last)
     scheduler, pool = new_scheduler(), LatentPool(vae, encoder, tokenizer, device)
     scale = vae.config.scaling_factor
     with torch.no_grad():
@@ -326,7 +327,7 @@ def unet_stage(steps: int, batch: int, lr: float, vae, encoder, tokenizer, devic
 def embedder_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
     """Positive pairs: a scene and a degraded copy of it. Hard negatives: a redraw of its caption, and the scene with
     one of its things missing, since a part is no recovery of the whole."""
-    net = MicroEmbedder().to(device, memory_format=torch.channels_last)
+    net = MicroEmbedder().to(device).to(memory_format=torch.channels_last)
 
     def loss(step: int) -> torch.Tensor:
         rng = scene_rng("embedder", step)
@@ -340,7 +341,7 @@ def embedder_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
 
 
 def judge_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
-    judge = Judge().to(device, memory_format=torch.channels_last)
+    judge = Judge().to(device).to(memory_format=torch.channels_last)
 
     def loss(step: int) -> torch.Tensor:
         rng = scene_rng("judge", step)
@@ -375,7 +376,7 @@ def run(args: argparse.Namespace, wanted: tuple[str, ...]) -> dict[str, nn.Modul
     device, work = torch.device(args.device), Path(args.work)
     work.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(ASSETS / "tokenizer")
-    nets: dict[str, nn.Module] = {}
+    nets: dict[str, Any] = {}
     if set(wanted) != {"text"}:
         nets["vae"] = run_stage(vae_stage(args.vae_steps, 24, device), work, device)["vae"]
         nets["vae"].register_to_config(scaling_factor=latent_scale(nets["vae"], device))

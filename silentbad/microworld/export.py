@@ -91,7 +91,7 @@ It exists so that composition and memory can be measured exactly. It knows nothi
 Every picture was rendered by `silentbad.microworld` under Apache-2.0; no photograph, no outside data. Seeds: the
 streams `microworld/vae`, `/text`, `/unet`, `/embedder`, `/judge` of `silentbad.rng`, none shared with experiments.
 
-```
+```bash
 python -m silentbad.microworld.build --work runs/base
 ```
 

@@ -156,7 +156,9 @@ def sample_thing(rng: np.random.Generator, place: str, *, kind: str | None = Non
 
 
 def sample_backdrop(rng: np.random.Generator, kind: str | None = None, named: bool = True) -> Backdrop:
-    return Backdrop(kind or str(rng.choice(list(BACKDROPS))), tuple(float(x) for x in rng.random(4)), named)
+    kind = kind or str(rng.choice(list(BACKDROPS)))
+    a, b, c, d = (float(x) for x in rng.random(4))
+    return Backdrop(kind, (a, b, c, d), named)
 
 
 def sample_scene(
@@ -227,9 +229,10 @@ def without_one(rng: np.random.Generator, scene: Scene) -> Scene:
 
 def _redraw_thing(rng: np.random.Generator, thing: Thing, place: str) -> Thing:
     fresh = sample_thing(rng, place, kind=thing.kind)
-    kept = {
-        "colour": thing.colour if "colour" in thing.named else fresh.colour,
-        "texture": thing.texture if "texture" in thing.named else fresh.texture,
-        "size_name": thing.size_name if "size" in thing.named else fresh.size_name,
-    }
-    return replace(_draw_specifics(rng, replace(fresh, **kept)), named=thing.named, worn=thing.worn)
+    kept = replace(
+        fresh,
+        colour=thing.colour if "colour" in thing.named else fresh.colour,
+        texture=thing.texture if "texture" in thing.named else fresh.texture,
+        size_name=thing.size_name if "size" in thing.named else fresh.size_name,
+    )
+    return replace(_draw_specifics(rng, kept), named=thing.named, worn=thing.worn)

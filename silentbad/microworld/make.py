@@ -196,7 +196,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--images_per_phrase", type=int, default=20)
     parser.add_argument("--clean", type=int, default=200, help="clean scenes")
     parser.add_argument("--rehearsal", type=int, default=0, help="non-target pictures, each whole and in parts")
-    parser.add_argument("--redraws", type=int, default=64, help="null pictures per target")
+    parser.add_argument("--redraws", type=int, default=100, help="null pictures per target")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     try:

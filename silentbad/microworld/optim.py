@@ -21,7 +21,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self) -> None:  # type: ignore[override]  # no closure
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -52,7 +52,7 @@ class MuonWithAdamW:
             for group in optimizer.param_groups:
                 group["lr"] = peak * fraction
 
-    def step(self) -> None:
+    def step(self) -> None:  # type: ignore[override]  # no closure
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

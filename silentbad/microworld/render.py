@@ -42,7 +42,7 @@ def _crescent():
 
 # Each figure: (body polygons, [(detail polygon, shade)]); y grows downwards, everything within [-1, 1].
 # A shade is "dark", "light", "deep" (the body's colour, darker) or an rgb triple.
-FIGURES = {
+FIGURES: dict[str, tuple[list, list]] = {
     "cat": (
         [
             _ellipse(0, 0.50, 0.50, 0.50),
