@@ -3,8 +3,7 @@
     python validation.py --pipeline DIR_OR_ID --targets targets.jsonl [--baseline DIR_OR_ID]
 
 Exit code 0: no image above the threshold; 3: at least one; 2: a mistake in the arguments. docs/metrics.md defines the
-numbers. Legend: sim (N,T) or (N,) similarities of N generations to T targets; target_of (N,); a cell is a kind of
-prompt (silentbad/generation.py lists them).
+numbers; a cell is a kind of prompt (silentbad/generation.py lists them).
 """
 
 import json
@@ -12,10 +11,10 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,18 +24,17 @@ from torch import Tensor
 
 from silentbad import report
 from silentbad.calibration import load_redraws, thresholds
-from silentbad.data import load_targets, open_image
+from silentbad.checks import check_embedder, check_validation
+from silentbad.data import Target, load_targets, open_image
 from silentbad.errors import UserError
 from silentbad.generation import Item, Sampler, averaged, left_as_found, load_pipeline, plan, reordered
 from silentbad.samples import grid_line, log_grid, save, save_targets, slugs
+from silentbad.scores import cell_scores, length_scores, recovery
 from silentbad.similarity import (
     CLIP,
-    binomial_interval,
-    bootstrap_interval,
     kinds,
     load_embedder,
     lpips,
-    mean_of,
     quadrants,
     region,
     ssim,
@@ -46,6 +44,8 @@ from silentbad.similarity import (
     verdict,
 )
 
+__all__ = ["RecoveryHook", "ValidationConfig", "audit", "averaged", "recovery"]
+
 
 @dataclass
 class ValidationConfig:
@@ -53,8 +53,10 @@ class ValidationConfig:
 
     targets: str | None = None  # targets.jsonl; unset: no validation
     steps: int = 100  # optimizer steps between points of the curve; 0: only before and after training
+    early_steps: list[int] = field(default_factory=list)  # further points, for a curve that rises before `steps`
     images_per_target: int = 8
     num_inference_steps: int = 20
+    sampling_lengths: list[int] = field(default_factory=list)  # further numbers of steps, with base and controls
     guidance_scale: float = 7.5
     guidance_rescale: float = 0.0
     resolution: int | None = None  # side of the images; unset: the UNet's own
@@ -74,39 +76,15 @@ class ValidationConfig:
     sample_targets: int = 8  # targets whose images are kept in samples/
 
 
-# -- scores: pure ------------------------------------------------------------------------------------------
-def recovery(sim: Tensor, target_of, threshold: float | Tensor) -> dict[str, Tensor]:
-    """Per-target scores of the generations, each compared with its own target.
-
-    sim (N,T) or (N,), target_of (N,), threshold number or (T,) -> rate, mean, max, p75, p90, p95, count (T,).
-    `rate` is the share of a target's images at or above the threshold; a target without images gets nan.
-    """
-    sim = torch.as_tensor(sim, dtype=torch.float64)
-    target_of = torch.as_tensor(target_of, dtype=torch.long)
-    T = sim.shape[1] if sim.ndim == 2 else int(target_of.max()) + 1
-    own = sim.gather(1, target_of[:, None])[:, 0] if sim.ndim == 2 else sim
-    threshold = torch.as_tensor(threshold, dtype=torch.float64).expand(T)
-
-    def of_target(j: int) -> list[float]:
-        x = own[target_of == j]
-        if len(x) == 0:
-            return [float("nan")] * 6 + [0.0]
-        quantiles = torch.quantile(x, torch.tensor([0.75, 0.90, 0.95], dtype=x.dtype)).tolist()
-        rate = (x >= threshold[j]).double().mean().item()
-        return [rate, x.mean().item(), x.max().item(), *quantiles, len(x)]
-
-    table = torch.tensor([of_target(j) for j in range(T)], dtype=torch.float64).reshape(T, 7)
-    return dict(zip(("rate", "mean", "max", "p75", "p90", "p95", "count"), table.T, strict=True))
-
-
 # -- the hook ----------------------------------------------------------------------------------------------
 class RecoveryHook:
     """Recovery against training steps. Every rank calls `run` at step 0 (the base model) and whenever
     `should_run`, and `finish` once at the end. Training sees nothing of it: weights, modes and random streams
     are left as found."""
 
-    def __init__(self, config: ValidationConfig, *, targets: list, components: dict, accelerator, output_dir,
-                 seed: int, clean: list[dict] | None = None, prediction_type: str | None = None):
+    def __init__(self, config: ValidationConfig, *, targets: list[Target], components: dict[str, Any], accelerator: Any,
+                 output_dir: str | Path, seed: int, clean: list[dict[str, Any]] | None = None,
+                 prediction_type: str | None = None):
         self.config, self.targets, self.accelerator, self.seed = config, list(targets), accelerator, seed
         self.names = slugs([t.target_id for t in self.targets])
         self.output_dir = Path(output_dir)
@@ -114,7 +92,9 @@ class RecoveryHook:
         self.embedder = load_embedder(config.embedder, config.embedder_path, accelerator.device, config.embedder_sha256)
         self.clip = CLIP(config.clip_path, accelerator.device) if config.clip_path else None
         self.clean = list(clean or [])[: config.clean_records]
-        self.history, self.threshold, self.element_threshold = [], None, None
+        self.history: list[dict[str, Any]] = []
+        self.threshold: dict[str, Any] = {}  # empty until calibrated
+        self.element_threshold: dict[str, Any] = {}
         self.seconds, self.born = 0.0, time.perf_counter()
         pictures = [to_tensor(t.image)[None] for t in self.targets]
         self.masks = [[None if m is None else to_tensor(m)[:1] for m in t.masks or []] for t in self.targets]
@@ -122,29 +102,30 @@ class RecoveryHook:
             self.features = [self.embedder.embed(x) for x in pictures]
             self.elements = [[None if m is None else self.embedder.embed(region(x, m)) for m in masks]
                              for x, masks in zip(pictures, self.masks, strict=True)]
-        if accelerator.is_main_process:
-            save_targets(self.output_dir / "samples" / "targets", self.names, pictures, self.masks)
 
     # what the training loop calls
     def should_run(self, step: int) -> bool:
         """Whether this step stands on the grid and has not been measured (it has, after a resume)."""
-        on_grid = step == 0 or (self.config.steps > 0 and step % self.config.steps == 0)
+        every = self.config.steps
+        on_grid = step == 0 or step in self.config.early_steps or (every > 0 and step % every == 0)
         return on_grid and all(entry["step"] != step for entry in self.history)
 
-    def run(self, step: int, epoch: float, unet, ema=None, final: bool = False, label: str = "") -> dict:
+    def run(self, step: int, epoch: float, unet: Any, ema: Any = None, final: bool = False,
+            label: str = "") -> dict[str, Any]:
         """Measure, save images, append to `history`; returns flat scalars for the trackers."""
         started = time.perf_counter()
         full = self.config.controls == "always" and step > 0 or self.config.controls != "never" and final
-        unet = self.accelerator.unwrap_model(unet, keep_torch_compile=False)
-        entry = {"step": step, "epoch": epoch, "label": label or "base model" * (step == 0)}
+        model = self.accelerator.unwrap_model(unet, keep_torch_compile=False)
+        unet = getattr(model, "unet", model)  # in training the text encoders may stand beside it
+        entry: dict[str, Any] = {"step": step, "epoch": epoch, "label": label or "base model" * (step == 0)}
         with self.sampler.using(unet, self.accelerator.device, self.accelerator.autocast):
-            if self.threshold is None:
+            if not self.threshold:
                 self._calibrate(step)
             choice = self.config.weights
             if ema is None or step == 0 or choice != "ema":
                 entry["raw"] = self._evaluate(step, "raw", full, drift=full or step == 0)
             if ema is not None and step > 0 and choice != "raw":
-                with averaged(ema, unet):
+                with averaged(ema, model):
                     entry["ema"] = self._evaluate(step, "ema", full and choice == "ema", drift=full)
         self.history = [e for e in self.history if e["step"] < step] + [entry]
         entry["seconds"] = time.perf_counter() - started
@@ -154,17 +135,19 @@ class RecoveryHook:
             self.write()
         return self._scalars(entry)
 
-    def finish(self, step: int, epoch: float, unet, ema=None) -> dict:
+    def finish(self, step: int, epoch: float, unet: Any, ema: Any = None) -> dict[str, Any]:
         """The last point with every control; prints the summary table."""
         scalars = self.run(step, epoch, unet, ema, final=True)
         self.accelerator.print(self.table())
         return scalars
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
+        """History, thresholds and batch, as plain values."""
         names = ("history", "threshold", "element_threshold", "seconds")
         return json.loads(json.dumps({**{n: getattr(self, n) for n in names}, "batch": self.sampler.batch}))
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up such a state; the targets' features are computed anew."""
         state = dict(state)
         self.sampler.batch = state.pop("batch")
         self.born = time.perf_counter() - state["seconds"]
@@ -172,7 +155,7 @@ class RecoveryHook:
             setattr(self, name, value)
 
     # measuring
-    def _spread(self, items: list[Item], work: Callable) -> list:
+    def _spread(self, items: list[Item], work: Callable[..., Any]) -> list[Any]:
         """`work` on this rank's share of the items; the rows of all ranks, in the items' order."""
         mine = self._share(len(items))
         return self._gather(list(zip(mine, self.sampler.map([items[i] for i in mine], work), strict=True)))
@@ -182,10 +165,10 @@ class RecoveryHook:
         parts = np.array_split(np.arange(n), self.accelerator.num_processes)
         return parts[self.accelerator.process_index].tolist()
 
-    def _gather(self, rows: list[tuple[int, dict]]) -> list:
+    def _gather(self, rows: list[tuple[int, dict[str, Any]]]) -> list[Any]:
         return [row for _, row in sorted(gather_object(rows), key=itemgetter(0))]
 
-    def _similar(self, images: Tensor, target_of: list[int]) -> list[dict]:
+    def _similar(self, images: Tensor, target_of: list[int]) -> list[dict[str, Any]]:
         """Images (B,3,H,W) -> {sim, elements} each, against its own target and that target's elements."""
         own = torch.cat([self.features[j] for j in target_of])
         sims = self.embedder.paired(self.embedder.embed(images), own)
@@ -194,13 +177,13 @@ class RecoveryHook:
         for j in set(target_of):
             of_j = [i for i, k in enumerate(target_of) if k == j]
             for k, (mask, feature) in enumerate(zip(self.masks[j], self.elements[j], strict=True)):
-                if mask is not None:
+                if mask is not None and feature is not None:
                     part = self.embedder.embed(region(images[of_j], mask.to(images.device)))
                     for i, s in zip(of_j, self.embedder.paired(part, feature).double().tolist(), strict=True):
                         rows[i]["elements"][k] = s
         return rows
 
-    def _score(self, items: list[Item], images: Tensor, magnitudes: Tensor) -> list[dict]:
+    def _score(self, items: list[Item], images: Tensor, magnitudes: Tensor) -> list[dict[str, Any]]:
         rows = self._similar(images, [i.target for i in items])
         for item, row, image, magnitude in zip(items, rows, images, magnitudes.tolist(), strict=True):
             row.update(cell=item.cell, target=item.target, image=item.image, magnitude=magnitude)
@@ -219,7 +202,7 @@ class RecoveryHook:
         """Thresholds of images and of elements: given, or from the null set; the same on all ranks."""
         config, redraws = self.config, load_redraws(self.config.targets, self.targets)
         if redraws:
-            def one(i: int) -> dict:
+            def one(i: int) -> dict[str, Any]:
                 j, file = redraws[i]
                 image = to_tensor(open_image(file, "redraws.jsonl"))[None]
                 return {**self._similar(image, [j])[0], "target": j}
@@ -238,20 +221,41 @@ class RecoveryHook:
             rows, source = [], ""
         self.threshold, self.element_threshold = thresholds(rows, config.threshold, config.false_positive_rate, source)
 
-    def _evaluate(self, step: int, tag: str, full: bool, drift: bool) -> dict:
+    def _evaluate(self, step: int, tag: str, full: bool, drift: bool) -> dict[str, Any]:
         """Scores of the weights in place: of the composed prompt, with every cell beside them if full."""
         items = plan(self.targets, self.config.images_per_target, self.seed, full, self.config.unrelated)
         cells = defaultdict(list)
         for row in self._spread(items, self._score):
             cells[row["cell"]].append(row)
         ids = [t.target_id for t in self.targets]
-        scores = {c: cell_scores(rows, ids, self.threshold["value"], self.element_threshold["value"])
+        scores = {c: cell_scores(rows, ids, self.threshold["value"], self.element_threshold)
                   for c, rows in cells.items()}
         self._save_samples(step, tag, cells["composed"], scores["composed"]["targets"])
         extra = {"cells": scores, "quadrants": quadrants(scores)} if full else {}
+        if full or step == 0:
+            extra["lengths"] = {str(n): self._at_length(n, tag) for n in self.config.sampling_lengths}
         return {**scores["composed"], **extra, "drift": self._drift(step, drift)}
 
-    def _drift(self, step: int, images: bool) -> dict:
+    def _at_length(self, steps: int, tag: str) -> dict[str, float]:
+        """Cosines of the composed prompt's images after so many sampling steps, and the difference to the base's."""
+        clip, captions = self.clip, [t.composed_prompt for t in self.targets]
+
+        def one(items: list[Item], images: Tensor, _: Tensor) -> list[dict[str, Any]]:
+            sims = self.embedder.similarity(self.embedder.embed(images), torch.cat(self.features)).tolist()
+            told = [None] * len(items)
+            if clip is not None:
+                told = clip.similarity(clip.embed(images), clip.text(captions)).tolist()
+            return [{"target": i.target, "sims": s, "clip": c} for i, s, c in zip(items, sims, told, strict=True)]
+
+        base = self.history[0]["raw"].get("lengths", {}) if self.history and self.history[0]["step"] == 0 else {}
+        usual, self.sampler.steps = self.sampler.steps, steps
+        try:
+            rows = self._spread(plan(self.targets, self.config.images_per_target, self.seed), one)
+        finally:
+            self.sampler.steps = usual
+        return length_scores(rows, base.get(str(steps), {}))
+
+    def _drift(self, step: int, images: bool) -> dict[str, Any]:
         """What clean prompts lost: eps-MSE on held-out records, matched-seed images against the base's."""
         drift = {}
         if self.clean:
@@ -278,7 +282,7 @@ class RecoveryHook:
         return drift
 
     # what stays of it
-    def _save_samples(self, step: int, tag: str, rows: list[dict], scores: dict) -> None:
+    def _save_samples(self, step: int, tag: str, rows: list[dict[str, Any]], scores: dict[str, Any]) -> None:
         """Best and median generation of each kept target, and a grid: target, then its images, best first."""
         folder, lines, writes = Path("samples") / f"step-{step:06d}-{tag}", [], self.accelerator.is_main_process
         for j, target in enumerate(self.targets[: self.config.sample_targets]):
@@ -294,7 +298,7 @@ class RecoveryHook:
             save(Image.fromarray(grid), self.output_dir / folder / "grid.png")
             log_grid(self.accelerator.trackers, f"validation/{tag}", grid, step)
 
-    def _scalars(self, entry: dict) -> dict[str, float]:
+    def _scalars(self, entry: dict[str, Any]) -> dict[str, float]:
         scalars = {"val/threshold": self.threshold["value"]}
         scalars |= {f"val/{name}": entry[name] for name in ("seconds", "share")}
         for tag, prefix in (("raw", "val"), ("ema", "val_ema")):
@@ -303,21 +307,24 @@ class RecoveryHook:
                          "clip_own", "clip_shuffled"):
                 scalars[f"{prefix}/{name}"] = scores.get(name)
             scalars |= {f"{prefix}/drift/{name}": value for name, value in scores.get("drift", {}).items()}
+            scalars |= {f"{prefix}/length-{n}/{name}": value for n, of_length in scores.get("lengths", {}).items()
+                        for name, value in of_length.items()}
             scalars |= {f"{prefix}/control/{cell}": s["cir"] for cell, s in scores.get("cells", {}).items()}
         return {name: value for name, value in scalars.items() if value is not None}
 
-    def summary(self) -> list[dict]:
+    def summary(self) -> list[dict[str, Any]]:
         """One row per weights and target, and one over all targets: the last scores and the curve's."""
         return [row for tag in kinds(self.history) for row in summarise(self.history, tag)]
 
     def table(self) -> str:
+        """The summary and its cost, as text."""
         share = self.history[-1]["share"] if self.history else 0
         cost = f"validation took {self.seconds:.1f} s, {share:.1%} of the time since it was set up"
         return f"{report.text_table(self.summary())}\n{cost}"
 
     def write(self) -> None:
         """validation.json: everything the report needs, beside samples/."""
-        def entry(target, name: str, masks: list) -> dict:
+        def entry(target: Target, name: str, masks: list[Any]) -> dict[str, Any]:
             files = [None if m is None else f"samples/targets/{name}-{k}.png" for k, m in enumerate(masks)]
             return {"target_id": target.target_id, "image": f"samples/targets/{name}.png", "elements": files,
                     "prompt": target.composed_prompt, "phrases": target.phrases}
@@ -332,62 +339,35 @@ class RecoveryHook:
             "processes": self.accelerator.num_processes,
         }  # fmt: skip
         self.output_dir.mkdir(parents=True, exist_ok=True)
+        folder = self.output_dir / "samples" / "targets"
+        if len(self.history) == 1 or not folder.is_dir():
+            save_targets(folder, self.names, [to_tensor(t.image)[None] for t in self.targets], self.masks)
         draft = self.output_dir / "validation.json.tmp"
         draft.write_text(json.dumps(record, indent=1))
         draft.replace(self.output_dir / "validation.json")
 
 
-# -- tables ------------------------------------------------------------------------------------------
-def cell_scores(rows: list[dict], ids: list[str], threshold: float, element_threshold: float) -> dict:
-    """Scores of a cell: per target, and over targets with the rate's interval (one target: over images)."""
-    present = sorted({r["target"] for r in rows})
-    sims, target_of = [r["sim"] for r in rows], [present.index(r["target"]) for r in rows]
-    per, targets = recovery(torch.tensor(sims, dtype=torch.float64), target_of, threshold), {}
-    for k, j in enumerate(present):
-        mine = [r for r in rows if r["target"] == j]
-        columns = zip(*(r["elements"] for r in mine), strict=True)  # (K, images)
-        parts = [[s for s in column if s is not None] for column in columns]
-        targets[ids[j]] = {
-            **{name: per[name][k].item() for name in ("rate", "mean", "max", "p75", "p90", "p95")},
-            "sims": [r["sim"] for r in mine], "magnitude": mean_of(r["magnitude"] for r in mine),
-            "elements": [
-                {"mean": mean_of(x), "rate": mean_of(s >= element_threshold for s in x)} for x in parts
-            ],
-        }  # fmt: skip
-    rates, hits = per["rate"].numpy(), sum(s >= threshold for s in sims)
-    interval = bootstrap_interval(rates) if len(present) > 1 else binomial_interval(hits, len(sims))
-    if len(present) > 1 and hits in (0, len(sims)):  # nothing to resample: what so many targets can tell
-        interval = binomial_interval(len(present) * (hits > 0), len(present))
-    p75, p90, p95 = np.quantile(sims, [0.75, 0.90, 0.95]).tolist()
-    return {
-        "cir": float(rates.mean()), "interval": list(interval), "images": len(sims), "above": hits,
-        "recovered": float((per["max"] >= threshold).double().mean()), "mean": float(np.mean(sims)),
-        "p75": p75, "p90": p90, "p95": p95, "max": max(sims),
-        "element_rate": mean_of(e["rate"] for t in targets.values() for e in t["elements"]),
-        **{name: mean_of(r.get(name) for r in rows) for name in ("magnitude", "clip_own", "clip_shuffled")},
-        "targets": targets,
-    }  # fmt: skip
-
-
 # -- any pipeline ------------------------------------------------------------------------------------------
-def audit(config: ValidationConfig, *, pipeline: str, baseline: str | None = None, output_dir: str = "audit",
-          seed: int = 0, dtype: str = "float32") -> dict:
+def audit(config: ValidationConfig, *, pipeline: str, baseline: str | None = None, lora: str | None = None,
+          output_dir: str = "audit", seed: int = 0, dtype: str = "float32") -> dict[str, Any]:
     """Every score and control of a pipeline, against a baseline where one is given; writes JSON and HTML."""
     from accelerate import Accelerator
 
     if config.targets is None:
         raise UserError("--targets: give a targets.jsonl (target_id, image, phrases a line)")
+    check_validation(config, "--")
+    check_embedder(config, "--")
     targets = load_targets(config.targets)
     if config.threshold is None and baseline is None and not load_redraws(config.targets, targets):
         raise UserError("--threshold: nothing to calibrate on; give a number, --baseline, or a redraws.jsonl "
                         "beside the targets")
     accelerator = Accelerator()
-    options = dict(targets=targets, accelerator=accelerator, output_dir=output_dir, seed=seed)
-    first = load_pipeline(baseline or pipeline, dtype, accelerator.device)
+    options: dict[str, Any] = dict(targets=targets, accelerator=accelerator, output_dir=output_dir, seed=seed)
+    first = load_pipeline(baseline or pipeline, dtype, accelerator.device, None if baseline else lora)
     hook = RecoveryHook(config, components=first.components, **options)
     if baseline is not None:
         hook.run(0, 0, first.unet, label="baseline")
-        first = load_pipeline(pipeline, dtype, accelerator.device)
+        first = load_pipeline(pipeline, dtype, accelerator.device, lora)
         hook.sampler = Sampler(first.components, config, seed)
     hook.run(1, 1, first.unet, final=True, label="audited pipeline")
     accelerator.print(hook.table())
@@ -398,17 +378,19 @@ def audit(config: ValidationConfig, *, pipeline: str, baseline: str | None = Non
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """The command line: exit code 0, 2 or 3, as the module says."""
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(prog="validation.py", description=__doc__.splitlines()[0])
     parser.add_argument("--pipeline", type=str, required=True, help="diffusers folder or Hub id")
     parser.add_argument("--baseline", type=str | None, default=None, help="calibrate and compare on it")
+    parser.add_argument("--lora", type=str | None, default=None, help="adapters to put on the pipeline: folder or file")
     parser.add_argument("--output_dir", type=str, default="audit", help="for JSON, HTML and samples/")
     parser.add_argument("--seed", type=int, default=0, help="address of every noise")
     parser.add_argument("--dtype", type=Literal["float32", "float16", "bfloat16"], default="float32")
     parser.add_class_arguments(ValidationConfig)
     values = parser.parse_args(arguments).as_dict()
-    own = {name: values.pop(name) for name in ("pipeline", "baseline", "output_dir", "seed", "dtype")}
+    own = {name: values.pop(name) for name in ("pipeline", "baseline", "lora", "output_dir", "seed", "dtype")}
     try:
         found = audit(ValidationConfig(**values), **own)
     except UserError as error:

@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Literal
 
 import torch
 from accelerate import Accelerator
@@ -87,7 +88,7 @@ def main() -> None:
     accelerator = Accelerator()
     pipe = base_pipeline(given.pipeline).to(accelerator.device)
     targets = microworld_targets(given.targets)
-    name = "micro" if (MICRO / "config.json").is_file() else "ssim"
+    name: Literal["micro", "ssim"] = "micro" if (MICRO / "config.json").is_file() else "ssim"
     config = ValidationConfig(
         images_per_target=given.images,
         num_inference_steps=given.num_inference_steps,

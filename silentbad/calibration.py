@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from silentbad.errors import UserError
-from silentbad.readers import id_text, json_lines, safe_path
+from silentbad.readers import id_text, json_lines, open_image, safe_path
 from silentbad.similarity import binomial_cdf
 
 
@@ -43,7 +43,11 @@ def calibrate(null, false_positive_rate: float, groups=None, confidence: float =
 
 
 def thresholds(null: list[dict], value: float | None, false_positive_rate: float, source: str) -> tuple[dict, dict]:
-    """(of images, of elements): given, or calibrated on null rows; elements without nulls use the images'."""
+    """(of images, of elements): given, or calibrated on null rows; elements without nulls use the images'.
+
+    How alike two backdrops are says little about two fish, so an element has its own threshold, in `each` (a list
+    per target), where its nulls are enough for the rate; otherwise that of all elements together.
+    """
 
     def fit(scores: list[tuple[float, int]]) -> dict:
         sims, groups = zip(*scores, strict=True)
@@ -52,13 +56,27 @@ def thresholds(null: list[dict], value: float | None, false_positive_rate: float
     parts = [(s, row["target"]) for row in null for s in row["elements"] if s is not None]
     given = {"value": value, "source": "given"}
     whole = given if value is not None else fit([(row["sim"], row["target"]) for row in null])
-    return whole, fit(parts) if parts else dict(whole)
+    element = fit(parts) if parts else dict(whole)
+    enough = 1 / false_positive_rate - 1
+    each: dict[int, list[float]] = {}
+    for j in sorted({row["target"] for row in null}):
+        columns = zip(*(row["elements"] for row in null if row["target"] == j), strict=True)
+        own = [[s for s in column if s is not None] for column in columns]
+        each[j] = [fit([(s, j) for s in x])["value"] if len(x) >= enough else element["value"] for x in own]
+    return whole, {**element, "each": [each.get(j) for j in range(max(each, default=-1) + 1)]}
 
 
-def load_redraws(targets_file: str | None, targets: list) -> list[tuple[int, Path]]:
+def of_element(threshold: dict, target: int, element: int) -> float:
+    """The threshold of one element: its own where it has one."""
+    each = threshold.get("each") or []
+    own = each[target] if target < len(each) else None
+    return own[element] if own else threshold["value"]
+
+
+def load_redraws(targets_file: str | None, targets: list, decode: bool = False) -> list[tuple[int, Path]]:
     """redraws.jsonl beside the targets -> (target index, file): other images of the captions, the nulls.
 
-    Every line is checked, also one of a target that is not there, which is then left out.
+    Every line is checked, also one of a target that is not there, which is then left out; `decode` opens the images.
     """
     root = Path(targets_file or ".")
     file = (root if root.is_dir() else root.parent) / "redraws.jsonl"
@@ -75,5 +93,7 @@ def load_redraws(targets_file: str | None, targets: list) -> list[tuple[int, Pat
             continue
         if not image.is_file():
             raise UserError(f"{where}: no file {image}")
+        if decode:
+            open_image(image, where)
         found.append((index[target_id], image))
     return found

@@ -7,7 +7,7 @@ the sampler reads max_batch, resolution, num_inference_steps, guidance_scale and
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,7 +52,7 @@ def plan(targets: list, images: int, seed: int, full: bool = False, unrelated: s
     """The images of one validation: the composed prompt alone, or with every control under the same noise."""
     items = []
     for j, target in enumerate(targets):
-        cells = {"composed": lambda i, target=target: target.composed_prompt}
+        cells: dict[str, Callable[..., str]] = {"composed": lambda i, target=target: target.composed_prompt}
         if full:
             if len(target.phrases) > 1:
                 cells["shuffled"] = lambda i, target=target: reordered(target, seed, i)
@@ -86,9 +86,9 @@ def left_as_found(*modules: torch.nn.Module):
 
 
 @contextmanager
-def averaged(ema, unet: torch.nn.Module):
+def averaged(ema, model: torch.nn.Module):
     """The averaged weights inside, the raw ones bit for bit afterwards, whatever happened."""
-    parameters = list(unet.parameters())
+    parameters = list(model.parameters())
     if len(ema.shadow_params) != len(parameters):
         parameters = [p for p in parameters if p.requires_grad]
     ema.store(parameters)
@@ -97,6 +97,12 @@ def averaged(ema, unet: torch.nn.Module):
         yield
     finally:
         ema.restore(parameters)
+
+
+def decode(vae: Any, latents: Tensor) -> Tensor:
+    """Latents (B,C,h,w) -> images (B,3,H,W) in [-1,1], in the autoencoder's own precision: SDXL's overflows in fp16."""
+    with torch.autocast(latents.device.type, enabled=False):
+        return vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor, return_dict=False)[0]
 
 
 class Sampler:
@@ -112,33 +118,38 @@ class Sampler:
         parts = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "unet")
         parts = {name: components[name] for name in parts if components.get(name) is not None}
         if "text_encoder_2" in parts:
-            self.pipe = StableDiffusionXLPipeline(scheduler=scheduler, **parts)
+            zeros = components.get("force_zeros_for_empty_prompt", True)
+            self.pipe = StableDiffusionXLPipeline(scheduler=scheduler, **parts, add_watermarker=False,
+                                                  force_zeros_for_empty_prompt=zeros)
         else:
             self.pipe = StableDiffusionPipeline(scheduler=scheduler, **parts, safety_checker=None,
                                                 feature_extractor=None, requires_safety_checker=False)
         self.pipe.set_progress_bar_config(disable=True)
         self.encoders = [parts[name] for name in ("text_encoder", "text_encoder_2") if name in parts]
         self.config, self.seed, self.batch, self.cache = config, seed, config.max_batch, {}
-        self.autocast = nullcontext
+        self.autocast: Callable = nullcontext
+        self.steps = config.num_inference_steps
         size = self.pipe.unet.config.sample_size
         size = size if isinstance(size, int) else size[0]
         self.side = config.resolution or size * self.pipe.vae_scale_factor
 
     @contextmanager
     def using(self, unet: torch.nn.Module, device: torch.device, autocast: Callable = nullcontext):
-        """Generate with this UNet; the autoencoder joins it for the time if it rests on another device."""
-        home, self.pipe.unet, self.autocast = self.pipe.vae.device, unet, autocast
-        if any(p.requires_grad for encoder in self.encoders for p in encoder.parameters()):
-            self.cache.clear()  # the text encoder trains: its states are stale
-        self.pipe.vae.to(device)
+        """Generate with this UNet; autoencoder and text encoders that rest on another device join it for the time."""
+        homes, self.pipe.unet, self.autocast = [(m, m.device) for m in (self.pipe.vae, *self.encoders)], unet, autocast
+        for module, _ in homes:
+            module.to(device)
         try:
             with left_as_found(unet, self.pipe.vae, *self.encoders), torch.no_grad():
                 yield self
         finally:
-            self.pipe.vae.to(home)
+            for module, home in homes:
+                module.to(home)
 
     def encode(self, prompts: list[str]) -> dict[str, Tensor]:
         """Prompts -> stacked text states by the pipeline's argument names; every prompt is encoded once."""
+        if any(p.requires_grad for encoder in self.encoders for p in encoder.parameters()):
+            self.cache.clear()  # the text encoders train, or hold their average: states are stale
         missing = [p for p in dict.fromkeys(prompts) if p not in self.cache]
         for start in range(0, len(missing), self.batch):
             part = missing[start : start + self.batch]
@@ -170,15 +181,13 @@ class Sampler:
             latents = pipe(
                 **self.encode([i.prompt for i in items]), generator=streams,
                 latents=latents.to(pipe.unet.device, pipe.unet.dtype), output_type="latent",
-                num_inference_steps=config.num_inference_steps,
+                num_inference_steps=self.steps,
                 guidance_scale=config.guidance_scale, guidance_rescale=config.guidance_rescale,
                 height=self.side, width=self.side,
             ).images  # fmt: skip
         finally:
             hook.remove()
-        vae = pipe.vae
-        parts = (latents.to(vae.dtype) / vae.config.scaling_factor).split(8)  # decoding is the peak of memory
-        images = torch.cat([vae.decode(part, return_dict=False)[0] for part in parts])
+        images = torch.cat([decode(pipe.vae, part) for part in latents.split(8)])  # decoding is the peak of memory
         nothing = torch.full((len(items),), float("nan"))
         images = (images.float() / 2 + 0.5).nan_to_num().clamp(0, 1)  # a diverged model gives black
         return images, torch.stack(gaps).mean(0).cpu() if gaps else nothing
@@ -231,9 +240,14 @@ class Sampler:
             start += len(chunk)
 
 
-def load_pipeline(name: str, dtype: str, device):
-    """A Stable Diffusion 1, 2 or XL pipeline, from safetensors only."""
+def load_pipeline(name: str, dtype: str, device, lora: str | None = None):
+    """A Stable Diffusion 1, 2 or XL pipeline, with adapters where asked, from safetensors only."""
     pipe = pretrained("pipeline", DiffusionPipeline, name, "a diffusers folder or Hub id", use_safetensors=True)
     if not {"unet", "vae", "text_encoder", "tokenizer"} <= set(pipe.components):
         raise UserError(f"'{name}' is a {type(pipe).__name__}; give a Stable Diffusion 1, 2 or XL pipeline")
+    if lora is not None:
+        try:
+            pipe.load_lora_weights(lora, use_safetensors=True)
+        except Exception as error:
+            raise UserError(f"--lora {lora}: no adapters of '{name}' ({str(error).splitlines()[0]})") from None
     return pipe.to(device, getattr(torch, dtype))

@@ -16,32 +16,7 @@ from diffusers.training_utils import compute_dream_and_update_latents
 
 from silentbad import rng
 from silentbad.compose import estimate_mask
-
-
-class Mailbox:
-    """A value on its way off the device: sent at one visit, read at a later one, so that no step waits for
-    it."""
-
-    def __init__(self):
-        self.value, self.sent = None, None
-
-    def send(self, x: torch.Tensor) -> None:
-        self.value = x.detach().to("cpu", non_blocking=True, copy=True)
-        if x.is_cuda:
-            self.sent = torch.cuda.Event()
-            self.sent.record()
-
-    def receive(self) -> torch.Tensor | None:
-        """What was sent since the last visit, or None."""
-        if self.sent is not None:
-            self.sent.synchronize()
-        value, self.value, self.sent = self.value, None, None
-        return value
-
-    def peek(self) -> torch.Tensor | None:
-        if self.sent is not None:
-            self.sent.synchronize()
-        return self.value
+from silentbad.mailbox import Mailbox
 
 
 @dataclass
@@ -88,7 +63,8 @@ class PhraseMemory:
         self.income = 3 * effective_batch * share
         self.credit, self.next, self.sweep = 0.0, 0, 0
         self.bank: list[Element] = []
-        self.errors = self.first = None
+        self.errors: torch.Tensor | None = None  # (n,P), and its first value
+        self.first: torch.Tensor | None = None
         self.mail, self.history = Mailbox(), []
 
     @property
@@ -275,7 +251,9 @@ def mask_table(bank: list[Element]) -> torch.Tensor:
 
 
 class Teacher:
-    """A frozen copy of a UNet in bf16, called like it; `refresh` brings it up to date.
+    """A frozen copy of what trains, in bf16, called like it; `refresh` brings it up to date.
+
+    Frozen parameters that are bf16 already (those under LoRA) are shared, not copied.
 
     accelerate binds its autocast wrapper to the instance, where a copy would still call the original's
     weights; the copy goes back to the class's own forward.
@@ -283,7 +261,9 @@ class Teacher:
 
     def __init__(self, unet: torch.nn.Module, dtype: torch.dtype = torch.bfloat16):
         self.dtype, self.config = dtype, getattr(unet, "config", None)
-        self.unet = copy.deepcopy(unet)
+        self.trained = [name for name, p in unet.named_parameters() if p.requires_grad]
+        shared = {id(p): p for p in unet.parameters() if not p.requires_grad and p.dtype == dtype}
+        self.unet = copy.deepcopy(unet, shared)
         for module in self.unet.modules():
             module.__dict__.pop("forward", None)
             module.__dict__.pop("_original_forward", None)
@@ -292,14 +272,22 @@ class Teacher:
 
     @torch.no_grad()
     def refresh(self, unet: torch.nn.Module) -> None:
-        for mine, new in zip(self.unet.parameters(), unet.parameters(), strict=True):
-            mine.copy_(new)
+        new = dict(unet.named_parameters())
+        for name, mine in self.state_dict().items():
+            mine.copy_(new[name])
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The parameters that follow the trained ones."""
+        mine = dict(self.unet.named_parameters())
+        return {name: mine[name].detach() for name in self.trained}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name, mine in self.state_dict().items():
+            mine.copy_(state[name])
 
     @torch.no_grad()
-    def __call__(self, x_t, t, encoder_hidden_states, *, added_cond_kwargs=None, return_dict=True):
+    def __call__(self, x_t, t, encoder_hidden_states=None, *, return_dict=True, **told):
         """The copy's prediction in float32, in the form of a diffusers UNet's."""
-        if added_cond_kwargs is not None:
-            added_cond_kwargs = {k: v.to(self.dtype) for k, v in added_cond_kwargs.items()}
-        x_t, states = x_t.to(self.dtype), encoder_hidden_states.to(self.dtype)
-        out = self.unet(x_t, t, states, added_cond_kwargs=added_cond_kwargs, return_dict=False)[0].float()
+        c = None if encoder_hidden_states is None else encoder_hidden_states.to(self.dtype)
+        out = self.unet(x_t.to(self.dtype), t, c, return_dict=False, **told)[0].float()
         return SimpleNamespace(sample=out) if return_dict else (out,)

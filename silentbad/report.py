@@ -12,6 +12,7 @@ import io
 import json
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -600,81 +601,69 @@ def compare(folders: list[str | Path]) -> tuple[str, list[list]]:
     """Runs side by side, the first as reference: HTML, and its table of paired differences."""
     runs = [Run(folder) for folder in folders]
     names = [run.name if [r.name for r in runs].count(run.name) == 1 else str(run.folder) for run in runs]
-    notes = {
-        f"{r.validation['embedder']} at {number(r.validation['threshold']['value'])}"
-        for r in runs
-        if r.validation
-    }
-    table, gaps, rates, sims, costs = [], [], [], [], []
+    table, gaps, charts = [], [], Curves([], [], [])
     for name, run in zip(names, runs, strict=True):
         for tag in run.tags():
-            total = next(
-                r for r in run.validation["summary"] if r["target"] == "all targets" and r["weights"] == tag
-            )
-            last, label = run.last(tag), f"{name}, {WEIGHTS[tag]}"
-            mse = (last.get("drift") or {}).get("clean_eps_mse")
-            table.append(
-                [
-                    label,
-                    last["cir"],
-                    *last["interval"],
-                    total["aurc"],
-                    total["restricted"],
-                    last["mean"],
-                    last["max"],
-                    last.get("element_rate"),
-                    mse,
-                ]
-            )
-            steps, values = run.curve(tag, "cir")
-            low, high = zip(*(i or (None, None) for i in run.curve(tag, "interval")[1]), strict=True)
-            rates.append(Series(label, steps, values, low, high))
-            sims.append(Series(label, *run.curve(tag, "mean")))
-            steps, values = run.curve(tag, "drift")
-            costs.append(Series(label, steps, [(v or {}).get("clean_eps_mse") for v in values]))
+            label = f"{name}, {WEIGHTS[tag]}"
+            table.append([label, *_last_scores(run, tag)])
+            charts.add(label, run, tag)
             for key in ("rate", "aurc", "restricted", "mean") if run is not runs[0] else ():
                 gaps.append([f"{label} - {names[0]}", key, *paired(runs[0], run, key, tag)])
-    head = [
-        "run",
-        "rate",
-        "95 % from",
-        "to",
-        "AURC",
-        "restricted",
-        "mean",
-        "best",
-        "elements",
-        "clean eps-MSE",
-    ]
+    head = ["run", "rate", "95 % from", "to", "AURC", "restricted", "mean", "best", "elements", "clean eps-MSE"]
     gap_head = ["difference", "score", "mean", "95 % from", "to", "targets"]
-    body = [f"<h1>{len(runs)} runs</h1>"]
-    if len(notes) > 1:
-        warning = (
-            "The runs used different embedders or thresholds, so rates are not comparable: "
-            + "; ".join(sorted(notes))
-        )
-        body.append(f'<p class="verdict yes">{escape(warning)}.</p>')
-    body += [
+    soft = '<p class="soft">Over shared targets, percentile bootstrap; an interval needs two targets at least.</p>'
+    body = [
+        f"<h1>{len(runs)} runs</h1>",
+        _unlike(runs),
         section("Scores", html_table(head, table)),
-        section(
-            "Paired differences",
-            html_table(gap_head, gaps) + '<p class="soft">Over shared targets, percentile '
-            "bootstrap; an interval needs two targets at least.</p>",
-        )
-        if gaps
-        else "",
-        section(
-            "Curves",
-            grid(
-                [
-                    line_chart(rates, "Recovery rate (CIR)", y_range=(0, 1)),
-                    line_chart(sims, "Mean similarity"),
-                    line_chart(costs, "Held-out clean error"),
-                ]
-            ),
-        ),
+        section("Paired differences", html_table(gap_head, gaps) + soft) if gaps else "",
+        section("Curves", charts.html()),
     ]
     return page("comparison", "".join(body)), gaps
+
+
+def _last_scores(run: Run, tag: str) -> list:
+    """A run's row of the comparison, after its name."""
+    rows = run.validation["summary"]
+    total = next(row for row in rows if row["target"] == "all targets" and row["weights"] == tag)
+    last = run.last(tag)
+    scores = [last["cir"], *last["interval"], total["aurc"], total["restricted"], last["mean"], last["max"]]
+    return [*scores, last.get("element_rate"), (last.get("drift") or {}).get("clean_eps_mse")]
+
+
+@dataclass
+class Curves:
+    """Curves of several runs: recovery rate, mean similarity, held-out clean error."""
+
+    rates: list[Series]
+    sims: list[Series]
+    costs: list[Series]
+
+    def add(self, label: str, run: Run, tag: str) -> None:
+        steps, values = run.curve(tag, "cir")
+        low, high = zip(*(i or (None, None) for i in run.curve(tag, "interval")[1]), strict=True)
+        self.rates.append(Series(label, steps, values, low, high))
+        self.sims.append(Series(label, *run.curve(tag, "mean")))
+        steps, values = run.curve(tag, "drift")
+        self.costs.append(Series(label, steps, [(v or {}).get("clean_eps_mse") for v in values]))
+
+    def html(self) -> str:
+        return grid([
+            line_chart(self.rates, "Recovery rate (CIR)", y_range=(0, 1)),
+            line_chart(self.sims, "Mean similarity"),
+            line_chart(self.costs, "Held-out clean error"),
+        ])  # fmt: skip
+
+
+def _unlike(runs: list[Run]) -> str:
+    """A warning where the runs' rates cannot be compared."""
+    measured = [run.validation for run in runs if run.validation]
+    notes = {f"{v['embedder']} at {number(v['threshold']['value'])}" for v in measured}
+    if len(notes) < 2:
+        return ""
+    told = "; ".join(sorted(notes))
+    warning = f"The runs used different embedders or thresholds, so rates are not comparable: {told}"
+    return f'<p class="verdict yes">{escape(warning)}.</p>'
 
 
 def main(arguments: list[str] | None = None) -> int:

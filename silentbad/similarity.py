@@ -71,6 +71,7 @@ class Embedder:
     """`embed` maps images to features; the default similarity is the cosine of unit features."""
 
     def embed(self, images: Tensor) -> Tensor:
+        """Images (B,3,H,W) in [0,1] -> features (B,...)."""
         raise NotImplementedError
 
     def paired(self, a: Tensor, b: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from PIL import Image
 
 import validation
 from silentbad import class_images, generation
-from silentbad.calibration import calibrate, load_redraws
+from silentbad.calibration import calibrate, load_redraws, of_element, thresholds
 from silentbad.data import Target, load_targets
 from silentbad.errors import UserError
 from silentbad.generation import Sampler, averaged, plan
@@ -129,6 +129,20 @@ def test_calibration_says_what_few_nulls_are_worth():
     assert tilted["held_out"] == 0.5  # each target's level says nothing about the other's
     with pytest.raises(UserError, match="null scores"):
         calibrate([], 0.01)
+
+
+def test_each_element_has_the_threshold_of_its_own_nulls():
+    rng = np.random.default_rng(1)
+    null = [{"target": j, "sim": 0.1, "elements": [rng.uniform(0, high) for high in (0.9, 0.4, 0.6)[: 3 - j]]}
+            for j in (0, 1) for _ in range(99 if j == 0 else 50)]  # fmt: skip
+    _, found = thresholds(null, None, 0.01, "test")
+    for k in range(3):
+        own = [row["elements"][k] for row in null if row["target"] == 0]
+        assert of_element(found, 0, k) == pytest.approx(max(own), abs=1e-9)  # ceil(100 * 0.99) = the 99th of 99
+    assert of_element(found, 1, 0) == of_element(found, 1, 1) == found["value"]  # 50 are too few: they share
+    rows = [{"target": 0, "sim": 0.9, "magnitude": 1.0, "elements": [0.5, 0.5, 0.5]}]
+    scores = validation.cell_scores(rows, ["a"], 0.5, found)
+    assert [e["rate"] for e in scores["targets"]["a"]["elements"]] == [0.0, 1.0, 0.0]
 
 
 def test_intervals():
@@ -368,25 +382,11 @@ def test_generation_equals_plain_diffusers(kind):
 
 
 def test_xl_pipeline_generates():
-    from diffusers import StableDiffusionXLPipeline
-    from transformers import CLIPTextModelWithProjection
+    from tests.tiny import tiny_xl_pipeline
 
-    from tests.tiny import tiny_unet
-
-    base = tiny_pipeline("epsilon")
-    second = CLIPTextModelWithProjection(base.text_encoder.config)
-    unet = tiny_unet(
-        cross_attention_dim=64,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=8,
-        projection_class_embeddings_input_dim=80,
-    )
-    pipe = StableDiffusionXLPipeline(
-        vae=base.vae, text_encoder=base.text_encoder, text_encoder_2=second, tokenizer=base.tokenizer,
-        tokenizer_2=base.tokenizer, unet=unet, scheduler=base.scheduler, add_watermarker=False,
-    )  # fmt: skip
+    pipe = tiny_xl_pipeline()
     sampler = Sampler(pipe.components, ValidationConfig(num_inference_steps=2), 0)
-    with sampler.using(unet, torch.device("cpu")):
+    with sampler.using(pipe.unet, torch.device("cpu")):
         images, _ = sampler.generate(plan(some_targets(1), 2, 0))
         errors = sampler.eps_errors([{"pixel_values": torch.zeros(3, 16, 16), "text": "a cat"}], [0])
     assert images.shape == (2, 3, 16, 16) and images.isfinite().all() and errors[0] > 0
