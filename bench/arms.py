@@ -1,0 +1,96 @@
+"""The arms of the recovery benchmark: what each adds to the plain fine-tune, as flags of train_silentbad.py."""
+
+import json
+from typing import Any
+
+from gradient_control import SCALE_RULES, TRANSFORMS
+from memory_reinforce import REGISTRIES
+
+Flags = dict[str, str]
+
+
+def part(slot: str, name: str, **options: Any) -> Flags:
+    flags = {f"memory.{slot}.name": name}
+    return flags | ({f"memory.{slot}.options": json.dumps(options)} if options else {})
+
+
+def rule(name: str, **more: str) -> Flags:
+    return {"gradient_control.name": name, **{f"gradient_control.{k}": v for k, v in more.items()}}
+
+
+PHRASES = {"memory.phrase_memory.enabled": "true"}
+PAIRWISE = part("rehearsal", "pairwise")
+LEAK_FREE = part("rehearsal", "leak_free")
+REGION = part("region", "mask")
+HIGH_NOISE = {**part("timesteps", "snr_mixture"), "memory.timesteps.importance": "false"}
+
+AT_ONCE = {"warmup": "0", "refresh": "1", "max_log_step": "10"}  # for rules that need no measurement
+SOON = {"warmup": "5", "refresh": "2", "averaging": "0.9", "max_log_step": "1"}  # for a budget of 300 steps
+KV = {"table": "configs/prior-kv.yaml"}
+
+
+def kv(name: str, options: dict[str, Any]) -> Flags:
+    """A rule on the table for keys and values, at once and with a bound the table fits in."""
+    return rule(name, options=json.dumps(options), bound="10", **AT_ONCE)
+
+
+# In the order that tells most first.
+ARMS: dict[str, Flags] = {
+    "plain": {},
+    "recommended": {**PAIRWISE, **REGION, **HIGH_NOISE},
+    "original": rule("mean_abs", apply="gradient"),
+    "recommended_leak_free": {**LEAK_FREE, **REGION, **HIGH_NOISE},
+    "keys_values": kv("prior", KV),
+    "keys_values_placebo": kv("placebo", {"of": "prior", "options": KV}),
+    "prior": rule("prior", **AT_ONCE),
+    "prior_gsnr": rule("prior+gsnr", **SOON),
+    "placebo": rule("placebo", **SOON),
+    "gsnr": rule("gsnr", **SOON),
+    "original_as_rate": rule("mean_abs", **SOON),
+    "auto_rgn": rule("auto_rgn", **SOON),
+    "inverse_rms": rule("inverse_rms", **SOON),
+    "hypergradient": {**LEAK_FREE, **rule("hypergradient", **SOON)},
+    "pairwise": {**PAIRWISE, **REGION},
+    "leak_free": LEAK_FREE,
+    "region": REGION,
+    "region_estimated": part("region", "estimated"),
+    "snr_mixture": HIGH_NOISE,
+    "curriculum": {**part("timesteps", "curriculum"), "memory.timesteps.importance": "false"},
+    "learning_progress": part("timesteps", "learning_progress"),
+    "weakest_first": {**part("sampler", "weakest_first"), **PHRASES},
+    "attention_binding": part("attention_binding", "mass"),
+    "and_distillation": {**part("distillation", "and"), **PHRASES},
+    "retention": part("retention", "l2_sp"),
+    "recommended-pairwise": {**REGION, **HIGH_NOISE},
+    "recommended-region": {**LEAK_FREE, **HIGH_NOISE},
+    "recommended-snr_mixture": {**PAIRWISE, **REGION},
+}
+SMOKE = ("plain", "original", "recommended")
+
+# What a part needs beside its name to run at all, and to do its work within a few steps.
+NEEDS: dict[tuple[str, str], Flags] = {
+    ("sampler", "weakest_first"): PHRASES,
+    ("sampler", "leitner"): PHRASES,
+    ("rehearsal", "pairwise"): REGION,
+    ("distillation", "and"): {**PHRASES, **part("distillation", "and", after=-100, every=1)},
+    ("attention_binding", "mass"): part("attention_binding", "mass", start=0.0, side=4),
+}
+
+
+def every_part() -> dict[str, Flags]:
+    """Every entry of every registry, switched on alone: {"slot.name": flags}. torchjd's need its package."""
+    parts = {
+        f"{slot}.{name}": {**part(slot, name), **NEEDS.get((slot, name), {})}
+        for slot, registry in REGISTRIES.items()
+        for name in registry
+        if name not in ("none", "uniform", "fixed")
+    }
+    parts |= {f"loss.{name}": {f"memory.loss.{key}": value} for name, key, value in
+              (("huber", "error", "huber"), ("dream", "dream", "1.0"))}  # fmt: skip
+    parts |= {f"order.{name}": flags for name, flags in (
+        ("interleaved", {"memory.sampler.order": "interleaved"}), ("golden", {"memory.timesteps.sequence": "golden"}))}
+    soon = {"warmup": "0", "refresh": "1"}
+    parts |= {f"gradient_control.{name}": {**rule(name, **soon), **(LEAK_FREE if name == "hypergradient" else {})}
+              for name in SCALE_RULES if name != "uniform"}  # fmt: skip
+    own = [name for name in TRANSFORMS if name not in ("none", "upgrad", "mgda", "dualproj")]
+    return parts | {f"transform.{name}": rule("uniform", transform=name, conflict="true") for name in own}

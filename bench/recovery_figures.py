@@ -1,0 +1,108 @@
+"""The benchmark's pictures for README and theory, into docs/images.
+
+    python -m bench.recovery_figures curves                     recovery by step from the stored rows, as SVG
+    python -m bench.recovery_figures strip --target 1000        generations by step: plain, original, recommended
+    python -m bench.recovery_figures multipliers --target 1000  learning-rate multipliers by layer, of one arm
+
+`strip` and `multipliers` make their runs anew, with the images kept.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from html import escape
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+from bench.arms import ARMS, SMOKE
+from bench.recovery import RESULTS, ROOT, WORK, common, data_set, stored
+from bench.recovery_table import curves
+from silentbad.figures import LABEL, strip
+from silentbad.plots import COLOURS, DASHES, WIDTH, heatmap
+
+IMAGES = ROOT / "docs" / "images"
+STYLE = ("svg{background:#fff;font-family:system-ui,sans-serif}text{font-size:13px;fill:#444}.grid{stroke:#ddd}"
+         ".axis{stroke:#666}")  # fmt: skip
+SHOWN = ("plain", "original", "recommended", "recommended_leak_free", "keys_values")
+
+
+def standalone(figure: str, legend: list[str]) -> str:
+    """The chart of a report's figure as a file of its own, its legend below, two names a row."""
+    found = re.search(r'<svg viewBox="0 0 (\d+) (\d+)"(.*?)>(.*?)</svg>', figure, re.S)
+    if found is None:
+        raise SystemExit("nothing to draw: no rows")
+    height, rest, inside = int(found[2]), found[3], found[4]
+    for k, name in enumerate(legend):
+        x, y = 52 + (k % 2) * 220, height + 14 + 18 * (k // 2)
+        line = f'<line x1="{x}" x2="{x + 26}" y1="{y - 4}" y2="{y - 4}" stroke="{COLOURS[k]}" stroke-width="2"'
+        inside += f'{line} stroke-dasharray="{DASHES[k]}"/><text x="{x + 32}" y="{y}">{escape(name)}</text>'
+    full = height + (24 + 18 * ((len(legend) + 1) // 2) if legend else 0)
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {full}"{rest}><style>{STYLE}</style>'
+            f"{inside}</svg>\n")  # fmt: skip
+
+
+def draw_curves(results: Path) -> Path:
+    rows = stored(results)
+    there = [arm for arm in SHOWN if any(row["arm"] == arm for row in rows)]
+    out = IMAGES / "recovery.svg"
+    out.write_text(standalone(curves([row for row in rows if row["arm"] in there], there), there))
+    return out
+
+
+def kept_run(arm: str, target: str, seed: int = 0, steps: int = 300) -> Path:
+    """The folder of one run of an arm, with the images of a few steps."""
+    out = WORK / f"kept-{arm}-{target}"
+    if not (out / "finished.json").exists():
+        flags = {
+            **common(data_set(target, seed, 20), out, 8, seed, steps), "validation.steps": 100,
+            "validation.early_steps": "[10,20,30,50]", "validation.images_per_target": 8,
+            "overwrite_output_dir": "true", **ARMS[arm],
+        }  # fmt: skip
+        command = [sys.executable, "train_silentbad.py", "--config", "configs/microworld.yaml"]
+        subprocess.run([*command, *(f"--{k}={v}" for k, v in flags.items())], cwd=ROOT, check=True)
+    return out
+
+
+def draw_strip(target: str) -> Path:
+    """The median generation by step, an arm a row."""
+    rows = [strip(kept_run(arm, target), columns=8) for arm in SMOKE]
+    side, font = 110, ImageFont.load_default(size=14)
+    sheet = Image.new("RGB", (rows[0].width + side, sum(r.height for r in rows) - LABEL * (len(rows) - 1)), "white")
+    y = 0
+    for k, (arm, row) in enumerate(zip(SMOKE, rows, strict=True)):
+        row = row if k == 0 else row.crop((0, LABEL, row.width, row.height))
+        sheet.paste(row, (side, y))
+        ImageDraw.Draw(sheet).text((6, y + row.height // 2), arm, fill=(40, 40, 40), font=font)
+        y += row.height
+    out = IMAGES / "recovery-strip.png"
+    sheet.save(out, optimize=True)
+    return out
+
+
+def draw_multipliers(target: str, arm: str) -> Path:
+    history = json.loads((kept_run(arm, target) / "multipliers.json").read_text())
+    names = list(history[0]["multipliers"])
+    values = [[entry["multipliers"][name] for entry in history] for name in names]
+    figure = heatmap(names, [entry["step"] for entry in history], values, f"Learning-rate multipliers of {arm}")
+    out = IMAGES / "multipliers.svg"
+    out.write_text(standalone(figure, []))
+    return out
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("curves", "strip", "multipliers"))
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--target", default="1000")
+    parser.add_argument("--arm", default="prior_gsnr", choices=list(ARMS))
+    args = parser.parse_args(argv)
+    made = {"curves": lambda: draw_curves(args.results), "strip": lambda: draw_strip(args.target),
+            "multipliers": lambda: draw_multipliers(args.target, args.arm)}[args.what]()  # fmt: skip
+    print(made.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

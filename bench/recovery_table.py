@@ -1,0 +1,185 @@
+"""What the rows of bench/recovery.py say: figures of a run, speed-ups with intervals over targets, table and chart.
+
+A time that a run does not reach within the budget counts as the budget, so a mean is a restricted mean and a speed-up
+over an arm that never got there is a lower bound. The unit of inference is the target; seeds are averaged inside it.
+"""
+
+from collections import defaultdict
+from html import escape
+from pathlib import Path
+
+import numpy as np
+
+from silentbad.plots import Series, line_chart
+
+TIMES = ("first", "cir50", "cir80")
+Figures = dict[str, dict[str, float]]  # by target
+
+
+def first_step(curve: dict[int, float], level: float) -> float:
+    """First step at which the rate reaches `level`; infinite where it never does within the budget."""
+    return min((step for step, rate in curve.items() if step > 0 and rate >= level), default=float("inf"))
+
+
+def area(curve: dict[int, float]) -> float:
+    """Area under the recovery curve over the budget, in [0, 1] (trapezoid)."""
+    steps = sorted(curve)
+    return float(np.trapezoid([curve[s] for s in steps], steps) / (steps[-1] - steps[0]))
+
+
+def summarise(rows: list[dict]) -> dict[str, float]:
+    """Figures of one run on one target. `drift` is the rise of the error on held-out clean records."""
+    by_step = {row["step"]: row for row in rows}
+    curve = {step: row["rate"] for step, row in by_step.items()}
+    start, last, budget = by_step[0], by_step[max(by_step)], max(by_step)
+    figures = {name: first_step(curve, level) for name, level in zip(TIMES, (1e-9, 0.5, 0.8), strict=True)}
+    for name in TIMES:
+        reached = figures[name] < float("inf")
+        figures[f"{name}_reached"] = float(reached)
+        figures[name] = figures[name] if reached else float(budget)
+        figures[f"{name}_seconds"] = by_step[int(figures[name])]["seconds"]
+    known = float(np.mean(last["elements"]))
+    return figures | {
+        "cir": last["rate"], "aurc": area(curve), "mean": last["mean"], "elements": known,
+        "parts_only": float(known >= 0.5 and last["rate"] < 0.5), "drift": last["drift"] - start["drift"],
+        "seconds_per_step": last["seconds"] / budget, "budget": budget,
+    }  # fmt: skip
+
+
+def runs_of(rows: list[dict], arm: str, factor: float) -> dict[str, dict[int, list[dict]]]:
+    """{target: {seed: rows}} of an arm at one learning rate."""
+    runs: dict[str, dict[int, list[dict]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        if row["arm"] == arm and row["factor"] == factor:
+            runs[row["target"]][row["seed"]].append(row)
+    return runs
+
+
+def per_target(rows: list[dict], arm: str, factor: float) -> Figures:
+    """Seeds averaged inside each target."""
+    runs = {t: [summarise(part) for part in seeds.values()] for t, seeds in runs_of(rows, arm, factor).items()}
+    return {target: {k: float(np.mean([one[k] for one in ones])) for k in ones[0]} for target, ones in runs.items()}
+
+
+def speedup(plain: Figures, other: Figures, key: str = "cir50", draws: int = 4000) -> tuple[float, float, float]:
+    """Median over targets of plain's time over the arm's, with a 95 % paired bootstrap interval over targets."""
+    shared = sorted(set(plain) & set(other))
+    ratios = np.array([plain[t][key] / other[t][key] for t in shared])
+    rng = np.random.default_rng(0)
+    medians = np.median(ratios[rng.integers(0, len(ratios), (draws, len(ratios)))], axis=1)
+    low, high = np.quantile(medians, [0.025, 0.975])
+    return float(np.median(ratios)), float(low), float(high)
+
+
+def drift_at_equal_recovery(rows: list[dict], plain: tuple[str, float], other: tuple[str, float]) -> float:
+    """Median over targets and seeds of the arm's drift over plain's, each at its first step with plain's best rate."""
+    ratios, mine = [], runs_of(rows, *other)
+    for target, seeds in runs_of(rows, *plain).items():
+        for seed in set(seeds) & set(mine.get(target, {})):
+            level = max(row["rate"] for row in seeds[seed])
+            rises = [rise_at(run, level) for run in (seeds[seed], mine[target][seed])]
+            if level > 0 and None not in rises and rises[0] > 0:
+                ratios.append(rises[1] / rises[0])
+    return float(np.median(ratios)) if ratios else float("nan")
+
+
+def rise_at(run: list[dict], level: float) -> float | None:
+    """Drift at the first step whose rate reaches `level`; None where none does."""
+    by_step = {row["step"]: row for row in run}
+    step = first_step({s: row["rate"] for s, row in by_step.items()}, level)
+    return None if step == float("inf") else by_step[int(step)]["drift"] - by_step[0]["drift"]
+
+
+def best_factors(rows: list[dict]) -> dict[str, float]:
+    """Each arm's learning-rate factor with the largest area under its recovery curve (ties to the smaller)."""
+    best = {}
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        factors = sorted({row["factor"] for row in rows if row["arm"] == arm})
+        areas = [np.mean([f["aurc"] for f in per_target(rows, arm, factor).values()]) for factor in factors]
+        best[arm] = factors[int(np.argmax(areas))]
+    return best
+
+
+HEAD = ("arm", "lr x", "runs", "first", "CIR 50 %", "CIR 80 %", "CIR", "AURC", "elements", "parts only", "drift",
+        "drift, equal CIR", "s/step", "speed-up to CIR 50 %", "the same in seconds")  # fmt: skip
+
+
+def label(row: dict) -> str:
+    """The arm, marked where several targets were trained on together."""
+    together = row["targets"].count(",") + 1
+    return row["arm"] if together == 1 else f"{row['arm']}, {together} targets at once"
+
+
+def tables(rows: list[dict]) -> list[tuple[str, ...]]:
+    """The lines of the single-target runs, then those of runs with several targets, each against its own plain arm."""
+    lines = []
+    for together in sorted({row["targets"].count(",") for row in rows}):
+        part = [{**row, "arm": label(row)} for row in rows if row["targets"].count(",") == together]
+        lines += table(part, label({"arm": "plain", "targets": "," * together}))
+    return lines
+
+
+def table(rows: list[dict], against: str = "plain") -> list[tuple[str, ...]]:
+    """A line per arm at its best factor: medians of times over targets, means of the rest."""
+    best, lines = best_factors(rows), []
+    base = per_target(rows, against, best[against]) if against in best else {}
+    for arm, factor in best.items():
+        figures = per_target(rows, arm, factor)
+        mean = {k: float(np.mean([f[k] for f in figures.values()])) for k in next(iter(figures.values()))}
+        times = [time(figures, name) for name in TIMES]
+        gains = ["", ""]
+        if base and arm != against:
+            gains = [interval(speedup(base, figures, key)) for key in ("cir50", "cir50_seconds")]
+            equal = drift_at_equal_recovery(rows, (against, best[against]), (arm, factor))
+        lines.append((
+            arm, f"{factor:g}", str(sum(map(len, runs_of(rows, arm, factor).values()))), *times, f"{mean['cir']:.2f}",
+            f"{mean['aurc']:.3f}", f"{mean['elements']:.2f}", f"{mean['parts_only']:.2f}", f"{mean['drift']:.4f}",
+            f"{equal:.2f}" if gains[0] else "", f"{mean['seconds_per_step']:.3f}", *gains,
+        ))  # fmt: skip
+    return lines
+
+
+def time(figures: Figures, name: str) -> str:
+    """Median over targets; "never" where at least half of the runs did not get there."""
+    reached = np.mean([f[f"{name}_reached"] for f in figures.values()])
+    return f"{np.median([f[name] for f in figures.values()]):.0f}" if reached > 0.5 else "never"
+
+
+def interval(x: tuple[float, float, float]) -> str:
+    return f"{x[0]:.2f} [{x[1]:.2f}, {x[2]:.2f}]"
+
+
+def markdown(lines: list[tuple[str, ...]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in [HEAD, tuple("---" for _ in HEAD), *lines]) + "\n"
+
+
+def html(rows: list[dict]) -> str:
+    """One self-contained page: the table and the recovery curves."""
+    cells = [f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in line)}</tr>" for line in tables(rows)]
+    head = "".join(f"<th>{escape(c)}</th>" for c in HEAD)
+    style = "body{font:15px system-ui;margin:2em}td,th{padding:.2em .6em;text-align:right}svg{max-width:46em}"
+    return (f"<!doctype html><meta charset=utf-8><title>Recovery</title><style>{style}</style><h1>Recovery</h1>"
+            f"<table><tr>{head}</tr>{''.join(cells)}</table>{curves(rows)}")  # fmt: skip
+
+
+def curves(rows: list[dict], arms: list[str] | None = None, draws: int = 2000) -> str:
+    """Recovery curves of the single-target runs: mean CIR over targets, with a 95 % bootstrap band over targets."""
+    rows = [row for row in rows if "," not in row["targets"]]
+    best, series, rng = best_factors(rows), [], np.random.default_rng(0)
+    for arm in arms or best:
+        by_target = runs_of(rows, arm, best[arm])
+        steps = sorted({row["step"] for seeds in by_target.values() for run in seeds.values() for row in run})
+        values = np.array([[np.mean([r["rate"] for run in seeds.values() for r in run if r["step"] == step])
+                            for step in steps] for seeds in by_target.values()])  # fmt: skip
+        drawn = values[rng.integers(0, len(values), (draws, len(values)))].mean(axis=1)
+        low, high = np.quantile(drawn, [0.025, 0.975], axis=0)
+        series.append(Series(arm, steps, values.mean(axis=0).tolist(), low.tolist(), high.tolist()))
+    return line_chart(series, "Recovery by step (CIR, mean over targets)", x_label="optimizer steps", y_range=(0, 1))
+
+
+def save(rows: list[dict], results: Path) -> str:
+    """The Markdown table beside the results, and the page; returns the table."""
+    text = markdown(tables(rows))
+    results.with_suffix(".md").write_text(text)
+    results.with_suffix(".html").write_text(html(rows))
+    return text

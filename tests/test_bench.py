@@ -1,0 +1,68 @@
+"""The recovery benchmark: its arms are configurations that run, and its figures are what they say."""
+
+import pytest
+
+import train_silentbad
+from bench import arms, recovery, recovery_table
+from gradient_control import SCALE_RULES
+from memory_reinforce import REGISTRIES
+from silentbad.config import parse
+
+
+@pytest.mark.parametrize("name", [*arms.ARMS, *arms.every_part()])
+def test_every_arm_is_a_configuration_that_passes_the_checks(name):
+    flags = {**arms.ARMS, **arms.every_part()}[name]
+    argv = ["--config", "configs/microworld.yaml", "--train_data_dir", "data", "--output_dir", "out"]
+    config, sources = parse(train_silentbad.Config, [*argv, *(f"--{k}={v}" for k, v in flags.items())], "")
+    train_silentbad.check_all(config, sources)
+
+
+def test_every_registry_entry_is_tried():
+    tried = set(arms.every_part())
+    assert {f"{slot}.{n}" for slot, names in REGISTRIES.items() for n in names} - tried <= {
+        f"{slot}.{n}" for slot in REGISTRIES for n in ("none", "uniform", "fixed")}  # fmt: skip
+    assert {f"gradient_control.{name}" for name in SCALE_RULES if name != "uniform"} <= tried
+
+
+def rows(arm: str, curves: dict[str, dict[int, float]], **more) -> list[dict]:
+    return [
+        {"arm": arm, "factor": 1.0, "targets": target, "target": target, "seed": 0, "step": step, "rate": rate,
+         "mean": rate, "elements": [1.0, 0.5], "drift": 0.1 + 0.001 * step, "seconds": 0.5 * step, **more}
+        for target, curve in curves.items() for step, rate in curve.items()
+    ]  # fmt: skip
+
+
+def test_a_run_in_figures():
+    figures = recovery_table.summarise(rows("a", {"1": {0: 0.0, 10: 0.25, 20: 0.75, 40: 0.5}}))
+    assert (figures["first"], figures["cir50"], figures["cir80"]) == (10, 20, 40)  # 80 % not reached: the budget
+    assert (figures["cir50_reached"], figures["cir80_reached"]) == (1, 0)
+    assert figures["cir50_seconds"] == 10 and figures["seconds_per_step"] == 0.5
+    assert figures["aurc"] == pytest.approx((0.5 * 0.25 * 10 + 0.5 * 10 + 0.625 * 20) / 40)
+    assert figures["drift"] == pytest.approx(0.04) and figures["elements"] == 0.75 and figures["parts_only"] == 0
+
+
+def test_a_speedup_over_what_never_recovers_is_a_lower_bound():
+    plain = {str(i): {0: 0.0, 10: 0.0, 20: 0.0, 100: 0.0} for i in range(3)}
+    quick = {str(i): {0: 0.0, 10: 0.0, 20: 0.9, 100: 0.9} for i in range(3)}
+    table = recovery_table.table(rows("plain", plain) + rows("quick", quick))
+    line = dict(zip(recovery_table.HEAD, table[1], strict=True))
+    assert line["speed-up to CIR 50 %"] == line["the same in seconds"] == "5.00 [5.00, 5.00]"
+    assert line["CIR 50 %"] == "20" and table[0][4] == "never"
+
+
+def test_drift_is_compared_where_both_have_recovered_as_much():
+    plain, quick = {"1": {0: 0.0, 10: 0.0, 40: 0.5}}, {"1": {0: 0.0, 10: 0.6, 40: 0.7}}
+    both = rows("plain", plain) + rows("quick", quick)
+    assert recovery_table.drift_at_equal_recovery(both, ("plain", 1.0), ("quick", 1.0)) == pytest.approx(0.25)
+
+
+def test_runs_of_several_targets_have_lines_of_their_own():
+    curves = {"1": {0: 0.0, 10: 0.5}, "2": {0: 0.0, 10: 0.0}}
+    lines = recovery_table.tables(rows("plain", curves) + rows("plain", curves, targets="1,2"))
+    assert [line[0] for line in lines] == ["plain", "plain, 2 targets at once"]
+
+
+def test_an_unknown_arm_is_named(capsys):
+    with pytest.raises(SystemExit) as stop:
+        recovery.main(["--arms", "plane"])
+    assert stop.value.code == 2 and "unknown arm 'plane'; there are: plain" in capsys.readouterr().err
