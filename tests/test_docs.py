@@ -1,0 +1,309 @@
+"""Documents against the code: blocks run or parse, links and anchors exist, named tests and files exist, and the two
+languages of a document say the same in the same order."""
+
+import argparse
+import csv
+import importlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import jsonargparse
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+import gradient_control
+import memory_reinforce
+import train_silentbad
+from silentbad import similarity
+from silentbad.config import parse
+
+from . import toy
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "assets/micro-sd/README.md"])
+PAIRS = sorted(path for path in DOCUMENTS if path.name.endswith(".zh-CN.md"))
+BLOCK = re.compile(
+    r"(?:^ *<!-- (?P<mark>[^\n]*?) -->\n)?^(?P<indent> *)```(?P<language>\w*)\n(?P<body>.*?)^ *```", re.M | re.S
+)
+# Marks, in a comment on the line before a block: `run` has it executed by a test below; `needs network`, `needs a GPU`
+# or `needs ...` say why it is not. A command is checked against the real parser either way.
+
+
+def blocks(path: Path, *languages: str) -> list[tuple[str, str, str]]:
+    """(language, mark, body without its indent) of the fenced blocks of a document."""
+    found = []
+    for m in BLOCK.finditer(path.read_text(encoding="utf-8")):
+        body = re.sub(rf"^{m['indent']}", "", m["body"], flags=re.M)
+        if not languages or m["language"] in languages:
+            found.append((m["language"], m["mark"] or "", body))
+    return found
+
+
+def prose(path: Path) -> str:
+    """A document without its fenced blocks."""
+    return re.sub(r"^ *```.*?^ *```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+# ---------------------------------------------------------------- commands
+
+
+class Parsed(Exception):
+    """The arguments were taken."""
+
+
+def takes(module: str, argv: list[str], monkeypatch) -> None:
+    """Fails unless the module's own parser takes the arguments; nothing of it runs after."""
+    for cls in (argparse.ArgumentParser, jsonargparse.ArgumentParser):
+        original = cls.parse_args
+
+        def parse_args(self, *args, original=original, **options):
+            original(self, *args, **options)
+            raise Parsed
+
+        monkeypatch.setattr(cls, "parse_args", parse_args)
+    monkeypatch.setattr(sys, "argv", [module, *argv])
+    with pytest.raises(Parsed):
+        importlib.import_module(module).main()
+
+
+def check_command(words: list[str], monkeypatch) -> None:
+    """One command of a document: what it names exists and its parser takes its flags."""
+    words = [word.removeprefix(".venv/bin/") for word in words]
+    while re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+        words = words[1:]
+    if words[0] == "make":
+        assert subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True).returncode == 0, words
+    elif "train_silentbad.py" in words:
+        at = words.index("train_silentbad.py")
+        for option, file in zip(words[:at], words[1:at], strict=False):
+            assert option != "--config_file" or (ROOT / file).is_file(), file
+        config, sources = parse(train_silentbad.Config, words[at + 1 :])
+        train_silentbad.check_all(config, sources)
+    elif words[:2] == ["python", "validation.py"]:
+        takes("validation", words[2:], monkeypatch)
+    elif words[:2] in (["python", "-m"], ["python3", "-m"]) and words[2].startswith(("silentbad.", "bench.")):
+        takes(words[2], words[3:], monkeypatch)
+    elif words[1:3] == ["-m", "pytest"] or words[0] in ("pytest", "pip-audit"):
+        for word in words:
+            assert not word.startswith("tests") or (ROOT / word.partition("::")[0]).exists(), word
+    elif words[0] == "pip" or words[1:3] in (["-m", "pip"], ["-m", "venv"]) or words[0] == "pre-commit":
+        for option, file in zip(words, words[1:], strict=False):
+            assert option != "-r" or (ROOT / file).is_file(), file
+    else:
+        pytest.fail(f"no check knows the command {' '.join(words)!r}")
+
+
+def commands(body: str) -> list[list[str]]:
+    """The words of each command of a shell block; `&&` joins two."""
+    lines = re.sub(r"\\\n", " ", body).splitlines()
+    return [words for line in lines for part in line.split("&&") if (words := shlex.split(part, comments=True))]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+def test_commands_parse(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for _, mark, body in blocks(path, "bash"):
+        if mark.startswith("needs the earlier"):
+            continue  # another project's script, shown beside ours
+        for words in commands(body):
+            with monkeypatch.context() as patch:
+                check_command(words, patch)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+def test_every_block_says_what_it_is(path):
+    for language, _, body in blocks(path):
+        assert language in ("bash", "python", "yaml", "json", "csv", "text", "bibtex"), body
+    assert len(blocks(path)) * 2 == len(re.findall(r"^ *```", path.read_text(encoding="utf-8"), re.M))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+def test_data_blocks_parse(path, tmp_path):
+    for language, mark, body in blocks(path, "yaml", "json", "csv"):
+        if language == "json":
+            rows = [json.loads(line) for line in body.splitlines()]
+            assert all({"file_name", "text"} <= set(row) or {"target_id", "image"} <= set(row) for row in rows), body
+        elif language == "csv":
+            first, *rest = csv.reader(body.splitlines())
+            assert rest and all(len(row) == len(first) for row in rest), body
+        elif mark == "not a run's configuration":
+            assert yaml.safe_load(body)
+        else:
+            file = tmp_path / "block.yaml"
+            file.write_text(body)
+            train_silentbad.check_all(*parse(train_silentbad.Config, ["--train_data_dir", "x", "--config", str(file)]))
+
+
+# ---------------------------------------------------------------- links and names
+
+
+def anchors(path: Path) -> set[str]:
+    """GitHub's anchors of a document's headings."""
+    made: Counter = Counter()
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", prose(path), re.M):
+        slug = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+        found.add(f"{slug}-{made[slug]}" if made[slug] else slug)
+        made[slug] += 1
+    return found
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+def test_links_lead_somewhere(path):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
+        if link.startswith(("http://", "https://")):
+            assert re.fullmatch(r"https://[\w.-]+(/[\w./%#-]*)?", link), link
+            continue
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+ARXIV = re.compile(r"(?<![\d.])(\d{4})\.(\d{4,5})(?![\d.]*\d)")
+
+
+def arxiv_ids(text: str) -> list[str]:
+    """What looks like an arXiv identifier: YYMM.number, from April 2007 on."""
+    return [f"{a}.{b}" for a, b in ARXIV.findall(text) if 7 <= int(a[:2]) <= 26]
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *ROOT.glob("*.py"), *ROOT.glob("silentbad/**/*.py")], ids=name)
+def test_arxiv_ids_are_well_formed(path):
+    for found in arxiv_ids(path.read_text(encoding="utf-8")):
+        month, number = int(found[2:4]), found.partition(".")[2]
+        assert 1 <= month <= 12 and len(number) == (5 if int(found[:4]) >= 1501 else 4), found
+
+
+TESTS = "\n".join(file.read_text() for file in ROOT.glob("tests/*.py"))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+def test_named_tests_and_files_exist(path):
+    text = path.read_text(encoding="utf-8")
+    for test in set(re.findall(r"`(test_\w+)(?:\[[^`]*)?`", text)):
+        assert f"def {test}(" in TESTS, test
+    for file in set(re.findall(r"`((?:silentbad|configs|bench|docs|tests|assets)/[\w./-]*\.\w+)`", text)):
+        made = file.startswith("bench/results/")  # written by the benchmark
+        assert made or (ROOT / file).exists(), file
+
+
+# ---------------------------------------------------------------- two languages
+
+
+def shape(path: Path) -> dict[str, list]:
+    """What two languages of a document share: headings' levels, blocks, links, identifiers, tables, figures."""
+    text = prose(path)
+    code = [(language, mark, re.sub(r"\s*#.*", "", body)) for language, mark, body in blocks(path)]
+    return {
+        "headings": [len(h) for h in re.findall(r"^(#+) ", text, re.M)],
+        "blocks": code,
+        "links": sorted(link.replace(".zh-CN", "") for link in re.findall(r"\]\(([^)\s]+)\)", text)),
+        "arXiv": sorted(arxiv_ids(text)),
+        "tables": [len(re.findall(r"(?<!\\)\|", row)) for row in re.findall(r"^\|.*\|$", text, re.M)],
+        "tests": sorted(re.findall(r"`(test_\w+)", text)),
+    }
+
+
+@pytest.mark.parametrize("path", PAIRS, ids=name)
+def test_both_languages_say_the_same(path):
+    chinese, english = shape(path), shape(path.with_name(path.name.replace(".zh-CN", "")))
+    for part in english:
+        assert chinese[part] == english[part], part
+
+
+def test_there_are_two_languages():
+    assert {"README.zh-CN.md", "docs/theory.zh-CN.md"} <= {name(path) for path in PAIRS}
+
+
+# ---------------------------------------------------------------- what documents have run
+
+
+def test_the_worked_example_ends_in_a_report(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    ((_, _, body),) = [block for block in blocks(ROOT / "README.md", "bash") if block[1] == "run"]
+    (words,) = commands(body)
+    argv = words[words.index("train_silentbad.py") + 1 :]
+    shorter = {"max_train_steps": 4, "validation.images_per_target": 2, "validation.null_images": 4,
+               "output_dir": tmp_path, "cache_dir": tmp_path / "cache", "report_to": "none"}  # fmt: skip
+    assert train_silentbad.main([*argv, *(f"--{key}={value}" for key, value in shorter.items())]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "ball-box" in page and (tmp_path / "pipeline" / "model_index.json").is_file()
+
+
+def test_the_examples_pictures_are_what_its_script_draws(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs/example")
+    draw = importlib.import_module("draw")
+    monkeypatch.setattr(draw, "FOLDER", tmp_path)
+    draw.main()
+    for file in ("metadata.jsonl", "targets.jsonl"):
+        assert (tmp_path / file).read_text() == (ROOT / "docs/example" / file).read_text()
+    for file in sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.png")):
+        with Image.open(tmp_path / file) as made, Image.open(ROOT / "docs/example" / file) as kept:
+            assert made.tobytes() == kept.tobytes(), file
+
+
+@pytest.fixture
+def documented():
+    """Definitions of all `run in MODULE` blocks, entered in their registries for the test."""
+    registries = (gradient_control.SCALE_RULES, memory_reinforce.SAMPLERS, memory_reinforce.TIMESTEPS,
+                  memory_reinforce.LOSSES, similarity.EMBEDDERS)  # fmt: skip
+    before = [dict(registry) for registry in registries]
+    for path in DOCUMENTS:
+        for _, mark, body in blocks(path, "python"):
+            assert mark.startswith("run in "), body
+            exec(body, {**vars(importlib.import_module(mark.removeprefix("run in ")))})
+    added = {name for registry, old in zip(registries, before, strict=True) for name in set(registry) - set(old)}
+    yield added
+    for registry, old in zip(registries, before, strict=True):
+        registry.clear()
+        registry.update(old)
+
+
+def test_recipes_work(documented):
+    assert documented == {"spread", "strongest_first", "band", "sigmoid", "grey"}
+    # a scale rule moves multipliers inside the bounds
+    model = toy.Toy()
+    control = gradient_control.Controller(model, toy.config("spread", warmup=0, refresh=1, max_log_step=0.5))
+    optimizer = torch.optim.AdamW(control.param_groups(1e-2), lr=1e-3)
+    control.attach(optimizer)
+    g = torch.Generator().manual_seed(0)
+    for step in range(6):
+        for k, p in enumerate(model.parameters()):
+            p.grad = torch.randn(p.shape, generator=g) ** (2 * k + 1)
+        control.before_step(step)
+        optimizer.step()
+        control.after_step()
+    a = list(control.multipliers.values())
+    assert max(a) > 1.05 > 0.95 > min(a) and all(1 / 4 <= x <= 4 for x in a)
+    # a sampler, a timestep policy and a loss weight pass the checks of a configuration and do what they say
+    config = memory_reinforce.MemoryConfig(
+        sampler=memory_reinforce.SamplerConfig("strongest_first", {"cap": 3.0}),
+        timesteps=memory_reinforce.TimestepConfig("band", {"low": 0.5}),
+        loss=memory_reinforce.LossConfig("sigmoid", {"bias": 1.0}),
+    )  # fmt: skip
+    memory_reinforce.check(config)
+    q = memory_reinforce.SAMPLERS["strongest_first"](np.array([[0.1, 0.9]]), np.array([5, 5]), 0)
+    assert q.sum() == pytest.approx(1) and q[1] > q[0]
+    p = memory_reinforce.TIMESTEPS["band"](np.geomspace(1e3, 1e-3, 100), 0.0, None, low=0.5)
+    assert p.sum() == pytest.approx(1) and p.min() >= 0.3 / 100 and p[60] > p[10]
+    w = memory_reinforce.LOSSES["sigmoid"](torch.tensor([0.0, 1.0]), "v_prediction", bias=1.0)
+    assert w.isfinite().all() and w[1] == pytest.approx(0.5 / (1 + np.exp(-1)))
+    # an embedder knows a picture again
+    x = torch.rand(3, 3, 32, 32, generator=g)
+    embedder = similarity.EMBEDDERS["grey"]()
+    same = embedder.paired(embedder.embed(x), embedder.embed(x))
+    assert torch.allclose(same, torch.ones(3), atol=1e-5)
+    assert (embedder.paired(embedder.embed(x), embedder.embed(x.roll(1, 0))) < 0.9).all()

@@ -1,0 +1,146 @@
+"""Ideas of the systems this one inherits from, each shown to work. docs/lineage.md names them."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from diffusers.training_utils import compute_loss_weighting_for_sd3
+
+from memory_reinforce import LOSSES
+from silentbad import debug, runs
+from silentbad.config import parse
+from silentbad.errors import UserError
+from silentbad.scores import length_scores
+from silentbad.timers import Timers
+from silentbad.upkeep import goodness
+from train_silentbad import Config, check_all, main
+
+from .test_train import build, flags, rows  # noqa: F401
+from .test_validation import make_hook, saved_embedder, shifted, some_targets
+from .tiny import tiny_pipeline
+
+
+@pytest.mark.parametrize("scheme", ["sigma_sqrt", "cosmap"])
+def test_sd3_weights_are_diffusers_on_the_flow_error(scheme):
+    """||d(eps - x0)||^2 of the rescaled z = (1 - sigma) x0 + sigma eps, weighted by diffusers, is our weight on eps."""
+    g = torch.Generator().manual_seed(0)
+    snr = torch.tensor([900.0, 7.0, 1.0, 0.05], dtype=torch.float64)
+    sigma = 1 / (1 + snr.sqrt())
+    x0, eps, guess = (torch.randn(4, 8, generator=g, dtype=torch.float64) for _ in range(3))
+    z = (1 - sigma)[:, None] * x0 + sigma[:, None] * eps
+    x0_guess = (z - sigma[:, None] * guess) / (1 - sigma)[:, None]
+    flow = ((guess - x0_guess) - (eps - x0)).square().mean(1)
+    expected = compute_loss_weighting_for_sd3(scheme, sigma).double() * flow
+    assert torch.allclose(LOSSES[scheme](snr, "epsilon") * (guess - eps).square().mean(1), expected, rtol=1e-5)
+    for kind in ("epsilon", "v_prediction", "sample"):
+        assert LOSSES[scheme](torch.tensor([0.0, 1e4]), kind).isfinite().all()
+
+
+def test_a_run_folder_named_by_time_and_suffix(flags, tmp_path, capsys):  # noqa: F811
+    assert main(flags(max_train_steps=1, stamp_output_dir=True, run_suffix="first")) == 0
+    (folder,) = (tmp_path / "run").iterdir()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d_first", folder.name)
+    again, _ = parse(Config, ["--config", str(folder / "config.yaml")])
+    assert again.output_dir == str(folder) and not again.stamp_output_dir
+    argv = ["--config", str(folder / "config.yaml"), "--resume_from_checkpoint", "latest", "--max_train_steps", "2"]
+    assert main(argv) == 0
+    assert [row["step"] for row in rows(folder)] == [1, 2]
+    for wrong, told in [({"run_suffix": "x"}, "needs stamp_output_dir"),
+                        ({"stamp_output_dir": True, "run_suffix": "../x"}, "must be letters"),
+                        ({"stamp_output_dir": True, "resume_from_checkpoint": "latest"}, "no latest")]:  # fmt: skip
+        with pytest.raises(UserError, match=told):
+            check_all(*parse(Config, flags(**wrong)))
+
+
+def test_sigusr2_shows_the_stacks_or_opens_a_debugger(tmp_path, capfd, monkeypatch):
+    with runs.Requests(runs.RunFolder(tmp_path, True)) as requests:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert requests.agreed() == (0, False, False)  # neither stops nor saves
+        assert "test_sigusr2_shows_the_stacks" in capfd.readouterr().err
+        opened = []
+        monkeypatch.setattr(sys, "breakpointhook", lambda *_: opened.append(True))
+        monkeypatch.setattr(debug.sys, "__stdin__", type("Terminal", (), {"isatty": lambda self: True})())
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert opened == [True]
+
+
+def test_early_points_may_stand_at_powers_of_two(tmp_path):
+    hook = make_hook(tmp_path, steps=10, early_steps=[1, 2, 4, 8])
+    assert [s for s in range(25) if hook.should_run(s)] == [0, 1, 2, 4, 8, 10, 20]
+    assert [s for s in range(25) if make_hook(tmp_path, steps=10).should_run(s)] == [0, 10, 20]
+
+
+def test_rows_count_samples_and_say_where_the_time_went(flags, data, tmp_path):  # noqa: F811
+    assert main(flags(max_train_steps=3, **{
+        "validation.targets": data / "targets.jsonl", "validation.embedder": "ssim", "validation.threshold": 0.5,
+        "validation.images_per_target": 1, "validation.num_inference_steps": 1, "validation.steps": 1,
+    })) == 0  # fmt: skip
+    logged = rows(tmp_path / "run")
+    assert [row["samples"] for row in logged] == [6, 12, 18]  # 3 a micro-batch, 2 of those a step
+    timings = [json.loads(line) for line in (tmp_path / "run" / "timings.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in timings] == [1, 2, 3]
+    for row in timings:
+        shares = {name: value for name, value in row.items() if name.startswith("time/")}
+        assert {"time/data", "time/forward", "time/validate"} <= set(shares)
+        assert all(value >= 0 for value in shares.values()) and sum(shares.values()) <= 1.001
+        assert row["samples_per_second"] > 0
+
+
+def test_timers_divide_the_time_since_the_last_reading():
+    timers = Timers()
+
+    def slow():
+        for i in range(2):
+            time.sleep(0.02)
+            yield i
+
+    assert list(timers.waiting("data", slow())) == [0, 1]
+    with timers.of("forward"):
+        time.sleep(0.04)
+    first = timers.read(8)
+    assert first["time/data"] > 0.1 < first["time/forward"] and first["time/data"] + first["time/forward"] <= 1
+    assert 8 / first["samples_per_second"] >= 0.08
+    assert timers.read(8) == {"samples_per_second": 0.0}
+
+
+def test_cosines_at_several_sampling_lengths(tmp_path):
+    folder = tmp_path / "clip"
+    folder.mkdir()
+    pipe = tiny_pipeline()
+    hook = make_hook(tmp_path, pipe, targets=some_targets(2), sampling_lengths=[1, 3], controls="always",
+                     clip_path=saved_embedder("clip", folder))  # fmt: skip
+    hook.run(0, 0, pipe.unet)
+    scalars = hook.run(50, 1, shifted(pipe.unet))
+    base, now = (entry["raw"]["lengths"] for entry in hook.history)
+    assert set(base) == set(now) == {"1", "3"} and base["1"] != base["3"]
+    for n in ("1", "3"):
+        assert "difference" not in base[n] and set(now[n]) == {"original", "others", "own", "shuffled", "difference"}
+        assert now[n]["difference"] == pytest.approx(now[n]["original"] - base[n]["original"]) != 0
+        assert scalars[f"val/length-{n}/own"] == now[n]["own"]
+    assert hook.sampler.steps == hook.config.num_inference_steps
+    json.dumps(hook.state_dict())
+
+
+def test_length_scores_by_hand():
+    found = [{"target": 0, "sims": [0.9, 0.1], "clip": None}, {"target": 1, "sims": [0.3, 0.5], "clip": None}]
+    scores = length_scores(found, {"original": 0.2})
+    assert scores == pytest.approx({"original": 0.7, "others": 0.2, "difference": 0.5})
+    alone = length_scores([{"target": 0, "sims": [0.9], "clip": [0.2]}], {})
+    assert alone == {"original": 0.9, "own": 0.2}
+
+
+def test_the_best_may_be_chosen_by_the_held_out_loss(flags, data, tmp_path, capsys):  # noqa: F811
+    scores = {"val/mean": 0.5, "val_ema/mean": 0.6, "val/drift/clean_eps_mse": 0.2}
+    assert goodness(scores, "similarity") == 0.6 and goodness(scores, "clean_eps_mse") == -0.2
+    validation = {"validation.targets": data / "targets.jsonl", "validation.embedder": "ssim",
+                  "validation.threshold": 0.5, "validation.images_per_target": 1,
+                  "validation.num_inference_steps": 1}  # fmt: skip
+    assert main(flags(max_train_steps=1, save_best=True, best_by="clean_eps_mse", **validation)) == 2
+    assert "held_out_clean" in capsys.readouterr().err  # eight clean records: a tenth is none
+    assert main(flags(max_train_steps=1, best_by="clean_eps_mse")) == 2
+    assert "needs save_best" in capsys.readouterr().err
