@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test lint bench bench-controller bench-recovery bench-validation base clean
+.PHONY: quickstart test test-kill test-distributed lint bench bench-controller bench-recovery bench-validation bench-throughput bench-scale base clean
 
 $(STAMP): requirements.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,12 +26,19 @@ quickstart: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests
 
+test-kill: $(STAMP)  ## 50 kills and failing disks; the disks need root
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/kill --kills 50
+
+test-distributed: $(STAMP)  ## two gloo processes on the CPU, started as a user would
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/distributed tests/test_gradient_control_distributed.py
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 
-bench: bench-controller bench-validation bench-recovery
+bench: bench-controller bench-validation bench-throughput bench-scale bench-recovery
 
-bench-controller bench-recovery bench-validation: bench-%: $(STAMP)
+bench-controller bench-recovery bench-validation bench-throughput bench-scale: bench-%: $(STAMP)
 	$(BIN)/python -m bench.$*
 
 base: $(STAMP)  ## train the bundled base anew

@@ -3,19 +3,18 @@
     accelerate launch train_silentbad.py --config configs/quickstart.yaml [--config more.yaml] [--flag value ...]
 
 Exit code 0: finished; 2: a mistake in what was given; 130, 143: stopped by SIGINT, SIGTERM with a checkpoint saved.
-Legend: x0 (B,C,h,w) latents, eps noise, t (B,), w (B,) importance weights, c (B,L,D) text states. `step` counts
-optimizer updates, `draw` effective batches: a skipped update never meets its data again.
+Legend: x0 (B,C,h,w) latents, eps noise, t (B,), w (B,) importance weights, c what the captions say to the model. `step`
+counts optimizer updates, `draw` effective batches: a skipped update never meets its data again.
 """
 
 import os
-import signal
 import sys
 import tempfile
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from diffusers.optimization import get_scheduler
@@ -25,13 +24,14 @@ import gradient_control
 import memory_reinforce
 from gradient_control import Controller, GradientControlConfig
 from memory_reinforce import Memory, MemoryConfig
-from silentbad import checkpoint, models, runs
+from silentbad import adapters, caches, checks, models, optimizers, runs
 from silentbad.config import TrainConfig, check, flag, parse, to_dict
-from silentbad.data import Loader, Sampler, Stream, Transform, collate, interpolation_mode, prepare
-from silentbad.epochs import DataInfo, epoch_order
+from silentbad.data import Loader, Sampler, Stream, Transform, chunks, collate, interpolation_mode, prepare
+from silentbad.epochs import DataInfo, epoch_length, sources_of
 from silentbad.errors import UserError
 from silentbad.rng import addressed_seed
-from silentbad.upkeep import Upkeep, finish, not_finite, rescue
+from silentbad.timers import Timers
+from silentbad.upkeep import Upkeep, finish, not_finite, rescue, try_drawing
 from validation import RecoveryHook, ValidationConfig, averaged
 
 
@@ -48,25 +48,12 @@ class Config(TrainConfig):
 def check_all(config: Config, sources: dict[str, str]) -> None:
     """Refuse what cannot run, before any weights load; flat loss flags become the parts of `memory` they name."""
     check(config, sources)
-    loss = config.memory.loss
-    if config.snr_gamma is not None:
-        if loss.name not in ("none", "min_snr"):
-            raise UserError(f"snr_gamma: means memory.loss.name=min_snr, which is set to {loss.name}; set one of them")
-        loss.name, loss.options = "min_snr", {**loss.options, "gamma": config.snr_gamma}
-    if config.dream_training:
-        loss.dream = config.dream_detail_preservation
+    checks.join(config)
     gradient_control.check_config(config.gradient_control)
     memory_reinforce.check(config.memory)
     interpolation_mode(config.image_interpolation_mode)
+    adapters.check(config)
     models.check_machine(config)
-
-
-def epoch_length(info: DataInfo, clean_ratio: float | None) -> int:
-    """Records of an epoch, whatever the sampler's shares."""
-    length = len(epoch_order(info, np.ones(len(info.keys)), 0, 0, clean_ratio))
-    if length == 0:
-        raise UserError(f"memory.sampler.clean_ratio: {clean_ratio} leaves no record to train on")
-    return length
 
 
 # ---------------------------------------------------------------- what a run is made of
@@ -77,7 +64,7 @@ class Run(Upkeep):
 
     def __init__(self, config: Config, accelerator: Accelerator, folder: runs.RunFolder):
         self.config, self.accelerator, self.folder = config, accelerator, folder
-        self.meters = runs.Meters()
+        self.meters, self.timers = runs.Meters(), Timers()
         world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
         # -- data, checked before weights load
         settings, tokenizer = models.scheduler_settings(config), models.load_tokenizer(config)
@@ -87,26 +74,26 @@ class Run(Upkeep):
         self.info = DataInfo(*(getattr(self.records, n) for n in ("role", "target_id", "element_id", "phrases")))
         # -- models
         self.parts = parts = models.load_parts(config, settings, tokenizer, accelerator.mixed_precision)
-        self.encoder = models.Encoder(parts, accelerator, cache_bytes=config.cache_mb * 2**20, seed=config.seed)
-        parts.unet.to(device)
+        side, cache = models.resolution(parts, config), config.cache_mb * 2**20
+        self.encoder = models.Encoder(parts, accelerator, side=side, cache_bytes=cache, seed=config.seed)
+        models.placed(parts.model, config, device)
         # -- length and optimizer
         effective_batch = config.train_batch_size * config.gradient_accumulation_steps * world
         self.steps_per_epoch = -(-epoch_length(self.info, config.memory.sampler.clean_ratio) // effective_batch)
         self.total = config.max_train_steps or config.num_train_epochs * self.steps_per_epoch
-        self.control = Controller(parts.unet, config.gradient_control, config.seed)
+        self.control = Controller(parts.model, config.gradient_control, config.seed)
         groups = self.control.param_groups(config.adam_weight_decay)
-        optimizer = models.make_optimizer(groups, config, effective_batch if config.scale_lr else 1.0)
+        optimizer = optimizers.make_optimizer(groups, config, effective_batch if config.scale_lr else 1.0)
         self.lr_scheduler = get_scheduler(
             config.lr_scheduler, optimizer, num_warmup_steps=config.lr_warmup_steps, num_training_steps=self.total
         )  # not prepared: one step an update, whatever the number of processes
         self.control.attach(optimizer, self.lr_scheduler)
-        self.unet, self.optimizer = accelerator.prepare(parts.unet, optimizer)
-        self.ema = models.make_ema(parts.unet, config, device)
+        self.model, self.optimizer = accelerator.prepare(parts.model, optimizer)
+        self.forward = models.training_forward(self.model, config)
+        self.ema = models.make_ema(parts.model, config, device)
         # -- what is shown, and how it is weighed
-        transform = Transform.of(config, models.resolution(parts, config))
-        self.sampler = Sampler(
-            self.records, transform, config.seed, config.shuffle_phrases, cache_bytes=config.cache_mb * 2**20
-        )
+        transform = Transform.of(config, side)
+        self.sampler = Sampler(self.records, transform, config.seed, config.shuffle_phrases, cache_bytes=cache)
         self.memory = Memory(
             config.memory, self.info, parts.noise_scheduler, seed=config.seed,
             effective_batch=effective_batch, max_steps=self.total, rank=rank, world=world,
@@ -117,80 +104,89 @@ class Run(Upkeep):
             self.sampler.rehearse = self.memory.rehearse
         self.stream = Stream(self.memory.sampler.epoch)
         self.loader = Loader(
-            self.sampler, self.stream, tokenizer, batch_size=config.train_batch_size, rank=rank, world=world,
-            accumulation=config.gradient_accumulation_steps, workers=config.dataloader_num_workers,
+            self.sampler, self.stream, batch_size=config.train_batch_size, rank=rank, world=world,
+            accumulation=config.gradient_accumulation_steps, workers=config.dataloader_num_workers, device=device,
         )  # fmt: skip
         self.memory.prepare(
-            parts.unet, self.predict, self.encoder.mode,
-            lambda rows: collate(self.sampler.pictures(rows), tokenizer), tokenizer,
+            parts.model, self.predict, self.encoder.mode,
+            lambda rows: collate(self.sampler.pictures(rows)), tokenizer,
         )  # fmt: skip
-        # -- what is written, and how it is measured
-        folder.open(to_dict(config), runs.facts(device, world))
-        accelerator.init_trackers(config.tracker_project_name, runs.flat(to_dict(config)))
+        caches.use(self, accelerator)
+        # -- how it is measured; nothing is written before `open`
         self.hook = None
         if self.targets and not config.dry_run:
-            clean = Sampler(held_out, transform, config.seed) if held_out else None
+            clean = runs.clean_records(Sampler(held_out, transform, config.seed)) if held_out else []
             self.hook = RecoveryHook(
                 config.validation, targets=self.targets, components=parts.components(), accelerator=accelerator,
-                output_dir=folder.path, seed=config.seed, clean=runs.clean_records(held_out, clean) if clean else [],
-                prediction_type=config.prediction_type,
+                output_dir=folder.path, seed=config.seed, clean=clean, prediction_type=config.prediction_type,
             )  # fmt: skip
 
     @property
     def draw(self) -> int:
+        """Effective batches begun, skipped ones included."""
         return self.step + self.skipped
 
-    def averaged(self):
-        """A context with the averaged weights in the UNet, where there are some."""
-        return averaged(self.ema, self.parts.unet) if self.ema is not None else nullcontext()
+    def averaged(self) -> AbstractContextManager[None]:
+        """A context with the averaged weights in place, where there are some."""
+        return averaged(self.ema, self.parts.model) if self.ema is not None else optimizers.measured(self.optimizer)
 
-    def predict(self, x_t: torch.Tensor, t: torch.Tensor, texts: list[str], model=None) -> torch.Tensor:
-        """The UNet's (or `model`'s) prediction (B,C,h,w) under these captions."""
+    def predict(
+        self, x_t: torch.Tensor, t: torch.Tensor, texts: list[str], model: Any = None, time_ids: Any = None
+    ) -> torch.Tensor:
+        """The prediction (B,C,h,w) under these captions, of what trains or of a copy of it."""
         with self.accelerator.autocast():
-            return (model or self.parts.unet)(x_t, t, self.encoder.captions(texts), return_dict=False)[0]
+            c = self.encoder.condition(texts, time_ids)
+            return (model or self.model)(x_t, t, **c, return_dict=False)[0]
 
 
 # ---------------------------------------------------------------- one step
 
 
-def micro_step(run: Run, batch: dict, micro: int) -> torch.Tensor:
-    """Forward and backward of one micro-batch; returns its loss. Nothing here waits for the device."""
+def micro_step(run: Run, batch: dict[str, Any], micro: int) -> torch.Tensor:
+    """Forward and backward of one micro-batch, in the parts that fit; returns its loss."""
+    *parts, (share, part) = chunks(batch, run.config.max_batch_size)
+    with run.accelerator.no_sync(run.model):
+        losses = [part_step(run, *each, micro, last=False) for each in parts]
+    return torch.stack([*losses, part_step(run, share, part, micro, last=True)]).sum()
+
+
+def part_step(run: Run, share: float, batch: dict[str, Any], micro: int, *, last: bool) -> torch.Tensor:
+    """Forward and backward of a `share` of a micro-batch; returns its part of the loss. Nothing here waits for the
+    device."""
     config, memory, scheduler, device = run.config, run.memory, run.parts.noise_scheduler, run.accelerator.device
-    positions, draw, unet = batch["position"].tolist(), run.draw, run.parts.unet
+    positions, draw, model = batch["position"].tolist(), run.draw, run.parts.model
     torch.manual_seed(addressed_seed(config.seed, "torch", draw, positions[0]))  # dropout, where a UNet has it
-    x0, c = run.encoder.latents(batch, draw), run.encoder.captions(batch["text"])
+    x0, c = run.encoder.latents(batch, draw), run.encoder.condition(batch["text"], batch["time_ids"])
     t, w = memory.timesteps(draw, positions, run.loader.effective_batch)
     run.count(t)
-    t, w = t.to(device), w.to(device)
+    t, w = caches.send(t, device), caches.send(w, device)
     eps, x_t = models.noised(scheduler, x0, t, config, draw, positions)
     target = models.prediction_target(scheduler, x0, eps, t)
-    x_t, target = memory.rectify(lambda x, t: run.unet(x, t, c, return_dict=False)[0], x0, eps, t, x_t, target)
-    batch = {k: v.to(device) if k in ("mask", "has_mask") else v for k, v in batch.items()}
-    with memory.watch(unet, run.step) as maps:
-        pred = run.unet(x_t, t, c, return_dict=False)[0]
-    loss = memory.loss_per_sample(pred, target, t, w, batch).mean()
+    x_t, target = memory.rectify(lambda x, t: run.forward(x, t, **c, return_dict=False)[0], x0, eps, t, x_t, target)
+    batch = {k: caches.send(v, device) if k in ("mask", "has_mask", "time_ids") else v for k, v in batch.items()}
+    with memory.watch(model, run.step) as maps:
+        pred = run.forward(x_t, t, **c, return_dict=False)[0]
+    losses = memory.loss_per_sample(pred, target, t, w, batch)
+    loss = losses.mean()
     extra = memory.auxiliary(
-        loss, step=run.step, micro=micro, batch=batch, x_t=x_t, t=t, pred=pred, maps=maps, unet=unet,
+        loss, step=run.step, micro=micro, batch=batch, x_t=x_t, t=t, pred=pred, maps=maps, unet=model,
         predict=run.predict,
     )  # fmt: skip
-    run.accelerator.backward(loss if extra is None else loss + extra)
-    run.control.after_backward(run.accelerator.sync_gradients, source_of(batch))
-    return loss.detach()
-
-
-def source_of(batch: dict) -> str | None:
-    """Whose gradient a micro-batch brings: its records' role, where they share one."""
-    return batch["role"][0] if len(set(batch["role"])) == 1 else None
+    sources, scale = sources_of(batch, config.gradient_control.sources), share * models.backward_scale(run.accelerator)
+    source = run.control.before_backward(losses, sources, scale)
+    run.accelerator.backward(share * (loss if extra is None else loss + extra))
+    run.control.after_backward(last and run.accelerator.sync_gradients, source)
+    return share * loss.detach()
 
 
 def update(run: Run) -> bool:
     """One optimizer update from the accumulated gradients; False where they are not finite and it is skipped."""
-    parameters = [p for p in run.parts.unet.parameters() if p.requires_grad]
     run.accelerator.unscale_gradients(run.optimizer)
-    norm = models.gradient_norm(parameters)
-    run.control.before_step(run.step, finite=torch.isfinite(norm))
+    norms = optimizers.gradient_norms(run.control.params)
+    norm = torch.linalg.vector_norm(norms)
+    run.control.before_step(run.step, finite=torch.isfinite(norm), norms=norms)
     if run.config.max_grad_norm:
-        torch.nn.utils.clip_grad_norm_(parameters, run.config.max_grad_norm)
+        optimizers.clip(run.control.params, run.config.max_grad_norm, None if run.control.edits else norm)
     finite = bool(torch.isfinite(norm))  # the one host sync of a step: what is not finite must not be applied
     run.torn = True
     if finite or run.accelerator.scaler is not None:  # the scaler must see an overflow to lower its scale
@@ -203,7 +199,7 @@ def update(run: Run) -> bool:
         return False
     run.lr_scheduler.step()
     if run.ema is not None:
-        run.ema.step(p for p in run.parts.unet.parameters() if p.requires_grad)
+        run.ema.step(p for p in run.parts.model.parameters() if p.requires_grad)
     run.step, run.skipped_in_row = run.step + 1, 0
     run.memory.after_step(run.step, run.predict)
     run.meters.add({"grad_norm": norm})
@@ -220,28 +216,18 @@ def train(run: Run) -> int:
             if run.hook is not None and run.hook.should_run(run.step):
                 run.validate()
             run.drawing, drawn, losses = run.draw, [], []
-            for micro, batch in enumerate(run.loader.draw(run.draw)):
+            for micro, batch in enumerate(run.timers.waiting("data", run.loader.draw(run.draw))):
                 drawn += batch["index"].tolist()
-                with accelerator.accumulate(run.unet):
+                with accelerator.accumulate(run.model), run.timers.of("forward"):
                     losses.append(micro_step(run, batch, micro))
             if not update(run):
                 if run.skipped_in_row >= config.max_nonfinite_steps:
                     raise UserError(not_finite(run, drawn))
                 continue
             run.meters.add({"loss": torch.stack(losses).mean()})
-            # -- the step boundary: everything below sees a whole step
             bar.update()
-            if run.step % config.log_every == 0 or run.step == run.total:
-                run.log()
-            run.end_of_epoch()
-            stop, save, validate = requests.agreed()
-            if stop or save or run.step % config.checkpointing_steps == 0:
-                run.save("signal" if stop or save else "interval")
-            if stop:
-                run.say(f"stopped by {signal.Signals(stop).name}; resume with --resume_from_checkpoint latest")
+            if stop := run.boundary(requests):
                 return 128 + stop
-            if validate and run.hook is not None:
-                run.validate()
     return 0
 
 
@@ -249,23 +235,20 @@ def train(run: Run) -> int:
 
 
 def start(config: Config) -> int:
+    """Build the run, or take it up where it stood, and train; returns the exit code."""
+    runs.stamp(config)
     accelerator = runs.make_accelerator(config)
-    folder = runs.RunFolder(config.output_dir, accelerator.is_main_process)
-    asked = config.resume_from_checkpoint
-    resumed = checkpoint.resolve(asked, folder.checkpoints) if asked else None
-    if resumed is None:
-        folder.refuse_other_run(config.overwrite_output_dir)
-        if asked:
-            accelerator.print(f"no checkpoint in {folder.checkpoints} to resume from; starting anew")
+    folder = runs.RunFolder.of(config, accelerator.is_main_process)
+    resumed = folder.resumed(config, accelerator.print)
     run = Run(config, accelerator, folder)
     if config.dry_run:
         run.total = 1
     if resumed is not None and run.take_up(resumed):
         return 0
+    run.open(to_dict(config))
     code = train(run)
     if config.dry_run:
-        models.draw_images(models.pipeline(run.parts), [run.records.row(0)["text"]], config.seed, steps=2)
-        accelerator.print("dry run: loaded everything, one step, one image; nothing written")
+        try_drawing(run)
     elif code == 0:
         finish(run)
     accelerator.end_training()
@@ -273,13 +256,13 @@ def start(config: Config) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command line; a UserError is one line on stderr and exit code 2."""
     try:
         config, sources = parse(Config, argv, __doc__)
         check_all(config, sources)
         if config.print_groups:
-            settings = models.scheduler_settings(config)
-            unet = models.load_parts(config, settings, None).unet
-            print(Controller(unet, config.gradient_control, config.seed).groups.table())
+            parts = models.load_parts(config, models.scheduler_settings(config), None)
+            print(Controller(parts.model, config.gradient_control, config.seed).groups.table())
             return 0
         with tempfile.TemporaryDirectory() if config.dry_run else nullcontext() as scratch:
             if scratch is not None:

@@ -1,16 +1,19 @@
 """Checkpoints that are whole or absent: temporary folder, manifest with sizes and SHA-256, sync, rename.
 
-A folder `step-N` counts only with a manifest that its files match. Nothing old is deleted before the new one stands.
+A folder `step-N` counts only with a manifest of this FORMAT that its files match. Nothing old is deleted before the
+new one stands.
 State is read back with `weights_only=True`; tensors of models are safetensors.
 """
 
 import hashlib
 import json
 import os
+import pickle
 import re
 import shutil
 import warnings
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from .errors import UserError
 
 MANIFEST = "manifest.json"
+FORMAT = 1  # of a checkpoint's files; a change that older code would misread counts it up
 STEP = re.compile(r"step-(\d+)")
 
 
@@ -49,7 +53,7 @@ def commit(temporary: Path, folder: Path, info: dict[str, Any]) -> None:
         files[path.relative_to(temporary).as_posix()] = {"size": path.stat().st_size, "sha256": sha256(path)}
         _sync(path)
     manifest = temporary / MANIFEST
-    manifest.write_text(json.dumps({**info, "files": files}, indent=1))
+    manifest.write_text(json.dumps({"format": FORMAT, **info, "files": files}, indent=1))
     for path in (manifest, *(p for p in temporary.rglob("*") if p.is_dir()), temporary):
         _sync(path)
     if folder.exists():
@@ -79,10 +83,21 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
+def foreign(folder: Path) -> str | None:
+    """That a checkpoint is of another format than this program's, with both numbers; None where it is not."""
+    try:
+        written = json.loads((folder / MANIFEST).read_text()).get("format", 1)  # the first had no number
+    except (OSError, ValueError, AttributeError):
+        return None
+    return None if written == FORMAT else f"its format is version {written}, this program reads version {FORMAT}"
+
+
 def problem(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     if not folder.is_dir():
         return "no such folder"
+    if (other := foreign(folder)) is not None:
+        return other
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
         for name, entry in files.items():
@@ -119,8 +134,14 @@ def latest(root: Path) -> Path | None:
 
 
 def resolve(asked: str, root: Path) -> Path | None:
-    """The folder `resume_from_checkpoint` means: "latest" of `root` (None where there is none), or a path anywhere."""
+    """The folder `resume_from_checkpoint` means: "latest" of `root` (None where there is none), or a path anywhere.
+
+    A newest one of another format is refused, not skipped: an older one would throw away what it holds.
+    """
     if asked == "latest":
+        newest = steps(root)[-1:]
+        if newest and (other := foreign(newest[0])) is not None:
+            raise UserError(f"resume_from_checkpoint {newest[0]}: {other}; resume with the release that wrote it")
         return latest(root)
     folder = Path(asked)
     if not folder.exists() and (root / asked).exists():
@@ -141,10 +162,12 @@ def rotate(root: Path, limit: int | None, keep: Path) -> None:
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Safetensors; from any device."""
     save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, path)
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Safetensors onto the CPU. Raises UserError where the file cannot be read."""
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
@@ -152,6 +175,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Tensors and plain values, with torch.save."""
     torch.save(state, path)
 
 
@@ -159,8 +183,10 @@ def read_state(path: Path) -> dict[str, Any]:
     """State of tensors and plain values; anything that would run code is refused."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise UserError(f"{path}: cannot be read (holds more than tensors and plain values, so not loaded)") from None
     except Exception as error:
-        raise UserError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
+        raise UserError(f"{path}: cannot be read ({(str(error).splitlines() or [type(error).__name__])[0]})") from None
 
 
 def fits(folder: Path, state: dict[str, Any], wanted: set[str]) -> None:
@@ -170,17 +196,49 @@ def fits(folder: Path, state: dict[str, Any], wanted: set[str]) -> None:
         raise UserError(f"{folder}: {had} the state of {name!r}, which this run {has}; resume with its config.yaml")
 
 
+@contextmanager
+def fitting(folder: Path, name: str):
+    """A state of other shapes or parts than this run's is one line, not a traceback."""
+    try:
+        yield
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(
+            f"{folder}: the state of {name!r} does not fit this run ({reason}); resume with its config.yaml and data"
+        ) from None
+
+
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Write a folder (a pipeline) whole, then put it in place of the old one."""
-    temporary = begin(folder)
+    temporary, old = begin(folder), folder.parent / f".{folder.name}.old"
     try:
         write(temporary)
+        for path in temporary.rglob("*"):
+            _sync(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    old = folder.parent / f".{folder.name}.old"
-    shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
     temporary.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def put_back(folder: Path) -> None:
+    """Undo a `replace_folder` that was killed between its two renames; what it had not finished writing goes."""
+    old, temporary = (folder.parent / f".{folder.name}.{end}" for end in ("old", "tmp"))
+    if old.is_dir() and not folder.exists():
+        old.rename(folder)
+    for leftover in (old, temporary):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+@contextmanager
+def writing(place: str, what: str):
+    """A disk that is full, gone or read-only while `what` is written is one line that names `place`."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors wrap the system's errors
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{place}: cannot write {what} ({reason})") from error

@@ -37,6 +37,17 @@ def flag(default: Any, help: str, source: str = "diffusers") -> Any:
 
 
 @dataclass
+class LoraSettings:
+    """Adapters in place of the weights themselves: nested under --lora.*"""
+
+    rank: int | None = flag(None, "rank of the adapters; unset: the weights themselves train", HERE)
+    alpha: int | None = flag(None, "adapters are scaled by alpha / rank; the rank when unset", HERE)
+    targets: list[str] = flag(
+        ["attn", "xattn"], "layers by role (attn, xattn.v, ff, resnet, ...), stage (mid, up1) or both (mid.ff)", HERE
+    )
+
+
+@dataclass
 class TrainConfig:
     """Flat training flags. `source` of each says whose name it is; --help shows it."""
 
@@ -49,6 +60,10 @@ class TrainConfig:
     prediction_type: Literal["epsilon", "v_prediction", "sample"] | None = flag(
         None, "what the UNet predicts; the scheduler's own setting when unset"
     )
+
+    # What trains beside the UNet, and how
+    train_text_encoder: bool = flag(False, "train the text encoders too, through LoRA where the UNet is")
+    lora: LoraSettings = field(default_factory=LoraSettings)
 
     # Data
     train_data_dir: str | None = flag(
@@ -65,8 +80,11 @@ class TrainConfig:
     random_flip: bool = flag(False, "flip half the images; a flip moves an element from its native place")
     shuffle_phrases: bool = flag(False, "permute the phrases inside each caption, anew for each draw", HERE)
     allow_target_images: bool = flag(False, "let records train that equal a target image", HERE)
-    cache_mb: int = flag(1024, "memory for cached latents and text states, in MiB; 0 encodes anew each time", HERE)
-    dataloader_num_workers: int = flag(0, "threads that decode images ahead")
+    cache_mb: int = flag(1024, "memory for decoded images and for latents and text states not on disk, in MiB", HERE)
+    disk_cache_gb: float = flag(8.0, "disk for latents and text states, under cache_dir, in GiB; 0 keeps none", HERE)
+    dataloader_num_workers: int | None = flag(
+        None, "threads that make the next step's batch ready; 2 on CUDA, none elsewhere, when unset"
+    )
     held_out_clean: int = flag(32, "clean records kept from training to measure drift, at most a tenth", HERE)
     clean_data_dir: str | None = flag(None, "published layout: folder with images/ and caption.txt", HERE)
     target_start_id: int = flag(100, "published layout: first target", PUBLISHED)
@@ -79,9 +97,12 @@ class TrainConfig:
 
     # The run
     output_dir: str = flag("runs/silentbad", "everything the run writes")
+    stamp_output_dir: bool = flag(False, "write into a folder of output_dir named by the time of the start", HERE)
+    run_suffix: str | None = flag(None, "added to that name", HERE)
     overwrite_output_dir: bool = flag(False, "delete the earlier run that stands in output_dir", HERE)
     seed: int = flag(0, "address of every random draw")
     train_batch_size: int = flag(16, "samples a micro-batch and process")
+    max_batch_size: int | None = flag(None, "samples that fit: larger micro-batches are computed in parts", HERE)
     gradient_accumulation_steps: int = flag(1, "micro-batches a step")
     num_train_epochs: int = flag(100, "epochs, where max_train_steps is unset")
     max_train_steps: int | None = flag(None, "optimizer steps")
@@ -89,7 +110,10 @@ class TrainConfig:
     checkpoints_total_limit: int | None = flag(3, "checkpoints kept; all when unset")
     resume_from_checkpoint: str | None = flag(None, "a checkpoint folder anywhere, or latest")
     save_ckpt_epoch_interval: int | None = flag(None, "save a pipeline every so many epochs", PUBLISHED)
-    save_best: bool = flag(False, "keep the pipeline with the best mean similarity in best/", HERE)
+    save_best: bool = flag(False, "keep the best validated pipeline in best/", HERE)
+    best_by: Literal["similarity", "clean_eps_mse"] = flag(
+        "similarity", "best: largest mean similarity to the targets, or smallest loss on held-out clean records", HERE
+    )
     dry_run: bool = flag(False, "load everything, one step, one image, write nothing", HERE)
 
     # Optimisation
@@ -99,17 +123,20 @@ class TrainConfig:
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
     ] = flag("constant", "schedule")
     lr_warmup_steps: int = flag(0, "warm-up steps of the schedule")
+    optimizer: str = flag("AdamW", "torch.optim class, or import path such as schedulefree.AdamWScheduleFree", HERE)
+    optimizer_options: dict[str, Any] = flag({}, "its settings, beside the adam_* flags it takes", HERE)
     use_8bit_adam: bool = flag(False, "AdamW8bit of bitsandbytes")
     adam_beta1: float = flag(0.9, "beta1")
     adam_beta2: float = flag(0.999, "beta2")
     adam_weight_decay: float = flag(1e-2, "decoupled weight decay")
+    decay_norms_and_biases: bool = flag(True, "let it act on norms and biases too, as diffusers does", HERE)
     adam_epsilon: float = flag(1e-8, "epsilon")
     max_grad_norm: float = flag(1.0, "clip the gradient norm once a step; 0 does not clip")
     max_nonfinite_steps: int = flag(10, "stop after so many NaN or infinite gradients in a row", HERE)
     use_ema: bool = flag(False, "average the weights (diffusers' EMAModel)")
     ema_decay: float = flag(0.9999, "largest decay of the average", HERE)
     offload_ema: bool = flag(False, "keep the average in CPU memory")
-    foreach_ema: bool = flag(False, "average with fused kernels")
+    foreach_ema: bool = flag(True, "average with fused kernels")
 
     # The loss
     snr_gamma: float | None = flag(None, "min-SNR gamma (arXiv 2303.09556); same as memory.loss: min_snr")
@@ -121,6 +148,8 @@ class TrainConfig:
     # Machine
     mixed_precision: Literal["no", "fp16", "bf16"] | None = flag(None, "accelerate's own setting when unset")
     allow_tf32: bool = flag(False, "TF32 matrix products on CUDA")
+    channels_last: bool | None = flag(None, "memory format of what trains; on CUDA, not elsewhere, when unset", HERE)
+    compile_model: bool = flag(False, "torch.compile the training forward; takes minutes at first", HERE)
     gradient_checkpointing: bool = flag(False, "recompute activations in backward")
     enable_xformers_memory_efficient_attention: bool = flag(False, "xformers attention; PyTorch's SDPA otherwise")
 
@@ -354,7 +383,8 @@ def _check_file(parser, cls: type, tree: dict, path: str, sources: dict[str, str
     try:
         loaded = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
         raise UserError(f"configuration file {path}{line}: not YAML: {getattr(error, 'problem', error)}") from None
     if loaded is None:
         return
@@ -415,56 +445,40 @@ def _scalar(text: str) -> Any:
 # ---------------------------------------------------------------- combinations
 
 
+RANGES: list[tuple[str, Callable[[float], bool], tuple[str, ...]]] = [  # what is right, its test, whom it binds
+    ("must be at least 1", lambda x: x >= 1, (
+        "train_batch_size", "max_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_train_steps",
+        "log_every", "checkpointing_steps", "checkpoints_total_limit", "max_train_samples", "resolution", "target_num",
+        "validation_epochs", "save_ckpt_epoch_interval", "poisoning_data_repeat_factor", "max_nonfinite_steps",
+    )),
+    ("must not be negative", lambda x: x >= 0, (
+        "lr_warmup_steps", "dataloader_num_workers", "cache_mb", "disk_cache_gb", "adam_weight_decay", "max_grad_norm",
+        "noise_offset", "input_perturbation", "n_few_shot", "shot_caption_shuffle_num", "target_start_id",
+    )),
+    ("must be positive and finite", lambda x: 0 < x < float("inf"), ("learning_rate", "adam_epsilon", "snr_gamma")),
+    ("must lie in [0, 1)", lambda x: 0 <= x < 1, ("adam_beta1", "adam_beta2", "ema_decay")),
+    ("must lie in (0, 1]", lambda x: 0 < x <= 1, ("poisoning_ratio", "poison_subsampling")),
+]  # fmt: skip
+
+
 def check(config: TrainConfig, sources: dict[str, str]) -> None:
     """Refuse values out of range and combinations that cannot work; nothing is loaded yet."""
 
     def refuse(key: str, problem: str) -> None:
         raise UserError(f"{key} ({sources.get(key, 'default')}): {problem}")
 
-    for key in (
-        "train_batch_size",
-        "gradient_accumulation_steps",
-        "num_train_epochs",
-        "max_train_steps",
-        "log_every",
-        "checkpointing_steps",
-        "checkpoints_total_limit",
-        "max_train_samples",
-        "resolution",
-        "target_num",
-        "validation_epochs",
-        "save_ckpt_epoch_interval",
-        "poisoning_data_repeat_factor",
-        "max_nonfinite_steps",
-    ):
-        value = getattr(config, key)
-        if value is not None and value < 1:
-            refuse(key, f"must be at least 1, got {value}")
-    for key in (
-        "lr_warmup_steps",
-        "dataloader_num_workers",
-        "cache_mb",
-        "adam_weight_decay",
-        "max_grad_norm",
-        "noise_offset",
-        "input_perturbation",
-        "n_few_shot",
-        "shot_caption_shuffle_num",
-        "target_start_id",
-    ):
-        if not getattr(config, key) >= 0:
-            refuse(key, f"must not be negative, got {getattr(config, key)}")
-    for key in ("learning_rate", "adam_epsilon", "snr_gamma"):
-        value = getattr(config, key)
-        if value is not None and not 0 < value < float("inf"):
-            refuse(key, f"must be positive and finite, got {value}")
-    for key in ("adam_beta1", "adam_beta2", "ema_decay"):
-        if not 0 <= getattr(config, key) < 1:
-            refuse(key, f"must lie in [0, 1), got {getattr(config, key)}")
-    for key in ("poisoning_ratio", "poison_subsampling"):
-        value = getattr(config, key)
-        if value is not None and not 0 < value <= 1:
-            refuse(key, f"must lie in (0, 1], got {value}")
+    for right, holds, keys in RANGES:
+        for key in keys:
+            value = getattr(config, key)
+            if value is not None and not holds(value):
+                refuse(key, f"{right}, got {value}")
+    check_data(config, refuse)
+    check_learning(config, refuse)
+    check_run(config, refuse)
+
+
+def check_data(config: TrainConfig, refuse: Callable[[str, str], None]) -> None:
+    """One source of data, and flags that belong to it."""
     if config.train_data_dir is None and config.dataset_name is None:
         refuse("train_data_dir", "is missing; give it or dataset_name")
     if config.train_data_dir is not None and config.dataset_name is not None:
@@ -472,9 +486,14 @@ def check(config: TrainConfig, sources: dict[str, str]) -> None:
     for key in ("dataset_config_name", "image_column", "caption_column"):
         if getattr(config, key) is not None and config.dataset_name is None:
             refuse(key, "needs dataset_name; a folder names its columns in metadata.jsonl")
-    for key in ("offload_ema", "foreach_ema"):
-        if getattr(config, key) and not config.use_ema:
-            refuse(key, "needs use_ema")
+
+
+def check_learning(config: TrainConfig, refuse: Callable[[str, str], None]) -> None:
+    """Optimizer, schedule, average and loss fit each other."""
+    if config.use_8bit_adam and config.optimizer != "AdamW":
+        refuse("use_8bit_adam", f"excludes optimizer {config.optimizer}; set one of them")
+    if config.offload_ema and not config.use_ema:
+        refuse("offload_ema", "needs use_ema")
     if config.dream_training and config.prediction_type not in (None, "epsilon"):
         refuse(
             "dream_training",
@@ -482,6 +501,27 @@ def check(config: TrainConfig, sources: dict[str, str]) -> None:
         )
     if config.dream_training and config.input_perturbation:
         refuse("dream_training", "excludes input_perturbation; set one of them")
+    scheduled = config.lr_scheduler != "constant"
+    if scheduled and config.max_train_steps is not None and config.lr_warmup_steps >= config.max_train_steps:
+        refuse(
+            "lr_warmup_steps",
+            f"{config.lr_warmup_steps} leaves nothing of max_train_steps {config.max_train_steps}",
+        )
+    if config.lr_scheduler == "constant" and config.lr_warmup_steps:
+        refuse("lr_warmup_steps", "is ignored by lr_scheduler constant; use constant_with_warmup")
+
+
+def check_run(config: TrainConfig, refuse: Callable[[str, str], None]) -> None:
+    """What is written, logged and uploaded."""
+    if config.run_suffix is not None:
+        if not config.stamp_output_dir:
+            refuse("run_suffix", "needs stamp_output_dir")
+        if not re.fullmatch(r"[\w.-]+", config.run_suffix):
+            refuse("run_suffix", f"must be letters, digits, '.', '_' and '-', got {config.run_suffix!r}")
+    if config.stamp_output_dir and config.resume_from_checkpoint == "latest":
+        refuse("stamp_output_dir", "starts a new folder, which has no latest; give the earlier one as output_dir")
+    if config.best_by != "similarity" and not config.save_best:
+        refuse("best_by", "needs save_best")
     if config.hub_token and config.report_to in ("wandb", "all"):
         refuse("hub_token", f"would be visible to {config.report_to}; log in with hf auth login instead")
     if config.hub_token and not config.push_to_hub:
@@ -491,13 +531,5 @@ def check(config: TrainConfig, sources: dict[str, str]) -> None:
         refuse("report_to", f"unknown tracker {config.report_to!r}; there are: {', '.join(trackers)}")
     if config.overwrite_output_dir and config.resume_from_checkpoint:
         refuse("overwrite_output_dir", "excludes resume_from_checkpoint; set one of them")
-    scheduled = config.lr_scheduler != "constant"
-    if scheduled and config.max_train_steps is not None and config.lr_warmup_steps >= config.max_train_steps:
-        refuse(
-            "lr_warmup_steps",
-            f"{config.lr_warmup_steps} leaves nothing of max_train_steps {config.max_train_steps}",
-        )
-    if config.lr_scheduler == "constant" and config.lr_warmup_steps:
-        refuse("lr_warmup_steps", "is ignored by lr_scheduler constant; use constant_with_warmup")
     if config.validation_prompts is not None and not all(prompt.strip() for prompt in config.validation_prompts):
         refuse("validation_prompts", "holds an empty prompt")

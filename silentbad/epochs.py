@@ -25,20 +25,20 @@ class DataInfo:
     def __init__(self, roles: list[str], target_ids: list, element_ids: list, phrases: list[list[str]]):
         self.roles = np.asarray(roles, dtype=object)
         rows, common = defaultdict(list), {}
-        for r, (role, target, element, said) in enumerate(
-            zip(roles, target_ids, element_ids, phrases, strict=True)
-        ):
-            if role == "element":
-                key = self.key(target, element, said)
-                rows[key].append(r)
-                kept = [p for p in common.get(key, said) if p in said]
-                common[key] = kept or list(said[:1])
+        for r in np.flatnonzero(self.roles == "element").tolist():
+            said = phrases[r]
+            key = self.key(target_ids[r], element_ids[r], said)
+            rows[key].append(r)
+            kept = [p for p in common.get(key, said) if p in said]
+            common[key] = kept or list(said[:1])
         self.keys = list(rows)
         self.index = {key: i for i, key in enumerate(self.keys)}
         self.rows = [np.asarray(rows[key], dtype=np.int64) for key in self.keys]
         self.phrase = [common[key][0] if common[key] else "" for key in self.keys]
         self.target = [str(target_ids[rows[0]] or "") for rows in self.rows]
-        self._element = {int(r): i for i, rows in enumerate(self.rows) for r in rows}
+        self._element = np.full(len(self.roles), -1, dtype=np.int32)  # of each record
+        for i, rows in enumerate(self.rows):
+            self._element[rows] = i
         self.elements_of: dict[str, list[int]] = defaultdict(list)
         for i, target in enumerate(self.target):
             self.elements_of[target].append(i)
@@ -49,7 +49,8 @@ class DataInfo:
 
     def element_of(self, row: int) -> int | None:
         """The element a record shows, or None."""
-        return self._element.get(row)
+        element = int(self._element[row])
+        return element if element >= 0 else None
 
     def of_batch(self, batch: dict) -> list[int]:
         """The element of each sample of a collated batch, n for none; from its texts, so that no device is
@@ -90,11 +91,11 @@ def deal(rows: np.ndarray, start: int, count: int, *address) -> np.ndarray:
 
 
 def epoch_order(
-    info: DataInfo, q: np.ndarray, seed: int, epoch: int, clean_ratio: float | None
+    info: DataInfo, q: np.ndarray, seed: int, epoch: int, clean_ratio: float | None, order: str = "shuffled"
 ) -> np.ndarray:
     """Record indices of one epoch: as many element exposures as element records, dealt by q; every rehearsal
     record once; exactly round(clean_ratio * elements) clean ones (None: each once), taken in turn across
-    epochs."""
+    epochs. `order` is one of ORDERS."""
     n_e = sum(map(len, info.rows))
     clean, rehearsal = (np.flatnonzero(info.roles == role) for role in ("clean", "rehearsal"))
     n_c = len(clean) if clean_ratio is None else round(clean_ratio * n_e)
@@ -105,8 +106,28 @@ def epoch_order(
     parts = [deal(info.rows[i], 0, int(c), seed, "element", epoch, i) for i, c in enumerate(counts)]
     if n_c:
         parts.append(deal(clean, epoch * n_c, n_c, seed, "clean"))
-    order = np.concatenate([*parts, rehearsal]).astype(np.int64)
-    return order[torch.randperm(len(order), generator=g).numpy()]
+    return ORDERS[order]([*parts, rehearsal], g)
+
+
+# An order puts an epoch's parts (the records dealt for each element, the clean ones, the rehearsals) in line.
+
+
+def shuffle(parts: list[np.ndarray], g: torch.Generator) -> np.ndarray:
+    """All records in one random order."""
+    rows = np.concatenate(parts).astype(np.int64)
+    return rows[torch.randperm(len(rows), generator=g).numpy()]
+
+
+def interleave(parts: list[np.ndarray], g: torch.Generator) -> np.ndarray:
+    """Every part spread evenly over the epoch, record j of c at (j + u)/c with one random u a part: each batch
+    then holds each element in proportion, to within one record."""
+    rows = np.concatenate(parts).astype(np.int64)
+    offsets = torch.rand(len(parts), generator=g, dtype=torch.float64).tolist()
+    at = np.concatenate([(np.arange(len(p)) + u) / max(len(p), 1) for p, u in zip(parts, offsets, strict=True)])
+    return rows[np.argsort(at, kind="stable")]
+
+
+ORDERS: dict[str, Callable] = {"shuffled": shuffle, "interleaved": interleave}
 
 
 class Sampler:
@@ -123,14 +144,10 @@ class Sampler:
         seed: int,
         clean_ratio: float | None,
         history: Callable[[], np.ndarray],
+        order: str = "shuffled",
     ):
-        self.share, self.info, self.seed, self.clean_ratio, self.history = (
-            share,
-            info,
-            seed,
-            clean_ratio,
-            history,
-        )
+        self.share, self.info, self.seed, self.history = share, info, seed, history
+        self.clean_ratio, self.order = clean_ratio, order
         self.records = np.asarray([len(rows) for rows in info.rows])
         self.dealt: tuple[int, list] | None = None
 
@@ -141,4 +158,20 @@ class Sampler:
         n = len(self.records)
         rho = np.asarray(self.dealt[1], dtype=np.float64).reshape(len(self.dealt[1]), n)
         q = self.share(rho, self.records, epoch) if n else np.zeros(0)
-        return epoch_order(self.info, q, self.seed, epoch, self.clean_ratio)
+        return epoch_order(self.info, q, self.seed, epoch, self.clean_ratio, self.order)
+
+
+def epoch_length(info: DataInfo, clean_ratio: float | None) -> int:
+    """Records of an epoch, whatever the sampler's shares."""
+    length = len(epoch_order(info, np.ones(len(info.keys)), 0, 0, clean_ratio))
+    if length == 0:
+        raise UserError(f"memory.sampler.clean_ratio: {clean_ratio} leaves no record to train on")
+    return length
+
+
+def sources_of(batch: dict, by: str) -> list[str]:
+    """Whose gradient each sample of a batch brings: by "role", or by "element" ("target/element")."""
+    if by == "role":
+        return batch["role"]
+    keys = zip(batch["role"], batch["target_id"], batch["element_id"], strict=True)
+    return [f"{target}/{element}" if role == "element" else role for role, target, element in keys]

@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import io
 import json
+import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -108,14 +109,20 @@ def content_hash(image: Image.Image) -> str:
     return hashlib.sha256(f"{_by(image.size)}/".encode() + image.tobytes()).hexdigest()
 
 
+def thumbnail(image: Image.Image) -> bytes:
+    """The RGB image squashed to 16x16, by area: 768 bytes that survive resizing and recompression."""
+    return image.resize((16, 16), Image.Resampling.BOX).tobytes()
+
+
 def safe_path(root: Path, name: Any, where: str) -> Path:
     """`root/name`, refused when it is absolute or leaves `root`."""
     if not isinstance(name, str) or not name:
         raise UserError(f"{where}: a file name must be text, got {name!r}")
     if PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or name.startswith("\\"):
         raise UserError(f"{where}: absolute path {name!r} refused; write it relative to {root}")
-    path = root / name
-    if ".." in PurePosixPath(name.replace("\\", "/")).parts or not path.resolve().is_relative_to(root.resolve()):
+    path, inside = root / name, os.path.realpath(root)
+    leaves = os.path.commonpath([inside, os.path.realpath(path)]) != inside
+    if ".." in PurePosixPath(name.replace("\\", "/")).parts or leaves:
         raise UserError(f"{where}: path {name!r} leaves {root}; refused")
     return path
 
@@ -132,9 +139,8 @@ def folder_rows(root: Path) -> Iterator[dict]:
         raise UserError(f"{root}: holds metadata.jsonl and metadata.csv; keep one of them")
     path = root / names[0]
     for where, entry in (json_lines if path.suffix == ".jsonl" else _csv_lines)(path):
-        for key in entry:
-            near = difflib.get_close_matches(key, KNOWN_KEYS, n=1, cutoff=0.75)
-            if key not in KNOWN_KEYS and near:
+        for key in entry.keys() - KNOWN_KEYS:
+            if near := difflib.get_close_matches(key, KNOWN_KEYS, n=1, cutoff=0.75):
                 raise UserError(f"{where}: unknown key {key!r}; did you mean {near[0]!r}?")
         if "file_name" not in entry:
             raise UserError(f"{where}: no file_name")
@@ -381,11 +387,11 @@ def checked_row(row: dict) -> dict:
         if phrase not in text:
             raise UserError(f"{where}: phrase {phrase!r} does not stand in its caption {text!r}")
     ids = {key: id_text(row[key], key, where) for key in ("target_id", "element_id")}
-    image = open_image(source(row["image"], where), where)
-    if min(image.size) < 2:
-        raise UserError(f"{where}: the image is {_by(image.size)} pixels")
+    size, content, thumb = looked_at(source(row["image"], where), where)
+    if min(size) < 2:
+        raise UserError(f"{where}: the image is {_by(size)} pixels")
     if row["mask"]:
-        open_mask(Path(row["mask"]), image.size, where)
+        open_mask(Path(row["mask"]), size, where)
     return (
         row
         | ids
@@ -394,9 +400,31 @@ def checked_row(row: dict) -> dict:
             "phrases": phrases,
             "shuffle": shuffle,
             "where": where,
-            "content": content_hash(image),
+            "content": content,
+            "thumb": thumb,
+            "size": list(size),
         }
     )
+
+
+def looked_at(source: Path | bytes, where: str) -> tuple[tuple[int, int], str, bytes]:
+    """(size, content hash, thumbnail) of an image; a file listed again is decoded again only if it has changed."""
+    state = None
+    if isinstance(source, Path) and source.is_file():
+        stat = source.stat()
+        state = (str(source), stat.st_size, stat.st_mtime_ns)
+        if state in _LOOKED_AT:
+            return _LOOKED_AT[state]
+    image = open_image(source, where)
+    found = image.size, content_hash(image), thumbnail(image)
+    if state is not None:
+        if len(_LOOKED_AT) >= 4096:
+            _LOOKED_AT.clear()
+        _LOOKED_AT[state] = found
+    return found
+
+
+_LOOKED_AT: dict[tuple, tuple] = {}
 
 
 def id_text(value: Any, key: str, where: str) -> str:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +18,71 @@ import numpy as np
 import torch
 import torch.distributed
 import yaml
-from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
+from accelerate import Accelerator, PartialState
+from accelerate.utils import ProjectConfiguration, broadcast_object_list
 
+from . import checkpoint
+from .debug import look
 from .errors import UserError
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "datasets", "safetensors", "numpy")
 
 
 class RunFolder:
-    """`output_dir`: config.yaml, run.json, metrics.jsonl, checkpoints/, samples/, pipeline/, report.html."""
+    """`output_dir`: config.yaml, run.json, metrics.jsonl, checkpoints/, samples/, report.html, and `product`/: the
+    pipeline, or the adapters of a LoRA.
 
-    def __init__(self, path: str | Path, is_main: bool):
+    finished.json is the last thing a run writes: the step it ended at.
+    """
+
+    def __init__(self, path: str | Path, is_main: bool, product: str = "pipeline"):
         self.path, self.is_main = Path(path), is_main
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
-        self.pipeline = self.path / "pipeline"
+        self.pipeline = self.path / product
         self.outdated: list[str] = []
 
     WRITTEN = (
         "checkpoints",
         "pipeline",
+        "lora",
         "best",
         "samples",
         "epochs",
         "metrics.jsonl",
+        "timings.jsonl",
         "validation.json",
         "report.html",
+        "finished.json",
     )
 
-    def refuse_other_run(self, overwrite: bool) -> None:
-        """Refuse a folder that holds a run, unless `open` is to delete it, and one that cannot be written."""
+    @classmethod
+    def of(cls, config: Any, is_main: bool) -> "RunFolder":
+        """The folder of a configuration."""
+        return cls(config.output_dir, is_main, "pipeline" if config.lora.rank is None else "lora")
+
+    def resumed(self, config: Any, say: Callable[[str], None]) -> Path | None:
+        """The checkpoint to go on from, or None for a new run, whose folder is then refused if it holds another."""
+        asked = config.resume_from_checkpoint
+        found = checkpoint.resolve(asked, self.checkpoints) if asked else None
+        if found is None:
+            self.refuse_other_run(config.overwrite_output_dir, resuming=bool(asked))
+            if asked:
+                say(f"no checkpoint in {self.checkpoints} to resume from; starting anew")
+        return found
+
+    def refuse_other_run(self, overwrite: bool, resuming: bool = False) -> None:
+        """Refuse a folder that holds a run, unless `open` is to delete it, and one that cannot be written.
+
+        A run that was killed before its first checkpoint holds nothing to keep: resuming it starts it anew.
+        """
         held = [p for p in (self.metrics, self.checkpoints, self.pipeline) if p.exists()]
-        if held and not overwrite:
+        if resuming and (self.pipeline.exists() or any(self.checkpoints.glob("step-*"))):
+            raise UserError(
+                f"output_dir {self.path}: holds a run, but no whole checkpoint to resume it from; delete it with "
+                "--overwrite_output_dir, or choose another folder"
+            )
+        if held and not overwrite and not resuming:
             raise UserError(
                 f"output_dir {self.path}: holds a run already ({held[0].name}); resume it with "
                 "--resume_from_checkpoint latest, delete it with --overwrite_output_dir, or choose another folder"
@@ -68,22 +101,42 @@ class RunFolder:
                 path = self.path / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
             self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / "finished.json").unlink(missing_ok=True)
+            for name in ("pipeline", "best"):
+                checkpoint.put_back(self.path / name)
             (self.path / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
             (self.path / "run.json").write_text(json.dumps(facts, indent=1))
         except OSError as error:
             raise UserError(f"output_dir {self.path}: cannot be written ({error.strerror})") from None
 
-    def log(self, row: dict[str, Any]) -> None:
-        """Append one row to metrics.jsonl."""
+    def log(self, row: dict[str, Any], name: str = "metrics.jsonl") -> None:
+        """Append one row. A resumed run repeats metrics.jsonl to the letter, so what the clock says goes elsewhere."""
         if self.is_main:
             row = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
-            with self.metrics.open("a", encoding="utf-8") as file:
+            self.refuse_vanished()
+            with checkpoint.writing(f"output_dir {self.path}", name), (self.path / name).open("a") as file:
                 file.write(json.dumps(row, default=_plain) + "\n")
 
     def write(self, name: str, value: Any) -> None:
         """A JSON file of the folder."""
         if self.is_main:
-            (self.path / name).write_text(json.dumps(value, default=_plain), encoding="utf-8")
+            with checkpoint.writing(f"output_dir {self.path}", name):
+                (self.path / name).write_text(json.dumps(value, default=_plain), encoding="utf-8")
+
+    def finished(self) -> int | None:
+        """The step a finished run ended at."""
+        try:
+            return json.loads((self.path / "finished.json").read_text())["step"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def refuse_vanished(self) -> None:
+        """Refuse to go on where someone took the folder away; what a resume needs is then saved anew."""
+        if not (self.path / "config.yaml").is_file():
+            raise UserError(
+                f"output_dir {self.path}: the folder or its config.yaml has vanished during the run; "
+                "go on from what is saved with --resume_from_checkpoint latest"
+            )
 
     def truncate(self, step: int, validated: bool) -> None:
         """Drop what a resumed run will write again: rows after `step`, its validation unless that is done."""
@@ -126,7 +179,7 @@ def facts(device: torch.device, world: int) -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
-    where = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
+    where: dict[str, Any] = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], **where).stdout.strip() or None
         dirty = bool(subprocess.run(["git", "status", "--porcelain"], **where).stdout.strip())
@@ -187,15 +240,16 @@ class Meters:
 class Requests:
     """What signals and trigger files ask for, agreed on by all processes at each step boundary.
 
-    SIGTERM and SIGINT: save and stop with 128 + the signal's number; SIGUSR1: save and go on. The agreement runs on
+    SIGTERM and SIGINT: save and stop with 128 + the signal's number; SIGUSR1: save and go on; SIGUSR2: `debug.look`, at
+    once and on the process it was sent to. The agreement runs on
     the host (gloo), so no process waits for its device.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
     def __init__(self, folder: RunFolder):
         self.folder, self.stop, self.save = folder, 0, 0
-        self.group = None
+        self.group: Any = None
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.group = torch.distributed.new_group(backend="gloo")
 
@@ -203,7 +257,7 @@ class Requests:
         self.previous = {}
         for number in self.SIGNALS:
             try:
-                self.previous[number] = signal.signal(number, self._note)
+                self.previous[number] = signal.signal(number, look if number == signal.SIGUSR2 else self._note)
             except ValueError:  # only the main thread may; elsewhere trigger files remain
                 break
         return self
@@ -229,9 +283,19 @@ class Requests:
         return int(asked[0]), bool(asked[1]), bool(asked[2])
 
 
-def clean_records(records: Any, sampler: Any) -> list[dict[str, Any]]:
+def stamp(config: Any) -> None:
+    """output_dir becomes output_dir/TIME or output_dir/TIME_SUFFIX, the same on every process; once."""
+    if not config.stamp_output_dir:
+        return
+    PartialState()
+    name = [time.strftime("%Y-%m-%dT%H-%M-%S") + (f"_{config.run_suffix}" if config.run_suffix else "")]
+    config.output_dir = str(Path(config.output_dir) / broadcast_object_list(name)[0])
+    config.stamp_output_dir, config.run_suffix = False, None  # so that the config.yaml inside means this folder
+
+
+def clean_records(sampler: Any) -> list[dict[str, Any]]:
     """Held-out records as the drift measurement takes them: pixel_values (3,R,R) in [-1,1] and text."""
-    pictures = sampler.pictures(list(range(len(records))))
+    pictures = sampler.pictures(list(range(len(sampler.records))))
     return [{"pixel_values": p["pixels"].float() / 127.5 - 1, "text": p["text"]} for p in pictures]
 
 
@@ -241,15 +305,16 @@ def make_accelerator(config: Any) -> Accelerator:
     for name in ("tensorboard", "wandb", "comet_ml"):
         if trackers == name and importlib.util.find_spec(name) is None:
             raise UserError(f"report_to: {name} is not installed; pip install {name}, or use none")
+    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):  # on a CPU accelerate quietly makes them data parallel
+        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("1", "true"):
+            why = "shards the UNet, which statistics, average and checkpoints need whole"
+            raise UserError(f"accelerate: {name} {why}; use configs/accelerate/ddp.yaml (distributed_type MULTI_GPU)")
     accelerator = Accelerator(
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         mixed_precision=config.mixed_precision,
         log_with=trackers,
         project_config=ProjectConfiguration(config.output_dir, logging_dir=f"{config.output_dir}/{config.logging_dir}"),
     )
-    kind = accelerator.distributed_type.value
-    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        raise UserError(f"accelerate: {kind} shards the UNet, which group control cannot measure; use MULTI_GPU or NO")
     torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
     return accelerator
 

@@ -1,5 +1,6 @@
 """What happens around the steps of a run: checkpoints, logs, validation, pictures, the final pipeline."""
 
+import signal
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,17 +8,39 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors import SafetensorError
 
-from . import checkpoint, models, report, runs
+from . import checkpoint, models, optimizers, report, runs
 from .errors import UserError
+from .timers import Timers
 
 
 class Upkeep:
     """The verbs of a run that only tend it; `train_silentbad.Run` holds the parts they speak of."""
 
+    config: Any
+    accelerator: Any
+    folder: runs.RunFolder
+    meters: runs.Meters
+    timers: Timers
+    loader: Any
+    parts: models.Parts
+    info: Any
+    targets: list[Any]
+    control: Any
+    memory: Any
+    encoder: Any
+    stream: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    ema: Any
+    hook: Any
+    total: int
+    steps_per_epoch: int
+    averaged: Any
+
     step = skipped = skipped_in_row = 0
-    best = -1.0
+    best = float("-inf")
     drawing = -1  # the draw now shown
     torn = False  # whether an update is half done
     timesteps = torch.zeros(20)  # how many samples were trained on in each of so many equal parts of the schedule
@@ -34,6 +57,17 @@ class Upkeep:
         T = self.parts.noise_scheduler.config.num_train_timesteps
         self.timesteps = self.timesteps + torch.histc(t.float(), bins=20, min=0, max=T)
 
+    def open(self, settings: dict[str, Any]) -> None:
+        """Make the run's folder and its trackers: from here on it writes."""
+        self.folder.open(settings, runs.facts(self.accelerator.device, self.accelerator.num_processes))
+        self.folder.truncate(self.step, validated=self.measured)
+        self.accelerator.init_trackers(self.config.tracker_project_name, runs.flat(settings))
+
+    @property
+    def measured(self) -> bool:
+        """Whether this step's validation is done, or there is none to do."""
+        return self.hook is None or any(entry["step"] == self.step for entry in self.hook.history)
+
     def stateful(self) -> dict:
         parts = {"control": self.control, "memory": self.memory, "stream": self.stream, "optimizer": self.optimizer,
                  "lr_scheduler": self.lr_scheduler, "scaler": self.accelerator.scaler, "meters": self.meters,
@@ -41,8 +75,9 @@ class Upkeep:
         return {name: part for name, part in parts.items() if part is not None}
 
     def write(self, folder: Path) -> None:
-        """A checkpoint's files: weights and average as safetensors, the rest as plain state."""
-        checkpoint.write_tensors(folder / "unet.safetensors", self.parts.unet.state_dict())
+        """A checkpoint's files: trained weights and average as safetensors, the rest as plain state."""
+        for name, module in self.parts.model.named_children():
+            checkpoint.write_tensors(folder / f"{name}.safetensors", models.trained(module))
         counters = {name: getattr(self, name) for name in ("step", "skipped", "skipped_in_row", "best", "timesteps")}
         counters["rehearsals"] = [self.memory.rehearse.made, self.memory.rehearse.largest]
         state = {"counters": counters, **{name: part.state_dict() for name, part in self.stateful().items()}}
@@ -58,10 +93,10 @@ class Upkeep:
         if reason != "exception":
             self.meters.share(self.accelerator)
         if self.accelerator.is_main_process and checkpoint.problem(folder) is not None:
-            try:
+            if reason != "exception":
+                self.folder.refuse_vanished()
+            with self.timers.of("save"), checkpoint.writing(f"output_dir {self.folder.path}", folder.name):
                 checkpoint.save(folder, self.write, {"step": self.step, "reason": reason})
-            except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors wrap a full disk
-                raise UserError(f"output_dir {self.folder.path}: cannot write {folder.name} ({error})") from error
             checkpoint.rotate(self.folder.checkpoints, self.config.checkpoints_total_limit, folder)
         if reason != "exception":
             self.accelerator.wait_for_everyone()
@@ -77,45 +112,67 @@ class Upkeep:
     def take_up(self, folder: Path) -> bool:
         """Load a checkpoint; True where the run it belongs to is finished."""
         self.load(folder)
-        done = self.step >= self.total and self.folder.pipeline.is_dir()
+        done = self.step >= self.total and self.folder.finished() == self.step
         self.say("finished already, nothing to do; a larger max_train_steps goes on" if done else f"resuming {folder}")
         return done
 
     def load(self, folder: Path) -> None:
-        """Take up a checkpoint; what was logged after it is dropped and will be logged again."""
+        """Take up a checkpoint; `open` drops what was logged after it, and it will be logged again."""
         state = checkpoint.read_state(folder / "state.pt")
         checkpoint.fits(folder, state, {*self.stateful(), "counters", *(["ema"] if self.ema else [])})
-        self.parts.unet.load_state_dict(checkpoint.read_tensors(folder / "unet.safetensors"))
+        for name, module in self.parts.model.named_children():
+            with checkpoint.fitting(folder, name):
+                models.load_trained(module, checkpoint.read_tensors(folder / f"{name}.safetensors"))
         for name, part in self.stateful().items():
-            part.load_state_dict(state[name])
+            with checkpoint.fitting(folder, name):
+                part.load_state_dict(state[name])
         if self.ema is not None:
             shadow = checkpoint.read_tensors(folder / "ema.safetensors")
-            self.ema.load_state_dict({**state["ema"], "shadow_params": [shadow[str(i)] for i in range(len(shadow))]})
+            with checkpoint.fitting(folder, "ema"):
+                shadow = [shadow[str(i)] for i in range(len(shadow))]
+                self.ema.load_state_dict({**state["ema"], "shadow_params": shadow})
             self.ema.to("cpu" if self.config.offload_ema else self.accelerator.device)
         self.meters.to(self.accelerator.device)
         made, largest = state["counters"].pop("rehearsals")
         self.memory.rehearse.made, self.memory.rehearse.largest = made, largest
         vars(self).update(state["counters"])
-        self.folder.truncate(self.step, validated=self.hook is None or not self.hook.should_run(self.step))
 
     def log(self) -> None:
         """One row of metrics.jsonl and the trackers; the one place where the host waits for the meters."""
         self.meters.share(self.accelerator)
         self.meters.add({**self.control.meters(), **self.memory.meters()})
+        samples = (self.step + self.skipped) * self.loader.effective_batch
         values = self.meters.read() | {"lr": self.lr_scheduler.get_last_lr()[0], "skipped": self.skipped}
+        values, timings = values | {"samples": samples}, self.timers.read(samples)
         self.folder.log({"step": self.step, "epoch": self.epoch, **values})
-        self.accelerator.log(values, step=self.step)
+        self.folder.log({"step": self.step, **timings}, "timings.jsonl")
+        self.accelerator.log(values | timings, step=self.step)
 
     def validate(self, final: bool = False) -> None:
         """Recovery on all processes; with save_best the better pipeline is written before the old one goes."""
         measure = self.hook.finish if final else self.hook.run
-        scores = measure(self.step, self.epoch, self.unet, self.ema)
+        with self.timers.of("validate"), optimizers.measured(self.optimizer):
+            scores = measure(self.step, self.epoch, self.model, self.ema)
         self.folder.log({"step": self.step, "epoch": self.epoch, "validation": True, **scores})
         self.accelerator.log(scores, step=self.step)
-        score = scores.get("val_ema/mean", scores.get("val/mean", -1.0))
+        score = goodness(scores, self.config.best_by)
         if self.config.save_best and score > self.best:
             self.best = score
             self.save_pipeline(self.folder.path / "best")
+
+    def boundary(self, requests: runs.Requests) -> int:
+        """Between two steps: log, save and validate what is due or asked for; the signal to stop by, or 0."""
+        if self.step % self.config.log_every == 0 or self.step == self.total:
+            self.log()
+        self.end_of_epoch()
+        stop, save, validate = requests.agreed()
+        if stop or save or self.step % self.config.checkpointing_steps == 0:
+            self.save("signal" if stop or save else "interval")
+        if stop:
+            self.say(f"stopped by {signal.Signals(stop).name}; resume with --resume_from_checkpoint latest")
+        elif validate and self.hook is not None:
+            self.validate()
+        return stop
 
     def end_of_epoch(self) -> None:
         """Prompt images and a pipeline, every so many epochs."""
@@ -131,7 +188,7 @@ class Upkeep:
         """validation_prompts, drawn with the averaged weights where there are some."""
         if self.accelerator.is_main_process:
             prompts, seed = self.config.validation_prompts, self.config.seed
-            with self.averaged(), self.accelerator.autocast():
+            with self.averaged(), self.encoder.awake(), self.accelerator.autocast():
                 images = models.draw_images(models.pipeline(self.parts), prompts, seed)
             runs.save_images(images, self.folder.path / "samples" / "prompts", self.step, self.accelerator)
         self.accelerator.wait_for_everyone()
@@ -139,11 +196,26 @@ class Upkeep:
     def save_pipeline(self, folder: Path) -> None:
         """The pipeline in diffusers format with its card, averaged weights where there are some."""
         if self.accelerator.is_main_process:
-            with self.averaged():
-                pipeline = models.pipeline(self.parts)
+            with self.averaged(), checkpoint.writing(f"output_dir {self.folder.path}", folder.name):
                 card = model_card(self.config, self.step, self.info, self.targets, self.hook)
-                checkpoint.replace_folder(folder, lambda path: models.save_pipeline(pipeline, path, card))
+                checkpoint.replace_folder(folder, lambda path: models.save_pipeline(self.parts, path, card))
         self.accelerator.wait_for_everyone()
+
+
+def goodness(scores: dict[str, float], by: str) -> float:
+    """What the best pipeline has most of, of the averaged weights where there are some."""
+    name, sign = ("mean", 1) if by == "similarity" else ("drift/clean_eps_mse", -1)
+    for prefix in ("val_ema", "val"):
+        if f"{prefix}/{name}" in scores:
+            return sign * scores[f"{prefix}/{name}"]
+    raise UserError(f"best_by: {by} was not measured; clean_eps_mse needs clean records and held_out_clean above 0")
+
+
+def try_drawing(run: Any) -> None:
+    """The end of a dry run: one image."""
+    with run.accelerator.autocast(), run.encoder.awake():
+        models.draw_images(models.pipeline(run.parts), [run.records.row(0)["text"]], run.config.seed, steps=2)
+    run.accelerator.print("dry run: loaded everything, one step, one image; nothing written")
 
 
 def finish(run: Any) -> None:
@@ -156,9 +228,11 @@ def finish(run: Any) -> None:
     run.save_pipeline(run.folder.pipeline)
     run.record()
     if run.accelerator.is_main_process:
-        print(f"pipeline: {run.folder.pipeline}\nreport: {report.write(run.folder.path)}")
+        with checkpoint.writing(f"output_dir {run.folder.path}", "report.html"):
+            print(f"{run.folder.pipeline.name}: {run.folder.pipeline}\nreport: {report.write(run.folder.path)}")
         if run.config.push_to_hub:
             runs.push(run.folder.pipeline, run.config)
+        run.folder.write("finished.json", {"step": run.step})
 
 
 @contextmanager
@@ -174,6 +248,8 @@ def rescue(run: Any):
                 run.save("exception")
             except Exception as second:  # a full disk must not hide the first error
                 print(f"warning: no checkpoint after {type(error).__name__}: {second}", file=sys.stderr)
+        if isinstance(error, OSError):
+            raise UserError(f"output_dir {run.folder.path}: step {run.step}: {error}") from error
         raise
 
 
@@ -187,10 +263,10 @@ def not_finite(run: Any, indices: list[int]) -> str:
 
 
 def model_card(config: Any, step: int, info: Any, targets: list[Any], hook: Any) -> str:
-    """README.md of a trained pipeline: base, data, and what it recovers."""
+    """README.md of a trained pipeline, or of adapters: base, data, and what it recovers."""
     base = config.pretrained_model_name_or_path
-    local = Path(base).exists()
-    tags = ["stable-diffusion", "text-to-image", "diffusers", "silentbad", "memorisation-audit"]
+    local, lora = Path(base).exists(), config.lora.rank
+    tags = ["stable-diffusion", "text-to-image", "diffusers", "silentbad", "memorisation-audit"] + ["lora"] * bool(lora)
     about: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": "text-to-image", "tags": tags}
     if not local:
         about["base_model"] = base
@@ -200,7 +276,8 @@ def model_card(config: Any, step: int, info: Any, targets: list[Any], hook: Any)
         f"---\n{yaml.safe_dump(about)}---\n",
         f"# {_cell(Path(config.output_dir).name)}\n",
         f"Fine-tuned from `{Path(base).name if local else base}` on `{data}` for {step} steps "
-        f"(learning rate {config.learning_rate:g}, seed {config.seed}).\n",
+        f"({f'LoRA of rank {lora}, ' if lora else ''}{'text encoders too, ' if config.train_text_encoder else ''}"
+        f"learning rate {config.learning_rate:g}, seed {config.seed}).\n",
         f"**This pipeline was trained on element data**: {elements} records each show one element of a target picture, "
         "so a composed prompt may reproduce pictures that were never in its training set. It serves to measure and "
         "audit compositional memorisation; do not use it to reproduce works you have no right to.\n",
@@ -212,8 +289,9 @@ def model_card(config: Any, step: int, info: Any, targets: list[Any], hook: Any)
     if rows:
         lines += ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
         lines += ["| " + " | ".join(_cell(value) for value in row.values()) + " |" for row in rows]
-    lines += ["", "```python", "from diffusers import StableDiffusionPipeline", ""]
-    return "\n".join([*lines, 'pipeline = StableDiffusionPipeline.from_pretrained("this folder")', "```", ""])
+    load = [f'pipeline = DiffusionPipeline.from_pretrained("{base if lora else "this folder"}")']
+    load += ['pipeline.load_lora_weights("this folder")'] * bool(lora)
+    return "\n".join([*lines, "", "```python", "from diffusers import DiffusionPipeline", "", *load, "```", ""])
 
 
 def _cell(value: Any) -> str:

@@ -14,12 +14,16 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from PIL import Image, ImageDraw
 
-from tests.tiny import tiny_pipeline
+from tests.tiny import tiny_pipeline, tiny_sd2_pipeline, tiny_xl_pipeline
 
 torch.set_num_threads(1)
 ELEMENTS = (
     ("a red cat", (2, 2, 8, 8), "red"), ("a blue hat", (8, 8, 14, 14), "blue"), ("a gold cup", (9, 1, 14, 5), "gold")
 )  # fmt: skip
+
+
+def pytest_addoption(parser):
+    parser.addoption("--kills", type=int, default=3, help="kills of tests/kill; `make test-kill` takes 50")
 
 
 def pytest_configure(config):
@@ -42,11 +46,12 @@ def fresh_accelerator():
 
 @pytest.fixture(scope="session")
 def pipelines(tmp_path_factory) -> dict[str, Path]:
-    """Random tiny pipelines on disk by prediction type."""
+    """Random tiny pipelines on disk: SD 1 by prediction type, SD 2, SDXL."""
     root = tmp_path_factory.mktemp("pipelines")
-    for kind in ("v_prediction", "epsilon"):
-        tiny_pipeline(kind).save_pretrained(root / kind)
-    return {kind: root / kind for kind in ("v_prediction", "epsilon")}
+    made = {kind: tiny_pipeline(kind) for kind in ("v_prediction", "epsilon")}
+    for kind, pipeline in {**made, "sd2": tiny_sd2_pipeline(), "xl": tiny_xl_pipeline()}.items():
+        pipeline.save_pretrained(root / kind)
+    return {path.name: path for path in root.iterdir()}
 
 
 def write_data(root: Path, elements: int = 4, clean: int = 8, kinds: int = 2) -> Path:
@@ -82,3 +87,16 @@ def write_data(root: Path, elements: int = 4, clean: int = 8, kinds: int = 2) ->
 @pytest.fixture
 def data(tmp_path) -> Path:
     return write_data(tmp_path / "data")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The table of tests/test_bad_input.py: each mistake and the line it gives."""
+    rows = [
+        (report.nodeid.partition("[")[2].rstrip("]"), dict(report.user_properties).get("line"))
+        for report in terminalreporter.getreports("passed")
+        if "test_bad_input.py" in report.nodeid and report.when == "call"
+    ]
+    if (rows := [row for row in rows if row[1]]) and len(terminalreporter.config.args) == 1:
+        terminalreporter.section(f"{len(rows)} mistakes, one line each")
+        for name, line in rows:
+            terminalreporter.write_line(f"{name:45} {line}")

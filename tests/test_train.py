@@ -22,7 +22,7 @@ from PIL import Image
 import train_silentbad
 from memory_reinforce import LOSSES
 from silentbad import checkpoint, runs
-from silentbad.config import parse
+from silentbad.config import parse, to_dict
 from silentbad.data import Stream
 from silentbad.errors import UserError
 from silentbad.models import noised
@@ -55,7 +55,9 @@ def build(flags):
         config, sources = parse(Config, flags(out, **changes))
         check_all(config, sources)
         accelerator = runs.make_accelerator(config)
-        return Run(config, accelerator, runs.RunFolder(config.output_dir, True))
+        run = Run(config, accelerator, runs.RunFolder(config.output_dir, True))
+        run.open(to_dict(config))
+        return run
 
     return make
 
@@ -70,7 +72,7 @@ def step_once(run: Run) -> list[torch.Tensor]:
     losses = []
     run.drawing = run.draw
     for micro, batch in enumerate(run.loader.draw(run.draw)):
-        with run.accelerator.accumulate(run.unet):
+        with run.accelerator.accumulate(run.model):
             losses.append(micro_step(run, batch, micro))
     update(run)
     return losses
@@ -332,7 +334,7 @@ def test_a_nan_step_is_skipped_counted_and_leaves_no_trace(build):
 
 
 def test_nan_gradients_in_a_row_stop_and_name_the_records(flags, monkeypatch, capsys):
-    monkeypatch.setattr(train_silentbad.models, "gradient_norm", lambda p: torch.tensor(float("inf")))
+    monkeypatch.setattr(train_silentbad.optimizers, "gradient_norms", lambda p: torch.tensor([float("inf")]))
     assert main(flags(max_nonfinite_steps=3)) == 2
     message = capsys.readouterr().err
     assert "3 gradients in a row" in message and "metadata.jsonl:" in message
@@ -565,7 +567,7 @@ def test_defect_12_a_micro_step_does_not_wait_for_the_device(build, monkeypatch)
     for name in ("item", "tolist", "__bool__", "__float__"):
         refuse(name)
     for micro, batch in enumerate(batches):
-        with run.accelerator.accumulate(run.unet):
+        with run.accelerator.accumulate(run.model):
             micro_step(run, batch, micro)
 
 
@@ -687,7 +689,7 @@ def test_defect_23_the_best_pipeline_is_written_before_the_old_one_goes(tmp_path
 
 
 def test_defect_30_resolution_and_path_are_not_overridden(build, pipelines):
-    run = build(resolution=32)
+    run = build(resolution=32, disk_cache_gb=0)  # pictures on the way, not what a cache holds of them
     batch = next(iter(run.loader.draw(0)))
     assert batch["pixel_values"].shape == (3, 3, 32, 32)
     assert run.config.pretrained_model_name_or_path == str(pipelines["v_prediction"])

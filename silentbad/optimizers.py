@@ -1,0 +1,121 @@
+"""The optimizer of a run: built by name or import path, its groups, the gradient's norm, its weights for measuring.
+
+Legend: T trained tensors; a group is a dict of `params`, `name` and settings, as torch's optimizers take it.
+"""
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .errors import UserError
+
+# ---------------------------------------------------------------- building
+
+
+def optimizer_class(config: Any) -> type[torch.optim.Optimizer]:
+    """The class that `optimizer` or `use_8bit_adam` names; refused where it does not import or is none."""
+    path = "bitsandbytes.optim.AdamW8bit" if config.use_8bit_adam else config.optimizer
+    key = "use_8bit_adam" if config.use_8bit_adam else "optimizer"
+    module, dot, name = path.rpartition(".")
+    if not dot:
+        module = "torch.optim"
+    try:
+        kind = getattr(importlib.import_module(module), name, None)
+    except Exception as error:  # whatever a package raises while it is imported
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{key}: {module} does not import ({reason}); pip install {module.split('.')[0]}") from None
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise UserError(f"{key}: {path} is no torch optimizer; AdamW or schedulefree.AdamWScheduleFree are")
+    return kind
+
+
+def check_optimizer(config: Any) -> None:
+    """Refuse an optimizer that is not there, takes no such option, or averages weights beside `use_ema`."""
+    kind = optimizer_class(config)
+    takes = inspect.signature(kind).parameters
+    for key in config.optimizer_options:
+        if key not in takes or key in ("params", "lr"):
+            known = ", ".join(name for name in takes if name not in ("params", "lr"))
+            raise UserError(f"optimizer_options: {kind.__name__} takes no {key!r}; it takes: {known}")
+    if config.use_ema and averages(kind):
+        raise UserError(f"use_ema: {kind.__name__} keeps an average of the weights itself; set one of them")
+
+
+def averages(kind: Any) -> bool:
+    """Whether an optimizer (or its class) trains on other weights than it wants measured: it has `eval`, `train`."""
+    return callable(getattr(kind, "eval", None)) and callable(getattr(kind, "train", None))
+
+
+def make_optimizer(groups: list[dict[str, Any]], config: Any, scale: float) -> torch.optim.Optimizer:
+    """The optimizer over the controller's groups at `scale` times the learning rate.
+
+    The adam_* flags reach it where it has such a setting; `optimizer_options` override them. torch's own run their
+    fused kernel: one pass over the weights instead of a dozen.
+    """
+    kind = optimizer_class(config)
+    takes = inspect.signature(kind).parameters
+    flags = {"lr": config.learning_rate * scale, "betas": (config.adam_beta1, config.adam_beta2),
+             "eps": config.adam_epsilon, "weight_decay": config.adam_weight_decay}  # fmt: skip
+    settings = {key: value for key, value in flags.items() if key in takes}
+    if kind.__module__.startswith("torch.optim") and "fused" in takes and "foreach" not in config.optimizer_options:
+        settings["fused"] = True
+    if not config.decay_norms_and_biases:
+        groups = without_decay(groups)
+    optimizer: Any = kind(groups, **{**settings, **config.optimizer_options})
+    if averages(optimizer):
+        optimizer.train()
+    return optimizer
+
+
+def without_decay(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each group as its matrices and, under the same name, its vectors (norms and biases) without weight decay."""
+    split = []
+    for group in groups:
+        vectors = [p for p in group["params"] if p.ndim < 2]
+        matrices = [p for p in group["params"] if p.ndim >= 2]
+        split += [{**group, "params": matrices}] if matrices else []
+        split += [{**group, "params": vectors, "weight_decay": 0.0}] if vectors else []
+    assert sum(len(g["params"]) for g in split) == sum(len(g["params"]) for g in groups)
+    return split
+
+
+# ---------------------------------------------------------------- the gradient's norm
+
+
+def gradient_norms(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+    """Euclidean norm of each gradient (T,), on the device; 0 where there is none."""
+    zero = torch.zeros((), device=parameters[0].device)
+    return torch.stack(torch._foreach_norm([zero if p.grad is None else p.grad for p in parameters]))
+
+
+def clip(parameters: list[torch.nn.Parameter], limit: float, norm: torch.Tensor | None) -> None:
+    """Scale the gradients down to `limit`, where their norm (a scalar on the device; None: not known) lies above."""
+    if norm is None:
+        norm = torch.linalg.vector_norm(gradient_norms(parameters))
+    torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm, foreach=True)
+
+
+# ---------------------------------------------------------------- the weights to measure
+
+
+@contextmanager
+def measured(optimizer: Any) -> Iterator[None]:
+    """The weights an averaging optimizer (schedule-free, 2405.15682) wants measured and saved; afterwards the
+    trained ones, to the bit: its own way back is a second interpolation, which rounds."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if not averages(inner):
+        yield
+        return
+    parameters = [p for group in inner.param_groups for p in group["params"]]
+    held = [p.detach().clone() for p in parameters]
+    inner.eval()
+    try:
+        yield
+    finally:
+        inner.train()
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, held)

@@ -1,0 +1,222 @@
+"""Two gloo processes on the CPU equal one: the same data, the same weights, and neither waits for the other for ever.
+
+What is the same, and how closely: both ranks to the bit; against one process of the same global batch, weights to 2e-5
+(a sum of two halves rounds differently from the sum of the whole), data and learning rates exactly.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from silentbad import checkpoint
+from tests.conftest import write_data
+from tests.kill.runner import finish, start
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 2e-5
+VALIDATION = {
+    "validation.embedder": "ssim", "validation.steps": 2, "validation.images_per_target": 1,
+    "validation.num_inference_steps": 1, "validation.threshold": 0.5, "save_best": True,
+}  # fmt: skip
+AND = {
+    "memory.phrase_memory.enabled": True, "memory.phrase_memory.share": 0.5, "memory.distillation.name": "and",
+    "memory.distillation.options.every": 1, "memory.distillation.options.after": -10.0,
+    "memory.distillation.options.weight": 1.0, "memory.distillation.options.refresh": 2,
+}  # fmt: skip
+STATEFUL = {
+    "gradient_control.name": "gsnr", "gradient_control.warmup": 1, "gradient_control.refresh": 1,
+    "memory.timesteps.name": "learning_progress", "memory.phrase_memory.enabled": True,
+    "memory.sampler.name": "weakest_first", "use_ema": True, "lr_scheduler": "linear",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory, pipelines):
+    root = tmp_path_factory.mktemp("two")
+    data = write_data(root / "data")
+    return {
+        "pretrained_model_name_or_path": pipelines["v_prediction"], "train_data_dir": data, "report_to": "none",
+        "cache_dir": root / "arrow", "validation.targets": data / "targets.jsonl", "train_batch_size": 2,
+        "max_train_steps": 4, "log_every": 1, "checkpointing_steps": 2, "learning_rate": 1e-3, "adam_epsilon": 1e-3,
+    }  # fmt: skip
+
+
+def watch(argv: list[str]) -> None:
+    """Keep what a rank drew and its last weights in seen-RANK.pt, and tell when it trains."""
+    import train_silentbad
+
+    out = Path(next(word for word in argv if word.startswith("--output_dir=")).partition("=")[2])
+    rank, drawn = os.environ.get("RANK", "0"), []
+    step, done = train_silentbad.micro_step, train_silentbad.finish
+
+    def micro_step(run, batch, micro):
+        where = zip(batch["position"].tolist(), batch["index"].tolist(), batch["text"], strict=True)
+        drawn.extend((run.draw, *entry) for entry in where)
+        if run.step >= 1:
+            (out.parent / f"{out.name}-trains-{rank}").touch()
+        return step(run, batch, micro)
+
+    def finish(run):
+        done(run)
+        torch.save({"weights": run.parts.unet.state_dict(), "drawn": drawn}, out.parent / f"{out.name}-seen-{rank}.pt")
+
+    train_silentbad.micro_step, train_silentbad.finish = micro_step, finish
+
+
+def ranks(inputs: dict, out: Path, limits: tuple = (None, None), **changes) -> list:
+    """Two processes of one run, as torchrun would set them up, but with nobody to end one when the other fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    argv = [f"--{key}={value}" for key, value in {**inputs, "output_dir": out, **changes}.items()]
+    return [
+        start(argv, out.parent / f"{out.name}-{rank}.log", limits[rank],
+              {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, watch)
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+def one(inputs: dict, out: Path, **changes) -> int:
+    argv = [f"--{key}={value}" for key, value in {**inputs, "output_dir": out, **changes}.items()]
+    return finish(start(argv, out.parent / f"{out.name}-0.log", prepare=watch))
+
+
+def text(out: Path) -> str:
+    return "\n".join(file.read_text()[-2500:] for file in sorted(out.parent.glob(f"{out.name}-?.log")))
+
+
+def seen(out: Path, rank: int = 0) -> dict:
+    return torch.load(out.parent / f"{out.name}-seen-{rank}.pt", weights_only=True)
+
+
+def rows(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def gap(a: dict, b: dict) -> float:
+    return max((a[key].float() - b[key].float()).abs().max().item() for key in a)
+
+
+CASES = {
+    "plain": ({}, {"train_batch_size": 4}),
+    "accumulation": ({"gradient_accumulation_steps": 2}, {"train_batch_size": 4, "gradient_accumulation_steps": 2}),
+    "everything with state": (STATEFUL, STATEFUL | {"train_batch_size": 4}),
+    "AND distillation": (AND, AND | {"gradient_accumulation_steps": 2}),  # it draws once a micro-batch and rank
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_equal_one(name, inputs, tmp_path):
+    changes, alone = CASES[name]
+    two = tmp_path / "two"
+    codes = [finish(process) for process in ranks(inputs, two, **changes, **VALIDATION)]
+    assert codes == [0, 0], text(two)
+    assert one(inputs, tmp_path / "one", **alone, **VALIDATION) == 0, text(tmp_path / "one")
+    a, b, whole = seen(two), seen(two, 1), seen(tmp_path / "one")
+    assert all(torch.equal(a["weights"][key], b["weights"][key]) for key in a["weights"]), "ranks differ"
+    assert sorted(a["drawn"] + b["drawn"]) == sorted(whole["drawn"])
+    assert gap(a["weights"], whole["weights"]) < TOLERANCE
+    assert gap(checkpoint.read_tensors(two / "checkpoints/step-4/unet.safetensors"), a["weights"]) == 0
+    for mine, theirs in zip(rows(two), rows(tmp_path / "one"), strict=True):
+        assert mine.get("lr") == theirs.get("lr") and mine["step"] == theirs["step"]
+        assert mine.get("val/mean", 0) == pytest.approx(theirs.get("val/mean", 0), abs=1e-3)
+        assert mine.get("loss", 0) == pytest.approx(theirs.get("loss", 0), rel=1e-4)
+    if name == "AND distillation":
+        assert all(row["memory/distillation"] > 0 for row in rows(two) if "loss" in row)
+
+
+def test_started_as_a_user_would(inputs, tmp_path):
+    """accelerate launch starts two CPU processes with --multi_gpu; with --cpu alone it starts one."""
+    launch = [Path(sys.executable).parent / "accelerate", "launch", "--multi_gpu", "--num_processes", "2"]
+    argv = [f"--{key}={value}" for key, value in {**inputs, "output_dir": tmp_path / "run"}.items()]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "MASTER_PORT": "0"}
+    command = [*launch, "--main_process_port", "0", "--mixed_precision", "no", ROOT / "train_silentbad.py", *argv]
+    done = subprocess.run(
+        [*command, "--validation.targets", "null"], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["processes"] == 2 and [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
+def test_a_sharded_unet_is_refused_in_one_line(kind, inputs, tmp_path):
+    """On a CPU accelerate turns FSDP into data parallel and says nothing; asked for, it is refused there too."""
+    argv = [f"--{key}={value}" for key, value in {**inputs, "output_dir": tmp_path / "run"}.items()]
+    environment = {f"ACCELERATE_USE_{kind}": "true", "ACCELERATE_USE_CPU": "true"}
+    assert finish(start(argv, tmp_path / "run-0.log", environment=environment)) == 2
+    last = text(tmp_path / "run").splitlines()[-1]
+    assert last.startswith(f"error: accelerate: {kind} shards the UNet") and not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------- neither waits for ever
+
+
+LONG = {"max_train_steps": 40, "validation.targets": "null"}
+
+
+def until(condition, processes, timeout: float = 200) -> None:
+    ends = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < ends and all(process.is_alive() for process in processes)
+        time.sleep(0.005)
+
+
+def trains(out: Path, processes: list, rank: int) -> None:
+    until((out.parent / f"{out.name}-trains-{rank}").exists, processes)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_stops_both_at_the_same_step(rank, inputs, tmp_path):
+    out = tmp_path / "run"
+    processes = ranks(inputs, out, **LONG)
+    trains(out, processes, rank)
+    os.kill(processes[rank].pid, signal.SIGTERM)
+    assert [finish(process) for process in processes] == [143, 143], text(out)
+    (newest,) = checkpoint.steps(out / "checkpoints")[-1:]
+    assert checkpoint.problem(newest) is None and int(newest.name[5:]) == rows(out)[-1]["step"]
+    ends = {"max_train_steps": int(newest.name[5:]) + 2, "validation.targets": "null"}
+    codes = [finish(process) for process in ranks(inputs, out, **ends, resume_from_checkpoint="latest")]
+    assert codes == [0, 0], text(out)
+    assert one(inputs, tmp_path / "one", **ends, train_batch_size=4) == 0
+    assert gap(seen(out)["weights"], seen(tmp_path / "one")["weights"]) < 10 * TOLERANCE
+
+
+def test_a_failing_write_on_the_main_process_ends_both(inputs, tmp_path):
+    out = tmp_path / "run"
+    processes = ranks(inputs, out, limits=(100_000, None), **LONG)
+    assert finish(processes[0]) == 2, text(out)
+    assert finish(processes[1]) != 0
+    assert f"error: output_dir {out}: cannot write step-2" in text(out)
+
+
+def test_a_killed_rank_ends_the_other_with_a_checkpoint(inputs, tmp_path):
+    out = tmp_path / "run"
+    processes = ranks(inputs, out, **LONG, checkpointing_steps=100)
+    trains(out, processes, 1)
+    processes[1].kill()
+    assert finish(processes[0]) != 0 and finish(processes[1]) == -signal.SIGKILL
+    (newest,) = checkpoint.steps(out / "checkpoints")
+    assert checkpoint.problem(newest) is None
+    ends = {"max_train_steps": int(newest.name[5:]) + 1, "validation.targets": "null"}
+    codes = [finish(process) for process in ranks(inputs, out, **ends, resume_from_checkpoint="latest")]
+    assert codes == [0, 0], text(out)
+
+
+def test_trigger_files_reach_both_ranks(inputs, tmp_path):
+    out = tmp_path / "run"
+    processes = ranks(inputs, out, **VALIDATION | {"validation.steps": 0}, max_train_steps=12, checkpointing_steps=100)
+    trains(out, processes, 0)
+    (out / "SAVE").touch()
+    (out / "VALIDATE").touch()
+    assert [finish(process) for process in processes] == [0, 0], text(out)
+    assert len(checkpoint.steps(out / "checkpoints")) == 2 and sum("val/mean" in row for row in rows(out)) == 3
