@@ -28,6 +28,7 @@ def work(argv: list[str], log: str, file_limit: int | None, environment: dict, p
         if prepare is not None:
             prepare(argv)
         code = train_silentbad.main(argv)
+        print("threads left:", *sorted(thread.read_text().strip() for thread in Path("/proc/self/task").glob("*/comm")))
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
