@@ -53,8 +53,8 @@ def train(model, forward, ranks, no_sync, sources=SOURCES, **settings):
 
 
 def worker(rank, folder):
-    """All in a call of its own: a thread of the process group that lets go of a tensor while the interpreter ends aborts
-    the process (pytorch#190489)."""
+    """All in a call of its own: a thread of the process group that lets go of a tensor while the interpreter ends
+    aborts the process (pytorch#190489)."""
     importlib.import_module("torch._dynamo")  # DDP does it too late: it would then hold the group for ever
     compare(rank, folder)
     gc.collect()
