@@ -2,7 +2,7 @@
 
     python -m bench.recovery_figures curves                     recovery by step from the stored rows, as SVG
     python -m bench.recovery_figures strip --target 1000        generations by step: plain, original, recommended
-    python -m bench.recovery_figures multipliers --target 1000  learning-rate multipliers by layer, of one arm
+    python -m bench.recovery_figures multipliers --target 33    learning-rate multipliers by layer, of one arm
 
 `strip` and `multipliers` make their runs anew, with the images kept.
 """
@@ -30,16 +30,21 @@ SHOWN = ("plain", "original", "recommended", "recommended_leak_free", "keys_valu
 
 
 def standalone(figure: str, legend: list[str]) -> str:
-    """The chart of a report's figure as a file of its own, its legend below, two names a row."""
+    """A report's chart as a file of its own; below it the legend, two names a row, or the colour scale."""
     found = re.search(r'<svg viewBox="0 0 (\d+) (\d+)"(.*?)>(.*?)</svg>', figure, re.S)
     if found is None:
         raise SystemExit("nothing to draw: no rows")
     height, rest, inside = int(found[2]), found[3], found[4]
+    scale = re.findall(r'<i style="background:(#\w+)"></i>([\d.]+)', figure)
+    for k, (colour, value) in enumerate(scale):
+        x = 136 + 62 * k
+        inside += f'<rect x="{x}" y="{height + 4}" width="14" height="14" fill="{colour}" stroke="#999"/>'
+        inside += f'<text x="{x + 19}" y="{height + 16}">{value}</text>'
     for k, name in enumerate(legend):
         x, y = 52 + (k % 2) * 220, height + 14 + 18 * (k // 2)
         line = f'<line x1="{x}" x2="{x + 26}" y1="{y - 4}" y2="{y - 4}" stroke="{COLOURS[k]}" stroke-width="2"'
         inside += f'{line} stroke-dasharray="{DASHES[k]}"/><text x="{x + 32}" y="{y}">{escape(name)}</text>'
-    full = height + (24 + 18 * ((len(legend) + 1) // 2) if legend else 0)
+    full = height + (24 + 18 * ((len(legend) + 1) // 2) if legend else 24 if scale else 0)
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {full}"{rest}><style>{STYLE}</style>'
             f"{inside}</svg>\n")  # fmt: skip
 

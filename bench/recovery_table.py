@@ -1,10 +1,12 @@
 """What the rows of bench/recovery.py say: figures of a run, speed-ups with intervals over targets, table and chart.
 
 A time that a run does not reach within the budget counts as the budget, so a mean is a restricted mean and a speed-up
-over an arm that never got there is a lower bound. The unit of inference is the target; seeds are averaged inside it.
+over an arm that never got there is a lower bound. The unit of inference is the target; seeds are averaged inside it. An
+arm is compared with plain over the targets and seeds that both ran, and their seconds where one code timed both.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from html import escape
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from silentbad.plots import Series, line_chart
 
 TIMES = ("first", "cir50", "cir80")
 Figures = dict[str, dict[str, float]]  # by target
+Arm = tuple[str, float]  # its name and its learning-rate factor
 
 
 def first_step(curve: dict[int, float], level: float) -> float:
@@ -57,29 +60,54 @@ def runs_of(rows: list[dict], arm: str, factor: float) -> dict[str, dict[int, li
 
 def per_target(rows: list[dict], arm: str, factor: float) -> Figures:
     """Seeds averaged inside each target."""
-    runs = {t: [summarise(part) for part in seeds.values()] for t, seeds in runs_of(rows, arm, factor).items()}
-    return {target: {k: float(np.mean([one[k] for one in ones])) for k in ones[0]} for target, ones in runs.items()}
+    runs = runs_of(rows, arm, factor)
+    return {target: averaged([summarise(part) for part in seeds.values()]) for target, seeds in runs.items()}
+
+
+def averaged(figures: Iterable[dict[str, float]]) -> dict[str, float]:
+    ones = list(figures)
+    return {k: float(np.mean([one[k] for one in ones])) for k in ones[0]}
+
+
+def pairs(rows: list[dict], plain: Arm, other: Arm) -> Iterator[tuple[str, list[dict], list[dict]]]:
+    """(target, plain's run, the arm's run) of every target and seed that both ran."""
+    mine = runs_of(rows, *other)
+    for target, seeds in runs_of(rows, *plain).items():
+        yield from ((target, seeds[s], mine[target][s]) for s in seeds if s in mine.get(target, {}))
+
+
+def compared(runs: Iterable[tuple[str, list[dict], list[dict]]]) -> tuple[Figures, Figures]:
+    """Both arms' figures by target, over the pairs of runs."""
+    both: dict[str, list[list[dict]]] = defaultdict(lambda: [[], []])
+    for target, *pair in runs:
+        for k in range(2):
+            both[target][k].append(summarise(pair[k]))
+    plain, other = ({target: averaged(pair[k]) for target, pair in both.items()} for k in range(2))
+    return plain, other
 
 
 def speedup(plain: Figures, other: Figures, key: str = "cir50", draws: int = 4000) -> tuple[float, float, float]:
     """Median over targets of plain's time over the arm's, with a 95 % paired bootstrap interval over targets."""
-    shared = sorted(set(plain) & set(other))
-    ratios = np.array([plain[t][key] / other[t][key] for t in shared])
+    ratios = np.array([plain[target][key] / other[target][key] for target in sorted(plain)])
     rng = np.random.default_rng(0)
     medians = np.median(ratios[rng.integers(0, len(ratios), (draws, len(ratios)))], axis=1)
     low, high = np.quantile(medians, [0.025, 0.975])
     return float(np.median(ratios)), float(low), float(high)
 
 
-def drift_at_equal_recovery(rows: list[dict], plain: tuple[str, float], other: tuple[str, float]) -> float:
+def timed_alike(plain: list[dict], other: list[dict]) -> bool:
+    """Whether the seconds of two runs may be compared."""
+    return all(plain[0].get(key) == other[0].get(key) for key in ("commit", "device"))
+
+
+def drift_at_equal_recovery(rows: list[dict], plain: Arm, other: Arm) -> float:
     """Median over targets and seeds of the arm's drift over plain's, each at its first step with plain's best rate."""
-    ratios, mine = [], runs_of(rows, *other)
-    for target, seeds in runs_of(rows, *plain).items():
-        for seed in set(seeds) & set(mine.get(target, {})):
-            level = max(row["rate"] for row in seeds[seed])
-            rises = [rise_at(run, level) for run in (seeds[seed], mine[target][seed])]
-            if level > 0 and None not in rises and rises[0] > 0:
-                ratios.append(rises[1] / rises[0])
+    ratios = []
+    for _, base, mine in pairs(rows, plain, other):
+        level = max(row["rate"] for row in base)
+        rises = [rise_at(run, level) for run in (base, mine)]
+        if level > 0 and None not in rises and rises[0] > 0:
+            ratios.append(rises[1] / rises[0])
     return float(np.median(ratios)) if ratios else float("nan")
 
 
@@ -101,7 +129,7 @@ def best_factors(rows: list[dict]) -> dict[str, float]:
 
 
 HEAD = ("arm", "lr x", "runs", "first", "CIR 50 %", "CIR 80 %", "CIR", "AURC", "elements", "parts only", "drift",
-        "drift, equal CIR", "s/step", "speed-up to CIR 50 %", "the same in seconds")  # fmt: skip
+        "s/step", "plain's CIR there", "drift, equal CIR", "speed-up to CIR 50 %", "the same in seconds")  # fmt: skip
 
 
 def label(row: dict) -> str:
@@ -120,23 +148,33 @@ def tables(rows: list[dict]) -> list[tuple[str, ...]]:
 
 
 def table(rows: list[dict], against: str = "plain") -> list[tuple[str, ...]]:
-    """A line per arm at its best factor: medians of times over targets, means of the rest."""
+    """A line per arm at its best factor: medians of times over targets, means of the rest; then what `against` has on
+    the same targets and seeds."""
     best, lines = best_factors(rows), []
-    base = per_target(rows, against, best[against]) if against in best else {}
     for arm, factor in best.items():
         figures = per_target(rows, arm, factor)
-        mean = {k: float(np.mean([f[k] for f in figures.values()])) for k in next(iter(figures.values()))}
-        times = [time(figures, name) for name in TIMES]
-        gains = ["", ""]
-        if base and arm != against:
-            gains = [interval(speedup(base, figures, key)) for key in ("cir50", "cir50_seconds")]
-            equal = drift_at_equal_recovery(rows, (against, best[against]), (arm, factor))
+        mean = averaged(figures.values())
+        others = against in best and arm != against
         lines.append((
-            arm, f"{factor:g}", str(sum(map(len, runs_of(rows, arm, factor).values()))), *times, f"{mean['cir']:.2f}",
-            f"{mean['aurc']:.3f}", f"{mean['elements']:.2f}", f"{mean['parts_only']:.2f}", f"{mean['drift']:.4f}",
-            f"{equal:.2f}" if gains[0] else "", f"{mean['seconds_per_step']:.3f}", *gains,
+            arm, f"{factor:g}", str(sum(map(len, runs_of(rows, arm, factor).values()))),
+            *(time(figures, name) for name in TIMES), f"{mean['cir']:.2f}", f"{mean['aurc']:.3f}",
+            f"{mean['elements']:.2f}", f"{mean['parts_only']:.2f}", f"{mean['drift']:.4f}",
+            f"{mean['seconds_per_step']:.3f}",
+            *(beside(rows, (against, best[against]), (arm, factor)) if others else [""] * 4),
         ))  # fmt: skip
     return lines
+
+
+def beside(rows: list[dict], plain: Arm, other: Arm) -> list[str]:
+    """The last four columns: plain's CIR, drift at equal recovery, speed-ups in steps and in seconds."""
+    both = list(pairs(rows, plain, other))
+    timed = [(target, base, mine) for target, base, mine in both if timed_alike(base, mine)]
+    if not both:
+        return [""] * 4
+    return [
+        f"{averaged(compared(both)[0].values())['cir']:.2f}", f"{drift_at_equal_recovery(rows, plain, other):.2f}",
+        interval(speedup(*compared(both))), interval(speedup(*compared(timed), "cir50_seconds")) if timed else "",
+    ]  # fmt: skip
 
 
 def time(figures: Figures, name: str) -> str:
@@ -153,9 +191,9 @@ def markdown(lines: list[tuple[str, ...]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [HEAD, tuple("---" for _ in HEAD), *lines]) + "\n"
 
 
-def html(rows: list[dict]) -> str:
+def html(lines: list[tuple[str, ...]], rows: list[dict]) -> str:
     """One self-contained page: the table and the recovery curves."""
-    cells = [f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in line)}</tr>" for line in tables(rows)]
+    cells = [f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in line)}</tr>" for line in lines]
     head = "".join(f"<th>{escape(c)}</th>" for c in HEAD)
     style = "body{font:15px system-ui;margin:2em}td,th{padding:.2em .6em;text-align:right}svg{max-width:46em}"
     return (f"<!doctype html><meta charset=utf-8><title>Recovery</title><style>{style}</style><h1>Recovery</h1>"
@@ -179,7 +217,8 @@ def curves(rows: list[dict], arms: list[str] | None = None, draws: int = 2000) -
 
 def save(rows: list[dict], results: Path) -> str:
     """The Markdown table beside the results, and the page; returns the table."""
-    text = markdown(tables(rows))
+    lines = tables(rows)
+    text = markdown(lines)
     results.with_suffix(".md").write_text(text)
-    results.with_suffix(".html").write_text(html(rows))
+    results.with_suffix(".html").write_text(html(lines, rows))
     return text

@@ -4,6 +4,7 @@ Every function takes plain numbers and returns HTML; texts are escaped here. Poi
 left out.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from html import escape
@@ -222,7 +223,7 @@ def heatmap(
         if len(xs) <= most
         else [round(i * (len(xs) - 1) / (most - 1)) for i in range(most)]
     )
-    row, left, top = 15, 118, 6
+    row, left, top = 15, 136, 6
     height = top + row * len(names) + 40
     cell = (WIDTH - left - RIGHT) / len(keep)
     span = max([abs(math.log(v)) for line in values for v in line if finite(v) and v > 0] + [math.log(1.5)])
@@ -231,13 +232,14 @@ def heatmap(
         parts.append(
             text_at(left - 6, top + row * i + 11, name if len(name) <= 18 else name[:17] + "…", "end")
         )
-        for j, k in enumerate(keep):
-            v = values[i][k]
-            if finite(v) and v > 0:
+        shown = [values[i][k] for k in keep]
+        tints = [tint(math.log(v) / span) if finite(v) and v > 0 else None for v in shown]
+        for colour, alike in itertools.groupby(range(len(keep)), tints.__getitem__):
+            if colour is not None:
+                columns = list(alike)
                 parts.append(
-                    f'<rect x="{left + j * cell:.1f}" y="{top + row * i}" '
-                    f'width="{cell + 0.3:.1f}" height="{row - 1}" '
-                    f'fill="{tint(math.log(v) / span)}"/>'
+                    f'<rect x="{left + columns[0] * cell:.1f}" y="{top + row * i}" '
+                    f'width="{len(columns) * cell + 0.3:.1f}" height="{row - 1}" fill="{colour}"/>'
                 )
     for j in sorted({0, len(keep) // 2, len(keep) - 1}):
         parts.append(text_at(left + (j + 0.5) * cell, top + row * len(names) + 14, f"{xs[keep[j]]:.6g}"))
@@ -263,8 +265,8 @@ def heatmap(
 
 
 def tint(x: float) -> str:
-    """-1 .. 1 -> blue .. white .. orange."""
-    x = max(-1.0, min(1.0, x))
+    """-1 .. 1 -> blue .. white .. orange, in 33 shades."""
+    x = round(max(-1.0, min(1.0, x)) * 16) / 16
     end = (213, 94, 0) if x > 0 else (0, 114, 178)
     return "#" + "".join(f"{round(255 + (c - 255) * abs(x)):02x}" for c in end)
 

@@ -15,6 +15,8 @@ def test_every_arm_is_a_configuration_that_passes_the_checks(name):
     argv = ["--config", "configs/microworld.yaml", "--train_data_dir", "data", "--output_dir", "out"]
     config, sources = parse(train_silentbad.Config, [*argv, *(f"--{k}={v}" for k, v in flags.items())], "")
     train_silentbad.check_all(config, sources)
+    plain, _ = parse(train_silentbad.Config, argv, "")
+    assert (config == plain) == (name == "plain"), "an arm without effect"
 
 
 def test_every_registry_entry_is_tried():
@@ -48,6 +50,18 @@ def test_a_speedup_over_what_never_recovers_is_a_lower_bound():
     line = dict(zip(recovery_table.HEAD, table[1], strict=True))
     assert line["speed-up to CIR 50 %"] == line["the same in seconds"] == "5.00 [5.00, 5.00]"
     assert line["CIR 50 %"] == "20" and table[0][4] == "never"
+
+
+def test_an_arm_is_compared_where_both_ran_and_timed_where_one_code_did():
+    curve = {0: 0.0, 10: 0.0, 20: 1.0}
+    plain = rows("plain", {"1": curve, "2": {0: 0.0, 10: 0.0, 20: 0.0}}, commit="a")
+    same, other = (rows("arm", {"1": {0: 0.0, 10: 1.0, 20: 1.0}}, commit=commit) for commit in "ab")
+    for mine, seconds in ((same, "2.00 [2.00, 2.00]"), (other, "")):
+        line = dict(zip(recovery_table.HEAD, recovery_table.table(plain + mine)[1], strict=True))
+        assert line["plain's CIR there"] == "1.00" and line["speed-up to CIR 50 %"] == "2.00 [2.00, 2.00]"
+        assert line["the same in seconds"] == seconds
+    alone = rows("arm", {"3": curve})
+    assert recovery_table.table(plain + alone)[1][-4:] == ("",) * 4
 
 
 def test_drift_is_compared_where_both_have_recovered_as_much():

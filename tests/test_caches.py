@@ -40,6 +40,7 @@ def test_no_step_encodes_anything_once_all_is_on_disk(build, tmp_path, monkeypat
                         else opened(path))  # fmt: skip
     for _ in range(3):
         step_once(run)
+    assert run.step == 3
 
 
 opened = Image.open

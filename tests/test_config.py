@@ -189,7 +189,9 @@ def test_check_options(case):
 
 
 def test_right_options_pass():
-    check_options("kind", {"rule": rule}, "rule", {"beta": 1, "floor": None, "kind": "b"})
+    right = {"beta": 1, "floor": None, "kind": "b"}
+    check_options("kind", {"rule": rule}, "rule", right)
+    assert right == {"beta": 1, "floor": None, "kind": "b"}  # as they were
 
 
 def test_flat_loss_flags_become_parts_of_memory():
