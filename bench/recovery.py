@@ -142,8 +142,15 @@ def protocol(args: argparse.Namespace) -> dict:
 
 def facts() -> dict:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
     return {"commit": commit, "torch": torch.__version__, "device": device, "cores": os.cpu_count()}
+
+
+def processor() -> str:
+    """The CPU's model, as far as the system tells."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
 
 
 def stored(path: Path) -> list[dict]:
