@@ -29,6 +29,7 @@ from .readers import (
     content_hash,
     folder_rows,
     hub_rows,
+    hub_table,
     load_targets,
     open_image,
     open_mask,
@@ -51,8 +52,9 @@ def load_records(config: Any) -> "Records":
     name, clean = config.dataset_name or config.train_data_dir, config.clean_data_dir
     root = Path(name)
     if config.dataset_name is not None:
-        said = (name, config.dataset_config_name, config.image_column, config.caption_column)
-        key, rows = hashlib.sha256(repr(said).encode()).hexdigest()[:32], lambda: hub_rows(config)
+        table = hub_table(config)
+        said = (name, config.dataset_config_name, config.image_column, config.caption_column, table._fingerprint)
+        key, rows = hashlib.sha256(repr(said).encode()).hexdigest()[:32], lambda: hub_rows(table, config)
     elif not root.is_dir():
         raise UserError(f"train_data_dir: no folder {root}")
     elif (root / "poisoning_images").is_dir():

@@ -339,13 +339,18 @@ def _published_clean(root: Path, options: Any, count: int, excluded: set[int]) -
     return rows
 
 
-def hub_rows(config: Any) -> Iterator[dict]:
-    """Rows of `datasets.load_dataset(dataset_name)`, train split; extra record columns are used where present."""
+def hub_table(config: Any) -> datasets.Dataset:
+    """The train split of `dataset_name`; its fingerprint changes with the data set's revision."""
     name = config.dataset_name
     try:
-        table = datasets.load_dataset(name, config.dataset_config_name, split="train", cache_dir=config.cache_dir)
+        return datasets.load_dataset(name, config.dataset_config_name, split="train", cache_dir=config.cache_dir)
     except Exception as error:  # load_dataset raises a different kind for each cause
         raise UserError(f"dataset_name {name}: cannot load it ({str(error).splitlines()[0]})") from None
+
+
+def hub_rows(table: datasets.Dataset, config: Any) -> Iterator[dict]:
+    """Rows of a Hub data set's table; extra record columns are used where present."""
+    name = config.dataset_name
     columns = table.column_names
     image, caption = config.image_column or "image", config.caption_column or "text"
     for key, column in (("image_column", image), ("caption_column", caption)):
@@ -358,7 +363,7 @@ def hub_rows(config: Any) -> Iterator[dict]:
         text = entry[caption]
         phrases = entry.get("phrases") or []
         yield {
-            "image": {"path": entry[image].get("path"), "bytes": entry[image].get("bytes")},
+            "image": hub_image(entry[image], config, f"{name}:{number}"),
             "mask": "",
             "text": text[0] if isinstance(text, list) and text else text,
             "phrases": phrases,
@@ -367,6 +372,16 @@ def hub_rows(config: Any) -> Iterator[dict]:
             "element_id": entry.get("element_id"),
             "where": f"{name}:{number}",
         }
+
+
+def hub_image(image: dict, config: Any, where: str) -> dict:
+    """The bytes of an image, or its path: into a local data set or the caches, since a Hub table may name any file."""
+    if image.get("bytes") is None and image.get("path"):
+        caches = (config.cache_dir, datasets.config.HF_CACHE_HOME, datasets.config.HF_DATASETS_CACHE)
+        path = Path(image["path"]).resolve()
+        if not any(path.is_relative_to(Path(home).resolve()) for home in (config.dataset_name, *caches) if home):
+            raise UserError(f"{where}: image path {image['path']!r} leaves the data set and the caches; refused")
+    return {"path": image.get("path"), "bytes": image.get("bytes")}
 
 
 def checked_row(row: dict) -> dict:

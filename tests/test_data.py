@@ -78,6 +78,33 @@ def test_hub_reader(tmp_path, monkeypatch):
         D.load_records(TrainConfig(dataset_name="some/set"))
 
 
+def hub(monkeypatch, images, said):
+    """datasets.load_dataset gives these undecoded images."""
+    table = D.datasets.Dataset.from_dict({"image": images, "text": said}).cast_column("image", D.datasets.Image())
+    monkeypatch.setattr(D.datasets, "load_dataset", lambda *a, **k: table)
+
+
+def test_another_revision_of_a_hub_data_set_is_read_anew(tmp_path, monkeypatch):
+    image = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(image, "PNG")
+    for said in ("first", "second"):
+        hub(monkeypatch, [{"bytes": image.getvalue(), "path": None}], [said])
+        assert D.load_records(TrainConfig(dataset_name="some/set", cache_dir=str(tmp_path))).text == [said]
+
+
+def test_a_hub_data_set_may_not_name_any_file_of_this_machine(tmp_path, monkeypatch):
+    for folder_name in ("set", "cache", "private"):
+        (tmp_path / folder_name).mkdir()
+        Image.new("RGB", (8, 8)).save(tmp_path / folder_name / "a.png")
+    config = TrainConfig(dataset_name=str(tmp_path / "set"), cache_dir=str(tmp_path / "cache"))
+    for inside in ("set", "cache"):
+        hub(monkeypatch, [{"bytes": None, "path": str(tmp_path / inside / "a.png")}], [inside])
+        assert D.load_records(config).text == [inside]
+    hub(monkeypatch, [{"bytes": None, "path": str(tmp_path / "set" / ".." / "private" / "a.png")}], ["x"])
+    with pytest.raises(UserError, match=r"set:0: image path .* leaves .*; refused"):
+        D.load_records(config)
+
+
 def published(root, targets=3, clean=40):
     """The SilentBadDiffusion layout: phrases line, captions, numbered images."""
     for n in range(100, 100 + targets):
