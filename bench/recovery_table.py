@@ -171,9 +171,10 @@ def beside(rows: list[dict], plain: Arm, other: Arm) -> list[str]:
     timed = [(target, base, mine) for target, base, mine in both if timed_alike(base, mine)]
     if not both:
         return [""] * 4
+    seconds = interval(speedup(*compared(timed), "cir50_seconds")) if timed else ""
     return [
         f"{averaged(compared(both)[0].values())['cir']:.2f}", f"{drift_at_equal_recovery(rows, plain, other):.2f}",
-        interval(speedup(*compared(both))), interval(speedup(*compared(timed), "cir50_seconds")) if timed else "",
+        interval(speedup(*compared(both))), seconds + (f" ({len(timed)} runs)" if 0 < len(timed) < len(both) else ""),
     ]  # fmt: skip
 
 
