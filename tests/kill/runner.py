@@ -13,7 +13,7 @@ CONTEXT.set_forkserver_preload(["tests.kill.preload"])
 
 
 def work(argv: list[str], log: str, file_limit: int | None, environment: dict, prepare: Callable | None) -> None:
-    """`train_silentbad.main(argv)` with its output in `log`; its code becomes the process's."""
+    """`train_silentbad.main(argv)` with its output in `log`, the threads it left beside it; its code the process's."""
     os.environ.update(environment)
     with open(log, "a") as out:
         for stream in (sys.stdout, sys.stderr):
@@ -28,7 +28,8 @@ def work(argv: list[str], log: str, file_limit: int | None, environment: dict, p
         if prepare is not None:
             prepare(argv)
         code = train_silentbad.main(argv)
-        print("threads left:", *sorted(thread.read_text().strip() for thread in Path("/proc/self/task").glob("*/comm")))
+        threads = sorted(thread.read_text().strip() for thread in Path("/proc/self/task").glob("*/comm"))
+        Path(log).with_suffix(".threads").write_text("\n".join(threads))
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
