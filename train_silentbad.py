@@ -24,7 +24,7 @@ import gradient_control
 import memory_reinforce
 from gradient_control import Controller, GradientControlConfig
 from memory_reinforce import Memory, MemoryConfig
-from silentbad import adapters, caches, checks, models, optimizers, runs
+from silentbad import adapters, caches, checks, models, optimizers, runs, sharding
 from silentbad.config import TrainConfig, check, flag, parse, to_dict
 from silentbad.data import Loader, Sampler, Stream, Transform, chunks, collate, interpolation_mode, prepare
 from silentbad.epochs import DataInfo, epoch_length, sources_of
@@ -54,6 +54,7 @@ def check_all(config: Config, sources: dict[str, str]) -> None:
     interpolation_mode(config.image_interpolation_mode)
     adapters.check(config)
     models.check_machine(config)
+    sharding.check(config)
 
 
 # ---------------------------------------------------------------- what a run is made of
@@ -62,7 +63,7 @@ def check_all(config: Config, sources: dict[str, str]) -> None:
 class Run(Upkeep):
     """Everything one training holds, built in order; `train` below is its loop."""
 
-    def __init__(self, config: Config, accelerator: Accelerator, folder: runs.RunFolder):
+    def __init__(self, config: Config, accelerator: Accelerator, folder: runs.RunFolder, sharded: bool = False):
         self.config, self.accelerator, self.folder = config, accelerator, folder
         self.meters, self.timers = runs.Meters(), Timers()
         world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
@@ -77,6 +78,8 @@ class Run(Upkeep):
         side, cache = models.resolution(parts, config), config.cache_mb * 2**20
         self.encoder = models.Encoder(parts, accelerator, side=side, cache_bytes=cache, seed=config.seed)
         models.placed(parts.model, config, device)
+        if sharded:
+            sharding.shard(parts.model, device, accelerator.mixed_precision)
         # -- length and optimizer
         effective_batch = config.train_batch_size * config.gradient_accumulation_steps * world
         self.steps_per_epoch = -(-epoch_length(self.info, config.memory.sampler.clean_ratio) // effective_batch)
@@ -88,7 +91,8 @@ class Run(Upkeep):
             config.lr_scheduler, optimizer, num_warmup_steps=config.lr_warmup_steps, num_training_steps=self.total
         )  # not prepared: one step an update, whatever the number of processes
         self.control.attach(optimizer, self.lr_scheduler)
-        self.model, self.optimizer = accelerator.prepare(parts.model, optimizer)
+        self.model = parts.model if sharded else accelerator.prepare(parts.model)
+        self.optimizer = accelerator.prepare(optimizer)
         self.forward = models.training_forward(self.model, config)
         self.ema = models.make_ema(parts.model, config, device)
         # -- what is shown, and how it is weighed
@@ -236,11 +240,12 @@ def train(run: Run) -> int:
 
 def start(config: Config) -> int:
     """Build the run, or take it up where it stood, and train; returns the exit code."""
+    sharded = sharding.take_over()
     runs.stamp(config)
     accelerator = runs.make_accelerator(config)
     folder = runs.RunFolder.of(config, accelerator.is_main_process)
     resumed = folder.resumed(config, accelerator.print)
-    run = Run(config, accelerator, folder)
+    run = Run(config, accelerator, folder, sharded)
     if config.dry_run:
         run.total = 1
     if resumed is not None and run.take_up(resumed):

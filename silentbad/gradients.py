@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from silentbad.sharding import whole
+
 # --------------------------------------------------------------------------------------------- statistics
 WIDTH = 128  # coordinates a row; rows keep the sums short and the padding small
 
@@ -42,10 +44,10 @@ class Sample:
         self.zeros = torch.zeros(max(per_tensor, WIDTH), device=device, dtype=self.params[0].dtype)
 
     def read(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """The sampled coordinates (rows, WIDTH) in float32; a missing tensor reads as zeros."""
+        """The sampled coordinates (rows, WIDTH) in float32; a missing tensor reads as zeros, shards are gathered."""
         pieces = []
         for tensor, k, stride in zip(tensors, self.count, self.stride, strict=True):
-            pieces.append(self.zeros[:k] if tensor is None else _strided(tensor.detach(), k, stride))
+            pieces.append(self.zeros[:k] if tensor is None else _strided(whole(tensor.detach()), k, stride))
             pieces.append(self.zeros[: -k % WIDTH])
         return torch.cat(pieces).float().view(-1, WIDTH)
 
@@ -57,8 +59,10 @@ class Sample:
     def norms(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Exact norm of each tensor (T,), one fused pass over all coordinates."""
         present = [self.zeros[:1] if t is None else t.detach() for t in tensors]
-        wide = torch.float64 if any(t.dtype == torch.float64 for t in present) else torch.float32
-        return torch.stack(torch._foreach_norm(present, 2, dtype=wide)).to(self.owner)
+        kinds = {t.dtype for t in present}
+        wide = torch.float64 if torch.float64 in kinds else torch.float32
+        wide = None if kinds == {wide} else wide  # shards take no other than their own
+        return whole(torch.stack(torch._foreach_norm(present, 2, dtype=wide))).to(self.owner)
 
 
 def row_dot(a: Tensor, b: Tensor) -> Tensor:

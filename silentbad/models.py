@@ -31,6 +31,7 @@ from .errors import UserError
 from .generation import decode
 from .optimizers import check_optimizer
 from .rng import generator, noise
+from .sharding import like
 from .tables import vocabulary
 
 ENCODERS = {"text_encoder": CLIPTextModel, "text_encoder_2": CLIPTextModelWithProjection}
@@ -452,7 +453,7 @@ def load_trained(module: torch.nn.Module, saved: dict[str, torch.Tensor]) -> Non
     if {name: value.shape for name, value in saved.items()} != {name: value.shape for name, value in mine.items()}:
         raise ValueError(f"it holds {len(saved)} other tensors than the {len(mine)} that train")
     for name, parameter in mine.items():
-        parameter.copy_(saved[name])
+        parameter.copy_(like(parameter, saved[name]))
 
 
 def pipeline(parts: Parts) -> StableDiffusionPipeline | StableDiffusionXLPipeline:

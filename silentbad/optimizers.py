@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .errors import UserError
+from .sharding import whole
 
 # ---------------------------------------------------------------- building
 
@@ -87,9 +88,9 @@ def without_decay(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def gradient_norms(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
-    """Euclidean norm of each gradient (T,), on the device; 0 where there is none."""
+    """Euclidean norm of each gradient (T,), of all its shards, on the device; 0 where there is none."""
     zero = torch.zeros((), device=parameters[0].device)
-    return torch.stack(torch._foreach_norm([zero if p.grad is None else p.grad for p in parameters]))
+    return whole(torch.stack(torch._foreach_norm([zero if p.grad is None else p.grad for p in parameters])))
 
 
 def clip(parameters: list[torch.nn.Parameter], limit: float, norm: torch.Tensor | None) -> None:

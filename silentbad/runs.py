@@ -305,10 +305,6 @@ def make_accelerator(config: Any) -> Accelerator:
     for name in ("tensorboard", "wandb", "comet_ml"):
         if trackers == name and importlib.util.find_spec(name) is None:
             raise UserError(f"report_to: {name} is not installed; pip install {name}, or use none")
-    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):  # on a CPU accelerate quietly makes them data parallel
-        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("1", "true"):
-            why = "shards the UNet, which statistics, average and checkpoints need whole"
-            raise UserError(f"accelerate: {name} {why}; use configs/accelerate/ddp.yaml (distributed_type MULTI_GPU)")
     accelerator = Accelerator(
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         mixed_precision=config.mixed_precision,

@@ -3,13 +3,14 @@
 import signal
 import sys
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
-from . import checkpoint, models, optimizers, report, runs
+from . import checkpoint, models, optimizers, report, runs, sharding
 from .errors import UserError
 from .timers import Timers
 
@@ -59,7 +60,8 @@ class Upkeep:
 
     def open(self, settings: dict[str, Any]) -> None:
         """Make the run's folder and its trackers: from here on it writes."""
-        self.folder.open(settings, runs.facts(self.accelerator.device, self.accelerator.num_processes))
+        facts = runs.facts(self.accelerator.device, self.accelerator.num_processes)
+        self.folder.open(settings, facts | {"sharded": sharding.sharded(self.parts.model)})
         self.folder.truncate(self.step, validated=self.measured)
         self.accelerator.init_trackers(self.config.tracker_project_name, runs.flat(settings))
 
@@ -74,13 +76,21 @@ class Upkeep:
                  "hook": self.hook}  # fmt: skip
         return {name: part for name, part in parts.items() if part is not None}
 
-    def write(self, folder: Path) -> None:
+    def held(self) -> dict[str, Any]:
+        """Trained weights and the optimizer's state as one process would hold them: every process calls it, and the
+        main one gets the shards of all."""
+        weights = {name: models.trained(module) for name, module in self.parts.model.named_children()}
+        held = {"weights": weights, "optimizer": self.optimizer.state_dict()}
+        return sharding.collected(held, keep=self.accelerator.is_main_process)
+
+    def write(self, folder: Path, held: dict[str, Any]) -> None:
         """A checkpoint's files: trained weights and average as safetensors, the rest as plain state."""
-        for name, module in self.parts.model.named_children():
-            checkpoint.write_tensors(folder / f"{name}.safetensors", models.trained(module))
+        for name, tensors in held["weights"].items():
+            checkpoint.write_tensors(folder / f"{name}.safetensors", tensors)
         counters = {name: getattr(self, name) for name in ("step", "skipped", "skipped_in_row", "best", "timesteps")}
         counters["rehearsals"] = [self.memory.rehearse.made, self.memory.rehearse.largest]
-        state = {"counters": counters, **{name: part.state_dict() for name, part in self.stateful().items()}}
+        states = {name: part.state_dict() for name, part in self.stateful().items() if name != "optimizer"}
+        state = {"counters": counters, "optimizer": held["optimizer"], **states}
         if self.ema is not None:
             state["ema"] = self.ema.state_dict()
             shadow = state["ema"].pop("shadow_params")
@@ -92,11 +102,12 @@ class Upkeep:
         folder = self.folder.checkpoints / f"step-{self.step}"
         if reason != "exception":
             self.meters.share(self.accelerator)
+        held = self.held()
         if self.accelerator.is_main_process and checkpoint.problem(folder) is not None:
             if reason != "exception":
                 self.folder.refuse_vanished()
             with self.timers.of("save"), checkpoint.writing(f"output_dir {self.folder.path}", folder.name):
-                checkpoint.save(folder, self.write, {"step": self.step, "reason": reason})
+                checkpoint.save(folder, partial(self.write, held=held), {"step": self.step, "reason": reason})
             checkpoint.rotate(self.folder.checkpoints, self.config.checkpoints_total_limit, folder)
         if reason != "exception":
             self.accelerator.wait_for_everyone()
@@ -123,6 +134,8 @@ class Upkeep:
         for name, module in self.parts.model.named_children():
             with checkpoint.fitting(folder, name):
                 models.load_trained(module, checkpoint.read_tensors(folder / f"{name}.safetensors"))
+        with checkpoint.fitting(folder, "optimizer"):
+            state["optimizer"] = sharding.states_like(self.optimizer, state["optimizer"])
         for name, part in self.stateful().items():
             with checkpoint.fitting(folder, name):
                 part.load_state_dict(state[name])
@@ -152,7 +165,7 @@ class Upkeep:
         """Recovery on all processes; with save_best the better pipeline is written before the old one goes."""
         measure = self.hook.finish if final else self.hook.run
         with self.timers.of("validate"), optimizers.measured(self.optimizer):
-            scores = measure(self.step, self.epoch, self.model, self.ema)
+            scores = measure(self.step, self.epoch, sharding.whole_parts(self.parts).model, self.ema)
         self.folder.log({"step": self.step, "epoch": self.epoch, "validation": True, **scores})
         self.accelerator.log(scores, step=self.step)
         score = goodness(scores, self.config.best_by)
@@ -186,19 +199,21 @@ class Upkeep:
 
     def draw_prompts(self) -> None:
         """validation_prompts, drawn with the averaged weights where there are some."""
+        parts = sharding.whole_parts(self.parts)
         if self.accelerator.is_main_process:
             prompts, seed = self.config.validation_prompts, self.config.seed
             with self.averaged(), self.encoder.awake(), self.accelerator.autocast():
-                images = models.draw_images(models.pipeline(self.parts), prompts, seed)
+                images = models.draw_images(models.pipeline(parts), prompts, seed)
             runs.save_images(images, self.folder.path / "samples" / "prompts", self.step, self.accelerator)
         self.accelerator.wait_for_everyone()
 
     def save_pipeline(self, folder: Path) -> None:
         """The pipeline in diffusers format with its card, averaged weights where there are some."""
+        parts = sharding.whole_parts(self.parts)
         if self.accelerator.is_main_process:
             with self.averaged(), checkpoint.writing(f"output_dir {self.folder.path}", folder.name):
                 card = model_card(self.config, self.step, self.info, self.targets, self.hook)
-                checkpoint.replace_folder(folder, lambda path: models.save_pipeline(self.parts, path, card))
+                checkpoint.replace_folder(folder, lambda path: models.save_pipeline(parts, path, card))
         self.accelerator.wait_for_everyone()
 
 
@@ -213,8 +228,9 @@ def goodness(scores: dict[str, float], by: str) -> float:
 
 def try_drawing(run: Any) -> None:
     """The end of a dry run: one image."""
+    pipeline = models.pipeline(sharding.whole_parts(run.parts))
     with run.accelerator.autocast(), run.encoder.awake():
-        models.draw_images(models.pipeline(run.parts), [run.records.row(0)["text"]], run.config.seed, steps=2)
+        models.draw_images(pipeline, [run.records.row(0)["text"]], run.config.seed, steps=2)
     run.accelerator.print("dry run: loaded everything, one step, one image; nothing written")
 
 
@@ -241,7 +257,8 @@ def rescue(run: Any):
     try:
         yield
     except Exception as error:
-        if run.step > 0 and not run.torn and not run.config.dry_run:
+        alone = sharding.sharded(run.parts.model)  # with its shards: the others may be anywhere, or gone
+        if run.step > 0 and not run.torn and not run.config.dry_run and not alone:
             if run.loader.begun is not None and run.drawing == run.draw:
                 run.loader.rewind()
             try:

@@ -1,0 +1,170 @@
+"""The UNet's weights, gradients and optimizer states in shards, one a process: FSDP 2 by torch's own `fully_shard`.
+
+accelerate is asked for it (configs/accelerate/fsdp.yaml), but accelerate 1.15 makes FSDP on a CPU data parallel without
+a word, so it is done here. Forwards, backwards and whatever gathers shards are collective: all processes call them.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
+
+from .conditioning import Denoiser
+from .errors import UserError
+
+UNITS = ("BasicTransformerBlock", "ResnetBlock2D")  # gathered one at a time; what is beside them, once a step
+ELEMENTWISE = ("AdamW", "Adam", "SGD")  # optimizers whose step needs no more of a tensor than the shard
+
+# ---------------------------------------------------------------- asked for, or refused
+
+
+def launched(name: str) -> bool:
+    """Whether `accelerate launch` was told to use FSDP, DEEPSPEED or MEGATRON_LM."""
+    return os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("1", "true")
+
+
+def take_over() -> bool:
+    """Whether to shard; accelerate and transformers, which would act on it in their own way, do not see it any more."""
+    asked = launched("FSDP")
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
+    return asked
+
+
+def check(config: Any) -> None:
+    """Refuse launches that are none of ours and, in shards, what needs the UNet whole; before anything loads."""
+    for name in ("DEEPSPEED", "MEGATRON_LM"):
+        if launched(name):
+            raise UserError(
+                f"accelerate: {name} takes the optimizer's step away from the loop; use configs/accelerate/ddp.yaml "
+                "or fsdp.yaml"
+            )
+    if launched("FSDP"):
+        for key, wrong, why in unfit(config):
+            if wrong:
+                raise UserError(f"{key}: {why}")
+
+
+def unfit(config: Any) -> list[tuple[str, bool, str]]:
+    """(key, whether it was set so, why FSDP cannot have it and what can) of what does not work in shards."""
+    control, memory, environment = config.gradient_control, config.memory, os.environ.get
+    precision = config.mixed_precision or environment("ACCELERATE_MIXED_PRECISION", "no")
+    optimizer = "AdamW8bit" if config.use_8bit_adam else config.optimizer.removeprefix("torch.optim.")
+    instead = "use configs/accelerate/ddp.yaml"
+    copies = f"keeps a second UNet beside the shards, whole; turn it off, or {instead}"
+    reads = f"takes gradients apart before FSDP has reduced them; turn it off, or {instead}"
+    return [
+        ("fsdp_version", environment("FSDP_VERSION", "1") != "2",
+         "only FSDP 2 shards here; set 2, as configs/accelerate/fsdp.yaml does"),
+        ("fsdp_offload_params", environment("FSDP_OFFLOAD_PARAMS", "").lower() == "true",
+         "shards stay on their device; set false"),
+        ("num_processes", int(environment("WORLD_SIZE", "1")) < 2,
+         "FSDP has nothing to shard in one process; use configs/accelerate/gpu.yaml"),
+        ("mixed_precision", precision not in ("no", "bf16"),
+         f"FSDP trains in bf16 or no here, not in {precision}, whose loss scale does not know shards"),
+        ("optimizer", optimizer not in ELEMENTWISE,
+         f"FSDP gives each process a shard of a tensor, {optimizer} may need it whole; take {', '.join(ELEMENTWISE)}"),
+        ("use_ema", config.use_ema, copies),
+        ("lora.rank", config.lora.rank is not None, f"FSDP shards what trains, and adapters are small; {instead}"),
+        ("train_text_encoder", config.train_text_encoder, f"FSDP shards the UNet alone; {instead}"),
+        ("compile_model", config.compile_model, "FSDP gathers inside the forward, untested compiled; leave it off"),
+        ("channels_last", bool(config.channels_last), "FSDP shards contiguous weights only; leave it off"),
+        ("gradient_control.conflict", control.conflict, reads),
+        ("gradient_control.transform", control.transform != "none", reads),
+        ("gradient_control.name", "hypergradient" in control.name, reads),
+        ("memory.distillation.name", memory.distillation.name != "none", copies),
+        ("memory.retention.name", memory.retention.name != "none", copies),
+        ("memory.attention_binding.name", memory.attention_binding.name != "none",
+         f"reads layers inside what FSDP gathers, untested; leave it none, or {instead}"),
+        ("memory.loss_balance.name", memory.loss_balance.name != "fixed", reads),
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- sharding
+
+
+def shard(model: Any, device: torch.device, precision: str) -> None:
+    """Cut the parameters of what trains over all processes, in place and before an optimizer is built.
+
+    In bf16 the weights are gathered and used so; gradients are reduced, and the optimizer steps, in fp32.
+    """
+    model.to(memory_format=torch.contiguous_format)  # the only one that fully_shard takes
+    inner = MixedPrecisionPolicy(torch.bfloat16 if precision == "bf16" else None, reduce_dtype=torch.float32)
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    # also the root is cut again after each forward: else weights a probe gathered would outlive an update or a load
+    cut = partial(fully_shard, mesh=mesh, reshard_after_forward=True)
+    for module in [m for m in model.modules() if type(m).__name__ in UNITS]:
+        cut(module, mp_policy=inner)
+    cut(model, mp_policy=replace(inner, output_dtype=torch.float32))
+    model.reduces, model.no_sync = True, partial(no_sync, model)
+
+
+@contextmanager
+def no_sync(model: Any) -> Iterator[None]:
+    """What DDP calls so and accelerate looks for: inside, a backward keeps its gradients to itself. It nests."""
+    before, model.reduces = model.reduces, False
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.reduces = before
+        model.set_requires_gradient_sync(before)
+
+
+# ---------------------------------------------------------------- whole again, and back
+
+
+def sharded(model: nn.Module) -> bool:
+    return isinstance(model, FSDPModule)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor without shards, on the device; itself where it has none."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def collected(tree: Any, keep: bool) -> Any:
+    """A tree with every shard gathered, one tensor at a time: onto the CPU, or where not `keep` dropped again."""
+
+    def gather(shard: DTensor) -> Tensor | None:
+        tensor = whole(shard)
+        return tensor.cpu() if keep else None
+
+    return tree_map_only(DTensor, gather, tree)
+
+
+def whole_parts(parts: Any) -> Any:
+    """The pipeline's parts with a plain copy of the UNet on each process; themselves where nothing is sharded."""
+    if not sharded(parts.model):
+        return parts
+    with torch.device("meta"):
+        unet = type(parts.unet).from_config(parts.unet.config)
+    unet.load_state_dict({name: whole(p).detach() for name, p in parts.unet.state_dict().items()}, assign=True)
+    return replace(parts, unet=unet, model=Denoiser(unet))
+
+
+def like(parameter: Tensor, value: Tensor) -> Tensor:
+    """A whole value cut as the parameter is; no process needs another for it."""
+    if not isinstance(parameter, DTensor):
+        return value
+    value = value.to(parameter.device)
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def states_like(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """A whole optimizer's `state_dict` with each parameter's states cut as the parameter is."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def cut(i: int, entry: dict[str, Any]) -> dict[str, Any]:
+        shape = parameters[i].shape
+        return {name: like(parameters[i], v) if getattr(v, "shape", None) == shape else v for name, v in entry.items()}
+
+    return {**state, "state": {i: cut(i, entry) for i, entry in state["state"].items()}}
