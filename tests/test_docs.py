@@ -187,7 +187,7 @@ def test_arxiv_ids_are_well_formed(path):
         assert 1 <= month <= 12 and len(number) == (5 if int(found[:4]) >= 1501 else 4), found
 
 
-TESTS = "\n".join(file.read_text() for file in ROOT.glob("tests/*.py"))
+TESTS = "\n".join(file.read_text() for file in ROOT.glob("tests/**/*.py"))
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)

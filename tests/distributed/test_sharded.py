@@ -1,0 +1,176 @@
+"""A UNet in shards over two gloo processes on the CPU (FSDP 2) trains, measures and resumes as a whole one does.
+
+How closely: a resumed run to the bit; against one process of the same global batch, weights to 2e-5 (a sum of two
+halves rounds differently from the sum of the whole), in bf16 to 1e-3 (shards normalise in it too, autocast does not).
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+
+import train_silentbad
+from silentbad import checkpoint
+from tests.distributed import test_two_processes as two
+from tests.distributed.test_two_processes import TOLERANCE, VALIDATION, gap, one, rows, seen, text
+from tests.kill.runner import finish
+
+inputs = two.inputs
+ROOT = Path(__file__).parents[2]
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+STATEFUL = {**two.STATEFUL, "use_ema": False, "gradient_control.name": "prior+gsnr", "max_grad_norm": 0.1}
+SHORT = {"max_train_steps": 3, "validation.targets": "null"}
+
+
+def sharded(inputs: dict, out: Path, **changes) -> None:
+    """A run in shards, to its end."""
+    codes = [finish(process, 120) for process in two.ranks(inputs, out, environment=FSDP, **changes)]
+    assert codes == [0, 0], text(out)
+
+
+def whole(inputs: dict, out: Path, **changes) -> None:
+    """The same by one process with the global batch."""
+    assert one(inputs, out, **{"train_batch_size": 4, **changes}) == 0, text(out)
+
+
+def saved(out: Path, step: int = 4) -> tuple[dict, dict]:
+    """Weights and the rest of a checkpoint."""
+    folder = out / "checkpoints" / f"step-{step}"
+    return checkpoint.read_tensors(folder / "unet.safetensors"), checkpoint.read_state(folder / "state.pt")
+
+
+CASES = {  # changes of both; of the run in shards alone
+    "accumulation, DREAM": (
+        {"gradient_accumulation_steps": 2, "dream_training": True, "pretrained_model_name_or_path": "epsilon"},
+        {"max_batch_size": 1, "gradient_checkpointing": True},
+    ),
+    "SDXL, placebo of prior": (
+        {"pretrained_model_name_or_path": "xl",
+         "gradient_control.name": "placebo", "gradient_control.options": json.dumps({"of": "prior"}),
+         "gradient_control.warmup": 1, "gradient_control.refresh": 1},
+        {},
+    ),
+    "bf16": ({"mixed_precision": "bf16"}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shards_equal_the_whole(name, inputs, tmp_path):
+    both, alone = CASES[name]
+    kind = both.get("pretrained_model_name_or_path", "v_prediction")
+    both = {**both, "pretrained_model_name_or_path": inputs["pretrained_model_name_or_path"].parent / kind}
+    sharded(inputs, tmp_path / "shards", **both, **alone, **SHORT)
+    whole(inputs, tmp_path / "one", **both, **SHORT)
+    a, b, expected = seen(tmp_path / "shards"), seen(tmp_path / "shards", 1), seen(tmp_path / "one")
+    tolerance = 1e-3 if name == "bf16" else TOLERANCE
+    assert sorted(a["drawn"] + b["drawn"]) == sorted(expected["drawn"])
+    assert gap(a["weights"], expected["weights"]) < tolerance
+    for mine, theirs in zip(rows(tmp_path / "shards"), rows(tmp_path / "one"), strict=True):
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=10 * tolerance)
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=10 * tolerance)
+
+
+@pytest.fixture(scope="module")
+def straight(inputs, tmp_path_factory):
+    """Runs with all the state there is, measured on the way: `shards` and `one`."""
+    root = tmp_path_factory.mktemp("straight")
+    sharded(inputs, root / "shards", **STATEFUL, **VALIDATION)
+    whole(inputs, root / "one", **STATEFUL, **VALIDATION)
+    return root
+
+
+def test_everything_with_state_equals_the_whole(straight):
+    a, b, expected = seen(straight / "shards"), seen(straight / "shards", 1), seen(straight / "one")
+    assert a["own"] + b["own"] == expected["own"] and 0.4 < a["own"] / expected["own"] < 0.6
+    assert gap(a["weights"], expected["weights"]) < TOLERANCE
+    assert gap(a["weights"], b["weights"]) == 0 == gap(a["weights"], saved(straight / "shards")[0])
+    for mine, theirs in zip(rows(straight / "shards"), rows(straight / "one"), strict=True):
+        assert mine.keys() == theirs.keys()
+        for key in ("loss", "grad_norm", "lr", "val/mean", "val/recovered", "control/gsnr_median", "memory/rho_mean"):
+            assert (mine.get(key) or 0) == pytest.approx(theirs.get(key) or 0, rel=1e-3, abs=1e-4), key
+
+
+def test_its_pipeline_loads_in_plain_diffusers(straight):
+    pipeline = DiffusionPipeline.from_pretrained(straight / "shards" / "pipeline")
+    assert gap(pipeline.unet.state_dict(), seen(straight / "shards")["weights"]) == 0
+    assert (straight / "shards" / "best" / "unet").is_dir()
+
+
+def test_a_resumed_run_is_bit_equal(straight, inputs, tmp_path):
+    step_2 = straight / "shards" / "checkpoints" / "step-2"
+    sharded(inputs, tmp_path / "resumed", **STATEFUL, **VALIDATION, resume_from_checkpoint=step_2)
+    (weights, state), (expected, theirs) = saved(tmp_path / "resumed"), saved(straight / "shards")
+    assert gap(weights, expected) == 0
+    for i, entry in theirs["optimizer"]["state"].items():
+        assert all(torch.equal(entry[key], state["optimizer"]["state"][i][key]) for key in entry)
+
+
+@pytest.mark.parametrize("resumes, wrote", [(sharded, "one"), (whole, "shards")])
+def test_shards_and_the_whole_resume_each_other(resumes, wrote, straight, inputs, tmp_path):
+    step_2 = straight / wrote / "checkpoints" / "step-2"
+    resumes(inputs, tmp_path / "run", **STATEFUL, **VALIDATION, resume_from_checkpoint=step_2)
+    assert gap(saved(tmp_path / "run")[0], saved(straight / "one")[0]) < TOLERANCE
+
+
+def test_a_rank_left_alone_ends_without_a_checkpoint(inputs, tmp_path):
+    """It cannot gather what the other held; an earlier checkpoint is there to resume from."""
+    out = tmp_path / "run"
+    processes = two.ranks(inputs, out, environment=FSDP, **two.LONG)
+    two.until(lambda: checkpoint.steps(out / "checkpoints"), processes)
+    processes[1].kill()
+    assert finish(processes[0], 60) != 0
+    newest = checkpoint.steps(out / "checkpoints")[-1]
+    assert int(newest.name[5:]) % 2 == 0 and checkpoint.problem(newest) is None
+
+
+def test_the_shipped_configuration_shards(inputs, tmp_path):
+    configuration = ROOT / "configs/accelerate/fsdp.yaml"
+    launch = [Path(sys.executable).parent / "accelerate", "launch", "--config_file", configuration]
+    values = {**inputs, **SHORT, "output_dir": tmp_path / "run", "mixed_precision": "no", "max_train_steps": 1}
+    command = [*launch, "--num_processes", "2", "--main_process_port", "0", ROOT / "train_silentbad.py"]
+    done = subprocess.run(
+        [*command, *(f"--{key}={value}" for key, value in values.items())],
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["sharded"] and facts["processes"] == 2
+
+
+REFUSED = {  # what is asked for -> the key that the line names
+    ("ACCELERATE_USE_DEEPSPEED=true",): "accelerate: DEEPSPEED",
+    ("ACCELERATE_USE_MEGATRON_LM=true",): "accelerate: MEGATRON_LM",
+    ("FSDP_VERSION=1",): "fsdp_version",
+    ("FSDP_OFFLOAD_PARAMS=true",): "fsdp_offload_params",
+    ("WORLD_SIZE=1",): "num_processes",
+    ("ACCELERATE_MIXED_PRECISION=fp8",): "mixed_precision",
+    ("--optimizer=Adafactor",): "optimizer",
+    ("--use_ema=true",): "use_ema",
+    ("--lora.rank=2",): "lora.rank",
+    ("--train_text_encoder=true",): "train_text_encoder",
+    ("--compile_model=true",): "compile_model",
+    ("--channels_last=true",): "channels_last",
+    ("--gradient_control.conflict=true",): "gradient_control.conflict",
+    ("--gradient_control.transform=pcgrad",): "gradient_control.transform",
+    ("--gradient_control.name=prior+hypergradient",): "gradient_control.name",
+    ("--memory.retention.name=l2_sp",): "memory.retention.name",
+    ("--memory.distillation.name=and", "--memory.phrase_memory.enabled=true"): "memory.distillation.name",
+    ("--memory.attention_binding.name=mass",): "memory.attention_binding.name",
+    ("--memory.loss_balance.name=gradient_norm",): "memory.loss_balance.name",
+}
+
+
+@pytest.mark.parametrize("asked", REFUSED, ids=" ".join)
+def test_what_does_not_work_in_shards_is_refused_in_one_line(asked, inputs, tmp_path, monkeypatch, capsys):
+    for setting in [*(f"{key}={value}" for key, value in FSDP.items()), "WORLD_SIZE=2", *asked]:
+        if not setting.startswith("--"):
+            monkeypatch.setenv(*setting.split("="))
+    argv = [f"--{key}={value}" for key, value in {**inputs, "output_dir": tmp_path / "run"}.items()]
+    assert train_silentbad.main([*argv, *(word for word in asked if word.startswith("--"))]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {REFUSED[asked]}") and not (tmp_path / "run").exists()
