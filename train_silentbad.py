@@ -261,7 +261,10 @@ def start(config: Config) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; a UserError is one line on stderr and exit code 2."""
+    """The command line; a UserError is one line on stderr and exit code 2.
+
+    Before the processes know of each other they make the same mistakes, and one a node says them; then each its own.
+    """
     try:
         config, sources = parse(Config, argv, __doc__)
         check_all(config, sources)
@@ -274,8 +277,9 @@ def main(argv: list[str] | None = None) -> int:
                 config.output_dir, config.cache_dir = f"{scratch}/run", f"{scratch}/cache"
             return start(config)
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
+        rank = "" if os.environ.get("LOCAL_RANK", "0") == "0" else f"rank {os.environ['RANK']}: "
+        if not rank or torch.distributed.is_initialized():
+            print(f"error: {rank}{error}", file=sys.stderr)
         return 2
 
 

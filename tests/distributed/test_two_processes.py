@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from silentbad import checkpoint, sharding
 from tests.conftest import write_data
@@ -74,7 +75,7 @@ def watch(argv: list[str]) -> None:
 
 
 def ranks(
-    inputs: dict, out: Path, limits: tuple = (None, None), environment: dict | None = None, **changes
+    inputs: dict, out: Path, limits: tuple = (None, None), environment: dict | None = None, prepare=watch, **changes
 ) -> list:  # fmt: skip
     """Two processes of one run, as torchrun would set them up, but with nobody to end one when the other fails."""
     with socket.socket() as free:
@@ -85,7 +86,7 @@ def ranks(
     argv = [f"--{key}={value}" for key, value in {**inputs, "output_dir": out, **changes}.items()]
     return [
         start(argv, out.parent / f"{out.name}-{rank}.log", limits[rank],
-              {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, watch)
+              {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, prepare)
         for rank in range(2)
     ]  # fmt: skip
 
@@ -195,6 +196,25 @@ def test_a_failing_write_on_the_main_process_ends_both(inputs, tmp_path):
     assert finish(processes[0]) == 2, text(out)
     assert finish(processes[1]) != 0
     assert f"error: output_dir {out}: cannot write step-2" in text(out)
+
+
+def broken_picture_on_rank_1(argv: list[str]) -> None:
+    """One rank's disk, as a node's own may, gives it a picture that another reads well."""
+    from silentbad import readers
+
+    watch(argv)
+    if os.environ["RANK"] == "1":
+        opened = Image.open
+        trains = Path(next(word for word in argv if word.startswith("--output_dir=")).partition("=")[2] + "-trains-1")
+        readers.Image.open = lambda source: opened(os.devnull if trains.exists() else source)
+
+
+def test_what_only_one_rank_cannot_read_is_said_and_ends_both(inputs, tmp_path):
+    out = tmp_path / "run"
+    processes = ranks(inputs, out, prepare=broken_picture_on_rank_1, **LONG, cache_mb=0)
+    assert finish(processes[1]) == 2 and finish(processes[0]) != 0
+    last = (tmp_path / "run-1.log").read_text().splitlines()[-1]
+    assert last.startswith("error: rank 1: ") and "image" in last
 
 
 def test_a_killed_rank_ends_the_other_with_a_checkpoint(inputs, tmp_path):
