@@ -29,6 +29,7 @@ from silentbad.config import TrainConfig, check, flag, parse, to_dict
 from silentbad.data import Loader, Sampler, Stream, Transform, chunks, collate, interpolation_mode, prepare
 from silentbad.epochs import DataInfo, epoch_length, sources_of
 from silentbad.errors import UserError
+from silentbad.gradients import world_size
 from silentbad.rng import addressed_seed
 from silentbad.timers import Timers
 from silentbad.upkeep import Upkeep, finish, not_finite, rescue, try_drawing
@@ -263,7 +264,8 @@ def start(config: Config) -> int:
 def main(argv: list[str] | None = None) -> int:
     """The command line; a UserError is one line on stderr and exit code 2.
 
-    Before the processes know of each other they make the same mistakes, and one a node says them; then each its own.
+    Before the processes know of each other they make the same mistakes, and the first of each node says them; then
+    each says its own.
     """
     try:
         config, sources = parse(Config, argv, __doc__)
@@ -277,9 +279,9 @@ def main(argv: list[str] | None = None) -> int:
                 config.output_dir, config.cache_dir = f"{scratch}/run", f"{scratch}/cache"
             return start(config)
     except UserError as error:
-        rank = "" if os.environ.get("LOCAL_RANK", "0") == "0" else f"rank {os.environ['RANK']}: "
-        if not rank or torch.distributed.is_initialized():
-            print(f"error: {rank}{error}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")
+        if os.environ.get("LOCAL_RANK", "0") == "0" or world_size() > 1:
+            print(f"error: {error}" if rank == "0" else f"error: rank {rank}: {error}", file=sys.stderr)
         return 2
 
 

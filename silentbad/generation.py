@@ -136,13 +136,15 @@ class Sampler:
     @contextmanager
     def using(self, unet: torch.nn.Module, device: torch.device, autocast: Callable = nullcontext):
         """Generate with this UNet; autoencoder and text encoders that rest on another device join it for the time."""
-        homes, self.pipe.unet, self.autocast = [(m, m.device) for m in (self.pipe.vae, *self.encoders)], unet, autocast
+        before, homes = self.pipe.unet, [(m, m.device) for m in (self.pipe.vae, *self.encoders)]
+        self.pipe.unet, self.autocast = unet, autocast
         for module, _ in homes:
             module.to(device)
         try:
             with left_as_found(unet, self.pipe.vae, *self.encoders), torch.no_grad():
                 yield self
         finally:
+            self.pipe.unet = before  # a copy made to measure is not kept
             for module, home in homes:
                 module.to(home)
 

@@ -370,7 +370,7 @@ class Encoder:
         xl, added = self.parts.tokenizer_2 is not None, {}
         if xl:
             time_ids = self.plain.expand(len(texts), -1) if time_ids is None else time_ids
-            added = {"time_ids": time_ids.to(self.device, torch.float32, non_blocking=True)}
+            added = {"time_ids": time_ids.to(self.device, torch.long, non_blocking=True)}  # no precision rounds these
         if self.live:
             tokens = [send(ids, self.device) for ids in tokenize(self.parts.tokenizers, texts)]
             return {"tokens": tokens, "said": self._said(texts), "added_cond_kwargs": added}

@@ -5,18 +5,13 @@ a word, so it is done here. Forwards, backwards and whatever gathers shards are 
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from .conditioning import Denoiser
 from .errors import UserError
@@ -94,8 +89,12 @@ def unfit(config: Any) -> list[tuple[str, bool, str]]:
 def shard(model: Any, device: torch.device, precision: str) -> None:
     """Cut the parameters of what trains over all processes, in place and before an optimizer is built.
 
-    In bf16 the weights are gathered and used so; gradients are reduced, and the optimizer steps, in fp32.
+    In bf16 the weights are gathered and used so; gradients are reduced, and the optimizer steps, in fp32. Every
+    backward reduces, also inside an accumulation: a `no_sync` would keep whole gradients on each process meanwhile.
     """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     model.to(memory_format=torch.contiguous_format)  # the only one that fully_shard takes
     inner = MixedPrecisionPolicy(torch.bfloat16 if precision == "bf16" else None, reduce_dtype=torch.float32)
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
@@ -104,41 +103,35 @@ def shard(model: Any, device: torch.device, precision: str) -> None:
     for module in [m for m in model.modules() if type(m).__name__ in UNITS]:
         cut(module, mp_policy=inner)
     cut(model, mp_policy=replace(inner, output_dtype=torch.float32))
-    model.reduces, model.no_sync = True, partial(no_sync, model)
-
-
-@contextmanager
-def no_sync(model: Any) -> Iterator[None]:
-    """What DDP calls so and accelerate looks for: inside, a backward keeps its gradients to itself. It nests."""
-    before, model.reduces = model.reduces, False
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.reduces = before
-        model.set_requires_gradient_sync(before)
 
 
 # ---------------------------------------------------------------- whole again, and back
 
 
 def sharded(model: nn.Module) -> bool:
-    return isinstance(model, FSDPModule)
+    return any(map(cut_up, model.parameters()))
 
 
-def whole(tensor: Tensor) -> Tensor:
+def cut_up(tensor: Any) -> bool:
+    """Whether it is a DTensor, asked so that a torch built without distributed need not know what that is."""
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: Any) -> Tensor:
     """A tensor without shards, on the device; itself where it has none."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if cut_up(tensor) else tensor
 
 
 def collected(tree: Any, keep: bool) -> Any:
     """A tree with every shard gathered, one tensor at a time: onto the CPU, or where not `keep` dropped again."""
 
-    def gather(shard: DTensor) -> Tensor | None:
-        tensor = whole(shard)
+    def gather(leaf: Any) -> Any:
+        if not cut_up(leaf):
+            return leaf
+        tensor = whole(leaf)
         return tensor.cpu() if keep else None
 
-    return tree_map_only(DTensor, gather, tree)
+    return tree_map(gather, tree)
 
 
 def whole_parts(parts: Any) -> Any:
@@ -151,10 +144,12 @@ def whole_parts(parts: Any) -> Any:
     return replace(parts, unet=unet, model=Denoiser(unet))
 
 
-def like(parameter: Tensor, value: Tensor) -> Tensor:
+def like(parameter: Any, value: Tensor) -> Tensor:
     """A whole value cut as the parameter is; no process needs another for it."""
-    if not isinstance(parameter, DTensor):
+    if not cut_up(parameter):
         return value
+    from torch.distributed.tensor import distribute_tensor
+
     value = value.to(parameter.device)
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
@@ -162,6 +157,8 @@ def like(parameter: Tensor, value: Tensor) -> Tensor:
 def states_like(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
     """A whole optimizer's `state_dict` with each parameter's states cut as the parameter is."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(map(cut_up, parameters)):
+        return state
 
     def cut(i: int, entry: dict[str, Any]) -> dict[str, Any]:
         shape = parameters[i].shape

@@ -102,7 +102,8 @@ class Upkeep:
         folder = self.folder.checkpoints / f"step-{self.step}"
         if reason != "exception":
             self.meters.share(self.accelerator)
-        held = self.held()
+        with self.timers.of("save"):
+            held = self.held()
         if self.accelerator.is_main_process and checkpoint.problem(folder) is not None:
             if reason != "exception":
                 self.folder.refuse_vanished()

@@ -363,9 +363,11 @@ def test_generation_equals_plain_diffusers(kind):
     pipe.set_progress_bar_config(disable=True)
     config = ValidationConfig(num_inference_steps=3, guidance_scale=4.0, guidance_rescale=0.3)
     items = plan(some_targets(2), 2, seed=7)
-    sampler = Sampler(pipe.components, config, seed=7)
+    sampler = Sampler({**pipe.components, "unet": tiny_pipeline().unet}, config, seed=7)
+    resting = sampler.pipe.unet
     with sampler.using(pipe.unet, torch.device("cpu")):
         images, magnitudes = sampler.generate(items)
+    assert sampler.pipe.unet is resting, "a copy made for the measurement would stay in memory"
     for item, image in zip(items, images, strict=True):
         latents = noise((4, 8, 8), 7, f"validation/{item.address}", 0, [item.image])
         plain = pipe(
