@@ -2,7 +2,8 @@
 
 A time that a run does not reach within the budget counts as the budget, so a mean is a restricted mean and a speed-up
 over an arm that never got there is a lower bound. The unit of inference is the target; seeds are averaged inside it. An
-arm is compared with plain over the targets and seeds that both ran, and their seconds where one code timed both.
+arm is compared with plain over the targets and seeds that both ran. Seconds are steps times the least time a step took
+in any run of the arm: other work on the machine only ever adds to it, and arms run hours apart.
 """
 
 from collections import defaultdict
@@ -40,7 +41,6 @@ def summarise(rows: list[dict]) -> dict[str, float]:
         reached = figures[name] < float("inf")
         figures[f"{name}_reached"] = float(reached)
         figures[name] = figures[name] if reached else float(budget)
-        figures[f"{name}_seconds"] = by_step[int(figures[name])]["seconds"]
     known = float(np.mean(last["elements"]))
     return figures | {
         "cir": last["rate"], "aurc": area(curve), "mean": last["mean"], "elements": known,
@@ -95,9 +95,14 @@ def speedup(plain: Figures, other: Figures, key: str = "cir50", draws: int = 400
     return float(np.median(ratios)), float(low), float(high)
 
 
-def timed_alike(plain: list[dict], other: list[dict]) -> bool:
-    """Whether the seconds of two runs may be compared."""
-    return all(plain[0].get(key) == other[0].get(key) for key in ("commit", "device"))
+def seconds_per_step(rows: list[dict], arm: Arm) -> dict[str, float]:
+    """{device: the least seconds a step took in any run of the arm there}."""
+    least: dict[str, float] = defaultdict(lambda: float("inf"))
+    for seeds in runs_of(rows, *arm).values():
+        for run in seeds.values():
+            device = run[0].get("device", "")
+            least[device] = min(least[device], summarise(run)["seconds_per_step"])
+    return least
 
 
 def drift_at_equal_recovery(rows: list[dict], plain: Arm, other: Arm) -> float:
@@ -159,7 +164,7 @@ def table(rows: list[dict], against: str = "plain") -> list[tuple[str, ...]]:
             arm, f"{factor:g}", str(sum(map(len, runs_of(rows, arm, factor).values()))),
             *(time(figures, name) for name in TIMES), f"{mean['cir']:.2f}", f"{mean['aurc']:.3f}",
             f"{mean['elements']:.2f}", f"{mean['parts_only']:.2f}", f"{mean['drift']:.4f}",
-            f"{mean['seconds_per_step']:.3f}",
+            f"{min(seconds_per_step(rows, (arm, factor)).values()):.3f}",
             *(beside(rows, (against, best[against]), (arm, factor)) if others else [""] * 4),
         ))  # fmt: skip
     return lines
@@ -167,14 +172,14 @@ def table(rows: list[dict], against: str = "plain") -> list[tuple[str, ...]]:
 
 def beside(rows: list[dict], plain: Arm, other: Arm) -> list[str]:
     """The last four columns: plain's CIR, drift at equal recovery, speed-ups in steps and in seconds."""
-    both = list(pairs(rows, plain, other))
-    timed = [(target, base, mine) for target, base, mine in both if timed_alike(base, mine)]
-    if not both:
+    theirs, mine = compared(pairs(rows, plain, other))
+    if not mine:
         return [""] * 4
-    seconds = interval(speedup(*compared(timed), "cir50_seconds")) if timed else ""
+    base, own = (seconds_per_step(rows, arm) for arm in (plain, other))
+    steps, costs = speedup(theirs, mine), [base[device] / own[device] for device in base if device in own]
     return [
-        f"{averaged(compared(both)[0].values())['cir']:.2f}", f"{drift_at_equal_recovery(rows, plain, other):.2f}",
-        interval(speedup(*compared(both))), seconds + (f" ({len(timed)} runs)" if 0 < len(timed) < len(both) else ""),
+        f"{averaged(theirs.values())['cir']:.2f}", f"{drift_at_equal_recovery(rows, plain, other):.2f}",
+        interval(steps), interval(tuple(costs[0] * x for x in steps)) if costs else "",
     ]  # fmt: skip
 
 
@@ -184,7 +189,7 @@ def time(figures: Figures, name: str) -> str:
     return f"{np.median([f[name] for f in figures.values()]):.0f}" if reached > 0.5 else "never"
 
 
-def interval(x: tuple[float, float, float]) -> str:
+def interval(x: tuple[float, ...]) -> str:
     return f"{x[0]:.2f} [{x[1]:.2f}, {x[2]:.2f}]"
 
 
