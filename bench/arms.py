@@ -62,7 +62,7 @@ ARMS: dict[str, Flags] = {
     "and_distillation": {**part("distillation", "and"), **PHRASES},
     "retention": part("retention", "l2_sp"),
     "recommended-pairwise": {**REGION, **HIGH_NOISE},
-    "recommended-region": {**LEAK_FREE, **HIGH_NOISE},
+    "recommended-region": {**LEAK_FREE, **HIGH_NOISE},  # pairwise rehearsal needs region weights
     "recommended-snr_mixture": {**PAIRWISE, **REGION},
 }
 SMOKE = ("plain", "original", "recommended")
