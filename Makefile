@@ -30,7 +30,7 @@ test-kill: $(STAMP)  ## 50 kills and failing disks; the disks need root
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/kill --kills 50
 
 test-distributed: $(STAMP)  ## two gloo processes on the CPU, started as a user would
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/distributed tests/test_gradient_control_distributed.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --thorough tests/distributed tests/test_gradient_control_distributed.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -23,7 +23,16 @@ ELEMENTS = (
 
 
 def pytest_addoption(parser):
+    parser.addoption("--thorough", action="store_true", help="also what takes long; `make test-distributed` does")
     parser.addoption("--kills", type=int, default=3, help="kills of tests/kill; `make test-kill` takes 50")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Without --thorough, what is marked so is left out."""
+    if not config.getoption("thorough"):
+        long = [item for item in items if item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in set(long)]
 
 
 def pytest_configure(config):

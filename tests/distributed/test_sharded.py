@@ -24,6 +24,7 @@ inputs = two.inputs
 ROOT = Path(__file__).parents[2]
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 STATEFUL = {**two.STATEFUL, "use_ema": False, "gradient_control.name": "prior+gsnr", "max_grad_norm": 0.1}
+THOROUGH = pytest.mark.thorough
 SHORT = {"max_train_steps": 3, "validation.targets": "null"}
 
 
@@ -44,7 +45,8 @@ def saved(out: Path, step: int = 4) -> tuple[dict, dict]:
     return checkpoint.read_tensors(folder / "unet.safetensors"), checkpoint.read_state(folder / "state.pt")
 
 
-CASES = {  # changes of both; of the run in shards alone
+CASES = {  # changes of both; of the run in shards alone; `make test` has the first
+    "SDXL, bf16": ({"mixed_precision": "bf16", "pretrained_model_name_or_path": "xl"}, {}),
     "accumulation, DREAM": (
         {"gradient_accumulation_steps": 2, "dream_training": True, "pretrained_model_name_or_path": "epsilon"},
         {"max_batch_size": 1, "gradient_checkpointing": True},
@@ -55,12 +57,10 @@ CASES = {  # changes of both; of the run in shards alone
          "gradient_control.warmup": 1, "gradient_control.refresh": 1},
         {},
     ),
-    "bf16": ({"mixed_precision": "bf16"}, {}),
-    "SDXL, bf16": ({"mixed_precision": "bf16", "pretrained_model_name_or_path": "xl"}, {}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*list(CASES)[:1], *(pytest.param(case, marks=THOROUGH) for case in list(CASES)[1:])])
 def test_shards_equal_the_whole(name, inputs, tmp_path):
     both, alone = CASES[name]
     kind = both.get("pretrained_model_name_or_path", "v_prediction")
@@ -85,6 +85,7 @@ def straight(inputs, tmp_path_factory):
     return root
 
 
+@THOROUGH
 def test_everything_with_state_equals_the_whole(straight):
     a, b, expected = seen(straight / "shards"), seen(straight / "shards", 1), seen(straight / "one")
     assert a["own"] + b["own"] == expected["own"] and 0.4 < a["own"] / expected["own"] < 0.6
@@ -96,12 +97,14 @@ def test_everything_with_state_equals_the_whole(straight):
             assert (mine.get(key) or 0) == pytest.approx(theirs.get(key) or 0, rel=1e-3, abs=1e-4), key
 
 
+@THOROUGH
 def test_its_pipeline_loads_in_plain_diffusers(straight):
     pipeline = DiffusionPipeline.from_pretrained(straight / "shards" / "pipeline")
     assert gap(pipeline.unet.state_dict(), seen(straight / "shards")["weights"]) == 0
     assert (straight / "shards" / "best" / "unet").is_dir()
 
 
+@THOROUGH
 def test_a_resumed_run_is_bit_equal(straight, inputs, tmp_path):
     step_2 = straight / "shards" / "checkpoints" / "step-2"
     sharded(inputs, tmp_path / "resumed", **STATEFUL, **VALIDATION, resume_from_checkpoint=step_2)
@@ -111,6 +114,7 @@ def test_a_resumed_run_is_bit_equal(straight, inputs, tmp_path):
         assert all(torch.equal(entry[key], state["optimizer"]["state"][i][key]) for key in entry)
 
 
+@THOROUGH
 @pytest.mark.parametrize("resumes, wrote", [(sharded, "one"), (whole, "shards")])
 def test_shards_and_the_whole_resume_each_other(resumes, wrote, straight, inputs, tmp_path):
     step_2 = straight / wrote / "checkpoints" / "step-2"
@@ -118,6 +122,7 @@ def test_shards_and_the_whole_resume_each_other(resumes, wrote, straight, inputs
     assert gap(saved(tmp_path / "run")[0], saved(straight / "one")[0]) < TOLERANCE
 
 
+@THOROUGH
 def test_a_rank_left_alone_ends_without_a_checkpoint(inputs, tmp_path):
     """It cannot gather what the other held; an earlier checkpoint is there to resume from."""
     out = tmp_path / "run"
@@ -129,6 +134,7 @@ def test_a_rank_left_alone_ends_without_a_checkpoint(inputs, tmp_path):
     assert int(newest.name[5:]) % 2 == 0 and checkpoint.problem(newest) is None
 
 
+@THOROUGH
 def test_the_shipped_configuration_shards(inputs, tmp_path):
     configuration = ROOT / "configs/accelerate/fsdp.yaml"
     launch = [Path(sys.executable).parent / "accelerate", "launch", "--config_file", configuration]
