@@ -30,9 +30,8 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Without --thorough, what is marked so is left out."""
     if not config.getoption("thorough"):
-        long = [item for item in items if item.get_closest_marker("thorough")]
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if item not in set(long)]
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("thorough")])
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
 
 
 def pytest_configure(config):

@@ -50,11 +50,15 @@ def inputs(tmp_path_factory, pipelines):
     }  # fmt: skip
 
 
+def output_dir(argv: list[str]) -> Path:
+    return Path(next(word for word in argv if word.startswith("--output_dir=")).partition("=")[2])
+
+
 def watch(argv: list[str]) -> None:
     """Keep what a rank drew, how many weights it holds and the last ones in seen-RANK.pt, and tell when it trains."""
     import train_silentbad
 
-    out = Path(next(word for word in argv if word.startswith("--output_dir=")).partition("=")[2])
+    out = output_dir(argv)
     rank, drawn = os.environ.get("RANK", "0"), []
     step, done = train_silentbad.micro_step, train_silentbad.finish
 
@@ -205,7 +209,7 @@ def broken_picture_on_rank_1(argv: list[str]) -> None:
     watch(argv)
     if os.environ["RANK"] == "1":
         opened = Image.open
-        trains = Path(next(word for word in argv if word.startswith("--output_dir=")).partition("=")[2] + "-trains-1")
+        trains = Path(f"{output_dir(argv)}-trains-1")
         readers.Image.open = lambda source: opened(os.devnull if trains.exists() else source)
 
 
