@@ -13,7 +13,6 @@ import ctypes
 import gc
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import torch
 from diffusers import UNet2DConditionModel
 
 from gradient_control import SCALE_RULES, Controller, GradientControlConfig, adjust_gradient_scale
+from silentbad.runs import device_name
 
 SD15 = {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8}
 SMALL = {"block_out_channels": (32, 64, 128, 128), "cross_attention_dim": 64, "attention_head_dim": 4}
@@ -194,7 +194,7 @@ def report(rows: dict, parts: dict, unet: torch.nn.Module, arguments: argparse.N
     for goal, reached in goals.items():
         print(f"{'reached' if reached else 'MISSED ':<8} {goal}")
     result = {"smoke": arguments.smoke, "parameters": count, "step": parts, "control": rows, "goals": goals}
-    machine = {"device": str(device), "threads": torch.get_num_threads(), "cpu": platform.processor(),
+    machine = {"device": str(device), "threads": torch.get_num_threads(), "cpu": device_name("cpu"),
                "torch": torch.__version__, "load": os.getloadavg()}  # fmt: skip
     if device.type == "cuda":
         machine["gpu"] = torch.cuda.get_device_name(device)

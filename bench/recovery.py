@@ -11,7 +11,6 @@ import fcntl
 import json
 import multiprocessing
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from tqdm import tqdm
 import train_silentbad
 from bench.arms import ARMS, SMOKE, every_part
 from bench.recovery_table import save
+from silentbad.runs import device_name
 from validation import RecoveryHook
 
 ROOT = Path(__file__).parents[1]
@@ -142,15 +142,8 @@ def protocol(args: argparse.Namespace) -> dict:
 
 def facts() -> dict:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
+    device = device_name("cuda" if torch.cuda.is_available() else "cpu")
     return {"commit": commit, "torch": torch.__version__, "device": device, "cores": os.cpu_count()}
-
-
-def processor() -> str:
-    """The CPU's model, as far as the system tells."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
 
 
 def stored(path: Path) -> list[dict]:

@@ -11,7 +11,6 @@ which the kernel takes back when it needs them.
 import argparse
 import json
 import os
-import platform
 import random
 import subprocess
 import sys
@@ -132,7 +131,9 @@ def main() -> None:
     for goal, reached in goals.items():
         print(f"{'reached' if reached else 'MISSED ':<8} {goal}")
     if not arguments.smoke:
-        machine = {"cores": os.cpu_count(), "cpu": platform.processor(), "load": os.getloadavg()}
+        from silentbad.runs import device_name
+
+        machine = {"cores": os.cpu_count(), "cpu": device_name("cpu"), "load": os.getloadavg()}
         result = {"rows": rows, "microseconds_a_record": slope * 1e6, "goals": goals, "machine": machine}
         (RESULTS / "scale.json").write_text(json.dumps(result, indent=1) + "\n")
 

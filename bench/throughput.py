@@ -17,7 +17,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -30,6 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.controller import PeakMemory, clock
+from silentbad.runs import device_name
 
 RESULTS = Path(__file__).parent / "results"
 MICRO = Path(__file__).parents[1] / "assets" / "micro-sd"
@@ -336,7 +336,7 @@ def main() -> None:
             pipeline = MICRO if name == "micro" else sd15_pipeline(scratch / "pipeline")
             results[name] = measure(name, pipeline, arguments, scratch)
         report(name, results[name])
-    machine = {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads(),
+    machine = {"cpu": device_name("cpu"), "threads": torch.get_num_threads(),
                "torch": torch.__version__, "load": os.getloadavg(),
                "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}  # fmt: skip
     if not arguments.smoke:

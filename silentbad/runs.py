@@ -185,15 +185,24 @@ def facts(device: torch.device, world: int) -> dict[str, Any]:
         dirty = bool(subprocess.run(["git", "status", "--porcelain"], **where).stdout.strip())
     except OSError:
         commit, dirty = None, None
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "versions": versions | {"python": platform.python_version()},
         "commit": commit,
         "uncommitted_changes": dirty,
-        "device": f"{device.type}: {name}",
+        "device": f"{device.type}: {device_name(device)}",
         "processes": world,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def device_name(device: torch.device | str) -> str:
+    """The GPU's or the CPU's model, as far as the system tells."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())
 
 
 class Meters:
