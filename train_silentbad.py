@@ -168,7 +168,8 @@ def part_step(run: Run, share: float, batch: dict[str, Any], micro: int, *, last
     eps, x_t = models.noised(scheduler, x0, t, config, draw, positions)
     target = models.prediction_target(scheduler, x0, eps, t)
     x_t, target = memory.rectify(lambda x, t: run.forward(x, t, **c, return_dict=False)[0], x0, eps, t, x_t, target)
-    batch = {k: caches.send(v, device) if k in ("mask", "has_mask", "time_ids") else v for k, v in batch.items()}
+    known = [key for key in ("mask", "has_mask", "counted", "time_ids") if key in batch]
+    batch = batch | {key: caches.send(batch[key], device) for key in known}
     with memory.watch(model, run.step) as maps:
         pred = run.forward(x_t, t, **c, return_dict=False)[0]
     losses = memory.loss_per_sample(pred, target, t, w, batch)

@@ -21,6 +21,7 @@ def rule(name: str, **more: str) -> Flags:
 PHRASES = {"memory.phrase_memory.enabled": "true"}
 PAIRWISE = part("rehearsal", "pairwise")
 LEAK_FREE = part("rehearsal", "leak_free")
+JOINT = part("rehearsal", "joint_captions")
 REGION = part("region", "mask")
 HIGH_NOISE = {**part("timesteps", "snr_mixture"), "memory.timesteps.importance": "false"}
 
@@ -52,6 +53,7 @@ ARMS: dict[str, Flags] = {
     "hypergradient": {**LEAK_FREE, **rule("hypergradient", **SOON)},
     "pairwise": {**PAIRWISE, **REGION},
     "leak_free": LEAK_FREE,
+    "joint_captions": {**JOINT, **REGION},
     "region": REGION,
     "region_estimated": part("region", "estimated"),
     "snr_mixture": HIGH_NOISE,
@@ -72,6 +74,7 @@ NEEDS: dict[tuple[str, str], Flags] = {
     ("sampler", "weakest_first"): PHRASES,
     ("sampler", "leitner"): PHRASES,
     ("rehearsal", "pairwise"): REGION,
+    ("rehearsal", "joint_captions"): REGION,
     ("distillation", "and"): {**PHRASES, **part("distillation", "and", after=-100, every=1)},
     ("attention_binding", "mass"): part("attention_binding", "mass", start=0.0, side=4),
 }

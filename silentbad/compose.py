@@ -99,6 +99,12 @@ def region_weight(mask: torch.Tensor, size: tuple[int, int], outside: float) -> 
     return w / w.mean(dim=(2, 3), keepdim=True)
 
 
+def counted_only(weight: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """A region weight (B,1,h,w) that is nought where `counted` (B,1,H,W) is, of mean one again."""
+    w = weight * F.interpolate(counted, size=weight.shape[-2:], mode="area")
+    return w / w.mean(dim=(2, 3), keepdim=True)
+
+
 def checked_outside(outside: float) -> float:
     if not 0 < outside <= 1:
         raise UserError(f"memory.region: outside is {outside:g}; it must lie in (0, 1], 0.1 to 0.3 is usual")
@@ -206,11 +212,51 @@ def pairwise(
     }
 
 
+def joint_captions(
+    record: dict, g: torch.Generator, info: DataInfo, load: Callable, masks: dict, *, share: float = 0.5
+) -> dict | None:
+    """An element's own picture under a caption that names more of its target: two to k-1 phrases in shuffled order.
+
+    Nothing of the others is shown, and their places do not count (the mask's second band): so the caption is learnt
+    where its element stands, and does not learn that the others are absent.
+    """
+    i = info.element_of(record["index"])
+    if i is None or float(torch.rand((), generator=g)) >= share:
+        return None
+    siblings, own = info.elements_of[info.target[i]], record["mask"] or masks.get(i)
+    if len(siblings) < 3 or own is None:
+        return None
+    others = int(torch.randint(1, len(siblings) - 1, (), generator=g))
+    said = [i, *shuffled([j for j in siblings if j != i], g)[:others]]
+    check_union(len(said), len(siblings), info.target[i])
+    counted = Image.new("L", own.size, 255)
+    for j in said[1:]:
+        place = load(int(info.rows[j][int(torch.randint(len(info.rows[j]), (), generator=g))]))["mask"] or masks.get(j)
+        if place is None:
+            return None
+        counted.paste(0, mask=place.convert("L").resize(own.size, Image.Resampling.NEAREST))
+    own = own.convert("L")
+    phrases = shuffled([info.phrase[j] for j in said], g)
+    return {
+        **record,
+        "mask": Image.merge("LA", (own, ImageChops.lighter(counted, own))),
+        "phrases": phrases,
+        "text": ", ".join(phrases),
+        "element_id": info.keys[i].removeprefix(f"{info.target[i]}/"),
+        "united": (len(said), len(siblings)),
+    }
+
+
 # (mask, has_mask, estimated, size, *, options) -> weight (B,1,h,w)
 REGION: dict[str, Callable] = {"none": everywhere, "mask": given_mask, "estimated": estimated_mask}
 
 # (record, generator, info, load, masks, *, options) -> record or None
-REHEARSAL: dict[str, Callable] = {"none": no_rehearsal, "leak_free": leak_free, "pairwise": pairwise}
+REHEARSAL: dict[str, Callable] = {
+    "none": no_rehearsal,
+    "leak_free": leak_free,
+    "joint_captions": joint_captions,
+    "pairwise": pairwise,
+}
 
 
 class Rehearsal:
@@ -223,15 +269,16 @@ class Rehearsal:
         self.load: Callable[[int], dict] | None = None
         self.masks: dict[int, Image.Image] = {}
         self.largest, self.made = (0, 0), 0
+        if function in (joint_captions, pairwise) and not any(len(e) > 2 for e in info.elements_of.values()):
+            name = next(name for name in REHEARSAL if REHEARSAL[name] is function)
+            raise UserError(
+                f"memory.rehearsal.name={name}: no target has three elements, so no two may be shown or named "
+                "together; take leak_free"
+            )
         if function is pairwise:
             if not 0 <= (share := options.get("share", 0.25)) <= 0.25:
                 raise UserError(
                     f"memory.rehearsal: share is {share:g}; pairwise rehearsal takes at most 0.25"
-                )
-            if not any(len(elements) > 2 for elements in info.elements_of.values()):
-                raise UserError(
-                    "memory.rehearsal.name=pairwise: no target has three elements, so no two may be shown together; "
-                    "take leak_free"
                 )
             wanted = options.get("elements", 2)
             for target, elements in info.elements_of.items():

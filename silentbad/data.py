@@ -332,6 +332,7 @@ def interpolation_mode(name: str) -> TF.InterpolationMode:
 @dataclass
 class Sampler:
     """What a record looks like at (draw, position): text, uint8 pixels (3,R,R), uint8 mask (1,R,R) or none.
+    A rehearsal's mask may have a second band: what of the picture counts at all.
 
     `rehearse(record, address)` may return another record (a dict of FIELDS) in place of the drawn one, or None.
     """
@@ -406,7 +407,7 @@ class Sampler:
 
 def collate(samples: list[dict]) -> dict[str, Any]:
     """One micro-batch: pixel_values (B,3,R,R) in [-1,1] (a list with None where some are not needed), mask (B,1,R,R)
-    in [0,1], ...
+    in [0,1], ...; counted (B,1,R,R) in [0,1], where some sample says what of it counts.
 
     `fixed` (B,) says which images look the same at every draw, so that their latents may be kept. time_ids (B,6):
     the image's own height and width, top and left of the window, height and width of the window.
@@ -416,12 +417,14 @@ def collate(samples: list[dict]) -> dict[str, Any]:
         pixels = torch.stack(pixels)
     side = samples[0]["time_ids"][-1]
     ones = torch.full((1, side, side), 255, dtype=torch.uint8)
-    masks = torch.stack([ones if sample["mask"] is None else sample["mask"] for sample in samples])
+    masks = [ones if sample["mask"] is None else sample["mask"] for sample in samples]
     names = ("text", "phrases", "role", "target_id", "element_id", "fixed")
     lists = {name: [sample[name] for sample in samples] for name in names}
+    if any(len(mask) > 1 for mask in masks):
+        lists["counted"] = torch.stack([mask[1:] if len(mask) > 1 else ones for mask in masks]).float() / 255
     return lists | {
         "pixel_values": pixels,
-        "mask": masks.float() / 255,
+        "mask": torch.stack([mask[:1] for mask in masks]).float() / 255,
         "has_mask": torch.tensor([sample["mask"] is not None for sample in samples]),
         "time_ids": torch.tensor([sample["time_ids"] for sample in samples]),
         "index": torch.tensor([sample["index"] for sample in samples]),

@@ -15,10 +15,12 @@ from diffusers.models.attention_processor import AttnProcessor
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_snr
 from PIL import Image
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torchvision.transforms.functional import pil_to_tensor
 
 import memory_reinforce as mr
 from silentbad import attention, auxiliary, compose, recall, rng
 from silentbad.class_images import write_class_images
+from silentbad.data import collate
 from silentbad.epochs import DataInfo, Sampler, apportion, epoch_order
 from silentbad.errors import UserError
 from silentbad.timesteps import SEQUENCES
@@ -70,16 +72,9 @@ class World:
         return dict(self.records[index])
 
     def batch(self, records: list[dict]) -> dict:
-        def tensor(image):
-            return torch.from_numpy(np.asarray(image).copy()).float()
-
-        pixels = torch.stack([tensor(r["image"]).permute(2, 0, 1) / 127.5 - 1 for r in records])
-        blank = torch.ones(1, self.size, self.size)
-        masks = [blank if r["mask"] is None else tensor(r["mask"])[None] / 255 for r in records]
-        columns = {k: [r[k] for r in records] for k in ("text", "phrases", "role", "target_id", "element_id")}
-        has = torch.tensor([r["mask"] is not None for r in records])
-        columns["time_ids"] = torch.tensor([[self.size, self.size, 0, 0, self.size, self.size]] * len(records))
-        return {"pixel_values": pixels, "mask": torch.stack(masks), "has_mask": has, **columns}
+        seen = {"fixed": True, "position": 0, "time_ids": (self.size, self.size, 0, 0, self.size, self.size)}
+        bands = [[r[k] and pil_to_tensor(r[k]) for k in ("image", "mask")] for r in records]
+        return collate([{**r, **seen, "pixels": p, "mask": m} for r, (p, m) in zip(records, bands, strict=True)])
 
     def pictures(self, rows: list[int]) -> dict:
         return self.batch([self.load(r) for r in rows])
@@ -227,6 +222,7 @@ def test_unknown_names_and_options_are_refused_before_weights():
         config(sampler="weakest_first"),
         config(distillation="and"),
         config(rehearsal="pairwise"),
+        config(rehearsal="joint_captions"),
         config(timesteps={"name": "mode", "options": {"scale": 9.0}}),
         config(region={"name": "mask", "options": {"outside": 0.0}}),
         config(loss={"error": "l1"}),
@@ -577,6 +573,44 @@ def test_pairwise_shows_both_elements_at_their_places():
             assert np.array_equal(mask > 127, union)
     assert 0.25 * 300 * 0.7 < seen < 0.25 * 300 * 1.3
     assert rehearse.largest == (2, 3) and rehearse.made == seen
+
+
+def test_joint_captions_name_more_than_they_show_and_count_only_what_they_show():
+    world = World(size=32)
+    rehearse = hook(world, "joint_captions")
+    fresh = [rehearse(world.load(row), (draw, row)) for row in range(25) for draw in range(20)]
+    made = [(row, f) for row, f in zip(np.repeat(np.arange(25), 20), fresh, strict=True) if f is not None]
+    assert {f["target_id"] for _, f in made} == {"t0"}  # of two elements a caption may name one
+    assert 0.5 * 300 * 0.8 < len(made) < 0.5 * 300 * 1.2 and rehearse.largest == (2, 3)
+    for row, f in made:
+        shown = world.records[row]
+        assert f["image"] is shown["image"] and f["role"] == "element" and f["element_id"] == shown["element_id"]
+        assert len(f["phrases"]) == 2 and shown["phrases"][0] in f["phrases"] and f["text"] == ", ".join(f["phrases"])
+        own, counted = (np.asarray(band) > 0 for band in f["mask"].split())
+        named = next(p for p in f["phrases"] if p != shown["phrases"][0])
+        place = np.asarray(world.records[int(world.info.rows[PHRASES.index(named)][0])]["mask"]) > 0
+        assert np.array_equal(own, np.asarray(shown["mask"]) > 0)
+        assert np.array_equal(counted, ~place | own)
+    orders = {tuple(f["phrases"]) for _, f in made}
+    assert all(order[::-1] in orders for order in orders)
+
+
+def test_what_does_not_count_has_no_loss_and_the_rest_keeps_mean_one():
+    mask, counted = torch.zeros(1, 1, 8, 8), torch.ones(1, 1, 8, 8)
+    mask[..., :2, :2], counted[..., 4:, :] = 1, 0
+    weight = compose.counted_only(compose.given_mask(mask, torch.tensor([True]), None, (4, 4)), counted)
+    assert (weight[..., 2:, :] == 0).all() and float(weight.mean()) == pytest.approx(1)
+    assert float(weight[..., 0, 0] / weight[..., 1, 1]) == pytest.approx(5)
+
+
+def test_collate_tells_the_mask_from_what_counts():
+    bands = torch.tensor([[[255, 0], [0, 0]], [[255, 255], [0, 0]]], dtype=torch.uint8)
+    kept = {"text": "", "phrases": [], "role": "", "target_id": "", "element_id": "", "fixed": True, "index": 0}
+    plain = kept | {"pixels": torch.zeros(3, 2, 2), "mask": None, "time_ids": (2, 2, 0, 0, 2, 2), "position": 0}
+    batch = collate([plain, plain | {"mask": bands}])
+    assert batch["mask"].tolist() == [[[[1, 1], [1, 1]]], [[[1, 0], [0, 0]]]]
+    assert batch["counted"].tolist() == [[[[1, 1], [1, 1]]], [[[1, 1], [0, 0]]]]
+    assert "counted" not in collate([plain, plain | {"mask": bands[:1]}])
 
 
 def test_pairwise_is_a_function_of_record_and_address():
@@ -1102,7 +1136,8 @@ def test_unknown_order_and_sequence_are_named():
         mr.check(config)
 
 
-def test_pairwise_where_no_target_has_three_elements_is_refused():
+@pytest.mark.parametrize("name", ["pairwise", "joint_captions"])
+def test_rehearsal_where_no_target_has_three_elements_is_refused(name):
     info = DataInfo(["element"] * 4, ["t"] * 4, ["0", "0", "1", "1"], [["a"], ["a"], ["b"], ["b"]])
     with pytest.raises(UserError, match="no target has three elements.*take leak_free"):
-        compose.Rehearsal(compose.REHEARSAL["pairwise"], {}, info, 0)
+        compose.Rehearsal(compose.REHEARSAL[name], {}, info, 0)
