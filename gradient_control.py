@@ -44,6 +44,7 @@ from silentbad.mailbox import Mailbox
 from silentbad.rates import Rates, check_optimizer, scale_gradients
 from silentbad.rng import addressed_seed
 from silentbad.transforms import TRANSFORMS, check_transform
+from silentbad.zero import gradients
 
 __all__ = [
     "SCALE_RULES", "TRANSFORMS", "Controller", "GradientControlConfig", "adjust_gradient_scale", "check_config",
@@ -291,7 +292,7 @@ class Controller:
             self._use_sources()
         if not self.active:
             return
-        grads = [p.grad for p in self.params]
+        grads = gradients(self.params)
         self._statistics.update(grads, finite, norms if self.config.transform == "none" else None)
         if "hypergradient" in self.rules:
             self._transfer.before_step()

@@ -33,6 +33,7 @@ from silentbad.gradients import world_size
 from silentbad.rng import addressed_seed
 from silentbad.timers import Timers
 from silentbad.upkeep import Upkeep, finish, not_finite, rescue, try_drawing
+from silentbad.zero import Zero
 from validation import RecoveryHook, ValidationConfig, averaged
 
 
@@ -64,7 +65,7 @@ def check_all(config: Config, sources: dict[str, str]) -> None:
 class Run(Upkeep):
     """Everything one training holds, built in order; `train` below is its loop."""
 
-    def __init__(self, config: Config, accelerator: Accelerator, folder: runs.RunFolder, sharded: bool = False):
+    def __init__(self, config: Config, accelerator: Accelerator, folder: runs.RunFolder, sharded: str = ""):
         self.config, self.accelerator, self.folder = config, accelerator, folder
         self.meters, self.timers = runs.Meters(), Timers()
         world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
@@ -79,7 +80,7 @@ class Run(Upkeep):
         side, cache = models.resolution(parts, config), config.cache_mb * 2**20
         self.encoder = models.Encoder(parts, accelerator, side=side, cache_bytes=cache, seed=config.seed)
         models.placed(parts.model, config, device)
-        if sharded:
+        if sharded == "FSDP":
             sharding.shard(parts.model, device, accelerator.mixed_precision)
         # -- length and optimizer
         effective_batch = config.train_batch_size * config.gradient_accumulation_steps * world
@@ -92,9 +93,15 @@ class Run(Upkeep):
             config.lr_scheduler, optimizer, num_warmup_steps=config.lr_warmup_steps, num_training_steps=self.total
         )  # not prepared: one step an update, whatever the number of processes
         self.control.attach(optimizer, self.lr_scheduler)
-        self.model = parts.model if sharded else accelerator.prepare(parts.model)
-        self.optimizer = accelerator.prepare(optimizer)
-        self.forward = models.training_forward(self.model, config)
+        self.zero = None
+        if sharded == "DEEPSPEED":
+            self.model = accelerator.prepare_model(parts.model, evaluation_mode=True)  # its autocast, not its DDP
+            self.optimizer = self.zero = Zero(parts.model, optimizer)
+            self.forward = self.zero.engine
+        else:
+            self.model = parts.model if sharded else accelerator.prepare(parts.model)
+            self.optimizer = accelerator.prepare(optimizer)
+            self.forward = models.training_forward(self.model, config)
         self.ema = models.make_ema(parts.model, config, device)
         # -- what is shown, and how it is weighed
         transform = Transform.of(config, side)
@@ -130,6 +137,13 @@ class Run(Upkeep):
     def draw(self) -> int:
         """Effective batches begun, skipped ones included."""
         return self.step + self.skipped
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        """Add a loss's gradients to the accumulated ones; `last` of an update or not."""
+        if self.zero is None:
+            self.accelerator.backward(loss)
+        else:
+            self.zero.backward(loss * models.backward_scale(self.accelerator), last)
 
     def averaged(self) -> AbstractContextManager[None]:
         """A context with the averaged weights in place, where there are some."""
@@ -180,8 +194,9 @@ def part_step(run: Run, share: float, batch: dict[str, Any], micro: int, *, last
     )  # fmt: skip
     sources, scale = sources_of(batch, config.gradient_control.sources), share * models.backward_scale(run.accelerator)
     source = run.control.before_backward(losses, sources, scale)
-    run.accelerator.backward(share * (loss if extra is None else loss + extra))
-    run.control.after_backward(last and run.accelerator.sync_gradients, source)
+    last = last and run.accelerator.sync_gradients
+    run.backward(share * (loss if extra is None else loss + extra), last)
+    run.control.after_backward(last, source)
     return share * loss.detach()
 
 

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from silentbad.sharding import whole
+from silentbad.sharding import cut_up, whole
+from silentbad.zero import Part, summed
 
 # --------------------------------------------------------------------------------------------- statistics
 WIDTH = 128  # coordinates a row; rows keep the sums short and the padding small
@@ -44,12 +45,13 @@ class Sample:
         self.zeros = torch.zeros(max(per_tensor, WIDTH), device=device, dtype=self.params[0].dtype)
 
     def read(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """The sampled coordinates (rows, WIDTH) in float32; a missing tensor reads as zeros, shards are gathered."""
+        """The sampled coordinates (rows, WIDTH) in float32; a missing tensor reads as zeros, shards are gathered and
+        parts put together."""
         pieces = []
         for tensor, k, stride in zip(tensors, self.count, self.stride, strict=True):
-            pieces.append(self.zeros[:k] if tensor is None else _strided(whole(tensor.detach()), k, stride))
+            pieces.append(self.zeros[:k] if tensor is None else _strided(tensor, k, stride))
             pieces.append(self.zeros[: -k % WIDTH])
-        return torch.cat(pieces).float().view(-1, WIDTH)
+        return summed(torch.cat(pieces).float().view(-1, WIDTH), over=tensors)
 
     def per_group(self, rows: Tensor) -> Tensor:
         """Sum row values (..., rows) into estimates over whole groups (..., G)."""
@@ -78,7 +80,12 @@ def _coprime(stride: int, size: int) -> int:
     return next(s for s in range(max(stride, 1), 0, -1) if math.gcd(s, size) == 1)
 
 
-def _strided(tensor: Tensor, count: int, stride: int) -> Tensor:
+def _strided(tensor: Any, count: int, stride: int) -> Tensor:
+    if isinstance(tensor, Part):
+        return tensor.strided(count, stride)
+    if cut_up(tensor):
+        return _strided(whole(tensor), count, stride).clone()  # a view would keep every tensor gathered until the last
+    tensor = tensor.detach()
     dense = tensor.is_contiguous() or (
         tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     )

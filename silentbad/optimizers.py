@@ -13,6 +13,7 @@ import torch
 
 from .errors import UserError
 from .sharding import whole
+from .zero import Part, gradients, held, summed
 
 # ---------------------------------------------------------------- building
 
@@ -88,16 +89,20 @@ def without_decay(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def gradient_norms(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
-    """Euclidean norm of each gradient (T,), of all its shards, on the device; 0 where there is none."""
+    """Euclidean norm of each gradient (T,), of all its shards or parts, on the device; 0 where there is none."""
     zero = torch.zeros((), device=parameters[0].device)
-    return whole(torch.stack(torch._foreach_norm([zero if p.grad is None else p.grad for p in parameters])))
+    grads = gradients(parameters)
+    local = [zero if g is None else g.values if isinstance(g, Part) else g for g in grads]
+    norms = whole(torch.stack(torch._foreach_norm(local)))
+    return summed(norms.square(), over=grads).sqrt() if isinstance(grads[0], Part) else norms
 
 
 def clip(parameters: list[torch.nn.Parameter], limit: float, norm: torch.Tensor | None) -> None:
     """Scale the gradients down to `limit`, where their norm (a scalar on the device; None: not known) lies above."""
     if norm is None:
         norm = torch.linalg.vector_norm(gradient_norms(parameters))
-    torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm, foreach=True)
+    if grads := held(parameters):
+        torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1))  # as torch.nn.utils.clip_grads_with_norm_
 
 
 # ---------------------------------------------------------------- the weights to measure

@@ -25,7 +25,7 @@ from . import checkpoint
 from .debug import look
 from .errors import UserError
 
-PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "datasets", "safetensors", "numpy")
+PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "datasets", "safetensors", "numpy", "deepspeed")
 
 
 class RunFolder:

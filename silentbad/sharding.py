@@ -2,6 +2,7 @@
 
 accelerate is asked for it (configs/accelerate/fsdp.yaml), but accelerate 1.15 makes FSDP on a CPU data parallel without
 a word, so it is done here. Forwards, backwards and whatever gathers shards are collective: all processes call them.
+What launches ask for is sorted out here too, ZeRO's (`silentbad.zero`) included.
 """
 
 import os
@@ -15,9 +16,11 @@ from torch.utils._pytree import tree_map
 
 from .conditioning import Denoiser
 from .errors import UserError
+from .zero import RELEASE, STAGE, parted, release
 
 UNITS = ("BasicTransformerBlock", "ResnetBlock2D")  # gathered one at a time; what is beside them, once a step
 ELEMENTWISE = ("AdamW", "Adam", "SGD")  # optimizers whose step needs no more of a tensor than the shard
+INSTEAD = "use configs/accelerate/ddp.yaml"
 
 # ---------------------------------------------------------------- asked for, or refused
 
@@ -27,60 +30,91 @@ def launched(name: str) -> bool:
     return os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("1", "true")
 
 
-def take_over() -> bool:
-    """Whether to shard; accelerate and transformers, which would act on it in their own way, do not see it any more."""
-    asked = launched("FSDP")
-    os.environ.pop("ACCELERATE_USE_FSDP", None)
+def take_over() -> str:
+    """FSDP or DEEPSPEED where one was asked for, else nothing; accelerate and transformers, which would act on it in
+    their own way, do not see it any more."""
+    asked = next((name for name in OURS if launched(name)), "")
+    for name in OURS:
+        os.environ.pop(f"ACCELERATE_USE_{name}", None)
+    if asked == "DEEPSPEED":  # its launcher sets this too, over our own setting
+        os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
     return asked
 
 
 def check(config: Any) -> None:
-    """Refuse launches that are none of ours and, in shards, what needs the UNet whole; before anything loads."""
-    for name in ("DEEPSPEED", "MEGATRON_LM"):
+    """Refuse launches that are none of ours and, in ours, what does not work in parts; before anything loads."""
+    if launched("MEGATRON_LM"):
+        raise UserError(
+            "accelerate: MEGATRON_LM takes the optimizer's step away from the loop; use configs/accelerate/ddp.yaml, "
+            "fsdp.yaml or deepspeed.yaml"
+        )
+    for name, unfit in OURS.items():
         if launched(name):
-            raise UserError(
-                f"accelerate: {name} takes the optimizer's step away from the loop; use configs/accelerate/ddp.yaml "
-                "or fsdp.yaml"
-            )
-    if launched("FSDP"):
-        for key, wrong, why in unfit(config):
-            if wrong:
-                raise UserError(f"{key}: {why}")
+            for key, wrong, why in unfit(config):
+                if wrong:
+                    raise UserError(f"{key}: {why}")
 
 
-def unfit(config: Any) -> list[tuple[str, bool, str]]:
+def unfit_fsdp(config: Any) -> list[tuple[str, bool, str]]:
     """(key, whether it was set so, why FSDP cannot have it and what can) of what does not work in shards."""
-    control, memory, environment = config.gradient_control, config.memory, os.environ.get
-    precision = config.mixed_precision or environment("ACCELERATE_MIXED_PRECISION", "no")
-    optimizer = "AdamW8bit" if config.use_8bit_adam else config.optimizer.removeprefix("torch.optim.")
-    instead = "use configs/accelerate/ddp.yaml"
-    copies = f"keeps a second UNet beside the shards, whole; turn it off, or {instead}"
-    reads = f"takes gradients apart before FSDP has reduced them; turn it off, or {instead}"
+    memory, environment = config.memory, os.environ.get
+    copies = f"keeps a second UNet beside the shards, whole; turn it off, or {INSTEAD}"
     return [
         ("fsdp_version", environment("FSDP_VERSION", "1") != "2",
          "only FSDP 2 shards here; set 2, as configs/accelerate/fsdp.yaml does"),
         ("fsdp_offload_params", environment("FSDP_OFFLOAD_PARAMS", "").lower() == "true",
          "shards stay on their device; set false"),
-        ("num_processes", int(environment("WORLD_SIZE", "1")) < 2,
-         "FSDP has nothing to shard in one process; use configs/accelerate/gpu.yaml"),
-        ("mixed_precision", precision not in ("no", "bf16"),
-         f"FSDP trains in bf16 or no here, not in {precision}, whose loss scale does not know shards"),
-        ("optimizer", optimizer not in ELEMENTWISE,
-         f"FSDP gives each process a shard of a tensor, {optimizer} may need it whole; take {', '.join(ELEMENTWISE)}"),
+        *unfit_either(config, "FSDP"),
         ("use_ema", config.use_ema, copies),
-        ("lora.rank", config.lora.rank is not None, f"FSDP shards what trains, and adapters are small; {instead}"),
-        ("train_text_encoder", config.train_text_encoder, f"FSDP shards the UNet alone; {instead}"),
-        ("compile_model", config.compile_model, "FSDP gathers inside the forward, untested compiled; leave it off"),
-        ("channels_last", bool(config.channels_last), "FSDP shards contiguous weights only; leave it off"),
-        ("gradient_control.conflict", control.conflict, reads),
-        ("gradient_control.transform", control.transform != "none", reads),
-        ("gradient_control.name", "hypergradient" in control.name, reads),
         ("memory.distillation.name", memory.distillation.name != "none", copies),
         ("memory.retention.name", memory.retention.name != "none", copies),
         ("memory.attention_binding.name", memory.attention_binding.name != "none",
-         f"reads layers inside what FSDP gathers, untested; leave it none, or {instead}"),
-        ("memory.loss_balance.name", memory.loss_balance.name != "fixed", reads),
+         f"reads layers inside what FSDP gathers, untested; leave it none, or {INSTEAD}"),
     ]  # fmt: skip
+
+
+def unfit_zero(config: Any) -> list[tuple[str, bool, str]]:
+    """The same of ZeRO: weights are whole on each process, so less is refused."""
+    environment = os.environ.get
+    prefix = "ACCELERATE_DEEPSPEED_"
+    return [
+        ("deepspeed", not release().startswith(RELEASE),
+         f"release {RELEASE}x is needed, {release()} is installed; pip install 'deepspeed=={RELEASE}*', or {INSTEAD}"),
+        ("deepspeed_config_file", bool(environment(f"{prefix}CONFIG_FILE")),
+         "is not read; leave it out, as configs/accelerate/deepspeed.yaml does"),
+        ("zero_stage", environment(f"{prefix}ZERO_STAGE", "2") != str(STAGE),
+         f"only ZeRO {STAGE} runs here; set {STAGE}, or for weights in shards use configs/accelerate/fsdp.yaml"),
+        *((f"offload_{what}_device", environment(f"{prefix}OFFLOAD_{what.upper()}_DEVICE", "none") != "none",
+           "states stay on their device; set none") for what in ("optimizer", "param")),
+        *unfit_either(config, "ZeRO"),
+    ]  # fmt: skip
+
+
+def unfit_either(config: Any, name: str) -> list[tuple[str, bool, str]]:
+    """The rows that both have; `name` is FSDP or ZeRO."""
+    control = config.gradient_control
+    precision = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    optimizer = "AdamW8bit" if config.use_8bit_adam else config.optimizer.removeprefix("torch.optim.")
+    takes = f"gives each process a shard of a tensor, {optimizer} may need it whole; take {', '.join(ELEMENTWISE)}"
+    reads = f"takes gradients apart before {name} has reduced them; turn it off, or {INSTEAD}"
+    return [
+        ("num_processes", int(os.environ.get("WORLD_SIZE", "1")) < 2,
+         f"{name} has nothing to shard in one process; use configs/accelerate/gpu.yaml"),
+        ("mixed_precision", precision not in ("no", "bf16"),
+         f"{name} trains in bf16 or no here, not in {precision}, whose loss scale does not know shards"),
+        ("optimizer", optimizer not in ELEMENTWISE, f"{name} {takes}"),
+        ("lora.rank", config.lora.rank is not None, f"{name} shards what trains, and adapters are small; {INSTEAD}"),
+        ("train_text_encoder", config.train_text_encoder, f"{name} shards the UNet alone; {INSTEAD}"),
+        ("compile_model", config.compile_model, f"{name} acts inside a step's passes, untested compiled; leave it off"),
+        ("channels_last", bool(config.channels_last), f"{name} shards contiguous weights only; leave it off"),
+        ("gradient_control.conflict", control.conflict, reads),
+        ("gradient_control.transform", control.transform != "none", reads),
+        ("gradient_control.name", "hypergradient" in control.name, reads),
+        ("memory.loss_balance.name", config.memory.loss_balance.name != "fixed", reads),
+    ]  # fmt: skip
+
+
+OURS = {"FSDP": unfit_fsdp, "DEEPSPEED": unfit_zero}
 
 
 # ---------------------------------------------------------------- sharding
@@ -109,7 +143,8 @@ def shard(model: Any, device: torch.device, precision: str) -> None:
 
 
 def sharded(model: nn.Module) -> bool:
-    return any(map(cut_up, model.parameters()))
+    """Whether this process holds a part alone of what a checkpoint needs: of the weights, or under ZeRO of states."""
+    return any(cut_up(p) or parted(p) for p in model.parameters())
 
 
 def cut_up(tensor: Any) -> bool:
@@ -136,7 +171,7 @@ def collected(tree: Any, keep: bool) -> Any:
 
 def whole_parts(parts: Any) -> Any:
     """The pipeline's parts with a plain copy of the UNet on each process; themselves where nothing is sharded."""
-    if not sharded(parts.model):
+    if not any(map(cut_up, parts.model.parameters())):
         return parts
     with torch.device("meta"):
         unet = type(parts.unet).from_config(parts.unet.config)

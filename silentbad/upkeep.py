@@ -258,7 +258,7 @@ def rescue(run: Any):
     try:
         yield
     except Exception as error:
-        alone = sharding.sharded(run.parts.model)  # with its shards: the others may be anywhere, or gone
+        alone = sharding.sharded(run.parts.model)  # with what it holds: the others may be anywhere, or gone
         if run.step > 0 and not run.torn and not run.config.dry_run and not alone:
             if run.loader.begun is not None and run.drawing == run.draw:
                 run.loader.rewind()
