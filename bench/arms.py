@@ -21,8 +21,8 @@ def rule(name: str, **more: str) -> Flags:
 PHRASES = {"memory.phrase_memory.enabled": "true"}
 PAIRWISE = part("rehearsal", "pairwise")
 LEAK_FREE = part("rehearsal", "leak_free")
-JOINT = part("rehearsal", "joint_captions")
 REGION = part("region", "mask")
+JOINT_CAPTIONS = {**part("rehearsal", "joint_captions"), **part("region", "mask", outside=0.1)}
 HIGH_NOISE = {**part("timesteps", "snr_mixture"), "memory.timesteps.importance": "false"}
 
 AT_ONCE = {"warmup": "0", "refresh": "1", "max_log_step": "10"}  # for rules that need no measurement
@@ -53,7 +53,7 @@ ARMS: dict[str, Flags] = {
     "hypergradient": {**LEAK_FREE, **rule("hypergradient", **SOON)},
     "pairwise": {**PAIRWISE, **REGION},
     "leak_free": LEAK_FREE,
-    "joint_captions": {**JOINT, **REGION},
+    "joint_captions": JOINT_CAPTIONS,
     "region": REGION,
     "region_estimated": part("region", "estimated"),
     "snr_mixture": HIGH_NOISE,

@@ -419,7 +419,7 @@ def collate(samples: list[dict]) -> dict[str, Any]:
     ones = torch.full((1, side, side), 255, dtype=torch.uint8)
     masks = [ones if sample["mask"] is None else sample["mask"] for sample in samples]
     names = ("text", "phrases", "role", "target_id", "element_id", "fixed")
-    lists = {name: [sample[name] for sample in samples] for name in names}
+    lists: dict[str, Any] = {name: [sample[name] for sample in samples] for name in names}
     if any(len(mask) > 1 for mask in masks):
         lists["counted"] = torch.stack([mask[1:] if len(mask) > 1 else ones for mask in masks]).float() / 255
     return lists | {
