@@ -247,9 +247,8 @@ def check(config: MemoryConfig) -> None:
     for slot, names in (("sampler", ("weakest_first", "leitner")), ("distillation", ("and",))):
         if (name := getattr(config, slot).name) in names and not config.phrase_memory.enabled:
             raise UserError(f"memory.{slot}.name={name} needs memory.phrase_memory.enabled=true")
-    if config.rehearsal.name in ("joint_captions", "pairwise") and config.region.name == "none":
-        name, where = config.rehearsal.name, "an element" if config.rehearsal.name == "joint_captions" else "the union"
-        raise UserError(f"memory.rehearsal.name={name} needs memory.region.name=mask: its loss is on {where}")
+    if (name := config.rehearsal.name) in compose.PLACED and config.region.name == "none":
+        raise UserError(f"memory.rehearsal.name={name} needs memory.region.name=mask: its loss is where elements stand")
     TIMESTEPS[config.timesteps.name](np.geomspace(1e3, 1e-3, 100), 0.0, None, **config.timesteps.options)
     blank = torch.ones(1, 1, 1, 1)  # as for the timesteps: the functions judge their own values
     REGION[config.region.name](blank, torch.tensor([True]), blank, (1, 1), **config.region.options)

@@ -54,6 +54,7 @@ ARMS: dict[str, Flags] = {
     "pairwise": {**PAIRWISE, **REGION},
     "leak_free": LEAK_FREE,
     "joint_captions": JOINT_CAPTIONS,
+    "pairwise_captions": {**JOINT_CAPTIONS, **part("rehearsal", "pairwise_captions")},
     "region": REGION,
     "region_estimated": part("region", "estimated"),
     "snr_mixture": HIGH_NOISE,
@@ -75,6 +76,7 @@ NEEDS: dict[tuple[str, str], Flags] = {
     ("sampler", "leitner"): PHRASES,
     ("rehearsal", "pairwise"): REGION,
     ("rehearsal", "joint_captions"): REGION,
+    ("rehearsal", "pairwise_captions"): REGION,
     ("distillation", "and"): {**PHRASES, **part("distillation", "and", after=-100, every=1)},
     ("attention_binding", "mass"): part("attention_binding", "mass", start=0.0, side=4),
 }

@@ -247,6 +247,15 @@ def joint_captions(
     }
 
 
+def pairwise_captions(
+    record: dict, g: torch.Generator, info: DataInfo, load: Callable, masks: dict, *, share: float = 0.25,
+    elements: int = 2, feather: float = 1.5, captions: float = 0.5,
+) -> dict | None:  # fmt: skip
+    """`pairwise`, and `joint_captions` on a share of the records that it leaves alone."""
+    union = pairwise(record, g, info, load, masks, share=share, elements=elements, feather=feather)
+    return union or joint_captions(record, g, info, load, masks, share=captions)
+
+
 # (mask, has_mask, estimated, size, *, options) -> weight (B,1,h,w)
 REGION: dict[str, Callable] = {"none": everywhere, "mask": given_mask, "estimated": estimated_mask}
 
@@ -256,7 +265,10 @@ REHEARSAL: dict[str, Callable] = {
     "leak_free": leak_free,
     "joint_captions": joint_captions,
     "pairwise": pairwise,
+    "pairwise_captions": pairwise_captions,
 }
+
+PLACED = ("joint_captions", "pairwise", "pairwise_captions")  # their loss is where elements stand
 
 
 class Rehearsal:
@@ -269,13 +281,13 @@ class Rehearsal:
         self.load: Callable[[int], dict] | None = None
         self.masks: dict[int, Image.Image] = {}
         self.largest, self.made = (0, 0), 0
-        if function in (joint_captions, pairwise) and not any(len(e) > 2 for e in info.elements_of.values()):
-            name = next(name for name in REHEARSAL if REHEARSAL[name] is function)
+        name = next(name for name in REHEARSAL if REHEARSAL[name] is function)
+        if name in PLACED and not any(len(e) > 2 for e in info.elements_of.values()):
             raise UserError(
                 f"memory.rehearsal.name={name}: no target has three elements, so no two may be shown or named "
                 "together; take leak_free"
             )
-        if function is pairwise:
+        if name.startswith("pairwise"):
             if not 0 <= (share := options.get("share", 0.25)) <= 0.25:
                 raise UserError(
                     f"memory.rehearsal: share is {share:g}; pairwise rehearsal takes at most 0.25"

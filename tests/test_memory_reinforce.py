@@ -222,7 +222,7 @@ def test_unknown_names_and_options_are_refused_before_weights():
         config(sampler="weakest_first"),
         config(distillation="and"),
         config(rehearsal="pairwise"),
-        config(rehearsal="joint_captions"),
+        *(config(rehearsal=name) for name in compose.PLACED if name != "pairwise"),
         config(timesteps={"name": "mode", "options": {"scale": 9.0}}),
         config(region={"name": "mask", "options": {"outside": 0.0}}),
         config(loss={"error": "l1"}),
@@ -593,6 +593,20 @@ def test_joint_captions_name_more_than_they_show_and_count_only_what_they_show()
         assert np.array_equal(counted, ~place | own)
     orders = {tuple(f["phrases"]) for _, f in made}
     assert all(order[::-1] in orders for order in orders)
+
+
+def test_pairwise_captions_are_unions_and_captions_of_the_rest():
+    world = World(size=32)
+    rehearse, pairs = hook(world, "pairwise_captions"), hook(world, "pairwise")
+    made = united = 0
+    for row in range(15):
+        for draw in range(20):
+            fresh, pair = rehearse(world.load(row), (draw, row)), pairs(world.load(row), (draw, row))
+            assert pair is None or fresh["image"].tobytes() == pair["image"].tobytes()
+            made, united = made + (fresh is not None), united + (pair is not None)
+    assert 0.4 < (made - united) / (300 - united) < 0.6
+    with pytest.raises(UserError, match="at most 0.25"):
+        hook(world, "pairwise_captions", share=0.5)
 
 
 def test_what_does_not_count_has_no_loss_and_the_rest_keeps_mean_one():
@@ -1136,7 +1150,7 @@ def test_unknown_order_and_sequence_are_named():
         mr.check(config)
 
 
-@pytest.mark.parametrize("name", ["pairwise", "joint_captions"])
+@pytest.mark.parametrize("name", compose.PLACED)
 def test_rehearsal_where_no_target_has_three_elements_is_refused(name):
     info = DataInfo(["element"] * 4, ["t"] * 4, ["0", "0", "1", "1"], [["a"], ["a"], ["b"], ["b"]])
     with pytest.raises(UserError, match="no target has three elements.*take leak_free"):
