@@ -64,8 +64,9 @@ def build_table(rows: Callable[[], Iterator[dict]], name: str, key: str, cache_d
 
 
 def folder_key(root: Path, *parts: Any) -> str:
-    """Hash over the name, size and modification time of every file under `root`, and `parts`."""
-    digest = hashlib.sha256(repr((str(root.resolve()), parts)).encode())
+    """Hash over the name, size and modification time of every file under `root`, its path as given (rows hold it) and
+    resolved, and `parts`."""
+    digest = hashlib.sha256(repr((str(root), str(root.resolve()), parts)).encode())
     for name, stat in _files(str(root), ""):
         digest.update(f"{name}/{stat.st_size}/{stat.st_mtime_ns}\n".encode(errors="surrogateescape"))
     return digest.hexdigest()[:32]

@@ -64,6 +64,15 @@ def test_a_table_is_memory_mapped_and_made_anew_when_a_file_changes(tmp_path):
     assert records(root).text == ["a red cat", "here is a red cat"]
 
 
+def test_a_folder_reached_by_another_path_is_read_by_that_path(data, tmp_path):
+    """A link that the table of records was made through may be gone when the folder is read again."""
+    link = tmp_path / "link"
+    link.symlink_to(data, target_is_directory=True)
+    assert records(link).open(0)[1] is not None
+    link.unlink()
+    assert records(data).open(0)[1] is not None
+
+
 def test_hub_reader(tmp_path, monkeypatch):
     image = io.BytesIO()
     Image.new("RGB", (8, 8)).save(image, "PNG")
