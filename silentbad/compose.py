@@ -100,9 +100,10 @@ def region_weight(mask: torch.Tensor, size: tuple[int, int], outside: float) -> 
 
 
 def counted_only(weight: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """A region weight (B,1,h,w) that is nought where `counted` (B,1,H,W) is, of mean one again."""
+    """A region weight (B,1,h,w) that is nought where `counted` (B,1,H,W) is, of mean one again; nought where nothing
+    counts, as in a random window without the element."""
     w = weight * F.interpolate(counted, size=weight.shape[-2:], mode="area")
-    return w / w.mean(dim=(2, 3), keepdim=True)
+    return w / w.mean(dim=(2, 3), keepdim=True).clamp_min(1e-6)
 
 
 def checked_outside(outside: float) -> float:
@@ -226,16 +227,16 @@ def joint_captions(
     siblings, own = info.elements_of[info.target[i]], record["mask"] or masks.get(i)
     if len(siblings) < 3 or own is None:
         return None
+    own = own.convert("L").resize(record["image"].size, Image.Resampling.NEAREST)
     others = int(torch.randint(1, len(siblings) - 1, (), generator=g))
     said = [i, *shuffled([j for j in siblings if j != i], g)[:others]]
     check_union(len(said), len(siblings), info.target[i])
     counted = Image.new("L", own.size, 255)
     for j in said[1:]:
-        place = load(int(info.rows[j][int(torch.randint(len(info.rows[j]), (), generator=g))]))["mask"] or masks.get(j)
-        if place is None:
+        row = int(info.rows[j][int(torch.randint(len(info.rows[j]), (), generator=g))])
+        if (place := load(row, picture=False)["mask"] or masks.get(j)) is None:
             return None
         counted.paste(0, mask=place.convert("L").resize(own.size, Image.Resampling.NEAREST))
-    own = own.convert("L")
     phrases = shuffled([info.phrase[j] for j in said], g)
     return {
         **record,

@@ -329,6 +329,12 @@ def interpolation_mode(name: str) -> TF.InterpolationMode:
         raise UserError(f"image_interpolation_mode: unknown filter {name!r}; there are: {modes}") from None
 
 
+def held(record: dict) -> int:
+    """Bytes of a record in memory, about."""
+    parts = (record[key] for key in ("image", "mask") if record[key] is not None)
+    return 1024 + sum(part.width * part.height * len(part.mode) for part in parts)
+
+
 @dataclass
 class Sampler:
     """What a record looks like at (draw, position): text, uint8 pixels (3,R,R), uint8 mask (1,R,R) or none.
@@ -365,10 +371,10 @@ class Sampler:
             mask = mask.resize(self.transform.resized(own), Image.Resampling.BILINEAR)
         record = {**row, "image": image, "mask": mask, "phrases": list(row["phrases"])}
         record = {key: record[key] for key in (*self.FIELDS, "shuffle")} | {"index": int(index), "size": own[::-1]}
-        size = sum(part.width * part.height * len(part.mode) for part in (image, mask) if part is not None) + 1024
-        if self._used + size <= self.cache_bytes:
+        size, freed = held(record), 0 if kept is None else held(kept)
+        if self._used + size - freed <= self.cache_bytes:
             self._cache[index] = record
-            self._used += size
+            self._used += size - freed
         return dict(record)
 
     def __call__(self, index: int, draw: int, position: int) -> dict:
@@ -539,8 +545,8 @@ class Loader:
     def _assemble(self, futures: list[Future]) -> dict:
         batch = collate([future.result() for future in futures])
         if self.pins:
-            sent = ("pixel_values", "mask", "has_mask", "time_ids")
-            batch |= {key: batch[key].pin_memory() for key in sent if isinstance(batch[key], torch.Tensor)}
+            sent = ("pixel_values", "mask", "has_mask", "counted", "time_ids")
+            batch |= {key: batch[key].pin_memory() for key in sent if isinstance(batch.get(key), torch.Tensor)}
         return batch
 
 

@@ -148,7 +148,8 @@ def sharded(model: nn.Module) -> bool:
 
 
 def cut_up(tensor: Any) -> bool:
-    """Whether it is a DTensor, asked so that a torch built without distributed need not know what that is."""
+    """Whether it is a DTensor, asked so that a torch built without distributed need not know what that is, or a part
+    under ZeRO."""
     return hasattr(tensor, "full_tensor")
 
 

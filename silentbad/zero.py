@@ -25,6 +25,7 @@ ENGINE = {
                           "reduce_bucket_size": 50_000_000, "compute_grad_norm": False},
     "gradient_clipping": 0.0,  # its default is 1
     "zero_allow_untested_optimizer": True,
+    "timers": {"throughput": {"enabled": False}},  # it waits for the device in every forward
 }  # fmt: skip
 
 

@@ -67,7 +67,7 @@ class World:
         record = {"image": image, "mask": mask, "phrases": phrases, "text": ", ".join(phrases), "role": role}
         self.records.append(record | {"target_id": target, "element_id": element, "index": len(self.records)})
 
-    def load(self, index: int) -> dict:
+    def load(self, index: int, picture: bool = True) -> dict:
         self.loaded.append(index)
         return dict(self.records[index])
 
@@ -607,6 +607,45 @@ def test_pairwise_captions_are_unions_and_captions_of_the_rest():
     assert 0.4 < (made - united) / (300 - united) < 0.6
     with pytest.raises(UserError, match="at most 0.25"):
         hook(world, "pairwise_captions", share=0.5)
+
+
+def test_joint_captions_name_two_to_one_less_than_all():
+    world, said = World(size=32), set()
+    world.add(np.zeros((32, 32, 3)), np.eye(32) * 255, ["a small cup"], "element", "t0", "9")  # t0's fourth element
+    world.info = DataInfo(*([r[k] for r in world.records] for k in ("role", "target_id", "element_id", "phrases")))
+    rehearse = hook(world, "joint_captions")
+    for draw in range(60):
+        fresh = rehearse(world.load(0), (draw, 0))
+        said |= {len(fresh["phrases"])} if fresh else set()
+    assert said == {2, 3}
+
+
+def test_joint_captions_work_on_estimated_masks():
+    world = World(masks=False, per_element=6)
+    trainer = Trainer(config(rehearsal="joint_captions", region="estimated"), world=world)
+    rehearse = trainer.memory.rehearse
+    fresh = [rehearse(world.load(row), (draw, row)) for row in range(18) for draw in range(4)]
+    made = [f for f in fresh if f is not None]
+    assert made and all(f["mask"].mode == "LA" for f in made)
+    for f in made:
+        own, counted = (np.asarray(band) > 127 for band in f["mask"].split())
+        assert (counted | ~own).all() and not counted.all() and own.any()
+    wide = world.load(0) | {"image": Image.new("RGB", (48, 16))}
+    assert {f["mask"].size for d in range(20) if (f := rehearse(dict(wide), (d, 0)))} == {(48, 16)}
+    trainer.train(3)
+
+
+def test_the_loss_does_not_see_what_does_not_count():
+    memory = Trainer(config(rehearsal="joint_captions", region="mask")).memory
+    counted = torch.ones(1, 1, 16, 16)
+    counted[..., 8:, :] = 0
+    batch = {"mask": torch.ones(1, 1, 16, 16), "has_mask": torch.tensor([True]), "role": ["element"]}
+    pred, t, w = torch.zeros(1, 4, 8, 8), torch.tensor([5]), torch.ones(1)
+    target = torch.zeros(1, 4, 8, 8)
+    target[..., 4:, :] = 9
+    assert float(memory.loss_per_sample(pred, target, t, w, batch)) > 0
+    assert float(memory.loss_per_sample(pred, target, t, w, batch | {"counted": counted})) == 0
+    assert float(memory.loss_per_sample(pred, target, t, w, batch | {"counted": 0 * counted})) == 0
 
 
 def test_what_does_not_count_has_no_loss_and_the_rest_keeps_mean_one():

@@ -109,7 +109,8 @@ def test_smoke_pipeline_loads_with_plain_diffusers(flags, data, tmp_path):
     assert all(math.isfinite(row["loss"]) for row in rows(out))
     assert (out / "best" / "model_index.json").is_file() and (out / "epochs" / "epoch-1" / "unet").is_dir()
     assert len(list((out / "samples" / "prompts").glob("*.png"))) >= 2
-    assert json.loads((out / "run.json").read_text())["versions"]["torch"] in torch.__version__
+    facts = json.loads((out / "run.json").read_text())
+    assert facts["versions"]["torch"] in torch.__version__ and facts["device"] == f"cpu: {runs.device_name('cpu')}"
 
 
 def test_weight_files_are_safetensors_and_state_is_plain(flags, tmp_path):
@@ -188,6 +189,8 @@ ARMS = {
                       "memory.sampler.name": "weakest_first"},
     "rehearsal": {"memory.rehearsal.name": "pairwise", "memory.region.name": "mask",
                   "train_batch_size": 8, "memory.sampler.clean_ratio": 0.0},
+    "captions": {"memory.rehearsal.name": "joint_captions", "memory.region.name": "mask", "max_batch_size": 3,
+                 "train_batch_size": 8, "memory.sampler.clean_ratio": 0.0},
     "retention": {"memory.retention.name": "self_distillation"},
     "log window open": {"log_every": 4},
 }  # fmt: skip
@@ -196,7 +199,7 @@ ARMS = {
 @pytest.mark.parametrize("arm", ARMS)
 def test_resume_is_bit_equal_mid_epoch(arm, flags, tmp_path):
     changes = {"max_train_steps": 5, "checkpointing_steps": 2, "checkpoints_total_limit": None} | ARMS[arm]
-    if arm == "rehearsal":
+    if arm in ("rehearsal", "captions"):
         changes["train_data_dir"] = write_data(tmp_path / "three", elements=6, clean=0, kinds=3)
     assert main(flags("whole", **changes)) == 0
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -209,7 +212,7 @@ def test_resume_is_bit_equal_mid_epoch(arm, flags, tmp_path):
     left, right = (checkpoint.read_state(folder / "state.pt") for folder in (a, b))
     assert equal(left["optimizer"], right["optimizer"]) and equal(left["memory"], right["memory"])
     assert (whole / "metrics.jsonl").read_text() == (cut / "metrics.jsonl").read_text()
-    if arm == "rehearsal":
+    if arm in ("rehearsal", "captions"):
         assert rows(whole)[1]["memory/rehearsals"] > 0
 
 

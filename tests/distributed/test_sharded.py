@@ -131,7 +131,8 @@ def test_a_rank_left_alone_ends_without_a_checkpoint(inputs, tmp_path):
     processes[1].kill()
     assert finish(processes[0], 60) != 0
     newest = checkpoint.steps(out / "checkpoints")[-1]
-    assert int(newest.name[5:]) % 2 == 0 and checkpoint.problem(newest) is None
+    assert checkpoint.problem(newest) is None
+    assert json.loads((newest / "manifest.json").read_text())["reason"] == "interval"
 
 
 @THOROUGH
