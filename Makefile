@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test test-kill test-distributed lint bench bench-controller bench-recovery bench-validation bench-throughput bench-scale base clean
+.PHONY: quickstart test test-kill test-distributed test-deepspeed lint bench bench-controller bench-recovery bench-validation bench-throughput bench-scale base clean
 
 $(STAMP): requirements.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +31,10 @@ test-kill: $(STAMP)  ## 50 kills and failing disks; the disks need root
 
 test-distributed: $(STAMP)  ## two gloo processes on the CPU, started as a user would
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --thorough tests/distributed tests/test_gradient_control_distributed.py
+
+test-deepspeed: $(STAMP)  ## ZeRO over the same two processes; installs the extra
+	$(BIN)/python -m pip install --quiet 'deepspeed==0.19.*'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --thorough tests/distributed/test_zero.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
