@@ -5,44 +5,39 @@ halves rounds differently from the sum of the whole), in bf16 to 1e-3 (shards no
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 from diffusers import DiffusionPipeline
 
-import train_silentbad
-from silentbad import checkpoint
 from tests.distributed import test_two_processes as two
-from tests.distributed.test_two_processes import TOLERANCE, VALIDATION, gap, one, rows, seen, text
+from tests.distributed.test_two_processes import (
+    SHORT,
+    TOLERANCE,
+    VALIDATION,
+    gap,
+    launch_shipped,
+    leave_alone,
+    refused,
+    rows,
+    same_states,
+    saved,
+    seen,
+    text,
+    whole,
+)  # fmt: skip
 from tests.kill.runner import finish
 
 inputs = two.inputs
-ROOT = Path(__file__).parents[2]
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 STATEFUL = {**two.STATEFUL, "use_ema": False, "gradient_control.name": "prior+gsnr", "max_grad_norm": 0.1}
 THOROUGH = pytest.mark.thorough
-SHORT = {"max_train_steps": 3, "validation.targets": "null"}
 
 
 def sharded(inputs: dict, out: Path, **changes) -> None:
     """A run in shards, to its end."""
     codes = [finish(process, 120) for process in two.ranks(inputs, out, environment=FSDP, **changes)]
     assert codes == [0, 0], text(out)
-
-
-def whole(inputs: dict, out: Path, **changes) -> None:
-    """The same by one process with the global batch."""
-    assert one(inputs, out, **{"train_batch_size": 4, **changes}) == 0, text(out)
-
-
-def saved(out: Path, step: int = 4) -> tuple[dict, dict]:
-    """Weights and the rest of a checkpoint."""
-    folder = out / "checkpoints" / f"step-{step}"
-    return checkpoint.read_tensors(folder / "unet.safetensors"), checkpoint.read_state(folder / "state.pt")
 
 
 CASES = {  # changes of both; of the run in shards alone; `make test` has the first
@@ -108,10 +103,7 @@ def test_its_pipeline_loads_in_plain_diffusers(straight):
 def test_a_resumed_run_is_bit_equal(straight, inputs, tmp_path):
     step_2 = straight / "shards" / "checkpoints" / "step-2"
     sharded(inputs, tmp_path / "resumed", **STATEFUL, **VALIDATION, resume_from_checkpoint=step_2)
-    (weights, state), (expected, theirs) = saved(tmp_path / "resumed"), saved(straight / "shards")
-    assert gap(weights, expected) == 0
-    for i, entry in theirs["optimizer"]["state"].items():
-        assert all(torch.equal(entry[key], state["optimizer"]["state"][i][key]) for key in entry)
+    same_states(tmp_path / "resumed", straight / "shards")
 
 
 @THOROUGH
@@ -124,30 +116,12 @@ def test_shards_and_the_whole_resume_each_other(resumes, wrote, straight, inputs
 
 @THOROUGH
 def test_a_rank_left_alone_ends_without_a_checkpoint(inputs, tmp_path):
-    """It cannot gather what the other held; an earlier checkpoint is there to resume from."""
-    out = tmp_path / "run"
-    processes = two.ranks(inputs, out, environment=FSDP, **two.LONG)
-    two.until(lambda: checkpoint.steps(out / "checkpoints"), processes)
-    processes[1].kill()
-    assert finish(processes[0], 60) != 0
-    newest = checkpoint.steps(out / "checkpoints")[-1]
-    assert checkpoint.problem(newest) is None
-    assert json.loads((newest / "manifest.json").read_text())["reason"] == "interval"
+    leave_alone(inputs, tmp_path / "run", FSDP)
 
 
 @THOROUGH
 def test_the_shipped_configuration_shards(inputs, tmp_path):
-    configuration = ROOT / "configs/accelerate/fsdp.yaml"
-    launch = [Path(sys.executable).parent / "accelerate", "launch", "--config_file", configuration]
-    values = {**inputs, **SHORT, "output_dir": tmp_path / "run", "mixed_precision": "no", "max_train_steps": 1}
-    command = [*launch, "--num_processes", "2", "--main_process_port", "0", ROOT / "train_silentbad.py"]
-    done = subprocess.run(
-        [*command, *(f"--{key}={value}" for key, value in values.items())],
-        env={**os.environ, "ACCELERATE_USE_CPU": "true"}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    facts = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert facts["sharded"] and facts["processes"] == 2
+    launch_shipped("configs/accelerate/fsdp.yaml", inputs, tmp_path / "run")
 
 
 REFUSED = {  # what is asked for -> the key that the line names
@@ -174,10 +148,5 @@ REFUSED = {  # what is asked for -> the key that the line names
 
 @pytest.mark.parametrize("asked", REFUSED, ids=" ".join)
 def test_what_does_not_work_in_shards_is_refused_in_one_line(asked, inputs, tmp_path, monkeypatch, capsys):
-    for setting in [*(f"{key}={value}" for key, value in FSDP.items()), "WORLD_SIZE=2", *asked]:
-        if not setting.startswith("--"):
-            monkeypatch.setenv(*setting.split("="))
-    argv = [f"--{key}={value}" for key, value in {**inputs, "output_dir": tmp_path / "run"}.items()]
-    assert train_silentbad.main([*argv, *(word for word in asked if word.startswith("--"))]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {REFUSED[asked]}") and not (tmp_path / "run").exists()
+    line = refused(asked, FSDP, inputs, tmp_path / "run", monkeypatch, capsys)
+    assert line.startswith(f"error: {REFUSED[asked]}")

@@ -17,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
+import train_silentbad
 from silentbad import checkpoint, sharding
 from tests.conftest import write_data
 from tests.kill.runner import finish, start
@@ -32,6 +33,7 @@ AND = {
     "memory.distillation.options.every": 1, "memory.distillation.options.after": -10.0,
     "memory.distillation.options.weight": 1.0, "memory.distillation.options.refresh": 2,
 }  # fmt: skip
+SHORT = {"max_train_steps": 3, "validation.targets": "null"}
 STATEFUL = {
     "gradient_control.name": "gsnr", "gradient_control.warmup": 1, "gradient_control.refresh": 1,
     "memory.timesteps.name": "learning_progress", "memory.phrase_memory.enabled": True,
@@ -95,9 +97,68 @@ def ranks(
     ]  # fmt: skip
 
 
-def one(inputs: dict, out: Path, **changes) -> int:
+def one(inputs: dict, out: Path, prepare=watch, **changes) -> int:
     argv = [f"--{key}={value}" for key, value in {**inputs, "output_dir": out, **changes}.items()]
-    return finish(start(argv, out.parent / f"{out.name}-0.log", prepare=watch))
+    return finish(start(argv, out.parent / f"{out.name}-0.log", prepare=prepare))
+
+
+# ---------------------------------------------------------------- what the tests of shards and of ZeRO share
+
+
+def whole(inputs: dict, out: Path, prepare=watch, **changes) -> None:
+    """A run by one process with the global batch, to its end."""
+    assert one(inputs, out, prepare, **{"train_batch_size": 4, **changes}) == 0, text(out)
+
+
+def saved(out: Path, step: int = 4) -> tuple[dict, dict]:
+    """Weights and the rest of a checkpoint."""
+    folder = out / "checkpoints" / f"step-{step}"
+    return checkpoint.read_tensors(folder / "unet.safetensors"), checkpoint.read_state(folder / "state.pt")
+
+
+def same_states(out: Path, other: Path) -> None:
+    """Two checkpoints are equal to the bit, states of the optimizer included."""
+    (weights, state), (expected, theirs) = saved(out), saved(other)
+    assert gap(weights, expected) == 0
+    for i, entry in theirs["optimizer"]["state"].items():
+        assert all(torch.equal(entry[key], state["optimizer"]["state"][i][key]) for key in entry)
+
+
+def leave_alone(inputs: dict, out: Path, environment: dict) -> None:
+    """A rank cannot gather what another held that is gone; an earlier checkpoint is there to resume from."""
+    processes = ranks(inputs, out, environment=environment, **LONG)
+    until(lambda: checkpoint.steps(out / "checkpoints"), processes)
+    processes[1].kill()
+    assert finish(processes[0], 60) != 0
+    newest = checkpoint.steps(out / "checkpoints")[-1]
+    assert checkpoint.problem(newest) is None
+    assert json.loads((newest / "manifest.json").read_text())["reason"] == "interval"
+
+
+def launch_shipped(configuration: str, inputs: dict, out: Path) -> None:
+    """A shipped accelerate configuration on two CPU processes, started as a user would: it shards."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", configuration]
+    values = {**inputs, **SHORT, "output_dir": out, "mixed_precision": "no", "max_train_steps": 1}
+    command = [*launch, "--num_processes", "2", "--main_process_port", "0", "train_silentbad.py"]
+    done = subprocess.run(
+        [*command, *(f"--{key}={value}" for key, value in values.items())], cwd=ROOT,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    facts = json.loads((out / "run.json").read_text())
+    assert facts["sharded"] and facts["processes"] == 2
+
+
+def refused(asked: tuple, environment: dict, inputs: dict, out: Path, monkeypatch, capsys) -> str:
+    """The one line that a launch with these variables and flags ends in, before anything is written."""
+    for setting in [*(f"{key}={value}" for key, value in environment.items()), "WORLD_SIZE=2", *asked]:
+        if not setting.startswith("--"):
+            monkeypatch.setenv(*setting.split("="))
+    argv = [f"--{key}={value}" for key, value in {**inputs, "output_dir": out}.items()]
+    assert train_silentbad.main([*argv, *(word for word in asked if word.startswith("--"))]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert not out.exists()
+    return line
 
 
 def text(out: Path) -> str:

@@ -6,8 +6,6 @@ sum of two halves rounds differently from the sum of the whole).
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,15 +16,27 @@ import train_silentbad
 from silentbad import checkpoint, sharding
 from silentbad.zero import RELEASE, Part, release
 from tests.distributed import test_two_processes as two
-from tests.distributed.test_two_processes import TOLERANCE, VALIDATION, gap, rows, seen, text
-from tests.kill.runner import finish, start
+from tests.distributed.test_two_processes import (
+    SHORT,
+    TOLERANCE,
+    VALIDATION,
+    gap,
+    launch_shipped,
+    leave_alone,
+    refused,
+    rows,
+    same_states,
+    saved,
+    seen,
+    text,
+    whole,
+)  # fmt: skip
+from tests.kill.runner import finish
 
 inputs = two.inputs
-ROOT = Path(__file__).parents[2]
 ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "7"}  # the 7 must not count
 THOROUGH = pytest.mark.thorough
 RUNS = pytest.mark.skipif(not release().startswith(RELEASE), reason=f"DeepSpeed {RELEASE}x is an optional extra")
-SHORT = {"max_train_steps": 3, "validation.targets": "null"}
 STATEFUL = {**two.STATEFUL, "gradient_control.name": "prior+gsnr", "max_grad_norm": 0.1}
 
 
@@ -52,19 +62,6 @@ def zero(inputs: dict, out: Path, prepare=watch, **changes) -> None:
     """A run under ZeRO, to its end."""
     codes = [finish(process, 120) for process in two.ranks(inputs, out, environment=ZERO, prepare=prepare, **changes)]
     assert codes == [0, 0], text(out)
-
-
-def whole(inputs: dict, out: Path, prepare=two.watch, **changes) -> None:
-    """The same by one process with the global batch."""
-    values = {**inputs, "output_dir": out, "train_batch_size": 4, **changes}
-    argv = [f"--{key}={value}" for key, value in values.items()]
-    assert finish(start(argv, out.parent / f"{out.name}-0.log", prepare=prepare)) == 0, text(out)
-
-
-def saved(out: Path, step: int = 4) -> tuple[dict, dict]:
-    """Weights and the rest of a checkpoint."""
-    folder = out / "checkpoints" / f"step-{step}"
-    return checkpoint.read_tensors(folder / "unet.safetensors"), checkpoint.read_state(folder / "state.pt")
 
 
 CASES = {  # changes of both; of the run under ZeRO alone; `make test` has the first
@@ -178,10 +175,7 @@ def test_a_resumed_run_is_bit_equal(step, straight, inputs, tmp_path):
     """Also one that has no step left, and so saves the state it loaded."""
     folder = straight / "zero" / "checkpoints" / f"step-{step}"
     zero(inputs, tmp_path / "resumed", **STATEFUL, **VALIDATION, resume_from_checkpoint=folder)
-    (weights, state), (expected, theirs) = saved(tmp_path / "resumed"), saved(straight / "zero")
-    assert gap(weights, expected) == 0
-    for i, entry in theirs["optimizer"]["state"].items():
-        assert all(torch.equal(entry[key], state["optimizer"]["state"][i][key]) for key in entry)
+    same_states(tmp_path / "resumed", straight / "zero")
 
 
 @RUNS
@@ -217,31 +211,13 @@ def test_a_gradient_that_is_not_finite_is_skipped_by_both(inputs, tmp_path):
 @RUNS
 @THOROUGH
 def test_a_rank_left_alone_ends_without_a_checkpoint(inputs, tmp_path):
-    """It cannot gather what the other held; an earlier checkpoint is there to resume from."""
-    out = tmp_path / "run"
-    processes = two.ranks(inputs, out, environment=ZERO, **two.LONG)
-    two.until(lambda: checkpoint.steps(out / "checkpoints"), processes)
-    processes[1].kill()
-    assert finish(processes[0], 60) != 0
-    newest = checkpoint.steps(out / "checkpoints")[-1]
-    assert checkpoint.problem(newest) is None
-    assert json.loads((newest / "manifest.json").read_text())["reason"] == "interval"
+    leave_alone(inputs, tmp_path / "run", ZERO)
 
 
 @RUNS
 @THOROUGH
 def test_the_shipped_configuration_runs_zero(inputs, tmp_path):
-    configuration = ROOT / "configs/accelerate/deepspeed.yaml"
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", configuration]
-    values = {**inputs, **SHORT, "output_dir": tmp_path / "run", "mixed_precision": "no", "max_train_steps": 1}
-    command = [*launch, "--num_processes", "2", "--main_process_port", "0", ROOT / "train_silentbad.py"]
-    done = subprocess.run(
-        [*command, *(f"--{key}={value}" for key, value in values.items())],
-        env={**os.environ, "ACCELERATE_USE_CPU": "true"}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    facts = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert facts["sharded"] and facts["processes"] == 2
+    launch_shipped("configs/accelerate/deepspeed.yaml", inputs, tmp_path / "run")
 
 
 # ---------------------------------------------------------------- what does not need DeepSpeed
@@ -265,29 +241,18 @@ REFUSED = {  # what is asked for -> the key that the line names
 }
 
 
-def refused(asked: tuple, inputs: dict, out: Path, monkeypatch, capsys) -> str:
-    for setting in [*(f"{key}={value}" for key, value in ZERO.items()), "WORLD_SIZE=2", *asked]:
-        if not setting.startswith("--"):
-            monkeypatch.setenv(*setting.split("="))
-    argv = [f"--{key}={value}" for key, value in {**inputs, "output_dir": out}.items()]
-    assert train_silentbad.main([*argv, *(word for word in asked if word.startswith("--"))]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert not out.exists()
-    return line
-
-
 @pytest.mark.parametrize("asked", REFUSED, ids=" ".join)
 def test_what_does_not_work_under_zero_is_refused_in_one_line(asked, inputs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sharding, "release", lambda: f"{RELEASE}8")
-    assert refused(asked, inputs, tmp_path / "run", monkeypatch, capsys).startswith(f"error: {REFUSED[asked]}: ")
+    line = refused(asked, ZERO, inputs, tmp_path / "run", monkeypatch, capsys)
+    assert line.startswith(f"error: {REFUSED[asked]}: ")
 
 
 @pytest.mark.parametrize("installed", ["none", "0.16.2"])
 def test_without_that_deepspeed_the_line_names_the_package(installed, inputs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sharding, "release", lambda: installed)
-    assert f"{installed} is installed; pip install 'deepspeed==" in refused(
-        (), inputs, tmp_path / "run", monkeypatch, capsys
-    )
+    line = refused((), ZERO, inputs, tmp_path / "run", monkeypatch, capsys)
+    assert f"{installed} is installed; pip install 'deepspeed==" in line
 
 
 @pytest.mark.parametrize("sizes", [(7, 1, 12), (1, 30, 2), (5, 5, 5)])
