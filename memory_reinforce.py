@@ -74,6 +74,7 @@ class PhraseMemoryConfig:
 class RetentionConfig(Part):
     """What keeps clean prompts as they were."""
     clean_weight: float = 1.0  # loss weight of clean records (the prior weight of DreamBooth, 2208.12242)
+    unconditional: float = 0.0  # share of clean exposures without a caption: what guidance subtracts (2503.20240)
 
 
 @dataclass
@@ -254,6 +255,8 @@ def check(config: MemoryConfig) -> None:
     REGION[config.region.name](blank, torch.tensor([True]), blank, (1, 1), **config.region.options)
     if not 0 < config.phrase_memory.share <= 1:
         raise UserError(f"memory.phrase_memory.share is {config.phrase_memory.share:g}; it must lie in (0, 1]")
+    if not 0 <= config.retention.unconditional <= 1:
+        raise UserError(f"memory.retention.unconditional is {config.retention.unconditional:g}; it must lie in [0, 1]")
 
 
 class Memory:
@@ -269,6 +272,8 @@ class Memory:
         rank: int = 0, world: int = 1, reduce: Callable[..., Any] | None = None,
     ):
         check(config)
+        if config.retention.unconditional and "clean" not in info.roles:
+            raise UserError("memory.retention.unconditional: the data holds no clean record to show without caption")
         self.config, self.info, self.scheduler, self.seed = config, info, scheduler, seed
         self.max_steps, self.rank, self.world = max_steps, rank, world
         self.snr = compute_snr(scheduler, torch.arange(len(scheduler.alphas_cumprod))).float()

@@ -105,7 +105,9 @@ class Run(Upkeep):
         self.ema = models.make_ema(parts.model, config, device)
         # -- what is shown, and how it is weighed
         transform = Transform.of(config, side)
-        self.sampler = Sampler(self.records, transform, config.seed, config.shuffle_phrases, cache_bytes=cache)
+        self.sampler = Sampler(
+            self.records, transform, config.seed, config.shuffle_phrases, cache, config.memory.retention.unconditional
+        )
         self.memory = Memory(
             config.memory, self.info, parts.noise_scheduler, seed=config.seed,
             effective_batch=effective_batch, max_steps=self.total, rank=rank, world=world,

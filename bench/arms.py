@@ -23,6 +23,7 @@ PAIRWISE = part("rehearsal", "pairwise")
 LEAK_FREE = part("rehearsal", "leak_free")
 REGION = part("region", "mask")
 JOINT_CAPTIONS = {**part("rehearsal", "joint_captions"), **part("region", "mask", outside=0.1)}
+UNCONDITIONAL = {"memory.retention.unconditional": "1.0"}
 HIGH_NOISE = {**part("timesteps", "snr_mixture"), "memory.timesteps.importance": "false"}
 
 AT_ONCE = {"warmup": "0", "refresh": "1", "max_log_step": "10"}  # for rules that need no measurement
@@ -38,9 +39,9 @@ def kv(name: str, options: dict[str, Any]) -> Flags:
 # In the order that tells most first.
 ARMS: dict[str, Flags] = {
     "plain": {},
-    "recommended": {**PAIRWISE, **REGION, **HIGH_NOISE},
+    "recommended": {**PAIRWISE, **REGION, **HIGH_NOISE, **UNCONDITIONAL},
     "original": rule("mean_abs", apply="gradient"),
-    "recommended_leak_free": {**LEAK_FREE, **REGION, **HIGH_NOISE},
+    "unconditional": UNCONDITIONAL,
     "keys_values": kv("prior", KV),
     "keys_values_placebo": kv("placebo", {"of": "prior", "options": KV}),
     "prior": rule("prior", **AT_ONCE),
@@ -64,9 +65,13 @@ ARMS: dict[str, Flags] = {
     "attention_binding": part("attention_binding", "mass"),
     "and_distillation": {**part("distillation", "and"), **PHRASES},
     "retention": part("retention", "l2_sp"),
-    "recommended-pairwise": {**REGION, **HIGH_NOISE},
-    "recommended-region": {**LEAK_FREE, **HIGH_NOISE},  # pairwise rehearsal needs region weights
-    "recommended-snr_mixture": {**PAIRWISE, **REGION},
+    "recommended-unconditional": {**PAIRWISE, **REGION, **HIGH_NOISE},
+    "recommended-pairwise": {**REGION, **HIGH_NOISE, **UNCONDITIONAL},
+    "recommended-snr_mixture": {**PAIRWISE, **REGION, **UNCONDITIONAL},
+    "recommended-pairwise-region": {**HIGH_NOISE, **UNCONDITIONAL},  # pairwise rehearsal needs region weights
+    "region+snr_mixture": {**REGION, **HIGH_NOISE},
+    "leak_free+region+snr_mixture": {**LEAK_FREE, **REGION, **HIGH_NOISE},
+    "leak_free+snr_mixture": {**LEAK_FREE, **HIGH_NOISE},
 }
 SMOKE = ("plain", "original", "recommended")
 
@@ -97,5 +102,6 @@ def every_part() -> dict[str, Flags]:
     soon = {"warmup": "0", "refresh": "1"}
     parts |= {f"gradient_control.{name}": {**rule(name, **soon), **(LEAK_FREE if name == "hypergradient" else {})}
               for name in SCALE_RULES if name != "uniform"}  # fmt: skip
+    parts |= {"retention.unconditional": UNCONDITIONAL}
     own = [name for name in TRANSFORMS if name not in ("none", "upgrad", "mgda", "dualproj")]
     return parts | {f"transform.{name}": rule("uniform", transform=name, conflict="true") for name in own}

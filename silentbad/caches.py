@@ -135,7 +135,7 @@ class Cached:
     """What of a run's records is on disk: `posterior` (R,) the row of each record's image, -1 where it is encoded live.
 
     `all_images`, `all_texts`: whether no step will need the VAE, or the text encoders. Rehearsal composes new images
-    and captions, so under it both stay.
+    and captions, so under it both stay; the empty caption is no record's.
     """
 
     def __init__(self, encoder: Any, sampler: Any, config: Any, *, show: bool, say: Callable[[str], None]):
@@ -154,7 +154,7 @@ class Cached:
             self._fill_texts(np.flatnonzero(~loose))
         rehearses = sampler.rehearse is not None
         self.all_images = bool((self.posterior >= 0).all()) and not rehearses
-        self.all_texts = self.texts is not None and not loose.any() and not rehearses
+        self.all_texts = self.texts is not None and not (loose.any() or rehearses or sampler.unconditional)
 
     def _open(self, kind: str, facts: list[Any], keys: np.ndarray, row: torch.Tensor) -> Store | None:
         """The store of that kind, where the rows fit into what is left of the budget."""

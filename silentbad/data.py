@@ -340,7 +340,8 @@ class Sampler:
     """What a record looks like at (draw, position): text, uint8 pixels (3,R,R), uint8 mask (1,R,R) or none.
     A rehearsal's mask may have a second band: what of the picture counts at all.
 
-    `rehearse(record, address)` may return another record (a dict of FIELDS) in place of the drawn one, or None.
+    A share `unconditional` of the clean exposures has no caption. `rehearse(record, address)` may return another record
+    (a dict of FIELDS) in place of the drawn one, or None.
     """
 
     records: Records
@@ -348,6 +349,7 @@ class Sampler:
     seed: int
     shuffle: bool = False
     cache_bytes: int = 0
+    unconditional: float = 0.0
     rehearse: Callable[[dict, tuple], dict | None] | None = None
     unseen: np.ndarray | None = None  # (R,) whose pixels no step needs: their latents are on disk
 
@@ -385,7 +387,9 @@ class Sampler:
         if (self.shuffle or record["shuffle"]) and len(record["phrases"]) > 1:
             text = shuffled_text(text, record["phrases"], generator(*address, "phrases"))
         record["text"] = text
-        if self.rehearse is not None:
+        if record["role"] == "clean" and torch.rand((), generator=generator(*address, "text")) < self.unconditional:
+            record["text"], record["phrases"] = "", []
+        elif self.rehearse is not None:
             rehearsed = self.rehearse(record, (draw, position))
             if rehearsed is not None:
                 fixed = fixed and rehearsed["image"] is record["image"]

@@ -210,6 +210,7 @@ CASES = {
     "data: a mask of another size": case("16x16", touch=lambda root: Image.new("L", (9, 9)).save(root / "data/masks/e0-0.png")),
     "data: a caption beyond the window": case("cut off: 'red cat'", touch=record(text="very " * 60 + "red cat", phrases=["red cat"])),
     "data: clean records that are not there": case("clean_ratio", touch=lambda root: write_data(root / "data", clean=0), memory__sampler__clean_ratio=1.0),
+    "data: no clean record to show without caption": case("memory.retention.unconditional", touch=lambda root: write_data(root / "data", clean=0), memory__retention__unconditional=0.5),
     "data: elements cut at random": case("17x16", "center_crop", memory__region__name="estimated", touch=both(lambda root: Image.new("RGB", (17, 16)).save(root / "data/images/wide.png"), record(file_name="images/wide.png", phrases=["a field"]))),
     "data: a Hub set out of reach": case("dataset_name", "cannot load", train_data_dir="null", dataset_name="nobody/nothing"),
     "data: a target among the records": case("metadata.jsonl:17", "equals target 't0'", touch=record(file_name="targets/t0.png")),

@@ -117,7 +117,7 @@ def test_what_does_not_fit_the_budget_is_encoded_live(build, tmp_path, capsys): 
     assert "states take" in capsys.readouterr().out and not run.encoder.disk.all_texts and run.encoder.disk.all_images
 
 
-def test_rehearsal_and_shuffled_captions_keep_the_encoders(build, tmp_path):  # noqa: F811
+def test_rehearsal_and_made_up_captions_keep_the_encoders(build, tmp_path):  # noqa: F811
     three = write_data(tmp_path / "three", elements=6, clean=0, kinds=3)
     run = build(train_data_dir=three, cache_dir=tmp_path / "c", train_batch_size=8,
                 **{"memory.rehearsal.name": "pairwise", "memory.region.name": "mask"})  # fmt: skip
@@ -125,8 +125,9 @@ def test_rehearsal_and_shuffled_captions_keep_the_encoders(build, tmp_path):  # 
     for _ in range(2):
         step_once(run)
     assert run.memory.rehearse.made > 0
-    run = build(shuffle_phrases=True, cache_dir=tmp_path / "c")
-    assert run.encoder.resting == [run.parts.vae]
+    for changes in ({"shuffle_phrases": True}, {"memory.retention.unconditional": 0.5}):
+        run = build(cache_dir=tmp_path / "c", **changes)
+        assert run.encoder.resting == [run.parts.vae]
 
 
 def test_modules_that_rest_are_fetched_for_the_call(build, tmp_path):  # noqa: F811

@@ -450,6 +450,21 @@ def test_rehearsal_may_replace_a_record(data):
     assert sampler(0, 0, 1)["text"] == "a picture of a red cat" and sampler(0, 0, 1)["fixed"]
 
 
+def test_clean_records_lose_their_captions_by_address(data):
+    def rehearse(record, address):
+        return {**record, "text": "other"}
+
+    sampler = D.Sampler(records(data), D.Transform(16), seed=0, unconditional=0.5, rehearse=rehearse)
+    seen = [sampler(12, draw, 0) for draw in range(40)]
+    empty = [s for s in seen if s["text"] == ""]
+    assert 10 < len(empty) < 30 and all(s["phrases"] == [] and s["fixed"] for s in empty)  # the picture stays its own
+    assert {s["text"] for s in seen} == {"", "other"}  # the rest is rehearsed
+    assert [s["text"] for s in seen] == [sampler(12, draw, 0)["text"] for draw in range(40)]
+    assert all(sampler(0, draw, 0)["text"] == "other" for draw in range(40))  # an element's caption is never dropped
+    sampler.unconditional = 1.0
+    assert all(sampler(12, draw, 0)["text"] == "" for draw in range(40))
+
+
 def test_collate(data):
     sampler = D.Sampler(records(data), D.Transform(16), seed=0)
     batch = D.collate([sampler(0, 0, 4), sampler(12, 0, 5)])

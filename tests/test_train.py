@@ -191,7 +191,7 @@ ARMS = {
                   "train_batch_size": 8, "memory.sampler.clean_ratio": 0.0},
     "captions": {"memory.rehearsal.name": "joint_captions", "memory.region.name": "mask", "max_batch_size": 3,
                  "train_batch_size": 8, "memory.sampler.clean_ratio": 0.0},
-    "retention": {"memory.retention.name": "self_distillation"},
+    "retention": {"memory.retention.name": "self_distillation", "memory.retention.unconditional": 0.5},
     "log window open": {"log_every": 4},
 }  # fmt: skip
 
