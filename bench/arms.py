@@ -41,6 +41,7 @@ ARMS: dict[str, Flags] = {
     "plain": {},
     "recommended": {**PAIRWISE, **REGION, **HIGH_NOISE, **UNCONDITIONAL},
     "original": rule("mean_abs", apply="gradient"),
+    "recommended_leak_free": {**REGION, **HIGH_NOISE, **UNCONDITIONAL},  # recommended without its unions
     "unconditional": UNCONDITIONAL,
     "keys_values": kv("prior", KV),
     "keys_values_placebo": kv("placebo", {"of": "prior", "options": KV}),
@@ -66,9 +67,8 @@ ARMS: dict[str, Flags] = {
     "and_distillation": {**part("distillation", "and"), **PHRASES},
     "retention": part("retention", "l2_sp"),
     "recommended-unconditional": {**PAIRWISE, **REGION, **HIGH_NOISE},
-    "recommended-pairwise": {**REGION, **HIGH_NOISE, **UNCONDITIONAL},
     "recommended-snr_mixture": {**PAIRWISE, **REGION, **UNCONDITIONAL},
-    "recommended-pairwise-region": {**HIGH_NOISE, **UNCONDITIONAL},  # pairwise rehearsal needs region weights
+    "recommended_leak_free-region": {**HIGH_NOISE, **UNCONDITIONAL},  # pairwise rehearsal needs region weights
     "region+snr_mixture": {**REGION, **HIGH_NOISE},
     "leak_free+region+snr_mixture": {**LEAK_FREE, **REGION, **HIGH_NOISE},
     "leak_free+snr_mixture": {**LEAK_FREE, **HIGH_NOISE},
