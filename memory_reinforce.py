@@ -74,7 +74,7 @@ class PhraseMemoryConfig:
 class RetentionConfig(Part):
     """What keeps clean prompts as they were."""
     clean_weight: float = 1.0  # loss weight of clean records (the prior weight of DreamBooth, 2208.12242)
-    unconditional: float = 0.0  # share of clean exposures without a caption: what guidance subtracts (2503.20240)
+    unconditional: float = 0.0  # share of clean exposures without a caption (2503.20240); docs/theory.md 10
 
 
 @dataclass
