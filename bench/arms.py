@@ -68,7 +68,7 @@ ARMS: dict[str, Flags] = {
     "retention": part("retention", "l2_sp"),
     "recommended-unconditional": {**PAIRWISE, **REGION, **HIGH_NOISE},
     "recommended-snr_mixture": {**PAIRWISE, **REGION, **UNCONDITIONAL},
-    "recommended_leak_free-region": {**HIGH_NOISE, **UNCONDITIONAL},  # pairwise rehearsal needs region weights
+    "recommended_leak_free-region": {**HIGH_NOISE, **UNCONDITIONAL},
     "region+snr_mixture": {**REGION, **HIGH_NOISE},
     "leak_free+region+snr_mixture": {**LEAK_FREE, **REGION, **HIGH_NOISE},
     "leak_free+snr_mixture": {**LEAK_FREE, **HIGH_NOISE},
