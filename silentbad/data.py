@@ -387,7 +387,7 @@ class Sampler:
         if (self.shuffle or record["shuffle"]) and len(record["phrases"]) > 1:
             text = shuffled_text(text, record["phrases"], generator(*address, "phrases"))
         record["text"] = text
-        if record["role"] == "clean" and torch.rand((), generator=generator(*address, "text")) < self.unconditional:
+        if record["role"] == "clean" and self._uncaptioned(address):
             record["text"], record["phrases"] = "", []
         elif self.rehearse is not None:
             rehearsed = self.rehearse(record, (draw, position))
@@ -396,6 +396,12 @@ class Sampler:
                 record = rehearsed
         seen = self._seen(record, size, address)
         return seen | {"index": index, "position": position, "fixed": fixed}
+
+    def _uncaptioned(self, address: tuple) -> bool:
+        """Whether a clean exposure has no caption; nothing is drawn where all have theirs."""
+        if not self.unconditional:
+            return False
+        return bool(torch.rand((), generator=generator(*address, "text")) < self.unconditional)
 
     def _seen(self, record: dict, size: tuple[int, int], address: tuple) -> dict:
         """The window of this address: pixels, mask, words, and SDXL's time_ids (6,)."""
