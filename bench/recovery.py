@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 import train_silentbad
-from bench.arms import ARMS, SMOKE, every_part
+from bench.arms import ARMS, RATES, SMOKE, every_part
 from bench.recovery_table import save
 from silentbad.runs import device_name
 from validation import RecoveryHook
@@ -180,7 +180,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--targets", default=TARGETS,
                         help="target sets: ';' between runs, ',' between the targets of one run")  # fmt: skip
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--factors", default="8", help=f"learning rates in units of {BASE_LR:g}; a sweep: "
+    parser.add_argument("--factors", help=f"learning rates in units of {BASE_LR:g} instead of each arm's own; a sweep: "
                         f"{','.join(f'{f:g}' for f in FACTORS)}")  # fmt: skip
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--every", type=int, default=50, help="steps between evaluations")
@@ -193,15 +193,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="plain, original and recommended on one target")
     args = parser.parse_args(argv)
     if args.smoke:
-        smoke = {"arms": ",".join(SMOKE), "targets": "33", "seeds": "0", "steps": 100, "every": 50, "factors": "8",
+        smoke = {"arms": ",".join(SMOKE), "targets": "33", "seeds": "0", "steps": 100, "every": 50,
                  "early": "10,15,20,30,75", "results": RESULTS.with_name("recovery-smoke.jsonl")}  # fmt: skip
         vars(args).update(smoke)
     unknown = [arm for arm in args.arms.split(",") if arm not in ARMS]
     if unknown:
         parser.exit(2, f"error: --arms: unknown arm '{unknown[0]}'; there are: {', '.join(ARMS)}\n")
-    todo = [(arm, float(factor), targets, int(seed)) for seed in args.seeds.split(",")
-            for arm in args.arms.split(",") for targets in args.targets.split(";")
-            for factor in args.factors.split(",")]  # fmt: skip
+    wanted = [(arm, float(factor)) for arm in args.arms.split(",")
+              for factor in (args.factors.split(",") if args.factors else [RATES[arm]])]  # fmt: skip
+    todo = [(arm, factor, targets, int(seed)) for seed in args.seeds.split(",")
+            for arm, factor in wanted for targets in args.targets.split(";")]  # fmt: skip
     args.results.parent.mkdir(parents=True, exist_ok=True)
     mine = protocol(args)
     deadline = time.monotonic() + 60 * args.budget_minutes
@@ -216,7 +217,6 @@ def main(argv: list[str] | None = None) -> None:
                 with args.results.open("a") as file:
                     file.writelines(json.dumps(row) + "\n" for row in fresh)
     rows = comparable(args.results, mine)
-    wanted = {(arm, float(f)) for arm in args.arms.split(",") for f in args.factors.split(",")}
     print(save([row for row in rows if (row["arm"], row["factor"]) in wanted], args.results))
     if args.smoke:
         print(try_parts(args))

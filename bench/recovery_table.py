@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.arms import RATES
 from silentbad.plots import Series, line_chart
 
 TIMES = ("first", "cir50", "cir80")
@@ -123,14 +124,16 @@ def rise_at(run: list[dict], level: float) -> float | None:
     return None if step == float("inf") else by_step[int(step)]["drift"] - by_step[0]["drift"]
 
 
-def best_factors(rows: list[dict]) -> dict[str, float]:
-    """Each arm's learning-rate factor with the largest area under its recovery curve (ties to the smaller)."""
-    best = {}
-    for arm in dict.fromkeys(row["arm"] for row in rows):
-        factors = sorted({row["factor"] for row in rows if row["arm"] == arm})
-        areas = [np.mean([f["aurc"] for f in per_target(rows, arm, factor).values()]) for factor in factors]
-        best[arm] = factors[int(np.argmax(areas))]
-    return best
+def lines_of(rows: list[dict]) -> list[Arm]:
+    """Every arm and rate that ran; an arm's own rate before others, which are a sweep's."""
+    arms = dict.fromkeys(row["arm"] for row in rows)
+    ran = {(row["arm"], row["factor"]) for row in rows}
+    return sorted(ran, key=lambda one: (list(arms).index(one[0]), one[1] != own_rate(one[0]), one[1]))
+
+
+def own_rate(arm: str) -> float | None:
+    """The learning-rate factor an arm was frozen at; its name may say how many targets it was trained on at once."""
+    return RATES.get(arm.partition(",")[0])
 
 
 HEAD = ("arm", "lr x", "runs", "first", "CIR 50 %", "CIR 80 %", "CIR", "AURC", "elements", "parts only", "drift",
@@ -153,19 +156,20 @@ def tables(rows: list[dict]) -> list[tuple[str, ...]]:
 
 
 def table(rows: list[dict], against: str = "plain") -> list[tuple[str, ...]]:
-    """A line per arm at its best factor: medians of times over targets, means of the rest; then what `against` has on
-    the same targets and seeds."""
-    best, lines = best_factors(rows), []
-    for arm, factor in best.items():
+    """A line per arm and rate: medians of times over targets, means of the rest; then what `against` has, at its own
+    rate, on the same targets and seeds."""
+    arms, lines = lines_of(rows), []
+    base = next((one for one in arms if one[0] == against), None)
+    for arm, factor in arms:
         figures = per_target(rows, arm, factor)
         mean = averaged(figures.values())
-        others = against in best and arm != against
+        others = base is not None and (arm, factor) != base
         lines.append((
             arm, f"{factor:g}", str(sum(map(len, runs_of(rows, arm, factor).values()))),
             *(time(figures, name) for name in TIMES), f"{mean['cir']:.2f}", f"{mean['aurc']:.3f}",
             f"{mean['elements']:.2f}", f"{mean['parts_only']:.2f}", f"{mean['drift']:.4f}",
             f"{min(seconds_per_step(rows, (arm, factor)).values()):.3f}",
-            *(beside(rows, (against, best[against]), (arm, factor)) if others else [""] * 4),
+            *(beside(rows, base, (arm, factor)) if others else [""] * 4),
         ))  # fmt: skip
     return lines
 
@@ -209,9 +213,11 @@ def html(lines: list[tuple[str, ...]], rows: list[dict]) -> str:
 def curves(rows: list[dict], arms: list[str] | None = None, draws: int = 2000) -> str:
     """Recovery curves of the single-target runs: mean CIR over targets, with a 95 % bootstrap band over targets."""
     rows = [row for row in rows if "," not in row["targets"]]
-    best, series, rng = best_factors(rows), [], np.random.default_rng(0)
-    for arm in arms or best:
-        by_target = runs_of(rows, arm, best[arm])
+    series, rng, own = [], np.random.default_rng(0), dict[str, float]()
+    for arm, factor in lines_of(rows):
+        own.setdefault(arm, factor)
+    for arm in arms or own:
+        by_target = runs_of(rows, arm, own[arm])
         steps = sorted({row["step"] for seeds in by_target.values() for run in seeds.values() for row in run})
         values = np.array([[np.mean([r["rate"] for run in seeds.values() for r in run if r["step"] == step])
                             for step in steps] for seeds in by_target.values()])  # fmt: skip
