@@ -70,6 +70,7 @@ class GradientControlConfig:
     conflict: bool = False  # meter the cosines between the gradients of the sources
     sources: str = "role"  # told apart by role (element, clean, rehearsal), or element: each element is one
     transform: str = "none"  # of TRANSFORMS: recombine the sources' gradients
+    shrink: bool = False  # shrink each weight's AdamW update to what rises above its gradient's noise
 
 
 # ------------------------------------------------------------------------------------------------- rules

@@ -24,6 +24,7 @@ LEAK_FREE = part("rehearsal", "leak_free")
 REGION = part("region", "mask")
 JOINT_CAPTIONS = {**part("rehearsal", "joint_captions"), **part("region", "mask", outside=0.1)}
 UNCONDITIONAL = {"memory.retention.unconditional": "1.0"}
+SHRINK = {"gradient_control.shrink": "true"}
 HIGH_NOISE = {**part("timesteps", "snr_mixture"), "memory.timesteps.importance": "false"}
 
 AT_ONCE = {"warmup": "0", "refresh": "1", "max_log_step": "10"}  # for rules that need no measurement
@@ -39,9 +40,10 @@ def kv(name: str, options: dict[str, Any]) -> Flags:
 # In the order that tells most first.
 ARMS: dict[str, Flags] = {
     "plain": {},
-    "recommended": {**PAIRWISE, **REGION, **HIGH_NOISE, **UNCONDITIONAL},
+    "recommended": {**PAIRWISE, **REGION, **HIGH_NOISE, **UNCONDITIONAL, **SHRINK},
     "original": rule("mean_abs", apply="gradient"),
-    "recommended_leak_free": {**REGION, **HIGH_NOISE, **UNCONDITIONAL},  # recommended without its unions
+    "recommended_leak_free": {**REGION, **HIGH_NOISE, **UNCONDITIONAL, **SHRINK},  # recommended without its unions
+    "shrink": SHRINK,
     "unconditional": UNCONDITIONAL,
     "keys_values": kv("prior", KV),
     "keys_values_placebo": kv("placebo", {"of": "prior", "options": KV}),
@@ -66,9 +68,13 @@ ARMS: dict[str, Flags] = {
     "attention_binding": part("attention_binding", "mass"),
     "and_distillation": {**part("distillation", "and"), **PHRASES},
     "retention": part("retention", "l2_sp"),
-    "recommended-unconditional": {**PAIRWISE, **REGION, **HIGH_NOISE},
-    "recommended-snr_mixture": {**PAIRWISE, **REGION, **UNCONDITIONAL},
-    "recommended_leak_free-region": {**HIGH_NOISE, **UNCONDITIONAL},
+    "recommended-shrink": {**PAIRWISE, **REGION, **HIGH_NOISE, **UNCONDITIONAL},
+    "recommended-unconditional": {**PAIRWISE, **REGION, **HIGH_NOISE, **SHRINK},
+    "recommended-snr_mixture": {**PAIRWISE, **REGION, **UNCONDITIONAL, **SHRINK},
+    "recommended_leak_free-shrink": {**REGION, **HIGH_NOISE, **UNCONDITIONAL},
+    "recommended_leak_free-region": {**HIGH_NOISE, **UNCONDITIONAL, **SHRINK},
+    "pairwise+unconditional": {**PAIRWISE, **REGION, **UNCONDITIONAL},
+    "pairwise+snr_mixture": {**PAIRWISE, **REGION, **HIGH_NOISE},
     "region+snr_mixture": {**REGION, **HIGH_NOISE},
     "leak_free+region+snr_mixture": {**LEAK_FREE, **REGION, **HIGH_NOISE},
     "leak_free+snr_mixture": {**LEAK_FREE, **HIGH_NOISE},
@@ -105,6 +111,6 @@ def every_part() -> dict[str, Flags]:
     soon = {"warmup": "0", "refresh": "1"}
     parts |= {f"gradient_control.{name}": {**rule(name, **soon), **(LEAK_FREE if name == "hypergradient" else {})}
               for name in SCALE_RULES if name != "uniform"}  # fmt: skip
-    parts |= {"retention.unconditional": UNCONDITIONAL}
+    parts |= {"retention.unconditional": UNCONDITIONAL, "gradient_control.shrink": SHRINK}
     own = [name for name in TRANSFORMS if name not in ("none", "upgrad", "mgda", "dualproj")]
     return parts | {f"transform.{name}": rule("uniform", transform=name, conflict="true") for name in own}

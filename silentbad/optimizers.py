@@ -13,13 +13,17 @@ import torch
 
 from .errors import UserError
 from .sharding import whole
+from .shrinkage import ShrunkAdamW
 from .zero import Part, gradients, held, summed
 
 # ---------------------------------------------------------------- building
 
 
 def optimizer_class(config: Any) -> type[torch.optim.Optimizer]:
-    """The class that `optimizer` or `use_8bit_adam` names; refused where it does not import or is none."""
+    """The class that `optimizer`, `use_8bit_adam` or `gradient_control.shrink` names; refused where it does not import
+    or is none."""
+    if config.gradient_control.shrink:
+        return ShrunkAdamW
     path = "bitsandbytes.optim.AdamW8bit" if config.use_8bit_adam else config.optimizer
     key = "use_8bit_adam" if config.use_8bit_adam else "optimizer"
     module, dot, name = path.rpartition(".")
@@ -36,8 +40,15 @@ def optimizer_class(config: Any) -> type[torch.optim.Optimizer]:
 
 
 def check_optimizer(config: Any) -> None:
-    """Refuse an optimizer that is not there, takes no such option, or averages weights beside `use_ema`."""
+    """Refuse an optimizer that is not there, takes no such option, averages weights beside `use_ema`, or cannot shrink
+    its updates."""
     kind = optimizer_class(config)
+    if kind is ShrunkAdamW:
+        if config.use_8bit_adam or config.optimizer != "AdamW":
+            other = "use_8bit_adam" if config.use_8bit_adam else f"optimizer {config.optimizer}"
+            raise UserError(f"gradient_control.shrink: is for optimizer AdamW, not for {other}; leave one of them out")
+        if not config.adam_beta1:
+            raise UserError("gradient_control.shrink: adam_beta1 0 averages nothing to tell noise by; 0.9 does")
     takes = inspect.signature(kind).parameters
     for key in config.optimizer_options:
         if key not in takes or key in ("params", "lr"):

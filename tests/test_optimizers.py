@@ -10,15 +10,19 @@ from gradient_control import Controller, GradientControlConfig
 from silentbad import checkpoint, optimizers
 from silentbad.config import parse
 from silentbad.errors import UserError
+from silentbad.shrinkage import ShrunkAdamW, gains, noise
 from tests.test_train import VALIDATION, build, flags, main, rows, same, step_once, weights  # noqa: F401
 from tests.tiny import tiny_unet
 from train_silentbad import Config, check_all
 
 EXTRAS = {"schedulefree.AdamWScheduleFree": {}, "prodigyopt.Prodigy": {"learning_rate": 1.0}}
+SHRINK = {"gradient_control.shrink": True}
 
 
 def extra(path: str) -> dict:
     """Settings of an optional optimizer, or a skip where its package is not installed."""
+    if path == "shrink":
+        return SHRINK
     package = path.split(".")[0]
     pytest.importorskip(package, reason=f"pip install {package}")
     return {"optimizer": path, **EXTRAS[path]}
@@ -105,6 +109,9 @@ def test_a_step_passes_over_the_gradients_once_for_their_norm(build, monkeypatch
     ({"optimizer": "AdmW"}, "no torch optimizer"), ({"optimizer": "nowhere.Adam"}, "pip install nowhere"),
     ({"optimizer": "os.path"}, "no torch optimizer"), ({"optimizer_options": {"betta": 1}}, "takes no 'betta'"),
     ({"optimizer": "SGD", "use_8bit_adam": True}, "excludes optimizer SGD"),
+    ({"gradient_control.shrink": True, "optimizer": "SGD"}, "shrink: is for optimizer AdamW, not for optimizer SGD"),
+    ({"gradient_control.shrink": True, "use_8bit_adam": True}, "shrink: is for optimizer AdamW, not for use_8bit_adam"),
+    ({"gradient_control.shrink": True, "adam_beta1": 0}, "adam_beta1 0 averages nothing"),
 ], ids=str)  # fmt: skip
 def test_what_is_no_optimizer_is_one_line(flags, changes, message):  # noqa: F811
     options = changes.pop("optimizer_options", {})
@@ -121,7 +128,7 @@ def test_options_and_flags_reach_the_optimizer(build):  # noqa: F811
     step_once(run)
 
 
-@pytest.mark.parametrize("path", EXTRAS)
+@pytest.mark.parametrize("path", [*EXTRAS, "shrink"])
 def test_an_optional_optimizer_trains_validates_and_resumes_to_the_bit(path, flags, data, tmp_path):  # noqa: F811
     changes = {"max_train_steps": 4, "checkpointing_steps": 2, "checkpoints_total_limit": None, **extra(path),
                **VALIDATION, "validation.targets": data / "targets.jsonl"}  # fmt: skip
@@ -157,3 +164,73 @@ def test_a_rate_adapting_optimizer_is_refused_by_every_rule_but_uniform(flags, c
     assert main(flags(**changes, **{"gradient_control.name": "gsnr"})) == 2
     assert "Prodigy" in capsys.readouterr().err
     assert main(flags(**changes, max_train_steps=1)) == 0
+
+
+# ---------------------------------------------------------------- shrunk updates
+
+
+def steps(kind: type, gradients: list[torch.Tensor], **settings) -> list[torch.Tensor]:
+    """Where a weight of zeros is after each of these gradients."""
+    weight, places = torch.nn.Parameter(torch.zeros_like(gradients[0])), []
+    optimizer = kind([weight], lr=1e-2, **{"weight_decay": 0.0, **settings})
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        optimizer.step()
+        places.append(weight.detach().clone())
+    return places
+
+
+def test_a_shrunk_update_is_its_formula():
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(3, generator=generator, dtype=torch.float64) + 0.5 for _ in range(12)]
+    places = steps(ShrunkAdamW, gradients, betas=(0.8, 0.9), weight_decay=0.1)
+    for k in range(3):
+        m = v = w = 0.0
+        for t, gradient in enumerate(gradients, 1):
+            g = float(gradient[k])
+            m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g * g
+            mean, square = m / (1 - 0.8**t), v / (1 - 0.9**t)
+            parts = [0.2 * 0.8**i for i in range(t)]
+            rho = sum(x * x for x in parts) / sum(parts) ** 2  # the weights' own sums, not their closed form
+            gain = 0.0 if t == 1 else min(max((1 - rho * square / mean**2) / (1 - rho), 0), 1)
+            w -= 1e-2 * 0.1 * w + 1e-2 * gain * mean / (square**0.5 + 1e-8)
+            assert float(places[t - 1][k]) == pytest.approx(w, rel=1e-6, abs=1e-12)
+
+
+def test_shrinking_leaves_adamw_alone_where_there_is_no_noise():
+    gradients = [torch.tensor([1.0, -3.0, 1e-3, 0.0])] * 20
+    shrunk, plain = steps(ShrunkAdamW, gradients), steps(torch.optim.AdamW, gradients)
+    assert not shrunk[0].any()  # one gradient tells nothing
+    assert torch.allclose(shrunk[-1], plain[-1] - plain[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("signal, walk", [(0.0, 0.55), (0.3, 0.85), (3.0, 1.05)])
+def test_shrinking_halves_the_walk_of_noise_and_keeps_that_of_signal(signal, walk):
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(4096, generator=generator) + signal for _ in range(100)]
+    shrunk, plain = (steps(kind, gradients)[-1].square().mean().sqrt() for kind in (ShrunkAdamW, torch.optim.AdamW))
+    assert float(shrunk / plain) < walk
+    assert signal < 1 or float(shrunk / plain) > 0.9
+
+
+@pytest.mark.parametrize("signal, error", [(0.0, 0.5), (0.1, 0.75), (0.3, 1.5), (1.0, 1.5), (3.0, 1.5)])
+def test_the_shrunk_mean_is_nearer_a_small_mean_and_never_much_further_from_a_large_one(signal, error):
+    """Shrinking a weight by itself has its price where the mean is the size of the noise left in the average, 0.23
+    sigma at beta1 0.9."""
+    generator = torch.Generator().manual_seed(0)
+    draws = signal + torch.randn(100, 8192, generator=generator)
+    ages = 0.9 ** torch.arange(99.0, -1, -1)
+    mean = ages / ages.sum() @ draws
+    kept = gains([mean / draws.square().mean(0).sqrt()], [noise(0.9, 100)])[0]
+    shrunk, plain = (float((estimate - signal).square().mean()) for estimate in (kept * mean, mean))
+    assert shrunk / plain < error
+
+
+def test_multipliers_reach_a_shrunk_update(build):  # noqa: F811
+    run = build(**SHRINK, **{"gradient_control.name": "prior", "gradient_control.warmup": 0})
+    assert type(run.optimizer.optimizer) is ShrunkAdamW
+    name = run.control.groups.names[0]
+    run.control.multipliers[name] = 2.0
+    run.control.before_step(0)
+    assert [group["lr"] for group in run.optimizer.param_groups if group["name"] == name] == [2e-3]
+    step_once(run)

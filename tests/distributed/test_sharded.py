@@ -52,6 +52,7 @@ CASES = {  # changes of both; of the run in shards alone; `make test` has the fi
          "gradient_control.warmup": 1, "gradient_control.refresh": 1},
         {},
     ),
+    "shrunk updates": ({"gradient_control.shrink": True}, {}),
 }  # fmt: skip
 
 

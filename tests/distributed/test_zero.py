@@ -79,6 +79,7 @@ CASES = {  # changes of both; of the run under ZeRO alone; `make test` has the f
          "gradient_control.warmup": 1, "gradient_control.refresh": 1, "max_grad_norm": 0.1},
         {},
     ),
+    "shrunk updates": ({"gradient_control.shrink": True}, {}),
     "L2-SP": ({"memory.retention.name": "l2_sp"}, {}),
     "self-distillation": ({"memory.retention.name": "self_distillation"}, {}),
 }  # fmt: skip
