@@ -66,7 +66,7 @@ class ShrunkAdamW(torch.optim.Optimizer):
         root = torch._foreach_sqrt(second)
         torch._foreach_div_(root, [(1 - beta2**t) ** 0.5 for t in done])
         torch._foreach_add_(root, group["eps"])
-        update = torch._foreach_div(first, [1 - beta1**t for t in done])
+        update: Any = torch._foreach_div(first, [1 - beta1**t for t in done])
         torch._foreach_div_(update, root)
         torch._foreach_mul_(update, gains(update, [noise(beta1, t) for t in done]))
         torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
@@ -85,12 +85,12 @@ def noise(beta1: float, t: int) -> float:
     return (1 - beta1) * (1 + beta1**t) / ((1 + beta1) * (1 - beta1**t))
 
 
-def gains(update: list[Tensor], rho: list[float]) -> list[Tensor]:
-    """What of each m̂ / sqrt(v̂) is kept, in [0, 1]: none of it at the level of the noise, all of it at 1."""
+def gains(update: Any, rho: list[float]) -> Any:
+    """What of each m̂ / sqrt(v̂) is kept, tensors in [0, 1]: none of it at the level of the noise, all of it at 1."""
     gain = torch._foreach_mul(update, update)
     torch._foreach_reciprocal_(gain)  # infinite at 0, and then none is kept
     torch._foreach_mul_(gain, [-r / (1 - r) if r < 1 else -1.0 for r in rho])
     torch._foreach_add_(gain, [1 / (1 - r) if r < 1 else 0.0 for r in rho])
     torch._foreach_clamp_min_(gain, 0.0)
     torch._foreach_clamp_max_(gain, 1.0)
-    return list(gain)
+    return gain
