@@ -79,10 +79,10 @@ def test_runs_of_several_targets_have_lines_of_their_own():
 
 def test_an_arm_is_compared_with_plain_at_plains_own_rate_whatever_else_ran():
     slow, quick = {0: 0.0, 10: 0.0, 20: 0.0, 40: 1.0}, {0: 0.0, 10: 0.0, 20: 1.0, 40: 1.0}
-    elsewhere = rows("plain", {"1": slow}, factor=8.0)
+    elsewhere = rows("plain", {"1": slow}, factor=4.0)
     own = rows("plain", {"1": quick}, factor=arms.RATES["plain"])
     table = recovery_table.table(elsewhere + own + rows("arm", {"1": {0: 0.0, 10: 1.0, 20: 1.0, 40: 1.0}}))
-    assert [line[:2] for line in table] == [("plain", "4"), ("plain", "8"), ("arm", "1")]
+    assert [line[:2] for line in table] == [("plain", "8"), ("plain", "4"), ("arm", "1")]
     speeds = [dict(zip(recovery_table.HEAD, line, strict=True))["speed-up to CIR 50 %"] for line in table]
     assert speeds == ["", "0.50 [0.50, 0.50]", "2.00 [2.00, 2.00]"]
 
