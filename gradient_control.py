@@ -7,7 +7,8 @@
     optimizer.step(); control.after_step()         # then lr_scheduler.step(), zero_grad()
 
 Under Adam the scale of a gradient cancels (1412.6980), so a multiplier acts on the learning rate. To add a
-rule, write one function of `GroupStats` and enter it in `SCALE_RULES`; the contract test picks it up.
+rule, write one function of `GroupStats` and enter it in `SCALE_RULES`; the contract test picks it up. Within a
+group, `shrink` acts on each weight: train_silentbad.py then takes `silentbad.shrinkage.ShrunkAdamW` for its optimizer.
 
 Symbols: G groups; n (G,) parameters of a group; g_t gradient; m_t its EMA, m̂ bias-corrected;
 S = <g_t, m̂_(t-1)>; E = ||g_t||^2 on the coordinates of S; Q = ||g_t||^2 on all; r = S+ / (E - S+) the
