@@ -12,11 +12,13 @@ which is the positive part of Stein's rule. That the two moments tell the varian
 there a gain takes the place of Adam's 1 / sqrt(v̂), here it comes on top.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+TOGETHER = 2**24  # three temporaries of 64 MiB
 
 
 class ShrunkAdamW(torch.optim.Optimizer):
@@ -45,9 +47,7 @@ class ShrunkAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            moved = [p for p in group["params"] if p.grad is not None]
-            # few launches on an accelerator; on a CPU a tensor at a time, which stays in its cache
-            for part in [[p] for p in moved] if moved and moved[0].device.type == "cpu" else [moved]:
+            for part in batches([p for p in group["params"] if p.grad is not None]):
                 self._update(group, part)
         return loss
 
@@ -78,6 +78,20 @@ class ShrunkAdamW(torch.optim.Optimizer):
             state |= {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter),
                       "exp_avg_sq": torch.zeros_like(parameter)}  # fmt: skip
         return state
+
+
+def batches(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """What is updated in one go: on an accelerator, where launches cost, TOGETHER elements; on a CPU one tensor, which
+    stays in its cache."""
+    batch, size = list[Tensor](), 0
+    for parameter in parameters:
+        if batch and (size + parameter.numel() > TOGETHER or parameter.device.type == "cpu"):
+            yield batch
+            batch, size = [], 0
+        batch.append(parameter)
+        size += parameter.numel()
+    if batch:
+        yield batch
 
 
 def noise(beta1: float, t: int) -> float:

@@ -2,12 +2,13 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gradient_control import Controller, GradientControlConfig
-from silentbad import checkpoint, optimizers
+from silentbad import checkpoint, optimizers, shrinkage
 from silentbad.config import parse
 from silentbad.errors import UserError
 from silentbad.shrinkage import ShrunkAdamW, gains, noise
@@ -224,6 +225,26 @@ def test_the_shrunk_mean_is_nearer_a_small_mean_and_never_much_further_from_a_la
     kept = gains([mean / draws.square().mean(0).sqrt()], [noise(0.9, 100)])[0]
     shrunk, plain = (float((estimate - signal).square().mean()) for estimate in (kept * mean, mean))
     assert shrunk / plain < error
+
+
+def test_shrunk_updates_are_the_same_however_tensors_are_put_together(monkeypatch):
+    sizes, seen = (5, 3, 9, 2), []
+    for together, device in ((2**24, "cpu"), (8, "cuda")):
+        monkeypatch.setattr(shrinkage, "TOGETHER", together)
+        stand_ins = [SimpleNamespace(numel=lambda n=n: n, device=SimpleNamespace(type=device)) for n in sizes]
+        seen.append([[p.numel() for p in batch] for batch in shrinkage.batches(stand_ins)])
+    assert seen == [[[5], [3], [9], [2]], [[5, 3], [9], [2]]]
+    generator = torch.Generator().manual_seed(0)
+    weights = [[torch.nn.Parameter(torch.zeros(n)) for n in sizes] for _ in range(2)]
+    apart, at_once = (ShrunkAdamW(one) for one in weights)
+    for _ in range(4):
+        for one, other in zip(*weights, strict=True):
+            one.grad = torch.randn(one.shape, generator=generator)
+            other.grad = one.grad.clone()
+        apart.step()
+        with torch.no_grad():
+            at_once._update(at_once.param_groups[0], weights[1])
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
 
 
 def test_multipliers_reach_a_shrunk_update(build):  # noqa: F811
