@@ -40,9 +40,11 @@ def kv(name: str, options: dict[str, Any]) -> Flags:
 # In the order that tells most first.
 ARMS: dict[str, Flags] = {
     "plain": {},
-    "recommended": {**PAIRWISE, **REGION, **HIGH_NOISE, **UNCONDITIONAL, **SHRINK},
+    "recommended": {**PAIRWISE, **REGION, **HIGH_NOISE, **UNCONDITIONAL},
     "original": rule("mean_abs", apply="gradient"),
-    "recommended_leak_free": {**REGION, **HIGH_NOISE, **UNCONDITIONAL, **SHRINK},  # recommended without its unions
+    "recommended_leak_free": {**REGION, **HIGH_NOISE, **UNCONDITIONAL},  # recommended without its unions
+    "recommended+shrink": {**PAIRWISE, **REGION, **HIGH_NOISE, **UNCONDITIONAL, **SHRINK},
+    "recommended_leak_free+shrink": {**REGION, **HIGH_NOISE, **UNCONDITIONAL, **SHRINK},
     "shrink": SHRINK,
     "unconditional": UNCONDITIONAL,
     "keys_values": kv("prior", KV),
@@ -68,13 +70,9 @@ ARMS: dict[str, Flags] = {
     "attention_binding": part("attention_binding", "mass"),
     "and_distillation": {**part("distillation", "and"), **PHRASES},
     "retention": part("retention", "l2_sp"),
-    "recommended-shrink": {**PAIRWISE, **REGION, **HIGH_NOISE, **UNCONDITIONAL},
-    "recommended-unconditional": {**PAIRWISE, **REGION, **HIGH_NOISE, **SHRINK},
-    "recommended-snr_mixture": {**PAIRWISE, **REGION, **UNCONDITIONAL, **SHRINK},
-    "recommended_leak_free-shrink": {**REGION, **HIGH_NOISE, **UNCONDITIONAL},
-    "recommended_leak_free-region": {**HIGH_NOISE, **UNCONDITIONAL, **SHRINK},
-    "pairwise+unconditional": {**PAIRWISE, **REGION, **UNCONDITIONAL},
-    "pairwise+snr_mixture": {**PAIRWISE, **REGION, **HIGH_NOISE},
+    "recommended-unconditional": {**PAIRWISE, **REGION, **HIGH_NOISE},
+    "recommended-snr_mixture": {**PAIRWISE, **REGION, **UNCONDITIONAL},
+    "recommended_leak_free-region": {**HIGH_NOISE, **UNCONDITIONAL},
     "region+snr_mixture": {**REGION, **HIGH_NOISE},
     "leak_free+region+snr_mixture": {**LEAK_FREE, **REGION, **HIGH_NOISE},
     "leak_free+snr_mixture": {**LEAK_FREE, **HIGH_NOISE},
