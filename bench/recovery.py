@@ -217,7 +217,7 @@ def main(argv: list[str] | None = None) -> None:
                 with args.results.open("a") as file:
                     file.writelines(json.dumps(row) + "\n" for row in fresh)
     rows = comparable(args.results, mine)
-    # a table of chosen rates has those; another has whatever a sweep has left there
+    # rates that --factors names, or else every rate there is
     shown = set(wanted) if args.factors else {(arm, row["factor"]) for arm, _ in wanted for row in rows}
     print(save([row for row in rows if (row["arm"], row["factor"]) in shown], args.results))
     if args.smoke:
