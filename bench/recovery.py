@@ -217,9 +217,10 @@ def main(argv: list[str] | None = None) -> None:
                 with args.results.open("a") as file:
                     file.writelines(json.dumps(row) + "\n" for row in fresh)
     rows = comparable(args.results, mine)
-    # rates that --factors names, or else every rate there is
-    shown = set(wanted) if args.factors else {(arm, row["factor"]) for arm, _ in wanted for row in rows}
-    print(save([row for row in rows if (row["arm"], row["factor"]) in shown], args.results))
+    arms = {arm for arm, _ in wanted}
+    if args.factors:  # else every rate there is
+        rows = [row for row in rows if (row["arm"], row["factor"]) in wanted]
+    print(save([row for row in rows if row["arm"] in arms], args.results))
     if args.smoke:
         print(try_parts(args))
 

@@ -126,9 +126,9 @@ def rise_at(run: list[dict], level: float) -> float | None:
 
 def lines_of(rows: list[dict]) -> list[Arm]:
     """Every arm and rate that ran; an arm's own rate before others, which are a sweep's."""
-    arms = dict.fromkeys(row["arm"] for row in rows)
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
     ran = {(row["arm"], row["factor"]) for row in rows}
-    return sorted(ran, key=lambda one: (list(arms).index(one[0]), one[1] != own_rate(one[0]), one[1]))
+    return sorted(ran, key=lambda one: (arms.index(one[0]), one[1] != own_rate(one[0]), one[1]))
 
 
 def own_rate(arm: str) -> float | None:
