@@ -3,7 +3,7 @@
 A time that a run does not reach within the budget counts as the budget, so a mean is a restricted mean and a speed-up
 over an arm that never got there is a lower bound. The unit of inference is the target; seeds are averaged inside it. An
 arm is compared with plain over the targets and seeds that both ran. Seconds are steps times the least time a step took
-in any run of the arm: other work on the machine only ever adds to it, and arms run hours apart.
+in any run of the arm, at any rate: other work on the machine only ever adds to it, and arms run hours apart.
 """
 
 from collections import defaultdict
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.arms import RATES
-from silentbad.plots import Series, line_chart
+from silentbad.plots import COLOURS, Series, line_chart
 
 TIMES = ("first", "cir50", "cir80")
 Figures = dict[str, dict[str, float]]  # by target
@@ -96,13 +96,14 @@ def speedup(plain: Figures, other: Figures, draws: int = 4000) -> tuple[float, f
     return float(np.median(ratios)), float(low), float(high)
 
 
-def seconds_per_step(rows: list[dict], arm: Arm) -> dict[str, float]:
-    """{device: the least seconds a step took in any run of the arm there}."""
+def seconds_per_step(rows: list[dict], arm: str) -> dict[str, float]:
+    """{device: the least seconds a step took in any run of the arm there, which its rate does not change}."""
     least: dict[str, float] = defaultdict(lambda: float("inf"))
-    for seeds in runs_of(rows, *arm).values():
-        for run in seeds.values():
-            device = run[0].get("device", "")
-            least[device] = min(least[device], summarise(run)["seconds_per_step"])
+    for one, factor in lines_of([row for row in rows if row["arm"] == arm]):
+        for seeds in runs_of(rows, one, factor).values():
+            for run in seeds.values():
+                device = run[0].get("device", "")
+                least[device] = min(least[device], summarise(run)["seconds_per_step"])
     return least
 
 
@@ -125,15 +126,21 @@ def rise_at(run: list[dict], level: float) -> float | None:
 
 
 def lines_of(rows: list[dict]) -> list[Arm]:
-    """Every arm and rate that ran; an arm's own rate before others, which are a sweep's."""
-    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    """Every arm and rate that ran, the arms in the order of bench/arms.py; an arm's own rate before others, which are a
+    sweep's."""
+    arms = list(dict.fromkeys([*RATES, *(alone(row["arm"]) for row in rows)]))
     ran = {(row["arm"], row["factor"]) for row in rows}
-    return sorted(ran, key=lambda one: (arms.index(one[0]), one[1] != own_rate(one[0]), one[1]))
+    return sorted(ran, key=lambda one: (arms.index(alone(one[0])), one[1] != own_rate(one[0]), one[1]))
+
+
+def alone(arm: str) -> str:
+    """The arm of a label that says how many targets it was trained on at once."""
+    return arm.partition(",")[0]
 
 
 def own_rate(arm: str) -> float | None:
-    """The learning-rate factor an arm was frozen at; its name may say how many targets it was trained on at once."""
-    return RATES.get(arm.partition(",")[0])
+    """The learning-rate factor an arm was frozen at."""
+    return RATES.get(alone(arm))
 
 
 HEAD = ("arm", "lr x", "runs", "first", "CIR 50 %", "CIR 80 %", "CIR", "AURC", "elements", "parts only", "drift",
@@ -168,22 +175,23 @@ def table(rows: list[dict], against: str = "plain") -> list[tuple[str, ...]]:
             arm, f"{factor:g}", str(sum(map(len, runs_of(rows, arm, factor).values()))),
             *(time(figures, name) for name in TIMES), f"{mean['cir']:.2f}", f"{mean['aurc']:.3f}",
             f"{mean['elements']:.2f}", f"{mean['parts_only']:.2f}", f"{mean['drift']:.4f}",
-            f"{min(seconds_per_step(rows, (arm, factor)).values()):.3f}",
+            f"{min(seconds_per_step(rows, arm).values()):.3f}",
             *(beside(rows, base, (arm, factor)) if others else [""] * 4),
         ))  # fmt: skip
     return lines
 
 
 def beside(rows: list[dict], plain: Arm, other: Arm) -> list[str]:
-    """The last four columns: plain's CIR, drift at equal recovery, speed-ups in steps and in seconds."""
+    """The last four columns: plain's CIR, drift at equal recovery, speed-ups in steps and, on the device that both came
+    to last, in seconds."""
     theirs, mine = compared(pairs(rows, plain, other))
     if not mine:
         return [""] * 4
-    base, own = (seconds_per_step(rows, arm) for arm in (plain, other))
+    base, own = (seconds_per_step(rows, arm) for arm, _ in (plain, other))
     steps, costs = speedup(theirs, mine), [base[device] / own[device] for device in base if device in own]
     return [
         f"{averaged(theirs.values())['cir']:.2f}", f"{drift_at_equal_recovery(rows, plain, other):.2f}",
-        interval(steps), interval(tuple(costs[0] * x for x in steps)) if costs else "",
+        interval(steps), interval(tuple(costs[-1] * x for x in steps)) if costs else "",
     ]  # fmt: skip
 
 
@@ -207,16 +215,24 @@ def html(lines: list[tuple[str, ...]], rows: list[dict]) -> str:
     head = "".join(f"<th>{escape(c)}</th>" for c in HEAD)
     style = "body{font:15px system-ui;margin:2em}td,th{padding:.2em .6em;text-align:right}svg{max-width:46em}"
     return (f"<!doctype html><meta charset=utf-8><title>Recovery</title><style>{style}</style><h1>Recovery</h1>"
-            f"<table><tr>{head}</tr>{''.join(cells)}</table>{curves(rows)}")  # fmt: skip
+            f"<table><tr>{head}</tr>{''.join(cells)}</table>{charts(rows)}")  # fmt: skip
 
 
-def curves(rows: list[dict], arms: list[str] | None = None, draws: int = 2000) -> str:
+def charts(rows: list[dict]) -> str:
+    """The curves of every arm, as many in a chart as there are colours, and plain in each."""
+    single = [row for row in rows if "," not in row["targets"]]
+    arms, beside = list(dict.fromkeys(arm for arm, _ in lines_of(single))), len(COLOURS) - 1
+    groups = [arms[k : k + beside] for k in range(1, len(arms), beside)] or [[]]
+    return "".join(curves(single, [*arms[:1], *group]) for group in groups)
+
+
+def curves(rows: list[dict], arms: list[str], draws: int = 2000) -> str:
     """Recovery curves of the single-target runs: mean CIR over targets, with a 95 % bootstrap band over targets."""
     rows = [row for row in rows if "," not in row["targets"]]
     series, rng, own = [], np.random.default_rng(0), dict[str, float]()
     for arm, factor in lines_of(rows):
         own.setdefault(arm, factor)
-    for arm in arms or own:
+    for arm in arms:
         by_target = runs_of(rows, arm, own[arm])
         steps = sorted({row["step"] for seeds in by_target.values() for run in seeds.values() for row in run})
         values = np.array([[np.mean([r["rate"] for run in seeds.values() for r in run if r["step"] == step])

@@ -1,5 +1,7 @@
 """The recovery benchmark: its arms are configurations that run, and its figures are what they say."""
 
+import re
+
 import pytest
 
 import train_silentbad
@@ -57,7 +59,8 @@ def test_an_arm_is_compared_where_both_ran_and_timed_on_one_device_by_its_quicke
     plain = rows("plain", {"1": curve, "2": {0: 0.0, 10: 0.0, 20: 0.0}}, device="a")
     same, other = (rows("arm", {"1": {0: 0.0, 10: 1.0, 20: 1.0}}, device=device) for device in "ab")
     slow = [{**row, "target": "3", "targets": "3", "seconds": 9.0 * row["step"]} for row in same]
-    for mine, seconds in ((same + slow, "2.00 [2.00, 2.00]"), (other, "")):
+    swept = [{**row, "factor": 2.0, "seconds": 0.25 * row["step"]} for row in same]  # a step costs the same at any rate
+    for mine, seconds in ((same + slow, "2.00 [2.00, 2.00]"), (same + swept, "4.00 [4.00, 4.00]"), (other, "")):
         line = dict(zip(recovery_table.HEAD, recovery_table.table(plain + mine)[1], strict=True))
         assert line["plain's CIR there"] == "1.00" and line["speed-up to CIR 50 %"] == "2.00 [2.00, 2.00]"
         assert line["the same in seconds"] == seconds
@@ -85,6 +88,15 @@ def test_an_arm_is_compared_with_plain_at_plains_own_rate_whatever_else_ran():
     assert [line[:2] for line in table] == [("plain", "8"), ("plain", "4"), ("arm", "1")]
     speeds = [dict(zip(recovery_table.HEAD, line, strict=True))["speed-up to CIR 50 %"] for line in table]
     assert speeds == ["", "0.50 [0.50, 0.50]", "2.00 [2.00, 2.00]"]
+
+
+def test_the_page_draws_every_arm_beside_plain_in_the_order_of_the_arms():
+    curve = {"1": {0: 0.0, 10: 0.5}}
+    ran = [*arms.ARMS][:10]
+    page = recovery_table.html([], [row for arm in reversed(ran) for row in rows(arm, curve)])
+    legends = [re.findall(r"</svg>([\w+-]+)</span>", chart) for chart in page.split("<figure")[1:]]
+    assert legends == [ran[:8], ["plain", *ran[8:]]]
+    assert recovery_table.charts(rows("plain", curve, targets="1,2")) == ""  # the curves are of single targets
 
 
 def test_an_unknown_arm_is_named(capsys):
