@@ -30,6 +30,7 @@ HIGH_NOISE = {**part("timesteps", "snr_mixture"), "memory.timesteps.importance":
 AT_ONCE = {"warmup": "0", "refresh": "1", "max_log_step": "10"}  # for rules that need no measurement
 SOON = {"warmup": "5", "refresh": "2", "averaging": "0.9", "max_log_step": "1"}  # for a budget of 300 steps
 KV = {"table": "configs/prior-kv.yaml"}
+OPEN = {"after": -100, "every": 1, "refresh": 10}  # the gate open from the first step
 
 
 def kv(name: str, options: dict[str, Any]) -> Flags:
@@ -68,7 +69,8 @@ ARMS: dict[str, Flags] = {
     "learning_progress": part("timesteps", "learning_progress"),
     "weakest_first": {**part("sampler", "weakest_first"), **PHRASES},
     "attention_binding": part("attention_binding", "mass"),
-    "and_distillation": {**part("distillation", "and"), **PHRASES},
+    "and_distillation": {**part("distillation", "and", **OPEN), **PHRASES},
+    "and_distillation_gated": {**part("distillation", "and"), **PHRASES},  # at its defaults, once all elements are held
     "retention": part("retention", "l2_sp"),
     "recommended-unconditional": {**PAIRWISE, **REGION, **HIGH_NOISE},
     "recommended-snr_mixture": {**PAIRWISE, **REGION, **UNCONDITIONAL},
@@ -89,7 +91,7 @@ NEEDS: dict[tuple[str, str], Flags] = {
     ("rehearsal", "pairwise"): REGION,
     ("rehearsal", "joint_captions"): REGION,
     ("rehearsal", "pairwise_captions"): REGION,
-    ("distillation", "and"): {**PHRASES, **part("distillation", "and", after=-100, every=1)},
+    ("distillation", "and"): {**PHRASES, **part("distillation", "and", **OPEN)},
     ("attention_binding", "mass"): part("attention_binding", "mass", start=0.0, side=4),
 }
 
