@@ -46,6 +46,7 @@ ARMS: dict[str, Flags] = {
     "recommended_leak_free": {**REGION, **HIGH_NOISE, **UNCONDITIONAL},  # recommended without its unions
     "recommended+shrink": {**PAIRWISE, **REGION, **HIGH_NOISE, **UNCONDITIONAL, **SHRINK},
     "recommended_leak_free+shrink": {**REGION, **HIGH_NOISE, **UNCONDITIONAL, **SHRINK},
+    "recommended+gsnr": {**PAIRWISE, **REGION, **HIGH_NOISE, **UNCONDITIONAL, **rule("gsnr", **SOON)},
     "shrink": SHRINK,
     "unconditional": UNCONDITIONAL,
     "keys_values": kv("prior", KV),
