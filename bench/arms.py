@@ -47,6 +47,8 @@ ARMS: dict[str, Flags] = {
     "recommended+shrink": {**PAIRWISE, **REGION, **HIGH_NOISE, **UNCONDITIONAL, **SHRINK},
     "recommended_leak_free+shrink": {**REGION, **HIGH_NOISE, **UNCONDITIONAL, **SHRINK},
     "recommended+gsnr": {**PAIRWISE, **REGION, **HIGH_NOISE, **UNCONDITIONAL, **rule("gsnr", **SOON)},
+    "recommended+placebo": {**PAIRWISE, **REGION, **HIGH_NOISE, **UNCONDITIONAL,
+                            **rule("placebo", options='{"of": "gsnr"}', **SOON)},
     "shrink": SHRINK,
     "unconditional": UNCONDITIONAL,
     "keys_values": kv("prior", KV),
