@@ -21,6 +21,17 @@ def test_every_arm_is_a_configuration_that_passes_the_checks(name):
     assert (config == plain) == (name == "plain"), "an arm without effect"
 
 
+@pytest.mark.parametrize("arm, files", [
+    ("recommended", ["recommended"]), ("recommended+gsnr", ["recommended", "low_drift"]),
+])  # fmt: skip
+def test_a_configuration_is_the_arm_it_names(arm, files):
+    argv = ["--config", "configs/microworld.yaml", "--train_data_dir", "data", "--output_dir", "out"]
+    merged = [part for name in files for part in ("--config", f"configs/{name}.yaml")]
+    from_files, _ = parse(train_silentbad.Config, [*argv, *merged], "")
+    from_flags, _ = parse(train_silentbad.Config, [*argv, *(f"--{k}={v}" for k, v in arms.ARMS[arm].items())], "")
+    assert from_files == from_flags
+
+
 def test_every_registry_entry_is_tried():
     tried = set(arms.every_part())
     assert {f"{slot}.{n}" for slot, names in REGISTRIES.items() for n in names} - tried <= {
