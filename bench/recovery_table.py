@@ -15,6 +15,7 @@ import numpy as np
 
 from bench.arms import RATES
 from silentbad.plots import COLOURS, Series, line_chart
+from silentbad.report import STYLE
 
 TIMES = ("first", "cir50", "cir80")
 Figures = dict[str, dict[str, float]]  # by target
@@ -210,12 +211,13 @@ def markdown(lines: list[tuple[str, ...]]) -> str:
 
 
 def html(lines: list[tuple[str, ...]], rows: list[dict]) -> str:
-    """One self-contained page: the table and the recovery curves."""
-    cells = [f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in line)}</tr>" for line in lines]
-    head = "".join(f"<th>{escape(c)}</th>" for c in HEAD)
-    style = "body{font:15px system-ui;margin:2em}td,th{padding:.2em .6em;text-align:right}svg{max-width:46em}"
-    return (f"<!doctype html><meta charset=utf-8><title>Recovery</title><style>{style}</style><h1>Recovery</h1>"
-            f"<table><tr>{head}</tr>{''.join(cells)}</table>{charts(rows)}")  # fmt: skip
+    """One self-contained page in the report's style: the table and the recovery curves."""
+    body = "".join(f'<tr><th scope=row>{escape(arm)}{"".join(f"<td class=n>{escape(c)}" for c in rest)}'
+                   for arm, *rest in lines)  # fmt: skip
+    head = "".join(f"<th{' class=n' if k else ''}>{escape(c)}" for k, c in enumerate(HEAD))
+    numbers = f"<div class=scroll><table><thead><tr>{head}<tbody>{body}</table></div>"
+    return (f"<!doctype html><meta charset=utf-8><title>Recovery</title><style>{STYLE}body{{margin:2em}}</style>"
+            f"<h1>Recovery</h1>{numbers}<div class=grid>{charts(rows)}</div>\n")  # fmt: skip
 
 
 def charts(rows: list[dict]) -> str:
