@@ -57,6 +57,16 @@ def last_layer(unet: torch.nn.Module, now: Step) -> torch.Tensor | None:
     return last[-1]
 
 
+def in_mask(info: DataInfo, batch: dict) -> list[set[str]]:
+    """The phrases whose place each sample's mask is: an element's, or those of a union; not what stands around."""
+    phrases = [[*info.phrase, ""][i] for i in info.of_batch(batch)]
+    united = [
+        [info.phrase[i] for i in info.elements_of.get(target, ())] if role == "rehearsal" else []
+        for role, target in zip(batch["role"], batch["target_id"], strict=True)
+    ]
+    return [{phrase, *union} for phrase, union in zip(phrases, united, strict=True)]
+
+
 class AttentionBinding:
     """The element's tokens look inside its mask, and the phrases of a caption look at different places."""
 
@@ -86,11 +96,10 @@ class AttentionBinding:
         tokens = token_table(self.setting.tokenizer, b["text"], b["phrases"]).to(
             probs.device, non_blocking=True
         )
-        own = torch.zeros(tokens.shape[:2])  # the phrases whose place the mask is: an element's, or a union's
-        for r, i in enumerate(info.of_batch(b)):
-            united = b["role"][r] == "rehearsal" and b["target_id"][r] in info.elements_of
+        own = torch.zeros(tokens.shape[:2])
+        for r, said in enumerate(in_mask(info, b)):
             for p, phrase in enumerate(b["phrases"][r]):
-                own[r, p] = float(united or (i < len(info.keys) and phrase == info.phrase[i]))
+                own[r, p] = float(phrase in said)
         own = own.to(probs.device, non_blocking=True)
         maps, there = phrase_maps(probs, tokens), tokens.amax(dim=-1)
         bound = phrase_maps(probs, (own[..., None] * tokens).amax(dim=1, keepdim=True))[:, 0]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageChops, ImageFilter
+from PIL import Image, ImageChops, ImageFilter, ImageStat
 
 from silentbad import rng
 from silentbad.epochs import DataInfo
@@ -28,21 +28,21 @@ def check_union(elements: int, of: int, target_id: str) -> None:
 def paste(
     base: Image.Image, base_mask: Image.Image, other: Image.Image, other_mask: Image.Image, feather: float
 ) -> tuple[Image.Image, Image.Image]:
-    """Put `other`'s element at its own place onto `base` -> (picture, union mask).
+    """Put `other`'s element at its own place onto `base` -> (picture, union mask); RGB and L images of one size.
 
     Inside `other_mask` the pixels are other's, inside the rest of `base_mask` they are base's; the feather
     (Gaussian radius in pixels) runs outside both masks, so neither element bleeds into the other.
     """
-    size, base_mask = base.size, base_mask.convert("L").resize(base.size, Image.Resampling.NEAREST)
-    other = (
-        other.convert("RGB").resize(size, Image.Resampling.BICUBIC)
-        if other.size != size
-        else other.convert("RGB")
-    )
-    other_mask = other_mask.convert("L").resize(size, Image.Resampling.NEAREST)
     soft = other_mask.filter(ImageFilter.GaussianBlur(feather))
     alpha = ImageChops.lighter(other_mask, ImageChops.multiply(soft, ImageChops.invert(base_mask)))
-    return Image.composite(other, base.convert("RGB"), alpha), ImageChops.lighter(base_mask, other_mask)
+    return Image.composite(other, base, alpha), ImageChops.lighter(base_mask, other_mask)
+
+
+def fitted(image: Image.Image, mask: Image.Image, size: tuple[int, int]) -> tuple[Image.Image, Image.Image]:
+    """A picture (RGB) and its mask (L) at this size; the mask keeps its hard edge."""
+    if image.size != size:
+        image = image.resize(size, Image.Resampling.BICUBIC)
+    return image.convert("RGB"), mask.convert("L").resize(size, Image.Resampling.NEAREST)
 
 
 def otsu(values: torch.Tensor) -> torch.Tensor:
@@ -168,7 +168,7 @@ def leak_free(
         said = [p for p in said if p not in excess]
         check_union(len(named) - len(excess), len(elements), target)
         united = max(united, (len(named) - len(excess), len(elements)))
-    return {**record, "phrases": said, "text": ", ".join(said), "united": united}
+    return {**record, "phrases": said, "text": ", ".join(said), "role": "rehearsal", "united": united}
 
 
 def pairwise(
@@ -182,26 +182,34 @@ def pairwise(
     elements: int = 2,
     feather: float = 1.5,
 ) -> dict | None:
-    """Other elements of the same target pasted at their native places onto an element's picture, at most k-1
-    in all; the mask is their union, the caption their phrases in shuffled order."""
+    """Pictures of elements of one target laid over each other at their native places, at most k-1 in all; the mask is
+    their union.
+
+    The larger element lies behind, or a backdrop would cover the thing that stands before it. The caption names the
+    elements in shuffled order, then what else the picture behind shows, since that is still to be seen.
+    """
     i = info.element_of(record["index"])
     if i is None or float(torch.rand((), generator=g)) >= share:
         return None
     siblings = info.elements_of[info.target[i]]
-    record, count, said = load(record["index"]), min(elements, len(siblings) - 1), [i]
-    image, mask = record["image"], record["mask"] or masks.get(i)
-    if count < 2 or mask is None:
+    others = shuffled([j for j in siblings if j != i], g)[: min(elements, len(siblings) - 1) - 1]
+    layers = {i: load(record["index"])}
+    for j in others:
+        layers[j] = load(int(info.rows[j][int(torch.randint(len(info.rows[j]), (), generator=g))]))
+    record, found = layers[i], {j: layer["mask"] or masks.get(j) for j, layer in layers.items()}
+    united = [j for j in layers if found[j] is not None]
+    if len(united) < 2 or found[i] is None:
         return None
-    for j in shuffled([j for j in siblings if j != i], g)[: count - 1]:
-        rows = info.rows[j]
-        other = load(int(rows[int(torch.randint(len(rows), (), generator=g))]))
-        if (other_mask := other["mask"] or masks.get(j)) is not None:
-            image, mask = paste(image, mask, other["image"], other_mask, feather)
-            said.append(j)
-    check_union(len(said), len(siblings), info.target[i])
-    if len(said) < 2:
-        return None
-    phrases = shuffled([info.phrase[j] for j in said], g)
+    check_union(len(united), len(siblings), info.target[i])
+    size = record["image"].size
+    pictures = {j: fitted(layers[j]["image"], found[j], size) for j in united}
+    behind, *before = sorted(united, key=lambda j: -ImageStat.Stat(pictures[j][1]).sum[0])
+    image, mask = pictures[behind]
+    for j in before:
+        image, mask = paste(image, mask, *pictures[j], feather)
+    of_target = {info.phrase[j] for j in siblings}
+    around = [phrase for phrase in layers[behind]["phrases"] if phrase not in of_target]
+    phrases = [*shuffled([info.phrase[j] for j in united], g), *around]
     return {
         **record,
         "image": image,
@@ -209,7 +217,7 @@ def pairwise(
         "phrases": phrases,
         "text": ", ".join(phrases),
         "role": "rehearsal",
-        "united": (len(said), len(siblings)),
+        "united": (len(united), len(siblings)),
     }
 
 

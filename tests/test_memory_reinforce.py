@@ -576,6 +576,68 @@ def test_pairwise_shows_both_elements_at_their_places():
     assert rehearse.largest == (2, 3) and rehearse.made == seen
 
 
+def backed_world(masks: bool = True) -> World:
+    """A third target: a small thing in the middle of its backdrop's place, and a thing elsewhere."""
+    world, g = World(per_element=6, masks=masks, size=32), np.random.default_rng(1)
+    boxes = {"a red dot": (12, 12, 20, 20), "a lamp": (0, 0, 6, 6)}
+    colours = {"a red dot": (250, 0, 0), "a lamp": (0, 0, 250), "a meadow": (0, 180, 0)}
+    for i in range(6):
+        for n, phrase in enumerate(colours):
+            picture, mask = g.integers(0, 255, (32, 32, 3)), np.zeros((32, 32))
+            if phrase in boxes:
+                x0, y0, x1, y1 = boxes[phrase]
+                mask[y0:y1, x0:x1] = 255
+            else:  # something stands before it, at another place each time
+                mask[:] = 255
+                mask[24:30, 4 * i : 4 * i + 6] = 0
+            picture[mask > 0] = colours[phrase]
+            said = [phrase, f"a cup {i}"] if phrase == "a meadow" else [phrase]
+            world.add(picture, mask if masks else None, said, "element", "t2", str(5 + n))
+    world.info = DataInfo(*([r[k] for r in world.records] for k in ("role", "target_id", "element_id", "phrases")))
+    return world
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_a_backdrop_never_covers_the_thing_before_it(masks):
+    world = backed_world(masks)
+    rehearse = hook(world, "pairwise")
+    if not masks:
+        trainer = Trainer(config(rehearsal="pairwise", region="estimated"), world=world)
+        rehearse.masks = trainer.memory.rehearse.masks
+    rows = [r for i in world.info.elements_of["t2"] for r in world.info.rows[i].tolist()]
+    made = [f for r in rows for draw in range(40) if (f := rehearse(world.load(r), (draw, r)))]
+    both = [f for f in made if {"a red dot", "a meadow"} <= set(f["phrases"])]
+    assert len(both) > 40
+    for f in both:
+        picture = np.asarray(f["image"]).astype(int)
+        assert np.abs(picture[14:18, 14:18] - (250, 0, 0)).max() == 0
+        assert np.abs(picture[2:8, 22:30] - (0, 180, 0)).max() == 0
+        (cup,) = f["phrases"][2:]  # what else stands on the meadow is still to be seen, and said after the elements
+        assert cup.startswith("a cup") and f["text"].endswith(f", {cup}")
+    assert {f["phrases"][0] for f in both} == {"a red dot", "a meadow"}
+
+
+def test_a_union_binds_its_elements_and_not_what_stands_around():
+    world = backed_world()
+    rehearse, i = hook(world, "pairwise"), world.info.keys.index("t2/7")
+    row = int(world.info.rows[i][0])
+    union = next(f for draw in range(99) if (f := rehearse(world.load(row), (draw, row))))
+    batch = world.batch([union, world.records[row], world.records[-1] | {"role": "clean", "element_id": ""}])
+    of_union, of_element, of_clean = auxiliary.in_mask(world.info, batch)
+    assert [p in of_union for p in union["phrases"]] == [True, True, False]
+    assert [p in of_element for p in world.records[row]["phrases"]] == [True, False]
+    assert not any(p in of_clean for p in world.records[-1]["phrases"])
+
+
+def test_a_picture_of_another_size_is_fitted_to_the_drawn_one():
+    world = World()
+    for r in world.records[5:15]:  # the elements it may be joined to
+        r["image"], r["mask"] = (r[k].resize((48, 32), Image.Resampling.NEAREST) for k in ("image", "mask"))
+    rehearse = hook(world, "pairwise")
+    made = [f for draw in range(40) if (f := rehearse(world.load(0), (draw, 0)))]
+    assert made and {(f["image"].size, f["mask"].size) for f in made} == {((16, 16), (16, 16))}
+
+
 def test_joint_captions_name_more_than_they_show_and_count_only_what_they_show():
     world = World(size=32)
     rehearse = hook(world, "joint_captions")
@@ -731,7 +793,8 @@ def test_leak_free_takes_no_target_picture_and_no_target_caption():
     for r in clean:
         for draw in range(30):
             fresh = rehearse({"index": r["index"], "role": "clean"}, (draw, 0))
-            assert fresh["image"] is r["image"] and set(fresh["phrases"]) <= set(r["phrases"])
+            assert fresh["role"] == "rehearsal" and fresh["image"] is r["image"]
+            assert set(fresh["phrases"]) <= set(r["phrases"])
             assert fresh["text"] == ", ".join(fresh["phrases"])
             assert not set(PHRASES) <= set(fresh["phrases"])
             counts.add(len(fresh["phrases"]))
