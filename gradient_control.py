@@ -73,6 +73,13 @@ class GradientControlConfig:
     transform: str = "none"  # of TRANSFORMS: recombine the sources' gradients
     shrink: bool = False  # shrink each weight's AdamW update to what rises above its gradient's noise
 
+    @property
+    def learns(self) -> bool:
+        """Whether a rule learns from rehearsals: the hypergradient, or its placebo."""
+        rules = self.name.split("+")
+        placebo = self.options if rules == ["placebo"] else self.options.get("placebo", {})
+        return "hypergradient" in (*rules, *str(placebo.get("of", "")).split("+"))
+
 
 # ------------------------------------------------------------------------------------------------- rules
 # A rule maps GroupStats to raw multipliers (G,), any positive scale. Non-finite entries count as neutral.
@@ -213,7 +220,7 @@ class Controller:
         self.updates = 0
         self.history = [{"step": 0, "multipliers": dict(self.multipliers)}] if self.active else []
         self.edits = config.transform != "none" or self.active and config.apply == "gradient"  # the gradients
-        self.banking = config.conflict or config.transform != "none" or "hypergradient" in self.rules
+        self.banking = config.conflict or config.transform != "none" or config.learns
         self._model, self._optimizer, self._rates, self._step = model, None, Rates(), 0
         self._sdxl = any("add_embedding." in name for name, _ in model.named_parameters())
         self._meters: dict[str, Tensor] = {}
@@ -296,7 +303,7 @@ class Controller:
             return
         grads = gradients(self.params)
         self._statistics.update(grads, finite, norms if self.config.transform == "none" else None)
-        if "hypergradient" in self.rules:
+        if self.config.learns:
             self._transfer.before_step()
         if self.config.apply == "gradient":
             scale_gradients(self.groups, list(self.multipliers.values()))
@@ -311,7 +318,7 @@ class Controller:
         self._rates.restore()
         if self.banking:
             self._sources.parts.clear()
-        if "hypergradient" in self.rules:
+        if self.config.learns:
             self._transfer.after_step(skipped)
         if skipped or not self.active:
             return
@@ -358,7 +365,7 @@ class Controller:
     def _use_sources(self) -> None:
         """What the step's sources are for: the hypergradient, the meters, a transform."""
         bank = self._sources
-        if "hypergradient" in self.rules and REHEARSAL in bank.parts:
+        if self.config.learns and REHEARSAL in bank.parts:
             self._transfer.learn(bank.sampled(REHEARSAL))
         if len(bank.parts) > 1:
             self._meters |= bank.compare(TRANSFORMS[self.config.transform], each=self.config.sources == "role")

@@ -272,8 +272,6 @@ class Memory:
         rank: int = 0, world: int = 1, reduce: Callable[..., Any] | None = None,
     ):
         check(config)
-        if config.retention.unconditional and "clean" not in info.roles:
-            raise UserError("memory.retention.unconditional: the data holds no clean record to show without caption")
         self.config, self.info, self.scheduler, self.seed = config, info, scheduler, seed
         self.max_steps, self.rank, self.world = max_steps, rank, world
         self.snr = compute_snr(scheduler, torch.arange(len(scheduler.alphas_cumprod))).float()

@@ -75,6 +75,7 @@ class Run(Upkeep):
             config, tokenizer, accelerator.main_process_first, accelerator.print
         )
         self.info = DataInfo(*(getattr(self.records, n) for n in ("role", "target_id", "element_id", "phrases")))
+        checks.check_records(config, self.info, self.records.phrases)
         # -- models
         self.parts = parts = models.load_parts(config, settings, tokenizer, accelerator.mixed_precision)
         side, cache = models.resolution(parts, config), config.cache_mb * 2**20

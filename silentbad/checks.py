@@ -1,10 +1,14 @@
-"""Refusals that look at more than one part of the configuration, before any data or weights load."""
+"""Refusals that look at more than one part of the configuration, or at the records too; no weights have loaded."""
 
 import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from .epochs import DataInfo
 from .errors import UserError
+from .tables import TextLists
 
 
 def join(config: Any) -> None:
@@ -29,6 +33,24 @@ def join(config: Any) -> None:
                                 "train_batch_size and raise gradient_accumulation_steps instead")  # fmt: skip
     if config.validation.targets is not None:
         check_validation(config.validation)
+
+
+def check_records(config: Any, info: DataInfo, phrases: TextLists) -> None:
+    """Refuse a part that would have nothing to act on among the records; phrases[r] are what record r names."""
+    memory, clean = config.memory, info.roles == "clean"
+    if memory.retention.unconditional and not clean.any():
+        raise UserError("memory.retention.unconditional: the data holds no clean record to show without caption")
+    captioned = np.flatnonzero((info.roles == "rehearsal") | (clean if memory.retention.unconditional < 1 else False))
+    if memory.rehearsal.name == "leak_free" and not any(len(phrases[r]) > 1 for r in captioned.tolist()):
+        raise UserError(
+            "memory.rehearsal.name=leak_free: joins phrases of clean and rehearsal records; none with a caption has two"
+        )
+    rehearsed = memory.rehearsal.name in ("leak_free", "pairwise", "pairwise_captions")
+    if config.gradient_control.learns and not (rehearsed or "rehearsal" in info.roles):
+        raise UserError(
+            f"gradient_control.name={config.gradient_control.name}: learns from rehearsals, of which there are none; "
+            "set memory.rehearsal.name to leak_free or pairwise, or give records of role rehearsal"
+        )
 
 
 BOUNDS = {  # of ValidationConfig: lowest value, highest value

@@ -109,7 +109,7 @@ def unfit_either(config: Any, name: str) -> list[tuple[str, bool, str]]:
         ("channels_last", bool(config.channels_last), f"{name} shards contiguous weights only; leave it off"),
         ("gradient_control.conflict", control.conflict, reads),
         ("gradient_control.transform", control.transform != "none", reads),
-        ("gradient_control.name", "hypergradient" in control.name, reads),
+        ("gradient_control.name", control.learns, reads),
         ("memory.loss_balance.name", config.memory.loss_balance.name != "fixed", reads),
     ]  # fmt: skip
 

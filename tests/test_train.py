@@ -216,6 +216,22 @@ def test_resume_is_bit_equal_mid_epoch(arm, flags, tmp_path):
         assert rows(whole)[1]["memory/rehearsals"] > 0
 
 
+@pytest.mark.parametrize("name, options", [("hypergradient", "{}"), ("placebo", '{"of": "hypergradient"}')])
+def test_the_hypergradient_learns_from_leak_free_rehearsals(name, options, build, data):
+    lines = [json.loads(line) for line in (data / "metadata.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["role"] == "clean":
+            line |= {"text": line["text"] + ", a blue sky", "phrases": ["a plain field", "a blue sky"]}
+    (data / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = build(**{"memory.rehearsal.name": "leak_free", "memory.rehearsal.options": '{"share": 1.0}',
+                   "gradient_control.name": name, "gradient_control.options": options, "gradient_control.warmup": 0,
+                   "gradient_control.refresh": 1})  # fmt: skip
+    for _ in range(4):
+        step_once(run)
+    assert run.memory.rehearse.made > 0
+    assert len(set(run.control.multipliers.values())) > 1
+
+
 def equal(a, b) -> bool:
     if isinstance(a, torch.Tensor):
         return torch.equal(a.nan_to_num(), b.nan_to_num())
