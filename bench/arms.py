@@ -33,6 +33,10 @@ KV = {"table": "configs/prior-kv.yaml"}
 OPEN = {"after": -100, "every": 1, "refresh": 10}  # the gate open from the first step
 
 
+RECOMMENDED_LEAK_FREE = {**REGION, **HIGH_NOISE, **UNCONDITIONAL}
+RECOMMENDED = {**PAIRWISE, **RECOMMENDED_LEAK_FREE}
+
+
 def kv(name: str, options: dict[str, Any]) -> Flags:
     """A rule on the table for keys and values, at once and with a bound the table fits in."""
     return rule(name, options=json.dumps(options), bound="10", **AT_ONCE)
@@ -41,14 +45,14 @@ def kv(name: str, options: dict[str, Any]) -> Flags:
 # In the order that tells most first.
 ARMS: dict[str, Flags] = {
     "plain": {},
-    "recommended": {**PAIRWISE, **REGION, **HIGH_NOISE, **UNCONDITIONAL},
+    "recommended": RECOMMENDED,
     "original": rule("mean_abs", apply="gradient"),
-    "recommended_leak_free": {**REGION, **HIGH_NOISE, **UNCONDITIONAL},  # recommended without its unions
-    "recommended+shrink": {**PAIRWISE, **REGION, **HIGH_NOISE, **UNCONDITIONAL, **SHRINK},
-    "recommended_leak_free+shrink": {**REGION, **HIGH_NOISE, **UNCONDITIONAL, **SHRINK},
-    "recommended+gsnr": {**PAIRWISE, **REGION, **HIGH_NOISE, **UNCONDITIONAL, **rule("gsnr", **SOON)},
-    "recommended+placebo": {**PAIRWISE, **REGION, **HIGH_NOISE, **UNCONDITIONAL,
-                            **rule("placebo", options='{"of": "gsnr"}', **SOON)},
+    "recommended_leak_free": RECOMMENDED_LEAK_FREE,  # recommended without its unions
+    "recommended_estimated": {**RECOMMENDED, **part("region", "estimated")},  # on data without masks
+    "recommended+shrink": {**RECOMMENDED, **SHRINK},
+    "recommended_leak_free+shrink": {**RECOMMENDED_LEAK_FREE, **SHRINK},
+    "recommended+gsnr": {**RECOMMENDED, **rule("gsnr", **SOON)},
+    "recommended+placebo": {**RECOMMENDED, **rule("placebo", options='{"of": "gsnr"}', **SOON)},
     "shrink": SHRINK,
     "unconditional": UNCONDITIONAL,
     "keys_values": kv("prior", KV),
@@ -66,7 +70,7 @@ ARMS: dict[str, Flags] = {
     "joint_captions": JOINT_CAPTIONS,
     "pairwise_captions": {**JOINT_CAPTIONS, **part("rehearsal", "pairwise_captions")},
     "region": REGION,
-    "region_estimated": part("region", "estimated"),
+    "region_estimated": part("region", "estimated"),  # on data without masks
     "snr_mixture": HIGH_NOISE,
     "curriculum": {**part("timesteps", "curriculum"), "memory.timesteps.importance": "false"},
     "learning_progress": part("timesteps", "learning_progress"),
@@ -78,6 +82,7 @@ ARMS: dict[str, Flags] = {
     "recommended-unconditional": {**PAIRWISE, **REGION, **HIGH_NOISE},
     "recommended-snr_mixture": {**PAIRWISE, **REGION, **UNCONDITIONAL},
     "recommended_leak_free-region": {**HIGH_NOISE, **UNCONDITIONAL},
+    "recommended_leak_free-snr_mixture": {**REGION, **UNCONDITIONAL},
     "region+snr_mixture": {**REGION, **HIGH_NOISE},
     "leak_free+region+snr_mixture": {**LEAK_FREE, **REGION, **HIGH_NOISE},
     "leak_free+snr_mixture": {**LEAK_FREE, **HIGH_NOISE},

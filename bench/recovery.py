@@ -36,12 +36,13 @@ FACTORS = (0.5, 1, 2, 4, 8)
 TARGETS = ";".join(map(str, range(1000, 1012))) + ";" + ",".join(map(str, range(1000, 1008)))
 
 
-def data_set(targets: str, seed: int, images: int) -> Path:
-    """The data set of these targets, made once."""
-    out = WORK / "data" / f"{targets.replace(',', '+')}-{seed}-{images}"
+def data_set(targets: str, seed: int, images: int, flags: dict[str, str]) -> Path:
+    """The data set of these targets, made once; without masks for an arm that estimates them."""
+    masks = [] if flags.get("memory.region.name") != "estimated" else ["--no_masks"]
+    out = WORK / "data" / f"{targets.replace(',', '+')}-{seed}-{images}{''.join(masks)}"
     if not (out / "targets.jsonl").exists():
         command = ["-m", "silentbad.microworld.make", "--out", out, "--targets", targets, "--seed", seed,
-                   "--images_per_phrase", images, "--clean", 64, "--redraws", 100]  # fmt: skip
+                   "--images_per_phrase", images, "--clean", 64, "--redraws", 100, *masks]  # fmt: skip
         subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return out
 
@@ -49,11 +50,11 @@ def data_set(targets: str, seed: int, images: int) -> Path:
 def train(arm: str, factor: float, targets: str, seed: int, args: argparse.Namespace) -> list[dict]:
     """One run in a process of its own; returns its evaluations, one row per step and target. Its folder is removed
     afterwards."""
-    data, out = data_set(targets, seed, args.images_per_phrase), WORK / f"run-{os.getpid()}"
+    own = {**ARMS[arm], **json.loads(args.flags or "{}")}
+    data, out = data_set(targets, seed, args.images_per_phrase, own), WORK / f"run-{os.getpid()}"
     flags = {
         **common(data, out, factor, seed, args.steps), "validation.steps": args.every,
-        "validation.early_steps": f"[{args.early}]", "validation.images_per_target": args.images,
-        **ARMS[arm], **json.loads(args.flags or "{}"),
+        "validation.early_steps": f"[{args.early}]", "validation.images_per_target": args.images, **own,
     }  # fmt: skip
     report, seconds = launch(arm, flags)
     key = {"arm": arm, "factor": factor, "targets": targets, "seed": seed, **protocol(args)}
@@ -122,8 +123,9 @@ def measured(argv: list[str], log: Path, clock: Path) -> None:
 def try_parts(args: argparse.Namespace, steps: int = 4) -> str:
     """Every part alone, for a few steps: a Markdown list of its similarity and seconds a step. It shows that each part
     runs, and nothing about what it is worth."""
-    data, lines = data_set(args.targets, 0, args.images_per_phrase), ["| part | similarity | s/step |", "|---|---|---|"]
+    lines = ["| part | similarity | s/step |", "|---|---|---|"]
     for name, part in tqdm(every_part().items(), desc="parts"):
+        data = data_set(args.targets, 0, args.images_per_phrase, part)
         flags = {
             "train_data_dir": data, "output_dir": WORK / f"part-{os.getpid()}", "max_train_steps": steps,
             "report_to": "none", "validation.targets": data / "targets.jsonl", "validation.steps": 0,

@@ -62,7 +62,7 @@ def kept_run(arm: str, target: str, seed: int = 0, steps: int = 300) -> Path:
     out = WORK / f"kept-{arm}-{target}"
     if not (out / "finished.json").exists():
         flags = {
-            **common(data_set(target, seed, 20), out, RATES[arm], seed, steps), "validation.steps": 100,
+            **common(data_set(target, seed, 20, ARMS[arm]), out, RATES[arm], seed, steps), "validation.steps": 100,
             "validation.early_steps": "[10,20,30,50]", "validation.images_per_target": 8,
             "overwrite_output_dir": "true", **ARMS[arm],
         }  # fmt: skip

@@ -111,6 +111,17 @@ def test_make_is_reproducible_and_keeps_targets_out(tmp_path):
     assert all(phrase in r["text"] for r in records for phrase in r["phrases"])
 
 
+def test_no_masks_leaves_out_masks_alone(tmp_path):
+    arguments = ["--targets", "3", "--images_per_phrase", "2", "--clean", "1", "--redraws", "1"]
+    records = {}
+    for out, more in (("with", []), ("without", ["--no_masks"])):
+        make.main(["--out", str(tmp_path / out), *arguments, *more])
+        lines = (tmp_path / out / "metadata.jsonl").read_text().splitlines()
+        records[out] = [json.loads(line) for line in lines]
+    kept = [{key: value for key, value in row.items() if key != "mask"} for row in records["with"]]
+    assert records["without"] == kept != records["with"] and not (tmp_path / "without" / "masks").exists()
+
+
 def test_make_replaces_its_own_data_set_and_nothing_else(tmp_path, capsys):
     arguments = ["--targets", "3", "--images_per_phrase", "1", "--clean", "1", "--redraws", "1"]
     mine = tmp_path / "mine"

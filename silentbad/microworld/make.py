@@ -106,10 +106,10 @@ def phrase_of(scene: Scene, element: int) -> str:
 class Writer:
     """Writes pictures and records into a temporary folder that takes the final name only when all is there."""
 
-    def __init__(self, out: Path):
+    def __init__(self, out: Path, masks: bool = True):
         if out.exists() and not (out / "redraws.jsonl").is_file() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"--out: '{out}' holds something else than a microworld data set; name a new folder")
-        self.out = out
+        self.out, self.masks = out, masks
         out.parent.mkdir(parents=True, exist_ok=True)
         self.tmp = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
         self.records: dict[str, list[dict]] = {"metadata": [], "targets": [], "redraws": []}
@@ -151,10 +151,11 @@ def write_elements(writer: Writer, name: str, scene: Scene, per_phrase: int, see
             picture, masks = render(shown)
             mask = backdrop_mask(masks) if element == len(scene.things) else masks[-1]
             stem = f"{name}-{element}-{i:03d}.png"
+            place = {"mask": writer.picture(mask, f"masks/{role}-{stem}")} if writer.masks else {}
             writer.records["metadata"].append(
                 {"file_name": writer.picture(picture, f"images/{role}-{stem}"), "text": shown.caption,
                  "phrases": shown.phrases, "role": role, "target_id": name, "element_id": f"{name}/{element}",
-                 "element_phrase": phrase_of(scene, element), "mask": writer.picture(mask, f"masks/{role}-{stem}")}
+                 "element_phrase": phrase_of(scene, element), **place}
             )  # fmt: skip
 
 
@@ -198,10 +199,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rehearsal", type=int, default=0, help="non-target pictures, each whole and in parts")
     parser.add_argument("--redraws", type=int, default=100, help="null pictures per target")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no_masks", dest="masks", action="store_false", help="element records without their masks")
     args = parser.parse_args(argv)
     try:
         scenes = {name: target_scene(name) for name in dict.fromkeys(args.targets.split(","))}
-        writer = Writer(args.out)
+        writer = Writer(args.out, args.masks)
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
     for line in shared_phrases(scenes):
