@@ -1,13 +1,18 @@
 """What the rows of bench/recovery.py say: figures of a run, speed-ups with intervals over targets, table and chart.
 
+    python -m bench.recovery_table recommended recommended+gsnr --over recommended_leak_free
+    python -m bench.recovery_table recommended --over plain@4       compared with plain at 4 times the base rate
+
 A time that a run does not reach within the budget counts as the budget, so a mean is a restricted mean and a speed-up
 over an arm that never got there is a lower bound. The unit of inference is the target; seeds are averaged inside it. An
 arm is compared with plain over the targets and seeds that both ran. Seconds are steps times the least time a step took
 in any run of the arm, at any rate: other work on the machine only ever adds to it, and arms run hours apart.
 """
 
+import argparse
+import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from html import escape
 from pathlib import Path
 
@@ -90,11 +95,14 @@ def compared(runs: Iterable[tuple[str, list[dict], list[dict]]]) -> tuple[Figure
 
 def speedup(plain: Figures, other: Figures, draws: int = 4000) -> tuple[float, float, float]:
     """Median over targets of plain's steps to CIR 50 % over the arm's; 95 % paired bootstrap interval over targets."""
-    ratios = np.array([plain[target]["cir50"] / other[target]["cir50"] for target in sorted(plain)])
-    rng = np.random.default_rng(0)
-    medians = np.median(ratios[rng.integers(0, len(ratios), (draws, len(ratios)))], axis=1)
-    low, high = np.quantile(medians, [0.025, 0.975])
-    return float(np.median(ratios)), float(low), float(high)
+    return bootstrap([plain[target]["cir50"] / other[target]["cir50"] for target in sorted(plain)], np.median, draws)
+
+
+def bootstrap(values: list[float], of: Callable, draws: int = 4000) -> tuple[float, float, float]:
+    """A statistic over targets, and its 95 % interval over draws of targets."""
+    x, rng = np.array(values), np.random.default_rng(0)
+    low, high = np.quantile(of(x[rng.integers(0, len(x), (draws, len(x)))], axis=1), [0.025, 0.975])
+    return float(of(x)), float(low), float(high)
 
 
 def seconds_per_step(rows: list[dict], arm: str) -> dict[str, float]:
@@ -196,18 +204,45 @@ def beside(rows: list[dict], plain: Arm, other: Arm) -> list[str]:
     ]  # fmt: skip
 
 
+def difference(rows: list[dict], over: Arm, arm: Arm) -> tuple[str, ...]:
+    """A line of OVER: the arm beside another over the targets and seeds that both ran."""
+    theirs, mine = compared(pairs(rows, over, arm))
+    if not mine:
+        return (named(arm), named(over), "0", *[""] * 5)
+    rises = {name: [mine[t][name] - theirs[t][name] for t in sorted(mine)] for name in ("cir50", "cir", "elements")}
+    sooner = f"{sum(x < 0 for x in rises['cir50'])}, {sum(x > 0 for x in rises['cir50'])} of {len(mine)}"
+    return (
+        named(arm), named(over), str(sum(1 for _ in pairs(rows, over, arm))), interval(speedup(theirs, mine)), sooner,
+        *(interval(bootstrap(rises[name], np.mean), "+") for name in ("cir", "elements")),
+        f"{drift_at_equal_recovery(rows, over, arm):.2f}",
+    )  # fmt: skip
+
+
+OVER = ("arm", "over", "runs", "speed-up to CIR 50 %", "sooner, later", "CIR", "elements", "drift, equal CIR")
+
+
+def named(arm: Arm) -> str:
+    return arm[0] if arm[1] == own_rate(arm[0]) else f"{arm[0]}@{arm[1]:g}"
+
+
+def read(name: str) -> Arm:
+    """An arm's name, with @FACTOR where it is another than its own rate."""
+    arm, _, factor = name.partition("@")
+    return arm, float(factor or RATES[arm])
+
+
 def time(figures: Figures, name: str) -> str:
     """Median over targets; "never" where at least half of the runs did not get there."""
     reached = np.mean([f[f"{name}_reached"] for f in figures.values()])
     return f"{np.median([f[name] for f in figures.values()]):.0f}" if reached > 0.5 else "never"
 
 
-def interval(x: tuple[float, ...]) -> str:
-    return f"{x[0]:.2f} [{x[1]:.2f}, {x[2]:.2f}]"
+def interval(x: tuple[float, ...], sign: str = "") -> str:
+    return "{} [{}, {}]".format(*(f"{value:{sign}.2f}" for value in x))
 
 
-def markdown(lines: list[tuple[str, ...]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in [HEAD, tuple("---" for _ in HEAD), *lines]) + "\n"
+def markdown(lines: list[tuple[str, ...]], head: tuple[str, ...] = HEAD) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, tuple("---" for _ in head), *lines]) + "\n"
 
 
 def html(lines: list[tuple[str, ...]], rows: list[dict]) -> str:
@@ -252,3 +287,24 @@ def save(rows: list[dict], results: Path) -> str:
     results.with_suffix(".md").write_text(text)
     results.with_suffix(".html").write_text(html(lines, rows))
     return text
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("arms", nargs="+", metavar="ARM[@FACTOR]")
+    parser.add_argument("--over", default="plain", metavar="ARM[@FACTOR]")
+    parser.add_argument("--seeds", help="comma-separated; all that both ran")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "recovery.jsonl")
+    args = parser.parse_args(argv)
+    try:
+        over, *arms = map(read, [args.over, *args.arms])
+    except (KeyError, ValueError) as error:
+        parser.exit(2, f"error: {error.args[0]!r} is no arm or no factor; there are: {', '.join(RATES)}\n")
+    rows = [row for row in map(json.loads, args.results.read_text().splitlines()) if "," not in row["targets"]]
+    if args.seeds:
+        rows = [row for row in rows if str(row["seed"]) in args.seeds.split(",")]
+    print(markdown([difference(rows, over, arm) for arm in arms], OVER), end="")
+
+
+if __name__ == "__main__":
+    main()

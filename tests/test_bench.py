@@ -1,5 +1,6 @@
 """The recovery benchmark: its arms are configurations that run, and its figures are what they say."""
 
+import json
 import re
 
 import pytest
@@ -83,6 +84,24 @@ def test_drift_is_compared_where_both_have_recovered_as_much():
     plain, quick = {"1": {0: 0.0, 10: 0.0, 40: 0.5}}, {"1": {0: 0.0, 10: 0.6, 40: 0.7}}
     both = rows("plain", plain) + rows("quick", quick)
     assert recovery_table.drift_at_equal_recovery(both, ("plain", 1.0), ("quick", 1.0)) == pytest.approx(0.25)
+
+
+def test_two_arms_are_compared_where_both_ran(tmp_path, capsys):
+    results = tmp_path / "rows.jsonl"
+    slow = rows("plain", {str(i): {0: 0.0, 10: 0.0, 20: 0.5, 100: 0.5} for i in range(4)}, factor=4.0)
+    quick = rows("leak_free", {str(i): {0: 0.0, 10: 0.5, 20: 0.5, 100: 1.0} for i in range(3)}, factor=8.0)
+    other = rows("leak_free", {"0": {0: 0.0, 10: 0.0, 20: 0.0, 100: 0.0}}, factor=8.0, seed=1)
+    results.write_text("".join(json.dumps(row) + "\n" for row in slow + quick + other))
+    recovery_table.main(["leak_free", "region", "--over", "plain@4", "--results", str(results)])
+    *_, first, second = capsys.readouterr().out.strip().splitlines()
+    assert first == ("| leak_free | plain@4 | 3 | 2.00 [2.00, 2.00] | 3, 0 of 3 | +0.50 [+0.50, +0.50] | "
+                     "+0.00 [+0.00, +0.00] | 0.50 |")  # fmt: skip
+    assert second.startswith("| region | plain@4 | 0 |")
+    recovery_table.main(["leak_free", "--over", "plain@4", "--seeds", "1", "--results", str(results)])
+    assert "| leak_free | plain@4 | 0 |" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        recovery_table.main(["leek_free", "--results", str(results)])
+    assert "'leek_free' is no arm" in capsys.readouterr().err
 
 
 def test_runs_of_several_targets_have_lines_of_their_own():
