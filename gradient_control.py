@@ -76,9 +76,9 @@ class GradientControlConfig:
     @property
     def learns(self) -> bool:
         """Whether a rule learns from rehearsals: the hypergradient, or its placebo."""
-        rules = self.name.split("+")
-        placebo = self.options if rules == ["placebo"] else self.options.get("placebo", {})
-        return "hypergradient" in (*rules, *str(placebo.get("of", "")).split("+"))
+        rules = rules_of(self.name, self.options, self.weights)
+        _, placebo = rules.get("placebo", (0.0, {}))
+        return "hypergradient" in (*rules, *placebo.get("of", "").split("+"))
 
 
 # ------------------------------------------------------------------------------------------------- rules
@@ -220,7 +220,8 @@ class Controller:
         self.updates = 0
         self.history = [{"step": 0, "multipliers": dict(self.multipliers)}] if self.active else []
         self.edits = config.transform != "none" or self.active and config.apply == "gradient"  # the gradients
-        self.banking = config.conflict or config.transform != "none" or config.learns
+        self.learns = config.learns
+        self.banking = config.conflict or config.transform != "none" or self.learns
         self._model, self._optimizer, self._rates, self._step = model, None, Rates(), 0
         self._sdxl = any("add_embedding." in name for name, _ in model.named_parameters())
         self._meters: dict[str, Tensor] = {}
@@ -303,7 +304,7 @@ class Controller:
             return
         grads = gradients(self.params)
         self._statistics.update(grads, finite, norms if self.config.transform == "none" else None)
-        if self.config.learns:
+        if self.learns:
             self._transfer.before_step()
         if self.config.apply == "gradient":
             scale_gradients(self.groups, list(self.multipliers.values()))
@@ -318,7 +319,7 @@ class Controller:
         self._rates.restore()
         if self.banking:
             self._sources.parts.clear()
-        if self.config.learns:
+        if self.learns:
             self._transfer.after_step(skipped)
         if skipped or not self.active:
             return
@@ -365,7 +366,7 @@ class Controller:
     def _use_sources(self) -> None:
         """What the step's sources are for: the hypergradient, the meters, a transform."""
         bank = self._sources
-        if self.config.learns and REHEARSAL in bank.parts:
+        if self.learns and REHEARSAL in bank.parts:
             self._transfer.learn(bank.sampled(REHEARSAL))
         if len(bank.parts) > 1:
             self._meters |= bank.compare(TRANSFORMS[self.config.transform], each=self.config.sources == "role")

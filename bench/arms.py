@@ -26,15 +26,13 @@ JOINT_CAPTIONS = {**part("rehearsal", "joint_captions"), **part("region", "mask"
 UNCONDITIONAL = {"memory.retention.unconditional": "1.0"}
 SHRINK = {"gradient_control.shrink": "true"}
 HIGH_NOISE = {**part("timesteps", "snr_mixture"), "memory.timesteps.importance": "false"}
+RECOMMENDED_LEAK_FREE = {**REGION, **HIGH_NOISE, **UNCONDITIONAL}
+RECOMMENDED = {**PAIRWISE, **RECOMMENDED_LEAK_FREE}
 
 AT_ONCE = {"warmup": "0", "refresh": "1", "max_log_step": "10"}  # for rules that need no measurement
 SOON = {"warmup": "5", "refresh": "2", "averaging": "0.9", "max_log_step": "1"}  # for a budget of 300 steps
 KV = {"table": "configs/prior-kv.yaml"}
 OPEN = {"after": -100, "every": 1, "refresh": 10}  # the gate open from the first step
-
-
-RECOMMENDED_LEAK_FREE = {**REGION, **HIGH_NOISE, **UNCONDITIONAL}
-RECOMMENDED = {**PAIRWISE, **RECOMMENDED_LEAK_FREE}
 
 
 def kv(name: str, options: dict[str, Any]) -> Flags:

@@ -24,12 +24,11 @@ from tqdm import tqdm
 
 import train_silentbad
 from bench.arms import ARMS, RATES, SMOKE, every_part
-from bench.recovery_table import save
+from bench.recovery_table import RESULTS, save, stored
 from silentbad.runs import device_name
 from validation import RecoveryHook
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results" / "recovery.jsonl"
 WORK = ROOT / "runs" / "bench-recovery"
 BASE_LR = 1e-4
 FACTORS = (0.5, 1, 2, 4, 8)
@@ -38,7 +37,7 @@ TARGETS = ";".join(map(str, range(1000, 1012))) + ";" + ",".join(map(str, range(
 
 def data_set(targets: str, seed: int, images: int, flags: dict[str, str]) -> Path:
     """The data set of these targets, made once; without masks for an arm that estimates them."""
-    masks = [] if flags.get("memory.region.name") != "estimated" else ["--no_masks"]
+    masks = ["--no_masks"] if flags.get("memory.region.name") == "estimated" else []
     out = WORK / "data" / f"{targets.replace(',', '+')}-{seed}-{images}{''.join(masks)}"
     if not (out / "targets.jsonl").exists():
         command = ["-m", "silentbad.microworld.make", "--out", out, "--targets", targets, "--seed", seed,
@@ -146,10 +145,6 @@ def facts() -> dict:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     device = device_name("cuda" if torch.cuda.is_available() else "cpu")
     return {"commit": commit, "torch": torch.__version__, "device": device, "cores": os.cpu_count()}
-
-
-def stored(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def comparable(path: Path, mine: dict) -> list[dict]:

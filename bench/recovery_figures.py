@@ -18,8 +18,8 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from bench.arms import ARMS, RATES, SMOKE
-from bench.recovery import RESULTS, ROOT, WORK, common, data_set, stored
-from bench.recovery_table import curves
+from bench.recovery import ROOT, WORK, common, data_set
+from bench.recovery_table import RESULTS, curves, stored
 from silentbad.figures import LABEL, strip
 from silentbad.plots import COLOURS, DASHES, WIDTH, heatmap
 

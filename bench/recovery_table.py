@@ -22,9 +22,14 @@ from bench.arms import RATES
 from silentbad.plots import COLOURS, Series, line_chart
 from silentbad.report import STYLE
 
+RESULTS = Path(__file__).parent / "results" / "recovery.jsonl"
 TIMES = ("first", "cir50", "cir80")
 Figures = dict[str, dict[str, float]]  # by target
 Arm = tuple[str, float]  # its name and its learning-rate factor
+
+
+def stored(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def first_step(curve: dict[int, float], level: float) -> float:
@@ -206,13 +211,14 @@ def beside(rows: list[dict], plain: Arm, other: Arm) -> list[str]:
 
 def difference(rows: list[dict], over: Arm, arm: Arm) -> tuple[str, ...]:
     """A line of OVER: the arm beside another over the targets and seeds that both ran."""
-    theirs, mine = compared(pairs(rows, over, arm))
+    runs = list(pairs(rows, over, arm))
+    theirs, mine = compared(runs)
     if not mine:
         return (named(arm), named(over), "0", *[""] * 5)
     rises = {name: [mine[t][name] - theirs[t][name] for t in sorted(mine)] for name in ("cir50", "cir", "elements")}
     sooner = f"{sum(x < 0 for x in rises['cir50'])}, {sum(x > 0 for x in rises['cir50'])} of {len(mine)}"
     return (
-        named(arm), named(over), str(sum(1 for _ in pairs(rows, over, arm))), interval(speedup(theirs, mine)), sooner,
+        named(arm), named(over), str(len(runs)), interval(speedup(theirs, mine)), sooner,
         *(interval(bootstrap(rises[name], np.mean), "+") for name in ("cir", "elements")),
         f"{drift_at_equal_recovery(rows, over, arm):.2f}",
     )  # fmt: skip
@@ -294,13 +300,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("arms", nargs="+", metavar="ARM[@FACTOR]")
     parser.add_argument("--over", default="plain", metavar="ARM[@FACTOR]")
     parser.add_argument("--seeds", help="comma-separated; all that both ran")
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "recovery.jsonl")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     try:
         over, *arms = map(read, [args.over, *args.arms])
     except (KeyError, ValueError) as error:
         parser.exit(2, f"error: {error.args[0]!r} is no arm or no factor; there are: {', '.join(RATES)}\n")
-    rows = [row for row in map(json.loads, args.results.read_text().splitlines()) if "," not in row["targets"]]
+    rows = [row for row in stored(args.results) if "," not in row["targets"]]
     if args.seeds:
         rows = [row for row in rows if str(row["seed"]) in args.seeds.split(",")]
     print(markdown([difference(rows, over, arm) for arm in arms], OVER), end="")

@@ -59,12 +59,11 @@ def last_layer(unet: torch.nn.Module, now: Step) -> torch.Tensor | None:
 
 def in_mask(info: DataInfo, batch: dict) -> list[set[str]]:
     """The phrases whose place each sample's mask is: an element's, or those of a union; not what stands around."""
-    phrases = [[*info.phrase, ""][i] for i in info.of_batch(batch)]
-    united = [
-        [info.phrase[i] for i in info.elements_of.get(target, ())] if role == "rehearsal" else []
-        for role, target in zip(batch["role"], batch["target_id"], strict=True)
-    ]
-    return [{phrase, *union} for phrase, union in zip(phrases, united, strict=True)]
+    said = []
+    for i, role, target in zip(info.of_batch(batch), batch["role"], batch["target_id"], strict=True):
+        own = [i] if i < len(info.keys) else []
+        said.append({info.phrase[j] for j in (info.elements_of.get(target, ()) if role == "rehearsal" else own)})
+    return said
 
 
 class AttentionBinding:

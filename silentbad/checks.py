@@ -4,8 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from .compose import REHEARSED
 from .epochs import DataInfo
 from .errors import UserError
 from .tables import TextLists
@@ -37,15 +36,17 @@ def join(config: Any) -> None:
 
 def check_records(config: Any, info: DataInfo, phrases: TextLists) -> None:
     """Refuse a part that would have nothing to act on among the records; phrases[r] are what record r names."""
-    memory, clean = config.memory, info.roles == "clean"
-    if memory.retention.unconditional and not clean.any():
+    memory = config.memory
+    if memory.retention.unconditional and "clean" not in info.roles:
         raise UserError("memory.retention.unconditional: the data holds no clean record to show without caption")
-    captioned = np.flatnonzero((info.roles == "rehearsal") | (clean if memory.retention.unconditional < 1 else False))
-    if memory.rehearsal.name == "leak_free" and not any(len(phrases[r]) > 1 for r in captioned.tolist()):
-        raise UserError(
-            "memory.rehearsal.name=leak_free: joins phrases of clean and rehearsal records; none with a caption has two"
-        )
-    rehearsed = memory.rehearsal.name in ("leak_free", "pairwise", "pairwise_captions")
+    if memory.rehearsal.name == "leak_free":
+        captioned = ("rehearsal", "clean") if memory.retention.unconditional < 1 else ("rehearsal",)
+        if not any(role in captioned and len(phrases[r]) > 1 for r, role in enumerate(info.roles)):
+            raise UserError(
+                "memory.rehearsal.name=leak_free: joins phrases of clean and rehearsal records; none with a caption "
+                "has two"
+            )
+    rehearsed = memory.rehearsal.name in REHEARSED
     if config.gradient_control.learns and not (rehearsed or "rehearsal" in info.roles):
         raise UserError(
             f"gradient_control.name={config.gradient_control.name}: learns from rehearsals, of which there are none; "

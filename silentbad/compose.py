@@ -42,7 +42,11 @@ def fitted(image: Image.Image, mask: Image.Image, size: tuple[int, int]) -> tupl
     """A picture (RGB) and its mask (L) at this size; the mask keeps its hard edge."""
     if image.size != size:
         image = image.resize(size, Image.Resampling.BICUBIC)
-    return image.convert("RGB"), mask.convert("L").resize(size, Image.Resampling.NEAREST)
+    return image.convert("RGB"), fitted_mask(mask, size)
+
+
+def fitted_mask(mask: Image.Image, size: tuple[int, int]) -> Image.Image:
+    return mask.convert("L").resize(size, Image.Resampling.NEAREST)
 
 
 def otsu(values: torch.Tensor) -> torch.Tensor:
@@ -141,6 +145,11 @@ def shuffled(options: list, g: torch.Generator) -> list:
     return [options[i] for i in torch.randperm(len(options), generator=g).tolist()]
 
 
+def any_record(info: DataInfo, element: int, g: torch.Generator) -> int:
+    rows = info.rows[element]
+    return int(rows[int(torch.randint(len(rows), (), generator=g))])
+
+
 def leak_free(
     record: dict,
     g: torch.Generator,
@@ -193,23 +202,26 @@ def pairwise(
         return None
     siblings = info.elements_of[info.target[i]]
     others = shuffled([j for j in siblings if j != i], g)[: min(elements, len(siblings) - 1) - 1]
-    layers = {i: load(record["index"])}
-    for j in others:
-        layers[j] = load(int(info.rows[j][int(torch.randint(len(info.rows[j]), (), generator=g))]))
-    record, found = layers[i], {j: layer["mask"] or masks.get(j) for j, layer in layers.items()}
-    united = [j for j in layers if found[j] is not None]
-    if len(united) < 2 or found[i] is None:
+    record = load(record["index"])
+    layers = {i: (record, record["mask"] or masks.get(i))}
+    if not others or layers[i][1] is None:
         return None
-    check_union(len(united), len(siblings), info.target[i])
+    for j in others:
+        other = load(any_record(info, j, g))
+        if (mask := other["mask"] or masks.get(j)) is not None:
+            layers[j] = (other, mask)
+    check_union(len(layers), len(siblings), info.target[i])
+    if len(layers) < 2:
+        return None
     size = record["image"].size
-    pictures = {j: fitted(layers[j]["image"], found[j], size) for j in united}
-    behind, *before = sorted(united, key=lambda j: -ImageStat.Stat(pictures[j][1]).sum[0])
+    pictures = {j: fitted(layer["image"], mask, size) for j, (layer, mask) in layers.items()}
+    behind, *before = sorted(layers, key=lambda j: -ImageStat.Stat(pictures[j][1]).sum[0])
     image, mask = pictures[behind]
     for j in before:
         image, mask = paste(image, mask, *pictures[j], feather)
     of_target = {info.phrase[j] for j in siblings}
-    around = [phrase for phrase in layers[behind]["phrases"] if phrase not in of_target]
-    phrases = [*shuffled([info.phrase[j] for j in united], g), *around]
+    around = [phrase for phrase in layers[behind][0]["phrases"] if phrase not in of_target]
+    phrases = [*shuffled([info.phrase[j] for j in layers], g), *around]
     return {
         **record,
         "image": image,
@@ -217,7 +229,7 @@ def pairwise(
         "phrases": phrases,
         "text": ", ".join(phrases),
         "role": "rehearsal",
-        "united": (len(united), len(siblings)),
+        "united": (len(layers), len(siblings)),
     }
 
 
@@ -235,16 +247,15 @@ def joint_captions(
     siblings, own = info.elements_of[info.target[i]], record["mask"] or masks.get(i)
     if len(siblings) < 3 or own is None:
         return None
-    own = own.convert("L").resize(record["image"].size, Image.Resampling.NEAREST)
+    own = fitted_mask(own, record["image"].size)
     others = int(torch.randint(1, len(siblings) - 1, (), generator=g))
     said = [i, *shuffled([j for j in siblings if j != i], g)[:others]]
     check_union(len(said), len(siblings), info.target[i])
     counted = Image.new("L", own.size, 255)
     for j in said[1:]:
-        row = int(info.rows[j][int(torch.randint(len(info.rows[j]), (), generator=g))])
-        if (place := load(row, picture=False)["mask"] or masks.get(j)) is None:
+        if (place := load(any_record(info, j, g), picture=False)["mask"] or masks.get(j)) is None:
             return None
-        counted.paste(0, mask=place.convert("L").resize(own.size, Image.Resampling.NEAREST))
+        counted.paste(0, mask=fitted_mask(place, own.size))
     phrases = shuffled([info.phrase[j] for j in said], g)
     return {
         **record,
@@ -277,6 +288,7 @@ REHEARSAL: dict[str, Callable] = {
     "pairwise_captions": pairwise_captions,
 }
 
+REHEARSED = ("leak_free", "pairwise", "pairwise_captions")  # they make records of the role rehearsal
 PLACED = ("joint_captions", "pairwise", "pairwise_captions")  # their loss is where elements stand
 
 

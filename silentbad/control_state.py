@@ -23,7 +23,7 @@ def state_of(control: Any) -> dict[str, Any]:
         "scale": control._scale.clone(),
         "statistics": control._statistics.state_dict(),
         "transfer": control._transfer.value.clone(),
-        "update": control._transfer.update.clone() if control.config.learns else None,
+        "update": control._transfer.update.clone() if control.learns else None,
     }
 
 
