@@ -2,8 +2,8 @@
 
 One run per (arm, learning-rate factor, target set, seed), each a plain call of train_silentbad.py on a microworld data
 set of its own; every evaluation becomes one JSON line in bench/results/recovery.jsonl and a run already there is not
-made again. Arms differ by configuration alone: base, data, batch, exposures and evaluation grid are the same. The
-protocol is docs/protocol.md.
+made again. Arms differ by configuration alone: base, data, batch, exposures and evaluation grid are the same. What each
+arm is and where its rows come from stands in recovery-arms.json. The protocol is docs/protocol.md.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from validation import RecoveryHook
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "runs" / "bench-recovery"
+CONFIG = "configs/microworld.yaml"
 BASE_LR = 1e-4
 FACTORS = (0.5, 1, 2, 4, 8)
 TARGETS = ";".join(map(str, range(1000, 1012))) + ";" + ",".join(map(str, range(1000, 1008)))
@@ -77,7 +78,7 @@ def launch(name: str, flags: dict) -> tuple[dict, dict]:
     """(validation.json, {step: seconds}) of one run with these flags, whose folder is removed afterwards."""
     out = Path(flags["output_dir"])
     shutil.rmtree(out, ignore_errors=True)
-    argv = ["--config", "configs/microworld.yaml", *(part for k, v in flags.items() for part in (f"--{k}", str(v)))]
+    argv = ["--config", CONFIG, *(part for k, v in flags.items() for part in (f"--{k}", str(v)))]
     log, clock = out.with_suffix(".log"), out.with_suffix(".clock")
     child = multiprocessing.get_context("fork").Process(target=measured, args=(argv, log, clock))
     child.start()
@@ -145,6 +146,16 @@ def facts() -> dict:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     device = device_name("cuda" if torch.cuda.is_available() else "cpu")
     return {"commit": commit, "torch": torch.__version__, "device": device, "cores": os.cpu_count()}
+
+
+def provenance(rows: list[dict], args: argparse.Namespace) -> dict:
+    """What the rows share, and of each arm its flags beside that and the rates, seeds, commits and machines it ran
+    with."""
+    of_rows, arms = ("factor", "seed", "targets", *facts()), dict[str, dict]()
+    for arm in (arm for arm in ARMS if any(row["arm"] == arm for row in rows)):
+        mine = [row for row in rows if row["arm"] == arm]
+        arms[arm] = {"flags": ARMS[arm], **{key: sorted({row[key] for row in mine}) for key in of_rows}}
+    return {"config": CONFIG, "learning_rate": BASE_LR, **protocol(args), "arms": arms}
 
 
 def comparable(path: Path, mine: dict) -> list[dict]:
@@ -217,7 +228,10 @@ def main(argv: list[str] | None = None) -> None:
     arms = {arm for arm, _ in wanted}
     if args.factors:  # else every rate there is
         rows = [row for row in rows if (row["arm"], row["factor"]) in wanted]
-    print(save([row for row in rows if row["arm"] in arms], args.results))
+    rows = [row for row in rows if row["arm"] in arms]
+    print(save(rows, args.results))
+    known = json.dumps(provenance(rows, args), indent=1)
+    args.results.with_name(f"{args.results.stem}-arms.json").write_text(known + "\n")
     if args.smoke:
         print(try_parts(args))
 

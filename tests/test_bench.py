@@ -129,6 +129,24 @@ def test_the_page_draws_every_arm_beside_plain_in_the_order_of_the_arms():
     assert recovery_table.charts(rows("plain", curve, targets="1,2")) == ""  # the curves are of single targets
 
 
+def test_the_rows_configuration_commits_and_hardware_stand_beside_the_table(tmp_path):
+    shared = {"steps": 20, "every": 50, "early": "10", "images": 2, "images_per_phrase": 4, "flags": None}
+    machine = {"torch": "2", "device": "cpu", "cores": 2}
+    curve, ran = {"33": {0: 0.0, 20: 0.5}}, []
+    for commit, seed in (("b", 1), ("a", 0)):
+        ran += rows("original", curve, seed=seed, commit=commit, **shared, **machine)
+    results = tmp_path / "recovery.jsonl"
+    results.write_text("".join(json.dumps(row) + "\n" for row in ran))
+    flags = [f"--{key}={value}" for key, value in shared.items() if value is not None]
+    recovery.main(["--budget-minutes=0", f"--results={results}", *flags])
+    known = json.loads((tmp_path / "recovery-arms.json").read_text())
+    assert known["config"] == "configs/microworld.yaml" and known["steps"] == 20
+    assert known["arms"] == {"original": {
+        "flags": arms.ARMS["original"], "factor": [1.0], "seed": [0, 1], "targets": ["33"], "commit": ["a", "b"],
+        "torch": ["2"], "device": ["cpu"], "cores": [2],
+    }}  # fmt: skip
+
+
 def test_an_unknown_arm_is_named(capsys):
     with pytest.raises(SystemExit) as stop:
         recovery.main(["--arms", "plane"])
