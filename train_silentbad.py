@@ -298,6 +298,7 @@ def main(argv: list[str] | None = None) -> int:
                 config.output_dir, config.cache_dir = f"{scratch}/run", f"{scratch}/cache"
             return start(config)
     except UserError as error:
+        sys.stdout.flush()  # the error stands last in a log of both streams
         rank = os.environ.get("RANK", "0")
         if os.environ.get("LOCAL_RANK", "0") == "0" or world_size() > 1:
             print(f"error: {error}" if rank == "0" else f"error: rank {rank}: {error}", file=sys.stderr)

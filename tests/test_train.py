@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -407,6 +408,17 @@ def test_an_output_folder_that_cannot_be_made_is_one_line(flags, tmp_path, capsy
     (tmp_path / "file").touch()
     assert main(flags(output_dir=tmp_path / "file" / "run")) == 2
     assert "cannot be written" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_error_stands_last_in_a_log_of_both_streams(flags, tmp_path, monkeypatch):
+    assert main(flags(max_train_steps=2, checkpointing_steps=2)) == 0
+    log = tmp_path / "log"
+    with log.open("a") as out, log.open("a", buffering=1) as err, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", out)  # held back, as print is where stdout is no terminal
+        patched.setattr(sys, "stderr", err)
+        patched.setattr(runs.RunFolder, "open", Mock(side_effect=UserError("output_dir: cannot be written")))
+        assert main(flags(max_train_steps=4, resume_from_checkpoint="latest")) == 2
+    assert ["resuming" in line for line in log.read_text().splitlines()[-2:]] == [True, False]
 
 
 # ---------------------------------------------------------------- the inherited defects
