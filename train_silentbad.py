@@ -28,7 +28,7 @@ from silentbad import adapters, caches, checks, models, optimizers, runs, shardi
 from silentbad.config import TrainConfig, check, flag, parse, to_dict
 from silentbad.data import Loader, Sampler, Stream, Transform, chunks, collate, interpolation_mode, prepare
 from silentbad.epochs import DataInfo, epoch_length, sources_of
-from silentbad.errors import UserError
+from silentbad.errors import UserError, say
 from silentbad.gradients import world_size
 from silentbad.rng import addressed_seed
 from silentbad.timers import Timers
@@ -298,10 +298,9 @@ def main(argv: list[str] | None = None) -> int:
                 config.output_dir, config.cache_dir = f"{scratch}/run", f"{scratch}/cache"
             return start(config)
     except UserError as error:
-        sys.stdout.flush()  # the error stands last in a log of both streams
         rank = os.environ.get("RANK", "0")
         if os.environ.get("LOCAL_RANK", "0") == "0" or world_size() > 1:
-            print(f"error: {error}" if rank == "0" else f"error: rank {rank}: {error}", file=sys.stderr)
+            say(error if rank == "0" else f"rank {rank}: {error}")
         return 2
 
 

@@ -26,7 +26,7 @@ from silentbad import report
 from silentbad.calibration import load_redraws, thresholds
 from silentbad.checks import check_embedder, check_validation
 from silentbad.data import Target, load_targets, open_image
-from silentbad.errors import UserError
+from silentbad.errors import UserError, say
 from silentbad.generation import Item, Sampler, averaged, left_as_found, load_pipeline, plan, reordered
 from silentbad.samples import grid_line, log_grid, save, save_targets, slugs
 from silentbad.scores import cell_scores, length_scores, recovery
@@ -394,7 +394,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         found = audit(ValidationConfig(**values), **own)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(error)
         return 2
     print(f"{found['images_above']} of {found['images']} composed images stand above the threshold")
     return 3 if found["recovers"] else 0

@@ -17,7 +17,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 
 from silentbad import rng
-from silentbad.errors import UserError
+from silentbad.errors import UserError, say
 from silentbad.similarity import pretrained
 
 
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         pipe.to("cuda" if torch.cuda.is_available() else "cpu")
         write_class_images(pipe, prompts, a.count, Path(a.out), seed=a.seed, batch=a.batch, steps=a.steps)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(error)
         return 2
     return 0
 

@@ -1,4 +1,6 @@
-"""One exception type for what a user can put right."""
+"""One exception type for what a user can put right, and how a command says it."""
+
+import sys
 
 
 class UserError(Exception):
@@ -6,3 +8,9 @@ class UserError(Exception):
 
     Command lines print it as ``error: <line>`` and exit with code 2.
     """
+
+
+def say(error: UserError | str) -> None:
+    """The line on stderr, after what stdout holds back: in a log of both streams it stands last."""
+    sys.stdout.flush()
+    print(f"error: {error}", file=sys.stderr)

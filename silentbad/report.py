@@ -19,7 +19,7 @@ from typing import Any
 
 from PIL import Image
 
-from silentbad.errors import UserError
+from silentbad.errors import UserError, say
 from silentbad.plots import Series, finite, heatmap, histogram, html_table, line_chart, number
 from silentbad.similarity import bootstrap_interval, kinds
 
@@ -690,7 +690,7 @@ def main(arguments: list[str] | None = None) -> int:
             text, file = render(given.runs[0]), given.out or Path(given.runs[0]) / "report.html"
         file.write_text(text, encoding="utf-8")
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(error)
         return 2
     print(file)
     return 0
