@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -142,19 +143,24 @@ def protocol(args: argparse.Namespace) -> dict:
     return {name: getattr(args, name) for name in ("steps", "every", "early", "images", "images_per_phrase", "flags")}
 
 
+FACTS = ("commit", "torch", "device", "cores")
+
+
 def facts() -> dict:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     device = device_name("cuda" if torch.cuda.is_available() else "cpu")
-    return {"commit": commit, "torch": torch.__version__, "device": device, "cores": os.cpu_count()}
+    return dict(zip(FACTS, (commit, torch.__version__, device, os.cpu_count()), strict=True))
 
 
 def provenance(rows: list[dict], args: argparse.Namespace) -> dict:
     """What the rows share, and of each arm its flags beside that and the rates, seeds, commits and machines it ran
     with."""
-    of_rows, arms = ("factor", "seed", "targets", *facts()), dict[str, dict]()
-    for arm in (arm for arm in ARMS if any(row["arm"] == arm for row in rows)):
-        mine = [row for row in rows if row["arm"] == arm]
-        arms[arm] = {"flags": ARMS[arm], **{key: sorted({row[key] for row in mine}) for key in of_rows}}
+    ran = defaultdict(list)
+    for row in rows:
+        ran[row["arm"]].append(row)
+    of_rows = ("factor", "seed", "targets", *FACTS)
+    arms = {arm: {"flags": ARMS[arm], **{key: sorted({row[key] for row in mine}) for key in of_rows}}
+            for arm, mine in ran.items()}  # fmt: skip
     return {"config": CONFIG, "learning_rate": BASE_LR, **protocol(args), "arms": arms}
 
 
@@ -221,9 +227,9 @@ def main(argv: list[str] | None = None) -> None:
         with claimed(run) as free:
             if free and run not in done(args.results, mine):
                 arm, factor, targets, seed = run
-                fresh = [{**row, **facts()} for row in train(arm, factor, targets, seed, args)]
+                made, here = train(arm, factor, targets, seed, args), facts()
                 with args.results.open("a") as file:
-                    file.writelines(json.dumps(row) + "\n" for row in fresh)
+                    file.writelines(json.dumps({**row, **here}) + "\n" for row in made)
     rows = comparable(args.results, mine)
     arms = {arm for arm, _ in wanted}
     if args.factors:  # else every rate there is
