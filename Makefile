@@ -1,4 +1,4 @@
-# Two commands: `make quickstart` and `make test`. Both build .venv when it is missing or requirements.txt changed.
+# Two commands: `make quickstart` and `make test`. Both build .venv when it is missing or a requirements file changed.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -8,12 +8,12 @@ export HF_HUB_OFFLINE ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test test-kill test-distributed test-deepspeed lint bench bench-controller bench-recovery bench-validation bench-throughput bench-scale base clean
+.PHONY: quickstart test test-kill test-distributed test-deepspeed test-fast lint documents bench bench-controller bench-recovery bench-validation bench-throughput bench-scale base clean
 
-$(STAMP): requirements.txt
+$(STAMP): requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet -r requirements.txt -r requirements-dev.txt
 	touch $@
 
 # One thread unless OMP_NUM_THREADS says otherwise: at this size two threads that wait for each other at every small
@@ -26,11 +26,18 @@ quickstart: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests
 
+# Unit tests alone, under a minute: rooms without a whole run in them.
+FAST := tests/control tests/data tests/experiments/test_outcomes.py tests/memory tests/microworld \
+	tests/model/test_groups.py tests/recovery/test_scores.py tests/test_habits.py \
+	tests/test_imports.py tests/test_packaging.py tests/test_rng.py
+test-fast: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(FAST)
+
 test-kill: $(STAMP)  ## 50 kills and failing disks; the disks need root
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/kill --kills 50
 
 test-distributed: $(STAMP)  ## two gloo processes on the CPU, started as a user would
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --thorough tests/distributed tests/test_gradient_control_distributed.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --thorough tests/distributed
 
 test-deepspeed: $(STAMP)  ## ZeRO over the same two processes; installs the extra
 	$(BIN)/python -m pip install --quiet 'deepspeed==0.19.*'
@@ -38,7 +45,11 @@ test-deepspeed: $(STAMP)  ## ZeRO over the same two processes; installs the extr
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+documents: $(STAMP)  ## fill the numbers of the documents from bench/results
+	$(BIN)/python -m bench.documents
 
 bench: bench-controller bench-validation bench-throughput bench-scale bench-recovery
 

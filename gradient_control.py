@@ -1,4 +1,4 @@
-"""Gradient control: how fast each part of the UNet learns, chosen by measurement. Theory: docs/theory.md.
+"""Gradient control: how fast each part of the UNet learns, chosen by measurement. Theory: docs/gradient-control.md.
 
     control = Controller(unet, GradientControlConfig(name="prior+gsnr"))
     optimizer = torch.optim.AdamW(control.param_groups(weight_decay=1e-2), lr=1e-5)
@@ -8,7 +8,7 @@
 
 Under Adam the scale of a gradient cancels (1412.6980), so a multiplier acts on the learning rate. To add a
 rule, write one function of `GroupStats` and enter it in `SCALE_RULES`; the contract test picks it up. Within a
-group, `shrink` acts on each weight: train_silentbad.py then takes `silentbad.shrinkage.ShrunkAdamW` for its optimizer.
+group, `shrink` acts on each weight: the optimizer is then `silentbad.control.shrinkage.ShrunkAdamW`.
 
 Symbols: G groups; n (G,) parameters of a group; g_t gradient; m_t its EMA, m̂ bias-corrected;
 S = <g_t, m̂_(t-1)>; E = ||g_t||^2 on the coordinates of S; Q = ||g_t||^2 on all; r = S+ / (E - S+) the
@@ -21,36 +21,34 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from silentbad.control_state import load_state, state_of
+from silentbad import experiments
+from silentbad.control.multipliers import Multipliers
+from silentbad.control.original import adjust_gradient_scale
+from silentbad.control.rates import Rates, check_optimizer, scale_gradients
+from silentbad.control.sources import MIXED, SourceBank
+from silentbad.control.statistics import GroupStats, Sample, Statistics, centred
+from silentbad.distributed.zero import gradients
 from silentbad.errors import UserError
-from silentbad.gradients import (
-    MIXED,
-    GroupStats,
-    Sample,
-    SourceBank,
-    Statistics,
-    Transfer,
-    centred,
-    project,
-    world_size,
-)
-from silentbad.groups import OTHER, Groups, group_parameters, prior_table
-from silentbad.mailbox import Mailbox
-from silentbad.rates import Rates, check_optimizer, scale_gradients
+from silentbad.experiments import TRANSFORMS, check_transform
+from silentbad.experiments.rules import Transfer
+from silentbad.model.groups import OTHER, Groups, group_parameters, prior_table
+from silentbad.options import Count, Decay, Natural, Positive, Range, check_options, check_values
 from silentbad.rng import addressed_seed
-from silentbad.transforms import TRANSFORMS, check_transform
-from silentbad.zero import gradients
 
 __all__ = [
-    "SCALE_RULES", "TRANSFORMS", "Controller", "GradientControlConfig", "adjust_gradient_scale", "check_config",
+    "SCALE_RULES",
+    "TRANSFORMS",
+    "Controller",
+    "GradientControlConfig",
+    "adjust_gradient_scale",
+    "check_config",
     "group_parameters",
-]  # fmt: skip
+]
 
 
 @dataclass
@@ -61,15 +59,17 @@ class GradientControlConfig:
     options: dict[str, Any] = field(default_factory=dict)  # of the rule; of a combination: rule -> options
     weights: dict[str, float] = field(default_factory=dict)  # rule -> its weight in log space (default 1)
     apply: Literal["lr", "gradient"] = "lr"  # on learning rates, or (for comparison) on gradients
-    bound: float = 4.0  # A: every multiplier stays in [1/A, A]
-    warmup: int = 50  # updates with all multipliers 1; the rule fades in over as many again
-    refresh: int = 10  # updates between two computations; a result takes effect one refresh later
-    max_log_step: float = 0.25  # |d log a| of a group between two refreshes
-    momentum: float = 0.9  # of m
-    averaging: float = 0.98  # of S, E, Q
-    sample: int = 8192  # coordinates of m kept per tensor
+    bound: Annotated[float, Range(at_least=1)] = 4.0  # A: every multiplier stays in [1/A, A]
+    warmup: Natural = 50  # updates with all multipliers 1; the rule fades in over as many again
+    refresh: Count = 10  # updates between two computations; a result takes effect one refresh later
+    max_log_step: Positive = 0.25  # |d log a| of a group between two refreshes
+    momentum: Decay = 0.9  # of m
+    averaging: Decay = 0.98  # of S, E, Q
+    sample: Annotated[int, Range(at_least=1, at_most=16384)] = 8192  # coordinates of m kept per tensor
     conflict: bool = False  # meter the cosines between the gradients of the sources
-    sources: str = "role"  # told apart by role (element, clean, rehearsal), or element: each element is one
+    sources: Literal["role", "element"] = (
+        "role"  # told apart by role (element, clean, rehearsal), or element: each element is one
+    )
     transform: str = "none"  # of TRANSFORMS: recombine the sources' gradients
     shrink: bool = False  # shrink each weight's AdamW update to what rises above its gradient's noise
 
@@ -95,23 +95,13 @@ def mean_abs(stats: GroupStats) -> Tensor:
     return stats.L1 / stats.n
 
 
-def inverse_rms(stats: GroupStats) -> Tensor:
-    """1 / RMS(g): slower where gradients are large, as if curvature grew with noise (docs/theory.md)."""
-    return 1 / stats.rms
-
-
-def gsnr(stats: GroupStats, *, beta: float = 1.0, floor: float = 4e-4) -> Tensor:
+def gsnr(stats: GroupStats, *, beta: Annotated[float, Range(-8, 8)] = 1.0, floor: Positive = 4e-4) -> Tensor:
     """sqrt(r / RMS^beta), r = S+ / (E - S+): gradient signal-to-noise (GSNR 2001.07384; MoLS 2605.05794).
 
-    Below `floor`, r is mostly estimation error. The half powers are ours: docs/theory.md.
+    Below `floor`, r is mostly estimation error. The half powers are ours.
     """
     p = (stats.S / stats.E).clamp(0, 0.999)
     return ((p / (1 - p)).clamp(min=floor) / stats.rms**beta).sqrt()
-
-
-def auto_rgn(stats: GroupStats) -> Tensor:
-    """||g|| / ||theta||: Auto-RGN of surgical fine-tuning (2210.11466)."""
-    return stats.Q.sqrt() / stats.theta
 
 
 def prior(stats: GroupStats, *, table: str | None = None, drop: list[str] | None = None) -> Tensor:
@@ -121,15 +111,13 @@ def prior(stats: GroupStats, *, table: str | None = None, drop: list[str] | None
     return stats.constant(math.prod(x for row, x in rows if match(name, row)) for name in stats.names)
 
 
-def hypergradient(stats: GroupStats, *, rate: float = 4.0) -> Tensor:
-    """h = exp(rate * transfer): faster where updates descend on rehearsals too (after OSGM 2502.11229)."""
-    return (rate * stats.transfer).exp()
-
-
 def placebo(
-    stats: GroupStats, *, of: str = "prior+gsnr", weights: dict[str, Any] | None = None,
+    stats: GroupStats,
+    *,
+    of: str = "prior+gsnr",
+    weights: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The multipliers of the rule `of`, shuffled over the groups by the run's seed: a control."""
     log_x = combine(stats, rules_of(of, options or {}, weights or {}))
     movable = [i for i, name in enumerate(stats.names) if name != OTHER]
@@ -139,7 +127,8 @@ def placebo(
 
 
 SCALE_RULES: dict[str, Callable[..., Tensor]] = {
-    rule.__name__: rule for rule in (uniform, mean_abs, inverse_rms, gsnr, auto_rgn, prior, hypergradient, placebo)
+    **{rule.__name__: rule for rule in (uniform, mean_abs, gsnr, prior, placebo)},
+    **experiments.RULES,
 }
 
 
@@ -157,8 +146,6 @@ REHEARSAL = "rehearsal"  # the source whose gradients feed the hypergradient
 
 def rules_of(name: str, options: dict[str, Any], weights: dict[str, Any]) -> dict[str, tuple[float, dict[str, Any]]]:
     """{rule: (weight, options)}, all checked; options are the rule's, or rule -> options for "prior+gsnr"."""
-    from silentbad.config import check_options
-
     rules = name.split("+")
     if len(rules) > 1:
         check_keys("options", options, rules)
@@ -177,6 +164,7 @@ def check_keys(what: str, given: dict[str, Any], rules: list[str]) -> None:
 
 def check_config(config: GradientControlConfig) -> dict[str, tuple[float, dict[str, Any]]]:
     """Rules of the config, or a UserError naming the key; loads no weights."""
+    check_values(config, "gradient_control.")
     rules = rules_of(config.name, config.options, config.weights)
     if "prior" in rules:
         prior_table(**rules["prior"][1])
@@ -185,19 +173,6 @@ def check_config(config: GradientControlConfig) -> dict[str, tuple[float, dict[s
         if "placebo" in rules_of(inner["of"], inner.get("options") or {}, inner.get("weights") or {}):
             raise UserError("placebo: option 'of' must be another rule, got 'placebo'")
     check_transform(config.transform)
-    for key, right, good in [
-        ("apply", "lr or gradient", config.apply in ("lr", "gradient")),
-        ("sources", "role or element", config.sources in ("role", "element")),
-        ("bound", "at least 1", config.bound >= 1),
-        ("warmup", "at least 0", config.warmup >= 0),
-        ("refresh", "at least 1", config.refresh >= 1),
-        ("max_log_step", "above 0", config.max_log_step > 0),
-        ("momentum", "in [0, 1)", 0 <= config.momentum < 1),
-        ("averaging", "in [0, 1)", 0 <= config.averaging < 1),
-        ("sample", "from 1 to 16384", 1 <= config.sample <= 16384),
-    ]:
-        if not good:
-            raise UserError(f"gradient_control.{key}: must be {right}, got {getattr(config, key)!r}")
     return rules
 
 
@@ -225,7 +200,6 @@ class Controller:
         self._model, self._optimizer, self._rates, self._step = model, None, Rates(), 0
         self._sdxl = any("add_embedding." in name for name, _ in model.named_parameters())
         self._meters: dict[str, Tensor] = {}
-        self._pending = Mailbox()  # multipliers on their way to the host
 
     # ---- set-up
     def param_groups(self, weight_decay: float | None = None) -> list[dict[str, Any]]:
@@ -256,9 +230,8 @@ class Controller:
         return Statistics(self._sample, self.config.momentum, self.config.averaging)
 
     @functools.cached_property
-    def _scale(self) -> Tensor:
-        """Multipliers (G,) last computed, on the device; in force one refresh later."""
-        return torch.ones(len(self.groups), device=self.params[0].device)
+    def _multipliers(self) -> Multipliers:
+        return Multipliers(len(self.groups), self.config.bound, self.config.max_log_step, self.params[0].device)
 
     @functools.cached_property
     def _transfer(self) -> Transfer:
@@ -329,25 +302,20 @@ class Controller:
             if self.updates >= self.config.warmup:
                 self._launch()
 
-    # ---- multipliers: computed on the device, broadcast from rank 0, read by the host one refresh later
-    def _launch(self) -> None:
-        self._scale = self._next()
-        if world_size() > 1:
-            dist.broadcast(self._scale, 0)
-        self._pending.send(self._scale)
+    # ---- multipliers: computed on the device, read by the host one refresh later
+    def _land(self) -> None:
+        if (host := self._multipliers.receive()) is None:
+            return
+        self.multipliers = dict(zip(self.groups.names, host, strict=True))
+        self.history.append({"step": self._step + 1, "multipliers": dict(self.multipliers)})
 
-    def _next(self) -> Tensor:
-        """Multipliers (G,) float32 from the statistics: rule, fade-in, bounds, quadratic mean one."""
+    def _launch(self) -> None:
+        """Multipliers from the statistics so far: rule, fade-in, bounds, quadratic mean one."""
         c = self.config
         names, transfer = tuple(self.groups.names), self._transfer.value
         stats = self._statistics.groups(names=names, transfer=transfer, seed=self.seed, sdxl=self._sdxl)
         fade = min(1.0, (self.updates - c.warmup) / c.warmup) if c.warmup else 1.0
-        log_x, past = fade * combine(stats, self.rules), self._scale.to(stats.n)
-        low = (past * math.exp(-c.max_log_step)).clamp(min=1 / c.bound)
-        high = (past * math.exp(min(c.max_log_step, 100))).clamp(max=c.bound)
-        other = stats.constant(name == OTHER for name in stats.names).bool()
-        low, high = (torch.where(other, 1.0, limit) for limit in (low, high))
-        a = project(log_x, stats.n, low, high)
+        a = self._multipliers.send(fade * combine(stats, self.rules), stats)
         p = (stats.S / stats.E).clamp(0, 1)
         self._meters |= {
             "control/a_min": a.min(),
@@ -355,13 +323,6 @@ class Controller:
             "control/a_log_std": a.log().std(correction=0),
             "control/gsnr_median": (p / (1 - p)).nanmedian(),
         }
-        return a.float()
-
-    def _land(self) -> None:
-        if (host := self._pending.receive()) is None:
-            return
-        self.multipliers = dict(zip(self.groups.names, host.tolist(), strict=True))
-        self.history.append({"step": self._step + 1, "multipliers": dict(self.multipliers)})
 
     def _use_sources(self) -> None:
         """What the step's sources are for: the hypergradient, the meters, a transform."""
@@ -386,40 +347,38 @@ class Controller:
 
     def state_dict(self) -> dict[str, Any]:
         """All that a bit-exact resume needs; call between steps."""
-        return state_of(self)
+        meters = {name: value.clone() for name, value in self._meters.items()}
+        state = {"groups": self._sizes, "rule": self.config.name, "meters": meters}
+        if not self.active:
+            return state
+        return state | {
+            "updates": self.updates,
+            "multipliers": dict(self.multipliers),
+            "history": [dict(entry) for entry in self.history],
+            **self._multipliers.state_dict(),
+            "statistics": self._statistics.state_dict(),
+            "transfer": self._transfer.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state. Raises UserError where it is of another rule or of other groups."""
-        load_state(self, state)
+        for key, now in (("rule", self.config.name), ("groups", self._sizes)):
+            if state[key] != now:
+                what = f"{shown(state[key])}, now {shown(now)}"
+                raise UserError(f"gradient_control: the checkpoint was written with other {key}: {what}")
+        self._meters = dict(state["meters"])
+        if not self.active:
+            return
+        self.updates, self.multipliers = state["updates"], dict(state["multipliers"])
+        self.history = [dict(entry) for entry in state["history"]]
+        self._multipliers.load_state_dict(state)
+        self._statistics.load_state_dict(state["statistics"])
+        self._transfer.load_state_dict(state["transfer"])
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return dict(zip(self.groups.names, self.groups.sizes, strict=True))
 
 
-# --------------------------------------------------------------------------------- the rule this one replaces
-@torch.no_grad()
-def adjust_gradient_scale(
-    model: nn.Module, layer_scales: Tensor, current_gradients: list[Tensor | None], beta: float = 0.9
-) -> Tensor:
-    """layer_scales (N,) <- beta layer_scales + (1 - beta) f, f_i = mean |g_i| / sum_j mean |g_j|.
-
-    Kept for comparison; `Controller` is its successor. The f_i sum to one, so the average scale tends to
-    1/N: 1/686 for SD 1.5. Multiplied into gradients it is nearly without effect under Adam, which divides a
-    constant scale out (1412.6980); what is left is that it disarms `max_grad_norm`, pushes small layers
-    toward Adam's eps and, while the scales fall from 1, acts as a hidden learning-rate schedule. `model` is
-    unused and kept for the signature.
-
-    Edge cases: a missing or empty gradient counts as 0; an all-zero or non-finite step leaves the scales as
-    they are; means are taken in float32; gradients may be on another device than the scales. It neither
-    copies a gradient nor waits for the device: pass `[p.grad for p in model.parameters()]`, once per
-    optimizer step.
-    """
-    if len(current_gradients) != len(layer_scales):
-        raise ValueError(f"{len(layer_scales)} layer_scales need as many gradients, got {len(current_gradients)}")
-    zero = layer_scales.new_zeros(())
-    grads = [zero if g is None or not g.numel() else g.detach() for g in current_gradients]
-    if not grads:
-        return layer_scales
-    wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
-    means = torch._foreach_div(torch._foreach_norm(grads, 1, dtype=wide), [float(g.numel()) for g in grads])
-    mean = torch.stack([x.to(zero.device) for x in means])
-    f = (mean / mean.sum()).to(layer_scales)
-    known = mean.sum().isfinite() & (mean.sum() > 0)
-    return torch.where(known, layer_scales * beta + f * (1 - beta), layer_scales)
+def shown(value: str | dict[str, int]) -> str:
+    return f"{len(value)} groups, {sum(value.values())} parameters" if isinstance(value, dict) else repr(value)

@@ -1,7 +1,7 @@
 """Memory reinforcement: what to show, at which noise level, where to look, and what to keep.
 
 A target is a picture of k elements; the data shows each element alone, at its native place, beside its phrase. Every
-part below is usable alone and off by default; docs/theory.md, part two, says what each is for and when it harms.
+part below is usable alone and off by default; docs/memory.md says what each is for and when it harms.
 
 Legend: R records, n elements (a key is "target/element"), T training timesteps, N effective batch, B micro-batch,
 x0 (B,C,h,w) latents, t (B,), rho_i strength of element i, q_i its share of the exposures, p (T,) timestep density.
@@ -18,14 +18,22 @@ import numpy as np
 import torch
 from diffusers.training_utils import compute_snr
 
-from silentbad import compose, recall
-from silentbad.attention import record_maps
-from silentbad.auxiliary import AUXILIARY, LOSS_BALANCE, Auxiliaries, Setting, Step
-from silentbad.compose import REGION, REHEARSAL
-from silentbad.epochs import ORDERS, DataInfo, Sampler, capped
+from silentbad import experiments
+from silentbad.data.elements import ORDERS, DataInfo, Epochs
 from silentbad.errors import UserError
-from silentbad.timesteps import SEQUENCES, draw_timesteps, logit_normal, mixed, mode
-from silentbad.weightings import cosmap, debiased, huber, in_prediction, mse, p2, sigma_sqrt, soft_min_snr
+from silentbad.experiments.attention import record_maps
+from silentbad.experiments.timesteps import ErrorByTimestep
+from silentbad.memory import masks, probes
+from silentbad.memory.auxiliary import Access, Auxiliaries, SelfDistillation, Setting, Step, fixed
+from silentbad.memory.masks import REGION
+from silentbad.memory.rehearsal import PLACED, REHEARSAL, Rehearsal, Rehearsed
+from silentbad.memory.samplers import weakest_first
+from silentbad.memory.timesteps import SEQUENCES, draw_timesteps, logit_normal, mixed, mode
+from silentbad.memory.weightings import in_prediction, mse
+from silentbad.model import diffusion
+from silentbad.options import Decay, NotNegative, Positive, Share, Small, Unit, check_options, check_values
+
+Registry = dict[str, Callable[..., Any]]
 
 # ------------------------------------------------------------ configuration
 
@@ -41,14 +49,16 @@ class Part:
 @dataclass
 class SamplerConfig(Part):
     """Which element is shown how often: an entry of SAMPLERS."""
+
     name: str = "uniform"
-    clean_ratio: float | None = None  # clean exposures per element exposure; None: every record once
+    clean_ratio: NotNegative | None = None  # clean exposures per element exposure; None: every record once
     order: str = "shuffled"  # of an epoch; interleaved: each batch holds each element in proportion
 
 
 @dataclass
 class TimestepConfig(Part):
     """At which noise level: an entry of TIMESTEPS."""
+
     name: str = "uniform"
     importance: bool = True  # w = 1/(T p): the policy changes the variance, not the objective
     sequence: str = "random"  # of the batch's comb of noise levels; golden: each position walks through all of them
@@ -57,29 +67,33 @@ class TimestepConfig(Part):
 @dataclass
 class LossConfig(Part):
     """How an error counts: an entry of LOSSES, and of ERRORS."""
+
     error: str = "mse"
-    huber_delta: float = 0.1
-    dream: float | None = None  # detail preservation of DREAM (2312.00210); None: off
+    huber_delta: Positive = 0.1
+    dream: NotNegative | None = None  # detail preservation of DREAM (2312.00210); None: off
 
 
 @dataclass
 class PhraseMemoryConfig:
     """The probes that measure each element's strength rho_i."""
+
     enabled: bool = False
-    share: float = 0.03  # of the step budget, counted in UNet forwards (a training forward + backward is 3)
-    images: int = 4  # pictures of an element its probes look at
+    share: Share = 0.03  # of the step budget, counted in UNet forwards (a training forward + backward is 3)
+    images: Small = 4  # pictures of an element its probes look at
 
 
 @dataclass
 class RetentionConfig(Part):
     """What keeps clean prompts as they were."""
-    clean_weight: float = 1.0  # loss weight of clean records (the prior weight of DreamBooth, 2208.12242)
-    unconditional: float = 0.0  # share of clean exposures without a caption (2503.20240); docs/theory.md 10
+
+    clean_weight: NotNegative = 1.0  # loss weight of clean records (the prior weight of DreamBooth, 2208.12242)
+    unconditional: Unit = 0.0  # share of clean exposures without a caption (2503.20240)
 
 
 @dataclass
 class MemoryConfig:
     """Nested under --memory.*; everything is off by default."""
+
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     timesteps: TimestepConfig = field(default_factory=TimestepConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -102,44 +116,13 @@ def uniform(rho: np.ndarray, records: np.ndarray, epoch: int) -> np.ndarray:
     return records / records.sum()
 
 
-def weakest_first(
-    rho: np.ndarray, records: np.ndarray, epoch: int, *,
-    alpha: float = 1.0, uniform_share: float = 0.3, centre: float = 0.5, width: float = 0.15, cap: float = 4.0,
-) -> np.ndarray:
-    """log P(composed) ~ sum_i log p_i, whose derivative is 1/p_i: q ~ p^-alpha,
-    p = sigmoid((rho - centre)/width)."""
-    n = len(records)
-    if not len(rho):
-        return np.full(n, 1 / n)
-    p = 1 / (1 + np.exp(-((rho[-1] - centre) / width).clip(-30, 30)))
-    return capped(uniform_share / n + (1 - uniform_share) * p**-alpha / (p**-alpha).sum(), cap)
-
-
-def leitner(
-    rho: np.ndarray, records: np.ndarray, epoch: int, *, promote: float = 0.5, boxes: int = 3, cap: float = 4.0
-) -> np.ndarray:
-    """Leitner's boxes: an element in box b is shown every 2^b epochs; the due ones share by `weakest_first`.
-
-    The box is the number of latest probes in a row with rho >= promote, so one failed recall sends it back to
-    the first. (Leitner tests an item only when it is due; our probe tests all, at the cost of forwards only.)
-    """
-    n = len(records)
-    recalled = np.cumprod(rho[::-1] >= promote, axis=0).sum(axis=0) if len(rho) else np.zeros(n, dtype=int)
-    box = np.minimum(recalled, boxes - 1)
-    due = epoch % (2**box) == 0
-    due = due if due.any() else box == box.min()
-    q = np.zeros(n)
-    q[due] = weakest_first(rho[:, due], records[due], epoch, cap=cap)
-    return q
-
-
-SAMPLERS: dict[str, Callable[..., Any]] = {"uniform": uniform, "weakest_first": weakest_first, "leitner": leitner}
+SAMPLERS: Registry = {"uniform": uniform, "weakest_first": weakest_first, **experiments.SAMPLERS}
 
 
 # ------------------------------------------------------------ timestep policies
 # A policy is a density p (T,) from the schedule's snr (T,), the progress of the run in [0,1] and the relative
-# error by timestep (bins,) or None. At least 0.3 of every density is uniform. Those of Stable Diffusion 3 stand in
-# silentbad/timesteps.py.
+# error by timestep (bins,) or None. At least 0.3 of every density is uniform. `silentbad/memory/timesteps.py`
+# has the densities of Stable Diffusion 3.
 
 
 def uniform_t(snr: np.ndarray, progress: float, error: np.ndarray | None) -> np.ndarray:
@@ -148,9 +131,16 @@ def uniform_t(snr: np.ndarray, progress: float, error: np.ndarray | None) -> np.
 
 
 def snr_mixture(
-    snr: np.ndarray, progress: float, error: np.ndarray | None, *,
-    centre: float = 0.5, width: float = 0.7, middle: float = 0.5, high: float = 0.15, above: float = 0.7,
-) -> np.ndarray:  # fmt: skip
+    snr: np.ndarray,
+    progress: float,
+    error: np.ndarray | None,
+    *,
+    centre: Positive = 0.5,
+    width: Positive = 0.7,
+    middle: Unit = 0.5,
+    high: Unit = 0.15,
+    above: Decay = 0.7,
+) -> np.ndarray:
     """`middle` of a logistic in log-SNR around SNR `centre`, `high` of a uniform above t = above*T, the rest
     uniform. The middle noise levels are where memory forms (2602.17846), the high ones hold the guidance
     basin (2411.16738)."""
@@ -162,39 +152,18 @@ def snr_mixture(
     return mixed(middle * -np.diff(cdf) + high * tail / tail.sum(), 1 - middle - high)
 
 
-def curriculum(
-    snr: np.ndarray, progress: float, error: np.ndarray | None, *,
-    start: float = 0.25, end: float = 0.5, uniform: float = 0.3,
-) -> np.ndarray:  # fmt: skip
-    """High noise first (2403.10348): t >= (1 - f) T, f rising from `start` to 1 at progress `end`. That paper
-    adds clusters of timesteps one by one; here the edge moves continuously over a uniform floor."""
-    f = min(1.0, start + (1 - start) * progress / max(end, 1e-9))
-    return mixed((np.arange(len(snr)) >= (1 - f) * len(snr)).astype(float), uniform)
-
-
-def learning_progress(
-    snr: np.ndarray, progress: float, error: np.ndarray | None, *, uniform: float = 0.3
-) -> np.ndarray:
-    """p ~ sqrt(E[L_t^2]) (2102.09672), the second moment of each bin divided by its own first value: a loss
-    says mostly which t was drawn (2401.09031), its fall says what was learnt there."""
-    if error is None:
-        return uniform_t(snr, progress, error)
-    return mixed(error[np.arange(len(snr)) * len(error) // len(snr)], uniform)
-
-
-TIMESTEPS: dict[str, Callable[..., Any]] = {
+TIMESTEPS: Registry = {
     "uniform": uniform_t,
     "logit_normal": logit_normal,
     "mode": mode,
     "snr_mixture": snr_mixture,
-    "curriculum": curriculum,
-    "learning_progress": learning_progress,
+    **experiments.TIMESTEPS,
 }
 
 
 # ------------------------------------------------------------ losses
 # A loss weight is a function of snr (B,) for the epsilon error, finite at snr = 0; `in_prediction` carries it over to
-# what the model predicts. Further ones stand in silentbad/weightings.py.
+# what the model predicts. More are in silentbad/experiments/losses.py.
 
 
 def no_weight(snr: torch.Tensor, prediction_type: str) -> torch.Tensor:
@@ -202,26 +171,25 @@ def no_weight(snr: torch.Tensor, prediction_type: str) -> torch.Tensor:
     return torch.ones_like(snr)
 
 
-def min_snr(snr: torch.Tensor, prediction_type: str, *, gamma: float = 5.0) -> torch.Tensor:
+def min_snr(snr: torch.Tensor, prediction_type: str, *, gamma: Positive = 5.0) -> torch.Tensor:
     """min(SNR, gamma)/SNR on epsilon (2303.09556), written gamma/max(SNR, gamma)."""
     return in_prediction(gamma / snr.clamp_min(gamma), snr, prediction_type)
 
 
-LOSSES: dict[str, Callable[..., Any]] = {
-    "none": no_weight,
-    "min_snr": min_snr,
-    "soft_min_snr": soft_min_snr,
-    "debiased": debiased,
-    "p2": p2,
-    "sigma_sqrt": sigma_sqrt,
-    "cosmap": cosmap,
-}
-ERRORS: dict[str, Callable[..., Any]] = {"mse": mse, "huber": huber}
+LOSSES: Registry = {"none": no_weight, "min_snr": min_snr, **experiments.LOSSES}
+ERRORS: Registry = {"mse": mse, **experiments.ERRORS}
 
 
 # ------------------------------------------------------------ the shell
-# Regions and rehearsal are registered beside their functions in `silentbad.compose`, auxiliaries and their balance
-# in `silentbad.auxiliary`.
+# Regions are registered in `silentbad.memory.masks`, rehearsal in `silentbad.memory.rehearsal`; the parts of auxiliary
+# losses are in `silentbad.memory.auxiliary`.
+
+
+AUXILIARY: dict[str, Registry] = {
+    **experiments.AUXILIARY,
+    "retention": {"self_distillation": SelfDistillation, **experiments.AUXILIARY["retention"]},
+}
+LOSS_BALANCE: Registry = {"fixed": fixed, **experiments.LOSS_BALANCE}
 
 
 REGISTRIES: dict[str, dict[str, Callable[..., Any]]] = {
@@ -233,8 +201,7 @@ REGISTRIES: dict[str, dict[str, Callable[..., Any]]] = {
 
 def check(config: MemoryConfig) -> None:
     """Refuse what cannot run, before any weights load."""
-    from silentbad.config import check_options
-
+    check_values(config, "memory.")
     for slot, registry in REGISTRIES.items():
         part = getattr(config, slot)
         check_options(f"memory.{slot}", registry, part.name, part.options)
@@ -248,88 +215,91 @@ def check(config: MemoryConfig) -> None:
     for slot, names in (("sampler", ("weakest_first", "leitner")), ("distillation", ("and",))):
         if (name := getattr(config, slot).name) in names and not config.phrase_memory.enabled:
             raise UserError(f"memory.{slot}.name={name} needs memory.phrase_memory.enabled=true")
-    if (name := config.rehearsal.name) in compose.PLACED and config.region.name == "none":
+    if (name := config.rehearsal.name) in PLACED and config.region.name == "none":
         raise UserError(f"memory.rehearsal.name={name} needs memory.region.name=mask: its loss is where elements stand")
     TIMESTEPS[config.timesteps.name](np.geomspace(1e3, 1e-3, 100), 0.0, None, **config.timesteps.options)
     blank = torch.ones(1, 1, 1, 1)  # as for the timesteps: the functions judge their own values
     REGION[config.region.name](blank, torch.tensor([True]), blank, (1, 1), **config.region.options)
-    if not 0 < config.phrase_memory.share <= 1:
-        raise UserError(f"memory.phrase_memory.share is {config.phrase_memory.share:g}; it must lie in (0, 1]")
-    if not 0 <= config.retention.unconditional <= 1:
-        raise UserError(f"memory.retention.unconditional is {config.retention.unconditional:g}; it must lie in [0, 1]")
 
 
 class Memory:
     """The parts the configuration names, in the order a step calls them.
 
-    prepare -> [sampler.epoch, rehearse] -> timesteps -> rectify -> watch (around the UNet's forward) ->
-    loss_per_sample -> auxiliary -> after_step. `reduce` sums a tensor over the ranks; rehearsal wants
-    `rehearse.load`, a function that opens a record by its index.
+    epochs.epoch, rehearse (while drawing) -> timesteps -> rectify -> watch (around the UNet's forward) ->
+    loss_per_sample -> auxiliary -> took -> after_step. Built from the weights before training, also before a
+    checkpoint loads. `reduce` sums a tensor over the ranks.
     """
 
     def __init__(
-        self, config: MemoryConfig, info: DataInfo, scheduler: Any, *, seed: int, effective_batch: int, max_steps: int,
-        rank: int = 0, world: int = 1, reduce: Callable[..., Any] | None = None,
+        self,
+        config: MemoryConfig,
+        info: DataInfo,
+        scheduler: Any,
+        access: Access,
+        *,
+        seed: int,
+        effective_batch: int,
+        max_steps: int,
+        rank: int = 0,
+        world: int = 1,
+        reduce: Callable[..., Any] | None = None,
     ):
         check(config)
-        self.config, self.info, self.scheduler, self.seed = config, info, scheduler, seed
-        self.max_steps, self.rank, self.world = max_steps, rank, world
-        self.snr = compute_snr(scheduler, torch.arange(len(scheduler.alphas_cumprod))).float()
-        self.snr_numpy = self.snr.double().numpy()
-        self.phrases = recall.PhraseMemory(
-            len(info.keys) if config.phrase_memory.enabled else 0, self.snr, share=config.phrase_memory.share,
-            effective_batch=effective_batch, seed=seed, rank=rank, world=world, reduce=reduce,
-        )
-        sampler, rehearsal = config.sampler, config.rehearsal
-        share = partial(SAMPLERS[sampler.name], **sampler.options)
-        self.sampler = Sampler(share, info, seed, sampler.clean_ratio, self.phrases.rows, sampler.order)
-        self.rehearse = compose.Rehearsal(REHEARSAL[rehearsal.name], rehearsal.options, info, seed)
+        self.config, self.info, self.scheduler, self.seed, self.max_steps = config, info, scheduler, seed, max_steps
+        snr = compute_snr(scheduler, torch.arange(len(scheduler.alphas_cumprod))).float()
+        self.snr, self.snr_numpy = snr.to(next(access.unet.parameters()).device), snr.double().numpy()
+        bank = self._bank(access)
+        self.estimated = probes.mask_table(bank) if config.region.name == "estimated" else None
+        n, process = len(info.keys), {"seed": seed, "rank": rank, "world": world, "reduce": reduce}
+        probed, share = n if config.phrase_memory.enabled else 0, config.phrase_memory.share
+        self.phrases = probes.PhraseMemory(probed, snr, bank, share=share, effective_batch=effective_batch, **process)
+        sampler = config.sampler
+        shares = partial(SAMPLERS[sampler.name], **sampler.options)
+        self.epochs = Epochs(shares, info, seed, sampler.clean_ratio, self.phrases.rows, sampler.order)
+        found = {i: masks.mask_to_image(e.found) for i, e in enumerate(bank) if e.found is not None}
+        shown = found if config.region.name == "estimated" else {}
+        rehearsal = config.rehearsal
+        self.rehearse = Rehearsal(rehearsal.name, rehearsal.options, info, seed, access.load, shown)
+        self.rehearsed = Rehearsed()
         learns = config.timesteps.name == "learning_progress"
-        self.errors = recall.ErrorByTimestep(len(self.snr), reduce) if learns else None
-        balance = config.loss_balance
-        self.auxiliaries = Auxiliaries(partial(LOSS_BALANCE[balance.name], **balance.options))
-        self.estimated: torch.Tensor | None = None
+        self.errors = ErrorByTimestep(len(self.snr), reduce) if learns else None
+        setting = Setting(info, bank, self.phrases, scheduler, access.tokenizer, seed, rank, world)
+        balance = partial(LOSS_BALANCE[config.loss_balance.name], **config.loss_balance.options)
+        parts = {slot: getattr(config, slot) for slot in AUXILIARY}
+        self.auxiliaries = Auxiliaries(balance, AUXILIARY, parts, access.unet, setting)
+        if config.phrase_memory.enabled:
+            self.phrases.start(access.predict, scheduler)
 
-    def prepare(
-        self, unet: torch.nn.Module, predict: Callable[..., Any], encode: Callable[..., Any],
-        pictures: Callable[..., Any], tokenizer: Any,
-    ) -> None:  # fmt: skip
-        """Build the bank and what hangs on it, from the weights before training (also before a checkpoint loads).
+    def _bank(self, access: Access) -> list[probes.Element]:
+        """Pictures and masks of each element, where a part looks at them."""
+        c = self.config
+        if not (c.phrase_memory.enabled or c.region.name == "estimated" or c.distillation.name != "none"):
+            return []
+        return probes.build_bank(self.info, access.encode, access.pictures, c.phrase_memory.images, self.snr.device)
 
-        encode(pixel_values) -> latents without sampling noise; pictures(rows) -> a collated batch of plain records.
-        """
-        c, device = self.config, next(unet.parameters()).device
-        self.snr = self.snr.to(device)
-        if c.phrase_memory.enabled or c.region.name == "estimated" or c.distillation.name != "none":
-            self.phrases.bank = recall.build_bank(self.info, encode, pictures, c.phrase_memory.images, device)
-        phrases, ranks = self.phrases, (self.rank, self.world)
-        setting = Setting(self.info, phrases.bank, phrases, self.scheduler, tokenizer, self.seed, *ranks)
-        self.auxiliaries.build({slot: getattr(c, slot) for slot in AUXILIARY}, unet, setting)
-        if c.region.name == "estimated":
-            self.estimated = recall.mask_table(self.phrases.bank)
-            found = {i: e.found for i, e in enumerate(self.phrases.bank) if e.found is not None}
-            self.rehearse.masks = {i: compose.mask_to_image(mask) for i, mask in found.items()}
-        if c.phrase_memory.enabled:
-            self.phrases.start(predict, self.scheduler)
-
-    def timesteps(self, step: int, positions: list[int], n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(t (B,), w (B,)) on the CPU for these positions of the step's effective batch of n."""
+    def timesteps(self, draw: int, positions: list[int], n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(t (B,), w (B,)) on the CPU for these positions of the draw's effective batch of n."""
         c, error = self.config.timesteps, self.errors.relative() if self.errors else None
-        p = TIMESTEPS[c.name](self.snr_numpy, self.progress(step), error, **c.options)
-        return draw_timesteps(p, self.seed, step, list(positions), n, c.importance, c.sequence)
+        p = TIMESTEPS[c.name](self.snr_numpy, self.progress(draw), error, **c.options)
+        return draw_timesteps(p, self.seed, draw, list(positions), n, c.importance, c.sequence)
 
     def progress(self, step: int) -> float:
         """Share of the run that is over, in [0, 1]."""
         return min(1.0, step / max(self.max_steps, 1))
 
     def rectify(
-        self, model: Callable[..., Any], x0: torch.Tensor, eps: torch.Tensor, t: torch.Tensor, x_t: torch.Tensor,
+        self,
+        model: Callable[..., Any],
+        x0: torch.Tensor,
+        eps: torch.Tensor,
+        t: torch.Tensor,
+        x_t: torch.Tensor,
         target: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(x_t, target), by DREAM where it is on; model(x_t, t) -> prediction under the batch's captions."""
         if self.config.loss.dream is None:
             return x_t, target
-        return recall.dream(model, self.scheduler, x0, eps, t, x_t, self.config.loss.dream)
+        return diffusion.dream(model, self.scheduler, x0, eps, t, x_t, self.config.loss.dream)
 
     def watch(self, unet: torch.nn.Module, step: int) -> AbstractContextManager[Any]:
         """A context for the UNet's forward: its attention maps when binding wants them, else None."""
@@ -351,7 +321,7 @@ class Memory:
         size = tuple(pred.shape[-2:])
         region = REGION[c.region.name](batch["mask"], batch["has_mask"], estimated, size, **c.region.options)
         if "counted" in batch:
-            region = compose.counted_only(region, batch["counted"])
+            region = masks.counted_only(region, batch["counted"])
         raw = (err * region).mean(dim=(1, 2, 3))
         if self.errors is not None:
             self.errors.observe(t, raw.detach())
@@ -360,12 +330,26 @@ class Memory:
         return raw * weight * w * torch.tensor(clean).to(pred.device, non_blocking=True)
 
     def auxiliary(
-        self, loss: torch.Tensor, *, step: int, micro: int, batch: dict[str, Any], x_t: torch.Tensor, t: torch.Tensor,
-        pred: torch.Tensor, maps: Any, unet: torch.nn.Module, predict: Callable[..., Any],
-    ) -> torch.Tensor | None:  # fmt: skip
+        self,
+        loss: torch.Tensor,
+        *,
+        step: int,
+        micro: int,
+        batch: dict[str, Any],
+        x_t: torch.Tensor,
+        t: torch.Tensor,
+        pred: torch.Tensor,
+        maps: Any,
+        unet: torch.nn.Module,
+        predict: Callable[..., Any],
+    ) -> torch.Tensor | None:
         """The weighted sum of the auxiliaries that are on in this micro-step, to be added to `loss`; or None."""
         now = Step(step, micro, self.progress(step), batch, x_t, t, pred, maps, unet, predict)
         return self.auxiliaries(loss, now)
+
+    def took(self, united: list[tuple[int, int] | None]) -> None:
+        """Count the rehearsals of a batch that training has taken."""
+        self.rehearsed.add(united)
 
     def after_step(self, step: int, predict: Callable[..., Any]) -> None:
         """At a synchronised step: probe what the budget allows, pass the timestep statistics on."""
@@ -379,7 +363,7 @@ class Memory:
         if self.phrases.n:
             made |= {"memory/rho_min": self.phrases.rho.min(), "memory/rho_mean": self.phrases.rho.mean()}
         if self.config.rehearsal.name != "none":
-            made |= {"memory/rehearsals": self.rehearse.made, "memory/largest_union": self.rehearse.largest[0]}
+            made |= {"memory/rehearsals": self.rehearsed.count, "memory/largest_union": self.rehearsed.largest[0]}
         return made
 
     @property
@@ -391,7 +375,8 @@ class Memory:
         """All that a bit-exact resume needs; call between steps."""
         return {
             "phrases": self.phrases.state_dict(),
-            "sampler": self.sampler.dealt,
+            "epochs": self.epochs.state_dict(),
+            "rehearsed": self.rehearsed.state_dict(),
             "errors": self.errors.state_dict() if self.errors else None,
             "auxiliaries": self.auxiliaries.state_dict(),
         }
@@ -399,7 +384,8 @@ class Memory:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state of the same configuration."""
         self.phrases.load_state_dict(state["phrases"])
-        self.sampler.dealt = state["sampler"]
+        self.epochs.load_state_dict(state["epochs"])
+        self.rehearsed.load_state_dict(state["rehearsed"])
         if self.errors:
             self.errors.load_state_dict(state["errors"])
         self.auxiliaries.load_state_dict(state["auxiliaries"])

@@ -2,39 +2,48 @@
 
     accelerate launch train_silentbad.py --config configs/quickstart.yaml [--config more.yaml] [--flag value ...]
 
-Exit code 0: finished; 2: a mistake in what was given; 130, 143: stopped by SIGINT, SIGTERM with a checkpoint saved.
+Exit code 0: finished; 2: a mistake in what was given; 130, 143: stopped by SIGINT, SIGTERM with a checkpoint saved;
+under `accelerate launch` every code but 0 is 1 (docs/running.md).
 Legend: x0 (B,C,h,w) latents, eps noise, t (B,), w (B,) importance weights, c what the captions say to the model. `step`
 counts optimizer updates, `draw` effective batches: a skipped update never meets its data again.
 """
 
 import os
+import signal
 import sys
 import tempfile
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from diffusers.optimization import get_scheduler
 from tqdm.auto import tqdm
 
 import gradient_control
 import memory_reinforce
+import validation
 from gradient_control import Controller, GradientControlConfig
 from memory_reinforce import Memory, MemoryConfig
-from silentbad import adapters, caches, checks, models, optimizers, runs, sharding
-from silentbad.config import TrainConfig, check, flag, parse, to_dict
-from silentbad.data import Loader, Sampler, Stream, Transform, chunks, collate, interpolation_mode, prepare
-from silentbad.epochs import DataInfo, epoch_length, sources_of
+from silentbad.data.draws import interpolation_mode
+from silentbad.data.elements import sources_of
+from silentbad.data.loader import chunks
+from silentbad.device import send
+from silentbad.distributed import shards
+from silentbad.distributed.shards import world_size
 from silentbad.errors import UserError, say
-from silentbad.gradients import world_size
+from silentbad.model import denoiser, diffusion, lora, pipeline
+from silentbad.model.averaging import averaged
 from silentbad.rng import addressed_seed
-from silentbad.timers import Timers
-from silentbad.upkeep import Upkeep, finish, not_finite, rescue, try_drawing
-from silentbad.zero import Zero
-from validation import RecoveryHook, ValidationConfig, averaged
+from silentbad.run import card, checks, launched, optimizers, trackers
+from silentbad.run.build import Run
+from silentbad.run.build import build as connect
+from silentbad.run.config import TrainConfig, check, flag, parse, to_dict
+from silentbad.run.folder import RunFolder, facts, stamped
+from silentbad.run.products import goodness
+from silentbad.run.signals import Requests
+from validation import RecoveryHook, ValidationConfig
 
 
 @dataclass
@@ -47,118 +56,29 @@ class Config(TrainConfig):
     print_groups: bool = flag(False, "print the parameter groups and stop", "here")
 
 
-def check_all(config: Config, sources: dict[str, str]) -> None:
-    """Refuse what cannot run, before any weights load; flat loss flags become the parts of `memory` they name."""
+def check_all(config: Config, sources: dict[str, str]) -> Config:
+    """Refuse what cannot run, before any weights load; returns the configuration with the flat loss flags in the
+    parts of `memory` that they name."""
     check(config, sources)
-    checks.join(config)
+    config = checks.joined(config)
+    if config.validation.targets is not None:
+        validation.check_validation(config.validation)
     gradient_control.check_config(config.gradient_control)
     memory_reinforce.check(config.memory)
     interpolation_mode(config.image_interpolation_mode)
-    adapters.check(config)
-    models.check_machine(config)
-    sharding.check(config)
+    checks.check_places(config)
+    lora.check(config)
+    checks.check_machine(config)
+    shards.check(config)
+    return config
 
 
-# ---------------------------------------------------------------- what a run is made of
-
-
-class Run(Upkeep):
-    """Everything one training holds, built in order; `train` below is its loop."""
-
-    def __init__(self, config: Config, accelerator: Accelerator, folder: runs.RunFolder, sharded: str = ""):
-        self.config, self.accelerator, self.folder = config, accelerator, folder
-        self.meters, self.timers = runs.Meters(), Timers()
-        world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
-        # -- data, checked before weights load
-        settings, tokenizer = models.scheduler_settings(config), models.load_tokenizer(config)
-        self.records, held_out, self.targets = prepare(
-            config, tokenizer, accelerator.main_process_first, accelerator.print
-        )
-        self.info = DataInfo(*(getattr(self.records, n) for n in ("role", "target_id", "element_id", "phrases")))
-        checks.check_records(config, self.info, self.records.phrases)
-        # -- models
-        self.parts = parts = models.load_parts(config, settings, tokenizer, accelerator.mixed_precision)
-        side, cache = models.resolution(parts, config), config.cache_mb * 2**20
-        self.encoder = models.Encoder(parts, accelerator, side=side, cache_bytes=cache, seed=config.seed)
-        models.placed(parts.model, config, device)
-        if sharded == "FSDP":
-            sharding.shard(parts.model, device, accelerator.mixed_precision)
-        # -- length and optimizer
-        effective_batch = config.train_batch_size * config.gradient_accumulation_steps * world
-        self.steps_per_epoch = -(-epoch_length(self.info, config.memory.sampler.clean_ratio) // effective_batch)
-        self.total = config.max_train_steps or config.num_train_epochs * self.steps_per_epoch
-        self.control = Controller(parts.model, config.gradient_control, config.seed)
-        groups = self.control.param_groups(config.adam_weight_decay)
-        optimizer = optimizers.make_optimizer(groups, config, effective_batch if config.scale_lr else 1.0)
-        self.lr_scheduler = get_scheduler(
-            config.lr_scheduler, optimizer, num_warmup_steps=config.lr_warmup_steps, num_training_steps=self.total
-        )  # not prepared: one step an update, whatever the number of processes
-        self.control.attach(optimizer, self.lr_scheduler)
-        self.zero = None
-        if sharded == "DEEPSPEED":
-            self.model = accelerator.prepare_model(parts.model, evaluation_mode=True)  # its autocast, not its DDP
-            self.optimizer = self.zero = Zero(parts.model, optimizer)
-            self.forward = self.zero.engine
-        else:
-            self.model = parts.model if sharded else accelerator.prepare(parts.model)
-            self.optimizer = accelerator.prepare(optimizer)
-            self.forward = models.training_forward(self.model, config)
-        self.ema = models.make_ema(parts.model, config, device)
-        # -- what is shown, and how it is weighed
-        transform = Transform.of(config, side)
-        self.sampler = Sampler(
-            self.records, transform, config.seed, config.shuffle_phrases, cache, config.memory.retention.unconditional
-        )
-        self.memory = Memory(
-            config.memory, self.info, parts.noise_scheduler, seed=config.seed,
-            effective_batch=effective_batch, max_steps=self.total, rank=rank, world=world,
-            reduce=partial(accelerator.reduce, reduction="sum"),
-        )  # fmt: skip
-        self.memory.rehearse.load = self.sampler.load
-        if config.memory.rehearsal.name != "none":
-            self.sampler.rehearse = self.memory.rehearse
-        self.stream = Stream(self.memory.sampler.epoch)
-        self.loader = Loader(
-            self.sampler, self.stream, batch_size=config.train_batch_size, rank=rank, world=world,
-            accumulation=config.gradient_accumulation_steps, workers=config.dataloader_num_workers, device=device,
-        )  # fmt: skip
-        self.memory.prepare(
-            parts.model, self.predict, self.encoder.mode,
-            lambda rows: collate(self.sampler.pictures(rows)), tokenizer,
-        )  # fmt: skip
-        caches.use(self, accelerator)
-        # -- how it is measured; nothing is written before `open`
-        self.hook = None
-        if self.targets and not config.dry_run:
-            clean = runs.clean_records(Sampler(held_out, transform, config.seed)) if held_out else []
-            self.hook = RecoveryHook(
-                config.validation, targets=self.targets, components=parts.components(), accelerator=accelerator,
-                output_dir=folder.path, seed=config.seed, clean=clean, prediction_type=config.prediction_type,
-            )  # fmt: skip
-
-    @property
-    def draw(self) -> int:
-        """Effective batches begun, skipped ones included."""
-        return self.step + self.skipped
-
-    def backward(self, loss: torch.Tensor, last: bool) -> None:
-        """Add a loss's gradients to the accumulated ones; `last` of an update or not."""
-        if self.zero is None:
-            self.accelerator.backward(loss)
-        else:
-            self.zero.backward(loss * models.backward_scale(self.accelerator), last)
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """A context with the averaged weights in place, where there are some."""
-        return averaged(self.ema, self.parts.model) if self.ema is not None else optimizers.measured(self.optimizer)
-
-    def predict(
-        self, x_t: torch.Tensor, t: torch.Tensor, texts: list[str], model: Any = None, time_ids: Any = None
-    ) -> torch.Tensor:
-        """The prediction (B,C,h,w) under these captions, of what trains or of a copy of it."""
-        with self.accelerator.autocast():
-            c = self.encoder.condition(texts, time_ids)
-            return (model or self.model)(x_t, t, **c, return_dict=False)[0]
+def build(config: Config, accelerator: Accelerator, folder: RunFolder, sharded: str = "") -> Run:
+    """The parts of a run, connected (`silentbad.run.build`)."""
+    if config.validation.targets is not None:
+        validation.check_embedder(config.validation)
+    kinds = {"controller": Controller, "memory_of": Memory, "hook_of": RecoveryHook}
+    return connect(config, accelerator, folder, sharded, **kinds)
 
 
 # ---------------------------------------------------------------- one step
@@ -176,108 +96,200 @@ def part_step(run: Run, share: float, batch: dict[str, Any], micro: int, *, last
     """Forward and backward of a `share` of a micro-batch; returns its part of the loss. Nothing here waits for the
     device."""
     config, memory, scheduler, device = run.config, run.memory, run.parts.noise_scheduler, run.accelerator.device
-    positions, draw, model = batch["position"].tolist(), run.draw, run.parts.model
+    positions, step, draw, model = batch["position"].tolist(), run.state.step, run.state.draw, run.parts.model
     torch.manual_seed(addressed_seed(config.seed, "torch", draw, positions[0]))  # dropout, where a UNet has it
     x0, c = run.encoder.latents(batch, draw), run.encoder.condition(batch["text"], batch["time_ids"])
     t, w = memory.timesteps(draw, positions, run.loader.effective_batch)
-    run.count(t)
-    t, w = caches.send(t, device), caches.send(w, device)
-    eps, x_t = models.noised(scheduler, x0, t, config, draw, positions)
-    target = models.prediction_target(scheduler, x0, eps, t)
+    run.state.count(t)
+    t, w = send(t, device), send(w, device)
+    eps, x_t = diffusion.noised(scheduler, x0, t, config, draw, positions)
+    target = diffusion.prediction_target(scheduler, x0, eps, t)
     x_t, target = memory.rectify(lambda x, t: run.forward(x, t, **c, return_dict=False)[0], x0, eps, t, x_t, target)
     known = [key for key in ("mask", "has_mask", "counted", "time_ids") if key in batch]
-    batch = batch | {key: caches.send(batch[key], device) for key in known}
-    with memory.watch(model, run.step) as maps:
+    batch = batch | {key: send(batch[key], device) for key in known}
+    with memory.watch(model, step) as maps:
         pred = run.forward(x_t, t, **c, return_dict=False)[0]
     losses = memory.loss_per_sample(pred, target, t, w, batch)
     loss = losses.mean()
-    extra = memory.auxiliary(
-        loss, step=run.step, micro=micro, batch=batch, x_t=x_t, t=t, pred=pred, maps=maps, unet=model,
-        predict=run.predict,
-    )  # fmt: skip
-    sources, scale = sources_of(batch, config.gradient_control.sources), share * models.backward_scale(run.accelerator)
-    source = run.control.before_backward(losses, sources, scale)
+    now = {"step": step, "micro": micro, "batch": batch, "x_t": x_t, "t": t, "pred": pred, "maps": maps}
+    extra = memory.auxiliary(loss, **now, unet=model, predict=run.predict)
+    sources, scale = sources_of(batch, config.gradient_control.sources), denoiser.backward_scale(run.accelerator)
+    source = run.control.before_backward(losses, sources, share * scale)
     last = last and run.accelerator.sync_gradients
-    run.backward(share * (loss if extra is None else loss + extra), last)
+    backward(run, share * (loss if extra is None else loss + extra), last)
     run.control.after_backward(last, source)
     return share * loss.detach()
 
 
+def backward(run: Run, loss: torch.Tensor, last: bool) -> None:
+    """Add a loss's gradients to the accumulated ones; `last` of an update or not."""
+    if run.zero is None:
+        run.accelerator.backward(loss)
+    else:
+        run.zero.backward(loss * denoiser.backward_scale(run.accelerator), last)
+
+
 def update(run: Run) -> bool:
     """One optimizer update from the accumulated gradients; False where they are not finite and it is skipped."""
-    run.accelerator.unscale_gradients(run.optimizer)
-    norms = optimizers.gradient_norms(run.control.params)
+    state, control, optimizer = run.state, run.control, run.state.optimizer
+    run.accelerator.unscale_gradients(optimizer)
+    norms = optimizers.gradient_norms(control.params)
     norm = torch.linalg.vector_norm(norms)
-    run.control.before_step(run.step, finite=torch.isfinite(norm), norms=norms)
+    control.before_step(state.step, finite=torch.isfinite(norm), norms=norms)
     if run.config.max_grad_norm:
-        optimizers.clip(run.control.params, run.config.max_grad_norm, None if run.control.edits else norm)
+        optimizers.clip(control.params, run.config.max_grad_norm, None if control.edits else norm)
     finite = bool(torch.isfinite(norm))  # the one host sync of a step: what is not finite must not be applied
-    run.torn = True
-    if finite or run.accelerator.scaler is not None:  # the scaler must see an overflow to lower its scale
-        run.optimizer.step()
-    skipped = not finite or run.accelerator.optimizer_step_was_skipped
-    run.control.after_step(skipped=skipped)
-    run.optimizer.zero_grad(set_to_none=True)
-    if skipped:
-        run.skipped, run.skipped_in_row, run.torn = run.skipped + 1, run.skipped_in_row + 1, False
-        return False
-    run.lr_scheduler.step()
-    if run.ema is not None:
-        run.ema.step(p for p in run.parts.model.parameters() if p.requires_grad)
-    run.step, run.skipped_in_row = run.step + 1, 0
-    run.memory.after_step(run.step, run.predict)
-    run.meters.add({"grad_norm": norm})
-    run.torn = False
+    with state.update_under_way():
+        if finite or run.accelerator.scaler is not None:  # the scaler must see an overflow to lower its scale
+            optimizer.step()
+        skipped = not finite or run.accelerator.optimizer_step_was_skipped
+        control.after_step(skipped=skipped)
+        optimizer.zero_grad(set_to_none=True)
+        if skipped:
+            state.skip()
+            return False
+        state.updated()
+        run.memory.after_step(state.step, run.predict)
+        run.meters.add({"grad_norm": norm})
     return True
 
 
+# ---------------------------------------------------------------- the loop
+
+
 def train(run: Run) -> int:
-    """The loop. Returns 0, or 128 + the number of the signal that stopped it at a step boundary."""
-    config, accelerator = run.config, run.accelerator
-    bar = tqdm(total=run.total, initial=run.step, desc="Steps", disable=not accelerator.is_local_main_process)
-    with runs.Requests(run.folder) as requests, rescue(run), bar:
-        while run.step < run.total:
-            if run.hook is not None and run.hook.should_run(run.step):
-                run.validate()
-            run.drawing, drawn, losses = run.draw, [], []
-            for micro, batch in enumerate(run.timers.waiting("data", run.loader.draw(run.draw))):
-                drawn += batch["index"].tolist()
+    """Returns 0, or 128 + the number of the signal that stopped it at a step boundary."""
+    config, accelerator, state = run.config, run.accelerator, run.state
+    bar = tqdm(total=state.total, initial=state.step, desc="Steps", disable=not accelerator.is_local_main_process)
+    with Requests(run.folder) as requests, run.checkpoints.rescue(run.loader), bar:
+        while state.step < state.total:
+            if run.hook is not None and run.hook.should_run(state.step):
+                validate(run)
+            drawn, losses = [], []
+            for micro, batch in enumerate(run.timers.waiting("data", run.loader.draw(state.draw))):
+                drawn.append(batch)
                 with accelerator.accumulate(run.model), run.timers.of("forward"):
                     losses.append(micro_step(run, batch, micro))
+            run.memory.took([united for batch in drawn for united in batch["united"]])
             if not update(run):
-                if run.skipped_in_row >= config.max_nonfinite_steps:
-                    raise UserError(not_finite(run, drawn))
+                if state.skipped_in_row >= config.max_nonfinite_steps:
+                    raise UserError(not_finite(run, [i for batch in drawn for i in batch["index"].tolist()]))
                 continue
             run.meters.add({"loss": torch.stack(losses).mean()})
             bar.update()
-            if stop := run.boundary(requests):
+            if stop := boundary(run, requests):
                 return 128 + stop
     return 0
+
+
+def boundary(run: Run, requests: Requests) -> int:
+    """Between two steps: log, save and validate what is due or asked for; the signal to stop by, or 0."""
+    state, config = run.state, run.config
+    if state.step % config.log_every == 0 or state.step == state.total:
+        run.log.training(run.control.meters(), run.memory.meters())
+    if state.step % state.steps_per_epoch == 0:
+        end_of_epoch(run, state.step // state.steps_per_epoch)
+    stop, save, asked_to_validate = requests.agreed()
+    if stop or save or state.step % config.checkpointing_steps == 0:
+        run.checkpoints.save("signal" if stop or save else "interval")
+    if stop:
+        run.log.say(f"stopped by {signal.Signals(stop).name}; resume with --resume_from_checkpoint latest")
+    elif asked_to_validate and run.hook is not None:
+        validate(run)
+    return stop
+
+
+def end_of_epoch(run: Run, epoch: int) -> None:
+    """Prompt images and a pipeline, every so many epochs."""
+    config = run.config
+    if config.validation_prompts and epoch % config.validation_epochs == 0:
+        run.products.draw_prompts()
+    if config.save_ckpt_epoch_interval and epoch % config.save_ckpt_epoch_interval == 0:
+        run.products.save_pipeline(run.folder.path / "epochs" / f"epoch-{epoch}")
+
+
+def validate(run: Run, final: bool = False) -> None:
+    """Recovery on all processes; with save_best the better pipeline is written before the old one goes."""
+    assert run.hook is not None
+    measure, state = run.hook.finish if final else run.hook.run, run.state
+    with run.timers.of("validate"), averaged(state.model, optimizer=state.optimizer):
+        scores = measure(state.step, state.epoch, pipeline.whole_parts(run.parts).model, state.ema)
+    run.log.validation(scores)
+    if state.improved(goodness(scores, run.config.best_by)) and run.config.save_best:
+        run.products.save_pipeline(run.folder.path / "best")
+
+
+def finish(run: Run) -> None:
+    """Last checkpoint, last validation, pipeline, report; then the upload, which may fail."""
+    with run.folder.writing("what a run leaves"):
+        run.checkpoints.save("end")
+        if run.hook is not None:
+            validate(run, final=True)
+        if run.config.validation_prompts:
+            run.products.draw_prompts()
+        run.products.save_pipeline(run.folder.pipeline)
+        run.products.record(run.control.history, run.memory.history)
+        run.products.report()
+        run.folder.write("finished.json", {"step": run.state.step})
+    if run.hook is not None:
+        run.accelerator.print(run.hook.table())
+    if run.config.push_to_hub:
+        run.products.push()
+
+
+def not_finite(run: Run, indices: list[int]) -> str:
+    """What stops a run whose gradients stay NaN or infinite: the records that were drawn."""
+    named = ", ".join(dict.fromkeys(run.records.where(index) for index in indices[:8]))
+    return (
+        f"max_nonfinite_steps: {run.state.skipped_in_row} gradients in a row were not finite at step {run.state.step}; "
+        f"last drawn records {indices[:8]} ({named}); lower learning_rate or mend them"
+    )
 
 
 # ---------------------------------------------------------------- the command
 
 
 def start(config: Config) -> int:
-    """Build the run, or take it up where it stood, and train; returns the exit code."""
-    sharded = sharding.take_over()
-    runs.stamp(config)
-    accelerator = runs.make_accelerator(config)
-    folder = runs.RunFolder.of(config, accelerator.is_main_process)
-    resumed = folder.resumed(config, accelerator.print)
-    run = Run(config, accelerator, folder, sharded)
-    if config.dry_run:
-        run.total = 1
-    if resumed is not None and run.take_up(resumed):
-        return 0
-    run.open(to_dict(config))
-    code = train(run)
-    if config.dry_run:
-        try_drawing(run)
-    elif code == 0:
-        finish(run)
-    accelerator.end_training()
-    return code
+    """Build the run, or take it up where it stopped, and train; returns the exit code."""
+    sharded = shards.take_over()
+    config = stamped(config)
+    accelerator = trackers.make_accelerator(config)
+    folder = RunFolder.of(config, accelerator.is_main_process)
+    with folder.claimed():
+        if config.push_to_hub:
+            folder.on_main(lambda: card.check_push(config))
+        resumed = folder.resumed(config, accelerator.print)
+        run = build(config, accelerator, folder, sharded)
+        if resumed is not None and take_up(run, resumed):
+            return 0
+        open_folder(run)
+        code = train(run)
+        if config.dry_run:
+            run.products.try_drawing(run.records.row(0)["text"])
+            accelerator.print("dry run: loaded everything, one step, one image; nothing written")
+        elif code == 0:
+            finish(run)
+        accelerator.end_training()
+        return code
+
+
+def take_up(run: Run, checkpoint: Path) -> bool:
+    """Load a checkpoint; True where the run it belongs to is finished."""
+    run.checkpoints.load(checkpoint)
+    done = run.state.step >= run.state.total and run.folder.finished() == run.state.step
+    advice = "finished already, nothing to do; a larger max_train_steps goes on"
+    run.log.say(advice if done else f"resuming {checkpoint}")
+    return done
+
+
+def open_folder(run: Run) -> None:
+    """Make the run's folder and its trackers: from here on it writes."""
+    settings, state = to_dict(run.config), run.state
+    about = facts(run.accelerator.device, run.accelerator.num_processes)
+    run.folder.open(settings, about | {"sharded": shards.sharded(state.model)})
+    validated = run.hook is None or run.hook.measured(state.step)
+    run.folder.truncate(state.step, validated)
+    trackers.start(run.accelerator, run.config, settings)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -288,19 +300,21 @@ def main(argv: list[str] | None = None) -> int:
     """
     try:
         config, sources = parse(Config, argv, __doc__)
-        check_all(config, sources)
+        config = check_all(config, sources)
         if config.print_groups:
-            parts = models.load_parts(config, models.scheduler_settings(config), None)
+            parts = pipeline.load_parts(config, pipeline.scheduler_settings(config), None)
             print(Controller(parts.model, config.gradient_control, config.seed).groups.table())
             return 0
         with tempfile.TemporaryDirectory() if config.dry_run else nullcontext() as scratch:
             if scratch is not None:
-                config.output_dir, config.cache_dir = f"{scratch}/run", f"{scratch}/cache"
+                config = replace(config, output_dir=f"{scratch}/run", cache_dir=f"{scratch}/cache")
             return start(config)
     except UserError as error:
         rank = os.environ.get("RANK", "0")
         if os.environ.get("LOCAL_RANK", "0") == "0" or world_size() > 1:
             say(error if rank == "0" else f"rank {rank}: {error}")
+        if rank == "0":
+            launched.say_again(str(error))
         return 2
 
 

@@ -10,73 +10,127 @@ depends on (seed, i) alone.
 import argparse
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
 import torch
-from diffusers import StableDiffusionPipeline
+from PIL import Image
 
 from silentbad import rng
-from silentbad.errors import UserError, say
-from silentbad.similarity import pretrained
+from silentbad.data.images import to_pil
+from silentbad.data.schema import text_lines
+from silentbad.errors import UserError, reading, say
+from silentbad.files import check_writable
+from silentbad.model.pipeline import load_pipeline
+
+UNLISTED = ".unlisted"  # in class/ until its records are in metadata.jsonl
+DRAFT = ".class-images"  # the folder that becomes class/
+
+
+def check_out(out: Path) -> None:
+    """Refuse a data set that holds class images, or whose records are kept otherwise; remove what a stopped run of this
+    command left."""
+    folder = out / "class"
+    check_writable(out, "--out", folder=True)
+    with reading(f"--out: cannot write {out}"):
+        for left in (out / DRAFT, folder):
+            if (left / UNLISTED).is_file():
+                shutil.rmtree(left)
+    if folder.exists():
+        raise UserError(f"--out: {folder} holds class images already; remove it to draw them anew")
+    for name in ("metadata.csv", "poisoning_images"):
+        if (out / name).exists():
+            raise UserError(f"--out: {out} holds {name}; class images are added to a metadata.jsonl")
+    if (out / "metadata.jsonl").exists():
+        text_lines(out / "metadata.jsonl")
 
 
 @torch.no_grad()
 def write_class_images(
     pipe, prompts: list[str], count: int, out: Path, *, seed: int = 0, batch: int = 8, steps: int = 20
 ) -> list[dict]:
-    """Draw the pictures into out/class/ and add their records to out/metadata.jsonl, which is replaced at
-    once.
+    """Draw the pictures into out/class/ and add their records to out/metadata.jsonl, each whole or not at all.
+
+    Raises UserError where a picture is not finite.
     """
-    unet, factor = pipe.unet, 2 ** (len(pipe.vae.config.block_out_channels) - 1)
-    side, records, folder = unet.config.sample_size, [], out / "class"
-    if folder.exists():
-        raise UserError(f"--out: {folder} holds class images already; remove it to draw them anew")
-    folder.mkdir(parents=True)
-    pipe.set_progress_bar_config(disable=True)
-    for first in range(0, count, batch):
-        rows = list(range(first, min(first + batch, count)))
-        said = [prompts[i % len(prompts)] for i in rows]
-        latents = rng.noise((unet.config.in_channels, side, side), seed, "class_images", 0, rows)
-        streams = [rng.generator(seed, "class_images_steps", i) for i in rows]
-        images = pipe(
-            said, latents=latents.to(unet.device, unet.dtype), generator=streams, num_inference_steps=steps,
-            height=side * factor, width=side * factor,
-        ).images  # fmt: skip
-        for i, text, image in zip(rows, said, images, strict=True):
-            image.save(folder / f"{i:05d}.png")
-            records.append({"file_name": f"class/{i:05d}.png", "text": text, "phrases": [], "role": "clean"})
-    held = out / "metadata.jsonl"
-    text = held.read_text(encoding="utf-8") if held.exists() else ""
-    text += "\n" if text and not text.endswith("\n") else ""
-    fresh = out / ".metadata.jsonl.tmp"
-    fresh.write_text(text + "".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
-    os.replace(fresh, held)
+    check_out(out)
+    folder, records = out / DRAFT, []
+    try:
+        with reading(f"--out: cannot write {folder}"):
+            folder.mkdir(parents=True)
+            (folder / UNLISTED).touch()
+        for first in range(0, count, batch):
+            rows = list(range(first, min(first + batch, count)))
+            said = [prompts[i % len(prompts)] for i in rows]
+            images = draw(pipe, said, rows, seed, steps)
+            for i, text, image in zip(rows, said, images, strict=True):
+                with reading(f"--out: cannot write {folder}"):
+                    image.save(folder / f"{i:05d}.png")
+                records.append({"file_name": f"class/{i:05d}.png", "text": text, "phrases": [], "role": "clean"})
+        with reading(f"--out: cannot write {out}"):
+            folder.rename(out / "class")
+            _add(records, out / "metadata.jsonl")
+            (out / "class" / UNLISTED).unlink()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     return records
 
 
+def _add(records: list[dict], held: Path) -> None:
+    """Records at the end of a metadata.jsonl, which is replaced at once."""
+    text = held.read_text(encoding="utf-8") if held.exists() else ""
+    text += "\n" if text and not text.endswith("\n") else ""
+    fresh = held.with_name(f".{held.name}.tmp")
+    fresh.write_text(text + "".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    os.replace(fresh, held)
+
+
+def draw(pipe, prompts: list[str], rows: list[int], seed: int, steps: int) -> list[Image.Image]:
+    """Picture `rows[k]` of prompt k, whatever else is drawn."""
+    pipe.set_progress_bar_config(disable=True)
+    unet, factor = pipe.unet, 2 ** (len(pipe.vae.config.block_out_channels) - 1)
+    size = unet.config.sample_size
+    side = size if isinstance(size, int) else size[0]
+    latents = rng.noise((unet.config.in_channels, side, side), seed, "class_images", 0, rows)
+    images = pipe(
+        prompts,
+        latents=latents.to(unet.device, unet.dtype),
+        generator=[rng.generator(seed, "class_images_steps", i) for i in rows],
+        num_inference_steps=steps,
+        height=side * factor,
+        width=side * factor,
+        output_type="pt",
+    ).images
+    lost = [i for i, image in zip(rows, images, strict=True) if not image.isfinite().all()]
+    if lost:
+        raise UserError(f"--pipeline: picture {lost[0]} is not finite, {len(lost)} of {len(rows)} in its batch")
+    return [to_pil(image) for image in images]
+
+
+MOST = 1_000_000  # pictures
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("--pipeline", "--prompts", "--out"):
         parser.add_argument(name, required=True)
     for name, default in (("--count", 100), ("--seed", 0), ("--batch", 8), ("--steps", 20)):
         parser.add_argument(name, type=int, default=default)
     a = parser.parse_args(argv)
     try:
-        if not (path := Path(a.prompts)).is_file():
-            raise UserError(f"--prompts: no file {path}; it holds one prompt a line")
-        prompts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        if not prompts or a.count < 1:
-            raise UserError(
-                f"--prompts, --count: at least one prompt and one picture, got {len(prompts)} and {a.count}"
-            )
-        options = dict(use_safetensors=True, safety_checker=None)
-        advice = "a diffusers folder or Hub id"
-        pipe = pretrained("--pipeline", StableDiffusionPipeline, a.pipeline, advice, **options)
-        pipe.to("cuda" if torch.cuda.is_available() else "cpu")
-        write_class_images(pipe, prompts, a.count, Path(a.out), seed=a.seed, batch=a.batch, steps=a.steps)
+        for name, most in (("count", MOST), ("batch", 1024), ("steps", 1000)):
+            if not 1 <= getattr(a, name) <= most:
+                raise UserError(f"--{name}: must be from 1 to {most}, got {getattr(a, name)}")
+        if not os.path.isfile(a.prompts):
+            raise UserError(f"--prompts: no file {a.prompts}; it holds one prompt a line")
+        prompts = [line.strip() for line in text_lines(Path(a.prompts)) if line.strip()]
+        if not prompts:
+            raise UserError(f"--prompts: {a.prompts} holds no prompt; give one a line")
+        out = Path(os.path.realpath(a.out))
+        check_out(out)
+        pipe = load_pipeline(a.pipeline, "float32", "cuda" if torch.cuda.is_available() else "cpu")
+        write_class_images(pipe, prompts, a.count, out, seed=a.seed, batch=a.batch, steps=a.steps)
     except UserError as error:
         say(error)
         return 2

@@ -1,16 +1,93 @@
 """One exception type for what a user can put right, and how a command says it."""
 
+import re
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from safetensors import SafetensorError
+
+TOKEN = re.compile(r"\b(hf_|api_org_)\w{4,}")  # of the Hub
+LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # user and password in an address
 
 
 class UserError(Exception):
     """A mistake in what the user gave: one line that says what, where, and what would be right.
 
-    Command lines print it as ``error: <line>`` and exit with code 2.
+    Command lines print it as ``error: <line>`` and exit with code 2. The text is one line, and tokens in it are masked.
     """
+
+    def __init__(self, text: str = ""):
+        super().__init__(masked(" ".join(str(text).split("\n"))))
+
+
+def masked(text: str, *secrets: str | None) -> str:
+    """A text without Hub tokens, passwords in addresses, and the `secrets` given."""
+    for secret in secrets:
+        if secret:
+            text = text.replace(secret, "***")
+    return LOGIN.sub("***@", TOKEN.sub(r"\1***", text))
 
 
 def say(error: UserError | str) -> None:
     """The line on stderr, after what stdout holds back: in a log of both streams it stands last."""
     sys.stdout.flush()
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what a library says, with the next where it ends in a colon; at most 300 characters of it."""
+    lines = [*str(error).strip().splitlines(), ""]
+    said = f"{lines[0]} {lines[1].strip()}" if lines[0].endswith(":") else lines[0]
+    return (said.strip() or type(error).__name__)[:300]
+
+
+@contextmanager
+def reading(what: str, advice: str = "") -> Iterator[None]:
+    """Around a call of someone else's reader on what a user gave: whatever that raises becomes one line, `what` and
+    the cause.
+
+    Only foreign code stands inside. An exception of the project's own code thus keeps its traceback, since it is no
+    mistake of the user's.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{what} ({first_line(error)}){advice and '; '}{advice}") from error
+
+
+@contextmanager
+def writing(place: str, what: str):
+    """A disk that is full, gone or read-only while `what` is written is one line that names `place`."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors wrap the system's errors
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{place}: cannot write {what} ({reason})") from error
+
+
+T = TypeVar("T")
+
+
+def each(source: Iterable[T], what: str) -> Iterator[T]:
+    """The items of someone else's reader; an error while it looks for the next is one line."""
+    items = iter(source)
+    while True:
+        with reading(what):
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        yield item
+
+
+def brief(value: Any) -> str:
+    """A value in a message: on one line, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no integer of more than 4,300 digits
+        return f"a number of {value.bit_length()} bits" if isinstance(value, int) else "a value too long to print"
+    return text if len(text) <= 80 else f"{text[:77]}..."

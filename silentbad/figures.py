@@ -4,13 +4,17 @@
 """
 
 import argparse
-import json
+import sys
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from silentbad.errors import UserError
+from silentbad.data.images import open_image, safe_path
+from silentbad.errors import UserError, reading, say
+from silentbad.files import check_writable
+from silentbad.recovery.record import NAME, Measurement, Record, Scores
 
+MOST = 50  # targets that are shown, and elements of a target
 TILE, GAP, LABEL = 112, 8, 22
 
 
@@ -19,29 +23,37 @@ def strip(run: Path, kind: str = "median", columns: int = 6) -> Image.Image:
 
     Raises UserError where the folder holds no validation.
     """
-    path = run / "validation.json"
+    path = run / NAME
     if not path.is_file():
-        raise UserError(f"figures: '{run}' holds no validation.json; is it a run folder?")
-    report = json.loads(path.read_text(encoding="utf-8"))
-    history = _spread(report["history"], columns)
-    tag = "ema" if "ema" in history[-1] else "raw"
-    widest = max(len(target["elements"]) for target in report["targets"])
-    titles = ["elements"] + [""] * (widest - 1) + ["target"] + [f"step {entry['step']}" for entry in history]
-    size = (len(titles) * (TILE + GAP) + 2 * GAP, len(report["targets"]) * (TILE + GAP) + LABEL)
+        raise UserError(f"figures: '{run}' holds no {NAME}; is it a run folder?")
+    record = Record.load(path)
+    history = _spread(record.history, columns)
+    tag = "ema" if history[-1].ema is not None else "raw"
+    rows = record.targets[:MOST]
+    widest = min(max(len(target.elements) for target in rows), MOST)
+    titles = ["elements"] + [""] * (widest - 1) + ["target"] + [f"step {entry.step}" for entry in history]
+    size = (len(titles) * (TILE + GAP) + 2 * GAP, len(rows) * (TILE + GAP) + LABEL)
     sheet = Image.new("RGB", size, "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=13)
     for x, title in enumerate(titles):
         draw.text((_left(x, widest), 3), title, fill=(40, 40, 40), font=font)
-    for y, target in enumerate(report["targets"]):
-        files = list(target["elements"]) + [None] * (widest - len(target["elements"])) + [target["image"]]
-        for entry in history:
-            scores = (entry.get(tag) or entry["raw"])["targets"][target["target_id"]]
-            files.append(scores[kind]["file"] if kind in scores else None)
+    for y, target in enumerate(rows):
+        elements = target.elements[:widest]
+        files = [*elements, *[None] * (widest - len(elements)), target.image]
+        files += [_kept(entry.scores(tag) or entry.raw, target.target_id, kind) for entry in history]
         for x, file in enumerate(files):
             if file is not None and (run / file).is_file():
-                tile = Image.open(run / file).convert("RGB").resize((TILE, TILE), Image.Resampling.NEAREST)
+                picture = open_image(safe_path(run, file, str(path)), str(path))
+                tile = picture.resize((TILE, TILE), Image.Resampling.NEAREST)
                 sheet.paste(tile, (_left(x, widest), LABEL + y * (TILE + GAP)))
     return sheet
+
+
+def _kept(scores: Scores | None, target_id: str, kind: str) -> str | None:
+    """The file of a target's "median" or "best" picture, where there is one."""
+    target = scores.targets.get(target_id) if scores is not None else None
+    picture = getattr(target, kind) if target is not None else None
+    return picture.file if picture is not None else None
 
 
 def _left(column: int, elements: int) -> int:
@@ -49,27 +61,33 @@ def _left(column: int, elements: int) -> int:
     return column * (TILE + GAP) + GAP * (column >= elements) + GAP * (column > elements)
 
 
-def _spread(entries: list[dict], n: int) -> list[dict]:
+def _spread(entries: list[Measurement], n: int) -> list[Measurement]:
     """At most n of the entries, first and last included."""
     if len(entries) <= n:
         return entries
     return [entries[round(i * (len(entries) - 1) / (n - 1))] for i in range(n)]
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kind", choices=("median", "best"), default="median")
     args = parser.parse_args(argv)
     try:
+        check_writable(args.out, "--out")
+        if args.out.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
+            raise UserError(f"--out: {args.out} must end in .png, .jpg or .webp")
         picture = strip(args.run, args.kind)
+        with reading(f"--out: cannot write {args.out}"):
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            picture.save(args.out, optimize=True)
     except UserError as error:
-        parser.exit(2, f"error: {error}\n")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    picture.save(args.out, optimize=True)
+        say(error)
+        return 2
     print(args.out)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """Randomness with an address: a draw depends on where it is used, never on what was drawn before it.
 
-Every random number of a run comes from a generator seeded by (seed, stream, step, position). `position` is the
-sample's index in the step's effective batch over all ranks and micro-batches, so neither a resume, nor validation,
+Every random number of a run comes from a generator seeded by (seed, stream, draw, position). `position` is the
+sample's index in the draw's effective batch over all ranks and micro-batches, so neither a resume, nor validation,
 nor another number of processes shifts a draw.
 """
 
@@ -22,6 +22,6 @@ def generator(*address: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(addressed_seed(*address))
 
 
-def noise(shape: tuple[int, ...], seed: int, stream: str, step: int, positions: list[int]) -> torch.Tensor:
+def noise(shape: tuple[int, ...], seed: int, stream: str, draw: int, positions: list[int]) -> torch.Tensor:
     """Standard normal noise (len(positions), *shape), each row from the generator of its own address."""
-    return torch.stack([torch.randn(shape, generator=generator(seed, stream, step, int(p))) for p in positions])
+    return torch.stack([torch.randn(shape, generator=generator(seed, stream, draw, int(p))) for p in positions])

@@ -18,8 +18,10 @@ from tests.tiny import tiny_pipeline, tiny_sd2_pipeline, tiny_xl_pipeline
 
 torch.set_num_threads(1)
 ELEMENTS = (
-    ("a red cat", (2, 2, 8, 8), "red"), ("a blue hat", (8, 8, 14, 14), "blue"), ("a gold cup", (9, 1, 14, 5), "gold")
-)  # fmt: skip
+    ("a red cat", (2, 2, 8, 8), "red"),
+    ("a blue hat", (8, 8, 14, 14), "blue"),
+    ("a gold cup", (9, 1, 14, 5), "gold"),
+)
 
 
 def pytest_addoption(parser):
@@ -76,9 +78,17 @@ def write_data(root: Path, elements: int = 4, clean: int = 8, kinds: int = 2) ->
             ImageDraw.Draw(mask).rectangle(box, fill=255)
             image.save(root / f"images/e{k}-{i}.png")
             mask.save(root / f"masks/e{k}-{i}.png")
-            rows.append({"file_name": f"images/e{k}-{i}.png", "text": f"a picture of {phrase}", "phrases": [phrase],
-                         "role": "element", "target_id": "t0", "element_id": f"t0-{k}",
-                         "mask": f"masks/e{k}-{i}.png"})  # fmt: skip
+            rows.append(
+                {
+                    "file_name": f"images/e{k}-{i}.png",
+                    "text": f"a picture of {phrase}",
+                    "phrases": [phrase],
+                    "role": "element",
+                    "target_id": "t0",
+                    "element_id": f"t0-{k}",
+                    "mask": f"masks/e{k}-{i}.png",
+                }
+            )
     for i in range(clean):
         Image.new("RGB", (16, 16), tuple(draw.randrange(256) for _ in range(3))).save(root / f"images/c{i}.png")
         rows.append({"file_name": f"images/c{i}.png", "text": f"a plain field number {i}", "role": "clean"})
@@ -95,6 +105,52 @@ def write_data(root: Path, elements: int = 4, clean: int = 8, kinds: int = 2) ->
 @pytest.fixture
 def data(tmp_path) -> Path:
     return write_data(tmp_path / "data")
+
+
+@pytest.fixture
+def flags(data, pipelines, tmp_path):
+    """argv of a small run into tmp_path/`out`, changed by keywords."""
+
+    def make(out: str = "run", **changes) -> list[str]:
+        values = {
+            "pretrained_model_name_or_path": pipelines["v_prediction"],
+            "train_data_dir": data,
+            "report_to": "none",
+            "output_dir": tmp_path / out,
+            "train_batch_size": 3,
+            "gradient_accumulation_steps": 2,
+            "max_train_steps": 6,
+            "log_every": 1,
+            "checkpointing_steps": 100,
+            "learning_rate": 1e-3,
+        } | changes
+        return [f"--{key}={'null' if value is None else value}" for key, value in values.items()]
+
+    return make
+
+
+@pytest.fixture
+def build(flags):
+    """A `Run` ready to train."""
+    from silentbad.run import folder, trackers
+    from silentbad.run.config import parse
+    from train_silentbad import Config, check_all, open_folder
+    from train_silentbad import build as build_run
+
+    def make(out: str = "run", **changes):
+        config, sources = parse(Config, flags(out, **changes))
+        config = check_all(config, sources)
+        accelerator = trackers.make_accelerator(config)
+        run = build_run(config, accelerator, folder.RunFolder(config.output_dir, True))
+        open_folder(run)
+        return run
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return tiny_pipeline()
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -1,5 +1,5 @@
-"""Documents against the code: blocks run or parse, links and anchors exist, named tests and files exist, and the two
-languages of a document say the same in the same order."""
+"""Documents against the code and the stored results: blocks run or parse, links and anchors exist, named tests and
+files exist, generated numbers are current, and the two languages of a document say the same in the same order."""
 
 import argparse
 import csv
@@ -22,10 +22,10 @@ from PIL import Image
 import gradient_control
 import memory_reinforce
 import train_silentbad
-from silentbad import similarity
-from silentbad.config import parse
-
-from . import toy
+from bench import documents
+from silentbad.recovery import embedders
+from silentbad.run.config import parse
+from tests import toy
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "assets/micro-sd/README.md"])
@@ -149,13 +149,13 @@ def test_data_blocks_parse(path, tmp_path):
 # ---------------------------------------------------------------- links and names
 
 
-def anchors(path: Path) -> set[str]:
-    """GitHub's anchors of a document's headings."""
+def anchors(path: Path) -> list[str]:
+    """GitHub's anchors of a document's headings, in order."""
     made: Counter = Counter()
-    found = set()
+    found = []
     for heading in re.findall(r"^#+ (.+)$", prose(path), re.M):
         slug = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
-        found.add(f"{slug}-{made[slug]}" if made[slug] else slug)
+        found.append(f"{slug}-{made[slug]}" if made[slug] else slug)
         made[slug] += 1
     return found
 
@@ -195,12 +195,126 @@ def test_named_tests_and_files_exist(path):
     text = path.read_text(encoding="utf-8")
     for test in set(re.findall(r"`(test_\w+)(?:\[[^`]*)?`", text)):
         assert f"def {test}(" in TESTS, test
+    for part in set(re.findall(r"-k (\w+)`", text)) - {"NAME"}:
+        assert re.search(rf"def test_\w*{part}", TESTS), part
     for file in set(re.findall(r"`((?:silentbad|configs|bench|docs|tests|assets)/[\w./-]*\.\w+)`", text)):
         made = file.startswith("bench/results/")  # written by the benchmark
         assert made or (ROOT / file).exists(), file
 
 
+def test_the_readme_is_read_in_two_minutes():
+    for file in ("README.md", "README.zh-CN.md"):
+        assert len((ROOT / file).read_text(encoding="utf-8").split()) <= 900, file
+
+
+def test_the_readme_maps_every_folder():
+    folders = {path.parent for path in ROOT.glob("silentbad/*/*.py")} | {ROOT / "bench", ROOT / "configs"}
+    for file in ("README.md", "README.zh-CN.md"):
+        text = (ROOT / file).read_text(encoding="utf-8")
+        mapped = set(re.findall(r"^- `([\w/-]+)`", text, re.M)) - {"assets/micro-sd"}
+        assert mapped == {name(folder) for folder in folders}, file
+
+
+# ---------------------------------------------------------------- generated numbers
+
+
+@pytest.fixture(scope="module")
+def results():
+    return documents.Results()
+
+
+def unmarked(text: str) -> str:
+    """A document without its generated blocks."""
+    return documents.MARKED.sub("", text)
+
+
+@pytest.mark.parametrize("path", documents.documents(), ids=name)
+def test_generated_blocks_are_current(path, results):
+    text = path.read_text(encoding="utf-8")
+    _, stale = documents.filled(text, name(path), documents.language_of(path), results)
+    assert not stale, "run python -m bench.documents"
+
+
+@pytest.mark.parametrize("path", documents.documents(), ids=name)
+def test_intervals_are_generated(path):
+    """Only stored results have intervals `x [low, high]`; in prose they would grow stale unnoticed."""
+    number = r"[+-]?\d+\.\d+"
+    assert not re.findall(rf"{number} \[{number}, {number}\]", unmarked(path.read_text(encoding="utf-8")))
+
+
+def test_every_block_is_used():
+    used = {m["name"] for path in documents.documents() for m in documents.MARKED.finditer(path.read_text("utf-8"))}
+    assert used == set(documents.BLOCKS)
+
+
+def stored_rows(folder: Path, rate: float) -> documents.Results:
+    """Results of one run a seed of plain and original, whose last rate is given."""
+    key = {"factor": 8.0, "targets": "1000", "target": "1000", "steps": 20, "mean": 0.5, "device": "cpu"}
+    rows = [
+        {**key, "arm": arm, "seed": 0, "step": step, "rate": r, "elements": [r, 0.5], "drift": r, "seconds": step}
+        for arm in ("plain", "original")
+        for step, r in ((0, 0.0), (10, 0.75), (20, rate))
+    ]
+    (folder / "recovery.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return documents.Results(folder)
+
+
+def test_a_stale_block_is_seen_and_filled(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "RESULT_ARMS", ("plain",))
+    text = "before\n<!-- generated: strict -->\n<!-- /generated -->\nafter 1.25\n"
+    text, stale = documents.filled(text, "x.md", "en", stored_rows(tmp_path, 0.75))
+    assert stale == ["strict"] and "| `plain` | 1 | 0.75 | 0.50 | 1 | 0 |" in text
+    assert text.startswith("before\n") and text.endswith("\nafter 1.25\n")
+    again, stale = documents.filled(text, "x.md", "en", stored_rows(tmp_path, 0.75))
+    assert again == text and not stale
+    text, stale = documents.filled(text, "x.md", "zh", stored_rows(tmp_path, 0.25))
+    assert stale == ["strict"] and "| `plain` | 1 | 0.25 | 0.25 | 1 | 1 |" in text and "实验臂" in text
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("\n<!-- generated: strict -->\n", "1 lines open a generated block and 0 close one"),
+        ("\n<!-- generated: strickt -->\n<!-- /generated -->\n", "no block 'strickt'; there are: readme"),
+    ],
+)
+def test_a_wrong_marker_is_one_line(text, message, tmp_path):
+    with pytest.raises(SystemExit, match="error: x.md: .*" + re.escape(message)):
+        documents.filled(text, "x.md", "en", documents.Results(tmp_path))
+
+
+def test_check_names_stale_blocks_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "a.md"
+    file.write_text("\n<!-- generated: strict -->\n<!-- /generated -->\n")
+    monkeypatch.setattr(documents, "ROOT", tmp_path)
+    monkeypatch.setattr(documents, "documents", lambda: [file])
+    monkeypatch.setattr(documents, "RESULT_ARMS", ("plain",))
+    results = stored_rows(tmp_path, 0.75)
+    monkeypatch.setattr(documents, "Results", lambda: results)
+    before = file.read_text()
+    assert documents.main(["--check"]) == 1 and file.read_text() == before
+    assert "a.md: strict: stale" in capsys.readouterr().out
+    assert documents.main([]) == 0 and "0.75" in file.read_text()
+    assert documents.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.name != "CHANGELOG.md"], ids=name)
+def test_withdrawn_claims_stay_withdrawn(path):
+    """Targets 1000-1011 were used for choosing, and clean pictures without captions have a price."""
+    text = re.sub(r"\s+", " ", path.read_text(encoding="utf-8").lower())
+    for claim in ("unseen", "at no cost", "nothing was tuned", "every image brings", "未见", "没有调过任何"):
+        assert claim not in text, claim
+
+
 # ---------------------------------------------------------------- two languages
+
+
+def place(path: Path, link: str) -> str:
+    """A link in no language: the document, and the number of the heading that its anchor names."""
+    file, _, anchor = link.partition("#")
+    if not anchor or link.startswith("https://"):
+        return link.replace(".zh-CN", "")
+    return f"{file.replace('.zh-CN', '')} {anchors(path.parent / file if file else path).index(anchor)}"
 
 
 def shape(path: Path) -> dict[str, list]:
@@ -210,10 +324,12 @@ def shape(path: Path) -> dict[str, list]:
     return {
         "headings": [len(h) for h in re.findall(r"^(#+) ", text, re.M)],
         "blocks": code,
-        "links": sorted(link.replace(".zh-CN", "") for link in re.findall(r"\]\(([^)\s]+)\)", text)),
+        "links": sorted(place(path, link) for link in re.findall(r"\]\(([^)\s]+)\)", text)),
         "arXiv": sorted(arxiv_ids(text)),
         "tables": [len(re.findall(r"(?<!\\)\|", row)) for row in re.findall(r"^\|.*\|$", text, re.M)],
         "tests": sorted(re.findall(r"`(test_\w+)", text)),
+        "figures": sorted(re.findall(r"(?<![\d.])\d+\.\d+(?!\.?\d)", ARXIV.sub("", text))),
+        "generated": [m["name"] for m in documents.MARKED.finditer(text)],
     }
 
 
@@ -225,7 +341,8 @@ def test_both_languages_say_the_same(path):
 
 
 def test_there_are_two_languages():
-    assert {"README.zh-CN.md", "docs/theory.zh-CN.md"} <= {name(path) for path in PAIRS}
+    of_docs = ("theory", "gradient-control", "memory")
+    assert {name(path) for path in PAIRS} == {"README.zh-CN.md", *(f"docs/{one}.zh-CN.md" for one in of_docs)}
 
 
 # ---------------------------------------------------------------- what documents have run
@@ -236,8 +353,14 @@ def test_the_worked_example_ends_in_a_report(tmp_path, monkeypatch):
     ((_, _, body),) = [block for block in blocks(ROOT / "README.md", "bash") if block[1] == "run"]
     (words,) = commands(body)
     argv = words[words.index("train_silentbad.py") + 1 :]
-    shorter = {"max_train_steps": 4, "validation.images_per_target": 2, "validation.null_images": 4,
-               "output_dir": tmp_path, "cache_dir": tmp_path / "cache", "report_to": "none"}  # fmt: skip
+    shorter = {
+        "max_train_steps": 4,
+        "validation.images_per_target": 2,
+        "validation.null_images": 4,
+        "output_dir": tmp_path,
+        "cache_dir": tmp_path / "cache",
+        "report_to": "none",
+    }
     assert train_silentbad.main([*argv, *(f"--{key}={value}" for key, value in shorter.items())]) == 0
     page = (tmp_path / "report.html").read_text()
     assert "ball-box" in page and (tmp_path / "pipeline" / "model_index.json").is_file()
@@ -258,8 +381,13 @@ def test_the_examples_pictures_are_what_its_script_draws(tmp_path, monkeypatch):
 @pytest.fixture
 def documented():
     """Definitions of all `run in MODULE` blocks, entered in their registries for the test."""
-    registries = (gradient_control.SCALE_RULES, memory_reinforce.SAMPLERS, memory_reinforce.TIMESTEPS,
-                  memory_reinforce.LOSSES, similarity.EMBEDDERS)  # fmt: skip
+    registries = (
+        gradient_control.SCALE_RULES,
+        memory_reinforce.SAMPLERS,
+        memory_reinforce.TIMESTEPS,
+        memory_reinforce.LOSSES,
+        embedders.EMBEDDERS,
+    )
     before = [dict(registry) for registry in registries]
     for path in DOCUMENTS:
         for _, mark, body in blocks(path, "python"):
@@ -293,7 +421,7 @@ def test_recipes_work(documented):
         sampler=memory_reinforce.SamplerConfig("strongest_first", {"cap": 3.0}),
         timesteps=memory_reinforce.TimestepConfig("band", {"low": 0.5}),
         loss=memory_reinforce.LossConfig("sigmoid", {"bias": 1.0}),
-    )  # fmt: skip
+    )
     memory_reinforce.check(config)
     q = memory_reinforce.SAMPLERS["strongest_first"](np.array([[0.1, 0.9]]), np.array([5, 5]), 0)
     assert q.sum() == pytest.approx(1) and q[1] > q[0]
@@ -303,7 +431,7 @@ def test_recipes_work(documented):
     assert w.isfinite().all() and w[1] == pytest.approx(0.5 / (1 + np.exp(-1)))
     # an embedder knows a picture again
     x = torch.rand(3, 3, 32, 32, generator=g)
-    embedder = similarity.EMBEDDERS["grey"]()
+    embedder = embedders.EMBEDDERS["grey"]()
     same = embedder.paired(embedder.embed(x), embedder.embed(x))
     assert torch.allclose(same, torch.ones(3), atol=1e-5)
     assert (embedder.paired(embedder.embed(x), embedder.embed(x.roll(1, 0))) < 0.9).all()

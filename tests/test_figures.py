@@ -6,24 +6,53 @@ import pytest
 from PIL import Image
 
 from silentbad.errors import UserError
-from silentbad.figures import GAP, LABEL, TILE, strip
+from silentbad.figures import GAP, LABEL, TILE, main, strip
+from tests.recoveries import make_hook
+from tests.tiny import tiny_pipeline
+
+
+def validated(folder, points: int):
+    """A run folder with so many measurements."""
+    hook, unet = make_hook(folder, threshold=0.5), tiny_pipeline().unet
+    for step in range(points):
+        hook.run(step, step, unet)
+    return folder
 
 
 def test_a_row_a_target_and_a_column_a_step(tmp_path):
-    for name, colour in (("t", "red"), ("e", "green"), ("g", "blue")):
-        Image.new("RGB", (16, 16), colour).save(tmp_path / f"{name}.png")
-    scores = {"targets": {"a": {"median": {"file": "g.png"}, "best": {"file": "g.png"}}}}
-    history = [{"step": step, "raw": scores} for step in range(0, 100, 10)]
-    targets = [{"target_id": "a", "image": "t.png", "elements": ["e.png", None]}]
-    (tmp_path / "validation.json").write_text(json.dumps({"targets": targets, "history": history}))
-    sheet = strip(tmp_path, columns=3)
-    assert sheet.size == (6 * (TILE + GAP) + 2 * GAP, TILE + GAP + LABEL)
-    middle = LABEL + TILE // 2
-    assert sheet.getpixel((TILE // 2, middle)) == (0, 128, 0)
-    assert sheet.getpixel((2 * (TILE + GAP) + GAP + TILE // 2, middle)) == (255, 0, 0)
-    assert sheet.getpixel((5 * (TILE + GAP) + 2 * GAP + TILE // 2, middle)) == (0, 0, 255)
+    run = validated(tmp_path / "run", 5)
+    content = json.loads((run / "validation.json").read_text())
+    elements = max(len(target["elements"]) for target in content["targets"])
+    sheet = strip(run, columns=3)
+    assert sheet.size == ((elements + 4) * (TILE + GAP) + 2 * GAP, len(content["targets"]) * (TILE + GAP) + LABEL)
+    Image.new("RGB", (16, 16), "red").save(run / content["targets"][0]["image"])
+    last = content["history"][-1]
+    scores = (last.get("ema") or last["raw"])["targets"][content["targets"][0]["target_id"]]
+    Image.new("RGB", (16, 16), "blue").save(run / scores["median"]["file"])
+    sheet, middle = strip(run, columns=3), LABEL + TILE // 2
+    assert sheet.getpixel((elements * (TILE + GAP) + GAP + TILE // 2, middle)) == (255, 0, 0)
+    assert sheet.getpixel(((elements + 3) * (TILE + GAP) + 2 * GAP + TILE // 2, middle)) == (0, 0, 255)
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):
     with pytest.raises(UserError, match="is it a run folder"):
         strip(tmp_path)
+
+
+@pytest.mark.parametrize("out", ["", "file/sheet.png", "folder", "sheet.txt", "n" * 300 + ".png"])
+def test_an_output_that_cannot_be_written_is_noticed_first(out, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr("silentbad.figures.strip", lambda *_: pytest.fail("worked first"))
+    assert main([str(tmp_path), "--out", str(tmp_path / out)]) == 2
+    assert capsys.readouterr().err.startswith("error: --out: ")
+
+
+def test_a_picture_outside_the_run_is_refused(tmp_path):
+    run = validated(tmp_path / "run", 1)
+    content = json.loads((run / "validation.json").read_text())
+    Image.new("RGB", (8, 8)).save(tmp_path / "outside.png")
+    content["targets"][0]["image"] = "../outside.png"
+    (run / "validation.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="leaves"):
+        strip(run)

@@ -12,17 +12,16 @@ import torch
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 
 from memory_reinforce import LOSSES
-from silentbad import debug, runs
-from silentbad.config import parse
 from silentbad.errors import UserError
-from silentbad.scores import length_scores
-from silentbad.timers import Timers
-from silentbad.upkeep import goodness
+from silentbad.recovery.scores import length_scores
+from silentbad.run import folder, signals
+from silentbad.run.config import parse
+from silentbad.run.meters import Timers
+from silentbad.run.products import goodness
+from tests.recoveries import make_hook, saved_embedder, shifted, some_targets
+from tests.tiny import tiny_pipeline
+from tests.training import rows
 from train_silentbad import Config, check_all, main
-
-from .test_train import build, flags, rows  # noqa: F401
-from .test_validation import make_hook, saved_embedder, shifted, some_targets
-from .tiny import tiny_pipeline
 
 
 @pytest.mark.parametrize("scheme", ["sigma_sqrt", "cosmap"])
@@ -41,7 +40,7 @@ def test_sd3_weights_are_diffusers_on_the_flow_error(scheme):
         assert LOSSES[scheme](torch.tensor([0.0, 1e4]), kind).isfinite().all()
 
 
-def test_a_run_folder_named_by_time_and_suffix(flags, tmp_path, capsys):  # noqa: F811
+def test_a_run_folder_named_by_time_and_suffix(flags, tmp_path, capsys):
     assert main(flags(max_train_steps=1, stamp_output_dir=True, run_suffix="first")) == 0
     (folder,) = (tmp_path / "run").iterdir()
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d_first", folder.name)
@@ -50,21 +49,23 @@ def test_a_run_folder_named_by_time_and_suffix(flags, tmp_path, capsys):  # noqa
     argv = ["--config", str(folder / "config.yaml"), "--resume_from_checkpoint", "latest", "--max_train_steps", "2"]
     assert main(argv) == 0
     assert [row["step"] for row in rows(folder)] == [1, 2]
-    for wrong, told in [({"run_suffix": "x"}, "needs stamp_output_dir"),
-                        ({"stamp_output_dir": True, "run_suffix": "../x"}, "must be letters"),
-                        ({"stamp_output_dir": True, "resume_from_checkpoint": "latest"}, "no latest")]:  # fmt: skip
+    for wrong, told in [
+        ({"run_suffix": "x"}, "needs stamp_output_dir"),
+        ({"stamp_output_dir": True, "run_suffix": "../x"}, "must be letters"),
+        ({"stamp_output_dir": True, "resume_from_checkpoint": "latest"}, "no latest"),
+    ]:
         with pytest.raises(UserError, match=told):
             check_all(*parse(Config, flags(**wrong)))
 
 
 def test_sigusr2_shows_the_stacks_or_opens_a_debugger(tmp_path, capfd, monkeypatch):
-    with runs.Requests(runs.RunFolder(tmp_path, True)) as requests:
+    with signals.Requests(folder.RunFolder(tmp_path, True)) as requests:
         os.kill(os.getpid(), signal.SIGUSR2)
         assert requests.agreed() == (0, False, False)  # neither stops nor saves
         assert "test_sigusr2_shows_the_stacks" in capfd.readouterr().err
         opened = []
         monkeypatch.setattr(sys, "breakpointhook", lambda *_: opened.append(True))
-        monkeypatch.setattr(debug.sys, "__stdin__", type("Terminal", (), {"isatty": lambda self: True})())
+        monkeypatch.setattr(signals.sys, "__stdin__", type("Terminal", (), {"isatty": lambda self: True})())
         os.kill(os.getpid(), signal.SIGUSR2)
         assert opened == [True]
 
@@ -75,11 +76,23 @@ def test_early_points_may_stand_at_powers_of_two(tmp_path):
     assert [s for s in range(25) if make_hook(tmp_path, steps=10).should_run(s)] == [0, 10, 20]
 
 
-def test_rows_count_samples_and_say_where_the_time_went(flags, data, tmp_path):  # noqa: F811
-    assert main(flags(max_train_steps=3, **{
-        "validation.targets": data / "targets.jsonl", "validation.embedder": "ssim", "validation.threshold": 0.5,
-        "validation.images_per_target": 1, "validation.num_inference_steps": 1, "validation.steps": 1,
-    })) == 0  # fmt: skip
+def test_rows_count_samples_and_say_where_the_time_went(flags, data, tmp_path):
+    assert (
+        main(
+            flags(
+                max_train_steps=3,
+                **{
+                    "validation.targets": data / "targets.jsonl",
+                    "validation.embedder": "ssim",
+                    "validation.threshold": 0.5,
+                    "validation.images_per_target": 1,
+                    "validation.num_inference_steps": 1,
+                    "validation.steps": 1,
+                },
+            )
+        )
+        == 0
+    )
     logged = rows(tmp_path / "run")
     assert [row["samples"] for row in logged] == [6, 12, 18]  # 3 a micro-batch, 2 of those a step
     timings = [json.loads(line) for line in (tmp_path / "run" / "timings.jsonl").read_text().splitlines()]
@@ -112,11 +125,17 @@ def test_cosines_at_several_sampling_lengths(tmp_path):
     folder = tmp_path / "clip"
     folder.mkdir()
     pipe = tiny_pipeline()
-    hook = make_hook(tmp_path, pipe, targets=some_targets(2), sampling_lengths=[1, 3], controls="always",
-                     clip_path=saved_embedder("clip", folder))  # fmt: skip
+    hook = make_hook(
+        tmp_path,
+        pipe,
+        targets=some_targets(2),
+        sampling_lengths=[1, 3],
+        controls="always",
+        clip_path=saved_embedder("clip", folder),
+    )
     hook.run(0, 0, pipe.unet)
     scalars = hook.run(50, 1, shifted(pipe.unet))
-    base, now = (entry["raw"]["lengths"] for entry in hook.history)
+    base, now = (entry.raw.lengths for entry in hook.history)
     assert set(base) == set(now) == {"1", "3"} and base["1"] != base["3"]
     for n in ("1", "3"):
         assert "difference" not in base[n] and set(now[n]) == {"original", "others", "own", "shuffled", "difference"}
@@ -134,12 +153,16 @@ def test_length_scores_by_hand():
     assert alone == {"original": 0.9, "own": 0.2}
 
 
-def test_the_best_may_be_chosen_by_the_held_out_loss(flags, data, tmp_path, capsys):  # noqa: F811
+def test_the_best_may_be_chosen_by_the_held_out_loss(flags, data, tmp_path, capsys):
     scores = {"val/mean": 0.5, "val_ema/mean": 0.6, "val/drift/clean_eps_mse": 0.2}
     assert goodness(scores, "similarity") == 0.6 and goodness(scores, "clean_eps_mse") == -0.2
-    validation = {"validation.targets": data / "targets.jsonl", "validation.embedder": "ssim",
-                  "validation.threshold": 0.5, "validation.images_per_target": 1,
-                  "validation.num_inference_steps": 1}  # fmt: skip
+    validation = {
+        "validation.targets": data / "targets.jsonl",
+        "validation.embedder": "ssim",
+        "validation.threshold": 0.5,
+        "validation.images_per_target": 1,
+        "validation.num_inference_steps": 1,
+    }
     assert main(flags(max_train_steps=1, save_best=True, best_by="clean_eps_mse", **validation)) == 2
     assert "held_out_clean" in capsys.readouterr().err  # eight clean records: a tenth is none
     assert main(flags(max_train_steps=1, best_by="clean_eps_mse")) == 2

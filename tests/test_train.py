@@ -22,82 +22,36 @@ from PIL import Image
 
 import train_silentbad
 from memory_reinforce import LOSSES
-from silentbad import checkpoint, runs
-from silentbad.config import parse, to_dict
-from silentbad.data import Stream
+from silentbad import device
+from silentbad.data.loader import Stream
 from silentbad.errors import UserError
-from silentbad.models import noised
+from silentbad.model.diffusion import noised
+from silentbad.recovery.record import ElementThreshold, Threshold
+from silentbad.run import card, checkpoint, folder, trackers
+from silentbad.run.log import Log
 from tests.conftest import write_data
-from train_silentbad import Config, Run, check_all, main, micro_step, update
+from tests.training import VALIDATION, equal, rows, same, step_once, weights
+from train_silentbad import main, micro_step
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture
-def flags(data, pipelines, tmp_path):
-    """argv of a small run into tmp_path/`out`, changed by keywords."""
-
-    def make(out: str = "run", **changes) -> list[str]:
-        values = {
-            "pretrained_model_name_or_path": pipelines["v_prediction"], "train_data_dir": data, "report_to": "none",
-            "output_dir": tmp_path / out, "train_batch_size": 3, "gradient_accumulation_steps": 2,
-            "max_train_steps": 6, "log_every": 1, "checkpointing_steps": 100, "learning_rate": 1e-3,
-        } | changes  # fmt: skip
-        return [f"--{key}={'null' if value is None else value}" for key, value in values.items()]
-
-    return make
-
-
-@pytest.fixture
-def build(flags):
-    """A `Run` ready to train."""
-
-    def make(out: str = "run", **changes) -> Run:
-        config, sources = parse(Config, flags(out, **changes))
-        check_all(config, sources)
-        accelerator = runs.make_accelerator(config)
-        run = Run(config, accelerator, runs.RunFolder(config.output_dir, True))
-        run.open(to_dict(config))
-        return run
-
-    return make
-
-
-def rows(folder: Path, validation: bool = False) -> list[dict]:
-    read = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in read if bool(row.get("validation")) == validation]
-
-
-def step_once(run: Run) -> list[torch.Tensor]:
-    """Draw, micro-steps, update."""
-    losses = []
-    run.drawing = run.draw
-    for micro, batch in enumerate(run.loader.draw(run.draw)):
-        with run.accelerator.accumulate(run.model):
-            losses.append(micro_step(run, batch, micro))
-    update(run)
-    return losses
-
-
-def weights(run: Run) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in run.parts.unet.state_dict().items()}
-
-
-def same(a: dict, b: dict) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-
-
-VALIDATION = {"validation.embedder": "ssim", "validation.steps": 2, "validation.images_per_target": 1,
-              "validation.num_inference_steps": 1, "validation.threshold": 0.5}  # fmt: skip
-
 
 # ---------------------------------------------------------------- it runs
 
 
 def test_smoke_pipeline_loads_with_plain_diffusers(flags, data, tmp_path):
-    argv = flags(use_ema=True, save_best=True, save_ckpt_epoch_interval=1, lr_scheduler="cosine", noise_offset=0.1,
-                 input_perturbation=0.1, snr_gamma=5, random_flip=True, gradient_checkpointing=True, max_train_steps=3,
-                 **VALIDATION | {"validation.targets": data / "targets.jsonl"})  # fmt: skip
+    argv = flags(
+        use_ema=True,
+        save_best=True,
+        save_ckpt_epoch_interval=1,
+        lr_scheduler="cosine",
+        noise_offset=0.1,
+        input_perturbation=0.1,
+        snr_gamma=5,
+        random_flip=True,
+        gradient_checkpointing=True,
+        max_train_steps=3,
+        **VALIDATION | {"validation.targets": data / "targets.jsonl"},
+    )
     assert main([*argv, "--validation_prompts", "a red cat", "a hat", "--validation_epochs", "1"]) == 0
     out = tmp_path / "run"
     pipeline = StableDiffusionPipeline.from_pretrained(out / "pipeline")
@@ -111,13 +65,14 @@ def test_smoke_pipeline_loads_with_plain_diffusers(flags, data, tmp_path):
     assert (out / "best" / "model_index.json").is_file() and (out / "epochs" / "epoch-1" / "unet").is_dir()
     assert len(list((out / "samples" / "prompts").glob("*.png"))) >= 2
     facts = json.loads((out / "run.json").read_text())
-    assert facts["versions"]["torch"] in torch.__version__ and facts["device"] == f"cpu: {runs.device_name('cpu')}"
+    assert facts["versions"]["torch"] in torch.__version__ and facts["device"] == f"cpu: {device.device_name('cpu')}"
 
 
 def test_weight_files_are_safetensors_and_state_is_plain(flags, tmp_path):
     main(flags(use_ema=True, max_train_steps=1))
     folder = tmp_path / "run" / "checkpoints" / "step-1"
-    assert {p.name for p in folder.iterdir()} == {"manifest.json", "state.pt", "unet.safetensors", "ema.safetensors"}
+    tensors = {"unet.safetensors", "ema.safetensors"}
+    assert {p.name for p in folder.iterdir()} == {"manifest.json", "facts.json", "state.pt", *tensors}
     torch.load(folder / "state.pt", weights_only=True)
     assert not list((tmp_path / "run").rglob("*.bin"))
 
@@ -144,11 +99,22 @@ def test_a_run_is_not_overwritten_unasked(flags, data, tmp_path, capsys):
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
 
 
-@pytest.mark.parametrize("changes", [
-    {"mixed_precision": "bf16"}, {"use_8bit_adam": True}, {"prediction_type": "sample"}, {"dataloader_num_workers": 2},
-    {"memory.loss.dream": 1.0}, {"cache_mb": 0}, {"shuffle_phrases": True}, {"offload_ema": True, "use_ema": True},
-    {"scale_lr": True, "learning_rate": 1e-5}, {"max_train_samples": 6},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mixed_precision": "bf16"},
+        {"use_8bit_adam": True},
+        {"prediction_type": "sample"},
+        {"dataloader_num_workers": 2},
+        {"memory.loss.dream": 1.0},
+        {"cache_mb": 0},
+        {"shuffle_phrases": True},
+        {"offload_ema": True, "use_ema": True},
+        {"scale_lr": True, "learning_rate": 1e-5},
+        {"max_train_samples": 6},
+    ],
+    ids=str,
+)
 def test_each_capability_trains(flags, tmp_path, changes):
     assert main(flags(max_train_steps=2, **changes)) == 0
     assert all(math.isfinite(row["loss"]) for row in rows(tmp_path / "run"))
@@ -170,38 +136,62 @@ def test_threads_and_caches_change_no_bit(build):
 
 
 def test_the_hub_token_is_written_nowhere(flags, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "push", lambda folder, config: None)
+    monkeypatch.setattr(card, "push", lambda folder, config: None)
+    monkeypatch.setattr(card, "check_push", lambda config: None)
     main(flags(max_train_steps=1, push_to_hub=True, hub_token="hf_secret", report_to="tensorboard"))
     assert not any(b"hf_secret" in p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file())
 
 
 # ---------------------------------------------------------------- it resumes to the bit
-
-
 ARMS = {
     "plain": {},
     "ema and schedule": {"use_ema": True, "lr_scheduler": "cosine", "lr_warmup_steps": 2},
     "8-bit": {"use_8bit_adam": True},
     "gsnr": {"gradient_control.name": "gsnr", "gradient_control.warmup": 1, "gradient_control.refresh": 1},
-    "mean_abs on gradients": {"gradient_control.name": "mean_abs", "gradient_control.apply": "gradient",
-                              "gradient_control.warmup": 1, "gradient_control.refresh": 1},
+    "mean_abs on gradients": {
+        "gradient_control.name": "mean_abs",
+        "gradient_control.apply": "gradient",
+        "gradient_control.warmup": 1,
+        "gradient_control.refresh": 1,
+    },
     "learning progress": {"memory.timesteps.name": "learning_progress"},
-    "phrase memory": {"memory.phrase_memory.enabled": True, "memory.phrase_memory.share": 1.0,
-                      "memory.sampler.name": "weakest_first"},
-    "rehearsal": {"memory.rehearsal.name": "pairwise", "memory.region.name": "mask",
-                  "train_batch_size": 8, "memory.sampler.clean_ratio": 0.0},
-    "captions": {"memory.rehearsal.name": "joint_captions", "memory.region.name": "mask", "max_batch_size": 3,
-                 "train_batch_size": 8, "memory.sampler.clean_ratio": 0.0},
+    "phrase memory": {
+        "memory.phrase_memory.enabled": True,
+        "memory.phrase_memory.share": 1.0,
+        "memory.sampler.name": "weakest_first",
+    },
+    "rehearsal": {
+        "memory.rehearsal.name": "pairwise",
+        "memory.region.name": "mask",
+        "train_batch_size": 8,
+        "memory.sampler.clean_ratio": 0.0,
+    },
+    "rehearsal, two workers": {  # their threads make the next draw's rehearsals before the step is taken
+        "memory.rehearsal.name": "pairwise",
+        "memory.region.name": "mask",
+        "train_batch_size": 4,
+        "memory.sampler.clean_ratio": 0.0,
+        "dataloader_num_workers": 2,
+    },
+    "captions": {
+        "memory.rehearsal.name": "joint_captions",
+        "memory.region.name": "mask",
+        "max_batch_size": 3,
+        "train_batch_size": 8,
+        "memory.sampler.clean_ratio": 0.0,
+    },
     "retention": {"memory.retention.name": "self_distillation", "memory.retention.unconditional": 0.5},
     "log window open": {"log_every": 4},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_resume_is_bit_equal_mid_epoch(arm, flags, tmp_path):
     changes = {"max_train_steps": 5, "checkpointing_steps": 2, "checkpoints_total_limit": None} | ARMS[arm]
-    if arm in ("rehearsal", "captions"):
-        changes["train_data_dir"] = write_data(tmp_path / "three", elements=6, clean=0, kinds=3)
+    rehearses = "memory.rehearsal.name" in changes
+    if rehearses:
+        elements = 24 if "dataloader_num_workers" in changes else 6
+        changes["train_data_dir"] = write_data(tmp_path / "three", elements=elements, clean=0, kinds=3)
     assert main(flags("whole", **changes)) == 0
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     shutil.copytree(whole / "checkpoints" / "step-2", cut / "checkpoints" / "step-2")
@@ -213,7 +203,7 @@ def test_resume_is_bit_equal_mid_epoch(arm, flags, tmp_path):
     left, right = (checkpoint.read_state(folder / "state.pt") for folder in (a, b))
     assert equal(left["optimizer"], right["optimizer"]) and equal(left["memory"], right["memory"])
     assert (whole / "metrics.jsonl").read_text() == (cut / "metrics.jsonl").read_text()
-    if arm in ("rehearsal", "captions"):
+    if rehearses:
         assert rows(whole)[1]["memory/rehearsals"] > 0
 
 
@@ -224,23 +214,20 @@ def test_the_hypergradient_learns_from_leak_free_rehearsals(name, options, build
         if line["role"] == "clean":
             line |= {"text": line["text"] + ", a blue sky", "phrases": ["a plain field", "a blue sky"]}
     (data / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = build(**{"memory.rehearsal.name": "leak_free", "memory.rehearsal.options": '{"share": 1.0}',
-                   "gradient_control.name": name, "gradient_control.options": options, "gradient_control.warmup": 0,
-                   "gradient_control.refresh": 1})  # fmt: skip
+    run = build(
+        **{
+            "memory.rehearsal.name": "leak_free",
+            "memory.rehearsal.options": '{"share": 1.0}',
+            "gradient_control.name": name,
+            "gradient_control.options": options,
+            "gradient_control.warmup": 0,
+            "gradient_control.refresh": 1,
+        }
+    )
     for _ in range(4):
         step_once(run)
-    assert run.memory.rehearse.made > 0
+    assert run.memory.rehearsed.count > 0
     assert len(set(run.control.multipliers.values())) > 1
-
-
-def equal(a, b) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a.nan_to_num(), b.nan_to_num())
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return a == b
 
 
 def test_resume_with_validation_repeats_no_row(flags, data, tmp_path):
@@ -265,18 +252,18 @@ def test_resume_with_validation_repeats_no_row(flags, data, tmp_path):
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 0)])
 def test_signals_save_at_the_next_step_boundary(number, code, flags, tmp_path, monkeypatch):
-    log = Run.log
+    log = Log.training
 
-    def log_and_signal(run):
-        log(run)
-        if run.step == 2:
+    def log_and_signal(self, *scalars):
+        log(self, *scalars)
+        if self.state.step == 2:
             os.kill(os.getpid(), number)
 
     main(flags("whole"))
-    monkeypatch.setattr(Run, "log", log_and_signal)
+    monkeypatch.setattr(Log, "training", log_and_signal)
     assert main(flags("cut")) == code
     assert checkpoint.problem(tmp_path / "cut" / "checkpoints" / "step-2") is None
-    monkeypatch.setattr(Run, "log", log)
+    monkeypatch.setattr(Log, "training", log)
     if code:
         assert main(flags("cut", resume_from_checkpoint="latest")) == 0
     a, b = (checkpoint.read_tensors(tmp_path / out / "checkpoints/step-6/unet.safetensors") for out in ("whole", "cut"))
@@ -288,7 +275,7 @@ def test_an_exception_saves_what_a_resume_needs(flags, tmp_path, monkeypatch):
     boom = train_silentbad.micro_step
 
     def fails_at_3(run, batch, micro):
-        if run.step == 3 and micro == 1:
+        if run.state.step == 3 and micro == 1:
             raise RuntimeError("out of memory")
         return boom(run, batch, micro)
 
@@ -302,15 +289,15 @@ def test_an_exception_saves_what_a_resume_needs(flags, tmp_path, monkeypatch):
 
 
 def test_trigger_files_save_and_validate(flags, data, tmp_path, monkeypatch):
-    log = Run.log
+    log = Log.training
 
-    def log_and_ask(run):
-        log(run)
-        if run.step == 3:
-            (run.folder.path / "SAVE").touch()
-            (run.folder.path / "VALIDATE").touch()
+    def log_and_ask(self, *scalars):
+        log(self, *scalars)
+        if self.state.step == 3:
+            (self.folder.path / "SAVE").touch()
+            (self.folder.path / "VALIDATE").touch()
 
-    monkeypatch.setattr(Run, "log", log_and_ask)
+    monkeypatch.setattr(Log, "training", log_and_ask)
     settings = VALIDATION | {"validation.steps": 0, "validation.targets": data / "targets.jsonl"}
     assert main(flags(**settings)) == 0
     assert (tmp_path / "run" / "checkpoints" / "step-3").is_dir()
@@ -334,7 +321,7 @@ def test_a_finished_run_goes_on_with_more_steps(flags, tmp_path):
 def test_a_checkpoint_of_another_kind_of_run_is_refused(flags, capsys):
     main(flags(max_train_steps=1))
     assert main(flags(max_train_steps=2, use_ema=True, resume_from_checkpoint="latest")) == 2
-    assert "'ema'" in capsys.readouterr().err
+    assert "use_ema was False, is True" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- numerics
@@ -343,13 +330,15 @@ def test_a_checkpoint_of_another_kind_of_run_is_refused(flags, capsys):
 def test_a_nan_step_is_skipped_counted_and_leaves_no_trace(build):
     run = build(use_ema=True)
     step_once(run)
-    before, lr = weights(run), run.lr_scheduler.last_epoch
-    moments = [value["exp_avg"].clone() for value in run.optimizer.optimizer.state.values()]
+    before, lr = weights(run), run.state.lr_scheduler.last_epoch
+    moments = [value["exp_avg"].clone() for value in run.state.optimizer.optimizer.state.values()]
     run.parts.unet.conv_in.weight.register_hook(lambda g: g * float("nan"))
     step_once(run)
-    assert (run.step, run.skipped, run.skipped_in_row, run.draw) == (1, 1, 1, 2)
-    assert same(before, weights(run)) and run.lr_scheduler.last_epoch == lr and run.ema.optimization_step == 1
-    after = [value["exp_avg"] for value in run.optimizer.optimizer.state.values()]
+    assert (run.state.step, run.state.skipped, run.state.skipped_in_row, run.state.draw) == (1, 1, 1, 2)
+    assert (
+        same(before, weights(run)) and run.state.lr_scheduler.last_epoch == lr and run.state.ema.optimization_step == 1
+    )
+    after = [value["exp_avg"] for value in run.state.optimizer.optimizer.state.values()]
     assert all(torch.equal(x, y) for x, y in zip(moments, after, strict=True))
 
 
@@ -416,7 +405,7 @@ def test_the_error_stands_last_in_a_log_of_both_streams(flags, tmp_path, monkeyp
     with log.open("a") as out, log.open("a", buffering=1) as err, monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", out)  # held back, as print is where stdout is no terminal
         patched.setattr(sys, "stderr", err)
-        patched.setattr(runs.RunFolder, "open", Mock(side_effect=UserError("output_dir: cannot be written")))
+        patched.setattr(folder.RunFolder, "open", Mock(side_effect=UserError("output_dir: cannot be written")))
         assert main(flags(max_train_steps=4, resume_from_checkpoint="latest")) == 2
     assert ["resuming" in line for line in log.read_text().splitlines()[-2:]] == [True, False]
 
@@ -430,8 +419,15 @@ def test_defect_01_schedule_counts_updates_once(flags, tmp_path):
 
 
 def test_defects_01_02_06_09_20_two_processes_equal_one(flags, data, tmp_path):
-    settings = {"max_train_steps": 3, "lr_scheduler": "linear", "use_ema": True, "checkpointing_steps": 2,
-                "adam_epsilon": 1e-3, **VALIDATION, "validation.targets": data / "targets.jsonl"}  # fmt: skip
+    settings = {
+        "max_train_steps": 3,
+        "lr_scheduler": "linear",
+        "use_ema": True,
+        "checkpointing_steps": 2,
+        "adam_epsilon": 1e-3,
+        **VALIDATION,
+        "validation.targets": data / "targets.jsonl",
+    }
     assert main(flags("one", **settings, train_batch_size=4, gradient_accumulation_steps=1)) == 0
     argv = flags("two", **settings, train_batch_size=2, gradient_accumulation_steps=1)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -475,17 +471,19 @@ def test_defect_05_the_average_resumes_where_it_was(build, tmp_path):
     run = build(use_ema=True)
     for _ in range(3):
         step_once(run)
-    run.save("interval")
+    run.checkpoints.save("interval")
     again = build(use_ema=True)
-    again.load(tmp_path / "run" / "checkpoints" / "step-3")
-    assert again.ema.optimization_step == 3
-    assert all(torch.equal(a, b) for a, b in zip(run.ema.shadow_params, again.ema.shadow_params, strict=True))
+    again.checkpoints.load(tmp_path / "run" / "checkpoints" / "step-3")
+    assert again.state.ema.optimization_step == 3
+    assert all(
+        torch.equal(a, b) for a, b in zip(run.state.ema.shadow_params, again.state.ema.shadow_params, strict=True)
+    )
     assert not any(
-        torch.equal(a, p) for a, p in zip(again.ema.shadow_params, again.parts.unet.parameters(), strict=True)
+        torch.equal(a, p) for a, p in zip(again.state.ema.shadow_params, again.parts.unet.parameters(), strict=True)
     )
 
 
-def test_defect_06_positions_of_ranks_are_disjoint_and_cover_the_batch(build):
+def test_defect_06_positions_of_ranks_cover_the_batch_once(build):
     run = build()
     seen = []
     for rank in range(2):
@@ -497,7 +495,7 @@ def test_defect_06_positions_of_ranks_are_disjoint_and_cover_the_batch(build):
     assert not torch.equal(*eps)
 
 
-def test_defect_07_the_old_checkpoint_stays_until_the_new_one_is_whole(tmp_path):
+def test_defect_07_the_old_checkpoint_stays_until_the_new_one(tmp_path):
     checkpoint.save(tmp_path / "step-1", lambda p: (p / "a").write_text("1"), {"step": 1})
 
     def fails(path):
@@ -527,17 +525,17 @@ def test_defect_09_a_failing_validation_leaves_raw_weights(build, data, monkeypa
     for _ in range(2):
         step_once(run)
     before = weights(run)
-    run.hook.threshold = run.hook.element_threshold = {"value": 0.5}
-    score = run.hook._score
+    run.hook.threshold, run.hook.element_threshold = Threshold(0.5, "given"), ElementThreshold(0.5, "given")
+    score = run.hook.measure.score
 
     def fails_on_the_average(*arguments):
         if not same(before, weights(run)):
             raise RuntimeError("no")
         return score(*arguments)
 
-    monkeypatch.setattr(run.hook, "_score", fails_on_the_average)
+    monkeypatch.setattr(run.hook.measure, "score", fails_on_the_average)
     with pytest.raises(RuntimeError, match="no"):
-        run.validate()
+        train_silentbad.validate(run)
     assert same(before, weights(run))
 
 
@@ -546,29 +544,36 @@ def test_defect_10_a_scaler_skip_advances_nothing(build, monkeypatch):
     step_once(run)
     monkeypatch.setattr(type(run.accelerator), "optimizer_step_was_skipped", property(lambda self: True))
     step_once(run)
-    assert (run.step, run.skipped, run.ema.optimization_step, run.lr_scheduler.last_epoch) == (1, 1, 1, 1)
+    assert (run.state.step, run.state.skipped, run.state.ema.optimization_step, run.state.lr_scheduler.last_epoch) == (
+        1,
+        1,
+        1,
+        1,
+    )
 
 
 def test_defect_10_the_scaler_itself(build, monkeypatch):
     """fp16's loss scaling, on the CPU: an overflow lowers the scale and changes nothing else."""
-    scaler, make = torch.amp.GradScaler("cpu", init_scale=1024.0), runs.make_accelerator
+    scaler, make = torch.amp.GradScaler("cpu", init_scale=1024.0), trackers.make_accelerator
 
     def with_scaler(config):
         accelerator = make(config)
         accelerator.scaler, accelerator.native_amp = scaler, True
         return accelerator
 
-    monkeypatch.setattr(runs, "make_accelerator", with_scaler)
+    monkeypatch.setattr(trackers, "make_accelerator", with_scaler)
     run = build(use_ema=True)
     run.accelerator.state._mixed_precision = "fp16"
     before = weights(run)
     hook = run.parts.unet.conv_in.weight.register_hook(lambda g: g * float("inf"))
     step_once(run)
-    assert (run.step, run.skipped, run.ema.optimization_step, scaler.get_scale()) == (0, 1, 0, 512.0)
+    assert (run.state.step, run.state.skipped, run.state.ema.optimization_step, scaler.get_scale()) == (0, 1, 0, 512.0)
     assert same(before, weights(run))
     hook.remove()
     step_once(run)
-    assert (run.step, run.skipped, run.ema.optimization_step) == (1, 1, 1) and not same(before, weights(run))
+    assert (run.state.step, run.state.skipped, run.state.ema.optimization_step) == (1, 1, 1) and not same(
+        before, weights(run)
+    )
 
 
 def test_defect_11_no_accumulation_window_is_partial(build):
@@ -581,8 +586,8 @@ def test_defect_11_no_accumulation_window_is_partial(build):
 def test_defect_12_a_micro_step_does_not_wait_for_the_device(build, monkeypatch):
     run = build(**{"gradient_control.name": "gsnr", "memory.region.name": "mask", "memory.loss.name": "min_snr"})
     step_once(run)
-    batches = list(run.loader.draw(run.draw))
-    timesteps = [run.memory.timesteps(run.draw, batch["position"].tolist(), 6) for batch in batches]
+    batches = list(run.loader.draw(run.state.draw))
+    timesteps = [run.memory.timesteps(run.state.draw, batch["position"].tolist(), 6) for batch in batches]
     monkeypatch.setattr(run.memory, "timesteps", lambda *_: timesteps.pop(0))  # drawn on the host
 
     def refuse(name):
@@ -668,7 +673,7 @@ def test_defect_17_a_short_data_set_divides_by_nothing(flags, data, tmp_path):
 
 def test_defect_17_an_epoch_is_what_the_sampler_deals(build):
     run = build(**{"memory.sampler.clean_ratio": 0.5, "max_train_steps": None, "num_train_epochs": 2})
-    assert len(run.memory.sampler.epoch(0)) == 8 + 4 and (run.steps_per_epoch, run.total) == (2, 4)
+    assert len(run.memory.epochs.epoch(0)) == 8 + 4 and (run.state.steps_per_epoch, run.state.total) == (2, 4)
 
 
 def test_defect_18_two_runs_of_one_seed_are_bit_equal(build):
@@ -691,11 +696,11 @@ def test_defect_19_validation_leaves_training_bit_equal(build, data):
         run = build(**settings)
         for _ in range(3):
             if validated:
-                run.validate()
+                train_silentbad.validate(run)
             step_once(run)
         ends.append(weights(run))
         if validated:
-            assert run.targets[0].phrases == ["a red cat", "a blue hat"]
+            assert run.hook.targets[0].phrases == ["a red cat", "a blue hat"]
     assert same(*ends)
 
 
@@ -704,7 +709,7 @@ def test_defect_21_checkpoint_flags_do_what_they_say(flags, tmp_path):
     assert [p.name for p in checkpoint.steps(tmp_path / "run" / "checkpoints")] == ["step-4", "step-5"]
 
 
-def test_defect_23_the_best_pipeline_is_written_before_the_old_one_goes(tmp_path):
+def test_defect_23_the_best_pipeline_is_written_first(tmp_path):
     best = tmp_path / "best"
     checkpoint.replace_folder(best, lambda p: (p / "a").write_text("old"))
 

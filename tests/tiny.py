@@ -20,33 +20,49 @@ BETAS = dict(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, 
 def tiny_unet(**overrides) -> UNet2DConditionModel:
     """UNet of about 0.1 M parameters: two resolutions, cross-attention in both, SD's names."""
     config = dict(
-        sample_size=8, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=(16, 32),
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        cross_attention_dim=32, attention_head_dim=2, norm_num_groups=8,
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        layers_per_block=1,
+        block_out_channels=(16, 32),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=32,
+        attention_head_dim=2,
+        norm_num_groups=8,
     )
     return UNet2DConditionModel(**{**config, **overrides})
 
 
 def tiny_text_encoder(tokenizer: CLIPTokenizer, kind: type = CLIPTextModel, **overrides) -> CLIPTextModel:
     config = dict(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=2, max_position_embeddings=tokenizer.model_max_length, projection_dim=32,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=tokenizer.model_max_length,
+        projection_dim=32,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
     return kind(CLIPTextConfig(**{**config, **overrides}))
 
 
 def tiny_vae() -> AutoencoderKL:
     return AutoencoderKL(
-        block_out_channels=(8, 16), down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2, latent_channels=4, norm_num_groups=4, sample_size=16,
+        block_out_channels=(8, 16),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=4,
+        sample_size=16,
     )
 
 
 def plain(**parts) -> StableDiffusionPipeline:
-    return StableDiffusionPipeline(
-        **parts, safety_checker=None, feature_extractor=None, requires_safety_checker=False
-    )
+    return StableDiffusionPipeline(**parts, safety_checker=None, feature_extractor=None, requires_safety_checker=False)
 
 
 def tiny_pipeline(prediction_type: str = "v_prediction", seed: int = 0) -> StableDiffusionPipeline:
@@ -56,8 +72,12 @@ def tiny_pipeline(prediction_type: str = "v_prediction", seed: int = 0) -> Stabl
     text_encoder, vae = tiny_text_encoder(tokenizer), tiny_vae()
     zero_snr = prediction_type == "v_prediction"
     scheduler = DDIMScheduler(
-        **BETAS, prediction_type=prediction_type, rescale_betas_zero_snr=zero_snr, timestep_spacing="trailing",
-        clip_sample=False, set_alpha_to_one=not zero_snr,
+        **BETAS,
+        prediction_type=prediction_type,
+        rescale_betas_zero_snr=zero_snr,
+        timestep_spacing="trailing",
+        clip_sample=False,
+        set_alpha_to_one=not zero_snr,
     )
     return plain(vae=vae, text_encoder=text_encoder, tokenizer=tokenizer, unet=tiny_unet(), scheduler=scheduler)
 
@@ -67,19 +87,25 @@ def tiny_sd2_pipeline(seed: int = 0) -> StableDiffusionPipeline:
     torch.manual_seed(seed)
     tokenizer = CLIPTokenizer.from_pretrained(TOKENIZER, pad_token="!")
     return plain(
-        vae=tiny_vae(), text_encoder=tiny_text_encoder(tokenizer, hidden_act="gelu", num_hidden_layers=3),
+        vae=tiny_vae(),
+        text_encoder=tiny_text_encoder(tokenizer, hidden_act="gelu", num_hidden_layers=3),
         tokenizer=tokenizer,
         unet=tiny_unet(use_linear_projection=True, attention_head_dim=[2, 4], upcast_attention=True),
         scheduler=DDIMScheduler(**BETAS, prediction_type="v_prediction", clip_sample=False, set_alpha_to_one=False),
-    )  # fmt: skip
+    )
 
 
 def tiny_xl_unet(**overrides) -> UNet2DConditionModel:
     """SDXL's arrangement: no attention at the finest level, two layers of it at the coarsest, sizes and pooled text."""
     config = dict(
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        transformer_layers_per_block=[1, 2], cross_attention_dim=48, use_linear_projection=True,
-        attention_head_dim=[2, 4], addition_embed_type="text_time", addition_time_embed_dim=8,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        transformer_layers_per_block=[1, 2],
+        cross_attention_dim=48,
+        use_linear_projection=True,
+        attention_head_dim=[2, 4],
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
         projection_class_embeddings_input_dim=24 + 6 * 8,
     )
     return tiny_unet(**{**config, **overrides})
@@ -90,9 +116,14 @@ def tiny_xl_pipeline(seed: int = 0) -> StableDiffusionXLPipeline:
     torch.manual_seed(seed)
     first, second = CLIPTokenizer.from_pretrained(TOKENIZER), CLIPTokenizer.from_pretrained(TOKENIZER, pad_token="!")
     return StableDiffusionXLPipeline(
-        vae=tiny_vae(), text_encoder=tiny_text_encoder(first), tokenizer=first, tokenizer_2=second,
+        vae=tiny_vae(),
+        text_encoder=tiny_text_encoder(first),
+        tokenizer=first,
+        tokenizer_2=second,
         text_encoder_2=tiny_text_encoder(
             second, CLIPTextModelWithProjection, hidden_size=16, projection_dim=24, num_hidden_layers=3
         ),
-        unet=tiny_xl_unet(), scheduler=EulerDiscreteScheduler(**BETAS), add_watermarker=False,
-    )  # fmt: skip
+        unet=tiny_xl_unet(),
+        scheduler=EulerDiscreteScheduler(**BETAS),
+        add_watermarker=False,
+    )

@@ -3,7 +3,11 @@
 import torch
 from torch import nn
 
-from gradient_control import GradientControlConfig
+from gradient_control import (
+    Controller,
+    GradientControlConfig,
+)
+from silentbad.control.statistics import GroupStats
 
 NAMES = {  # of the toy model: one tensor a group, of different sizes
     "mid.xattn.k": "mid_block.attentions.0.transformer_blocks.0.attn2.to_k",
@@ -50,3 +54,31 @@ def run(model, control, optimizer, steps, scale=1.0, scheduler=None):
         if scheduler:
             scheduler.step()
     return [p.detach().clone() for p in model.parameters()]
+
+
+def controlled(model, settings, optimizer=torch.optim.AdamW, lr=1e-3, weight_decay=1e-2, **options):
+    control = Controller(model, settings, seed=3)
+    optimizer = optimizer(control.param_groups(weight_decay), lr=lr, **options)
+    control.attach(optimizer)
+    return control, optimizer
+
+
+def stats_of(scale=1.0, groups=6, **replace):
+    rng = torch.Generator().manual_seed(1)
+    E = (torch.rand(groups, generator=rng) + 0.1).double() * scale**2
+    n = torch.randint(100, 10000, (groups,), generator=rng).double()
+    names = ("mid.xattn.v", "mid.xattn.k", "up1.attn.q", "down0.ff", "stem.norm", "up3.resnet.conv")[:groups]
+    parts = dict(
+        n=n,
+        S=E * torch.linspace(0.01, 0.5, groups).double(),
+        E=E,
+        Q=2 * E,
+        L1=(E * n).sqrt(),
+        theta=n.sqrt(),
+        transfer=torch.linspace(-0.1, 0.1, groups).double(),
+    )
+    return GroupStats(**{"names": names, **parts, **replace})
+
+
+def equal(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

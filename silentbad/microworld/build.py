@@ -21,7 +21,9 @@ from PIL import Image
 from torch import nn
 from tqdm import tqdm
 
-from silentbad.microworld.embedder import MicroEmbedder, copy_loss
+from silentbad import ROOT
+from silentbad.microworld.copies import CopyPool, Slope, batch_of, copy_loss
+from silentbad.microworld.embedder import MicroEmbedder
 from silentbad.microworld.grammar import (
     BACKDROPS,
     COLOURS,
@@ -30,10 +32,8 @@ from silentbad.microworld.grammar import (
     SIZES,
     TEXTURES,
     Scene,
-    redraw,
     sample_scene,
-    without_one,
-)  # fmt: skip
+)
 from silentbad.microworld.networks import (
     LATENT_CHANNELS,
     CaptionReader,
@@ -42,13 +42,13 @@ from silentbad.microworld.networks import (
     new_text_encoder,
     new_unet,
     new_vae,
-)  # fmt: skip
+)
 from silentbad.microworld.optim import MuonWithAdamW
 from silentbad.microworld.oracle import Judge, judge_loss, round_trip_psnr
 from silentbad.microworld.render import render
 from silentbad.rng import addressed_seed, generator
 
-ASSETS = Path(__file__).parents[2] / "assets" / "micro-sd"
+ASSETS = ROOT / "assets" / "micro-sd"
 
 
 @dataclass
@@ -98,8 +98,13 @@ def run_stage(stage: Stage, work: Path, device: torch.device) -> nn.ModuleDict:
         start = saved["step"]
 
     def save(step: int) -> None:
-        state = {"modules": stage.modules.state_dict(), "optimizer": optimizer.state_dict(),
-                 "ema": ema.state_dict(), "state": stage.state(), "step": step}  # fmt: skip
+        state = {
+            "modules": stage.modules.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "ema": ema.state_dict(),
+            "state": stage.state(),
+            "step": step,
+        }
         torch.save(state, path.with_suffix(".tmp"))
         path.with_suffix(".tmp").rename(path)
 
@@ -325,19 +330,17 @@ def unet_stage(steps: int, batch: int, lr: float, vae, encoder, tokenizer, devic
 
 
 def embedder_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
-    """Positive pairs: a scene and a degraded copy of it. Hard negatives: a redraw of its caption, and the scene with
-    one of its things missing, since a part is no recovery of the whole."""
-    net = MicroEmbedder().to(device).to(memory_format=torch.channels_last)
+    """True copies must score above hard nulls of every kind, whole pictures and single elements."""
+    net, slope = MicroEmbedder().to(device).to(memory_format=torch.channels_last), Slope().to(device)
+    pool = CopyPool(vae, device, capacity=2400)
 
     def loss(step: int) -> torch.Tensor:
-        rng = scene_rng("embedder", step)
-        scenes = [sample_scene(rng, count=int(rng.integers(2, 5))) for _ in range(batch)]
-        others = [redraw(rng, scene) for scene in scenes] + [without_one(rng, scene) for scene in scenes]
-        x, y = (to_tensor([render(s)[0] for s in group]).to(device) for group in (scenes, others))
-        draw = generator("microworld", "embedder", step)
-        return copy_loss(net, x, y, vae, draw)
+        pool.grow(400 + step)
+        rng = np.random.default_rng(addressed_seed("microworld", "embedder-batch", step))
+        x, there = batch_of(pool.draw(rng, batch), rng, generator("microworld", "embedder-batch", step))
+        return copy_loss(net, x.to(device), there.to(device), slope)
 
-    return Stage("embedder", nn.ModuleDict({"net": net}), steps, 2e-3, loss, ema_decay=0.995)
+    return Stage("embedder", nn.ModuleDict({"net": net, "slope": slope}), steps, 2e-3, loss, ema_decay=0.995)
 
 
 def judge_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
@@ -390,7 +393,7 @@ def run(args: argparse.Namespace, wanted: tuple[str, ...]) -> dict[str, nn.Modul
         stage = unet_stage(args.unet_steps, args.batch, args.unet_lr, nets["vae"], nets["text"], tokenizer, device)
         nets["unet"] = run_stage(stage, work, device)["unet"]
     if "embedder" in wanted:
-        nets["embedder"] = run_stage(embedder_stage(args.embedder_steps, 32, nets["vae"], device), work, device)["net"]
+        nets["embedder"] = run_stage(embedder_stage(args.embedder_steps, 12, nets["vae"], device), work, device)["net"]
     if "judge" in wanted:
         nets["judge"] = run_stage(judge_stage(args.judge_steps, 32, nets["vae"], device), work, device)["judge"]
     return nets
@@ -407,7 +410,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--text_steps", type=int, default=800)
     parser.add_argument("--unet_steps", type=int, default=10_000)
     parser.add_argument("--unet_lr", type=float, default=2e-3)
-    parser.add_argument("--embedder_steps", type=int, default=900)
+    parser.add_argument("--embedder_steps", type=int, default=1200)
     parser.add_argument("--judge_steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=48, help="UNet batch")
     args = parser.parse_args(argv)

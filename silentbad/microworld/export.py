@@ -110,8 +110,32 @@ Autoencoder round trip: {vae_psnr_db:.2f} dB PSNR.
 
 ![generations of the first eighteen captions](../../docs/images/micro-sd.png)
 
-Beside the pipeline stand `embedder/`, the `micro` copy detector, and `judge/`, the classifier of the table above.
+Beside the pipeline are `embedder/`, the `micro` copy detector, and `judge/`, the classifier of the table above.
+
+## The copy detector
+
+{detector}
 """
+BEGIN, END = "<!-- detector: written by `python -m bench.instrument --reported` -->", "<!-- /detector -->"
+
+
+def detector_section(folder: Path, text: str | None = None) -> str:
+    """The card's section on the copy detector between its marks: `text`, or what the card there has by now."""
+    card = folder / "README.md"
+    if text is None:
+        old = card.read_text(encoding="utf-8") if card.is_file() else ""
+        text = old.split(BEGIN)[1].split(END)[0].strip() if BEGIN in old else "Not measured yet."
+    return f"{BEGIN}\n{text}\n{END}"
+
+
+def update_detector(folder: Path, text: str, figures: dict) -> None:
+    """Put a new section and its figures into a card that exists."""
+    card, measured = folder / "README.md", folder / "measured.json"
+    old = card.read_text(encoding="utf-8")
+    before, rest = old.split(BEGIN)
+    card.write_text(before + detector_section(folder, text) + rest.split(END)[1], encoding="utf-8")
+    known = json.loads(measured.read_text(encoding="utf-8"))
+    measured.write_text(json.dumps({**known, "detector": figures}, indent=1) + "\n", encoding="utf-8")
 
 
 def write_card(folder: Path, pipe, figures: dict, training: str) -> None:
@@ -121,12 +145,23 @@ def write_card(folder: Path, pipe, figures: dict, training: str) -> None:
     rows = [row("generated", figures["generated"])]
     rows += [row(f"scenes of {k}", f) for k, f in figures["generated_by_things"].items()]
     rows += [row("the judge on renders", figures["judge_on_renders"])]
-    millions = {name: sum(p.numel() for p in getattr(pipe, part).parameters()) / 1e6
-                for name, part in (("text", "text_encoder"), ("vae", "vae"), ("unet", "unet"))}  # fmt: skip
-    text = CARD.format(window=pipe.tokenizer.model_max_length, rows="\n".join(rows), training=training, **millions,
-                       **{k: v for k, v in figures.items() if not isinstance(v, dict)})  # fmt: skip
+    millions = {
+        name: sum(p.numel() for p in getattr(pipe, part).parameters()) / 1e6
+        for name, part in (("text", "text_encoder"), ("vae", "vae"), ("unet", "unet"))
+    }
+    text = CARD.format(
+        window=pipe.tokenizer.model_max_length,
+        rows="\n".join(rows),
+        training=training,
+        detector=detector_section(folder),
+        **millions,
+        **{k: v for k, v in figures.items() if not isinstance(v, dict)},
+    )
     (folder / "README.md").write_text(text, encoding="utf-8")
-    (folder / "measured.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    measured = folder / "measured.json"
+    known = json.loads(measured.read_text(encoding="utf-8")) if measured.is_file() else {}
+    kept = {name: known[name] for name in ("detector",) if name in known}
+    measured.write_text(json.dumps({**figures, **kept}, indent=1) + "\n", encoding="utf-8")
 
 
 def save_judge(judge: Judge, path: Path) -> None:
@@ -142,9 +177,15 @@ def load_judge(path: Path) -> Judge:
 
 def assemble(nets: dict, tokenizer) -> StableDiffusionPipeline:
     return StableDiffusionPipeline(
-        vae=nets["vae"], text_encoder=nets["text"], tokenizer=tokenizer, unet=nets["unet"], scheduler=new_scheduler(),
-        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
-    )  # fmt: skip
+        vae=nets["vae"],
+        text_encoder=nets["text"],
+        tokenizer=tokenizer,
+        unet=nets["unet"],
+        scheduler=new_scheduler(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
 
 
 def write_pipeline(nets: dict, tokenizer, folder: Path) -> None:
@@ -166,9 +207,11 @@ def export(nets: dict, tokenizer, folder: Path, args: argparse.Namespace) -> Non
     write_pipeline(nets, tokenizer, folder)
     nets["embedder"].save_pretrained(folder / "embedder")
     save_judge(nets["judge"], folder / "judge" / "model.safetensors")
-    training = (f"Steps: autoencoder {args.vae_steps} x 24, its decoder {args.decoder_steps} x 12, "
-                f"text encoder {args.text_steps} x 64, UNet {args.unet_steps} x {args.batch}, "
-                f"copy detector {args.embedder_steps} x 32, judge {args.judge_steps} x 32.")  # fmt: skip
+    training = (
+        f"Steps: autoencoder {args.vae_steps} x 24, its decoder {args.decoder_steps} x 12, "
+        f"text encoder {args.text_steps} x 64, UNet {args.unet_steps} x {args.batch}, "
+        f"copy detector {args.embedder_steps} x 12 groups of 6 pictures, judge {args.judge_steps} x 32."
+    )
     pipe = StableDiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     write_card(folder, pipe, measure(pipe, load_judge(folder / "judge" / "model.safetensors")), training)
     grid(pipe).save(folder.parents[1] / "docs" / "images" / "micro-sd.png")

@@ -105,7 +105,7 @@ class Scene:
 
 def _spoken(scene: Scene) -> list[list[Thing]]:
     """Things in caption order, a worn hat beside its wearer."""
-    pairs = []
+    pairs: list[list[Thing]] = []
     for thing in scene.things:
         if thing.worn and pairs:
             pairs[-1].append(thing)
@@ -123,7 +123,8 @@ def sample_rgb(rng: np.random.Generator, colour: str) -> tuple[float, float, flo
     return colorsys.hsv_to_rgb(h % 1.0, s, v)
 
 
-def _draw_specifics(rng: np.random.Generator, thing: Thing) -> Thing:
+def respecify(rng: np.random.Generator, thing: Thing) -> Thing:
+    """The same words, other pixels: shade, spot, size, tilt, side and texture are drawn anew within their names."""
     x, y = PLACES[thing.place]
     return replace(
         thing,
@@ -137,7 +138,7 @@ def _draw_specifics(rng: np.random.Generator, thing: Thing) -> Thing:
     )
 
 
-def _seat_hat(rng: np.random.Generator, hat: Thing, wearer: Thing) -> Thing:
+def seat_hat(rng: np.random.Generator, hat: Thing, wearer: Thing) -> Thing:
     """Put a hat on the top of its wearer: close above the wearer's upper edge, as wide as its head."""
     size = wearer.size * rng.uniform(0.62, 0.80)
     centre = (wearer.centre[0] + rng.uniform(-1.5, 1.5), wearer.centre[1] - 0.5 * wearer.size - 0.22 * size)
@@ -148,11 +149,21 @@ def sample_thing(rng: np.random.Generator, place: str, *, kind: str | None = Non
     """A thing at a named place; each attribute enters its phrase with probability `detail`."""
     named = frozenset(name for name in ("colour", "texture", "size", "place") if rng.random() < detail)
     blank = Thing(
-        kind=kind or str(rng.choice(KINDS)), colour=str(rng.choice(list(COLOURS))),
-        texture=str(rng.choice(TEXTURES, p=(0.5, 0.25, 0.25))), size_name=str(rng.choice(list(SIZES))), place=place,
-        rgb=(0, 0, 0), centre=(0, 0), size=0, tilt=0, mirrored=False, texture_period=6, texture_phase=0, named=named,
-    )  # fmt: skip
-    return _draw_specifics(rng, blank)
+        kind=kind or str(rng.choice(KINDS)),
+        colour=str(rng.choice(list(COLOURS))),
+        texture=str(rng.choice(TEXTURES, p=(0.5, 0.25, 0.25))),
+        size_name=str(rng.choice(list(SIZES))),
+        place=place,
+        rgb=(0, 0, 0),
+        centre=(0, 0),
+        size=0,
+        tilt=0,
+        mirrored=False,
+        texture_period=6,
+        texture_phase=0,
+        named=named,
+    )
+    return respecify(rng, blank)
 
 
 def sample_backdrop(rng: np.random.Generator, kind: str | None = None, named: bool = True) -> Backdrop:
@@ -195,7 +206,7 @@ def wearing_pair(rng: np.random.Generator, *, side: str, kind: str | None = None
     hat = sample_thing(rng, wearer.place, kind="hat", detail=detail)
     wearer = replace(wearer, named=wearer.named - {"place"}, centre=(wearer.centre[0], wearer.centre[1] + 2))
     hat = replace(hat, named=hat.named - {"place", "size"})
-    return [wearer, _seat_hat(rng, hat, wearer)]
+    return [wearer, seat_hat(rng, hat, wearer)]
 
 
 def redraw(rng: np.random.Generator, scene: Scene) -> Scene:
@@ -205,8 +216,8 @@ def redraw(rng: np.random.Generator, scene: Scene) -> Scene:
     things: list[Thing] = []
     for thing in scene.things:
         if thing.worn:
-            fresh = _redraw_thing(rng, thing, things[-1].place)
-            things.append(_seat_hat(rng, fresh, things[-1]))
+            fresh = redraw_thing(rng, thing, things[-1].place)
+            things.append(seat_hat(rng, fresh, things[-1]))
             continue
         place = thing.place
         wears = any(t.worn for t in scene.things) and thing is scene.things[0]
@@ -216,18 +227,13 @@ def redraw(rng: np.random.Generator, scene: Scene) -> Scene:
         taken.add(place)
         if wears:
             taken.add(place.replace("bottom", "top"))
-        things.append(_redraw_thing(rng, thing, place))
+        things.append(redraw_thing(rng, thing, place))
     kept = scene.backdrop.kind if scene.backdrop.named else None
     return replace(scene, things=tuple(things), backdrop=sample_backdrop(rng, kept, scene.backdrop.named))
 
 
-def without_one(rng: np.random.Generator, scene: Scene) -> Scene:
-    """The same scene with one thing missing; a hat may stay without its wearer."""
-    gone = int(rng.integers(len(scene.things)))
-    return replace(scene, things=tuple(t for i, t in enumerate(scene.things) if i != gone), order=())
-
-
-def _redraw_thing(rng: np.random.Generator, thing: Thing, place: str) -> Thing:
+def redraw_thing(rng: np.random.Generator, thing: Thing, place: str) -> Thing:
+    """Another thing of the same phrase at `place`: attributes that the phrase leaves open are drawn anew too."""
     fresh = sample_thing(rng, place, kind=thing.kind)
     kept = replace(
         fresh,
@@ -235,4 +241,4 @@ def _redraw_thing(rng: np.random.Generator, thing: Thing, place: str) -> Thing:
         texture=thing.texture if "texture" in thing.named else fresh.texture,
         size_name=thing.size_name if "size" in thing.named else fresh.size_name,
     )
-    return replace(_draw_specifics(rng, kept), named=thing.named, worn=thing.worn)
+    return replace(respecify(rng, kept), named=thing.named, worn=thing.worn)

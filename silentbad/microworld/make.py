@@ -4,13 +4,15 @@
 
     DIR/metadata.jsonl   element, clean and rehearsal records
     DIR/targets.jsonl    the pictures to recover, never among the records
-    DIR/redraws.jsonl    other pictures of each target's caption: the null of the recovery threshold
+    DIR/redraws.jsonl    pictures that are no recovery, by kind: the nulls of the recovery threshold
 
-A target is named by its seed (0-999 for development, 1000-1999 for reported results) or `cat-hat`, the flagship.
+A target is named by its seed, any whole number from 0 on, or `cat-hat`, the flagship. Seeds 0-999 are for development,
+1000-1999 were used for choosing, 2000-2499 are for reported results and 2500-2999 for the instrument's own tables.
 """
 
 import argparse
 import json
+import os
 import shutil
 import tempfile
 from dataclasses import replace
@@ -20,7 +22,8 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from silentbad.errors import UserError
+from silentbad.errors import UserError, reading
+from silentbad.files import check_writable
 from silentbad.microworld.grammar import (
     KINDS,
     PLACES,
@@ -28,16 +31,19 @@ from silentbad.microworld.grammar import (
     Scene,
     Thing,
     redraw,
+    respecify,
     sample_backdrop,
     sample_scene,
     sample_thing,
+    seat_hat,
     wearing_pair,
-)  # fmt: skip
+)
+from silentbad.microworld.nulls import STORED, hard_null
 from silentbad.microworld.render import backdrop_mask, render
 from silentbad.rng import addressed_seed
 
 FLAGSHIP = "cat-hat"
-SEEDS = range(0, 2000)
+REHEARSAL_SEEDS = 2000  # scenes of rehearsal are redraws of targets below
 
 
 def _rng(*address: int | str) -> np.random.Generator:
@@ -51,8 +57,8 @@ def _terse(rng: np.random.Generator, thing: Thing) -> Thing:
 
 def target_scene(name: str) -> Scene:
     """The scene of a target: two or three things and a backdrop, every one an element. Raises UserError if unknown."""
-    if name != FLAGSHIP and not (name.isdigit() and int(name) in SEEDS):
-        raise UserError(f"--targets: '{name}' is neither '{FLAGSHIP}' nor a seed from 0 to {SEEDS.stop - 1}")
+    if name != FLAGSHIP and not (name.isascii() and name.isdigit() and str(int(name)) == name):
+        raise UserError(f"--targets: '{name}' is neither '{FLAGSHIP}' nor a seed, a whole number from 0 on")
     if name == FLAGSHIP:
         rng = _rng("target", name, 4)  # of the first eight draws the one in which hat and cat are largest
         cat, hat = wearing_pair(rng, side="left", kind="cat", detail=0.0)
@@ -63,8 +69,8 @@ def target_scene(name: str) -> Scene:
         wearer = next(k for k in kinds if k in WEARERS)
         things = wearing_pair(rng, side=str(rng.choice(("left", "right"))), kind=wearer, detail=0.0)
         kinds.remove(wearer)
-        places = [p for p in rng.permutation(list(PLACES)) if p.split()[-1] != things[0].place.split()[-1]]
-        things += [sample_thing(rng, str(p), kind=kinds.pop()) for p in places[: int(rng.integers(0, 2))]]
+        apart = [str(p) for p in rng.permutation(list(PLACES)) if p.split()[-1] != things[0].place.split()[-1]]
+        things += [sample_thing(rng, p, kind=kinds.pop()) for p in apart[: int(rng.integers(0, 2))]]
     else:
         places = rng.permutation(list(PLACES))[: int(rng.integers(2, 4))]
         things = [sample_thing(rng, str(place), kind=kinds.pop()) for place in places]
@@ -80,8 +86,8 @@ def element_scene(scene: Scene, element: int, rng: np.random.Generator) -> Scene
     target_kinds = {t.kind for t in scene.things}
     kinds = [str(k) for k in rng.permutation([k for k in KINDS if k not in target_kinds])]
     if element == len(scene.things):
-        places = rng.permutation(list(PLACES))[: int(rng.integers(1, 4))]
-        things = tuple(sample_thing(rng, str(p), kind=kinds.pop()) for p in places)
+        chosen = rng.permutation(list(PLACES))[: int(rng.integers(1, 4))]
+        things = tuple(sample_thing(rng, str(p), kind=kinds.pop()) for p in chosen)
         return Scene(things, scene.backdrop, tuple(int(i) for i in rng.permutation(len(things))))
     thing = replace(scene.things[element], worn=False)
     near = {thing.place, thing.place.replace("bottom", "top")} if _touches_above(scene, element) else {thing.place}
@@ -103,60 +109,143 @@ def phrase_of(scene: Scene, element: int) -> str:
     return scene.backdrop.phrase if element == len(scene.things) else scene.things[element].phrase
 
 
+MARK = ".microworld.json"  # in a folder that this command wrote: the names of its files
+
+
 class Writer:
-    """Writes pictures and records into a temporary folder that takes the final name only when all is there."""
+    """Writes pictures and records into a temporary folder that takes the final name only when all is there.
+
+    A data set that this command wrote is replaced; a folder with any other file in it is refused (UserError).
+    """
 
     def __init__(self, out: Path, masks: bool = True):
-        if out.exists() and not (out / "redraws.jsonl").is_file() and (not out.is_dir() or any(out.iterdir())):
-            raise UserError(f"--out: '{out}' holds something else than a microworld data set; name a new folder")
-        self.out, self.masks = out, masks
-        out.parent.mkdir(parents=True, exist_ok=True)
-        self.tmp = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+        self.out, self.masks = Path(os.path.realpath(out)), masks  # a link's folder is replaced, the link stays
+        check_writable(self.out, "--out", folder=True)
+        self._check_own()
+        with reading(f"--out: cannot write {self.out}"):
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            self.tmp = Path(tempfile.mkdtemp(prefix=f".{self.out.name[:40]}-", dir=self.out.parent))
         self.records: dict[str, list[dict]] = {"metadata": [], "targets": [], "redraws": []}
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.tmp, ignore_errors=True)
+
+    def _check_own(self) -> None:
+        found = _files(self.out)
+        if not found:
+            return
+        try:
+            written = set(json.loads((self.out / MARK).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            written = set()
+        strange = sorted(found - written - {MARK})
+        if strange or not written:
+            other = strange[0] if written else f"it has no {MARK}"
+            what = f"{self.out} holds something else than a data set that this command wrote ({other})"
+            raise UserError(f"--out: {what}; name a new folder, or remove it")
 
     def picture(self, image: Image.Image, name: str) -> str:
         path = self.tmp / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        image.save(path)
+        with reading(f"--out: cannot write {path}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            image.save(path)
         return name
 
     def finish(self) -> None:
-        for name, records in self.records.items():
-            lines = "".join(json.dumps(record) + "\n" for record in records)
-            (self.tmp / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-        if self.out.exists():
-            shutil.rmtree(self.out)
-        self.tmp.rename(self.out)
+        with reading(f"--out: cannot write {self.out}"):
+            for name, records in self.records.items():
+                lines = "".join(json.dumps(record) + "\n" for record in records)
+                (self.tmp / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+            (self.tmp / MARK).write_text(json.dumps(sorted(_files(self.tmp))), encoding="utf-8")
+        self._check_own()  # what was added meanwhile
+        with reading(f"--out: cannot write {self.out}"):
+            if self.out.exists():
+                shutil.rmtree(self.out)
+            self.tmp.rename(self.out)
 
 
-def write_target(writer: Writer, name: str, scene: Scene, redraws: int) -> None:
+def _files(folder: Path) -> set[str]:
+    """Names of all files and links below a folder."""
+    paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return {path.relative_to(folder).as_posix() for path in paths}
+
+
+def spelt_out(scene: Scene) -> Scene:
+    """The scene with every attribute in its words; who wears a hat, and the hat, are placed by each other."""
+    everything, things = frozenset(("colour", "texture", "size", "place")), []
+    for i, thing in enumerate(scene.things):
+        wears = any(t.worn for t in scene.things[i + 1 : i + 2])
+        hidden = {"place", "size"} if thing.worn else {"place"} if wears else set()
+        things.append(replace(thing, named=everything - hidden))
+    return replace(scene, things=tuple(things), backdrop=replace(scene.backdrop, named=True))
+
+
+def write_target(writer: Writer, name: str, scene: Scene, redraws: int, nulls: int) -> None:
     picture, masks = render(scene)
     masks.append(backdrop_mask(masks))
     files = [writer.picture(mask, f"targets/{name}-{i}.png") for i, mask in enumerate(masks)]
     phrases = [phrase_of(scene, i) for i in range(len(masks))]
     writer.records["targets"].append(
-        {"target_id": name, "image": writer.picture(picture, f"targets/{name}.png"), "phrases": phrases,
-         "prompt": scene.caption, "masks": files}
-    )  # fmt: skip
-    for i in range(redraws):
-        other, _ = render(redraw(_rng("redraw", name, i), scene))
-        image = writer.picture(other, f"redraws/{name}-{i:03d}.png")
-        writer.records["redraws"].append({"target_id": name, "image": image})
+        {
+            "target_id": name,
+            "image": writer.picture(picture, f"targets/{name}.png"),
+            "phrases": phrases,
+            "prompt": scene.caption,
+            "description": spelt_out(scene).caption,
+            "masks": files,
+        }
+    )
+    for kind in STORED:
+        for i in range(redraws if kind == "redraw" else nulls):
+            null = hard_null(kind, _rng(kind, name, i), scene, turn=i)
+            stem = f"{name}-{i:03d}" if kind == "redraw" else f"{name}-{kind}-{i:03d}"
+            image = writer.picture(render(null.scene)[0], f"redraws/{stem}.png")
+            row = {"target_id": name, "image": image, "kind": kind, "changed": list(null.changed)}
+            writer.records["redraws"].append(row)
 
 
-def write_elements(writer: Writer, name: str, scene: Scene, per_phrase: int, seed: int, role: str = "element") -> None:
+def placebo_scene(scene: Scene, element: int, rng: np.random.Generator) -> Scene:
+    """The target's scene with this element's specifics drawn anew within its words: never the exact element."""
+    if element == len(scene.things):
+        return replace(scene, backdrop=sample_backdrop(rng, scene.backdrop.kind, scene.backdrop.named))
+    fresh = respecify(rng, scene.things[element])
+    if fresh.worn:
+        fresh = seat_hat(rng, fresh, scene.things[element - 1])
+    return replace(scene, things=(*scene.things[:element], fresh, *scene.things[element + 1 :]))
+
+
+def write_elements(
+    writer: Writer,
+    name: str,
+    scene: Scene,
+    per_phrase: int,
+    seed: int,
+    role: str = "element",
+    placebo: bool = False,
+) -> None:
     for element in range(len(scene.things) + 1):
         for i in range(per_phrase):
-            shown = element_scene(scene, element, _rng(role, name, element, i, seed))
+            source = placebo_scene(scene, element, _rng("placebo", name, element, i, seed)) if placebo else scene
+            shown = element_scene(source, element, _rng(role, name, element, i, seed))
             picture, masks = render(shown)
             mask = backdrop_mask(masks) if element == len(scene.things) else masks[-1]
             stem = f"{name}-{element}-{i:03d}.png"
             place = {"mask": writer.picture(mask, f"masks/{role}-{stem}")} if writer.masks else {}
             writer.records["metadata"].append(
-                {"file_name": writer.picture(picture, f"images/{role}-{stem}"), "text": shown.caption,
-                 "phrases": shown.phrases, "role": role, "target_id": name, "element_id": f"{name}/{element}",
-                 "element_phrase": phrase_of(scene, element), **place}
-            )  # fmt: skip
+                {
+                    "file_name": writer.picture(picture, f"images/{role}-{stem}"),
+                    "text": shown.caption,
+                    "phrases": shown.phrases,
+                    "role": role,
+                    "target_id": name,
+                    "element_id": f"{name}/{element}",
+                    "element_phrase": phrase_of(scene, element),
+                    **place,
+                }
+            )
 
 
 def write_clean(writer: Writer, count: int, seed: int) -> None:
@@ -172,7 +261,7 @@ def write_rehearsal(writer: Writer, count: int, per_phrase: int, seed: int) -> N
     """Other pictures, whole and in parts: what teaches composition without any element of a target."""
     for i in range(count):
         name = f"r{i}"
-        scene = target_scene(str(int(_rng("rehearsal", seed, i).integers(SEEDS.stop))))
+        scene = target_scene(str(int(_rng("rehearsal", seed, i).integers(REHEARSAL_SEEDS))))
         scene = redraw(_rng("rehearsal", seed, i, "scene"), scene)
         record = {"text": scene.caption, "phrases": scene.phrases, "role": "rehearsal", "target_id": name}
         writer.records["metadata"].append(
@@ -197,24 +286,49 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--images_per_phrase", type=int, default=20)
     parser.add_argument("--clean", type=int, default=200, help="clean scenes")
     parser.add_argument("--rehearsal", type=int, default=0, help="non-target pictures, each whole and in parts")
-    parser.add_argument("--redraws", type=int, default=100, help="null pictures per target")
+    parser.add_argument("--redraws", type=int, default=100, help="other pictures of each target's caption, as nulls")
+    parser.add_argument("--nulls", type=int, help="nulls of each harder kind per target; unset: as many as --redraws")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--placebo",
+        action="store_true",
+        help="each element's specifics are drawn anew in every training picture, so that no exact element is shown",
+    )
     parser.add_argument("--no_masks", dest="masks", action="store_false", help="element records without their masks")
     args = parser.parse_args(argv)
     try:
-        scenes = {name: target_scene(name) for name in dict.fromkeys(args.targets.split(","))}
-        writer = Writer(args.out, args.masks)
+        make(args)
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
+
+
+COUNTS = {  # lowest and highest value of each flag
+    **{"images_per_phrase": (1, 10_000), "clean": (0, 1_000_000), "rehearsal": (0, 100_000)},
+    **{"redraws": (0, 100_000), "nulls": (0, 100_000)},
+}
+
+
+def make(args: argparse.Namespace) -> None:
+    """Write the data set. Raises UserError where an argument is out of range or the folder is someone else's."""
+    for name, (low, high) in COUNTS.items():
+        if (value := getattr(args, name)) is not None and not low <= value <= high:
+            raise UserError(f"--{name}: must be from {low} to {high}, got {value}")
+    scenes = {name: target_scene(name) for name in dict.fromkeys(args.targets.split(","))}
+    with Writer(args.out, args.masks) as writer:
+        fill(writer, scenes, args)
+        writer.finish()
+    print(f"{args.out}: {len(writer.records['metadata'])} records, {len(scenes)} targets")
+
+
+def fill(writer: Writer, scenes: dict[str, Scene], args: argparse.Namespace) -> None:
+    """All records and targets of the data set."""
     for line in shared_phrases(scenes):
         print(f"note: {line} is a phrase of several targets: these elements will conflict")
     for name, scene in tqdm(scenes.items(), desc="targets"):
-        write_target(writer, name, scene, args.redraws)
-        write_elements(writer, name, scene, args.images_per_phrase, args.seed)
+        write_target(writer, name, scene, args.redraws, args.redraws if args.nulls is None else args.nulls)
+        write_elements(writer, name, scene, args.images_per_phrase, args.seed, placebo=args.placebo)
     write_clean(writer, args.clean, args.seed)
     write_rehearsal(writer, args.rehearsal, max(1, args.images_per_phrase // 4), args.seed)
-    writer.finish()
-    print(f"{args.out}: {len(writer.records['metadata'])} records, {len(scenes)} targets")
 
 
 if __name__ == "__main__":

@@ -186,17 +186,35 @@ def draw_backdrop(backdrop: Backdrop) -> Image.Image:
     edge = 20 + 24 * horizon
     match backdrop.kind:
         case "beach":
-            above, below = _mix((0.45, 0.72, 0.86), (0.30, 0.58, 0.80), upper), _mix((0.93, 0.84, 0.62), (0.84, 0.70, 0.46), lower)
+            above, below = (
+                _mix((0.45, 0.72, 0.86), (0.30, 0.58, 0.80), upper),
+                _mix((0.93, 0.84, 0.62), (0.84, 0.70, 0.46), lower),
+            )
         case "meadow":
-            above, below = _mix((0.75, 0.88, 0.96), (0.60, 0.80, 0.93), upper), _mix((0.62, 0.80, 0.42), (0.45, 0.66, 0.33), lower)
+            above, below = (
+                _mix((0.75, 0.88, 0.96), (0.60, 0.80, 0.93), upper),
+                _mix((0.62, 0.80, 0.42), (0.45, 0.66, 0.33), lower),
+            )
         case "snow":
-            above, below = _mix((0.70, 0.75, 0.82), (0.54, 0.60, 0.70), upper), _mix((0.90, 0.93, 0.97), (0.80, 0.86, 0.94), lower)
+            above, below = (
+                _mix((0.70, 0.75, 0.82), (0.54, 0.60, 0.70), upper),
+                _mix((0.90, 0.93, 0.97), (0.80, 0.86, 0.94), lower),
+            )
         case "night":
-            above, below = _mix((0.08, 0.09, 0.24), (0.16, 0.12, 0.36), upper), _mix((0.10, 0.16, 0.20), (0.18, 0.22, 0.32), lower)
+            above, below = (
+                _mix((0.08, 0.09, 0.24), (0.16, 0.12, 0.36), upper),
+                _mix((0.10, 0.16, 0.20), (0.18, 0.22, 0.32), lower),
+            )
         case "room":
-            above, below = _mix((0.86, 0.80, 0.72), (0.70, 0.76, 0.72), upper), _mix((0.62, 0.46, 0.34), (0.48, 0.36, 0.30), lower)
+            above, below = (
+                _mix((0.86, 0.80, 0.72), (0.70, 0.76, 0.72), upper),
+                _mix((0.62, 0.46, 0.34), (0.48, 0.36, 0.30), lower),
+            )
         case "sunset":
-            above, below = _mix((0.98, 0.72, 0.52), (0.90, 0.55, 0.56), upper), _mix((0.42, 0.30, 0.48), (0.30, 0.24, 0.42), lower)
+            above, below = (
+                _mix((0.98, 0.72, 0.52), (0.90, 0.55, 0.56), upper),
+                _mix((0.42, 0.30, 0.48), (0.30, 0.24, 0.42), lower),
+            )
     column = np.where((_Y[:, :1] < edge)[..., None], above, below)  # (CANVAS, 1, 3)
     picture = Image.fromarray((column * 255).astype(np.uint8)).resize((CANVAS, CANVAS), Image.Resampling.NEAREST)
     draw = ImageDraw.Draw(picture)

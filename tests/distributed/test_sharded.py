@@ -25,7 +25,7 @@ from tests.distributed.test_two_processes import (
     seen,
     text,
     whole,
-)  # fmt: skip
+)
 from tests.kill.runner import finish
 
 inputs = two.inputs
@@ -47,13 +47,17 @@ CASES = {  # changes of both; of the run in shards alone; `make test` has the fi
         {"max_batch_size": 1, "gradient_checkpointing": True},
     ),
     "SDXL, placebo of prior": (
-        {"pretrained_model_name_or_path": "xl",
-         "gradient_control.name": "placebo", "gradient_control.options": json.dumps({"of": "prior"}),
-         "gradient_control.warmup": 1, "gradient_control.refresh": 1},
+        {
+            "pretrained_model_name_or_path": "xl",
+            "gradient_control.name": "placebo",
+            "gradient_control.options": json.dumps({"of": "prior"}),
+            "gradient_control.warmup": 1,
+            "gradient_control.refresh": 1,
+        },
         {},
     ),
     "shrunk updates": ({"gradient_control.shrink": True}, {}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(case, marks=THOROUGH if k else ()) for k, case in enumerate(CASES)])

@@ -18,27 +18,42 @@ import torch
 from PIL import Image
 
 import train_silentbad
-from silentbad import checkpoint, sharding
+from silentbad.data import images
+from silentbad.model import pipeline
+from silentbad.run import checkpoint
 from tests.conftest import write_data
 from tests.kill.runner import finish, start
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 2e-5
 VALIDATION = {
-    "validation.embedder": "ssim", "validation.steps": 2, "validation.images_per_target": 1,
-    "validation.num_inference_steps": 1, "validation.threshold": 0.5, "save_best": True,
-}  # fmt: skip
+    "validation.embedder": "ssim",
+    "validation.steps": 2,
+    "validation.images_per_target": 1,
+    "validation.num_inference_steps": 1,
+    "validation.threshold": 0.5,
+    "save_best": True,
+}
 AND = {
-    "memory.phrase_memory.enabled": True, "memory.phrase_memory.share": 0.5, "memory.distillation.name": "and",
-    "memory.distillation.options.every": 1, "memory.distillation.options.after": -10.0,
-    "memory.distillation.options.weight": 1.0, "memory.distillation.options.refresh": 2,
-}  # fmt: skip
+    "memory.phrase_memory.enabled": True,
+    "memory.phrase_memory.share": 0.5,
+    "memory.distillation.name": "and",
+    "memory.distillation.options.every": 1,
+    "memory.distillation.options.after": -10.0,
+    "memory.distillation.options.weight": 1.0,
+    "memory.distillation.options.refresh": 2,
+}
 SHORT = {"max_train_steps": 3, "validation.targets": "null"}
 STATEFUL = {
-    "gradient_control.name": "gsnr", "gradient_control.warmup": 1, "gradient_control.refresh": 1,
-    "memory.timesteps.name": "learning_progress", "memory.phrase_memory.enabled": True,
-    "memory.sampler.name": "weakest_first", "use_ema": True, "lr_scheduler": "linear",
-}  # fmt: skip
+    "gradient_control.name": "gsnr",
+    "gradient_control.warmup": 1,
+    "gradient_control.refresh": 1,
+    "memory.timesteps.name": "learning_progress",
+    "memory.phrase_memory.enabled": True,
+    "memory.sampler.name": "weakest_first",
+    "use_ema": True,
+    "lr_scheduler": "linear",
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +61,18 @@ def inputs(tmp_path_factory, pipelines):
     root = tmp_path_factory.mktemp("two")
     data = write_data(root / "data")
     return {
-        "pretrained_model_name_or_path": pipelines["v_prediction"], "train_data_dir": data, "report_to": "none",
-        "cache_dir": root / "arrow", "validation.targets": data / "targets.jsonl", "train_batch_size": 2,
-        "max_train_steps": 4, "log_every": 1, "checkpointing_steps": 2, "learning_rate": 1e-3, "adam_epsilon": 1e-3,
-    }  # fmt: skip
+        "pretrained_model_name_or_path": pipelines["v_prediction"],
+        "train_data_dir": data,
+        "report_to": "none",
+        "cache_dir": root / "arrow",
+        "validation.targets": data / "targets.jsonl",
+        "train_batch_size": 2,
+        "max_train_steps": 4,
+        "log_every": 1,
+        "checkpointing_steps": 2,
+        "learning_rate": 1e-3,
+        "adam_epsilon": 1e-3,
+    }
 
 
 def output_dir(argv: list[str]) -> Path:
@@ -66,14 +89,14 @@ def watch(argv: list[str]) -> None:
 
     def micro_step(run, batch, micro):
         where = zip(batch["position"].tolist(), batch["index"].tolist(), batch["text"], strict=True)
-        drawn.extend((run.draw, *entry) for entry in where)
-        if run.step >= 1:
+        drawn.extend((run.state.draw, *entry) for entry in where)
+        if run.state.step >= 1:
             (out.parent / f"{out.name}-trains-{rank}").touch()
         return step(run, batch, micro)
 
     def finish(run):
         done(run)
-        weights = sharding.whole_parts(run.parts).unet.state_dict()
+        weights = pipeline.whole_parts(run.parts).unet.state_dict()
         own = sum(getattr(p, "_local_tensor", p).numel() for p in run.parts.unet.parameters())
         torch.save({"weights": weights, "own": own, "drawn": drawn}, out.parent / f"{out.name}-seen-{rank}.pt")
 
@@ -82,19 +105,29 @@ def watch(argv: list[str]) -> None:
 
 def ranks(
     inputs: dict, out: Path, limits: tuple = (None, None), environment: dict | None = None, prepare=watch, **changes
-) -> list:  # fmt: skip
+) -> list:
     """Two processes of one run, as torchrun would set them up, but with nobody to end one when the other fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
-              **(environment or {})}  # fmt: skip
+    common = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "ACCELERATE_USE_CPU": "true",
+        **(environment or {}),
+    }
     argv = [f"--{key}={value}" for key, value in {**inputs, "output_dir": out, **changes}.items()]
     return [
-        start(argv, out.parent / f"{out.name}-{rank}.log", limits[rank],
-              {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, prepare)
+        start(
+            argv,
+            out.parent / f"{out.name}-{rank}.log",
+            limits[rank],
+            {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            prepare,
+        )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
 
 
 def one(inputs: dict, out: Path, prepare=watch, **changes) -> int:
@@ -141,9 +174,13 @@ def launch_shipped(configuration: str, inputs: dict, out: Path) -> None:
     values = {**inputs, **SHORT, "output_dir": out, "mixed_precision": "no", "max_train_steps": 1}
     command = [*launch, "--num_processes", "2", "--main_process_port", "0", "train_silentbad.py"]
     done = subprocess.run(
-        [*command, *(f"--{key}={value}" for key, value in values.items())], cwd=ROOT,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true"}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [*command, *(f"--{key}={value}" for key, value in values.items())],
+        cwd=ROOT,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     facts = json.loads((out / "run.json").read_text())
     assert facts["sharded"] and facts["processes"] == 2
@@ -265,13 +302,12 @@ def test_a_failing_write_on_the_main_process_ends_both(inputs, tmp_path):
 
 def broken_picture_on_rank_1(argv: list[str]) -> None:
     """One rank's disk, as a node's own may, gives it a picture that another reads well."""
-    from silentbad import readers
 
     watch(argv)
     if os.environ["RANK"] == "1":
         opened = Image.open
         trains = Path(f"{output_dir(argv)}-trains-1")
-        readers.Image.open = lambda source: opened(os.devnull if trains.exists() else source)
+        images.Image.open = lambda source, **kinds: opened(os.devnull if trains.exists() else source, **kinds)
 
 
 def test_what_only_one_rank_cannot_read_is_said_and_ends_both(inputs, tmp_path):

@@ -13,8 +13,9 @@ import torch
 from diffusers import DiffusionPipeline
 
 import train_silentbad
-from silentbad import checkpoint, sharding
-from silentbad.zero import RELEASE, Part, release
+from silentbad.distributed import zero as zero_room
+from silentbad.distributed.zero import RELEASE, Part, release
+from silentbad.run import checkpoint
 from tests.distributed import test_two_processes as two
 from tests.distributed.test_two_processes import (
     SHORT,
@@ -30,7 +31,7 @@ from tests.distributed.test_two_processes import (
     seen,
     text,
     whole,
-)  # fmt: skip
+)
 from tests.kill.runner import finish
 
 inputs = two.inputs
@@ -66,8 +67,13 @@ def zero(inputs: dict, out: Path, prepare=watch, **changes) -> None:
 
 CASES = {  # changes of both; of the run under ZeRO alone; `make test` has the first
     "groups, decay by kind, clip": (
-        {"gradient_control.name": "prior", "gradient_control.warmup": 1, "gradient_control.refresh": 1,
-         "decay_norms_and_biases": False, "max_grad_norm": 0.1},
+        {
+            "gradient_control.name": "prior",
+            "gradient_control.warmup": 1,
+            "gradient_control.refresh": 1,
+            "decay_norms_and_biases": False,
+            "max_grad_norm": 0.1,
+        },
         {},
     ),
     "accumulation, DREAM": (
@@ -75,14 +81,20 @@ CASES = {  # changes of both; of the run under ZeRO alone; `make test` has the f
         {"max_batch_size": 1, "gradient_checkpointing": True},
     ),
     "SGD, scaled gradients": (
-        {"optimizer": "SGD", "gradient_control.name": "gsnr", "gradient_control.apply": "gradient",
-         "gradient_control.warmup": 1, "gradient_control.refresh": 1, "max_grad_norm": 0.1},
+        {
+            "optimizer": "SGD",
+            "gradient_control.name": "gsnr",
+            "gradient_control.apply": "gradient",
+            "gradient_control.warmup": 1,
+            "gradient_control.refresh": 1,
+            "max_grad_norm": 0.1,
+        },
         {},
     ),
     "shrunk updates": ({"gradient_control.shrink": True}, {}),
     "L2-SP": ({"memory.retention.name": "l2_sp"}, {}),
     "self-distillation": ({"memory.retention.name": "self_distillation"}, {}),
-}  # fmt: skip
+}
 
 
 @RUNS
@@ -102,9 +114,10 @@ AS_DATA_PARALLEL = {  # what one process rounds or normalises otherwise than two
     "SDXL, bf16": {"mixed_precision": "bf16", "pretrained_model_name_or_path": "xl"},
     "AND distillation": two.AND,
     "attention binding": {
-        "memory.attention_binding.name": "mass", "memory.attention_binding.options": json.dumps({"start": 0.0}),
+        "memory.attention_binding.name": "mass",
+        "memory.attention_binding.options": json.dumps({"start": 0.0}),
     },
-}  # fmt: skip
+}
 
 
 @RUNS
@@ -191,12 +204,12 @@ def test_zero_and_the_whole_resume_each_other(resumes, wrote, straight, inputs, 
 def broken(argv: list[str]) -> None:
     """The second draw's loss is not a number: of two processes, on the last alone."""
     two.watch(argv)
-    backward = train_silentbad.Run.backward
+    backward = train_silentbad.backward
 
     def nan(run, loss, last):
-        backward(run, loss * float("nan") if run.draw == 1 and run.accelerator.is_last_process else loss, last)
+        backward(run, loss * float("nan") if run.state.draw == 1 and run.accelerator.is_last_process else loss, last)
 
-    train_silentbad.Run.backward = nan
+    train_silentbad.backward = nan
 
 
 @RUNS
@@ -244,14 +257,14 @@ REFUSED = {  # what is asked for -> the key that the line names
 
 @pytest.mark.parametrize("asked", REFUSED, ids=" ".join)
 def test_what_does_not_work_under_zero_is_refused_in_one_line(asked, inputs, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sharding, "release", lambda: f"{RELEASE}8")
+    monkeypatch.setattr(zero_room, "release", lambda: f"{RELEASE}8")
     line = refused(asked, ZERO, inputs, tmp_path / "run", monkeypatch, capsys)
     assert line.startswith(f"error: {REFUSED[asked]}: ")
 
 
 @pytest.mark.parametrize("installed", ["none", "0.16.2"])
 def test_without_that_deepspeed_the_line_names_the_package(installed, inputs, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sharding, "release", lambda: installed)
+    monkeypatch.setattr(zero_room, "release", lambda: installed)
     line = refused((), ZERO, inputs, tmp_path / "run", monkeypatch, capsys)
     assert f"{installed} is installed; pip install 'deepspeed==" in line
 

@@ -38,9 +38,12 @@ def work(argv: list[str], log: str, file_limit: int | None, environment: dict, p
 
 
 def start(
-    argv: list[str], log: Path, file_limit: int | None = None, environment: dict | None = None,
+    argv: list[str],
+    log: Path,
+    file_limit: int | None = None,
+    environment: dict | None = None,
     prepare: Callable | None = None,
-) -> multiprocessing.Process:  # fmt: skip
+) -> multiprocessing.Process:
     """A training process, running; `prepare(argv)` is called in it first."""
     said = [str(word) for word in argv]
     process = CONTEXT.Process(target=work, args=(said, str(log), file_limit, environment or {}, prepare))

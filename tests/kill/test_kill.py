@@ -11,19 +11,33 @@ from pathlib import Path
 import pytest
 import torch
 
-from silentbad import checkpoint
+from silentbad import owned
+from silentbad.run import checkpoint
 from tests.kill.runner import finish, start
 
 STEPS, INTERVAL = 14, 2
 EVERYTHING = {
-    "use_ema": True, "lr_scheduler": "cosine", "random_flip": True, "shuffle_phrases": True, "save_best": True,
-    "gradient_control.name": "gsnr", "gradient_control.warmup": 2, "gradient_control.refresh": 2,
-    "memory.phrase_memory.enabled": True, "memory.phrase_memory.share": 0.3, "memory.sampler.name": "weakest_first",
-    "memory.timesteps.name": "learning_progress", "memory.region.name": "mask",
-    "validation.embedder": "ssim", "validation.steps": 6, "validation.images_per_target": 1,
-    "validation.num_inference_steps": 1, "validation.threshold": 0.5, "validation.drift_images": 0,
+    "use_ema": True,
+    "lr_scheduler": "cosine",
+    "random_flip": True,
+    "shuffle_phrases": True,
+    "save_best": True,
+    "gradient_control.name": "gsnr",
+    "gradient_control.warmup": 2,
+    "gradient_control.refresh": 2,
+    "memory.phrase_memory.enabled": True,
+    "memory.phrase_memory.share": 0.3,
+    "memory.sampler.name": "weakest_first",
+    "memory.timesteps.name": "learning_progress",
+    "memory.region.name": "mask",
+    "validation.embedder": "ssim",
+    "validation.steps": 6,
+    "validation.images_per_target": 1,
+    "validation.num_inference_steps": 1,
+    "validation.threshold": 0.5,
+    "validation.drift_images": 0,
     "validation.controls": "never",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +47,20 @@ def inputs(tmp_path_factory, pipelines):
 
     root = tmp_path_factory.mktemp("kill")
     return {
-        "pretrained_model_name_or_path": pipelines["v_prediction"], "train_data_dir": write_data(root / "data"),
-        "cache_dir": root / "arrow", "validation.targets": root / "data" / "targets.jsonl", "report_to": "none",
-        "train_batch_size": 2, "gradient_accumulation_steps": 2, "max_train_steps": STEPS, "log_every": 1,
-        "checkpointing_steps": INTERVAL, "checkpoints_total_limit": 2, "learning_rate": 1e-3,
+        "pretrained_model_name_or_path": pipelines["v_prediction"],
+        "train_data_dir": write_data(root / "data"),
+        "cache_dir": root / "arrow",
+        "validation.targets": root / "data" / "targets.jsonl",
+        "report_to": "none",
+        "train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_train_steps": STEPS,
+        "log_every": 1,
+        "checkpointing_steps": INTERVAL,
+        "checkpoints_total_limit": 2,
+        "learning_rate": 1e-3,
         "resume_from_checkpoint": "latest",
-    }  # fmt: skip
+    }
 
 
 def argv(inputs: dict, out: Path, **changes) -> list[str]:
@@ -99,7 +121,8 @@ def assert_same_end(out: Path, alone: Path) -> None:
     assert rows(out) == rows(alone)
     weights = "pipeline/unet/diffusion_pytorch_model.safetensors"
     assert (out / weights).read_bytes() == (alone / weights).read_bytes()
-    assert (out / "report.html").is_file() and not list(out.glob(".*")) and not list(out.glob("checkpoints/.*"))
+    assert (out / "report.html").is_file() and [p.name for p in out.glob(".*")] == [owned.MARKER]
+    assert not list(out.glob("checkpoints/.*"))
 
 
 def wait_for(condition, process, timeout: float = 120) -> bool:
@@ -156,8 +179,10 @@ def test_kill_9_at_random_moments_costs_no_bit(inputs, alone, tmp_path, pytestco
         again = start(argv(inputs, out, **EVERYTHING), out.with_suffix(".log"))
         assert finish(again) == 0 and "finished already" in text(out)
     with capsys.disabled():
-        print(f"\n{kills} kills ({inside} aimed at a write, {left_unfinished} left one unfinished), "
-              f"{runs} runs of {STEPS} steps, all bit-equal to the one left alone")  # fmt: skip
+        print(
+            f"\n{kills} kills ({inside} aimed at a write, {left_unfinished} left one unfinished), "
+            f"{runs} runs of {STEPS} steps, all bit-equal to the one left alone"
+        )
 
 
 # ---------------------------------------------------------------- disks that fail
@@ -250,7 +275,7 @@ def test_a_read_only_disk_is_one_line_at_the_start_and_later(inputs, plain, disk
     assert_same_end(out, plain)
 
 
-def test_an_output_folder_that_vanishes_is_one_line_and_costs_no_bit(inputs, plain, tmp_path):
+def test_an_output_folder_that_vanishes_costs_no_bit(inputs, plain, tmp_path):
     out = tmp_path / "run"
     process = start(argv(inputs, out, **PLAIN), out.with_suffix(".log"))
     assert wait_for((out / "checkpoints" / "step-4").is_dir, process)

@@ -1,0 +1,88 @@
+"""Learning rates of an optimizer's groups, multiplied for one step and given back; and which optimizers allow that."""
+
+import logging
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from silentbad.distributed.zero import held
+from silentbad.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+REFUSED = {  # optimizers whose step is no longer rate times direction of the group's own parameters
+    r"prodigy|dadapt|dowg|mechanic|lomo": "adapts its own learning rate, which undoes a multiplier",
+    r"deepspeed|fullysharded|zeroredundancy": "shards the gradients the statistics need whole",
+}
+
+
+def unwrapped(wrapper: Any, attribute: str) -> Any:
+    """What accelerate's wrapper holds, or the thing itself."""
+    return getattr(wrapper, attribute) if type(wrapper).__name__.startswith("Accelerated") else wrapper
+
+
+def check_optimizer(optimizer: Any, lr_scheduler: Any, names: list[str] | None, apply: str) -> Any:
+    """The bare optimizer, or a UserError where multipliers of the groups `names` cannot work with it.
+
+    `names` is None where no multiplier will ever differ from one; `apply` is lr or gradient.
+    """
+    inner, scheduler = unwrapped(optimizer, "optimizer"), unwrapped(lr_scheduler, "scheduler")
+    name = type(inner).__name__
+    if scheduler is not None and unwrapped(getattr(scheduler, "optimizer", inner), "optimizer") is not inner:
+        raise UserError("gradient_control: the learning-rate scheduler drives another optimizer")
+    if names is None:
+        return inner
+    for pattern, why in REFUSED.items():
+        if re.search(pattern, f"{type(optimizer).__name__} {name}".lower()):
+            raise UserError(f"gradient_control: {name} {why}; take AdamW, AdamW8bit or SGD, or name: uniform")
+    if any(group.get("relative_step") for group in inner.param_groups):
+        raise UserError(
+            f"gradient_control: {name} with relative_step=True sets its own learning rate; "
+            "set relative_step=False and a learning rate, or name: uniform"
+        )
+    if apply == "lr":
+        if missing := set(names) - {group.get("name") for group in inner.param_groups}:
+            raise UserError(
+                f"gradient_control: {name} has no parameter group {min(missing)!r}; "
+                "build it from Controller.param_groups(weight_decay)"
+            )
+    elif "adam" in name.lower():
+        logger.warning("apply: gradient under %s has next to no effect: it divides the scale out again", name)
+    return inner
+
+
+def scale_gradients(groups: Iterable[list[torch.nn.Parameter]], multipliers: list[float]) -> None:
+    """Multiply the gradients of each group in place; parameters without a gradient stay without."""
+    for group, a in zip(groups, multipliers, strict=True):
+        if present := held(group):
+            torch._foreach_mul_(present, a)
+
+
+class Rates:
+    """The schedule's learning rates, held while a step runs with others."""
+
+    def __init__(self) -> None:
+        self.held: list[tuple[dict[str, Any], float, float, float | None]] = []
+
+    def multiply(self, optimizer: Any, multipliers: dict[str, float]) -> None:
+        """lr * a for each named group. AdamW decays by lr * weight_decay: that product is kept."""
+        for group in optimizer.param_groups:
+            a, decay = multipliers.get(group.get("name"), 1.0), group.get("weight_decay")
+            self.held.append((group, group["lr"], group["lr"] * a, decay))
+            group["lr"] = self.held[-1][2]
+            if decay is not None:
+                group["weight_decay"] = decay / a
+
+    def restore(self) -> None:
+        """The schedule's own rates again. Raises RuntimeError where they changed inside the step."""
+        for group, base, used, decay in self.held:
+            if group["lr"] is not used:
+                raise RuntimeError(
+                    "the learning rate changed inside the step: call after_step before lr_scheduler.step"
+                )
+            group["lr"] = base
+            if decay is not None:
+                group["weight_decay"] = decay
+        self.held.clear()

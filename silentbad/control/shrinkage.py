@@ -1,0 +1,113 @@
+"""AdamW whose updates shrink, weight by weight, to what rises above the gradient's noise.
+
+Adam moves a weight by m̂ / sqrt(v̂), about the learning rate, however little of m̂ is signal: with few gradients
+behind it, noise alone walks as fast as a lesson. Here m̂ is first shrunk to the estimate of the mean gradient with the
+least error. Let the gradients of one weight have mean mu and variance sigma². Then E m̂² = mu² + rho sigma², E v̂ = mu²
++ sigma², and the best multiple of m̂ is mu² / E m̂²; with both moments put for their expectations,
+
+    gain = (1 - rho v̂ / m̂²) / (1 - rho), held to [0, 1]
+    rho  = (1 - beta1) (1 + beta1^t) / ((1 + beta1) (1 - beta1^t))
+
+which is the positive part of Stein's rule. That the two moments tell the variance, and rho, are M-SVAG's (1705.07774);
+there a gain takes the place of Adam's 1 / sqrt(v̂), here it comes on top.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TOGETHER = 2**24  # three temporaries of 64 MiB
+
+
+class ShrunkAdamW(torch.optim.Optimizer):
+    """AdamW (1711.05101) times the gain above. Where the gradient is constant it is AdamW but for the first update,
+    which has one gradient, tells no signal from noise, and moves nothing. State and settings are AdamW's.
+
+    Raises ValueError where beta1 is 0: without an average nothing is known of the noise.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ):
+        if not (0 < betas[0] < 1 and 0 <= betas[1] < 1):
+            raise ValueError(f"betas: must lie in (0, 1) and [0, 1), got {betas}")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for part in batches([p for p in group["params"] if p.grad is not None]):
+                self._update(group, part)
+        return loss
+
+    def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        (beta1, beta2), lr = group["betas"], group["lr"]
+        states = [self._state(p) for p in parameters]
+        gradients = [grad for p in parameters if (grad := p.grad) is not None]  # all have one: see `step`
+        first, second = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
+        for state in states:
+            state["step"] += 1
+        done = [int(state["step"]) for state in states]
+
+        torch._foreach_lerp_(first, gradients, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+        root = torch._foreach_sqrt(second)
+        torch._foreach_div_(root, [(1 - beta2**t) ** 0.5 for t in done])
+        torch._foreach_add_(root, group["eps"])
+        update: Any = torch._foreach_div(first, [1 - beta1**t for t in done])
+        torch._foreach_div_(update, root)
+        torch._foreach_mul_(update, gains(update, [noise(beta1, t) for t in done]))
+        torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+        torch._foreach_add_(parameters, update, alpha=-lr)
+
+    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
+        state = self.state[parameter]
+        if not state:
+            state |= {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+        return state
+
+
+def batches(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """What is updated in one go: on an accelerator, where launches cost, TOGETHER elements; on a CPU one tensor, which
+    stays in its cache."""
+    batch, size = list[Tensor](), 0
+    for parameter in parameters:
+        if batch and (size + parameter.numel() > TOGETHER or parameter.device.type == "cpu"):
+            yield batch
+            batch, size = [], 0
+        batch.append(parameter)
+        size += parameter.numel()
+    if batch:
+        yield batch
+
+
+def noise(beta1: float, t: int) -> float:
+    """rho: the share of the gradient's variance that is left in m̂ after t gradients; 1 after the first."""
+    return (1 - beta1) * (1 + beta1**t) / ((1 + beta1) * (1 - beta1**t))
+
+
+def gains(update: Any, rho: list[float]) -> Any:
+    """What of each m̂ / sqrt(v̂) is kept, tensors in [0, 1]: none of it at the level of the noise, all of it at 1."""
+    gain = torch._foreach_mul(update, update)
+    torch._foreach_reciprocal_(gain)  # infinite at 0, and then none is kept
+    torch._foreach_mul_(gain, [-r / (1 - r) if r < 1 else -1.0 for r in rho])
+    torch._foreach_add_(gain, [1 / (1 - r) if r < 1 else 0.0 for r in rho])
+    torch._foreach_clamp_min_(gain, 0.0)
+    torch._foreach_clamp_max_(gain, 1.0)
+    return gain

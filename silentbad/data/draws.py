@@ -1,0 +1,193 @@
+"""What a record looks like at (draw, position): text, window, mask; a function of its address alone."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torchvision.transforms import functional as TF
+
+from silentbad.data.records import Records
+from silentbad.errors import UserError
+from silentbad.rng import generator
+
+
+# ---------------------------------------------------------------- draws
+def shuffled_text(text: str, phrases: list[str], rng: torch.Generator) -> str:
+    """`text` with the phrases that stand in it exchanged among their places."""
+    pattern = "|".join(re.escape(p) for p in sorted(set(phrases), key=len, reverse=True))
+    found = re.findall(pattern, text)
+    order = iter(torch.randperm(len(found), generator=rng).tolist())
+    return re.sub(pattern, lambda _: found[next(order)], text)
+
+
+@dataclass(frozen=True)
+class Transform:
+    """Resize the shorter side, crop a square, flip: image and mask alike, to uint8 tensors (3,R,R) and (1,R,R)."""
+
+    resolution: int
+    interpolation: str = "bilinear"
+    center_crop: bool = False
+    random_flip: bool = False
+
+    @classmethod
+    def of(cls, config: Any, resolution: int) -> "Transform":
+        return cls(resolution, config.image_interpolation_mode, config.center_crop, config.random_flip)
+
+    def is_fixed(self, size: tuple[int, int]) -> bool:
+        """Whether an image of this size looks the same at every draw."""
+        return not self.random_flip and (self.center_crop or size[0] == size[1])
+
+    def fixed(self, sizes: np.ndarray) -> np.ndarray:
+        """(R,) `is_fixed` of sizes (R,2)."""
+        same = np.full(len(sizes), self.center_crop) | (sizes[:, 0] == sizes[:, 1])
+        return same & (not self.random_flip)
+
+    def resized(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Width and height whose shorter side is the resolution, as torchvision rounds them."""
+        short = min(size)
+        width, height = (self.resolution if side == short else int(self.resolution * side / short) for side in size)
+        return width, height
+
+    def resize(self, image: Image.Image, mask: Image.Image | None) -> tuple[Image.Image, Image.Image | None]:
+        image = TF.resize(image, self.resolution, interpolation_mode(self.interpolation))
+        return image, None if mask is None else mask.resize(image.size, Image.Resampling.BILINEAR)
+
+    def crop(
+        self, image: Image.Image | None, mask: Image.Image | None, size: tuple[int, int], address: tuple[int | str, ...]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[int, int]]:
+        """Image and mask of this size in the window and flip of this address, and the window's top left corner."""
+        width, height = size
+        u, v, flip = torch.rand(3, generator=generator(*address, "transform")).tolist()
+        if self.center_crop:
+            u = v = 0.5
+        left, top = round(u * (width - self.resolution)), round(v * (height - self.resolution))
+        box = (left, top, left + self.resolution, top + self.resolution)
+        flips = self.random_flip and flip < 0.5
+
+        def window(picture: Image.Image | None) -> torch.Tensor | None:
+            if picture is None:
+                return None
+            seen = picture.crop(box)
+            return TF.pil_to_tensor(ImageOps.mirror(seen) if flips else seen)
+
+        if flips:
+            left = width - self.resolution - left  # the corner in the flipped picture
+        return window(image), window(mask), (top, left)
+
+
+def interpolation_mode(name: str) -> TF.InterpolationMode:
+    """torchvision's interpolation of that name (diffusers' `resolve_interpolation_mode`)."""
+    from diffusers.training_utils import resolve_interpolation_mode
+
+    try:
+        return resolve_interpolation_mode(name)
+    except ValueError:
+        modes = ", ".join(mode.value for mode in TF.InterpolationMode)
+        raise UserError(f"image_interpolation_mode: unknown filter {name!r}; there are: {modes}") from None
+
+
+def memory_of(record: dict) -> int:
+    """Bytes of a record in memory, about."""
+    parts = (record[key] for key in ("image", "mask") if record[key] is not None)
+    return 1024 + sum(part.width * part.height * len(part.mode) for part in parts)
+
+
+class Reader:
+    """Records decoded and resized; kept in memory while the budget of `cache_bytes` lasts."""
+
+    FIELDS = ("image", "mask", "text", "phrases", "role", "target_id", "element_id")
+
+    def __init__(self, records: Records, transform: Transform, seed: int, cache_bytes: int = 0):
+        self.records, self.transform, self.seed, self.cache_bytes = records, transform, seed, cache_bytes
+        self._cache: dict[int, dict] = {}
+        self._used = 0
+
+    def load(self, index: int, picture: bool = True) -> dict:
+        """A record as a dict of FIELDS, `shuffle`, `index` and `size`, the image's own height and width; image (None
+        where the `picture` is not asked for) and mask resized."""
+        kept = self._cache.get(index)
+        if kept is not None and (kept["image"] is not None or not picture):
+            return dict(kept) if picture else {**kept, "image": None}
+        row, image, mask = self.records.open(index, picture)
+        own = tuple(row["size"])
+        if image is not None:
+            image, mask = self.transform.resize(image, mask)
+        elif mask is not None:
+            mask = mask.resize(self.transform.resized(own), Image.Resampling.BILINEAR)
+        record = {**row, "image": image, "mask": mask, "phrases": list(row["phrases"])}
+        record = {key: record[key] for key in (*self.FIELDS, "shuffle")} | {"index": int(index), "size": own[::-1]}
+        size, freed = memory_of(record), 0 if kept is None else memory_of(kept)
+        if self._used + size - freed <= self.cache_bytes:
+            self._cache[index] = record
+            self._used += size - freed
+        return dict(record)
+
+    def window(self, record: dict, size: tuple[int, int], address: tuple) -> dict:
+        """A record in the window of this address: pixels, mask, words, and SDXL's time_ids (6,)."""
+        shape, side = self.transform.resized(size[::-1]), self.transform.resolution
+        pixels, mask, corner = self.transform.crop(record["image"], record["mask"], shape, address)
+        words = {key: record[key] for key in self.FIELDS[2:]}
+        return words | {"pixels": pixels, "mask": mask, "time_ids": (*size, *corner, side, side)}
+
+    def pictures(self, indices: list[int]) -> list[dict]:
+        """Plain samples of records, outside any step: no shuffle, no rehearsal, the window of draw 0."""
+        samples = []
+        for index in indices:
+            record = self.load(index)
+            seen = self.window(record, record["size"], (self.seed, "picture", index))
+            fixed = self.transform.is_fixed(record["size"])
+            samples.append(seen | {"index": index, "position": 0, "fixed": fixed})
+        return samples
+
+
+Rehearse = Callable[[dict, tuple[int, int]], dict | None]
+
+
+class Draws:
+    """What a record looks like at (draw, position): text, uint8 pixels (3,R,R), uint8 mask (1,R,R) or none.
+    A rehearsal's mask may have a second band: what of the picture counts at all.
+
+    A share `unconditional` of the clean exposures has no caption. `rehearse(record, (draw, position))` may return
+    another record (a dict of Reader.FIELDS, and `united`) in place of the drawn one, or None. `unseen` (R,) marks
+    records whose pixels no step needs: their latents are on disk.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        *,
+        shuffle: bool = False,
+        unconditional: float = 0.0,
+        rehearse: Rehearse | None = None,
+        unseen: np.ndarray | None = None,
+    ):
+        self.reader, self.seed, self.shuffle = reader, reader.seed, shuffle
+        self.unconditional, self.rehearse, self.unseen = unconditional, rehearse, unseen
+
+    def __call__(self, index: int, draw: int, position: int) -> dict:
+        address = (self.seed, "draw", draw, position)
+        record = self.reader.load(index, picture=self.unseen is None or not self.unseen[index])
+        fixed, size = self.reader.transform.is_fixed(record["size"]), record["size"]
+        text = record["text"]
+        if (self.shuffle or record["shuffle"]) and len(record["phrases"]) > 1:
+            text = shuffled_text(text, record["phrases"], generator(*address, "phrases"))
+        record["text"] = text
+        if record["role"] == "clean" and self._uncaptioned(address):
+            record["text"], record["phrases"] = "", []
+        elif self.rehearse is not None:
+            rehearsed = self.rehearse(record, (draw, position))
+            if rehearsed is not None:
+                fixed = fixed and rehearsed["image"] is record["image"]
+                record = rehearsed
+        seen = self.reader.window(record, size, address) | {"united": record.get("united")}
+        return seen | {"index": index, "position": position, "fixed": fixed}
+
+    def _uncaptioned(self, address: tuple) -> bool:
+        """Whether a clean exposure has no caption; nothing is drawn where all have theirs."""
+        if not self.unconditional:
+            return False
+        return bool(torch.rand((), generator=generator(*address, "text")) < self.unconditional)

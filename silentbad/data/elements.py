@@ -1,0 +1,183 @@
+"""Who is who among the records, and the order in which an epoch shows them.
+
+Pure functions of counts and addresses: R records, n elements (a key is "target/element"), q (n,) their
+shares.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from silentbad import rng
+from silentbad.errors import UserError
+
+
+class DataInfo:
+    """Who is who among the records, without their pictures.
+
+    roles (R,) of "element" | "rehearsal" | "clean"; keys: one "target/element" per element, in order of
+    appearance; rows[i] the records of element i; phrase[i] what its captions share; target[i] whose element
+    it is.
+    """
+
+    def __init__(self, roles: list[str], target_ids: list, element_ids: list, phrases: list[list[str]]):
+        self.roles = np.asarray(roles, dtype=object)
+        rows: dict[str, list[int]] = defaultdict(list)
+        common: dict[str, list[str]] = {}
+        for r in np.flatnonzero(self.roles == "element").tolist():
+            said = phrases[r]
+            key = self.key(target_ids[r], element_ids[r], said)
+            rows[key].append(r)
+            kept = [p for p in common.get(key, said) if p in said]
+            common[key] = kept or list(said[:1])
+        self.keys = list(rows)
+        self.index = {key: i for i, key in enumerate(self.keys)}
+        self.rows = [np.asarray(rows[key], dtype=np.int64) for key in self.keys]
+        self.phrase = [common[key][0] if common[key] else "" for key in self.keys]
+        self.target = [str(target_ids[mine[0]] or "") for mine in self.rows]
+        self._element = np.full(len(self.roles), -1, dtype=np.int32)  # of each record
+        for i, mine in enumerate(self.rows):
+            self._element[mine] = i
+        self.elements_of: dict[str, list[int]] = defaultdict(list)
+        for i, target in enumerate(self.target):
+            self.elements_of[target].append(i)
+
+    @staticmethod
+    def key(target_id, element_id, phrases) -> str:
+        return f"{target_id or ''}/{element_id if element_id not in (None, '') else (phrases or [''])[0]}"
+
+    def element_of(self, row: int) -> int | None:
+        """The element a record shows, or None."""
+        element = int(self._element[row])
+        return element if element >= 0 else None
+
+    def of_batch(self, batch: dict) -> list[int]:
+        """The element of each sample of a collated batch, n for none; from its texts, so that no device is
+        asked."""
+        columns = zip(batch["role"], batch["target_id"], batch["element_id"], batch["phrases"], strict=True)
+        none = len(self.keys)
+        return [self.index.get(self.key(*ids), none) if role == "element" else none for role, *ids in columns]
+
+    def __len__(self) -> int:
+        return len(self.roles)
+
+
+def capped(q: np.ndarray, cap: float) -> np.ndarray:
+    """Normalise q to sum 1 with no entry above cap/n, the excess going to the others in proportion."""
+    q, top = q / q.sum(), max(cap, 1.0) / len(q)
+    full = np.zeros(len(q), dtype=bool)
+    while (over := (q > top * (1 + 1e-12)) & ~full).any():
+        full |= over
+        rest = q[~full].sum()
+        q = np.where(full, top, q * (1 - top * full.sum()) / rest if rest > 0 else 0.0)
+    return q
+
+
+def apportion(q: np.ndarray, total: int, offset: float) -> np.ndarray:
+    """Whole counts (n,) that sum to `total`, each within one of q_i * total and equal to it in
+    expectation."""
+    edges = np.floor(np.concatenate([[0.0], np.cumsum(q) / q.sum() * total]) + offset + 1e-9)
+    return np.diff(edges).astype(np.int64)
+
+
+def deal(rows: np.ndarray, start: int, count: int, *address) -> np.ndarray:
+    """`count` entries from `start` on of an endless stream of permutations of `rows`, each at its own
+    address."""
+    rounds = range(start // len(rows), (start + count - 1) // len(rows) + 1) if count else ()
+    stream = [rows[torch.randperm(len(rows), generator=rng.generator(*address, j)).numpy()] for j in rounds]
+    first = start % len(rows)
+    return np.concatenate(stream)[first : first + count] if stream else rows[:0]
+
+
+def epoch_order(
+    info: DataInfo, q: np.ndarray, seed: int, epoch: int, clean_ratio: float | None, order: str = "shuffled"
+) -> np.ndarray:
+    """Record indices of one epoch: as many element exposures as element records, dealt by q; every rehearsal
+    record once; exactly round(clean_ratio * elements) clean ones (None: each once), taken in turn across
+    epochs. `order` is one of ORDERS."""
+    n_e = sum(map(len, info.rows))
+    clean, rehearsal = (np.flatnonzero(info.roles == role) for role in ("clean", "rehearsal"))
+    n_c = len(clean) if clean_ratio is None else round(clean_ratio * n_e)
+    if n_c and not len(clean):
+        raise UserError(f"memory.sampler.clean_ratio is {clean_ratio}, but the data holds no clean record")
+    g = rng.generator(seed, "sampler", epoch)
+    counts = apportion(q, n_e, float(torch.rand((), generator=g))) if n_e else np.zeros(0, np.int64)
+    parts = [deal(info.rows[i], 0, int(c), seed, "element", epoch, i) for i, c in enumerate(counts)]
+    if n_c:
+        parts.append(deal(clean, epoch * n_c, n_c, seed, "clean"))
+    return ORDERS[order]([*parts, rehearsal], g)
+
+
+# An order puts an epoch's parts (the records dealt for each element, the clean ones, the rehearsals) in line.
+def shuffle(parts: list[np.ndarray], g: torch.Generator) -> np.ndarray:
+    """All records in one random order."""
+    rows = np.concatenate(parts).astype(np.int64)
+    return rows[torch.randperm(len(rows), generator=g).numpy()]
+
+
+def interleave(parts: list[np.ndarray], g: torch.Generator) -> np.ndarray:
+    """Every part spread evenly over the epoch, record j of c at (j + u)/c with one random u a part: each batch
+    then holds each element in proportion, to within one record."""
+    rows = np.concatenate(parts).astype(np.int64)
+    offsets = torch.rand(len(parts), generator=g, dtype=torch.float64).tolist()
+    at = np.concatenate([(np.arange(len(p)) + u) / max(len(p), 1) for p, u in zip(parts, offsets, strict=True)])
+    return rows[np.argsort(at, kind="stable")]
+
+
+ORDERS: dict[str, Callable] = {"shuffled": shuffle, "interleaved": interleave}
+
+
+class Epochs:
+    """One epoch's order at a time. The history it was dealt from is kept, so a resume deals the same epoch
+    again.
+
+    share(rho (H,n), records (n,), epoch) -> q (n,) is the policy; history() -> rho (H,n).
+    """
+
+    def __init__(
+        self,
+        share: Callable,
+        info: DataInfo,
+        seed: int,
+        clean_ratio: float | None,
+        history: Callable[[], np.ndarray],
+        order: str = "shuffled",
+    ):
+        self.share, self.info, self.seed, self.history = share, info, seed, history
+        self.clean_ratio, self.order = clean_ratio, order
+        self.records = np.asarray([len(rows) for rows in info.rows])
+        self.dealt: tuple[int, list] | None = None
+
+    def state_dict(self) -> tuple[int, list] | None:
+        """The epoch dealt last and the history it was dealt from."""
+        return self.dealt
+
+    def load_state_dict(self, state: tuple[int, list] | None) -> None:
+        self.dealt = state
+
+    def epoch(self, epoch: int) -> np.ndarray:
+        """Record indices (int64) of the epoch, a function of (seed, epoch, rho at its first call)."""
+        if self.dealt is None or self.dealt[0] != epoch:
+            self.dealt = (epoch, self.history().tolist())
+        n = len(self.records)
+        rho = np.asarray(self.dealt[1], dtype=np.float64).reshape(len(self.dealt[1]), n)
+        q = self.share(rho, self.records, epoch) if n else np.zeros(0)
+        return epoch_order(self.info, q, self.seed, epoch, self.clean_ratio, self.order)
+
+
+def epoch_length(info: DataInfo, clean_ratio: float | None) -> int:
+    """Records of an epoch, whatever the sampler's shares."""
+    length = len(epoch_order(info, np.ones(len(info.keys)), 0, 0, clean_ratio))
+    if length == 0:
+        raise UserError(f"memory.sampler.clean_ratio: {clean_ratio} leaves no record to train on")
+    return length
+
+
+def sources_of(batch: dict, by: str) -> list[str]:
+    """Whose gradient each sample of a batch brings: by "role", or by "element" ("target/element")."""
+    if by == "role":
+        return batch["role"]
+    keys = zip(batch["role"], batch["target_id"], batch["element_id"], strict=True)
+    return [f"{target}/{element}" if role == "element" else role for role, target, element in keys]

@@ -1,0 +1,145 @@
+"""Readers of records: an image folder with metadata.jsonl or .csv, and a Hub data set; `checked_row` completes a row.
+
+Whatever is wrong is one line that names file and record.
+"""
+
+import difflib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from silentbad.data.images import _by, content_hash, encodes, open_image, open_mask, safe_path, thumbnails
+from silentbad.data.published import SHUFFLE_MARKER
+from silentbad.data.schema import RECORD, admitted, csv_lines, json_lines
+from silentbad.errors import UserError, each, reading
+
+KNOWN_KEYS = ("file_name", "text", "phrases", "role", "target_id", "element_id", "mask")
+
+
+# ---------------------------------------------------------------- readers: each yields rows
+def folder_rows(root: Path) -> Iterator[dict]:
+    """Rows of a folder with metadata.jsonl or metadata.csv."""
+    names = [name for name in ("metadata.jsonl", "metadata.csv") if (root / name).is_file()]
+    if not names:
+        raise UserError(f"{root}: no metadata.jsonl or metadata.csv, and no poisoning_images/ of the published layout")
+    if len(names) == 2:
+        raise UserError(f"{root}: holds metadata.jsonl and metadata.csv; keep one of them")
+    path = root / names[0]
+    for where, entry in (json_lines if path.suffix == ".jsonl" else csv_lines)(path):
+        for key in sorted(entry.keys() - KNOWN_KEYS):
+            if len(key) < 40 and (near := difflib.get_close_matches(key, KNOWN_KEYS, n=1, cutoff=0.75)):
+                raise UserError(f"{where}: unknown key {key!r}; did you mean {near[0]!r}?")
+        if "file_name" not in entry:
+            raise UserError(f"{where}: no file_name")
+        mask = entry.get("mask")
+        phrases = entry.get("phrases")
+        yield {
+            "image": {"path": str(safe_path(root, entry["file_name"], where)), "bytes": None},
+            "mask": str(safe_path(root, mask, where)) if mask else "",
+            "text": entry.get("text"),
+            "phrases": phrases,
+            "role": entry.get("role") or ("element" if phrases else "clean"),
+            "target_id": entry.get("target_id"),
+            "element_id": entry.get("element_id"),
+            "where": where,
+        }
+
+
+def hub_table(config: Any) -> datasets.Dataset:
+    """The train split of `dataset_name`; its fingerprint changes with the data set's revision."""
+    name = config.dataset_name
+    with reading(f"dataset_name {name}: cannot load it"):
+        return datasets.load_dataset(name, config.dataset_config_name, split="train", cache_dir=config.cache_dir)
+
+
+def hub_rows(table: datasets.Dataset, config: Any) -> Iterator[dict]:
+    """Rows of a Hub data set's table; extra record columns are used where present."""
+    name = config.dataset_name
+    columns = table.column_names
+    image, caption = config.image_column or "image", config.caption_column or "text"
+    for key, column in (("image_column", image), ("caption_column", caption)):
+        if column not in columns:
+            raise UserError(f"{key}: {name} has no column {column!r}; there are: {', '.join(columns)}")
+    if not isinstance(table.features[image], datasets.Image):
+        raise UserError(f"image_column: {name}.{image} holds no images")
+    table = table.cast_column(image, datasets.Image(decode=False))
+    for number, entry in enumerate(each(table, f"dataset_name {name}: cannot read its rows")):
+        text = entry[caption]
+        phrases = entry.get("phrases") or []
+        yield {
+            "image": hub_image(entry[image], config, f"{name}:{number}"),
+            "mask": "",
+            "text": text[0] if isinstance(text, list) and text else text,
+            "phrases": phrases,
+            "role": entry.get("role") or ("element" if phrases else "clean"),
+            "target_id": entry.get("target_id"),
+            "element_id": entry.get("element_id"),
+            "where": f"{name}:{number}",
+        }
+
+
+def hub_image(image: dict, config: Any, where: str) -> dict:
+    """The bytes of an image, or its path: into a local data set or the caches, since a Hub table may name any file."""
+    if image is None:
+        raise UserError(f"{where}: no image")
+    if not encodes(image.get("path") or "") or "\0" in (image.get("path") or ""):
+        raise UserError(f"{where}: no file can have the name {image['path']!r}")
+    if image.get("bytes") is None and image.get("path"):
+        caches = (config.cache_dir, datasets.config.HF_CACHE_HOME, datasets.config.HF_DATASETS_CACHE)
+        path = Path(image["path"]).resolve()
+        if not any(path.is_relative_to(Path(home).resolve()) for home in (config.dataset_name, *caches) if home):
+            raise UserError(f"{where}: image path {image['path']!r} leaves the data set and the caches; refused")
+    return {"path": image.get("path"), "bytes": image.get("bytes")}
+
+
+def checked_row(row: dict) -> dict:
+    """A row with every field of FEATURES, its text checked and its image decoded once."""
+    where = row["where"]
+    fields = admitted(row, RECORD, where)
+    text, phrases, shuffle = fields["text"], fields["phrases"], bool(row.get("shuffle"))
+    if SHUFFLE_MARKER in text:
+        head, *tail = (part.strip(" ,.") for part in text.split(SHUFFLE_MARKER))
+        phrases, shuffle, text = phrases or [part for part in tail if part], True, f"{head} {', '.join(tail)}".strip()
+        if not text:
+            raise UserError(f"{where}: no caption; text holds {SHUFFLE_MARKER} alone")
+    for phrase in phrases:
+        if phrase not in text:
+            raise UserError(f"{where}: phrase {phrase!r} does not stand in its caption {text!r}")
+    size, content, thumb = looked_at(source(row["image"], where), where)
+    if min(size) < 2:
+        raise UserError(f"{where}: the image is {_by(size)} pixels")
+    if row["mask"]:
+        open_mask(Path(row["mask"]), size, where)
+    found = {"text": text, "phrases": phrases, "shuffle": shuffle}
+    return row | fields | found | {"content": content, "thumb": thumb, "size": list(size)}
+
+
+def looked_at(source: Path | bytes, where: str) -> tuple[tuple[int, int], str, bytes]:
+    """(size, content hash, thumbnails) of an image; a file listed again is decoded again only if it has changed."""
+    state = None
+    if isinstance(source, Path) and os.path.isfile(source):
+        stat = source.stat()
+        state = (str(source), stat.st_size, stat.st_mtime_ns)
+        if state in _LOOKED_AT:
+            return _LOOKED_AT[state]
+    image = open_image(source, where)
+    found = image.size, content_hash(image), thumbnails(image)
+    if state is not None:
+        if len(_LOOKED_AT) >= 4096:
+            _LOOKED_AT.clear()
+        _LOOKED_AT[state] = found
+    return found
+
+
+_LOOKED_AT: dict[tuple, tuple] = {}
+
+
+def source(image: dict, where: str) -> Path | bytes:
+    if image.get("bytes") is not None:
+        return image["bytes"]
+    if not image.get("path"):
+        raise UserError(f"{where}: no image")
+    return Path(image["path"])

@@ -1,0 +1,218 @@
+"""Images and masks: decoded within bounds, converted, compared by content.
+
+Images are bounded in size before they are decoded, file names cannot leave their folder, and nothing is executed.
+"""
+
+import hashlib
+import io
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageChops, ImageOps, UnidentifiedImageError
+from torch import Tensor
+
+from silentbad.errors import UserError, brief, reading
+
+MAX_PIXELS = 64_000_000  # larger images are refused before they are decoded
+FORMATS = (
+    "PNG",
+    "JPEG",
+    "WEBP",
+    "BMP",
+    "TIFF",
+    "GIF",
+)  # decoders that may run; others start programs (EPS) or are rare
+
+
+# ---------------------------------------------------------------- images
+def open_image(source: Path | bytes, where: str) -> Image.Image:
+    """An RGB image: EXIF rotation applied, alpha over white, CMYK, palettes and 16 bit converted, size bounded."""
+    image = _decoded(source, where)
+    with _decoding(source, where):
+        image = _upright(image)
+    if image.mode.startswith(("I", "F")):
+        image = _to_8_bit(image, where)
+    with _decoding(source, where):
+        if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
+        return image.convert("RGB")
+
+
+def open_mask(source: Path, size: tuple[int, int], where: str) -> Image.Image:
+    """A greyscale mask of the same size as its image."""
+    mask = _decoded(source, where)
+    if mask.size != size:
+        raise UserError(f"{where}: mask {source} is {_by(mask.size)}, its image {_by(size)}; make them the same size")
+    if mask.mode.startswith(("I", "F")):
+        return _to_8_bit(mask, where)
+    with _decoding(source, where):
+        return mask.convert("L")
+
+
+def _decoded(source: Path | bytes, where: str) -> Image.Image:
+    if isinstance(source, Path) and not os.path.isfile(source):  # Path.is_file raises for names that are too long
+        raise UserError(f"{where}: no file {source}")
+    with _decoding(source, where):
+        image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
+        if image.width * image.height > MAX_PIXELS:
+            size = f"{_by(image.size)} pixels, over the limit of {MAX_PIXELS}"
+            raise UserError(f"{where}: {_shown(source)} is {size}; shrink it")
+        image.load()
+        return image
+
+
+@contextmanager
+def _decoding(source: Path | bytes, where: str) -> Iterator[None]:
+    """Pillow at work: its decoders raise many kinds of errors on damaged files, and warn of more."""
+    try:
+        with reading(f"{where}: cannot read {_shown(source)} as an image"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                yield
+            except UnidentifiedImageError:
+                raise UserError(
+                    f"{where}: cannot read {_shown(source)} as an image (it is none of {', '.join(FORMATS)})"
+                ) from None
+    except UserError as error:
+        if isinstance(error.__cause__, Image.DecompressionBombError):
+            raise UserError(f"{where}: {_shown(source)} is over the limit of {MAX_PIXELS} pixels; shrink it") from None
+        raise
+
+
+def _shown(source: Path | bytes) -> str:
+    return "image bytes" if isinstance(source, bytes) else str(source)
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """The image turned as its EXIF says; as it is where the EXIF is damaged."""
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:  # Pillow's parser fails in many ways, and the picture itself is whole
+        return image
+
+
+def _to_8_bit(image: Image.Image, where: str) -> Image.Image:
+    values = np.asarray(image, dtype=np.float64)
+    if not np.isfinite(values).all():
+        raise UserError(f"{where}: the image holds values that are not finite")
+    scale = 255.0 if image.mode == "F" and values.max(initial=0) <= 1 else 1 / 257 if values.max(initial=0) > 255 else 1
+    return Image.fromarray(np.clip(np.rint(values * scale), 0, 255).astype(np.uint8), "L")
+
+
+def _by(size: tuple[int, int]) -> str:
+    return f"{size[0]}x{size[1]}"
+
+
+def content_hash(image: Image.Image) -> str:
+    """SHA-256 of an RGB image's size and pixels, whatever file it came from."""
+    return hashlib.sha256(f"{_by(image.size)}/".encode() + image.tobytes()).hexdigest()
+
+
+def thumbnail(image: Image.Image) -> bytes:
+    """The RGB image squashed to 16x16, by area: 768 bytes that survive resizing and recompression."""
+    return image.resize((16, 16), Image.Resampling.BOX).tobytes()
+
+
+def thumbnails(image: Image.Image) -> bytes:
+    """Thumbnails, one after the other, of all that a copy may be hidden in: the whole RGB image, squares of a wide or
+    high one, and what a border encloses."""
+    return b"".join(map(thumbnail, (image, *_squares(image), *without_border(image))))
+
+
+def _squares(image: Image.Image) -> list[Image.Image]:
+    """The squares at both ends and in the middle of an image that is none."""
+    (width, height), side = image.size, min(image.size)
+    corners = [(share * (width - side) // 2, share * (height - side) // 2) for share in range(3)]
+    return [image.crop((x, y, x + side, y + side)) for x, y in corners] if width != height else []
+
+
+def without_border(image: Image.Image, tolerance: int = 24, share: float = 0.25) -> list[Image.Image]:
+    """The RGB image without a plain border, of the colour of its first pixel, of its last, and of both in turn; none
+    where there is no such border, or less than a `share` would remain."""
+    first, last = trimmed(image, (0, 0), tolerance), trimmed(image, (-1, -1), tolerance)
+    both = first and trimmed(first, (-1, -1), tolerance)
+    found = {each.tobytes(): each for each in (first, last, both) if each is not None}
+    return [each for each in found.values() if each.width * each.height >= share * image.width * image.height]
+
+
+def trimmed(image: Image.Image, corner: tuple[int, int], tolerance: int) -> Image.Image | None:
+    """The image without the border that has a corner's colour; None where it has none, or nothing else."""
+    colour = image.getpixel((corner[0] % image.width, corner[1] % image.height))
+    other = ImageChops.difference(image, Image.new("RGB", image.size, colour))
+    box = other.point(lambda level: 255 * (level > tolerance)).getbbox()
+    return None if box is None or box == (0, 0, *image.size) else image.crop(box)
+
+
+def safe_path(root: Path, name: Any, where: str) -> Path:
+    """`root/name`, refused when it is absolute or leaves `root`, also through a link."""
+    if not isinstance(name, str) or not name:
+        raise UserError(f"{where}: a file name must be text, got {brief(name)}")
+    if "\0" in name or not encodes(name):
+        raise UserError(f"{where}: no file can have the name {brief(name)}")
+    if PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or name.startswith("\\"):
+        raise UserError(f"{where}: absolute path {brief(name)} refused; write it relative to {root}")
+    if ".." in PurePosixPath(name.replace("\\", "/")).parts:
+        raise UserError(f"{where}: path {brief(name)} leaves {root}; refused")
+    return inside(root, root / name, where)
+
+
+def inside(root: Path, path: Path, where: str) -> Path:
+    """`path`, refused where links lead it out of `root`."""
+    home = os.path.realpath(root)
+    if os.path.commonpath([home, os.path.realpath(path)]) != home:
+        raise UserError(f"{where}: path {brief(str(path.relative_to(root)))} leaves {root}; refused")
+    return path
+
+
+def encodes(text: str) -> bool:
+    """Whether a text has an encoding; one with lone surrogates has none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def as_floats(thumb: bytes) -> np.ndarray:
+    """Thumbnails as (n,768) in [0,255]."""
+    return np.frombuffer(thumb, dtype=np.uint8).astype(np.float32).reshape(-1, 768)
+
+
+def copies(thumbs: np.ndarray, known: np.ndarray, rms: float = 8.0, share: float = 0.25) -> tuple[int, int] | None:
+    """(row of thumbs (R,768), row of known (T,768)) of the first near copy, or None.
+
+    A copy differs by at most `rms` levels in the root mean square and by `share` of the known picture's own contrast,
+    so that two nearly blank pages are no copies. On the microworld, JPEGs of quality 30 and pictures resized by half
+    as much again are 4 to 7 levels away, the nearest picture that shares elements with a target 23.
+    """
+    square = (thumbs**2).sum(1)[:, None] + (known**2).sum(1)[None] - 2 * thumbs @ known.T
+    distance = np.sqrt(np.maximum(square, 0) / thumbs.shape[1])
+    near = distance <= np.minimum(rms, share * known.std(axis=1))[None]
+    found = np.argwhere(near)
+    return (int(found[0, 0]), int(found[0, 1])) if len(found) else None
+
+
+# -- images ------------------------------------------------------------------------------------------------
+def to_tensor(image: Image.Image) -> Tensor:
+    """PIL image -> (3,H,W) in [0,1]; `silentbad.data.images.open_image` decodes files."""
+    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).float() / 255
+
+
+def to_pil(image: Tensor) -> Image.Image:
+    """(3,H,W) in [0,1] or uint8 -> PIL."""
+    if image.dtype != torch.uint8:
+        image = (image.float().clamp(0, 1) * 255).round().to(torch.uint8)
+    return Image.fromarray(image.permute(1, 2, 0).cpu().numpy())
+
+
+def resize(images: Tensor, size: tuple[int, int]) -> Tensor:
+    """Bilinear with antialiasing to (h, w)."""
+    return F.interpolate(images.float(), size, mode="bilinear", antialias=True, align_corners=False).clamp(0, 1)

@@ -1,0 +1,161 @@
+"""Micro-batches: the endless sequence of record indices, cut into draws and collated ahead of the step."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from silentbad.data.draws import Draws
+from silentbad.errors import UserError
+
+
+def collate(samples: list[dict]) -> dict[str, Any]:
+    """One micro-batch: pixel_values (B,3,R,R) in [-1,1] (a list with None where some are not needed), mask (B,1,R,R)
+    in [0,1], ...; counted (B,1,R,R) in [0,1], where some sample says what of it counts.
+
+    `united` (B,) is (n, k) where a rehearsal joined n of a target's k elements or phrases, else None. `fixed` (B,) says
+    which images look the same at every draw, so that their latents may be kept. time_ids (B,6): the image's own height
+    and width, top and left of the window, height and width of the window.
+    """
+    pixels: Any = [None if sample["pixels"] is None else sample["pixels"].float() / 127.5 - 1 for sample in samples]
+    if all(picture is not None for picture in pixels):
+        pixels = torch.stack(pixels)
+    side = samples[0]["time_ids"][-1]
+    ones = torch.full((1, side, side), 255, dtype=torch.uint8)
+    masks = [ones if sample["mask"] is None else sample["mask"] for sample in samples]
+    names = ("text", "phrases", "role", "target_id", "element_id", "fixed", "united")
+    lists: dict[str, Any] = {name: [sample.get(name) for sample in samples] for name in names}
+    if any(len(mask) > 1 for mask in masks):
+        lists["counted"] = torch.stack([mask[1:] if len(mask) > 1 else ones for mask in masks]).float() / 255
+    return lists | {
+        "pixel_values": pixels,
+        "mask": torch.stack([mask[:1] for mask in masks]).float() / 255,
+        "has_mask": torch.tensor([sample["mask"] is not None for sample in samples]),
+        "time_ids": torch.tensor([sample["time_ids"] for sample in samples]),
+        "index": torch.tensor([sample["index"] for sample in samples]),
+        "position": torch.tensor([sample["position"] for sample in samples]),
+    }
+
+
+def chunks(batch: dict[str, Any], size: int | None) -> list[tuple[float, dict[str, Any]]]:
+    """(share of the batch, part) of parts of at most `size` samples, as even as can be."""
+    count = len(batch["text"])
+    parts = np.array_split(np.arange(count), -(-count // (size or count)))
+    cuts = [slice(int(part[0]), int(part[-1]) + 1) for part in parts]
+    return [((cut.stop - cut.start) / count, {key: value[cut] for key, value in batch.items()}) for cut in cuts]
+
+
+class Stream:
+    """The endless global sequence of record indices: epoch after epoch of `epoch_order(e)`, cut into steps.
+
+    An epoch's order is asked for when its first index is needed and kept in the state, so a resumed run continues
+    inside an epoch even where the order depends on what was learned before.
+    """
+
+    def __init__(self, epoch_order: Callable[[int], np.ndarray]):
+        self.epoch_order = epoch_order
+        self.epoch, self.offset = -1, 0
+        self.order = np.zeros(0, dtype=np.int64)
+
+    def take(self, n: int) -> np.ndarray:
+        """The next n indices (n,)."""
+        parts = []
+        while n > 0:
+            if self.offset == len(self.order):
+                self.epoch, self.offset = self.epoch + 1, 0
+                self.order = np.asarray(self.epoch_order(self.epoch), dtype=np.int64)
+                if len(self.order) == 0:
+                    raise UserError(f"the sampler gave an empty epoch {self.epoch}")
+            part = self.order[self.offset : self.offset + n]
+            parts.append(part)
+            self.offset += len(part)
+            n -= len(part)
+        return np.concatenate(parts)
+
+    def peek(self, n: int) -> np.ndarray | None:
+        """The next n indices when they lie in the current epoch, without taking them."""
+        ahead = self.order[self.offset : self.offset + n]
+        return ahead if len(ahead) == n else None
+
+    def mark(self) -> tuple[int, int, np.ndarray]:
+        """Where the stream is; `back_to` returns to it. The order is shared: it is replaced, never changed."""
+        return self.epoch, self.offset, self.order
+
+    def back_to(self, mark: tuple[int, int, np.ndarray]) -> None:
+        self.epoch, self.offset, self.order = mark
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "offset": self.offset, "order": torch.from_numpy(self.order.copy())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.offset, self.order = state["epoch"], state["offset"], state["order"].numpy().copy()
+
+
+class Loader:
+    """Micro-batches of one process: of micro-batch m, positions m*B*W + rank*B ... of the step's effective batch.
+
+    Threads make the next step's micro-batches ahead when they lie in the current epoch, in pinned memory for a GPU.
+    """
+
+    def __init__(
+        self,
+        draws: Draws,
+        stream: Stream,
+        *,
+        batch_size: int,
+        accumulation: int = 1,
+        rank: int = 0,
+        world: int = 1,
+        workers: int | None = None,
+        device: torch.device | None = None,
+    ):
+        self.pins = device is not None and device.type == "cuda"
+        workers = 2 * self.pins if workers is None else workers
+        self.draws, self.stream = draws, stream
+        self.batch_size, self.accumulation, self.rank, self.world = batch_size, accumulation, rank, world
+        self.effective_batch = batch_size * accumulation * world
+        self.pool = ThreadPoolExecutor(workers) if workers else None
+        self.assembly = ThreadPoolExecutor(1) if workers else None
+        self._ahead: tuple[int, list] | None = None
+        self.drawing = -1  # the draw begun last
+        self.begun: tuple[int, int, np.ndarray] | None = None  # the stream before that draw
+
+    def positions(self, micro: int) -> range:
+        start = (micro * self.world + self.rank) * self.batch_size
+        return range(start, start + self.batch_size)
+
+    def draw(self, draw: int) -> Iterator[dict]:
+        """The micro-batches of one optimizer step, on the CPU."""
+        self.drawing, self.begun = draw, self.stream.mark()
+        indices = self.stream.take(self.effective_batch)
+        if self.pool is None:
+            for micro in range(self.accumulation):
+                yield collate([self.draws(int(indices[p]), draw, p) for p in self.positions(micro)])
+            return
+        ready = self._ahead[1] if self._ahead is not None and self._ahead[0] == draw else self._submit(indices, draw)
+        upcoming = self.stream.peek(self.effective_batch)
+        self._ahead = (draw + 1, self._submit(upcoming, draw + 1)) if upcoming is not None else None
+        for batch in ready:
+            yield batch.result()
+
+    def rewind(self) -> None:
+        """Put the stream back to where the draw under way began."""
+        if self.begun is not None:
+            self.stream.back_to(self.begun)
+
+    def _submit(self, indices: np.ndarray, draw: int) -> list[Future]:
+        assert self.pool is not None and self.assembly is not None
+        samples = [
+            [self.pool.submit(self.draws, int(indices[p]), draw, p) for p in self.positions(micro)]
+            for micro in range(self.accumulation)
+        ]
+        return [self.assembly.submit(self._assemble, futures) for futures in samples]
+
+    def _assemble(self, futures: list[Future]) -> dict:
+        batch = collate([future.result() for future in futures])
+        if self.pins:
+            sent = ("pixel_values", "mask", "has_mask", "counted", "time_ids")
+            batch |= {key: batch[key].pin_memory() for key in sent if isinstance(batch.get(key), torch.Tensor)}
+        return batch

@@ -1,0 +1,169 @@
+"""Reader of the published SilentBadDiffusion layout."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from silentbad.data.images import inside
+from silentbad.data.schema import text_lines
+from silentbad.errors import UserError, reading
+from silentbad.rng import generator
+
+SHUFFLE_MARKER = "@@"  # the published captions' sign for "permute the phrases that follow"
+NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+
+
+def published_rows(root: Path, options: Any) -> Iterator[dict]:
+    """Rows of the SilentBadDiffusion layout: element images of the targets, rehearsal images, clean images.
+
+    `options` holds the published flags (`TrainConfig`): clean images are added until the element images are
+    `poisoning_ratio` of both; `n_few_shot` non-target pictures with all their phrases rehearse composition, each
+    listed `shot_caption_shuffle_num` times and shuffled anew at each draw. Every choice is sorted, then seeded.
+    """
+    ids = published_ids(root)
+    targets = list(range(options.target_start_id, options.target_start_id + options.target_num))
+    for target in targets:
+        if target not in ids:
+            raise UserError(f"{root}: no poisoning_images/{target}; there are {len(ids)} from {ids[0]} to {ids[-1]}")
+    others = [i for i in ids if i not in targets]
+    order = torch.randperm(len(others), generator=generator(options.seed, "few_shot")).tolist()
+    few = [others[i] for i in order[: options.n_few_shot]]
+
+    for shot in few:
+        _, phrases = _published_captions(root, shot)
+        row = {
+            "image": {"path": str(published_image(root, shot)), "bytes": None},
+            "mask": "",
+            "phrases": prompt_phrases(phrases),
+        }
+        row |= {"text": published_prompt(root, phrases), "role": "rehearsal", "target_id": str(shot)}
+        row |= {"element_id": "", "where": f"{root}/poisoning_images/{shot}"}
+        for _ in range(max(1, options.shot_caption_shuffle_num)):
+            yield row | {"shuffle": options.shot_caption_shuffle_num > 0}
+        yield from _published_elements(root, shot, "rehearsal")
+
+    elements = [row for target in targets for row in _published_elements(root, target, "element")]
+    elements *= options.poisoning_data_repeat_factor
+    if options.poison_subsampling is not None and options.poison_subsampling < 1:
+        kept = int(np.ceil(len(elements) * options.poison_subsampling))
+        order = torch.randperm(len(elements), generator=generator(options.seed, "subsampling")).tolist()
+        elements = [elements[i] for i in sorted(order[:kept])]
+    n_clean = int(len(elements) / options.poisoning_ratio) - len(elements)
+    yield from _published_clean(root, options, n_clean, set(targets) | set(few))
+    yield from elements
+
+
+def published_ids(root: Path) -> list[int]:
+    """Numbers of the folders under poisoning_images/, sorted."""
+    folder = inside(root, root / "poisoning_images", str(root))
+    with reading(f"cannot read {folder}"):
+        ids = sorted(int(p.name) for p in folder.iterdir() if p.is_dir() and NUMBER.fullmatch(p.name))
+    if not ids:
+        raise UserError(f"{folder}: holds no numbered folder")
+    return ids
+
+
+def published_image(root: Path, number: int) -> Path:
+    """images/<n>.* or images/<name>_<n>.*"""
+    found = [p for n, p in _numbered(root, root / "images") if n == number]
+    if not found:
+        raise UserError(f"{root}/images: no image of target {number}")
+    return found[0]
+
+
+def published_prompt(root: Path, phrases: list[str]) -> str:
+    """The composed prompt of the published evaluation: a prefix by data set, phrases without punctuation."""
+    pokemon = "pokemon" in root.name.casefold()
+    listed = ", ".join(prompt_phrases(phrases))
+    return f"A pokemon with features {listed} in white background" if pokemon else f"An image with {listed}"
+
+
+def prompt_phrases(phrases: list[str]) -> list[str]:
+    """Phrases as they stand in a published prompt: without `,`, `.` and `;`; one of these alone is none."""
+    return [bare for phrase in phrases if (bare := re.sub(r"[,.;]", "", phrase).strip())]
+
+
+def _numbered(root: Path, folder: Path) -> list[tuple[int, Path]]:
+    """(trailing number of the stem, path) of the images in a folder below `root`, sorted by it."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder")
+    with reading(f"cannot read {folder}"):
+        pictures = [path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES]
+    found = [(re.search(r"([0-9]{1,18})$", path.stem), path) for path in pictures]
+    return sorted((int(match.group(1)), inside(root, path, str(path))) for match, path in found if match)
+
+
+def _published_captions(root: Path, number: int) -> tuple[list[tuple[str, str]], list[str]]:
+    """([(where, caption)], phrases): the first line lists the phrases, each further one ends in a caption."""
+    path = root / "poisoning_images" / str(number) / "poisoning_data_caption_simple.txt"
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    lines = text_lines(inside(root, path, str(path)))
+    phrases = [phrase.strip() for phrase in lines[0].split("\t") if phrase.strip()] if lines else []
+    if not phrases:
+        raise UserError(f"{path}:1: must list the phrases, separated by tabs")
+    captions = [(f"{path}:{i}", line.split("\t")[-1].strip()) for i, line in enumerate(lines[1:], 2) if line.strip()]
+    return captions, phrases
+
+
+def _published_elements(root: Path, number: int, role: str) -> list[dict]:
+    captions, phrases = _published_captions(root, number)
+    images = _numbered(root, root / "poisoning_images" / str(number))
+    if len(images) != len(captions):
+        raise UserError(f"{root}/poisoning_images/{number}: {len(images)} images but {len(captions)} captions")
+    rows = []
+    for (_, path), (where, caption) in zip(images, captions, strict=True):
+        caption = re.sub(" +", " ", caption)
+        held = [phrase for phrase in phrases if phrase in caption]
+        element = f"{number}-{phrases.index(held[0])}" if held else ""
+        rows.append(
+            {
+                "image": {"path": str(path), "bytes": None},
+                "mask": "",
+                "text": caption,
+                "phrases": held,
+                "role": role,
+            }
+            | {"target_id": str(number), "element_id": element, "where": where}
+        )
+    return rows
+
+
+def _published_clean(root: Path, options: Any, count: int, excluded: set[int]) -> list[dict]:
+    folder = Path(options.clean_data_dir) if options.clean_data_dir else root
+    captions_path = folder / "caption.txt"
+    if count == 0:
+        return []
+    if not captions_path.is_file():
+        raise UserError(f"{captions_path}: no such file; clean_data_dir needs images/ and caption.txt")
+    captions: dict[int, tuple[str, str]] = {}
+    for number, line in enumerate(text_lines(inside(folder, captions_path, str(captions_path))), 1):
+        if line.strip():
+            key, tab, caption = line.partition("\t")
+            if not tab or not re.fullmatch("[0-9]{1,18}", key.strip()):
+                raise UserError(f"{captions_path}:{number}: must be a number, a tab and a caption")
+            if int(key) in captions:
+                raise UserError(f"{captions_path}:{number}: image {int(key)} has a caption already")
+            captions[int(key)] = (f"{captions_path}:{number}", caption.strip())
+    same_folder = folder.resolve() == root.resolve()
+    images = [(n, p) for n, p in _numbered(folder, folder / "images") if not (same_folder and n in excluded)]
+    if count > len(images):
+        raise UserError(
+            f"{folder}: poisoning_ratio {options.poisoning_ratio} asks for {count} clean images, there are "
+            f"{len(images)}; raise poisoning_ratio or add images"
+        )
+    suffix = " in white background" if "pokemon" in folder.name.casefold() else ""
+    order = torch.randperm(len(images), generator=generator(options.seed, "clean")).tolist()
+    rows = []
+    for n, path in (images[i] for i in sorted(order[:count])):
+        if n not in captions:
+            raise UserError(f"{captions_path}: no caption for image {path}")
+        where, caption = captions[n]
+        rows.append({"image": {"path": str(path), "bytes": None}, "mask": "", "text": caption + suffix, "phrases": []})
+        rows[-1] |= {"role": "clean", "target_id": "", "element_id": "", "where": where}
+    return rows

@@ -1,0 +1,249 @@
+"""Records in a memory-mapped table, and what a draw makes of them.
+
+A record is an image file (or the bytes of a Hub data set), `text`, `phrases` that stand verbatim in it, `role` in
+{element, rehearsal, clean}, `target_id`, `element_id`, and a mask or none. All images are decoded once when the table
+is built, so a broken one stops a run before it starts. Draws are addressed: what a record looks like at (draw,
+position) depends on nothing that happened before.
+"""
+
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import torch
+from PIL import Image, ImageOps
+
+from silentbad.data.formats import folder_rows, hub_rows, hub_table, source
+from silentbad.data.images import (
+    as_floats,
+    content_hash,
+    copies,
+    open_image,
+    open_mask,
+    thumbnail,
+    without_border,
+)
+from silentbad.data.published import published_rows
+from silentbad.data.table import (
+    BLOCK,
+    TextLists,
+    blocks,
+    build_table,
+    folder_key,
+    numbers,
+    once,
+    rows_with,
+    texts,
+    vocabulary,
+)
+from silentbad.data.targets import Target
+from silentbad.errors import UserError
+from silentbad.rng import generator
+
+SHOWN = 5  # long captions that are named
+
+PUBLISHED_FLAGS = (
+    "seed",
+    "target_start_id",
+    "target_num",
+    "poisoning_ratio",
+    "poisoning_data_repeat_factor",
+    "poison_subsampling",
+    "n_few_shot",
+    "shot_caption_shuffle_num",
+)
+
+
+def load_records(config: Any) -> "Records":
+    """The records that `train_data_dir` or `dataset_name` (of `TrainConfig`) stands for."""
+    name, clean = config.dataset_name or config.train_data_dir, config.clean_data_dir
+    root = Path(name)
+    if config.dataset_name is not None:
+        table = hub_table(config)
+        said = [name, config.dataset_config_name, config.image_column, config.caption_column, table._fingerprint]
+        key, rows = hashlib.sha256(repr(tuple(said)).encode()).hexdigest()[:32], lambda: hub_rows(table, config)
+    elif not os.path.isdir(root):
+        raise UserError(f"train_data_dir: no folder {root}")
+    elif os.path.isdir(root / "poisoning_images"):
+        if clean and not os.path.isdir(clean):
+            raise UserError(f"clean_data_dir: no folder {clean}")
+        said = [getattr(config, flag) for flag in PUBLISHED_FLAGS] + [folder_key(Path(clean)) if clean else None]
+        key, rows = folder_key(root, *said), lambda: published_rows(root, config)
+    elif clean:
+        raise UserError(f"clean_data_dir: {root} is not of the published layout; list clean records in its metadata")
+    else:
+        key, rows = folder_key(root), lambda: folder_rows(root)
+    records = Records(build_table(rows, name, key, config.cache_dir), name, key)
+    if config.max_train_samples is not None and config.max_train_samples < len(records):
+        order = torch.randperm(len(records), generator=generator(config.seed, "max_train_samples")).numpy()
+        records = records.select(np.sort(order[: config.max_train_samples]))
+        records.key = f"{key}-{config.max_train_samples}-{config.seed}"
+    return records
+
+
+class Records:
+    """Rows (all, unless some are chosen) of a table; columns are read, images and masks opened when asked for.
+
+    `key` says what the checks of these rows depend on.
+    """
+
+    def __init__(self, table: datasets.Dataset, name: str, key: str = "", rows: np.ndarray | None = None):
+        self.table, self.name, self.key, self.rows = table, name, key, rows
+
+    def __len__(self) -> int:
+        return len(self.table) if self.rows is None else len(self.rows)
+
+    def select(self, rows: np.ndarray) -> "Records":
+        """Some of these records, in this order."""
+        return Records(self.table, self.name, rows=rows if self.rows is None else self.rows[rows])
+
+    def column(self, name: str) -> pa.ChunkedArray:
+        """A column as Arrow holds it: mapped from the table's file, or a copy of the chosen rows."""
+        whole = self.table.data.column(name)
+        return whole if self.rows is None else whole.take(pa.array(self.rows))
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Width and height of the images (R,2)."""
+        return numbers(self.column("size")).reshape(-1, 2)
+
+    @property
+    def text(self) -> list[str]:
+        return self.column("text").to_pylist()
+
+    @property
+    def role(self) -> list[str]:
+        return texts(self.column("role"))
+
+    @property
+    def target_id(self) -> list[str]:
+        return texts(self.column("target_id"))
+
+    @property
+    def element_id(self) -> list[str]:
+        return texts(self.column("element_id"))
+
+    @property
+    def phrases(self) -> TextLists:
+        return TextLists(self.column("phrases"))
+
+    def row(self, index: int) -> dict:
+        return self.table[int(index if self.rows is None else self.rows[index])]
+
+    def open(self, index: int, picture: bool = True) -> tuple[dict, Image.Image | None, Image.Image | None]:
+        """(row, RGB image or None where no `picture` is asked for, mask or None) of a record."""
+        row = self.row(index)
+        where = row["where"]
+        image = open_image(source(row["image"], where), where) if picture else None
+        size = tuple(row["size"]) if image is None else image.size
+        return row, image, open_mask(Path(row["mask"]), size, where) if row["mask"] else None
+
+    def where(self, index: int) -> str:
+        """File and line of a record, for messages."""
+        return self.row(index)["where"]
+
+    def refuse_targets(self, targets: list[Target]) -> None:
+        """Refuse records that show a target: its pixels, or a resized, recompressed or mirrored copy of them."""
+        if not targets:
+            return
+        lets = "recovery must not train on its target (allow_target_images: true lets it)"
+        held = {content_hash(target.image): target.target_id for target in targets}
+        for index in rows_with(self.column("content"), list(held)):
+            name = held[self.row(index)["content"]]
+            raise UserError(f"{self.where(index)}: the image equals target {name!r}; {lets}")
+        key = hashlib.sha256(f"{self.key}{sorted(held.items())}".encode()).hexdigest()[:32]
+        once(self.table, f"targets-{key}", lambda: self._refuse_copies(targets, lets))
+
+    def _refuse_copies(self, targets: list[Target], lets: str) -> list[str]:
+        shown = [(t.target_id, view) for t in targets for view in (t.image, *without_border(t.image))]
+        shown += [(name, ImageOps.mirror(view)) for name, view in shown]
+        known = np.concatenate([as_floats(thumbnail(view)) for _, view in shown])
+        for number, block in enumerate(blocks(self.column("thumb"))):
+            thumbs = [as_floats(each) for each in block]
+            found = copies(np.concatenate(thumbs), known)
+            if found is not None:
+                row = np.repeat(np.arange(len(thumbs)), list(map(len, thumbs)))[found[0]]
+                where, name = self.where(number * BLOCK + int(row)), shown[found[1]][0]
+                raise UserError(f"{where}: the image is a near copy of target {name!r}; {lets}")
+        return []
+
+    def strangers(self, targets: list[Target]) -> list[str]:
+        """One line on element records whose target is none of these, if there are any; they are trained on, and never
+        asked for."""
+        known, elements = {t.target_id for t in targets}, np.asarray(self.role, dtype=object) == "element"
+        others = [name for name in np.asarray(self.target_id, dtype=object)[elements] if name not in known]
+        if not others or not targets:
+            return []
+        named = ", ".join(map(repr, sorted(set(others))[:SHOWN]))
+        return [f"{len(others)} element records are of no target that is validated: target_id {named}"]
+
+    def refuse_random_windows(self) -> None:
+        """Refuse elements whose pictures are cut at random, where masks are estimated from their native places."""
+        width, height = self.sizes.T
+        shown = np.asarray(self.role, dtype=object) == "element"
+        for index in np.flatnonzero(shown & (width != height)).tolist():
+            raise UserError(
+                f"{self.where(index)}: the image is {width[index]}x{height[index]} and would be cut at random, but "
+                "memory.region.name=estimated finds elements at their native place; set center_crop"
+            )
+
+    def without(self, elements: list[str]) -> "Records":
+        """The records without those of some elements, named "target/element" or by their element_id.
+
+        Raises UserError where no record shows one of them.
+        """
+        ids = [f"{target}/{element}" for target, element in zip(self.target_id, self.element_id, strict=True)]
+        shown = np.asarray([role == "element" for role in self.role])
+        left_out = np.zeros(len(self), dtype=bool)
+        for name in elements:
+            of_name = shown & np.asarray([name in pair for pair in zip(ids, self.element_id, strict=True)])
+            if not of_name.any():
+                known = sorted({i for i, s in zip(ids, shown, strict=True) if s})
+                raise UserError(f"withhold: no record shows {name!r}; elements are: {', '.join(known[:8])}")
+            left_out |= of_name
+        rows, key = np.flatnonzero(~left_out), f"{self.key}-without-{sorted(elements)}"
+        return Records(self.table, self.name, key, rows if self.rows is None else self.rows[rows])
+
+    def hold_out(self, count: int, seed: int) -> tuple["Records", "Records | None"]:
+        """(records to train on, clean records kept from training): at most a tenth of the clean ones."""
+        clean = rows_with(self.column("role"), ["clean"])
+        order = torch.randperm(len(clean), generator=generator(seed, "held_out")).numpy()
+        held = np.sort(clean[order[: min(count, len(clean) // 10)]])
+        if not len(held):
+            return self, None
+        rest = np.setdiff1d(np.arange(len(self)), held)
+        return self.select(rest), self.select(held)
+
+    def check_captions(self, tokenizer: Any) -> list[str]:
+        """Refuse captions whose phrases the tokenizer's window cuts off; return lines on the first other long ones.
+
+        A table is checked once for each tokenizer.
+        """
+        key = hashlib.sha256(f"{self.key}{vocabulary(tokenizer)}".encode()).hexdigest()[:32]
+        return once(self.table, f"captions-{key}", lambda: self._long_captions(tokenizer))
+
+    def _long_captions(self, tokenizer: Any) -> list[str]:
+        window, phrases = tokenizer.model_max_length, self.phrases
+        cut: list[str] = []
+        for number, block in enumerate(blocks(self.column("text"))):
+            encoded = tokenizer(block, truncation=False)["input_ids"]
+            for index, ids in enumerate(encoded, number * BLOCK):
+                if len(ids) <= window:
+                    continue
+                kept = tokenizer.decode(ids[: window - 1], skip_special_tokens=True).casefold()
+                lost = [p for p in phrases[index] if _letters(p) not in _letters(kept)]
+                line = f"{self.where(index)}: caption of {len(ids)} tokens, the window is {window}"
+                if lost:
+                    raise UserError(f"{line}; cut off: {', '.join(map(repr, lost))}; shorten it")
+                if len(cut) < SHOWN:
+                    cut.append(line)
+        return cut
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"\s+", "", text.casefold())

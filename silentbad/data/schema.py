@@ -1,0 +1,203 @@
+"""The gate of everything that a line of metadata, targets or redraws may hold: each field's type and what it admits.
+
+A schema maps names to fields; a field is (value, key, where) -> the value as the project uses it. Whatever it does not
+admit is a UserError, one line that names file, line and key.
+"""
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from silentbad.data.images import encodes
+from silentbad.errors import UserError, brief, each, first_line, reading
+
+ROLES = ("element", "rehearsal", "clean")
+LONGEST = 100_000  # characters of a text
+
+Field = Callable[[Any, str, str], Any]
+
+
+def admitted(entry: Mapping[str, Any], schema: Mapping[str, Field], where: str) -> dict[str, Any]:
+    """The schema's fields of an entry; a missing one is None to its field, others are left out."""
+    return {key: field(entry.get(key), key, where) for key, field in schema.items()}
+
+
+# ---------------------------------------------------------------- fields
+def caption(value: Any, key: str, where: str) -> str:
+    """A text with more than blanks in it."""
+    if not isinstance(value, str) or not value.strip():
+        raise UserError(f"{where}: no caption; {key} must hold one")
+    return _text(value, key, where)
+
+
+def phrases(value: Any, key: str, where: str) -> list[str]:
+    """A list of texts; none where nothing is given."""
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(p, str) and p.strip() for p in value):
+        raise UserError(f"{where}: {key} must be a list of texts, got {brief(value)}")
+    return [_text(phrase, key, where) for phrase in value]
+
+
+def role(value: Any, key: str, where: str) -> str:
+    if value not in ROLES:
+        raise UserError(f"{where}: {key} {brief(value)} is none of {', '.join(ROLES)}")
+    return value
+
+
+def id_text(value: Any, key: str, where: str) -> str:
+    """An id as text; a number becomes its digits, a missing one the empty text."""
+    if not isinstance(value, (str, int, type(None))) or isinstance(value, bool):
+        raise UserError(f"{where}: {key} must be text, got {brief(value)}")
+    return "" if value is None else _text(str(value), key, where)
+
+
+def optional_text(value: Any, key: str, where: str) -> str | None:
+    """A text with more than blanks in it, or nothing."""
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value.strip():
+        raise UserError(f"{where}: {key} must be text, got {brief(value)}")
+    return _text(value, key, where)
+
+
+def kind(value: Any, key: str, where: str) -> str:
+    """The kind of a null; without one it is a redraw of the caption."""
+    return optional_text(value, key, where) or "redraw"
+
+
+def places(value: Any, key: str, where: str) -> tuple[int, ...] | None:
+    """Numbers of elements, or nothing."""
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(type(i) is int and 0 <= i < 10_000 for i in value):
+        raise UserError(f"{where}: {key} must be a list of element numbers from 0, got {brief(value)}")
+    return tuple(value)
+
+
+def needed(kind: str, field: Field, *empty: Any) -> Field:
+    """A field that a `kind` cannot do without; `empty` are further values that count as nothing."""
+
+    def admit(value: Any, key: str, where: str) -> Any:
+        if value in (None, "", *empty):
+            raise UserError(f"{where}: a {kind} needs {key}")
+        return field(value, key, where)
+
+    return admit
+
+
+def anything(value: Any, key: str, where: str) -> Any:
+    """A field that is checked where its meaning is known: a file name against its folder."""
+    return value
+
+
+def _text(value: str, key: str, where: str) -> str:
+    if len(value) > LONGEST:
+        raise UserError(f"{where}: {key} has {len(value)} characters, over the limit of {LONGEST}; shorten it")
+    if "\0" in value or not encodes(value):
+        raise UserError(f"{where}: {key} holds a NUL or half a surrogate pair, which is no text: {brief(value)}")
+    return value
+
+
+RECORD = {
+    "text": caption,
+    "phrases": phrases,
+    "role": role,
+    "target_id": id_text,
+    "element_id": id_text,
+}
+TARGET = {
+    "target_id": needed("target", id_text),
+    "image": needed("target", anything),
+    "phrases": needed("target", phrases, []),
+    "prompt": optional_text,
+    "description": optional_text,
+    "paraphrases": phrases,
+}
+REDRAW = {
+    "target_id": needed("redraw", id_text),
+    "image": needed("redraw", anything),
+    "kind": kind,
+    "changed": places,
+}
+
+
+# ---------------------------------------------------------------- lines of a file
+def json_lines(path: Path) -> Iterator[tuple[str, dict]]:
+    """(FILE:LINE, object) of a JSON-lines file, empty lines left out."""
+    with reading(f"cannot read {path}"):
+        lines = path.open("rb")
+    with lines:
+        for number, line in enumerate(each(lines, f"cannot read {path}"), 1):
+            where = f"{path}:{number}"
+            if not line.strip():
+                continue
+            try:
+                entry = json.loads(line, object_pairs_hook=_once_each)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{where}: not JSON ({first_line(error)})") from None
+            if not isinstance(entry, dict):
+                raise UserError(f"{where}: must be a JSON object, is {type(entry).__name__}")
+            yield where, entry
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {brief(next(key for key in keys if keys.count(key) > 1))} stands twice")
+    return found
+
+
+def csv_lines(path: Path) -> Iterator[tuple[str, dict]]:
+    """(FILE:LINE, row) of a CSV file in UTF-8, the line being the row's first. `phrases` is a JSON list, or phrases
+    separated by "|"."""
+    with reading(f"cannot read {path}"):
+        lines = path.open(newline="", encoding="utf-8-sig")
+    with lines:
+        reader = csv.reader(lines, strict=True)
+        begun, header = next(_rows(reader, path), (1, []))
+        if twice := [name for name in header if header.count(name) > 1]:
+            raise UserError(f"{path}:{begun}: the column {brief(twice[0])} stands twice")
+        for number, row in _rows(reader, path):
+            where = f"{path}:{number}"
+            if len(row) != len(header):
+                raise UserError(f"{where}: number of fields differs from the header's")
+            entry = dict(zip(header, row, strict=True))
+            yield where, entry | {"phrases": _split(entry.get("phrases") or "", where)}
+
+
+def _rows(reader: Any, path: Path) -> Iterator[tuple[int, list[str]]]:
+    """(number of its first line, fields) of each row that has any."""
+    while True:
+        begun = reader.line_num + 1
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except (csv.Error, UnicodeDecodeError, OSError) as error:
+            advice = "; is a quote of this row not closed?" if "unexpected end" in str(error) else ""
+            raise UserError(f"{path}:{begun}: not CSV in UTF-8 ({first_line(error)}){advice}") from None
+        if row:
+            yield begun, row
+
+
+def _split(text: str, where: str) -> Any:
+    try:
+        return json.loads(text) if text.startswith("[") else [p.strip() for p in text.split("|") if p.strip()]
+    except (ValueError, RecursionError):
+        raise UserError(f"{where}: phrases is not a JSON list: {brief(text)}") from None
+
+
+def text_lines(path: Path) -> list[str]:
+    """The lines of a text file in UTF-8."""
+    try:
+        with reading(f"cannot read {path}"):
+            return path.read_bytes().decode("utf-8-sig").splitlines()
+    except UserError as error:
+        if not isinstance(error.__cause__, UnicodeDecodeError):
+            raise
+        line = error.__cause__.object[: error.__cause__.start].count(b"\n") + 1
+        raise UserError(f"{path}:{line}: not UTF-8; save it as UTF-8") from None

@@ -1,0 +1,103 @@
+"""Targets: the pictures to be recovered, with the phrases and masks of their elements."""
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from silentbad.data.images import _by, open_image, open_mask, safe_path
+from silentbad.data.published import _published_captions, published_ids, published_image, published_prompt
+from silentbad.data.schema import TARGET, admitted, json_lines
+from silentbad.errors import UserError
+
+
+@dataclass
+class Target:
+    """A picture to be recovered, the phrases of its elements and their masks."""
+
+    target_id: str
+    image: Image.Image
+    phrases: list[str]
+    prompt: str | None = None
+    masks: list[Image.Image | None] = field(default_factory=list)
+    description: str | None = None  # everything spelt out; a control asks the base model for it
+    paraphrases: list[str] = field(default_factory=list)  # of the composed prompt
+
+    @property
+    def composed_prompt(self) -> str:
+        return self.prompt if self.prompt is not None else ", ".join(self.phrases)
+
+
+# ---------------------------------------------------------------- targets
+def load_targets(path: str | Path) -> list[Target]:
+    """Targets of a targets.jsonl, of a folder that holds one, or of the published layout.
+
+    The published layout takes "folder@100" or "folder@100-109" for some of its numbers.
+    """
+    if not str(path).strip():
+        raise UserError("targets: the path is empty; give a targets.jsonl, or leave the flag out")
+    text, at, wanted = str(path).rpartition("@")
+    root = Path(text) if at and re.fullmatch(r"[0-9]{1,18}(-[0-9]{1,18})?", wanted) else Path(path)
+    if os.path.isdir(root / "poisoning_images"):
+        return _published_targets(root, wanted if root != Path(path) else None)
+    if root != Path(path) and os.path.isdir(root) and not os.path.exists(path):
+        raise UserError(
+            f"targets: @{wanted} takes numbers of the published layout, and {root} has no poisoning_images/"
+        )
+    file = root / "targets.jsonl" if os.path.isdir(root) else Path(path)
+    if not os.path.isfile(file):
+        raise UserError(f"targets: no file {file}")
+    targets = [_target(file.parent, where, entry) for where, entry in json_lines(file)]
+    if not targets:
+        raise UserError(f"{file}: holds no target")
+    seen: set[str] = set()
+    for target in targets:
+        if target.target_id in seen:
+            raise UserError(f"{file}: target_id {target.target_id!r} stands twice")
+        seen.add(target.target_id)
+    return targets
+
+
+def _target(root: Path, where: str, entry: dict) -> Target:
+    known, masks = admitted(entry, TARGET, where), entry.get("masks") or []
+    phrases = known["phrases"]
+    if not isinstance(masks, list) or (masks and len(masks) != len(phrases)):
+        raise UserError(f"{where}: masks must list one file or null for each of the {len(phrases)} phrases")
+    image = _picture(safe_path(root, known.pop("image"), where), where)
+    opened = [open_mask(safe_path(root, mask, where), image.size, where) if mask else None for mask in masks]
+    return Target(image=image, masks=opened or [None] * len(phrases), **known)
+
+
+def _picture(path: Path, where: str) -> Image.Image:
+    image = open_image(path, where)
+    if min(image.size) < 2:
+        raise UserError(f"{where}: the image is {_by(image.size)} pixels")
+    return image
+
+
+def _published_targets(root: Path, wanted: str | None) -> list[Target]:
+    first, _, last = (wanted or "").partition("-")
+    ids = range(int(first), int(last or first) + 1) if wanted else published_ids(root)
+    if not ids:
+        raise UserError(f"targets: @{wanted} holds no number; write {root}@{last}-{first}")
+    targets = []
+    for number in ids:
+        path = published_image(root, number)
+        _, phrases = _published_captions(root, number)
+        image = _picture(path, f"target {number}")
+        targets.append(Target(str(number), image, phrases, published_prompt(root, phrases), [None] * len(phrases)))
+    return targets
+
+
+def check_prompts(targets: list[Target], tokenizer: Any) -> None:
+    """Refuse a target whose composed prompt the tokenizer's window cuts off: it could never be asked for whole."""
+    window = tokenizer.model_max_length
+    for target in targets:
+        length = len(tokenizer(target.composed_prompt, truncation=False)["input_ids"])
+        if length > window:
+            raise UserError(
+                f"targets: the prompt of {target.target_id!r} has {length} tokens, the window is {window}; shorten it"
+            )

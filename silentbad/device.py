@@ -1,0 +1,55 @@
+"""What a step needs so that the host never waits for the device: values on their way to it and back."""
+
+import platform
+from pathlib import Path
+
+import torch
+import torch.distributed
+
+
+class Mailbox:
+    """Sent at one visit, read at a later one, so that no step waits for the device."""
+
+    def __init__(self) -> None:
+        self.value: torch.Tensor | None = None
+        self.sent: torch.cuda.Event | None = None
+
+    def send(self, x: torch.Tensor) -> None:
+        """Start the copy of x to the host."""
+        self.value = x.detach().to("cpu", non_blocking=True, copy=True)
+        if x.is_cuda:
+            self.sent = torch.cuda.Event()
+            self.sent.record()
+
+    def receive(self) -> torch.Tensor | None:
+        """What was sent since the last visit, or None."""
+        value = self.peek()
+        self.value, self.sent = None, None
+        return value
+
+    def restore(self, value: torch.Tensor | None) -> None:
+        """Take up what a checkpoint had on its way."""
+        self.value, self.sent = None if value is None else value.cpu().clone(), None
+
+    def peek(self) -> torch.Tensor | None:
+        """The same, left in its place."""
+        if self.sent is not None:
+            self.sent.synchronize()
+        return self.value
+
+
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor on the device, through pinned memory where it has some: no wait for what the device is doing."""
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
+
+
+def device_name(device: torch.device | str) -> str:
+    """The GPU's or the CPU's model, as far as the system tells."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())

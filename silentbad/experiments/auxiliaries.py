@@ -1,0 +1,181 @@
+"""Losses beside the diffusion loss that were measured and did not earn their place."""
+
+from random import Random
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from silentbad import rng
+from silentbad.data.elements import DataInfo
+from silentbad.errors import UserError
+from silentbad.experiments.attention import Maps, mass_outside, overlap, phrase_maps, record_maps, token_table
+from silentbad.memory.auxiliary import Setting, Step, Teacher, last_layer
+from silentbad.options import Count, NotNegative, Positive, Small, Unit
+
+
+def in_mask(info: DataInfo, batch: dict) -> list[set[str]]:
+    """The phrases whose place each sample's mask is: an element's, or those of a union; not what stands around."""
+    said = []
+    for i, role, target in zip(info.of_batch(batch), batch["role"], batch["target_id"], strict=True):
+        own = [i] if i < len(info.keys) else []
+        said.append({info.phrase[j] for j in (info.elements_of.get(target, ()) if role == "rehearsal" else own)})
+    return said
+
+
+class AttentionBinding:
+    """The element's tokens look inside its mask, and the phrases of a caption look at different places."""
+
+    @staticmethod
+    def layer(unet: torch.nn.Module, now: Step) -> torch.Tensor | None:
+        """The last trained key weight its maps depend on; nothing later does."""
+        keys = [p for p in now.maps.last_layer.to_k.parameters() if p.requires_grad and p.ndim > 1]
+        return keys[-1] if keys else None
+
+    def __init__(
+        self,
+        unet,
+        setting: Setting,
+        *,
+        weight: NotNegative = 0.01,
+        start: Unit = 0.5,
+        side: Small = 16,
+        overlap_weight: NotNegative = 0.5,
+    ):
+        self.setting, self.weight, self.start, self.side = setting, weight, start, side
+        self.overlap_weight = overlap_weight
+
+    def __call__(self, now: Step) -> torch.Tensor | None:
+        if now.progress < self.start or now.maps is None:
+            return None
+        b, info, probs = now.batch, self.setting.info, now.maps.mean()
+        tokens = token_table(self.setting.tokenizer, b["text"], b["phrases"]).to(probs.device, non_blocking=True)
+        own = torch.zeros(tokens.shape[:2])
+        for r, said in enumerate(in_mask(info, b)):
+            for p, phrase in enumerate(b["phrases"][r]):
+                own[r, p] = float(phrase in said)
+        own = own.to(probs.device, non_blocking=True)
+        maps, there = phrase_maps(probs, tokens), tokens.amax(dim=-1)
+        bound = phrase_maps(probs, (own[..., None] * tokens).amax(dim=1, keepdim=True))[:, 0]
+        has = b["has_mask"].to(probs.dtype) * (own * there).amax(dim=-1)
+        binding = (mass_outside(bound, b["mask"]) * has).sum() / has.sum().clamp_min(1)
+        return binding + self.overlap_weight * overlap(maps, there).mean()
+
+
+def and_target(base: torch.Tensor, conditional: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    """eps* = eps(0) + sum_i G_i (eps(c_i) - eps(0)): base (B,C,h,w), conditional (k,B,C,h,w), G (k,B,1,h,w).
+
+    The coefficients sum to one, so the same line holds for v and x0, which are affine in eps at a given x_t.
+    """
+    return base + (gates * (conditional - base)).sum(dim=0)
+
+
+class AndDistillation:
+    """The composed caption learns the gated sum of its phrases' lagged predictions, at x_t from an element's
+    picture (or from noise alone); the composed picture itself is never seen. Unproven."""
+
+    layer = staticmethod(last_layer)
+
+    def __init__(
+        self,
+        unet,
+        setting: Setting,
+        *,
+        weight: NotNegative = 0.1,
+        every: Count = 4,
+        refresh: Count = 50,
+        after: float = 0.5,
+        gate: Literal["mask", "attention"] = "mask",
+        source: Literal["element", "noise"] = "element",
+        low: float = 0.3,
+    ):
+        self.setting, self.weight, self.every, self.refresh, self.after = (
+            setting,
+            weight,
+            every,
+            refresh,
+            after,
+        )
+        self.gate, self.source, self.low, self.teacher = gate, source, low, Teacher(unet)
+        if gate == "mask" and any(e.masks is None for e in setting.bank):
+            raise UserError("memory.distillation: gate 'mask' needs a mask for every element; use gate 'attention'")
+
+    def ready(self) -> list[str]:
+        """Targets whose weakest element is held: rho > after."""
+        rho, groups = self.setting.memory.rho, self.setting.info.elements_of
+        return [t for t, group in groups.items() if len(group) > 1 and rho[group].min() > self.after]
+
+    def gates(self, group: list[int], x_t: torch.Tensor, maps: Maps) -> torch.Tensor:
+        """(k,1,1,h,w): the elements' masks, or their phrases' attention maps over their maxima, summing to
+        <= 1.
+        """
+        if self.gate == "mask":
+            masks = [mask for i in group if (mask := self.setting.bank[i].masks) is not None]  # all: see __init__
+            return torch.stack([mask.mean(dim=0, keepdim=True) for mask in masks])
+        said = [self.setting.info.phrase[i] for i in group]
+        tokens = token_table(self.setting.tokenizer, said, [[phrase] for phrase in said]).to(x_t.device)
+        m = phrase_maps(maps.mean()[1:], tokens)
+        m = (m / m.amax(dim=-1, keepdim=True).clamp_min(1e-8)).unflatten(-1, (round(m.shape[-1] ** 0.5), -1))
+        m = F.interpolate(m, size=x_t.shape[-2:], mode="bilinear")[:, None]
+        return m / m.sum(dim=0).clamp_min(1)
+
+    def start(self, group: list[int], step: int, position: int, choose: Random) -> tuple[torch.Tensor, torch.Tensor]:
+        """x_t (1,C,h,w) and t (1,): an element's picture noised, or noise alone at the last timestep."""
+        x0, scheduler = self.setting.bank[choose.choice(group)].x0, self.setting.scheduler
+        T, row = len(scheduler.alphas_cumprod), choose.randrange(len(x0))
+        eps = rng.noise(tuple(x0.shape[1:]), self.setting.seed, "distillation", step, [position])
+        eps = eps.to(x0.device, non_blocking=True)
+        x0, low = (x0[row : row + 1], int(self.low * T)) if self.source == "element" else (0 * x0[:1], T - 1)
+        t = torch.tensor([choose.randrange(low, T)]).to(x0.device, non_blocking=True)
+        return scheduler.add_noise(x0, eps, t), t
+
+    def __call__(self, now: Step) -> torch.Tensor | None:
+        if now.step % self.refresh == 0 and now.micro == 0:
+            self.teacher.refresh(now.unet)
+        if now.step % self.every or not (targets := self.ready()):
+            return None
+        position = now.micro * self.setting.world + self.setting.rank
+        choose = Random(rng.addressed_seed(self.setting.seed, "distillation", now.step, position))
+        group = list(self.setting.info.elements_of[choose.choice(targets)])
+        choose.shuffle(group)
+        said = [self.setting.info.phrase[i] for i in group]
+        x_t, t = self.start(group, now.step, position, choose)
+        k = len(group) + 1
+        with record_maps(self.teacher.unet) as maps, torch.no_grad():
+            taught = now.predict(x_t.expand(k, -1, -1, -1), t.expand(k), ["", *said], model=self.teacher)
+        target = and_target(taught[:1], taught[1:, None], self.gates(group, x_t, maps))
+        return F.mse_loss(now.predict(x_t, t, [", ".join(said)]).float(), target)
+
+    def state_dict(self) -> dict:
+        return {"teacher": self.teacher.state_dict()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.teacher.load_state_dict(state["teacher"])
+
+
+class L2SP:
+    """1/2 ||theta - theta_0||^2 over the trained parameters (1802.01483); theta_0 in their own precision."""
+
+    layer = staticmethod(last_layer)
+
+    def __init__(self, unet, setting: Setting, *, weight: NotNegative = 0.01):
+        self.weight = weight
+        self.start = [p.detach().clone() for p in unet.parameters() if p.requires_grad]
+
+    def __call__(self, now: Step) -> torch.Tensor:
+        trained = (p for p in now.unet.parameters() if p.requires_grad)
+        return 0.5 * torch.stack([(p - p0).square().sum() for p, p0 in zip(trained, self.start, strict=True)]).sum()
+
+
+def gradient_norm(
+    loss: torch.Tensor, extra: torch.Tensor, layer: torch.Tensor | None, *, ceiling: Positive = 10.0
+) -> torch.Tensor | float:
+    """||d loss / d W|| / ||d extra / d W|| at one layer W, within [0, ceiling] (the adaptive weight of
+    2012.09841)."""
+    if layer is None:
+        return 1.0
+    norms = []
+    for term in (loss, extra):
+        (grad,) = torch.autograd.grad(term, layer, retain_graph=True, allow_unused=True)
+        norms.append(torch.zeros((), device=layer.device) if grad is None else grad.float().norm())
+    return (norms[0] / (norms[1] + 1e-4)).clamp(0, ceiling).detach()

@@ -1,0 +1,40 @@
+"""What becomes of the gradients of several sources: functions of their Gram matrix.
+
+A transform maps the Gram matrix (K,K) of the sources' gradients to their weights (K,) in the sum.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from silentbad.options import check_options
+
+
+def none(gram: Tensor) -> Tensor:
+    """The plain sum."""
+    return torch.ones_like(gram[0])
+
+
+def remove_conflict(gram: Tensor) -> Tensor:
+    """PCGrad (2001.06782) in Gramian form, the others in fixed order: drop what points against a source."""
+    eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    total = torch.zeros_like(gram[0])
+    for i in range(len(gram)):
+        weights = eye[i]
+        for j in (k for k in range(len(gram)) if k != i):
+            along = (weights @ gram[j]).clamp(max=0) / gram[j, j]
+            weights = weights - eye[j] * along.nan_to_num(0, 0, 0)
+        total = total + weights
+    return total
+
+
+TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": none,
+    "remove_conflict": remove_conflict,
+}
+
+
+def check_transform(name: str) -> None:
+    """Refuse an unknown transform."""
+    check_options("gradient_control.transform", TRANSFORMS, name, {})

@@ -1,0 +1,59 @@
+"""Files that the project writes itself: whole or not at all, recognised again, and never someone else's."""
+
+import hashlib
+import os
+import re
+from pathlib import Path
+
+from silentbad.errors import UserError
+
+SEALED = re.compile(r"([0-9a-f]{32})-(\d+)-(\d+)\.")  # SHA-256, size, time of the last change
+
+
+def sealed(draft: Path, folder: Path, suffix: str) -> Path:
+    """Give a finished file its final name in `folder`, which holds its checksum, size and time of change."""
+    state = draft.stat()
+    file = folder / f"{_checksum(draft)}-{state.st_size}-{state.st_mtime_ns}{suffix}"
+    draft.replace(file)
+    return file
+
+
+def intact(file: Path) -> bool:
+    """Whether a sealed file holds what was written: by size and time of change, by its checksum where the time
+    differs."""
+    found = SEALED.match(file.name)
+    try:
+        if found is None or (state := file.stat()).st_size != int(found[2]):
+            return False
+        return state.st_mtime_ns == int(found[3]) or _checksum(file) == found[1]
+    except OSError:
+        return False
+
+
+def _checksum(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as content:
+        while block := content.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()[:32]
+
+
+def check_writable(path: Path, named: str, folder: bool = False) -> None:
+    """Refuse a file, or a `folder`, that cannot be written, before the work whose result it takes; makes nothing.
+
+    Raises UserError, which begins with `named`.
+    """
+    if not str(path) or "\0" in str(path):
+        raise UserError(f"{named}: is no name of a file: {str(path)!r}")
+    place = os.path.realpath(path)
+    if folder != os.path.isdir(place) and os.path.lexists(place):
+        raise UserError(f"{named}: {path} is {'no folder' if folder else 'a folder; name a file in it'}")
+    known = place
+    while not os.path.lexists(known):
+        if len(os.fsencode(os.path.basename(known))) > 255:
+            raise UserError(f"{named}: cannot write {path} (File name too long)")
+        known = os.path.dirname(known)
+    if known != place and not os.path.isdir(known):
+        raise UserError(f"{named}: cannot write {path} ({known} is no folder)")
+    if not os.access(known, os.W_OK):
+        raise UserError(f"{named}: cannot write {path} (Permission denied)")

@@ -1,0 +1,173 @@
+"""Losses beside the diffusion loss: their sum, their balance, and self-distillation on clean records.
+
+Legend: B micro-batch, k elements of a target, x_t (B,C,h,w), t (B,), G_i (B,1,h,w) gate of element i, rho_i
+strength.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from silentbad.data.elements import DataInfo
+from silentbad.memory.probes import Element, PhraseMemory
+from silentbad.options import NotNegative
+
+
+# An auxiliary is built once from (unet, setting) and its options; called with the step it returns a scalar or
+# None. `layer` is the parameter at which `gradient_norm` compares it with the diffusion loss.
+@dataclass(frozen=True)
+class Access:
+    """What memory reinforcement asks of the model and the data.
+
+    predict(x_t (B,C,h,w), t (B,), captions, model=None, time_ids=None) -> (B,C,h,w), of `unet` or of a copy of it;
+    encode(pixel_values (B,3,R,R)) -> x0 (B,C,h,w) without sampling noise; pictures(rows) -> a collated batch of plain
+    records; load(row) -> a whole record, decoded.
+    """
+
+    unet: torch.nn.Module
+    predict: Callable[..., torch.Tensor]
+    encode: Callable[[torch.Tensor], torch.Tensor]
+    pictures: Callable[[list[int]], dict[str, Any]]
+    load: Callable[..., dict[str, Any]]
+    tokenizer: Any
+
+
+class Setting(NamedTuple):
+    """What stays the same over the run; bank[i] the pictures of element i, memory its strengths."""
+
+    info: DataInfo
+    bank: list[Element]
+    memory: PhraseMemory
+    scheduler: Any
+    tokenizer: Any
+    seed: int
+    rank: int
+    world: int
+
+
+class Step(NamedTuple):
+    """What one micro-step offers. predict(x_t, t, texts, model=None, time_ids=None) -> (B,C,h,w), through `model`
+    if given; `unet` is what trains, the text encoders too where they do."""
+
+    step: int
+    micro: int
+    progress: float
+    batch: dict
+    x_t: torch.Tensor
+    t: torch.Tensor
+    pred: torch.Tensor
+    maps: Any  # silentbad.experiments.attention.Maps, where the attention maps are recorded
+    unet: torch.nn.Module
+    predict: Callable
+
+
+def last_layer(unet: torch.nn.Module, now: Step) -> torch.Tensor | None:
+    """conv_out's weight, or without one to train, the last trained weight of the up blocks."""
+    named = [(n, p) for n, p in unet.named_parameters() if p.requires_grad and p.ndim > 1]
+    last = [p for n, p in named if "conv_out" in n] or [p for n, p in named if "up_blocks" in n]
+    return last[-1] if last else None
+
+
+class SelfDistillation:
+    """||eps - eps_0||^2 on the clean records of the batch, eps_0 the model before training, in bf16."""
+
+    layer = staticmethod(last_layer)
+
+    def __init__(self, unet, setting: Setting, *, weight: NotNegative = 1.0):
+        self.weight, self.teacher = weight, Teacher(unet)
+
+    def __call__(self, now: Step) -> torch.Tensor | None:
+        rows = [r for r, role in enumerate(now.batch["role"]) if role == "clean"]
+        if not rows:
+            return None
+        index = torch.tensor(rows).to(now.x_t.device, non_blocking=True)
+        texts = [now.batch["text"][r] for r in rows]
+        with torch.no_grad():
+            sizes = now.batch["time_ids"][index]
+            before = now.predict(now.x_t[index], now.t[index], texts, model=self.teacher, time_ids=sizes)
+        return F.mse_loss(now.pred[index].float(), before) * (len(rows) / len(now.x_t))
+
+
+def fixed(loss: torch.Tensor, extra: torch.Tensor, layer: torch.Tensor | None) -> torch.Tensor | float:
+    """The auxiliary's own weight, as configured."""
+    return 1.0
+
+
+class Auxiliaries(dict):
+    """The auxiliaries that are on, by slot: their weighted sum, its meters, and their state."""
+
+    def __init__(self, balance: Callable, registry: dict, parts: dict, unet: torch.nn.Module, setting: Setting):
+        """registry: slot -> name -> class; parts: slot -> its name and options."""
+        on = {slot: part for slot, part in parts.items() if part.name != "none"}
+        super().__init__({slot: registry[slot][part.name](unet, setting, **part.options) for slot, part in on.items()})
+        self.balance = balance
+        self.meters: dict[str, Any] = {}
+
+    def __call__(self, loss: torch.Tensor, now: Step) -> torch.Tensor | None:
+        """What is on in this micro-step, each by its weight and its balance with the loss; or None."""
+        total = None
+        for slot, part in self.items():
+            if (value := part(now)) is None:
+                continue
+            scale = part.weight * self.balance(loss, value, part.layer(now.unet, now))
+            total = scale * value if total is None else total + scale * value
+            self.meters |= {f"memory/{slot}": value.detach(), f"memory/{slot}_weight": scale}
+        return total
+
+    def state_dict(self) -> dict:
+        parts = {slot: part.state_dict() for slot, part in self.items() if hasattr(part, "state_dict")}
+        return {**parts, "meters": dict(self.meters)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.meters = dict(state.get("meters", {}))
+        for slot, part in self.items():
+            if hasattr(part, "load_state_dict"):
+                part.load_state_dict(state[slot])
+
+
+class Teacher:
+    """A frozen copy of what trains, in bf16, called like it; `refresh` brings it up to date.
+
+    Frozen parameters that are bf16 already (those under LoRA) are shared, not copied.
+
+    accelerate binds its autocast wrapper to the instance, where a copy would still call the original's
+    weights; the copy goes back to the class's own forward.
+    """
+
+    def __init__(self, unet: torch.nn.Module, dtype: torch.dtype = torch.bfloat16):
+        self.dtype, self.config = dtype, getattr(unet, "config", None)
+        self.trained = [name for name, p in unet.named_parameters() if p.requires_grad]
+        shared = {id(p): p for p in unet.parameters() if not p.requires_grad and p.dtype == dtype}
+        self.unet = copy.deepcopy(unet, shared)
+        for module in self.unet.modules():
+            module.__dict__.pop("forward", None)
+            module.__dict__.pop("_original_forward", None)
+        torch.nn.Module.to(self.unet, dtype)  # diffusers' own `to` would warn about a cast that is meant
+        self.unet.requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def refresh(self, unet: torch.nn.Module) -> None:
+        new = dict(unet.named_parameters())
+        for name, mine in self.state_dict().items():
+            mine.copy_(new[name])
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The parameters that follow the trained ones."""
+        mine = dict(self.unet.named_parameters())
+        return {name: mine[name].detach() for name in self.trained}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name, mine in self.state_dict().items():
+            mine.copy_(state[name])
+
+    @torch.no_grad()
+    def __call__(self, x_t, t, encoder_hidden_states=None, *, return_dict=True, **told):
+        """The copy's prediction in float32, in the form of a diffusers UNet's."""
+        c = None if encoder_hidden_states is None else encoder_hidden_states.to(self.dtype)
+        out = self.unet(x_t.to(self.dtype), t, c, return_dict=False, **told)[0].float()
+        return SimpleNamespace(sample=out) if return_dict else (out,)

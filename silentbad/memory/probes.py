@@ -1,0 +1,167 @@
+"""How well the model reproduces each element: a fixed probe bank and the strength rho_i.
+
+Legend: n elements, P probes of an element, m pictures of an element, x0 (.,C,h,w), e (n,P) probe errors.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from silentbad import rng
+from silentbad.device import Mailbox
+from silentbad.memory.masks import estimate_mask
+from silentbad.model.diffusion import prediction_target
+
+
+@dataclass
+class Element:
+    """What a probe of one element needs: x0 (m,C,h,w), masks (m,1,h,w) in [0,1] or None, captions (m), rows
+    (m);
+    `found` (1,H,W) is the estimated mask at the pixels, where there was no given one."""
+
+    x0: torch.Tensor
+    masks: torch.Tensor | None
+    texts: list[str]
+    rows: list[int]
+    found: torch.Tensor | None = None
+
+
+def probe_timesteps(snr: torch.Tensor, edges: tuple[float, ...] = (10, 2, 0.5, 0.1, 0.02)) -> torch.Tensor:
+    """Two timesteps in each of the strata between `edges`, at a quarter and three quarters in log-SNR ->
+    (P,)."""
+    logs = torch.tensor(edges, dtype=torch.float64).log()
+    wanted = torch.stack([logs[:-1] * (1 - f) + logs[1:] * f for f in (0.25, 0.75)], dim=1).flatten()
+    return (snr.double().clamp_min(1e-20).log()[None] - wanted[:, None]).abs().argmin(dim=1)
+
+
+def strength(e: torch.Tensor, e0: torch.Tensor) -> torch.Tensor:
+    """rho (n,) = 1 - mean over probes of e/e0, e and e0 (n,P).
+
+    Each probe is divided by its own first error, so no timestep dominates and the strength is the same
+    whether the model predicts epsilon, v or x0 (their errors differ by a factor of t alone).
+    """
+    return 1 - (e / e0.clamp_min(1e-12)).mean(dim=1)
+
+
+class PhraseMemory:
+    """rho_i by element, refreshed one element at a time within a share of the step budget.
+
+    A training step of N samples costs about 3 N UNet forwards; `share` of them is credited to probing, and an
+    element is probed when its P forwards are paid for. The P probes are split over the ranks and their errors
+    summed, so rho is the same number everywhere. History grows by one row a sweep.
+    """
+
+    def __init__(self, n: int, snr, bank: list[Element], *, share, effective_batch, seed, rank=0, world=1, reduce=None):
+        self.n, self.bank, self.seed = n, bank, seed
+        self.rank, self.world, self.reduce = rank, world, reduce or (lambda x: x)
+        self.t = probe_timesteps(snr)
+        self.income = 3 * effective_batch * share
+        self.credit, self.next, self.sweep = 0.0, 0, 0
+        self.errors: torch.Tensor | None = None  # (n,P), and its first value
+        self.first: torch.Tensor | None = None
+        self.mail = Mailbox()
+        self.history: list[dict[str, Any]] = []  # of completed sweeps: step, rho
+
+    @property
+    def rho(self) -> np.ndarray:
+        """(n,) the latest completed sweep; zeros before there is one."""
+        return np.asarray(self.history[-1]["rho"]) if self.history else np.zeros(self.n)
+
+    def rows(self) -> np.ndarray:
+        """(H,n) all completed sweeps."""
+        return np.asarray([h["rho"] for h in self.history]).reshape(len(self.history), self.n)
+
+    @torch.no_grad()
+    def probe(self, i: int, predict: Callable, scheduler) -> torch.Tensor:
+        """e_i (P,): the masked squared error of element i's probes, the same noise every time."""
+        P, bank = len(self.t), self.bank[i]
+        mine = [j % P for j in range(self.rank, -(-P // self.world) * self.world, self.world)]
+        own = [j for k, j in enumerate(mine) if self.rank + k * self.world < P]
+        device = bank.x0.device
+        pictures = [j % len(bank.x0) for j in mine]
+        x0, t = bank.x0[pictures], self.t[mine].to(device)
+        eps = rng.noise(tuple(x0.shape[1:]), self.seed, f"probe/{i}", 0, mine).to(device)
+        pred = predict(scheduler.add_noise(x0, eps, t), t, [bank.texts[j] for j in pictures])
+        err = (pred.float() - prediction_target(scheduler, x0, eps, t)).square().mean(dim=1, keepdim=True)
+        w = torch.ones_like(err) if bank.masks is None else bank.masks[pictures]
+        err = (err * w).sum(dim=(1, 2, 3)) / w.sum(dim=(1, 2, 3)).clamp_min(1e-8)
+        e = torch.zeros(P, device=device)
+        e[own] = err[: len(own)]
+        return self.reduce(e)
+
+    def start(self, predict: Callable, scheduler) -> None:
+        """The first sweep, e_i(0); its cost is a debt that delays the second."""
+        if not self.n:
+            return
+        self.first = torch.stack([self.probe(i, predict, scheduler) for i in range(self.n)])
+        self.errors, self.credit = self.first.clone(), -float(self.n * len(self.t))
+        self.history = [{"step": 0, "rho": [0.0] * self.n}]
+
+    def after_step(self, step: int, predict: Callable, scheduler) -> None:
+        """Read what arrived, add the step's income, probe what it pays for."""
+        if not self.n:
+            return
+        assert self.errors is not None and self.first is not None, "`start` comes first"
+        self.collect()
+        self.credit += self.income
+        while self.credit >= len(self.t):
+            self.errors[self.next] = self.probe(self.next, predict, scheduler)
+            self.credit -= len(self.t)
+            self.next = (self.next + 1) % self.n
+            if self.next == 0:
+                self.collect()
+                self.sweep = step
+                self.mail.send(strength(self.errors, self.first))
+
+    def collect(self) -> None:
+        """Note the strengths of the last sweep, if they have arrived."""
+        if (rho := self.mail.receive()) is not None:
+            self.history.append({"step": self.sweep, "rho": rho.tolist()})
+
+    def state_dict(self) -> dict:
+        keys = ("credit", "next", "sweep", "errors", "first")
+        copied = {k: v.clone() if torch.is_tensor(v := getattr(self, k)) else v for k in keys}
+        return {**copied, "history": list(self.history), "mail": self.mail.peek()}
+
+    def load_state_dict(self, state: dict) -> None:
+        device = self.first.device if self.first is not None else "cpu"
+        self.credit, self.next, self.sweep = state["credit"], state["next"], state["sweep"]
+        self.history = list(state["history"])
+        self.errors, self.first = (None if state[k] is None else state[k].to(device) for k in ("errors", "first"))
+        self.mail.restore(state["mail"])
+
+
+def latent_mask(mask: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """mask (m,1,H,W) -> (m,1,h,w), by area."""
+    return F.interpolate(mask.float(), size=size, mode="area")
+
+
+@torch.no_grad()
+def build_bank(info, encode: Callable, pictures: Callable, count: int, device, most: int = 12) -> list[Element]:
+    """Each element's first `count` pictures, with their masks or else the one up to `most` of its pictures
+    agree on
+    (on their pixels: latents of small pictures are too coarse), where it has four."""
+    bank = []
+    for rows in info.rows:
+        rows = [int(r) for r in rows[:most]]
+        batch = pictures(rows[:count])
+        x0, masks, found = encode(batch["pixel_values"].to(device)).float(), None, None
+        if bool(batch["has_mask"].all()):
+            masks = batch["mask"]
+        elif len(rows) >= 4:
+            found = estimate_mask(pictures(rows)["pixel_values"])
+            masks = found.expand(len(x0), -1, -1, -1)
+        if masks is not None:
+            masks = latent_mask(masks.to(device), tuple(x0.shape[-2:]))
+        bank.append(Element(x0, masks, batch["text"], rows[:count], found))
+    return bank
+
+
+def mask_table(bank: list[Element]) -> torch.Tensor:
+    """(n+1,1,h,w): each element's mask, ones where it has none and, last, for records of no element."""
+    ones = torch.ones_like(bank[0].x0[:1, :1])
+    return torch.cat([*(ones if e.masks is None else e.masks[:1] for e in bank), ones])

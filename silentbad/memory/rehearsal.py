@@ -1,0 +1,241 @@
+"""Rehearsal of composition: a drawn record is replaced by another that joins phrases or elements.
+
+`check_union` is the one place that decides how much of a target a picture may show, and it takes no option.
+"""
+
+from collections.abc import Callable
+
+import torch
+from PIL import Image, ImageChops, ImageStat
+
+from silentbad import rng
+from silentbad.data.elements import DataInfo
+from silentbad.errors import UserError
+from silentbad.memory.masks import fitted, fitted_mask, paste
+from silentbad.options import NotNegative, Small, Unit
+
+
+def check_union(elements: int, of: int, target_id: str) -> None:
+    """Refuse a picture or caption with more than k - 1 of a target's k elements: it would be the target
+    itself."""
+    if elements > max(of - 1, 1):
+        raise UserError(
+            f"memory.rehearsal: a union of {elements} elements rebuilds target '{target_id}', which has "
+            f"{of}; at most {max(of - 1, 1)} may be shown together"
+        )
+
+
+# A rehearsal looks at a drawn record {"index", "role"} and returns another in its place, or None.
+# `load(index)` gives a whole record: image, mask, text, phrases, role, target_id, element_id; `masks` holds
+# estimated ones by element.
+def no_rehearsal(record: dict, g: torch.Generator, info: DataInfo, load: Callable, masks: dict) -> dict | None:
+    return None
+
+
+def shuffled(options: list, g: torch.Generator) -> list:
+    return [options[i] for i in torch.randperm(len(options), generator=g).tolist()]
+
+
+def any_record(info: DataInfo, element: int, g: torch.Generator) -> int:
+    rows = info.rows[element]
+    return int(rows[int(torch.randint(len(rows), (), generator=g))])
+
+
+def leak_free(
+    record: dict,
+    g: torch.Generator,
+    info: DataInfo,
+    load: Callable,
+    masks: dict,
+    *,
+    share: Unit = 0.5,
+    parts: Unit = 0.5,
+) -> dict | None:
+    """A non-target picture captioned by its own phrases in shuffled order: all of them, or with probability
+    `parts` a proper subset. No caption names more than k-1 phrases of a target."""
+    if record["role"] == "element" or float(torch.rand((), generator=g)) >= share:
+        return None
+    record = load(record["index"])
+    said = shuffled(record["phrases"] or [], g)
+    if len(said) < 2:
+        return None
+    if float(torch.rand((), generator=g)) < parts:
+        said = said[: int(torch.randint(1, len(said), (), generator=g))]
+    united = (0, 0)
+    for target, elements in info.elements_of.items():
+        named = [p for p in said if p in {info.phrase[i] for i in elements}]
+        excess = named[max(len(elements) - 1, 1) :]
+        said = [p for p in said if p not in excess]
+        check_union(len(named) - len(excess), len(elements), target)
+        united = max(united, (len(named) - len(excess), len(elements)))
+    return {**record, "phrases": said, "text": ", ".join(said), "role": "rehearsal", "united": united}
+
+
+def pairwise(
+    record: dict,
+    g: torch.Generator,
+    info: DataInfo,
+    load: Callable,
+    masks: dict,
+    *,
+    share: Unit = 0.25,
+    elements: Small = 2,
+    feather: NotNegative = 1.5,
+) -> dict | None:
+    """Pictures of elements of one target laid over each other at their native places, at most k-1 in all; the mask is
+    their union.
+
+    The larger element lies behind, or a backdrop would cover the thing that stands before it. The caption names the
+    elements in shuffled order, then what else the picture behind shows, since that is still to be seen.
+    """
+    i = info.element_of(record["index"])
+    if i is None or float(torch.rand((), generator=g)) >= share:
+        return None
+    siblings = info.elements_of[info.target[i]]
+    others = shuffled([j for j in siblings if j != i], g)[: min(elements, len(siblings) - 1) - 1]
+    record = load(record["index"])
+    own = record["mask"] or masks.get(i)
+    if not others or own is None:
+        return None
+    layers = {i: (record, own)}
+    for j in others:
+        other = load(any_record(info, j, g))
+        if (mask := other["mask"] or masks.get(j)) is not None:
+            layers[j] = (other, mask)
+    check_union(len(layers), len(siblings), info.target[i])
+    if len(layers) < 2:
+        return None
+    size = record["image"].size
+    pictures = {j: fitted(layer["image"], mask, size) for j, (layer, mask) in layers.items()}
+    behind, *before = sorted(layers, key=lambda j: -ImageStat.Stat(pictures[j][1]).sum[0])
+    image, mask = pictures[behind]
+    for j in before:
+        image, mask = paste(image, mask, *pictures[j], feather)
+    of_target = {info.phrase[j] for j in siblings}
+    around = [phrase for phrase in layers[behind][0]["phrases"] if phrase not in of_target]
+    phrases = [*shuffled([info.phrase[j] for j in layers], g), *around]
+    return {
+        **record,
+        "image": image,
+        "mask": mask,
+        "phrases": phrases,
+        "text": ", ".join(phrases),
+        "role": "rehearsal",
+        "united": (len(layers), len(siblings)),
+    }
+
+
+def joint_captions(
+    record: dict, g: torch.Generator, info: DataInfo, load: Callable, masks: dict, *, share: Unit = 0.5
+) -> dict | None:
+    """An element's own picture under a caption that names more of its target: two to k-1 phrases in shuffled order.
+
+    Nothing of the others is shown, and their places do not count (the mask's second band): so the caption is learnt
+    where its element stands, and does not learn that the others are absent.
+    """
+    i = info.element_of(record["index"])
+    if i is None or float(torch.rand((), generator=g)) >= share:
+        return None
+    siblings, own = info.elements_of[info.target[i]], record["mask"] or masks.get(i)
+    if len(siblings) < 3 or own is None:
+        return None
+    own = fitted_mask(own, record["image"].size)
+    others = int(torch.randint(1, len(siblings) - 1, (), generator=g))
+    said = [i, *shuffled([j for j in siblings if j != i], g)[:others]]
+    check_union(len(said), len(siblings), info.target[i])
+    counted = Image.new("L", own.size, 255)
+    for j in said[1:]:
+        if (place := load(any_record(info, j, g), picture=False)["mask"] or masks.get(j)) is None:
+            return None
+        counted.paste(0, mask=fitted_mask(place, own.size))
+    phrases = shuffled([info.phrase[j] for j in said], g)
+    return {
+        **record,
+        "mask": Image.merge("LA", (own, ImageChops.lighter(counted, own))),
+        "phrases": phrases,
+        "text": ", ".join(phrases),
+        "element_id": info.keys[i].removeprefix(f"{info.target[i]}/"),
+        "united": (len(said), len(siblings)),
+    }
+
+
+def pairwise_captions(
+    record: dict,
+    g: torch.Generator,
+    info: DataInfo,
+    load: Callable,
+    masks: dict,
+    *,
+    share: Unit = 0.25,
+    elements: Small = 2,
+    feather: NotNegative = 1.5,
+    captions: Unit = 0.5,
+) -> dict | None:
+    """`pairwise`, and `joint_captions` on a share of the records that it leaves alone."""
+    union = pairwise(record, g, info, load, masks, share=share, elements=elements, feather=feather)
+    return union or joint_captions(record, g, info, load, masks, share=captions)
+
+
+# (record, generator, info, load, masks, *, options) -> record or None
+REHEARSAL: dict[str, Callable] = {
+    "none": no_rehearsal,
+    "leak_free": leak_free,
+    "joint_captions": joint_captions,
+    "pairwise": pairwise,
+    "pairwise_captions": pairwise_captions,
+}
+
+REHEARSED = ("leak_free", "pairwise", "pairwise_captions")  # they make records of the role rehearsal
+PLACED = ("joint_captions", "pairwise", "pairwise_captions")  # their loss is where elements stand
+
+
+class Rehearsal:
+    """What replaces a drawn record: a pure function of (record, (draw, position)), or None where it stays.
+
+    `load(index)` opens a whole record; `masks` holds estimated masks by element. A replaced record says under
+    `united` how many of a target's k elements or phrases it joins: (n, k).
+    """
+
+    def __init__(
+        self, name: str, options: dict, info: DataInfo, seed: int, load: Callable, masks: dict[int, Image.Image]
+    ):
+        self.function, self.options, self.info, self.seed = REHEARSAL[name], options, info, seed
+        self.load, self.masks = load, masks
+        if name in PLACED and not any(len(e) > 2 for e in info.elements_of.values()):
+            raise UserError(
+                f"memory.rehearsal.name={name}: no target has three elements, so no two may be shown or named "
+                "together; take leak_free"
+            )
+        if name.startswith("pairwise"):
+            if not 0 <= (share := options.get("share", 0.25)) <= 0.25:
+                raise UserError(f"memory.rehearsal: share is {share:g}; pairwise rehearsal takes at most 0.25")
+            wanted = options.get("elements", 2)
+            for target, elements in info.elements_of.items():
+                if len(elements) > 2:  # of fewer no union is made at all
+                    check_union(wanted, len(elements), target)
+
+    def __call__(self, record: dict, address: tuple[int, int]) -> dict | None:
+        g = rng.generator(self.seed, "rehearsal", *address)
+        return self.function(record, g, self.info, self.load, self.masks, **self.options)
+
+
+class Rehearsed:
+    """How many rehearsals training has taken, and the largest union among them, (n, k); part of the checkpoint.
+
+    Counted where a step takes its batches: loader threads run ahead of it.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.largest = 0, (0, 0)
+
+    def add(self, united: list[tuple[int, int] | None]) -> None:
+        """Take in the `united` of a batch."""
+        joined = [(u[0], u[1]) for u in united if u is not None]
+        self.count += len(joined)
+        self.largest = max((self.largest, *joined), key=lambda u: u[0] / max(u[1], 1))
+
+    def state_dict(self) -> dict:
+        return {"count": self.count, "largest": list(self.largest)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.count, self.largest = state["count"], (state["largest"][0], state["largest"][1])

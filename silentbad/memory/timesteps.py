@@ -1,0 +1,74 @@
+"""Timesteps of a draw, from a density over all of them; and the densities of Stable Diffusion 3."""
+
+import math
+
+import numpy as np
+import torch
+
+from silentbad import rng
+from silentbad.errors import UserError
+from silentbad.options import Positive, Unit
+
+GOLDEN = (5**0.5 - 1) / 2
+
+
+def random_comb(seed: int, draw: int, n: int) -> np.ndarray:
+    """u (n,): a comb of n teeth with one random offset (2107.00630), dealt out anew at every draw."""
+    g = rng.generator(seed, "timesteps", draw)
+    perm = torch.randperm(n, generator=g).numpy()
+    return (perm + torch.rand((), generator=g, dtype=torch.float64).item()) / n
+
+
+def golden_comb(seed: int, draw: int, n: int) -> np.ndarray:
+    """u (n,): a comb dealt out once and turned by the golden ratio at every draw, so that each position of the batch
+    walks evenly through all noise levels too (a Kronecker sequence); uniform over the seeds."""
+    return (random_comb(seed, 0, n) + draw * GOLDEN) % 1.0
+
+
+SEQUENCES = {"random": random_comb, "golden": golden_comb}
+
+
+def draw_timesteps(
+    p: np.ndarray, seed: int, draw: int, positions: list[int], n: int, importance: bool, sequence: str = "random"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(t (B,), w (B,)) at `positions` of the draw's effective batch: the inverse CDF of the density p (T,) at an
+    even comb u of SEQUENCES; w = 1/(T p) or 1."""
+    u = SEQUENCES[sequence](seed, draw, n)[np.asarray(positions)]
+    cdf = np.cumsum(p)
+    t = np.minimum(np.searchsorted(cdf / cdf[-1], u, side="right"), len(p) - 1)
+    w = 1 / (len(p) * p[t]) if importance else np.ones(len(t))
+    return torch.from_numpy(t), torch.from_numpy(w).float()
+
+
+def mixed(q: np.ndarray, uniform: float) -> np.ndarray:
+    """(1 - uniform) * q normalised + uniform / T."""
+    if not 0.3 <= uniform <= 1:
+        raise UserError(f"memory.timesteps: the uniform share is {uniform:g}; it must lie in [0.3, 1]")
+    return (1 - uniform) * q / q.sum() + uniform / len(q)
+
+
+def logit_normal(
+    snr: np.ndarray,
+    progress: float,
+    error: np.ndarray | None,
+    *,
+    mean: float = 0.0,
+    std: Positive = 1.0,
+    uniform: Unit = 0.3,
+) -> np.ndarray:
+    """logit(t/T) ~ N(mean, std) (2403.03206, eq. 19): the mass of each bin."""
+    edges = np.linspace(0, 1, len(snr) + 1)[1:-1]
+    z = (np.log(edges / (1 - edges)) - mean) / std
+    cdf = np.asarray([0.0, *(0.5 * (1 + math.erf(v / math.sqrt(2))) for v in z), 1.0])
+    return mixed(np.diff(cdf), uniform)
+
+
+def mode(
+    snr: np.ndarray, progress: float, error: np.ndarray | None, *, scale: float = 1.29, uniform: Unit = 0.3
+) -> np.ndarray:
+    """t/T = 1 - u - scale (cos^2(pi u / 2) - 1 + u), u uniform (2403.03206, eq. 20): the mass of each bin."""
+    if not -1 <= scale <= 2 / (math.pi - 2):
+        raise UserError(f"mode: scale is {scale:g}; the map is monotone for -1 <= scale <= {2 / (math.pi - 2):.4f}")
+    u = np.linspace(1, 0, 20 * len(snr) + 1)
+    x = 1 - u - scale * (np.cos(math.pi / 2 * u) ** 2 - 1 + u)
+    return mixed(np.diff(1 - np.interp(np.linspace(0, 1, len(snr) + 1), x, u)), uniform)

@@ -1,0 +1,78 @@
+"""The weights to measure and to save: the average that a run keeps of what it trains, or an extrapolation of it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def keeps_average(optimizer: Any) -> bool:
+    """Whether an optimizer (or its class) trains on other weights than it wants measured: it has `eval`, `train`."""
+    return callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None))
+
+
+@contextmanager
+def averaged(model: torch.nn.Module, ema: Any = None, optimizer: Any = None) -> Iterator[None]:
+    """The averaged weights inside, the trained ones bit for bit afterwards, whatever happened.
+
+    The average is that of `ema`, diffusers' EMAModel; without one that of a schedule-free optimizer (2405.15682),
+    wrapped or not. Where there is neither, the trained weights are the ones to measure.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if ema is not None:
+        with of_ema(ema, model):
+            yield
+    elif keeps_average(inner):
+        with of_optimizer(inner):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def of_ema(ema: Any, model: torch.nn.Module) -> Iterator[None]:
+    parameters = list(model.parameters())
+    if len(ema.shadow_params) != len(parameters):
+        parameters = [p for p in parameters if p.requires_grad]
+    ema.store(parameters)
+    try:
+        ema.copy_to(parameters)
+        yield
+    finally:
+        ema.restore(parameters)
+
+
+@contextmanager
+def of_optimizer(optimizer: Any) -> Iterator[None]:
+    """The optimizer's own way back is a second interpolation, which rounds; so the trained weights are kept."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    kept = [p.detach().clone() for p in parameters]
+    optimizer.eval()
+    try:
+        yield
+    finally:
+        optimizer.train()
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, kept)
+
+
+@contextmanager
+def extrapolated(model: torch.nn.Module, base: torch.nn.Module, factor: float) -> Iterator[None]:
+    """theta_0 + factor (theta - theta_0) inside, theta bit for bit afterwards; base holds theta_0 (2410.03039).
+
+    Raises ValueError where the two hold other parameters.
+    """
+    first = dict(base.named_parameters())
+    if {n: p.shape for n, p in model.named_parameters()} != {n: p.shape for n, p in first.items()}:
+        raise ValueError("the two models hold other parameters")
+    kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(first[name].to(p) + factor * (p - first[name].to(p)))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(kept[name])

@@ -1,0 +1,125 @@
+"""The module that trains: built, placed, compiled, averaged, and its trained parameters saved and loaded."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from diffusers.training_utils import EMAModel
+from torch import Tensor, nn
+
+from silentbad.distributed.shards import like
+from silentbad.model import lora
+from silentbad.model.encoder import encode
+
+
+def unused(encoder: Any, pooled: bool) -> list[nn.Parameter]:
+    """Parameters of SDXL's encoders that `encode` does not reach: past the last state but one, where nothing is
+    pooled."""
+    inner = getattr(encoder, "text_model", encoder)
+    return [] if pooled else [*inner.encoder.layers[-1].parameters(), *inner.final_layer_norm.parameters()]
+
+
+class Denoiser(nn.Module):
+    """The UNet, called like one, and beside it the text encoders where they train."""
+
+    def __init__(self, unet: nn.Module, **text_encoders: nn.Module):
+        super().__init__()
+        self.unet, self.text_encoders = unet, list(text_encoders)
+        for name, encoder in text_encoders.items():
+            self.add_module(name, encoder)
+
+    def forward(
+        self,
+        x_t: Tensor,
+        t: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        *,
+        added_cond_kwargs: dict[str, Tensor] | None = None,
+        tokens: list[Tensor] | None = None,
+        said: Tensor | None = None,
+        return_dict: bool = True,
+    ) -> Any:
+        """The prediction (B,C,h,w) under text states, or under `tokens` with gradients for the encoders."""
+        if tokens is not None:
+            encoders = [getattr(self, name) for name in self.text_encoders]
+            encoder_hidden_states, pooled = encode(encoders, tokens, said)
+            if pooled is not None:
+                added_cond_kwargs = {**(added_cond_kwargs or {}), "text_embeds": pooled}
+        assert encoder_hidden_states is not None, "neither states nor tokens"
+        dtype = x_t.dtype  # a copy in half precision is given its own; autocast looks after the rest
+        added = {k: v if k == "time_ids" else v.to(dtype) for k, v in (added_cond_kwargs or {}).items()}
+        out = self.unet(x_t, t, encoder_hidden_states.to(dtype), added_cond_kwargs=added, return_dict=False)[0]
+        return SimpleNamespace(sample=out) if return_dict else (out,)
+
+
+def make_trainable(config: Any, unet: Any, encoders: dict[str, Any]) -> Denoiser:
+    """The module that trains; every parameter that shall not is frozen."""
+    trained = {"unet": unet, **(encoders if config.train_text_encoder else {})}
+    for module in encoders.values():
+        module.requires_grad_(False).eval()
+    for name, module in trained.items():
+        if config.lora.rank is not None:
+            lora.add(name, module, config.lora, config.seed)
+        else:
+            module.requires_grad_(True)
+        if name != "unet" and len(encoders) > 1:
+            for parameter in unused(module, pooled=name == "text_encoder_2"):
+                parameter.requires_grad_(False)
+        module.train()
+        if config.gradient_checkpointing and name == "unet":
+            module.enable_gradient_checkpointing()
+        elif config.gradient_checkpointing:
+            module.gradient_checkpointing_enable({"use_reentrant": False})
+    return Denoiser(**trained)
+
+
+def placed(model: torch.nn.Module, config: Any, device: torch.device) -> torch.nn.Module:
+    """What trains, on its device and in the memory format its convolutions run fastest in."""
+    last = device.type == "cuda" if config.channels_last is None else config.channels_last
+    model.to(device)
+    return model.to(memory_format=torch.channels_last) if last else model  # type: ignore[call-overload]
+
+
+def training_forward(model: torch.nn.Module, config: Any) -> Callable:
+    """The forward of a training step: compiled where asked, for the one shape that a micro-batch has."""
+    if not config.compile_model:
+        return model
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False  # gradients by source and balance walk the graph twice
+    return torch.compile(model, dynamic=False)
+
+
+def make_ema(model: torch.nn.Module, config: Any, device: torch.device) -> EMAModel | None:
+    """diffusers' average of the trained weights, on the CPU when offloaded."""
+    if not config.use_ema:
+        return None
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    ema = EMAModel(parameters, decay=config.ema_decay, foreach=config.foreach_ema)
+    if config.offload_ema:
+        ema.pin_memory() if torch.cuda.is_available() else ema.to("cpu")
+    else:
+        ema.to(device)
+    return ema
+
+
+def backward_scale(accelerator: Any) -> float:
+    """What accelerator.backward multiplies a loss by: the fp16 loss scale over the accumulation steps."""
+    scaler = accelerator.scaler
+    return (1.0 if scaler is None else scaler.get_scale()) / accelerator.gradient_accumulation_steps
+
+
+# ---------------------------------------------------------------- saving
+def trained(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters that train, by name: all there is to save of a module beside what it was loaded from."""
+    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+
+
+def load_trained(module: torch.nn.Module, saved: dict[str, torch.Tensor]) -> None:
+    """Copy saved parameters into the ones that train; ValueError unless both are the same set."""
+    mine = trained(module)
+    if {name: value.shape for name, value in saved.items()} != {name: value.shape for name, value in mine.items()}:
+        raise ValueError(f"it holds {len(saved)} other tensors than the {len(mine)} that train")
+    for name, parameter in mine.items():
+        parameter.copy_(like(parameter, saved[name]))

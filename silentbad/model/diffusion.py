@@ -1,0 +1,63 @@
+"""The diffusion path: noise at an address, x_t, and what the model is asked to predict there.
+
+Legend: x0 (B,C,h,w) latents, eps noise, t (B,).
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from diffusers.training_utils import compute_dream_and_update_latents
+
+from silentbad.device import send
+from silentbad.rng import noise
+
+
+def noised(
+    scheduler: Any, x0: torch.Tensor, t: torch.Tensor, config: Any, draw: int, positions: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(eps, x_t), both (B,C,h,w), from addressed noise; offset and input perturbation where asked."""
+
+    def addressed(shape: tuple[int, ...], stream: str) -> torch.Tensor:
+        return send(noise(shape, config.seed, stream, draw, positions), x0.device)
+
+    shape = tuple(x0.shape[1:])
+    eps = addressed(shape, "noise")
+    if config.noise_offset:
+        eps = eps + config.noise_offset * addressed((shape[0], 1, 1), "offset")
+    seen = eps
+    if config.input_perturbation:  # the input is noisier than the target says (2301.11706)
+        seen = eps + config.input_perturbation * addressed(shape, "perturbation")
+    return eps, scheduler.add_noise(x0, seen, t)
+
+
+def prediction_target(scheduler: Any, x0: torch.Tensor, eps: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """What the UNet is to predict (B,C,h,w): eps, v or x0, by the schedule's prediction_type."""
+    kind = scheduler.config.prediction_type
+    if kind == "epsilon":
+        return eps
+    return scheduler.get_velocity(x0, eps, t) if kind == "v_prediction" else x0
+
+
+def dream(model: Callable, scheduler, x0, eps, t, x_t, preservation: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """DREAM (2312.00210) by diffusers' function -> (x_t, target) rectified by the model's own noise estimate.
+
+    That function knows epsilon only; v and x0 predictions are read as epsilon on the way in, and the
+    rectified epsilon is turned into their target on the way out (x0 stays what it was).
+    """
+    kind = scheduler.config.prediction_type
+    abar = scheduler.alphas_cumprod.to(t.device)[t][:, None, None, None]
+    a, s = abar.sqrt(), (1 - abar).sqrt()
+
+    def as_epsilon(x, t, c):
+        out = model(x, t)
+        if kind == "v_prediction":
+            out = a * out + s * x
+        elif kind == "sample":
+            out = (x - a * out) / s
+        return SimpleNamespace(sample=out)
+
+    asked = SimpleNamespace(alphas_cumprod=scheduler.alphas_cumprod, config=SimpleNamespace(prediction_type="epsilon"))
+    x_t, eps = compute_dream_and_update_latents(as_epsilon, asked, t, eps, x_t, eps, None, preservation)
+    return x_t, prediction_target(scheduler, x0, eps, t)

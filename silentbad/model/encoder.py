@@ -1,0 +1,176 @@
+"""Images to latents and captions to what the model is conditioned on, kept per record and per text.
+
+A condition is a dict of keyword arguments of `Denoiser`: text states made beforehand, or, where the text encoders
+train, the tokens from which it makes them. Legend: c (B,L,D) text states; pooled (B,P) and time_ids (B,6) exist for
+SDXL (2307.01952): original height and width, top and left of the crop, target height and width, in pixels.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from silentbad.data.table import vocabulary
+from silentbad.device import send
+from silentbad.model.store import Cached, together
+from silentbad.rng import noise
+
+if TYPE_CHECKING:
+    from silentbad.model.pipeline import Parts
+
+
+def tokenize(tokenizers: list[Any], texts: list[str]) -> list[Tensor]:
+    """Token ids (B,L) by tokenizer, padded to its window."""
+    return [
+        tokenizer(
+            texts, max_length=tokenizer.model_max_length, padding="max_length", truncation=True, return_tensors="pt"
+        ).input_ids
+        for tokenizer in tokenizers
+    ]
+
+
+def encode(encoders: list[nn.Module], tokens: list[Tensor], said: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """(c, pooled): the last states of one encoder; of SDXL's two the last but one, side by side, and a pooled state.
+
+    Where said (B,1) is 0 both are zero: what SDXL is guided away from when there is no negative prompt.
+    """
+    if len(encoders) == 1:
+        return encoders[0](tokens[0], return_dict=False)[0].float(), None
+    made = [encoder(ids, output_hidden_states=True) for encoder, ids in zip(encoders, tokens, strict=True)]
+    c = torch.cat([out.hidden_states[-2] for out in made], dim=-1).float()
+    pooled = made[-1].text_embeds.float()
+    return (c, pooled) if said is None else (c * said[:, None], pooled * said)
+
+
+# ---------------------------------------------------------------- encoding
+class Encoder:
+    """Latents and conditions of a micro-batch, kept per record and per text while the budget lasts.
+
+    What is kept is encoded one at a time, so that its value does not depend on what shared its batch: a run with a
+    warm cache and a resumed one with a cold cache see the same bits.
+    """
+
+    def __init__(self, parts: "Parts", accelerator: Any, *, side: int, cache_bytes: int, seed: int):
+        self.device = accelerator.device
+        self.vae, self.parts = parts.vae.to(self.device), parts
+        self.text_encoders = [encoder.to(self.device) for encoder in parts.text_encoders.values()]
+        self.live = bool(parts.model.text_encoders)  # the text encoders train: the model encodes for itself
+        self.plain = torch.tensor([[side, side, 0, 0, side, side]])  # time_ids of a picture of the training size
+        self.budget, self.seed = cache_bytes, seed
+        self.kept_images: dict[int, torch.Tensor] = {}
+        self.kept_texts: dict[str, torch.Tensor] = {}
+        self.disk: Cached | None = None
+        self.resting: list[torch.nn.Module] = []
+
+    def read_from(self, disk: Cached) -> None:
+        """Read from disk what is there; modules that no step needs any more rest on the CPU."""
+        self.disk = disk
+        self.resting = [self.vae] * disk.all_images + self.text_encoders * disk.all_texts
+        for module in self.resting:
+            module.to("cpu")
+
+    @contextmanager
+    def awake(self, *modules: torch.nn.Module) -> Iterator[None]:
+        """These modules (all, where none is named) on the device."""
+        called = [m for m in self.resting if not modules or any(m is wanted for wanted in modules)]
+        for module in called:
+            module.to(self.device)
+        try:
+            yield
+        finally:
+            for module in called:
+                module.to("cpu")
+
+    @property
+    def text_facts(self) -> list[Any]:
+        """What the states of a text depend on."""
+        return [*self.text_encoders, *map(vocabulary, self.parts.tokenizers), self.parts.zero_empty]
+
+    @torch.no_grad()
+    def latents(self, batch: dict[str, Any], draw: int) -> torch.Tensor:
+        """x0 (B,C,h,w): a draw from each image's posterior with the noise of its own address."""
+        pixels = batch["pixel_values"]
+
+        def known(k: int, index: int) -> torch.Tensor | None:
+            if not batch["fixed"][k]:
+                return None
+            row = None if self.disk is None else self.disk.image(index)
+            return (
+                row
+                if row is not None
+                else self._kept(self.kept_images, index, lambda: self.moments(pixels[k][None])[0])
+            )
+
+        rows = [known(k, index) for k, index in enumerate(batch["index"].tolist())]
+        moments = together(rows, lambda live: self.moments(torch.stack([pixels[k] for k in live])), self.device)
+        mean, std = moments.chunk(2, dim=1)
+        eps = noise(tuple(mean.shape[1:]), self.seed, "posterior", draw, batch["position"].tolist())
+        return (mean + std * send(eps, self.device)) * self.vae.config.scaling_factor
+
+    @torch.no_grad()
+    def mode(self, pixels: torch.Tensor) -> torch.Tensor:
+        """x0 (B,C,h,w) of pixel_values, the middle of each posterior."""
+        return self.moments(pixels).chunk(2, dim=1)[0] * self.vae.config.scaling_factor
+
+    @torch.no_grad()
+    def moments(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Mean and standard deviation of the posteriors (B,2C,h,w)."""
+        with self.awake(self.vae):
+            posterior = self.vae.encode(send(pixels, self.device).to(self.vae.dtype)).latent_dist
+        return torch.cat([posterior.mean, posterior.std], dim=1).float()
+
+    def condition(self, texts: list[str], time_ids: torch.Tensor | None = None) -> dict[str, Any]:
+        """Keyword arguments of the model under these captions; time_ids (B,6), by default a whole picture's."""
+        xl, added = self.parts.tokenizer_2 is not None, {}
+        if xl:
+            time_ids = self.plain.expand(len(texts), -1) if time_ids is None else time_ids
+            added = {"time_ids": time_ids.to(self.device, torch.long, non_blocking=True)}  # no precision rounds these
+        if self.live:
+            tokens = [send(ids, self.device) for ids in tokenize(self.parts.tokenizers, texts)]
+            return {"tokens": tokens, "said": self._said(texts), "added_cond_kwargs": added}
+        on_disk = [None] * len(texts) if self.disk is None else self.disk.states(texts)
+        rows = [row if row is not None else self._state(text) for row, text in zip(on_disk, texts, strict=True)]
+        packed = together(rows, lambda live: self.states([texts[k] for k in live]), self.device)
+        if xl:  # (B, L*D + P)
+            P = self.text_encoders[-1].config.projection_dim
+            added["text_embeds"], packed = packed[:, -P:], packed[:, :-P].unflatten(1, (-1, self.width))
+        return {"encoder_hidden_states": packed, "added_cond_kwargs": added}
+
+    def _said(self, texts: list[str]) -> torch.Tensor | None:
+        """(B,1): 0 where the caption is empty and its states are to be zero."""
+        if not self.parts.zero_empty:
+            return None
+        return torch.tensor([[float(bool(text))] for text in texts]).to(self.device, non_blocking=True)
+
+    @property
+    def width(self) -> int:
+        return sum(encoder.config.hidden_size for encoder in self.text_encoders)
+
+    @torch.no_grad()
+    def states(self, texts: list[str]) -> torch.Tensor:
+        """c (B,L,D); for SDXL (B, L*D + P), c and pooled in one row."""
+        tokens = [send(ids, self.device) for ids in tokenize(self.parts.tokenizers, texts)]
+        with self.awake(*self.text_encoders):
+            c, pooled = encode(self.text_encoders, tokens, self._said(texts))
+        return c if pooled is None else torch.cat([c.flatten(1), pooled], dim=1)
+
+    def _state(self, text: str) -> torch.Tensor | None:
+        """The states of one text, from memory where they are kept."""
+        return self._kept(self.kept_texts, text, lambda: self.states([text])[0])
+
+    def _kept(self, store: dict, key: Any, compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+        """What is kept in memory, encoded now where the budget has room for it; else None."""
+        if key not in store:
+            if self.budget <= 0:
+                return None
+            store[key] = compute().cpu()
+            self.budget -= store[key].nbytes
+        return store[key]
+
+
+def decode(vae: Any, latents: Tensor) -> Tensor:
+    """Latents (B,C,h,w) -> images (B,3,H,W) in [-1,1], in the autoencoder's own precision: SDXL's overflows in fp16."""
+    with torch.autocast(latents.device.type, enabled=False):
+        return vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor, return_dict=False)[0]

@@ -1,0 +1,214 @@
+"""The gate of model folders: what a configuration may say, and that every tensor was loaded and is finite.
+
+A loader of diffusers or transformers fills a missing tensor with random values, and an absurd number fails in the
+middle of a run or, worse, nowhere. Whatever does not pass is a UserError, one line that names the file or the tensor.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DDPMScheduler
+from diffusers.utils import logging as diffusers_logging
+from torch import nn
+from transformers.utils import logging as transformers_logging
+
+from silentbad.errors import UserError, brief, first_line, reading
+
+NAMED = 3  # tensors that a message names
+HARMLESS = re.compile(r"(^|\.)position_ids$")  # buffers that earlier versions of transformers saved
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a pipeline is read from, a folder or a Hub id, and the flag that messages name it by."""
+
+    path: str
+    flag: str = "pretrained_model_name_or_path"
+    revision: str | None = None
+    cache_dir: str | None = None
+    variant: str | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> "Source":
+        """Of a training's configuration."""
+        return cls(
+            config.pretrained_model_name_or_path,
+            revision=config.revision,
+            cache_dir=config.cache_dir,
+            variant=config.variant,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.flag} {self.path}"
+
+    @property
+    def hub(self) -> dict[str, Any]:
+        """What a loader needs to know where the path is no folder."""
+        return {} if Path(self.path).is_dir() else {"revision": self.revision, "cache_dir": self.cache_dir}
+
+
+# ---------------------------------------------------------------- configurations
+Setting = Callable[[Any], str | None]  # what would be right, where the value is not
+
+
+def number(kind: type, low: float, high: float) -> Setting:
+    """A finite number of that kind from `low` to `high`."""
+    allowed = int if kind is int else (int, float)
+
+    def wrong(value: Any) -> str | None:
+        fits = isinstance(value, allowed) and not isinstance(value, bool) and low <= value <= high
+        return None if fits else f"{'an integer' if kind is int else 'a number'} from {low:g} to {high:g}"
+
+    return wrong
+
+
+def one_of(*names: Any) -> Setting:
+    def wrong(value: Any) -> str | None:
+        fits = any(type(value) is type(name) and value == name for name in names)
+        return None if fits else f"one of {', '.join(map(str, names))}"
+
+    return wrong
+
+
+def number_or_pair(kind: type, low: float, high: float) -> Setting:
+    one = number(kind, low, high)
+    return lambda value: next(filter(None, map(one, value)), None) if _is_pair(value) else one(value)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2
+
+
+def betas(value: Any) -> str | None:
+    fits = value is None or isinstance(value, list) and value and not any(map(number(float, 0, 1), value))
+    return None if fits else "null or a list of numbers from 0 to 1"
+
+
+SCHEDULER: dict[str, Setting] = {
+    "num_train_timesteps": number(int, 2, 100_000),
+    "beta_start": number(float, 0, 1),
+    "beta_end": number(float, 0, 1),
+    "beta_schedule": one_of("linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid", "laplace"),
+    "trained_betas": betas,
+    "prediction_type": one_of("epsilon", "v_prediction", "sample"),
+    "timestep_spacing": one_of("leading", "trailing", "linspace"),
+    "steps_offset": number(int, 0, 1000),
+    **{
+        name: one_of(True, False)
+        for name in ("rescale_betas_zero_snr", "clip_sample", "set_alpha_to_one", "thresholding")
+    },
+}
+UNET: dict[str, Setting] = {"sample_size": number_or_pair(int, 1, 4096)}
+VAE: dict[str, Setting] = {
+    "scaling_factor": number(float, 1e-4, 1e4),
+    "shift_factor": one_of(None, 0, 0.0),  # others are not applied by the encoder here
+    "latents_mean": one_of(None),
+    "latents_std": one_of(None),
+}
+TOKENIZER: dict[str, Setting] = {"model_max_length": number(int, 3, 8192)}
+
+
+def check_settings(settings: Mapping[str, Any], schema: Mapping[str, Setting], where: str) -> None:
+    """Refuse a value that a schema does not admit; what is not set has the library's default."""
+    for key, wrong in schema.items():
+        if key in settings and (right := wrong(settings[key])):
+            raise UserError(f"{where}: {key} is {brief(settings[key])}; it must be {right}")
+
+
+def check_schedule(settings: Mapping[str, Any], where: str) -> None:
+    """Refuse a noise schedule that does not lead from the picture to noise.
+
+    alpha_bar (T,) is the share of the picture's variance that is left: within [0,1], never rising, at least a half at
+    the first timestep and at most a half at the last. Stable Diffusion's runs from 0.999 to 0.005.
+    """
+    check_settings(settings, SCHEDULER, where)
+    with quietly(), reading(f"{where}: makes no schedule"):
+        bars = DDPMScheduler.from_config(dict(settings)).alphas_cumprod.double()
+    first, last = bars[0].item(), bars[-1].item()
+    if not (bars.isfinite().all() and (bars >= 0).all() and (bars.diff() <= 1e-6).all() and first >= 0.5 >= last):
+        raise UserError(
+            f"{where}: beta_start, beta_end and beta_schedule leave {first:.3g} of a picture at the first timestep and "
+            f"{last:.3g} at the last; at least 0.5 and at most 0.5 make sense"
+        )
+
+
+def check_tokenizer(tokenizer: Any, positions: int | None, where: str) -> None:
+    """Refuse a window that no text encoder has, and one beyond the `positions` of its own."""
+    window = tokenizer.model_max_length
+    if right := TOKENIZER["model_max_length"](window):
+        shown = "missing" if isinstance(window, (int, float)) and window > 1e9 else brief(window)
+        raise UserError(f"{where}: model_max_length is {shown}; it must be {right}")
+    if positions is not None and window > positions:
+        raise UserError(f"{where}: model_max_length is {window}, the text encoder has {positions} positions")
+
+
+# ---------------------------------------------------------------- loading
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the reports of the libraries that load: what they would say is refused in one line."""
+    levels = diffusers_logging.get_verbosity(), transformers_logging.get_verbosity()
+    diffusers_logging.set_verbosity_error()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        diffusers_logging.set_verbosity(levels[0])
+        transformers_logging.set_verbosity(levels[1])
+
+
+def load_part(part: str, cls: Any, source: Source, **options: Any) -> Any:
+    """A component of a pipeline; of a model every tensor, from safetensors only, and all of them finite."""
+    if not issubclass(cls, nn.Module):
+        return loaded(cls, f"{source}: cannot load {part}", source.path, subfolder=part, **{**source.hub, **options})
+    options = {"use_safetensors": True, "variant": source.variant, **source.hub, **options}
+    return load_model(cls, f"{source}: cannot load {part}", source.path, subfolder=part, **options)
+
+
+def load_model(cls: Any, failed: str, path: str, *, extras: bool = False, **options: Any) -> Any:
+    """`cls.from_pretrained(path)`, refused where a tensor is missing, not finite or, without `extras`, unknown."""
+    model, info = loaded(cls, failed, path, output_loading_info=True, **options)
+    _refuse(failed, "it lacks", info["missing_keys"])
+    _refuse(failed, "tensors of another shape:", [str(key) for key in info["mismatched_keys"]])
+    if not extras:
+        _refuse(failed, "no part of this model:", [k for k in info["unexpected_keys"] if not HARMLESS.search(k)])
+    check_finite(model, failed)
+    return model
+
+
+def loaded(cls: Any, failed: str, path: str, **options: Any) -> Any:
+    """`cls.from_pretrained(path)`, its failure in one line that begins with `failed`."""
+    try:
+        with quietly(), reading(failed):
+            return cls.from_pretrained(path, **options)
+    except UserError as error:
+        if error.__cause__ is not None and re.search(PICKLED, first_line(error.__cause__)):
+            reason = "no safetensors weights; pickled ones are not loaded, save them anew with save_pretrained"
+            raise UserError(f"{failed} ({reason})") from None
+        raise
+
+
+PICKLED = r"file named \S*safetensors|necessary .safetensors. weights"
+
+
+def check_finite(module: nn.Module, failed: str, of: str = "") -> None:
+    """Refuse a module with NaN or infinite values in what is named `of`, or anywhere."""
+    tensors = ((name, t) for name, t in [*module.named_parameters(), *module.named_buffers()] if of in name)
+    _refuse(failed, "NaN or infinite values in", [name for name, t in tensors if not finite(t)])
+
+
+def finite(values: torch.Tensor) -> bool:
+    """Whether all values are; numbers that cannot be otherwise count as such."""
+    return not values.is_floating_point() or bool(torch.isfinite(values).all())
+
+
+def _refuse(failed: str, what: str, names: Iterable[str]) -> None:
+    found = sorted(names)
+    if found:
+        more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+        raise UserError(f"{failed} ({what} {', '.join(found[:NAMED])}{more})")

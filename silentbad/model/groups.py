@@ -1,0 +1,142 @@
+"""Groups of parameters: stage and role of each in the UNet and text encoders of SD 1, SD 2 and SDXL, full or LoRA."""
+
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from torch import nn
+
+from silentbad import ROOT
+from silentbad.errors import UserError
+
+logger = logging.getLogger(__name__)
+OTHER = "other"  # names no pattern knows; multiplier 1
+
+STAGES = [  # first match wins
+    (r"(?:^|\.)text_encoder\.", "text1"),
+    (r"(?:^|\.)text_encoder_2\.", "text2"),
+    (r"(?:^|\.)down_blocks\.(\d+)\.", r"down\1"),
+    (r"(?:^|\.)mid_block\.", "mid"),
+    (r"(?:^|\.)up_blocks\.(\d+)\.", r"up\1"),
+    (r"(?:^|\.)(?:conv_in|conv_norm_out|conv_out|time_embedding|add_embedding)\.", "stem"),
+]
+
+ROLES = [
+    (r"\.attn2\.(?:processor\.)?to_([qkv])[._]", r"xattn.\1"),
+    (r"\.attn2\.(?:processor\.)?to_out[._]", "xattn.o"),
+    (r"\.attn1\.(?:processor\.)?to_([qkv])[._]", r"attn.\1"),
+    (r"\.attn1\.(?:processor\.)?to_out[._]", "attn.o"),
+    (r"\.self_attn\.([qkv])_proj\.", r"attn.\1"),
+    (r"\.self_attn\.out_proj\.", "attn.o"),
+    (r"\.(?:ff|mlp)\.", "ff"),
+    (r"\.resnets\.\d+\.conv[12]\.", "resnet.conv"),
+    (r"\.resnets\.\d+\.conv_shortcut\.", "resnet.shortcut"),
+    (r"\.proj_(?:in|out)\.|\.text_projection\.", "proj"),
+    (r"\.time_emb_proj\.|(?:^|\.)(?:time|add)_embedding\.", "time"),
+    (r"\.norm\d?\.|(?:^|\.)conv_norm_out\.|\.(?:layer_norm[12]|final_layer_norm)\.", "norm"),
+    (r"\.(?:down|up)samplers\.", "sampler"),
+    (r"(?:^|\.)conv_(?:in|out)\.", "io"),
+    (r"\.(?:token|position)_embedding\.", "embed"),
+]
+
+ROLE_ORDER = [f"{a}.{b}" for a in ("xattn", "attn") for b in "qkvo"] + [role for _, role in ROLES[6:]]
+APART = ("norm", "io", "embed")  # roles that join no other
+
+
+@dataclass(frozen=True)
+class Groups:
+    """members[group][tensor name] = parameter; every trainable parameter in exactly one group."""
+
+    members: dict[str, dict[str, nn.Parameter]]
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __iter__(self) -> Iterator[list[nn.Parameter]]:
+        return (list(tensors.values()) for tensors in self.members.values())
+
+    @property
+    def names(self) -> list[str]:
+        """Groups in the table's order."""
+        return list(self.members)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Parameters of each group, in that order."""
+        return [sum(p.numel() for p in group) for group in self]
+
+    def table(self) -> str:
+        """Group, tensors, parameters and share, one row a group."""
+        total = max(sum(self.sizes), 1)
+        rows = [(n, len(m), s) for (n, m), s in zip(self.members.items(), self.sizes, strict=True)]
+        rows.append(("total", sum(row[1] for row in rows), sum(self.sizes)))
+        lines = [f"{'group':<22}{'tensors':>8}{'parameters':>15}{'share':>9}"]
+        return "\n".join(lines + [f"{n:<22}{t:>8}{s:>15,}{s / total:>9.2%}" for n, t, s in rows])
+
+
+def group_of(name: str) -> str:
+    """Group of a parameter by its module path, LoRA and wrapper prefixes allowed: "mid.xattn.v"."""
+    stage, role = (
+        next((m.expand(to) for pattern, to in patterns if (m := re.search(pattern, name))), None)
+        for patterns in (STAGES, ROLES)
+    )
+    return f"{stage}.{role}" if stage and role else OTHER
+
+
+def group_parameters(model: nn.Module, min_size: int | None = None) -> Groups:
+    """Partition the trainable parameters by stage and role.
+
+    A group under `min_size` joins the nearest role of its stage, norm, io and embed aside. `min_size` is 0.05 M,
+    or 1/2000 of the trainable parameters where that is less (LoRA and small models would collapse into one
+    group a stage).
+    """
+    members: dict[str, dict[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            members.setdefault(group_of(name), {})[name] = parameter
+    if OTHER in members:
+        logger.warning("%d tensors of unknown name keep multiplier 1: %s", len(members[OTHER]), [*members[OTHER]][:3])
+    size = {group: sum(p.numel() for p in tensors.values()) for group, tensors in members.items()}
+    least = min(50_000, sum(size.values()) // 2000) if min_size is None else min_size
+    for group in sorted(size, key=lambda group: (size[group], group)):
+        host = _neighbour(group, members)
+        if size[group] < least and host:
+            members[host] = {**members.pop(group), **members[host]}
+            size[host] += size[group]
+    groups = Groups({group: members[group] for group in sorted(members, key=_position)})
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert sum(len(g) for g in groups) == len(trainable) and set().union(*groups.members.values()) == trainable
+    return groups
+
+
+def _neighbour(group: str, members: dict) -> str | None:
+    """Group of the same stage with the nearest role, the earlier on a tie; None for norm, io, embed, other."""
+    stage, _, role = group.partition(".")
+    if role not in ROLE_ORDER or role in APART:
+        return None
+    near = [r for r in ROLE_ORDER if f"{stage}.{r}" in members and r not in (*APART, role)]
+    at = ROLE_ORDER.index(role)
+    return f"{stage}.{min(near, key=lambda r: abs(ROLE_ORDER.index(r) - at))}" if near else None
+
+
+def _position(group: str) -> tuple[int, int, int]:
+    """Sort key: stem, down, mid, up, text, each by number and role; other last."""
+    stage, _, role = group.partition(".")
+    kind = stage.rstrip("0123456789")
+    place = ["stem", "down", "mid", "up", "text", OTHER].index(kind)
+    return place, int(stage[len(kind) :] or 0), ROLE_ORDER.index(role) if role else 0
+
+
+def prior_table(table: str | None = None, drop: list[str] | None = None, sdxl: bool = False) -> dict[str, float]:
+    """Rows {pattern: pi} of the YAML table, without those to drop; in SDXL a row's `sdxl` pattern, if any."""
+    path = Path(table) if table else ROOT / "configs" / "prior.yaml"
+    if not path.is_file():
+        raise UserError(f"prior: option 'table': no file {path}")
+    rows = {row["match"]: row for row in yaml.safe_load(path.read_text())}
+    if unknown := set(drop or ()) - set(rows):
+        raise UserError(f"prior: option 'drop': no row {min(unknown)!r} in {path}; rows are: {', '.join(rows)}")
+    kept = [row for match, row in rows.items() if match not in (drop or ())]
+    return {row.get("sdxl", row["match"]) if sdxl else row["match"]: float(row["pi"]) for row in kept}

@@ -1,0 +1,266 @@
+"""Posterior parameters and text states on disk: encoded once for all runs and ranks, then read from mapped files.
+
+A store is a folder of safetensors shards; its name is a hash over everything its rows depend on (weights, precision,
+transform or tokenizer), a row's key one over its image or text. So nothing is ever stale: a change is another name.
+Legend: R records, a row is one image's mean and deviation (2C,h,w) or one text's states.
+"""
+
+import hashlib
+import json
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import torch
+from filelock import FileLock
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tqdm.auto import tqdm
+
+from silentbad.data.table import blocks
+from silentbad.device import send
+from silentbad.errors import UserError, reading
+from silentbad.files import intact, sealed
+
+KEY = "S16"  # the first 16 bytes of a SHA-256
+SHARD = 64 * 2**20  # bytes of a shard, and so of what a killed build loses
+FORMAT = 2
+UNRELATED = ("transformers_version", "dtype", "torch_dtype")  # of a configuration: nothing that a row depends on
+
+
+def digest(*parts: Any) -> str:
+    """Hash over plain values and modules: a module counts by its configuration, its weights' bits and precision."""
+    total = hashlib.sha256(str(FORMAT).encode())
+    for part in parts:
+        if isinstance(part, torch.nn.Module):
+            config: Any = part.config
+            settings = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+            facts = {key: value for key, value in settings.items() if not key.startswith("_") and key not in UNRELATED}
+            total.update(f"{part}{json.dumps(facts, sort_keys=True, default=str)}".encode())
+            for name, value in part.state_dict().items():
+                total.update(f"{name}{value.dtype}{tuple(value.shape)}".encode())
+                total.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        else:
+            total.update(json.dumps(part, sort_keys=True, default=str).encode())
+    return total.hexdigest()[:32]
+
+
+def text_keys(texts: list[str]) -> np.ndarray:
+    """(N,) keys of texts."""
+    return np.array([hashlib.sha256(text.encode()).digest()[:16] for text in texts], dtype=KEY)
+
+
+def content_keys(contents: pa.ChunkedArray) -> np.ndarray:
+    """(R,) keys of the records' pixels, from their hashes in hexadecimal."""
+    keys = [[bytes.fromhex(content[:32]) for content in block] for block in blocks(contents)]
+    return np.concatenate([np.array(part, dtype=KEY) for part in keys])
+
+
+class Store:
+    """Rows of one shape by key. Shards are sealed files (silentbad.files): written whole, renamed into place and never
+    changed. A damaged one is removed, `say` is told so, and its rows are encoded anew."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None] = print):
+        self.folder, self.say = folder, say
+        self.keys = np.zeros(0, dtype=KEY)  # sorted; `places` (N,2) is the shard and row of each
+        self.places = np.zeros((0, 2), dtype=np.int32)
+        self.shards: list[torch.Tensor] = []
+        self.names: set[str] = set()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Map the shards written since the last time."""
+        for file in sorted(self.folder.glob("*.safetensors")):
+            if file.name in self.names:
+                continue
+            found = opened(file)
+            if found is None:
+                self.say(f"cache: {file} is damaged; its rows are encoded anew")
+                with reading(f"cache_dir: {file} is damaged and cannot be removed", "remove it"):
+                    file.unlink(missing_ok=True)
+                continue
+            keys, rows = found
+            self.shards.append(rows)
+            self.names.add(file.name)
+            number = np.full(len(keys), len(self.shards) - 1, dtype=np.int32)
+            places = np.stack([number, np.arange(len(keys), dtype=np.int32)], axis=1)
+            self.keys, first = np.unique(np.concatenate([self.keys, keys]), return_index=True)
+            self.places = np.concatenate([self.places, places])[first]
+
+    def find(self, keys: np.ndarray) -> np.ndarray:
+        """(N,) numbers of the rows with these keys, -1 where there is none."""
+        if not len(self.keys):
+            return np.full(len(keys), -1)
+        at = np.searchsorted(self.keys, keys).clip(max=len(self.keys) - 1)
+        return np.where(self.keys[at] == keys, at, -1)
+
+    def read(self, number: int) -> torch.Tensor:
+        """A row, mapped from its file."""
+        shard, row = self.places[number]
+        return self.shards[shard][row]
+
+    def add(self, keys: np.ndarray, rows: torch.Tensor) -> None:
+        """A shard of these rows; one that is being written has another name."""
+        draft = self.folder / f".{uuid.uuid4().hex}"
+        packed = torch.from_numpy(np.frombuffer(keys.tobytes(), dtype=np.uint8).reshape(-1, 16).copy())
+        with reading(f"cache_dir: cannot write {self.folder}", "free some space, or choose another folder"):
+            save_file({"keys": packed, "rows": rows.contiguous()}, draft)
+            sealed(draft, self.folder, ".safetensors")
+
+    def fill(
+        self, keys: np.ndarray, encode: Callable[[list[int]], torch.Tensor], *, batch: int, label: str, show: bool
+    ) -> None:
+        """Encode what is missing: encode(numbers of keys) -> rows. Processes that ask for the same wait for the first;
+        what a killed one finished is kept."""
+        with FileLock(self.folder / "lock"):
+            self.refresh()
+            _, first = np.unique(keys, return_index=True)
+            missing = np.sort(first[self.find(keys[first]) < 0])
+            if not len(missing):
+                return
+            for leftover in self.folder.glob(".*"):
+                leftover.unlink()
+            held: list[torch.Tensor] = []
+            done = 0
+            for part in tqdm(np.array_split(missing, -(-len(missing) // batch)), desc=label, disable=not show):
+                held.append(encode(part.tolist()).cpu())
+                count = sum(map(len, held))
+                if count * held[0][0].nbytes >= SHARD:
+                    self.add(keys[missing[done : done + count]], torch.cat(held))
+                    held, done = [], done + count
+            if held:
+                self.add(keys[missing[done:]], torch.cat(held))
+            self.refresh()
+
+
+def opened(file: Path) -> tuple[np.ndarray, torch.Tensor] | None:
+    """(keys (N,), rows (N,...)) of a shard, mapped; None where it is damaged."""
+    if not intact(file):
+        return None
+    try:
+        with safe_open(file, framework="pt") as shard:
+            keys, rows = shard.get_tensor("keys").numpy().view(KEY)[:, 0], shard.get_tensor("rows")
+        return (keys, rows) if len(keys) == len(rows) else None
+    except Exception:  # of whatever kind: it is encoded anew
+        return None
+
+
+def refuse_not_finite(rows: torch.Tensor, what: Callable[[int], str]) -> torch.Tensor:
+    """The rows (N,...), refused where one is not finite; `what(k)` names row k."""
+    lost = (~rows.flatten(1).isfinite().all(1)).nonzero().flatten().tolist()
+    if lost:
+        raise UserError(f"{what(lost[0])} gives values that are not finite; nothing could be learned from it")
+    return rows
+
+
+# ---------------------------------------------------------------- of a run
+class Cached:
+    """What of a run's records is on disk: `posterior` (R,) the row of each record's image, -1 where it is encoded live.
+
+    `all_images`, `all_texts`: whether no step will need the VAE, or the text encoders. Rehearsal `composes` new images
+    and captions, so under it both stay; the empty caption is no record's.
+    """
+
+    def __init__(
+        self,
+        encoder: Any,
+        reader: Any,
+        config: Any,
+        *,
+        composes: bool,
+        show: bool,
+        say: Callable[[str], None],
+    ):
+        self.encoder, self.records, self.config, self.show, self.say = encoder, reader.records, config, show, say
+        self.left = config.disk_cache_gb * 2**30
+        self.posterior = np.full(len(self.records), -1)
+        self.images: Store | None = None
+        self.texts: Store | None = None
+        fixed = reader.transform.fixed(self.records.sizes)
+        if not fixed.all():
+            say(f"cache: {(~fixed).sum()} of {len(fixed)} records are cut or flipped at random and encoded live")
+        if fixed.any():
+            self._fill_images(reader, np.flatnonzero(fixed))
+        loose = self.records.column("shuffle").to_numpy() | config.shuffle_phrases
+        if not encoder.live and not loose.all():
+            self._fill_texts(np.flatnonzero(~loose))
+        self.all_images = bool((self.posterior >= 0).all()) and not composes
+        changes = loose.any() or composes or config.memory.retention.unconditional
+        self.all_texts = self.texts is not None and not changes
+
+    def _open(self, kind: str, facts: list[Any], keys: np.ndarray, row: torch.Tensor) -> Store | None:
+        """The store of that kind, where the rows fit into what is left of the budget."""
+        need = len(np.unique(keys)) * row.nbytes
+        if need > self.left:
+            left = f"{self.left / 2**30:.2f} GiB of disk_cache_gb"
+            self.say(f"cache: {kind} take {need / 2**30:.2f} GiB, over the {left} left; they are encoded live")
+            return None
+        self.left -= need
+        folder = Path(self.config.cache_dir or datasets.config.HF_DATASETS_CACHE) / "silentbad"
+        try:
+            (store := folder / f"{kind}-{digest(*facts)}").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = f"cannot write {folder} ({error.strerror})"
+            raise UserError(f"cache_dir: {reason}; choose another folder, or disk_cache_gb 0") from None
+        return Store(store, self.say)
+
+    def _fill_images(self, reader: Any, rows: np.ndarray) -> None:
+        """Posteriors of these records' images."""
+
+        def encode(numbers: list[int]) -> torch.Tensor:
+            samples = reader.pictures(rows[numbers].tolist())
+            pixels = torch.stack([sample["pixels"] for sample in samples]).float() / 127.5 - 1
+            moments = self.encoder.moments(pixels).to(self.encoder.vae.dtype)
+            return refuse_not_finite(moments, lambda k: f"vae: {self.records.where(int(rows[numbers[k]]))}")
+
+        keys, transform = content_keys(self.records.column("content"))[rows], reader.transform
+        facts = [self.encoder.vae, transform.resolution, transform.interpolation, transform.center_crop]
+        self.images = self._open("posteriors", facts, keys, encode([0])[0])
+        if self.images is not None:
+            self.images.fill(keys, encode, batch=self.config.train_batch_size, label="Posteriors", show=self.show)
+            self.posterior[rows] = self.images.find(keys)
+
+    def _fill_texts(self, rows: np.ndarray) -> None:
+        """States of these records' captions."""
+        said = self.records.column("text")
+
+        def encode(numbers: list[int]) -> torch.Tensor:
+            states = self.encoder.states([said[int(rows[k])].as_py() for k in numbers])
+            return refuse_not_finite(states, lambda k: f"text_encoder: {self.records.where(int(rows[numbers[k]]))}")
+
+        keys = np.concatenate([text_keys(block) for block in blocks(said)])[rows]
+        self.texts = self._open("states", self.encoder.text_facts, keys, encode([0])[0])
+        if self.texts is not None:
+            self.texts.fill(keys, encode, batch=self.config.train_batch_size, label="Text states", show=self.show)
+
+    def image(self, index: int) -> torch.Tensor | None:
+        """Mean and deviation of a record's posterior (2C,h,w), or None."""
+        number = self.posterior[index]
+        return None if self.images is None or number < 0 else self.images.read(number).float()
+
+    def states(self, texts: list[str]) -> list[torch.Tensor | None]:
+        """The states of each text, or None."""
+        if self.texts is None:
+            return [None] * len(texts)
+        store, found = self.texts, self.texts.find(text_keys(texts)).tolist()
+        return [None if number < 0 else store.read(number).float() for number in found]
+
+
+def together(
+    rows: list[torch.Tensor | None], live: Callable[[list[int]], torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    """Rows in order (B,...) on the device: those known on the host, and for the others `live(their places)`."""
+    places = [k for k, row in enumerate(rows) if row is None]
+    known = {k: row for k, row in enumerate(rows) if row is not None}
+    if not places:
+        return send(torch.stack(list(known.values())), device)
+    made = live(places)
+    if not known:
+        return made
+    kept = send(torch.stack(list(known.values())), device)
+    order = {k: row for k, row in zip([*places, *known], [*made, *kept], strict=True)}
+    return torch.stack([order[k] for k in range(len(rows))])

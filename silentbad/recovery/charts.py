@@ -1,0 +1,325 @@
+"""Charts as SVG: a text alternative each, legible on a phone and in grey print.
+
+Every function takes plain numbers and texts and returns markup, in which every text is escaped (`Markup.format` escapes
+what it inserts). A chart without a finite number is empty. Captions, legends and tables are the templates' business.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeGuard
+
+from markupsafe import Markup
+
+WIDTH, HEIGHT = 480, 250
+LEFT, RIGHT, TOP, BOTTOM = 60, 20, 12, 40
+COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#8a6d00",
+    "#56b4e9",
+    "#5b5b5b",
+    "#b22222",
+)  # Okabe-Ito, darker
+DASHES = ("", "7 4", "2 3", "9 3 2 3", "", "7 4", "2 3", "9 3 2 3")
+DRAWABLE = 1e100  # larger numbers are left out, so that differences and squares stay finite
+ROW, NAMES = 15, 136  # of a heatmap: height of a row, width of its names
+MOST_COLUMNS = 120
+
+Range = tuple[float, float]
+Place = Callable[[float], float]
+
+
+class Series(NamedTuple):
+    """A curve: ys over xs, with a band where low and high are given."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float | None]
+    low: Sequence[float | None] | None = None
+    high: Sequence[float | None] | None = None
+
+
+# -- numbers -----------------------------------------------------------------------------------------------
+def finite(value: object) -> TypeGuard[float]:
+    """Whether a value is a number that can be drawn."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= DRAWABLE
+
+
+def number(value: object) -> str:
+    """A number in at most four digits; other values as text."""
+    if isinstance(value, float):
+        return f"{value:.4g}" if math.isfinite(value) else "–"
+    return "–" if value is None else str(value)
+
+
+def tick_label(value: float) -> str:
+    """Short enough for the margin: 0.25, 1200, 1.5e-4."""
+    if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e6):
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:.6g}"
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers that span [low, high]."""
+    raw = (high - low) / count
+    base = 10 ** math.floor(math.log10(raw))
+    step = next((m * base for m in (1, 2, 2.5, 5, 10) if m * base >= raw * 0.999), 10 * base)
+    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def bounds(values: Sequence[float], fixed: Range | None = None) -> Range:
+    """Range of the values; `fixed` is widened where they leave it, a single value gets room around it."""
+    known = [*values, *(fixed or ())]
+    low, high = float(min(known)), float(max(known))
+    if high - low < 1e-12 * max(1.0, abs(high), abs(low)):
+        pad = max(0.1 * abs(high), 1e-9) if high else 0.5
+        low, high = low - pad, high + pad
+    return low, high
+
+
+def scales(x_range: Range, y_range: Range) -> tuple[Place, Place]:
+    """Places of x and y in the picture."""
+
+    def x_place(x: float) -> float:
+        return LEFT + (x - x_range[0]) / (x_range[1] - x_range[0]) * (WIDTH - LEFT - RIGHT)
+
+    def y_place(y: float) -> float:
+        return HEIGHT - BOTTOM - (y - y_range[0]) / (y_range[1] - y_range[0]) * (HEIGHT - TOP - BOTTOM)
+
+    return x_place, y_place
+
+
+# -- pieces ------------------------------------------------------------------------------------------------
+def join(parts: Iterable[Markup]) -> Markup:
+    """Markup of several pieces."""
+    return Markup("").join(parts)
+
+
+def frame(inside: Iterable[Markup], title: str, description: str, height: int = HEIGHT) -> Markup:
+    """The picture with its text alternative."""
+    return Markup(
+        '<svg viewBox="0 0 {} {}" role="img" aria-label="{}"><title>{}</title><desc>{}</desc>{}</svg>'
+    ).format(WIDTH, height, f"{title}. {description}", title, description, join(inside))
+
+
+def text_at(x: float, y: float, text: str, anchor: str = "middle") -> Markup:
+    """A text, which the style sheet gives its size and colour."""
+    return Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>').format(x, y, anchor, text)
+
+
+def rule(kind: str, y: float) -> Markup:
+    """A horizontal line over the whole plot; `kind` is its class."""
+    return Markup('<line class="{}" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>').format(kind, LEFT, WIDTH - RIGHT, y, y)
+
+
+def rectangle(x: float, y: float, width: float, height: float, fill: str) -> Markup:
+    """A bar, or a cell of a heatmap."""
+    return Markup('<rect x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" fill="{}"/>').format(
+        x, y, width, height, fill
+    )
+
+
+def axes(x_range: Range, y_range: Range, x_label: str) -> list[Markup]:
+    """Grid lines, ticks and the name of the x axis."""
+    (x_place, y_place), parts = scales(x_range, y_range), []
+    for y in ticks(*y_range):
+        parts += [rule("grid", y_place(y)), text_at(LEFT - 6, y_place(y) + 4, tick_label(y), "end")]
+    parts += [text_at(x_place(x), HEIGHT - BOTTOM + 16, tick_label(x)) for x in ticks(*x_range)]
+    parts += [rule("axis", HEIGHT - BOTTOM), text_at((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, x_label)]
+    return parts
+
+
+def swatch(k: int) -> Markup:
+    """The line of series k, for a legend."""
+    return Markup(
+        '<svg class="swatch" viewBox="0 0 22 8" aria-hidden="true">'
+        '<line x1="0" x2="22" y1="4" y2="4" stroke="{}" stroke-width="3" stroke-dasharray="{}"/></svg>'
+    ).format(COLOURS[k % len(COLOURS)], DASHES[k % len(DASHES)])
+
+
+def patch(colour: str) -> Markup:
+    """A square of a colour, for the scale of a heatmap."""
+    return Markup(
+        '<svg class="patch" viewBox="0 0 14 11" aria-hidden="true"><rect width="14" height="11" fill="{}"/></svg>'
+    ).format(colour)
+
+
+# -- charts ------------------------------------------------------------------------------------------------
+def line_chart(
+    series: Sequence[Series],
+    title: str,
+    *,
+    x_label: str = "step",
+    y_range: Range | None = None,
+    marks: Sequence[tuple[str, float]] = (),
+) -> Markup:
+    """Curves with bands; marks are (name, y) horizontal lines."""
+    series, marks = drawn(series), [(name, y) for name, y in marks if finite(y)]
+    if not series:
+        return Markup("")
+    xs = [x for s in series for x, _ in points(s)]
+    ys = [y for s in series for side in (s.ys, s.low or (), s.high or ()) for y in side if finite(y)]
+    x_range, y_range = bounds(xs), bounds([*ys, *(y for _, y in marks)], y_range)
+    x_place, y_place = scales(x_range, y_range)
+    parts = axes(x_range, y_range, x_label)
+    for k, one in enumerate(series):
+        parts += curve(one, k, x_place, y_place)
+    for name, y in marks:
+        beside = y_place(y) + (14 if y_place(y) < TOP + 12 else -4)  # inside the picture
+        parts += [rule("mark", y_place(y)), text_at(WIDTH - RIGHT - 2, beside, f"{name} {y:.3g}", "end")]
+    return frame(parts, title, "; ".join(describe(s) for s in series[:8]))
+
+
+def drawn(series: Iterable[Series]) -> list[Series]:
+    """The series of which anything can be drawn."""
+    return [s for s in series if points(s)]
+
+
+def points(s: Series) -> list[tuple[float, float]]:
+    """(x, y) of a series where both are finite."""
+    return [(x, y) for x, y in zip(s.xs, s.ys, strict=True) if finite(x) and finite(y)]
+
+
+def curve(s: Series, k: int, x_place: Place, y_place: Place) -> list[Markup]:
+    """The band, the line and, where they are few, the points of series k."""
+
+    def path(line: Iterable[tuple[float, float]]) -> str:
+        return " ".join(f"{x_place(x):.1f},{y_place(y):.1f}" for x, y in line)
+
+    colour, parts, line = COLOURS[k % len(COLOURS)], [], points(s)
+    if s.low and s.high:
+        band = [(x, a, b) for x, a, b in zip(s.xs, s.low, s.high, strict=True) if finite(x) and finite(a) and finite(b)]
+        edge = [(x, a) for x, a, _ in band] + [(x, b) for x, _, b in reversed(band)]
+        parts.append(Markup('<polygon points="{}" fill="{}" opacity="0.16"/>').format(path(edge), colour))
+    parts.append(
+        Markup('<polyline points="{}" fill="none" stroke="{}" stroke-width="2" stroke-dasharray="{}"/>').format(
+            path(line), colour, DASHES[k % len(DASHES)]
+        )
+    )
+    if len(line) <= 24:
+        dot = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="2.8" fill="{}"/>')
+        parts += [dot.format(x_place(x), y_place(y), colour) for x, y in line]
+    return parts
+
+
+def describe(s: Series) -> str:
+    """A series in words, for its text alternative."""
+    line = points(s)
+    top = max(line, key=lambda point: point[1])
+    return f"{s.name}: from {number(line[0][1])} to {number(line[-1][1])}, highest {number(top[1])} at {number(top[0])}"
+
+
+def heatmap(names: Sequence[str], xs: Sequence[float], values: Sequence[Sequence[float | None]], title: str) -> Markup:
+    """values (names, xs) of positive multipliers: blue below 1, white at 1, orange above, on a log scale."""
+    if not names or not xs:
+        return Markup("")
+    keep = spaced(len(xs), MOST_COLUMNS)
+    below, cell = TOP // 2 + ROW * len(names), (WIDTH - NAMES - RIGHT) / len(keep)
+    span, parts = log_span(values), list[Markup]()
+    for i, (name, line) in enumerate(zip(names, values, strict=True)):
+        y = TOP // 2 + ROW * i
+        parts.append(text_at(NAMES - 6, y + 11, name if len(name) <= 18 else name[:17] + "…", "end"))
+        shades = [shade(line[k], span) for k in keep]
+        for colour, alike in itertools.groupby(range(len(keep)), shades.__getitem__):
+            if colour is not None:
+                columns = list(alike)
+                parts.append(
+                    rectangle(NAMES + columns[0] * cell, y, len(columns) * cell + 0.3, ROW - 1, colour),
+                )
+    parts += [
+        text_at(NAMES + (j + 0.5) * cell, below + 14, f"{xs[keep[j]]:.6g}")
+        for j in sorted({0, len(keep) // 2, len(keep) - 1})
+    ]
+    parts.append(text_at(NAMES + (WIDTH - NAMES - RIGHT) / 2, below + 34, "step"))
+    last = sorted((line[-1], name) for name, line in zip(names, values, strict=True) if finite(line[-1]))
+    described = ""
+    if last:
+        (low, slowest), (high, fastest) = last[0], last[-1]
+        described = f"lowest at the end {slowest} {number(low)}, highest {fastest} {number(high)}"
+    return frame(parts, title, described, below + 40)
+
+
+def heatmap_scale(values: Sequence[Sequence[float | None]]) -> list[tuple[Markup, str]]:
+    """(patch, multiplier) of five shades, for a heatmap's legend."""
+    span = log_span(values)
+    return [(patch(tint(k / 2)), f"{math.exp(k / 2 * span):.2f}") for k in range(-2, 3)]
+
+
+def log_span(values: Sequence[Sequence[float | None]]) -> float:
+    """Largest |log| of the multipliers, at least that of 1.5."""
+    return max([abs(math.log(v)) for line in values for v in line if finite(v) and v > 0] + [math.log(1.5)])
+
+
+def shade(value: float | None, span: float) -> str | None:
+    """The colour of a multiplier; None where it cannot be drawn."""
+    return tint(math.log(value) / span) if finite(value) and value > 0 else None
+
+
+def matrix(rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]], title: str) -> Markup:
+    """values (rows, columns) of rates in [0, 1]: white at 0, blue at 1, each cell with its number."""
+    if not any(finite(v) for line in values for v in line):
+        return Markup("")
+    side, row, parts = 190, 26, list[Markup]()
+    width = min((WIDTH - side - RIGHT) / len(columns), 64)
+    for i, (name, line) in enumerate(zip(rows, values, strict=True)):
+        y = TOP // 2 + row * i
+        parts.append(text_at(side - 6, y + 17, name if len(name) <= 26 else name[:25] + "…", "end"))
+        for k, value in enumerate(line):
+            x = side + k * width
+            if finite(value):
+                strength = max(0.0, min(1.0, value))
+                parts.append(rectangle(x, y, width - 2, row - 2, tint(-strength)))
+                parts.append(cell_text(x + width / 2 - 1, y + 17, f"{value:.2f}", strength > 0.6))
+            else:
+                parts.append(text_at(x + width / 2 - 1, y + 17, "–"))
+    below = TOP // 2 + row * len(rows)
+    parts += [text_at(side + (k + 0.5) * width - 1, below + 15, name) for k, name in enumerate(columns)]
+    parts.append(text_at(side + len(columns) * width / 2, below + 33, "element"))
+    known = [
+        (v, f"{n}, element {c}")
+        for n, line in zip(rows, values, strict=True)
+        for v, c in zip(line, columns, strict=False)
+        if finite(v)
+    ]
+    top, where = max(known)
+    return frame(
+        parts, title, f"{len(rows)} rows, {len(columns)} columns, highest {number(top)} at {where}", below + 40
+    )
+
+
+def cell_text(x: float, y: float, text: str, pale: bool) -> Markup:
+    """A text on a coloured cell, pale or dark in any colour scheme."""
+    return Markup('<text class="{}" x="{:.1f}" y="{:.1f}" text-anchor="middle">{}</text>').format(
+        "pale" if pale else "dark", x, y, text
+    )
+
+
+def spaced(n: int, most: int) -> list[int]:
+    """At most `most` of n indices, evenly, first and last included."""
+    return list(range(n)) if n <= most else [round(i * (n - 1) / (most - 1)) for i in range(most)]
+
+
+def tint(x: float) -> str:
+    """-1 .. 1 -> blue .. white .. orange, in 33 shades."""
+    x = round(max(-1.0, min(1.0, x)) * 16) / 16
+    end = (213, 94, 0) if x > 0 else (0, 114, 178)
+    return "#" + "".join(f"{round(255 + (c - 255) * abs(x)):02x}" for c in end)
+
+
+def histogram(edges: Sequence[float], counts: Sequence[float], title: str, x_label: str) -> Markup:
+    """Bars of counts (n,) between edges (n+1,)."""
+    if not counts or len(edges) != len(counts) + 1 or not all(map(finite, [*edges, *counts])) or sum(counts) == 0:
+        return Markup("")
+    x_range, y_range = bounds(edges), bounds([0, *counts])
+    x_place, y_place = scales(x_range, y_range)
+    parts = axes(x_range, y_range, x_label)
+    for a, b, count in zip(edges, edges[1:], counts, strict=False):
+        width, height = max(x_place(b) - x_place(a) - 1, 0.5), y_place(0) - y_place(count)
+        parts.append(rectangle(x_place(a) + 0.5, y_place(max(count, 0)), width, abs(height), COLOURS[0]))
+    peak = max(range(len(counts)), key=lambda i: counts[i])
+    described = f"{len(counts)} bins, most between {number(edges[peak])} and {number(edges[peak + 1])}"
+    return frame(parts, title, described)

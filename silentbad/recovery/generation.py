@@ -1,0 +1,289 @@
+"""Prompts of a validation, and the images a Stable Diffusion pipeline makes of them.
+
+A cell is a kind of prompt: composed, described, shuffled, phrase-k, without-k, paraphrase-k, others, unrelated.
+`config` is a ValidationConfig, of which the sampler reads max_batch, resolution, num_inference_steps, guidance_scale
+and guidance_rescale.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
+from torch import Tensor
+
+from silentbad.errors import UserError
+from silentbad.model.encoder import decode
+from silentbad.model.pipeline import side_factor
+from silentbad.rng import addressed_seed, generator, noise
+
+
+# -- prompts -----------------------------------------------------------------------------------------------
+class Item(NamedTuple):
+    """One image to generate. Items of equal `address` and `image` share their noise, whatever the prompt."""
+
+    cell: str
+    target: int
+    image: int
+    prompt: str
+    address: str
+
+
+def reordered(target, seed: int, image: int) -> str:
+    """The phrases in another order, addressed by (seed, target, image); the list stays as it is."""
+    draw = generator(seed, "order", target.target_id, image)
+    order = torch.randperm(len(target.phrases), generator=draw).tolist()
+    if order == sorted(order):
+        order = order[1:] + order[:1]
+    return ", ".join(target.phrases[i] for i in order)
+
+
+def stranger(targets: list, j: int, seed: int):
+    """Another target whose phrases differ most from those of j, whatever the list's order; None if alone."""
+    others = [t for i, t in enumerate(targets) if i != j]
+    mine = set(targets[j].phrases)
+    return min(
+        others,
+        default=None,
+        key=lambda t: (len(mine & set(t.phrases)), addressed_seed(seed, "others", targets[j].target_id, t.target_id)),
+    )
+
+
+def plan(
+    targets: list, images: int, seed: int, full: bool = False, unrelated: str = "", described: bool = False
+) -> list[Item]:
+    """The images of one validation: the composed prompt, where asked also the spelt-out description and every control,
+    all under the same noise."""
+    items = []
+    for j, target in enumerate(targets):
+        cells: dict[str, Callable[..., str]] = {"composed": lambda i, target=target: target.composed_prompt}
+        if (full or described) and target.description:
+            cells["described"] = lambda i, target=target: target.description
+        if full:
+            cells |= controls(targets, j, seed, unrelated)
+        for cell, prompt in cells.items():
+            items += [Item(cell, j, i, prompt(i), target.target_id) for i in range(images)]
+    return items
+
+
+def controls(targets: list, j: int, seed: int, unrelated: str) -> dict[str, Callable[..., str]]:
+    """Prompts of image i of target j that should not give it back unless composition does, by cell: phrases in another
+    order, each alone, all but one, paraphrases, phrases of another target, an unrelated caption."""
+    target, cells = targets[j], dict[str, Callable[..., str]]()
+    phrases = target.phrases
+    if len(phrases) > 1:
+        cells["shuffled"] = lambda i: reordered(target, seed, i)
+        for k, phrase in enumerate(phrases):
+            cells[f"phrase-{k}"] = lambda i, phrase=phrase: phrase
+    if len(phrases) > 2:
+        for k in range(len(phrases)):
+            rest = ", ".join(phrases[:k] + phrases[k + 1 :])
+            cells[f"without-{k}"] = lambda i, rest=rest: rest
+    for k, text in enumerate(target.paraphrases):
+        cells[f"paraphrase-{k}"] = lambda i, text=text: text
+    if other := stranger(targets, j, seed):
+        cells["others"] = lambda i: other.composed_prompt
+    cells["unrelated"] = lambda i: unrelated
+    return cells
+
+
+# -- generation --------------------------------------------------------------------------------------------
+@contextmanager
+def left_as_found(*modules: torch.nn.Module):
+    """Modules in eval mode inside; afterwards their modes and every random stream are as before."""
+    modes = [(m, m.training) for module in modules for m in module.modules()]
+    streams = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices):
+            for module in modules:
+                module.eval()
+            yield
+    finally:
+        for m, mode in modes:
+            m.training = mode
+        random.setstate(streams[0])
+        np.random.set_state(streams[1])
+
+
+class Sampler:
+    """One pipeline over given modules: prompts encoded once, noise by address, a batch that halves on OOM.
+
+    `refuses` names the pipeline in the UserError that its first image with NaN then is.
+    """
+
+    NAMES = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+
+    def __init__(self, components: dict, config, seed: int, prediction_type=None, refuses: str | None = None):
+        scheduler = components["scheduler"]
+        override = {"prediction_type": prediction_type} if prediction_type else {}
+        scheduler = type(scheduler).from_config(scheduler.config, **override)
+        names = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "unet")
+        parts = {name: components[name] for name in names if components.get(name) is not None}
+        if "text_encoder_2" in parts:
+            zeros = components.get("force_zeros_for_empty_prompt", True)
+            self.pipe = StableDiffusionXLPipeline(
+                scheduler=scheduler, **parts, add_watermarker=False, force_zeros_for_empty_prompt=zeros
+            )
+        else:
+            self.pipe = StableDiffusionPipeline(
+                scheduler=scheduler, **parts, safety_checker=None, feature_extractor=None, requires_safety_checker=False
+            )
+        self.pipe.set_progress_bar_config(disable=True)
+        self.encoders = [parts[name] for name in ("text_encoder", "text_encoder_2") if name in parts]
+        self.config, self.seed, self.batch = config, seed, config.max_batch
+        self.cache: dict[str, Any] = {}  # text states by prompt
+        self.autocast: Callable = nullcontext
+        self.steps, self.refuses, self._diverged = config.num_inference_steps, refuses, 0
+        size = self.pipe.unet.config.sample_size
+        size = size if isinstance(size, int) else size[0]
+        self.side = config.resolution or size * self.pipe.vae_scale_factor
+        self._check()
+
+    def _check(self) -> None:
+        """Refuse a resolution or a number of sampling steps that this pipeline cannot have."""
+        factor = side_factor(self.pipe.unet, self.pipe.vae)
+        if self.side % factor:
+            raise UserError(
+                f"validation.resolution: {self.side} is not a multiple of {factor}, which the pipeline needs"
+            )
+        most = self.pipe.scheduler.config.num_train_timesteps
+        for key, given in (("num_inference_steps", [self.steps]), ("sampling_lengths", self.config.sampling_lengths)):
+            if given and not 1 <= min(given) <= max(given) <= most:
+                raise UserError(f"validation.{key}: must be from 1 to the scheduler's {most}, got {given}")
+
+    @contextmanager
+    def using(self, unet: torch.nn.Module, device: torch.device, autocast: Callable = nullcontext):
+        """Generate with this UNet; autoencoder and text encoders that rest on another device join it for the time."""
+        before, homes = self.pipe.unet, [(m, m.device) for m in (self.pipe.vae, *self.encoders)]
+        self.pipe.unet, self.autocast = unet, autocast
+        for module, _ in homes:
+            module.to(device)
+        try:
+            with left_as_found(unet, self.pipe.vae, *self.encoders), torch.no_grad():
+                yield self
+        finally:
+            self.pipe.unet = before  # a copy made to measure is not kept
+            for module, home in homes:
+                module.to(home)
+
+    def encode(self, prompts: list[str]) -> dict[str, Tensor]:
+        """Prompts -> stacked text states by the pipeline's argument names; every prompt is encoded once."""
+        if any(p.requires_grad for encoder in self.encoders for p in encoder.parameters()):
+            self.cache.clear()  # the text encoders train, or hold their average: states are stale
+        missing = [p for p in dict.fromkeys(prompts) if p not in self.cache]
+        for start in range(0, len(missing), self.batch):
+            part = missing[start : start + self.batch]
+            states = self.pipe.encode_prompt(
+                prompt=part, device=self.encoders[0].device, num_images_per_prompt=1, do_classifier_free_guidance=True
+            )
+            for i, prompt in enumerate(part):
+                self.cache[prompt] = [state[i].cpu() for state in states]
+        device, dtype = self.pipe.unet.device, self.pipe.unet.dtype
+        columns = zip(*(self.cache[p] for p in prompts), strict=True)
+        stacked = [torch.stack(column).to(device, dtype) for column in columns]
+        return dict(zip(self.NAMES, stacked, strict=False))
+
+    def generate(self, items: list[Item]) -> tuple[Tensor, Tensor]:
+        """Items -> images (B,3,H,W) in [0,1] and text-conditional magnitudes (B,), nan without guidance.
+
+        An image that is not finite, as of a diverged model, is black and counted (`diverged`).
+        """
+        pipe, config = self.pipe, self.config
+        side = self.side // pipe.vae_scale_factor
+        shape = (pipe.unet.config.in_channels, side, side)
+        latents = torch.cat([noise(shape, self.seed, f"validation/{i.address}", 0, [i.image]) for i in items])
+        streams = [generator(self.seed, "validation-steps", i.address, i.image) for i in items]
+        gaps = []
+
+        def watch(module, arguments, output):  # |eps(x,c) - eps(x,0)| at each step, arXiv 2407.21720
+            if len(output[0]) == 2 * len(items):
+                empty, text = output[0].float().chunk(2)
+                gaps.append((text - empty).flatten(1).norm(dim=1))
+
+        hook = pipe.unet.register_forward_hook(watch)
+        try:
+            latents = pipe(
+                **self.encode([i.prompt for i in items]),
+                generator=streams,
+                latents=latents.to(pipe.unet.device, pipe.unet.dtype),
+                output_type="latent",
+                num_inference_steps=self.steps,
+                guidance_scale=config.guidance_scale,
+                guidance_rescale=config.guidance_rescale,
+                height=self.side,
+                width=self.side,
+            ).images
+        finally:
+            hook.remove()
+        images = torch.cat([decode(pipe.vae, part) for part in latents.split(8)])  # decoding is the peak of memory
+        nothing = torch.full((len(items),), float("nan"))
+        magnitudes = torch.stack(gaps).mean(0).cpu() if gaps else nothing
+        return self._shown(images.float() / 2 + 0.5), magnitudes.masked_fill(magnitudes.isinf(), float("nan"))
+
+    def _shown(self, images: Tensor) -> Tensor:
+        """Images (B,3,H,W) in [0,1]; those of a diverged model are counted and black, or refused."""
+        lost = int((~images.flatten(1).isfinite().all(1)).sum())
+        if lost and self.refuses is not None:
+            raise UserError(
+                f"{self.refuses}: {lost} of {len(images)} images are not finite though its weights are; try "
+                "--dtype float32"
+            )
+        self._diverged += lost
+        return images.nan_to_num().clamp(0, 1)
+
+    def diverged(self) -> int:
+        """How many images were not finite since this was asked last."""
+        count, self._diverged = self._diverged, 0
+        return count
+
+    def eps_errors(self, records: list[dict], mine: list[int]) -> list[float]:
+        """Clean records {pixel_values (3,H,W) in [-1,1], text} -> ||eps_hat - eps||^2 / dim of those in
+        `mine`, at fixed noise and at timesteps that lie evenly over the schedule."""
+        pipe, errors = self.pipe, []
+        for part in np.array_split(mine, -(-len(mine) // self.batch)) if mine else []:
+            part = part.tolist()
+            pixels = torch.stack([records[i]["pixel_values"] for i in part])
+            x0 = pipe.vae.encode(pixels.to(pipe.vae.device, pipe.vae.dtype)).latent_dist.mode()
+            x0 = x0.to(pipe.unet.dtype) * pipe.vae.config.scaling_factor
+            eps = noise(tuple(x0.shape[1:]), self.seed, "validation/clean", 0, part).to(x0)
+            bars = pipe.scheduler.alphas_cumprod
+            t = torch.tensor([int((i + 0.5) / len(records) * len(bars)) for i in part])
+            a = bars[t].to(x0)[:, None, None, None]
+            x_t = a.sqrt() * x0 + (1 - a).sqrt() * eps
+            states = self.encode([records[i]["text"] for i in part])
+            extra = {}
+            if "pooled_prompt_embeds" in states:
+                H, W = pixels.shape[2:]
+                sizes = torch.tensor([[H, W, 0, 0, H, W]] * len(part)).to(x0)
+                extra = dict(text_embeds=states["pooled_prompt_embeds"], time_ids=sizes)
+            with self.autocast():
+                out = pipe.unet(x_t, t.to(x0.device), states["prompt_embeds"], added_cond_kwargs=extra).sample
+            kind = pipe.scheduler.config.prediction_type
+            if kind == "v_prediction":
+                out = a.sqrt() * out + (1 - a).sqrt() * x_t
+            elif kind == "sample":
+                out = (x_t - a.sqrt() * out) / (1 - a).sqrt()
+            errors += (out.float() - eps.float()).square().flatten(1).mean(1).tolist()
+        return errors
+
+    def map(self, items: list[Item], work: Callable[[list[Item], Tensor, Tensor], list]) -> Iterator:
+        """`work(chunk, images, magnitudes)` over all items, in batches that fit; a halved batch is kept."""
+        start = 0
+        while start < len(items):
+            chunk = items[start : start + self.batch]
+            try:
+                with self.autocast():
+                    made = self.generate(chunk)
+                rows = work(chunk, *made)  # similarities in full precision
+            except RuntimeError as error:
+                if len(chunk) == 1 or not should_reduce_batch_size(error):
+                    raise
+                self.batch = len(chunk) // 2
+                continue
+            yield from rows
+            start += len(chunk)

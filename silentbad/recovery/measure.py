@@ -1,0 +1,308 @@
+"""What a validation measures of the weights in place: similarities of generations, controls, drift."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from silentbad.data.images import open_image, to_pil, to_tensor
+from silentbad.data.targets import Target
+from silentbad.errors import UserError
+from silentbad.recovery.counterfactuals import counterfactuals
+from silentbad.recovery.embedders import CLIP, Embedder, lpips, region, ssim
+from silentbad.recovery.generation import Item, Sampler, left_as_found, plan, reordered
+from silentbad.recovery.nulls import Redraw, load_redraws, thresholds
+from silentbad.recovery.record import ElementThreshold, Scores, Threshold
+from silentbad.recovery.samples import save
+from silentbad.recovery.scores import cell_scores, is_recovered, length_scores, quadrants
+from silentbad.recovery.statistics import detection
+
+# Where the null pictures come from, as the report says it.
+REDRAWS = "redraws of the captions"
+COUNTERFACTUALS = "counterfactuals drawn by the base model"
+BASE = "base model's images of the composed prompts"
+
+
+class Measure:
+    """Generates images of every target over all ranks and compares them with the target and its elements.
+
+    `config` is a ValidationConfig. The rows of an image hold its cell, target (index), number, similarities (whole and
+    by element) and text-conditional magnitude; `pixels` (h,w,3) of the composed prompt's images where they are kept.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        targets: list[Target],
+        sampler: Sampler,
+        embedder: Embedder,
+        clip: CLIP | None,
+        accelerator: Any,
+        seed: int,
+        clean: list[dict[str, Any]],
+        folder: Path,
+    ):
+        self.config, self.targets, self.sampler, self.embedder, self.clip = config, targets, sampler, embedder, clip
+        self.accelerator, self.seed, self.clean, self.folder = accelerator, seed, clean, folder
+        self.masks = [[None if m is None else to_tensor(m)[:1] for m in t.masks or []] for t in targets]
+        pictures = [to_tensor(t.image)[None] for t in targets]
+        with left_as_found():
+            self.features = [embedder.reference(x) for x in pictures]
+            self.elements = [
+                [None if m is None else embedder.reference(x, m) for m in masks]
+                for x, masks in zip(pictures, self.masks, strict=True)
+            ]
+
+    def take(self, sampler: Sampler) -> None:
+        """Generate with another pipeline from now on."""
+        self.sampler = sampler
+
+    # ---- over the ranks
+    def spread(self, items: list[Item], work: Callable[..., Any]) -> list[Any]:
+        """`work` on this rank's share of the items; the rows of all ranks, in the items' order."""
+        mine = self.share(len(items))
+        return self.gather(list(zip(mine, self.sampler.map([items[i] for i in mine], work), strict=True)))
+
+    def share(self, n: int) -> list[int]:
+        """Which of n pieces of work are this rank's."""
+        parts = np.array_split(np.arange(n), self.accelerator.num_processes)
+        return parts[self.accelerator.process_index].tolist()
+
+    def gather(self, rows: list[tuple[int, Any]]) -> list[Any]:
+        return [row for _, row in sorted(gather_object(rows), key=itemgetter(0))]
+
+    def diverged(self) -> int:
+        """How many images of all ranks were not finite since this was asked last."""
+        return sum(gather_object([self.sampler.diverged()]))
+
+    # ---- similarities
+    def similar(self, images: Tensor, target_of: list[int]) -> list[dict[str, Any]]:
+        """Images (B,3,H,W) -> {target, sim, elements} each, against its own target and that target's elements."""
+        rows: list[dict[str, Any]] = [{} for _ in target_of]
+        for j in set(target_of):
+            mine = [i for i, k in enumerate(target_of) if k == j]
+            seen = self.embedder.embed(images[mine])
+            sims = self.embedder.paired(seen, self.features[j]).double().tolist()
+            columns = [self._of_element(images[mine], j, k) for k in range(len(self.elements[j]))]
+            parts = [list(x) for x in zip(*columns, strict=True)] if columns else [[] for _ in mine]
+            for i, s, p in zip(mine, sims, parts, strict=True):
+                rows[i] = {"target": j, "sim": s, "elements": p}
+                if not np.isfinite([x for x in (s, *p) if x is not None]).all():
+                    name = self.targets[j].target_id
+                    raise UserError(f"{self.embedder.describe()}: a similarity to target {name!r} is not finite")
+        return rows
+
+    def _of_element(self, images: Tensor, j: int, k: int) -> list[float | None]:
+        """Similarities of the images' region to element k of target j; None without a mask."""
+        mask, feature = self.masks[j][k], self.elements[j][k]
+        if mask is None or feature is None:
+            return [None] * len(images)
+        seen = self.embedder.embed(region(images, mask.to(images.device)))
+        return self.embedder.paired(seen, feature).double().tolist()
+
+    def between(self, images: Tensor) -> list[list[float]]:
+        """Similarities (B,B) of images to each other."""
+        seen = self.embedder.embed(images)
+        return self.embedder.similarity(seen, seen).double().tolist()
+
+    def score(self, items: list[Item], images: Tensor, magnitudes: Tensor) -> list[dict[str, Any]]:
+        """A row for each generation."""
+        rows = self.similar(images, [i.target for i in items])
+        for item, row, image, magnitude in zip(items, rows, images, magnitudes.tolist(), strict=True):
+            row.update(cell=item.cell, image=item.image, magnitude=magnitude)
+            if item.cell == "composed" and item.target < self.config.sample_targets:
+                row["pixels"] = np.asarray(to_pil(image))
+        if self.clip is not None:
+            seen = self.clip.embed(images)
+            order = [reordered(self.targets[i.target], self.seed, i.image) for i in items]
+            for name, prompts in (("clip_own", [i.prompt for i in items]), ("clip_shuffled", order)):
+                cosines = self.clip.paired(seen, self.clip.text(prompts)).tolist()
+                for row, cosine in zip(rows, cosines, strict=True):
+                    row[name] = cosine
+        return rows
+
+    # ---- thresholds
+    def calibrate(self, step: int) -> tuple[Threshold, ElementThreshold]:
+        """Thresholds of the whole and of elements: given, or from the null set; the same on all ranks."""
+        config, rows, source = self.config, list[Any](), self.null_source(step)
+        if source == REDRAWS:
+            rows = self._of_redraws(load_redraws(config.targets, self.targets))
+        elif source == COUNTERFACTUALS:
+            rows = self._of_counterfactuals()
+        elif source == BASE:
+            rows = self._of_base()
+        return thresholds(rows, config.threshold, config.false_positive_rate, source)
+
+    def null_source(self, step: int) -> str:
+        """Where the null pictures come from; "" where the threshold is given and there are none.
+
+        Raises UserError where what `calibration` asks for is not at hand.
+        """
+        asked, config = self.config.calibration, self.config
+        redraws, masked = (
+            load_redraws(config.targets, self.targets),
+            any(m is not None for of in self.masks for m in of),
+        )
+        if asked == "redraws" and not redraws:
+            raise UserError("validation.calibration: redraws needs a redraws.jsonl beside the targets")
+        if asked == "counterfactuals" and not masked:
+            raise UserError("validation.calibration: counterfactuals needs a mask for an element in targets.jsonl")
+        if redraws and asked in ("auto", "redraws"):
+            return REDRAWS
+        if config.threshold is not None and asked == "auto":
+            return ""
+        if step != 0:  # only the base model draws nulls
+            raise UserError(
+                "validation: nothing to calibrate on; give validation.threshold, a redraws.jsonl "
+                "beside the targets, or a baseline (in training: run the hook at step 0)"
+            )
+        return COUNTERFACTUALS if asked == "counterfactuals" or (asked == "auto" and masked) else BASE
+
+    def _of_counterfactuals(self) -> list[Any]:
+        """Null rows of pictures that the base draws, each element anew inside its mask; kept in the cache."""
+        found = counterfactuals(
+            self.sampler,
+            self.targets,
+            self.masks,
+            self.config.null_images,
+            self.seed,
+            cache=Path(datasets.config.HF_DATASETS_CACHE) / "silentbad",
+            share=self.share,
+            show=self.accelerator.is_local_main_process,
+            say=self.accelerator.print,
+        )
+        rows = []
+        for null in found:
+            row = self.similar(null.image[None].to(self.accelerator.device), [null.target])[0]
+            rows.append((null.number, {**row, "kind": null.kind, "changed": null.changed}))
+        return self.gather(rows)
+
+    def _of_base(self) -> list[Any]:
+        """Null rows of the base model's images of the composed prompts."""
+        n = self.config.images_per_target
+        items = [
+            Item("null", j, n + i, t.composed_prompt, t.target_id)
+            for j, t in enumerate(self.targets)
+            for i in range(self.config.null_images)
+        ]
+        rows = self.spread(items, self.score)
+        if lost := self.diverged():
+            seen = f"{lost} of {len(items)} images of the base model are not finite"
+            raise UserError(f"validation: {seen}; there is nothing to calibrate on")
+        return [{**row, "kind": "composed"} for row in rows]
+
+    def _of_redraws(self, redraws: list[Redraw]) -> list[Any]:
+        """Null rows, in batches of one target."""
+        mine, rows = self.share(len(redraws)), []
+        batches: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for place, i in enumerate(mine):
+            batches[redraws[i].target, place // self.config.max_batch].append(i)
+        for (target, _), part in batches.items():
+            images = torch.stack([to_tensor(open_image(redraws[i].file, "redraws.jsonl")) for i in part])
+            for i, row in zip(part, self.similar(images, [target] * len(part)), strict=True):
+                rows.append((i, {**row, "kind": redraws[i].kind, "changed": redraws[i].changed}))
+        return self.gather(rows)
+
+    # ---- scores
+    def evaluate(
+        self,
+        step: int,
+        full: bool,
+        drift: bool,
+        threshold: Threshold,
+        element_threshold: ElementThreshold,
+        base_lengths: dict[str, dict[str, float]],
+    ) -> tuple[Scores, list[dict[str, Any]]]:
+        """Scores of the weights in place: of the composed prompt, with every cell beside them if full; its rows."""
+        images, unrelated = self.config.images_per_target, self.config.unrelated
+        items = plan(self.targets, images, self.seed, full, unrelated, described=step == 0)
+        cells: dict[str, list[Any]] = defaultdict(list)
+        for row in self.spread(items, self.score):
+            cells[row["cell"]].append(row)
+        if full:
+            self._compare_with_each_other(cells["composed"])
+        ids = [t.target_id for t in self.targets]
+        scores = {cell: cell_scores(rows, ids, threshold, element_threshold) for cell, rows in cells.items()}
+        lengths = None
+        if full or step == 0:
+            lengths = {str(n): self.at_length(n, base_lengths) for n in self.config.sampling_lengths}
+        changes, clean_magnitudes = self.drift(step, drift)
+        for row in cells["composed"]:
+            row["recovered"] = is_recovered(row, threshold, element_threshold)
+        magnitudes = [row["magnitude"] for row in cells["composed"]]
+        found = Scores(
+            **vars(scores["composed"]),
+            cells=scores if full or len(scores) > 1 else None,
+            quadrants=quadrants(scores) if full else None,
+            lengths=lengths,
+            drift=changes,
+            detection=detection(magnitudes, clean_magnitudes),
+            diverged=self.diverged() or None,
+        )
+        return found, cells["composed"]
+
+    def _compare_with_each_other(self, rows: list[dict[str, Any]]) -> None:
+        """Add `between` to the rows of each target: how alike its images are to each other."""
+        for j in {row["target"] for row in rows if "pixels" in row}:
+            mine = [row for row in rows if row["target"] == j]
+            images = torch.stack([torch.tensor(row["pixels"]).permute(2, 0, 1).float() / 255 for row in mine])
+            for row, similarities in zip(mine, self.between(images), strict=True):
+                row["between"] = similarities
+
+    def at_length(self, steps: int, base: dict[str, dict[str, float]]) -> dict[str, float]:
+        """Cosines of the composed prompt's images after so many sampling steps, and the difference to the base's."""
+        clip, captions = self.clip, [t.composed_prompt for t in self.targets]
+
+        def one(items: list[Item], images: Tensor, _: Tensor) -> list[dict[str, Any]]:
+            sims = self.embedder.similarity(self.embedder.embed(images), torch.cat(self.features)).tolist()
+            cosines = [None] * len(items)
+            if clip is not None:
+                cosines = clip.similarity(clip.embed(images), clip.text(captions)).tolist()
+            return [{"target": i.target, "sims": s, "clip": c} for i, s, c in zip(items, sims, cosines, strict=True)]
+
+        usual, self.sampler.steps = self.sampler.steps, steps
+        try:
+            rows = self.spread(plan(self.targets, self.config.images_per_target, self.seed), one)
+        finally:
+            self.sampler.steps = usual
+        return length_scores(rows, base.get(str(steps), {}))
+
+    def drift(self, step: int, images: bool) -> tuple[dict[str, Any], list[float]]:
+        """What clean prompts lost: eps-MSE on held-out records, matched-seed images against the base's; and the
+        text-conditional magnitudes of those images."""
+        drift: dict[str, Any] = {}
+        if self.clean:
+            errors = self.sampler.eps_errors(self.clean, self.share(len(self.clean)))
+            if np.isfinite(errors := gather_object(errors)).all():  # a diverged model has none
+                drift["clean_eps_mse"] = float(np.mean(errors))
+        captions = list(dict.fromkeys(record["text"] for record in self.clean))[: self.config.drift_images]
+        if not images or not captions:
+            return drift, []
+        items = [Item("drift", -1, i, caption, "drift") for i, caption in enumerate(captions)]
+
+        def kept(chunk: list[Item], x: Tensor, magnitudes: Tensor) -> list[tuple[Tensor, float]]:
+            return list(zip((x * 255).round().byte().cpu(), magnitudes.tolist(), strict=True))
+
+        rows = self.spread(items, kept)
+        seen = torch.stack([picture for picture, _ in rows])
+        files = [self.folder / "samples" / "drift" / f"base-{i}.png" for i in range(len(items))]
+        if step == 0 and self.accelerator.is_main_process:
+            for image, file in zip(seen, files, strict=True):
+                save(to_pil(image), file)
+        self.accelerator.wait_for_everyone()
+        if step > 0 and all(file.is_file() for file in files):
+            base = torch.stack([to_tensor(open_image(file, "samples/drift")) for file in files])
+            drift["ssim"] = ssim(seen.float() / 255, base).mean().item()
+            if (distance := lpips(seen.float() / 255, base)) is not None:
+                drift["lpips"] = distance
+        if self.clip is not None:
+            cosine = self.clip.paired(self.clip.embed(seen.float() / 255), self.clip.text(captions))
+            drift["clip_score"] = 100 * cosine.clamp(min=0).mean().item()
+        return drift, [magnitude for _, magnitude in rows]

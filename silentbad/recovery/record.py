@@ -1,0 +1,404 @@
+"""validation.json as typed data: one definition for the hook that writes it and for what reads it (report, tables).
+
+docs/metrics.md defines the numbers. Similarities, rates and thresholds have no unit; `step` counts optimizer updates,
+`epoch` passes over the records, `seconds` is wall time.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from silentbad.errors import UserError
+
+SCHEMA = 2  # of what is written; schema 1 counted an image as recovered by its whole alone
+READS = (1, 2)
+STRICT, WHOLE = "strict", "whole"  # endpoints
+NAME = "validation.json"
+ALL = "all targets"  # the summary row over all targets
+KINDS = ("raw", "ema")  # of weights: as trained, averaged
+DEEPEST = 50  # levels of nesting that are read
+LARGEST = 2**64  # integer that is read
+T = TypeVar("T")
+
+
+def absent() -> Any:
+    """A field that is left out of the file where it is None; others are written as null."""
+    return field(default=None, metadata={"absent": True})
+
+
+# -- what the file holds -----------------------------------------------------------------------------------
+@dataclass
+class KindThreshold:
+    """What one kind of null asks of a threshold: `value` keeps its false positives at `rate`; n nulls."""
+
+    value: float
+    n: int
+    rate: float
+    attained: float  # what the nulls behind the thresholds in use can promise, mean over targets (or elements)
+
+
+@dataclass
+class Threshold:
+    """The similarity from which a picture counts as the target's. A given one has a value and a source alone.
+
+    It is the highest that any kind of null asks for: each kind in `kinds`, each target's own in `targets`.
+    """
+
+    value: float
+    source: str
+    low: float | None = absent()  # 95 % interval of the quantile; None: unbounded on that side
+    high: float | None = absent()
+    n: int | None = absent()  # null images
+    false_positive_rate: float | None = absent()  # asked for, per image
+    attained: float | None = absent()  # what the nulls can promise for the kinds without an allowance
+    confidence: float | None = absent()
+    held_out: float | None = absent()  # mean rate on each target under a threshold from the others
+    kinds: dict[str, KindThreshold] | None = absent()
+    targets: list[float | None] | None = absent()
+
+    def of_target(self, target: int) -> float:
+        """The threshold of one target: its own where it has one."""
+        own = self.targets[target] if self.targets and target < len(self.targets) else None
+        return self.value if own is None else own
+
+
+@dataclass
+class ElementThreshold(Threshold):
+    """The threshold of an element's region: `each` per target and element where there are nulls, `value` elsewhere."""
+
+    each: list[list[float] | None] = field(default_factory=list)
+
+    def of(self, target: int, element: int) -> float:
+        """The threshold of one element: its own where it has one."""
+        own = self.each[target] if target < len(self.each) else None
+        return own[element] if own and element < len(own) else self.value
+
+
+@dataclass
+class Picture:
+    """A kept generation: its file below the run folder, its similarity to the target."""
+
+    file: str
+    sim: float
+
+
+@dataclass
+class ElementScores:
+    """Of the region inside an element's mask, over a target's images; None without a mask. `sims` in the order of the
+    images' noise."""
+
+    mean: float | None
+    rate: float | None
+    sims: list[float] | None = absent()
+
+
+@dataclass
+class TargetScores:
+    """Of one target's images; `sims` are their similarities, in the order of their noise. `rate` is the strict one."""
+
+    rate: float
+    mean: float
+    max: float
+    p75: float
+    p90: float
+    p95: float
+    sims: list[float]
+    magnitude: float | None
+    elements: list[ElementScores]
+    whole_rate: float | None = absent()  # by the whole alone
+    diversity: float | None = absent()  # 1 - mean similarity between two images of the target
+    best: Picture | None = absent()
+    median: Picture | None = absent()
+
+
+@dataclass
+class CellScores:
+    """Of one kind of prompt, over targets. An image is recovered when the whole and every element with a mask reach
+    their thresholds; `cir` is the mean of the targets' rates of such images."""
+
+    cir: float
+    interval: tuple[float, float]  # 95 % of `cir`
+    images: int
+    above: int
+    recovered: float
+    mean: float
+    p75: float
+    p90: float
+    p95: float
+    max: float
+    element_rate: float | None
+    magnitude: float | None
+    clip_own: float | None
+    clip_shuffled: float | None
+    targets: dict[str, TargetScores]
+    whole: float | None = absent()  # the rate by the whole alone
+    published: float | None = absent()  # share of targets whose best image reaches the published fixed number
+    diversity: float | None = absent()
+
+
+@dataclass
+class Quadrants:
+    """Elements counted by whether they come in at least half of the images, alone and composed."""
+
+    both: int = 0
+    alone_only: int = 0
+    composed_only: int = 0
+    neither: int = 0
+
+
+@dataclass
+class Scores(CellScores):
+    """Of the composed prompt; the controls' cells and the sampling lengths where they were measured."""
+
+    cells: dict[str, CellScores] | None = absent()
+    quadrants: Quadrants | None = absent()
+    lengths: dict[str, dict[str, float]] | None = absent()
+    drift: dict[str, float] = field(default_factory=dict)
+    detection: dict[str, float] | None = absent()  # of composed prompts among clean ones, by text-conditional magnitude
+    diverged: int | None = absent()  # images that were not finite, and are scored as black
+
+
+@dataclass
+class Measurement:
+    """One point of the recovery curve: scores of the raw weights, of the averaged ones, or of both."""
+
+    step: int
+    epoch: float
+    label: str
+    raw: Scores | None = absent()
+    ema: Scores | None = absent()
+    seconds: float = 0.0
+    share: float = 0.0  # of the time since the hook was set up
+
+    def scores(self, kind: str) -> Scores | None:
+        """Of one kind of weights, if measured."""
+        return {"raw": self.raw, "ema": self.ema}[kind]
+
+
+@dataclass
+class TargetEntry:
+    """A target and its files below the run folder; `elements` has None where an element has no mask."""
+
+    target_id: str
+    image: str
+    elements: list[str | None]
+    prompt: str
+    phrases: list[str]
+
+
+@dataclass
+class Verdict:
+    """Whether any image of the composed prompt is recovered, and what chance alone gives."""
+
+    recovers: bool
+    step: int
+    images_above: int
+    images: int
+    expected_by_chance: float | None = absent()
+    p_value: float | None = absent()
+
+
+@dataclass
+class SummaryRow:
+    """The recovery curve of one target, or of `ALL`, in numbers; None: never."""
+
+    weights: str
+    target: str
+    rate: float
+    mean: float
+    max: float
+    aurc: float | None
+    first_step: float | None
+    first_epoch: float | None
+    half_step: float | None  # first crossing of one half, also where the rate falls again
+    restricted: float | None
+    sustained_step: float | None = absent()  # from it on the rate is at least one half at every evaluation
+
+
+@dataclass
+class Placebo:
+    """The strict rate less that of a run on placebo data, which never shows an exact element: the headline number."""
+
+    source: str
+    cir: float  # of the placebo run, over the targets that both have
+    difference: float
+    interval: tuple[float, float]  # 95 %, over targets; of a single target over images
+    targets: int
+    whole: float | None = absent()  # of the placebo run: the rate by the whole alone,
+    published: float | None = absent()  # by the published criterion,
+    element_rate: float | None = absent()  # of its elements
+
+
+@dataclass
+class Record:
+    """A validation, as its hook leaves it in validation.json."""
+
+    seed: int
+    config: dict[str, Any]
+    embedder: str
+    threshold: Threshold
+    element_threshold: ElementThreshold
+    targets: list[TargetEntry]
+    verdict: Verdict
+    summary: list[SummaryRow]
+    history: list[Measurement]
+    seconds: float
+    batch: int
+    processes: int
+    endpoint: str = WHOLE  # what the rates count: "strict", or in records of schema 1 "whole"
+    placebo: Placebo | None = absent()
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Record":
+        """Read validation.json, also as earlier versions wrote it.
+
+        Raises UserError, one line that names the key, where something is missing, mistyped or not finite.
+        """
+        try:
+            content = read_json(Path(path))
+            if not isinstance(content, dict) or "schema" not in content:
+                raise UserError("no object with a schema; is it the record of a validation?")
+            if content["schema"] not in READS or isinstance(content["schema"], bool):
+                known = " and ".join(map(str, READS))
+                raise UserError(f"schema is {shown(content['schema'])}; this version reads {known}")
+            record = decode(cls, content)
+            record.check()
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+        return record
+
+    def check(self) -> None:
+        """Raise UserError where the parts do not fit each other."""
+        names = [target.target_id for target in self.targets]
+        if not names or len(set(names)) < len(names):
+            raise UserError("targets needs one entry at least, and no target_id twice")
+        steps = [entry.step for entry in self.history]
+        if not steps or any(b <= a for a, b in zip([-1, *steps], steps, strict=False)):
+            raise UserError("history needs one entry at least, and steps that rise from 0 or above")
+        for k, entry in enumerate(self.history):
+            if entry.raw is None and entry.ema is None:
+                raise UserError(f"history[{k}] holds neither raw nor ema")
+        for k, row in enumerate(self.summary):
+            if row.weights not in KINDS:
+                raise UserError(f"summary[{k}].weights is {shown(row.weights)}; it is one of {', '.join(KINDS)}")
+
+    def save(self, path: Path) -> None:
+        """Write the file whole or not at all."""
+        draft = path.with_name(path.name + ".tmp")
+        draft.write_text(json.dumps({"schema": SCHEMA, **encode(self)}, indent=1), encoding="utf-8")
+        draft.replace(path)
+
+
+# -- JSON and dataclasses ----------------------------------------------------------------------------------
+def encode(value: Any) -> Any:
+    """Dataclasses as dicts, without the absent fields; lists and dicts likewise."""
+    if is_dataclass(value) and not isinstance(value, type):
+        pairs = ((f, getattr(value, f.name)) for f in fields(value))
+        return {f.name: encode(v) for f, v in pairs if not (v is None and f.metadata.get("absent"))}
+    if isinstance(value, dict):
+        return {key: encode(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [encode(part) for part in value]
+    return value
+
+
+def decode(kind: type[T], value: Any, key: str = "") -> T:
+    """A value read from JSON as a dataclass, or as a list, dict, tuple or optional of one; other keys are ignored.
+
+    Raises UserError, which names the key, where a part is missing, of another type, or a number not finite.
+    """
+    return _decode(kind, value, key)
+
+
+def _decode(kind: Any, value: Any, key: str) -> Any:
+    origin, inside = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, UnionType):
+        (only,) = (one for one in inside if one is not NoneType)
+        return None if value is None else _decode(only, value, key)
+    if is_dataclass(kind):
+        return _decode_fields(kind, _expect(dict, "an object", value, key), key)
+    if origin is list:
+        return [_decode(inside[0], part, f"{key}[{k}]") for k, part in enumerate(_expect(list, "a list", value, key))]
+    if origin is dict:
+        parts = _expect(dict, "an object", value, key)
+        return {name: _decode(inside[1], part, f"{key}[{shown(name)}]") for name, part in parts.items()}
+    if origin is tuple:
+        if len(_expect(list, "a list", value, key)) != len(inside):
+            raise UserError(f"{key} has {len(value)} entries instead of {len(inside)}")
+        return tuple(_decode(one, part, f"{key}[{k}]") for k, (one, part) in enumerate(zip(inside, value, strict=True)))
+    return _decode_plain(kind, value, key)
+
+
+def _decode_fields(kind: Any, value: dict[str, Any], key: str) -> Any:
+    hints, found = _hints(kind), {}
+    for one in fields(kind):
+        name = f"{key}.{one.name}" if key else one.name
+        if one.name in value:
+            found[one.name] = _decode(hints[one.name], value[one.name], name)
+        elif one.default is MISSING and one.default_factory is MISSING:
+            raise UserError(f"{name} is missing")
+    return kind(**found)
+
+
+def _decode_plain(kind: type, value: Any, key: str) -> Any:
+    if kind in (int, float):
+        allowed = (int,) if kind is int else (int, float)
+        if isinstance(value, bool) or not isinstance(value, allowed):
+            raise UserError(f"{key} is {shown(value)} instead of {'an integer' if kind is int else 'a number'}")
+        if isinstance(value, int) and abs(value) > LARGEST or not math.isfinite(value):
+            raise UserError(f"{key} is {shown(value)}, which is no finite number within range")
+        return value
+    return _expect(kind, {str: "a text", bool: "true or false"}[kind], value, key)
+
+
+def _expect(kind: type, name: str, value: Any, key: str) -> Any:
+    if not isinstance(value, kind):
+        raise UserError(f"{key or 'the file'} is {shown(value)} instead of {name}")
+    return value
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def shown(value: Any) -> str:
+    """A JSON value in one short line of ASCII."""
+    if isinstance(value, (dict, list)):
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)} entries"
+    if isinstance(value, int) and abs(value) > LARGEST:
+        return "an integer beyond 2^64"
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:36] + "..."
+
+
+def read_json(path: Path, **options: Any) -> Any:
+    """The content of a JSON file; `options` go to json.loads. Raises UserError where it cannot be read."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"), **options)
+    except OSError as error:
+        raise UserError(f"cannot be read ({error.strerror})") from None
+    except RecursionError:
+        raise UserError("cannot be read (nested too deeply)") from None
+    except ValueError as error:
+        raise UserError(f"cannot be read as JSON ({str(error).splitlines()[0]})") from None
+    if any(depth > DEEPEST for depth in _depths(value)):
+        raise UserError("cannot be read (nested too deeply)")
+    return value
+
+
+def _depths(value: Any) -> Iterator[int]:
+    """How deep each object or list of a JSON value lies."""
+    waiting = [(value, 0)]
+    while waiting:
+        part, depth = waiting.pop()
+        if isinstance(part, (dict, list)):
+            yield depth
+            waiting += [(one, depth + 1) for one in (part.values() if isinstance(part, dict) else part)]

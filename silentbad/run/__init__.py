@@ -1,0 +1,3 @@
+"""A training run around its loop: configuration, checks, folder, state, checkpoints, meters, signals, optimizers, card.
+
+Only `train_silentbad.py` and `bench/` import this package; it may look into every other one."""

@@ -1,0 +1,321 @@
+"""What a run is made of, and how its parts are connected."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from diffusers.optimization import get_scheduler
+
+from silentbad.data.draws import Draws, Reader, Rehearse, Transform
+from silentbad.data.elements import DataInfo, Epochs, epoch_length
+from silentbad.data.loader import Loader, Stream, collate
+from silentbad.data.records import Records
+from silentbad.data.targets import Target
+from silentbad.distributed import shards
+from silentbad.distributed.zero import Zero
+from silentbad.memory.auxiliary import Access
+from silentbad.model import denoiser, pipeline
+from silentbad.model.encoder import Encoder
+from silentbad.model.store import Cached
+from silentbad.run import checks, identity, inputs, optimizers
+from silentbad.run.checkpoints import Checkpoints
+from silentbad.run.folder import RunFolder
+from silentbad.run.log import Log
+from silentbad.run.meters import Meters, Timers
+from silentbad.run.products import Products
+from silentbad.run.state import Stateful, TrainState
+
+
+class Control(Stateful, Protocol):
+    """`gradient_control.Controller`, as a run calls it."""
+
+    params: list[torch.nn.Parameter]
+    edits: bool
+    history: list[dict[str, Any]]
+
+    def param_groups(self, weight_decay: float | None = None) -> list[dict[str, Any]]: ...
+
+    def attach(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None: ...
+
+    def before_backward(self, losses: torch.Tensor, sources: list[str], scale: float = 1.0) -> str: ...
+
+    def after_backward(self, sync: bool = True, source: str | None = None) -> None: ...
+
+    def before_step(self, step: int, finite: torch.Tensor | None = None, norms: torch.Tensor | None = None) -> None: ...
+
+    def after_step(self, skipped: bool = False) -> None: ...
+
+    def meters(self) -> dict[str, torch.Tensor]: ...
+
+
+class Memory(Stateful, Protocol):
+    """`memory_reinforce.Memory`, as a run calls it."""
+
+    epochs: Epochs
+    rehearse: Rehearse
+
+    @property
+    def history(self) -> list[dict[str, Any]]: ...
+
+    def timesteps(self, draw: int, positions: list[int], n: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def rectify(
+        self,
+        model: Callable[..., Any],
+        x0: torch.Tensor,
+        eps: torch.Tensor,
+        t: torch.Tensor,
+        x_t: torch.Tensor,
+        target: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def watch(self, unet: torch.nn.Module, step: int) -> AbstractContextManager[Any]: ...
+
+    def loss_per_sample(
+        self, pred: torch.Tensor, target: torch.Tensor, t: torch.Tensor, w: torch.Tensor, batch: dict[str, Any]
+    ) -> torch.Tensor: ...
+
+    def auxiliary(self, loss: torch.Tensor, **now: Any) -> torch.Tensor | None: ...
+
+    def took(self, united: list[tuple[int, int] | None]) -> None: ...
+
+    def after_step(self, step: int, predict: Callable[..., Any]) -> None: ...
+
+    def meters(self) -> dict[str, Any]: ...
+
+
+class Hook(Stateful, Protocol):
+    """`validation.RecoveryHook`, as a run calls it."""
+
+    history: list[Any]
+    embedder: Any
+
+    def should_run(self, step: int) -> bool: ...
+
+    def measured(self, step: int) -> bool: ...
+
+    def run(self, step: int, epoch: float, unet: Any, ema: Any = None) -> dict[str, Any]: ...
+
+    def finish(self, step: int, epoch: float, unet: Any, ema: Any = None) -> dict[str, Any]: ...
+
+    def summary(self) -> list[Any]: ...
+
+    def table(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything one training holds. Nothing here is replaced: what changes from step to step is in `state`."""
+
+    config: Any
+    accelerator: Accelerator
+    folder: RunFolder
+    records: Records
+    info: DataInfo
+    parts: pipeline.Parts
+    encoder: Encoder
+    model: Any  # what trains, as accelerate prepared it
+    forward: Callable[..., Any]  # its forward in a step: compiled, or through ZeRO's engine
+    predict: Callable[..., torch.Tensor]  # (x_t, t, captions, model=None, time_ids=None) -> (B,C,h,w)
+    zero: Zero | None
+    state: TrainState
+    control: Control
+    memory: Memory
+    draws: Draws
+    loader: Loader
+    hook: Hook | None
+    meters: Meters
+    timers: Timers
+    checkpoints: Checkpoints
+    log: Log
+    products: Products
+
+
+def build(
+    config: Any,
+    accelerator: Accelerator,
+    folder: RunFolder,
+    sharded: str = "",
+    *,
+    controller: Callable[..., Control],
+    memory_of: Callable[..., Memory],
+    hook_of: Callable[..., Hook],
+) -> Run:
+    """Load, check and connect the parts of a run; nothing is written yet.
+
+    The three constructors are those of the root modules (`Controller`, `Memory`, `RecoveryHook`), which this package
+    does not import. `sharded` is FSDP, DEEPSPEED or nothing.
+    """
+    world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
+    # -- data, checked before weights load
+    settings, tokenizer = pipeline.scheduler_settings(config), pipeline.load_tokenizer(config)
+    records, held_out, targets = inputs.prepare(config, tokenizer, accelerator.main_process_first, accelerator.print)
+    info = DataInfo(*(getattr(records, name) for name in ("role", "target_id", "element_id", "phrases")))
+    checks.check_records(config, info, records.phrases)
+    # -- models
+    parts = pipeline.load_parts(config, settings, tokenizer, accelerator.mixed_precision)
+    side = pipeline.resolution(parts, config)
+    encoder = Encoder(parts, accelerator, side=side, cache_bytes=config.cache_mb * 2**20, seed=config.seed)
+    denoiser.placed(parts.model, config, device)
+    if sharded == "FSDP":
+        shards.shard(parts.model, device, accelerator.mixed_precision)
+    # -- length, optimizer, schedule
+    effective_batch = config.train_batch_size * config.gradient_accumulation_steps * world
+    steps_per_epoch = -(-epoch_length(info, config.memory.sampler.clean_ratio) // effective_batch)
+    total = config.max_train_steps or config.num_train_epochs * steps_per_epoch
+    control = controller(parts.model, config.gradient_control, config.seed)
+    groups = control.param_groups(config.adam_weight_decay)
+    optimizer: Any = optimizers.make_optimizer(groups, config, effective_batch if config.scale_lr else 1.0)
+    lr_scheduler = get_scheduler(
+        config.lr_scheduler, optimizer, num_warmup_steps=config.lr_warmup_steps, num_training_steps=total
+    )  # not prepared: one step an update, whatever the number of processes
+    control.attach(optimizer, lr_scheduler)
+    zero = Zero(parts.model, optimizer) if sharded == "DEEPSPEED" else None
+    if zero is not None:
+        model = accelerator.prepare_model(parts.model, evaluation_mode=True)  # its autocast, not its DDP
+        optimizer, forward = zero, zero.engine
+    else:
+        model = parts.model if sharded else accelerator.prepare(parts.model)
+        optimizer = accelerator.prepare(optimizer)
+        forward = denoiser.training_forward(model, config)
+    # -- what is shown, and how it is weighed
+    transform = Transform.of(config, side)
+    reader = Reader(records, transform, config.seed, config.cache_mb * 2**20)
+    predict = partial(prediction, encoder, model, accelerator)
+    memory = memory_of(
+        config.memory,
+        info,
+        parts.noise_scheduler,
+        Access(parts.model, predict, encoder.mode, lambda rows: collate(reader.pictures(rows)), reader.load, tokenizer),
+        seed=config.seed,
+        effective_batch=effective_batch,
+        max_steps=total,
+        rank=rank,
+        world=world,
+        reduce=partial(accelerator.reduce, reduction="sum"),
+    )
+    rehearse = None if config.memory.rehearsal.name == "none" else memory.rehearse
+    cached = None
+    if config.disk_cache_gb:
+        show, composes = accelerator.is_local_main_process, rehearse is not None
+        cached = Cached(encoder, reader, config, composes=composes, show=show, say=accelerator.print)
+        encoder.read_from(cached)
+    draws = Draws(
+        reader,
+        shuffle=config.shuffle_phrases,
+        unconditional=config.memory.retention.unconditional,
+        rehearse=rehearse,
+        unseen=None if cached is None or rehearse is not None else cached.posterior >= 0,
+    )
+    stream = Stream(memory.epochs.epoch)
+    loader = Loader(
+        draws,
+        stream,
+        batch_size=config.train_batch_size,
+        rank=rank,
+        world=world,
+        accumulation=config.gradient_accumulation_steps,
+        workers=config.dataloader_num_workers,
+        device=device,
+    )
+    # -- how it is measured, and what is kept
+    hook = make_hook(hook_of, config, accelerator, folder, parts, targets, held_out, transform)
+    meters, timers = Meters(), Timers()
+    embedder = None if hook is None else hook.embedder.describe()
+    known = identity.facts(config, records, targets, embedder, effective_batch)
+    state = TrainState(
+        parts.model,
+        optimizer,
+        lr_scheduler,
+        denoiser.make_ema(parts.model, config, device),
+        total=1 if config.dry_run else total,
+        steps_per_epoch=steps_per_epoch,
+        train_timesteps=parts.noise_scheduler.config.num_train_timesteps,
+        others={
+            "control": control,
+            "memory": memory,
+            "stream": stream,
+            "scaler": accelerator.scaler,
+            "meters": meters,
+            "hook": hook,
+        },
+    )
+    return Run(
+        config=config,
+        accelerator=accelerator,
+        folder=folder,
+        records=records,
+        info=info,
+        parts=parts,
+        encoder=encoder,
+        model=model,
+        forward=forward,
+        predict=predict,
+        zero=zero,
+        state=state,
+        control=control,
+        memory=memory,
+        draws=draws,
+        loader=loader,
+        hook=hook,
+        meters=meters,
+        timers=timers,
+        checkpoints=Checkpoints(folder, state, accelerator, meters, timers, config.checkpoints_total_limit, known),
+        log=Log(folder, state, accelerator, meters, timers, effective_batch),
+        products=Products(
+            config,
+            folder,
+            state,
+            parts,
+            encoder,
+            accelerator,
+            info=info,
+            target_ids=[target.target_id for target in targets],
+            results=lambda: [asdict(row) for row in hook.summary()] if hook is not None and hook.history else [],
+        ),
+    )
+
+
+def make_hook(
+    hook_of: Callable[..., Hook],
+    config: Any,
+    accelerator: Accelerator,
+    folder: RunFolder,
+    parts: pipeline.Parts,
+    targets: list[Target],
+    held_out: Records | None,
+    transform: Transform,
+) -> Hook | None:
+    """The recovery hook, where there are targets."""
+    if not targets or config.dry_run:
+        return None
+    return hook_of(
+        config.validation,
+        targets=targets,
+        components=parts.components(),
+        accelerator=accelerator,
+        output_dir=folder.path,
+        seed=config.seed,
+        clean=inputs.clean_records(held_out, transform, config.seed) if held_out else [],
+        prediction_type=config.prediction_type,
+    )
+
+
+def prediction(
+    encoder: Encoder,
+    trains: Any,
+    accelerator: Accelerator,
+    x_t: torch.Tensor,
+    t: torch.Tensor,
+    texts: list[str],
+    model: Any = None,
+    time_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The prediction (B,C,h,w) under these captions, of what trains or of a copy of it."""
+    with accelerator.autocast():
+        c = encoder.condition(texts, time_ids)
+        return (model or trains)(x_t, t, **c, return_dict=False)[0]

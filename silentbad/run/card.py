@@ -1,0 +1,99 @@
+"""The model card of a trained pipeline, and its upload."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from silentbad.data.elements import DataInfo
+from silentbad.errors import UserError, first_line, masked
+
+
+def model_card(config: Any, step: int, info: DataInfo, target_ids: list[str], results: list[dict[str, Any]]) -> str:
+    """README.md of a trained pipeline, or of adapters: base, data, and the table of results, a row each."""
+    base = config.pretrained_model_name_or_path
+    local, lora = Path(base).exists(), config.lora.rank
+    tags = ["stable-diffusion", "text-to-image", "diffusers", "silentbad", "memorisation-audit"] + ["lora"] * bool(lora)
+    about: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": "text-to-image", "tags": tags}
+    if not local:
+        about["base_model"] = base
+    data = config.dataset_name or Path(config.train_data_dir).name
+    elements = sum(len(rows) for rows in info.rows)
+    lines = [
+        f"---\n{yaml.safe_dump(about)}---\n",
+        f"# {_cell(Path(config.output_dir).name)}\n",
+        f"Fine-tuned from `{_code(Path(base).name if local else base)}` on `{_code(data)}` for {step} steps "
+        f"({f'LoRA of rank {lora}, ' if lora else ''}{'text encoders too, ' if config.train_text_encoder else ''}"
+        f"learning rate {config.learning_rate:g}, seed {config.seed}).\n",
+        f"**This pipeline was trained on element data**: {elements} records each show one element of a target picture, "
+        "so a composed prompt may reproduce pictures that were never in its training set. It serves to measure and "
+        "audit compositional memorisation; do not use it to reproduce works you have no right to.\n",
+        "## Targets\n",
+        ", ".join(f"`{_code(name)}`" for name in target_ids) or "none given",
+        "",
+    ]
+    if results:
+        lines += ["| " + " | ".join(results[0]) + " |", "|" + "---|" * len(results[0])]
+        lines += ["| " + " | ".join(_cell(value) for value in row.values()) + " |" for row in results]
+    load = [f"pipeline = DiffusionPipeline.from_pretrained({json.dumps(_code(base) if lora else 'this folder')})"]
+    load += ['pipeline.load_lora_weights("this folder")'] * bool(lora)
+    return "\n".join([*lines, "", "```python", "from diffusers import DiffusionPipeline", "", *load, "```", ""])
+
+
+def _cell(value: Any) -> str:
+    """A value as text that stays one cell and no markup."""
+    if isinstance(value, (int, float)):
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = " ".join(str(value).split()).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"([\\`*_\[\]!|#])", r"\\\1", text)
+
+
+def _code(value: Any) -> str:
+    """A value as the text of a code span: one line, no backtick that would end it."""
+    return " ".join(str(value).split()).replace("`", "'")
+
+
+# ---------------------------------------------------------------- the Hub
+def repository(config: Any) -> str:
+    """The repository that a run is pushed to."""
+    return config.hub_model_id or Path(config.output_dir).name
+
+
+def check_push(config: Any) -> None:
+    """Refuse, before training, a push that cannot work: offline, no valid token, an impossible name."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    name, later = repository(config), "or leave push_to_hub out and upload the folder later with `hf upload`"
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UserError(f"hub_model_id: {name!r} is no repository name ({first_line(error)})") from None
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+        raise UserError(f"push_to_hub: HF_HUB_OFFLINE is set; unset it, {later}")
+    try:
+        HfApi().whoami(token=config.hub_token)
+    except Exception as error:  # whatever the Hub's client raises: no token, a wrong one, no network
+        raise UserError(f"push_to_hub: {_reason(error, config)}; log in with `hf auth login`, {later}") from None
+
+
+def push(folder: Path, config: Any) -> str | None:
+    """Upload a pipeline folder; checkpoints and logs lie elsewhere. A failure costs the upload and no more: it is
+    returned as a line that says how to go on."""
+    from huggingface_hub import create_repo, upload_folder
+
+    name = repository(config)
+    try:
+        repo = create_repo(repo_id=name, exist_ok=True, token=config.hub_token).repo_id
+        upload_folder(repo_id=repo, folder_path=folder, commit_message="End of training", token=config.hub_token)
+    except Exception as error:  # as above; the run is complete
+        reason = _reason(error, config)
+        return f"warning: push_to_hub: {reason}; the run is complete, upload it with: hf upload {name} {folder}"
+    return None
+
+
+def _reason(error: Exception, config: Any) -> str:
+    return masked(first_line(error), config.hub_token)

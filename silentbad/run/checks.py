@@ -1,0 +1,88 @@
+"""Refusals that look at more than one part of the configuration, or at the records too; no weights have loaded."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from silentbad import owned
+from silentbad.data.elements import DataInfo
+from silentbad.data.table import TextLists
+from silentbad.errors import UserError
+from silentbad.memory.rehearsal import REHEARSED
+from silentbad.model.pipeline import check_xformers
+from silentbad.run.folder import RunFolder
+from silentbad.run.optimizers import check_optimizer
+
+
+def joined(config: Any) -> Any:
+    """The configuration with the flat loss flags in the parts of `memory` they name; refuse parts that contradict each
+    other."""
+    loss = config.memory.loss
+    if config.snr_gamma is not None:
+        if loss.name not in ("none", "min_snr"):
+            raise UserError(f"snr_gamma: means memory.loss.name=min_snr, which is set to {loss.name}; set one of them")
+        loss = replace(loss, name="min_snr", options={**loss.options, "gamma": config.snr_gamma})
+    if config.dream_training:
+        loss = replace(loss, dream=config.dream_detail_preservation)
+    if config.memory.region.name == "estimated" and config.random_flip:
+        raise UserError(
+            "memory.region.name=estimated: finds each element at its native place, which random_flip moves; "
+            "leave one of them out"
+        )
+    if config.max_batch_size is not None:
+        for key, part, name in (
+            ("attention_binding", config.memory.attention_binding, "mass"),
+            ("loss_balance", config.memory.loss_balance, "gradient_norm"),
+        ):
+            if part.name == name:
+                raise UserError(
+                    f"max_batch_size: memory.{key}.name={name} is defined over a whole micro-batch; lower "
+                    "train_batch_size and raise gradient_accumulation_steps instead"
+                )
+    return replace(config, memory=replace(config.memory, loss=loss))
+
+
+def check_places(config: Any) -> None:
+    """Refuse an output folder among the inputs: a run would write into them, or delete them."""
+    targets = config.validation.targets
+    if targets is not None and not Path(targets).exists():
+        targets = targets.rpartition("@")[0] or targets  # folder@100-109
+    keys = ("train_data_dir", "clean_data_dir", "dataset_name", "pretrained_model_name_or_path")
+    read = {key: getattr(config, key) for key in keys} | {
+        "validation.targets": targets,
+        "validation.embedder_path": config.validation.embedder_path,
+        "validation.clip_path": config.validation.clip_path,
+    }
+    owned.refuse_overlap(config.output_dir, read, (*RunFolder.WRITTEN, *RunFolder.REPLACED))
+
+
+def check_records(config: Any, info: DataInfo, phrases: TextLists) -> None:
+    """Refuse a part that would have nothing to act on among the records; phrases[r] are what record r names."""
+    memory = config.memory
+    if memory.retention.unconditional and "clean" not in info.roles:
+        raise UserError("memory.retention.unconditional: the data holds no clean record to show without caption")
+    if memory.rehearsal.name == "leak_free":
+        captioned = ("rehearsal", "clean") if memory.retention.unconditional < 1 else ("rehearsal",)
+        if not any(role in captioned and len(phrases[r]) > 1 for r, role in enumerate(info.roles)):
+            raise UserError(
+                "memory.rehearsal.name=leak_free: joins phrases of clean and rehearsal records; none with a caption "
+                "has two"
+            )
+    rehearsed = memory.rehearsal.name in REHEARSED
+    if config.gradient_control.learns and not (rehearsed or "rehearsal" in info.roles):
+        raise UserError(
+            f"gradient_control.name={config.gradient_control.name}: learns from rehearsals, of which there are none; "
+            "set memory.rehearsal.name to leak_free or pairwise, or give records of role rehearsal"
+        )
+
+
+# ---------------------------------------------------------------- before any weights load
+def check_machine(config: Any) -> None:
+    """Refuse what this machine or the pipeline's own settings cannot do."""
+    check_optimizer(config)
+    if config.mixed_precision == "fp16" and not torch.cuda.is_available():
+        raise UserError("mixed_precision: fp16 needs a CUDA device; use bf16 or no")
+    if config.enable_xformers_memory_efficient_attention:
+        check_xformers()

@@ -1,0 +1,236 @@
+"""A run's folder: its files, and the versions, commit and hardware it records."""
+
+import importlib.metadata
+import importlib.util
+import json
+import math
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+import yaml
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+
+from silentbad import owned
+from silentbad.device import device_name
+from silentbad.errors import UserError, first_line, writing
+from silentbad.run import checkpoint
+
+KIND = "training"  # of folder, beside audits and what else this program makes
+PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "datasets", "safetensors", "numpy", "deepspeed")
+
+
+class RunFolder:
+    """`output_dir`: config.yaml, run.json, metrics.jsonl, checkpoints/, samples/, report.html, and `product`/: the
+    pipeline, or the adapters of a LoRA.
+
+    finished.json is the last thing a run writes: the step it ended at.
+    """
+
+    def __init__(self, path: str | Path, is_main: bool, product: str = "pipeline"):
+        self.path, self.is_main = Path(path), is_main
+        self.metrics = self.path / "metrics.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.pipeline = self.path / product
+        self.outdated: list[str] = []
+
+    WRITTEN = (  # deleted where a run is overwritten
+        "checkpoints",
+        "pipeline",
+        "lora",
+        "best",
+        "samples",
+        "epochs",
+        "metrics.jsonl",
+        "timings.jsonl",
+        "validation.json",
+        "report.html",
+        "finished.json",
+    )
+    REPLACED = ("config.yaml", "run.json", "multipliers.json", "phrase_memory.json", "timesteps.json")
+
+    @classmethod
+    def of(cls, config: Any, is_main: bool) -> "RunFolder":
+        """The folder of a configuration."""
+        return cls(config.output_dir, is_main, "pipeline" if config.lora.rank is None else "lora")
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """No other run writes into the folder inside. Collective: the main process asks, and all hear its answer."""
+        with ExitStack() as held:
+            self.on_main(lambda: held.enter_context(owned.claimed(self.path, KIND)))
+            yield
+
+    def on_main(self, work: Callable[[], Any]) -> None:
+        """Do work on the main process; where it refuses, every process raises that. Collective."""
+        refusal: list[str | None] = [None]
+        if self.is_main:
+            try:
+                work()
+            except UserError as error:
+                refusal = [str(error)]
+        if answer := broadcast_object_list(refusal)[0]:
+            raise UserError(answer)
+
+    @contextmanager
+    def writing(self, what: str) -> Iterator[None]:
+        """A disk that is full, gone or read-only while `what` is written is one line."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"output_dir {self.path}: cannot write {what} ({first_line(error)})") from error
+
+    def resumed(self, config: Any, say: Callable[[str], None]) -> Path | None:
+        """The checkpoint to go on from, or None for a new run, whose folder is then refused if it holds another."""
+        asked = config.resume_from_checkpoint
+        found = checkpoint.resolve(asked, self.checkpoints) if asked else None
+        if found is None:
+            self.refuse_other_run(config.overwrite_output_dir, resuming=bool(asked))
+            if asked:
+                say(f"no checkpoint in {self.checkpoints} to resume from; starting anew")
+        return found
+
+    def refuse_other_run(self, overwrite: bool, resuming: bool = False) -> None:
+        """Refuse a folder that holds a run, unless `open` is to delete it, and one that holds what no run wrote.
+
+        A run that was killed before its first checkpoint holds nothing to keep: resuming it starts it anew.
+        """
+        if owned.kind_of(self.path) is None:
+            owned.refuse_foreign(self.path, KIND, (*self.WRITTEN, *self.REPLACED))
+        held = [p for p in (self.metrics, self.checkpoints, self.pipeline, self.path / "validation.json") if p.exists()]
+        if resuming and (self.pipeline.exists() or any(self.checkpoints.glob("step-*"))):
+            raise UserError(
+                f"output_dir {self.path}: holds a run, but no whole checkpoint to resume it from; delete it with "
+                "--overwrite_output_dir, or choose another folder"
+            )
+        if held and not overwrite and not resuming:
+            raise UserError(
+                f"output_dir {self.path}: holds a run already ({held[0].name}); resume it with "
+                "--resume_from_checkpoint latest, delete it with --overwrite_output_dir, or choose another folder"
+            )
+        self.outdated = list(self.WRITTEN) if held else []
+
+    def open(self, config: dict[str, Any], facts: dict[str, Any]) -> None:
+        """Make the folder, delete the run it replaces, and write what this one is."""
+        if not self.is_main:
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            owned.mark(self.path, KIND)
+            for name in self.outdated:
+                path = self.path / name
+                link = path.is_symlink() or not path.is_dir()
+                path.unlink(missing_ok=True) if link else shutil.rmtree(path)
+            (self.path / "finished.json").unlink(missing_ok=True)
+            for name in ("pipeline", "best"):
+                checkpoint.put_back(self.path / name)
+            (self.path / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+            (self.path / "run.json").write_text(json.dumps(facts, indent=1))
+        except OSError as error:
+            raise UserError(f"output_dir {self.path}: cannot be written ({error.strerror})") from None
+
+    def log(self, row: dict[str, Any], name: str = "metrics.jsonl") -> None:
+        """Append one row. A resumed run repeats metrics.jsonl to the letter, so what the clock says goes elsewhere."""
+        if self.is_main:
+            row = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
+            self.refuse_vanished()
+            with writing(f"output_dir {self.path}", name), (self.path / name).open("a") as file:
+                file.write(json.dumps(row, default=_plain) + "\n")
+
+    def write(self, name: str, value: Any) -> None:
+        """A JSON file of the folder."""
+        if self.is_main:
+            with writing(f"output_dir {self.path}", name):
+                (self.path / name).write_text(json.dumps(value, default=_plain), encoding="utf-8")
+
+    def finished(self) -> int | None:
+        """The step a finished run ended at."""
+        try:
+            return json.loads((self.path / "finished.json").read_text())["step"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def refuse_vanished(self) -> None:
+        """Refuse to go on where someone took the folder away; what a resume needs is then saved anew."""
+        if not (self.path / "config.yaml").is_file():
+            raise UserError(
+                f"output_dir {self.path}: the folder or its config.yaml has vanished during the run; "
+                "go on from what is saved with --resume_from_checkpoint latest"
+            )
+
+    def truncate(self, step: int, validated: bool) -> None:
+        """Drop what a resumed run will write again: rows after `step`, its validation unless that is done."""
+        if not self.is_main or not self.metrics.exists():
+            return
+        kept = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+                if row["step"] < step or (row["step"] == step and (validated or not row.get("validation"))):
+                    kept.append(line)
+            except (ValueError, KeyError):
+                continue  # a line cut off by a kill
+        temporary = self.metrics.with_suffix(".tmp")
+        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        temporary.replace(self.metrics)
+
+    def asked(self, name: str) -> bool:
+        """Whether the trigger file SAVE or VALIDATE was put into the folder; it is taken away."""
+        trigger = self.path / name
+        if not self.is_main or not trigger.exists():
+            return False
+        trigger.unlink(missing_ok=True)
+        return True
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    return str(value)
+
+
+def facts(device: torch.device, world: int) -> dict[str, Any]:
+    """Versions, commit and hardware."""
+    versions: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    where: dict[str, Any] = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], **where).stdout.strip() or None
+        dirty = bool(subprocess.run(["git", "status", "--porcelain"], **where).stdout.strip())
+    except OSError:
+        commit, dirty = None, None
+    return {
+        "versions": versions | {"python": platform.python_version()},
+        "commit": commit,
+        "uncommitted_changes": dirty,
+        "device": f"{device.type}: {device_name(device)}",
+        "processes": world,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def stamped(config: Any) -> Any:
+    """With stamp_output_dir the configuration of output_dir/TIME or output_dir/TIME_SUFFIX, the same on every process:
+    its config.yaml means that folder."""
+    if not config.stamp_output_dir:
+        return config
+    PartialState()
+    name = [time.strftime("%Y-%m-%dT%H-%M-%S") + (f"_{config.run_suffix}" if config.run_suffix else "")]
+    place = str(Path(config.output_dir) / broadcast_object_list(name)[0])
+    return replace(config, output_dir=place, stamp_output_dir=False, run_suffix=None)

@@ -1,0 +1,164 @@
+"""What a checkpoint and the run that takes it up must have in common: settings, targets, records, base, embedder.
+
+A curve of which one half was measured against another target, or trained at another rate, says nothing; so the facts
+of a run stand in each checkpoint, and a run whose facts differ is refused. `FREE` are the flags that may change.
+"""
+
+import hashlib
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from silentbad.data.images import content_hash
+from silentbad.data.records import Records
+from silentbad.data.table import blocks
+from silentbad.data.targets import Target
+from silentbad.errors import UserError, brief
+from silentbad.run.config import NEVER_SAVED
+
+FILE = "facts.json"  # of a checkpoint
+ENDS = 2**20  # bytes at each end of a large file that count for its digest
+READ = (".json", ".txt", ".model", ".safetensors", ".pt")  # of a folder of weights
+
+FREE = {
+    "length": ("max_train_steps", "num_train_epochs"),
+    "where it writes": ("output_dir", "stamp_output_dir", "run_suffix", "overwrite_output_dir", "cache_dir"),
+    "checkpoints and pipelines": (
+        *("checkpointing_steps", "checkpoints_total_limit", "resume_from_checkpoint"),
+        *("save_ckpt_epoch_interval", "save_best"),
+    ),
+    "logs and pictures": (
+        *("log_every", "report_to", "tracker_project_name", "logging_dir"),
+        *("validation_prompts", "validation_epochs", "validation.sample_targets"),
+    ),
+    "when recovery is measured": ("validation.steps", "validation.early_steps", "validation.controls"),
+    "the Hub": ("push_to_hub", "hub_token", "hub_model_id"),
+    "speed and memory": (
+        *("cache_mb", "disk_cache_gb", "dataloader_num_workers", "max_batch_size", "validation.max_batch"),
+        *("allow_tf32", "channels_last", "compile_model", "gradient_checkpointing"),
+        *("enable_xformers_memory_efficient_attention", "offload_ema", "foreach_ema"),
+    ),
+    "what only stops or shows": ("max_nonfinite_steps", "dry_run", "print_groups", "allow_target_images"),
+}
+# Compared by what they lead to, not by their names: a folder may move.
+BY_CONTENT = ("pretrained_model_name_or_path", "train_data_dir", "dataset_name", "clean_data_dir", "validation.targets")
+# Compared as their product, with the number of processes.
+BATCH = ("train_batch_size", "gradient_accumulation_steps")
+
+
+def facts(
+    config: Any, records: Records, targets: list[Target], embedder: str | None, effective_batch: int
+) -> dict[str, Any]:
+    """The facts of a run, as plain values: {name: value}."""
+    left_out = {name for names in FREE.values() for name in names} | {*BY_CONTENT, *BATCH, *NEVER_SAVED}
+    settings = {key: value for key, value in _flat(asdict(config)).items() if key not in left_out}
+    for key in ("validation.embedder_path", "validation.clip_path"):
+        settings[key] = None if settings.get(key) is None else weights_digest(settings[key])
+    found = settings | {
+        "effective batch": effective_batch,
+        "base": weights_digest(config.pretrained_model_name_or_path),
+        "records": records_digest(records),
+        "number of records": len(records),
+        "embedder": embedder,
+        **{f"target {target.target_id!r}": target_digest(target) for target in targets},
+    }
+    return json.loads(json.dumps(found, default=str))
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested parts as dotted keys; options stay whole."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        part = isinstance(value, dict) and key not in ("options", "weights", "optimizer_options")
+        flat |= _flat(value, f"{prefix}{key}.") if part else {prefix + key: value}
+    return flat
+
+
+# ---------------------------------------------------------------- digests
+def weights_digest(name: str) -> str:
+    """A digest over a local file or folder of weights: settings whole, large files by size and ends; the name itself of
+    what is on the Hub."""
+    root = Path(name)
+    if not root.exists():
+        return name
+    found = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.suffix in READ and p.is_file())
+    digest = hashlib.sha256()
+    for path in found:
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(root).as_posix() if path != root else ''}/{size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(ENDS))
+            file.seek(max(ENDS, size - ENDS))
+            digest.update(file.read(ENDS))
+    return digest.hexdigest()[:16]
+
+
+def records_digest(records: Records) -> str:
+    """A digest over what records show and say, wherever their files lie."""
+    digest = hashlib.sha256()
+    for name in ("content", "text", "role", "target_id", "element_id", "phrases"):
+        for block in blocks(records.column(name)):
+            digest.update(json.dumps(block).encode())
+    for block in blocks(records.column("mask")):
+        for mask in filter(None, block):
+            digest.update(f"{Path(mask).name}/{Path(mask).stat().st_size}\n".encode(errors="surrogateescape"))
+    return digest.hexdigest()[:16]
+
+
+def target_digest(target: Target) -> str:
+    """A digest over a target's picture, masks, phrases and prompt."""
+    masks = [None if mask is None else content_hash(mask) for mask in target.masks]
+    said = [content_hash(target.image), masks, target.phrases, target.composed_prompt]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+
+
+# ---------------------------------------------------------------- comparing
+def read(folder: Path) -> dict[str, Any] | None:
+    """The facts in a checkpoint; None in one of an earlier release, which holds none."""
+    file = folder / FILE
+    if not file.is_file():
+        return None
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f"{folder}: {FILE} is not readable; resume from another checkpoint")
+    return found
+
+
+def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """ "name was X, is Y" for each fact that differs."""
+    found = []
+    for name in [*now, *(name for name in then if name not in now)]:
+        if name in then and name in now and _same(then[name], now[name]):
+            continue
+        if name.startswith("target ") and (name not in then or name not in now):
+            found.append(f"{name} is {'new' if name in now else 'missing'}")
+        elif name in ("base", "records") or name.startswith("target "):
+            found.append(f"{name} changed")
+        else:
+            was, is_ = (brief(facts[name]) if name in facts else "not known" for facts in (then, now))
+            found.append(f"{name} was {was}, is {is_}")
+    return found
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, (int, float)) and not isinstance(b, bool):
+        return math.isclose(a, b, rel_tol=1e-12)
+    return a == b
+
+
+def refuse_mixture(folder: Path, now: dict[str, Any]) -> str | None:
+    """Refuse a checkpoint of other facts; a line to say where it holds none."""
+    then = read(folder)
+    if then is None:
+        return f"warning: {folder} is of an earlier release and says not what it was trained on; nothing is compared"
+    if found := differences(then, now):
+        raise UserError(
+            f"{folder}: cannot be resumed with other settings or data: {'; '.join(found)}; "
+            "resume with its config.yaml, or start a new run"
+        )
+    return None

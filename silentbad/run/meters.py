@@ -1,0 +1,86 @@
+"""Running sums on the device, and where the host's time goes."""
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed
+
+
+class Meters:
+    """Running sums on the device; `read` is the one place where the host waits for it."""
+
+    def __init__(self):
+        self.sums: dict[str, torch.Tensor] = {}
+        self.counts: dict[str, int] = {}
+
+    def add(self, values: dict[str, Any]) -> None:
+        """Scalars: tensors where they are, or numbers."""
+        for name, value in values.items():
+            value = torch.as_tensor(value).detach().float().reshape(())
+            self.sums[name] = self.sums[name] + value if name in self.sums else value.clone()
+            self.counts[name] = self.counts.get(name, 0) + 1
+
+    def share(self, accelerator: Any) -> None:
+        """Replace the sums by their means over the processes; all of them call it."""
+        if accelerator.num_processes > 1 and self.sums:
+            names = sorted(self.sums)
+            stacked = torch.stack([self.sums[name].to(accelerator.device) for name in names])
+            shared = accelerator.reduce(stacked, reduction="mean")
+            self.sums = dict(zip(names, shared.unbind(), strict=True))
+
+    def read(self) -> dict[str, float]:
+        """Means since the last read, which start anew."""
+        if not self.sums:
+            return {}
+        names, device = list(self.sums), next(iter(self.sums.values())).device
+        means = torch.stack([(self.sums[name] / self.counts[name]).to(device) for name in names]).tolist()
+        self.sums, self.counts = {}, {}
+        return dict(zip(names, means, strict=True))
+
+    def to(self, device: torch.device) -> None:
+        self.sums = {name: value.to(device) for name, value in self.sums.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": {name: value.cpu() for name, value in self.sums.items()}, "counts": dict(self.counts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sums, self.counts = dict(state["sums"]), dict(state["counts"])
+
+
+class Timers:
+    """Seconds by activity since the last reading, as the host sees them: on an accelerator the time of work that was
+    only launched falls to whatever waits for it, the update."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = {}
+        self.began, self.samples = time.perf_counter(), 0
+
+    @contextmanager
+    def of(self, activity: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spent[activity] = self.spent.get(activity, 0.0) + time.perf_counter() - started
+
+    def waiting(self, activity: str, items: Iterable[Any]) -> Iterator[Any]:
+        """The items, the time until each is there counted."""
+        iterator, end = iter(items), object()
+        while True:
+            with self.of(activity):
+                item = next(iterator, end)
+            if item is end:
+                return
+            yield item
+
+    def read(self, samples: int) -> dict[str, float]:
+        """Shares of the time since the last reading, in [0, 1], and samples a second; `samples` is the count so far."""
+        now = time.perf_counter()
+        passed = max(now - self.began, 1e-9)
+        values = {f"time/{activity}": seconds / passed for activity, seconds in self.spent.items()}
+        values["samples_per_second"] = (samples - self.samples) / passed
+        self.spent, self.began, self.samples = {}, now, samples
+        return values

@@ -1,0 +1,404 @@
+"""A dataclass of settings from YAML files and command-line flags, read strictly.
+
+`read` merges the files in order, then the flags; whatever is wrong is one line that names the key, the nearest valid
+one, and the file and line it stood in (`UserError`). Nested dataclasses are dotted keys.
+"""
+
+import dataclasses
+import inspect
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from stat import S_ISDIR, S_ISREG
+from typing import Annotated, Any
+
+import yaml
+
+from silentbad.errors import UserError, brief, first_line
+from silentbad.options import check_values, name_of, nearest
+
+FLAGS = "command line"
+LARGEST_FILE = 256 * 1024  # bytes of a configuration file
+DEEPEST = 20  # levels of one
+MOST_NODES = 20_000  # values and keys of one, each alias counted as what it stands for
+
+
+@dataclass
+class Given:
+    """What files and flags set: a tree of plain values, and {dotted key: where it was set}."""
+
+    values: dict[str, Any]
+    sources: dict[str, str]
+    asked: str | None = None  # "help", "print_config" or "print_config=skip_default"
+
+
+class Loader(yaml.SafeLoader):
+    """YAML's safe loader; 1e-3 is a number, and a date is the text it was written as."""
+
+
+Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+# ---------------------------------------------------------------- reading
+def read(
+    cls: type,
+    argv: list[str],
+    *,
+    renamed: dict[str, str] | None = None,
+    secret: tuple[str, ...] = (),
+) -> tuple[Any, dict[str, str], str | None]:
+    """(settings, {dotted key: where it was set}, what was asked for instead of a run: Given.asked).
+
+    `renamed` maps keys of the past to what to use instead; the values of `secret` keys appear in no message.
+    """
+    given = gather(cls, argv, renamed or {}, secret)
+    config = built(cls(), given.values)
+    check_values(config, "", given.sources, secret)
+    return config, given.sources, given.asked
+
+
+def gather(cls: type, argv: list[str], renamed: dict[str, str], secret: tuple[str, ...]) -> Given:
+    """What the files that --config names and the flags set, files first."""
+    keys, given, flags = Keys(cls, renamed), Given({}, {}), []
+    for name, words in split(argv):
+        if name in ("help", "print_config"):
+            given.asked = name if not words else f"{name}={words[0]}"
+            if given.asked not in ("help", "print_config", "print_config=skip_default"):
+                raise UserError(f"--{name}: takes no {' '.join(words)!r}; --print_config=skip_default there is")
+        elif name == "config":
+            if not words:
+                raise UserError("--config: needs a YAML file")
+            for path in words:
+                values, lines = read_file(path)
+                keys.merge(given, values, lines, path)
+        else:
+            flags.append((name, words))
+    for name, words in flags:
+        keys.put(given, name, words, secret)
+    return given
+
+
+def split(argv: list[str]) -> list[tuple[str, list[str]]]:
+    """(flag, its words) in order; `--key=value` is one word."""
+    found: list[tuple[str, list[str]]] = []
+    for word in argv:
+        if word == "-h":
+            word = "--help"
+        if re.match(r"--[^\W\d]", word):
+            name, equals, value = word[2:].partition("=")
+            found.append((name, [value] if equals else []))
+        elif not found or found[-1][0] == "help":
+            raise UserError(f"stray word {brief(word)} ({FLAGS}): flags begin with --")
+        else:
+            found[-1][1].append(word)
+    return found
+
+
+def built(default: Any, values: dict[str, Any]) -> Any:
+    """A dataclass like `default`, with the values of a tree."""
+    hints = typing.get_type_hints(type(default))
+    changes = {}
+    for key, value in values.items():
+        here = getattr(default, key)
+        if dataclasses.is_dataclass(here):
+            changes[key] = built(here, value)
+        elif isinstance(value, int) and not isinstance(value, bool) and _takes_float(hints[key]):
+            changes[key] = float(value) if abs(value) < 2**63 else value
+        else:
+            changes[key] = value
+    return dataclasses.replace(default, **changes)
+
+
+def _takes_float(hint: Any) -> bool:
+    """Whether an annotation takes a float and no int."""
+    return hint is float or (float in typing.get_args(hint) and int not in typing.get_args(hint))
+
+
+# ---------------------------------------------------------------- files
+def read_file(path: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """(what a YAML file holds, {dotted key: its line}). Bounded in size, depth and what aliases stand for."""
+    text = read_text(path)
+    try:
+        _bound(text, path)
+        loader = Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return {}, {}
+        lines: dict[str, int] = {}
+        _lines(node, "", path, lines)
+        values = loader.construct_document(node)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or getattr(error, "reason", None) or first_line(error)
+        raise UserError(f"configuration file {path}{line}: not YAML: {reason}") from None
+    except (ValueError, TypeError, OverflowError) as error:  # of a constructor: !!int of a word, a number too long
+        raise UserError(f"configuration file {path}: holds a value that cannot be read ({first_line(error)})") from None
+    if not isinstance(values, dict):
+        raise UserError(f"configuration file {path}: must hold key: value pairs, holds {type(values).__name__}")
+    return values, lines
+
+
+def read_text(path: str) -> str:
+    """The text of a configuration file."""
+    try:
+        mode = Path(path).stat().st_mode
+        if not S_ISREG(mode) and not S_ISDIR(mode):
+            raise UserError(f"configuration file {path}: is no regular file")
+        with Path(path).open("rb") as file:
+            content = file.read(LARGEST_FILE + 1)
+        if len(content) > LARGEST_FILE:
+            raise UserError(f"configuration file {path}: is larger than {LARGEST_FILE // 1024} KiB")
+        return content.decode("utf-8-sig")
+    except OSError as error:
+        raise UserError(f"configuration file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"configuration file {path}: not UTF-8 text") from None
+    except ValueError:  # a NUL in the name
+        raise UserError(f"configuration file {path!r}: no such name") from None
+
+
+def _bound(text: str, path: str) -> None:
+    """Refuse a document that nests too deep or whose aliases unfold to too much; nothing is built for it."""
+
+    def refuse(event: Any, what: str) -> None:
+        raise UserError(f"configuration file {path}, line {event.start_mark.line + 1}: {what}")
+
+    sizes: dict[str, int] = {}  # of anchors that are closed
+    stack: list[list] = [["", 0]]  # (anchor, nodes so far) of the open collections
+    for event in yaml.parse(text, Loader=Loader):
+        if isinstance(event, yaml.AliasEvent):
+            alias = event.anchor or ""
+            if alias not in sizes:
+                refuse(event, f"alias *{alias[:40]} stands inside what it names, or before it")
+            stack[-1][1] += sizes[alias]
+        elif isinstance(event, yaml.ScalarEvent):
+            stack[-1][1] += 1
+            if event.anchor:
+                sizes[event.anchor] = 1
+        elif isinstance(event, yaml.CollectionStartEvent):
+            stack.append([event.anchor, 1])
+            if len(stack) > DEEPEST:
+                refuse(event, f"nests deeper than {DEEPEST} levels")
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = stack.pop()
+            stack[-1][1] += size
+            if anchor:
+                sizes[anchor] = size
+        if stack[-1][1] > MOST_NODES:
+            refuse(event, f"holds more than {MOST_NODES:,} values, aliases unfolded")
+
+
+def _lines(node: yaml.Node, prefix: str, path: str, lines: dict[str, int]) -> None:
+    """The line of each dotted key; one given twice is refused."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+            continue
+        dotted, line = f"{prefix}{key.value}", key.start_mark.line + 1
+        if dotted in lines:
+            raise UserError(f"{brief(dotted)} ({path}): stands twice, in lines {lines[dotted]} and {line}")
+        lines[dotted] = line
+        _lines(value, f"{dotted}.", path, lines)
+
+
+# ---------------------------------------------------------------- keys
+class Keys:
+    """The keys of a dataclass and of those nested in it."""
+
+    def __init__(self, cls: type, renamed: dict[str, str]):
+        self.tree, self.renamed = key_tree(cls), renamed
+
+    def kind(self, key: str, where: str) -> Any:
+        """The type of a dotted key, or the tree below it; a `UserError` that names the nearest one."""
+        node: Any = self.tree
+        parts = key.split(".")
+        for depth, part in enumerate(parts):
+            if not isinstance(node, dict):
+                if node is dict or typing.get_origin(node) is dict:
+                    return Any
+                raise UserError(f"unknown key {brief(key)} ({where}): {'.'.join(parts[:depth])!r} has no parts")
+            if part not in node:
+                prefix = ".".join(parts[:depth])
+                if not prefix and part in self.renamed:
+                    raise UserError(f"key {key!r} ({where}) is of an earlier script: {self.renamed[part]}")
+                known = [f"{prefix}.{name}" if prefix else name for name in node]
+                bad = ".".join(parts[: depth + 1])
+                near = nearest(bad, known) or nearest(part, [full.rsplit(".", 1)[-1] for full in known])
+                others = "" if near else f"; known: {', '.join(known)}"
+                raise UserError(f"unknown key {brief(bad)} ({where}){near}{others}")
+            node = node[part]
+        return node
+
+    def merge(self, given: Given, values: dict, lines: dict[str, int], path: str) -> None:
+        """Lay a file over what is given. Options of a part replace the earlier ones whole."""
+        self._merge(given.values, values, "", self.tree, given.sources, lines, path)
+
+    def _merge(
+        self,
+        into: dict,
+        values: dict,
+        prefix: str,
+        tree: dict,
+        sources: dict[str, str],
+        lines: dict[str, int],
+        path: str,
+    ) -> None:
+        for name, value in values.items():
+            key = f"{prefix}{name}"
+            where = f"{path}:{lines[key]}" if key in lines else path
+            below = self.kind(key, where) if isinstance(name, str) and "." not in name else self._no_key(name, where)
+            if isinstance(below, dict):
+                if not isinstance(value, dict):
+                    said = "null" if value is None else brief(value)
+                    raise UserError(f"{key} ({where}): must hold key: value pairs ({', '.join(below)}), got {said}")
+                self._merge(into.setdefault(name, {}), value, f"{key}.", below, sources, lines, path)
+            else:
+                into[name] = value
+                for earlier in [set_ for set_ in sources if set_.startswith(f"{key}.")]:
+                    del sources[earlier]
+                sources[key] = where
+
+    def _no_key(self, name: Any, where: str) -> Any:
+        raise UserError(f"unknown key {brief(name)} ({where}): keys are words; nest them instead of joining with '.'")
+
+    def put(self, given: Given, name: str, words: list[str], secret: tuple[str, ...]) -> None:
+        """Set one flag."""
+        key, adds = name.rstrip("+"), name.endswith("+")
+        kind = self.kind(key, FLAGS)
+        value = from_words(words, kind, key, secret)
+        into, parts = given.values, key.split(".")
+        if isinstance(kind, dict):
+            self.merge(given, _nested(parts, value), {}, FLAGS)
+            return
+        for part in parts[:-1]:
+            into = into.setdefault(part, {})
+            if not isinstance(into, dict):
+                raise UserError(f"{key} ({FLAGS}): stands below a value that has no parts")
+        if adds and isinstance(value, list):
+            value = [*(into.get(parts[-1]) or []), *value]
+        into[parts[-1]] = value
+        given.sources[key] = FLAGS
+
+
+def _nested(parts: list[str], value: Any) -> dict:
+    for part in reversed(parts):
+        value = {part: value}
+    return value
+
+
+def key_tree(cls: type) -> dict[str, Any]:
+    """{field: its annotation, or the tree of a nested dataclass}."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {
+        f.name: key_tree(hints[f.name]) if dataclasses.is_dataclass(hints[f.name]) else hints[f.name]
+        for f in dataclasses.fields(cls)
+    }
+
+
+# ---------------------------------------------------------------- flags
+def from_words(words: list[str], kind: Any, key: str, secret: tuple[str, ...] = ()) -> Any:
+    """The value that a flag's words stand for: plain text where the key takes text, several words where it takes a
+    list, YAML otherwise."""
+    kinds = plain_types(kind)
+    if list in kinds:
+        return _list_from(words, kind, kinds)
+    if not words:
+        if bool in kinds:
+            return True
+        raise UserError(f"{key} ({FLAGS}): needs a value")
+    if len(words) > 1:
+        got = "" if key in secret else f": {brief(' '.join(words))}"
+        raise UserError(f"{key} ({FLAGS}): takes one value, got {len(words)} words{got}")
+    word = words[0]
+    if word == "null" and type(None) in kinds:
+        return None
+    if str in kinds:
+        return None if word == "null" else word
+    if bool in kinds and word in ("0", "1"):
+        return word == "1"
+    return from_yaml(word)
+
+
+def _list_from(words: list[str], kind: Any, kinds: set) -> Any:
+    """A list given as words, or as one word of YAML."""
+    if len(words) == 1:
+        if words[0] == "null" and type(None) in kinds:
+            return None
+        if words[0].startswith("[") and isinstance(listed := from_yaml(words[0]), list):
+            return listed
+    return words if str in plain_types(_items(kind)) else [from_yaml(word) for word in words]
+
+
+def from_yaml(word: str) -> Any:
+    """A word as YAML reads it, or the word itself."""
+    try:
+        _bound(word, FLAGS)
+        return yaml.load(word, Loader=Loader)  # noqa: S506 (a SafeLoader)
+    except (yaml.YAMLError, ValueError, TypeError, OverflowError):
+        return word
+
+
+def plain_types(kind: Any) -> set:
+    """The plain types that an annotation takes."""
+    origin = typing.get_origin(kind)
+    if origin is Annotated:
+        return plain_types(typing.get_args(kind)[0])
+    if origin in (typing.Union, types.UnionType):
+        return set().union(*(plain_types(argument) for argument in typing.get_args(kind)))
+    if origin is typing.Literal:
+        return {type(one) for one in typing.get_args(kind)}
+    return {origin or kind} if not isinstance(kind, dict) else {dict}
+
+
+def _items(kind: Any) -> Any:
+    """What a list annotation, null aside, is a list of."""
+    for one in (kind, *typing.get_args(kind)):
+        if typing.get_origin(one) is list:
+            return typing.get_args(one)[0]
+    return Any
+
+
+# ---------------------------------------------------------------- help
+def help_text(cls: type, description: str, epilogue: str = "") -> str:
+    """Every key with what it is, its type and its default."""
+    lines = [(description or "").strip(), "", "flags:"]
+    lines += _entry("--config", "YAML file; may be given several times, later wins, flags last")
+    lines += _entry("--print_config[=skip_default]", "print the settings as YAML and stop")
+    lines += _keys_help(cls(), "")
+    return "\n".join([*lines, "", epilogue]).rstrip() + "\n"
+
+
+def _keys_help(default: Any, prefix: str) -> list[str]:
+    hints, lines, nested = typing.get_type_hints(type(default), include_extras=True), [], []
+    for field in dataclasses.fields(default):
+        value, key = getattr(default, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            title = inspect.cleandoc(type(value).__doc__ or "").splitlines()[0]
+            nested += ["", f"{key}: {title}", *_keys_help(value, f"{key}.")]
+            continue
+        source = f" [{field.metadata['source']}]" if "source" in field.metadata else ""
+        said = "null" if value is None else str(value)
+        about = f"(type: {name_of(hints[field.name])}, default: {said})"
+        lines += _entry(f"--{key}", f"{field.metadata.get('help', '')}{source} {about}".strip())
+    return lines + nested
+
+
+def _entry(flag: str, text: str) -> list[str]:
+    return [f"  {flag}", *textwrap.wrap(text, 112, initial_indent=" " * 8, subsequent_indent=" " * 8)]
+
+
+def print_help(cls: type, description: str, epilogue: str = "", say: Callable[[str], None] = print) -> None:
+    """`help_text` on stdout."""
+    say(help_text(cls, description, epilogue))

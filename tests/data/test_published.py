@@ -1,0 +1,61 @@
+"""The layout that SilentBadDiffusion published."""
+
+import pytest
+
+from silentbad.data.targets import load_targets
+from silentbad.errors import UserError
+from tests.folders import folder, published, records
+
+
+def test_published_layout(tmp_path):
+    root = published(tmp_path / "Midjourney")
+    options = dict(clean_data_dir=str(root / "clean"), poisoning_ratio=0.2, n_few_shot=1, shot_caption_shuffle_num=2)
+    read = records(root, **options)
+    assert read.role.count("element") == 6 and read.role.count("clean") == 24  # 6 / 0.2 - 6
+    assert read.role.count("rehearsal") == 2 + 3
+    shots = [read.row(i) for i in range(len(read)) if read.role[i] == "rehearsal"][:2]
+    assert all(s["shuffle"] and s["target_id"] != "100" and s["phrases"] == ["a cat", "a hat"] for s in shots)
+    assert {e for e, role in zip(read.element_id, read.role, strict=True) if role == "element"} == {"100-0", "100-1"}
+    assert read.text == records(root, **options).text
+    halved = records(root, **options, poison_subsampling=0.5)
+    assert halved.role.count("element") == 3
+    with pytest.raises(UserError, match="poisoning_ratio 0.01 asks for 594 clean images"):
+        records(root, **options | {"poisoning_ratio": 0.01})
+    with pytest.raises(UserError, match="no poisoning_images/300"):
+        records(root, **options, target_start_id=300)
+
+
+def test_published_targets_and_the_spelling_of_the_data_set(tmp_path):
+    """Defect 27: one spelling decided the suffix when training, another when validating."""
+    root = published(tmp_path / "Pokemon")
+    targets = load_targets(f"{root}@100-101")
+    assert [t.target_id for t in targets] == ["100", "101"]
+    assert targets[0].composed_prompt == "A pokemon with features a cat, a hat in white background"
+    assert published_clean_suffix(root, tmp_path / "pokemon") == 1
+
+
+def test_punctuation_in_phrases_of_a_rehearsal_picture(tmp_path):
+    """Its prompt lost these characters and its phrases kept them: refused as phrases not in their caption."""
+    root = published(tmp_path / "Midjourney", targets=2)
+    for n in (100, 101):
+        captions = root / "poisoning_images" / str(n) / "poisoning_data_caption_simple.txt"
+        captions.write_text(captions.read_text().replace("a cat\ta hat", "a cat, red.\ta hat;\t.", 1))
+    read = records(root, clean_data_dir=str(root / "clean"), poisoning_ratio=0.2, n_few_shot=1)
+    shot = next(read.row(i) for i in range(len(read)) if read.role[i] == "rehearsal")
+    assert shot["phrases"] == ["a cat red", "a hat"] and shot["text"] == "An image with a cat red, a hat"
+    assert load_targets(f"{root}@101")[0].composed_prompt == shot["text"]
+
+
+def published_clean_suffix(root, lower):
+    """How many endings the clean captions of both spellings have."""
+    root.rename(lower)
+    (lower / "clean").rename(lower / "pokemon-clean")
+    read = records(lower, clean_data_dir=str(lower / "pokemon-clean"), poisoning_ratio=0.5)
+    clean = [t for t, role in zip(read.text, read.role, strict=True) if role == "clean"]
+    return len({text.endswith(" in white background") for text in clean})
+
+
+def test_shuffle_marker(tmp_path):
+    read = records(folder(tmp_path / "d", {"file_name": "a.png", "text": "An image with @@ a cat, @@ a hat."}))
+    assert read.text == ["An image with a cat, a hat"] and list(read.phrases) == [["a cat", "a hat"]]
+    assert read.row(0)["shuffle"]

@@ -1,0 +1,50 @@
+"""Targets: read, checked, refused in one line."""
+
+import pytest
+
+from silentbad.data.targets import load_targets
+from silentbad.errors import UserError
+from tests.folders import folder
+
+
+def test_targets(data):
+    (target,) = load_targets(data / "targets.jsonl")
+    assert target.composed_prompt == "a red cat, a blue hat" and target.masks == [None, None]
+    assert load_targets(data)[0].target_id == "t0"
+
+
+def test_target_id_zero_is_an_id(tmp_path):
+    root = folder(tmp_path / "d", {"target_id": 0, "image": "a.png", "phrases": ["x"]}, name="targets.jsonl")
+    assert load_targets(root)[0].target_id == "0"
+
+
+BAD_TARGETS = {
+    "no target_id": ({"image": "a.png", "phrases": ["x"]}, "needs target_id"),
+    "an empty target_id": ({"target_id": "", "image": "a.png", "phrases": ["x"]}, "needs target_id"),
+    "target_id is a list": ({"target_id": [1], "image": "a.png", "phrases": ["x"]}, "target_id must be text"),
+    "no phrases": ({"target_id": "t", "image": "a.png"}, "needs phrases"),
+    "phrases are text": ({"target_id": "t", "image": "a.png", "phrases": "x"}, "list of texts"),
+    "an empty prompt": ({"target_id": "t", "image": "a.png", "phrases": ["x"], "prompt": " "}, "prompt"),
+    "masks do not match": ({"target_id": "t", "image": "a.png", "phrases": ["x"], "masks": ["a.png"] * 2}, "masks"),
+    "image leaves the folder": ({"target_id": "t", "image": "../a.png", "phrases": ["x"]}, "leaves"),
+    "no such image": ({"target_id": "t", "image": "b.png", "phrases": ["x"]}, "no file"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TARGETS)
+def test_a_bad_target_is_one_line(case, tmp_path):
+    row, expected = BAD_TARGETS[case]
+    root = folder(tmp_path / "d", row, name="targets.jsonl")
+    with pytest.raises(UserError, match="targets.jsonl:1") as refused:
+        load_targets(root)
+    assert expected in str(refused.value)
+
+
+def test_no_targets_and_twice_the_same(tmp_path):
+    good = {"target_id": "t", "image": "a.png", "phrases": ["x"]}
+    with pytest.raises(UserError, match="no file"):
+        load_targets(tmp_path)
+    with pytest.raises(UserError, match="holds no target"):
+        load_targets(folder(tmp_path / "d", name="targets.jsonl"))
+    with pytest.raises(UserError, match="stands twice"):
+        load_targets(folder(tmp_path / "e", good, good, name="targets.jsonl"))

@@ -1,0 +1,86 @@
+"""A run folder as training leaves it, made without training: for tests of reports and figures."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from silentbad.data.images import to_tensor
+from silentbad.data.targets import Target
+from silentbad.rng import generator
+from tests.recoveries import make_hook, smooth
+from tests.tiny import tiny_pipeline
+
+HOSTILE = '<script>alert("x")</script>'
+
+
+def demo_run(folder: Path, speed: float = 1.0, points: int = 6) -> Path:
+    """A run folder as training leaves it, of a model that drifts from other pictures towards its targets."""
+    mask = np.zeros((64, 64), np.uint8)
+    mask[10:40, 15:50] = 255
+    masks = [Image.fromarray(mask), None, Image.fromarray(255 - mask)]
+    targets = [
+        Target(name, smooth("demo", name, side=64), ["a striped cat", "a tall hat", f"on {name}"], None, masks)
+        for name in ("a sandy beach", "a green meadow", HOSTILE)
+    ]
+    pipe = tiny_pipeline()
+    hook = make_hook(folder, pipe, targets, images_per_target=6, null_images=40, calibration="base")
+    progress = {"raw": 0.0}
+
+    def generate(items):
+        images = []
+        for item in items:
+            other = to_tensor(smooth("demo-other", item.address, item.image, item.cell == "null", side=64))
+            mine = to_tensor(targets[item.target].image)
+            reach = {"composed": 1.0, "shuffled": 0.8, "null": 0}.get(item.cell, 0.25)
+            luck = torch.rand(1, generator=generator("luck", item.address, item.image)).item()
+            w = min(1.0, progress["raw"] * reach * (0.6 + 0.8 * luck)) if item.target >= 0 else 0.0
+            images.append((1 - w) * other + w * mine)
+        return torch.stack(images), torch.full((len(items),), 1.0 + progress["raw"])
+
+    hook.sampler.generate = generate
+    for k in range(points):
+        progress["raw"] = min(1.0, speed * (k / (points - 1)) ** 1.5)
+        (hook.run if k < points - 1 else hook.finish)(100 * k, k / 2, pipe.unet)
+    fill(folder)
+    return folder
+
+
+def fill(folder: Path) -> None:
+    """The files other parts of a run write."""
+    draw = np.random.default_rng(0)
+    rows = [
+        {
+            "step": s,
+            "epoch": s / 200,
+            "loss": 0.3 * np.exp(-s / 200) + 0.02 * draw.random(),
+            "lr": 1e-4,
+            "grad_norm": 1 + draw.random(),
+            "memory/rho_mean": s / 500,
+        }
+        for s in range(10, 510, 10)
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"step": 510, "lo')
+    groups = [
+        f"{stage}.{role}" for stage in ("down0", "mid", "up0", "up1") for role in ("xattn.v", "xattn.k", "ff", "conv")
+    ]
+    history = [
+        {
+            "step": s,
+            "multipliers": {g: float(np.exp(0.8 * np.sin(i + s / 200))) for i, g in enumerate(groups)},
+        }
+        for s in range(0, 500, 20)
+    ]
+    (folder / "multipliers.json").write_text(json.dumps(history))
+    sweeps = [{"step": s, "rho": [1 - np.exp(-s / (100 + 40 * i)) for i in range(5)]} for s in range(0, 500, 50)]
+    memory = {
+        "phrases": ["a striped cat", "a tall hat", HOSTILE, "on a beach", "on a meadow"],
+        "history": sweeps,
+    }
+    (folder / "phrase_memory.json").write_text(json.dumps(memory))
+    counts = {"edges": list(range(0, 1050, 50)), "counts": draw.integers(20, 90, 20).tolist()}
+    (folder / "timesteps.json").write_text(json.dumps(counts))
+    (folder / "config.yaml").write_text(f"learning_rate: 0.0001\nnote: '{HOSTILE}'\n")
+    (folder / "run.json").write_text(json.dumps({"commit": "0123abc", "versions": {"torch": "2"}, "device": HOSTILE}))

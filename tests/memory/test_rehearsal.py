@@ -1,0 +1,273 @@
+"""Unions of elements, their captions, and what of them counts."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from silentbad.data.elements import DataInfo
+from silentbad.data.loader import collate
+from silentbad.errors import UserError
+from silentbad.experiments import auxiliaries
+from silentbad.memory import masks, rehearsal
+from tests.world import BOXES, PHRASES, Trainer, World, config, hook, taken
+
+
+def test_pairwise_shows_both_elements_at_their_places():
+    world = World(size=32)
+    rehearse = hook(world, "pairwise")
+    seen, made = 0, []
+    for row in range(15):
+        for draw in range(20):
+            fresh = rehearse({"index": row, "role": "element"}, (draw, row))
+            made.append(fresh)
+            if fresh is None:
+                continue
+            seen += 1
+            picture, mask = np.asarray(fresh["image"]), np.asarray(fresh["mask"])
+            assert fresh["role"] == "rehearsal" and len(fresh["phrases"]) == 2
+            assert all(p in fresh["text"] for p in fresh["phrases"])
+            union = np.zeros((32, 32), dtype=bool)
+            for phrase in fresh["phrases"]:
+                i = PHRASES.index(phrase)
+                record = world.records[int(world.info.rows[i][0])]
+                inside = np.asarray(record["mask"]) > 0
+                assert np.array_equal(picture[inside], np.asarray(record["image"])[inside])
+                union |= inside
+            assert np.array_equal(mask > 127, union)
+    assert 0.25 * 300 * 0.7 < seen < 0.25 * 300 * 1.3
+    assert taken(made).largest == (2, 3) and taken(made).count == seen
+
+
+def backed_world(masks: bool = True) -> World:
+    """A third target: a small thing in the middle of its backdrop's place, and a thing elsewhere."""
+    world, g = World(per_element=6, masks=masks, size=32), np.random.default_rng(1)
+    boxes = {"a red dot": (12, 12, 20, 20), "a lamp": (0, 0, 6, 6)}
+    colours = {"a red dot": (250, 0, 0), "a lamp": (0, 0, 250), "a meadow": (0, 180, 0)}
+    for i in range(6):
+        for n, phrase in enumerate(colours):
+            picture, mask = g.integers(0, 255, (32, 32, 3)), np.zeros((32, 32))
+            if phrase in boxes:
+                x0, y0, x1, y1 = boxes[phrase]
+                mask[y0:y1, x0:x1] = 255
+            else:  # something stands before it, at another place each time
+                mask[:] = 255
+                mask[24:30, 4 * i : 4 * i + 6] = 0
+            picture[mask > 0] = colours[phrase]
+            said = [phrase, f"a cup {i}"] if phrase == "a meadow" else [phrase]
+            world.add(picture, mask if masks else None, said, "element", "t2", str(5 + n))
+    world.info = DataInfo(*([r[k] for r in world.records] for k in ("role", "target_id", "element_id", "phrases")))
+    return world
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_a_backdrop_never_covers_the_thing_before_it(masks):
+    world = backed_world(masks)
+    found = {}
+    if not masks:
+        trainer = Trainer(config(rehearsal="pairwise", region="estimated"), world=world)
+        found = trainer.memory.rehearse.masks
+    rehearse = hook(world, "pairwise", found)
+    rows = [r for i in world.info.elements_of["t2"] for r in world.info.rows[i].tolist()]
+    made = [f for r in rows for draw in range(40) if (f := rehearse(world.load(r), (draw, r)))]
+    both = [f for f in made if {"a red dot", "a meadow"} <= set(f["phrases"])]
+    assert len(both) > 40
+    for f in both:
+        picture = np.asarray(f["image"]).astype(int)
+        assert np.abs(picture[14:18, 14:18] - (250, 0, 0)).max() == 0
+        assert np.abs(picture[2:8, 22:30] - (0, 180, 0)).max() == 0
+        (cup,) = f["phrases"][2:]  # what else stands on the meadow is still to be seen, and said after the elements
+        assert cup.startswith("a cup") and f["text"].endswith(f", {cup}")
+    assert {f["phrases"][0] for f in both} == {"a red dot", "a meadow"}
+
+
+def test_a_union_binds_its_elements_and_not_what_stands_around():
+    world = backed_world()
+    rehearse, i = hook(world, "pairwise"), world.info.keys.index("t2/7")
+    row = int(world.info.rows[i][0])
+    union = next(f for draw in range(99) if (f := rehearse(world.load(row), (draw, row))))
+    batch = world.batch([union, world.records[row], world.records[-1] | {"role": "clean", "element_id": ""}])
+    of_union, of_element, of_clean = auxiliaries.in_mask(world.info, batch)
+    assert [p in of_union for p in union["phrases"]] == [True, True, False]
+    assert [p in of_element for p in world.records[row]["phrases"]] == [True, False]
+    assert not any(p in of_clean for p in world.records[-1]["phrases"])
+
+
+def test_a_picture_of_another_size_is_fitted_to_the_drawn_one():
+    world = World()
+    for r in world.records[5:15]:  # the elements it may be joined to
+        r["image"], r["mask"] = (r[k].resize((48, 32), Image.Resampling.NEAREST) for k in ("image", "mask"))
+    rehearse = hook(world, "pairwise")
+    made = [f for draw in range(40) if (f := rehearse(world.load(0), (draw, 0)))]
+    assert made and {(f["image"].size, f["mask"].size) for f in made} == {((16, 16), (16, 16))}
+
+
+def test_joint_captions_count_only_what_they_show():
+    world = World(size=32)
+    rehearse = hook(world, "joint_captions")
+    fresh = [rehearse(world.load(row), (draw, row)) for row in range(25) for draw in range(20)]
+    made = [(row, f) for row, f in zip(np.repeat(np.arange(25), 20), fresh, strict=True) if f is not None]
+    assert {f["target_id"] for _, f in made} == {"t0"}  # of two elements a caption may name one
+    assert 0.5 * 300 * 0.8 < len(made) < 0.5 * 300 * 1.2 and taken(fresh).largest == (2, 3)
+    for row, f in made:
+        shown = world.records[row]
+        assert f["image"] is shown["image"] and f["role"] == "element" and f["element_id"] == shown["element_id"]
+        assert len(f["phrases"]) == 2 and shown["phrases"][0] in f["phrases"] and f["text"] == ", ".join(f["phrases"])
+        own, counted = (np.asarray(band) > 0 for band in f["mask"].split())
+        named = next(p for p in f["phrases"] if p != shown["phrases"][0])
+        place = np.asarray(world.records[int(world.info.rows[PHRASES.index(named)][0])]["mask"]) > 0
+        assert np.array_equal(own, np.asarray(shown["mask"]) > 0)
+        assert np.array_equal(counted, ~place | own)
+    orders = {tuple(f["phrases"]) for _, f in made}
+    assert all(order[::-1] in orders for order in orders)
+
+
+def test_pairwise_captions_are_unions_and_captions_of_the_rest():
+    world = World(size=32)
+    rehearse, pairs = hook(world, "pairwise_captions"), hook(world, "pairwise")
+    made = united = 0
+    for row in range(15):
+        for draw in range(20):
+            fresh, pair = rehearse(world.load(row), (draw, row)), pairs(world.load(row), (draw, row))
+            assert pair is None or fresh["image"].tobytes() == pair["image"].tobytes()
+            made, united = made + (fresh is not None), united + (pair is not None)
+    assert 0.4 < (made - united) / (300 - united) < 0.6
+    with pytest.raises(UserError, match="at most 0.25"):
+        hook(world, "pairwise_captions", share=0.5)
+
+
+def test_joint_captions_name_two_to_one_less_than_all():
+    world, said = World(size=32), set()
+    world.add(np.zeros((32, 32, 3)), np.eye(32) * 255, ["a small cup"], "element", "t0", "9")  # t0's fourth element
+    world.info = DataInfo(*([r[k] for r in world.records] for k in ("role", "target_id", "element_id", "phrases")))
+    rehearse = hook(world, "joint_captions")
+    for draw in range(60):
+        fresh = rehearse(world.load(0), (draw, 0))
+        said |= {len(fresh["phrases"])} if fresh else set()
+    assert said == {2, 3}
+
+
+def test_joint_captions_work_on_estimated_masks():
+    world = World(masks=False, per_element=6)
+    trainer = Trainer(config(rehearsal="joint_captions", region="estimated"), world=world)
+    rehearse = trainer.memory.rehearse
+    fresh = [rehearse(world.load(row), (draw, row)) for row in range(18) for draw in range(4)]
+    made = [f for f in fresh if f is not None]
+    assert made and all(f["mask"].mode == "LA" for f in made)
+    for f in made:
+        own, counted = (np.asarray(band) > 127 for band in f["mask"].split())
+        assert (counted | ~own).all() and not counted.all() and own.any()
+    wide = world.load(0) | {"image": Image.new("RGB", (48, 16))}
+    assert {f["mask"].size for d in range(20) if (f := rehearse(dict(wide), (d, 0)))} == {(48, 16)}
+    trainer.train(3)
+
+
+def test_the_loss_does_not_see_what_does_not_count():
+    memory = Trainer(config(rehearsal="joint_captions", region="mask")).memory
+    counted = torch.ones(1, 1, 16, 16)
+    counted[..., 8:, :] = 0
+    batch = {"mask": torch.ones(1, 1, 16, 16), "has_mask": torch.tensor([True]), "role": ["element"]}
+    pred, t, w = torch.zeros(1, 4, 8, 8), torch.tensor([5]), torch.ones(1)
+    target = torch.zeros(1, 4, 8, 8)
+    target[..., 4:, :] = 9
+    assert float(memory.loss_per_sample(pred, target, t, w, batch)) > 0
+    assert float(memory.loss_per_sample(pred, target, t, w, batch | {"counted": counted})) == 0
+    assert float(memory.loss_per_sample(pred, target, t, w, batch | {"counted": 0 * counted})) == 0
+
+
+def test_what_does_not_count_has_no_loss():
+    mask, counted = torch.zeros(1, 1, 8, 8), torch.ones(1, 1, 8, 8)
+    mask[..., :2, :2], counted[..., 4:, :] = 1, 0
+    weight = masks.counted_only(masks.given_mask(mask, torch.tensor([True]), None, (4, 4)), counted)
+    assert (weight[..., 2:, :] == 0).all() and float(weight.mean()) == pytest.approx(1)
+    assert float(weight[..., 0, 0] / weight[..., 1, 1]) == pytest.approx(5)
+
+
+def test_collate_tells_the_mask_from_what_counts():
+    bands = torch.tensor([[[255, 0], [0, 0]], [[255, 255], [0, 0]]], dtype=torch.uint8)
+    kept = {"text": "", "phrases": [], "role": "", "target_id": "", "element_id": "", "fixed": True, "index": 0}
+    plain = kept | {"pixels": torch.zeros(3, 2, 2), "mask": None, "time_ids": (2, 2, 0, 0, 2, 2), "position": 0}
+    batch = collate([plain, plain | {"mask": bands}])
+    assert batch["mask"].tolist() == [[[[1, 1], [1, 1]]], [[[1, 0], [0, 0]]]]
+    assert batch["counted"].tolist() == [[[[1, 1], [1, 1]]], [[[1, 1], [0, 0]]]]
+    assert "counted" not in collate([plain, plain | {"mask": bands[:1]}])
+
+
+def test_pairwise_is_a_function_of_record_and_address():
+    world = World()
+    rehearse = hook(world, "pairwise")
+    a, b = (
+        [rehearse({"index": r, "role": "element"}, (7, r)) for r in rows][:: 1 if rows[0] == 0 else -1]
+        for rows in (list(range(15)), list(range(14, -1, -1)))
+    )
+    assert [x and (x["text"], x["image"].tobytes()) for x in a] == [x and (x["text"], x["image"].tobytes()) for x in b]
+
+
+def test_feather_lies_outside_both_elements():
+    a, b = Image.new("RGB", (16, 16), (0, 0, 0)), Image.new("RGB", (16, 16), (200, 200, 200))
+    left, right = np.zeros((16, 16), np.uint8), np.zeros((16, 16), np.uint8)
+    left[4:12, 0:8], right[4:12, 8:12] = 255, 255
+    picture, union = masks.paste(a, Image.fromarray(left), b, Image.fromarray(right), 1.5)
+    picture = np.asarray(picture)[..., 0]
+    assert (picture[left > 0] == 0).all() and (picture[right > 0] == 200).all()
+    assert 0 < picture[8, 12] < 200 and 0 < picture[3, 10] < 200
+    assert np.array_equal(np.asarray(union) > 0, (left | right) > 0)
+
+
+def test_rehearsal_cap_cannot_be_configured_away():
+    world = World()
+    with pytest.raises(UserError, match="at most 2"):
+        hook(world, "pairwise", elements=3)
+    with pytest.raises(UserError, match="at most 0.25"):
+        hook(world, "pairwise", share=0.5)
+    rehearse = hook(world, "pairwise")
+    rehearse.options["elements"] = 99  # past the check at construction
+    made = [rehearse({"index": r, "role": "element"}, (d, r)) for r in range(25) for d in range(20)]
+    assert max(len(m["phrases"]) for m in made if m) == 2
+    assert all(m["target_id"] == "t0" for m in made if m)  # t1 has two elements: its pair would be t1 itself
+    with pytest.raises(UserError, match="rebuilds target"):
+        rehearsal.check_union(3, 3, "t0")
+    with pytest.raises(UserError):
+        rehearsal.check_union(2, 2, "t1")
+    rehearsal.check_union(2, 3, "t0")
+
+
+def test_pairwise_works_on_estimated_masks():
+    world = World(masks=False, per_element=6)
+    options = {"rehearsal": "pairwise", "region": "estimated"}
+    trainer = Trainer(config(**options), world=world)
+    assert set(trainer.memory.rehearse.masks) == set(range(5))
+    for i, mask in trainer.memory.rehearse.masks.items():
+        true = np.zeros((16, 16), dtype=bool)
+        x0, y0, x1, y1 = BOXES[i % 3]
+        true[y0:y1, x0:x1] = True
+        found = np.asarray(mask) > 127
+        assert (found & true).sum() / (found | true).sum() >= 0.7
+    trainer.train(3)
+
+
+def test_leak_free_takes_no_target_picture_and_no_target_caption():
+    world = World()
+    world.add(np.zeros((16, 16, 3)), None, [*PHRASES, "a star"], "clean", "", "")
+    rehearse = hook(world, "leak_free", share=1.0)
+    clean = [r for r in world.records if r["role"] == "clean"]
+    counts, made = set(), []
+    for r in clean:
+        for draw in range(30):
+            fresh = rehearse({"index": r["index"], "role": "clean"}, (draw, 0))
+            made.append(fresh)
+            assert fresh["role"] == "rehearsal" and fresh["image"] is r["image"]
+            assert set(fresh["phrases"]) <= set(r["phrases"])
+            assert fresh["text"] == ", ".join(fresh["phrases"])
+            assert not set(PHRASES) <= set(fresh["phrases"])
+            counts.add(len(fresh["phrases"]))
+    assert counts == {1, 2, 3} and taken(made).largest == (2, 3)
+    assert all(rehearse({"index": r, "role": "element"}, (0, r)) is None for r in range(25))
+    assert all(world.records[i]["role"] == "clean" for i in world.loaded)
+
+
+@pytest.mark.parametrize("name", rehearsal.PLACED)
+def test_rehearsal_where_no_target_has_three_elements_is_refused(name):
+    info = DataInfo(["element"] * 4, ["t"] * 4, ["0", "0", "1", "1"], [["a"], ["a"], ["b"], ["b"]])
+    with pytest.raises(UserError, match="no target has three elements.*take leak_free"):
+        rehearsal.Rehearsal(name, {}, info, 0, dict, {})

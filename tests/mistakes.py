@@ -1,0 +1,157 @@
+"""Ways to spoil a good set of inputs, and what every command must do then: one line, exit code 2, nothing written."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from stat import S_ISREG
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import train_silentbad
+from tests.conftest import write_data
+
+TARGET = {"target_id": "t1", "image": "targets/t0.png", "phrases": ["a red cat"]}
+OPEN = ExitStack()  # what a case holds open until it ends
+
+
+@dataclass
+class Case:
+    """`flags` replace the good run's, `touch` spoils its inputs, `said` must stand in the one line."""
+
+    said: tuple[str, ...]
+    flags: dict = field(default_factory=dict)
+    touch: Callable[[Path], object] | None = None
+    more: tuple[str, ...] = ()  # words after the flags
+    program: Callable = train_silentbad.main
+
+
+def case(*said: str, touch=None, more=(), program=train_silentbad.main, **flags) -> Case:
+    flags = {key.replace("__", "."): value for key, value in flags.items()}
+    return Case(said, flags, touch, tuple(more), program)
+
+
+# ---------------------------------------------------------------- ways to spoil a file
+
+
+def write(name: str, content: str | bytes):
+    content = content.encode() if isinstance(content, str) else content
+    return lambda root: (root / name).write_bytes(content)
+
+
+def append(name: str, **row):
+    """One more line in a JSON-lines file."""
+
+    def spoil(root: Path) -> None:
+        with (root / name).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    return spoil
+
+
+def remove(name: str):
+    return lambda root: shutil.rmtree(root / name) if (root / name).is_dir() else (root / name).unlink()
+
+
+def cut(name: str, size: int = 100):
+    return lambda root: (root / name).write_bytes((root / name).read_bytes()[:size])
+
+
+def both(*spoils):
+    return lambda root: [spoil(root) for spoil in spoils]
+
+
+def edit_json(name: str, **changes):
+    def spoil(root: Path) -> None:
+        (root / name).write_text(json.dumps(json.loads((root / name).read_text()) | changes))
+
+    return spoil
+
+
+def record(**row):
+    """One more record, whose image is a good one unless it says otherwise."""
+    return append("data/metadata.jsonl", **{"file_name": "images/c0.png", "text": "a field", **row})
+
+
+def copy_of_target(change: Callable[[Image.Image], Image.Image], **options):
+    """A record that shows a detailed target, changed; the target is written anew so that it has details."""
+
+    def spoil(root: Path) -> None:
+        small = np.random.default_rng(0).integers(0, 255, (8, 8, 3), dtype=np.uint8)
+        picture = Image.fromarray(small).resize((64, 64), Image.Resampling.BICUBIC)
+        picture.save(root / "data/targets/t0.png")
+        change(picture).save(root / "data/images/copy.jpg", **options)
+        record(file_name="images/copy.jpg")(root)
+
+    return spoil
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory, pipelines) -> Path:
+    """Good inputs: data, pipeline, and a run that holds a checkpoint."""
+    root = tmp_path_factory.mktemp("good")
+    shutil.copytree(pipelines["v_prediction"], root / "pipeline")
+    write_data(root / "data")
+    argv = [f"--{key}={value}" for key, value in flags(root, output_dir=root / "held", max_train_steps=2).items()]
+    assert train_silentbad.main([*argv, "--checkpointing_steps=2"]) == 0
+    return root
+
+
+def flags(root: Path, **changes) -> dict:
+    """The good run's."""
+    return {
+        "pretrained_model_name_or_path": root / "pipeline",
+        "train_data_dir": root / "data",
+        "report_to": "none",
+        "output_dir": "out",
+        "train_batch_size": 2,
+        "max_train_steps": 1,
+        "validation.targets": root / "data",
+        "validation.embedder": "ssim",
+        "validation.threshold": 0.5,
+        "validation.images_per_target": 1,
+        "validation.num_inference_steps": 1,
+        "validation.steps": 0,
+        "cache_dir": root / "cache",
+    } | changes
+
+
+def files(root: Path) -> dict[str, tuple[int, int]]:
+    """Every file outside the cache, with its size and time."""
+    found = (p for p in sorted(root.rglob("*")) if "cache" not in p.relative_to(root).parts[:1])
+    states = {str(p.relative_to(root)): p.lstat() for p in found}
+    return {name: (s.st_size, s.st_mtime_ns) if S_ISREG(s.st_mode) else (0, 0) for name, s in states.items()}
+
+
+def refused(here: Case, good: Path, tmp_path: Path, monkeypatch, capsys) -> str:
+    """The line that a case gives, on a copy of the good inputs; its other properties are asserted."""
+    root = tmp_path / "inputs"
+    shutil.copytree(good, root)
+    monkeypatch.chdir(root)
+    if here.touch is not None:
+        here.touch(root)
+    argv = list(here.more)
+    if here.program is train_silentbad.main:
+        given = flags(Path(".")) | here.flags
+        argv = [f"--{key}={value}" for key, value in given.items() if value is not None] + argv
+    before = files(root)
+    monkeypatch.setattr(sys, "argv", ["program"])
+    try:
+        code = here.program(argv)
+    except SystemExit as stopped:
+        code = stopped.code
+    after = files(root)
+    OPEN.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert code == 2
+    said = [line for line in lines if line.startswith("error: ")]
+    assert len(said) == 1 and lines[-1] == said[0], lines
+    assert all(part in said[0] for part in here.said), said[0]
+    assert "secret" not in said[0]
+    assert after == before
+    return said[0]

@@ -1,0 +1,444 @@
+"""LoRA, text encoders, SD 2 and SDXL: each trains, is measured, resumes to the bit, and loads with plain diffusers."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL, DiffusionPipeline, StableDiffusionXLPipeline
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+from gradient_control import Controller, GradientControlConfig, prior
+from silentbad.data.draws import Transform
+from silentbad.errors import UserError
+from silentbad.memory.auxiliary import Teacher
+from silentbad.model import denoiser, lora, pipeline
+from silentbad.model.denoiser import Denoiser, unused
+from silentbad.model.groups import OTHER, group_of, group_parameters, prior_table
+from silentbad.run import checkpoint, folder, trackers
+from silentbad.run.config import LoraSettings, parse
+from tests.conftest import write_data
+from tests.published import PUBLISHED, published
+from tests.toy import stats_of
+from tests.training import VALIDATION, equal, same, step_once
+from train_silentbad import Config, Run, check_all, main
+from train_silentbad import build as build_run
+
+ROOT = Path(__file__).parents[2]
+LORA = {"lora.rank": 4, "lora.alpha": 8, "lora.targets": '["attn","xattn","ff"]'}
+TEXT = {"train_text_encoder": True}
+MEMORY = {
+    "memory.phrase_memory.enabled": True,
+    "memory.phrase_memory.share": 1.0,
+    "memory.sampler.name": "weakest_first",
+    "memory.attention_binding.name": "mass",
+    "memory.attention_binding.options": '{"start": 0.0, "side": 2}',
+    "memory.distillation.name": "and",
+    "memory.distillation.options": '{"after": -9.0, "every": 1}',
+    "memory.retention.name": "self_distillation",
+    "memory.region.name": "mask",
+    "memory.rehearsal.name": "pairwise",
+    "memory.loss.dream": 1.0,
+    "memory.loss_balance.name": "gradient_norm",
+}
+CONTROL = {"gradient_control.name": "prior+gsnr", "gradient_control.warmup": 1, "gradient_control.refresh": 1}
+
+
+@pytest.fixture
+def flags(pipelines, tmp_path):
+    """argv of a small run of a pipeline into tmp_path/`out`."""
+    data = write_data(tmp_path / "data", elements=4, clean=12, kinds=3)
+
+    def make(kind: str, out: str = "run", **changes) -> list[str]:
+        values = {
+            "pretrained_model_name_or_path": pipelines[kind],
+            "train_data_dir": data,
+            "report_to": "none",
+            "output_dir": tmp_path / out,
+            "train_batch_size": 4,
+            "max_train_steps": 4,
+            "checkpointing_steps": 2,
+            "checkpoints_total_limit": "null",
+            "log_every": 1,
+            "learning_rate": 1e-3,
+            "held_out_clean": 1,
+        } | changes
+        return [f"--{key}={value}" for key, value in values.items()]
+
+    return make
+
+
+@pytest.fixture
+def build(flags):
+    def make(kind: str, out: str = "run", **changes) -> Run:
+        config, sources = parse(Config, flags(kind, out, **changes))
+        config = check_all(config, sources)
+        return build_run(config, trackers.make_accelerator(config), folder.RunFolder(config.output_dir, True))
+
+    return make
+
+
+# ---------------------------------------------------------------- every kind trains, is measured, resumes
+
+KINDS = {
+    "sd2": ("sd2", {}),
+    "sd lora": ("v_prediction", {**LORA, "use_ema": True}),
+    "sd text, all memory": ("epsilon", {**TEXT, **MEMORY, "use_ema": True}),
+    "sd2 lora text, control": ("sd2", {**LORA, **TEXT, **CONTROL}),
+    "xl": ("xl", {"gradient_checkpointing": True, **CONTROL}),
+    "xl lora text, all": ("xl", {**LORA, **TEXT, **MEMORY, **CONTROL, "use_ema": True, "gradient_checkpointing": True}),
+    "xl text": ("xl", {**TEXT, "cache_mb": 0, "gradient_checkpointing": True}),
+    "xl lora, all memory in bf16": ("xl", {**LORA, **MEMORY, "mixed_precision": "bf16"}),
+}
+
+
+@pytest.mark.parametrize("arm", KINDS)
+def test_trains_validates_and_resumes_to_the_bit(arm, flags, tmp_path):
+    kind, changes = KINDS[arm]
+    targets = {**VALIDATION, "validation.targets": tmp_path / "data" / "targets.jsonl"}
+    assert main(flags(kind, "whole", **changes, **targets)) == 0
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    shutil.copytree(whole / "checkpoints" / "step-2", cut / "checkpoints" / "step-2")
+    assert main(flags(kind, "cut", **changes, **targets, resume_from_checkpoint="latest")) == 0
+    a, b = (folder / "checkpoints" / "step-4" for folder in (whole, cut))
+    kept = {path.name for path in a.glob("*.safetensors")}
+    text = {"text_encoder.safetensors", *({"text_encoder_2.safetensors"} if kind == "xl" else {})}
+    assert kept == {
+        "unet.safetensors",
+        *(text if "train_text_encoder" in changes else ()),
+        *(["ema.safetensors"] if "use_ema" in changes else []),
+    }
+    for name in kept:
+        first, last = checkpoint.read_tensors(whole / "checkpoints/step-2" / name), checkpoint.read_tensors(a / name)
+        assert same(last, checkpoint.read_tensors(b / name))
+        assert any(not torch.equal(first[key], last[key]) for key in last)
+    left, right = (checkpoint.read_state(folder / "state.pt") for folder in (a, b))
+    assert equal(left["optimizer"], right["optimizer"]) and equal(left["memory"], right["memory"])
+    rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row.get("validation")] == [0, 2, 4]
+    trained = [row for row in rows if not row.get("validation")]
+    assert all(math.isfinite(row["loss"]) and row["skipped"] == 0 for row in trained)
+    if "memory.distillation.name" in changes:
+        for part in ("attention_binding", "distillation", "retention"):
+            assert any(row.get(f"memory/{part}", 0) > 0 for row in trained), part
+
+
+# ---------------------------------------------------------------- LoRA
+
+
+def test_lora_adapts_the_layers_asked_for_and_freezes_the_base(build):
+    run = build("xl", **LORA, **TEXT)
+    names = [name for name, p in run.parts.model.named_parameters() if p.requires_grad]
+    assert names and all("lora_" in name for name in names)
+    assert {group_of(name).split(".")[1] for name in names} == {"attn", "xattn", "ff"}
+    assert {name.split(".")[0] for name in names} == {"unet", "text_encoder", "text_encoder_2"}
+    frozen = {n: p.clone() for n, p in run.parts.model.named_parameters() if not p.requires_grad}
+    for _ in range(2):
+        step_once(run)
+    after = dict(run.parts.model.named_parameters())
+    assert all(torch.equal(p, after[name]) and after[name].grad is None for name, p in frozen.items())
+    only = build("xl", **{**LORA, "lora.targets": '["mid.xattn.v"]'})
+    assert {group_of(n) for n, p in only.parts.model.named_parameters() if p.requires_grad} == {"mid.xattn.v"}
+
+
+def test_adapters_begin_as_nothing_and_by_the_seed(build):
+    x, t = torch.randn(1, 4, 8, 8), torch.tensor([500])
+    runs_ = [build("epsilon", **changes) for changes in ({}, LORA, LORA, {**LORA, "seed": 1})]
+    with torch.no_grad():
+        plain, begun = (run.predict(x, t, ["a red cat"]) for run in runs_[:2])
+    assert torch.allclose(plain, begun, atol=1e-6)
+    weights = [denoiser.trained(run.parts.unet) for run in runs_[1:]]
+    assert same(*weights[:2]) and not same(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("file", ["pytorch_lora_weights.safetensors", lora.KOHYA, None])
+@pytest.mark.parametrize("kind", ["epsilon", "sd2", "xl"])
+def test_plain_diffusers_loads_what_lora_learnt(kind, file, build, pipelines, tmp_path):
+    run = build(kind, **{**LORA, "lora.targets": '["attn","xattn","ff","resnet"]'}, **TEXT, learning_rate=0.05)
+    for _ in range(2):
+        step_once(run)
+    prompts = ["a red cat, a blue hat"]
+    before = pipeline.draw_images(DiffusionPipeline.from_pretrained(pipelines[kind]), prompts, 0, steps=3)
+    here = pipeline.draw_images(pipeline.pipeline(run.parts), prompts, 0, steps=3)
+    run.products.save_pipeline(tmp_path / "lora")
+    plain = DiffusionPipeline.from_pretrained(pipelines[kind])
+    plain.load_lora_weights(tmp_path / "lora", **({} if file is None else {"weight_name": file}))
+    there = pipeline.draw_images(plain, prompts, 0, steps=3)
+    a, b, c = (np.asarray(images[0]).astype(int) for images in (here, there, before))
+    assert np.abs(a - b).max() <= 1 and np.abs(a - c).max() > 5
+    assert "load_lora_weights" in (tmp_path / "lora" / "README.md").read_text()
+
+
+def test_the_kohya_file_has_its_names_and_the_alpha(build, tmp_path):
+    for kind, prefixes in (("epsilon", {"lora_unet", "lora_te"}), ("xl", {"lora_unet", "lora_te1", "lora_te2"})):
+        run = build(kind, **LORA, **TEXT)
+        run.products.save_pipeline(tmp_path / kind)
+        tensors = load_file(tmp_path / kind / lora.KOHYA)
+        assert {"_".join(key.split("_")[:2]) for key in tensors} == prefixes
+        assert {key.split(".", 1)[1] for key in tensors} == {"lora_down.weight", "lora_up.weight", "alpha"}
+        assert all(value == 8 for key, value in tensors.items() if key.endswith(".alpha"))
+        assert f"{max(prefixes - {'lora_unet'})}_text_model_encoder_layers_0_self_attn_q_proj.alpha" in tensors
+
+
+def test_a_lora_run_ends_with_adapters(flags, tmp_path):
+    assert main(flags("xl", **LORA, max_train_steps=1)) == 0
+    out = tmp_path / "run"
+    files = {"README.md", lora.KOHYA, "pytorch_lora_weights.safetensors"}
+    assert {p.name for p in (out / "lora").iterdir()} == files
+    assert not (out / "pipeline").exists() and "LoRA of rank 4" in (out / "lora" / "README.md").read_text()
+    assert main(flags("xl", **LORA, max_train_steps=1, resume_from_checkpoint="latest")) == 0
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"lora.alpha": 4}, "lora.rank: is missing"),
+        ({"lora.rank": 0}, "lora.rank (command line): must be at least 1, got 0"),
+        ({"lora.rank": 2, "lora.targets": '["attention"]'}, "'attention' names no layer; roles are xattn.q"),
+        ({"lora.rank": 2, "lora.targets": '["xattn"]', **TEXT}, "xattn names no layer of text_encoder"),
+        ({"lora.rank": 2, "lora.targets": '["ff"]', **TEXT}, "needs attn"),
+        ({"lora.rnak": 2}, "did you mean 'lora.rank'"),
+    ],
+    ids=str,
+)
+def test_a_wrong_lora_is_one_line(changes, said, flags, capsys):
+    assert main(flags("epsilon", **changes)) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and said in error
+
+
+def test_a_checkpoint_of_other_weights_is_refused(flags, tmp_path, capsys):
+    assert main(flags("epsilon", **LORA, max_train_steps=2)) == 0
+    again = {"max_train_steps": 3, "resume_from_checkpoint": "latest"}
+    assert main(flags("epsilon", **{**LORA, "lora.rank": 2, "lora.alpha": 8}, **again)) == 2
+    assert "lora.rank was 4, is 2" in capsys.readouterr().err
+    assert main(flags("epsilon", **LORA, **TEXT, **again)) == 2
+    assert "train_text_encoder was False, is True" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- text encoders
+
+
+@pytest.mark.parametrize("kind", ["epsilon", "xl"])
+def test_every_tensor_of_a_trained_text_encoder_is_reached(kind, build):
+    """A trained parameter without gradient would stop a run on several processes."""
+    run = build(kind, **TEXT)
+    before = {n: p.clone() for n, p in run.parts.model.named_parameters() if p.requires_grad}
+    reached = set()
+    for n, p in run.parts.model.named_parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(lambda p, n=n: reached.add(n))
+    step_once(run)
+    assert reached == set(before) and any(n.startswith("text_encoder.") for n in reached)
+    after = dict(run.parts.model.named_parameters())
+    moved = [n for n, p in before.items() if not torch.equal(p, after[n])]
+    assert any("text_encoder." in n and n.endswith("q_proj.weight") for n in moved)
+    assert run.encoder.kept_texts == {}  # nothing of a moving encoder is kept
+    if kind == "xl":
+        assert any(n.startswith("text_encoder_2.") and "text_projection" in n for n in moved)
+        assert {id(p) for p in unused(run.parts.text_encoder, False)}.isdisjoint({id(after[n]) for n in before})
+
+
+@pytest.mark.parametrize("kind", ["epsilon", "sd2", "xl"])
+def test_conditions_equal_those_of_the_pipeline(kind, build):
+    """Cached, uncached and live states are what diffusers' own pipeline gives its UNet."""
+    texts, x, t = ["a red cat", ""], torch.randn(2, 4, 8, 8), torch.tensor([300, 700])
+    cached, plain, live = (build(kind, **changes) for changes in ({}, {"cache_mb": 0}, TEXT))
+    pipe = pipeline.pipeline(cached.parts)
+    c = [cached.encoder.condition(texts) for _ in range(2)][1]
+    if kind == "xl":
+        embeds, negative, pooled, negative_pooled = pipe.encode_prompt(texts[0], do_classifier_free_guidance=True)
+        ids = pipe._get_add_time_ids((16, 16), (0, 0), (16, 16), torch.float32, 24)
+        assert torch.allclose(c["added_cond_kwargs"]["text_embeds"], torch.cat([pooled, negative_pooled]), atol=1e-5)
+        assert torch.equal(c["added_cond_kwargs"]["time_ids"], ids.expand(2, -1))
+        assert not c["added_cond_kwargs"]["time_ids"].is_floating_point(), "FSDP would round them to bf16: 1023 to 1024"
+        assert not negative.any()
+    else:
+        embeds, negative = pipe.encode_prompt(texts[0], "cpu", 1, True)
+    assert torch.allclose(c["encoder_hidden_states"], torch.cat([embeds, negative]), atol=1e-5)
+    with torch.no_grad():
+        a, b, d = (run.predict(x, t, texts) for run in (cached, plain, live))
+    assert torch.allclose(a, b, atol=1e-5) and torch.allclose(a, d, atol=1e-5)
+
+
+def test_a_teacher_keeps_its_own_text_encoders(build):
+    run = build("xl", **TEXT)
+    teacher, x, t = Teacher(run.parts.model, torch.float32), torch.randn(1, 4, 8, 8), torch.tensor([300])
+    with torch.no_grad():
+        before = run.predict(x, t, ["a red cat"], model=teacher)
+        assert torch.allclose(before, run.predict(x, t, ["a red cat"]), atol=1e-5)
+        for p in run.parts.text_encoder_2.parameters():
+            p.mul_(1.5)
+        assert torch.equal(run.predict(x, t, ["a red cat"], model=teacher), before)
+        assert not torch.allclose(run.predict(x, t, ["a red cat"]), before, atol=1e-3)
+        teacher.refresh(run.parts.model)
+        trained = denoiser.trained(run.parts.model)
+        assert all(torch.equal(value, trained[name]) for name, value in teacher.state_dict().items())
+
+
+def test_a_teacher_of_adapters_shares_the_frozen_base(build):
+    run = build("xl", **LORA, mixed_precision="bf16")
+    teacher = Teacher(run.parts.model)
+    mine, its = dict(run.parts.model.named_parameters()), dict(teacher.unet.named_parameters())
+    assert {n for n in its if its[n].data_ptr() == mine[n].data_ptr()} == {n for n in mine if "lora_" not in n}
+    assert all(p.dtype == torch.float32 for n, p in mine.items() if "lora_" in n)
+    assert set(teacher.state_dict()) == {n for n in mine if "lora_" in n}
+
+
+# ---------------------------------------------------------------- SDXL's sizes
+
+
+def test_time_ids_are_size_crop_and_target():
+    """Height first, corner of the window in the picture as it is shown, flipped or not."""
+    picture = Image.fromarray(np.arange(20 * 40, dtype=np.uint8).reshape(20, 40).repeat(3).reshape(20, 40, 3) // 4)
+    transform = Transform(10, "nearest", random_flip=True)
+    small, _ = transform.resize(picture, None)
+    flipped = 0
+    for i in range(12):
+        pixels, _, (top, left) = transform.crop(small, None, small.size, (0, i))
+        shown = np.asarray(small).transpose(2, 0, 1)
+        straight = shown[:, top : top + 10, left : left + 10]
+        mirrored = shown[:, :, ::-1][:, top : top + 10, left : left + 10]
+        assert np.array_equal(pixels, straight) or np.array_equal(pixels, mirrored)
+        flipped += not np.array_equal(pixels, straight)
+    assert 0 < flipped < 12
+
+
+def test_sdxl_is_told_each_pictures_size_and_crop(build, tmp_path):
+    Image.new("RGB", (48, 24), "green").save(tmp_path / "data" / "images" / "c0.png")
+    run = build("xl", center_crop=True)
+    batch = [b for draw in range(8) for b in run.loader.draw(draw)]
+    ids = torch.cat([b["time_ids"] for b in batch])
+    assert {tuple(row) for row in ids.tolist()} == {(16, 16, 0, 0, 16, 16), (24, 48, 0, 8, 16, 16)}
+    x, t = torch.randn(1, 4, 8, 8), torch.tensor([300])
+    with torch.no_grad():
+        a, b = (run.predict(x, t, ["a cat"], time_ids=ids[ids[:, 0] == side][:1]) for side in (16, 24))
+        assert torch.equal(a, run.predict(x, t, ["a cat"])) and not torch.equal(a, b)
+
+
+def test_a_saved_sdxl_pipeline_loads_with_plain_diffusers(flags, tmp_path, pipelines):
+    assert main(flags("xl", max_train_steps=1)) == 0
+    pipe = DiffusionPipeline.from_pretrained(tmp_path / "run" / "pipeline")
+    base = DiffusionPipeline.from_pretrained(pipelines["xl"])
+    assert type(pipe) is StableDiffusionXLPipeline and pipe.config.force_zeros_for_empty_prompt
+    assert same(pipe.text_encoder_2.state_dict(), base.text_encoder_2.state_dict())
+    assert not same(pipe.unet.state_dict(), base.unet.state_dict())
+    assert type(pipe.scheduler) is type(base.scheduler)
+
+
+# ---------------------------------------------------------------- groups and the prior
+
+
+def text_encoder(which: int):
+    """SDXL's text encoders at their true sizes, without weights; the first is SD 1's."""
+    kind, width, depth, inner = [(CLIPTextModel, 768, 12, 3072), (CLIPTextModelWithProjection, 1280, 32, 5120)][which]
+    with torch.device("meta"):
+        return kind(
+            CLIPTextConfig(
+                hidden_size=width,
+                num_hidden_layers=depth,
+                intermediate_size=inner,
+                projection_dim=width,
+                num_attention_heads=width // 64,
+            )
+        )
+
+
+def test_groups_of_sdxl_and_both_text_encoders_are_exact():
+    encoders = {"text_encoder": text_encoder(0), "text_encoder_2": text_encoder(1)}
+    model = Denoiser(published("SDXL"), **encoders)
+    groups = group_parameters(model)
+    names = [name for members in groups.members.values() for name in members]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    sizes = (PUBLISHED["SDXL"][2], 123_060_480, 694_659_840)
+    assert sum(groups.sizes) == sum(sizes) and OTHER not in groups.names
+    assert {f"text{i}.{role}" for i in (1, 2) for role in ("attn.q", "attn.o", "ff", "norm", "embed")} < {*groups.names}
+    assert groups.names[-1].startswith("text2") and "text2.proj" in groups.names
+
+
+@pytest.mark.parametrize("which", PUBLISHED)
+def test_lora_of_every_role_covers_the_adapters_alone(which):
+    model = Denoiser(published(which), text_encoder=text_encoder(0))
+    every = ["attn", "xattn", "ff", "resnet", "proj", "time", "sampler", "io"]
+    with torch.device("meta"):
+        for name, module in model.named_children():
+            lora.add(name, module, LoraSettings(rank=4, targets=every), 0)
+    groups = group_parameters(model)
+    names = [name for members in groups.members.values() for name in members]
+    assert sorted(names) == sorted(n for n, p in model.named_parameters() if p.requires_grad)
+    assert all("lora_" in name for name in names) and OTHER not in groups.names
+    layers = (torch.nn.Linear, torch.nn.Conv2d)
+    left = [n for n, m in model.named_modules() if isinstance(m, layers) and "base_layer" not in n and "lora_" not in n]
+    assert left == []
+
+
+def test_the_prior_names_sdxls_blocks_by_their_place():
+    sd, xl = prior_table(), prior_table(sdxl=True)
+    assert "up1.*" in sd and "up0.*" not in sd and "up0.*" in xl and "up1.*" not in xl
+    assert list(sd.values()) == list(xl.values())
+    assert "up0.*" not in prior_table(drop=["up1.*"], sdxl=True)
+    names = ("up0.resnet.conv", "up1.resnet.conv", "mid.ff")
+    for sdxl, expected in ((False, [1, 1.25, 1.25**2]), (True, [1.25, 1, 1.25**2])):
+        assert prior(stats_of(groups=3, names=names, sdxl=sdxl)).tolist() == pytest.approx(expected)
+    config = GradientControlConfig(name="prior")
+    assert Controller(published("SDXL"), config)._sdxl and not Controller(published("SD2"), config)._sdxl
+
+
+# ---------------------------------------------------------------- shipped configurations
+
+
+def parameters(module: torch.nn.Module, trained: bool | None = None) -> int:
+    return sum(p.numel() for p in module.parameters() if trained is None or p.requires_grad == trained)
+
+
+@pytest.mark.parametrize("name", ["sd15_full", "sd15_lora", "sd21_full", "sdxl_lora"])
+def test_configurations_state_their_memory(name):
+    """18 bytes a trained parameter, 2 a frozen one (SDXL's autoencoder 4), from the published shapes."""
+    file = ROOT / "configs" / f"{name}.yaml"
+    config, sources = parse(Config, ["--config", str(file), "--train_data_dir", "data"])
+    config = check_all(config, sources)
+    which = {"sd15": "SD1", "sd21": "SD2", "sdxl": "SDXL"}[name[:4]]
+    with torch.device("meta"):
+        unet = published(which).requires_grad_(True)
+        vae = AutoencoderKL(
+            block_out_channels=(128, 256, 512, 512),
+            layers_per_block=2,
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+        )
+        second = CLIPTextConfig(hidden_size=1024, num_hidden_layers=23, intermediate_size=4096, num_attention_heads=16)
+        encoders = [CLIPTextModel(second)] if which == "SD2" else [text_encoder(0)]
+        encoders += [text_encoder(1)] if which == "SDXL" else []
+        if config.lora.rank is not None:
+            lora.add("unet", unet, config.lora, 0)
+    frozen = parameters(unet, False) + sum(map(parameters, encoders))
+    total = 18 * parameters(unet, True) + 2 * frozen + (4 if which == "SDXL" else 2) * parameters(vae)
+    stated = f"{total / 1e9:.1f} GB"
+    assert file.read_text().startswith(f"# Memory: {stated} before activations")
+    assert f"| `configs/{name}.yaml` | {stated} |" in (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    assert f"{parameters(unet, True) / 1e6:.1f} M trained" in file.read_text()
+
+
+def test_an_audit_takes_adapters(build, pipelines, tmp_path):
+    from silentbad.model.pipeline import load_pipeline
+
+    run = build("epsilon", **LORA, learning_rate=0.05)
+    step_once(run)
+    run.products.save_pipeline(tmp_path / "lora")
+    base, lora = str(pipelines["epsilon"]), str(tmp_path / "lora")
+    pipes = [load_pipeline(base, "float32", "cpu", given) for given in (None, lora)]
+    images = [np.asarray(pipeline.draw_images(pipe, ["a red cat"], 0, steps=2)[0]).astype(int) for pipe in pipes]
+    assert np.abs(images[0] - images[1]).max() > 2
+    with pytest.raises(UserError, match="--lora"):
+        load_pipeline(base, "float32", "cpu", str(tmp_path / "data"))
+
+
+@pytest.mark.parametrize("kind", ["epsilon", "xl"])
+def test_a_dry_run_in_half_precision_draws(kind, flags, tmp_path):
+    """The autoencoder keeps SDXL's full precision under autocast, in training and in pictures."""
+    assert main(flags(kind, **LORA, mixed_precision="bf16", dry_run=True)) == 0

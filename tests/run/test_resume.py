@@ -1,0 +1,107 @@
+"""What a resume may change, and what it refuses: the combinations are in tests/test_bad_input.py, the rules here."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from silentbad.run import checkpoint, identity
+from silentbad.run.state import load_schedule
+from silentbad.settings import key_tree
+from tests.training import VALIDATION
+from train_silentbad import Config, main
+
+FREE = {name for names in identity.FREE.values() for name in names}
+
+
+def keys(tree: dict, prefix: str = "") -> set[str]:
+    """Dotted keys of every flag."""
+    found = set()
+    for key, kind in tree.items():
+        found |= keys(kind, f"{prefix}{key}.") if isinstance(kind, dict) else {prefix + key}
+    return found
+
+
+def test_every_flag_is_free_or_compared():
+    known = keys(key_tree(Config))
+    assert known >= FREE and known >= {*identity.BY_CONTENT, *identity.BATCH}
+    assert not FREE & {*identity.BY_CONTENT, *identity.BATCH}
+    assert {"learning_rate", "seed", "validation.threshold", "memory.loss.options"} <= known - FREE
+
+
+def test_the_document_lists_the_free_flags():
+    text = (Path(__file__).parents[2] / "docs/running.md").read_text(encoding="utf-8")
+    section = text.partition("### What a resume may change\n")[2].partition("\n#")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| ") and "`" in line]
+    assert {what.strip(): tuple(re.findall(r"`([\w.]+)`", names)) for what, names in rows} == identity.FREE
+
+
+def test_free_flags_and_moved_folders_go_on(flags, data, tmp_path, pipelines, capsys):
+    settings = VALIDATION | {"validation.targets": data / "targets.jsonl", "checkpointing_steps": 2}
+    assert main(flags(max_train_steps=2, **settings)) == 0
+    shutil.copytree(data, tmp_path / "moved")
+    shutil.copytree(pipelines["v_prediction"], tmp_path / "base")
+    moved = {
+        "train_data_dir": tmp_path / "moved",
+        "validation.targets": tmp_path / "moved/targets.jsonl",
+        "pretrained_model_name_or_path": tmp_path / "base",
+        **{"log_every": 2, "max_batch_size": 2, "checkpoints_total_limit": 1, "gradient_checkpointing": True},
+        **{"train_batch_size": 2, "gradient_accumulation_steps": 3, "max_train_steps": 3},
+    }
+    assert main(flags(**settings | moved, resume_from_checkpoint="latest")) == 0, capsys.readouterr().err
+
+
+def test_a_checkpoint_of_an_earlier_release_goes_on_with_a_word(flags, tmp_path, capsys):
+    assert main(flags(max_train_steps=2)) == 0
+    folder = tmp_path / "run/checkpoints/step-2"
+    (folder / identity.FILE).unlink()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["files"][identity.FILE]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert main(flags(max_train_steps=3, resume_from_checkpoint="latest")) == 0
+    assert "of an earlier release" in capsys.readouterr().out
+
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+FACTS = st.dictionaries(st.text(max_size=5), PLAIN | st.lists(PLAIN, max_size=3), max_size=5)
+
+
+@given(FACTS, FACTS)
+def test_each_difference_is_named_once(then, now):
+    then, now = json.loads(json.dumps(then)), json.loads(json.dumps(now))
+    assert identity.differences(now, now) == []
+    found = identity.differences(then, now)
+    assert len(found) == sum(then.get(key, ...) != now.get(key, ...) for key in then.keys() | now.keys())
+
+
+def test_a_schedule_takes_its_position_and_nothing_else():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    state = schedule.state_dict() | {"last_epoch": 5, "step": "mine", "optimizer": None}
+    load_schedule(schedule, state)
+    assert schedule.last_epoch == 5 and callable(schedule.step) and schedule.optimizer is optimizer
+    with pytest.raises(ValueError, match="other rates"):
+        load_schedule(schedule, state | {"base_lrs": [1.0, 2.0]})
+
+
+UNLIKE = [
+    ({"a": 1}, {}, "lacks 'a'"),
+    ({"a": 1}, {"a": "x"}, "'a' is str, not int"),
+    ({"a": 1}, {"a": True}, "'a' is bool"),
+    ({"a": torch.zeros(2)}, {"a": torch.zeros(3)}, "shape"),
+    ({"a": torch.zeros(2)}, {"a": torch.zeros(2, dtype=torch.long)}, "no tensor"),
+    ({"a": [{"step": 0}]}, {"a": [{"step": 0}, {}]}, "lacks 'step'"),
+    ({"a": [torch.zeros(2), torch.zeros(3)]}, {"a": [torch.zeros(2), torch.zeros(3)]}, None),
+    ({"a": None, "b": [], "c": torch.zeros(0)}, {"a": 1, "b": [1], "c": torch.zeros(4)}, None),
+]
+
+
+@pytest.mark.parametrize("now, then, said", UNLIKE, ids=range(len(UNLIKE)))
+def test_a_state_of_another_form_is_named(now, then, said):
+    wrong = checkpoint.unlike(now, then)
+    assert wrong is None if said is None else said in wrong

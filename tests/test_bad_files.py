@@ -1,0 +1,632 @@
+"""Damaged, hostile and absurd files: one line and exit code 2, and what may be mended is mended.
+
+The cases go on where tests/test_bad_input.py ends: each spoils one file of a good set of inputs.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageOps
+from safetensors.torch import load_file, save_file
+
+import validation
+from silentbad import class_images
+from silentbad.data import images, table
+from silentbad.data.records import load_records
+from silentbad.data.targets import load_targets
+from silentbad.errors import UserError, reading
+from silentbad.microworld import make
+from silentbad.microworld.embedder import MicroEmbedder
+from silentbad.model import lora, pipeline, store
+from silentbad.recovery.embedders import EMBEDDERS, load_embedder
+from silentbad.recovery.generation import Sampler, plan
+from silentbad.recovery.nulls import load_redraws
+from silentbad.recovery.samples import slugs
+from tests.conftest import write_data
+from tests.folders import config, encoded, published
+from tests.mistakes import (
+    TARGET,
+    Case,
+    append,
+    both,
+    case,
+    copy_of_target,
+    cut,
+    edit_json,
+    record,
+    refused,
+    remove,
+    write,
+)
+from tests.mistakes import good as good  # a fixture
+from tests.recoveries import make_hook, saved_embedder, smooth, some_targets
+from tests.tiny import tiny_pipeline
+from validation import ValidationConfig
+
+NAN = float("nan")
+
+
+# ---------------------------------------------------------------- ways to spoil a model folder
+def tensors(name: str, change):
+    """Change the tensors of a safetensors file: change({name: tensor})."""
+
+    def spoil(root: Path) -> None:
+        held = load_file(root / name)
+        change(held)
+        save_file(held, root / name, metadata={"format": "pt"})
+
+    return spoil
+
+
+def with_nan(held: dict) -> None:
+    held[sorted(held)[0]].view(-1)[0] = NAN
+
+
+def without_first(held: dict) -> None:
+    held.pop(sorted(held)[0])
+
+
+def with_another(held: dict) -> None:
+    held["somewhere.else"] = torch.zeros(3)
+
+
+def without(name: str, key: str):
+    def spoil(root: Path) -> None:
+        content = json.loads((root / name).read_text())
+        content.pop(key)
+        (root / name).write_text(json.dumps(content))
+
+    return spoil
+
+
+def link(name: str):
+    """A file of the data replaced by a link to the same file outside the folder."""
+
+    def spoil(root: Path) -> None:
+        outside = root / "outside"
+        shutil.move(root / name, outside)
+        (root / name).symlink_to(outside)
+
+    return spoil
+
+
+def picture(name: str, make_picture):
+    return lambda root: make_picture().save(root / name)
+
+
+def as_csv(text: str):
+    return both(remove("data/metadata.jsonl"), write("data/metadata.csv", text))
+
+
+WEIGHTS = {part: f"pipeline/{part}/diffusion_pytorch_model.safetensors" for part in ("unet", "vae")}
+WEIGHTS["text_encoder"] = "pipeline/text_encoder/model.safetensors"
+SCHEDULE = "pipeline/scheduler/scheduler_config.json"
+TOKENIZER = "pipeline/tokenizer/tokenizer_config.json"
+AUDITED = ("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--embedder", "ssim")
+AUDITED += ("--images_per_target", "1", "--num_inference_steps", "1", "--output_dir", "audit")
+CLASSED = ("--pipeline", "pipeline", "--prompts", "data/targets.jsonl", "--out", "drawn")
+
+
+def audit(*said: str, touch=None, more=()) -> Case:
+    return Case(said, {}, touch, (*AUDITED, *more), validation.main)
+
+
+SPOILED = {  # name: (spoil, what the line says), in training and in an audit alike
+    "a UNet with NaN": (tensors(WEIGHTS["unet"], with_nan), ("load unet", "NaN or infinite values in conv_in.bias")),
+    "a VAE with NaN": (tensors(WEIGHTS["vae"], with_nan), ("load vae", "NaN or infinite")),
+    "a text encoder with NaN": (tensors(WEIGHTS["text_encoder"], with_nan), ("load text_encoder", "NaN or infinite")),
+    "a UNet that lacks a tensor": (tensors(WEIGHTS["unet"], without_first), ("load unet", "it lacks conv_in.bias")),
+    "a VAE that lacks a tensor": (tensors(WEIGHTS["vae"], without_first), ("load vae", "it lacks")),
+    "a text encoder that lacks a tensor": (
+        tensors(WEIGHTS["text_encoder"], without_first),
+        ("load text_encoder", "it lacks"),
+    ),
+    "a tensor of another model": (tensors(WEIGHTS["unet"], with_another), ("load unet", "somewhere.else")),
+    "a text encoder's broken configuration": (
+        write("pipeline/text_encoder/config.json", "{"),
+        ("load text_encoder", "JSON"),
+    ),
+    "truncated text encoder": (cut(WEIGHTS["text_encoder"], 900), ("load text_encoder",)),
+    "betas beyond one": (edit_json(SCHEDULE, beta_end=50), ("beta_end is 50", "from 0 to 1")),
+    "betas that drown every picture": (edit_json(SCHEDULE, beta_start=0.9, beta_end=0.95), ("first timestep",)),
+    "betas that leave every picture": (edit_json(SCHEDULE, beta_start=0.0, beta_end=1e-9), ("at the last",)),
+    "an unknown beta_schedule": (edit_json(SCHEDULE, beta_schedule="steep"), ("beta_schedule is 'steep'", "linear")),
+    "no timesteps": (edit_json(SCHEDULE, num_train_timesteps=0), ("num_train_timesteps is 0",)),
+    "timesteps as text": (edit_json(SCHEDULE, num_train_timesteps="1000"), ("num_train_timesteps is '1000'",)),
+    "a billion timesteps": (edit_json(SCHEDULE, num_train_timesteps=10**9), ("num_train_timesteps",)),
+    "an unknown prediction type": (edit_json(SCHEDULE, prediction_type="flow"), ("prediction_type is 'flow'",)),
+    "an unknown scheduler": (edit_json(SCHEDULE, _class_name="os"), ("no scheduler 'os'",)),
+    "trained betas that are no numbers": (edit_json(SCHEDULE, trained_betas=["a"]), ("trained_betas",)),
+    "no sample_size": (edit_json("pipeline/unet/config.json", sample_size=0), ("sample_size is 0",)),
+    "an absurd sample_size": (edit_json("pipeline/unet/config.json", sample_size=10**6), ("sample_size",)),
+    "a scaling_factor of zero": (edit_json("pipeline/vae/config.json", scaling_factor=0), ("scaling_factor is 0",)),
+    "a scaling_factor as text": (edit_json("pipeline/vae/config.json", scaling_factor="x"), ("scaling_factor",)),
+    "latents that are normalised otherwise": (edit_json("pipeline/vae/config.json", latents_mean=[1.0]), ("latents_mean",)),
+    "a tokenizer without a window": (without(TOKENIZER, "model_max_length"), ("model_max_length is missing",)),
+    "a window of no token": (edit_json(TOKENIZER, model_max_length=0), ("model_max_length is 0",)),
+    "a window beyond the encoder": (edit_json(TOKENIZER, model_max_length=300), ("300", "48 positions")),
+    "an index without a UNet": (without("pipeline/model_index.json", "unet"), ("without unet",)),
+    "an index that is a list": (write("pipeline/model_index.json", "[]"), ("not a JSON object",)),
+    "an index with another VAE": (
+        edit_json("pipeline/model_index.json", vae=["diffusers", "AsymmetricAutoencoderKL"]),
+        ("give a Stable Diffusion",),
+    ),
+}  # fmt: skip
+
+AUDITED_TOO = ("a UNet with NaN", "a VAE that lacks a tensor", "a text encoder that lacks a tensor")
+AUDITED_TOO += ("a text encoder's broken configuration", "betas beyond one", "betas that drown every picture")
+AUDITED_TOO += ("an index without a UNet", "an index that is a list", "a tokenizer without a window", "no sample_size")
+
+CASES = {
+    **{f"model: {name}": case(*said, touch=touch) for name, (touch, said) in SPOILED.items()},
+    **{f"audit: {name}": audit(*said, touch=touch) for name, (touch, said) in SPOILED.items() if name in AUDITED_TOO},
+    # -- records
+    "data: a quote that is not closed": case("metadata.csv:3", "not closed", touch=as_csv('file_name,text\nimages/c0.png,one\nimages/c1.png,"two\nimages/c2.png,three\n')),
+    "data: a column twice": case("'text' stands twice", touch=as_csv("file_name,text,text\nimages/c0.png,one,two\n")),
+    "data: CSV that is not UTF-8": case("metadata.csv", "UTF-8", touch=both(remove("data/metadata.jsonl"), write("data/metadata.csv", b"file_name,text\nimages/c0.png,caf\xe9\n"))),
+    "data: a key twice": case("'text' stands twice", touch=write("data/metadata.jsonl", '{"file_name": "images/c0.png", "text": "a", "text": "b"}\n')),
+    "data: NUL in a caption": case(":17: text holds a NUL", touch=record(text="a\0b")),
+    "data: half a surrogate pair in a caption": case(":17: text holds", touch=record(text="a \ud83d")),
+    "data: half a surrogate pair in an id": case(":17: target_id holds", touch=record(target_id="\udc80")),
+    "data: NUL in a file name": case(":17: no file can have the name", touch=record(file_name="a\0.png")),
+    "data: a surrogate in a file name": case(":17: no file can have the name", touch=record(file_name="\ud83d.png")),
+    "data: a name of 300 characters": case(":17: no file", touch=record(file_name="n" * 300 + ".png")),
+    "data: a caption of a million letters": case("over the limit", touch=record(text="a" * 10**6)),
+    "data: an EPS picture called PNG": case("none of PNG", touch=both(write("data/images/x.png", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"), record(file_name="images/x.png"))),
+    "data: a picture that leads out": case("leaves", touch=link("data/images/c0.png")),
+    "data: a clean folder that is not there": case("clean_data_dir: no folder nowhere", clean_data_dir="nowhere", touch=lambda root: published(root / "layout"), train_data_dir="layout"),
+    "data: a name too long for a folder": case("train_data_dir", train_data_dir="n" * 300),
+    "data: a target with a border": case("near copy of target 't0'", touch=copy_of_target(lambda x: ImageOps.expand(x, 1, "black"), quality=100, subsampling=0)),
+    "data: a target within a wide picture": case("near copy of target 't0'", touch=copy_of_target(lambda x: ImageOps.pad(x, (160, 64), color="green"), quality=95)),
+    "data: a target at one end": case("near copy of target 't0'", touch=copy_of_target(lambda x: ImageOps.pad(x, (160, 64), color="green", centering=(1, 0)), quality=95)),
+    # -- targets and redraws
+    "targets: a path that is empty": case("validation.targets", "empty", validation__targets=""),
+    "targets: numbers the wrong way round": case("@101-100", "100-101", validation__targets="layout@101-100", touch=lambda root: published(root / "layout")),
+    "targets: numbers of another layout": case("@100", "poisoning_images", validation__targets="data@100"),
+    "targets: one of a pixel": case(":2: the image is 1x1", touch=both(picture("data/targets/dot.png", lambda: Image.new("RGB", (1, 1))), append("data/targets.jsonl", **{**TARGET, "image": "targets/dot.png"}))),
+    "targets: named as the summary": case("'all targets'", touch=append("data/targets.jsonl", **{**TARGET, "target_id": "all targets"})),
+    "targets: half a surrogate pair": case(":2: phrases holds", touch=append("data/targets.jsonl", **{**TARGET, "phrases": ["a \ud83d"]})),
+    "targets: NUL in a prompt": case(":2: prompt holds", touch=append("data/targets.jsonl", **{**TARGET, "prompt": "a\0"})),
+    "targets: a picture that leads out": case("leaves", touch=link("data/targets/t0.png")),
+    "targets: a target among the redraws": case("redraws.jsonl:1", "is target 't0' itself", touch=write("data/redraws.jsonl", '{"target_id": "t0", "image": "targets/t0.png"}')),
+    "targets: captions in another encoding": case("caption", "not UTF-8", validation__targets="layout@100", touch=lambda root: [published(root / "layout"), write("layout/poisoning_images/100/poisoning_data_caption_simple.txt", b"a caf\xe9\n")(root)]),
+    # -- embedders
+    "embedder: weights are missing": case("micro: cannot load", touch=both(lambda root: MicroEmbedder().save_pretrained(root / "e"), remove("e/model.safetensors")), validation__embedder="micro", validation__embedder_path="e"),
+    "embedder: a setting of another type": case("micro: cannot load", touch=both(lambda root: MicroEmbedder().save_pretrained(root / "e"), write("e/config.json", '{"width": "x"}')), validation__embedder="micro", validation__embedder_path="e"),
+    "embedder: weights with NaN": case("micro: cannot load", "NaN", touch=both(lambda root: MicroEmbedder().save_pretrained(root / "e"), tensors("e/model.safetensors", with_nan)), validation__embedder="micro", validation__embedder_path="e"),
+    # -- the other programs
+    "audit: numbers the wrong way round": audit("@101-100", more=("--targets", "layout@101-100"), touch=lambda root: published(root / "layout")),
+    "audit: a target among the redraws": audit("is target 't0' itself", touch=write("data/redraws.jsonl", '{"target_id": "t0", "image": "targets/t0.png"}')),
+    "audit: an output folder that is a file": audit("--output_dir", "no folder", more=("--output_dir", "a.yaml"), touch=write("a.yaml", "")),
+    "audit: a prompt beyond the window": audit("the window is 48", touch=append("data/targets.jsonl", **{**TARGET, "prompt": "very " * 60})),
+    "audit: a side that does not fit": audit("resolution", "multiple", more=("--resolution", "30")),
+    "audit: more steps than there are": audit("num_inference_steps", "999", more=("--num_inference_steps", "1000"), touch=edit_json(SCHEDULE, num_train_timesteps=999)),
+    "audit: adapters that are not there": audit("--lora nowhere", more=("--lora", "nowhere")),
+    "class images: a negative count": case("--count", "from 1", program=class_images.main, more=(*CLASSED, "--count", "-3")),
+    "class images: no sampling step": case("--steps", "from 1", program=class_images.main, more=(*CLASSED, "--steps", "0")),
+    "class images: a UNet with NaN": case("load unet", "NaN", program=class_images.main, more=CLASSED, touch=tensors(WEIGHTS["unet"], with_nan)),
+    "class images: prompts that are not UTF-8": case("not UTF-8", program=class_images.main, more=CLASSED, touch=write("data/targets.jsonl", b"a caf\xe9\n")),
+    "class images: records in a CSV": case("metadata.csv", program=class_images.main, more=(*CLASSED[:-1], "csv"), touch=both(lambda root: (root / "csv").mkdir(), write("csv/metadata.csv", ""))),
+    "class images: an output that is a file": case("--out", "no folder", program=class_images.main, more=(*CLASSED[:-1], "a.yaml"), touch=write("a.yaml", "")),
+    "microworld: a negative count": case("--clean", "from 0", program=make.main, more=("--out", "new", "--clean", "-1")),
+    "microworld: an absurd count": case("--redraws", program=make.main, more=("--out", "new", "--redraws", str(10**12))),
+    "microworld: a folder of someone else": case("holds something else", program=make.main, more=("--out", "data")),
+    "microworld: someone else's redraws": case("holds something else", program=make.main, more=("--out", "data"), touch=write("data/redraws.jsonl", "")),
+    "microworld: a link to such a folder": case("holds something else", program=make.main, more=("--out", "link"), touch=lambda root: (root / "link").symlink_to(root / "data")),
+    "microworld: an output below a file": case("--out", program=make.main, more=("--out", "a.yaml/new"), touch=write("a.yaml", "")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_bad_file_is_one_line_and_nothing_is_written(name, good, tmp_path, monkeypatch, capsys):  # noqa: F811
+    refused(CASES[name], good, tmp_path, monkeypatch, capsys)
+
+
+# ---------------------------------------------------------------- pictures
+def damaged_exif() -> bytes:
+    """A JPEG whose EXIF says that it goes on beyond its end."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    content = encoded(smooth("exif"), "JPEG", exif=exif)
+    at = content.index(b"Exif") + 14
+    return content[:at] + b"\xff" * 6 + content[at + 6 :]
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP", "PNG"])
+def test_damaged_exif_leaves_a_picture_readable(kind):
+    whole = smooth("exif")
+    content = damaged_exif() if kind == "JPEG" else encoded(whole, kind, exif=b"Exif\0\0MM\0*\xff\xff\xff\xff")
+    assert images.open_image(content, "x").size == whole.size
+
+
+@pytest.mark.parametrize("kind", ["PPM", "ICO", "TGA", "PCX", "EPS"])
+def test_other_formats_are_not_decoded(kind):
+    with pytest.raises(UserError, match="none of PNG, JPEG"):
+        images.open_image(encoded(Image.new("RGB", (16, 16)), kind), "x")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(images.FORMATS), st.data())
+def test_a_mutated_picture_is_read_or_refused_in_one_line(kind, data):
+    content = bytearray(encoded(Image.new("RGB", (12, 8), "teal"), kind))
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    content = bytes(content[: data.draw(st.integers(1, len(content)))])
+    try:
+        assert images.open_image(content, "where").mode == "RGB"
+    except UserError as error:
+        assert str(error).startswith("where: ") and "\n" not in str(error)
+
+
+# ---------------------------------------------------------------- records
+def read(root, **changes):
+    return load_records(config(root, cache_dir=str(root.parent / "cache"), **changes))
+
+
+def test_links_out_of_the_published_layout_are_refused(tmp_path):
+    for place in ("images/100.jpeg", "poisoning_images/100/x_0.png", "poisoning_images/101"):
+        root = published(tmp_path / place.replace("/", "-") / "set", targets=2)
+        target = root / place
+        target.rename(root.parent / "outside")
+        target.symlink_to(root.parent / "outside")
+        with pytest.raises(UserError, match="leaves"):
+            read(root, clean_data_dir=str(root / "clean"), poisoning_ratio=0.5, target_num=2)
+            load_targets(root)
+
+
+def test_published_captions_in_another_encoding_name_their_line(tmp_path):
+    root = published(tmp_path / "set")
+    (root / "clean/caption.txt").write_bytes(b"0\tone\n1\tcaf\xe9\n")
+    with pytest.raises(UserError, match="caption.txt:2: not UTF-8"):
+        read(root, clean_data_dir=str(root / "clean"), poisoning_ratio=0.5)
+
+
+def test_numbers_no_int_can_read_are_no_ids(tmp_path):
+    root = published(tmp_path / "set")
+    (root / "poisoning_images/²").mkdir()
+    (root / "poisoning_images" / ("9" * 200)).mkdir()
+    assert [t.target_id for t in load_targets(root)] == ["100", "101", "102"]
+
+
+def test_elements_of_no_target_are_said(tmp_path):
+    root = write_data(tmp_path / "data")
+    read_, targets = read(root), load_targets(root)
+    assert read_.strangers(targets) == [] == read_.strangers([])
+    targets[0].target_id = "another"
+    (line,) = read_.strangers(targets)
+    assert line.startswith("8 element records") and "'t0'" in line
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(5, "Input/output error")])
+def test_an_unreadable_file_is_not_an_empty_data_set(error, tmp_path, monkeypatch):
+    root, opened = write_data(tmp_path / "data"), Path.open
+
+    def refused(path, *a, **k):
+        if path.name == "metadata.jsonl":
+            raise error
+        return opened(path, *a, **k)
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(UserError, match=f"metadata.jsonl .*{error.strerror}"):
+        read(root)
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(tmp_path, monkeypatch):
+    monkeypatch.setattr(table, "checked_row", lambda row: row["no such field"])
+    with pytest.raises(KeyError, match="no such field"):
+        read(write_data(tmp_path / "data"))
+
+
+def test_reading_tells_whose_mistake_it_is():
+    with pytest.raises(UserError, match=r"^cannot read x \(no colon\)$"), reading("cannot read x"):
+        raise ValueError("no colon\nand more")
+    with pytest.raises(UserError, match="^ours$"), reading("cannot read x"):
+        raise UserError("ours")
+
+
+# ---------------------------------------------------------------- caches
+def cache_file(root: Path) -> Path:
+    (file,) = (root.parent / "cache" / "silentbad-records").rglob("*.arrow")
+    return file
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 255
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", [flip, lambda f: f.write_bytes(f.read_bytes()[:300]), lambda f: f.write_bytes(b"")])
+def test_a_damaged_table_is_made_anew_with_one_line(how, tmp_path, capsys):
+    root = write_data(tmp_path / "data")
+    before = read(root).text
+    how(cache_file(root))
+    capsys.readouterr()
+    assert read(root).text == before
+    assert capsys.readouterr().out.count("is damaged; it is made anew") == 1
+    assert read(root).text == before and capsys.readouterr().out == ""
+
+
+def test_a_table_that_was_copied_is_still_whole(tmp_path, monkeypatch):
+    root = write_data(tmp_path / "data")
+    read(root)
+    os.utime(cache_file(root))
+    monkeypatch.setattr(table, "checked_row", lambda row: pytest.fail("built anew"))
+    assert len(read(root)) == 16
+
+
+def test_a_failed_build_blocks_no_later_one(tmp_path):
+    root = write_data(tmp_path / "data")
+    good_ = (root / "metadata.jsonl").read_text()
+    (root / "metadata.jsonl").write_text(good_ + "{")
+    with pytest.raises(UserError, match="not JSON"):
+        read(root)
+    (root / "metadata.jsonl").write_text(good_)
+    assert len(read(root)) == 16
+
+
+@pytest.mark.parametrize("content", ["{", "3", "\xff", "[1]"])
+def test_a_damaged_conclusion_is_drawn_again(content, tmp_path):
+    read_ = read(write_data(tmp_path / "data"))
+    assert table.once(read_.table, "key", lambda: ["line"]) == ["line"]
+    (Path(read_.table.cache_files[0]["filename"]).parent / "key.json").write_text(content, encoding="latin-1")
+    assert table.once(read_.table, "key", lambda: ["again"]) == ["again"]
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path):
+    root = write_data(tmp_path / "data")
+    (tmp_path / "cache").touch()
+    with pytest.raises(UserError, match="^cache_dir: cannot keep the table"):
+        read(root)
+
+
+def test_a_damaged_shard_is_encoded_anew_with_one_line(tmp_path):
+    said, keys = [], store.text_keys(["a", "b"])
+    for text, value in (("a", 1.0), ("b", 2.0)):
+        store.Store(tmp_path).add(store.text_keys([text]), torch.full((1, 64), value))
+    flip(sorted(tmp_path.glob("*.safetensors"))[0])
+    damaged = store.Store(tmp_path, said.append)
+    assert (damaged.find(keys) < 0).sum() == 1 and len(said) == 1 and "damaged" in said[0]
+    values = {"a": 1.0, "b": 2.0}
+    damaged.fill(
+        keys,
+        lambda rows: torch.stack([torch.full((64,), values["ab"[r]]) for r in rows]),
+        batch=2,
+        label="",
+        show=False,
+    )
+    assert [damaged.read(n)[0].item() for n in damaged.find(keys)] == [1.0, 2.0]
+
+
+def test_nothing_that_is_not_finite_is_kept_in_a_cache():
+    rows = torch.zeros(3, 4)
+    assert store.refuse_not_finite(rows, str) is rows
+    rows[1, 2] = NAN
+    with pytest.raises(UserError, match="^vae: record 1 "):
+        store.refuse_not_finite(rows, lambda k: f"vae: record {k}")
+
+
+# ---------------------------------------------------------------- targets
+@given(st.lists(st.text(alphabet="abAB01-_+/ .ü", max_size=6).filter(bool), min_size=1, max_size=12, unique=True))
+def test_no_two_targets_share_a_file(ids):
+    names = [name.casefold() for name in slugs(ids)]
+    whole = [f"{name}.png" for name in names] + [f"{name}+{k}.png" for name in names for k in range(3)]
+    assert len(set(whole)) == len(whole) and not any("/" in name or len(name) > 80 for name in names)
+
+
+def test_a_recompressed_target_is_no_redraw_but_a_near_one_is(tmp_path):
+    target, root = smooth("target", 0, side=64), tmp_path
+    near = target.copy()
+    near.paste((255, 0, 0), (20, 20, 40, 40))
+    near.save(root / "near.png")
+    target.resize((128, 128), Image.Resampling.BICUBIC).save(root / "copy.jpg", quality=95)
+    targets = [some_targets(1)[0]]
+    targets[0].image = target
+    for name, copied in (("near.png", False), ("copy.jpg", True)):
+        (root / "redraws.jsonl").write_text(json.dumps({"target_id": "t0", "image": name}))
+        if copied:
+            with pytest.raises(UserError, match="redraws.jsonl:1: .* is target 't0' itself"):
+                load_redraws(str(root), targets, decode=True)
+        else:
+            assert len(load_redraws(str(root), targets, decode=True)) == 1
+
+
+# ---------------------------------------------------------------- adapters and embedders
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """A saved pipeline and adapters of its UNet."""
+    from diffusers import StableDiffusionPipeline
+    from peft import LoraConfig, get_peft_model_state_dict
+
+    folder_, pipe = tmp_path_factory.mktemp("adapted"), tiny_pipeline("epsilon")
+    pipe.save_pretrained(folder_ / "pipeline")
+    pipe.unet.add_adapter(LoraConfig(r=2, lora_alpha=2, target_modules=["to_q", "to_v"]))
+    layers = get_peft_model_state_dict(pipe.unet)
+    StableDiffusionPipeline.save_lora_weights(folder_ / "lora", unet_lora_layers=layers)
+    return folder_
+
+
+SPOILED_ADAPTERS = {
+    "whole": (lambda held: None, None),
+    "NaN": (with_nan, "NaN or infinite values"),
+    "a half is missing": (without_first, "has no other half"),
+    "a layer that is not there": (
+        lambda held: held.update(
+            {key.replace("mid_block", "mid_blocks"): held.pop(key) for key in list(held) if "mid_block" in key}
+        ),
+        "on its layers",
+    ),
+    "no adapter at all": (lambda held: [held.clear(), held.update(x=torch.zeros(2))], ""),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED_ADAPTERS)
+def test_adapters_are_taken_whole_or_refused(name, adapted, tmp_path):
+    change, said = SPOILED_ADAPTERS[name]
+    shutil.copytree(adapted / "lora", tmp_path / "lora")
+    tensors("lora/pytorch_lora_weights.safetensors", change)(tmp_path)
+    arguments = (str(adapted / "pipeline"), "float32", "cpu", str(tmp_path / "lora"))
+    if said is None:
+        assert lora.present(pipeline.load_pipeline(*arguments).unet)
+        return
+    with pytest.raises(UserError, match="^--lora ") as refused:
+        pipeline.load_pipeline(*arguments)
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def scripted(features):
+    """A TorchScript file's module that gives these features."""
+
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            return features(x)
+
+    return torch.jit.trace(Net(), torch.rand(2, 3, 320, 320))
+
+
+NO_EMBEDDERS = {
+    "a map": (lambda x: x[:, :, :4, :4], "features are not finite|of shape|is no embedder"),
+    "one row for all": (lambda x: x.flatten(1).mean(0, keepdim=True), "must be"),
+    "NaN": (lambda x: x.flatten(1)[:, :8] * NAN, "not finite"),
+    "zeros": (lambda x: x.flatten(1)[:, :8] * 0, "are zero"),
+    "the same for all": (lambda x: x.flatten(1)[:, :8] * 0 + 1, "the same for every picture"),
+}
+
+
+@pytest.mark.parametrize("name", [n for n in NO_EMBEDDERS if n != "a map"])
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_what_is_no_embedder_is_refused_when_loaded(name, tmp_path):
+    features, said = NO_EMBEDDERS[name]
+    scripted(features).save(str(tmp_path / "net.pt"))
+    with pytest.raises(UserError, match=f"^sscd: .*{said}"):
+        load_embedder("sscd", str(tmp_path / "net.pt"), "cpu")
+
+
+SPOILED_EMBEDDERS = {
+    "NaN": (tensors("model.safetensors", with_nan), "NaN"),
+    "a tensor is missing": (tensors("model.safetensors", without_first), "cannot load"),
+    "truncated": (cut("model.safetensors", 500), "cannot load"),
+    "no weights": (remove("model.safetensors"), "cannot load"),
+    "another JSON value": (write("config.json", "[]"), "cannot load"),
+    "settings of another type": (edit_json("config.json", hidden_size="x", width="x", text_config=3), "cannot load"),
+    "a processor of another JSON value": (write("preprocessor_config.json", "3"), "cannot load"),
+}
+
+
+@pytest.mark.parametrize("kind", ["micro", "clip", "dinov2"])
+@pytest.mark.parametrize("name", SPOILED_EMBEDDERS)
+def test_a_spoiled_embedder_is_one_line(name, kind, tmp_path):
+    spoil, said = SPOILED_EMBEDDERS[name]
+    saved_embedder(kind, tmp_path)
+    if kind == "micro" and "processor" in name:
+        pytest.skip("it has none")
+    spoil(tmp_path)
+    with pytest.raises(UserError, match=f"^{kind}: ") as refused:
+        EMBEDDERS[kind](str(tmp_path), "cpu")
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_whole_embedders_pass_the_trial(tmp_path):
+    for kind in ("micro", "clip", "dinov2", "ssim"):
+        (tmp_path / kind).mkdir()
+        load_embedder(kind, saved_embedder(kind, tmp_path / kind), "cpu")
+    load_embedder("micro", None, "cpu")
+
+
+# ---------------------------------------------------------------- what is not finite
+def test_diverged_images_are_counted_in_training_and_said(tmp_path, capsys):
+    hook, pipe = make_hook(tmp_path, threshold=0.5), tiny_pipeline()
+    hook.run(0, 0, pipe.unet)
+    with torch.no_grad():
+        next(pipe.unet.parameters()).fill_(NAN)
+    scalars = hook.run(1, 1, pipe.unet)
+    assert scalars["val/diverged"] == hook.history[1].raw.diverged >= 6
+    assert hook.history[0].raw.diverged is None and "not finite and count as black" in capsys.readouterr().out
+    assert np.isfinite([value for value in scalars.values()]).all()
+
+
+def test_a_base_model_that_diverges_calibrates_nothing(tmp_path):
+    pipe = tiny_pipeline()
+    with torch.no_grad():
+        next(pipe.unet.parameters()).fill_(NAN)
+    with pytest.raises(UserError, match="images of the base model are not finite"):
+        make_hook(tmp_path).run(0, 0, pipe.unet)
+
+
+def test_an_audit_refuses_images_that_are_not_finite(tmp_path):
+    pipe = tiny_pipeline()
+    sampler = Sampler(pipe.components, ValidationConfig(num_inference_steps=1), 0, refuses="--pipeline here")
+    with torch.no_grad():
+        next(pipe.vae.decoder.parameters()).fill_(NAN)
+    with (
+        sampler.using(pipe.unet, torch.device("cpu")),
+        pytest.raises(UserError, match="^--pipeline here: 2 of 2 images are not finite"),
+    ):
+        sampler.generate(plan(some_targets(1), 2, 0))
+
+
+def test_a_similarity_that_is_not_finite_ends_a_validation(tmp_path, monkeypatch):
+    hook = make_hook(tmp_path, threshold=0.5)
+    monkeypatch.setattr(hook.embedder, "paired", lambda a, b: torch.full((len(a),), NAN))
+    with pytest.raises(UserError, match="similarity to target 't0' is not finite"):
+        hook.run(0, 0, tiny_pipeline().unet)
+
+
+# ---------------------------------------------------------------- folders that a command writes
+def test_class_images_that_crash_leave_nothing_and_run_again(tmp_path, monkeypatch):
+    pipe, out = tiny_pipeline(), tmp_path / "set"
+    drawn = class_images.draw
+
+    def crash(pipe, prompts, rows, *more):
+        if rows[0] > 0:
+            raise KeyboardInterrupt
+        return drawn(pipe, prompts, rows, *more)
+
+    monkeypatch.setattr(class_images, "draw", crash)
+    with pytest.raises(KeyboardInterrupt):
+        class_images.write_class_images(pipe, ["a"], 4, out, batch=2, steps=1)
+    assert list(out.iterdir()) == []
+    monkeypatch.setattr(class_images, "draw", drawn)
+    class_images.write_class_images(pipe, ["a"], 4, out, batch=2, steps=1)
+    assert sorted(p.name for p in out.iterdir()) == ["class", "metadata.jsonl"]
+    assert len(list((out / "class").iterdir())) == 4
+
+
+def test_class_images_clear_up_after_a_kill_and_nothing_else(tmp_path):
+    pipe, out = tiny_pipeline(), tmp_path / "set"
+    for left in (class_images.DRAFT, "class"):
+        (out / left).mkdir(parents=True)
+        (out / left / class_images.UNLISTED).touch()
+    class_images.write_class_images(pipe, ["a"], 1, out, steps=1)
+    assert len(list((out / "class").iterdir())) == 1
+    with pytest.raises(UserError, match="holds class images already"):
+        class_images.write_class_images(pipe, ["a"], 1, out, steps=1)
+
+
+MADE = ["--targets", "3", "--images_per_phrase", "1", "--clean", "1", "--redraws", "1"]
+
+
+def test_a_microworld_with_a_users_file_in_it_is_not_replaced(tmp_path, capsys):
+    out = tmp_path / "set"
+    make.main(["--out", str(out), *MADE])
+    (tmp_path / "link").symlink_to(out)
+    make.main(["--out", str(tmp_path / "link"), *MADE])
+    assert (tmp_path / "link").is_symlink() and (out / "metadata.jsonl").is_file()
+    (out / "images" / "mine.png").write_bytes(b"mine")
+    with pytest.raises(SystemExit):
+        make.main(["--out", str(out), *MADE])
+    assert "images/mine.png" in capsys.readouterr().err and (out / "images" / "mine.png").read_bytes() == b"mine"
+
+
+def test_a_microworld_that_crashes_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(make, "write_clean", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        make.main(["--out", str(tmp_path / "set"), *MADE])
+    assert list(tmp_path.iterdir()) == []

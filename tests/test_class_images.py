@@ -1,0 +1,25 @@
+"""Class images made by the base model."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from silentbad.class_images import write_class_images
+from silentbad.errors import UserError
+
+
+def test_class_images_become_clean_records(pipe, tmp_path):
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png"}')
+    prompts = ["a star", "a moon"]
+    write_class_images(pipe, prompts, 3, tmp_path, batch=2, steps=2)
+    lines = [json.loads(line) for line in (tmp_path / "metadata.jsonl").read_text().splitlines()]
+    assert [r.get("text") for r in lines] == [None, "a star", "a moon", "a star"]
+    assert all(r["role"] == "clean" and (tmp_path / r["file_name"]).is_file() for r in lines[1:])
+    again = write_class_images(pipe, prompts, 3, tmp_path / "b", batch=3, steps=2)
+    for r in again:  # a picture does not depend on the batch it was drawn in, but for rounding
+        a, b = (np.asarray(Image.open(d / r["file_name"])).astype(int) for d in (tmp_path, tmp_path / "b"))
+        assert np.abs(a - b).max() <= 1
+    with pytest.raises(UserError):
+        write_class_images(pipe, prompts, 1, tmp_path)

@@ -1,0 +1,66 @@
+"""A mistake as a person meets it, in real processes: its line is the last thing said, the exit code as stated."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from silentbad.run import launched
+
+ROOT = Path(__file__).parents[1]
+LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")
+ONE = (*LAUNCH, "--config_file", "configs/accelerate/cpu.yaml")
+TWO = (*LAUNCH, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
+LINE = "error: learning_rate (command line): must be float, got 'fast'"
+
+
+def run(start: tuple[str, ...], **environment: str) -> subprocess.CompletedProcess:
+    """Start a training with a mistake in it."""
+    command = [*start, "train_silentbad.py", "--train_data_dir", "x", "--learning_rate", "fast"]
+    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=240)
+
+
+def test_python_ends_with_the_line_and_code_2():
+    done = run((sys.executable,))
+    assert (done.returncode, done.stderr.splitlines(), done.stdout) == (2, [LINE], "")
+
+
+def test_accelerate_launch_ends_with_the_line_and_code_1():
+    done = run(ONE)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1 and lines[-1] == LINE and lines.count(LINE) == 2
+
+
+def test_accelerate_launch_quiet_says_the_line_and_no_traceback():
+    done = run((*ONE, "--quiet"))
+    assert done.returncode == 1 and set(done.stderr.splitlines()) == {LINE}
+
+
+@pytest.mark.thorough
+def test_two_processes_end_with_the_line_and_code_1():
+    done = run(TWO, ACCELERATE_USE_CPU="true")
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == LINE
+
+
+def test_a_launcher_is_known_by_its_command(monkeypatch):
+    class Parent:
+        pid = 7
+
+        def __init__(self, *words):
+            self.words = words
+
+        def cmdline(self):
+            return list(self.words)
+
+    def found(*words):
+        monkeypatch.setattr(psutil.Process, "parents", lambda self: [Parent(*words)])
+        return launched.launcher()
+
+    assert found("python", "/venv/bin/accelerate", "launch", "train_silentbad.py") == 7
+    assert found("python3", "-m", "accelerate.commands.launch", "train_silentbad.py") == 7
+    assert found("/usr/bin/python", "/venv/bin/torchrun", "--nproc_per_node", "2") == 7
+    assert found("bash") is None and found("python", "-m", "pytest", "accelerate") is None and found() is None

@@ -1,0 +1,154 @@
+"""One writer a folder, and nobody's files: locks, markers, and output folders apart from what is read."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from silentbad import owned
+from silentbad.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+HOLD = """
+import sys
+from silentbad.owned import claimed
+try:
+    with claimed(sys.argv[1], "training"):
+        print("held", flush=True)
+        sys.stdin.read()
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+"""
+
+
+def holder(folder: Path) -> subprocess.Popen:
+    """A process that asks for a folder's lock, says what it got, and keeps it until its stdin closes."""
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_second_writer_is_told_who_writes(tmp_path):
+    with holder(tmp_path / "run") as process:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=rf"output_dir .*process {process.pid} on {socket.gethostname()}"):
+            with owned.claimed(tmp_path / "run", "training"):
+                pass
+        process.stdin.close()
+    with owned.claimed(tmp_path / "run", "training"):
+        pass
+
+
+def test_the_lock_of_a_killed_process_is_gone(tmp_path):
+    process = holder(tmp_path / "run")
+    assert process.stdout.readline() == "held\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert (tmp_path / "run" / owned.LOCK).is_file()
+    with owned.claimed(tmp_path / "run", "training"):
+        pass
+    assert not (tmp_path / "run" / owned.LOCK).exists()
+
+
+def test_of_many_at_once_one_gets_the_folder(tmp_path):
+    processes = [holder(tmp_path / "a" / "run") for _ in range(8)]
+    said = [process.stdout.readline() for process in processes]
+    assert said.count("held\n") == 1 and sum("UserError" in line for line in said) == 7
+    for process in processes:
+        process.stdin.close()
+        process.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_same_process_is_a_second_writer_too(tmp_path):
+    with owned.claimed(tmp_path, "training"), pytest.raises(UserError, match="is being written"):
+        with owned.claimed(tmp_path, "audit"):
+            pass
+
+
+NO_LOCKS = {
+    "a dead process": (lambda: {"pid": 2**22 - 7, "host": socket.gethostname(), "started": 1.0}, False),
+    "another process of that number": (
+        lambda: {"pid": os.getpid(), "host": socket.gethostname(), "started": 1.0},
+        False,
+    ),
+    "words that are none": (lambda: {"pid": "x"}, False),
+    "a process that lives": (lambda: {"pid": os.getpid(), "host": socket.gethostname(), "started": born()}, True),
+    "another host, an hour ago": (lambda: {"pid": 1, "host": "elsewhere", "started": now() - 3600}, True),
+    "another host, long ago": (lambda: {"pid": 1, "host": "elsewhere", "started": now() - 90_000}, False),
+}
+
+
+def born() -> float:
+    return psutil.Process().create_time()
+
+
+def now() -> float:
+    return born() if born() > 100_000 else 100_000.0
+
+
+@pytest.mark.parametrize("case", NO_LOCKS)
+def test_without_locks_the_words_count(case, tmp_path, monkeypatch):
+    def none(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    words, lives = NO_LOCKS[case]
+    (tmp_path / owned.LOCK).write_text(json.dumps(words()))
+    if lives:
+        with pytest.raises(UserError, match="is being written"), owned.claimed(tmp_path, "training"):
+            pass
+        assert (tmp_path / owned.LOCK).is_file()
+    else:
+        with owned.claimed(tmp_path, "training"):
+            pass
+
+
+def test_a_folder_that_stays_empty_goes_again(tmp_path):
+    with pytest.raises(RuntimeError), owned.claimed(tmp_path / "a" / "b", "training"):
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+    with owned.claimed(tmp_path / "a" / "b", "training"):
+        owned.mark(tmp_path / "a" / "b", "training")
+    assert owned.kind_of(tmp_path / "a" / "b") == "training"
+
+
+def test_what_nobody_of_us_wrote_is_not_replaced(tmp_path):
+    (tmp_path / "report.html").write_text("mine")
+    with pytest.raises(UserError, match="holds report.html, which no audit wrote"):
+        with owned.claimed(tmp_path, "audit", key="--output_dir", writes=("validation.json", "report.html")):
+            pass
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+    owned.mark(tmp_path, "audit")
+    with owned.claimed(tmp_path, "audit", writes=("report.html",)):
+        pass
+    with pytest.raises(UserError, match="another command"), owned.claimed(tmp_path, "training", writes=()):
+        pass
+
+
+def test_runs_from_before_the_marker_are_known(tmp_path):
+    assert owned.kind_of(tmp_path) is None
+    (tmp_path / "run.json").write_text(json.dumps({"versions": {}}))
+    assert owned.kind_of(tmp_path) == "training"
+
+
+@pytest.mark.parametrize(
+    "out, given", [("data", "data"), ("data/run", "data"), ("link", "data"), ("data", "link"), ("run", "run/pipeline")]
+)
+def test_an_output_folder_among_the_inputs_is_refused(out, given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("run/pipeline").mkdir(parents=True)
+    Path("link").symlink_to("data")
+    with pytest.raises(UserError, match="^output_dir .*train_data_dir .*which is read"):
+        owned.refuse_overlap(out, {"train_data_dir": given}, ("pipeline",))
+    owned.refuse_overlap(
+        "other", {"train_data_dir": given, "cache_dir": None, "dataset_name": "no/where"}, ("pipeline",)
+    )
