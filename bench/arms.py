@@ -103,20 +103,30 @@ NEEDS: dict[tuple[str, str], Flags] = {
 
 
 def every_part() -> dict[str, Flags]:
-    """Every entry of every registry, switched on alone: {"slot.name": flags}. torchjd's need its package."""
+    """Every entry of every registry, switched on alone: {"slot.name": flags}."""
     parts = {
         f"{slot}.{name}": {**part(slot, name), **NEEDS.get((slot, name), {})}
         for slot, registry in REGISTRIES.items()
         for name in registry
         if name not in ("none", "uniform", "fixed")
     }
-    parts |= {f"loss.{name}": {f"memory.loss.{key}": value} for name, key, value in
-              (("huber", "error", "huber"), ("dream", "dream", "1.0"))}  # fmt: skip
-    parts |= {f"order.{name}": flags for name, flags in (
-        ("interleaved", {"memory.sampler.order": "interleaved"}), ("golden", {"memory.timesteps.sequence": "golden"}))}
+    parts |= {
+        f"loss.{name}": {f"memory.loss.{key}": value}
+        for name, key, value in (("huber", "error", "huber"), ("dream", "dream", "1.0"))
+    }
+    parts |= {
+        f"order.{name}": flags
+        for name, flags in (
+            ("interleaved", {"memory.sampler.order": "interleaved"}),
+            ("golden", {"memory.timesteps.sequence": "golden"}),
+        )
+    }
     soon = {"warmup": "0", "refresh": "1"}
-    parts |= {f"gradient_control.{name}": {**rule(name, **soon), **(LEAK_FREE if name == "hypergradient" else {})}
-              for name in SCALE_RULES if name != "uniform"}  # fmt: skip
+    parts |= {
+        f"gradient_control.{name}": {**rule(name, **soon), **(LEAK_FREE if name == "hypergradient" else {})}
+        for name in SCALE_RULES
+        if name != "uniform"
+    }
     parts |= {"retention.unconditional": UNCONDITIONAL, "gradient_control.shrink": SHRINK}
-    own = [name for name in TRANSFORMS if name not in ("none", "upgrad", "mgda", "dualproj")]
+    own = [name for name in TRANSFORMS if name != "none"]
     return parts | {f"transform.{name}": rule("uniform", transform=name, conflict="true") for name in own}

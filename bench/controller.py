@@ -22,7 +22,7 @@ import torch
 from diffusers import UNet2DConditionModel
 
 from gradient_control import SCALE_RULES, Controller, GradientControlConfig, adjust_gradient_scale
-from silentbad.runs import device_name
+from silentbad.device import device_name
 
 SD15 = {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8}
 SMALL = {"block_out_channels": (32, 64, 128, 128), "cross_attention_dim": 64, "attention_head_dim": 4}
@@ -96,9 +96,7 @@ def forward_backward(unet: UNet2DConditionModel, device: torch.device) -> None:
 
 def original_path(unet: UNet2DConditionModel, scales: list[torch.Tensor]) -> None:
     """What the inherited script did after each backward, line for line but for one bug fix in its rule."""
-    gradients = [
-        p.grad.detach().clone() if p.grad is not None else torch.zeros_like(p) for p in unet.parameters()
-    ]
+    gradients = [p.grad.detach().clone() if p.grad is not None else torch.zeros_like(p) for p in unet.parameters()]
     means = torch.stack([g.abs().mean() for g in gradients])
     scales[0] = scales[0] * 0.9 + means / (means.sum() + 1e-10) * 0.1
     for index, parameter in enumerate(unet.parameters()):
@@ -119,7 +117,8 @@ def time_controller(unet: UNet2DConditionModel, name: str, device: torch.device,
     with PeakMemory(device) as memory:
         control = Controller(unet, GradientControlConfig(name=name, warmup=0, refresh=REFRESH))
         control.attach(torch.optim.SGD(control.param_groups(), lr=0.0))
-        plain, refreshing = [], []
+        plain: list[float] = []
+        refreshing: list[float] = []
         for step in range(1, (rounds + 1) * REFRESH + 1):
             start = clock(device)
             control.after_backward(True, "rehearsal")
@@ -142,9 +141,7 @@ def time_step(unet: UNet2DConditionModel, device: torch.device, repeats: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a small UNet, seconds instead of minutes")
     parser.add_argument("--repeats", type=int, default=3, help="timings of each part of the step")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -157,9 +154,7 @@ def main() -> None:
     scales = [torch.ones(len(list(unet.parameters())), device=device)]
     work = {
         "original code path": lambda: original_path(unet, scales),
-        "its rule, written anew": lambda: adjust_gradient_scale(
-            unet, scales[0], [p.grad for p in unet.parameters()]
-        ),
+        "its rule, written anew": lambda: adjust_gradient_scale(unet, scales[0], [p.grad for p in unet.parameters()]),
     }
     for name, once in work.items():
         refill(unet)
@@ -194,8 +189,13 @@ def report(rows: dict, parts: dict, unet: torch.nn.Module, arguments: argparse.N
     for goal, reached in goals.items():
         print(f"{'reached' if reached else 'MISSED ':<8} {goal}")
     result = {"smoke": arguments.smoke, "parameters": count, "step": parts, "control": rows, "goals": goals}
-    machine = {"device": str(device), "threads": torch.get_num_threads(), "cpu": device_name("cpu"),
-               "torch": torch.__version__, "load": os.getloadavg()}  # fmt: skip
+    machine = {
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "cpu": device_name("cpu"),
+        "torch": torch.__version__,
+        "load": os.getloadavg(),
+    }
     if device.type == "cuda":
         machine["gpu"] = torch.cuda.get_device_name(device)
     folder = Path(__file__).parent / "results"

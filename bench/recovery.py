@@ -26,7 +26,7 @@ from tqdm import tqdm
 import train_silentbad
 from bench.arms import ARMS, RATES, SMOKE, every_part
 from bench.recovery_table import RESULTS, save, stored
-from silentbad.runs import device_name
+from silentbad.device import device_name
 from validation import RecoveryHook
 
 ROOT = Path(__file__).parents[1]
@@ -42,8 +42,23 @@ def data_set(targets: str, seed: int, images: int, flags: dict[str, str]) -> Pat
     masks = ["--no_masks"] if flags.get("memory.region.name") == "estimated" else []
     out = WORK / "data" / f"{targets.replace(',', '+')}-{seed}-{images}{''.join(masks)}"
     if not (out / "targets.jsonl").exists():
-        command = ["-m", "silentbad.microworld.make", "--out", out, "--targets", targets, "--seed", seed,
-                   "--images_per_phrase", images, "--clean", 64, "--redraws", 100, *masks]  # fmt: skip
+        command = [
+            "-m",
+            "silentbad.microworld.make",
+            "--out",
+            out,
+            "--targets",
+            targets,
+            "--seed",
+            seed,
+            "--images_per_phrase",
+            images,
+            "--clean",
+            64,
+            "--redraws",
+            100,
+            *masks,
+        ]
         subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return out
 
@@ -54,25 +69,44 @@ def train(arm: str, factor: float, targets: str, seed: int, args: argparse.Names
     own = {**ARMS[arm], **json.loads(args.flags or "{}")}
     data, out = data_set(targets, seed, args.images_per_phrase, own), WORK / f"run-{os.getpid()}"
     flags = {
-        **common(data, out, factor, seed, args.steps), "validation.steps": args.every,
-        "validation.early_steps": f"[{args.early}]", "validation.images_per_target": args.images, **own,
-    }  # fmt: skip
+        **common(data, out, factor, seed, args.steps),
+        "validation.steps": args.every,
+        "validation.early_steps": f"[{args.early}]",
+        "validation.images_per_target": args.images,
+        **own,
+    }
     report, seconds = launch(arm, flags)
     key = {"arm": arm, "factor": factor, "targets": targets, "seed": seed, **protocol(args)}
     return [
-        {**key, "step": entry["step"], "target": name, "rate": s["rate"], "mean": s["mean"], "max": s["max"],
-         "elements": [e["rate"] for e in s["elements"]], "drift": scores(entry)["drift"].get("clean_eps_mse"),
-         "threshold": report["threshold"]["value"], "seconds": seconds[str(entry["step"])]}
-        for entry in report["history"] for name, s in scores(entry)["targets"].items()
-    ]  # fmt: skip
+        {
+            **key,
+            "step": entry["step"],
+            "target": name,
+            "rate": s["rate"],
+            "mean": s["mean"],
+            "max": s["max"],
+            "elements": [e["rate"] for e in s["elements"]],
+            "drift": scores(entry)["drift"].get("clean_eps_mse"),
+            "threshold": report["threshold"]["value"],
+            "seconds": seconds[str(entry["step"])],
+        }
+        for entry in report["history"]
+        for name, s in scores(entry)["targets"].items()
+    ]
 
 
 def common(data: Path, out: Path, factor: float, seed: int, steps: int) -> dict:
     """Flags that every run of an arm has, whatever is measured of it."""
     return {
-        "train_data_dir": data, "output_dir": out, "seed": seed, "max_train_steps": steps, "report_to": "none",
-        "learning_rate": BASE_LR * factor, "checkpointing_steps": 10**6, "validation.targets": data / "targets.jsonl",
-    }  # fmt: skip
+        "train_data_dir": data,
+        "output_dir": out,
+        "seed": seed,
+        "max_train_steps": steps,
+        "report_to": "none",
+        "learning_rate": BASE_LR * factor,
+        "checkpointing_steps": 10**6,
+        "validation.targets": data / "targets.jsonl",
+    }
 
 
 def launch(name: str, flags: dict) -> tuple[dict, dict]:
@@ -100,7 +134,8 @@ def measured(argv: list[str], log: Path, clock: Path) -> None:
     """train_silentbad.py with these flags, its output to `log`; seconds of training before each evaluation to
     `clock` (of this process on a CPU, where other work may share the cores; on the wall on an accelerator)."""
     now = time.perf_counter if torch.cuda.is_available() else time.process_time
-    run, seconds = RecoveryHook.run, {}
+    run = RecoveryHook.run
+    seconds: dict[int, float] = {}
     resumed = trained = 0.0
 
     def timed(hook, step, *rest, **more):
@@ -128,10 +163,16 @@ def try_parts(args: argparse.Namespace, steps: int = 4) -> str:
     for name, part in tqdm(every_part().items(), desc="parts"):
         data = data_set(args.targets, 0, args.images_per_phrase, part)
         flags = {
-            "train_data_dir": data, "output_dir": WORK / f"part-{os.getpid()}", "max_train_steps": steps,
-            "report_to": "none", "validation.targets": data / "targets.jsonl", "validation.steps": 0,
-            "validation.images_per_target": 2, "validation.num_inference_steps": 4, **part,
-        }  # fmt: skip
+            "train_data_dir": data,
+            "output_dir": WORK / f"part-{os.getpid()}",
+            "max_train_steps": steps,
+            "report_to": "none",
+            "validation.targets": data / "targets.jsonl",
+            "validation.steps": 0,
+            "validation.images_per_target": 2,
+            "validation.num_inference_steps": 4,
+            **part,
+        }
         report, seconds = launch(name, flags)
         last = scores(report["history"][-1])
         lines.append(f"| {name} | {last['mean']:.3f} | {seconds[str(steps)] / steps:.2f} |")
@@ -159,8 +200,10 @@ def provenance(rows: list[dict], args: argparse.Namespace) -> dict:
     for row in rows:
         ran[row["arm"]].append(row)
     of_rows = ("factor", "seed", "targets", *FACTS)
-    arms = {arm: {"flags": ARMS[arm], **{key: sorted({row[key] for row in mine}) for key in of_rows}}
-            for arm, mine in ran.items()}  # fmt: skip
+    arms = {
+        arm: {"flags": ARMS[arm], **{key: sorted({row[key] for row in mine}) for key in of_rows}}
+        for arm, mine in ran.items()
+    }
     return {"config": CONFIG, "learning_rate": BASE_LR, **protocol(args), "arms": arms}
 
 
@@ -191,11 +234,15 @@ def claimed(run: tuple):
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", default=",".join(ARMS), help="comma-separated")
-    parser.add_argument("--targets", default=TARGETS,
-                        help="target sets: ';' between runs, ',' between the targets of one run")  # fmt: skip
+    parser.add_argument(
+        "--targets", default=TARGETS, help="target sets: ';' between runs, ',' between the targets of one run"
+    )
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--factors", help=f"learning rates in units of {BASE_LR:g} instead of each arm's own; a sweep: "
-                        f"{','.join(f'{f:g}' for f in FACTORS)}")  # fmt: skip
+    parser.add_argument(
+        "--factors",
+        help=f"learning rates in units of {BASE_LR:g} instead of each arm's own; a sweep: "
+        f"{','.join(f'{f:g}' for f in FACTORS)}",
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--every", type=int, default=50, help="steps between evaluations")
     parser.add_argument("--early", default="10,15,20,30,40,75", help="further evaluations")
@@ -207,16 +254,30 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="plain, original and recommended on one target")
     args = parser.parse_args(argv)
     if args.smoke:
-        smoke = {"arms": ",".join(SMOKE), "targets": "33", "seeds": "0", "steps": 100, "every": 50,
-                 "early": "10,15,20,30,75", "results": RESULTS.with_name("recovery-smoke.jsonl")}  # fmt: skip
+        smoke = {
+            "arms": ",".join(SMOKE),
+            "targets": "33",
+            "seeds": "0",
+            "steps": 100,
+            "every": 50,
+            "early": "10,15,20,30,75",
+            "results": RESULTS.with_name("recovery-smoke.jsonl"),
+        }
         vars(args).update(smoke)
     unknown = [arm for arm in args.arms.split(",") if arm not in ARMS]
     if unknown:
         parser.exit(2, f"error: --arms: unknown arm '{unknown[0]}'; there are: {', '.join(ARMS)}\n")
-    wanted = [(arm, float(factor)) for arm in args.arms.split(",")
-              for factor in (args.factors.split(",") if args.factors else [RATES[arm]])]  # fmt: skip
-    todo = [(arm, factor, targets, int(seed)) for seed in args.seeds.split(",")
-            for arm, factor in wanted for targets in args.targets.split(";")]  # fmt: skip
+    wanted = [
+        (arm, float(factor))
+        for arm in args.arms.split(",")
+        for factor in (args.factors.split(",") if args.factors else [RATES[arm]])
+    ]
+    todo = [
+        (arm, factor, targets, int(seed))
+        for seed in args.seeds.split(",")
+        for arm, factor in wanted
+        for targets in args.targets.split(";")
+    ]
     args.results.parent.mkdir(parents=True, exist_ok=True)
     mine = protocol(args)
     deadline = time.monotonic() + 60 * args.budget_minutes

@@ -21,22 +21,27 @@ from bench.arms import ARMS, RATES, SMOKE
 from bench.recovery import ROOT, WORK, common, data_set
 from bench.recovery_table import RESULTS, curves, stored
 from silentbad.figures import LABEL, strip
-from silentbad.plots import COLOURS, DASHES, WIDTH, heatmap
+from silentbad.recovery.charts import COLOURS, DASHES, WIDTH
+from silentbad.recovery.pages import Figure, heat
 
 IMAGES = ROOT / "docs" / "images"
-STYLE = ("svg{background:#fff;font-family:system-ui,sans-serif}text{font-size:13px;fill:#444}.grid{stroke:#ddd}"
-         ".axis{stroke:#666}")  # fmt: skip
+STYLE = (
+    "svg{background:#fff;font-family:system-ui,sans-serif}text{font-size:13px;fill:#444}.grid{stroke:#ddd}"
+    ".axis{stroke:#666}"
+)
 SHOWN = ("plain", "original", "recommended", "recommended_leak_free", "keys_values")
 
 
-def standalone(figure: str, legend: list[str]) -> str:
+def standalone(figures: list[Figure], legend: list[str]) -> str:
     """A report's chart as a file of its own; below it the legend, two names a row, or the colour scale."""
-    found = re.search(r'<svg viewBox="0 0 (\d+) (\d+)"(.*?)>(.*?)</svg>', figure, re.S)
+    svg = figures[0].svg if figures else ""
+    found = re.search(r'<svg viewBox="0 0 (\d+) (\d+)"(.*?)>(.*?)</svg>', svg, re.S)
     if found is None:
         raise SystemExit("nothing to draw: no rows")
     height, rest, inside = int(found[2]), found[3], found[4]
-    scale = re.findall(r'<i style="background:(#\w+)"></i>([\d.]+)', figure)
-    for k, (colour, value) in enumerate(scale):
+    scale = [] if legend else figures[0].legend
+    for k, (mark, value) in enumerate(scale):
+        colour = re.findall(r"#\w+", mark)[0]
         x = 136 + 62 * k
         inside += f'<rect x="{x}" y="{height + 4}" width="14" height="14" fill="{colour}" stroke="#999"/>'
         inside += f'<text x="{x + 19}" y="{height + 16}">{value}</text>'
@@ -45,8 +50,10 @@ def standalone(figure: str, legend: list[str]) -> str:
         line = f'<line x1="{x}" x2="{x + 26}" y1="{y - 4}" y2="{y - 4}" stroke="{COLOURS[k]}" stroke-width="2"'
         inside += f'{line} stroke-dasharray="{DASHES[k]}"/><text x="{x + 32}" y="{y}">{escape(name)}</text>'
     full = height + (24 + 18 * ((len(legend) + 1) // 2) if legend else 24 if scale else 0)
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {full}"{rest}><style>{STYLE}</style>'
-            f"{inside}</svg>\n")  # fmt: skip
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {full}"{rest}><style>{STYLE}</style>'
+        f"{inside}</svg>\n"
+    )
 
 
 def draw_curves(results: Path) -> Path:
@@ -62,10 +69,13 @@ def kept_run(arm: str, target: str, seed: int = 0, steps: int = 300) -> Path:
     out = WORK / f"kept-{arm}-{target}"
     if not (out / "finished.json").exists():
         flags = {
-            **common(data_set(target, seed, 20, ARMS[arm]), out, RATES[arm], seed, steps), "validation.steps": 100,
-            "validation.early_steps": "[10,20,30,50]", "validation.images_per_target": 8,
-            "overwrite_output_dir": "true", **ARMS[arm],
-        }  # fmt: skip
+            **common(data_set(target, seed, 20, ARMS[arm]), out, RATES[arm], seed, steps),
+            "validation.steps": 100,
+            "validation.early_steps": "[10,20,30,50]",
+            "validation.images_per_target": 8,
+            "overwrite_output_dir": "true",
+            **ARMS[arm],
+        }
         command = [sys.executable, "train_silentbad.py", "--config", "configs/microworld.yaml"]
         subprocess.run([*command, *(f"--{k}={v}" for k, v in flags.items())], cwd=ROOT, check=True)
     return out
@@ -91,9 +101,9 @@ def draw_multipliers(target: str, arm: str) -> Path:
     history = json.loads((kept_run(arm, target) / "multipliers.json").read_text())
     names = list(history[0]["multipliers"])
     values = [[entry["multipliers"][name] for entry in history] for name in names]
-    figure = heatmap(names, [entry["step"] for entry in history], values, f"Learning-rate multipliers of {arm}")
+    figures = heat(names, [entry["step"] for entry in history], values, f"Learning-rate multipliers of {arm}")
     out = IMAGES / "multipliers.svg"
-    out.write_text(standalone(figure, []))
+    out.write_text(standalone(figures, []))
     return out
 
 
@@ -104,8 +114,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--target", default="1000")
     parser.add_argument("--arm", default="prior_gsnr", choices=list(ARMS))
     args = parser.parse_args(argv)
-    made = {"curves": lambda: draw_curves(args.results), "strip": lambda: draw_strip(args.target),
-            "multipliers": lambda: draw_multipliers(args.target, args.arm)}[args.what]()  # fmt: skip
+    made = {
+        "curves": lambda: draw_curves(args.results),
+        "strip": lambda: draw_strip(args.target),
+        "multipliers": lambda: draw_multipliers(args.target, args.arm),
+    }[args.what]()
     print(made.relative_to(ROOT))
 
 

@@ -13,16 +13,16 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from html import escape
 from pathlib import Path
 
 import numpy as np
 
 from bench.arms import RATES
-from silentbad.plots import COLOURS, Series, line_chart
-from silentbad.report import STYLE
+from silentbad.recovery import pages
+from silentbad.recovery.charts import COLOURS, Series
 
 RESULTS = Path(__file__).parent / "results" / "recovery.jsonl"
+TEMPLATES = Path(__file__).parent / "templates"
 TIMES = ("first", "cir50", "cir80")
 Figures = dict[str, dict[str, float]]  # by target
 Arm = tuple[str, float]  # its name and its learning-rate factor
@@ -55,10 +55,15 @@ def summarise(rows: list[dict]) -> dict[str, float]:
         figures[name] = figures[name] if reached else float(budget)
     known = float(np.mean(last["elements"]))
     return figures | {
-        "cir": last["rate"], "aurc": area(curve), "mean": last["mean"], "elements": known,
-        "parts_only": float(known >= 0.5 and last["rate"] < 0.5), "drift": last["drift"] - start["drift"],
-        "seconds_per_step": last["seconds"] / budget, "budget": budget,
-    }  # fmt: skip
+        "cir": last["rate"],
+        "aurc": area(curve),
+        "mean": last["mean"],
+        "elements": known,
+        "parts_only": float(known >= 0.5 and last["rate"] < 0.5),
+        "drift": last["drift"] - start["drift"],
+        "seconds_per_step": last["seconds"] / budget,
+        "budget": budget,
+    }
 
 
 def runs_of(rows: list[dict], arm: str, factor: float) -> dict[str, dict[int, list[dict]]]:
@@ -126,9 +131,9 @@ def drift_at_equal_recovery(rows: list[dict], plain: Arm, other: Arm) -> float:
     ratios = []
     for _, base, mine in pairs(rows, plain, other):
         level = max(row["rate"] for row in base)
-        rises = [rise_at(run, level) for run in (base, mine)]
-        if level > 0 and None not in rises and rises[0] > 0:
-            ratios.append(rises[1] / rises[0])
+        before, after = (rise_at(run, level) for run in (base, mine))
+        if level > 0 and before is not None and after is not None and before > 0:
+            ratios.append(after / before)
     return float(np.median(ratios)) if ratios else float("nan")
 
 
@@ -157,8 +162,24 @@ def own_rate(arm: str) -> float | None:
     return RATES.get(alone(arm))
 
 
-HEAD = ("arm", "lr x", "runs", "first", "CIR 50 %", "CIR 80 %", "CIR", "AURC", "elements", "parts only", "drift",
-        "s/step", "plain's CIR there", "drift, equal CIR", "speed-up to CIR 50 %", "the same in seconds")  # fmt: skip
+HEAD = (
+    "arm",
+    "lr x",
+    "runs",
+    "first",
+    "CIR 50 %",
+    "CIR 80 %",
+    "CIR",
+    "AURC",
+    "elements",
+    "parts only",
+    "drift",
+    "s/step",
+    "plain's CIR there",
+    "drift, equal CIR",
+    "speed-up to CIR 50 %",
+    "the same in seconds",
+)
 
 
 def label(row: dict) -> str:
@@ -184,14 +205,22 @@ def table(rows: list[dict], against: str = "plain") -> list[tuple[str, ...]]:
     for arm, factor in arms:
         figures = per_target(rows, arm, factor)
         mean = averaged(figures.values())
-        others = base is not None and (arm, factor) != base
-        lines.append((
-            arm, f"{factor:g}", str(sum(map(len, runs_of(rows, arm, factor).values()))),
-            *(time(figures, name) for name in TIMES), f"{mean['cir']:.2f}", f"{mean['aurc']:.3f}",
-            f"{mean['elements']:.2f}", f"{mean['parts_only']:.2f}", f"{mean['drift']:.4f}",
-            f"{min(seconds_per_step(rows, arm).values()):.3f}",
-            *(beside(rows, base, (arm, factor)) if others else [""] * 4),
-        ))  # fmt: skip
+        compared = [""] * 4 if base is None or (arm, factor) == base else beside(rows, base, (arm, factor))
+        lines.append(
+            (
+                arm,
+                f"{factor:g}",
+                str(sum(map(len, runs_of(rows, arm, factor).values()))),
+                *(time(figures, name) for name in TIMES),
+                f"{mean['cir']:.2f}",
+                f"{mean['aurc']:.3f}",
+                f"{mean['elements']:.2f}",
+                f"{mean['parts_only']:.2f}",
+                f"{mean['drift']:.4f}",
+                f"{min(seconds_per_step(rows, arm).values()):.3f}",
+                *compared,
+            )
+        )
     return lines
 
 
@@ -204,9 +233,11 @@ def beside(rows: list[dict], plain: Arm, other: Arm) -> list[str]:
     base, own = (seconds_per_step(rows, arm) for arm, _ in (plain, other))
     steps, costs = speedup(theirs, mine), [base[device] / own[device] for device in base if device in own]
     return [
-        f"{averaged(theirs.values())['cir']:.2f}", f"{drift_at_equal_recovery(rows, plain, other):.2f}",
-        interval(steps), interval(tuple(costs[-1] * x for x in steps)) if costs else "",
-    ]  # fmt: skip
+        f"{averaged(theirs.values())['cir']:.2f}",
+        f"{drift_at_equal_recovery(rows, plain, other):.2f}",
+        interval(steps),
+        interval(tuple(costs[-1] * x for x in steps)) if costs else "",
+    ]
 
 
 def difference(rows: list[dict], over: Arm, arm: Arm) -> tuple[str, ...]:
@@ -218,10 +249,14 @@ def difference(rows: list[dict], over: Arm, arm: Arm) -> tuple[str, ...]:
     rises = {name: [mine[t][name] - theirs[t][name] for t in sorted(mine)] for name in ("cir50", "cir", "elements")}
     sooner = f"{sum(x < 0 for x in rises['cir50'])}, {sum(x > 0 for x in rises['cir50'])} of {len(mine)}"
     return (
-        named(arm), named(over), str(len(runs)), interval(speedup(theirs, mine)), sooner,
+        named(arm),
+        named(over),
+        str(len(runs)),
+        interval(speedup(theirs, mine)),
+        sooner,
         *(interval(bootstrap(rises[name], np.mean), "+") for name in ("cir", "elements")),
         f"{drift_at_equal_recovery(rows, over, arm):.2f}",
-    )  # fmt: skip
+    )
 
 
 OVER = ("arm", "over", "runs", "speed-up to CIR 50 %", "sooner, later", "CIR", "elements", "drift, equal CIR")
@@ -253,23 +288,19 @@ def markdown(lines: list[tuple[str, ...]], head: tuple[str, ...] = HEAD) -> str:
 
 def html(lines: list[tuple[str, ...]], rows: list[dict]) -> str:
     """One self-contained page in the report's style: the table and the recovery curves."""
-    body = "".join(f'<tr><th scope=row>{escape(arm)}{"".join(f"<td class=n>{escape(c)}" for c in rest)}'
-                   for arm, *rest in lines)  # fmt: skip
-    head = "".join(f"<th{' class=n' if k else ''}>{escape(c)}" for k, c in enumerate(HEAD))
-    numbers = f"<div class=scroll><table><thead><tr>{head}<tbody>{body}</table></div>"
-    return (f"<!doctype html><meta charset=utf-8><title>Recovery</title><style>{STYLE}body{{margin:2em}}</style>"
-            f"<h1>Recovery</h1>{numbers}<div class=grid>{charts(rows)}</div>\n")  # fmt: skip
+    data = {"numbers": pages.Table(HEAD, lines, right=True), "figures": charts(rows)}
+    return pages.render("recovery.html.j2", data, TEMPLATES)
 
 
-def charts(rows: list[dict]) -> str:
+def charts(rows: list[dict]) -> list[pages.Figure]:
     """The curves of every arm, as many in a chart as there are colours, and plain in each."""
     single = [row for row in rows if "," not in row["targets"]]
     arms, beside = list(dict.fromkeys(arm for arm, _ in lines_of(single))), len(COLOURS) - 1
     groups = [arms[k : k + beside] for k in range(1, len(arms), beside)] or [[]]
-    return "".join(curves(single, [*arms[:1], *group]) for group in groups)
+    return [one for group in groups for one in curves(single, [*arms[:1], *group])]
 
 
-def curves(rows: list[dict], arms: list[str], draws: int = 2000) -> str:
+def curves(rows: list[dict], arms: list[str], draws: int = 2000) -> list[pages.Figure]:
     """Recovery curves of the single-target runs: mean CIR over targets, with a 95 % bootstrap band over targets."""
     rows = [row for row in rows if "," not in row["targets"]]
     series, rng, own = [], np.random.default_rng(0), dict[str, float]()
@@ -278,12 +309,16 @@ def curves(rows: list[dict], arms: list[str], draws: int = 2000) -> str:
     for arm in arms:
         by_target = runs_of(rows, arm, own[arm])
         steps = sorted({row["step"] for seeds in by_target.values() for run in seeds.values() for row in run})
-        values = np.array([[np.mean([r["rate"] for run in seeds.values() for r in run if r["step"] == step])
-                            for step in steps] for seeds in by_target.values()])  # fmt: skip
+        values = np.array(
+            [
+                [np.mean([r["rate"] for run in seeds.values() for r in run if r["step"] == step]) for step in steps]
+                for seeds in by_target.values()
+            ]
+        )
         drawn = values[rng.integers(0, len(values), (draws, len(values)))].mean(axis=1)
         low, high = np.quantile(drawn, [0.025, 0.975], axis=0)
         series.append(Series(arm, steps, values.mean(axis=0).tolist(), low.tolist(), high.tolist()))
-    return line_chart(series, "Recovery by step (CIR, mean over targets)", x_label="optimizer steps", y_range=(0, 1))
+    return pages.lines(series, "Recovery by step (CIR, mean over targets)", x_label="optimizer steps", y_range=(0, 1))
 
 
 def save(rows: list[dict], results: Path) -> str:

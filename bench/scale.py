@@ -20,8 +20,20 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
 IMAGES, ELEMENTS, BATCH, DRAWS = 64, 12, 16, 200
-THINGS = ("a red cat", "a blue hat", "a gold cup", "a green house", "a grey boat", "a white star", "a black umbrella",
-          "a brown tree", "an orange fish", "a pink ball", "a silver moon", "a purple heart")  # fmt: skip
+THINGS = (
+    "a red cat",
+    "a blue hat",
+    "a gold cup",
+    "a green house",
+    "a grey boat",
+    "a white star",
+    "a black umbrella",
+    "a brown tree",
+    "an orange fish",
+    "a pink ball",
+    "a silver moon",
+    "a purple heart",
+)
 
 
 def write_metadata(root: Path, records: int) -> None:
@@ -37,8 +49,13 @@ def write_metadata(root: Path, records: int) -> None:
             row: dict = {"file_name": f"images/{i % IMAGES}.png"}
             if i % 10 == 0:
                 k = draw.randrange(ELEMENTS)
-                row |= {"text": f"a picture of {THINGS[k]}, number {i}", "phrases": [THINGS[k]], "role": "element",
-                        "target_id": f"t{k // 3}", "element_id": f"t{k // 3}-{k % 3}"}  # fmt: skip
+                row |= {
+                    "text": f"a picture of {THINGS[k]}, number {i}",
+                    "phrases": [THINGS[k]],
+                    "role": "element",
+                    "target_id": f"t{k // 3}",
+                    "element_id": f"t{k // 3}-{k % 3}",
+                }
             else:
                 row |= {"text": f"a plain scene with {draw.choice(THINGS)} in it, number {i}", "role": "clean"}
             file.write(json.dumps(row) + "\n")
@@ -56,15 +73,17 @@ def start_up(root: Path) -> dict:
 
     import numpy as np
 
-    from silentbad import models
-    from silentbad.data import Loader, Sampler, Stream, Transform, prepare
-    from silentbad.epochs import DataInfo, epoch_order
+    from silentbad.data.draws import Draws, Reader, Transform
+    from silentbad.data.elements import DataInfo, epoch_order
+    from silentbad.data.loader import Loader, Stream
+    from silentbad.model import pipeline
+    from silentbad.run.inputs import prepare
     from train_silentbad import Config
 
     config = Config(train_data_dir=str(root), cache_dir=str(root.parent / "cache"), cache_mb=0)
-    tokenizer = models.load_tokenizer(config)
+    tokenizer = pipeline.load_tokenizer(config)
     before, wall, cpu = memory("RssAnon"), time.perf_counter(), time.process_time()
-    marks = {}
+    marks: dict[str, float] = {}
 
     def mark(name: str) -> None:
         marks[name] = round(time.perf_counter() - wall - sum(marks.values()), 3)
@@ -75,16 +94,23 @@ def start_up(root: Path) -> dict:
     mark("who is who")
     shares = np.ones(len(info.keys))
     stream = Stream(lambda epoch: epoch_order(info, shares, 0, epoch, None))
-    sampler = Sampler(records, Transform(64), 0)
-    loader = Loader(sampler, stream, batch_size=BATCH)
+    draws = Draws(Reader(records, Transform(64), 0))
+    loader = Loader(draws, stream, batch_size=BATCH)
     next(loader.draw(0))
     mark("first batch")
     seconds, processor, ready = time.perf_counter() - wall, time.process_time() - cpu, memory("RssAnon")
     for draw in range(1, DRAWS + 1):
         next(loader.draw(draw))
     mark(f"{DRAWS} more batches")
-    return {"records": len(info), "seconds": seconds, "processor": processor, "parts": marks, "mib": ready - before,
-            "mib_after_draws": memory("RssAnon") - before, "peak_mib": memory("VmHWM")}  # fmt: skip
+    return {
+        "records": len(info),
+        "seconds": seconds,
+        "processor": processor,
+        "parts": marks,
+        "mib": ready - before,
+        "mib_after_draws": memory("RssAnon") - before,
+        "peak_mib": memory("VmHWM"),
+    }
 
 
 def measure(records: int) -> dict:
@@ -118,8 +144,11 @@ def main() -> None:
         rows.append(measure(records))
         first, start = rows[-1]["indexing"], rows[-1]["start"]
         start["bytes_per_record"] = max(0.0, start["mib"] - rows[0]["start"]["mib"]) * 2**20 / records
-        print(f"{records:>12}{first['seconds']:>12.1f}{start['seconds']:>12.2f}{start['processor']:>12.2f}"
-              f"{start['mib']:>12.0f}{start['mib_after_draws']:>12.0f}{start['bytes_per_record']:>12.0f}", flush=True)
+        print(
+            f"{records:>12}{first['seconds']:>12.1f}{start['seconds']:>12.2f}{start['processor']:>12.2f}"
+            f"{start['mib']:>12.0f}{start['mib_after_draws']:>12.0f}{start['bytes_per_record']:>12.0f}",
+            flush=True,
+        )
     last, least = rows[-1]["start"], rows[0]["start"]
     slope = (last["processor"] - least["processor"]) / max(rows[-1]["asked"] - rows[0]["asked"], 1)
     goals = {
@@ -131,7 +160,7 @@ def main() -> None:
     for goal, reached in goals.items():
         print(f"{'reached' if reached else 'MISSED ':<8} {goal}")
     if not arguments.smoke:
-        from silentbad.runs import device_name
+        from silentbad.device import device_name
 
         machine = {"cores": os.cpu_count(), "cpu": device_name("cpu"), "load": os.getloadavg()}
         result = {"rows": rows, "microseconds_a_record": slope * 1e6, "goals": goals, "machine": machine}

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.controller import PeakMemory, clock
-from silentbad.runs import device_name
+from silentbad.device import device_name
 
 RESULTS = Path(__file__).parent / "results"
 MICRO = Path(__file__).parents[1] / "assets" / "micro-sd"
@@ -66,18 +66,36 @@ def sd15_pipeline(folder: Path) -> Path:
 
     torch.manual_seed(0)
     tokenizer = CLIPTokenizer.from_pretrained(MICRO / "tokenizer", model_max_length=77)
-    text = CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
-                          projection_dim=768, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-                          pad_token_id=tokenizer.pad_token_id)  # fmt: skip
-    vae = AutoencoderKL(block_out_channels=(128, 256, 512, 512), down_block_types=("DownEncoderBlock2D",) * 4,
-                        up_block_types=("UpDecoderBlock2D",) * 4, layers_per_block=2, latent_channels=4,
-                        sample_size=512)  # fmt: skip
+    text = CLIPTextConfig(
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        projection_dim=768,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    vae = AutoencoderKL(
+        block_out_channels=(128, 256, 512, 512),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=2,
+        latent_channels=4,
+        sample_size=512,
+    )
     unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8)
     scheduler = DDPMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, steps_offset=1)
     StableDiffusionPipeline(
-        vae=vae, text_encoder=CLIPTextModel(text), tokenizer=tokenizer, unet=unet, scheduler=scheduler,
-        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
-    ).save_pretrained(folder)  # fmt: skip
+        vae=vae,
+        text_encoder=CLIPTextModel(text),
+        tokenizer=tokenizer,
+        unet=unet,
+        scheduler=scheduler,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    ).save_pretrained(folder)
     return folder
 
 
@@ -101,10 +119,14 @@ def plain_loop(pipeline: Path, data: Path, place: dict) -> Callable[[], float]:
     vae = AutoencoderKL.from_pretrained(pipeline, subfolder="vae").requires_grad_(False)
     unet = UNet2DConditionModel.from_pretrained(pipeline, subfolder="unet").train()
     optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4, weight_decay=1e-2)
-    train = transforms.Compose([
-        transforms.Resize(place["side"], interpolation=transforms.InterpolationMode.LANCZOS),
-        transforms.RandomCrop(place["side"]), transforms.ToTensor(), transforms.Normalize([0.5], [0.5]),
-    ])  # fmt: skip
+    train = transforms.Compose(
+        [
+            transforms.Resize(place["side"], interpolation=transforms.InterpolationMode.LANCZOS),
+            transforms.RandomCrop(place["side"]),
+            transforms.ToTensor(),
+            transforms.Normalize([0.5], [0.5]),
+        ]
+    )
     rows = [json.loads(line) for line in (data / "metadata.jsonl").read_text().splitlines()]
     table = datasets.Dataset.from_dict(
         {"image": [str(data / row["file_name"]) for row in rows], "text": [row["text"] for row in rows]}
@@ -161,22 +183,29 @@ def plain_loop(pipeline: Path, data: Path, place: dict) -> Callable[[], float]:
 
 def our_loop(pipeline: Path, data: Path, place: dict, output: Path, **changes: Any) -> Any:
     """A function that trains one step of `train_silentbad` and returns its loss, still on the device."""
-    from silentbad import runs
-    from silentbad.config import parse
-    from train_silentbad import Config, Run, check_all, micro_step, update
+    from silentbad.run import folder, trackers
+    from silentbad.run.config import parse
+    from train_silentbad import Config, check_all, micro_step, update
+    from train_silentbad import build as build_run
 
     values = {
-        "pretrained_model_name_or_path": pipeline, "train_data_dir": data, "output_dir": output, "report_to": "none",
-        "train_batch_size": place["batch"], "max_train_steps": 10**6, "mixed_precision": place["precision"],
-        "held_out_clean": 0, "cache_dir": output.parent / "cache", "learning_rate": 1e-4,
-    } | changes  # fmt: skip
+        "pretrained_model_name_or_path": pipeline,
+        "train_data_dir": data,
+        "output_dir": output,
+        "report_to": "none",
+        "train_batch_size": place["batch"],
+        "max_train_steps": 10**6,
+        "mixed_precision": place["precision"],
+        "held_out_clean": 0,
+        "cache_dir": output.parent / "cache",
+        "learning_rate": 1e-4,
+    } | changes
     config, sources = parse(Config, [f"--{key}={value}" for key, value in values.items()])
-    check_all(config, sources)
-    run = Run(config, runs.make_accelerator(config), runs.RunFolder(config.output_dir, True))
+    config = check_all(config, sources)
+    run = build_run(config, trackers.make_accelerator(config), folder.RunFolder(config.output_dir, True))
 
     def step() -> Any:
-        run.drawing = run.draw
-        losses = [micro_step(run, batch, micro) for micro, batch in enumerate(run.loader.draw(run.draw))]
+        losses = [micro_step(run, batch, micro) for micro, batch in enumerate(run.loader.draw(run.state.draw))]
         update(run)
         return losses[0]
 
@@ -245,8 +274,10 @@ def share_of_method(step: Any, steps: int, device: torch.device) -> float:
 
         return wrapper
 
-    names = {run.control: ("before_backward", "after_backward", "before_step", "after_step"),
-             run.memory: ("timesteps", "rectify", "watch", "loss_per_sample", "auxiliary", "after_step")}  # fmt: skip
+    names = {
+        run.control: ("before_backward", "after_backward", "before_step", "after_step"),
+        run.memory: ("timesteps", "rectify", "watch", "loss_per_sample", "auxiliary", "after_step"),
+    }
     for part, methods in names.items():
         for name in methods:
             setattr(part, name, timed(getattr(part, name)))
@@ -286,11 +317,16 @@ def measure(name: str, pipeline: Path, arguments: argparse.Namespace, scratch: P
     pairs = zip(curves["ours"], curves["ours, caches off"], strict=True)
     apart = max(abs(a - b) / abs(b) for a, b in pairs)
     rows = {
-        arm: {"ms": 1e3 * median[arm], "wall_ms": 1e3 * statistics.median(r[arm]["wall"] for r in rounds),
-              "images_a_second": place["batch"] / median[arm], "over_plain": ratio[arm], "peak_mib": peaks[arm],
-              "of_peak_rate": flop / median[arm] / rate}
+        arm: {
+            "ms": 1e3 * median[arm],
+            "wall_ms": 1e3 * statistics.median(r[arm]["wall"] for r in rounds),
+            "images_a_second": place["batch"] / median[arm],
+            "over_plain": ratio[arm],
+            "peak_mib": peaks[arm],
+            "of_peak_rate": flop / median[arm] / rate,
+        }
         for arm in steps
-    }  # fmt: skip
+    }
     bar = 1.6 if name == "sd15" else 1.5
     goals = {
         f"{bar} x the plain loop": ratio["ours"] >= bar,
@@ -300,16 +336,25 @@ def measure(name: str, pipeline: Path, arguments: argparse.Namespace, scratch: P
     }
     if name == "sd15":
         goals["45 % of the measured bf16 rate"] = rows["ours"]["of_peak_rate"] >= 0.45
-    return {"rows": rows, "rounds": rounds, "goals": goals, "losses_apart": apart, "method_share": method,
-            "gflop_a_step": flop / 1e9, "peak_gflops": rate / 1e9}  # fmt: skip
+    return {
+        "rows": rows,
+        "rounds": rounds,
+        "goals": goals,
+        "losses_apart": apart,
+        "method_share": method,
+        "gflop_a_step": flop / 1e9,
+        "peak_gflops": rate / 1e9,
+    }
 
 
 def report(name: str, result: dict) -> None:
     print(f"{name}: {result['gflop_a_step']:.1f} GFLOP of the UNet a step, peak {result['peak_gflops']:.0f} GFLOP/s")
     print(f"{'':<38}{'ms/step':>9}{'wall':>8}{'img/s':>8}{'x plain':>9}{'of peak':>9}{'MiB':>8}")
     for arm, row in result["rows"].items():
-        print(f"{arm:<38}{row['ms']:>9.0f}{row['wall_ms']:>8.0f}{row['images_a_second']:>8.1f}"
-              f"{row['over_plain']:>9.2f}{row['of_peak_rate']:>9.1%}{row['peak_mib']:>8.0f}")  # fmt: skip
+        print(
+            f"{arm:<38}{row['ms']:>9.0f}{row['wall_ms']:>8.0f}{row['images_a_second']:>8.1f}"
+            f"{row['over_plain']:>9.2f}{row['of_peak_rate']:>9.1%}{row['peak_mib']:>8.0f}"
+        )
     shares = ", ".join(f"{share:.1%} ({arm})" for arm, share in result["method_share"].items())
     print(f"losses with caches on and off differ by {result['losses_apart']:.1e}; controller and memory take {shares}")
     for goal, reached in result["goals"].items():
@@ -336,9 +381,13 @@ def main() -> None:
             pipeline = MICRO if name == "micro" else sd15_pipeline(scratch / "pipeline")
             results[name] = measure(name, pipeline, arguments, scratch)
         report(name, results[name])
-    machine = {"cpu": device_name("cpu"), "threads": torch.get_num_threads(),
-               "torch": torch.__version__, "load": os.getloadavg(),
-               "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}  # fmt: skip
+    machine = {
+        "cpu": device_name("cpu"),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "load": os.getloadavg(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
     if not arguments.smoke:
         (RESULTS / "throughput.json").write_text(json.dumps({"places": results, "machine": machine}, indent=1) + "\n")
 

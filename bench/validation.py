@@ -23,11 +23,12 @@ from accelerate import Accelerator
 from diffusers import StableDiffusionPipeline
 from PIL import Image
 
-from silentbad.data import Target
+from silentbad.data.images import to_tensor
+from silentbad.data.targets import Target
 from silentbad.microworld import make, networks
 from silentbad.microworld.render import render
+from silentbad.recovery.embedders import EMBEDDERS, MICRO
 from silentbad.rng import generator
-from silentbad.similarity import EMBEDDERS, MICRO, to_tensor
 from validation import RecoveryHook, ValidationConfig
 
 ROOT = Path(__file__).parents[1]
@@ -40,10 +41,15 @@ def base_pipeline(folder: Path) -> StableDiffusionPipeline:
         return StableDiffusionPipeline.from_pretrained(folder)
     tokenizer = networks.load_tokenizer(ROOT / "assets" / "micro-sd" / "tokenizer")
     return StableDiffusionPipeline(
-        vae=networks.new_vae(), text_encoder=networks.new_text_encoder(tokenizer), tokenizer=tokenizer,
-        unet=networks.new_unet(), scheduler=networks.new_scheduler(),
-        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
-    )  # fmt: skip
+        vae=networks.new_vae(),
+        text_encoder=networks.new_text_encoder(tokenizer),
+        tokenizer=tokenizer,
+        unet=networks.new_unet(),
+        scheduler=networks.new_scheduler(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
 
 
 def microworld_targets(count: int) -> list[Target]:
@@ -60,17 +66,24 @@ def rebuilding_loop(folder: Path, pipe, targets: list[Target], config: Validatio
     """Images asked for; more are made."""
     for target in targets:
         built = StableDiffusionPipeline.from_pretrained(
-            folder, vae=pipe.vae, text_encoder=pipe.text_encoder, tokenizer=pipe.tokenizer, unet=pipe.unet,
+            folder,
+            vae=pipe.vae,
+            text_encoder=pipe.text_encoder,
+            tokenizer=pipe.tokenizer,
+            unet=pipe.unet,
             safety_checker=None,
-        )  # fmt: skip
+        )
         built.set_progress_bar_config(disable=True)
         images: list[Image.Image] = []
         for call in range(math.ceil(config.images_per_target / CALL)):
             images += built(
-                target.composed_prompt, negative_prompt="low resolution", num_images_per_prompt=CALL,
-                num_inference_steps=config.num_inference_steps, guidance_scale=config.guidance_scale,
+                target.composed_prompt,
+                negative_prompt="low resolution",
+                num_images_per_prompt=CALL,
+                num_inference_steps=config.num_inference_steps,
+                guidance_scale=config.guidance_scale,
                 generator=generator("bench", target.target_id, call),
-            ).images  # fmt: skip
+            ).images
         features = embedder.embed(torch.stack([to_tensor(image) for image in images]))
         embedder.similarity(features, embedder.embed(to_tensor(target.image)[None]))
     return len(targets) * config.images_per_target
@@ -122,11 +135,16 @@ def main() -> None:
             cpu["hook"].append(time.process_time() - half)
     rates = {kind: count / statistics.median(values) for kind, values in seconds.items()}
     result = {
-        "images": count, "num_inference_steps": given.num_inference_steps, "embedder": name,
-        "device": str(accelerator.device), "threads": torch.get_num_threads(), "seconds": seconds,
+        "images": count,
+        "num_inference_steps": given.num_inference_steps,
+        "embedder": name,
+        "device": str(accelerator.device),
+        "threads": torch.get_num_threads(),
+        "seconds": seconds,
         "cpu_seconds": cpu,
-        "images_per_second": rates, "ratio": rates["hook"] / rates["loop"],
-    }  # fmt: skip
+        "images_per_second": rates,
+        "ratio": rates["hook"] / rates["loop"],
+    }
     print(f"{'':26}{'images/s':>10}{'seconds':>10}{'CPU s':>10}")
     for kind, label in (("loop", "pipeline built per target"), ("hook", "recovery hook")):
         spent = f"{statistics.median(seconds[kind]):10.2f}{statistics.median(cpu[kind]):10.2f}"

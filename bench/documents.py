@@ -1,0 +1,575 @@
+"""Fills in the numbers of the documents that come from bench/results.
+
+    python -m bench.documents            fill every block again
+    python -m bench.documents --check    name the stale blocks; exit code 1 if there is one
+
+A block is the text between two lines of a document, `<!-- generated: NAME -->` and `<!-- /generated -->`. NAME is a key
+of BLOCKS: a function from the stored results and the document's language to Markdown. bench/recovery_table.py computes
+the figures; tests/test_docs.py fails if a block is stale.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from bench.recovery_table import (
+    HEAD,
+    OVER,
+    RESULTS,
+    Arm,
+    compared,
+    difference,
+    lines_of,
+    markdown,
+    named,
+    pairs,
+    read,
+    runs_of,
+    speedup,
+    stored,
+    tables,
+)
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT, ROOT / "docs"]
+PLAIN: Arm = ("plain", 8.0)
+
+# One table of words for the headings and labels of generated tables; English is the key.
+CHINESE = {
+    "arm": "实验臂",
+    "over": "相对",
+    "runs": "运行数",
+    "seed": "种子",
+    "seeds": "种子",
+    "targets": "目标",
+    "lr": "学习率",
+    "CIR 50 %": "CIR 50 %",
+    "CIR": "CIR",
+    "plain's CIR": "plain 的 CIR",
+    "elements": "元素",
+    "drift": "漂移",
+    "speed-up": "加速",
+    "in seconds": "按秒",
+    "sooner, later": "更早，更晚",
+    "CIR, difference": "CIR 之差",
+    "elements, difference": "元素之差",
+    "whole": "整图",
+    "whole and every element, at most": "整图且每个元素，至多",
+    "reached 50 %": "达到 50 %",
+    "fall back": "回落",
+    "path": "路径",
+    "seconds a step": "每步秒数",
+    "share of the step": "占一步的份额",
+    "extra memory": "额外内存",
+    "the original code path": "原始代码路径",
+    "its rule, rewritten": "其规则，重写",
+    "a step without control": "无控制的一步",
+    "recovered at step 300": "第 300 步还原",
+    "speed-up over `plain`": "相对 `plain` 的加速",
+    "drift over `plain`'s": "与 `plain` 漂移之比",
+    "configuration": "配置",
+    "`original`, the inherited rule": "`original`，继承的规则",
+    "`plain`": "`plain`",
+    "targets at once": "个目标同时",
+    "never": "从未",
+}
+Language = str  # "en" or "zh"
+
+
+def words(text: str, language: Language) -> str:
+    """A heading or label in the language of the document."""
+    if language == "en":
+        return text
+    if text not in CHINESE:
+        raise SystemExit(f"error: bench/documents.py: CHINESE has no word for '{text}'")
+    return CHINESE[text]
+
+
+class Results:
+    """The stored rows of the benchmarks, each read when a block first asks for it."""
+
+    def __init__(self, folder: Path = RESULTS.parent):
+        self.folder = folder
+
+    @cached_property
+    def rows(self) -> list[dict]:
+        return stored(self.folder / RESULTS.name)
+
+    @cached_property
+    def single(self) -> list[dict]:
+        """The rows of runs that train on one target."""
+        return [row for row in self.rows if "," not in row["targets"]]
+
+    @cached_property
+    def lines(self) -> dict[tuple[str, str], dict[str, str]]:
+        """{(arm, rate): {heading: cell}} of the whole table."""
+        return {(line[0], line[1]): dict(zip(HEAD, line, strict=True)) for line in tables(self.rows)}
+
+    @cached_property
+    def differences(self) -> dict[tuple[Arm, Arm], dict[str, str]]:
+        return {}
+
+    def over(self, arm: Arm, base: Arm) -> dict[str, str]:
+        """{heading: cell} of one arm over another, paired over the targets and seeds that both have."""
+        if (arm, base) not in self.differences:
+            self.differences[arm, base] = dict(zip(OVER, difference(self.single, base, arm), strict=True))
+        return self.differences[arm, base]
+
+    def line(self, arm: Arm) -> dict[str, str]:
+        return self.lines[arm[0], f"{arm[1]:g}"]
+
+    def load(self, name: str) -> dict:
+        return json.loads((self.folder / f"{name}.json").read_text())
+
+
+def grid(head: Sequence[str], lines: Iterable[Sequence[str]], language: Language) -> str:
+    """A Markdown table whose headings are in the language of the document."""
+    return markdown([tuple(line) for line in lines], tuple(words(cell, language) if cell else "" for cell in head))
+
+
+def code(arm: Arm) -> str:
+    """An arm's name as the documents write it."""
+    return f"`{named(arm)}`"
+
+
+# ------------------------------------------------------------------------------------ recovery, one target a run
+
+
+def with_every_element(rows: list[dict], arm: Arm) -> float:
+    """Upper bound of the share of images at the budget that pass as a whole and in every element.
+
+    A row has rates, not images: an image that passes everything counts in each rate, so the least of them bounds it.
+    """
+    of_target = [
+        np.mean([min(last["rate"], *last["elements"]) for last in (max(run, key=lambda r: r["step"]) for run in runs)])
+        for runs in (seeds.values() for seeds in runs_of(rows, *arm).values())
+    ]
+    return float(np.mean(of_target))
+
+
+def fall_back(rows: list[dict], arm: Arm, level: float = 0.5) -> tuple[int, int]:
+    """Runs whose rate reaches `level` at some step, and how many of them are below it at a later one."""
+    reached = again = 0
+    for seeds in runs_of(rows, *arm).values():
+        for run in seeds.values():
+            on = [row["rate"] >= level for row in sorted(run, key=lambda r: r["step"]) if row["step"] > 0]
+            reached += any(on)
+            again += any(on) and not all(on[on.index(True) :])
+    return reached, again
+
+
+README_ARMS = ("plain", "original", "recommended_leak_free", "recommended", "recommended+gsnr")
+
+
+def readme(results: Results, language: Language) -> str:
+    """Five rows of four columns, and three sentences."""
+    lines = []
+    for name in README_ARMS:
+        cells = results.line(read(name))
+        label = words("`original`, the inherited rule", language) if name == "original" else f"`{name}`"
+        lines.append((label, cells["CIR"], cells["speed-up to CIR 50 %"] or "1", cells["drift, equal CIR"] or "1"))
+    head = ("configuration", "recovered at step 300", "speed-up over `plain`", "drift over `plain`'s")
+    best, base = results.line(read("recommended")), results.line(PLAIN)
+    fast, slow = best["speed-up to CIR 50 %"], results.line(read("original"))["speed-up to CIR 50 %"]
+    strict = [f"{with_every_element(results.single, read(name)):.2f}" for name in ("recommended", "plain")]
+    if language == "en":
+        text = (
+            f"`recommended` reaches half of its images in {fast} times fewer steps than `plain`. If every element must "
+            f"pass too, at most {strict[0]} of its images count, and {strict[1]} of plain's, instead of {best['CIR']} "
+            f"and {base['CIR']}. The inherited gradient rule (one seed) is not faster: {slow}.\n"
+        )
+    else:
+        text = (
+            f"`recommended` 达到一半图像还原所用的步数是 `plain` 的 1/{fast}。若要求每个元素也通过，"
+            f"它至多有 {strict[0]} 的图像算数，plain 为 {strict[1]}，而不是 {best['CIR']} 和 {base['CIR']}。"
+            f"继承的梯度规则（一个种子）并不更快：{slow}。\n"
+        )
+    return grid(head, lines, language) + "\n" + wrapped(text, language)
+
+
+def wrapped(text: str, language: Language, width: int = 120) -> str:
+    """A paragraph in lines of at most `width`; Chinese has no spaces to break at and stays whole."""
+    if language == "zh":
+        return text
+    lines, line = [], ""
+    for word in text.split():
+        if line and len(line) + 1 + len(word) > width:
+            lines.append(line)
+            line = word
+        else:
+            line = f"{line} {word}".strip()
+    return "\n".join([*lines, line]) + "\n"
+
+
+ARGUMENT_ARMS = ("plain", "region", "unconditional", "pairwise", "recommended_leak_free", "recommended", "gsnr")
+
+
+def argument(results: Results, language: Language) -> str:
+    """The entry page's table: what each part does alone and together."""
+    head = ("arm", "runs", "speed-up", "whole", "whole and every element, at most", "drift")
+    lines = []
+    for arm in map(read, (*ARGUMENT_ARMS, "recommended+gsnr")):
+        cells = results.line(arm)
+        strict = f"{with_every_element(results.single, arm):.2f}"
+        lines.append(
+            (
+                code(arm),
+                cells["runs"],
+                cells["speed-up to CIR 50 %"],
+                cells["CIR"],
+                strict,
+                cells["drift, equal CIR"],
+            )
+        )
+    return grid(head, lines, language)
+
+
+RESULT_ARMS = (
+    "plain",
+    "plain@4",
+    "recommended",
+    "recommended_leak_free",
+    "recommended_estimated",
+    "recommended+gsnr",
+    "unconditional",
+    "pairwise",
+    "region",
+    "snr_mixture",
+    "leak_free",
+    "joint_captions",
+    "keys_values",
+    "keys_values_placebo",
+    "gsnr",
+    "auto_rgn",
+    "original",
+)
+
+
+def result_table(results: Results, language: Language) -> str:
+    """The arms that say most, and the runs with eight targets at once."""
+    head = ("arm", "runs", "CIR 50 %", "CIR", "plain's CIR", "elements", "drift", "speed-up", "in seconds")
+    measures = ("runs", "CIR 50 %", "CIR", "plain's CIR there", "elements", "drift, equal CIR")
+    keys = (*measures, "speed-up to CIR 50 %", "the same in seconds")
+    chosen = [((code(arm)), results.line(arm)) for arm in map(read, RESULT_ARMS)]
+    for (arm, _), cells in results.lines.items():
+        name, _, together = arm.partition(", ")
+        if together:
+            count = words("targets at once", language)
+            number = int(together.split()[0])
+            label = f"`{name}`, {number} {count}" if language == "en" else f"`{name}`，{number} {count}"
+            chosen.append((label, {**cells, "runs": str(int(cells["runs"]) // number)}))  # a run has all its targets
+    lines = [
+        (label, *(words("never", language) if cells[key] == "never" else cells[key] for key in keys))
+        for label, cells in chosen
+    ]
+    return grid(head, lines, language)
+
+
+def strict_table(results: Results, language: Language) -> str:
+    """What a stricter endpoint leaves: every element too, and no return below half."""
+    head = ("arm", "runs", "whole", "whole and every element, at most", "reached 50 %", "fall back")
+    lines = []
+    for arm in map(read, RESULT_ARMS):
+        cells, (reached, again) = results.line(arm), fall_back(results.single, arm)
+        bound = with_every_element(results.single, arm)
+        lines.append((code(arm), cells["runs"], cells["CIR"], f"{bound:.2f}", str(reached), str(again)))
+    return grid(head, lines, language)
+
+
+SEED_ARMS = ("recommended", "recommended_leak_free", "recommended+gsnr", "pairwise", "joint_captions", "keys_values")
+
+
+def seed_table(results: Results, language: Language) -> str:
+    """Median speed-up over plain of each seed by itself."""
+    seeds = sorted({row["seed"] for row in results.single})
+    lines = []
+    for arm in map(read, SEED_ARMS):
+        medians = []
+        for seed in seeds:
+            rows = [row for row in results.single if row["seed"] == seed]
+            medians.append(f"{speedup(*compared(pairs(rows, PLAIN, arm)))[0]:.2f}")
+        lines.append((code(arm), *medians))
+    head = (words("arm", language), *(f"{words('seed', language)} {seed}" for seed in seeds))
+    return markdown(lines, head)
+
+
+def over_plain(names: Sequence[str]) -> Callable[[Results, Language], str]:
+    """A block: arms over plain."""
+
+    def block(results: Results, language: Language) -> str:
+        head = ("arm", "runs", "speed-up", "sooner, later", "CIR", "CIR, difference", "elements, difference", "drift")
+        lines = []
+        for arm in map(read, names):
+            cells = results.over(arm, PLAIN)
+            lines.append(
+                (code(arm), *counted(cells, language)[:3], results.line(arm)["CIR"], *counted(cells, language)[3:])
+            )
+        return grid(head, lines, language)
+
+    return block
+
+
+def over_arms(*couples: tuple[str, str]) -> Callable[[Results, Language], str]:
+    """A block: (arm, base) by (arm, base)."""
+
+    def block(results: Results, language: Language) -> str:
+        head = ("arm", "over", "runs", "speed-up", "sooner, later", "CIR, difference", "elements, difference", "drift")
+        lines = []
+        for arm, base in ((read(one), read(other)) for one, other in couples):
+            lines.append((code(arm), code(base), *counted(results.over(arm, base), language)))
+        return grid(head, lines, language)
+
+    return block
+
+
+def counted(cells: dict[str, str], language: Language) -> list[str]:
+    """Runs, speed-up, sooner and later, differences and drift of a line of OVER."""
+    keys = ("runs", "speed-up to CIR 50 %", "sooner, later", "CIR", "elements", "drift, equal CIR")
+    sooner = cells["sooner, later"] if language == "en" else cells["sooner, later"].replace(" of ", " / ")
+    return [sooner if key == "sooner, later" else cells[key] for key in keys]
+
+
+RATE_ARMS = (
+    "keys_values",
+    "keys_values_placebo",
+    "prior",
+    "gsnr",
+    "prior_gsnr",
+    "placebo",
+    "auto_rgn",
+    "inverse_rms",
+    "hypergradient",
+    "original_as_rate",
+    "shrink",
+    "original",
+    "plain@4",
+)
+RATE_PAIRS = (
+    ("keys_values", "keys_values_placebo"),
+    ("keys_values", "plain@4"),
+    ("hypergradient", "leak_free"),
+    ("recommended+gsnr", "recommended"),
+    ("recommended+placebo", "recommended"),
+    ("recommended+gsnr", "recommended+placebo"),
+    ("recommended+gsnr", "plain@4"),
+    ("recommended_leak_free+shrink", "recommended_leak_free"),
+)
+MEMORY_ARMS = (
+    "recommended",
+    "recommended_leak_free",
+    "recommended_estimated",
+    "recommended+gsnr",
+    "recommended+placebo",
+    "recommended_leak_free+shrink",
+    "unconditional",
+    "region",
+    "region_estimated",
+    "snr_mixture",
+    "curriculum",
+    "learning_progress",
+    "leak_free",
+    "weakest_first",
+    "attention_binding",
+    "retention",
+    "recommended-snr_mixture",
+    "recommended-unconditional",
+    "pairwise",
+    "recommended_leak_free-snr_mixture",
+    "recommended_leak_free-region",
+    "region+snr_mixture",
+    "leak_free+region+snr_mixture",
+    "leak_free+snr_mixture",
+    "joint_captions",
+    "and_distillation",
+    "and_distillation_gated",
+)
+MEMORY_PAIRS = (
+    ("recommended_leak_free", "leak_free+region+snr_mixture"),
+    ("recommended", "recommended-unconditional"),
+    ("recommended", "recommended_leak_free"),
+    ("pairwise", "recommended"),
+    ("pairwise", "recommended-unconditional"),
+    ("recommended_estimated", "recommended"),
+    ("recommended-snr_mixture", "recommended"),
+    ("recommended_leak_free-snr_mixture", "recommended_leak_free"),
+    ("recommended_leak_free-region", "recommended_leak_free"),
+    ("recommended_leak_free+shrink", "recommended_leak_free"),
+    ("recommended+gsnr", "recommended"),
+)
+RESULT_PAIRS = (
+    ("recommended", "recommended_leak_free"),
+    ("recommended_estimated", "recommended"),
+    ("recommended+gsnr", "recommended"),
+    ("recommended+placebo", "recommended"),
+    ("recommended_leak_free+shrink", "recommended_leak_free"),
+    ("keys_values", "keys_values_placebo"),
+    ("recommended", "plain@4"),
+    ("recommended_leak_free", "plain@4"),
+    ("recommended+gsnr", "plain@4"),
+    ("keys_values", "plain@4"),
+)
+
+
+def coverage(results: Results, language: Language) -> str:
+    """Which arms ran on how many targets, with which seeds, grouped by that."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for single in (True, False):
+        rows = [row for row in results.rows if ("," not in row["targets"]) == single]
+        for arm, factor in lines_of(rows):
+            runs = runs_of(rows, arm, factor)
+            seeds = ", ".join(map(str, sorted({seed for of_target in runs.values() for seed in of_target})))
+            count = str(len(runs)) if single else f"{len(runs)} {words('targets at once', language)}"
+            groups.setdefault((count, seeds, f"{factor:g}e-4"), []).append(f"`{arm}`")
+    head = ("targets", "seeds", "lr", "arm")
+    return grid(head, [(*key, ", ".join(arms)) for key, arms in groups.items()], language)
+
+
+# --------------------------------------------------------------------------------------------- the other benchmarks
+
+
+def rate_cost(results: Results, language: Language) -> str:
+    """Seconds and memory of each scale rule beside a step of SD 1.5's UNet."""
+    found = results.load("controller")
+    step = sum(found["step"].values())
+    labels = {"original code path": "the original code path", "its rule, written anew": "its rule, rewritten"}
+    lines = [(words("a step without control", language), f"{step:.2f}", "", "")]
+    for name, cost in found["control"].items():
+        label = words(labels[name], language) if name in labels else f"`{name}`"
+        share = f"{100 * cost['seconds'] / step:.2f} %"
+        lines.append((label, f"{cost['seconds']:.4f}", share, f"{cost['extra_mib']:.0f} MiB"))
+    machine = found["machine"]
+    size, device, threads = found["parameters"] / 1e6, machine["device"], machine["threads"]
+    if language == "en":
+        text = (
+            f"Median seconds on one machine ({device}, threads: {threads}, fp32, batch 1 at 64x64 latents, "
+            f"{size:.1f} M parameters; processor time on a CPU), from `bench/results/controller.json`:"
+        )
+    else:
+        text = (
+            f"一台机器上的秒数中位数（{device}，线程数 {threads}，fp32，批大小 1，64x64 潜变量，{size:.1f} M 参数；"
+            f"CPU 上为处理器时间），出自 `bench/results/controller.json`："
+        )
+    head = ("path", "seconds a step", "share of the step", "extra memory")
+    return wrapped(text, language).rstrip("\n") + "\n\n" + grid(head, lines, language)
+
+
+def throughput(results: Results, language: Language) -> str:
+    """Our training loop against a plain one."""
+    found = results.load("throughput")["places"]
+    lines: list[tuple[str, ...]] = [
+        (name, f"{row['images_a_second']:.1f}", f"{row['over_plain']:.2f}", f"{row['peak_mib']:.0f} MiB")
+        for place in found.values()
+        for name, row in place.get("rows", {}).items()
+    ]
+    table = markdown(lines, ("loop", "images a second", "over the plain loop", "peak memory"))
+    return table + "\n" + "\n".join(goals(place["goals"]) for place in found.values() if "goals" in place)
+
+
+def goals(met: dict[str, bool]) -> str:
+    """Which goals a benchmark meets, as a list."""
+    return "".join(f"- goal {'met' if ok else 'missed'}: {goal}\n" for goal, ok in met.items())
+
+
+def scale(results: Results, language: Language) -> str:
+    """Start-up by number of records."""
+    found = results.load("scale")
+    lines: list[tuple[str, ...]] = [
+        (
+            f"{row['start']['records']:,}",
+            f"{row['indexing']['seconds']:.1f} s",
+            f"{row['start']['seconds']:.1f} s",
+            f"{row['start']['mib_after_draws']:.0f} MiB",
+        )
+        for row in found["rows"]
+    ]
+    table = markdown(lines, ("records", "first start (indexes)", "later starts", "own memory"))
+    return table + "\n" + goals(found["goals"])
+
+
+def validation(results: Results, language: Language) -> str:
+    """Images a second of the recovery hook against a plain loop."""
+    found = results.load("validation")
+    rates = found["images_per_second"]
+    lines: list[tuple[str, ...]] = [(name, f"{rates[name]:.1f}") for name in ("loop", "hook")]
+    lines.append(("hook over loop", f"{found['ratio']:.2f}"))
+    return markdown(lines, ("", "images a second"))
+
+
+Block = Callable[[Results, Language], str]
+BLOCKS: dict[str, Block] = {
+    "readme": readme,
+    "argument": argument,
+    "results": result_table,
+    "strict": strict_table,
+    "seeds": seed_table,
+    "pairs": over_arms(*RESULT_PAIRS),
+    "coverage": coverage,
+    "rates": over_plain(RATE_ARMS),
+    "rate-pairs": over_arms(*RATE_PAIRS),
+    "rate-cost": rate_cost,
+    "memory": over_plain(MEMORY_ARMS),
+    "memory-pairs": over_arms(*MEMORY_PAIRS),
+    "throughput": throughput,
+    "scale": scale,
+    "validation": validation,
+}
+
+# --------------------------------------------------------------------------------------------------------- documents
+
+MARKED = re.compile(r"^<!-- generated: (?P<name>\S+) -->\n(?P<body>.*?)^<!-- /generated -->$", re.M | re.S)
+
+
+def documents(root: Path = ROOT) -> list[Path]:
+    """The Markdown files that may have generated blocks."""
+    return sorted([*root.glob("*.md"), *root.glob("docs/*.md")])
+
+
+def language_of(path: Path) -> Language:
+    """By the file's name: README.zh-CN.md is Chinese."""
+    return "zh" if path.name.endswith(".zh-CN.md") else "en"
+
+
+def filled(text: str, name: str, language: Language, results: Results) -> tuple[str, list[str]]:
+    """A document with its blocks computed again, and the names of those that changed."""
+    starts, ends = text.count("\n<!-- generated: "), text.count("\n<!-- /generated -->")
+    if starts != ends or starts != len(MARKED.findall(text)):
+        raise SystemExit(f"error: {name}: {starts} lines open a generated block and {ends} close one")
+    stale = []
+
+    def again(found: re.Match) -> str:
+        key = found["name"]
+        if key not in BLOCKS:
+            raise SystemExit(f"error: {name}: no block '{key}'; there are: {', '.join(BLOCKS)}")
+        body = "\n" + BLOCKS[key](results, language) + "\n"
+        if body != found["body"]:
+            stale.append(key)
+        return f"<!-- generated: {key} -->\n{body}<!-- /generated -->"
+
+    return MARKED.sub(again, text), stale
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a block is stale")
+    args = parser.parse_args(argv)
+    results, code = Results(), 0
+    for path in documents():
+        name = path.relative_to(ROOT).as_posix()
+        text, stale = filled(path.read_text(encoding="utf-8"), name, language_of(path), results)
+        for block in stale:
+            print(f"{name}: {block}: {'stale; python -m bench.documents fills it again' if args.check else 'filled'}")
+        if stale and args.check:
+            code = 1
+        elif stale:
+            path.write_text(text, encoding="utf-8")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
