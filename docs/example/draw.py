@@ -38,16 +38,28 @@ def main() -> None:
             file = f"images/{k}-{i:02}.png"
             part = [PARTS[phrase]] if phrase in PARTS else []
             draw(file, any_colour() if part else GROUND[1], any_shape(), *part)
-            records.append({"file_name": file, "text": f"{phrase}, something else", "phrases": [phrase],
-                            "role": "element", "target_id": "ball-box", "element_id": f"ball-box/{k}"})  # fmt: skip
+            records.append(
+                {
+                    "file_name": file,
+                    "text": f"{phrase}, something else",
+                    "phrases": [phrase],
+                    "role": "element",
+                    "target_id": "ball-box",
+                    "element_id": f"ball-box/{k}",
+                }
+            )
     for i in range(PER_PHRASE):
         file = f"images/clean-{i:02}.png"
         draw(file, any_colour(), any_shape(), any_shape())
         records.append({"file_name": file, "text": "two plain shapes", "role": "clean"})
     (FOLDER / "metadata.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     draw("targets/ball-box.png", GROUND[1], *PARTS.values())
-    target = {"target_id": "ball-box", "image": "targets/ball-box.png", "phrases": [*PARTS, GROUND[0]],
-              "prompt": "a red ball and a blue box, on a green field"}  # fmt: skip
+    target = {
+        "target_id": "ball-box",
+        "image": "targets/ball-box.png",
+        "phrases": [*PARTS, GROUND[0]],
+        "prompt": "a red ball and a blue box, on a green field",
+    }
     (FOLDER / "targets.jsonl").write_text(json.dumps(target) + "\n")
 
 
