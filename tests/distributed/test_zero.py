@@ -13,7 +13,7 @@ import torch
 from diffusers import DiffusionPipeline
 
 import train_silentbad
-from silentbad.distributed import zero as zero_room
+from silentbad.distributed import shards
 from silentbad.distributed.zero import RELEASE, Part, release
 from silentbad.run import checkpoint
 from tests.distributed import test_two_processes as two
@@ -257,14 +257,14 @@ REFUSED = {  # what is asked for -> the key that the line names
 
 @pytest.mark.parametrize("asked", REFUSED, ids=" ".join)
 def test_what_does_not_work_under_zero_is_refused_in_one_line(asked, inputs, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(zero_room, "release", lambda: f"{RELEASE}8")
+    monkeypatch.setattr(shards, "release", lambda: f"{RELEASE}8")
     line = refused(asked, ZERO, inputs, tmp_path / "run", monkeypatch, capsys)
     assert line.startswith(f"error: {REFUSED[asked]}: ")
 
 
 @pytest.mark.parametrize("installed", ["none", "0.16.2"])
 def test_without_that_deepspeed_the_line_names_the_package(installed, inputs, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(zero_room, "release", lambda: installed)
+    monkeypatch.setattr(shards, "release", lambda: installed)
     line = refused((), ZERO, inputs, tmp_path / "run", monkeypatch, capsys)
     assert f"{installed} is installed; pip install 'deepspeed==" in line
 
