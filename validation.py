@@ -9,7 +9,7 @@ numbers; a cell is a kind of prompt (silentbad/recovery/generation.py lists them
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -82,7 +82,8 @@ class ValidationConfig:
     weights: Literal["raw", "ema", "both"] = "both"  # which weights, where an average is kept
     unrelated: str = "a page of printed text"  # caption that names no element
     max_batch: Small = 64  # images generated together; halved, and kept halved, when memory runs out
-    clean_records: Natural = 64  # held-out clean records for the clean eps-MSE
+    clean_records: Natural = 64  # held-out records of a role for its eps-MSE
+    nearest: Natural = 256  # training pictures that images are compared with, at step 0 and at the end
     drift_images: Natural = 8  # matched-seed generations of clean captions, compared with the base model's
     sample_targets: Natural = 8  # targets whose images are kept in samples/
     placebo: Location | None = None  # run folder of the same targets trained on placebo data: its rate is taken off
@@ -112,9 +113,8 @@ def check_embedder(config: Any, prefix: str = "validation.") -> None:
 
 # -- the hook ----------------------------------------------------------------------------------------------
 class RecoveryHook:
-    """Recovery against training steps. Every rank calls `run` at step 0 (the base model) and whenever
-    `should_run`, and `finish` once at the end. Training sees nothing of it: weights, modes and random streams
-    are left as found."""
+    """Recovery against training steps. Every rank calls `run` at step 0 (the base model) and whenever `should_run`, and
+    `finish` at the end. Training sees nothing of it: weights, modes and random streams are left as found."""
 
     def __init__(
         self,
@@ -125,7 +125,8 @@ class RecoveryHook:
         accelerator: Any,
         output_dir: str | Path,
         seed: int,
-        clean: list[dict[str, Any]] | None = None,
+        held_out: dict[str, list[dict[str, Any]]] | None = None,  # records that are not trained on, by role
+        training: Iterable[tuple[str, Any]] = (),  # names and pictures (3,R,R) in [0,1] of some that are
         prediction_type: str | None = None,
         refuses: str | None = None,  # the pipeline's name, where an image that is not finite is an error
     ):
@@ -133,14 +134,13 @@ class RecoveryHook:
         self.names = slugs([t.target_id for t in self.targets])
         self.output_dir = Path(output_dir)
         self.embedder = load_embedder(config.embedder, config.embedder_path, accelerator.device, config.embedder_sha256)
-        clip = CLIP(config.clip_path, accelerator.device) if config.clip_path else None
-        if clip is not None:
-            tried(clip, "clip", config.clip_path)
+        clip = None
+        if config.clip_path:
+            tried(clip := CLIP(config.clip_path, accelerator.device), "clip", config.clip_path)
         sampler = Sampler(components, config, seed, prediction_type, refuses)
-        kept = list(clean or [])[: config.clean_records]
-        self.measure = Measure(
-            config, self.targets, sampler, self.embedder, clip, accelerator, seed, kept, self.output_dir
-        )
+        kept = {role: records[: config.clean_records] for role, records in (held_out or {}).items()}
+        own = (accelerator, seed, kept, training, self.output_dir)
+        self.measure = Measure(config, self.targets, sampler, self.embedder, clip, *own)
         self.placebo = None if config.placebo is None else (Record.load(Path(config.placebo) / NAME), config.placebo)
         self.history: list[Measurement] = []
         self.threshold: Threshold | None = None  # until calibrated

@@ -34,11 +34,13 @@ def make_hook(folder, pipe=None, targets=None, **options) -> RecoveryHook:
     clean = [{"pixel_values": to_tensor(smooth("clean", i)) * 2 - 1, "text": f"a house {i}"} for i in range(5)]
     settings = dict(embedder="ssim", images_per_target=3, num_inference_steps=2, guidance_scale=3.0, null_images=4)
     config = ValidationConfig(**{**settings, **options})
+    targets = targets or some_targets()
     return RecoveryHook(
         config,
-        targets=targets or some_targets(),
+        targets=targets,
         components=pipe.components,
-        clean=clean,
+        held_out={"clean": clean, "element": clean[:2]},
+        training=[(f"record {i}", to_tensor(smooth("shown", i))) for i in range(3)],
         accelerator=Accelerator(cpu=True),
         output_dir=folder,
         seed=0,

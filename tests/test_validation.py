@@ -120,7 +120,7 @@ def test_exception_between_store_and_restore_leaves_raw_weights(tmp_path, monkey
     ema, optimizer = trained(pipe)
     hook.run(0, 0, pipe.unet)
     before = training_state(pipe.unet, optimizer, ema)
-    monkeypatch.setattr(hook.measure, "score", lambda *a: (torch.rand(3), 1 / 0))
+    monkeypatch.setattr(hook.measure, "score", lambda *a, **k: (torch.rand(3), 1 / 0))
     with pytest.raises(ZeroDivisionError):
         hook.run(100, 1, pipe.unet, ema)
     assert same(before, training_state(pipe.unet, optimizer, ema))
@@ -199,7 +199,7 @@ def test_first_recovery_and_record(tmp_path, monkeypatch):
 
     monkeypatch.setattr(hook.sampler, "generate", generate)
     unet = tiny_pipeline().unet
-    hook.measure.clean = []
+    hook.measure.held_out = {}
     hook.run(0, 0, unet)
     hook.run(100, 0.5, unet)
     good.add(1)

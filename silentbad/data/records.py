@@ -9,6 +9,7 @@ position) depends on nothing that happened before.
 import hashlib
 import os
 import re
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -209,11 +210,23 @@ class Records:
         rows, key = np.flatnonzero(~left_out), f"{self.key}-without-{sorted(elements)}"
         return Records(self.table, self.name, key, rows if self.rows is None else self.rows[rows])
 
-    def hold_out(self, count: int, seed: int) -> tuple["Records", "Records | None"]:
-        """(records to train on, clean records kept from training): at most a tenth of the clean ones."""
-        clean = rows_with(self.column("role"), ["clean"])
-        order = torch.randperm(len(clean), generator=generator(seed, "held_out")).numpy()
-        held = np.sort(clean[order[: min(count, len(clean) // 10)]])
+    def hold_out(self, clean: int, elements: int, seed: int) -> tuple["Records", "Records | None"]:
+        """(records to train on, those kept from training): so many clean ones, at most a tenth of them, and so many of
+        each element, at most a quarter of its own."""
+
+        def drawn(rows: np.ndarray, count: int, *address: str) -> np.ndarray:
+            order = torch.randperm(len(rows), generator=generator(seed, "held_out", *address)).numpy()
+            return rows[order[:count]]
+
+        rows = rows_with(self.column("role"), ["clean"])
+        parts = [drawn(rows, min(clean, len(rows) // 10))]
+        if elements:
+            of: dict[tuple[str, str], list[int]] = defaultdict(list)
+            for i, key in enumerate(zip(self.role, self.target_id, self.element_id, strict=True)):
+                if key[0] == "element":
+                    of[key[1:]].append(i)
+            parts += [drawn(np.array(own), min(elements, len(own) // 4), *map(str, key)) for key, own in of.items()]
+        held = np.sort(np.concatenate(parts))
         if not len(held):
             return self, None
         rest = np.setdiff1d(np.arange(len(self)), held)

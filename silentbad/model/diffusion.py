@@ -40,23 +40,25 @@ def prediction_target(scheduler: Any, x0: torch.Tensor, eps: torch.Tensor, t: to
     return scheduler.get_velocity(x0, eps, t) if kind == "v_prediction" else x0
 
 
+def to_epsilon(scheduler: Any, out: torch.Tensor, x_t: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """The eps (B,C,h,w) that a prediction `out` at x_t and t (B,) stands for, by the schedule's prediction_type."""
+    kind = scheduler.config.prediction_type
+    abar = scheduler.alphas_cumprod.to(t.device)[t].to(x_t)[:, None, None, None]
+    a, s = abar.sqrt(), (1 - abar).sqrt()
+    if kind == "v_prediction":
+        return a * out + s * x_t
+    return (x_t - a * out) / s if kind == "sample" else out
+
+
 def dream(model: Callable, scheduler, x0, eps, t, x_t, preservation: float) -> tuple[torch.Tensor, torch.Tensor]:
     """DREAM (2312.00210) by diffusers' function -> (x_t, target) rectified by the model's own noise estimate.
 
     That function knows epsilon only; v and x0 predictions are read as epsilon on the way in, and the
     rectified epsilon is turned into their target on the way out (x0 stays what it was).
     """
-    kind = scheduler.config.prediction_type
-    abar = scheduler.alphas_cumprod.to(t.device)[t][:, None, None, None]
-    a, s = abar.sqrt(), (1 - abar).sqrt()
 
     def as_epsilon(x, t, c):
-        out = model(x, t)
-        if kind == "v_prediction":
-            out = a * out + s * x
-        elif kind == "sample":
-            out = (x - a * out) / s
-        return SimpleNamespace(sample=out)
+        return SimpleNamespace(sample=to_epsilon(scheduler, model(x, t), x, t))
 
     asked = SimpleNamespace(alphas_cumprod=scheduler.alphas_cumprod, config=SimpleNamespace(prediction_type="epsilon"))
     x_t, eps = compute_dream_and_update_latents(as_epsilon, asked, t, eps, x_t, eps, None, preservation)

@@ -278,10 +278,30 @@ def threshold_targets(record: Record) -> Table:
 
 
 def detections(record: Record) -> Table:
-    """How well the text-conditional magnitude tells composed prompts from clean ones, by step."""
+    """How well a probe of the model tells composed prompts from clean ones, by step."""
     rows: list[list[Cell]] = []
     for entry in record.history:
-        if found := latest(entry).detection:
-            names = ("auc", "auc_low", "auc_high", "positives", "negatives", "tpr")
-            rows.append([entry.label or f"step {entry.step}", *(found.get(name) for name in names)])
-    return Table(["measurement", "AUC", "95 % from", "to", "composed", "clean", "TPR at 1 % FPR"], rows)
+        scores = latest(entry)
+        for probe, found in (("magnitude", scores.detection), ("anisotropy", scores.anisotropy)):
+            if found:
+                names = ("auc", "auc_low", "auc_high", "positives", "negatives", "tpr")
+                rows.append([entry.label or f"step {entry.step}", probe, *(found.get(name) for name in names)])
+    return Table(["measurement", "probe", "AUC", "95 % from", "to", "composed", "clean", "TPR at 1 % FPR"], rows)
+
+
+def composed_or_copied(record: Record) -> Table:
+    """Of each target: its images beside the training picture most like them, and beside the base model's."""
+    base, last = base_scores(record), latest(record.history[-1])
+    rows: list[list[Cell]] = []
+    for target in record.targets:
+        own = last.targets.get(target.target_id)
+        before = base.targets.get(target.target_id) if base else None
+        if own is None or not own.nearest:
+            continue
+        null = before.nearest if before and last is not base else None
+        level = float(np.quantile(null, 0.95)) if null else None
+        above = None if level is None else float(np.mean([s > level for s in own.nearest]))
+        copied = float(np.mean([near > sim for near, sim in zip(own.nearest, own.sims, strict=True)]))
+        rows.append([target.target_id, own.mean, mean_of(own.nearest), level, above, copied, own.nearest_record or ""])
+    head = ["target", "to the target", "to the nearest training picture", "95 % of the base's", "above it"]
+    return Table([*head, "nearer to it than to the target", "nearest record"], rows)

@@ -6,7 +6,7 @@ and guidance_rescale.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -15,11 +15,15 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 from silentbad.errors import UserError
+from silentbad.model.diffusion import to_epsilon
 from silentbad.model.encoder import decode
 from silentbad.model.pipeline import side_factor
 from silentbad.rng import addressed_seed, generator, noise
+
+LOW_NOISE = 0.02  # of the schedule: where the alignment of guidance is measured
 
 
 # -- prompts -----------------------------------------------------------------------------------------------
@@ -241,35 +245,55 @@ class Sampler:
         count, self._diverged = self._diverged, 0
         return count
 
-    def eps_errors(self, records: list[dict], mine: list[int]) -> list[float]:
-        """Clean records {pixel_values (3,H,W) in [-1,1], text} -> ||eps_hat - eps||^2 / dim of those in
-        `mine`, at fixed noise and at timesteps that lie evenly over the schedule."""
+    def eps_errors(self, records: list[dict], mine: list[int], address: str) -> list[float]:
+        """Records {pixel_values (3,R,R) in [-1,1], text} -> ||eps_hat - eps||^2 / dim of those in `mine`.
+
+        Noise is addressed by `address`; timesteps lie evenly over the schedule.
+        """
         pipe, errors = self.pipe, []
         for part in np.array_split(mine, -(-len(mine) // self.batch)) if mine else []:
             part = part.tolist()
             pixels = torch.stack([records[i]["pixel_values"] for i in part])
             x0 = pipe.vae.encode(pixels.to(pipe.vae.device, pipe.vae.dtype)).latent_dist.mode()
             x0 = x0.to(pipe.unet.dtype) * pipe.vae.config.scaling_factor
-            eps = noise(tuple(x0.shape[1:]), self.seed, "validation/clean", 0, part).to(x0)
+            eps = noise(tuple(x0.shape[1:]), self.seed, address, 0, part).to(x0)
             bars = pipe.scheduler.alphas_cumprod
             t = torch.tensor([int((i + 0.5) / len(records) * len(bars)) for i in part])
             a = bars[t].to(x0)[:, None, None, None]
             x_t = a.sqrt() * x0 + (1 - a).sqrt() * eps
             states = self.encode([records[i]["text"] for i in part])
-            extra = {}
-            if "pooled_prompt_embeds" in states:
-                H, W = pixels.shape[2:]
-                sizes = torch.tensor([[H, W, 0, 0, H, W]] * len(part)).to(x0)
-                extra = dict(text_embeds=states["pooled_prompt_embeds"], time_ids=sizes)
-            with self.autocast():
-                out = pipe.unet(x_t, t.to(x0.device), states["prompt_embeds"], added_cond_kwargs=extra).sample
-            kind = pipe.scheduler.config.prediction_type
-            if kind == "v_prediction":
-                out = a.sqrt() * out + (1 - a).sqrt() * x_t
-            elif kind == "sample":
-                out = (x_t - a.sqrt() * out) / (1 - a).sqrt()
+            out = self.predict_eps(x_t, t, states, pixels.shape[2:])
             errors += (out.float() - eps.float()).square().flatten(1).mean(1).tolist()
         return errors
+
+    def predict_eps(self, x_t: Tensor, t: Tensor, states: dict[str, Tensor], size: Sequence[int], which="") -> Tensor:
+        """eps_hat (B,C,h,w) at x_t, t (B,) under text states of `encode`: the prompts', or with `which` "negative_" the
+        empty prompt's; `size` is the picture's height and width, which SDXL is told."""
+        extra = {}
+        if "pooled_prompt_embeds" in states:
+            (H, W), pooled = size, states[f"{which}pooled_prompt_embeds"]
+            extra = dict(text_embeds=pooled, time_ids=torch.tensor([[H, W, 0, 0, H, W]] * len(x_t)).to(x_t))
+        with self.autocast():
+            unet, c = self.pipe.unet, states[f"{which}prompt_embeds"]
+            out = unet(x_t, t.to(x_t.device), c, added_cond_kwargs=extra).sample
+        return to_epsilon(self.pipe.scheduler, out, x_t, t.to(x_t.device))
+
+    def alignments(self, items: list[Item]) -> list[float]:
+        """Cosine of the guidance eps_hat(x,c) - eps_hat(x,0) with eps_hat(x,0), of each item; x is pure noise, t low.
+
+        Memorised prompts align there: anisotropy, arXiv 2601.20642. Two forwards an item and no sampling.
+        """
+        pipe, found = self.pipe, list[float]()
+        shape = (pipe.unet.config.in_channels, *[self.side // pipe.vae_scale_factor] * 2)
+        low = round(LOW_NOISE * pipe.scheduler.config.num_train_timesteps)
+        for start in range(0, len(items), self.batch):
+            part = items[start : start + self.batch]
+            drawn = [noise(shape, self.seed, f"validation/{i.address}", 0, [i.image]) for i in part]
+            x, t = torch.cat(drawn).to(pipe.unet.device, pipe.unet.dtype), torch.full((len(part),), low)
+            states = self.encode([i.prompt for i in part])
+            text, empty = (self.predict_eps(x, t, states, (self.side, self.side), w) for w in ("", "negative_"))
+            found += cosine_similarity((text - empty).float().flatten(1), empty.float().flatten(1)).tolist()
+        return found
 
     def map(self, items: list[Item], work: Callable[[list[Item], Tensor, Tensor], list]) -> Iterator:
         """`work(chunk, images, magnitudes)` over all items, in batches that fit; a halved batch is kept."""

@@ -1,7 +1,8 @@
 """What a validation measures of the weights in place: similarities of generations, controls, drift."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from silentbad.errors import UserError
 from silentbad.recovery.counterfactuals import counterfactuals
 from silentbad.recovery.embedders import CLIP, Embedder, lpips, region, ssim
 from silentbad.recovery.generation import Item, Sampler, left_as_found, plan, reordered
+from silentbad.recovery.nearest import TrainingPictures
 from silentbad.recovery.nulls import Redraw, load_redraws, thresholds
 from silentbad.recovery.record import ElementThreshold, Scores, Threshold
 from silentbad.recovery.samples import save
@@ -46,15 +48,17 @@ class Measure:
         clip: CLIP | None,
         accelerator: Any,
         seed: int,
-        clean: list[dict[str, Any]],
+        held_out: dict[str, list[dict[str, Any]]],
+        training: Iterable[tuple[str, Tensor]],
         folder: Path,
     ):
         self.config, self.targets, self.sampler, self.embedder, self.clip = config, targets, sampler, embedder, clip
-        self.accelerator, self.seed, self.clean, self.folder = accelerator, seed, clean, folder
+        self.accelerator, self.seed, self.held_out, self.folder = accelerator, seed, held_out, folder
         self.masks = [[None if m is None else to_tensor(m)[:1] for m in t.masks or []] for t in targets]
         pictures = [to_tensor(t.image)[None] for t in targets]
         with left_as_found():
             self.features = [embedder.reference(x) for x in pictures]
+            self.training = TrainingPictures(training, embedder, sampler.side)
             self.elements = [
                 [None if m is None else embedder.reference(x, m) for m in masks]
                 for x, masks in zip(pictures, self.masks, strict=True)
@@ -112,13 +116,18 @@ class Measure:
         seen = self.embedder.embed(images)
         return self.embedder.similarity(seen, seen).double().tolist()
 
-    def score(self, items: list[Item], images: Tensor, magnitudes: Tensor) -> list[dict[str, Any]]:
-        """A row for each generation."""
+    def score(
+        self, items: list[Item], images: Tensor, magnitudes: Tensor, nearest: bool = False
+    ) -> list[dict[str, Any]]:
+        """A row for each generation; those of the composed prompt with the `nearest` training picture if asked."""
         rows = self.similar(images, [i.target for i in items])
         for item, row, image, magnitude in zip(items, rows, images, magnitudes.tolist(), strict=True):
             row.update(cell=item.cell, image=item.image, magnitude=magnitude)
             if item.cell == "composed" and item.target < self.config.sample_targets:
                 row["pixels"] = np.asarray(to_pil(image))
+        if nearest and self.training and (own := [k for k, i in enumerate(items) if i.cell == "composed"]):
+            for k, found in zip(own, self.training.nearest(images[own]), strict=True):
+                rows[k]["nearest"] = found
         if self.clip is not None:
             seen = self.clip.embed(images)
             order = [reordered(self.targets[i.target], self.seed, i.image) for i in items]
@@ -131,25 +140,24 @@ class Measure:
     # ---- thresholds
     def calibrate(self, step: int) -> tuple[Threshold, ElementThreshold]:
         """Thresholds of the whole and of elements: given, or from the null set; the same on all ranks."""
-        config, rows, source = self.config, list[Any](), self.null_source(step)
+        config, rows = self.config, list[Any]()
+        redraws = load_redraws(config.targets, self.targets)
+        source = self.null_source(step, bool(redraws))
         if source == REDRAWS:
-            rows = self._of_redraws(load_redraws(config.targets, self.targets))
+            rows = self._of_redraws(redraws)
         elif source == COUNTERFACTUALS:
             rows = self._of_counterfactuals()
         elif source == BASE:
             rows = self._of_base()
         return thresholds(rows, config.threshold, config.false_positive_rate, source)
 
-    def null_source(self, step: int) -> str:
+    def null_source(self, step: int, redraws: bool) -> str:
         """Where the null pictures come from; "" where the threshold is given and there are none.
 
         Raises UserError where what `calibration` asks for is not at hand.
         """
         asked, config = self.config.calibration, self.config
-        redraws, masked = (
-            load_redraws(config.targets, self.targets),
-            any(m is not None for of in self.masks for m in of),
-        )
+        masked = any(m is not None for of in self.masks for m in of)
         if asked == "redraws" and not redraws:
             raise UserError("validation.calibration: redraws needs a redraws.jsonl beside the targets")
         if asked == "counterfactuals" and not masked:
@@ -224,7 +232,7 @@ class Measure:
         images, unrelated = self.config.images_per_target, self.config.unrelated
         items = plan(self.targets, images, self.seed, full, unrelated, described=step == 0)
         cells: dict[str, list[Any]] = defaultdict(list)
-        for row in self.spread(items, self.score):
+        for row in self.spread(items, partial(self.score, nearest=full or step == 0)):
             cells[row["cell"]].append(row)
         if full:
             self._compare_with_each_other(cells["composed"])
@@ -233,10 +241,11 @@ class Measure:
         lengths = None
         if full or step == 0:
             lengths = {str(n): self.at_length(n, base_lengths) for n in self.config.sampling_lengths}
-        changes, clean_magnitudes = self.drift(step, drift)
+        changes, clean, clean_magnitudes = self.drift(step, drift)
         for row in cells["composed"]:
             row["recovered"] = is_recovered(row, threshold, element_threshold)
         magnitudes = [row["magnitude"] for row in cells["composed"]]
+        composed = [item for item in items if item.cell == "composed"] if clean else []
         found = Scores(
             **vars(scores["composed"]),
             cells=scores if full or len(scores) > 1 else None,
@@ -244,6 +253,7 @@ class Measure:
             lengths=lengths,
             drift=changes,
             detection=detection(magnitudes, clean_magnitudes),
+            anisotropy=detection(self.alignments(composed), self.alignments(clean)),
             diverged=self.diverged() or None,
         )
         return found, cells["composed"]
@@ -274,17 +284,28 @@ class Measure:
             self.sampler.steps = usual
         return length_scores(rows, base.get(str(steps), {}))
 
-    def drift(self, step: int, images: bool) -> tuple[dict[str, Any], list[float]]:
-        """What clean prompts lost: eps-MSE on held-out records, matched-seed images against the base's; and the
-        text-conditional magnitudes of those images."""
-        drift: dict[str, Any] = {}
-        if self.clean:
-            errors = self.sampler.eps_errors(self.clean, self.share(len(self.clean)))
-            if np.isfinite(errors := gather_object(errors)).all():  # a diverged model has none
-                drift["clean_eps_mse"] = float(np.mean(errors))
-        captions = list(dict.fromkeys(record["text"] for record in self.clean))[: self.config.drift_images]
+    def alignments(self, items: list[Item]) -> list[float]:
+        """The alignment of guidance (anisotropy) at each item's prompt and noise."""
+        mine = self.share(len(items))
+        return self.gather(list(zip(mine, self.sampler.alignments([items[i] for i in mine]), strict=True)))
+
+    def errors(self) -> dict[str, float]:
+        """eps-MSE on the records of each role that were held out; none of a diverged model."""
+        found = {}
+        for role, records in self.held_out.items():
+            mine = self.sampler.eps_errors(records, self.share(len(records)), f"validation/{role}")
+            if len(errors := gather_object(mine)) and np.isfinite(errors).all():
+                found[f"{role}_eps_mse"] = float(np.mean(errors))
+        return found
+
+    def drift(self, step: int, images: bool) -> tuple[dict[str, Any], list[Item], list[float]]:
+        """What clean prompts lost: eps-MSE on held-out records, matched-seed images against the base's; and those
+        images with their text-conditional magnitudes."""
+        drift: dict[str, Any] = self.errors()
+        texts = dict.fromkeys(record["text"] for record in self.held_out.get("clean", []))
+        captions = list(texts)[: self.config.drift_images]
         if not images or not captions:
-            return drift, []
+            return drift, [], []
         items = [Item("drift", -1, i, caption, "drift") for i, caption in enumerate(captions)]
 
         def kept(chunk: list[Item], x: Tensor, magnitudes: Tensor) -> list[tuple[Tensor, float]]:
@@ -305,4 +326,4 @@ class Measure:
         if self.clip is not None:
             cosine = self.clip.paired(self.clip.embed(seen.float() / 255), self.clip.text(captions))
             drift["clip_score"] = 100 * cosine.clamp(min=0).mean().item()
-        return drift, [magnitude for _, magnitude in rows]
+        return drift, items, [magnitude for _, magnitude in rows]

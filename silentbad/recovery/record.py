@@ -112,6 +112,8 @@ class TargetScores:
     elements: list[ElementScores]
     whole_rate: float | None = absent()  # by the whole alone
     diversity: float | None = absent()  # 1 - mean similarity between two images of the target
+    nearest: list[float] | None = absent()  # similarity of each image to the training picture most like it
+    nearest_record: str | None = absent()  # the training picture that any image is most like
     best: Picture | None = absent()
     median: Picture | None = absent()
 
@@ -160,6 +162,7 @@ class Scores(CellScores):
     lengths: dict[str, dict[str, float]] | None = absent()
     drift: dict[str, float] = field(default_factory=dict)
     detection: dict[str, float] | None = absent()  # of composed prompts among clean ones, by text-conditional magnitude
+    anisotropy: dict[str, float] | None = absent()  # the same by the alignment of guidance
     diverged: int | None = absent()  # images that were not finite, and are scored as black
 
 

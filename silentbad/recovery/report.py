@@ -455,11 +455,28 @@ def drift_of(key: str) -> Callable[[Scores], float | None]:
     return lambda scores: scores.drift.get(key)
 
 
+def errors(run: Run) -> list[Figure]:
+    """The error on held-out records of each role, against steps, and the gap between elements and clean ones."""
+    series = [
+        run.series(f"{role}, {WEIGHTS[kind]}", kind, drift_of(f"{role}_eps_mse"))
+        for role in ("clean", "element")
+        for kind in run.kinds()
+    ]
+    gaps = [run.series(f"gap, {WEIGHTS[kind]}", kind, _gap) for kind in run.kinds()]
+    there = [one for one in (*series, *gaps) if any(y is not None for y in one.ys)]
+    note = "eps-MSE at fixed noise and timesteps; clean up: clean prompts suffer; gap: elements less clean"
+    return pages.lines(there, "Error on held-out records", note=note)
+
+
+def _gap(scores: Scores) -> float | None:
+    element, clean = (scores.drift.get(f"{role}_eps_mse") for role in ("element", "clean"))
+    return None if element is None or clean is None else element - clean
+
+
 def drift(run: Run) -> list[Figure]:
     """What clean prompts lost, against steps."""
-    made = []
+    made = errors(run)
     for key, title, note in (
-        ("clean_eps_mse", "Held-out clean error", "eps-MSE at fixed noise and timesteps; up: clean prompts suffer"),
         ("ssim", "Clean generations against the base model's (SSIM)", "same noise; 1: unchanged"),
         ("lpips", "Clean generations against the base model's (LPIPS)", "same noise; 0: unchanged"),
         ("clip_score", "CLIPScore of clean generations", ""),
@@ -550,6 +567,7 @@ def render(folder: str | Path) -> str:
             "threshold_kinds": evidence.threshold_kinds(run.record),
             "threshold_targets": evidence.threshold_targets(run.record),
             "detections": evidence.detections(run.record),
+            "copied": evidence.composed_or_copied(run.record),
             "tiles": tiles(run, kind),
             "cards": cards(run, run.record, kind),
             "curves": curves(run, run.record),

@@ -5,7 +5,7 @@ Legend: sim (N,T) or (N,) similarities of N generations to T targets; target_of 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ class Row(ImageRow, total=False):
 
     magnitude: float | None
     between: list[float]  # to the images of the same target and cell
+    nearest: tuple[float, str]  # of the training pictures: similarity and name
     clip_own: float
     clip_shuffled: float
 
@@ -128,6 +129,7 @@ def cell_scores(
             rate=float(np.mean([is_recovered(r, threshold, element_threshold) for r in mine])),
             whole_rate=per["rate"][k].item(),
             diversity=diversity([r["between"] for r in mine if "between" in r]),
+            **nearest_training(mine),
             mean=per["mean"][k].item(),
             max=per["max"][k].item(),
             p75=per["p75"][k].item(),
@@ -166,6 +168,12 @@ def cell_scores(
         clip_shuffled=mean_of(r.get("clip_shuffled") for r in rows),
         targets=targets,
     )
+
+
+def nearest_training(rows: Sequence[Row]) -> dict[str, Any]:
+    """The fields `nearest` and `nearest_record` of a target's images; none where it was not measured."""
+    found = [row["nearest"] for row in rows if "nearest" in row]
+    return {"nearest": [s for s, _ in found], "nearest_record": max(found)[1]} if found else {}
 
 
 def diversity(between: Sequence[Sequence[float]]) -> float | None:

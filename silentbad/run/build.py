@@ -223,7 +223,7 @@ def build(
         device=device,
     )
     # -- how it is measured, and what is kept
-    hook = make_hook(hook_of, config, accelerator, folder, parts, targets, held_out, transform)
+    hook = make_hook(hook_of, config, accelerator, folder, parts, targets, records, held_out, transform)
     meters, timers = Meters(), Timers()
     embedder = None if hook is None else hook.embedder.describe()
     known = identity.facts(config, records, targets, embedder, effective_batch)
@@ -287,6 +287,7 @@ def make_hook(
     folder: RunFolder,
     parts: pipeline.Parts,
     targets: list[Target],
+    records: Records,
     held_out: Records | None,
     transform: Transform,
 ) -> Hook | None:
@@ -300,7 +301,8 @@ def make_hook(
         accelerator=accelerator,
         output_dir=folder.path,
         seed=config.seed,
-        clean=inputs.clean_records(held_out, transform, config.seed) if held_out else [],
+        held_out=inputs.by_role(held_out, transform, config.seed),
+        training=inputs.shown(records, transform, config.seed, config.validation.nearest),
         prediction_type=config.prediction_type,
     )
 

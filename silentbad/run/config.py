@@ -86,6 +86,9 @@ class TrainConfig:
     )
     withhold: list[str] | None = flag(None, "elements left out of training, as TARGET/ELEMENT: a control", HERE)
     held_out_clean: Natural = flag(32, "clean records kept from training to measure drift, at most a tenth", HERE)
+    held_out_elements: Natural = flag(
+        0, "records of each element kept from training to measure their error, at most a quarter", HERE
+    )
     clean_data_dir: Location | None = flag(None, "published layout: folder with images/ and caption.txt", HERE)
     target_start_id: Natural = flag(100, "published layout: first target", PUBLISHED)
     target_num: Count = flag(1, "published layout: number of targets", PUBLISHED)

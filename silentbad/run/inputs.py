@@ -1,7 +1,10 @@
 """The data of a run, checked against the tokenizer and the targets before any weights load."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 from silentbad.data.draws import Reader, Transform
 from silentbad.data.records import Records, load_records
@@ -10,7 +13,7 @@ from silentbad.recovery.nulls import load_redraws
 
 
 def prepare(config: Any, tokenizer: Any, first: Any, say: Callable) -> tuple[Records, Records | None, list[Target]]:
-    """(records to train on, clean ones held out, targets), all checked; `first` lets one process build the table."""
+    """(records to train on, those held out, targets), all checked; `first` lets one process build the table."""
     targets = load_targets(config.validation.targets) if config.validation.targets else []
     load_redraws(config.validation.targets, targets, decode=True)
     with first():
@@ -26,10 +29,22 @@ def prepare(config: Any, tokenizer: Any, first: Any, say: Callable) -> tuple[Rec
     check_prompts(targets, tokenizer)
     for line in records.check_captions(tokenizer):
         say(f"warning: {line}; its end is cut off")
-    return *records.hold_out(config.held_out_clean, config.seed), targets
+    return *records.hold_out(config.held_out_clean, config.held_out_elements, config.seed), targets
 
 
-def clean_records(records: Records, transform: Transform, seed: int) -> list[dict[str, Any]]:
-    """Held-out records as the drift measurement takes them: pixel_values (3,R,R) in [-1,1] and text."""
-    pictures = Reader(records, transform, seed).pictures(list(range(len(records))))
-    return [{"pixel_values": p["pixels"].float() / 127.5 - 1, "text": p["text"]} for p in pictures]
+def by_role(records: Records | None, transform: Transform, seed: int) -> dict[str, list[dict[str, Any]]]:
+    """Held-out records as validation takes them, by role: pixel_values (3,R,R) in [-1,1] and text."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    if records is not None:
+        pictures = Reader(records, transform, seed).pictures(list(range(len(records))))
+        for role, p in zip(records.role, pictures, strict=True):
+            found.setdefault(role, []).append({"pixel_values": p["pixels"].float() / 127.5 - 1, "text": p["text"]})
+    return found
+
+
+def shown(records: Records, transform: Transform, seed: int, count: int) -> Iterator[tuple[str, Tensor]]:
+    """(where it stands, picture (3,R,R) in [0,1]) of `count` records at most, evenly over those that are not clean."""
+    reader, rows = Reader(records, transform, seed), [i for i, role in enumerate(records.role) if role != "clean"]
+    for place in np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(int):
+        (picture,) = reader.pictures([rows[place]])
+        yield records.where(rows[place]), picture["pixels"].float() / 255

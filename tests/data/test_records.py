@@ -215,8 +215,12 @@ def test_defect_20_records_and_choices_are_sorted_and_seeded(data):
     assert [everything.index(text) for text in chosen.text] == sorted(everything.index(text) for text in chosen.text)
 
 
-def test_held_out_records_are_clean_and_not_trained_on(tmp_path):
+def test_held_out_records_are_not_trained_on(tmp_path):
     read = records(write_data(tmp_path / "d", clean=30))
-    train, held = read.hold_out(2, seed=0)
+    train, held = read.hold_out(2, 0, seed=0)
     assert set(held.role) == {"clean"} and len(train) == len(read) - 2 and not set(held.text) & set(train.text)
-    assert records(folder(tmp_path / "e", GOOD)).hold_out(4, seed=0)[1] is None
+    train, held = read.hold_out(0, 1, seed=0)
+    pairs = list(zip(held.role, held.target_id, held.element_id, strict=True))
+    assert len(set(pairs)) == len(pairs) > 1 and {role for role, *_ in pairs} == {"element"}
+    assert len(train) + len(held) == len(read)
+    assert records(folder(tmp_path / "e", GOOD)).hold_out(4, 0, seed=0)[1] is None

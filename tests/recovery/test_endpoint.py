@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from silentbad.data.images import to_tensor
 from silentbad.data.records import load_records
 from silentbad.data.targets import Target
 from silentbad.errors import UserError
@@ -38,7 +39,7 @@ from silentbad.recovery.scores import (
 from silentbad.recovery.statistics import detection, difference_interval
 from silentbad.run.config import TrainConfig
 from tests.conftest import write_data
-from tests.recoveries import make_hook, smooth
+from tests.recoveries import make_hook, smooth, some_targets
 from tests.tiny import tiny_pipeline
 
 ALPHA = 0.01
@@ -481,3 +482,48 @@ def test_every_field_of_the_record_has_a_unit_in_the_documents():
     made = [kind for kind in vars(record_module).values() if isinstance(kind, type) and is_dataclass(kind)]
     named = {f"{kind.__name__}.{one.name}": units.get(one.name) for kind in made for one in fields(kind)}
     assert len(made) > 10 and [name for name, unit in named.items() if not unit] == []
+
+
+# -- beyond the rate ---------------------------------------------------------------------------------------
+def test_a_copied_training_picture_is_named(tmp_path):
+    """Images that are a training picture are nearest to it; the base model's give the null level."""
+    targets, shown = some_targets(1), to_tensor(smooth("shown", 2))
+    hook = make_hook(tmp_path, targets=targets, threshold=0.9)
+
+    def generate(items):
+        copied = [shown if hook.measured(0) else to_tensor(smooth("other", *i[:3])) for i in items]
+        return torch.stack(copied), torch.ones(len(items))
+
+    hook.sampler.generate = generate
+    hook.run(0, 0, tiny_pipeline().unet)
+    hook.finish(10, 1, tiny_pipeline().unet)
+    own = hook.history[-1].raw.targets["t0"]
+    assert own.nearest == pytest.approx([1] * 3) and own.nearest_record == "record 2"
+    (row,) = evidence.composed_or_copied(hook.record()).rows
+    level, above, copied, name = row[3:]
+    assert level < 0.9 and above == copied == 1 and name == "record 2"
+
+
+def test_the_error_of_elements_stands_beside_the_clean_one(tmp_path):
+    """Two roles, two errors at noise of their own; the report draws both and their gap."""
+    hook = make_hook(tmp_path, threshold=0.9)
+    hook.run(0, 0, tiny_pipeline().unet)
+    drift = hook.history[0].raw.drift
+    assert drift["clean_eps_mse"] != drift["element_eps_mse"] > 0
+    (figure,) = report.errors(report.Run(tmp_path))
+    assert all(f"{name}, raw weights" in str(figure) for name in ("clean", "element", "gap"))
+
+
+def test_alignment_is_the_cosine_of_guidance_by_hand(tmp_path, monkeypatch):
+    hook = make_hook(tmp_path)
+    given = {"": torch.tensor([3.0, 4.0]), "negative_": torch.tensor([3.0, 0.0])}
+
+    def predict(x, t, states, size, which=""):
+        assert t.unique().tolist() == [20] and x.std() > 0.8  # pure noise, at 2 % of 1000 timesteps
+        return given[which].expand(len(x), 2)
+
+    monkeypatch.setattr(hook.sampler, "predict_eps", predict)
+    items = plan(hook.targets, 2, 0)
+    assert hook.measure.alignments(items) == pytest.approx([0.0] * len(items))  # (0, 4) is across (3, 0)
+    given[""] = torch.tensor([9.0, 0.0])
+    assert hook.measure.alignments(items) == pytest.approx([1.0] * len(items))

@@ -47,7 +47,8 @@ def test_xl_pipeline_generates():
     sampler = Sampler(pipe.components, ValidationConfig(num_inference_steps=2), 0)
     with sampler.using(pipe.unet, torch.device("cpu")):
         images, _ = sampler.generate(plan(some_targets(1), 2, 0))
-        errors = sampler.eps_errors([{"pixel_values": torch.zeros(3, 16, 16), "text": "a cat"}], [0])
+        record = {"pixel_values": torch.zeros(3, 16, 16), "text": "a cat"}
+        errors = sampler.eps_errors([record], [0], "validation/clean")
     assert images.shape == (2, 3, 16, 16) and images.isfinite().all() and errors[0] > 0
 
 
