@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench import instrument, thresholds
 from bench.recovery_table import (
     HEAD,
     OVER,
@@ -501,6 +502,44 @@ def validation(results: Results, language: Language) -> str:
     return markdown(lines, ("", "images a second"))
 
 
+def judge(results: Results, language: Language) -> str:
+    """Two sentences on what the copy detector lets pass, beside the earlier one."""
+    found = results.load("instrument")
+
+    def rate(column: str, kind: str) -> str:
+        cell = instrument.rate_of(found, column, kind, "strict")
+        assert cell is not None, kind
+        return f"{cell[0]:.2f}"
+
+    whole = instrument.rate_of(found, "today", "recoloured", "whole")
+    assert whole is not None, "the earlier detector has a rate"
+    count = len(found["targets"])
+    copies, recoloured, missing = rate("new", "copy"), rate("new", "recoloured"), rate("new", "missing")
+    if language == "en":
+        text = (
+            f"Of true copies {copies} pass, on {count} targets that chose nothing. Of pictures with one thing "
+            f"recoloured {recoloured} pass (earlier {whole[0]:.2f}), with one missing {missing}.\n"
+        )
+    else:
+        text = (
+            f"在未用于任何选择的 {count} 个目标上，真正的副本有 {copies} 通过。"
+            f"一物变色的图像有 {recoloured} 通过（早先为 {whole[0]:.2f}），缺一物的有 {missing}。\n"
+        )
+    return wrapped(text, language)
+
+
+def judge_table(results: Results, language: Language) -> str:
+    """What the copy detector lets pass, by kind of picture."""
+    found = results.load("instrument")
+    return f"{len(found['targets'])} targets.\n\n{instrument.table(found)}\n"
+
+
+def threshold_table(results: Results, language: Language) -> str:
+    """Thresholds from renders and from counterfactuals, side by side."""
+    found = results.load("thresholds")
+    return f"{len(found['targets'])} targets.\n\n{thresholds.table(found)}\n"
+
+
 Block = Callable[[Results, Language], str]
 BLOCKS: dict[str, Block] = {
     "readme": readme,
@@ -518,6 +557,9 @@ BLOCKS: dict[str, Block] = {
     "throughput": throughput,
     "scale": scale,
     "validation": validation,
+    "judge": judge,
+    "judge-table": judge_table,
+    "threshold-table": threshold_table,
 }
 
 # --------------------------------------------------------------------------------------------------------- documents
