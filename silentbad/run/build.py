@@ -21,6 +21,7 @@ from silentbad.memory.auxiliary import Access
 from silentbad.model import denoiser, pipeline
 from silentbad.model.encoder import Encoder
 from silentbad.model.store import Cached
+from silentbad.recovery.prompts import Prompt, PromptSheet
 from silentbad.run import checks, identity, inputs, optimizers
 from silentbad.run.checkpoints import Checkpoints
 from silentbad.run.folder import RunFolder
@@ -128,6 +129,8 @@ class Run:
     draws: Draws
     loader: Loader
     hook: Hook | None
+    sheet: PromptSheet | None
+    prompts: int  # how many the sheet draws, also where a dry run makes none
     meters: Meters
     timers: Timers
     checkpoints: Checkpoints
@@ -153,6 +156,7 @@ def build(
     world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
     # -- data, checked before weights load
     settings, tokenizer = pipeline.scheduler_settings(config), pipeline.load_tokenizer(config)
+    prompts = inputs.sample_prompts(config, tokenizer)
     records, held_out, targets = inputs.prepare(config, tokenizer, accelerator.main_process_first, accelerator.print)
     info = DataInfo(*(getattr(records, name) for name in ("role", "target_id", "element_id", "phrases")))
     checks.check_records(config, info, records.phrases)
@@ -224,6 +228,7 @@ def build(
     )
     # -- how it is measured, and what is kept
     hook = make_hook(hook_of, config, accelerator, folder, parts, targets, held_out, transform)
+    sheet = make_sheet(prompts, config, accelerator, folder, parts)
     meters, timers = Meters(), Timers()
     embedder = None if hook is None else hook.embedder.describe()
     known = identity.facts(config, records, targets, embedder, effective_batch)
@@ -232,7 +237,7 @@ def build(
         optimizer,
         lr_scheduler,
         denoiser.make_ema(parts.model, config, device),
-        total=1 if config.dry_run else total,
+        total=total,
         steps_per_epoch=steps_per_epoch,
         train_timesteps=parts.noise_scheduler.config.num_train_timesteps,
         others={
@@ -262,6 +267,8 @@ def build(
         draws=draws,
         loader=loader,
         hook=hook,
+        sheet=sheet,
+        prompts=len(prompts),
         meters=meters,
         timers=timers,
         checkpoints=Checkpoints(folder, state, accelerator, meters, timers, config.checkpoints_total_limit, known),
@@ -301,6 +308,22 @@ def make_hook(
         output_dir=folder.path,
         seed=config.seed,
         clean=inputs.clean_records(held_out, transform, config.seed) if held_out else [],
+        prediction_type=config.prediction_type,
+    )
+
+
+def make_sheet(
+    prompts: list[Prompt], config: Any, accelerator: Accelerator, folder: RunFolder, parts: pipeline.Parts
+) -> PromptSheet | None:
+    """What draws the sample prompts, where there are some."""
+    if not prompts or config.dry_run:
+        return None
+    return PromptSheet(
+        prompts,
+        config.validation,
+        components=parts.components(),
+        accelerator=accelerator,
+        output_dir=folder.path,
         prediction_type=config.prediction_type,
     )
 

@@ -49,7 +49,7 @@ def check_places(config: Any) -> None:
     targets = config.validation.targets
     if targets is not None and not Path(targets).exists():
         targets = targets.rpartition("@")[0] or targets  # folder@100-109
-    keys = ("train_data_dir", "clean_data_dir", "dataset_name", "pretrained_model_name_or_path")
+    keys = ("train_data_dir", "clean_data_dir", "dataset_name", "pretrained_model_name_or_path", "sample_prompts")
     read = {key: getattr(config, key) for key in keys} | {
         "validation.targets": targets,
         "validation.embedder_path": config.validation.embedder_path,

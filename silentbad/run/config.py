@@ -118,7 +118,7 @@ class TrainConfig:
     best_by: Literal["similarity", "clean_eps_mse"] = flag(
         "similarity", "best: largest mean similarity to the targets, or smallest loss on held-out clean records", HERE
     )
-    dry_run: bool = flag(False, "load everything, one step, one image, write nothing", HERE)
+    dry_run: bool = flag(False, "load everything, a few steps, one image; say hours, memory, disk; write nothing", HERE)
 
     # Optimisation
     learning_rate: Annotated[float, Range(above=0, limit=1000)] = flag(1e-4, "learning rate")
@@ -165,6 +165,11 @@ class TrainConfig:
     logging_dir: Location = flag("logs", "tracker logs, inside output_dir")
     log_every: Count = flag(10, "steps between log rows; the host waits for the device only then", HERE)
     validation_prompts: list[str] | None = flag(None, "prompts to draw every validation_epochs")
+    sample_prompts: Location | None = flag(
+        None,
+        "file of prompts to draw at each validation: one a line, or .jsonl with prompt, seed, negative",
+        "sd-scripts",
+    )
     validation_epochs: Count = flag(5, "epochs between those")
     push_to_hub: bool = flag(False, "upload the final pipeline")
     hub_token: str | None = flag(None, "token for that; neither written to files nor printed")

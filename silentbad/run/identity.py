@@ -31,7 +31,7 @@ FREE = {
     ),
     "logs and pictures": (
         *("log_every", "report_to", "tracker_project_name", "logging_dir"),
-        *("validation_prompts", "validation_epochs", "validation.sample_targets"),
+        *("validation_prompts", "validation_epochs", "sample_prompts", "validation.sample_targets"),
     ),
     "when recovery is measured": ("validation.steps", "validation.early_steps", "validation.controls"),
     "the Hub": ("push_to_hub", "hub_token", "hub_model_id"),
