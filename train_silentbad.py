@@ -100,7 +100,7 @@ def part_step(run: Run, share: float, batch: dict[str, Any], micro: int, *, last
     positions, step, draw, model = batch["position"].tolist(), run.state.step, run.state.draw, run.parts.model
     torch.manual_seed(addressed_seed(config.seed, "torch", draw, positions[0]))  # dropout, where a UNet has it
     x0, c = run.encoder.latents(batch, draw), run.encoder.condition(batch["text"], batch["time_ids"])
-    t, w = memory.timesteps(draw, positions, run.loader.effective_batch)
+    t, w = memory.timesteps(draw, positions, run.loader.effective_batch, batch["role"])
     run.state.count(t)
     t, w = send(t, device), send(w, device)
     eps, x_t = diffusion.noised(scheduler, x0, t, config, draw, positions)

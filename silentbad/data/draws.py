@@ -24,6 +24,20 @@ def shuffled_text(text: str, phrases: list[str], rng: torch.Generator) -> str:
     return re.sub(pattern, lambda _: found[next(order)], text)
 
 
+def first_parts(text: str, draw: int, least: int, steps: int) -> str:
+    """The parts of a caption, between commas, that draw number `draw` shows: `least` at first, all after `steps`."""
+    parts = text.split(",")
+    shown = least + max(len(parts) - least, 0) * draw // steps
+    return ",".join(parts[:shown])
+
+
+def saying(record: dict, text: str) -> dict:
+    """A record under a shorter caption; its element keeps its name where a phrase gave it."""
+    said = record["phrases"]
+    kept = [phrase for phrase in said if phrase in text]
+    return {**record, "text": text, "phrases": kept, "element_id": record["element_id"] or (said or [""])[0]}
+
+
 @dataclass(frozen=True)
 class Transform:
     """Resize the shorter side, crop a square, flip: image and mask alike, to uint8 tensors (3,R,R) and (1,R,R)."""
@@ -151,8 +165,9 @@ class Draws:
     """What a record looks like at (draw, position): text, uint8 pixels (3,R,R), uint8 mask (1,R,R) or none.
     A rehearsal's mask may have a second band: what of the picture counts at all.
 
-    A share `unconditional` of the clean exposures has no caption. `rehearse(record, (draw, position))` may return
-    another record (a dict of Reader.FIELDS, and `united`) in place of the drawn one, or None. `unseen` (R,) marks
+    `rehearse(record, (draw, position))` may return another record (a dict of Reader.FIELDS, and `united`) in place of
+    the drawn one, or None. A share `dropout[role]` of the exposures of a role has no caption; clean ones lose it before
+    they could be rehearsed. With `warmup` (least, steps) captions grow from their first parts. `unseen` (R,) marks
     records whose pixels no step needs: their latents are on disk.
     """
 
@@ -161,12 +176,13 @@ class Draws:
         reader: Reader,
         *,
         shuffle: bool = False,
-        unconditional: float = 0.0,
+        dropout: dict[str, float] | None = None,
+        warmup: tuple[int, int] = (1, 0),
         rehearse: Rehearse | None = None,
         unseen: np.ndarray | None = None,
     ):
         self.reader, self.seed, self.shuffle = reader, reader.seed, shuffle
-        self.unconditional, self.rehearse, self.unseen = unconditional, rehearse, unseen
+        self.dropout, self.warmup, self.rehearse, self.unseen = dropout or {}, warmup, rehearse, unseen
 
     def __call__(self, index: int, draw: int, position: int) -> dict:
         address = (self.seed, "draw", draw, position)
@@ -176,18 +192,21 @@ class Draws:
         if (self.shuffle or record["shuffle"]) and len(record["phrases"]) > 1:
             text = shuffled_text(text, record["phrases"], generator(*address, "phrases"))
         record["text"] = text
-        if record["role"] == "clean" and self._uncaptioned(address):
+        if record["role"] == "clean" and self._uncaptioned("clean", (*address, "text")):
             record["text"], record["phrases"] = "", []
         elif self.rehearse is not None:
             rehearsed = self.rehearse(record, (draw, position))
             if rehearsed is not None:
                 fixed = fixed and rehearsed["image"] is record["image"]
                 record = rehearsed
+        if draw < self.warmup[1]:
+            record = saying(record, first_parts(record["text"], draw, *self.warmup))
+        if record["role"] != "clean" and self._uncaptioned(record["role"], (*address, "caption")):
+            record = saying(record, "")
         seen = self.reader.window(record, size, address) | {"united": record.get("united")}
         return seen | {"index": index, "position": position, "fixed": fixed}
 
-    def _uncaptioned(self, address: tuple) -> bool:
-        """Whether a clean exposure has no caption; nothing is drawn where all have theirs."""
-        if not self.unconditional:
-            return False
-        return bool(torch.rand((), generator=generator(*address, "text")) < self.unconditional)
+    def _uncaptioned(self, role: str, address: tuple) -> bool:
+        """Whether an exposure of a role has no caption; nothing is drawn where all have theirs."""
+        share = self.dropout.get(role, 0.0)
+        return bool(share) and bool(torch.rand((), generator=generator(*address)) < share)

@@ -162,7 +162,7 @@ class Cached:
     """What of a run's records is on disk: `posterior` (R,) the row of each record's image, -1 where it is encoded live.
 
     `all_images`, `all_texts`: whether no step will need the VAE, or the text encoders. Rehearsal `composes` new images
-    and captions, so under it both stay; the empty caption is no record's.
+    and captions, so under it both stay; an empty (`blank`) or shortened caption is no record's.
     """
 
     def __init__(
@@ -172,6 +172,7 @@ class Cached:
         config: Any,
         *,
         composes: bool,
+        blank: bool,
         show: bool,
         say: Callable[[str], None],
     ):
@@ -189,7 +190,7 @@ class Cached:
         if not encoder.live and not loose.all():
             self._fill_texts(np.flatnonzero(~loose))
         self.all_images = bool((self.posterior >= 0).all()) and not composes
-        changes = loose.any() or composes or config.memory.retention.unconditional
+        changes = loose.any() or composes or blank
         self.all_texts = self.texts is not None and not changes
 
     def _open(self, kind: str, facts: list[Any], keys: np.ndarray, row: torch.Tensor) -> Store | None:

@@ -17,6 +17,7 @@ from silentbad.data.records import Records
 from silentbad.data.targets import Target
 from silentbad.distributed import shards
 from silentbad.distributed.zero import Zero
+from silentbad.memory import roles
 from silentbad.memory.auxiliary import Access
 from silentbad.model import denoiser, pipeline
 from silentbad.model.encoder import Encoder
@@ -62,7 +63,9 @@ class Memory(Stateful, Protocol):
     @property
     def history(self) -> list[dict[str, Any]]: ...
 
-    def timesteps(self, draw: int, positions: list[int], n: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def timesteps(
+        self, draw: int, positions: list[int], n: int, of: list[str] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def rectify(
         self,
@@ -160,6 +163,7 @@ def build(
     records, held_out, targets = inputs.prepare(config, tokenizer, accelerator.main_process_first, accelerator.print)
     info = DataInfo(*(getattr(records, name) for name in ("role", "target_id", "element_id", "phrases")))
     checks.check_records(config, info, records.phrases)
+    checks.check_captions(config, records)
     # -- models
     parts = pipeline.load_parts(config, settings, tokenizer, accelerator.mixed_precision)
     side = pipeline.resolution(parts, config)
@@ -206,12 +210,14 @@ def build(
     cached = None
     if config.disk_cache_gb:
         show, composes = accelerator.is_local_main_process, rehearse is not None
-        cached = Cached(encoder, reader, config, composes=composes, show=show, say=accelerator.print)
+        blank = bool(roles.dropout(config.memory)) or config.token_warmup_step > 0
+        cached = Cached(encoder, reader, config, composes=composes, blank=blank, show=show, say=accelerator.print)
         encoder.read_from(cached)
     draws = Draws(
         reader,
         shuffle=config.shuffle_phrases,
-        unconditional=config.memory.retention.unconditional,
+        dropout=roles.dropout(config.memory),
+        warmup=(config.token_warmup_min, config.token_warmup_step),
         rehearse=rehearse,
         unseen=None if cached is None or rehearse is not None else cached.posterior >= 0,
     )

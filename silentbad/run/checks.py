@@ -4,12 +4,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
 import torch
 
 from silentbad import owned
 from silentbad.data.elements import DataInfo
+from silentbad.data.records import Records
 from silentbad.data.table import TextLists
 from silentbad.errors import UserError
+from silentbad.memory import roles
 from silentbad.memory.rehearsal import REHEARSED
 from silentbad.model.pipeline import check_xformers
 from silentbad.run.folder import RunFolder
@@ -63,8 +66,10 @@ def check_records(config: Any, info: DataInfo, phrases: TextLists) -> None:
     memory = config.memory
     if memory.retention.unconditional and "clean" not in info.roles:
         raise UserError("memory.retention.unconditional: the data holds no clean record to show without caption")
+    made = ["rehearsal"] if memory.rehearsal.name in REHEARSED else []
+    roles.refuse_absent(memory, {*info.roles, *made})
     if memory.rehearsal.name == "leak_free":
-        captioned = ("rehearsal", "clean") if memory.retention.unconditional < 1 else ("rehearsal",)
+        captioned = ("rehearsal", "clean") if roles.dropout(memory).get("clean", 0) < 1 else ("rehearsal",)
         if not any(role in captioned and len(phrases[r]) > 1 for r, role in enumerate(info.roles)):
             raise UserError(
                 "memory.rehearsal.name=leak_free: joins phrases of clean and rehearsal records; none with a caption "
@@ -75,6 +80,15 @@ def check_records(config: Any, info: DataInfo, phrases: TextLists) -> None:
         raise UserError(
             f"gradient_control.name={config.gradient_control.name}: learns from rehearsals, of which there are none; "
             "set memory.rehearsal.name to leak_free or pairwise, or give records of role rehearsal"
+        )
+
+
+def check_captions(config: Any, records: Records) -> None:
+    """Refuse a token warm-up that would cut no caption."""
+    commas = pc.match_substring(records.column("text"), ",")
+    if config.token_warmup_step and config.memory.rehearsal.name == "none" and not pc.any(commas).as_py():
+        raise UserError(
+            "token_warmup_step: shows the first parts of a caption, between commas; no caption of the data has a comma"
         )
 
 

@@ -74,6 +74,10 @@ class TrainConfig:
     center_crop: bool = flag(False, "crop the centre instead of a random window")
     random_flip: bool = flag(False, "flip half the images; a flip moves an element from its native place")
     shuffle_phrases: bool = flag(False, "permute the phrases inside each caption, anew for each draw", HERE)
+    token_warmup_step: Natural = flag(
+        0, "steps in which the caption grows from its first parts, between commas, to all; 0: all at once", "sd-scripts"
+    )
+    token_warmup_min: Count = flag(1, "parts of the caption at the first step of token_warmup_step", "sd-scripts")
     allow_target_images: bool = flag(False, "let records train that equal a target image", HERE)
     cache_mb: Natural = flag(
         1024, "memory for decoded images and for latents and text states not on disk, in MiB", HERE
@@ -260,6 +264,8 @@ def check_data(config: TrainConfig, refuse: Callable[[str, str], None]) -> None:
         refuse("train_data_dir", "is missing; give it or dataset_name")
     if config.train_data_dir is not None and config.dataset_name is not None:
         refuse("dataset_name", "excludes train_data_dir; give one of them")
+    if config.token_warmup_min != 1 and not config.token_warmup_step:
+        refuse("token_warmup_min", "needs token_warmup_step")
     for key in ("dataset_config_name", "image_column", "caption_column"):
         if getattr(config, key) is not None and config.dataset_name is None:
             refuse(key, "needs dataset_name; a folder names its columns in metadata.jsonl")
