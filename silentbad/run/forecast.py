@@ -95,11 +95,12 @@ class Forecast:
         count = len({*range(config.checkpointing_steps, self.planned, config.checkpointing_steps), self.planned})
         kept = min(count, config.checkpoints_total_limit or count)
         modules = [parts.unet, parts.vae, *parts.text_encoders.values()]
-        pipeline = 2 * weights if lora.present(parts.unet) else sum(_bytes(m.state_dict().values()) for m in modules)
+        whole = sum(_bytes(m.state_dict().values()) for m in modules)
+        pipeline = 2 * weights if lora.present(parts.unet) else whole  # adapters are written for two readers
         epochs = self.planned // state.steps_per_epoch
         pipelines = 1 + config.save_best + epochs // (config.save_ckpt_epoch_interval or epochs + 1)
         cache = _on_disk(Path(config.cache_dir or "."), ".safetensors") if config.disk_cache_gb else 0
-        total = (kept + 1) * checkpoint + pipelines * pipeline + cache  # one more checkpoint while it is written
+        total = (kept + 1) * checkpoint + pipelines * pipeline + cache + config.lora.merged * whole
         return (
             f"{_size(total)}: checkpoints {kept} x {_size(checkpoint)} and one being written, "
             f"weights {pipelines} x {_size(pipeline)}, cache {_size(cache)}"

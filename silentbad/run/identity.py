@@ -27,7 +27,7 @@ FREE = {
     "where it writes": ("output_dir", "stamp_output_dir", "run_suffix", "overwrite_output_dir", "cache_dir"),
     "checkpoints and pipelines": (
         *("checkpointing_steps", "checkpoints_total_limit", "resume_from_checkpoint"),
-        *("save_ckpt_epoch_interval", "save_best"),
+        *("save_ckpt_epoch_interval", "save_best", "lora.merged"),
     ),
     "logs and pictures": (
         *("log_every", "report_to", "tracker_project_name", "logging_dir"),

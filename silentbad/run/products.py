@@ -46,7 +46,16 @@ class Products:
             with self._averaged(), writing(f"output_dir {self.folder.path}", path.name):
                 text = card.model_card(self.config, self.state.step, self.info, self.target_ids, self.results())
                 checkpoint.replace_folder(path, lambda draft: pipeline.save_pipeline(parts, draft, text))
+                if self.config.lora.merged and path == self.folder.pipeline:
+                    self._save_merged(pipeline.with_merged(parts))
         self.accelerator.wait_for_everyone()
+
+    def _save_merged(self, parts: Parts) -> None:
+        """pipeline/ beside the adapters, where they are merged."""
+        rows = self.results()
+        text = card.model_card(self.config, self.state.step, self.info, self.target_ids, rows, merged=True)
+        path = self.folder.path / "pipeline"
+        checkpoint.replace_folder(path, lambda draft: pipeline.save_pipeline(parts, draft, text))
 
     def draw_prompts(self) -> None:
         """validation_prompts, drawn with the averaged weights where there are some."""
