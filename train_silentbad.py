@@ -68,6 +68,7 @@ def check_all(config: Config, sources: dict[str, str]) -> Config:
     memory_reinforce.check(config.memory)
     interpolation_mode(config.image_interpolation_mode)
     checks.check_places(config)
+    checks.check_buckets(config)
     lora.check(config)
     checks.check_machine(config)
     shards.check(config)

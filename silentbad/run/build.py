@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from diffusers.optimization import get_scheduler
 
+from silentbad.data import buckets
+from silentbad.data.buckets import Batches
 from silentbad.data.draws import Draws, Reader, Rehearse, Transform
 from silentbad.data.elements import DataInfo, Epochs, epoch_length
 from silentbad.data.loader import Loader, Stream, collate
@@ -191,7 +194,9 @@ def build(
         optimizer = accelerator.prepare(optimizer)
         forward = denoiser.training_forward(model, config)
     # -- what is shown, and how it is weighed
-    transform = Transform.of(config, side)
+    step = checks.bucket_step(config, side, pipeline.side_factor(parts.unet, parts.vae))
+    transform = Transform.of(config, side, step)
+    batches = arranged(records, transform, config.train_batch_size, accelerator.print) if step else None
     reader = Reader(records, transform, config.seed, config.cache_mb * 2**20)
     predict = partial(prediction, encoder, model, accelerator)
     memory = memory_of(
@@ -221,7 +226,7 @@ def build(
         rehearse=rehearse,
         unseen=None if cached is None or rehearse is not None else cached.posterior >= 0,
     )
-    stream = Stream(memory.epochs.epoch)
+    stream = Stream(memory.epochs.epoch, batches)
     loader = Loader(
         draws,
         stream,
@@ -233,7 +238,7 @@ def build(
         device=device,
     )
     # -- how it is measured, and what is kept
-    hook = make_hook(hook_of, config, accelerator, folder, parts, targets, held_out, transform)
+    hook = make_hook(hook_of, config, accelerator, folder, parts, targets, held_out, replace(transform, step=0))
     sheet = make_sheet(prompts, config, accelerator, folder, parts)
     meters, timers = Meters(), Timers()
     embedder = None if hook is None else hook.embedder.describe()
@@ -291,6 +296,15 @@ def build(
             results=lambda: [asdict(row) for row in hook.summary()] if hook is not None and hook.history else [],
         ),
     )
+
+
+def arranged(records: Records, transform: Transform, batch_size: int, say: Callable[[str], None]) -> Batches:
+    """Micro-batches of one shape, and a table of what went where."""
+    sizes = records.sizes
+    shapes = transform.shapes(sizes)
+    say(buckets.table(sizes, records.role, transform.resolution, transform.step, shapes, transform.center_crop))
+    numbers = {shape: number for number, shape in enumerate(sorted(set(shapes)))}
+    return Batches(np.asarray([numbers[shape] for shape in shapes]), batch_size)
 
 
 def make_hook(

@@ -8,6 +8,7 @@ import pyarrow.compute as pc
 import torch
 
 from silentbad import owned
+from silentbad.data import buckets
 from silentbad.data.elements import DataInfo
 from silentbad.data.records import Records
 from silentbad.data.table import TextLists
@@ -81,6 +82,35 @@ def check_records(config: Any, info: DataInfo, phrases: TextLists) -> None:
             f"gradient_control.name={config.gradient_control.name}: learns from rehearsals, of which there are none; "
             "set memory.rehearsal.name to leak_free or pairwise, or give records of role rehearsal"
         )
+
+
+def check_buckets(config: Any) -> None:
+    """Refuse, beside buckets, what looks at pictures of one size."""
+    memory = config.memory
+    alone = {
+        "compile_model": config.compile_model,
+        "memory.region.name=estimated": memory.region.name == "estimated",
+        "memory.phrase_memory.enabled": memory.phrase_memory.enabled,
+        f"memory.distillation.name={memory.distillation.name}": memory.distillation.name != "none",
+        f"memory.attention_binding.name={memory.attention_binding.name}": memory.attention_binding.name != "none",
+    }
+    for key, on in alone.items():
+        if config.buckets and on:
+            raise UserError(f"buckets: {key} works on pictures of one size; leave one of them out")
+
+
+def bucket_step(config: Any, side: int, factor: int) -> int:
+    """What the sides of the buckets are multiples of; 0 where images are squares. The pipeline takes multiples of
+    `factor`."""
+    if not config.buckets:
+        return 0
+    step = config.bucket_step or buckets.default_step(side, factor)
+    if step % factor or side % step:
+        raise UserError(
+            f"bucket_step: {step} must be a multiple of {factor}, which the pipeline needs, and divide the "
+            f"resolution {side}"
+        )
+    return step
 
 
 def check_captions(config: Any, records: Records) -> None:

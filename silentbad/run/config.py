@@ -75,6 +75,10 @@ class TrainConfig:
     caption_column: Location | None = flag(None, "caption column of the Hub data set")
     max_train_samples: Count | None = flag(None, "train on a seeded choice of so many records")
     resolution: Side | None = flag(None, "side of the square training images; the pipeline's own when unset")
+    buckets: bool = flag(False, "shapes by aspect, their area that of the square; nothing is cut unasked", HERE)
+    bucket_step: Side | None = flag(
+        None, "what their sides are multiples of; 64, or the least the pipeline takes, when unset", HERE
+    )
     image_interpolation_mode: str = flag("bilinear", "torchvision's name of the resize filter")
     center_crop: bool = flag(False, "crop the centre instead of a random window")
     random_flip: bool = flag(False, "flip half the images; a flip moves an element from its native place")
@@ -269,6 +273,8 @@ def check_data(config: TrainConfig, refuse: Callable[[str, str], None]) -> None:
         refuse("train_data_dir", "is missing; give it or dataset_name")
     if config.train_data_dir is not None and config.dataset_name is not None:
         refuse("dataset_name", "excludes train_data_dir; give one of them")
+    if config.bucket_step is not None and not config.buckets:
+        refuse("bucket_step", "needs buckets")
     if config.token_warmup_min != 1 and not config.token_warmup_step:
         refuse("token_warmup_min", "needs token_warmup_step")
     for key in ("dataset_config_name", "image_column", "caption_column"):

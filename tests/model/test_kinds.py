@@ -27,6 +27,9 @@ KINDS = {
 }
 
 
+LONG = pytest.mark.thorough
+
+
 def changes(kind: str, **more) -> dict:
     return {"lora.rank": 2, "lora.alpha": 6, "lora.targets": LAYERS, "learning_rate": 0.05, **KINDS[kind], **more}
 
@@ -58,7 +61,9 @@ def added(tensors: dict[str, torch.Tensor], layer: str, weight: torch.Tensor) ->
     return weight + torch.kron(first, second).reshape(shape) * scale
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["dora", "lokr", *(pytest.param(k, marks=LONG) for k in ("loha", "lokr, whole factors"))]
+)
 def test_an_adapter_is_read_by_others_and_merged(kind, build, pipelines, tmp_path):
     run = build(**changes(kind, **{"lora.merged": True, "train_text_encoder": True}))
     plain = DiffusionPipeline.from_pretrained(pipelines["v_prediction"])
@@ -101,7 +106,7 @@ def test_an_adapter_is_read_by_others_and_merged(kind, build, pipelines, tmp_pat
     }
 
 
-@pytest.mark.parametrize("kind", ["dora", "lokr"])
+@pytest.mark.parametrize("kind", ["lokr", pytest.param("dora", marks=LONG)])
 def test_an_adapter_resumes_to_the_bit(kind, flags, tmp_path):
     settings = changes(
         kind, use_ema=True, max_train_steps=4, checkpointing_steps=2, **{"gradient_control.name": "gsnr"}
