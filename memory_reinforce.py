@@ -23,10 +23,11 @@ from silentbad.data.elements import ORDERS, DataInfo, Epochs
 from silentbad.errors import UserError
 from silentbad.experiments.attention import record_maps
 from silentbad.experiments.timesteps import ErrorByTimestep
-from silentbad.memory import masks, probes
+from silentbad.memory import masks, probes, roles
 from silentbad.memory.auxiliary import Access, Auxiliaries, SelfDistillation, Setting, Step, fixed
 from silentbad.memory.masks import REGION
 from silentbad.memory.rehearsal import PLACED, REHEARSAL, Rehearsal, Rehearsed
+from silentbad.memory.roles import Part, RolesConfig
 from silentbad.memory.samplers import weakest_first
 from silentbad.memory.timesteps import SEQUENCES, draw_timesteps, logit_normal, mixed, mode
 from silentbad.memory.weightings import in_prediction, mse
@@ -36,14 +37,6 @@ from silentbad.options import Decay, NotNegative, Positive, Share, Small, Unit, 
 Registry = dict[str, Callable[..., Any]]
 
 # ------------------------------------------------------------ configuration
-
-
-@dataclass
-class Part:
-    """A registry entry by name, with its keyword options."""
-
-    name: str = "none"
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -86,8 +79,8 @@ class PhraseMemoryConfig:
 class RetentionConfig(Part):
     """What keeps clean prompts as they were."""
 
-    clean_weight: NotNegative = 1.0  # loss weight of clean records (the prior weight of DreamBooth, 2208.12242)
-    unconditional: Unit = 0.0  # share of clean exposures without a caption (2503.20240)
+    clean_weight: NotNegative = 1.0  # roles.clean.loss_weight (the prior weight of DreamBooth, 2208.12242)
+    unconditional: Unit = 0.0  # roles.clean.caption_dropout (2503.20240)
 
 
 @dataclass
@@ -97,6 +90,7 @@ class MemoryConfig:
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     timesteps: TimestepConfig = field(default_factory=TimestepConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    roles: RolesConfig = field(default_factory=RolesConfig)
     region: Part = field(default_factory=Part)
     rehearsal: Part = field(default_factory=Part)
     phrase_memory: PhraseMemoryConfig = field(default_factory=PhraseMemoryConfig)
@@ -205,6 +199,7 @@ def check(config: MemoryConfig) -> None:
     for slot, registry in REGISTRIES.items():
         part = getattr(config, slot)
         check_options(f"memory.{slot}", registry, part.name, part.options)
+    roles.check(config, TIMESTEPS)
     for key, name, there in (
         ("loss.error", config.loss.error, ERRORS),
         ("sampler.order", config.sampler.order, ORDERS),
@@ -261,8 +256,10 @@ class Memory:
         rehearsal = config.rehearsal
         self.rehearse = Rehearsal(rehearsal.name, rehearsal.options, info, seed, access.load, shown)
         self.rehearsed = Rehearsed()
-        learns = config.timesteps.name == "learning_progress"
+        self.policies = roles.policies(config)
+        learns = "learning_progress" in {config.timesteps.name, *(part.name for part in self.policies.values())}
         self.errors = ErrorByTimestep(len(self.snr), reduce) if learns else None
+        self.weights = {role: own.loss_weight for role, own in roles.by_role(config).items()}
         setting = Setting(info, bank, self.phrases, scheduler, access.tokenizer, seed, rank, world)
         balance = partial(LOSS_BALANCE[config.loss_balance.name], **config.loss_balance.options)
         parts = {slot: getattr(config, slot) for slot in AUXILIARY}
@@ -277,11 +274,21 @@ class Memory:
             return []
         return probes.build_bank(self.info, access.encode, access.pictures, c.phrase_memory.images, self.snr.device)
 
-    def timesteps(self, draw: int, positions: list[int], n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(t (B,), w (B,)) on the CPU for these positions of the draw's effective batch of n."""
+    def timesteps(
+        self, draw: int, positions: list[int], n: int, of: list[str] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(t (B,), w (B,)) on the CPU for these positions of the draw's effective batch of n, whose roles are `of`."""
         c, error = self.config.timesteps, self.errors.relative() if self.errors else None
-        p = TIMESTEPS[c.name](self.snr_numpy, self.progress(draw), error, **c.options)
-        return draw_timesteps(p, self.seed, draw, list(positions), n, c.importance, c.sequence)
+
+        def drawn(part: Part, at: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+            p = TIMESTEPS[part.name](self.snr_numpy, self.progress(draw), error, **part.options)
+            return draw_timesteps(p, self.seed, draw, at, n, c.importance, c.sequence)
+
+        t, w = drawn(c, list(positions))
+        for role, part in self.policies.items():
+            if own := [k for k, its in enumerate(of or ()) if its == role]:
+                t[own], w[own] = drawn(part, [positions[k] for k in own])
+        return t, w
 
     def progress(self, step: int) -> float:
         """Share of the run that is over, in [0, 1]."""
@@ -311,7 +318,7 @@ class Memory:
     def loss_per_sample(
         self, pred: torch.Tensor, target: torch.Tensor, t: torch.Tensor, w: torch.Tensor, batch: dict[str, Any]
     ) -> torch.Tensor:
-        """(B,): region-weighted error, times the loss weight of its SNR, the importance w and the clean weight."""
+        """(B,): region-weighted error, times the loss weight of its SNR, the importance w and the role's weight."""
         c = self.config
         err = ERRORS[c.loss.error](pred.float(), target.float(), c.loss.huber_delta)
         estimated = None
@@ -326,8 +333,8 @@ class Memory:
         if self.errors is not None:
             self.errors.observe(t, raw.detach())
         weight = LOSSES[c.loss.name](self.snr[t], self.scheduler.config.prediction_type, **c.loss.options)
-        clean = [c.retention.clean_weight if role == "clean" else 1.0 for role in batch["role"]]
-        return raw * weight * w * torch.tensor(clean).to(pred.device, non_blocking=True)
+        of_role = torch.tensor([self.weights[role] for role in batch["role"]])
+        return raw * weight * w * of_role.to(pred.device, non_blocking=True)
 
     def auxiliary(
         self,

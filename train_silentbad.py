@@ -41,6 +41,7 @@ from silentbad.run.build import Run
 from silentbad.run.build import build as connect
 from silentbad.run.config import TrainConfig, check, flag, parse, to_dict
 from silentbad.run.folder import RunFolder, facts, stamped
+from silentbad.run.forecast import Forecast
 from silentbad.run.products import goodness
 from silentbad.run.signals import Requests
 from validation import RecoveryHook, ValidationConfig
@@ -67,6 +68,7 @@ def check_all(config: Config, sources: dict[str, str]) -> Config:
     memory_reinforce.check(config.memory)
     interpolation_mode(config.image_interpolation_mode)
     checks.check_places(config)
+    checks.check_buckets(config)
     lora.check(config)
     checks.check_machine(config)
     shards.check(config)
@@ -99,7 +101,7 @@ def part_step(run: Run, share: float, batch: dict[str, Any], micro: int, *, last
     positions, step, draw, model = batch["position"].tolist(), run.state.step, run.state.draw, run.parts.model
     torch.manual_seed(addressed_seed(config.seed, "torch", draw, positions[0]))  # dropout, where a UNet has it
     x0, c = run.encoder.latents(batch, draw), run.encoder.condition(batch["text"], batch["time_ids"])
-    t, w = memory.timesteps(draw, positions, run.loader.effective_batch)
+    t, w = memory.timesteps(draw, positions, run.loader.effective_batch, batch["role"])
     run.state.count(t)
     t, w = send(t, device), send(w, device)
     eps, x_t = diffusion.noised(scheduler, x0, t, config, draw, positions)
@@ -163,7 +165,7 @@ def train(run: Run) -> int:
     bar = tqdm(total=state.total, initial=state.step, desc="Steps", disable=not accelerator.is_local_main_process)
     with Requests(run.folder) as requests, run.checkpoints.rescue(run.loader), bar:
         while state.step < state.total:
-            if run.hook is not None and run.hook.should_run(state.step):
+            if any(part is not None and part.should_run(state.step) for part in (run.hook, run.sheet)):
                 validate(run)
             drawn, losses = [], []
             for micro, batch in enumerate(run.timers.waiting("data", run.loader.draw(state.draw))):
@@ -194,7 +196,7 @@ def boundary(run: Run, requests: Requests) -> int:
         run.checkpoints.save("signal" if stop or save else "interval")
     if stop:
         run.log.say(f"stopped by {signal.Signals(stop).name}; resume with --resume_from_checkpoint latest")
-    elif asked_to_validate and run.hook is not None:
+    elif asked_to_validate:
         validate(run)
     return stop
 
@@ -209,27 +211,39 @@ def end_of_epoch(run: Run, epoch: int) -> None:
 
 
 def validate(run: Run, final: bool = False) -> None:
-    """Recovery on all processes; with save_best the better pipeline is written before the old one goes."""
-    assert run.hook is not None
-    measure, state = run.hook.finish if final else run.hook.run, run.state
-    with run.timers.of("validate"), averaged(state.model, optimizer=state.optimizer):
-        scores = measure(state.step, state.epoch, pipeline.whole_parts(run.parts).model, state.ema)
-    run.log.validation(scores)
-    if state.improved(goodness(scores, run.config.best_by)) and run.config.save_best:
-        run.products.save_pipeline(run.folder.path / "best")
+    """Sample prompts, recovery and the report so far, on all processes; with save_best the better pipeline is written
+    before the old one goes."""
+    state, timed = run.state, run.timers.of
+    if run.sheet is not None:
+        with timed("validate"), averaged(state.model, state.ema, state.optimizer):
+            run.sheet.run(state.step, pipeline.whole_parts(run.parts).model)
+    if run.hook is not None and (final or not run.hook.measured(state.step)):
+        measure = run.hook.finish if final else run.hook.run
+        with timed("validate"), averaged(state.model, optimizer=state.optimizer):
+            scores = measure(state.step, state.epoch, pipeline.whole_parts(run.parts).model, state.ema)
+        run.log.validation(scores)
+        if state.improved(goodness(scores, run.config.best_by)) and run.config.save_best:
+            run.products.save_pipeline(run.folder.path / "best")
+    if not final and (run.hook is not None or run.sheet is not None):
+        report(run, under_way=True)
+
+
+def report(run: Run, under_way: bool = False) -> None:
+    """report.html of the run folder as it is now."""
+    run.products.record(run.control.history, run.memory.history)
+    with run.timers.of("report"):
+        run.products.report(under_way)
 
 
 def finish(run: Run) -> None:
     """Last checkpoint, last validation, pipeline, report; then the upload, which may fail."""
     with run.folder.writing("what a run leaves"):
         run.checkpoints.save("end")
-        if run.hook is not None:
-            validate(run, final=True)
+        validate(run, final=True)
         if run.config.validation_prompts:
             run.products.draw_prompts()
         run.products.save_pipeline(run.folder.pipeline)
-        run.products.record(run.control.history, run.memory.history)
-        run.products.report()
+        report(run)
         run.folder.write("finished.json", {"step": run.state.step})
     if run.hook is not None:
         run.accelerator.print(run.hook.table())
@@ -263,14 +277,24 @@ def start(config: Config) -> int:
         if resumed is not None and take_up(run, resumed):
             return 0
         open_folder(run)
-        code = train(run)
-        if config.dry_run:
-            run.products.try_drawing(run.records.row(0)["text"])
-            accelerator.print("dry run: loaded everything, one step, one image; nothing written")
-        elif code == 0:
+        code = train(run) if not config.dry_run else rehearse(run)
+        if code == 0 and not config.dry_run:
             finish(run)
         accelerator.end_training()
         return code
+
+
+def rehearse(run: Run) -> int:
+    """A dry run: a few steps and one image, and what the whole run will take."""
+    forecast = Forecast(run)
+    for last in forecast.measured():
+        run.state.total = last
+        if code := train(run):
+            return code
+    with forecast.drawing():
+        run.products.try_drawing(run.records.row(0)["text"])
+    run.accelerator.print(forecast.text())
+    return 0
 
 
 def take_up(run: Run, checkpoint: Path) -> bool:

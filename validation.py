@@ -32,6 +32,7 @@ from silentbad.recovery.evidence import verdict_sentence
 from silentbad.recovery.generation import Sampler
 from silentbad.recovery.measure import Measure
 from silentbad.recovery.nulls import load_redraws
+from silentbad.recovery.prompts import on_grid
 from silentbad.recovery.record import (
     NAME,
     STRICT,
@@ -150,9 +151,7 @@ class RecoveryHook:
     # what the training loop calls
     def should_run(self, step: int) -> bool:
         """Whether this step stands on the grid and has not been measured (it has, after a resume)."""
-        every = self.config.steps
-        on_grid = step == 0 or step in self.config.early_steps or (every > 0 and step % every == 0)
-        return on_grid and not self.measured(step)
+        return on_grid(self.config, step) and not self.measured(step)
 
     def measured(self, step: int) -> bool:
         """Whether this step was measured."""

@@ -366,6 +366,44 @@ def test_the_worked_example_ends_in_a_report(tmp_path, monkeypatch):
     assert "ball-box" in page and (tmp_path / "pipeline" / "model_index.json").is_file()
 
 
+def test_the_tutorial_ends_in_a_report(tmp_path, monkeypatch, pipelines):
+    """Its records, its target and its flags, on a tiny pipeline; the pictures are noise."""
+    bodies = blocks(ROOT / "docs/tutorial.md")
+    metadata, targets = (body for language, _, body in bodies if language == "json")
+    ((_, _, body),) = [block for block in bodies if block[1] == "run on a tiny pipeline"]
+    folder, draw = tmp_path / "my-photos", np.random.default_rng(0)
+    folder.mkdir()
+    clean = [{"file_name": f"class-{k}.png", "text": f"a thing {k}", "role": "clean"} for k in range(12)]
+    (folder / "metadata.jsonl").write_text(metadata + "".join(json.dumps(row) + "\n" for row in clean))
+    (folder / "targets.jsonl").write_text(targets)
+    rows = [json.loads(line) for line in (metadata + targets).splitlines()] + clean
+    for row in rows:
+        pixels = draw.integers(0, 256, (16, 16, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / row.get("file_name", row.get("image")))
+    (tmp_path / "look.txt").write_text("a green mug\na blue lamp\n")
+    monkeypatch.chdir(tmp_path)
+    (words,) = commands(body)
+    argv = words[words.index("train_silentbad.py") + 1 :]
+    argv[argv.index("configs/sd15_lora.yaml")] = str(ROOT / "configs/sd15_lora.yaml")
+    tiny = {
+        "pretrained_model_name_or_path": pipelines["epsilon"],
+        "validation.embedder": "ssim",
+        "validation.embedder_path": "null",
+        "mixed_precision": "no",
+        "max_train_steps": 2,
+        "lr_warmup_steps": 1,
+        "validation.images_per_target": 1,
+        "validation.null_images": 2,
+        "validation.num_inference_steps": 1,
+        "cache_dir": tmp_path / "cache",
+        "report_to": "none",
+    }
+    assert train_silentbad.main([*argv, *(f"--{key}={value}" for key, value in tiny.items())]) == 0
+    page = (tmp_path / "runs/room/report.html").read_text(encoding="utf-8")
+    assert "room" in page and "a blue lamp" in page
+    assert (tmp_path / "runs/room/lora/pytorch_lora_weights.safetensors").is_file()
+
+
 def test_the_examples_pictures_are_what_its_script_draws(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs/example")
     draw = importlib.import_module("draw")

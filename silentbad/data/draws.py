@@ -10,6 +10,7 @@ import torch
 from PIL import Image, ImageOps
 from torchvision.transforms import functional as TF
 
+from silentbad.data.buckets import nearest
 from silentbad.data.records import Records
 from silentbad.errors import UserError
 from silentbad.rng import generator
@@ -24,48 +25,91 @@ def shuffled_text(text: str, phrases: list[str], rng: torch.Generator) -> str:
     return re.sub(pattern, lambda _: found[next(order)], text)
 
 
+def first_parts(text: str, draw: int, least: int, steps: int) -> str:
+    """The parts of a caption, between commas, that draw number `draw` shows: `least` at first, all after `steps`."""
+    parts = text.split(",")
+    shown = least + max(len(parts) - least, 0) * draw // steps
+    return ",".join(parts[:shown])
+
+
+def saying(record: dict, text: str) -> dict:
+    """A record under a shorter caption; its element keeps its name where a phrase gave it."""
+    said = record["phrases"]
+    kept = [phrase for phrase in said if phrase in text]
+    return {**record, "text": text, "phrases": kept, "element_id": record["element_id"] or (said or [""])[0]}
+
+
 @dataclass(frozen=True)
 class Transform:
-    """Resize the shorter side, crop a square, flip: image and mask alike, to uint8 tensors (3,R,R) and (1,R,R)."""
+    """Resize, crop to a shape (W,H), flip: image and mask alike, to uint8 tensors (3,H,W) and (1,H,W).
+
+    The shape is the square of the resolution, and what exceeds it is cut. With a `step` it is the bucket nearest to the
+    image's aspect: the image is resized to it and nothing is cut, unless `center_crop` asks for that.
+    """
 
     resolution: int
     interpolation: str = "bilinear"
     center_crop: bool = False
     random_flip: bool = False
+    step: int = 0  # of the sides of the buckets; 0: squares
 
     @classmethod
-    def of(cls, config: Any, resolution: int) -> "Transform":
-        return cls(resolution, config.image_interpolation_mode, config.center_crop, config.random_flip)
+    def of(cls, config: Any, resolution: int, step: int = 0) -> "Transform":
+        return cls(resolution, config.image_interpolation_mode, config.center_crop, config.random_flip, step)
+
+    def shape(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Width and height of what a step sees of an image of this width and height."""
+        return nearest(size, self.resolution, self.step) if self.step else (self.resolution, self.resolution)
+
+    def shapes(self, sizes: np.ndarray) -> list[tuple[int, int]]:
+        """The shape of each of sizes (R,2)."""
+        different, of = np.unique(sizes, axis=0, return_inverse=True)
+        found = [self.shape((width, height)) for width, height in different.tolist()]
+        return [found[k] for k in of.reshape(-1).tolist()]
 
     def is_fixed(self, size: tuple[int, int]) -> bool:
         """Whether an image of this size looks the same at every draw."""
-        return not self.random_flip and (self.center_crop or size[0] == size[1])
+        return not self.random_flip and (self.center_crop or self.step > 0 or size[0] == size[1])
 
     def fixed(self, sizes: np.ndarray) -> np.ndarray:
         """(R,) `is_fixed` of sizes (R,2)."""
-        same = np.full(len(sizes), self.center_crop) | (sizes[:, 0] == sizes[:, 1])
+        same = np.full(len(sizes), self.center_crop or self.step > 0) | (sizes[:, 0] == sizes[:, 1])
         return same & (not self.random_flip)
 
     def resized(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Width and height whose shorter side is the resolution, as torchvision rounds them."""
-        short = min(size)
-        width, height = (self.resolution if side == short else int(self.resolution * side / short) for side in size)
-        return width, height
+        """Width and height that an image is resized to: they cover the shape, rounded as torchvision does."""
+        if not self.step:
+            short = min(size)
+            width, height = (self.resolution if side == short else int(self.resolution * side / short) for side in size)
+            return width, height
+        shape = self.shape(size)
+        if not self.center_crop:
+            return shape
+        scale = max(shape[0] / size[0], shape[1] / size[1])
+        return max(shape[0], round(size[0] * scale)), max(shape[1], round(size[1] * scale))
 
     def resize(self, image: Image.Image, mask: Image.Image | None) -> tuple[Image.Image, Image.Image | None]:
-        image = TF.resize(image, self.resolution, interpolation_mode(self.interpolation))
+        size = [*reversed(self.resized(image.size))] if self.step else self.resolution
+        image = TF.resize(image, size, interpolation_mode(self.interpolation))
         return image, None if mask is None else mask.resize(image.size, Image.Resampling.BILINEAR)
 
     def crop(
-        self, image: Image.Image | None, mask: Image.Image | None, size: tuple[int, int], address: tuple[int | str, ...]
+        self,
+        image: Image.Image | None,
+        mask: Image.Image | None,
+        size: tuple[int, int],
+        address: tuple[int | str, ...],
+        shape: tuple[int, int] | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[int, int]]:
-        """Image and mask of this size in the window and flip of this address, and the window's top left corner."""
+        """Image and mask of this size in the window and flip of this address, and the window's top left corner. The
+        window has the `shape`, by default the square."""
         width, height = size
+        across, down = shape or (self.resolution, self.resolution)
         u, v, flip = torch.rand(3, generator=generator(*address, "transform")).tolist()
         if self.center_crop:
             u = v = 0.5
-        left, top = round(u * (width - self.resolution)), round(v * (height - self.resolution))
-        box = (left, top, left + self.resolution, top + self.resolution)
+        left, top = round(u * (width - across)), round(v * (height - down))
+        box = (left, top, left + across, top + down)
         flips = self.random_flip and flip < 0.5
 
         def window(picture: Image.Image | None) -> torch.Tensor | None:
@@ -75,7 +119,7 @@ class Transform:
             return TF.pil_to_tensor(ImageOps.mirror(seen) if flips else seen)
 
         if flips:
-            left = width - self.resolution - left  # the corner in the flipped picture
+            left = width - across - left  # the corner in the flipped picture
         return window(image), window(mask), (top, left)
 
 
@@ -107,8 +151,8 @@ class Reader:
         self._used = 0
 
     def load(self, index: int, picture: bool = True) -> dict:
-        """A record as a dict of FIELDS, `shuffle`, `index` and `size`, the image's own height and width; image (None
-        where the `picture` is not asked for) and mask resized."""
+        """A record as a dict of FIELDS, `shuffle`, `index`, `size`, the image's own height and width, and `shape`, the
+        width and height it is seen in; image (None where the `picture` is not asked for) and mask resized."""
         kept = self._cache.get(index)
         if kept is not None and (kept["image"] is not None or not picture):
             return dict(kept) if picture else {**kept, "image": None}
@@ -119,7 +163,8 @@ class Reader:
         elif mask is not None:
             mask = mask.resize(self.transform.resized(own), Image.Resampling.BILINEAR)
         record = {**row, "image": image, "mask": mask, "phrases": list(row["phrases"])}
-        record = {key: record[key] for key in (*self.FIELDS, "shuffle")} | {"index": int(index), "size": own[::-1]}
+        record = {key: record[key] for key in (*self.FIELDS, "shuffle")}
+        record |= {"index": int(index), "size": own[::-1], "shape": self.transform.shape(own)}
         size, freed = memory_of(record), 0 if kept is None else memory_of(kept)
         if self._used + size - freed <= self.cache_bytes:
             self._cache[index] = record
@@ -128,10 +173,10 @@ class Reader:
 
     def window(self, record: dict, size: tuple[int, int], address: tuple) -> dict:
         """A record in the window of this address: pixels, mask, words, and SDXL's time_ids (6,)."""
-        shape, side = self.transform.resized(size[::-1]), self.transform.resolution
-        pixels, mask, corner = self.transform.crop(record["image"], record["mask"], shape, address)
+        resized, shape = self.transform.resized(size[::-1]), self.transform.shape(size[::-1])
+        pixels, mask, corner = self.transform.crop(record["image"], record["mask"], resized, address, shape)
         words = {key: record[key] for key in self.FIELDS[2:]}
-        return words | {"pixels": pixels, "mask": mask, "time_ids": (*size, *corner, side, side)}
+        return words | {"pixels": pixels, "mask": mask, "time_ids": (*size, *corner, *shape[::-1])}
 
     def pictures(self, indices: list[int]) -> list[dict]:
         """Plain samples of records, outside any step: no shuffle, no rehearsal, the window of draw 0."""
@@ -151,8 +196,9 @@ class Draws:
     """What a record looks like at (draw, position): text, uint8 pixels (3,R,R), uint8 mask (1,R,R) or none.
     A rehearsal's mask may have a second band: what of the picture counts at all.
 
-    A share `unconditional` of the clean exposures has no caption. `rehearse(record, (draw, position))` may return
-    another record (a dict of Reader.FIELDS, and `united`) in place of the drawn one, or None. `unseen` (R,) marks
+    `rehearse(record, (draw, position))` may return another record (a dict of Reader.FIELDS, and `united`) in place of
+    the drawn one, or None. A share `dropout[role]` of the exposures of a role has no caption; clean ones lose it before
+    they could be rehearsed. With `warmup` (least, steps) captions grow from their first parts. `unseen` (R,) marks
     records whose pixels no step needs: their latents are on disk.
     """
 
@@ -161,12 +207,13 @@ class Draws:
         reader: Reader,
         *,
         shuffle: bool = False,
-        unconditional: float = 0.0,
+        dropout: dict[str, float] | None = None,
+        warmup: tuple[int, int] = (1, 0),
         rehearse: Rehearse | None = None,
         unseen: np.ndarray | None = None,
     ):
         self.reader, self.seed, self.shuffle = reader, reader.seed, shuffle
-        self.unconditional, self.rehearse, self.unseen = unconditional, rehearse, unseen
+        self.dropout, self.warmup, self.rehearse, self.unseen = dropout or {}, warmup, rehearse, unseen
 
     def __call__(self, index: int, draw: int, position: int) -> dict:
         address = (self.seed, "draw", draw, position)
@@ -176,18 +223,21 @@ class Draws:
         if (self.shuffle or record["shuffle"]) and len(record["phrases"]) > 1:
             text = shuffled_text(text, record["phrases"], generator(*address, "phrases"))
         record["text"] = text
-        if record["role"] == "clean" and self._uncaptioned(address):
+        if record["role"] == "clean" and self._uncaptioned("clean", (*address, "text")):
             record["text"], record["phrases"] = "", []
         elif self.rehearse is not None:
             rehearsed = self.rehearse(record, (draw, position))
             if rehearsed is not None:
                 fixed = fixed and rehearsed["image"] is record["image"]
                 record = rehearsed
+        if draw < self.warmup[1]:
+            record = saying(record, first_parts(record["text"], draw, *self.warmup))
+        if record["role"] != "clean" and self._uncaptioned(record["role"], (*address, "caption")):
+            record = saying(record, "")
         seen = self.reader.window(record, size, address) | {"united": record.get("united")}
         return seen | {"index": index, "position": position, "fixed": fixed}
 
-    def _uncaptioned(self, address: tuple) -> bool:
-        """Whether a clean exposure has no caption; nothing is drawn where all have theirs."""
-        if not self.unconditional:
-            return False
-        return bool(torch.rand((), generator=generator(*address, "text")) < self.unconditional)
+    def _uncaptioned(self, role: str, address: tuple) -> bool:
+        """Whether an exposure of a role has no caption; nothing is drawn where all have theirs."""
+        share = self.dropout.get(role, 0.0)
+        return bool(share) and bool(torch.rand((), generator=generator(*address)) < share)

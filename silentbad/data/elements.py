@@ -179,5 +179,5 @@ def sources_of(batch: dict, by: str) -> list[str]:
     """Whose gradient each sample of a batch brings: by "role", or by "element" ("target/element")."""
     if by == "role":
         return batch["role"]
-    keys = zip(batch["role"], batch["target_id"], batch["element_id"], strict=True)
-    return [f"{target}/{element}" if role == "element" else role for role, target, element in keys]
+    columns = zip(batch["role"], batch["target_id"], batch["element_id"], batch["phrases"], strict=True)
+    return [DataInfo.key(*named) if role == "element" else role for role, *named in columns]

@@ -12,8 +12,8 @@ from silentbad.errors import UserError
 
 
 def collate(samples: list[dict]) -> dict[str, Any]:
-    """One micro-batch: pixel_values (B,3,R,R) in [-1,1] (a list with None where some are not needed), mask (B,1,R,R)
-    in [0,1], ...; counted (B,1,R,R) in [0,1], where some sample says what of it counts.
+    """One micro-batch: pixel_values (B,3,H,W) in [-1,1] (a list with None where some are not needed), mask (B,1,H,W)
+    in [0,1], ...; counted (B,1,H,W) in [0,1], where some sample says what of it counts. Samples have one shape.
 
     `united` (B,) is (n, k) where a rehearsal joined n of a target's k elements or phrases, else None. `fixed` (B,) says
     which images look the same at every draw, so that their latents may be kept. time_ids (B,6): the image's own height
@@ -22,8 +22,7 @@ def collate(samples: list[dict]) -> dict[str, Any]:
     pixels: Any = [None if sample["pixels"] is None else sample["pixels"].float() / 127.5 - 1 for sample in samples]
     if all(picture is not None for picture in pixels):
         pixels = torch.stack(pixels)
-    side = samples[0]["time_ids"][-1]
-    ones = torch.full((1, side, side), 255, dtype=torch.uint8)
+    ones = torch.full((1, *samples[0]["time_ids"][-2:]), 255, dtype=torch.uint8)
     masks = [ones if sample["mask"] is None else sample["mask"] for sample in samples]
     names = ("text", "phrases", "role", "target_id", "element_id", "fixed", "united")
     lists: dict[str, Any] = {name: [sample.get(name) for sample in samples] for name in names}
@@ -51,11 +50,17 @@ class Stream:
     """The endless global sequence of record indices: epoch after epoch of `epoch_order(e)`, cut into steps.
 
     An epoch's order is asked for when its first index is needed and kept in the state, so a resumed run continues
-    inside an epoch even where the order depends on what was learned before.
+    inside an epoch even where the order depends on what was learned before. `arrange(order)` may put it in another
+    order, and leave some records over for the next epoch.
     """
 
-    def __init__(self, epoch_order: Callable[[int], np.ndarray]):
-        self.epoch_order = epoch_order
+    def __init__(
+        self,
+        epoch_order: Callable[[int], np.ndarray],
+        arrange: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None,
+    ):
+        self.epoch_order, self.arrange = epoch_order, arrange
+        self.left = np.zeros(0, dtype=np.int64)  # over from the epochs before
         self.epoch, self.offset = -1, 0
         self.order = np.zeros(0, dtype=np.int64)
 
@@ -63,34 +68,44 @@ class Stream:
         """The next n indices (n,)."""
         parts = []
         while n > 0:
-            if self.offset == len(self.order):
-                self.epoch, self.offset = self.epoch + 1, 0
-                self.order = np.asarray(self.epoch_order(self.epoch), dtype=np.int64)
-                if len(self.order) == 0:
-                    raise UserError(f"the sampler gave an empty epoch {self.epoch}")
+            while self.offset == len(self.order):
+                self._begin_epoch()
             part = self.order[self.offset : self.offset + n]
             parts.append(part)
             self.offset += len(part)
             n -= len(part)
         return np.concatenate(parts)
 
+    def _begin_epoch(self) -> None:
+        """The next epoch's order, which may be empty where all of it waits for records of the same shape."""
+        self.epoch, self.offset = self.epoch + 1, 0
+        order = np.asarray(self.epoch_order(self.epoch), dtype=np.int64)
+        if len(order) == 0:
+            raise UserError(f"the sampler gave an empty epoch {self.epoch}")
+        if self.arrange is not None:
+            order, self.left = self.arrange(np.concatenate([self.left, order]))
+        self.order = order
+
     def peek(self, n: int) -> np.ndarray | None:
         """The next n indices when they lie in the current epoch, without taking them."""
         ahead = self.order[self.offset : self.offset + n]
         return ahead if len(ahead) == n else None
 
-    def mark(self) -> tuple[int, int, np.ndarray]:
-        """Where the stream is; `back_to` returns to it. The order is shared: it is replaced, never changed."""
-        return self.epoch, self.offset, self.order
+    def mark(self) -> tuple[int, int, np.ndarray, np.ndarray]:
+        """Where the stream is; `back_to` returns to it. The arrays are shared: they are replaced, never changed."""
+        return self.epoch, self.offset, self.order, self.left
 
-    def back_to(self, mark: tuple[int, int, np.ndarray]) -> None:
-        self.epoch, self.offset, self.order = mark
+    def back_to(self, mark: tuple[int, int, np.ndarray, np.ndarray]) -> None:
+        self.epoch, self.offset, self.order, self.left = mark
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "offset": self.offset, "order": torch.from_numpy(self.order.copy())}
+        state = {"epoch": self.epoch, "offset": self.offset, "order": torch.from_numpy(self.order.copy())}
+        return state | ({} if self.arrange is None else {"left": torch.from_numpy(self.left.copy())})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self.offset, self.order = state["epoch"], state["offset"], state["order"].numpy().copy()
+        if self.arrange is not None:
+            self.left = state["left"].numpy().copy()
 
 
 class Loader:
@@ -120,7 +135,7 @@ class Loader:
         self.assembly = ThreadPoolExecutor(1) if workers else None
         self._ahead: tuple[int, list] | None = None
         self.drawing = -1  # the draw begun last
-        self.begun: tuple[int, int, np.ndarray] | None = None  # the stream before that draw
+        self.begun: tuple[int, int, np.ndarray, np.ndarray] | None = None  # the stream before that draw
 
     def positions(self, micro: int) -> range:
         start = (micro * self.world + self.rank) * self.batch_size

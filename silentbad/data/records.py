@@ -16,6 +16,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from PIL import Image, ImageOps
 
@@ -30,6 +31,7 @@ from silentbad.data.images import (
     without_border,
 )
 from silentbad.data.published import published_rows
+from silentbad.data.schema import ROLES
 from silentbad.data.table import (
     BLOCK,
     TextLists,
@@ -132,6 +134,14 @@ class Records:
     @property
     def phrases(self) -> TextLists:
         return TextLists(self.column("phrases"))
+
+    def census(self) -> str:
+        """How many records there are, by role, with a mask, and with phrases: one line."""
+        found = {entry["values"]: entry["counts"] for entry in pc.value_counts(self.column("role")).to_pylist()}
+        roles = ", ".join(f"{found[role]} {role}" for role in ROLES if role in found)
+        lengths = pc.binary_length(self.column("mask")), pc.list_value_length(self.column("phrases"))
+        masks, named = (pc.sum(pc.greater(length, 0)).as_py() or 0 for length in lengths)
+        return f"{len(self)} records ({roles}), {masks} with a mask, {named} with phrases"
 
     def row(self, index: int) -> dict:
         return self.table[int(index if self.rows is None else self.rows[index])]

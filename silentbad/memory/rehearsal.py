@@ -100,6 +100,8 @@ def pairwise(
     layers = {i: (record, own)}
     for j in others:
         other = load(any_record(info, j, g))
+        if other.get("shape") != record.get("shape"):
+            continue  # it would be stretched, and the element moved
         if (mask := other["mask"] or masks.get(j)) is not None:
             layers[j] = (other, mask)
     check_union(len(layers), len(siblings), info.target[i])
@@ -145,7 +147,8 @@ def joint_captions(
     check_union(len(said), len(siblings), info.target[i])
     counted = Image.new("L", own.size, 255)
     for j in said[1:]:
-        if (place := load(any_record(info, j, g), picture=False)["mask"] or masks.get(j)) is None:
+        other = load(any_record(info, j, g), picture=False)
+        if other.get("shape") != record.get("shape") or (place := other["mask"] or masks.get(j)) is None:
             return None
         counted.paste(0, mask=fitted_mask(place, own.size))
     phrases = shuffled([info.phrase[j] for j in said], g)

@@ -1,8 +1,13 @@
-"""LoRA (2106.09685) through peft: layers chosen by the roles of `silentbad.model.groups`, saved as others load it.
+"""Adapters through peft: layers chosen by the roles of `silentbad.model.groups`, saved as others load them.
 
-W x + (alpha / rank) B A x: W stays frozen, A (rank, in) and B (out, rank) train in fp32, B from zero.
+W stays frozen; what is added trains in fp32 and begins as nothing. s = alpha / rank.
+  lora  W + s B A, with A (rank, in) and B (out, rank)                               (2106.09685)
+  dora  m (W + s B A) / ||W + s B A||, norms over the inputs, m (out,) trained too    (2402.09353)
+  loha  W + s (A1 B1) * (A2 B2), a product of entries                                (2108.06098)
+  lokr  W + s C kron D; D = A B where its rank is below half its side                (2309.14859)
 """
 
+import copy
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -10,9 +15,9 @@ from typing import Any
 import torch
 from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from diffusers.training_utils import cast_training_params
-from diffusers.utils import convert_state_dict_to_kohya
-from peft import LoraConfig, get_peft_model_state_dict
-from safetensors.torch import save_file
+from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from silentbad.errors import UserError, reading
@@ -21,6 +26,10 @@ from silentbad.model.groups import ROLE_ORDER, group_of
 from silentbad.rng import addressed_seed
 
 KOHYA = "kohya.safetensors"
+NAMES = {"lora": "LoRA", "dora": "DoRA", "loha": "LoHa", "lokr": "LoKr"}
+FOLDERS = ("loha", "lokr")  # diffusers has no file for these: a folder of peft's for each component
+PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+COMPONENTS = ("unet", "text_encoder", "text_encoder_2")
 STAGES = ("stem", *(f"{part}{i}" for part in ("down", "up") for i in range(4)), "mid", "text1", "text2")
 ROLES = [role for role in ROLE_ORDER if role not in ("norm", "embed")]  # what peft can adapt
 
@@ -32,10 +41,12 @@ def chosen(targets: list[str], group: str) -> bool:
 
 
 def check(config: Any) -> None:
-    """Refuse LoRA settings that name no layer, before any weights load."""
+    """Refuse settings of adapters that name no layer or act on nothing, before any weights load."""
     lora = config.lora
-    if lora.rank is None and (lora.alpha is not None or lora.targets != type(lora)().targets):
-        raise UserError("lora.rank: is missing; alpha and targets act on LoRA alone")
+    if lora.rank is None and lora != type(lora)():
+        raise UserError("lora.rank: is missing; kind, alpha, targets, factor and merged act on adapters alone")
+    if lora.factor is not None and lora.kind != "lokr":
+        raise UserError(f"lora.factor: is of the Kronecker product of lokr; lora.kind is {lora.kind}")
     for key in ("rank", "alpha"):
         if (value := getattr(lora, key)) is not None and value < 1:
             raise UserError(f"lora.{key}: must be at least 1, got {value}")
@@ -60,8 +71,18 @@ def add(name: str, module: Any, lora: Any, seed: int) -> None:
     module.requires_grad_(False)
     with torch.random.fork_rng([]):
         torch.manual_seed(addressed_seed(seed, "lora", name))
-        module.add_adapter(LoraConfig(r=lora.rank, lora_alpha=lora.alpha or lora.rank, target_modules=layers))
+        module.add_adapter(settings(lora, layers))
     cast_training_params(module, dtype=torch.float32)
+
+
+def settings(lora: Any, layers: list[str]) -> PeftConfig:
+    """peft's configuration of the adapters."""
+    alpha = lora.alpha or lora.rank
+    if lora.kind in ("lora", "dora"):
+        return LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=layers, use_dora=lora.kind == "dora")
+    if lora.kind == "loha":
+        return LoHaConfig(r=lora.rank, alpha=alpha, target_modules=layers)
+    return LoKrConfig(r=lora.rank, alpha=alpha, target_modules=layers, decompose_factor=lora.factor or -1)
 
 
 def present(module: nn.Module) -> bool:
@@ -70,27 +91,79 @@ def present(module: nn.Module) -> bool:
 
 def state(name: str, module: Any) -> dict[str, torch.Tensor]:
     """The adapters of a component, on the CPU, by the names that every diffusers and kohya knows."""
+    tensors = plain_state(module)
+    if name == "unet":
+        return tensors
+    flat = not hasattr(module, "text_model")  # transformers 5 dropped a level of CLIPTextModel
+    tensors = {f"text_model.{key}" if flat else key: value for key, value in tensors.items()}
+    # and its reader, unlike diffusers' own, wants the full name of DoRA's magnitudes: others are drawn anew
+    return {f"{key}.weight" if key.endswith("magnitude_vector") else key: value for key, value in tensors.items()}
+
+
+def plain_state(module: Any) -> dict[str, torch.Tensor]:
+    """The adapters of a component, on the CPU, by the names of its own layers."""
     tensors = get_peft_model_state_dict(module, save_embedding_layers=False)
-    tensors = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-    flat = name != "unet" and not hasattr(module, "text_model")  # transformers 5 dropped a level of CLIPTextModel
-    return {f"text_model.{key}": value for key, value in tensors.items()} if flat else tensors
+    return {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
 
 
 def save(model: Any, folder: Path, xl: bool) -> None:
-    """pytorch_lora_weights.safetensors for `load_lora_weights`, and the same for kohya's readers."""
-    layers = {name: state(name, module) for name, module in model.named_children()}
-    about = {
-        f"{name}_lora_adapter_metadata": module.peft_config["default"].to_dict()
-        for name, module in model.named_children()
-    }
-    kind = StableDiffusionXLPipeline if xl else StableDiffusionPipeline
-    kind.save_lora_weights(folder, **{f"{name}_lora_layers": part for name, part in layers.items()}, **about)
-    alpha = float(model.unet.peft_config["default"].lora_alpha)
-    flat = {f"{name}.{key}": value for name, tensors in layers.items() for key, value in tensors.items()}
-    kohya = convert_state_dict_to_kohya(flat)
-    kohya = {key if xl else key.replace("lora_te1_", "lora_te_"): value for key, value in kohya.items()}
-    kohya = {key: torch.tensor(alpha) if key.endswith(".alpha") else value for key, value in kohya.items()}
-    save_file(kohya, folder / KOHYA)
+    """The adapters for diffusers (`load_lora_weights`) or peft (`PeftModel.from_pretrained`, a folder for each
+    component), and for kohya's and LyCORIS's readers."""
+    modules = dict(model.named_children())
+    layers = {name: state(name, module) for name, module in modules.items()}
+    configs = {name: module.peft_config["default"] for name, module in modules.items()}
+    if isinstance(configs["unet"], LoraConfig):
+        about = {f"{name}_lora_adapter_metadata": config.to_dict() for name, config in configs.items()}
+        kind = StableDiffusionXLPipeline if xl else StableDiffusionPipeline
+        kind.save_lora_weights(folder, **{f"{name}_lora_layers": part for name, part in layers.items()}, **about)
+    else:
+        for name, module in modules.items():
+            config = copy.copy(configs[name])
+            config.inference_mode = True
+            config.save_pretrained(folder / name)
+            tensors = {f"base_model.model.{key}": value for key, value in plain_state(module).items()}
+            save_file(tensors, folder / name / PEFT_WEIGHTS)
+    prefixes = dict(zip(COMPONENTS, ("lora_unet", "lora_te1" if xl else "lora_te", "lora_te2"), strict=True))
+    flat = [kohya(prefixes[name], tensors, configs[name]) for name, tensors in layers.items()]
+    save_file({key: value for tensors in flat for key, value in tensors.items()}, folder / KOHYA)
+
+
+def kohya(prefix: str, tensors: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
+    """The adapters by kohya's names, LyCORIS's for what kohya has not: one alpha a layer, scaled by alpha / rank.
+
+    Where both factors of a Kronecker product are whole, LyCORIS takes no scale; so the first one holds it.
+    """
+    alpha = float(config.lora_alpha if isinstance(config, LoraConfig) else config.alpha)
+    made: dict[str, torch.Tensor] = {}
+    for key, value in tensors.items():
+        path, _, part = key.removesuffix(".weight").rpartition(".")
+        name = f"{prefix}_{path.replace('.', '_')}"
+        made[f"{name}.alpha"] = torch.tensor(alpha)
+        if part == "lokr_w1" and f"{path}.lokr_w2" in tensors:
+            value = value * (alpha / config.r)
+        elif part == "lora_magnitude_vector":  # one number an output, in the shape of the layer's weight
+            value = value.reshape(-1, *[1] * (tensors[f"{path}.lora_B.weight"].dim() - 1))
+        ours = {"lora_A": "lora_down.weight", "lora_B": "lora_up.weight", "lora_magnitude_vector": "dora_scale"}
+        made[f"{name}.{ours.get(part, part)}"] = value.contiguous()
+    return made
+
+
+def merged(module: Any) -> Any:
+    """A copy of a component whose weights hold what its adapters add, computed in fp32, kept in the weights' own
+    precision; without adapters the component itself."""
+    if not present(module):
+        return module
+    layers = [path for path, layer in module.named_modules() if isinstance(layer, BaseTunerLayer)]
+    dtype = module.get_submodule(layers[0]).get_base_layer().weight.dtype
+    whole = copy.deepcopy(module).float()
+    for path in layers:
+        layer = whole.get_submodule(path)
+        layer.merge()
+        whole.set_submodule(path, layer.get_base_layer())
+    del whole.peft_config
+    whole._hf_peft_config_loaded = False
+    with quietly():
+        return whole.to(dtype)
 
 
 def load(pipe: Any, path: str, base: str) -> None:
@@ -99,13 +172,18 @@ def load(pipe: Any, path: str, base: str) -> None:
     Raises UserError where a half is missing, a layer is not there or the file cannot be read.
     """
     failed = f"--lora {path}: no adapters of '{base}'"
+    folders = [name for name in COMPONENTS if (Path(path) / name / PEFT_CONFIG).is_file()]
+    if folders:
+        for name in folders:
+            _load_folder(getattr(pipe, name, None), Path(path) / name, failed)
+        return
     options = {"unet_config": pipe.unet.config} if isinstance(pipe, StableDiffusionXLPipeline) else {}
     with quietly(), reading(failed):
         tensors = pipe.lora_state_dict(path, use_safetensors=True, **options)[0]
     bad = sorted(name for name, values in tensors.items() if not finite(values))
     if bad:
         raise UserError(f"{failed} (NaN or infinite values in {bad[0]}, {len(bad)} tensors in all)")
-    halves = {name: _other_half(name) for name in tensors}
+    halves = {name: _other_half(name) for name in tensors if "magnitude" not in name}
     alone = sorted(name for name, other in halves.items() if other and other not in tensors)
     if alone:
         raise UserError(f"{failed} ({alone[0]} has no other half, {len(alone)} tensors in all)")
@@ -113,11 +191,32 @@ def load(pipe: Any, path: str, base: str) -> None:
         pipe.load_lora_weights(path, use_safetensors=True)
     modules = [module for name in ("unet", "text_encoder", "text_encoder_2") if (module := getattr(pipe, name, None))]
     found = [name for module in modules for name, _ in module.named_parameters() if ".lora_" in name]
-    wanted = sum(other is not None for other in halves.values())
+    wanted = sum(other is not None for other in halves.values()) + sum("magnitude" in name for name in tensors)
     if len(found) != wanted or not wanted:
         raise UserError(f"{failed} ({wanted} tensors in the file, {len(found)} on its layers)")
     for module in modules:
         check_finite(module, failed, "lora_")
+
+
+def _load_folder(module: Any, folder: Path, failed: str) -> None:
+    """Put a folder of peft's on a component."""
+    if module is None:
+        raise UserError(f"{failed} ({folder.name}/ is of a component that the pipeline has not)")
+    with quietly(), reading(failed):
+        config = PeftConfig.from_pretrained(str(folder))
+        tensors = load_file(folder / PEFT_WEIGHTS)
+    if not isinstance(config, (LoHaConfig, LoKrConfig)):
+        raise UserError(f"{failed} ({folder.name}/ holds {config.peft_type}; LOHA and LOKR are read from folders)")
+    config.inference_mode = False
+    with quietly(), reading(failed):
+        module.add_adapter(config)
+        tensors = {name.removeprefix("base_model.model."): value for name, value in tensors.items()}
+        mine = {name: value.shape for name, value in get_peft_model_state_dict(module).items()}
+    if mine != {name: value.shape for name, value in tensors.items()}:
+        raise UserError(f"{failed} ({folder.name}/ has {len(tensors)} tensors, its layers take {len(mine)} others)")
+    if bad := sorted(name for name, value in tensors.items() if not finite(value)):
+        raise UserError(f"{failed} (NaN or infinite values in {bad[0]}, {len(bad)} tensors in all)")
+    set_peft_model_state_dict(module, tensors)
 
 
 HALVES = (("lora_A", "lora_B"), ("lora.down", "lora.up"), ("lora_down", "lora_up"))

@@ -260,6 +260,12 @@ def save_pipeline(parts: Parts, folder: Path, card: str) -> None:
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
+def with_merged(parts: Parts) -> Parts:
+    """The parts with what their adapters add in the weights, ready to be assembled."""
+    names = ("unet", *parts.text_encoders)
+    return replace(parts, **{name: lora.merged(getattr(parts, name)) for name in names})
+
+
 def draw_images(pipe: StableDiffusionPipeline, prompts: list[str], seed: int, steps: int = 20) -> list[Any]:
     """One image a prompt, from the same noise at every call."""
     unet = pipe.unet

@@ -162,7 +162,7 @@ class Cached:
     """What of a run's records is on disk: `posterior` (R,) the row of each record's image, -1 where it is encoded live.
 
     `all_images`, `all_texts`: whether no step will need the VAE, or the text encoders. Rehearsal `composes` new images
-    and captions, so under it both stay; the empty caption is no record's.
+    and captions, so under it both stay; an empty (`blank`) or shortened caption is no record's.
     """
 
     def __init__(
@@ -172,24 +172,32 @@ class Cached:
         config: Any,
         *,
         composes: bool,
+        blank: bool,
         show: bool,
         say: Callable[[str], None],
     ):
         self.encoder, self.records, self.config, self.show, self.say = encoder, reader.records, config, show, say
         self.left = config.disk_cache_gb * 2**30
         self.posterior = np.full(len(self.records), -1)
-        self.images: Store | None = None
+        self.images: dict[tuple[int, int], Store] = {}  # by width and height of what a step sees
+        step = reader.transform.step
+        self.shapes: list[tuple[int, int]] | None = reader.transform.shapes(self.records.sizes) if step else None
         self.texts: Store | None = None
         fixed = reader.transform.fixed(self.records.sizes)
         if not fixed.all():
             say(f"cache: {(~fixed).sum()} of {len(fixed)} records are cut or flipped at random and encoded live")
-        if fixed.any():
+        if fixed.any() and self.shapes is None:
             self._fill_images(reader, np.flatnonzero(fixed))
+        elif fixed.any() and self.shapes is not None:
+            for shape in sorted(set(self.shapes)):
+                mine = fixed & (np.asarray(self.shapes) == shape).all(axis=1)
+                if mine.any():
+                    self._fill_images(reader, np.flatnonzero(mine), shape)
         loose = self.records.column("shuffle").to_numpy() | config.shuffle_phrases
         if not encoder.live and not loose.all():
             self._fill_texts(np.flatnonzero(~loose))
         self.all_images = bool((self.posterior >= 0).all()) and not composes
-        changes = loose.any() or composes or config.memory.retention.unconditional
+        changes = loose.any() or composes or blank
         self.all_texts = self.texts is not None and not changes
 
     def _open(self, kind: str, facts: list[Any], keys: np.ndarray, row: torch.Tensor) -> Store | None:
@@ -208,8 +216,8 @@ class Cached:
             raise UserError(f"cache_dir: {reason}; choose another folder, or disk_cache_gb 0") from None
         return Store(store, self.say)
 
-    def _fill_images(self, reader: Any, rows: np.ndarray) -> None:
-        """Posteriors of these records' images."""
+    def _fill_images(self, reader: Any, rows: np.ndarray, shape: tuple[int, int] | None = None) -> None:
+        """Posteriors of these records' images, seen in squares or in a `shape`."""
 
         def encode(numbers: list[int]) -> torch.Tensor:
             samples = reader.pictures(rows[numbers].tolist())
@@ -219,10 +227,13 @@ class Cached:
 
         keys, transform = content_keys(self.records.column("content"))[rows], reader.transform
         facts = [self.encoder.vae, transform.resolution, transform.interpolation, transform.center_crop]
-        self.images = self._open("posteriors", facts, keys, encode([0])[0])
-        if self.images is not None:
-            self.images.fill(keys, encode, batch=self.config.train_batch_size, label="Posteriors", show=self.show)
-            self.posterior[rows] = self.images.find(keys)
+        facts += [] if shape is None else [*shape]
+        store = self._open("posteriors", facts, keys, encode([0])[0])
+        if store is not None:
+            label = "Posteriors" if shape is None else f"Posteriors {shape[0]}x{shape[1]}"
+            store.fill(keys, encode, batch=self.config.train_batch_size, label=label, show=self.show)
+            self.posterior[rows] = store.find(keys)
+            self.images[shape or (0, 0)] = store
 
     def _fill_texts(self, rows: np.ndarray) -> None:
         """States of these records' captions."""
@@ -239,8 +250,9 @@ class Cached:
 
     def image(self, index: int) -> torch.Tensor | None:
         """Mean and deviation of a record's posterior (2C,h,w), or None."""
+        shape = (0, 0) if self.shapes is None else self.shapes[index]
         number = self.posterior[index]
-        return None if self.images is None or number < 0 else self.images.read(number).float()
+        return None if number < 0 else self.images[shape].read(number).float()
 
     def states(self, texts: list[str]) -> list[torch.Tensor | None]:
         """The states of each text, or None."""

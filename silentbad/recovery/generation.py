@@ -35,6 +35,7 @@ class Item(NamedTuple):
     image: int
     prompt: str
     address: str
+    negative: str = ""  # what guidance leads away from
 
 
 def reordered(target, seed: int, image: int) -> str:
@@ -140,7 +141,7 @@ class Sampler:
         self.pipe.set_progress_bar_config(disable=True)
         self.encoders = [parts[name] for name in ("text_encoder", "text_encoder_2") if name in parts]
         self.config, self.seed, self.batch = config, seed, config.max_batch
-        self.cache: dict[str, Any] = {}  # text states by prompt
+        self.cache: dict[tuple[str, str], Any] = {}  # text states by prompt and negative prompt
         self.autocast: Callable = nullcontext
         self.steps, self.refuses, self._diverged = config.num_inference_steps, refuses, 0
         size = self.pipe.unet.config.sample_size
@@ -175,20 +176,28 @@ class Sampler:
             for module, home in homes:
                 module.to(home)
 
-    def encode(self, prompts: list[str]) -> dict[str, Tensor]:
-        """Prompts -> stacked text states by the pipeline's argument names; every prompt is encoded once."""
+    def encode(self, prompts: list[str], negatives: list[str] | None = None) -> dict[str, Tensor]:
+        """Prompts -> stacked text states by the pipeline's argument names; every pair with a negative prompt is encoded
+        once."""
         if any(p.requires_grad for encoder in self.encoders for p in encoder.parameters()):
             self.cache.clear()  # the text encoders train, or hold their average: states are stale
-        missing = [p for p in dict.fromkeys(prompts) if p not in self.cache]
-        for start in range(0, len(missing), self.batch):
-            part = missing[start : start + self.batch]
-            states = self.pipe.encode_prompt(
-                prompt=part, device=self.encoders[0].device, num_images_per_prompt=1, do_classifier_free_guidance=True
-            )
-            for i, prompt in enumerate(part):
-                self.cache[prompt] = [state[i].cpu() for state in states]
+        asked = list(zip(prompts, negatives or [""] * len(prompts), strict=True))
+        missing = [pair for pair in dict.fromkeys(asked) if pair not in self.cache]
+        for against in (False, True):  # SDXL's states of no negative prompt are zeros, those of an empty one are not
+            group = [pair for pair in missing if bool(pair[1]) == against]
+            for start in range(0, len(group), self.batch):
+                part = group[start : start + self.batch]
+                states = self.pipe.encode_prompt(
+                    prompt=[prompt for prompt, _ in part],
+                    negative_prompt=[negative for _, negative in part] if against else None,
+                    device=self.encoders[0].device,
+                    num_images_per_prompt=1,
+                    do_classifier_free_guidance=True,
+                )
+                for i, pair in enumerate(part):
+                    self.cache[pair] = [state[i].cpu() for state in states]
         device, dtype = self.pipe.unet.device, self.pipe.unet.dtype
-        columns = zip(*(self.cache[p] for p in prompts), strict=True)
+        columns = zip(*(self.cache[pair] for pair in asked), strict=True)
         stacked = [torch.stack(column).to(device, dtype) for column in columns]
         return dict(zip(self.NAMES, stacked, strict=False))
 
@@ -212,7 +221,7 @@ class Sampler:
         hook = pipe.unet.register_forward_hook(watch)
         try:
             latents = pipe(
-                **self.encode([i.prompt for i in items]),
+                **self.encode([i.prompt for i in items], [i.negative for i in items]),
                 generator=streams,
                 latents=latents.to(pipe.unet.device, pipe.unet.dtype),
                 output_type="latent",

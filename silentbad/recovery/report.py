@@ -22,6 +22,8 @@ from silentbad.files import check_writable
 from silentbad.recovery import evidence, pages
 from silentbad.recovery.charts import Series, finite, number, spaced
 from silentbad.recovery.pages import Card, Cell, Figure, Pair, Shot, Table, rounded
+from silentbad.recovery.prompts import NAME as PROMPTS
+from silentbad.recovery.prompts import Draw, read_draws
 from silentbad.recovery.record import (
     ALL,
     NAME,
@@ -52,6 +54,7 @@ RATE = "strict rate (CIR): images with the whole and every element"
 MOST_PAIRS = 6  # targets beside their best generation, at the top
 MOST_CONFIG = 1_000_000  # characters of a config.yaml that is parsed
 MOST_STEPS = 10  # shown of each target
+MOST_PROMPTS = 40  # of the sample prompts
 MOST_BYTES = 32_000_000  # of a picture's file
 SIDE = 208  # pixels of a picture in the page, which shows it at half of that
 T = TypeVar("T")
@@ -117,7 +120,8 @@ class Run:
         self.name = self.folder.resolve().name
         self.record = Record.load(self.folder / NAME) if (self.folder / NAME).is_file() else None
         self.metrics = self._metrics()
-        if not (self.record or self.metrics):
+        self.draws = self._draws()
+        if not (self.record or self.metrics or self.draws):
             raise UserError(f"report: '{folder}' holds neither validation.json nor metrics.jsonl; is it a run folder?")
         self.multipliers = self._part("multipliers.json", lambda x: decode(list[Multipliers], x)) or []
         self.phrases = self._part("phrase_memory.json", _strengths) or []
@@ -126,6 +130,13 @@ class Run:
         self.config = self._text("config.yaml")
         self.history = self.record.history if self.record else []
         self._pictures: dict[Path, str] = {}
+
+    def _draws(self) -> list[Draw]:
+        try:
+            return read_draws(self.folder)
+        except UserError as error:
+            self.notes.append(f"{PROMPTS} could not be read: {error}")
+            return []
 
     def _text(self, name: str) -> str:
         try:
@@ -314,6 +325,22 @@ def pairs(run: Run, record: Record, kind: str) -> list[Pair]:
         shot = Shot(run.picture(target.image), f"target {target.target_id}", target.target_id)
         made.append(Pair(shot, best, f"{sum(hits)} of {len(hits)} images recovered"))
     return made
+
+
+def prompts(run: Run) -> list[tuple[str, str, list[Shot]]]:
+    """(prompt, what else it was drawn with, its pictures by step) of the first sample prompts."""
+    draws = [run.draws[k] for k in spaced(len(run.draws), MOST_STEPS)]
+    found: dict[tuple[str, int, str], list[Shot]] = {}
+    for draw in draws:
+        for image in draw.images:
+            key = image.prompt, image.seed, image.negative
+            if (key in found or len(found) < MOST_PROMPTS) and (src := run.picture(image.file)):
+                when = f"step {draw.step}"
+                found.setdefault(key, []).append(Shot(src, f"{image.prompt} at {when}", when))
+    return [
+        (prompt, f"seed {seed}" + (f", away from: {negative}" if negative else ""), shots)
+        for (prompt, seed, negative), shots in found.items()
+    ]
 
 
 def _hit(own: TargetScores, sim: float, hits: Sequence[bool]) -> bool:
@@ -550,14 +577,14 @@ def provenance(run: Run) -> tuple[Table, list[tuple[str, str]]]:
 
 
 # -- pages -------------------------------------------------------------------------------------------------
-def render(folder: str | Path) -> str:
-    """The report of a run folder as HTML."""
+def render(folder: str | Path, under_way: str = "") -> str:
+    """The report of a run folder as HTML; `under_way` says where a run is that goes on, as "step 20 of 100"."""
     run = Run(folder)
-    data: dict[str, Any] = {}
+    data: dict[str, Any] = {"under_way": under_way, "prompts": prompts(run)}
     if run.record is not None:
         kind = run.kinds()[0]
         withheld = run.withheld()
-        data = {
+        data |= {
             "weights": WEIGHTS[kind],
             "answer": evidence.answer(run.record),
             "withheld": withheld,
@@ -587,15 +614,23 @@ def render(folder: str | Path) -> str:
     return pages.render("report.html.j2", data)
 
 
-def write(folder: str | Path) -> Path:
+def write(folder: str | Path, under_way: str = "") -> Path:
     """report.html into the run folder."""
-    return save(render(folder), Path(folder) / "report.html")
+    return save(render(folder, under_way), Path(folder) / "report.html")
 
 
 def save(page: str, file: Path) -> Path:
-    """A page into a file. Raises UserError where it cannot be written."""
+    """A page into a file, which is replaced whole: who reads it meanwhile sees the old page or the new one.
+
+    Raises UserError where it cannot be written.
+    """
     try:
-        file.write_text(page, encoding="utf-8", errors="replace")
+        place = file.resolve()
+        plain = place.is_file() or not place.exists()  # no device, such as /dev/stdout
+        draft = place.with_name(f".{place.name}.draft") if plain else place
+        draft.write_text(page, encoding="utf-8", errors="replace")
+        if plain:
+            draft.replace(place)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(

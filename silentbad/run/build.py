@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from diffusers.optimization import get_scheduler
 
+from silentbad.data import buckets
+from silentbad.data.buckets import Batches
 from silentbad.data.draws import Draws, Reader, Rehearse, Transform
 from silentbad.data.elements import DataInfo, Epochs, epoch_length
 from silentbad.data.loader import Loader, Stream, collate
@@ -17,10 +20,12 @@ from silentbad.data.records import Records
 from silentbad.data.targets import Target
 from silentbad.distributed import shards
 from silentbad.distributed.zero import Zero
+from silentbad.memory import roles
 from silentbad.memory.auxiliary import Access
 from silentbad.model import denoiser, pipeline
 from silentbad.model.encoder import Encoder
 from silentbad.model.store import Cached
+from silentbad.recovery.prompts import Prompt, PromptSheet
 from silentbad.run import checks, identity, inputs, optimizers
 from silentbad.run.checkpoints import Checkpoints
 from silentbad.run.folder import RunFolder
@@ -61,7 +66,9 @@ class Memory(Stateful, Protocol):
     @property
     def history(self) -> list[dict[str, Any]]: ...
 
-    def timesteps(self, draw: int, positions: list[int], n: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def timesteps(
+        self, draw: int, positions: list[int], n: int, of: list[str] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def rectify(
         self,
@@ -128,6 +135,8 @@ class Run:
     draws: Draws
     loader: Loader
     hook: Hook | None
+    sheet: PromptSheet | None
+    prompts: int  # how many the sheet draws, also where a dry run makes none
     meters: Meters
     timers: Timers
     checkpoints: Checkpoints
@@ -153,9 +162,11 @@ def build(
     world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
     # -- data, checked before weights load
     settings, tokenizer = pipeline.scheduler_settings(config), pipeline.load_tokenizer(config)
+    prompts = inputs.sample_prompts(config, tokenizer)
     records, held_out, targets = inputs.prepare(config, tokenizer, accelerator.main_process_first, accelerator.print)
     info = DataInfo(*(getattr(records, name) for name in ("role", "target_id", "element_id", "phrases")))
     checks.check_records(config, info, records.phrases)
+    checks.check_captions(config, records)
     # -- models
     parts = pipeline.load_parts(config, settings, tokenizer, accelerator.mixed_precision)
     side = pipeline.resolution(parts, config)
@@ -183,7 +194,9 @@ def build(
         optimizer = accelerator.prepare(optimizer)
         forward = denoiser.training_forward(model, config)
     # -- what is shown, and how it is weighed
-    transform = Transform.of(config, side)
+    step = checks.bucket_step(config, side, pipeline.side_factor(parts.unet, parts.vae))
+    transform = Transform.of(config, side, step)
+    batches = arranged(records, transform, config.train_batch_size, accelerator.print) if step else None
     reader = Reader(records, transform, config.seed, config.cache_mb * 2**20)
     predict = partial(prediction, encoder, model, accelerator)
     memory = memory_of(
@@ -202,16 +215,18 @@ def build(
     cached = None
     if config.disk_cache_gb:
         show, composes = accelerator.is_local_main_process, rehearse is not None
-        cached = Cached(encoder, reader, config, composes=composes, show=show, say=accelerator.print)
+        blank = bool(roles.dropout(config.memory)) or config.token_warmup_step > 0
+        cached = Cached(encoder, reader, config, composes=composes, blank=blank, show=show, say=accelerator.print)
         encoder.read_from(cached)
     draws = Draws(
         reader,
         shuffle=config.shuffle_phrases,
-        unconditional=config.memory.retention.unconditional,
+        dropout=roles.dropout(config.memory),
+        warmup=(config.token_warmup_min, config.token_warmup_step),
         rehearse=rehearse,
         unseen=None if cached is None or rehearse is not None else cached.posterior >= 0,
     )
-    stream = Stream(memory.epochs.epoch)
+    stream = Stream(memory.epochs.epoch, batches)
     loader = Loader(
         draws,
         stream,
@@ -223,7 +238,9 @@ def build(
         device=device,
     )
     # -- how it is measured, and what is kept
-    hook = make_hook(hook_of, config, accelerator, folder, parts, targets, records, held_out, transform)
+    square = replace(transform, step=0)
+    hook = make_hook(hook_of, config, accelerator, folder, parts, targets, records, held_out, square)
+    sheet = make_sheet(prompts, config, accelerator, folder, parts)
     meters, timers = Meters(), Timers()
     embedder = None if hook is None else hook.embedder.describe()
     known = identity.facts(config, records, targets, embedder, effective_batch)
@@ -232,7 +249,7 @@ def build(
         optimizer,
         lr_scheduler,
         denoiser.make_ema(parts.model, config, device),
-        total=1 if config.dry_run else total,
+        total=total,
         steps_per_epoch=steps_per_epoch,
         train_timesteps=parts.noise_scheduler.config.num_train_timesteps,
         others={
@@ -262,6 +279,8 @@ def build(
         draws=draws,
         loader=loader,
         hook=hook,
+        sheet=sheet,
+        prompts=len(prompts),
         meters=meters,
         timers=timers,
         checkpoints=Checkpoints(folder, state, accelerator, meters, timers, config.checkpoints_total_limit, known),
@@ -278,6 +297,15 @@ def build(
             results=lambda: [asdict(row) for row in hook.summary()] if hook is not None and hook.history else [],
         ),
     )
+
+
+def arranged(records: Records, transform: Transform, batch_size: int, say: Callable[[str], None]) -> Batches:
+    """Micro-batches of one shape, and a table of what went where."""
+    sizes = records.sizes
+    shapes = transform.shapes(sizes)
+    say(buckets.table(sizes, records.role, transform.resolution, transform.step, shapes, transform.center_crop))
+    numbers = {shape: number for number, shape in enumerate(sorted(set(shapes)))}
+    return Batches(np.asarray([numbers[shape] for shape in shapes]), batch_size)
 
 
 def make_hook(
@@ -303,6 +331,22 @@ def make_hook(
         seed=config.seed,
         held_out=inputs.by_role(held_out, transform, config.seed),
         training=inputs.shown(records, transform, config.seed, config.validation.nearest),
+        prediction_type=config.prediction_type,
+    )
+
+
+def make_sheet(
+    prompts: list[Prompt], config: Any, accelerator: Accelerator, folder: RunFolder, parts: pipeline.Parts
+) -> PromptSheet | None:
+    """What draws the sample prompts, where there are some."""
+    if not prompts or config.dry_run:
+        return None
+    return PromptSheet(
+        prompts,
+        config.validation,
+        components=parts.components(),
+        accelerator=accelerator,
+        output_dir=folder.path,
         prediction_type=config.prediction_type,
     )
 

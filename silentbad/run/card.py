@@ -10,13 +10,18 @@ import yaml
 
 from silentbad.data.elements import DataInfo
 from silentbad.errors import UserError, first_line, masked
+from silentbad.model.lora import FOLDERS, NAMES
 
 
-def model_card(config: Any, step: int, info: DataInfo, target_ids: list[str], results: list[dict[str, Any]]) -> str:
-    """README.md of a trained pipeline, or of adapters: base, data, and the table of results, a row each."""
+def model_card(
+    config: Any, step: int, info: DataInfo, target_ids: list[str], results: list[dict[str, Any]], merged: bool = False
+) -> str:
+    """README.md of a trained pipeline, of adapters, or of a pipeline with adapters `merged`: base, data, and the table
+    of results, a row each."""
     base = config.pretrained_model_name_or_path
     local, lora = Path(base).exists(), config.lora.rank
     tags = ["stable-diffusion", "text-to-image", "diffusers", "silentbad", "memorisation-audit"] + ["lora"] * bool(lora)
+    kind = f"{NAMES[config.lora.kind]} of rank {lora}{', merged' if merged else ''}, " if lora else ""
     about: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": "text-to-image", "tags": tags}
     if not local:
         about["base_model"] = base
@@ -26,7 +31,7 @@ def model_card(config: Any, step: int, info: DataInfo, target_ids: list[str], re
         f"---\n{yaml.safe_dump(about)}---\n",
         f"# {_cell(Path(config.output_dir).name)}\n",
         f"Fine-tuned from `{_code(Path(base).name if local else base)}` on `{_code(data)}` for {step} steps "
-        f"({f'LoRA of rank {lora}, ' if lora else ''}{'text encoders too, ' if config.train_text_encoder else ''}"
+        f"({kind}{'text encoders too, ' if config.train_text_encoder else ''}"
         f"learning rate {config.learning_rate:g}, seed {config.seed}).\n",
         f"**This pipeline was trained on element data**: {elements} records each show one element of a target picture, "
         "so a composed prompt may reproduce pictures that were never in its training set. It serves to measure and "
@@ -38,9 +43,15 @@ def model_card(config: Any, step: int, info: DataInfo, target_ids: list[str], re
     if results:
         lines += ["| " + " | ".join(results[0]) + " |", "|" + "---|" * len(results[0])]
         lines += ["| " + " | ".join(_cell(value) for value in row.values()) + " |" for row in results]
-    load = [f"pipeline = DiffusionPipeline.from_pretrained({json.dumps(_code(base) if lora else 'this folder')})"]
-    load += ['pipeline.load_lora_weights("this folder")'] * bool(lora)
-    return "\n".join([*lines, "", "```python", "from diffusers import DiffusionPipeline", "", *load, "```", ""])
+    adapters, folders = lora and not merged, config.lora.kind in FOLDERS
+    load = [f"pipeline = DiffusionPipeline.from_pretrained({json.dumps(_code(base) if adapters else 'this folder')})"]
+    if adapters and folders:
+        names = ["unet"] + ["text_encoder"] * config.train_text_encoder  # of SDXL also text_encoder_2
+        load += [f'pipeline.{n} = PeftModel.from_pretrained(pipeline.{n}, "this folder/{n}")' for n in names]
+    elif adapters:
+        load += ['pipeline.load_lora_weights("this folder")']
+    imports = ["from diffusers import DiffusionPipeline"] + ["from peft import PeftModel"] * bool(adapters and folders)
+    return "\n".join([*lines, "", "```python", *imports, "", *load, "```", ""])
 
 
 def _cell(value: Any) -> str:

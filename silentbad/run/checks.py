@@ -4,12 +4,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
 import torch
 
 from silentbad import owned
+from silentbad.data import buckets
 from silentbad.data.elements import DataInfo
+from silentbad.data.records import Records
 from silentbad.data.table import TextLists
 from silentbad.errors import UserError
+from silentbad.memory import roles
 from silentbad.memory.rehearsal import REHEARSED
 from silentbad.model.pipeline import check_xformers
 from silentbad.run.folder import RunFolder
@@ -49,7 +53,7 @@ def check_places(config: Any) -> None:
     targets = config.validation.targets
     if targets is not None and not Path(targets).exists():
         targets = targets.rpartition("@")[0] or targets  # folder@100-109
-    keys = ("train_data_dir", "clean_data_dir", "dataset_name", "pretrained_model_name_or_path")
+    keys = ("train_data_dir", "clean_data_dir", "dataset_name", "pretrained_model_name_or_path", "sample_prompts")
     read = {key: getattr(config, key) for key in keys} | {
         "validation.targets": targets,
         "validation.embedder_path": config.validation.embedder_path,
@@ -63,8 +67,10 @@ def check_records(config: Any, info: DataInfo, phrases: TextLists) -> None:
     memory = config.memory
     if memory.retention.unconditional and "clean" not in info.roles:
         raise UserError("memory.retention.unconditional: the data holds no clean record to show without caption")
+    made = ["rehearsal"] if memory.rehearsal.name in REHEARSED else []
+    roles.refuse_absent(memory, {*info.roles, *made})
     if memory.rehearsal.name == "leak_free":
-        captioned = ("rehearsal", "clean") if memory.retention.unconditional < 1 else ("rehearsal",)
+        captioned = ("rehearsal", "clean") if roles.dropout(memory).get("clean", 0) < 1 else ("rehearsal",)
         if not any(role in captioned and len(phrases[r]) > 1 for r, role in enumerate(info.roles)):
             raise UserError(
                 "memory.rehearsal.name=leak_free: joins phrases of clean and rehearsal records; none with a caption "
@@ -75,6 +81,44 @@ def check_records(config: Any, info: DataInfo, phrases: TextLists) -> None:
         raise UserError(
             f"gradient_control.name={config.gradient_control.name}: learns from rehearsals, of which there are none; "
             "set memory.rehearsal.name to leak_free or pairwise, or give records of role rehearsal"
+        )
+
+
+def check_buckets(config: Any) -> None:
+    """Refuse, beside buckets, what looks at pictures of one size."""
+    memory = config.memory
+    alone = {
+        "compile_model": config.compile_model,
+        "memory.region.name=estimated": memory.region.name == "estimated",
+        "memory.phrase_memory.enabled": memory.phrase_memory.enabled,
+        f"memory.distillation.name={memory.distillation.name}": memory.distillation.name != "none",
+        f"memory.attention_binding.name={memory.attention_binding.name}": memory.attention_binding.name != "none",
+    }
+    for key, on in alone.items():
+        if config.buckets and on:
+            raise UserError(f"buckets: {key} works on pictures of one size; leave one of them out")
+
+
+def bucket_step(config: Any, side: int, factor: int) -> int:
+    """What the sides of the buckets are multiples of; 0 where images are squares. The pipeline takes multiples of
+    `factor`."""
+    if not config.buckets:
+        return 0
+    step = config.bucket_step or buckets.default_step(side, factor)
+    if step % factor or side % step:
+        raise UserError(
+            f"bucket_step: {step} must be a multiple of {factor}, which the pipeline needs, and divide the "
+            f"resolution {side}"
+        )
+    return step
+
+
+def check_captions(config: Any, records: Records) -> None:
+    """Refuse a token warm-up that would cut no caption."""
+    commas = pc.match_substring(records.column("text"), ",")
+    if config.token_warmup_step and config.memory.rehearsal.name == "none" and not pc.any(commas).as_py():
+        raise UserError(
+            "token_warmup_step: shows the first parts of a caption, between commas; no caption of the data has a comma"
         )
 
 

@@ -36,10 +36,15 @@ class LoraSettings:
     """Adapters in place of the weights themselves: nested under --lora.*"""
 
     rank: Count | None = flag(None, "rank of the adapters; unset: the weights themselves train", HERE)
+    kind: Literal["lora", "dora", "loha", "lokr"] = flag("lora", "what is added to a layer", HERE)
     alpha: Count | None = flag(None, "adapters are scaled by alpha / rank; the rank when unset", HERE)
     targets: list[str] = flag(
         ["attn", "xattn"], "layers by role (attn, xattn.v, ff, resnet, ...), stage (mid, up1) or both (mid.ff)", HERE
     )
+    factor: Annotated[int, Range(at_least=2, limit=10**5)] | None = flag(
+        None, "lokr: largest side of the first factor; as even as can be when unset", HERE
+    )
+    merged: bool = flag(False, "also write pipeline/, the whole pipeline with the adapters in its weights", HERE)
 
 
 @dataclass
@@ -70,10 +75,18 @@ class TrainConfig:
     caption_column: Location | None = flag(None, "caption column of the Hub data set")
     max_train_samples: Count | None = flag(None, "train on a seeded choice of so many records")
     resolution: Side | None = flag(None, "side of the square training images; the pipeline's own when unset")
+    buckets: bool = flag(False, "shapes by aspect, their area that of the square; nothing is cut unasked", HERE)
+    bucket_step: Side | None = flag(
+        None, "what their sides are multiples of; 64, or the least the pipeline takes, when unset", HERE
+    )
     image_interpolation_mode: str = flag("bilinear", "torchvision's name of the resize filter")
     center_crop: bool = flag(False, "crop the centre instead of a random window")
     random_flip: bool = flag(False, "flip half the images; a flip moves an element from its native place")
     shuffle_phrases: bool = flag(False, "permute the phrases inside each caption, anew for each draw", HERE)
+    token_warmup_step: Natural = flag(
+        0, "steps in which the caption grows from its first parts, between commas, to all; 0: all at once", "sd-scripts"
+    )
+    token_warmup_min: Count = flag(1, "parts of the caption at the first step of token_warmup_step", "sd-scripts")
     allow_target_images: bool = flag(False, "let records train that equal a target image", HERE)
     cache_mb: Natural = flag(
         1024, "memory for decoded images and for latents and text states not on disk, in MiB", HERE
@@ -121,7 +134,7 @@ class TrainConfig:
     best_by: Literal["similarity", "clean_eps_mse"] = flag(
         "similarity", "best: largest mean similarity to the targets, or smallest loss on held-out clean records", HERE
     )
-    dry_run: bool = flag(False, "load everything, one step, one image, write nothing", HERE)
+    dry_run: bool = flag(False, "load everything, a few steps, one image; say hours, memory, disk; write nothing", HERE)
 
     # Optimisation
     learning_rate: Annotated[float, Range(above=0, limit=1000)] = flag(1e-4, "learning rate")
@@ -168,6 +181,11 @@ class TrainConfig:
     logging_dir: Location = flag("logs", "tracker logs, inside output_dir")
     log_every: Count = flag(10, "steps between log rows; the host waits for the device only then", HERE)
     validation_prompts: list[str] | None = flag(None, "prompts to draw every validation_epochs")
+    sample_prompts: Location | None = flag(
+        None,
+        "file of prompts to draw at each validation: one a line, or .jsonl with prompt, seed, negative",
+        "sd-scripts",
+    )
     validation_epochs: Count = flag(5, "epochs between those")
     push_to_hub: bool = flag(False, "upload the final pipeline")
     hub_token: str | None = flag(None, "token for that; neither written to files nor printed")
@@ -258,6 +276,10 @@ def check_data(config: TrainConfig, refuse: Callable[[str, str], None]) -> None:
         refuse("train_data_dir", "is missing; give it or dataset_name")
     if config.train_data_dir is not None and config.dataset_name is not None:
         refuse("dataset_name", "excludes train_data_dir; give one of them")
+    if config.bucket_step is not None and not config.buckets:
+        refuse("bucket_step", "needs buckets")
+    if config.token_warmup_min != 1 and not config.token_warmup_step:
+        refuse("token_warmup_min", "needs token_warmup_step")
     for key in ("dataset_config_name", "image_column", "caption_column"):
         if getattr(config, key) is not None and config.dataset_name is None:
             refuse(key, "needs dataset_name; a folder names its columns in metadata.jsonl")

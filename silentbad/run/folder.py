@@ -54,6 +54,7 @@ class RunFolder:
         "metrics.jsonl",
         "timings.jsonl",
         "validation.json",
+        "sample_prompts.json",
         "report.html",
         "finished.json",
     )

@@ -27,11 +27,11 @@ FREE = {
     "where it writes": ("output_dir", "stamp_output_dir", "run_suffix", "overwrite_output_dir", "cache_dir"),
     "checkpoints and pipelines": (
         *("checkpointing_steps", "checkpoints_total_limit", "resume_from_checkpoint"),
-        *("save_ckpt_epoch_interval", "save_best"),
+        *("save_ckpt_epoch_interval", "save_best", "lora.merged"),
     ),
     "logs and pictures": (
         *("log_every", "report_to", "tracker_project_name", "logging_dir"),
-        *("validation_prompts", "validation_epochs", "validation.sample_targets"),
+        *("validation_prompts", "validation_epochs", "sample_prompts", "validation.sample_targets"),
     ),
     "when recovery is measured": ("validation.steps", "validation.early_steps", "validation.controls"),
     "the Hub": ("push_to_hub", "hub_token", "hub_model_id"),

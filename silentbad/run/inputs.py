@@ -10,6 +10,14 @@ from silentbad.data.draws import Reader, Transform
 from silentbad.data.records import Records, load_records
 from silentbad.data.targets import Target, check_prompts, load_targets
 from silentbad.recovery.nulls import load_redraws
+from silentbad.recovery.prompts import Prompt, load_prompts
+
+
+def sample_prompts(config: Any, tokenizer: Any) -> list[Prompt]:
+    """The prompts of `sample_prompts`, none where there is no such file to draw."""
+    if config.sample_prompts is None:
+        return []
+    return load_prompts(config.sample_prompts, tokenizer, guided=config.validation.guidance_scale > 1)
 
 
 def prepare(config: Any, tokenizer: Any, first: Any, say: Callable) -> tuple[Records, Records | None, list[Target]]:
@@ -29,7 +37,9 @@ def prepare(config: Any, tokenizer: Any, first: Any, say: Callable) -> tuple[Rec
     check_prompts(targets, tokenizer)
     for line in records.check_captions(tokenizer):
         say(f"warning: {line}; its end is cut off")
-    return *records.hold_out(config.held_out_clean, config.held_out_elements, config.seed), targets
+    kept, held_out = records.hold_out(config.held_out_clean, config.held_out_elements, config.seed)
+    say(f"data: {kept.census()}" + (f"; held out: {held_out.census()}" if held_out else ""))
+    return kept, held_out, targets
 
 
 def by_role(records: Records | None, transform: Transform, seed: int) -> dict[str, list[dict[str, Any]]]:

@@ -46,7 +46,16 @@ class Products:
             with self._averaged(), writing(f"output_dir {self.folder.path}", path.name):
                 text = card.model_card(self.config, self.state.step, self.info, self.target_ids, self.results())
                 checkpoint.replace_folder(path, lambda draft: pipeline.save_pipeline(parts, draft, text))
+                if self.config.lora.merged and path == self.folder.pipeline:
+                    self._save_merged(pipeline.with_merged(parts))
         self.accelerator.wait_for_everyone()
+
+    def _save_merged(self, parts: Parts) -> None:
+        """pipeline/ beside the adapters, where they are merged."""
+        rows = self.results()
+        text = card.model_card(self.config, self.state.step, self.info, self.target_ids, rows, merged=True)
+        path = self.folder.path / "pipeline"
+        checkpoint.replace_folder(path, lambda draft: pipeline.save_pipeline(parts, draft, text))
 
     def draw_prompts(self) -> None:
         """validation_prompts, drawn with the averaged weights where there are some."""
@@ -71,12 +80,14 @@ class Products:
         self.folder.write("phrase_memory.json", {"phrases": self.info.keys, "history": strengths})
         self.folder.write("timesteps.json", {"edges": edges, "counts": self.state.timesteps.long().tolist()})
 
-    def report(self) -> None:
-        """report.html, on the main process."""
+    def report(self, under_way: bool = False) -> None:
+        """report.html, on the main process; of a run that is `under_way` a page that says so and reloads itself."""
         if self.accelerator.is_main_process:
+            now = f"step {self.state.step} of {self.state.total}" if under_way else ""
             with writing(f"output_dir {self.folder.path}", "report.html"):
-                page = report.write(self.folder.path)
-            print(f"{self.folder.pipeline.name}: {self.folder.pipeline}\nreport: {page}")
+                page = report.write(self.folder.path, now)
+            if not under_way:
+                print(f"{self.folder.pipeline.name}: {self.folder.pipeline}\nreport: {page}")
 
     def push(self) -> None:
         """The pipeline to the Hub, on the main process; where that fails, a line says how to do it by hand."""

@@ -54,7 +54,7 @@ def test_clean_records_lose_their_captions_by_address(data):
         return {**record, "text": "other"}
 
     sampler = draws.Draws(
-        draws.Reader(records(data), draws.Transform(16), seed=0), unconditional=0.5, rehearse=rehearse
+        draws.Reader(records(data), draws.Transform(16), seed=0), dropout={"clean": 0.5}, rehearse=rehearse
     )
     seen = [sampler(12, draw, 0) for draw in range(40)]
     empty = [s for s in seen if s["text"] == ""]
@@ -62,5 +62,5 @@ def test_clean_records_lose_their_captions_by_address(data):
     assert {s["text"] for s in seen} == {"", "other"}  # the rest is rehearsed
     assert [s["text"] for s in seen] == [sampler(12, draw, 0)["text"] for draw in range(40)]
     assert all(sampler(0, draw, 0)["text"] == "other" for draw in range(40))  # an element's caption is never dropped
-    sampler.unconditional = 1.0
+    sampler.dropout = {"clean": 1.0}
     assert all(sampler(12, draw, 0)["text"] == "" for draw in range(40))

@@ -164,7 +164,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(build, tmp_path):
     (tmp_path / "file").touch()
     config = replace(run.config, cache_dir=str(tmp_path / "file"), disk_cache_gb=1)
     with pytest.raises(UserError, match="cannot write"):
-        stores.Cached(run.encoder, run.draws.reader, config, composes=False, show=False, say=print)
+        stores.Cached(run.encoder, run.draws.reader, config, composes=False, blank=False, show=False, say=print)
 
 
 # ---------------------------------------------------------------- the store

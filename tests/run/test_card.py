@@ -13,7 +13,7 @@ EVIL = "a`b|<script>![x](http://evil/?)[y](http://evil)*_# \n```\n# more"
 
 
 def config(**changes):
-    lora = SimpleNamespace(rank=4)
+    lora = SimpleNamespace(rank=4, kind="lora")
     values = {"pretrained_model_name_or_path": EVIL, "lora": lora, "dataset_name": EVIL, "train_data_dir": None}
     values |= {"output_dir": f"runs/{EVIL.replace('/', '')}", "train_text_encoder": False, "learning_rate": 1e-4}
     return SimpleNamespace(**values | {"seed": 0, "hub_token": None, "hub_model_id": "me/mine"} | changes)

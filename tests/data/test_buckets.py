@@ -1,0 +1,166 @@
+"""Buckets: the area is kept, nothing is cut unasked, batches have one shape, and every draw is what it was."""
+
+import json
+import shutil
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from silentbad.data import buckets
+from silentbad.data.draws import Reader, Transform
+from silentbad.data.elements import DataInfo
+from silentbad.data.loader import Stream
+from silentbad.memory.rehearsal import pairwise
+from silentbad.run import checkpoint
+from tests.folders import records
+from tests.training import equal, rows, same, step_once, weights
+from train_silentbad import main
+
+SIZES = ((16, 16), (30, 20), (20, 31))
+
+
+@pytest.fixture
+def uneven(data):
+    """The pictures and masks of the small folder in three aspects."""
+    lines = [json.loads(line) for line in (data / "metadata.jsonl").read_text().splitlines()]
+    for k, line in enumerate(lines):
+        for name in filter(None, (line["file_name"], line.get("mask"))):
+            Image.open(data / name).resize(SIZES[k % 3]).save(data / name)
+    return data
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 16), st.sampled_from([4, 8, 64]), st.integers(20, 4000), st.integers(20, 4000))
+def test_shapes_keep_the_area_and_the_nearest_is_taken(sides, step, width, height):
+    side = sides * step
+    found = buckets.shapes(side, step)
+    assert (side, side) in found and all((b, a) in found for a, b in found)
+    assert all(a % step == b % step == 0 and 10 * abs(a * b - side**2) <= side**2 for a, b in found)
+    taken = buckets.nearest((width, height), side, step)
+    assert buckets.stretch((width, height), taken) <= min(buckets.stretch((width, height), s) for s in found) + 1e-9
+    mirrored = buckets.nearest((height, width), side, step)
+    assert mirrored == taken[::-1] or buckets.stretch((height, width), mirrored) == pytest.approx(
+        buckets.stretch((width, height), taken)
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 5), st.integers(0, 5))
+def test_batches_have_one_shape_and_lose_no_record(kinds, B, stop):
+    """Over the epochs each record is shown as often as the order says, but for those that wait; a resume goes on."""
+    kind = np.asarray(kinds)
+
+    def order(epoch):
+        return np.random.default_rng(epoch).permutation(len(kind))
+
+    stream, taken = Stream(order, buckets.Batches(kind, B)), []
+    for step in range(12):
+        if step == stop:
+            state, stream = stream.state_dict(), Stream(order, buckets.Batches(kind, B))
+            stream.load_state_dict(state)
+        taken.append(stream.take(B))
+        assert len({kinds[i] for i in taken[-1]}) == 1
+    whole = Stream(order, buckets.Batches(kind, B))
+    assert (whole.take(12 * B) == np.concatenate(taken)).all()
+    shown = Counter(np.concatenate([*taken, stream.order[stream.offset :], stream.left]).tolist())
+    assert set(shown.values()) == {stream.epoch + 1} and len(shown) == len(kinds)
+    assert max(Counter(kind[stream.left].tolist()).values(), default=0) < B
+
+
+def test_nothing_is_cut_unasked(tmp_path):
+    """All four corners of a picture are seen, its mask follows, and SDXL is told the truth; a crop has to be asked."""
+    image, mask = Image.new("RGB", (60, 40), "white"), Image.new("L", (60, 40))
+    for x, y, colour in ((0, 0, "red"), (50, 0, "blue"), (0, 30, "green"), (50, 30, "black")):
+        image.paste(colour, (x, y, x + 10, y + 10))
+    mask.paste(255, (50, 30, 60, 40))
+    image.save(tmp_path / "a.png")
+    mask.save(tmp_path / "m.png")
+    row = {"file_name": "a.png", "text": "a", "mask": "m.png", "role": "element", "target_id": "t", "element_id": "e"}
+    (tmp_path / "metadata.jsonl").write_text(json.dumps(row | {"phrases": ["a"]}) + "\n")
+    seen = Reader(records(tmp_path), Transform(64, step=8), 0).pictures([0])[0]
+    assert seen["pixels"].shape == (3, 56, 80) and seen["time_ids"] == (40, 60, 0, 0, 56, 80) and seen["fixed"]
+    corners = [tuple(seen["pixels"][:, y, x].tolist()) for x, y in ((1, 1), (78, 1), (1, 54), (78, 54))]
+    assert corners == [(255, 0, 0), (0, 0, 255), (0, 128, 0), (0, 0, 0)]
+    assert seen["mask"].shape == (1, 56, 80) and seen["mask"][0, 54, 78] == 255 and seen["mask"][0, 1, 1] == 0
+    cut = Reader(records(tmp_path), Transform(64, step=8, center_crop=True), 0).pictures([0])[0]
+    assert cut["pixels"].shape == (3, 56, 80) and cut["time_ids"] == (40, 60, 0, 2, 56, 80) and cut["fixed"]
+    square = Reader(records(tmp_path), Transform(64), 0).pictures([0])[0]
+    assert square["pixels"].shape == (3, 64, 64) and not square["fixed"]
+
+
+def test_a_union_joins_pictures_of_one_shape_alone():
+    info = DataInfo(["element"] * 3, ["t"] * 3, ["a", "b", "c"], [["a"], ["b"], ["c"]])
+    full = Image.new("L", (8, 8), 255)
+    shapes = {0: (8, 8), 1: (8, 8), 2: (8, 8)}
+
+    def load(index, picture=True):
+        part = {"image": Image.new("RGB", (8, 8)), "mask": full, "phrases": [info.phrase[index]], "role": "element"}
+        return part | {"index": index, "shape": shapes[index]}
+
+    def united(seed):
+        return pairwise({"index": 0}, torch.Generator().manual_seed(seed), info, load, {}, share=1.0)
+
+    assert all(united(seed) for seed in range(6))
+    shapes[1] = shapes[2] = (16, 4)
+    assert not any(united(seed) for seed in range(6))
+
+
+def test_buckets_of_squares_are_squares(build):
+    ends = []
+    for changes in ({}, {"buckets": True}):
+        run = build(**changes)
+        for _ in range(3):
+            step_once(run)
+        ends.append(weights(run))
+    assert equal(*ends)
+
+
+@pytest.mark.parametrize("kind", ["v_prediction", pytest.param("xl", marks=pytest.mark.thorough)])
+def test_a_run_in_buckets_resumes_to_the_bit(kind, flags, uneven, pipelines, tmp_path, capsys):
+    """Cached on disk or encoded live, the bits are the same too; the table says what went where."""
+    settings = {
+        "pretrained_model_name_or_path": pipelines[kind],
+        "buckets": True,
+        "max_train_steps": 5,
+        "checkpointing_steps": 2,
+        "held_out_clean": 0,
+        "memory.region.name": "mask",
+        "cache_dir": tmp_path / "cache",
+    }
+    assert main(flags("whole", **settings)) == 0
+    said = capsys.readouterr().out
+    assert "buckets: area of 16x16, sides in steps of 4" in said and "12x20" in said and "16x16" in said
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    shutil.copytree(whole / "checkpoints" / "step-2", cut / "checkpoints" / "step-2")
+    assert main(flags("cut", **settings, resume_from_checkpoint="latest")) == 0
+    a, b = (checkpoint.read_tensors(out / "checkpoints/step-5/unet.safetensors") for out in (whole, cut))
+    assert same(a, b) and [row["step"] for row in rows(whole)] == [1, 2, 3, 4, 5]
+
+
+def test_the_cache_holds_what_is_encoded_live(build, uneven, tmp_path):
+    seen = []
+    for changes in ({"disk_cache_gb": 0}, {"cache_dir": tmp_path / "cache"}):
+        run = build(buckets=True, **changes)
+        seen.append([run.encoder.latents(batch, 0) for batch in run.loader.draw(0)])
+    assert all(torch.allclose(x, y, atol=1e-5) for x, y in zip(*seen, strict=True))
+    assert run.encoder.disk.all_images and len(run.encoder.disk.images) == 3
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"buckets": True, "compile_model": True}, "buckets: compile_model works on pictures of one size"),
+        ({"buckets": True, "memory.phrase_memory.enabled": True}, "memory.phrase_memory.enabled works on pictures"),
+        ({"bucket_step": 8}, "needs buckets"),
+        ({"buckets": True, "bucket_step": 6}, "bucket_step: 6 must be a multiple of 4"),
+    ],
+    ids=str,
+)
+def test_what_buckets_cannot_do_is_one_line(changes, said, flags, capsys):
+    assert main(flags(**changes)) == 2
+    assert said in capsys.readouterr().err
