@@ -87,6 +87,15 @@ ARMS: dict[str, Flags] = {
 }
 SMOKE = ("plain", "original", "recommended")
 
+# In the published setting (bench/published.py), where every record is shown once an epoch.
+REPLAY = {"memory.sampler.clean_ratio": "0.5"}  # two elements to one clean picture
+PUBLISHED: dict[str, Flags] = {
+    "plain": {},
+    "clean_weight": {"memory.retention.clean_weight": "0.1"},  # the layer-uniform factor between the sources
+    "replay": REPLAY,
+    "recommended": {**REPLAY, **RECOMMENDED},
+}
+
 # The learning rate each arm is reported at, in units of 1e-4 (docs/protocol.md says what it was chosen by).
 RATES: dict[str, float] = dict.fromkeys(ARMS, 8.0)
 
