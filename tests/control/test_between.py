@@ -252,3 +252,23 @@ def test_what_reads_the_sources_is_refused(reader):
 
 def test_defaults_are_in_range():
     check_values(BetweenConfig(), "gradient_control.between.")
+
+
+def test_no_step_waits_for_the_device(monkeypatch):
+    """Between two refreshes; a refresh reads what was sent one refresh before."""
+
+    def refuse(tensor, *_):
+        raise AssertionError("waits for the device")
+
+    model = Toy()
+    control, optimizer = controlled(model, settings("contrast", refresh=100))
+    for name in ("item", "tolist", "__bool__", "__float__"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    made = gradients(model, 0)
+    for own, source in zip(made, SOURCES, strict=True):
+        loss = losses_of(model, [own])
+        control.before_backward(loss, [source], 1.0)
+        loss.mean().backward()
+        control.after_backward(True)
+    control.before_step(0, finite=torch.tensor(True))
+    control.after_step()
