@@ -37,7 +37,7 @@ class Sample:
         self.rows = sum(rows)
         # index (T,R): rows of each tensor; past its end, the row of zeros that per_group appends
         first, column = torch.tensor([0, *rows]).cumsum(0)[:-1, None], torch.arange(max(rows))
-        self.first = [WIDTH * row for row in first.flatten().tolist()]  # where each tensor's coordinates begin
+        self.first = [WIDTH * sum(rows[:t]) for t in range(len(rows))]  # where each tensor's coordinates begin
         self.index = torch.where(column < torch.tensor(rows)[:, None], first + column, self.rows).to(device)
         owner = torch.tensor([g for g, group in enumerate(group_params) for _ in group])
         # owner (T,G) one-hot; share (T,) parameters per sampled coordinate; n (G,)
