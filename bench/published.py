@@ -11,12 +11,12 @@ section of docs/protocol.md.
 import argparse
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from tqdm import tqdm
 
 from bench.arms import PUBLISHED
+from bench.published_table import table
 from bench.recovery import WORK, claimed, common, data_set, facts, launch, scores
 from bench.recovery_table import stored
 from silentbad.microworld.make import target_scene
@@ -70,53 +70,6 @@ def train(arm: str, factor: float, ratio: float, targets: str, seed: int, args: 
         for entry in report["history"]
         for name, s in scores(entry)["targets"].items()
     ]
-
-
-# ------------------------------------------------------------------------------------------------ what rows say
-def sustained(curve: dict[int, float], level: float = 0.5) -> int | None:
-    """First step from which on the rate is at least `level` at every evaluation; None: never."""
-    steps = sorted(curve)
-    below = [i for i, step in enumerate(steps) if curve[step] < level]
-    first = below[-1] + 1 if below else 0
-    return steps[first] if first < len(steps) else None
-
-
-def figures(rows: list[dict]) -> dict[str, float | int | None]:
-    """Of one run on one target; drift is the rise of the error on held-out clean pictures."""
-    by_step = {row["step"]: row for row in rows}
-    start, last = by_step[0], by_step[max(by_step)]
-
-    def curve(value: Callable[[dict], float]) -> dict[int, float]:
-        return {step: value(row) for step, row in by_step.items()}
-
-    return {
-        "strict": sustained(curve(lambda row: row["rate"])),
-        "whole": sustained(curve(lambda row: row["whole_rate"])),
-        "all elements": sustained(curve(lambda row: min(row["elements"]))),
-        "strict rate": last["rate"],
-        "whole rate": last["whole_rate"],
-        "similarity": last["mean"],
-        "elements": sum(last["elements"]) / len(last["elements"]),
-        "weakest": min(last["elements"]),
-        "drift": last["drift"] - start["drift"],
-        "s/step": last["seconds"] / max(by_step),
-    }
-
-
-def table(rows: list[dict]) -> str:
-    """One line a run and target: Markdown."""
-    runs: dict[tuple, list[dict]] = {}
-    for row in rows:
-        arm = row["arm"] + (" on placebo data" if row["placebo"] else "")
-        name = (row["ratio"], row["target"], arm, row["factor"], row["seed"], row["steps"], row["commit"][:7])
-        runs.setdefault(name, []).append(row)
-    head = ("ratio", "target", "arm", "factor", "seed", "steps", "commit")
-    lines = []
-    for name, mine in sorted(runs.items()):
-        shown = figures(mine)
-        lines.append([*map(str, name), *("never" if v is None else f"{v:.4g}" for v in shown.values())])
-    head = (*head, *(shown if runs else ()))
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines))
 
 
 # ------------------------------------------------------------------------------------------------- command
