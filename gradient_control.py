@@ -18,7 +18,6 @@ signal-to-noise ratio; x (G,) raw multipliers of a rule; a (G,) the multipliers 
 import fnmatch
 import functools
 import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from silentbad import experiments
+from silentbad.control.between import SOURCE_RULES, Between, BetweenConfig, check_between
 from silentbad.control.multipliers import Multipliers
 from silentbad.control.original import adjust_gradient_scale
 from silentbad.control.rates import Rates, check_optimizer, scale_gradients
@@ -38,10 +38,10 @@ from silentbad.experiments import TRANSFORMS, check_transform
 from silentbad.experiments.rules import Transfer
 from silentbad.model.groups import OTHER, Groups, group_parameters, prior_table
 from silentbad.options import Count, Decay, Natural, Positive, Range, check_options, check_values
-from silentbad.rng import addressed_seed
 
 __all__ = [
     "SCALE_RULES",
+    "SOURCE_RULES",
     "TRANSFORMS",
     "Controller",
     "GradientControlConfig",
@@ -71,6 +71,7 @@ class GradientControlConfig:
         "role"  # told apart by role (element, clean, rehearsal), or element: each element is one
     )
     transform: str = "none"  # of TRANSFORMS: recombine the sources' gradients
+    between: BetweenConfig = field(default_factory=BetweenConfig)  # factors between the sources; they act on gradients
     shrink: bool = False  # shrink each weight's AdamW update to what rises above its gradient's noise
 
     @property
@@ -100,8 +101,7 @@ def gsnr(stats: GroupStats, *, beta: Annotated[float, Range(-8, 8)] = 1.0, floor
 
     Below `floor`, r is mostly estimation error. The half powers are ours.
     """
-    p = (stats.S / stats.E).clamp(0, 0.999)
-    return ((p / (1 - p)).clamp(min=floor) / stats.rms**beta).sqrt()
+    return (stats.snr(floor) / stats.rms**beta).sqrt()
 
 
 def prior(stats: GroupStats, *, table: str | None = None, drop: list[str] | None = None) -> Tensor:
@@ -119,11 +119,7 @@ def placebo(
     options: dict[str, Any] | None = None,
 ) -> Tensor:
     """The multipliers of the rule `of`, shuffled over the groups by the run's seed: a control."""
-    log_x = combine(stats, rules_of(of, options or {}, weights or {}))
-    movable = [i for i, name in enumerate(stats.names) if name != OTHER]
-    shuffled = random.Random(addressed_seed(stats.seed, "placebo")).sample(movable, len(movable))
-    source = dict(zip(movable, shuffled, strict=True))
-    return log_x.exp()[stats.constant(source.get(i, i) for i in range(len(log_x))).long()]
+    return combine(stats, rules_of(of, options or {}, weights or {})).exp()[stats.shuffled()]
 
 
 SCALE_RULES: dict[str, Callable[..., Tensor]] = {
@@ -173,6 +169,8 @@ def check_config(config: GradientControlConfig) -> dict[str, tuple[float, dict[s
         if "placebo" in rules_of(inner["of"], inner.get("options") or {}, inner.get("weights") or {}):
             raise UserError("placebo: option 'of' must be another rule, got 'placebo'")
     check_transform(config.transform)
+    reads = {"conflict": config.conflict, "transform": config.transform != "none", "name": config.learns}
+    check_between(config.between, [key for key, on in reads.items() if on])
     return rules
 
 
@@ -198,8 +196,10 @@ class Controller:
         self.learns = config.learns
         self.banking = config.conflict or config.transform != "none" or self.learns
         self._model, self._optimizer, self._rates, self._step = model, None, Rates(), 0
-        self._sdxl = any("add_embedding." in name for name, _ in model.named_parameters())
+        self._sdxl = sdxl = any("add_embedding." in name for name, _ in model.named_parameters())
         self._meters: dict[str, Tensor] = {}
+        self._between = Between(config.between, self.groups, seed, sdxl)
+        self.apart = config.between.layerwise  # whether each backward must be of one source
 
     # ---- set-up
     def param_groups(self, weight_decay: float | None = None) -> list[dict[str, Any]]:
@@ -242,6 +242,10 @@ class Controller:
         return SourceBank(self._compared, full=self.config.transform != "none")
 
     # ---- the step
+    def weighed(self, losses: Tensor, sources: list[str]) -> Tensor:
+        """losses (B,), each times the factor of its source where that is the same in all layers."""
+        return self._between.weighed(losses, sources)
+
     def before_backward(self, losses: Tensor, sources: list[str], scale: float = 1.0) -> str:
         """Bank each source's own gradient of a mixed micro-batch; returns the source that `after_backward` takes.
 
@@ -249,6 +253,7 @@ class Controller:
         their mean by. Every source but the last costs one more backward, taken beside the accumulated gradient
         (so DDP's hooks do not see it); where nothing is banked nothing happens.
         """
+        self._between.begin(sources, scale)
         if not self.banking:
             return MIXED
         if not (self.config.conflict or self._sources.full):  # the hypergradient asks for one source alone
@@ -260,6 +265,7 @@ class Controller:
     @torch.no_grad()
     def after_backward(self, sync: bool = True, source: str | None = None) -> None:
         """Bank what this micro-step added to the gradient, under its source; the gradient stays as it is."""
+        self._between.end()
         if self.banking:
             self._sources.take(sync, source)
 
@@ -273,6 +279,7 @@ class Controller:
         self._step = step
         if self.banking and self._sources.parts:
             self._use_sources()
+        self._between.before_step(finite)
         if not self.active:
             return
         grads = gradients(self.params)
@@ -290,6 +297,7 @@ class Controller:
     def after_step(self, skipped: bool = False) -> None:
         """Give the schedule its own rates back; every `refresh` updates compute new multipliers."""
         self._rates.restore()
+        self._between.after_step(skipped)
         if self.banking:
             self._sources.parts.clear()
         if self.learns:
@@ -337,10 +345,11 @@ class Controller:
     def meters(self) -> dict[str, Tensor]:
         """Device scalars for the tracker; empty for `uniform`."""
         if not self.active:
-            return dict(self._meters)
+            return self._meters | self._between.meters
         s = self._statistics
         return {
             **self._meters,
+            **self._between.meters,
             "control/grad_norm": s.norm.clone(),
             "control/ignored_steps": s.ignored.clone(),
         }
@@ -349,6 +358,8 @@ class Controller:
         """All that a bit-exact resume needs; call between steps."""
         meters = {name: value.clone() for name, value in self._meters.items()}
         state = {"groups": self._sizes, "rule": self.config.name, "meters": meters}
+        if self._between.on:
+            state["between"] = self._between.state_dict()
         if not self.active:
             return state
         return state | {
@@ -367,6 +378,8 @@ class Controller:
                 what = f"{shown(state[key])}, now {shown(now)}"
                 raise UserError(f"gradient_control: the checkpoint was written with other {key}: {what}")
         self._meters = dict(state["meters"])
+        if self._between.on:
+            self._between.load_state_dict(state["between"])
         if not self.active:
             return
         self.updates, self.multipliers = state["updates"], dict(state["multipliers"])

@@ -88,7 +88,7 @@ def build(config: Config, accelerator: Accelerator, folder: RunFolder, sharded: 
 
 def micro_step(run: Run, batch: dict[str, Any], micro: int) -> torch.Tensor:
     """Forward and backward of one micro-batch, in the parts that fit; returns its loss."""
-    *parts, (share, part) = chunks(batch, run.config.max_batch_size)
+    *parts, (share, part) = chunks(batch, run.config.max_batch_size, run.control.apart)
     with run.accelerator.no_sync(run.model):
         losses = [part_step(run, *each, micro, last=False) for each in parts]
     return torch.stack([*losses, part_step(run, share, part, micro, last=True)]).sum()
@@ -111,12 +111,12 @@ def part_step(run: Run, share: float, batch: dict[str, Any], micro: int, *, last
     batch = batch | {key: send(batch[key], device) for key in known}
     with memory.watch(model, step) as maps:
         pred = run.forward(x_t, t, **c, return_dict=False)[0]
-    losses = memory.loss_per_sample(pred, target, t, w, batch)
+    sources = sources_of(batch, config.gradient_control.sources)
+    losses = run.control.weighed(memory.loss_per_sample(pred, target, t, w, batch), sources)
     loss = losses.mean()
     now = {"step": step, "micro": micro, "batch": batch, "x_t": x_t, "t": t, "pred": pred, "maps": maps}
     extra = memory.auxiliary(loss, **now, unet=model, predict=run.predict)
-    sources, scale = sources_of(batch, config.gradient_control.sources), denoiser.backward_scale(run.accelerator)
-    source = run.control.before_backward(losses, sources, share * scale)
+    source = run.control.before_backward(losses, sources, share * denoiser.backward_scale(run.accelerator))
     last = last and run.accelerator.sync_gradients
     backward(run, share * (loss if extra is None else loss + extra), last)
     run.control.after_backward(last, source)

@@ -18,6 +18,12 @@ def rule(name: str, **more: str) -> Flags:
     return {"gradient_control.name": name, **{f"gradient_control.{k}": v for k, v in more.items()}}
 
 
+def between(name: str, **options: Any) -> Flags:
+    """A layer-wise factor on the clean gradients, at the default level."""
+    flags = {"gradient_control.between.name": name}
+    return flags | ({"gradient_control.between.options": json.dumps(options)} if options else {})
+
+
 PHRASES = {"memory.phrase_memory.enabled": "true"}
 PAIRWISE = part("rehearsal", "pairwise")
 LEAK_FREE = part("rehearsal", "leak_free")
@@ -86,6 +92,19 @@ ARMS: dict[str, Flags] = {
     "leak_free+snr_mixture": {**LEAK_FREE, **HIGH_NOISE},
 }
 SMOKE = ("plain", "original", "recommended")
+
+# In the published setting (bench/published.py), where every record is shown once an epoch.
+REPLAY = {"memory.sampler.clean_ratio": "0.5"}  # two elements to one clean picture
+PUBLISHED: dict[str, Flags] = {
+    "plain": {},
+    "clean_weight": {"memory.retention.clean_weight": "0.1"},  # the layer-uniform factor between the sources
+    "contrast": between("contrast"),
+    "contrast_placebo": between("placebo"),
+    "contrast_inverse": between("contrast", power=-0.5),
+    "equalise": between("equalise"),
+    "replay": REPLAY,
+    "recommended": {**REPLAY, **RECOMMENDED},
+}
 
 # The learning rate each arm is reported at, in units of 1e-4 (docs/protocol.md says what it was chosen by).
 RATES: dict[str, float] = dict.fromkeys(ARMS, 8.0)

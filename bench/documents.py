@@ -19,6 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from bench import instrument, thresholds
+from bench.published_table import figures
+from bench.published_table import runs_of as published_runs
 from bench.recovery_table import (
     HEAD,
     OVER,
@@ -79,6 +81,11 @@ CHINESE = {
     "`plain`": "`plain`",
     "targets at once": "个目标同时",
     "never": "从未",
+    "target": "目标",
+    "strict rate": "严格还原率",
+    "every element from step": "每个元素自此步起",
+    "similarity": "相似度",
+    "of elements": "元素的相似度",
 }
 Language = str  # "en" or "zh"
 
@@ -101,6 +108,10 @@ class Results:
     @cached_property
     def rows(self) -> list[dict]:
         return stored(self.folder / RESULTS.name)
+
+    @cached_property
+    def published(self) -> list[dict]:
+        return stored(self.folder / "published.jsonl")
 
     @cached_property
     def single(self) -> list[dict]:
@@ -541,6 +552,22 @@ def threshold_table(results: Results, language: Language) -> str:
 
 
 Block = Callable[[Results, Language], str]
+
+
+def published(results: Results, language: Language) -> str:
+    """Development runs of bench/published.py at their last step, each on one seed."""
+    lines = []
+    for (_, target, arm, *_), rows in sorted(published_runs(results.published).items()):
+        f = figures(rows)
+        reached = words("never", language) if f["all elements"] is None else f"{f['all elements']}"
+        rates = (
+            f"{f[key]:.2f}" for key in ("strict rate", "whole rate", "elements", "similarity", "element similarity")
+        )
+        lines.append((target, f"`{arm}`", reached, *rates, f"{f['drift']:.4f}"))
+    head = ("target", "arm", "every element from step", "strict rate", "whole", "elements", "similarity", "of elements")
+    return grid((*head, "drift"), lines, language)
+
+
 BLOCKS: dict[str, Block] = {
     "readme": readme,
     "argument": argument,
@@ -560,6 +587,7 @@ BLOCKS: dict[str, Block] = {
     "judge": judge,
     "judge-table": judge_table,
     "threshold-table": threshold_table,
+    "published": published,
 }
 
 # --------------------------------------------------------------------------------------------------------- documents

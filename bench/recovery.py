@@ -37,10 +37,14 @@ FACTORS = (0.5, 1, 2, 4, 8)
 TARGETS = ";".join(map(str, range(1000, 1012))) + ";" + ",".join(map(str, range(1000, 1008)))
 
 
-def data_set(targets: str, seed: int, images: int, flags: dict[str, str]) -> Path:
-    """The data set of these targets, made once; without masks for an arm that estimates them."""
+def data_set(
+    targets: str, seed: int, images: int, flags: dict[str, str], clean: int = 64, more: tuple[str, ...] = ()
+) -> Path:
+    """The data set of these targets, made once; without masks for an arm that estimates them. `more` are further
+    arguments of silentbad.microworld.make."""
     masks = ["--no_masks"] if flags.get("memory.region.name") == "estimated" else []
-    out = WORK / "data" / f"{targets.replace(',', '+')}-{seed}-{images}{''.join(masks)}"
+    own = "".join(["" if clean == 64 else f"-{clean}", *masks, *more])
+    out = WORK / "data" / f"{targets.replace(',', '+')}-{seed}-{images}{own}"
     if not (out / "targets.jsonl").exists():
         command = [
             "-m",
@@ -54,10 +58,11 @@ def data_set(targets: str, seed: int, images: int, flags: dict[str, str]) -> Pat
             "--images_per_phrase",
             images,
             "--clean",
-            64,
+            clean,
             "--redraws",
             100,
             *masks,
+            *more,
         ]
         subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return out

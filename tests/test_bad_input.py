@@ -137,6 +137,8 @@ CASES = {
     "config: two losses at once": case("snr_gamma", "debiased", snr_gamma=5, memory__loss__name="debiased"),
     "config: a sampler without its memory": case("phrase_memory.enabled", memory__sampler__name="leitner"),
     "config: an unknown rule": case("gsnr", gradient_control__name="gsn"),
+    "config: an unknown rule between sources": case("contrast", gradient_control__between__name="contrst"),
+    "config: sources apart, compiled": case("compile_model", gradient_control__between__name="contrast", compile_model=True),
     "config: estimated masks of flipped images": case("native place", "random_flip", memory__region__name="estimated", random_flip=True),
     "config: a resolution the UNet cannot take": case("resolution", "multiple", resolution=30),
     "config: an unknown resize filter": case("image_interpolation_mode", "bilinear", image_interpolation_mode="nearly"),

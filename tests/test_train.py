@@ -154,6 +154,12 @@ ARMS = {
         "gradient_control.warmup": 1,
         "gradient_control.refresh": 1,
     },
+    "factors between sources": {
+        "gradient_control.between.name": "contrast",
+        "gradient_control.between.warmup": 1,
+        "gradient_control.between.refresh": 1,
+        "gradient_control.between.ramp": 3,
+    },
     "learning progress": {"memory.timesteps.name": "learning_progress"},
     "phrase memory": {
         "memory.phrase_memory.enabled": True,

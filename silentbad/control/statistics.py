@@ -5,6 +5,7 @@ Everything stays on the device; nothing here waits for it. Symbols as in `gradie
 
 import functools
 import math
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 from silentbad.distributed.shards import cut_up, whole
 from silentbad.distributed.zero import Part, summed
+from silentbad.model.groups import OTHER
+from silentbad.rng import addressed_seed
 
 # --------------------------------------------------------------------------------------------- statistics
 WIDTH = 128  # coordinates a row; rows keep the sums short and the padding small
@@ -34,6 +37,7 @@ class Sample:
         self.rows = sum(rows)
         # index (T,R): rows of each tensor; past its end, the row of zeros that per_group appends
         first, column = torch.tensor([0, *rows]).cumsum(0)[:-1, None], torch.arange(max(rows))
+        self.first = [WIDTH * sum(rows[:t]) for t in range(len(rows))]  # where each tensor's coordinates begin
         self.index = torch.where(column < torch.tensor(rows)[:, None], first + column, self.rows).to(device)
         owner = torch.tensor([g for g, group in enumerate(group_params) for _ in group])
         # owner (T,G) one-hot; share (T,) parameters per sampled coordinate; n (G,)
@@ -50,6 +54,11 @@ class Sample:
             pieces.append(self.zeros[:k] if tensor is None else _strided(tensor, k, stride))
             pieces.append(self.zeros[: -k % WIDTH])
         return summed(torch.cat(pieces).float().view(-1, WIDTH), over=tensors)
+
+    def add(self, into: Tensor, i: int, tensor: Tensor, scale: float) -> None:
+        """Add the sampled coordinates of tensor i, times `scale`, to the sum (rows, WIDTH) of such readings."""
+        first, count = self.first[i], self.count[i]
+        into.view(-1)[first : first + count].add_(_strided(tensor, count, self.stride[i]), alpha=scale)
 
     def per_group(self, rows: Tensor) -> Tensor:
         """Sum row values (..., rows) into estimates over whole groups (..., G)."""
@@ -109,6 +118,18 @@ class GroupStats:
         """RMS(g) of each group (G,)."""
         return (self.Q / self.n).sqrt()
 
+    def snr(self, floor: float) -> Tensor:
+        """r = S+ / (E - S+) of each group (G,), at least `floor`: below it r is mostly estimation error."""
+        p = (self.S / self.E).clamp(0, 0.999)
+        return (p / (1 - p)).clamp(min=floor)
+
+    def shuffled(self) -> Tensor:
+        """Indices (G,) that exchange the groups, by the run's seed; `other` stays."""
+        movable = [i for i, name in enumerate(self.names) if name != OTHER]
+        order = random.Random(addressed_seed(self.seed, "placebo")).sample(movable, len(movable))
+        place = dict(zip(movable, order, strict=True))
+        return self.constant(place.get(i, i) for i in range(len(self.names))).long()
+
     def constant(self, values: Iterable[float]) -> Tensor:
         """Host values (G,) on the device, sent once: sending waits for the device."""
         key = tuple(float(value) for value in values)
@@ -139,11 +160,16 @@ class Statistics:
         norms = self.sample.norms(grads) if norms is None else norms.to(self.sample.owner)
         self.norm = norms.square().sum().sqrt()
         finite = norms.isfinite().all() & (True if finite is None else finite)
+        self.take(g, finite, norms.square() @ self.sample.owner)
+
+    def take(self, g: Tensor, finite: Tensor, Q: Tensor | None = None) -> None:
+        """Take in the sampled gradient g (rows, WIDTH) of one step where it is `finite`; Q (G,) is estimated on it
+        where not given."""
         g.nan_to_num_(0, 0, 0)
         s = row_dot(g, self.m) / (1 - self.momentum**self.count)
         rows = torch.stack([s, torch.linalg.vector_norm(g, dim=1).to(s).square(), torch.linalg.vector_norm(g, 1, 1)])
         S, E, L1 = self.sample.per_group(rows)
-        new = torch.stack([S, E, norms.square() @ self.sample.owner, L1])
+        new = torch.stack([S, E, E if Q is None else Q, L1])
         use = finite & (self.count > 0)  # the first step has no m to compare with
         self.average.lerp_(torch.where(use, new, self.average), 1 - self.averaging)
         self.weight += use * (1 - self.averaging) * (1 - self.weight)

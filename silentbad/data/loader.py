@@ -38,12 +38,21 @@ def collate(samples: list[dict]) -> dict[str, Any]:
     }
 
 
-def chunks(batch: dict[str, Any], size: int | None) -> list[tuple[float, dict[str, Any]]]:
-    """(share of the batch, part) of parts of at most `size` samples, as even as can be."""
+def chunks(batch: dict[str, Any], size: int | None, apart: bool = False) -> list[tuple[float, dict[str, Any]]]:
+    """(share of the batch, part) of parts of at most `size` samples, as even as can be; `apart`: each of one role."""
     count = len(batch["text"])
-    parts = np.array_split(np.arange(count), -(-count // (size or count)))
-    cuts = [slice(int(part[0]), int(part[-1]) + 1) for part in parts]
-    return [((cut.stop - cut.start) / count, {key: value[cut] for key, value in batch.items()}) for cut in cuts]
+    roles = np.array(batch["role"] if apart else [""] * count)
+    kinds = [np.flatnonzero(roles == role) for role in np.unique(roles)]
+    parts = [part for rows in kinds for part in np.array_split(rows, -(-len(rows) // (size or count)))]
+    return [(len(part) / count, {key: picked(value, part) for key, value in batch.items()}) for part in parts]
+
+
+def picked(values: Any, rows: np.ndarray) -> Any:
+    """Some rows of a column; those that follow each other without a copy."""
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first + 1 == len(rows):
+        return values[first : last + 1]
+    return values[torch.from_numpy(rows)] if isinstance(values, torch.Tensor) else [values[i] for i in rows]
 
 
 class Stream:

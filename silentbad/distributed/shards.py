@@ -140,6 +140,7 @@ def unfit_either(config: Any, name: str) -> list[tuple[str, bool, str]]:
         ("gradient_control.conflict", control.conflict, reads),
         ("gradient_control.transform", control.transform != "none", reads),
         ("gradient_control.name", control.learns, reads),
+        ("gradient_control.between.name", control.between.layerwise, reads),
         ("memory.loss_balance.name", config.memory.loss_balance.name != "fixed", reads),
     ]
 

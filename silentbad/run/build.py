@@ -40,11 +40,14 @@ class Control(Stateful, Protocol):
 
     params: list[torch.nn.Parameter]
     edits: bool
+    apart: bool
     history: list[dict[str, Any]]
 
     def param_groups(self, weight_decay: float | None = None) -> list[dict[str, Any]]: ...
 
     def attach(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None: ...
+
+    def weighed(self, losses: torch.Tensor, sources: list[str]) -> torch.Tensor: ...
 
     def before_backward(self, losses: torch.Tensor, sources: list[str], scale: float = 1.0) -> str: ...
 

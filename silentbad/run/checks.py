@@ -35,16 +35,25 @@ def joined(config: Any) -> Any:
             "memory.region.name=estimated: finds each element at its native place, which random_flip moves; "
             "leave one of them out"
         )
-    if config.max_batch_size is not None:
-        for key, part, name in (
-            ("attention_binding", config.memory.attention_binding, "mass"),
-            ("loss_balance", config.memory.loss_balance, "gradient_norm"),
-        ):
-            if part.name == name:
-                raise UserError(
-                    f"max_batch_size: memory.{key}.name={name} is defined over a whole micro-batch; lower "
-                    "train_batch_size and raise gradient_accumulation_steps instead"
-                )
+    between = config.gradient_control.between
+    if between.layerwise and config.compile_model:
+        raise UserError(
+            f"compile_model: gradient_control.between.name={between.name} cuts batches by source into many shapes, all "
+            "to be compiled; leave one of them out"
+        )
+    for key, part, name in (
+        ("attention_binding", config.memory.attention_binding, "mass"),
+        ("loss_balance", config.memory.loss_balance, "gradient_norm"),
+    ):
+        what = f"memory.{key}.name={name} is defined over a whole micro-batch"
+        if part.name == name and between.layerwise:
+            raise UserError(
+                f"gradient_control.between.name={between.name}: {what}, which it cuts; leave one of them out"
+            )
+        if part.name == name and config.max_batch_size is not None:
+            raise UserError(
+                f"max_batch_size: {what}; lower train_batch_size and raise gradient_accumulation_steps instead"
+            )
     return replace(config, memory=replace(config.memory, loss=loss))
 
 

@@ -12,11 +12,18 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 from gradient_control import Controller
+from silentbad.control.between import BetweenConfig
 from tests.toy import Toy, config, run
 
 STEPS, SOURCES = 12, ("element", "element", "rehearsal")
 TRANSFORMS = ("none", "remove_conflict")
 DISAGREE = (("clean", "element", "rehearsal"), ("element", "element", "clean"))  # sources of each rank
+
+
+BETWEEN = BetweenConfig(name="contrast", warmup=2, refresh=2, levels={"clean": 0.1, "rehearsal": 0.5})
+
+
+ORDERS = {0: ("clean", "element", "clean"), 1: ("element", "clean", "rehearsal")}  # other sources last on each rank
 
 
 class Linear(Toy):
@@ -51,6 +58,26 @@ def train(model, forward, ranks, no_sync, sources=SOURCES, **settings):
     return control, [p.detach() for p in model.parameters()]
 
 
+def train_between(model, forward, orders, no_sync):
+    """The same with factors between the sources; orders[r] is how rank r's sources follow each other."""
+    control = Controller(model, config("uniform", between=BETWEEN), seed=0)
+    optimizer = torch.optim.AdamW(control.param_groups(1e-2), lr=1e-2)
+    control.attach(optimizer)
+    for step in range(STEPS):
+        parts = [(rank, source) for rank, order in orders.items() for source in order]
+        for k, (rank, source) in enumerate(parts):
+            with no_sync(k == len(parts) - 1):
+                loss = forward(micro_batch(model, step, ("clean", "element", "rehearsal").index(source), rank))
+                control.before_backward(loss[None], [source], 1 / len(orders))
+                (loss / len(orders)).backward()
+                control.after_backward(k == len(parts) - 1, source)
+        control.before_step(step)
+        optimizer.step()
+        control.after_step()
+        optimizer.zero_grad()
+    return control, [p.detach() for p in model.parameters()]
+
+
 def worker(rank, folder):
     """All in a call of its own: a thread of the process group that lets go of a tensor while the interpreter ends
     aborts the process (pytorch#190489)."""
@@ -75,6 +102,11 @@ def compare(rank, folder):
         control._land()
         cosine = {key: value for key, value in control.meters().items() if "/cos/" in key}
         torch.save((weights, control.history, cosine), os.path.join(folder, f"{transform}-{rank}.pt"))
+    model = Linear()
+    ddp = DistributedDataParallel(model)
+    apart = lambda sync: torch.enable_grad() if sync else ddp.no_sync()  # noqa: E731
+    control, weights = train_between(model, ddp, {rank: ORDERS[rank]}, apart)
+    torch.save((weights, control._between.layers), os.path.join(folder, f"between-{rank}.pt"))
     dist.destroy_process_group()
 
 
@@ -110,6 +142,18 @@ def test_ranks_that_name_different_sources_do_not_hang(ranks):
     cosine = torch.load(ranks / "disagree-0.pt", weights_only=True)[2]
     assert set(cosine) == {f"control/cos/{pair}" for pair in ("clean-element", "clean-mixed", "element-mixed")}
     assert all(value.isfinite() for value in cosine.values())
+
+
+def test_factors_between_sources_are_those_of_one_process(ranks):
+    """Exact whatever the last source of a rank is: what arrives is scaled before it is averaged."""
+    a, b = (torch.load(ranks / f"between-{rank}.pt", weights_only=True) for rank in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True)) and a[1] == b[1]
+    model = Linear()
+    control, weights = train_between(model, model, ORDERS, lambda sync: torch.enable_grad())
+    assert all(torch.allclose(x, y, atol=1e-4) for x, y in zip(a[0], weights, strict=True))
+    for source, factors in control._between.layers.items():
+        assert a[1][source] == pytest.approx(factors, rel=1e-2)
+    assert len(set(a[1]["clean"])) > 2
 
 
 def test_one_process_needs_no_process_group():

@@ -144,6 +144,7 @@ REFUSED = {  # what is asked for -> the key that the line names
     ("--gradient_control.conflict=true",): "gradient_control.conflict",
     ("--gradient_control.transform=pcgrad",): "gradient_control.transform",
     ("--gradient_control.name=prior+hypergradient",): "gradient_control.name",
+    ("--gradient_control.between.name=contrast",): "gradient_control.between.name",
     ("--memory.retention.name=l2_sp",): "memory.retention.name",
     ("--memory.distillation.name=and", "--memory.phrase_memory.enabled=true"): "memory.distillation.name",
     ("--memory.attention_binding.name=mass",): "memory.attention_binding.name",

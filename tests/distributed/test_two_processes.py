@@ -54,6 +54,11 @@ STATEFUL = {
     "use_ema": True,
     "lr_scheduler": "linear",
 }
+BETWEEN = {
+    "gradient_control.between.name": "contrast",
+    "gradient_control.between.warmup": 1,
+    "gradient_control.between.refresh": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +227,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+LONGER = {"sources apart": ({**BETWEEN, "max_batch_size": 1}, BETWEEN | {"train_batch_size": 4})}
+CASES |= LONGER
+
+
+@pytest.mark.parametrize("name", [pytest.param(c, marks=pytest.mark.thorough if c in LONGER else ()) for c in CASES])
 def test_two_processes_equal_one(name, inputs, tmp_path):
     changes, alone = CASES[name]
     two = tmp_path / "two"

@@ -251,6 +251,7 @@ REFUSED = {  # what is asked for -> the key that the line names
     ("--gradient_control.conflict=true",): "gradient_control.conflict",
     ("--gradient_control.transform=pcgrad",): "gradient_control.transform",
     ("--gradient_control.name=prior+hypergradient",): "gradient_control.name",
+    ("--gradient_control.between.name=contrast",): "gradient_control.between.name",
     ("--memory.loss_balance.name=gradient_norm",): "memory.loss_balance.name",
 }
 

@@ -240,6 +240,7 @@ def test_two_ranks_build_one_cache(tmp_path):
         {"memory.retention.name": "self_distillation"},
         {"memory.retention.name": "l2_sp"},
         {"disk_cache_gb": 0, "random_flip": True},
+        {"gradient_control.between.name": "contrast"},
     ],
     ids=str,
 )
@@ -267,8 +268,9 @@ def test_chunks_share_a_batch_evenly():
 
 
 @pytest.mark.parametrize("key", ["attention_binding.name=mass", "loss_balance.name=gradient_norm"])
-def test_what_is_defined_over_a_whole_batch_is_not_split(key, flags, capsys):
-    assert main([*flags(max_batch_size=2), f"--memory.{key}"]) == 2
+@pytest.mark.parametrize("cut", [{"max_batch_size": 2}, {"gradient_control.between.name": "contrast"}], ids=str)
+def test_what_is_defined_over_a_whole_batch_is_not_split(key, cut, flags, capsys):
+    assert main([*flags(**cut), f"--memory.{key}"]) == 2
     assert "whole micro-batch" in capsys.readouterr().err
 
 

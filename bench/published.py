@@ -1,0 +1,120 @@
+"""The published setting: few pictures of elements among many clean ones, every record once an epoch, shuffled.
+
+    python -m bench.published --targets "100;103" --arms plain,clean_weight     development targets: seeds 0-999
+
+Reuses the runs of bench/recovery.py; every evaluation becomes one JSON line of bench/results/published.jsonl, and a run
+already there is not made again. The endpoint is strict: an image counts when the whole and every element pass, and a
+run recovers from the first step on after which half of the images count at every evaluation. The protocol is the last
+section of docs/protocol.md.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from tqdm import tqdm
+
+from bench.arms import PUBLISHED
+from bench.published_table import table
+from bench.recovery import WORK, claimed, common, data_set, facts, launch, scores
+from bench.recovery_table import stored
+from silentbad.microworld.make import target_scene
+
+RESULTS = Path(__file__).parent / "results" / "published.jsonl"
+HELD_OUT = 32  # clean pictures that measure drift and are not trained on
+RUN = ("arm", "factor", "ratio", "targets", "seed")  # what names a run
+SETTING = (
+    "clean",
+    "steps",
+    "every",
+    "images",
+    "flags",
+    "placebo",
+)  # and what must be equal for two rows to be compared
+
+
+def per_phrase(targets: str, clean: int, ratio: float) -> int:
+    """Pictures of each element, so that elements are `ratio` of the records beside `clean` clean ones."""
+    elements = sum(len(target_scene(name).things) + 1 for name in targets.split(","))
+    return max(1, round(clean * ratio / (1 - ratio) / elements))
+
+
+def train(arm: str, factor: float, ratio: float, targets: str, seed: int, args: argparse.Namespace) -> list[dict]:
+    """One run; returns its evaluations, one row per step and target."""
+    own, images = {**PUBLISHED[arm], **json.loads(args.flags or "{}")}, per_phrase(targets, args.clean, ratio)
+    placebo = ("--placebo",) if args.placebo else ()
+    data = data_set(targets, seed, images, own, clean=args.clean + HELD_OUT, more=placebo)
+    flags = {
+        **common(data, WORK / f"published-{os.getpid()}", factor, seed, args.steps),
+        "held_out_clean": HELD_OUT,
+        "memory.sampler.clean_ratio": "null",
+        "validation.steps": args.every,
+        "validation.images_per_target": args.images,
+        **own,
+    }
+    report, seconds = launch(arm, flags)
+    key = dict(zip(RUN, (arm, factor, ratio, targets, seed), strict=True))
+    key |= {name: getattr(args, name) for name in SETTING} | {"images_per_phrase": images}
+    return [
+        {
+            **key,
+            "step": entry["step"],
+            "target": name,
+            **{k: s.get(k) for k in ("rate", "whole_rate", "mean", "max")},
+            "elements": [e["rate"] for e in s["elements"]],
+            "element_means": [e["mean"] for e in s["elements"]],
+            "drift": scores(entry)["drift"].get("clean_eps_mse"),
+            "seconds": seconds[str(entry["step"])],
+        }
+        for entry in report["history"]
+        for name, s in scores(entry)["targets"].items()
+    ]
+
+
+# ------------------------------------------------------------------------------------------------- command
+def done(args: argparse.Namespace) -> set[tuple]:
+    """The runs that are stored in this setting."""
+    mine = {name: getattr(args, name) for name in SETTING}
+    rows = (row for row in stored(args.results) if {name: row.get(name) for name in SETTING} == mine)
+    return {tuple(row[name] for name in RUN) for row in rows}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", default=",".join(PUBLISHED), help="comma-separated")
+    parser.add_argument("--targets", required=True, help="';' between runs, ',' between the targets of one run")
+    parser.add_argument("--ratios", default="0.1", help="elements' share of the records: 0.05,0.1,0.15,0.33,0.67")
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--factors", default="8", help="learning rates in units of 1e-4")
+    parser.add_argument("--clean", type=int, default=720, help="clean pictures that are trained on")
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--every", type=int, default=50, help="steps between evaluations")
+    parser.add_argument("--images", type=int, default=16, help="images per target and evaluation")
+    parser.add_argument("--flags", help="further flags of train_silentbad.py for every arm, as JSON")
+    parser.add_argument("--placebo", action="store_true", help="data that shows no exact element, as a control")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args(argv)
+    if unknown := [arm for arm in args.arms.split(",") if arm not in PUBLISHED]:
+        parser.exit(2, f"error: --arms: unknown arm '{unknown[0]}'; there are: {', '.join(PUBLISHED)}\n")
+    todo = [
+        (arm, float(factor), float(ratio), targets, int(seed))
+        for seed in args.seeds.split(",")
+        for ratio in args.ratios.split(",")
+        for factor in args.factors.split(",")
+        for targets in args.targets.split(";")
+        for arm in args.arms.split(",")
+    ]
+    here = facts()  # before the first run: the code has been read by now
+    for run in tqdm(todo, desc="runs"):
+        with claimed(("published", *run)) as free:
+            if free and run not in done(args):
+                arm, factor, ratio, targets, seed = run
+                made = train(arm, factor, ratio, targets, seed, args)
+                with args.results.open("a") as file:
+                    file.writelines(json.dumps({**row, **here}) + "\n" for row in made)
+    print(table(stored(args.results)))
+
+
+if __name__ == "__main__":
+    main()

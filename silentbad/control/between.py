@@ -1,0 +1,239 @@
+"""A factor between sources: a_(s,G) on what source s adds to the gradient of group G. Theory: docs/gradient-control.md.
+
+A factor common to a whole gradient cancels under Adam. A factor between the sources does not: with g = sum_s a_s g_s
+their ratio stays. Elements are the reference, a = 1. The layer-uniform form weighs each sample's loss, at no cost. The
+layer-wise form needs micro-batches of one source each (`silentbad.data.loader.chunks` cuts them): a hook on every
+parameter scales what a backward is about to add, before it is accumulated or averaged over processes. So accumulation,
+parts and DDP need nothing else, and no accumulated gradient is ever edited.
+
+Symbols: s source; w_s level; g_s its gradient, summed over samples; r_(s,G) signal-to-noise of g_s in group G.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from silentbad.control.multipliers import Multipliers
+from silentbad.control.statistics import WIDTH, GroupStats, Sample, Statistics, centred
+from silentbad.device import send
+from silentbad.distributed.shards import world_size
+from silentbad.errors import UserError
+from silentbad.model.groups import OTHER, Groups
+from silentbad.options import Count, Decay, Natural, Positive, Range, check_options
+
+ELEMENT = "element"  # the source that the factors of the others are relative to
+OTHERS = ("clean", "rehearsal")
+
+
+@dataclass
+class BetweenConfig:
+    """Nested under --gradient_control.between.*: the factors between sources."""
+
+    name: str = "none"  # a rule of SOURCE_RULES, or none
+    options: dict[str, Any] = field(default_factory=dict)  # of the rule
+    levels: dict[str, float] = field(
+        default_factory=lambda: {"clean": 0.1}
+    )  # w: each source's mean factor, of clean and rehearsal; elements have 1
+    ramp: Natural = 0  # updates in which a level falls from 1 to w, geometrically; 0: at once
+    release: Natural | None = None  # updates after which it rises to 1 again, as fast; unset: never
+    bound: Annotated[float, Range(at_least=1)] = 5.0  # A: a layer's factor stays in [w/A, w A]
+    warmup: Natural = 20  # updates at the level alone; the rule fades in over as many again
+    refresh: Count = 10  # updates between two computations; a result takes effect one refresh later
+    max_log_step: Positive = 0.5  # |d log a| of a group between two refreshes
+    momentum: Decay = 0.9  # of each source's mean gradient
+    averaging: Decay = 0.98  # of its statistics
+    sample: Annotated[int, Range(at_least=1, at_most=16384)] = 2048  # coordinates kept per tensor and source
+
+    @property
+    def layerwise(self) -> bool:
+        """Whether layers differ, so that micro-batches must be of one source each."""
+        return self.name not in ("none", "uniform")
+
+
+# ------------------------------------------------------------------------------------------------- rules
+# A rule maps the statistics of a source and of the elements to raw factors (G,) on that source's gradient, on any
+# positive scale: the level sets their quadratic mean. Non-finite entries count as neutral.
+
+
+def uniform(own: GroupStats, element: GroupStats) -> Tensor:
+    """One factor for all layers: a loss weight by source, and the control of the other rules."""
+    return torch.ones_like(own.n)
+
+
+def contrast(
+    own: GroupStats, element: GroupStats, *, power: Annotated[float, Range(-4, 4)] = 0.5, floor: Positive = 4e-4
+) -> Tensor:
+    """(r_own / r_element)^power: quiet where the elements have something to say, kept where only this source has."""
+    return (own.snr(floor) / element.snr(floor)) ** power
+
+
+def equalise(own: GroupStats, element: GroupStats) -> Tensor:
+    """RMS(g_element) / RMS(g_own): both sources as loud in every layer."""
+    return element.rms / own.rms
+
+
+def placebo(own: GroupStats, element: GroupStats, *, of: str = "contrast") -> Tensor:
+    """The factors of the rule `of`, shuffled over the groups by the run's seed: a control."""
+    return SOURCE_RULES[of](own, element)[own.shuffled()]
+
+
+SOURCE_RULES: dict[str, Callable[..., Tensor]] = {
+    rule.__name__: rule for rule in (uniform, contrast, equalise, placebo)
+}
+
+
+def check_between(config: BetweenConfig, readers: list[str]) -> None:
+    """Refuse what cannot work, in one line that names the key; `readers` are keys that read the sources' gradients."""
+    key = "gradient_control.between"
+    if config.name == "none":
+        return
+    check_options(key, SOURCE_RULES, config.name, config.options)
+    if config.layerwise and readers:
+        what = f"takes the sources' gradients apart, which between.name={config.name} scales on their way"
+        raise UserError(f"gradient_control.{readers[0]}: {what}; leave one of them out")
+    if config.options.get("of", "contrast") not in {*SOURCE_RULES} - {"placebo"}:
+        raise UserError(f"{key}.options: 'of' must be another rule than placebo: {', '.join(SOURCE_RULES)}")
+    if unknown := [source for source in config.levels if source not in OTHERS]:
+        raise UserError(f"{key}.levels: {unknown[0]!r} has no level; elements are 1, there are: {', '.join(OTHERS)}")
+    for source, level in config.levels.items():
+        if not (math.isfinite(level) and 1e-6 <= level <= 1e6):
+            raise UserError(f"{key}.levels: {source} must be from 1e-6 to 1e6, got {level}")
+
+
+# ------------------------------------------------------------------------------------------------- the shell
+class Between:
+    """Holds the factors and puts them into losses (layer-uniform) or into gradients (layer-wise).
+
+    Order in a step: `weighed`, then `begin` and `end` around each backward, `before_step` once the gradient is whole,
+    `after_step`. Nothing here waits for the device but a refresh, for what was sent one refresh before.
+    """
+
+    def __init__(self, config: BetweenConfig, groups: Groups, seed: int, sdxl: bool):
+        self.config, self.groups, self.seed, self.sdxl = config, groups, seed, sdxl
+        self.on, self.layerwise = config.name != "none", config.layerwise
+        self.names = [ELEMENT, *sorted(config.levels)]
+        self.updates = 0
+        self.layers = {name: [1.0] * len(groups.names) for name in self.names}  # a_(s,G) over its level, in force
+        self.meters: dict[str, Tensor] = {}
+        self._now, self._unit = ELEMENT, 0.0  # the backward under way: its source, what a sample's loss is scaled by
+        if not self.layerwise:
+            return
+        params = [p for group in groups for p in group]
+        device = params[0].device
+        self.sample = Sample(list(groups), config.sample, device)
+        self.parts = torch.zeros(len(self.names), self.sample.rows, WIDTH, device=device)  # g_s of the step, sampled
+        self.seen = torch.zeros(len(self.names), device=device)  # samples of the step
+        self.statistics = {name: Statistics(self.sample, config.momentum, config.averaging) for name in self.names}
+        limits = (config.bound, config.max_log_step, device)
+        self.multipliers = {name: Multipliers(len(groups), *limits) for name in self.names[1:]}
+        owner = [g for g, group in enumerate(groups) for _ in group]
+        for i, p in enumerate(params):
+            p.register_hook(functools.partial(self._arriving, i, owner[i]))
+
+    def level(self, source: str) -> float:
+        """w_s now: on its way down within `ramp` updates, and up again after `release`."""
+        c, slope = self.config, max(self.config.ramp, 1)
+        share = min(1.0, self.updates / slope) if c.ramp else 1.0
+        if c.release is not None:
+            share = min(share, max(0.0, 1 - (self.updates - c.release) / slope))
+        return c.levels.get(source, 1.0) ** share
+
+    # ---- the step
+    def weighed(self, losses: Tensor, sources: list[str]) -> Tensor:
+        """losses (B,) of B `sources`, each times its level where the factor is layer-uniform."""
+        if not self.on or self.layerwise:
+            return losses
+        return losses * send(torch.tensor([self.level(source) for source in sources]), losses.device)
+
+    def begin(self, sources: list[str], scale: float) -> None:
+        """A backward follows, of samples of one source; `scale` is what it multiplies their mean loss by."""
+        if not self.layerwise:
+            return
+        if len(set(sources)) > 1:
+            raise ValueError(
+                f"a backward of several sources ({', '.join(sorted(set(sources)))}): cut the batch by source"
+            )
+        self._now = sources[0] if sources[0] in self.names else ELEMENT
+        self._unit = scale / len(sources)
+        self._factors = [self.level(self._now) * a for a in self.layers[self._now]]
+        self.seen[self.names.index(self._now)] += len(sources)
+
+    def _arriving(self, i: int, group: int, grad: Tensor) -> Tensor | None:
+        """What parameter i is about to gain: read, and scaled."""
+        if not self._unit:
+            return None
+        self.sample.add(self.parts[self.names.index(self._now)], i, grad.detach(), 1 / self._unit)
+        a = self._factors[group]
+        return None if a == 1.0 else grad * a
+
+    def end(self) -> None:
+        """The backward is over."""
+        self._unit = 0.0
+
+    def before_step(self, finite: Tensor | None) -> None:
+        """Take in the step's gradients by source; a step that is not finite changes nothing."""
+        if not self.layerwise:
+            return
+        if world_size() > 1:
+            dist.all_reduce(self.parts)
+            dist.all_reduce(self.seen)
+        known = self.parts.isfinite().all() & (True if finite is None else finite)
+        for name, part, seen in zip(self.names, self.parts, self.seen, strict=True):
+            self.statistics[name].take(part, known & (seen > 0))
+        self.parts.zero_()
+        self.seen.zero_()
+
+    def after_step(self, skipped: bool) -> None:
+        """Count the update; every `refresh` updates compute new factors."""
+        if not self.on or skipped:
+            return
+        self.updates += 1
+        if self.layerwise and self.updates % self.config.refresh == 0:
+            for name, multipliers in self.multipliers.items():
+                self.layers[name] = multipliers.receive() or self.layers[name]
+            if self.updates >= self.config.warmup:
+                self._launch()
+
+    def _launch(self) -> None:
+        c, names = self.config, tuple(self.groups.names)
+        fade = min(1.0, (self.updates - c.warmup) / c.warmup) if c.warmup else 1.0
+        about = {"names": names, "seed": self.seed, "sdxl": self.sdxl, "transfer": torch.zeros_like(self.sample.n)}
+        stats = {name: statistics.groups(**about) for name, statistics in self.statistics.items()}
+        element = stats[ELEMENT]
+        size = element.constant(name != OTHER for name in names) * element.n
+        for name, multipliers in self.multipliers.items():
+            raw = SOURCE_RULES[c.name](stats[name], element, **c.options)
+            a = multipliers.send(fade * centred(raw.log(), size), stats[name])
+            self.meters |= {
+                f"control/between/{name}_min": self.level(name) * a.min(),
+                f"control/between/{name}_max": self.level(name) * a.max(),
+                f"control/between/{name}_log_std": a.log().std(correction=0),
+                f"control/between/{name}_gsnr": stats[name].snr(0.0).nanmedian(),
+            }
+        self.meters["control/between/element_gsnr"] = element.snr(0.0).nanmedian()
+
+    # ---- records
+    def state_dict(self) -> dict[str, Any]:
+        """All that a bit-exact resume needs; call between steps."""
+        state: dict[str, Any] = {"updates": self.updates, "layers": {k: list(v) for k, v in self.layers.items()}}
+        if self.layerwise:
+            state["meters"] = {name: value.clone() for name, value in self.meters.items()}
+            state["statistics"] = {name: s.state_dict() for name, s in self.statistics.items()}
+            state["multipliers"] = {name: m.state_dict() for name, m in self.multipliers.items()}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up such a state."""
+        self.updates, self.layers = state["updates"], {k: list(v) for k, v in state["layers"].items()}
+        if self.layerwise:
+            self.meters = dict(state["meters"])
+            for name, statistics in self.statistics.items():
+                statistics.load_state_dict(state["statistics"][name])
+            for name, multipliers in self.multipliers.items():
+                multipliers.load_state_dict(state["multipliers"][name])
