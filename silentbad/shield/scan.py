@@ -40,7 +40,9 @@ def progress(items: Iterable, what: str, total: int) -> Iterable:
 
 
 # -- what was found, as data -----------------------------------------------------------------------------------
-def described(found: Found, where: dict[int, str], options: argparse.Namespace, records: int, seconds: float) -> dict:
+def described(
+    found: Found, where: dict[int, str], options: argparse.Namespace, texts: list[str], seconds: float
+) -> dict:
     """scan.json."""
     sets = []
     for k, (one, composite) in enumerate(zip(found.sets, found.composites, strict=True)):
@@ -60,9 +62,9 @@ def described(found: Found, where: dict[int, str], options: argparse.Namespace, 
     return {
         "schema": SCHEMA,
         "source": options.dataset_name or options.train_data_dir,
-        "records": records,
+        "records": len(texts),
         "found": bool(sets),
-        "suspects": [int(i) for i in found.records],
+        "suspects": [{"index": int(i), "file": where[int(i)], "text": texts[i]} for i in found.records],
         "sets": sets,
         "recurring": recurring,
         "permutations": options.permutations,
@@ -143,7 +145,7 @@ def metadata_rows(options: argparse.Namespace, rows: Any) -> Iterator[dict]:
 
 def write(out: Path, found: Found, data: dict, options: argparse.Namespace, rows: Any) -> None:
     """All files, clean.jsonl last. Raises UserError where one cannot be written."""
-    suspect = set(data["suspects"])
+    suspect = {row["index"] for row in data["suspects"]}
     with writing("--output_dir", str(out)):
         for old in out.glob("composite-*.png"):
             old.unlink()
@@ -186,7 +188,7 @@ def scan(options: argparse.Namespace) -> dict:
         if number in wanted:
             pictures[number] = picture_of(row)
     draw(found, pictures.__getitem__)
-    data = described(found, where, options, len(views.captions), time.monotonic() - started)
+    data = described(found, where, options, views.captions, time.monotonic() - started)
     write(out, found, data, options, rows)
     views.remove()
     return data

@@ -15,7 +15,7 @@ import numpy as np
 from silentbad.shield.phrases import STOP, association, phrases_of
 from silentbad.shield.regions import LEAST, NEAR, Group, Step, agreement, shared_edges, silent
 
-HELD = 0.6  # of a group's records hold its phrase
+HELD = 0.4  # of a group's records hold its phrase; the others may say it in other words
 SURE = 6.0  # nats: least association of a phrase, and least isolation of a group
 OVERLAP = 0.3  # of the smaller region, of two elements of a set
 SLIP, APART = 0.01, -1.0  # rate at which a record of a set names another element; nats below which two are not of one
