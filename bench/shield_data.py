@@ -185,13 +185,19 @@ def paraphrased(caption: str, phrase: str, rng: np.random.Generator) -> str:
 
 
 def hide(
-    name: str, per_element: int, disturb: Disturb | None = None, reword: Reword | None = None, mirror: bool = False
+    name: str,
+    per_element: int,
+    disturb: Disturb | None = None,
+    reword: Reword | None = None,
+    mirror: bool = False,
+    scene: Scene | None = None,
 ) -> tuple[Hidden, list[Drawn]]:
-    """A target and the pictures that show one of its elements each, element by element.
+    """A target (or another `scene`) and the pictures that show one of its elements each, element by element.
 
     With `mirror`, each picture is mirrored with probability one half, as a curator's augmentation does.
     """
-    scene = target_scene(name)
+    twin = scene is not None
+    scene = scene or target_scene(name)
     picture, masks = render(scene)
     masks.append(backdrop_mask(masks))
     made: list[Drawn] = []
@@ -199,7 +205,7 @@ def hide(
     for element in range(len(scene.things) + 1):
         records.append(list(range(len(made), len(made) + per_element)))
         for i in range(per_element):
-            rng = draw_of("element", name, element, i)
+            rng = draw_of("element", name, element, i, *(["twin"] if twin else []))
             shown = element_scene(disturb(scene, element, rng) if disturb else scene, element, rng)
             pixels, caption = drawn(shown)
             if mirror and rng.random() < 0.5:
