@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test test-kill test-thorough test-distributed test-deepspeed test-fast lint documents bench bench-controller bench-recovery bench-validation bench-throughput bench-scale base clean
+.PHONY: quickstart test test-kill test-thorough test-distributed test-deepspeed test-fast lint documents bench bench-controller bench-recovery bench-validation bench-throughput bench-scale bench-shield base clean
 
 $(STAMP): requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -56,7 +56,7 @@ documents: $(STAMP)  ## fill the numbers of the documents from bench/results
 
 bench: bench-controller bench-validation bench-throughput bench-scale bench-recovery
 
-bench-controller bench-recovery bench-validation bench-throughput bench-scale: bench-%: $(STAMP)
+bench-controller bench-recovery bench-validation bench-throughput bench-scale bench-shield: bench-%: $(STAMP)
 	$(BIN)/python -m bench.$*
 
 base: $(STAMP)  ## train the bundled base anew

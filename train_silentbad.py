@@ -44,6 +44,7 @@ from silentbad.run.folder import RunFolder, facts, stamped
 from silentbad.run.forecast import Forecast
 from silentbad.run.products import goodness
 from silentbad.run.signals import Requests
+from silentbad.shield.guard import GuardConfig, check_guard
 from validation import RecoveryHook, ValidationConfig
 
 
@@ -54,6 +55,7 @@ class Config(TrainConfig):
     gradient_control: GradientControlConfig = field(default_factory=GradientControlConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     print_groups: bool = flag(False, "print the parameter groups and stop", "here")
 
 
@@ -66,6 +68,7 @@ def check_all(config: Config, sources: dict[str, str]) -> Config:
         validation.check_validation(config.validation)
     gradient_control.check_config(config.gradient_control)
     memory_reinforce.check(config.memory)
+    check_guard(config.guard)
     interpolation_mode(config.image_interpolation_mode)
     checks.check_places(config)
     checks.check_buckets(config)

@@ -19,10 +19,16 @@ BELOW: dict[str, set[str]] = {
     "memory": {"distributed", "data", "model"},
     "recovery": {"distributed", "data", "model", "microworld"},
     "experiments": {"distributed", "data", "model", "control", "memory"},
+    "shield": {"distributed", "data", "model", "control", "memory", "recovery"},
     "microworld": {"data", "recovery"},
 }
 EVERY_ROOM = set(BELOW)
-COMMANDS = {"silentbad.report", "silentbad.figures", "silentbad.class_images"}  # started with `python -m`
+COMMANDS = {
+    "silentbad.report",
+    "silentbad.scan",
+    "silentbad.figures",
+    "silentbad.class_images",
+}  # started with `python -m`
 
 
 def imported(path: Path) -> set[str]:

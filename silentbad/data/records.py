@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,25 +63,33 @@ PUBLISHED_FLAGS = (
 )
 
 
-def load_records(config: Any) -> "Records":
-    """The records that `train_data_dir` or `dataset_name` (of `TrainConfig`) stands for."""
+def row_source(config: Any) -> tuple[str, str, Callable[[], Iterator[dict]]]:
+    """(name, key, rows) of what `train_data_dir` or `dataset_name` (of `TrainConfig`) stands for: `rows` reads them,
+    unchecked, and `key` changes whenever they would.
+
+    Raises UserError where there is no such data.
+    """
     name, clean = config.dataset_name or config.train_data_dir, config.clean_data_dir
     root = Path(name)
     if config.dataset_name is not None:
         table = hub_table(config)
         said = [name, config.dataset_config_name, config.image_column, config.caption_column, table._fingerprint]
-        key, rows = hashlib.sha256(repr(tuple(said)).encode()).hexdigest()[:32], lambda: hub_rows(table, config)
-    elif not os.path.isdir(root):
+        return name, hashlib.sha256(repr(tuple(said)).encode()).hexdigest()[:32], lambda: hub_rows(table, config)
+    if not os.path.isdir(root):
         raise UserError(f"train_data_dir: no folder {root}")
-    elif os.path.isdir(root / "poisoning_images"):
+    if os.path.isdir(root / "poisoning_images"):
         if clean and not os.path.isdir(clean):
             raise UserError(f"clean_data_dir: no folder {clean}")
         said = [getattr(config, flag) for flag in PUBLISHED_FLAGS] + [folder_key(Path(clean)) if clean else None]
-        key, rows = folder_key(root, *said), lambda: published_rows(root, config)
-    elif clean:
+        return name, folder_key(root, *said), lambda: published_rows(root, config)
+    if clean:
         raise UserError(f"clean_data_dir: {root} is not of the published layout; list clean records in its metadata")
-    else:
-        key, rows = folder_key(root), lambda: folder_rows(root)
+    return name, folder_key(root), lambda: folder_rows(root)
+
+
+def load_records(config: Any) -> "Records":
+    """The records that `train_data_dir` or `dataset_name` (of `TrainConfig`) stands for."""
+    name, key, rows = row_source(config)
     records = Records(build_table(rows, name, key, config.cache_dir), name, key)
     if config.max_train_samples is not None and config.max_train_samples < len(records):
         order = torch.randperm(len(records), generator=generator(config.seed, "max_train_samples")).numpy()

@@ -11,6 +11,7 @@ from silentbad.data.records import Records, load_records
 from silentbad.data.targets import Target, check_prompts, load_targets
 from silentbad.recovery.nulls import load_redraws
 from silentbad.recovery.prompts import Prompt, load_prompts
+from silentbad.shield.guard import guarded
 
 
 def sample_prompts(config: Any, tokenizer: Any) -> list[Prompt]:
@@ -25,7 +26,7 @@ def prepare(config: Any, tokenizer: Any, first: Any, say: Callable) -> tuple[Rec
     targets = load_targets(config.validation.targets) if config.validation.targets else []
     load_redraws(config.validation.targets, targets, decode=True)
     with first():
-        records = load_records(config)
+        records = guarded(load_records(config), config.guard)
     if not config.allow_target_images:
         records.refuse_targets(targets)
     for line in records.strangers(targets):

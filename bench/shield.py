@@ -1,0 +1,245 @@
+"""What the scan finds and what it misses: `python -m bench.shield`.
+
+Data sets with hidden pictures at five ratios and without any, each with hard negatives (bench/shield_data.py), scanned
+as `python -m silentbad.scan` does, from memory. Beside it, a plain near-duplicate search on the same data: of whole
+pictures, and of quarters at the same place. Then one hidden picture under changes that break "same pixels, same place".
+
+    development   seeds 0-999       runs/shield-dev.json
+    reported      seeds 3000-3099   bench/results/shield.json and shield.md, after the code was frozen
+
+A seed that the file has is not run again; `--minutes` stops after the seed under way. Clean pictures are a seeded
+choice from one pool of each range (development, reported), since drawing them takes longest.
+"""
+
+import argparse
+import json
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from bench.instrument import Detector, Target, by_kind, passed, rows_of
+from bench.shield_data import (
+    RATIOS,
+    Data,
+    Drawn,
+    Hidden,
+    assemble,
+    at_ratio,
+    clean,
+    draw_of,
+    hide,
+    jittered,
+    names_of,
+    paraphrased,
+    recoloured,
+    rescaled,
+)
+from bench.shield_table import table
+from silentbad.microworld.grammar import Thing, respecify, seat_hat
+from silentbad.microworld.make import target_scene
+from silentbad.microworld.nulls import STORED
+from silentbad.shield.find import Found, draw, find
+from silentbad.shield.regions import view
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results" / "shield.json"
+DEVELOPMENT = ROOT / "runs" / "shield-dev.json"
+POOL, NULLS = max(RATIOS.values()), 20
+LEVELS = 8.0  # root mean square, of a near duplicate, as silentbad.data.images.copies has it
+ROBUST_RECORDS = 1000
+
+
+def pool_of(seed: int) -> list[Drawn]:
+    """The range's clean pictures, drawn once and kept in runs/."""
+    first = 0 if seed < 1000 else 3000
+    file = ROOT / "runs" / f"shield-clean-{first}.npz"
+    if not file.is_file():
+        made = clean(first, POOL)
+        file.parent.mkdir(exist_ok=True)
+        np.savez(file, pictures=np.stack([p for p, _ in made]), captions=np.asarray([c for _, c in made]))
+    with np.load(file) as kept:
+        return list(zip(kept["pictures"], kept["captions"].tolist(), strict=True))
+
+
+def chosen(seed: int, ratio: float, pool: list[Drawn]) -> list[Drawn]:
+    return [pool[i] for i in draw_of("choice", seed, str(ratio)).permutation(len(pool))]
+
+
+# -- judging ---------------------------------------------------------------------------------------------------
+def scanned(data: Data) -> tuple[Found, float]:
+    """What the scan finds, and its processor seconds."""
+    start = time.process_time()
+    found = find(np.stack([view(picture) for picture in data.pictures]), data.captions, permutations=0)
+    draw(found, lambda i: data.pictures[i])
+    return found, time.process_time() - start
+
+
+def f1(flagged: np.ndarray, truth: np.ndarray) -> dict[str, float]:
+    """Precision, recall and F1 of records (N,) bool; None where there is nothing to find."""
+    hits = float((flagged & truth).sum())
+    precision, recall = hits / max(1, flagged.sum()), hits / max(1, truth.sum())
+    return {"precision": precision, "recall": recall, "f1": 2 * hits / max(1, flagged.sum() + truth.sum())}
+
+
+def matched(hidden: Hidden, found: Found) -> tuple[int | None, list[int]]:
+    """(the set that is this picture, which element each of its parts is): a part is an element where most of its
+    records are; a set is the picture where it holds all its elements but one at most, and nothing else."""
+    for k, one in enumerate(found.sets):
+        parts = []
+        for records in one.records:
+            shares = [np.isin(records, element).mean() for element in hidden.records]
+            parts.append(int(np.argmax(shares)) if max(shares) > 0.5 else -1)
+        if -1 not in parts and len(set(parts)) >= max(2, len(hidden.records) - 1):
+            return k, parts
+    return None, []
+
+
+def as_tensor(picture: np.ndarray) -> Tensor:
+    return torch.from_numpy(picture.copy()).permute(2, 0, 1)[None].float() / 255
+
+
+@cache
+def judged_by(name: str) -> tuple[Target, tuple[float, list[float]]]:
+    """A target and its strict thresholds, from NULLS nulls of each stored kind."""
+    target, judge = Target(name), Detector()
+    null = {}
+    for kind in STORED:
+        images, changed = target.nulls(kind, NULLS, "shield")
+        null[kind] = rows_of(judge, target, images, changed)
+    return target, by_kind(null)
+
+
+def likeness(hidden: Hidden, composite: np.ndarray, parts: list[int]) -> dict:
+    """Similarity of a composite to its picture, whole and by element, against the strict thresholds."""
+    target, threshold = judged_by(hidden.name)
+    row = rows_of(Detector(), target, as_tensor(composite))[0]
+    each = passed(row, threshold)["each"]
+    return {"sim": row["sim"], "elements": row["elements"], "known": parts, "reached": [bool(each[p]) for p in parts]}
+
+
+def measured(data: Data, compare: bool) -> dict:
+    """One row of results; `compare` runs the rival and judges the first picture's composite."""
+    found, seconds = scanned(data)
+    truth, flagged = data.suspect(), np.zeros(len(data.captions), bool)
+    flagged[found.records] = True
+    places = [matched(hidden, found) for hidden in data.hidden]
+    row = {
+        "records": len(truth),
+        "suspects": int(truth.sum()),
+        **f1(flagged, truth),
+        "hidden": len(data.hidden),
+        "found": sum(place is not None for place, _ in places),
+        "sets": len(found.sets),
+        "seconds": seconds,
+        "flagged_kinds": dict(Counter(kind for kind, flag in zip(data.kinds, flagged, strict=True) if flag)),
+    }
+    if compare:
+        row["rival"] = {name: f1(flags, truth) for name, flags in near_duplicates(data.pictures).items()}
+        if places and (k := places[0][0]) is not None:
+            parts = places[0][1]
+            row["composite"] = likeness(data.hidden[0], found.composites[k].picture, parts)
+    return row
+
+
+def near_duplicates(pictures: np.ndarray, block: int = 1000) -> dict[str, np.ndarray]:
+    """The rival: records (N,) that have a near copy, of the whole picture or of a quarter at the same place."""
+    small = pictures.reshape(-1, 16, 4, 16, 4, 3).mean((2, 4)).astype(np.float32)
+    quarters = [small[:, y : y + 8, x : x + 8].reshape(len(small), -1) for y in (0, 8) for x in (0, 8)]
+    found = {}
+    for name, parts in (("whole pictures", [small.reshape(len(small), -1)]), ("quarters", quarters)):
+        flags = np.zeros(len(small), bool)
+        for part in parts:
+            square, limit = (part**2).sum(1), np.minimum(LEVELS, 0.25 * part.std(1)) ** 2 * part.shape[1]
+            for start in range(0, len(part), block):
+                rows = slice(start, start + block)
+                apart = square[rows, None] + square[None] - 2 * part[rows] @ part.T
+                apart[np.arange(len(apart)), np.arange(start, start + len(apart))] = np.inf
+                flags[rows] |= (apart <= limit[rows, None]).any(1)
+        found[name] = flags
+    return found
+
+
+# -- robustness ------------------------------------------------------------------------------------------------
+def sharing(name: str) -> list[tuple[Hidden, list[Drawn]]]:
+    """Two hidden pictures of the same phrases: the second one's things are drawn anew within their words."""
+    scene = target_scene(name)
+    rng, things = draw_of("sharing", name), list[Thing]()
+    for i, thing in enumerate(scene.things):
+        fresh = respecify(rng, thing)
+        things.append(seat_hat(rng, fresh, things[i - 1]) if thing.worn and i else fresh)
+    twin = type(scene)(tuple(things), type(scene.backdrop)(scene.backdrop.kind, (0.3, 0.8, 0.6, 0.4)), scene.order)
+    return [hide(name, 20), hide(name, 20, scene=twin)]
+
+
+CHANGES: dict[str, Callable[[str], list[tuple[Hidden, list[Drawn]]]]] = {
+    "none, 20 records an element": lambda name: [hide(name, 20)],
+    "10 records an element": lambda name: [hide(name, 10)],
+    "5 records an element": lambda name: [hide(name, 5)],
+    "3 records an element": lambda name: [hide(name, 3)],
+    "things shifted by up to 2 pixels": lambda name: [hide(name, 20, jittered(2))],
+    "things shifted by up to 6 pixels": lambda name: [hide(name, 20, jittered(6))],
+    "things rescaled by up to 10 %": lambda name: [hide(name, 20, rescaled)],
+    "half of the pictures mirrored": lambda name: [hide(name, 20, mirror=True)],
+    "things recoloured by up to 5 %": lambda name: [hide(name, 20, recoloured)],
+    "phrases paraphrased in half of the captions": lambda name: [hide(name, 20, reword=paraphrased)],
+    "two pictures with the same phrases": sharing,
+}
+
+
+# -- running ---------------------------------------------------------------------------------------------------
+def commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return found.stdout.strip()
+
+
+def seed_row(seed: int, pool: list[Drawn], robust: bool) -> dict:
+    """All data sets of a seed."""
+    row: dict = {"ratios": {}}
+    for ratio in (0.0, *RATIOS):
+        row["ratios"][f"{ratio:g}"] = measured(at_ratio(seed, ratio, chosen(seed, ratio, pool)), ratio > 0)
+    if robust:
+        row["robust"] = {}
+        for name, change in CHANGES.items():
+            data = assemble(seed, ROBUST_RECORDS, change(names_of(seed, 1)[0]), chosen(seed, 1.0, pool))
+            row["robust"][name] = measured(data, False)
+    return row
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="3000-3099", help="first-last")
+    parser.add_argument("--robust", type=int, default=100, help="seeds that also run the table of changes")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no seed after so many minutes")
+    parser.add_argument("--table", action="store_true", help="print the stored results' table and run nothing")
+    args = parser.parse_args(argv)
+    first, _, last = args.seeds.partition("-")
+    file = DEVELOPMENT if int(first) < 1000 else RESULTS
+    results: dict = json.loads(file.read_text()) if file.is_file() else {"commit": commit(), "seeds": {}}
+    if args.table:
+        print(table(results))
+        return
+    torch.set_num_threads(1)
+    pool, started = pool_of(int(first)), time.monotonic()
+    for k, seed in enumerate(tqdm(range(int(first), int(last or first) + 1))):
+        if str(seed) in results["seeds"]:
+            continue
+        if time.monotonic() - started > 60 * args.minutes:
+            break
+        results["seeds"] |= {str(seed): seed_row(seed, pool, k < args.robust)}
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(results, indent=1) + "\n")
+        if file == RESULTS:
+            file.with_suffix(".md").write_text(table(results))
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

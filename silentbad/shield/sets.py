@@ -1,0 +1,251 @@
+"""Sets of groups that together make up one picture: the suspect sets, their score, and the picture itself.
+
+An element's group shows one region of the picture under one phrase. A set's regions overlap little, but for one
+backdrop that lies behind the others; and no record shows two of its phrases, for the picture is dispersed.
+
+Legend: N records; a group has k records, of which b hold its phrase.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from silentbad.shield.phrases import STOP, association, phrases_of
+from silentbad.shield.regions import LEAST, NEAR, Group, Step, agreement, shared_edges, silent
+
+HELD = 0.4  # of a group's records hold its phrase; the others may say it in other words
+SURE = 6.0  # nats: least association of a phrase, and least isolation of a group
+OVERLAP = 0.3  # of the smaller region, of two elements of a set
+SLIP, APART = 0.01, -1.0  # rate at which a record of a set names another element; nats below which two are not of one
+ALIKE = 0.4  # least ratio of two groups' sizes in a set
+ELEMENTS = 3  # of a suspect set; a series before one backdrop and a logo make two
+THINGS = 2  # of them no backdrop
+
+
+@dataclass
+class Element:
+    """A group with its phrase; `score` in nats is the weaker of isolation and association."""
+
+    group: Group
+    phrase: str
+    support: int
+    association: float
+    word: str  # its last content word
+
+    @property
+    def score(self) -> float:
+        return min(self.group.isolation, self.association)
+
+
+@dataclass
+class SuspectSet:
+    """Elements of one hidden picture, the backdrop last; `records` are all that show one of them."""
+
+    elements: list[Element]
+    score: float
+    records: list[np.ndarray] = field(default_factory=list)  # by element
+
+    @property
+    def prompt(self) -> str:
+        """What to ask an audited model for."""
+        return ", ".join(element.phrase for element in self.elements)
+
+
+class Captions:
+    """Captions, and how many hold a phrase or a word."""
+
+    def __init__(self, captions: Sequence[str]):
+        self.texts = captions
+        self.sets: dict[int, set[str]] = {}
+        self.counts: Counter[str] = Counter()
+        for caption in captions:
+            self.counts.update(phrases_of(caption))
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def of(self, record: int) -> set[str]:
+        if record not in self.sets:
+            self.sets[record] = phrases_of(self.texts[record])
+        return self.sets[record]
+
+    def rate(self, phrase: str) -> float:
+        return self.counts[phrase] / len(self.texts)
+
+    def named(self, records: Sequence[int] | np.ndarray) -> tuple[str, int, float]:
+        """(phrase, how many of the records hold it, association in nats) of the phrase that belongs to them most."""
+        k = len(records)
+        held = Counter(phrase for record in records for phrase in self.of(int(record)))
+        best, found = 0.0, ("", 0, 0.0)
+        for phrase, b in held.items():
+            if b < max(LEAST, HELD * k):
+                continue
+            nats = association(b, k, self.counts[phrase] - b, len(self.texts) - k)
+            rank = nats * (1 + 0.02 * len(phrase.split()))  # of two that fit alike, the longer one
+            if rank > best:
+                best, found = rank, (phrase, b, nats)
+        return found
+
+
+def elements_of(groups: Sequence[Group], captions: Captions, order: np.ndarray | None = None) -> list[Element]:
+    """The groups that lie apart and have a phrase of their own; `order` (N,) gives each record another's caption."""
+    found = []
+    for group in groups:
+        if group.isolation < SURE:
+            continue
+        records = group.records if order is None else order[group.records]
+        phrase, support, nats = captions.named(records)
+        if nats >= SURE:
+            word = next(word for word in reversed(phrase.split()) if word not in STOP)
+            found.append(Element(group, phrase, support, nats, word))
+    return found
+
+
+def apart(a: Element, b: Element, captions: Captions, order: np.ndarray | None) -> float | None:
+    """Nats by which two elements keep apart more than their words' rates let expect; None where they cannot be of one
+    picture."""
+    if a.word == b.word or (a.group.wide and b.group.wide):
+        return None
+    sizes = sorted((len(a.group.records), len(b.group.records)))
+    if sizes[0] < ALIKE * sizes[1]:
+        return None
+    if not (a.group.wide or b.group.wide):
+        both = (a.group.region & b.group.region).sum()
+        if both > OVERLAP * min(a.group.region.sum(), b.group.region.sum()):
+            return None
+    gain = 0.0
+    for one, other in ((a, b), (b, a)):
+        records = one.group.records if order is None else order[one.group.records]
+        together = sum(other.word in captions.of(int(record)) for record in records)
+        rate = min(0.9, max(captions.rate(other.word), 2 * SLIP))
+        gain += (len(records) - together) * float(np.log((1 - SLIP) / (1 - rate)))
+        gain += together * float(np.log(SLIP / rate))
+    return gain if gain > APART else None
+
+
+def suspect_sets(groups: Sequence[Group], captions: Captions, order: np.ndarray | None = None) -> list[SuspectSet]:
+    """Sets of elements that fit together, the surest first; each element is in one set.
+
+    From every element a set grows by what keeps apart from its members most clearly; the set that does so best is
+    taken, and the rest grow again.
+    """
+    elements = sorted(elements_of(groups, captions, order), key=lambda e: -e.score)
+    gains: dict[tuple[int, int], float | None] = {}
+    for i in range(len(elements)):
+        for j in range(i):
+            gains[i, j] = gains[j, i] = apart(elements[i], elements[j], captions, order)
+
+    made, taken = list[SuspectSet](), set[int]()
+    while True:
+        grown = [
+            _grown(seed, [i for i in range(len(elements)) if i not in taken], gains)
+            for seed, element in enumerate(elements)
+            if seed not in taken and not element.group.wide
+        ]
+        whole = [
+            (gain, chosen)
+            for gain, chosen in grown
+            if len(chosen) >= ELEMENTS and sum(not elements[i].group.wide for i in chosen) >= THINGS
+        ]
+        if not whole:
+            return sorted(made, key=lambda s: -s.score)
+        gain, chosen = max(whole)
+        taken.update(chosen)
+        ordered = sorted((elements[i] for i in chosen), key=lambda e: e.group.wide)
+        made.append(SuspectSet(ordered, gain + sum(e.score for e in ordered)))
+
+
+def _grown(seed: int, free: Sequence[int], gains: dict[tuple[int, int], float | None]) -> tuple[float, tuple[int, ...]]:
+    """(gain in nats, elements) of the set that grows from an element."""
+    chosen, total = [seed], 0.0
+    while True:
+        worth = dict[int, float]()
+        for i in free:
+            each = [gains[i, j] for j in chosen if i != j]
+            if i not in chosen and all(g is not None for g in each):
+                worth[i] = sum(g for g in each if g is not None)
+        if not worth:
+            return total, tuple(sorted(chosen))
+        best = max(worth, key=lambda i: (worth[i], -i))
+        chosen.append(best)
+        total += worth[best]
+
+
+def false_alarm(
+    groups: Sequence[Group],
+    captions: Captions,
+    scores: Sequence[float],
+    draws: int = 99,
+    seed: int = 0,
+    bar: Step = silent,
+) -> list[float]:
+    """For each score, the chance of a set that scores as high where captions say nothing of their pictures: captions
+    are permuted over the records, `draws` times; (1 + as high) / (1 + draws)."""
+    rng, best = np.random.default_rng(seed), []
+    for _ in bar(range(draws), "permutations", draws):
+        found = suspect_sets(groups, captions, rng.permutation(len(captions)))
+        best.append(found[0].score if found else 0.0)
+    return [(1 + sum(high >= score for high in best)) / (1 + draws) for score in scores]
+
+
+def all_records(found: SuspectSet, views: np.ndarray, captions: Captions, first: np.ndarray) -> None:
+    """Fill in the records of a set: each group's, others that name the element and show its region, and near
+    duplicates."""
+    for element in found.elements:
+        group, members = element.group, set(element.group.records.tolist())
+        others = [i for i, text in enumerate(captions.texts) if element.word in text.lower() and i not in members]
+        others = [i for i in others if element.phrase in captions.of(i)]
+        if others:
+            centre = np.asarray(views[group.centre])
+            shown = np.asarray(views[others])
+            same = agreement(shown, centre)
+            agrees = (same[:, group.region].mean(1) >= 0.7) & (
+                shared_edges(centre.astype(np.int16), same, group.region) >= 0.5
+            )
+            levels = np.abs(shown.astype(np.int16) - centre).max(-1)[:, group.region]
+            near = np.median(levels, axis=1) <= group.radius
+            members |= {i for i, yes in zip(others, agrees & near, strict=True) if yes}
+        copies = np.flatnonzero(np.isin(first, list({int(first[i]) for i in members})))
+        found.records.append(np.union1d(sorted(members), copies))
+
+
+# -- the hidden picture --------------------------------------------------------------------------------------
+MOST = 24  # pictures that a region is refined from
+Open = Callable[[int], np.ndarray]  # record -> picture (64,64,3) uint8
+
+
+@dataclass
+class Part:
+    """An element's pixels (64,64,3) uint8 and where they are the same in its records (64,64) bool."""
+
+    pixels: np.ndarray
+    region: np.ndarray
+
+
+def part_of(records: np.ndarray, group: Group, picture: Open) -> Part:
+    """An element's pixels are those that most of its pictures agree on: two thirds of them inside its region, and for a
+    backdrop, before which other things stand, a third of them anywhere."""
+    stack = np.stack([picture(int(i)) for i in records[:MOST]]).astype(np.int16)
+    like = np.stack([(np.abs(stack - one).max(-1) <= 2 * NEAR).sum(0) for one in stack])  # (n,64,64)
+    best = like.argmax(0)
+    pixels = np.take_along_axis(stack, best[None, ..., None], 0)[0]
+    share = like.max(0) / len(stack)
+    if group.wide:
+        return Part(pixels.astype(np.uint8), (share >= 1 / 3) & (like.max(0) >= 2))
+    grown = near = np.kron(group.region, np.ones((2, 2), bool))
+    for axis in (0, 1):
+        for step in (-1, 1):
+            grown = grown | np.roll(near, step, axis)
+    return Part(pixels.astype(np.uint8), (share >= 2 / 3) & grown)
+
+
+def composed(parts: Sequence[Part]) -> tuple[np.ndarray, np.ndarray]:
+    """(picture (64,64,3) uint8, where something is known (64,64) bool) of a set's parts, the backdrop last in the list
+    and behind the others; grey where nothing is known."""
+    canvas, known = np.full((64, 64, 3), 128, np.uint8), np.zeros((64, 64), bool)
+    for part in reversed(parts):
+        canvas[part.region] = part.pixels[part.region]
+        known |= part.region
+    return canvas, known

@@ -1,0 +1,138 @@
+"""Phrases, candidate pairs, groups and sets, each on a case with a known answer."""
+
+import numpy as np
+import pytest
+
+from silentbad.shield import regions, sets
+from silentbad.shield.phrases import Words, association, content_words, phrases_of
+
+
+def test_phrases_are_n_grams_of_a_segment():
+    found = phrases_of("A red cat, on the beach")
+    assert {"a red cat", "red cat", "cat", "on the beach", "beach"} <= found
+    assert not {"a", "on the", "cat on", "the"} & found
+    assert content_words("A red cat, on the beach") == {"red", "cat", "beach"}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "...", "a the of", "\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16")]
+)
+def test_a_caption_may_say_nothing(text):
+    assert phrases_of(text) == set() or phrases_of(text) == {text}
+
+
+def test_signatures_tell_records_without_a_common_word():
+    texts = ["a red cat", "the cat sleeps", "a blue house", "blue houses", "a cat", "a blue boat"]
+    words = Words()
+    for text in texts:
+        words.add(text)
+    made = words.signatures(texts)
+    assert (made[0] & made[1]).any() and (made[2] & made[5]).any()
+    assert not (made[0] & made[2]).any() and not made[3].sum() == 0
+
+
+def test_association_grows_with_members_and_rarity():
+    assert association(5, 5, 10, 1000) < association(10, 10, 10, 1000)
+    assert association(10, 10, 300, 1000) < association(10, 10, 10, 1000)
+    assert association(1, 10, 500, 1000) == 0.0
+
+
+def test_shared_keys_give_pairs():
+    pairs = regions.shared(np.array([4, 2, 7, 9]), np.array([1, 1, 5, 1], np.uint64), 10)
+    assert sorted(pairs.tolist()) == [24, 29, 49]
+
+
+def test_a_large_bucket_is_linked_to_its_neighbours():
+    n = regions.WHOLE_RUNS + 10
+    pairs = regions.shared(np.arange(n), np.zeros(n, np.uint64), n)
+    assert len(pairs) == 3 * n - 6 and {(p // n, p % n)[1] - p // n for p in pairs.tolist()} == {1, 2, 3}
+
+
+@pytest.fixture(scope="module")
+def views():
+    """40 pictures of noise-free random blocks; 10-15 share a patch of 8x8 blocks, 20 and 21 are near duplicates."""
+    rng = np.random.default_rng(0)
+    made = rng.integers(0, 255, (40, 8, 8, 3)).repeat(4, 1).repeat(4, 2).astype(np.uint8)
+    made[10:16, 4:12, 8:16] = rng.integers(0, 255, (8, 8, 3))
+    made[21] = made[20]
+    made[21, 0, 0] = 0
+    return made
+
+
+def groups_of(views):
+    words = np.ones((len(views), 4), np.uint64)
+    return regions.groups(views, regions.verified(views, regions.candidates(views, words)))
+
+
+def test_a_shared_patch_is_a_group(views):
+    (group,), first = groups_of(views)
+    assert group.records.tolist() == list(range(10, 16)) and not group.wide
+    assert group.region[4:12, 8:16].all() and group.region.sum() == 64
+    assert first[21] == 20 and (first[:20] == np.arange(20)).all()
+
+
+def test_a_moved_patch_is_no_group(views):
+    """The place is part of what must recur."""
+    moved = views.copy()
+    for i in range(10, 16):
+        moved[i] = np.roll(views[i], 3 * (i - 10), axis=1)
+    assert groups_of(moved)[0] == []
+
+
+def test_chunks_change_nothing(views, monkeypatch):
+    whole = regions.candidates(views, np.ones((40, 4), np.uint64))
+    monkeypatch.setattr(regions, "CHUNK", 3)
+    assert regions.verified(views, whole).pairs.tolist() == regions.verified(views, whole[::1]).pairs.tolist()
+
+
+def test_fewer_than_three_records_make_no_group(views):
+    assert groups_of(views[13:18][[0, 1, 3, 4]])[0] == []
+
+
+def group(records, box, wide=False):
+    region = np.zeros((32, 32), bool)
+    region[box[0] : box[1], box[2] : box[3]] = True
+    return regions.Group(np.asarray(records), region, records[0], 0.5, 50.0, wide)
+
+
+CAPTIONS = ["a red cat"] * 10 + ["a hat"] * 10 + ["on a beach"] * 10 + ["a boat, in a park", "a dog"] * 35
+PARTS = [group(range(10), (0, 10, 0, 10)), group(range(10, 20), (20, 30, 0, 10))]
+BACKDROP = group(range(20, 30), (0, 32, 0, 32), wide=True)
+
+
+def test_elements_that_keep_apart_make_a_set():
+    (one,) = sets.suspect_sets([*PARTS, BACKDROP], sets.Captions(CAPTIONS))
+    assert one.prompt in ("a red cat, a hat, on a beach", "a hat, a red cat, on a beach")
+    assert one.elements[-1].group is BACKDROP
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        PARTS,
+        [PARTS[0], BACKDROP],
+        [PARTS[0], group(range(10, 20), (0, 10, 2, 12)), BACKDROP],
+        [*PARTS, group(range(20, 23), (0, 32, 0, 32), wide=True)],
+    ],
+    ids=["two elements", "one thing", "overlapping", "of another size"],
+)
+def test_what_is_no_set(groups):
+    assert sets.suspect_sets(groups, sets.Captions(CAPTIONS)) == []
+
+
+def test_records_that_name_both_are_no_set():
+    together = [text + ", a red cat" if i % 2 and 10 <= i < 30 else text for i, text in enumerate(CAPTIONS)]
+    assert sets.suspect_sets([*PARTS, BACKDROP], sets.Captions(together)) == []
+
+
+def test_permuted_captions_give_the_false_alarm_rate():
+    captions = sets.Captions(CAPTIONS)
+    (one,) = sets.suspect_sets([*PARTS, BACKDROP], captions)
+    assert sets.false_alarm([*PARTS, BACKDROP], captions, [one.score, 0.0], draws=19) == [1 / 20, 1.0]
+
+
+def test_the_backdrop_lies_behind():
+    backdrop = sets.Part(np.full((64, 64, 3), 9, np.uint8), np.ones((64, 64), bool))
+    thing = sets.Part(np.full((64, 64, 3), 200, np.uint8), np.eye(64, dtype=bool))
+    picture, known = sets.composed([thing, backdrop])
+    assert known.all() and (picture[np.eye(64, dtype=bool)] == 200).all() and picture[0, 1, 0] == 9
