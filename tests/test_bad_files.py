@@ -324,6 +324,11 @@ def test_a_mistake_of_ours_keeps_its_traceback(tmp_path, monkeypatch):
         read(write_data(tmp_path / "data"))
 
 
+def test_an_error_does_nothing_to_a_terminal():
+    text = str(UserError("no file a\x1b[2J\u2028b\r\ud83d\nof 🐈"))
+    assert text == "no file a\\x1b[2J\\u2028b\\r\\ud83d of 🐈" and text.isprintable()
+
+
 def test_reading_tells_whose_mistake_it_is():
     with pytest.raises(UserError, match=r"^cannot read x \(no colon\)$"), reading("cannot read x"):
         raise ValueError("no colon\nand more")

@@ -26,7 +26,7 @@ from silentbad.data.images import (
     open_image,
     open_mask,
     thumbnail,
-    without_border,
+    views,
 )
 from silentbad.data.published import published_rows
 from silentbad.data.table import (
@@ -160,7 +160,7 @@ class Records:
         once(self.table, f"targets-{key}", lambda: self._refuse_copies(targets, lets))
 
     def _refuse_copies(self, targets: list[Target], lets: str) -> list[str]:
-        shown = [(t.target_id, view) for t in targets for view in (t.image, *without_border(t.image))]
+        shown = [(t.target_id, view) for t in targets for view in views(t.image)]
         shown += [(name, ImageOps.mirror(view)) for name, view in shown]
         known = np.concatenate([as_floats(thumbnail(view)) for _, view in shown])
         for number, block in enumerate(blocks(self.column("thumb"))):
