@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -22,6 +23,7 @@ from silentbad.errors import UserError, brief, reading
 
 MAX_PIXELS = 64_000_000  # larger images are refused before they are decoded
 MAX_SIDE = 65_535  # and longer ones: a decoder may take ten seconds for one of 6,700,000 by 9
+CHUNK = 512  # known pictures that are compared at once
 FORMATS = (
     "PNG",
     "JPEG",
@@ -129,15 +131,25 @@ def thumbnail(image: Image.Image) -> bytes:
 
 def thumbnails(image: Image.Image) -> bytes:
     """Thumbnails, one after the other, of all that a copy may be hidden in: the whole RGB image, squares of a wide or
-    high one, and what a border encloses."""
+    high one, what a plain border encloses, and what any border of up to a tenth does."""
     image = shrunk(image)
-    return b"".join(map(thumbnail, (image, *_squares(image), *without_border(image))))
+    return b"".join(map(thumbnail, (image, *_squares(image), *without_border(image), *inner(image, 0.02, 0.05, 0.08))))
 
 
 def views(image: Image.Image) -> list[Image.Image]:
-    """What of a target a copy may show: the whole RGB image, and what a border encloses."""
+    """What of a target a copy may show: the whole RGB image, what a border encloses, and the image cut at its edges;
+    each also turned and mirrored, the whole also in grey."""
     image = shrunk(image)
-    return [image, *without_border(image)]
+    shown = [image, *without_border(image), *inner(image, 0.05, 0.1)]
+    turns = [lambda view: view, *(partial(Image.Image.transpose, method=method) for method in Image.Transpose)]
+    return [turn(view) for view in [*shown, image.convert("L").convert("RGB")] for turn in turns]
+
+
+def inner(image: Image.Image, *margins: float) -> list[Image.Image]:
+    """The image without these shares of its width and height at each edge, in fractions of a pixel."""
+    (width, height), size = image.size, (16, 16)
+    boxes = [(m * width, m * height, (1 - m) * width, (1 - m) * height) for m in margins]
+    return [image.resize(size, Image.Resampling.BOX, box=box) for box in boxes]
 
 
 def shrunk(image: Image.Image, side: int = 1024) -> Image.Image:
@@ -213,11 +225,15 @@ def copies(thumbs: np.ndarray, known: np.ndarray, rms: float = 8.0, share: float
     so that two nearly blank pages are no copies. On the microworld, JPEGs of quality 30 and pictures resized by half
     as much again are 4 to 7 levels away, the nearest picture that shares elements with a target 23.
     """
-    square = (thumbs**2).sum(1)[:, None] + (known**2).sum(1)[None] - 2 * thumbs @ known.T
-    distance = np.sqrt(np.maximum(square, 0) / thumbs.shape[1])
-    near = distance <= np.minimum(rms, share * known.std(axis=1))[None]
-    found = np.argwhere(near)
-    return (int(found[0, 0]), int(found[0, 1])) if len(found) else None
+    own = (thumbs**2).sum(1)[:, None]
+    for start in range(0, len(known), CHUNK):
+        some = known[start : start + CHUNK]
+        square = own + (some**2).sum(1)[None] - 2 * thumbs @ some.T
+        distance = np.sqrt(np.maximum(square, 0) / thumbs.shape[1])
+        found = np.argwhere(distance <= np.minimum(rms, share * some.std(axis=1))[None])
+        if len(found):
+            return int(found[0, 0]), start + int(found[0, 1])
+    return None
 
 
 # -- images ------------------------------------------------------------------------------------------------
