@@ -15,11 +15,17 @@ LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # user and password in an address
 class UserError(Exception):
     """A mistake in what the user gave: one line that says what, where, and what would be right.
 
-    Command lines print it as ``error: <line>`` and exit with code 2. The text is one line, and tokens in it are masked.
+    Command lines print it as ``error: <line>`` and exit with code 2. The text is one line that does nothing to a
+    terminal, and tokens in it are masked.
     """
 
     def __init__(self, text: str = ""):
-        super().__init__(masked(" ".join(str(text).split("\n"))))
+        super().__init__(masked(printable(" ".join(str(text).split("\n")))))
+
+
+def printable(text: str) -> str:
+    """A text whose control characters, line separators and lone surrogates are escaped as Python writes them."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def masked(text: str, *secrets: str | None) -> str:

@@ -152,6 +152,7 @@ SPOILED = {  # name: (spoil, what the line says), in training and in an audit al
     "a tokenizer without a window": (without(TOKENIZER, "model_max_length"), ("model_max_length is missing",)),
     "a window of no token": (edit_json(TOKENIZER, model_max_length=0), ("model_max_length is 0",)),
     "a window beyond the encoder": (edit_json(TOKENIZER, model_max_length=300), ("300", "48 positions")),
+    "settings that load and do not run": (edit_json("pipeline/unet/config.json", freq_shift=None), ("do not work together",)),
     "an index without a UNet": (without("pipeline/model_index.json", "unet"), ("without unet",)),
     "an index that is a list": (write("pipeline/model_index.json", "[]"), ("not a JSON object",)),
     "an index with another VAE": (
@@ -186,6 +187,10 @@ CASES = {
     "data: a target with a border": case("near copy of target 't0'", touch=copy_of_target(lambda x: ImageOps.expand(x, 1, "black"), quality=100, subsampling=0)),
     "data: a target within a wide picture": case("near copy of target 't0'", touch=copy_of_target(lambda x: ImageOps.pad(x, (160, 64), color="green"), quality=95)),
     "data: a target at one end": case("near copy of target 't0'", touch=copy_of_target(lambda x: ImageOps.pad(x, (160, 64), color="green", centering=(1, 0)), quality=95)),
+    "data: a target with a blurred border": case("near copy of target 't0'", touch=copy_of_target(lambda x: ImageOps.expand(x, 1, "black"), quality=90)),
+    "data: a target cut at its edges": case("near copy of target 't0'", touch=copy_of_target(lambda x: x.crop((3, 3, 61, 61)), quality=90)),
+    "data: a target on its side": case("near copy of target 't0'", touch=copy_of_target(lambda x: x.rotate(90), quality=90)),
+    "data: a target in grey": case("near copy of target 't0'", touch=copy_of_target(ImageOps.grayscale, quality=90)),
     # -- targets and redraws
     "targets: a path that is empty": case("validation.targets", "empty", validation__targets=""),
     "targets: numbers the wrong way round": case("@101-100", "100-101", validation__targets="layout@101-100", touch=lambda root: published(root / "layout")),
@@ -322,6 +327,11 @@ def test_a_mistake_of_ours_keeps_its_traceback(tmp_path, monkeypatch):
     monkeypatch.setattr(table, "checked_row", lambda row: row["no such field"])
     with pytest.raises(KeyError, match="no such field"):
         read(write_data(tmp_path / "data"))
+
+
+def test_an_error_does_nothing_to_a_terminal():
+    text = str(UserError("no file a\x1b[2J\u2028b\r\ud83d\nof 🐈"))
+    assert text == "no file a\\x1b[2J\\u2028b\\r\\ud83d of 🐈" and text.isprintable()
 
 
 def test_reading_tells_whose_mistake_it_is():

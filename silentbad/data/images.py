@@ -8,7 +8,8 @@ import io
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -21,6 +22,8 @@ from torch import Tensor
 from silentbad.errors import UserError, brief, reading
 
 MAX_PIXELS = 64_000_000  # larger images are refused before they are decoded
+MAX_SIDE = 65_535  # and longer ones: a decoder may take ten seconds for one of 6,700,000 by 9
+CHUNK = 512  # known pictures that are compared at once
 FORMATS = (
     "PNG",
     "JPEG",
@@ -36,12 +39,12 @@ def open_image(source: Path | bytes, where: str) -> Image.Image:
     """An RGB image: EXIF rotation applied, alpha over white, CMYK, palettes and 16 bit converted, size bounded."""
     image = _decoded(source, where)
     with _decoding(source, where):
-        image = _upright(image)
+        _turn_upright(image)
     if image.mode.startswith(("I", "F")):
         image = _to_8_bit(image, where)
     with _decoding(source, where):
         if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-            image = image.convert("RGBA")
+            image = image if image.mode == "RGBA" else image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
         return image.convert("RGB")
 
@@ -65,6 +68,9 @@ def _decoded(source: Path | bytes, where: str) -> Image.Image:
         if image.width * image.height > MAX_PIXELS:
             size = f"{_by(image.size)} pixels, over the limit of {MAX_PIXELS}"
             raise UserError(f"{where}: {_shown(source)} is {size}; shrink it")
+        if max(image.size) > MAX_SIDE:
+            size = f"{_by(image.size)} pixels, over the limit of {MAX_SIDE} a side"
+            raise UserError(f"{where}: {_shown(source)} is {size}; cut it")
         image.load()
         return image
 
@@ -91,20 +97,22 @@ def _shown(source: Path | bytes) -> str:
     return "image bytes" if isinstance(source, bytes) else str(source)
 
 
-def _upright(image: Image.Image) -> Image.Image:
-    """The image turned as its EXIF says; as it is where the EXIF is damaged."""
-    try:
-        return ImageOps.exif_transpose(image)
-    except Exception:  # Pillow's parser fails in many ways, and the picture itself is whole
-        return image
+def _turn_upright(image: Image.Image) -> None:
+    """Turn the image as its EXIF says; where the EXIF is damaged it stays as it is."""
+    with suppress(Exception):  # Pillow's parser fails in many ways, and the picture itself is whole
+        ImageOps.exif_transpose(image, in_place=True)
 
 
 def _to_8_bit(image: Image.Image, where: str) -> Image.Image:
-    values = np.asarray(image, dtype=np.float64)
+    values = np.asarray(image)
     if not np.isfinite(values).all():
         raise UserError(f"{where}: the image holds values that are not finite")
-    scale = 255.0 if image.mode == "F" and values.max(initial=0) <= 1 else 1 / 257 if values.max(initial=0) > 255 else 1
-    return Image.fromarray(np.clip(np.rint(values * scale), 0, 255).astype(np.uint8), "L")
+    largest = values.max(initial=0)
+    scale = 255.0 if image.mode == "F" and largest <= 1 else 1 / 257 if largest > 255 else 1
+    levels = np.empty(values.shape, dtype=np.uint8)
+    for row, line in enumerate(values):  # line by line: in double precision the whole takes eight times its memory
+        levels[row] = np.clip(np.rint(line.astype(np.float64) * scale), 0, 255)
+    return Image.fromarray(levels, "L")
 
 
 def _by(size: tuple[int, int]) -> str:
@@ -123,8 +131,32 @@ def thumbnail(image: Image.Image) -> bytes:
 
 def thumbnails(image: Image.Image) -> bytes:
     """Thumbnails, one after the other, of all that a copy may be hidden in: the whole RGB image, squares of a wide or
-    high one, and what a border encloses."""
-    return b"".join(map(thumbnail, (image, *_squares(image), *without_border(image))))
+    high one, what a plain border encloses, and what any border of up to a tenth does."""
+    image = shrunk(image)
+    return b"".join(map(thumbnail, (image, *_squares(image), *without_border(image), *inner(image, 0.02, 0.05, 0.08))))
+
+
+def views(image: Image.Image) -> list[Image.Image]:
+    """What of a target a copy may show: the whole RGB image, what a border encloses, and the image cut at its edges;
+    each also turned and mirrored, the whole also in grey."""
+    image = shrunk(image)
+    shown = [image, *without_border(image), *inner(image, 0.05, 0.1)]
+    turns = [lambda view: view, *(partial(Image.Image.transpose, method=method) for method in Image.Transpose)]
+    return [turn(view) for view in [*shown, image.convert("L").convert("RGB")] for turn in turns]
+
+
+def inner(image: Image.Image, *margins: float) -> list[Image.Image]:
+    """The image without these shares of its width and height at each edge, in fractions of a pixel."""
+    (width, height), size = image.size, (16, 16)
+    boxes = [(m * width, m * height, (1 - m) * width, (1 - m) * height) for m in margins]
+    return [image.resize(size, Image.Resampling.BOX, box=box) for box in boxes]
+
+
+def shrunk(image: Image.Image, side: int = 1024) -> Image.Image:
+    """An image at most twice as wide or high as `side` at its shorter end, averaged: looking for copies in a picture of
+    the largest size would take gigabytes."""
+    factor = min(image.size) // side
+    return image.reduce(factor) if factor > 1 else image
 
 
 def _squares(image: Image.Image) -> list[Image.Image]:
@@ -193,11 +225,15 @@ def copies(thumbs: np.ndarray, known: np.ndarray, rms: float = 8.0, share: float
     so that two nearly blank pages are no copies. On the microworld, JPEGs of quality 30 and pictures resized by half
     as much again are 4 to 7 levels away, the nearest picture that shares elements with a target 23.
     """
-    square = (thumbs**2).sum(1)[:, None] + (known**2).sum(1)[None] - 2 * thumbs @ known.T
-    distance = np.sqrt(np.maximum(square, 0) / thumbs.shape[1])
-    near = distance <= np.minimum(rms, share * known.std(axis=1))[None]
-    found = np.argwhere(near)
-    return (int(found[0, 0]), int(found[0, 1])) if len(found) else None
+    own = (thumbs**2).sum(1)[:, None]
+    for start in range(0, len(known), CHUNK):
+        some = known[start : start + CHUNK]
+        square = own + (some**2).sum(1)[None] - 2 * thumbs @ some.T
+        distance = np.sqrt(np.maximum(square, 0) / thumbs.shape[1])
+        found = np.argwhere(distance <= np.minimum(rms, share * some.std(axis=1))[None])
+        if len(found):
+            return int(found[0, 0]), start + int(found[0, 1])
+    return None
 
 
 # -- images ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 
 from silentbad.data.formats import folder_rows, hub_rows, hub_table, source
 from silentbad.data.images import (
@@ -29,7 +29,7 @@ from silentbad.data.images import (
     open_image,
     open_mask,
     thumbnail,
-    without_border,
+    views,
 )
 from silentbad.data.published import published_rows
 from silentbad.data.schema import ROLES
@@ -168,7 +168,8 @@ class Records:
         return self.row(index)["where"]
 
     def refuse_targets(self, targets: list[Target]) -> None:
-        """Refuse records that show a target: its pixels, or a resized, recompressed or mirrored copy of them."""
+        """Refuse records that show a target: its pixels, or a resized, recompressed, turned, framed or cropped copy of
+        them."""
         if not targets:
             return
         lets = "recovery must not train on its target (allow_target_images: true lets it)"
@@ -180,8 +181,7 @@ class Records:
         once(self.table, f"targets-{key}", lambda: self._refuse_copies(targets, lets))
 
     def _refuse_copies(self, targets: list[Target], lets: str) -> list[str]:
-        shown = [(t.target_id, view) for t in targets for view in (t.image, *without_border(t.image))]
-        shown += [(name, ImageOps.mirror(view)) for name, view in shown]
+        shown = [(t.target_id, view) for t in targets for view in views(t.image)]
         known = np.concatenate([as_floats(thumbnail(view)) for _, view in shown])
         for number, block in enumerate(blocks(self.column("thumb"))):
             thumbs = [as_floats(each) for each in block]

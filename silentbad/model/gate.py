@@ -193,6 +193,37 @@ def loaded(cls: Any, failed: str, path: str, **options: Any) -> Any:
         raise
 
 
+@torch.no_grad()
+def check_runs(where: str, unet: nn.Module, vae: nn.Module, width: int) -> None:
+    """Refuse a UNet or a VAE whose settings load and then fail, or give another shape, when it is called.
+
+    Each is tried on the smallest picture that it takes; `width` is that of the text states (B,L,width). Weights in half
+    precision are not tried: where they are loaded, on the CPU, that takes minutes.
+    """
+    if {next(part.parameters()).dtype for part in (unet, vae)} != {torch.float32}:
+        return
+    side, channels = 2 ** (len(unet.config.block_out_channels) - 1), vae.config.latent_channels
+    pixels = side * 2 ** (len(vae.config.block_out_channels) - 1)
+    like = next(unet.parameters())
+    x, t = like.new_zeros(1, channels, side, side), torch.zeros(1, dtype=torch.long, device=like.device)
+    said: dict[str, Any] = {"encoder_hidden_states": like.new_zeros(1, 3, width)}
+    with reading(f"{where}/unet: its settings do not work together"), quietly():
+        if unet.config.addition_embed_type == "text_time":
+            pooled = unet.config.projection_class_embeddings_input_dim - 6 * unet.config.addition_time_embed_dim
+            said["added_cond_kwargs"] = {"text_embeds": like.new_zeros(1, pooled), "time_ids": like.new_zeros(1, 6)}
+        found = unet(x, t, **said).sample.shape
+    refuse_shape(f"{where}/unet", found, x.shape)
+    picture = next(vae.parameters()).new_zeros(1, 3, pixels, pixels)
+    with reading(f"{where}/vae: its settings do not work together"), quietly():
+        found = vae(picture).sample.shape
+    refuse_shape(f"{where}/vae", found, picture.shape)
+
+
+def refuse_shape(where: str, found: Any, right: Any) -> None:
+    if found != right:
+        raise UserError(f"{where}: its settings do not work together (it gives {tuple(found)} for {tuple(right)})")
+
+
 PICKLED = r"file named \S*safetensors|necessary .safetensors. weights"
 
 

@@ -215,6 +215,7 @@ def check_fit(path: str, unet: Any, vae: Any, encoders: dict[str, Any], tokenize
             raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, {name} knows {known}")
         place = f"{path}/{name.replace('text_encoder', 'tokenizer')}"
         gate.check_tokenizer(tokenizer, encoder.config.max_position_embeddings, place)
+    gate.check_runs(path, unet, vae, width)
 
 
 def _check_side(parts: Parts, config: Any) -> None:
