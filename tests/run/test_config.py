@@ -217,7 +217,7 @@ def test_every_field_has_help_and_a_source():
     for f in TrainConfig.__dataclass_fields__.values():
         if dataclasses.is_dataclass(f.default_factory):  # settings of their own, documented where they stand
             continue
-        assert f.metadata["help"] and f.metadata["source"] in ("diffusers", "SilentBadDiffusion", "here")
+        assert f.metadata["help"] and f.metadata["source"] in ("diffusers", "SilentBadDiffusion", "sd-scripts", "here")
 
 
 def test_help_lists_every_flag(capsys):
