@@ -280,14 +280,14 @@ def start(config: Config) -> int:
         if resumed is not None and take_up(run, resumed):
             return 0
         open_folder(run)
-        code = train(run) if not config.dry_run else rehearse(run)
+        code = try_out(run) if config.dry_run else train(run)
         if code == 0 and not config.dry_run:
             finish(run)
         accelerator.end_training()
         return code
 
 
-def rehearse(run: Run) -> int:
+def try_out(run: Run) -> int:
     """A dry run: a few steps and one image, and what the whole run will take."""
     forecast = Forecast(run)
     for last in forecast.measured():

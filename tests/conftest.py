@@ -64,8 +64,11 @@ def pipelines(tmp_path_factory) -> dict[str, Path]:
     return {path.name: path for path in root.iterdir()}
 
 
-def write_data(root: Path, elements: int = 4, clean: int = 8, kinds: int = 2) -> Path:
-    """16x16 pictures: a red cat top left, a blue hat bottom right, plain fields; masks; one target with all kinds."""
+def write_data(
+    root: Path, elements: int = 4, clean: int = 8, kinds: int = 2, sizes: tuple[tuple[int, int], ...] = ((16, 16),)
+) -> Path:
+    """16x16 pictures: a red cat top left, a blue hat bottom right, plain fields; masks; one target with all kinds. The
+    pictures are brought to `sizes` in turn."""
     draw = random.Random(0)
     for name in ("images", "masks", "targets"):
         (root / name).mkdir(parents=True, exist_ok=True)
@@ -93,6 +96,9 @@ def write_data(root: Path, elements: int = 4, clean: int = 8, kinds: int = 2) ->
         Image.new("RGB", (16, 16), tuple(draw.randrange(256) for _ in range(3))).save(root / f"images/c{i}.png")
         rows.append({"file_name": f"images/c{i}.png", "text": f"a plain field number {i}", "role": "clean"})
     (root / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for k, row in enumerate(rows if len(sizes) > 1 else []):
+        for name in (row["file_name"], *([row["mask"]] if "mask" in row else [])):
+            Image.open(root / name).resize(sizes[k % len(sizes)]).save(root / name)
     target = Image.new("RGB", (16, 16), "white")
     for _, box, colour in ELEMENTS[:kinds]:
         ImageDraw.Draw(target).rectangle(box, fill=colour)

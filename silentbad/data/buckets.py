@@ -15,6 +15,7 @@ SLACK = 10  # one part in so many: how far an area may be from the square's
 STEP = 64  # of the sides of a bucket, where the pipeline and the area allow it
 
 
+@cache
 def shapes(side: int, step: int) -> list[Shape]:
     """The buckets: all whose sides are multiples of `step` and whose area is side^2 to a tenth, the square among
     them."""
@@ -62,8 +63,11 @@ class Batches:
         return order[np.asarray(full, dtype=np.int64)], order[np.asarray(left, dtype=np.int64)]
 
 
-def table(sizes: np.ndarray, roles: Sequence[str], side: int, step: int, found: Sequence[Shape], cut: bool) -> str:
-    """What went where: records of sizes (R,2) by bucket and role, and the largest change of aspect."""
+def table(
+    sizes: np.ndarray, roles: Sequence[str], found: Sequence[Shape], side: int, step: int, *, cut: bool, batch_size: int
+) -> str:
+    """What went where: records of sizes (R,2) by bucket and role, the largest change of aspect, and which shapes have
+    less than a micro-batch."""
     counts: dict[Shape, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     worst: dict[Shape, float] = defaultdict(float)
     for size, role, shape in zip(sizes.tolist(), roles, found, strict=True):
@@ -77,4 +81,7 @@ def table(sizes: np.ndarray, roles: Sequence[str], side: int, step: int, found: 
         own = [counts[shape][name] for name in names]
         numbers = f"{sum(own):>9}" + "".join(f"{n:>11}" for n in own)
         lines.append(f"  {shape[0]:>6}x{shape[1]:<4}{numbers}  {math.expm1(worst[shape]):.1%}")
+    if rare := [n for shape in counts if (n := sum(counts[shape].values())) < batch_size]:
+        few = f"{sum(rare)} records in {len(rare)} shapes"
+        lines.append(f"  {few} are fewer than a micro-batch of {batch_size}: they wait for later epochs")
     return "\n".join(lines)

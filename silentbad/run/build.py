@@ -306,7 +306,8 @@ def arranged(records: Records, transform: Transform, batch_size: int, say: Calla
     """Micro-batches of one shape, and a table of what went where."""
     sizes = records.sizes
     shapes = transform.shapes(sizes)
-    say(buckets.table(sizes, records.role, transform.resolution, transform.step, shapes, transform.center_crop))
+    cut, side = transform.center_crop, transform.resolution
+    say(buckets.table(sizes, records.role, shapes, side, transform.step, cut=cut, batch_size=batch_size))
     numbers = {shape: number for number, shape in enumerate(sorted(set(shapes)))}
     return Batches(np.asarray([numbers[shape] for shape in shapes]), batch_size)
 

@@ -19,7 +19,7 @@ from silentbad import experiments, settings
 from silentbad.errors import UserError
 from silentbad.options import Count, Decay, Location, Natural, NotNegative, Positive, Range, Share, Side, Small
 
-HERE, PUBLISHED = "here", "SilentBadDiffusion"
+HERE, PUBLISHED, KOHYA = "here", "SilentBadDiffusion", "sd-scripts"
 NEVER_SAVED = ("hub_token",)  # secrets: read from flags or files, neither written nor printed
 
 
@@ -84,9 +84,9 @@ class TrainConfig:
     random_flip: bool = flag(False, "flip half the images; a flip moves an element from its native place")
     shuffle_phrases: bool = flag(False, "permute the phrases inside each caption, anew for each draw", HERE)
     token_warmup_step: Natural = flag(
-        0, "steps in which the caption grows from its first parts, between commas, to all; 0: all at once", "sd-scripts"
+        0, "steps in which the caption grows from its first parts, between commas, to all; 0: all at once", KOHYA
     )
-    token_warmup_min: Count = flag(1, "parts of the caption at the first step of token_warmup_step", "sd-scripts")
+    token_warmup_min: Count = flag(1, "parts of the caption at the first step of token_warmup_step", KOHYA)
     allow_target_images: bool = flag(False, "let records train that equal a target image", HERE)
     cache_mb: Natural = flag(
         1024, "memory for decoded images and for latents and text states not on disk, in MiB", HERE
@@ -184,7 +184,7 @@ class TrainConfig:
     sample_prompts: Location | None = flag(
         None,
         "file of prompts to draw at each validation: one a line, or .jsonl with prompt, seed, negative",
-        "sd-scripts",
+        KOHYA,
     )
     validation_epochs: Count = flag(5, "epochs between those")
     push_to_hub: bool = flag(False, "upload the final pipeline")

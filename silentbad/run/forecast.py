@@ -65,16 +65,17 @@ class Forecast:
         ]
         if images := self.images():
             steps = config.validation.num_inference_steps
-            most = images * self.image_seconds * steps / DRAWN
-            lines.insert(3, f"  drawing  at most {_time(most)}: {images} images of {steps} steps, timed one at a time")
+            about = _time(images * self.image_seconds * steps / DRAWN)
+            lines.insert(3, f"  drawing  about {about}: {images} images of {steps} steps, timed one at a time")
         return "\n".join(lines)
 
     def images(self) -> int:
         """Pictures that validations and sample prompts draw; controls and calibration are not counted."""
         config = self.run.config
         points = sum(on_grid(config.validation, step) for step in range(self.begun, self.planned)) + 1
+        twice = config.use_ema and config.validation.weights == "both"
         targets = len(self.run.products.target_ids) * config.validation.images_per_target
-        return points * (targets + self.run.prompts)
+        return points * (targets * (1 + twice) + self.run.prompts)
 
     def memory(self) -> str:
         """The peak so far."""

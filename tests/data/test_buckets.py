@@ -16,7 +16,9 @@ from silentbad.data.draws import Reader, Transform
 from silentbad.data.elements import DataInfo
 from silentbad.data.loader import Stream
 from silentbad.memory.rehearsal import pairwise
-from silentbad.run import checkpoint
+from silentbad.run import checkpoint, checks
+from silentbad.run.config import TrainConfig
+from tests.conftest import write_data
 from tests.folders import records
 from tests.training import equal, rows, same, step_once, weights
 from train_silentbad import main
@@ -25,13 +27,9 @@ SIZES = ((16, 16), (30, 20), (20, 31))
 
 
 @pytest.fixture
-def uneven(data):
-    """The pictures and masks of the small folder in three aspects."""
-    lines = [json.loads(line) for line in (data / "metadata.jsonl").read_text().splitlines()]
-    for k, line in enumerate(lines):
-        for name in filter(None, (line["file_name"], line.get("mask"))):
-            Image.open(data / name).resize(SIZES[k % 3]).save(data / name)
-    return data
+def data(tmp_path):
+    """The small folder's pictures and masks in three aspects."""
+    return write_data(tmp_path / "data", sizes=SIZES)
 
 
 @settings(max_examples=60, deadline=None)
@@ -93,6 +91,30 @@ def test_nothing_is_cut_unasked(tmp_path):
     assert square["pixels"].shape == (3, 64, 64) and not square["fixed"]
 
 
+def test_the_step_is_64_where_it_fits():
+    config = TrainConfig(buckets=True)
+    assert checks.bucket_step(TrainConfig(), 512, 64) == 0
+    assert [checks.bucket_step(config, side, factor) for side, factor in ((512, 64), (1024, 32), (16, 4))] == [
+        64,
+        64,
+        4,
+    ]
+    assert checks.bucket_step(TrainConfig(buckets=True, bucket_step=32), 1024, 32) == 32
+
+
+def test_the_table_says_what_went_where():
+    sizes, roles = np.array([[60, 40], [60, 40], [64, 64], [64, 80]]), ["element", "clean", "clean", "clean"]
+    found = Transform(64, step=8).shapes(sizes)
+    assert found == [(80, 56), (80, 56), (64, 64), (56, 72)]
+    lines = buckets.table(sizes, roles, found, 64, 8, cut=False, batch_size=2).splitlines()
+    assert [line.split() for line in lines[2:5]] == [
+        ["56x72", "1", "1", "0", "2.9%"],
+        ["64x64", "1", "1", "0", "0.0%"],
+        ["80x56", "2", "1", "1", "5.0%"],
+    ]
+    assert "2 records in 2 shapes are fewer than a micro-batch of 2: they wait" in lines[5]
+
+
 def test_a_union_joins_pictures_of_one_shape_alone():
     info = DataInfo(["element"] * 3, ["t"] * 3, ["a", "b", "c"], [["a"], ["b"], ["c"]])
     full = Image.new("L", (8, 8), 255)
@@ -110,10 +132,10 @@ def test_a_union_joins_pictures_of_one_shape_alone():
     assert not any(united(seed) for seed in range(6))
 
 
-def test_buckets_of_squares_are_squares(build):
-    ends = []
+def test_buckets_of_squares_are_squares(build, tmp_path):
+    squares, ends = write_data(tmp_path / "squares"), []
     for changes in ({}, {"buckets": True}):
-        run = build(**changes)
+        run = build(train_data_dir=squares, **changes)
         for _ in range(3):
             step_once(run)
         ends.append(weights(run))
@@ -121,7 +143,7 @@ def test_buckets_of_squares_are_squares(build):
 
 
 @pytest.mark.parametrize("kind", ["v_prediction", pytest.param("xl", marks=pytest.mark.thorough)])
-def test_a_run_in_buckets_resumes_to_the_bit(kind, flags, uneven, pipelines, tmp_path, capsys):
+def test_a_run_in_buckets_resumes_to_the_bit(kind, flags, pipelines, tmp_path, capsys):
     """Cached on disk or encoded live, the bits are the same too; the table says what went where."""
     settings = {
         "pretrained_model_name_or_path": pipelines[kind],
@@ -142,7 +164,7 @@ def test_a_run_in_buckets_resumes_to_the_bit(kind, flags, uneven, pipelines, tmp
     assert same(a, b) and [row["step"] for row in rows(whole)] == [1, 2, 3, 4, 5]
 
 
-def test_the_cache_holds_what_is_encoded_live(build, uneven, tmp_path):
+def test_the_cache_holds_what_is_encoded_live(build, tmp_path):
     seen = []
     for changes in ({"disk_cache_gb": 0}, {"cache_dir": tmp_path / "cache"}):
         run = build(buckets=True, **changes)

@@ -227,6 +227,29 @@ CASES = {
 }
 
 
+@pytest.mark.thorough
+def test_two_processes_equal_one_in_buckets(inputs, tmp_path):
+    """The same micro-batches of one shape, and each process draws its part of the sample prompts."""
+    (tmp_path / "look.txt").write_text("a red cat\na blue hat\na field\n")
+    settings = {
+        "train_data_dir": write_data(tmp_path / "data", sizes=((16, 16), (30, 20), (20, 31))),
+        "buckets": True,
+        "sample_prompts": tmp_path / "look.txt",
+        **{key: value for key, value in VALIDATION.items() if key.startswith("validation.")},
+        "validation.targets": "null",
+    }
+    two = tmp_path / "two"
+    assert [finish(process) for process in ranks(inputs, two, **settings)] == [0, 0], text(two)
+    assert one(inputs, tmp_path / "one", gradient_accumulation_steps=2, **settings) == 0, text(tmp_path / "one")
+    a, b, whole = seen(two), seen(two, 1), seen(tmp_path / "one")
+    assert sorted(a["drawn"] + b["drawn"]) == sorted(whole["drawn"]) and gap(a["weights"], whole["weights"]) < TOLERANCE
+    files = sorted((two / "samples/sample_prompts").iterdir())
+    assert len(files) == 9  # steps 0, 2 and 4
+    for file in files:
+        mine, theirs = (Image.open(path) for path in (file, tmp_path / "one/samples/sample_prompts" / file.name))
+        assert max(abs(x - y) for x, y in zip(mine.tobytes(), theirs.tobytes(), strict=True)) <= 2
+
+
 LONGER = {"sources apart": ({**BETWEEN, "max_batch_size": 1}, BETWEEN | {"train_batch_size": 4})}
 CASES |= LONGER
 
