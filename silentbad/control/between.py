@@ -1,8 +1,8 @@
 """A factor between sources: a_(s,G) on what source s adds to the gradient of group G. Theory: docs/gradient-control.md.
 
 A factor common to a whole gradient cancels under Adam. A factor between the sources does not: with g = sum_s a_s g_s
-their ratio stays. Elements are the reference, a = 1. The layer-uniform form weighs each sample's loss, at no cost. The
-layer-wise form needs micro-batches of one source each (`silentbad.data.loader.chunks` cuts them): a hook on every
+their ratio stays. Elements are the reference, a = 1. The layer-uniform form weighs each sample's loss, which is free.
+The layer-wise form needs micro-batches of one source each (`silentbad.data.loader.chunks` cuts them): a hook on every
 parameter scales what a backward is about to add, before it is accumulated or averaged over processes. So accumulation,
 parts and DDP need nothing else, and no accumulated gradient is ever edited.
 
