@@ -9,23 +9,23 @@ numbers; a cell is a kind of prompt (silentbad/recovery/generation.py lists them
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from PIL import Image
 
-from silentbad import owned
+from silentbad import owned, settings
 from silentbad.data.images import to_tensor
 from silentbad.data.targets import Target, check_prompts, load_targets
 from silentbad.errors import UserError, say
 from silentbad.files import check_writable
 from silentbad.model.averaging import averaged, extrapolated
 from silentbad.model.pipeline import load_pipeline
-from silentbad.options import Cosine, Count, Location, Natural, Range, Rate, Side, Small, Unit, check_values
+from silentbad.options import Cosine, Location, Natural, Range, Rate, Side, Small, Unit, check_values
 from silentbad.recovery import report
 from silentbad.recovery.embedders import CLIP, load_embedder, tried
 from silentbad.recovery.evidence import verdict_sentence
@@ -65,7 +65,7 @@ class ValidationConfig:
     targets: Location | None = None  # targets.jsonl; unset: no validation
     steps: Natural = 100  # optimizer steps between points of the curve; 0: only before and after training
     early_steps: list[Natural] = field(default_factory=list)  # further points, for a curve that rises before `steps`
-    images_per_target: Count = 8
+    images_per_target: Small = 8
     num_inference_steps: Lengths = 20
     sampling_lengths: list[Lengths] = field(default_factory=list)  # further numbers of steps, with base and controls
     guidance_scale: Annotated[float, Range(0, 1e4)] = 7.5
@@ -78,7 +78,7 @@ class ValidationConfig:
     threshold: Cosine | None = None  # unset: calibrated on redraws.jsonl beside the targets, or the base
     false_positive_rate: Rate = 0.01  # of the calibrated threshold, per image
     calibration: Literal["auto", "redraws", "counterfactuals", "base"] = "auto"  # null pictures; auto: what is at hand
-    null_images: Count = 32  # base-model images per target to calibrate on where there is no redraws.jsonl
+    null_images: Small = 32  # base-model images per target to calibrate on where there is no redraws.jsonl
     controls: Literal["final", "always", "never"] = "final"  # when the control prompts are measured
     weights: Literal["raw", "ema", "both"] = "both"  # which weights, where an average is kept
     unrelated: str = "a page of printed text"  # caption that names no element
@@ -348,7 +348,7 @@ def audit(
             first = load_pipeline(pipeline, dtype, device, lora)
             hook.take(first.components, name)
             if extrapolate is not None:
-                with further(first.unet, base.unet, extrapolate):
+                with extrapolated(first.unet, base.unet, extrapolate):
                     hook.run(1, 1, first.unet, label=f"extrapolated by {extrapolate:g}")
         step = 1 + (extrapolate is not None)
         hook.run(step, step, first.unet, final=True, label="audited pipeline")
@@ -359,34 +359,30 @@ def audit(
         return hook.verdict()
 
 
-@contextmanager
-def further(unet: Any, base: Any, factor: float) -> Iterator[None]:
-    """`extrapolated`, its refusal in the words of the command line."""
-    try:
-        with extrapolated(unet, base, factor):
-            yield
-    except ValueError as error:
-        raise UserError(f"--extrapolate: {error}; give a baseline with the same UNet, and no --lora") from None
+@dataclass
+class Audit(ValidationConfig):
+    """An audit of a pipeline"""
+
+    pipeline: Location | None = None  # diffusers folder or Hub id
+    baseline: Location | None = None  # calibrate and compare on it
+    lora: Location | None = None  # adapters to put on the pipeline: folder or file
+    output_dir: Location = "audit"  # for JSON, HTML and samples/
+    seed: int = 0  # address of every noise
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    extrapolate: float | None = None  # measure the change times this as well
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line: exit code 0, 2 or 3, as the module says."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(prog="validation.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--pipeline", type=str, required=True, help="diffusers folder or Hub id")
-    parser.add_argument("--baseline", type=str | None, default=None, help="calibrate and compare on it")
-    parser.add_argument("--lora", type=str | None, default=None, help="adapters to put on the pipeline: folder or file")
-    parser.add_argument("--output_dir", type=str, default="audit", help="for JSON, HTML and samples/")
-    parser.add_argument("--seed", type=int, default=0, help="address of every noise")
-    parser.add_argument("--dtype", type=Literal["float32", "float16", "bfloat16"], default="float32")
-    parser.add_argument("--extrapolate", type=float | None, default=None, help="measure the change times this as well")
-    parser.add_class_arguments(ValidationConfig)
-    values = parser.parse_args(arguments).as_dict()
-    names = ("pipeline", "baseline", "lora", "output_dir", "seed", "dtype", "extrapolate")
-    own = {name: values.pop(name) for name in names}
     try:
-        found = audit(ValidationConfig(**values), **own)
+        given, _, asked = settings.read(Audit, sys.argv[1:] if arguments is None else arguments)
+        if asked is not None:
+            settings.print_help(Audit, __doc__)
+            return 0
+        if given.pipeline is None:
+            raise UserError("--pipeline: is missing; give a diffusers folder or Hub id")
+        config = ValidationConfig(**{f.name: getattr(given, f.name) for f in fields(ValidationConfig)})
+        found = audit(config, **{name: getattr(given, name) for name in Audit.__annotations__})
     except UserError as error:
         say(error)
         return 2

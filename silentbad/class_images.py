@@ -20,7 +20,7 @@ from PIL import Image
 from silentbad import rng
 from silentbad.data.images import to_pil
 from silentbad.data.schema import text_lines
-from silentbad.errors import UserError, reading, say
+from silentbad.errors import ArgumentParser, UserError, reading, say
 from silentbad.files import check_writable
 from silentbad.model.pipeline import load_pipeline
 
@@ -112,7 +112,7 @@ MOST = 1_000_000  # pictures
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("--pipeline", "--prompts", "--out"):
         parser.add_argument(name, required=True)
     for name, default in (("--count", 100), ("--seed", 0), ("--batch", 8), ("--steps", 20)):

@@ -1,10 +1,11 @@
 """One exception type for what a user can put right, and how a command says it."""
 
+import argparse
 import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from safetensors import SafetensorError
 
@@ -40,6 +41,14 @@ def say(error: UserError | str) -> None:
     """The line on stderr, after what stdout holds back: in a log of both streams it stands last."""
     sys.stdout.flush()
     print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse's, with a mistake in the words as one line: the usage is what --help prints."""
+
+    def error(self, message: str) -> NoReturn:
+        say(UserError(f"{message}; --help lists the flags"))
+        raise SystemExit(2)
 
 
 def first_line(error: BaseException) -> str:

@@ -175,6 +175,7 @@ CASES = {
     "config: sampling lengths beyond the schedule": case("validation.sampling_lengths", "from 1 to 1000", more=("--validation.sampling_lengths", "5000")),
     "config: held out below nothing": case("held_out_clean", "at least 0", held_out_clean=-5),
     "config: a batch of a thousand million": case("train_batch_size", "at most 100,000", train_batch_size=10**9),
+    "config: images without number": case("validation.images_per_target", "at most 100,000", validation__images_per_target=10**9),
     "config: a seed of 100 digits": case("seed", "63 bits", seed=10**100),
     "config: no output folder": case("output_dir", "not be empty", output_dir=""),
     "config: targets of no name": case("validation.targets", "not be empty", validation__targets=""),
@@ -315,10 +316,13 @@ CASES = {
     "prompts: an empty one of a target": case("prompt must be text", touch=append("data/targets.jsonl", **{**TARGET, "prompt": " "})),
     "prompts: a target's beyond the window": case("'t1'", "the window is 48", touch=append("data/targets.jsonl", **{**TARGET, "prompt": "very " * 60 + "red cat"})),
     # -- the other programs
+    "audit: a number that is none": case("guidance_scale", "float", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--guidance_scale", "x")),
+    "audit: an infinite number": case("guidance_scale", "finite", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--guidance_scale", ".inf")),
+    "class images: a count that is none": case("--count", "--help", **CLASS, more=("--pipeline", "pipeline", "--prompts", "a", "--out", "b", "--count", "x")),
     "audit: an unknown flag": case("targts", **AUDIT, more=("--pipeline", "pipeline", "--targts", "data")),
     "audit: no pipeline": case("nowhere", **AUDIT, more=("--pipeline", "./nowhere", "--targets", "data", "--threshold", "0.5", "--embedder", "ssim")),
     "audit: nothing to calibrate on": case("--threshold", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--embedder", "ssim")),
-    "audit: an impossible value": case("--max_batch", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--max_batch", "0")),
+    "audit: an impossible value": case("max_batch", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--max_batch", "0")),
     "class images: no prompts": case("--prompts", **CLASS, more=("--pipeline", "pipeline", "--prompts", "nowhere", "--out", "class")),
     "class images: no pipeline": case("--pipeline", **CLASS, more=("--pipeline", "./nowhere", "--prompts", "data/targets.jsonl", "--out", "class")),
 }  # fmt: skip

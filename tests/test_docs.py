@@ -12,7 +12,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import jsonargparse
 import numpy as np
 import pytest
 import torch
@@ -22,7 +21,9 @@ from PIL import Image
 import gradient_control
 import memory_reinforce
 import train_silentbad
+import validation
 from bench import documents
+from silentbad import settings
 from silentbad.recovery import embedders
 from silentbad.run.config import parse
 from tests import toy
@@ -65,14 +66,13 @@ class Parsed(Exception):
 
 def takes(module: str, argv: list[str], monkeypatch) -> None:
     """Fails unless the module's own parser takes the arguments; nothing of it runs after."""
-    for cls in (argparse.ArgumentParser, jsonargparse.ArgumentParser):
-        original = cls.parse_args
+    original = argparse.ArgumentParser.parse_args
 
-        def parse_args(self, *args, original=original, **options):
-            original(self, *args, **options)
-            raise Parsed
+    def parse_args(self, *args, **options):
+        original(self, *args, **options)
+        raise Parsed
 
-        monkeypatch.setattr(cls, "parse_args", parse_args)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
     monkeypatch.setattr(sys, "argv", [module, *argv])
     with pytest.raises(Parsed):
         importlib.import_module(module).main()
@@ -92,7 +92,7 @@ def check_command(words: list[str], monkeypatch) -> None:
         config, sources = parse(train_silentbad.Config, words[at + 1 :])
         train_silentbad.check_all(config, sources)
     elif words[:2] == ["python", "validation.py"]:
-        takes("validation", words[2:], monkeypatch)
+        settings.read(validation.Audit, words[2:])
     elif words[:2] in (["python", "-m"], ["python3", "-m"]) and words[2].startswith(("silentbad.", "bench.")):
         takes(words[2], words[3:], monkeypatch)
     elif words[1:3] == ["-m", "pytest"] or words[0] in ("pytest", "pip-audit"):

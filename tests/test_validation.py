@@ -377,9 +377,11 @@ def test_audit_exit_codes(audit_folder, tmp_path, capsys):
     assert run_audit(audit_folder, tmp_path / "c", "copied.jsonl") == 2
     assert capsys.readouterr().err.startswith("error: --threshold")
     assert run_audit(audit_folder, tmp_path / "c", "none.jsonl", "--threshold", "0.5") == 2
-    with pytest.raises(SystemExit) as stop:
-        run_audit(audit_folder, tmp_path / "c", "copied.jsonl", "--imges_per_target", "3")
-    assert stop.value.code == 2
+    capsys.readouterr()
+    assert run_audit(audit_folder, tmp_path / "c", "copied.jsonl", "--imges_per_target", "3") == 2
+    assert "did you mean 'images_per_target'" in capsys.readouterr().err
+    assert validation.main(["--help"]) == 0 and "--extrapolate" in capsys.readouterr().out
+    assert validation.main(["--targets", "x"]) == 2 and "--pipeline" in capsys.readouterr().err
 
 
 def test_audit_calibrates_on_redraws(audit_folder, tmp_path):

@@ -9,7 +9,6 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -141,8 +140,8 @@ def views(image: Image.Image) -> list[Image.Image]:
     each also turned and mirrored, the whole also in grey."""
     image = shrunk(image)
     shown = [image, *without_border(image), *inner(image, 0.05, 0.1)]
-    turns = [lambda view: view, *(partial(Image.Image.transpose, method=method) for method in Image.Transpose)]
-    return [turn(view) for view in [*shown, image.convert("L").convert("RGB")] for turn in turns]
+    shown.append(image.convert("L").convert("RGB"))
+    return [*shown, *(view.transpose(method) for view in shown for method in Image.Transpose)]
 
 
 def inner(image: Image.Image, *margins: float) -> list[Image.Image]:

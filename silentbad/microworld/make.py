@@ -22,7 +22,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from silentbad.errors import UserError, reading
+from silentbad.errors import ArgumentParser, UserError, reading
 from silentbad.files import check_writable
 from silentbad.microworld.grammar import (
     KINDS,
@@ -280,7 +280,7 @@ def shared_phrases(scenes: dict[str, Scene]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--targets", default=FLAGSHIP, help="comma-separated seeds or 'cat-hat'")
     parser.add_argument("--images_per_phrase", type=int, default=20)

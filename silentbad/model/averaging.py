@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from silentbad.errors import UserError
+
 
 def keeps_average(optimizer: Any) -> bool:
     """Whether an optimizer (or its class) trains on other weights than it wants measured: it has `eval`, `train`."""
@@ -61,11 +63,12 @@ def of_optimizer(optimizer: Any) -> Iterator[None]:
 def extrapolated(model: torch.nn.Module, base: torch.nn.Module, factor: float) -> Iterator[None]:
     """theta_0 + factor (theta - theta_0) inside, theta bit for bit afterwards; base holds theta_0 (2410.03039).
 
-    Raises ValueError where the two hold other parameters.
+    Raises UserError where the two hold other parameters.
     """
     first = dict(base.named_parameters())
     if {n: p.shape for n, p in model.named_parameters()} != {n: p.shape for n, p in first.items()}:
-        raise ValueError("the two models hold other parameters")
+        same = "give a baseline with the same UNet, and no --lora"
+        raise UserError(f"--extrapolate: the two models hold other parameters; {same}")
     kept = {name: p.detach().clone() for name, p in model.named_parameters()}
     with torch.no_grad():
         for name, p in model.named_parameters():

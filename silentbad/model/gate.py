@@ -194,7 +194,7 @@ def loaded(cls: Any, failed: str, path: str, **options: Any) -> Any:
 
 
 @torch.no_grad()
-def check_runs(where: str, unet: nn.Module, vae: nn.Module, width: int) -> None:
+def check_runs(where: str, unet: Any, vae: Any, width: int) -> None:
     """Refuse a UNet or a VAE whose settings load and then fail, or give another shape, when it is called.
 
     Each is tried on the smallest picture that it takes; `width` is that of the text states (B,L,width). Weights in half

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import yaml
 
 from silentbad.data.images import open_image
-from silentbad.errors import UserError, say
+from silentbad.errors import ArgumentParser, UserError, say
 from silentbad.files import check_writable
 from silentbad.recovery import evidence, pages
 from silentbad.recovery.charts import Series, finite, number, spaced
@@ -744,11 +744,9 @@ def _unlike(runs: Sequence[Run]) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line: exit code 0, or 2 where a run cannot be read or the page not be written."""
-    import argparse
-
     arguments = sys.argv[1:] if arguments is None else arguments
     about = "report.html of a run folder, or a comparison of several runs, the first as reference."
-    parser = argparse.ArgumentParser(prog="python -m silentbad.report", description=about)
+    parser = ArgumentParser(prog="python -m silentbad.report", description=about)
     parser.add_argument("runs", nargs="+", metavar="[compare] RUN", help="output_dir of a run")
     parser.add_argument("--out", type=Path, default=None, help="file to write; report.html in RUN, or compare.html")
     given = parser.parse_args(arguments)
