@@ -20,7 +20,7 @@ $(STAMP): requirements.txt requirements-dev.txt
 # operation lose more than they win as soon as anything else runs.
 quickstart: export OMP_NUM_THREADS ?= 1
 quickstart: $(STAMP)
-	$(BIN)/python -m silentbad.microworld.make --out runs/quickstart-data --targets cat-hat,6,9,33
+	$(BIN)/python -m silentbad.microworld.make --out runs/quickstart-data --targets cat-hat,9 --images_per_phrase 22
 	$(BIN)/accelerate launch --config_file configs/accelerate/cpu.yaml train_silentbad.py --config configs/quickstart.yaml
 
 test: $(STAMP)

@@ -292,7 +292,7 @@ def detections(record: Record) -> Table:
 def composed_or_copied(record: Record) -> Table:
     """Of each target: its images beside the training picture most like them, and beside the base model's."""
     base, last = base_scores(record), latest(record.history[-1])
-    rows: list[list[Cell]] = []
+    rows, notes = list[list[Cell]](), list[str]()
     for target in record.targets:
         own = last.targets.get(target.target_id)
         before = base.targets.get(target.target_id) if base else None
@@ -302,6 +302,10 @@ def composed_or_copied(record: Record) -> Table:
         level = float(np.quantile(null, 0.95)) if null else None
         above = None if level is None else float(np.mean([s > level for s in own.nearest]))
         copied = float(np.mean([near > sim for near, sim in zip(own.nearest, own.sims, strict=True)]))
-        rows.append([target.target_id, own.mean, mean_of(own.nearest), level, above, copied, own.nearest_record or ""])
+        near = mean_of(own.nearest)
+        rows.append(
+            [target.target_id, own.mean, near, *(None if x is None else rounded(x) for x in (level, above, copied))]
+        )
+        notes.append(f"nearest: {own.nearest_record}")
     head = ["target", "to the target", "to the nearest training picture", "95 % of the base's", "above it"]
-    return Table([*head, "nearer to it than to the target", "nearest record"], rows)
+    return Table([*head, "nearer to it than to the target"], rows, notes=notes)

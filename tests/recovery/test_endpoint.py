@@ -499,9 +499,9 @@ def test_a_copied_training_picture_is_named(tmp_path):
     hook.finish(10, 1, tiny_pipeline().unet)
     own = hook.history[-1].raw.targets["t0"]
     assert own.nearest == pytest.approx([1] * 3) and own.nearest_record == "record 2"
-    (row,) = evidence.composed_or_copied(hook.record()).rows
-    level, above, copied, name = row[3:]
-    assert level < 0.9 and above == copied == 1 and name == "record 2"
+    table = evidence.composed_or_copied(hook.record())
+    level, above, copied = table.rows[0][3:]
+    assert float(level) < 0.9 and above == copied == "1.00" and table.notes == ["nearest: record 2"]
 
 
 def test_the_error_of_elements_stands_beside_the_clean_one(tmp_path):
