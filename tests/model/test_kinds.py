@@ -106,7 +106,8 @@ def test_an_adapter_is_read_by_others_and_merged(kind, build, pipelines, tmp_pat
     }
 
 
-@pytest.mark.parametrize("kind", ["lokr", pytest.param("dora", marks=LONG)])
+@LONG
+@pytest.mark.parametrize("kind", ["dora", "lokr"])
 def test_an_adapter_resumes_to_the_bit(kind, flags, tmp_path):
     settings = changes(
         kind, use_ema=True, max_train_steps=4, checkpointing_steps=2, **{"gradient_control.name": "gsnr"}
@@ -136,6 +137,7 @@ def test_a_setting_that_acts_on_nothing_is_refused(settings, said, flags, capsys
     assert said in capsys.readouterr().err
 
 
+@LONG
 def test_a_damaged_folder_is_one_line(build, pipelines, tmp_path):
     run = build(**changes("loha"))
     run.products.save_pipeline(tmp_path / "good")
