@@ -93,16 +93,12 @@ ARMS: dict[str, Flags] = {
 }
 SMOKE = ("plain", "original", "recommended")
 
-# Statistics of sources over more steps: a batch holds one or two elements.
-SLOW = {"gradient_control.between.momentum": "0.98", "gradient_control.between.averaging": "0.99"}
-
 # In the published setting (bench/published.py), where every record is shown once an epoch.
 REPLAY = {"memory.sampler.clean_ratio": "0.5"}  # two elements to one clean picture
 PUBLISHED: dict[str, Flags] = {
     "plain": {},
     "clean_weight": {"memory.retention.clean_weight": "0.1"},  # the layer-uniform factor between the sources
     "contrast": between("contrast"),
-    "contrast_slow": {**between("contrast"), **SLOW},
     "contrast_placebo": between("placebo"),
     "contrast_inverse": between("contrast", power=-0.5),
     "equalise": between("equalise"),
