@@ -35,6 +35,7 @@ from bench.recovery_table import (
     stored,
     tables,
 )
+from bench.shield_table import table
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT, ROOT / "docs"]
@@ -501,6 +502,11 @@ def validation(results: Results, language: Language) -> str:
     return markdown(lines, ("", "images a second"))
 
 
+def shield(results: Results, language: Language) -> str:
+    """What the scan finds at each ratio, and under which changes."""
+    return table(results.load("shield"))
+
+
 Block = Callable[[Results, Language], str]
 BLOCKS: dict[str, Block] = {
     "readme": readme,
@@ -518,6 +524,7 @@ BLOCKS: dict[str, Block] = {
     "throughput": throughput,
     "scale": scale,
     "validation": validation,
+    "shield": shield,
 }
 
 # --------------------------------------------------------------------------------------------------------- documents
