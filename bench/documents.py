@@ -38,6 +38,7 @@ from bench.recovery_table import (
     stored,
     tables,
 )
+from bench.shield_table import table
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT, ROOT / "docs"]
@@ -551,6 +552,11 @@ def threshold_table(results: Results, language: Language) -> str:
     return f"{len(found['targets'])} targets.\n\n{thresholds.table(found)}\n"
 
 
+def shield(results: Results, language: Language) -> str:
+    """What the scan finds at each ratio, and under which changes."""
+    return table(results.load("shield"))
+
+
 Block = Callable[[Results, Language], str]
 
 
@@ -588,6 +594,7 @@ BLOCKS: dict[str, Block] = {
     "judge-table": judge_table,
     "threshold-table": threshold_table,
     "published": published,
+    "shield": shield,
 }
 
 # --------------------------------------------------------------------------------------------------------- documents

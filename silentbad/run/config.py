@@ -1,8 +1,8 @@
 """The training configuration: one typed dataclass with diffusers' flat flag names, read strictly.
 
 Each flag carries its type and range; `parse` reads files and flags (`silentbad.settings`), and `check` refuses what
-cannot work together. The nested parts (`gradient_control`, `memory`, `validation`) are dataclasses beside what they
-configure; the entry point adds them.
+cannot work together. The nested parts (`gradient_control`, `memory`, `validation`, `guard`) are dataclasses beside
+what they configure; the entry point adds them.
 """
 
 import dataclasses

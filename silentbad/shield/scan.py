@@ -176,6 +176,8 @@ def scan(options: argparse.Namespace) -> dict:
         raise UserError(f"--permutations: must be from 0 to 10000, got {options.permutations}")
     started, out = time.monotonic(), Path(options.output_dir)
     check_writable(out, "--output_dir", folder=True)
+    if options.train_data_dir and out.resolve().is_relative_to(Path(options.train_data_dir).resolve()):
+        raise UserError(f"--output_dir: {out} lies in the data, which must not change; name a folder outside of it")
     _, key, rows = row_source(options)
     views = Views(out / FOLDER, key)
     views.fill(rows, progress)

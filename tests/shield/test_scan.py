@@ -161,12 +161,14 @@ def test_other_data_starts_anew(folder, tmp_path):
     [
         ([], "train_data_dir: give either --train_data_dir or --dataset_name"),
         (["--train_data_dir", "no/such"], "train_data_dir: no folder no/such"),
-        (["--train_data_dir", "{tmp}"], "no metadata.jsonl or metadata.csv"),
+        (["--train_data_dir", "{tmp}/empty"], "no metadata.jsonl or metadata.csv"),
         (["--train_data_dir", "{data}", "--permutations", "-1"], "--permutations: must be from 0 to 10000, got -1"),
-        (["--train_data_dir", "{data}", "--output_dir", "{data}/metadata.jsonl"], "--output_dir: "),
+        (["--train_data_dir", "{data}", "--output_dir", "{data}/metadata.jsonl"], "is no folder"),
+        (["--train_data_dir", "{data}", "--output_dir", "{data}/out"], "lies in the data, which must not change"),
     ],
 )
 def test_a_mistake_is_one_line(arguments, line, folder, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
     words = [word.format(tmp=tmp_path, data=folder) for word in arguments]
     if "--output_dir" not in words:
         words += ["--output_dir", str(tmp_path / "out")]
