@@ -91,7 +91,7 @@ def copy_of_target(change: Callable[[Image.Image], Image.Image], **options):
     return spoil
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def good(tmp_path_factory, pipelines) -> Path:
     """Good inputs: data, pipeline, and a run that holds a checkpoint."""
     root = tmp_path_factory.mktemp("good")

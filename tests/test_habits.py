@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "tests").glob("**/*.py"))
 ROOMS = {path.parent.name for path in ROOT.glob("silentbad/*/__init__.py")}
-BESIDE = {"bench", "kill"}  # folders of tests of other things than a room
+BESIDE = {"bench", "fuzz", "kill"}  # folders of tests of other things than a room
 LONGEST = 60
 
 

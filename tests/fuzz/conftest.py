@@ -1,0 +1,45 @@
+"""What the fuzzers share: how much they do, and the table of what they found."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from tests.fuzz.judge import MEMORY, TALLIES, largest
+from tests.mistakes import good as good  # a fixture, one for all of them
+
+
+@dataclass(frozen=True)
+class Fuzz:
+    """How many cases, of seeds from `start` on."""
+
+    factor: float
+    start: int
+
+    def count(self, quick: int, long: int) -> int:
+        """The number of cases in `make test`, or in `make test-fuzz`."""
+        return round(long * self.factor) or quick
+
+    def seeds(self, quick: int, long: int) -> range:
+        return range(self.start, self.start + self.count(quick, long))
+
+
+@pytest.fixture(scope="session")
+def fuzz(pytestconfig) -> Fuzz:
+    return Fuzz(pytestconfig.getoption("fuzz"), pytestconfig.getoption("fuzz_seed"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Time and counts by kind of input, in the long run."""
+    if not TALLIES or terminalreporter.config.getoption("fuzz") == 0:
+        return
+    terminalreporter.section(f"inputs by kind, seeds from {terminalreporter.config.getoption('fuzz_seed')}")
+    for found in TALLIES:
+        terminalreporter.write_line(str(found))
+    accepted, refused = (sum(getattr(found, name) for found in TALLIES) for name in ("accepted", "refused"))
+    short = sum(len(cases) for found in TALLIES for cases in found.short.values())
+    changed, seconds = (sum(getattr(found, name) for found in TALLIES) for name in ("mutated", "seconds"))
+    terminalreporter.write_line(
+        f"{accepted + refused + short:,} inputs: {accepted:,} accepted, {refused:,} refused, {short} fell short; "
+        f"{changed:,} bytes mutated; {seconds:.0f} s; slowest {max(found.slowest for found in TALLIES):.1f} s; "
+        f"memory at most {largest() / 2**30:.2f} GiB of {MEMORY / 2**30:.0f}"
+    )

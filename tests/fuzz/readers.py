@@ -1,0 +1,171 @@
+"""Every reader of a file, alone: its input, and how it is read. A mutated input is read or refused in one line."""
+
+import csv
+import dataclasses
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from transformers import CLIPTextModel
+
+from silentbad import owned, settings
+from silentbad.data.formats import checked_row, folder_rows
+from silentbad.data.images import open_mask
+from silentbad.data.records import load_records
+from silentbad.data.targets import load_targets
+from silentbad.files import sealed
+from silentbad.microworld.embedder import MicroEmbedder
+from silentbad.model import gate, lora, pipeline, store
+from silentbad.model.denoiser import Denoiser
+from silentbad.recovery import report
+from silentbad.recovery.embedders import load_embedder
+from silentbad.recovery.nulls import load_redraws
+from silentbad.recovery.record import Record
+from silentbad.run import checkpoint, identity
+from tests.folders import config, published
+from tests.fuzz.kinds import STEP, lines
+from tests.tiny import tiny_pipeline
+from train_silentbad import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """`read` is given the folder of good inputs in which the file `name` (a pattern) was changed; `weight` is its share
+    of the cases."""
+
+    name: str
+    read: Callable[[Path], Any]
+    weight: int = 4
+
+
+def prepared(good: Path, root: Path) -> Path:
+    """The good inputs with what else there is to read: a CSV, redraws, the published layout, adapters, an embedder."""
+    shutil.copytree(good, root)
+    published(root / "layout")
+    (root / "csv").mkdir()
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["file_name", "text", "phrases", "role", "target_id"])
+    for k in range(8):
+        writer.writerow([f"c{k}.png", f'a "quoted", field {k}\nof two lines', "", "clean", ""])
+        shutil.copy(good / f"data/images/c{k}.png", root / f"csv/c{k}.png")
+    (root / "csv/metadata.csv").write_text(text.getvalue())
+    redraws = [{"target_id": "t0", "image": f"images/c{k}.png", "kind": "redraw", "changed": [0]} for k in range(8)]
+    (root / "data/redraws.jsonl").write_text(lines(redraws))
+    MicroEmbedder().save_pretrained(root / "micro")
+    unet = tiny_pipeline().unet
+    lora.add("unet", unet, dataclasses.replace(Config().lora, rank=2), 0)
+    lora.save(Denoiser(unet), root / "lora", xl=False)
+    return root
+
+
+def adapters(root: Path) -> Any:
+    return lora.load(tiny_pipeline(), str(root / "lora/pytorch_lora_weights.safetensors"), "pipeline")
+
+
+def source(root: Path) -> gate.Source:
+    return gate.Source(str(root / "pipeline"))
+
+
+def embedder(root: Path) -> Any:
+    return load_embedder("micro", str(root / "micro"), "cpu")
+
+
+def part(name: str, cls: type) -> Callable[[Path], Any]:
+    def read(root: Path) -> Any:
+        return gate.load_part(name, cls, source(root))
+
+    return read
+
+
+def layout(root: Path) -> Any:
+    load_targets(root / "layout")
+    return load_records(
+        config(
+            root / "layout", clean_data_dir=str(root / "layout/clean"), poisoning_ratio=0.5, cache_dir=str(root / "c")
+        )
+    )
+
+
+def redraws(root: Path) -> Any:
+    return load_redraws(root / "data", load_targets(root / "data"), decode=True)
+
+
+def yaml_file(root: Path) -> Any:
+    return settings.read(Config, [f"--config={root / 'held/config.yaml'}"])
+
+
+def schedule(root: Path) -> Any:
+    return pipeline.schedule(source(root))
+
+
+def tokenizer(root: Path) -> Any:
+    return pipeline.tokenizer_of("tokenizer", source(root))
+
+
+def shards(root: Path) -> Any:
+    """The stores of a cache; a damaged shard is removed, not refused."""
+    return [store.Store(folder, lambda line: None) for folder in (root / "cache/silentbad").iterdir()]
+
+
+def table(root: Path) -> Any:
+    """The table of records; what was made anew goes again, so that the next case is read."""
+    found = load_records(config(root / "data", cache_dir=str(root / "cache")))
+    for file in (root / "cache/silentbad-records").rglob("*.arrow"):
+        file.unlink()
+    return len(found)
+
+
+def sealed_again(root: Path) -> Any:
+    """The rows of a shard whose name fits its content, as someone who means harm would write it."""
+    for file in (root / "cache/silentbad").rglob("*.safetensors"):
+        draft = shutil.copy(file, root / "draft")
+        shard = sealed(Path(draft), root, ".safetensors")
+        opened = store.opened(shard)
+        shard.unlink()
+        if opened is not None:
+            opened[1].float().sum()
+
+
+READERS = {
+    "metadata.jsonl": Reader("data/metadata.jsonl", lambda root: [*map(checked_row, folder_rows(root / "data"))]),
+    "metadata.csv": Reader("csv/metadata.csv", lambda root: [*map(checked_row, folder_rows(root / "csv"))]),
+    "targets.jsonl": Reader("data/targets.jsonl", lambda root: load_targets(root / "data")),
+    "redraws.jsonl": Reader("data/redraws.jsonl", redraws),
+    "a mask": Reader("data/masks/e0-0.png", lambda root: open_mask(root / "data/masks/e0-0.png", (16, 16), "x")),
+    "published captions": Reader("layout/poisoning_images/100/poisoning_data_caption_simple.txt", layout, 1),
+    "clean captions": Reader("layout/clean/caption.txt", layout, 1),
+    "config.yaml": Reader("held/config.yaml", yaml_file, 1),
+    "validation.json": Reader("held/validation.json", lambda root: Record.load(root / "held/validation.json")),
+    "validation.json, report": Reader("held/validation.json", lambda root: report.render(root / "held"), 1),
+    "metrics.jsonl, report": Reader("held/metrics.jsonl", lambda root: report.render(root / "held"), 1),
+    "multipliers.json, report": Reader("held/multipliers.json", lambda root: report.render(root / "held"), 1),
+    "run.json, report": Reader("held/run.json", lambda root: report.render(root / "held"), 1),
+    "config.yaml, report": Reader("held/config.yaml", lambda root: report.render(root / "held"), 1),
+    "run.json": Reader("held/run.json", lambda root: owned.kind_of(root / "held")),
+    "manifest.json": Reader(f"{STEP}/manifest.json", lambda root: checkpoint.problem(root / STEP)),
+    "facts.json": Reader(f"{STEP}/facts.json", lambda root: identity.read(root / STEP)),
+    "state.pt": Reader(f"{STEP}/state.pt", lambda root: checkpoint.read_state(root / STEP / "state.pt")),
+    "unet.safetensors": Reader(
+        f"{STEP}/unet.safetensors", lambda root: checkpoint.read_tensors(root / STEP / "unet.safetensors")
+    ),
+    "model_index.json": Reader("pipeline/model_index.json", lambda root: pipeline.read_index(source(root))),
+    "scheduler_config.json": Reader("pipeline/scheduler/scheduler_config.json", schedule),
+    "unet/config.json": Reader("pipeline/unet/config.json", part("unet", UNet2DConditionModel), 1),
+    "unet weights": Reader("pipeline/unet/diffusion_pytorch_model.safetensors", part("unet", UNet2DConditionModel), 1),
+    "vae/config.json": Reader("pipeline/vae/config.json", part("vae", AutoencoderKL), 1),
+    "vae weights": Reader("pipeline/vae/diffusion_pytorch_model.safetensors", part("vae", AutoencoderKL), 1),
+    "text_encoder/config.json": Reader("pipeline/text_encoder/config.json", part("text_encoder", CLIPTextModel), 1),
+    "text_encoder weights": Reader("pipeline/text_encoder/model.safetensors", part("text_encoder", CLIPTextModel), 1),
+    "tokenizer.json": Reader("pipeline/tokenizer/tokenizer.json", tokenizer, 1),
+    "adapters": Reader("lora/pytorch_lora_weights.safetensors", adapters, 1),
+    "tokenizer_config.json": Reader("pipeline/tokenizer/tokenizer_config.json", tokenizer, 1),
+    "embedder weights": Reader("micro/model.safetensors", embedder, 1),
+    "embedder config.json": Reader("micro/config.json", embedder, 1),
+    "a shard of the cache": Reader("cache/silentbad/states-*/*.safetensors", shards),
+    "a shard, sealed again": Reader("cache/silentbad/states-*/*.safetensors", sealed_again),
+    "a table of the cache": Reader("cache/silentbad-records/*/*.arrow", table, 1),
+}  # fmt: skip
