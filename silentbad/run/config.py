@@ -35,7 +35,9 @@ def flag(default: Any, help: str, source: str = "diffusers") -> Any:
 class LoraSettings:
     """Adapters in place of the weights themselves: nested under --lora.*"""
 
-    rank: Count | None = flag(None, "rank of the adapters; unset: the weights themselves train", HERE)
+    rank: Annotated[int, Range(at_least=1, limit=8192)] | None = flag(
+        None, "rank of the adapters; unset: the weights themselves train", HERE
+    )
     alpha: Count | None = flag(None, "adapters are scaled by alpha / rank; the rank when unset", HERE)
     targets: list[str] = flag(
         ["attn", "xattn"], "layers by role (attn, xattn.v, ff, resnet, ...), stage (mid, up1) or both (mid.ff)", HERE
