@@ -79,7 +79,7 @@ class PathText:
 Count = Annotated[int, Range(at_least=1, limit=10**9)]
 Natural = Annotated[int, Range(at_least=0, limit=10**9)]  # zero too
 Small = Annotated[int, Range(at_least=1, limit=10**5)]  # of what lies in memory at once
-Side = Annotated[int, Range(at_least=1, limit=16384)]  # of a square, in pixels
+Side = Annotated[int, Range(at_least=1, limit=8000)]  # of a square, in pixels: 64 million of them, as in data.images
 Positive = Annotated[float, Range(above=0)]
 NotNegative = Annotated[float, Range(at_least=0)]
 Unit = Annotated[float, Range(at_least=0, at_most=1)]

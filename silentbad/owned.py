@@ -101,7 +101,7 @@ def _open_locked(folder: Path, key: str) -> int:
     locks only what is open for writing.
     """
     for flags in (os.O_RDONLY, os.O_RDWR):
-        handle = os.open(folder / LOCK, flags | os.O_CREAT, 0o644)
+        handle = os.open(folder / LOCK, flags | os.O_CREAT | os.O_NOFOLLOW, 0o644)  # what a link names is not ours
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return handle

@@ -175,6 +175,8 @@ CASES = {
     "config: sampling lengths beyond the schedule": case("validation.sampling_lengths", "from 1 to 1000", more=("--validation.sampling_lengths", "5000")),
     "config: held out below nothing": case("held_out_clean", "at least 0", held_out_clean=-5),
     "config: a batch of a thousand million": case("train_batch_size", "at most 100,000", train_batch_size=10**9),
+    "config: a side beyond any picture": case("resolution", "at most 8,000", resolution=16384),
+    "config: adapters beyond any layer": case("lora.rank", "at most 8,192", lora__rank=10**6),
     "config: images without number": case("validation.images_per_target", "at most 100,000", validation__images_per_target=10**9),
     "config: a seed of 100 digits": case("seed", "63 bits", seed=10**100),
     "config: no output folder": case("output_dir", "not be empty", output_dir=""),
@@ -266,6 +268,7 @@ CASES = {
     "checkpoint: an order of words": case("'stream'", touch=rewrite(state(lambda s: s["stream"].update(order="x"))), **RESUME),
     "checkpoint: weights of NaN": case("unet.safetensors", "not finite", touch=rewrite(nan_unet), **RESUME),
     "checkpoint: facts that are no facts": case("facts.json", "not readable", touch=rewrite(write("facts.json", "[1]")), **RESUME),
+    "checkpoint: metrics that are a folder": case("metrics.jsonl", touch=both(remove("held/metrics.jsonl"), folder("held/metrics.jsonl")), **RESUME),
     # -- resuming with something else
     "resume: another learning rate": case("learning_rate was 0.0001, is 0.1", "resume with its config.yaml", **RESUME, learning_rate=0.1),
     "resume: another seed": case("seed was 0, is 1", **RESUME, seed=1),

@@ -57,6 +57,14 @@ def test_the_lock_of_a_killed_process_is_gone(tmp_path):
     assert not (tmp_path / "run" / owned.LOCK).exists()
 
 
+def test_a_lock_that_is_a_link_is_not_written_through(tmp_path):
+    (tmp_path / "mine").write_text("kept")
+    (tmp_path / owned.LOCK).symlink_to(tmp_path / "mine")
+    with pytest.raises(UserError, match="output_dir .*cannot be written"), owned.claimed(tmp_path, "training"):
+        pass
+    assert (tmp_path / "mine").read_text() == "kept"
+
+
 def test_of_many_at_once_one_gets_the_folder(tmp_path):
     processes = [holder(tmp_path / "a" / "run") for _ in range(8)]
     said = [process.stdout.readline() for process in processes]

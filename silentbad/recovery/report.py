@@ -10,6 +10,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 import yaml
 
 from silentbad.data.images import open_image
-from silentbad.errors import ArgumentParser, UserError, say
+from silentbad.errors import ArgumentParser, UserError, reading, say
 from silentbad.files import check_writable
 from silentbad.recovery import evidence, pages
 from silentbad.recovery.charts import Series, finite, number, spaced
@@ -614,6 +615,9 @@ def render(folder: str | Path, under_way: str = "") -> str:
     return pages.render("report.html.j2", data)
 
 
+START = b"<!doctype html"  # of templates/page.html.j2
+
+
 def write(folder: str | Path, under_way: str = "") -> Path:
     """report.html into the run folder."""
     return save(render(folder, under_way), Path(folder) / "report.html")
@@ -622,21 +626,31 @@ def write(folder: str | Path, under_way: str = "") -> Path:
 def save(page: str, file: Path) -> Path:
     """A page into a file, which is replaced whole: who reads it meanwhile sees the old page or the new one.
 
-    Raises UserError where it cannot be written.
+    A link is replaced, not followed. Raises UserError where it cannot be written, or another file stands there.
     """
+    if file.is_file() and not file.is_symlink() and not _is_page(file):
+        raise UserError(f"--out: {file} holds something else than a page; choose another file")
+    plain = file.is_symlink() or file.is_file() or not file.exists()  # no device, such as /dev/stdout
+    draft = file.with_name(f".{file.name}.draft") if plain else file
     try:
-        place = file.resolve()
-        plain = place.is_file() or not place.exists()  # no device, such as /dev/stdout
-        draft = place.with_name(f".{place.name}.draft") if plain else place
         draft.write_text(page, encoding="utf-8", errors="replace")
         if plain:
-            draft.replace(place)
+            draft.replace(file)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(
             f"report: cannot write '{file}' ({reason}); give --out a file in a folder that exists"
         ) from None
+    finally:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
     return file
+
+
+def _is_page(file: Path) -> bool:
+    """Whether a file is empty, or begins as a page does."""
+    with reading(f"--out: cannot read {file}"), file.open("rb") as content:
+        return content.read(len(START)).lower() in (b"", START)
 
 
 def text_table(rows: Sequence[SummaryRow]) -> str:

@@ -35,7 +35,9 @@ def flag(default: Any, help: str, source: str = "diffusers") -> Any:
 class LoraSettings:
     """Adapters in place of the weights themselves: nested under --lora.*"""
 
-    rank: Count | None = flag(None, "rank of the adapters; unset: the weights themselves train", HERE)
+    rank: Annotated[int, Range(at_least=1, limit=8192)] | None = flag(
+        None, "rank of the adapters; unset: the weights themselves train", HERE
+    )
     kind: Literal["lora", "dora", "loha", "lokr"] = flag("lora", "what is added to a layer", HERE)
     alpha: Count | None = flag(None, "adapters are scaled by alpha / rank; the rank when unset", HERE)
     targets: list[str] = flag(

@@ -174,12 +174,14 @@ class RunFolder:
         if not self.is_main or not self.metrics.exists():
             return
         kept = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+        with self.writing("metrics.jsonl"):
+            written = self.metrics.read_text(encoding="utf-8", errors="replace")
+        for line in written.splitlines():
             try:
                 row = json.loads(line)
                 if row["step"] < step or (row["step"] == step and (validated or not row.get("validation"))):
                     kept.append(line)
-            except (ValueError, KeyError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue  # a line cut off by a kill
         temporary = self.metrics.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")

@@ -438,3 +438,14 @@ def test_report_renders_in_a_browser_without_console_errors(run, tmp_path, size)
     assert done.returncode == 0 and "CONSOLE" not in done.stderr
     picture = np.asarray(Image.open(shot).convert("RGB"))
     assert picture.std() > 10 and to_pil(torch.zeros(3, 1, 1)).size == (1, 1)
+
+
+def test_a_page_replaces_pages_and_links_only(tmp_path):
+    (tmp_path / "mine").write_text("kept")
+    (tmp_path / "report.html").symlink_to(tmp_path / "mine")
+    report.save("<!doctype html>one", tmp_path / "report.html")
+    report.save("<!doctype html>two", tmp_path / "report.html")
+    with pytest.raises(UserError, match="holds something else than a page"):
+        report.save("<!doctype html>", tmp_path / "mine")
+    assert (tmp_path / "mine").read_text() == "kept" and (tmp_path / "report.html").read_text().endswith("two")
+    assert len(list(tmp_path.iterdir())) == 2
