@@ -642,8 +642,9 @@ def save(page: str, file: Path) -> Path:
             f"report: cannot write '{file}' ({reason}); give --out a file in a folder that exists"
         ) from None
     finally:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
+        if plain:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
     return file
 
 
