@@ -95,6 +95,8 @@ class RunFolder:
         """The checkpoint to go on from, or None for a new run, whose folder is then refused if it holds another."""
         asked = config.resume_from_checkpoint
         found = checkpoint.resolve(asked, self.checkpoints) if asked else None
+        if self.metrics.is_dir():
+            raise UserError(f"output_dir {self.path}: metrics.jsonl is a folder; remove it")
         if found is None:
             self.refuse_other_run(config.overwrite_output_dir, resuming=bool(asked))
             if asked:
