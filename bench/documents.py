@@ -529,13 +529,13 @@ def judge(results: Results, language: Language) -> str:
     copies, recoloured, missing = rate("new", "copy"), rate("new", "recoloured"), rate("new", "missing")
     if language == "en":
         text = (
-            f"Of true copies {copies} pass, on {count} targets that chose nothing. Of pictures with one thing "
-            f"recoloured {recoloured} pass (earlier {whole[0]:.2f}), with one missing {missing}.\n"
+            f"On {count} fresh targets {copies} of true copies pass. Of pictures with one thing "
+            f"recoloured {recoloured} pass (by the whole alone, earlier: {whole[0]:.2f}), with one missing {missing}.\n"
         )
     else:
         text = (
             f"在未用于任何选择的 {count} 个目标上，真正的副本有 {copies} 通过。"
-            f"一物变色的图像有 {recoloured} 通过（早先为 {whole[0]:.2f}），缺一物的有 {missing}。\n"
+            f"一物变色的图像有 {recoloured} 通过（早先只看整图为 {whole[0]:.2f}），缺一物的有 {missing}。\n"
         )
     return wrapped(text, language)
 
