@@ -31,7 +31,6 @@ from silentbad.recovery.embedders import CLIP, load_embedder, tried
 from silentbad.recovery.evidence import verdict_sentence
 from silentbad.recovery.generation import Sampler
 from silentbad.recovery.measure import Measure
-from silentbad.recovery.nulls import load_redraws
 from silentbad.recovery.prompts import on_grid
 from silentbad.recovery.record import (
     NAME,
@@ -51,6 +50,7 @@ from silentbad.recovery.record import (
 )
 from silentbad.recovery.samples import element_file, grid_line, log_grid, save, save_targets, slugs, target_file
 from silentbad.recovery.scores import kinds, minus_placebo, recovery, scalars, summarise, verdict
+from silentbad.recovery.thresholds import load_redraws
 
 __all__ = ["RecoveryHook", "ValidationConfig", "audit", "averaged", "recovery"]
 

@@ -39,8 +39,8 @@ from silentbad.microworld.make import target_scene
 from silentbad.microworld.nulls import STORED, hard_null, one_moved
 from silentbad.microworld.render import backdrop_mask, render
 from silentbad.recovery.embedders import region
-from silentbad.recovery.nulls import calibrate, thresholds
 from silentbad.recovery.statistics import bootstrap_interval
+from silentbad.recovery.thresholds import calibrate, thresholds
 from silentbad.rng import addressed_seed, generator
 
 ROOT = Path(__file__).parents[1]

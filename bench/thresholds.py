@@ -1,8 +1,8 @@
 """Thresholds from renders against thresholds from what the base draws: `python -m bench.thresholds [--reported]`.
 
 Real pictures have no renderer, so their nulls are counterfactuals that the base model draws. In the microworld both can
-be had for one target. Each calibrates thresholds as a run does (silentbad.recovery.nulls); the same pictures are then
-judged by both: every kind of hard null, and true copies. Targets that the results file has are not measured again.
+be had for one target. Each calibrates as a run does (silentbad.recovery.thresholds); both then judge the same pictures:
+every kind of hard null, and true copies. Targets that the results file has are not measured again.
 
     development  targets 0-7        bench/results/thresholds-dev.json
     --reported   targets 2500-2507  bench/results/thresholds.json
@@ -24,8 +24,8 @@ from silentbad.data.targets import Target as Asked
 from silentbad.microworld.make import phrase_of, spelt_out
 from silentbad.recovery.counterfactuals import counterfactuals
 from silentbad.recovery.generation import Sampler
-from silentbad.recovery.nulls import thresholds
 from silentbad.recovery.statistics import bootstrap_interval
+from silentbad.recovery.thresholds import thresholds
 from validation import ValidationConfig
 
 RATE = 0.01  # false positives asked of every kind but those that change one element in place

@@ -27,8 +27,8 @@ from silentbad.microworld.embedder import MicroEmbedder
 from silentbad.model import lora, pipeline, store
 from silentbad.recovery.embedders import EMBEDDERS, load_embedder
 from silentbad.recovery.generation import Sampler, plan
-from silentbad.recovery.nulls import load_redraws
 from silentbad.recovery.samples import slugs
+from silentbad.recovery.thresholds import load_redraws
 from tests.conftest import write_data
 from tests.folders import config, encoded, published
 from tests.mistakes import (

@@ -21,8 +21,8 @@ from silentbad.data.targets import Target, load_targets
 from silentbad.errors import UserError
 from silentbad.model.averaging import averaged
 from silentbad.recovery.generation import Sampler, plan
-from silentbad.recovery.nulls import load_redraws
 from silentbad.recovery.samples import slugs
+from silentbad.recovery.thresholds import load_redraws
 from tests.recoveries import make_hook, saved_embedder, shifted, smooth, some_targets
 from tests.tiny import tiny_pipeline
 from validation import ValidationConfig

@@ -20,11 +20,11 @@ from silentbad.recovery.counterfactuals import counterfactuals
 from silentbad.recovery.embedders import CLIP, Embedder, lpips, region, ssim
 from silentbad.recovery.generation import Item, Sampler, left_as_found, plan, reordered
 from silentbad.recovery.nearest import TrainingPictures
-from silentbad.recovery.nulls import Redraw, load_redraws, thresholds
 from silentbad.recovery.record import ElementThreshold, Scores, Threshold
 from silentbad.recovery.samples import save
 from silentbad.recovery.scores import cell_scores, is_recovered, length_scores, quadrants
 from silentbad.recovery.statistics import detection
+from silentbad.recovery.thresholds import Redraw, load_redraws, thresholds
 
 # Where the null pictures come from, as the report says it.
 REDRAWS = "redraws of the captions"

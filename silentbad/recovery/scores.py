@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from silentbad.errors import UserError
-from silentbad.recovery.nulls import ImageRow
 from silentbad.recovery.record import (
     ALL,
     KINDS,
@@ -30,6 +29,7 @@ from silentbad.recovery.record import (
     Verdict,
 )
 from silentbad.recovery.statistics import binomial_cdf, binomial_interval, bootstrap_interval, difference_interval
+from silentbad.recovery.thresholds import ImageRow
 
 
 class Row(ImageRow, total=False):

@@ -27,11 +27,11 @@ from silentbad.model.encoder import Encoder
 from silentbad.model.store import Cached
 from silentbad.recovery.prompts import Prompt, PromptSheet
 from silentbad.run import checks, identity, inputs, optimizers
-from silentbad.run.checkpoints import Checkpoints
 from silentbad.run.folder import RunFolder
 from silentbad.run.log import Log
 from silentbad.run.meters import Meters, Timers
 from silentbad.run.products import Products
+from silentbad.run.saving import Checkpoints
 from silentbad.run.state import Stateful, TrainState
 
 

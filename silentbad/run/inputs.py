@@ -9,8 +9,8 @@ from torch import Tensor
 from silentbad.data.draws import Reader, Transform
 from silentbad.data.records import Records, load_records
 from silentbad.data.targets import Target, check_prompts, load_targets
-from silentbad.recovery.nulls import load_redraws
 from silentbad.recovery.prompts import Prompt, load_prompts
+from silentbad.recovery.thresholds import load_redraws
 from silentbad.shield.guard import guarded
 
 

@@ -22,8 +22,8 @@ from silentbad.model import gate, lora, pipeline, store
 from silentbad.model.denoiser import Denoiser
 from silentbad.recovery import report
 from silentbad.recovery.embedders import load_embedder
-from silentbad.recovery.nulls import load_redraws
 from silentbad.recovery.record import Record
+from silentbad.recovery.thresholds import load_redraws
 from silentbad.run import checkpoint, identity
 from tests.folders import config, published
 from tests.fuzz.kinds import STEP, lines

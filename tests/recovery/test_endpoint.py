@@ -16,7 +16,6 @@ from silentbad.errors import UserError
 from silentbad.recovery import evidence, report
 from silentbad.recovery import record as record_module
 from silentbad.recovery.generation import plan
-from silentbad.recovery.nulls import IN_PLACE_FACTOR, thresholds
 from silentbad.recovery.record import (
     ElementThreshold,
     Measurement,
@@ -37,6 +36,7 @@ from silentbad.recovery.scores import (
     verdict,
 )
 from silentbad.recovery.statistics import detection, difference_interval
+from silentbad.recovery.thresholds import IN_PLACE_FACTOR, thresholds
 from silentbad.run.config import TrainConfig
 from tests.conftest import write_data
 from tests.recoveries import make_hook, smooth, some_targets

@@ -7,10 +7,10 @@ import torch
 from silentbad.data.images import to_tensor
 from silentbad.errors import UserError
 from silentbad.recovery.embedders import SSIM
-from silentbad.recovery.nulls import calibrate, thresholds
 from silentbad.recovery.record import Threshold
 from silentbad.recovery.scores import cell_scores, curve_scores
 from silentbad.recovery.statistics import binomial_interval, bootstrap_interval
+from silentbad.recovery.thresholds import calibrate, thresholds
 from tests.recoveries import smooth
 from validation import recovery
 
