@@ -137,7 +137,10 @@ class RecoveryHook:
         self.embedder = load_embedder(config.embedder, config.embedder_path, accelerator.device, config.embedder_sha256)
         clip = None
         if config.clip_path:
-            tried(clip := CLIP(config.clip_path, accelerator.device), "clip", config.clip_path)
+            try:
+                tried(clip := CLIP(config.clip_path, accelerator.device), "clip", config.clip_path)
+            except UserError as error:
+                raise UserError(f"validation.clip_path: {error}") from None
         sampler = Sampler(components, config, seed, prediction_type, refuses)
         kept = {role: records[: config.clean_records] for role, records in (held_out or {}).items()}
         own = (accelerator, seed, kept, training, self.output_dir)

@@ -167,7 +167,8 @@ def load_part(part: str, cls: Any, source: Source, **options: Any) -> Any:
     if not issubclass(cls, nn.Module):
         return loaded(cls, f"{source}: cannot load {part}", source.path, subfolder=part, **{**source.hub, **options})
     options = {"use_safetensors": True, "variant": source.variant, **source.hub, **options}
-    return load_model(cls, f"{source}: cannot load {part}", source.path, subfolder=part, **options)
+    failed = f"{source}: cannot load {part}" + (f" of variant {source.variant!r}" if source.variant else "")
+    return load_model(cls, failed, source.path, subfolder=part, **options)
 
 
 def load_model(cls: Any, failed: str, path: str, *, extras: bool = False, **options: Any) -> Any:
