@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import socket
+import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -40,9 +41,11 @@ def claimed(
     Raises UserError where another process holds it, or nothing can be written there.
     """
     path = Path(folder)
-    made = [p for p in (path, *path.parents) if not _exists(p)]
+    made: list[Path] = []
     try:
-        handle = _locked(path, key)
+        with _in_turn():
+            made = [p for p in (path, *path.parents) if not _exists(p)]
+            handle = _locked(path, key)
     except OSError as error:
         _remove_empty(made)
         raise UserError(f"{key} {folder}: cannot be written ({error.strerror})") from None
@@ -53,6 +56,27 @@ def claimed(
     finally:
         _release(path / LOCK, handle)
         _remove_empty(made)
+
+
+@contextmanager
+def _in_turn(seconds: float = 5) -> Iterator[None]:
+    """One start at a time on this machine: so who makes the folders is who locks them, and takes them away again.
+
+    Where the turn does not come, another program holds the lock of the temporary folder: no reason to wait longer.
+    """
+    turn, end = os.open(tempfile.gettempdir(), os.O_RDONLY), time.monotonic() + seconds
+    try:
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:  # no locks on folders there
+                break
+        yield
+    finally:
+        os.close(turn)
 
 
 def _exists(path: Path) -> bool:
