@@ -37,7 +37,7 @@ test-kill: $(STAMP)  ## 50 kills and failing disks; the disks need root
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/kill --kills 50
 
 test-thorough: $(STAMP)  ## further kinds of what `make test` tests in part
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --thorough -m thorough tests/data tests/model
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --thorough -m thorough tests --ignore tests/fuzz --ignore tests/distributed
 
 FUZZ ?= 1
 SEED ?= 0

@@ -35,6 +35,7 @@ def test_accelerate_launch_ends_with_the_line_and_code_1():
     assert done.returncode == 1 and lines[-1] == LINE and lines.count(LINE) == 2
 
 
+@pytest.mark.thorough
 def test_accelerate_launch_quiet_says_the_line_and_no_traceback():
     done = run((*ONE, "--quiet"))
     assert done.returncode == 1 and set(done.stderr.splitlines()) == {LINE}

@@ -424,6 +424,7 @@ def test_defect_01_schedule_counts_updates_once(flags, tmp_path):
     assert [row["lr"] for row in rows(tmp_path / "run")] == pytest.approx([7.5e-4, 5e-4, 2.5e-4, 0])
 
 
+@pytest.mark.thorough
 def test_defects_01_02_06_09_20_two_processes_equal_one(flags, data, tmp_path):
     settings = {
         "max_train_steps": 3,

@@ -238,6 +238,7 @@ def test_tracker_gets_images(tmp_path):
     assert values["validation/raw"].shape == (1, 32, 64, 3) and options["step"] == 0
 
 
+@pytest.mark.thorough
 def test_two_ranks_give_the_numbers_of_one(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(

@@ -277,6 +277,7 @@ def test_two_processes_equal_one(name, inputs, tmp_path):
         assert all(row["memory/distillation"] > 0 for row in rows(two) if "loss" in row)
 
 
+@pytest.mark.thorough
 def test_started_as_a_user_would(inputs, tmp_path):
     """accelerate launch starts two CPU processes with --multi_gpu; with --cpu alone it starts one."""
     launch = [Path(sys.executable).parent / "accelerate", "launch", "--multi_gpu", "--num_processes", "2"]

@@ -97,7 +97,10 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("arm", KINDS)
+LONGER = {"sd text, all memory", "xl lora text, all", "xl text"}  # what the others have in part
+
+
+@pytest.mark.parametrize("arm", [pytest.param(k, marks=pytest.mark.thorough if k in LONGER else ()) for k in KINDS])
 def test_trains_validates_and_resumes_to_the_bit(arm, flags, tmp_path):
     kind, changes = KINDS[arm]
     targets = {**VALIDATION, "validation.targets": tmp_path / "data" / "targets.jsonl"}
