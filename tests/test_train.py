@@ -535,10 +535,10 @@ def test_defect_09_a_failing_validation_leaves_raw_weights(build, data, monkeypa
     run.hook.threshold, run.hook.element_threshold = Threshold(0.5, "given"), ElementThreshold(0.5, "given")
     score = run.hook.measure.score
 
-    def fails_on_the_average(*arguments):
+    def fails_on_the_average(*arguments, **options):
         if not same(before, weights(run)):
             raise RuntimeError("no")
-        return score(*arguments)
+        return score(*arguments, **options)
 
     monkeypatch.setattr(run.hook.measure, "score", fails_on_the_average)
     with pytest.raises(RuntimeError, match="no"):
