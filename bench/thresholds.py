@@ -18,7 +18,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 from tqdm import tqdm
 
-from bench.instrument import BASE, COPIES, RESULTS, TESTED, WORDS, Detector, Target, passed, pictures_of, rows_of
+from bench.instrument import BASE, COPIES, RESULTS, TESTED, WORDS, Detector, Target, known, passed, pictures_of, rows_of
 from silentbad.data.images import to_pil
 from silentbad.data.targets import Target as Asked
 from silentbad.microworld.make import phrase_of, spelt_out
@@ -109,10 +109,7 @@ def main(argv: list[str] | None = None) -> None:
     names = args.targets.split(",") if args.targets else [str(i + 2500 * args.reported) for i in range(8)]
     out = args.out or RESULTS / ("thresholds.json" if args.reported else "thresholds-dev.json")
     settings = {name: getattr(args, name) for name in ("calibration", "drawn", "pictures")}
-    stored = json.loads(out.read_text()) if out.is_file() else {}
-    results: dict[str, Any] = {**settings, "targets": {}}
-    if {k: stored.get(k) for k in settings} == settings:
-        results["targets"] = stored["targets"]
+    results: dict[str, Any] = {**settings, "targets": known(out, settings)}
     pipe = StableDiffusionPipeline.from_pretrained(BASE)
     config = ValidationConfig(num_inference_steps=12, guidance_scale=3.0)
     judge, sampler = Detector(), Sampler(pipe.components, config, seed=0)
