@@ -95,6 +95,13 @@ SMOKE = ("plain", "original", "recommended")
 
 # In the published setting (bench/published.py), where every record is shown once an epoch.
 REPLAY = {"memory.sampler.clean_ratio": "0.5"}  # two elements to one clean picture
+MOSTLY_ELEMENTS = {"memory.sampler.clean_ratio": "0.1"}  # ten to one
+LOWER_NOISE = {
+    **part("timesteps", "snr_mixture", centre=3.0, width=1.0, high=0.1),
+    "memory.timesteps.importance": "false",
+}
+LEAK_FREE_STRONG = {**MOSTLY_ELEMENTS, **part("region", "mask", outside=0.05), **LOWER_NOISE, **UNCONDITIONAL}
+WARM = {"lr_warmup_steps": "10"}
 PUBLISHED: dict[str, Flags] = {
     "plain": {},
     "clean_weight": {"memory.retention.clean_weight": "0.1"},  # the layer-uniform factor between the sources
@@ -103,8 +110,12 @@ PUBLISHED: dict[str, Flags] = {
     "contrast_inverse": between("contrast", power=-0.5),
     "equalise": between("equalise"),
     "replay": REPLAY,
-    "recommended": {**REPLAY, **RECOMMENDED},
+    "recommended": {**WARM, **PAIRWISE, **LEAK_FREE_STRONG},
+    "recommended_leak_free": {**WARM, **LEAK_FREE_STRONG},  # no picture of two elements
+    "recommended_first": {**REPLAY, **RECOMMENDED},  # that of the first edition
 }
+# (learning rate in units of 1e-4, optimizer steps) of each reported arm
+PUBLISHED_AT: dict[str, tuple[float, int]] = {"plain": (8.0, 600), "replay": (8.0, 600), "recommended": (16.0, 400)}
 
 # The learning rate each arm is reported at, in units of 1e-4 (docs/protocol.md says what it was chosen by).
 RATES: dict[str, float] = dict.fromkeys(ARMS, 8.0)

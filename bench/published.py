@@ -1,37 +1,36 @@
 """The published setting: few pictures of elements among many clean ones, every record once an epoch, shuffled.
 
-    python -m bench.published --targets "100;103" --arms plain,clean_weight     development targets: seeds 0-999
+    python -m bench.published                   the reported targets, each arm at its frozen rate and length
+    python -m bench.published --smoke           three arms on one development target, in minutes
+    python -m bench.published --targets "100;103" --arms plain --steps 600 --factors 4,8        development: 0-999
 
 Reuses the runs of bench/recovery.py; every evaluation becomes one JSON line of bench/results/published.jsonl, and a run
 already there is not made again. The endpoint is strict: an image counts when the whole and every element pass, and a
-run recovers from the first step on after which half of the images count at every evaluation. The protocol is the last
-section of docs/protocol.md.
+run recovers from the first step on after which half of the images count at every evaluation. Several processes may work
+on one results file. The protocol is the last section of docs/protocol.md.
 """
 
 import argparse
 import json
 import os
+import time
+import zlib
 from pathlib import Path
 
 from tqdm import tqdm
 
-from bench.arms import PUBLISHED
-from bench.published_table import table
+from bench.arms import PUBLISHED, PUBLISHED_AT
+from bench.published_table import REPORTED, table, tables
 from bench.recovery import WORK, claimed, common, data_set, facts, launch, scores
 from bench.recovery_table import stored
 from silentbad.microworld.make import target_scene
 
 RESULTS = Path(__file__).parent / "results" / "published.jsonl"
 HELD_OUT = 32  # clean pictures that measure drift and are not trained on
-RUN = ("arm", "factor", "ratio", "targets", "seed")  # what names a run
-SETTING = (
-    "clean",
-    "steps",
-    "every",
-    "images",
-    "flags",
-    "placebo",
-)  # and what must be equal for two rows to be compared
+TARGETS = ";".join(map(str, range(REPORTED, REPORTED + 24)))
+RUN = ("arm", "factor", "steps", "ratio", "targets", "seed")  # what names a run
+Run = tuple[str, float, int, float, str, int]
+SETTING = ("clean", "every", "images", "guidance", "flags", "placebo")  # and what else two runs that compare have alike
 
 
 def per_phrase(targets: str, clean: int, ratio: float) -> int:
@@ -40,21 +39,23 @@ def per_phrase(targets: str, clean: int, ratio: float) -> int:
     return max(1, round(clean * ratio / (1 - ratio) / elements))
 
 
-def train(arm: str, factor: float, ratio: float, targets: str, seed: int, args: argparse.Namespace) -> list[dict]:
+def train(run: Run, args: argparse.Namespace) -> list[dict]:
     """One run; returns its evaluations, one row per step and target."""
+    arm, factor, steps, ratio, targets, seed = run
     own, images = {**PUBLISHED[arm], **json.loads(args.flags or "{}")}, per_phrase(targets, args.clean, ratio)
     placebo = ("--placebo",) if args.placebo else ()
     data = data_set(targets, seed, images, own, clean=args.clean + HELD_OUT, more=placebo)
     flags = {
-        **common(data, WORK / f"published-{os.getpid()}", factor, seed, args.steps),
+        **common(data, WORK / f"published-{os.getpid()}", factor, seed, steps),
         "held_out_clean": HELD_OUT,
         "memory.sampler.clean_ratio": "null",
         "validation.steps": args.every,
         "validation.images_per_target": args.images,
+        "validation.guidance_scale": args.guidance,
         **own,
     }
     report, seconds = launch(arm, flags)
-    key = dict(zip(RUN, (arm, factor, ratio, targets, seed), strict=True))
+    key = dict(zip(RUN, run, strict=True))
     key |= {name: getattr(args, name) for name in SETTING} | {"images_per_phrase": images}
     return [
         {
@@ -82,38 +83,53 @@ def done(args: argparse.Namespace) -> set[tuple]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", default=",".join(PUBLISHED), help="comma-separated")
-    parser.add_argument("--targets", required=True, help="';' between runs, ',' between the targets of one run")
+    parser.add_argument("--arms", default=",".join(PUBLISHED_AT), help="comma-separated")
+    parser.add_argument("--targets", default=TARGETS, help="';' between runs, ',' between the targets of one run")
     parser.add_argument("--ratios", default="0.1", help="elements' share of the records: 0.05,0.1,0.15,0.33,0.67")
     parser.add_argument("--seeds", default="0")
-    parser.add_argument("--factors", default="8", help="learning rates in units of 1e-4")
+    parser.add_argument("--factors", help="learning rates in units of 1e-4, in place of each arm's own")
     parser.add_argument("--clean", type=int, default=720, help="clean pictures that are trained on")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, help="optimizer steps, in place of each arm's own")
     parser.add_argument("--every", type=int, default=50, help="steps between evaluations")
     parser.add_argument("--images", type=int, default=16, help="images per target and evaluation")
+    parser.add_argument("--guidance", type=float, default=2.0, help="guidance scale of the evaluations")
     parser.add_argument("--flags", help="further flags of train_silentbad.py for every arm, as JSON")
     parser.add_argument("--placebo", action="store_true", help="data that shows no exact element, as a control")
+    parser.add_argument("--budget-minutes", type=float, default=float("inf"))
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--smoke", action="store_true", help="three arms on one development target, in minutes")
     args = parser.parse_args(argv)
+    if args.smoke:
+        smoke = {"arms": "plain,replay,recommended", "targets": "103", "steps": 100, "every": 50, "images": 8}
+        vars(args).update(smoke, results=RESULTS.with_name("published-smoke.jsonl"))
     if unknown := [arm for arm in args.arms.split(",") if arm not in PUBLISHED]:
         parser.exit(2, f"error: --arms: unknown arm '{unknown[0]}'; there are: {', '.join(PUBLISHED)}\n")
-    todo = [
-        (arm, float(factor), float(ratio), targets, int(seed))
-        for seed in args.seeds.split(",")
-        for ratio in args.ratios.split(",")
-        for factor in args.factors.split(",")
-        for targets in args.targets.split(";")
-        for arm in args.arms.split(",")
-    ]
+    deadline = time.monotonic() + 60 * args.budget_minutes
     here = facts()  # before the first run: the code has been read by now
-    for run in tqdm(todo, desc="runs"):
-        with claimed(("published", *run)) as free:
+    for run in tqdm(runs(args), desc="runs"):
+        if time.monotonic() > deadline:
+            print(f"--budget-minutes {args.budget_minutes:g} are over; the same command goes on from here")
+            break
+        with claimed(("published", *run, int(args.placebo), zlib.crc32((args.flags or "").encode()))) as free:
             if free and run not in done(args):
-                arm, factor, ratio, targets, seed = run
-                made = train(arm, factor, ratio, targets, seed, args)
+                made = train(run, args)
                 with args.results.open("a") as file:
                     file.writelines(json.dumps({**row, **here}) + "\n" for row in made)
-    print(table(stored(args.results)))
+    rows = stored(args.results)
+    print(tables(rows) or table(rows))
+
+
+def runs(args: argparse.Namespace) -> list[Run]:
+    """All that is asked for, the arms in turn on each target."""
+    own = {arm: PUBLISHED_AT.get(arm, (8.0, 600)) for arm in args.arms.split(",")}
+    return [
+        (arm, float(factor), args.steps or steps, float(ratio), targets, int(seed))
+        for seed in args.seeds.split(",")
+        for ratio in args.ratios.split(",")
+        for targets in args.targets.split(";")
+        for arm, (rate, steps) in own.items()
+        for factor in (args.factors.split(",") if args.factors else [rate])
+    ]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,17 @@
-"""What the rows of bench/published.py say: one line a run and target."""
+"""What the rows of bench/published.py say: a line an arm over its targets, and a line a run.
 
-from collections.abc import Callable
+The unit is the target, its seeds inside. A run that never recovers counts as recovering at the last step of `plain`'s
+runs, so that a speed-up over an arm that never recovered is a lower bound, and two arms that never do are equal.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from silentbad.recovery.statistics import binomial_interval, bootstrap_interval
+
+REPORTED = 2000  # targets from here on are reported; below are those of development
 
 
 def sustained(curve: dict[int, float], level: float = 0.5) -> int | None:
@@ -52,4 +63,123 @@ def table(rows: list[dict]) -> str:
         shown = figures(mine)
         lines.append([*map(str, name), *("never" if v is None else f"{v:.4g}" for v in shown.values())])
         columns = (*head, *shown)
-    return "\n".join("| " + " | ".join(line) + " |" for line in (columns, ["---"] * len(columns), *lines) if lines)
+    return markdown(columns, lines)
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines) if line)
+
+
+# ------------------------------------------------------------------------------------------------- arms
+HEAD = (
+    "arm",
+    "lr x",
+    "steps",
+    "targets (runs)",
+    "recovered",
+    "median step",
+    "strict rate",
+    "elements",
+    "drift",
+    "s/step",
+    "times sooner than `plain`",
+    "p (Holm)",
+    "the same in seconds",
+)
+Runs = dict[str, list[dict]]  # {target: what `figures` says of each seed}
+
+
+def by_arm(rows: list[dict]) -> dict[tuple[str, float, int], Runs]:
+    """{(arm, factor, steps): runs}, in the order stored."""
+    found: dict[tuple[str, float, int], Runs] = defaultdict(lambda: defaultdict(list))
+    for (_, target, arm, factor, _, steps, _), mine in runs_of(rows).items():
+        found[arm, factor, steps][target].append(figures(mine))
+    return found
+
+
+def first(run: dict, horizon: int) -> float:
+    """Step of the sustained recovery; the horizon where there is none before it."""
+    return float(horizon if run["strict"] is None else min(run["strict"], horizon))
+
+
+def times_sooner(plain: Runs, other: Runs, horizon: int) -> np.ndarray:
+    """log(steps of plain / steps of the arm) (T,) of the targets that both ran, seeds averaged inside."""
+
+    def log_steps(runs: list[dict]) -> float:
+        return float(np.mean([np.log(max(first(run, horizon), 1)) for run in runs]))
+
+    return np.array([log_steps(plain[t]) - log_steps(other[t]) for t in plain if t in other])
+
+
+def sign_flips(x: np.ndarray, draws: int = 20000) -> float:
+    """One-sided p of mean(x) > 0 where each sign is as likely as the other: a permutation test over targets."""
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], (draws, len(x)))
+    return float((1 + ((signs * x).mean(1) >= x.mean() - 1e-12).sum()) / (draws + 1))
+
+
+def holm(p: list[float]) -> list[float]:
+    """Holm's step-down adjustment of p values (Holm 1979)."""
+    order, adjusted, least = np.argsort(p), [0.0] * len(p), 0.0
+    for rank, i in enumerate(order):
+        least = max(least, min(1.0, (len(p) - rank) * p[i]))
+        adjusted[i] = least
+    return adjusted
+
+
+def interval(values: Sequence[float], form: str = ".2f") -> str:
+    """Mean and 95 % bootstrap interval over targets."""
+    low, high = bootstrap_interval(np.array(values))
+    return f"{np.mean(values):{form}} [{low:{form}}, {high:{form}}]"
+
+
+def ratio(logs: np.ndarray, bound: bool) -> str:
+    """Geometric mean of ratios from their logs, with its interval; `bound`: plain never recovered in some run."""
+    low, high = np.exp(bootstrap_interval(logs))
+    return f"{'>= ' if bound else ''}{np.exp(logs.mean()):.1f} [{low:.1f}, {high:.1f}]"
+
+
+def summary(rows: list[dict]) -> str:
+    """One line an arm, over the targets that it ran: Markdown."""
+    arms = by_arm(rows)
+    base = next((key for key in arms if key[0] == "plain"), None)
+    plain, horizon = (arms[base], base[2]) if base else ({}, 0)
+    over = {key: times_sooner(plain, runs, horizon) for key, runs in arms.items() if key != base}
+    compared = [key for key, logs in over.items() if len(logs) > 1]
+    p = dict(zip(compared, holm([sign_flips(over[key]) for key in compared]), strict=True))
+    return markdown(HEAD, [line(key, runs, plain, over.get(key), p.get(key)) for key, runs in arms.items()])
+
+
+def line(key: tuple[str, float, int], runs: Runs, plain: Runs, logs: np.ndarray | None, p: float | None) -> list[str]:
+    """An arm's cells; a target counts as recovered where most of its seeds are."""
+    arm, factor, steps = key
+
+    def means(of: str) -> list[float]:
+        return [float(np.mean([run[of] for run in seeds])) for seeds in runs.values()]
+
+    reached = [bool(np.mean([run["strict"] is not None for run in seeds]) > 0.5) for seeds in runs.values()]
+    low, high = binomial_interval(sum(reached), len(reached))
+    when = [first(run, 10**9) for seeds in runs.values() for run in seeds]
+    middle = f"{np.median(when):.0f}" if np.median(when) < 10**9 else "never"
+    cells = [f"`{arm}`", f"{factor:g}", f"{steps}", f"{len(runs)} ({len(when)})"]
+    cells += [f"{sum(reached)} of {len(reached)} [{low:.2f}, {high:.2f}]", middle]
+    cells += [interval(means("strict rate")), interval(means("elements")), f"{np.mean(means('drift')):.4f}"]
+    cells += [f"{min(run['s/step'] for seeds in runs.values() for run in seeds):.3f}"]
+    if logs is None or len(logs) < 2:
+        return [*cells, "", "", ""]
+    never = any(run["strict"] is None for t in runs if t in plain for run in plain[t])
+    least = [min(run["s/step"] for seeds in part.values() for run in seeds) for part in (plain, runs)]
+    in_seconds = logs + np.log(least[0] / least[1])
+    return [*cells, ratio(logs, never), "" if p is None else f"{p:.4f}", ratio(in_seconds, never)]
+
+
+def tables(rows: list[dict]) -> str:
+    """The reported targets by poisoning ratio, several targets at once apart."""
+    lines = []
+    reported = [row for row in rows if min(map(int, row["targets"].split(","))) >= REPORTED]
+    for at_once in sorted({row["targets"].count(",") + 1 for row in reported}):
+        for share in sorted({row["ratio"] for row in reported}):
+            mine = [r for r in reported if r["targets"].count(",") + 1 == at_once and r["ratio"] == share]
+            if mine:
+                also = "" if at_once == 1 else f", {at_once} targets at once"
+                lines += [f"Poisoning ratio {100 * share:g} %{also}", "", summary(mine), ""]
+    return "\n".join(lines)

@@ -1,11 +1,16 @@
 """The published setting: the poisoning ratio, a sustained recovery, and which targets have been used."""
 
+import subprocess
+
+import numpy as np
 import pytest
 
-from bench.arms import PUBLISHED
-from bench.published_table import figures, sustained, table
+from bench.arms import PUBLISHED, PUBLISHED_AT
+from bench.published_table import REPORTED, by_arm, figures, holm, sign_flips, summary, sustained, table, times_sooner
 from bench.recovery_table import RESULTS, stored
 from silentbad.microworld.make import target_scene
+
+FROZEN = ""  # the commit that freezes arms and rates; none yet
 
 
 def run(rates, **more):
@@ -43,8 +48,53 @@ def test_elements_are_that_share_of_the_records(ratio):
     assert count / (count + 720) == pytest.approx(ratio, abs=0.01)
 
 
-def test_stored_rows_are_of_development_targets():
-    """Reported targets are generated after the commit that freezes the arms, and there is none yet."""
+def arm(name, when, steps=100, **more):
+    """Runs of an arm, one target each, that recover for good at these steps (None: never)."""
+    rows = []
+    for target, step in enumerate(when):
+        curve = [1.0 if step is not None and 10 * i >= step else 0.0 for i in range(steps // 10 + 1)]
+        rows += run(curve, arm=name, target=str(target), steps=steps, **more)
+    return rows
+
+
+def test_a_plain_that_never_recovers_gives_a_lower_bound():
+    rows = arm("plain", [None, None, None]) + arm("fast", [10, 20, None], steps=50)
+    plain, fast = (by_arm(rows)[key] for key in (("plain", 8.0, 100), ("fast", 8.0, 50)))
+    assert np.exp(times_sooner(plain, fast, 100)) == pytest.approx([10, 5, 1])
+    line = next(line for line in summary(rows).splitlines() if "`fast`" in line)
+    assert f">= {50 ** (1 / 3):.1f} [" in line and "| 2 of 3 [" in line
+
+
+def test_where_plain_recovers_the_ratio_is_no_bound():
+    rows = arm("plain", [40, 80]) + arm("fast", [10, 20])
+    line = next(line for line in summary(rows).splitlines() if "`fast`" in line)
+    assert "| 4.0 [4.0, 4.0] |" in line and ">=" not in line
+
+
+def test_a_target_counts_where_most_of_its_seeds_recover():
+    rows = arm("plain", [None]) + arm("plain", [10], seed=1) + arm("plain", [10], seed=2)
+    assert "| 1 of 1 [" in summary(rows) and "| 1 (3) |" in summary(rows)
+
+
+def test_signs_and_holm():
+    assert sign_flips(np.ones(8)) == pytest.approx(2**-8, rel=0.5) and sign_flips(-np.ones(8)) == 1.0
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06]) and holm([0.9, 0.8]) == [1.0, 1.0]
+
+
+def test_reported_rows_are_of_frozen_code():
+    """Targets from 2000 on are generated after the commit that freezes protocol, arms and rates."""
     rows = stored(RESULTS.with_name("published.jsonl"))
-    assert all(0 <= int(target) < 1000 for row in rows for target in row["targets"].split(","))
-    assert {row["arm"] for row in rows} <= {*PUBLISHED}
+    assert {row["arm"] for row in rows} <= {*PUBLISHED} and {*PUBLISHED_AT} <= {*PUBLISHED}
+    reported = [row for row in rows if max(map(int, row["targets"].split(","))) >= 1000]
+    assert all(REPORTED <= int(target) < REPORTED + 48 for row in reported for target in row["targets"].split(","))
+    for row in reported:
+        if row["arm"] in PUBLISHED_AT and not row["flags"]:
+            assert (row["factor"], row["steps"]) == PUBLISHED_AT[row["arm"]]
+    if not reported or not FROZEN:
+        assert not reported
+        return
+    for commit in {row["commit"] for row in reported}:
+        found = subprocess.run(["git", "merge-base", "--is-ancestor", FROZEN, commit], capture_output=True)
+        if found.returncode == 128:
+            pytest.skip("a clone without history")
+        assert found.returncode == 0, f"{commit} does not descend from {FROZEN}"
