@@ -114,8 +114,13 @@ PUBLISHED: dict[str, Flags] = {
     "recommended_leak_free": {**WARM, **LEAK_FREE_STRONG},  # no picture of two elements
     "recommended_first": {**REPLAY, **RECOMMENDED},  # that of the first edition
 }
-# (learning rate in units of 1e-4, optimizer steps) of each reported arm
-PUBLISHED_AT: dict[str, tuple[float, int]] = {"plain": (8.0, 600), "replay": (8.0, 600), "recommended": (16.0, 400)}
+# (learning rate in units of 1e-4, optimizer steps, steps between evaluations) of each reported arm
+PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
+    "recommended": (16.0, 400, 40),
+    "plain": (8.0, 1500, 250),
+    "replay": (8.0, 600, 100),
+    "recommended_leak_free": (16.0, 400, 40),
+}
 
 # The learning rate each arm is reported at, in units of 1e-4 (docs/protocol.md says what it was chosen by).
 RATES: dict[str, float] = dict.fromkeys(ARMS, 8.0)

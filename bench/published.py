@@ -28,9 +28,10 @@ from silentbad.microworld.make import target_scene
 RESULTS = Path(__file__).parent / "results" / "published.jsonl"
 HELD_OUT = 32  # clean pictures that measure drift and are not trained on
 TARGETS = ";".join(map(str, range(REPORTED, REPORTED + 24)))
+OWN = (8.0, 600, 50)  # rate, steps and steps between evaluations of an arm that is not reported
 RUN = ("arm", "factor", "steps", "ratio", "targets", "seed")  # what names a run
 Run = tuple[str, float, int, float, str, int]
-SETTING = ("clean", "every", "images", "guidance", "flags", "placebo")  # and what else two runs that compare have alike
+SETTING = ("clean", "images", "guidance", "flags", "placebo")  # and what else two runs that compare have alike
 
 
 def per_phrase(targets: str, clean: int, ratio: float) -> int:
@@ -49,14 +50,14 @@ def train(run: Run, args: argparse.Namespace) -> list[dict]:
         **common(data, WORK / f"published-{os.getpid()}", factor, seed, steps),
         "held_out_clean": HELD_OUT,
         "memory.sampler.clean_ratio": "null",
-        "validation.steps": args.every,
+        "validation.steps": every(arm, args),
         "validation.images_per_target": args.images,
         "validation.guidance_scale": args.guidance,
         **own,
     }
     report, seconds = launch(arm, flags)
     key = dict(zip(RUN, run, strict=True))
-    key |= {name: getattr(args, name) for name in SETTING} | {"images_per_phrase": images}
+    key |= {name: getattr(args, name) for name in SETTING} | {"every": every(arm, args), "images_per_phrase": images}
     return [
         {
             **key,
@@ -71,6 +72,11 @@ def train(run: Run, args: argparse.Namespace) -> list[dict]:
         for entry in report["history"]
         for name, s in scores(entry)["targets"].items()
     ]
+
+
+def every(arm: str, args: argparse.Namespace) -> int:
+    """Steps between two evaluations."""
+    return args.every or PUBLISHED_AT.get(arm, OWN)[2]
 
 
 # ------------------------------------------------------------------------------------------------- command
@@ -90,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--factors", help="learning rates in units of 1e-4, in place of each arm's own")
     parser.add_argument("--clean", type=int, default=720, help="clean pictures that are trained on")
     parser.add_argument("--steps", type=int, help="optimizer steps, in place of each arm's own")
-    parser.add_argument("--every", type=int, default=50, help="steps between evaluations")
+    parser.add_argument("--every", type=int, help="steps between evaluations, in place of each arm's own")
     parser.add_argument("--images", type=int, default=16, help="images per target and evaluation")
     parser.add_argument("--guidance", type=float, default=2.0, help="guidance scale of the evaluations")
     parser.add_argument("--flags", help="further flags of train_silentbad.py for every arm, as JSON")
@@ -121,13 +127,13 @@ def main(argv: list[str] | None = None) -> None:
 
 def runs(args: argparse.Namespace) -> list[Run]:
     """All that is asked for, the arms in turn on each target."""
-    own = {arm: PUBLISHED_AT.get(arm, (8.0, 600)) for arm in args.arms.split(",")}
+    own = {arm: PUBLISHED_AT.get(arm, OWN) for arm in args.arms.split(",")}
     return [
         (arm, float(factor), args.steps or steps, float(ratio), targets, int(seed))
         for seed in args.seeds.split(",")
         for ratio in args.ratios.split(",")
         for targets in args.targets.split(";")
-        for arm, (rate, steps) in own.items()
+        for arm, (rate, steps, _) in own.items()
         for factor in (args.factors.split(",") if args.factors else [rate])
     ]
 

@@ -1,7 +1,8 @@
 """What the rows of bench/published.py say: a line an arm over its targets, and a line a run.
 
-The unit is the target, its seeds inside. A run that never recovers counts as recovering at the last step of `plain`'s
-runs, so that a speed-up over an arm that never recovered is a lower bound, and two arms that never do are equal.
+The unit is the target, its seeds inside. A recovery lies between two evaluations: the earlier one counts for `plain`,
+the later one for the others. A run that never recovers counts as recovering at the last step of `plain`'s runs, so that
+a speed-up over an arm that never recovered is a lower bound, and two arms that never do are equal.
 """
 
 from collections import defaultdict
@@ -30,8 +31,10 @@ def figures(rows: list[dict]) -> dict[str, float | int | None]:
     def curve(value: Callable[[dict], float]) -> dict[int, float]:
         return {step: value(row) for step, row in by_step.items()}
 
+    strict = sustained(curve(lambda row: row["rate"]))
     return {
-        "strict": sustained(curve(lambda row: row["rate"])),
+        "strict": strict,
+        "not yet": None if strict is None else max((step for step in by_step if step < strict), default=0),
         "whole": sustained(curve(lambda row: row["whole_rate"])),
         "all elements": sustained(curve(lambda row: min(row["elements"]))),
         "strict rate": last["rate"],
@@ -97,18 +100,18 @@ def by_arm(rows: list[dict]) -> dict[tuple[str, float, int], Runs]:
     return found
 
 
-def first(run: dict, horizon: int) -> float:
-    """Step of the sustained recovery; the horizon where there is none before it."""
-    return float(horizon if run["strict"] is None else min(run["strict"], horizon))
+def first(run: dict, horizon: int, key: str = "strict") -> float:
+    """Step of the sustained recovery, at least 1; the horizon where there is none before it."""
+    return float(horizon if run[key] is None else min(max(run[key], 1), horizon))
 
 
 def times_sooner(plain: Runs, other: Runs, horizon: int) -> np.ndarray:
     """log(steps of plain / steps of the arm) (T,) of the targets that both ran, seeds averaged inside."""
 
-    def log_steps(runs: list[dict]) -> float:
-        return float(np.mean([np.log(max(first(run, horizon), 1)) for run in runs]))
+    def log_steps(runs: list[dict], key: str) -> float:
+        return float(np.mean([np.log(first(run, horizon, key)) for run in runs]))
 
-    return np.array([log_steps(plain[t]) - log_steps(other[t]) for t in plain if t in other])
+    return np.array([log_steps(plain[t], "not yet") - log_steps(other[t], "strict") for t in plain if t in other])
 
 
 def sign_flips(x: np.ndarray, draws: int = 20000) -> float:
