@@ -10,7 +10,7 @@ from bench.published_table import REPORTED, by_arm, figures, holm, sign_flips, s
 from bench.recovery_table import RESULTS, stored
 from silentbad.microworld.make import target_scene
 
-FROZEN = ""  # the commit that freezes arms and rates; none yet
+FROZEN = "53a37f82c1f60f7de9f8aa9f481f4417096f7b44"  # the commit that freezes arms and rates
 
 
 def run(rates, **more):
