@@ -143,13 +143,18 @@ def ratio(logs: np.ndarray, bound: bool) -> str:
 
 def summary(rows: list[dict]) -> str:
     """One line an arm, over the targets that it ran: Markdown."""
+    return markdown(HEAD, lines_of(rows))
+
+
+def lines_of(rows: list[dict]) -> list[list[str]]:
+    """The cells under HEAD of each arm, in the order stored."""
     arms = by_arm(rows)
     base = next((key for key in arms if key[0] == "plain"), None)
     plain, horizon = (arms[base], base[2]) if base else ({}, 0)
     over = {key: times_sooner(plain, runs, horizon) for key, runs in arms.items() if key != base}
     compared = [key for key, logs in over.items() if len(logs) > 1]
     p = dict(zip(compared, holm([sign_flips(over[key]) for key in compared]), strict=True))
-    return markdown(HEAD, [line(key, runs, plain, over.get(key), p.get(key)) for key, runs in arms.items()])
+    return [line(key, runs, plain, over.get(key), p.get(key)) for key, runs in arms.items()]
 
 
 def line(key: tuple[str, float, int], runs: Runs, plain: Runs, logs: np.ndarray | None, p: float | None) -> list[str]:
@@ -175,10 +180,15 @@ def line(key: tuple[str, float, int], runs: Runs, plain: Runs, logs: np.ndarray 
     return [*cells, ratio(logs, never), "" if p is None else f"{p:.4f}", ratio(in_seconds, never)]
 
 
+def reported_of(rows: list[dict]) -> list[dict]:
+    """The rows of reported targets."""
+    return [row for row in rows if min(map(int, row["targets"].split(","))) >= REPORTED]
+
+
 def tables(rows: list[dict]) -> str:
     """The reported targets by poisoning ratio, several targets at once apart."""
     lines = []
-    reported = [row for row in rows if min(map(int, row["targets"].split(","))) >= REPORTED]
+    reported = reported_of(rows)
     for at_once in sorted({row["targets"].count(",") + 1 for row in reported}):
         for share in sorted({row["ratio"] for row in reported}):
             mine = [r for r in reported if r["targets"].count(",") + 1 == at_once and r["ratio"] == share]
