@@ -1,5 +1,6 @@
-"""The diffusion path: noise at an address, x_t, and what the model is asked to predict there.
+"""The path from pictures to noise: noise at an address, x_t, and what the model is asked to predict there.
 
+x_t = alpha_t x0 + sigma_t eps. A schedule states alpha_t and sigma_t for t = 0 (least noise) to T - 1: a DDPMScheduler.
 Legend: x0 (B,C,h,w) latents, eps noise, t (B,).
 """
 
@@ -8,10 +9,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from diffusers.training_utils import compute_dream_and_update_latents
+from diffusers.training_utils import compute_dream_and_update_latents, compute_snr
 
 from silentbad.device import send
 from silentbad.rng import noise
+
+
+def signal_to_noise(schedule: Any) -> torch.Tensor:
+    """SNR (T,) = alpha^2 / sigma^2."""
+    return compute_snr(schedule, torch.arange(schedule.config.num_train_timesteps)).float()
+
+
+def levels(schedule: Any, t: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(alpha_t, sigma_t), both (B,1,1,1), in the precision of `like`."""
+    abar = schedule.alphas_cumprod.to(t.device)[t].to(like)[:, None, None, None]
+    return abar.sqrt(), (1 - abar).sqrt()
+
+
+def model_time(schedule: Any, t: torch.Tensor) -> torch.Tensor:
+    """t (B,) as the model takes it."""
+    return t
 
 
 def noised(
@@ -43,8 +60,7 @@ def prediction_target(scheduler: Any, x0: torch.Tensor, eps: torch.Tensor, t: to
 def to_epsilon(scheduler: Any, out: torch.Tensor, x_t: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     """The eps (B,C,h,w) that a prediction `out` at x_t and t (B,) stands for, by the schedule's prediction_type."""
     kind = scheduler.config.prediction_type
-    abar = scheduler.alphas_cumprod.to(t.device)[t].to(x_t)[:, None, None, None]
-    a, s = abar.sqrt(), (1 - abar).sqrt()
+    a, s = levels(scheduler, t, x_t)
     if kind == "v_prediction":
         return a * out + s * x_t
     return (x_t - a * out) / s if kind == "sample" else out

@@ -197,7 +197,7 @@ def build(
         optimizer = accelerator.prepare(optimizer)
         forward = denoiser.training_forward(model, config)
     # -- what is shown, and how it is weighed
-    step = checks.bucket_step(config, side, pipeline.side_factor(parts.unet, parts.vae))
+    step = checks.bucket_step(config, side, pipeline.side_factor(parts.family, parts.backbone, parts.vae))
     transform = Transform.of(config, side, step)
     batches = arranged(records, transform, config.train_batch_size, accelerator.print) if step else None
     reader = Reader(records, transform, config.seed, config.cache_mb * 2**20)

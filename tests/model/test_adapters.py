@@ -18,7 +18,7 @@ from silentbad.data.draws import Transform
 from silentbad.errors import UserError
 from silentbad.memory.auxiliary import Teacher
 from silentbad.model import denoiser, lora, pipeline
-from silentbad.model.denoiser import Denoiser, unused
+from silentbad.model.denoiser import Denoiser
 from silentbad.model.groups import OTHER, group_of, group_parameters, prior_table
 from silentbad.run import checkpoint, folder, trackers
 from silentbad.run.config import LoraSettings, parse
@@ -155,7 +155,7 @@ def test_adapters_begin_as_nothing_and_by_the_seed(build):
     with torch.no_grad():
         plain, begun = (run.predict(x, t, ["a red cat"]) for run in runs_[:2])
     assert torch.allclose(plain, begun, atol=1e-6)
-    weights = [denoiser.trained(run.parts.unet) for run in runs_[1:]]
+    weights = [denoiser.trained(run.parts.backbone) for run in runs_[1:]]
     assert same(*weights[:2]) and not same(weights[0], weights[2])
 
 
@@ -244,7 +244,8 @@ def test_every_tensor_of_a_trained_text_encoder_is_reached(kind, build):
     assert run.encoder.kept_texts == {}  # nothing of a moving encoder is kept
     if kind == "xl":
         assert any(n.startswith("text_encoder_2.") and "text_projection" in n for n in moved)
-        assert {id(p) for p in unused(run.parts.text_encoder, False)}.isdisjoint({id(after[n]) for n in before})
+        unused = run.parts.family.unused("text_encoder", run.parts.text_encoders["text_encoder"])
+        assert unused and {id(p) for p in unused}.isdisjoint({id(after[n]) for n in before})
 
 
 @pytest.mark.parametrize("kind", ["epsilon", "sd2", "xl"])
@@ -275,7 +276,7 @@ def test_a_teacher_keeps_its_own_text_encoders(build):
     with torch.no_grad():
         before = run.predict(x, t, ["a red cat"], model=teacher)
         assert torch.allclose(before, run.predict(x, t, ["a red cat"]), atol=1e-5)
-        for p in run.parts.text_encoder_2.parameters():
+        for p in run.parts.text_encoders["text_encoder_2"].parameters():
             p.mul_(1.5)
         assert torch.equal(run.predict(x, t, ["a red cat"], model=teacher), before)
         assert not torch.allclose(run.predict(x, t, ["a red cat"]), before, atol=1e-3)
