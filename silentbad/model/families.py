@@ -5,10 +5,13 @@ from typing import Any
 
 from silentbad.model.family import Family
 from silentbad.model.stable_diffusion import StableDiffusion, StableDiffusionXL
+from silentbad.model.stable_diffusion_3 import StableDiffusion3
 
 # By the class in model_index.json; a pipeline of another class is of the first whose parts it has.
-FAMILIES: dict[str, Family] = {family.pipeline.__name__: family for family in (StableDiffusionXL(), StableDiffusion())}
-KNOWN = "a Stable Diffusion 1, 2 or XL pipeline"
+FAMILIES: dict[str, Family] = {
+    family.pipeline.__name__: family for family in (StableDiffusion3(), StableDiffusionXL(), StableDiffusion())
+}
+KNOWN = "a Stable Diffusion 1, 2, XL or 3 pipeline"
 
 
 def family_of(components: Collection[str]) -> Family:

@@ -26,6 +26,7 @@ class Family:
     tokenizer: dict[str, Any]  # classes of their tokenizers by component
     optional: tuple[str, ...] = ()  # components that a pipeline may lack
     sized: bool = False  # whether the backbone is told each picture's size and crop
+    upcasts: bool = False  # whether the autoencoder overflows in fp16, where its own settings say so
     flow: bool = False  # whether the path is a rectified flow
     kohya: dict[str, str] = {}  # prefix of each component in kohya's files of adapters; none: there is no such file
 

@@ -160,8 +160,8 @@ def load_parts(config: Any, settings: dict[str, Any], tokenizer: Any, precision:
     half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
     own = torch.float32 if config.lora.rank is None else half  # of weights that train themselves, or carry adapters
     vae = gate.load_part("vae", AutoencoderKL, source, torch_dtype=half)
-    if getattr(vae.config, "force_upcast", False) and family.sized:
-        vae.float()  # SDXL's autoencoder overflows in fp16
+    if family.upcasts and vae.config.force_upcast:
+        vae.float()
     encoders = text_encoders_of(index, source, own if config.train_text_encoder else half)
     hub = {"revision": config.non_ema_revision} if config.non_ema_revision else {}
     backbone = gate.load_part(family.backbone, family.kind, source, **hub, torch_dtype=own)

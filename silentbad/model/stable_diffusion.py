@@ -48,7 +48,7 @@ class StableDiffusionXL(StableDiffusion):
     pipeline = StableDiffusionXLPipeline
     encoders = {"text_encoder": CLIPTextModel, "text_encoder_2": CLIPTextModelWithProjection}
     tokenizer = {"tokenizer": CLIPTokenizer, "tokenizer_2": CLIPTokenizer}
-    sized = True
+    sized = upcasts = True
     kohya = {"unet": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}
 
     def widths(self, backbone: Any, encoders: dict[str, Any]) -> tuple[int, int]:

@@ -165,6 +165,7 @@ def build(
     world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
     # -- data, checked before weights load
     settings, tokenizer = pipeline.scheduler_settings(config), pipeline.load_tokenizer(config)
+    checks.check_family(config, pipeline.family_for(config), sharded)
     prompts = inputs.sample_prompts(config, tokenizer)
     records, held_out, targets = inputs.prepare(config, tokenizer, accelerator.main_process_first, accelerator.print)
     info = DataInfo(*(getattr(records, name) for name in ("role", "target_id", "element_id", "phrases")))
