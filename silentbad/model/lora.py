@@ -30,7 +30,14 @@ NAMES = {"lora": "LoRA", "dora": "DoRA", "loha": "LoHa", "lokr": "LoKr"}
 FOLDERS = ("loha", "lokr")  # diffusers has no file for these: a folder of peft's for each component
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 COMPONENTS = list(dict.fromkeys(name for family in FAMILIES.values() for name in (family.backbone, *family.encoders)))
-STAGES = ("stem", *(f"{part}{i}" for part in ("down", "up") for i in range(4)), "mid", "text1", "text2")
+STAGES = (
+    "stem",
+    *(f"{part}{i}" for part in ("down", "up") for i in range(4)),
+    "mid",
+    "text1",
+    "text2",
+    *(f"block{i}" for i in range(64)),
+)
 ROLES = [role for role in ROLE_ORDER if role not in ("norm", "embed")]  # what peft can adapt
 
 

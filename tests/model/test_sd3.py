@@ -1,25 +1,29 @@
-"""Stable Diffusion 3: its path, loss, text states and files, each against diffusers' own."""
+"""Stable Diffusion 3: its path, loss, text states, groups and files, each against diffusers' own."""
 
 import copy
 
 import numpy as np
 import pytest
 import torch
-from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 
 from silentbad.errors import UserError
 from silentbad.memory.weightings import flow_sigma
-from silentbad.model import diffusion, pipeline
+from silentbad.model import diffusion, lora, pipeline
+from silentbad.model.denoiser import Denoiser
 from silentbad.model.diffusion import Flow
 from silentbad.model.encoder import decode
 from silentbad.model.families import FAMILIES
+from silentbad.model.groups import OTHER, group_of, group_parameters
 from silentbad.recovery.generation import Sampler
+from silentbad.run.config import LoraSettings
 from tests.tiny import tiny_sd3_pipeline
 from tests.training import same, step_once
 from train_silentbad import main
 from validation import ValidationConfig
 
+LORA = {"lora.rank": 2, "lora.alpha": 4, "lora.targets": '["attn","ff","mod"]', "learning_rate": 0.05}
 FAMILY = FAMILIES["StableDiffusion3Pipeline"]
 
 
@@ -130,6 +134,66 @@ def test_text_states_are_those_of_the_pipeline_cached_or_not(t5, build, pipeline
     assert len(resting) == 3 + t5 and all(any(m is part for part in resting) for m in made[1].encoder.text_encoders)
 
 
+# ---------------------------------------------------------------- groups
+BIG = dict(num_attention_heads=24, caption_projection_dim=1536, num_layers=24, sample_size=128, pos_embed_max_size=192)
+PUBLISHED = {
+    "3 medium": BIG,
+    "3.5 medium": {**BIG, "dual_attention_layers": tuple(range(13)), "qk_norm": "rms_norm", "pos_embed_max_size": 384},
+    "3.5 large": {
+        **BIG,
+        "num_attention_heads": 38,
+        "caption_projection_dim": 2432,
+        "num_layers": 38,
+        "qk_norm": "rms_norm",
+    },
+}
+
+
+def published(which: str) -> SD3Transformer2DModel:
+    with torch.device("meta"):
+        return SD3Transformer2DModel(**PUBLISHED[which])
+
+
+@pytest.mark.parametrize("which", PUBLISHED)
+def test_groups_by_block_and_role_are_exact(which):
+    model = Denoiser(published(which), FAMILY)
+    groups = group_parameters(model)
+    names = [name for members in groups.members.values() for name in members]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    assert OTHER not in groups.names and sum(groups.sizes) == sum(p.numel() for p in model.parameters())
+    assert {"block3.attn.q", "block3.attn.context.v", "block3.ff", "block3.ff.context", "block3.mod"} < {*groups.names}
+    assert ("block3.attn.image.q" in groups.names) == (which == "3.5 medium")
+    assert groups.names[0].startswith("stem") and groups.names[-1].startswith("block")
+
+
+def test_a_layer_has_its_role_whatever_wraps_it():
+    for name, group in {
+        "transformer.transformer_blocks.3.attn.to_q.lora_A.default.weight": "block3.attn.q",
+        "transformer_blocks.11.attn.to_add_out.bias": "block11.attn.context.o",
+        "module.transformer.transformer_blocks.0.attn2.to_out.0.weight": "block0.attn.image.o",
+        "transformer.transformer_blocks.0.attn2.norm_q.weight": "block0.norm",
+        "transformer.transformer_blocks.0.norm1_context.linear.bias": "block0.mod.context",
+        "transformer.time_text_embed.text_embedder.linear_1.weight": "stem.time",
+        "transformer.proj_out.weight": "stem.io",
+        "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_q.weight": "down0.xattn.q",
+    }.items():
+        assert group_of(name) == group
+
+
+def test_what_gets_no_gradient_stays_frozen(sd3):
+    """The last block drops its text tokens, so their queries there reach nothing; all else is reached."""
+    run = sd3()
+    frozen = {n for n, p in run.parts.model.named_parameters() if not p.requires_grad}
+    assert frozen == {
+        f"transformer.transformer_blocks.2.attn.{n}"
+        for n in ("add_q_proj.weight", "add_q_proj.bias", "norm_added_q.weight")
+    }
+    before = {n: p.clone() for n, p in run.parts.model.named_parameters()}
+    step_once(run)
+    after = dict(run.parts.model.named_parameters())
+    assert {n for n in before if torch.equal(before[n], after[n])} == frozen
+
+
 # ---------------------------------------------------------------- files
 def pixels(pipe) -> np.ndarray:
     return np.asarray(pipeline.draw_images(pipe, ["a red cat"], 0, steps=2)[0]).astype(int)
@@ -143,6 +207,33 @@ def test_plain_diffusers_loads_what_it_saves(sd3, tmp_path):
     assert type(plain) is FAMILY.pipeline and plain.scheduler.shift == 3
     assert same(plain.transformer.state_dict(), run.parts.backbone.state_dict())
     assert np.abs(pixels(plain) - pixels(pipeline.pipeline(run.parts))).max() <= 1
+
+
+@pytest.mark.parametrize("kind", ["lora", pytest.param("loha", marks=pytest.mark.thorough)])
+def test_adapters_are_read_by_others(kind, sd3, pipelines, tmp_path):
+    run = sd3(**LORA, **{"lora.kind": kind})
+    trained = [n for n, p in run.parts.model.named_parameters() if p.requires_grad]
+    assert trained and all({"lora": "lora_", "loha": "hada_"}[kind] in n for n in trained)
+    for _ in range(2):
+        step_once(run)
+    run.products.save_pipeline(tmp_path / "lora")
+    base = str(pipelines["sd3"])
+    after, before = pixels(pipeline.pipeline(run.parts)), pixels(DiffusionPipeline.from_pretrained(base))
+    assert np.abs(after - before).max() > 2
+    assert np.abs(pixels(pipeline.load_pipeline(base, "float32", "cpu", str(tmp_path / "lora"))) - after).max() <= 1
+    assert not (tmp_path / "lora" / lora.KOHYA).exists()  # its names for this family fuse what is apart here
+    if kind == "lora":
+        plain = DiffusionPipeline.from_pretrained(base)
+        plain.load_lora_weights(tmp_path / "lora")
+        assert np.abs(pixels(plain) - after).max() <= 1
+
+
+def test_the_usual_targets_adapt_all_of_joint_attention():
+    transformer = published("3 medium")
+    with torch.device("meta"):
+        lora.add("transformer", transformer, LoraSettings(rank=4), 0)
+    roles = {group_of(n).split(".", 1)[1] for n, p in transformer.named_parameters() if p.requires_grad}
+    assert roles == {f"attn.{part}{x}" for part in ("", "context.") for x in "qkvo"}
 
 
 # ---------------------------------------------------------------- refused
