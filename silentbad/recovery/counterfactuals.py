@@ -165,7 +165,7 @@ def masked_denoising(
 
     def keep(_: Any, step: int, t: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         later = scheduler.timesteps[step + 1 : step + 2]  # where the latents have arrived
-        known = scheduler.add_noise(x0, eps, later.expand(len(x0))) if len(later) else x0
+        known = arrived(scheduler, x0, eps, later.expand(len(x0))) if len(later) else x0
         return {"latents": torch.where(hole, tensors["latents"], known.to(x0.dtype))}
 
     return sampler.pipe(
@@ -183,6 +183,13 @@ def masked_denoising(
     ).images
 
 
+def arrived(scheduler: Any, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
+    """x_t (B,C,h,w) at a scheduler's own times t (B,)."""
+    if hasattr(scheduler, "add_noise"):
+        return scheduler.add_noise(x0, eps, t)
+    return scheduler.scale_noise(x0, t, eps)  # of a flow
+
+
 class Painter:
     """Draws in batches that fit; weights, modes and random streams are left as found.
 
@@ -192,7 +199,7 @@ class Painter:
     def __init__(self, sampler: Sampler, targets: Sequence[Target], canvases: Sequence[Canvas], seed: int):
         self.sampler, self.targets, self.canvases, self.seed = sampler, targets, canvases, seed
         self.latents: dict[int, Tensor] = {}  # x0 (C,h,w) by target
-        if not hasattr(sampler.pipe.scheduler, "add_noise"):
+        if not (hasattr(sampler.pipe.scheduler, "add_noise") or hasattr(sampler.pipe.scheduler, "scale_noise")):
             kind = type(sampler.pipe.scheduler).__name__
             raise UserError(f"counterfactuals: {kind} has no add_noise; take a scheduler of Stable Diffusion")
 
