@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers.training_utils import compute_snr
 
 from silentbad import experiments
 from silentbad.data.elements import ORDERS, DataInfo, Epochs
@@ -241,7 +240,7 @@ class Memory:
     ):
         check(config)
         self.config, self.info, self.scheduler, self.seed, self.max_steps = config, info, scheduler, seed, max_steps
-        snr = compute_snr(scheduler, torch.arange(len(scheduler.alphas_cumprod))).float()
+        snr = diffusion.signal_to_noise(scheduler)
         self.snr, self.snr_numpy = snr.to(next(access.unet.parameters()).device), snr.double().numpy()
         bank = self._bank(access)
         self.estimated = probes.mask_table(bank) if config.region.name == "estimated" else None

@@ -329,7 +329,9 @@ def main(argv: list[str] | None = None) -> int:
         config, sources = parse(Config, argv, __doc__)
         config = check_all(config, sources)
         if config.print_groups:
-            parts = pipeline.load_parts(config, pipeline.scheduler_settings(config), None)
+            settings = pipeline.scheduler_settings(config)
+            checks.check_family(config, pipeline.family_for(config))
+            parts = pipeline.load_parts(config, settings, None)
             print(Controller(parts.model, config.gradient_control, config.seed).groups.table())
             return 0
         with tempfile.TemporaryDirectory() if config.dry_run else nullcontext() as scratch:

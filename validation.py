@@ -24,6 +24,8 @@ from silentbad.data.targets import Target, check_prompts, load_targets
 from silentbad.errors import UserError, say
 from silentbad.files import check_writable
 from silentbad.model.averaging import averaged, extrapolated
+from silentbad.model.denoiser import backbone_in
+from silentbad.model.families import backbone_of
 from silentbad.model.pipeline import load_pipeline
 from silentbad.options import Cosine, Location, Natural, Range, Rate, Side, Small, Unit, check_values
 from silentbad.recovery import report
@@ -167,7 +169,7 @@ class RecoveryHook:
         started = time.perf_counter()
         full = self.config.controls == "always" and step > 0 or self.config.controls != "never" and final
         model = self.accelerator.unwrap_model(unet, keep_torch_compile=False)
-        unet = getattr(model, "unet", model)  # in training the text encoders may stand beside it
+        unet = backbone_in(model)  # in training the text encoders may stand beside it
         entry = Measurement(step, epoch, label or "base model" * (step == 0))
         with self.sampler.using(unet, self.accelerator.device, self.accelerator.autocast):
             if self.threshold is None:
@@ -347,14 +349,14 @@ def audit(
         if accelerator.is_main_process:
             owned.mark(Path(output_dir), "audit")
         if base is not None:
-            hook.run(0, 0, base.unet, label="baseline")
+            hook.run(0, 0, backbone_of(base), label="baseline")
             first = load_pipeline(pipeline, dtype, device, lora)
             hook.take(first.components, name)
             if extrapolate is not None:
-                with extrapolated(first.unet, base.unet, extrapolate):
-                    hook.run(1, 1, first.unet, label=f"extrapolated by {extrapolate:g}")
+                with extrapolated(backbone_of(first), backbone_of(base), extrapolate):
+                    hook.run(1, 1, backbone_of(first), label=f"extrapolated by {extrapolate:g}")
         step = 1 + (extrapolate is not None)
-        hook.run(step, step, first.unet, final=True, label="audited pipeline")
+        hook.run(step, step, backbone_of(first), final=True, label="audited pipeline")
         if accelerator.is_main_process:
             page = report.write(output_dir)
             print(f"{Path(output_dir) / NAME}\n{page}")

@@ -22,7 +22,9 @@ from silentbad.data.images import to_pil
 from silentbad.data.schema import text_lines
 from silentbad.errors import ArgumentParser, UserError, reading, say
 from silentbad.files import check_writable
-from silentbad.model.pipeline import load_pipeline
+from silentbad.model.families import backbone_of
+from silentbad.model.family import side_of
+from silentbad.model.pipeline import load_pipeline, vae_factor
 
 UNLISTED = ".unlisted"  # in class/ until its records are in metadata.jsonl
 DRAFT = ".class-images"  # the folder that becomes class/
@@ -89,13 +91,12 @@ def _add(records: list[dict], held: Path) -> None:
 def draw(pipe, prompts: list[str], rows: list[int], seed: int, steps: int) -> list[Image.Image]:
     """Picture `rows[k]` of prompt k, whatever else is drawn."""
     pipe.set_progress_bar_config(disable=True)
-    unet, factor = pipe.unet, 2 ** (len(pipe.vae.config.block_out_channels) - 1)
-    size = unet.config.sample_size
-    side = size if isinstance(size, int) else size[0]
-    latents = rng.noise((unet.config.in_channels, side, side), seed, "class_images", 0, rows)
+    backbone, factor = backbone_of(pipe), vae_factor(pipe.vae)
+    side = side_of(backbone)
+    latents = rng.noise((backbone.config.in_channels, side, side), seed, "class_images", 0, rows)
     images = pipe(
         prompts,
-        latents=latents.to(unet.device, unet.dtype),
+        latents=latents.to(backbone.device, backbone.dtype),
         generator=[rng.generator(seed, "class_images_steps", i) for i in rows],
         num_inference_steps=steps,
         height=side * factor,

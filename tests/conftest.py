@@ -14,7 +14,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from PIL import Image, ImageDraw
 
-from tests.tiny import tiny_pipeline, tiny_sd2_pipeline, tiny_xl_pipeline
+from tests.tiny import tiny_pipeline, tiny_sd2_pipeline, tiny_sd3_pipeline, tiny_xl_pipeline
 
 torch.set_num_threads(1)
 ELEMENTS = (
@@ -58,10 +58,15 @@ def fresh_accelerator():
 
 @pytest.fixture(scope="session")
 def pipelines(tmp_path_factory) -> dict[str, Path]:
-    """Random tiny pipelines on disk: SD 1 by prediction type, SD 2, SDXL."""
+    """Random tiny pipelines on disk: SD 1 by prediction type, SD 2, SDXL, SD 3."""
     root = tmp_path_factory.mktemp("pipelines")
     made = {kind: tiny_pipeline(kind) for kind in ("v_prediction", "epsilon")}
-    for kind, pipeline in {**made, "sd2": tiny_sd2_pipeline(), "xl": tiny_xl_pipeline()}.items():
+    for kind, pipeline in {
+        **made,
+        "sd2": tiny_sd2_pipeline(),
+        "xl": tiny_xl_pipeline(),
+        "sd3": tiny_sd3_pipeline(),
+    }.items():
         pipeline.save_pretrained(root / kind)
     return {path.name: path for path in root.iterdir()}
 

@@ -338,7 +338,7 @@ def test_a_nan_step_is_skipped_counted_and_leaves_no_trace(build):
     step_once(run)
     before, lr = weights(run), run.state.lr_scheduler.last_epoch
     moments = [value["exp_avg"].clone() for value in run.state.optimizer.optimizer.state.values()]
-    run.parts.unet.conv_in.weight.register_hook(lambda g: g * float("nan"))
+    run.parts.backbone.conv_in.weight.register_hook(lambda g: g * float("nan"))
     step_once(run)
     assert (run.state.step, run.state.skipped, run.state.skipped_in_row, run.state.draw) == (1, 1, 1, 2)
     assert (
@@ -486,7 +486,7 @@ def test_defect_05_the_average_resumes_where_it_was(build, tmp_path):
         torch.equal(a, b) for a, b in zip(run.state.ema.shadow_params, again.state.ema.shadow_params, strict=True)
     )
     assert not any(
-        torch.equal(a, p) for a, p in zip(again.state.ema.shadow_params, again.parts.unet.parameters(), strict=True)
+        torch.equal(a, p) for a, p in zip(again.state.ema.shadow_params, again.parts.backbone.parameters(), strict=True)
     )
 
 
@@ -572,7 +572,7 @@ def test_defect_10_the_scaler_itself(build, monkeypatch):
     run = build(use_ema=True)
     run.accelerator.state._mixed_precision = "fp16"
     before = weights(run)
-    hook = run.parts.unet.conv_in.weight.register_hook(lambda g: g * float("inf"))
+    hook = run.parts.backbone.conv_in.weight.register_hook(lambda g: g * float("inf"))
     step_once(run)
     assert (run.state.step, run.state.skipped, run.state.ema.optimization_step, scaler.get_scale()) == (0, 1, 0, 512.0)
     assert same(before, weights(run))
@@ -658,9 +658,9 @@ def test_defect_15_after_backward_edits_no_gradient(build, monkeypatch):
     plain = run.control.after_backward
 
     def guarded(*arguments, **keywords):
-        before = [p.grad.clone() for p in run.parts.unet.parameters()]
+        before = [p.grad.clone() for p in run.parts.backbone.parameters()]
         plain(*arguments, **keywords)
-        assert all(torch.equal(a, p.grad) for a, p in zip(before, run.parts.unet.parameters(), strict=True))
+        assert all(torch.equal(a, p.grad) for a, p in zip(before, run.parts.backbone.parameters(), strict=True))
 
     monkeypatch.setattr(run.control, "after_backward", guarded)
     step_once(run)

@@ -1,5 +1,6 @@
 """Stable Diffusion pipelines with random weights, SD's component classes and block names, small enough for tests."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -7,12 +8,25 @@ from diffusers import (
     AutoencoderKL,
     DDIMScheduler,
     EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5TokenizerFast,
+)
 
+THINGS = ("cat", "hat", "cup", "plain field", "picture")
 TOKENIZER = Path(__file__).parents[1] / "assets" / "micro-sd" / "tokenizer"
 BETAS = dict(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, steps_offset=1)
 
@@ -50,8 +64,9 @@ def tiny_text_encoder(tokenizer: CLIPTokenizer, kind: type = CLIPTextModel, **ov
     return kind(CLIPTextConfig(**{**config, **overrides}))
 
 
-def tiny_vae() -> AutoencoderKL:
+def tiny_vae(**overrides) -> AutoencoderKL:
     return AutoencoderKL(
+        **overrides,
         block_out_channels=(8, 16),
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,
@@ -126,4 +141,64 @@ def tiny_xl_pipeline(seed: int = 0) -> StableDiffusionXLPipeline:
         unet=tiny_xl_unet(),
         scheduler=EulerDiscreteScheduler(**BETAS),
         add_watermarker=False,
+    )
+
+
+def tiny_t5_tokenizer() -> T5TokenizerFast:
+    """A Unigram vocabulary learnt from a few captions; every byte is in it."""
+    made = Tokenizer(models.Unigram())
+    made.normalizer, made.pre_tokenizer = normalizers.NFKC(), pre_tokenizers.Metaspace()
+    captions = [
+        f"a {colour} {thing} number {i}" for i, colour in enumerate(("red", "blue", "gold")) for thing in THINGS
+    ]
+    signs = [chr(code) for code in range(32, 288)]
+    special = ["<pad>", "</s>", "<unk>"]
+    made.train_from_iterator(
+        [*captions, *signs],
+        trainers.UnigramTrainer(vocab_size=400, special_tokens=special, unk_token="<unk>", show_progress=False),
+    )
+    vocabulary = [(piece, score) for piece, score in json.loads(made.to_str())["model"]["vocab"]]
+    return T5TokenizerFast(vocab=vocabulary, extra_ids=0, model_max_length=64)
+
+
+def tiny_mmdit(**overrides) -> SD3Transformer2DModel:
+    """SD 3.5's transformer: joint attention in three blocks, in the first also of image tokens alone; norms of queries
+    and keys."""
+    config = dict(
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=3,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        joint_attention_dim=64,
+        caption_projection_dim=32,
+        pooled_projection_dim=24 + 16,
+        pos_embed_max_size=8,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
+    )
+    return SD3Transformer2DModel(**{**config, **overrides})
+
+
+def tiny_sd3_pipeline(t5: bool = True, seed: int = 0) -> StableDiffusion3Pipeline:
+    """Three text encoders of different widths, latents with a shift, a rectified flow with a shift."""
+    torch.manual_seed(seed)
+    first, second = CLIPTokenizer.from_pretrained(TOKENIZER), CLIPTokenizer.from_pretrained(TOKENIZER, pad_token="!")
+    third = tiny_t5_tokenizer() if t5 else None
+    clip = CLIPTextModelWithProjection
+    config = T5Config(
+        vocab_size=512, d_model=64, d_kv=8, d_ff=64, num_layers=2, num_heads=2, feed_forward_proj="gated-gelu"
+    )
+    return StableDiffusion3Pipeline(
+        vae=tiny_vae(shift_factor=0.06, scaling_factor=1.5),
+        text_encoder=tiny_text_encoder(first, clip, projection_dim=24),
+        tokenizer=first,
+        text_encoder_2=tiny_text_encoder(second, clip, hidden_size=16, projection_dim=16, num_hidden_layers=3),
+        tokenizer_2=second,
+        text_encoder_3=T5EncoderModel(config) if t5 else None,
+        tokenizer_3=third,
+        transformer=tiny_mmdit(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
     )

@@ -25,7 +25,7 @@ def step_once(run: Run) -> list[torch.Tensor]:
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in run.parts.unet.state_dict().items()}
+    return {name: value.clone() for name, value in run.parts.backbone.state_dict().items()}
 
 
 def same(a: dict, b: dict) -> bool:

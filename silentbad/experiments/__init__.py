@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from silentbad.experiments.auxiliaries import L2SP, AndDistillation, AttentionBinding, gradient_norm
-from silentbad.experiments.losses import cosmap, debiased, huber, p2, sigma_sqrt, soft_min_snr
+from silentbad.experiments.losses import cosmap, debiased, huber, p2, sigma_sqrt, soft_min_snr, x0
 from silentbad.experiments.rules import auto_rgn, hypergradient, inverse_rms
 from silentbad.experiments.samplers import leitner
 from silentbad.experiments.timesteps import curriculum, learning_progress
@@ -39,6 +39,7 @@ LOSSES: Registry = {
     "p2": p2,
     "sigma_sqrt": sigma_sqrt,
     "cosmap": cosmap,
+    "x0": x0,
 }
 ERRORS: Registry = {"huber": huber}
 AUXILIARY: dict[str, Registry] = {

@@ -122,7 +122,7 @@ class AndDistillation:
     def start(self, group: list[int], step: int, position: int, choose: Random) -> tuple[torch.Tensor, torch.Tensor]:
         """x_t (1,C,h,w) and t (1,): an element's picture noised, or noise alone at the last timestep."""
         x0, scheduler = self.setting.bank[choose.choice(group)].x0, self.setting.scheduler
-        T, row = len(scheduler.alphas_cumprod), choose.randrange(len(x0))
+        T, row = scheduler.config.num_train_timesteps, choose.randrange(len(x0))
         eps = rng.noise(tuple(x0.shape[1:]), self.setting.seed, "distillation", step, [position])
         eps = eps.to(x0.device, non_blocking=True)
         x0, low = (x0[row : row + 1], int(self.low * T)) if self.source == "element" else (0 * x0[:1], T - 1)

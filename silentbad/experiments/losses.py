@@ -6,7 +6,7 @@ Legend: snr (B,); a weight stands on the epsilon error and is carried over to wh
 import torch
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 
-from silentbad.memory.weightings import in_prediction
+from silentbad.memory.weightings import flow_sigma, in_prediction
 from silentbad.options import Positive
 
 
@@ -28,11 +28,21 @@ def p2(snr: torch.Tensor, prediction_type: str, *, k: Positive = 1.0, gamma: Pos
 def in_flow(scheme: str, snr: torch.Tensor, prediction_type: str, cap: float) -> torch.Tensor:
     """diffusers' weight of the flow error ||d(eps - x0)||^2 = ||d eps||^2 / (1 - sigma)^2, sigma = 1/(1 + sqrt(SNR)).
 
-    The quotient diverges at SNR zero, so SNR is taken to be at least cap^-2 in it.
+    The quotient diverges at SNR zero, so SNR is taken to be at least cap^-2 in it. A model that predicts the flow needs
+    none.
     """
-    root = snr.clamp_min(cap**-2).sqrt()
-    sigma = 1 / (1 + root)
+    if prediction_type == "flow":
+        return compute_loss_weighting_for_sd3(scheme, flow_sigma(snr))
+    sigma = flow_sigma(snr.clamp_min(cap**-2))
     return in_prediction(compute_loss_weighting_for_sd3(scheme, sigma) / (1 - sigma) ** 2, snr, prediction_type)
+
+
+def x0(snr: torch.Tensor, prediction_type: str, *, cap: Positive = 10.0) -> torch.Tensor:
+    """1/SNR on epsilon: the error of x0, as diffusers' script of Stable Diffusion 3 takes it; at most cap^2 there, and
+    exact in a flow, where it is sigma^2."""
+    if prediction_type == "flow":
+        return flow_sigma(snr).square()
+    return in_prediction(1 / snr.clamp_min(cap**-2), snr, prediction_type)
 
 
 def sigma_sqrt(snr: torch.Tensor, prediction_type: str, *, cap: Positive = 10.0) -> torch.Tensor:

@@ -67,9 +67,10 @@ class Step(NamedTuple):
 
 
 def last_layer(unet: torch.nn.Module, now: Step) -> torch.Tensor | None:
-    """conv_out's weight, or without one to train, the last trained weight of the up blocks."""
+    """conv_out's weight, or without one to train, the last trained weight of the up blocks, or of a transformer."""
     named = [(n, p) for n, p in unet.named_parameters() if p.requires_grad and p.ndim > 1]
     last = [p for n, p in named if "conv_out" in n] or [p for n, p in named if "up_blocks" in n]
+    last = last or [p for n, p in named if n.startswith("transformer.")]
     return last[-1] if last else None
 
 

@@ -9,25 +9,30 @@ from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 
 from silentbad.distributed.shards import like
-from silentbad.model import lora
-from silentbad.model.encoder import encode
-
-
-def unused(encoder: Any, pooled: bool) -> list[nn.Parameter]:
-    """Parameters of SDXL's encoders that `encode` does not reach: past the last state but one, where nothing is
-    pooled."""
-    inner = getattr(encoder, "text_model", encoder)
-    return [] if pooled else [*inner.encoder.layers[-1].parameters(), *inner.final_layer_norm.parameters()]
+from silentbad.model import diffusion, lora
+from silentbad.model.families import FAMILIES
+from silentbad.model.family import Family
 
 
 class Denoiser(nn.Module):
-    """The UNet, called like one, and beside it the text encoders where they train."""
+    """What predicts, called like diffusers' UNet whatever its family, and beside it the text encoders where they train.
 
-    def __init__(self, unet: nn.Module, **text_encoders: nn.Module):
+    `schedule` is the path's; without one the timesteps are passed on as they are.
+    """
+
+    def __init__(
+        self, backbone: nn.Module, family: Family | None = None, schedule: Any = None, **text_encoders: nn.Module
+    ):
         super().__init__()
-        self.unet, self.text_encoders = unet, list(text_encoders)
-        for name, encoder in text_encoders.items():
-            self.add_module(name, encoder)
+        self.family, self.schedule = family or FAMILIES["StableDiffusionPipeline"], schedule
+        self.text_encoders = list(text_encoders)
+        for name, module in {self.family.backbone: backbone, **text_encoders}.items():
+            self.add_module(name, module)
+
+    @property
+    def backbone(self) -> nn.Module:
+        """What predicts, alone."""
+        return getattr(self, self.family.backbone)
 
     def forward(
         self,
@@ -42,20 +47,27 @@ class Denoiser(nn.Module):
     ) -> Any:
         """The prediction (B,C,h,w) under text states, or under `tokens` with gradients for the encoders."""
         if tokens is not None:
-            encoders = [getattr(self, name) for name in self.text_encoders]
-            encoder_hidden_states, pooled = encode(encoders, tokens, said)
+            encoders = {name: getattr(self, name) for name in self.text_encoders}
+            width = self.family.widths(self.backbone, encoders)[0]
+            encoder_hidden_states, pooled = self.family.encode(encoders, tokens, said, width)
             if pooled is not None:
                 added_cond_kwargs = {**(added_cond_kwargs or {}), "text_embeds": pooled}
         assert encoder_hidden_states is not None, "neither states nor tokens"
         dtype = x_t.dtype  # a copy in half precision is given its own; autocast looks after the rest
         added = {k: v if k == "time_ids" else v.to(dtype) for k, v in (added_cond_kwargs or {}).items()}
-        out = self.unet(x_t, t, encoder_hidden_states.to(dtype), added_cond_kwargs=added, return_dict=False)[0]
+        t = diffusion.model_time(self.schedule, t)
+        out = self.family.predict(self.backbone, x_t, t, encoder_hidden_states.to(dtype), added)
         return SimpleNamespace(sample=out) if return_dict else (out,)
 
 
-def make_trainable(config: Any, unet: Any, encoders: dict[str, Any]) -> Denoiser:
+def backbone_in(model: Any) -> Any:
+    """What predicts, of a `Denoiser` or itself."""
+    return model.backbone if isinstance(model, Denoiser) else model
+
+
+def make_trainable(config: Any, family: Family, schedule: Any, backbone: Any, encoders: dict[str, Any]) -> Denoiser:
     """The module that trains; every parameter that shall not is frozen."""
-    trained = {"unet": unet, **(encoders if config.train_text_encoder else {})}
+    trained = {family.backbone: backbone, **(encoders if config.train_text_encoder else {})}
     for module in encoders.values():
         module.requires_grad_(False).eval()
     for name, module in trained.items():
@@ -63,15 +75,14 @@ def make_trainable(config: Any, unet: Any, encoders: dict[str, Any]) -> Denoiser
             lora.add(name, module, config.lora, config.seed)
         else:
             module.requires_grad_(True)
-        if name != "unet" and len(encoders) > 1:
-            for parameter in unused(module, pooled=name == "text_encoder_2"):
-                parameter.requires_grad_(False)
+        for parameter in family.unused(name, module):
+            parameter.requires_grad_(False)
         module.train()
-        if config.gradient_checkpointing and name == "unet":
+        if config.gradient_checkpointing and module is backbone:
             module.enable_gradient_checkpointing()
         elif config.gradient_checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
-    return Denoiser(**trained)
+    return Denoiser(trained.pop(family.backbone), family, schedule, **trained)
 
 
 def placed(model: torch.nn.Module, config: Any, device: torch.device) -> torch.nn.Module:

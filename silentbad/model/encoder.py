@@ -1,8 +1,8 @@
 """Images to latents and captions to what the model is conditioned on, kept per record and per text.
 
 A condition is a dict of keyword arguments of `Denoiser`: text states made beforehand, or, where the text encoders
-train, the tokens from which it makes them. Legend: c (B,L,D) text states; pooled (B,P) and time_ids (B,6) exist for
-SDXL (2307.01952): original height and width, top and left of the crop, target height and width, in pixels.
+train, the tokens from which it makes them. Legend: c (B,L,D) text states; pooled (B,P) and time_ids (B,6) exist where
+the family has them (`silentbad.model.family`).
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from silentbad.data.table import vocabulary
 from silentbad.device import send
@@ -21,27 +21,19 @@ if TYPE_CHECKING:
     from silentbad.model.pipeline import Parts
 
 
-def tokenize(tokenizers: list[Any], texts: list[str]) -> list[Tensor]:
+def tokenize(parts: "Parts", texts: list[str]) -> list[Tensor]:
     """Token ids (B,L) by tokenizer, padded to its window."""
+    windows = zip(parts.tokenizers.values(), parts.family.windows(parts.tokenizers), strict=True)
     return [
-        tokenizer(
-            texts, max_length=tokenizer.model_max_length, padding="max_length", truncation=True, return_tensors="pt"
-        ).input_ids
-        for tokenizer in tokenizers
+        tokenizer(texts, max_length=window, padding="max_length", truncation=True, return_tensors="pt").input_ids
+        for tokenizer, window in windows
     ]
 
 
-def encode(encoders: list[nn.Module], tokens: list[Tensor], said: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """(c, pooled): the last states of one encoder; of SDXL's two the last but one, side by side, and a pooled state.
-
-    Where said (B,1) is 0 both are zero: what SDXL is guided away from when there is no negative prompt.
-    """
-    if len(encoders) == 1:
-        return encoders[0](tokens[0], return_dict=False)[0].float(), None
-    made = [encoder(ids, output_hidden_states=True) for encoder, ids in zip(encoders, tokens, strict=True)]
-    c = torch.cat([out.hidden_states[-2] for out in made], dim=-1).float()
-    pooled = made[-1].text_embeds.float()
-    return (c, pooled) if said is None else (c * said[:, None], pooled * said)
+def scaled(vae: Any, latents: Tensor) -> Tensor:
+    """What an autoencoder gives -> the latents of the path: less its shift, times its scale."""
+    shift = getattr(vae.config, "shift_factor", None)
+    return (latents - shift if shift else latents) * vae.config.scaling_factor
 
 
 # ---------------------------------------------------------------- encoding
@@ -56,6 +48,8 @@ class Encoder:
         self.device = accelerator.device
         self.vae, self.parts = parts.vae.to(self.device), parts
         self.text_encoders = [encoder.to(self.device) for encoder in parts.text_encoders.values()]
+        self.family = parts.family
+        self.width, self.pooled = parts.family.widths(parts.backbone, parts.text_encoders)
         self.live = bool(parts.model.text_encoders)  # the text encoders train: the model encodes for itself
         self.plain = torch.tensor([[side, side, 0, 0, side, side]])  # time_ids of a picture of the training size
         self.budget, self.seed = cache_bytes, seed
@@ -86,7 +80,8 @@ class Encoder:
     @property
     def text_facts(self) -> list[Any]:
         """What the states of a text depend on."""
-        return [*self.text_encoders, *map(vocabulary, self.parts.tokenizers), self.parts.zero_empty]
+        parts, own = self.parts, self.family.text_facts(self.parts.backbone)
+        return [*self.text_encoders, *map(vocabulary, parts.tokenizers.values()), parts.zero_empty, *own]
 
     @torch.no_grad()
     def latents(self, batch: dict[str, Any], draw: int) -> torch.Tensor:
@@ -107,12 +102,12 @@ class Encoder:
         moments = together(rows, lambda live: self.moments(torch.stack([pixels[k] for k in live])), self.device)
         mean, std = moments.chunk(2, dim=1)
         eps = noise(tuple(mean.shape[1:]), self.seed, "posterior", draw, batch["position"].tolist())
-        return (mean + std * send(eps, self.device)) * self.vae.config.scaling_factor
+        return scaled(self.vae, mean + std * send(eps, self.device))
 
     @torch.no_grad()
     def mode(self, pixels: torch.Tensor) -> torch.Tensor:
         """x0 (B,C,h,w) of pixel_values, the middle of each posterior."""
-        return self.moments(pixels).chunk(2, dim=1)[0] * self.vae.config.scaling_factor
+        return scaled(self.vae, self.moments(pixels).chunk(2, dim=1)[0])
 
     @torch.no_grad()
     def moments(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -123,18 +118,17 @@ class Encoder:
 
     def condition(self, texts: list[str], time_ids: torch.Tensor | None = None) -> dict[str, Any]:
         """Keyword arguments of the model under these captions; time_ids (B,6), by default a whole picture's."""
-        xl, added = self.parts.tokenizer_2 is not None, {}
-        if xl:
+        added = {}
+        if self.family.sized:
             time_ids = self.plain.expand(len(texts), -1) if time_ids is None else time_ids
             added = {"time_ids": time_ids.to(self.device, torch.long, non_blocking=True)}  # no precision rounds these
         if self.live:
-            tokens = [send(ids, self.device) for ids in tokenize(self.parts.tokenizers, texts)]
+            tokens = [send(ids, self.device) for ids in tokenize(self.parts, texts)]
             return {"tokens": tokens, "said": self._said(texts), "added_cond_kwargs": added}
         on_disk = [None] * len(texts) if self.disk is None else self.disk.states(texts)
         rows = [row if row is not None else self._state(text) for row, text in zip(on_disk, texts, strict=True)]
         packed = together(rows, lambda live: self.states([texts[k] for k in live]), self.device)
-        if xl:  # (B, L*D + P)
-            P = self.text_encoders[-1].config.projection_dim
+        if P := self.pooled:  # (B, L*D + P)
             added["text_embeds"], packed = packed[:, -P:], packed[:, :-P].unflatten(1, (-1, self.width))
         return {"encoder_hidden_states": packed, "added_cond_kwargs": added}
 
@@ -144,16 +138,12 @@ class Encoder:
             return None
         return torch.tensor([[float(bool(text))] for text in texts]).to(self.device, non_blocking=True)
 
-    @property
-    def width(self) -> int:
-        return sum(encoder.config.hidden_size for encoder in self.text_encoders)
-
     @torch.no_grad()
     def states(self, texts: list[str]) -> torch.Tensor:
-        """c (B,L,D); for SDXL (B, L*D + P), c and pooled in one row."""
-        tokens = [send(ids, self.device) for ids in tokenize(self.parts.tokenizers, texts)]
+        """c (B,L,D); where there is a pooled state (B, L*D + P), both in one row."""
+        tokens = [send(ids, self.device) for ids in tokenize(self.parts, texts)]
         with self.awake(*self.text_encoders):
-            c, pooled = encode(self.text_encoders, tokens, self._said(texts))
+            c, pooled = self.family.encode(self.parts.text_encoders, tokens, self._said(texts), self.width)
         return c if pooled is None else torch.cat([c.flatten(1), pooled], dim=1)
 
     def _state(self, text: str) -> torch.Tensor | None:
@@ -173,4 +163,6 @@ class Encoder:
 def decode(vae: Any, latents: Tensor) -> Tensor:
     """Latents (B,C,h,w) -> images (B,3,H,W) in [-1,1], in the autoencoder's own precision: SDXL's overflows in fp16."""
     with torch.autocast(latents.device.type, enabled=False):
-        return vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor, return_dict=False)[0]
+        shift = getattr(vae.config, "shift_factor", None) or 0
+        latents = latents.to(vae.dtype) / vae.config.scaling_factor
+        return vae.decode(latents + shift if shift else latents, return_dict=False)[0]

@@ -80,6 +80,11 @@ def number_or_pair(kind: type, low: float, high: float) -> Setting:
     return lambda value: next(filter(None, map(one, value)), None) if _is_pair(value) else one(value)
 
 
+def number_or_none(kind: type, low: float, high: float) -> Setting:
+    one = number(kind, low, high)
+    return lambda value: None if value is None else one(value)
+
+
 def _is_pair(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) == 2
 
@@ -103,10 +108,10 @@ SCHEDULER: dict[str, Setting] = {
         for name in ("rescale_betas_zero_snr", "clip_sample", "set_alpha_to_one", "thresholding")
     },
 }
-UNET: dict[str, Setting] = {"sample_size": number_or_pair(int, 1, 4096)}
+BACKBONE: dict[str, Setting] = {"sample_size": number_or_pair(int, 1, 4096)}
 VAE: dict[str, Setting] = {
     "scaling_factor": number(float, 1e-4, 1e4),
-    "shift_factor": one_of(None, 0, 0.0),  # others are not applied by the encoder here
+    "shift_factor": number_or_none(float, -1e4, 1e4),
     "latents_mean": one_of(None),
     "latents_std": one_of(None),
 }
@@ -195,25 +200,21 @@ def loaded(cls: Any, failed: str, path: str, **options: Any) -> Any:
 
 
 @torch.no_grad()
-def check_runs(where: str, unet: Any, vae: Any, width: int) -> None:
-    """Refuse a UNet or a VAE whose settings load and then fail, or give another shape, when it is called.
+def check_runs(where: str, family: Any, backbone: Any, vae: Any, width: int) -> None:
+    """Refuse a backbone or a VAE whose settings load and then fail, or give another shape, when it is called.
 
     Each is tried on the smallest picture that it takes; `width` is that of the text states (B,L,width). Weights in half
     precision are not tried: where they are loaded, on the CPU, that takes minutes.
     """
-    if {next(part.parameters()).dtype for part in (unet, vae)} != {torch.float32}:
+    if {next(part.parameters()).dtype for part in (backbone, vae)} != {torch.float32}:
         return
-    side, channels = 2 ** (len(unet.config.block_out_channels) - 1), vae.config.latent_channels
+    side, channels = family.side(backbone), vae.config.latent_channels
     pixels = side * 2 ** (len(vae.config.block_out_channels) - 1)
-    like = next(unet.parameters())
+    like = next(backbone.parameters())
     x, t = like.new_zeros(1, channels, side, side), torch.zeros(1, dtype=torch.long, device=like.device)
-    said: dict[str, Any] = {"encoder_hidden_states": like.new_zeros(1, 3, width)}
-    with reading(f"{where}/unet: its settings do not work together"), quietly():
-        if unet.config.addition_embed_type == "text_time":
-            pooled = unet.config.projection_class_embeddings_input_dim - 6 * unet.config.addition_time_embed_dim
-            said["added_cond_kwargs"] = {"text_embeds": like.new_zeros(1, pooled), "time_ids": like.new_zeros(1, 6)}
-        found = unet(x, t, **said).sample.shape
-    refuse_shape(f"{where}/unet", found, x.shape)
+    with reading(f"{where}/{family.backbone}: its settings do not work together"), quietly():
+        found = family.predict(backbone, x, t, like.new_zeros(1, 3, width), family.example(backbone)).shape
+    refuse_shape(f"{where}/{family.backbone}", found, x.shape)
     picture = next(vae.parameters()).new_zeros(1, 3, pixels, pixels)
     with reading(f"{where}/vae: its settings do not work together"), quietly():
         found = vae(picture).sample.shape

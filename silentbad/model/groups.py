@@ -1,4 +1,5 @@
-"""Groups of parameters: stage and role of each in the UNet and text encoders of SD 1, SD 2 and SDXL, full or LoRA."""
+"""Groups of parameters: stage and role of each in the UNets of SD 1, 2 and XL, the transformer of SD 3 and the text
+encoders, full or LoRA."""
 
 import logging
 import re
@@ -15,7 +16,14 @@ from silentbad.errors import UserError
 logger = logging.getLogger(__name__)
 OTHER = "other"  # names no pattern knows; multiplier 1
 
+MMDIT = (
+    r"^(?:(?:module|_orig_mod|base_model|model|transformer)\.)*"  # of SD 3; UNets have transformer_blocks deeper down
+)
+BLOCK = MMDIT + r"transformer_blocks\.\d+\."
+
 STAGES = [  # first match wins
+    (MMDIT + r"transformer_blocks\.(\d+)\.", r"block\1"),
+    (MMDIT + r"(?:pos_embed|time_text_embed|context_embedder|norm_out|proj_out)\.", "stem"),
     (r"(?:^|\.)text_encoder\.", "text1"),
     (r"(?:^|\.)text_encoder_2\.", "text2"),
     (r"(?:^|\.)down_blocks\.(\d+)\.", r"down\1"),
@@ -24,7 +32,20 @@ STAGES = [  # first match wins
     (r"(?:^|\.)(?:conv_in|conv_norm_out|conv_out|time_embedding|add_embedding)\.", "stem"),
 ]
 
-ROLES = [
+ROLES = [  # in SD 3 image and text tokens attend jointly, each by weights of their own; 3.5 also has image alone
+    (BLOCK + r"attn\.to_([qkv])[._]", r"attn.\1"),
+    (BLOCK + r"attn\.to_out[._]", "attn.o"),
+    (BLOCK + r"attn\.add_([qkv])_proj\.", r"attn.context.\1"),
+    (BLOCK + r"attn\.to_add_out\.", "attn.context.o"),
+    (BLOCK + r"attn2\.to_([qkv])[._]", r"attn.image.\1"),
+    (BLOCK + r"attn2\.to_out[._]", "attn.image.o"),
+    (BLOCK + r"ff_context\.", "ff.context"),
+    (BLOCK + r"norm1\.|" + MMDIT + r"norm_out\.", "mod"),
+    (BLOCK + r"norm1_context\.", "mod.context"),
+    (BLOCK + r"attn2?\.norm_", "norm"),
+    (MMDIT + r"time_text_embed\.", "time"),
+    (MMDIT + r"context_embedder\.", "proj"),
+    (MMDIT + r"(?:pos_embed|proj_out)\.", "io"),
     (r"\.attn2\.(?:processor\.)?to_([qkv])[._]", r"xattn.\1"),
     (r"\.attn2\.(?:processor\.)?to_out[._]", "xattn.o"),
     (r"\.attn1\.(?:processor\.)?to_([qkv])[._]", r"attn.\1"),
@@ -42,7 +63,11 @@ ROLES = [
     (r"\.(?:token|position)_embedding\.", "embed"),
 ]
 
-ROLE_ORDER = [f"{a}.{b}" for a in ("xattn", "attn") for b in "qkvo"] + [role for _, role in ROLES[6:]]
+ROLE_ORDER = [
+    *(f"{a}.{b}" for a in ("xattn", "attn", "attn.context", "attn.image") for b in "qkvo"),
+    *("ff", "ff.context", "mod", "mod.context", "resnet.conv", "resnet.shortcut"),
+    *("proj", "time", "norm", "sampler", "io", "embed"),
+]
 APART = ("norm", "io", "embed")  # roles that join no other
 
 
@@ -123,10 +148,10 @@ def _neighbour(group: str, members: dict) -> str | None:
 
 
 def _position(group: str) -> tuple[int, int, int]:
-    """Sort key: stem, down, mid, up, text, each by number and role; other last."""
+    """Sort key: stem, down, mid, up, block, text, each by number and role; other last."""
     stage, _, role = group.partition(".")
     kind = stage.rstrip("0123456789")
-    place = ["stem", "down", "mid", "up", "text", OTHER].index(kind)
+    place = ["stem", "down", "mid", "up", "block", "text", OTHER].index(kind)
     return place, int(stage[len(kind) :] or 0), ROLE_ORDER.index(role) if role else 0
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from diffusers.training_utils import cast_training_params
 from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -21,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from silentbad.errors import UserError, reading
+from silentbad.model.families import FAMILIES, family_of_pipeline
 from silentbad.model.gate import check_finite, finite, quietly
 from silentbad.model.groups import ROLE_ORDER, group_of
 from silentbad.rng import addressed_seed
@@ -29,8 +29,15 @@ KOHYA = "kohya.safetensors"
 NAMES = {"lora": "LoRA", "dora": "DoRA", "loha": "LoHa", "lokr": "LoKr"}
 FOLDERS = ("loha", "lokr")  # diffusers has no file for these: a folder of peft's for each component
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-COMPONENTS = ("unet", "text_encoder", "text_encoder_2")
-STAGES = ("stem", *(f"{part}{i}" for part in ("down", "up") for i in range(4)), "mid", "text1", "text2")
+COMPONENTS = list(dict.fromkeys(name for family in FAMILIES.values() for name in (family.backbone, *family.encoders)))
+STAGES = (
+    "stem",
+    *(f"{part}{i}" for part in ("down", "up") for i in range(4)),
+    "mid",
+    "text1",
+    "text2",
+    *(f"block{i}" for i in range(64)),
+)
 ROLES = [role for role in ROLE_ORDER if role not in ("norm", "embed")]  # what peft can adapt
 
 
@@ -66,7 +73,7 @@ def add(name: str, module: Any, lora: Any, seed: int) -> None:
     ]
     if not layers:
         raise UserError(f"lora.targets: {', '.join(lora.targets)} names no layer of {name}")
-    if name != "unet" and not any("self_attn" in path for path in layers):
+    if name.startswith("text_encoder") and not any("self_attn" in path for path in layers):
         raise UserError(f"lora.targets: {name} needs attn among them; diffusers loads no adapters without")
     module.requires_grad_(False)
     with torch.random.fork_rng([]):
@@ -92,7 +99,7 @@ def present(module: nn.Module) -> bool:
 def state(name: str, module: Any) -> dict[str, torch.Tensor]:
     """The adapters of a component, on the CPU, by the names that every diffusers and kohya knows."""
     tensors = plain_state(module)
-    if name == "unet":
+    if not name.startswith("text_encoder"):
         return tensors
     flat = not hasattr(module, "text_model")  # transformers 5 dropped a level of CLIPTextModel
     tensors = {f"text_model.{key}" if flat else key: value for key, value in tensors.items()}
@@ -106,16 +113,16 @@ def plain_state(module: Any) -> dict[str, torch.Tensor]:
     return {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
 
 
-def save(model: Any, folder: Path, xl: bool) -> None:
-    """The adapters for diffusers (`load_lora_weights`) or peft (`PeftModel.from_pretrained`, a folder for each
-    component), and for kohya's and LyCORIS's readers."""
-    modules = dict(model.named_children())
+def save(model: Any, folder: Path) -> None:
+    """The adapters of a `Denoiser` for diffusers (`load_lora_weights`) or peft (`PeftModel.from_pretrained`, a folder
+    for each component), and for kohya's and LyCORIS's readers where the family has names there."""
+    modules, family = dict(model.named_children()), model.family
     layers = {name: state(name, module) for name, module in modules.items()}
     configs = {name: module.peft_config["default"] for name, module in modules.items()}
-    if isinstance(configs["unet"], LoraConfig):
+    if isinstance(configs[family.backbone], LoraConfig):
         about = {f"{name}_lora_adapter_metadata": config.to_dict() for name, config in configs.items()}
-        kind = StableDiffusionXLPipeline if xl else StableDiffusionPipeline
-        kind.save_lora_weights(folder, **{f"{name}_lora_layers": part for name, part in layers.items()}, **about)
+        named = {f"{name}_lora_layers": part for name, part in layers.items()}
+        family.pipeline.save_lora_weights(folder, **named, **about)
     else:
         for name, module in modules.items():
             config = copy.copy(configs[name])
@@ -123,9 +130,9 @@ def save(model: Any, folder: Path, xl: bool) -> None:
             config.save_pretrained(folder / name)
             tensors = {f"base_model.model.{key}": value for key, value in plain_state(module).items()}
             save_file(tensors, folder / name / PEFT_WEIGHTS)
-    prefixes = dict(zip(COMPONENTS, ("lora_unet", "lora_te1" if xl else "lora_te", "lora_te2"), strict=True))
-    flat = [kohya(prefixes[name], tensors, configs[name]) for name, tensors in layers.items()]
-    save_file({key: value for tensors in flat for key, value in tensors.items()}, folder / KOHYA)
+    if family.kohya:
+        flat = [kohya(family.kohya[name], tensors, configs[name]) for name, tensors in layers.items()]
+        save_file({key: value for tensors in flat for key, value in tensors.items()}, folder / KOHYA)
 
 
 def kohya(prefix: str, tensors: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
@@ -177,9 +184,8 @@ def load(pipe: Any, path: str, base: str) -> None:
         for name in folders:
             _load_folder(getattr(pipe, name, None), Path(path) / name, failed)
         return
-    options = {"unet_config": pipe.unet.config} if isinstance(pipe, StableDiffusionXLPipeline) else {}
     with quietly(), reading(failed):
-        tensors = pipe.lora_state_dict(path, use_safetensors=True, **options)[0]
+        tensors = family_of_pipeline(pipe).lora_tensors(pipe, path)
     bad = sorted(name for name, values in tensors.items() if not finite(values))
     if bad:
         raise UserError(f"{failed} (NaN or infinite values in {bad[0]}, {len(bad)} tensors in all)")
@@ -189,7 +195,7 @@ def load(pipe: Any, path: str, base: str) -> None:
         raise UserError(f"{failed} ({alone[0]} has no other half, {len(alone)} tensors in all)")
     with quietly(), reading(failed):
         pipe.load_lora_weights(path, use_safetensors=True)
-    modules = [module for name in ("unet", "text_encoder", "text_encoder_2") if (module := getattr(pipe, name, None))]
+    modules = [module for name in COMPONENTS if (module := getattr(pipe, name, None))]
     found = [name for module in modules for name, _ in module.named_parameters() if ".lora_" in name]
     wanted = sum(other is not None for other in halves.values()) + sum("magnitude" in name for name in tensors)
     if len(found) != wanted or not wanted:

@@ -7,61 +7,42 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import (
-    AutoencoderKL,
-    DDPMScheduler,
-    DiffusionPipeline,
-    StableDiffusionPipeline,
-    StableDiffusionXLPipeline,
-    UNet2DConditionModel,
-)
+from diffusers import AutoencoderKL, DDPMScheduler, DiffusionPipeline
 from diffusers import schedulers as diffusers_schedulers
-from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from silentbad.distributed.shards import cut_up, whole
 from silentbad.errors import UserError, brief, first_line, reading
 from silentbad.model import gate, lora
 from silentbad.model.denoiser import Denoiser, make_trainable
 from silentbad.model.encoder import decode
+from silentbad.model.families import FAMILIES, KNOWN, backbone_of, family_of
+from silentbad.model.family import Family, side_of
 from silentbad.model.gate import Source
 from silentbad.rng import generator, noise
-
-ENCODERS = {"text_encoder": CLIPTextModel, "text_encoder_2": CLIPTextModelWithProjection}
-PIPELINES = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
 
 
 @dataclass
 class Parts:
-    """Components of a Stable Diffusion pipeline; `noise_scheduler` trains, `scheduler` samples.
+    """Components of a pipeline; `noise_scheduler` trains, `scheduler` samples.
 
-    `model` is what trains. The second tokenizer and text encoder are SDXL's; `zero_empty` says that its states of no
-    prompt are zeros.
+    `model` is what trains; `backbone` predicts: a UNet or a transformer. Tokenizers and text encoders are by component;
+    `zero_empty` says that the states of no prompt are zeros.
     """
 
-    tokenizer: Any
-    text_encoder: Any
+    family: Family
+    tokenizers: dict[str, Any]
+    text_encoders: dict[str, Any]
     vae: Any
-    unet: Any
+    backbone: Any
     noise_scheduler: Any
     scheduler: Any
     model: Denoiser
-    tokenizer_2: Any = None
-    text_encoder_2: Any = None
     zero_empty: bool = False
-
-    @property
-    def tokenizers(self) -> list[Any]:
-        return [self.tokenizer] if self.tokenizer_2 is None else [self.tokenizer, self.tokenizer_2]
-
-    @property
-    def text_encoders(self) -> dict[str, Any]:
-        return {name: module for name in ENCODERS if (module := getattr(self, name)) is not None}
 
     def components(self) -> dict[str, Any]:
         """Arguments of the pipeline's class."""
-        names = ("tokenizer", "tokenizer_2", *ENCODERS, "vae", "unet", "scheduler")
-        made = {name: part for name in names if (part := getattr(self, name)) is not None}
-        return made | ({"force_zeros_for_empty_prompt": self.zero_empty} if self.tokenizer_2 is not None else {})
+        own = {"vae": self.vae, self.family.backbone: self.backbone, "scheduler": self.scheduler}
+        return {**self.tokenizers, **self.text_encoders, **own, **self.family.options(self.zero_empty)}
 
 
 def check_xformers() -> None:
@@ -82,8 +63,7 @@ def check_xformers() -> None:
 def scheduler_settings(config: Any) -> dict[str, Any]:
     """The training schedule's settings, `prediction_type` overridden where the configuration does."""
     source = Source.of(config)
-    read_index(source, PIPELINES)
-    settings = schedule(source)
+    settings = schedule(source, family_for(config))
     if config.prediction_type is not None:
         settings["prediction_type"] = config.prediction_type
     prediction_type = settings.get("prediction_type", "epsilon")
@@ -92,7 +72,12 @@ def scheduler_settings(config: Any) -> dict[str, Any]:
     return settings
 
 
-def schedule(source: Source) -> dict[str, Any]:
+def family_for(config: Any) -> Family:
+    """The family of the pipeline that is to train."""
+    return FAMILIES[read_index(Source.of(config), (*FAMILIES,))["_class_name"]]
+
+
+def schedule(source: Source, family: Family) -> dict[str, Any]:
     """The settings of a pipeline's noise schedule, each of them sane, and of a scheduler that diffusers has."""
     with gate.quietly(), reading(f"{source}: no scheduler"):
         settings = dict(DDPMScheduler.load_config(source.path, subfolder="scheduler", **source.hub))
@@ -100,7 +85,7 @@ def schedule(source: Source) -> dict[str, Any]:
     name = settings.get("_class_name", "DDPMScheduler")
     if not isinstance(getattr(diffusers_schedulers, str(name), None), type) or not str(name).endswith("Scheduler"):
         raise UserError(f"{where}: diffusers has no scheduler {brief(name)}")
-    gate.check_schedule(settings, where)
+    family.check_schedule(settings, where)
     return settings
 
 
@@ -125,15 +110,21 @@ def read_index(source: Source, kinds: tuple[str, ...] | None = None) -> dict[str
         raise UserError(f"{source}: {wrong}") from None
     if kinds and kind not in kinds:
         raise UserError(f"{path}/model_index.json: a {kind}; this trains {', '.join(kinds)}")
-    second = ("text_encoder_2", "tokenizer_2") if has(index, "text_encoder_2") else ()
-    for part in ("unet", "vae", "text_encoder", "tokenizer", "scheduler", *second):
+    family = family_in(index)
+    for part in (*family.parts, *(name for name in family.optional if has(index, name))):
         if not has(index, part):
-            raise UserError(f"'{path}' is a {kind} without {part}; give a Stable Diffusion 1, 2 or XL pipeline")
+            raise UserError(f"'{path}' is a {kind} without {part}; give {KNOWN}")
         if is_folder and not (local / part).is_dir():
             raise UserError(f"{source}: no {part}/")
-    if index["unet"][1] != "UNet2DConditionModel" or index["vae"][1] != "AutoencoderKL":
-        raise UserError(f"'{path}' is a {kind}; give a Stable Diffusion 1, 2 or XL pipeline")
+    if index[family.backbone][1] != family.kind.__name__ or index["vae"][1] != "AutoencoderKL":
+        raise UserError(f"'{path}' is a {kind}; give {KNOWN}")
     return index
+
+
+def family_in(index: dict[str, Any]) -> Family:
+    """The family by a model_index.json: by the pipeline's class, or by its parts where it is of another."""
+    named = next((family for kind, family in FAMILIES.items() if kind == index.get("_class_name")), None)
+    return named or family_of([part for part in index if has(index, part)])
 
 
 def has(index: dict[str, Any], part: str) -> bool:
@@ -144,13 +135,13 @@ def has(index: dict[str, Any], part: str) -> bool:
 
 # ---------------------------------------------------------------- loading
 def load_tokenizer(config: Any) -> Any:
-    """The first, or only, tokenizer; SDXL's second cuts captions into the same tokens."""
-    return tokenizer_of("tokenizer", Source.of(config))
+    """The first, or only, tokenizer: CLIP's, which cuts captions into the same tokens in all families."""
+    return tokenizer_of("tokenizer", family_for(config).tokenizer["tokenizer"], Source.of(config))
 
 
-def tokenizer_of(part: str, source: Source) -> Any:
+def tokenizer_of(part: str, kind: Any, source: Source) -> Any:
     """A tokenizer with a vocabulary and a window."""
-    tokenizer = gate.load_part(part, CLIPTokenizer, source)
+    tokenizer = gate.load_part(part, kind, source)
     if len(tokenizer) < 256:  # transformers makes an empty one where the files are missing; bytes alone are 256
         raise UserError(f"{source}: cannot load {part} (its vocabulary is missing)")
     gate.check_tokenizer(tokenizer, None, f"{source}/{part}")
@@ -160,74 +151,89 @@ def tokenizer_of(part: str, source: Source) -> Any:
 def load_parts(config: Any, settings: dict[str, Any], tokenizer: Any, precision: str = "no") -> Parts:
     """What trains in fp32, the rest frozen in the run's precision; safetensors only.
 
-    The UNet trains, whole or through LoRA, which leaves its own weights frozen; so do the text encoders where asked.
+    The backbone trains, whole or through LoRA, which leaves its own weights frozen; so do the text encoders where
+    asked.
     """
     source = Source.of(config)
-    index = read_index(source, PIPELINES)
-    xl = index["_class_name"] == "StableDiffusionXLPipeline"
+    index = read_index(source, (*FAMILIES,))
+    family = family_in(index)
     half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
     own = torch.float32 if config.lora.rank is None else half  # of weights that train themselves, or carry adapters
     vae = gate.load_part("vae", AutoencoderKL, source, torch_dtype=half)
-    if xl and vae.config.force_upcast:
-        vae.float()  # SDXL's autoencoder overflows in fp16
-    text_dtype = own if config.train_text_encoder else half
-    encoders = {
-        name: gate.load_part(name, ENCODERS[name], source, torch_dtype=text_dtype) for name in [*ENCODERS][: 1 + xl]
-    }
-    unet_hub = {"revision": config.non_ema_revision} if config.non_ema_revision else {}
-    unet = gate.load_part("unet", UNet2DConditionModel, source, **unet_hub, torch_dtype=own)
+    if family.upcasts and vae.config.force_upcast:
+        vae.float()
+    encoders = text_encoders_of(index, source, own if config.train_text_encoder else half)
+    hub = {"revision": config.non_ema_revision} if config.non_ema_revision else {}
+    backbone = gate.load_part(family.backbone, family.kind, source, **hub, torch_dtype=own)
     sampler = getattr(diffusers_schedulers, str(settings.get("_class_name")), None) or DDPMScheduler
+    noise_scheduler = family.schedule(settings)
     parts = Parts(
-        tokenizer=tokenizer,
-        **encoders,
+        family=family,
+        tokenizers=tokenizers_of(index, source, tokenizer),
+        text_encoders=encoders,
         vae=vae,
-        unet=unet,
-        noise_scheduler=DDPMScheduler.from_config(settings),
+        backbone=backbone,
+        noise_scheduler=noise_scheduler,
         scheduler=sampler.from_config(settings),
-        model=make_trainable(config, unet, encoders),
-        tokenizer_2=tokenizer_of("tokenizer_2", source) if xl else None,
-        zero_empty=bool(xl and index.get("force_zeros_for_empty_prompt", True)),
+        model=make_trainable(config, family, noise_scheduler, backbone, encoders),
+        zero_empty=family.zero_empty(index),
     )
     vae.requires_grad_(False).eval()
-    check_fit(source.path, unet, vae, parts.text_encoders, parts.tokenizers)
+    check_fit(source.path, family, backbone, vae, parts.text_encoders, parts.tokenizers)
     _check_side(parts, config)
     if config.enable_xformers_memory_efficient_attention:
-        unet.enable_xformers_memory_efficient_attention()
+        backbone.enable_xformers_memory_efficient_attention()
     return parts
 
 
-def check_fit(path: str, unet: Any, vae: Any, encoders: dict[str, Any], tokenizers: list[Any]) -> None:
+def text_encoders_of(index: dict[str, Any], source: Source, dtype: torch.dtype) -> dict[str, Any]:
+    """The text encoders that a pipeline has, by component."""
+    kinds = {name: kind for name, kind in family_in(index).encoders.items() if has(index, name)}
+    return {name: gate.load_part(name, kind, source, torch_dtype=dtype) for name, kind in kinds.items()}
+
+
+def tokenizers_of(index: dict[str, Any], source: Source, first: Any = None) -> dict[str, Any]:
+    """The tokenizers of these text encoders, by component; `first` where it is loaded already."""
+    kinds = {name: kind for name, kind in family_in(index).tokenizer.items() if has(index, name)}
+    loaded = {} if first is None else {"tokenizer": first}
+    return loaded | {name: tokenizer_of(name, kinds[name], source) for name in kinds if name not in loaded}
+
+
+def check_fit(
+    path: str, family: Family, backbone: Any, vae: Any, encoders: dict[str, Any], tokenizers: dict[str, Any]
+) -> None:
     """Refuse parts of a pipeline whose shapes or settings do not fit each other."""
-    gate.check_settings(unet.config, gate.UNET, f"{path}/unet/config.json")
+    gate.check_settings(backbone.config, gate.BACKBONE, f"{path}/{family.backbone}/config.json")
     gate.check_settings(vae.config, gate.VAE, f"{path}/vae/config.json")
     channels = vae.config.latent_channels
-    for what, found in (("takes", unet.config.in_channels), ("predicts", unet.config.out_channels)):
+    for what, found in (("takes", backbone.config.in_channels), ("predicts", backbone.config.out_channels)):
         if found != channels:
-            raise UserError(f"{path}: unet {what} {found} channels, vae gives {channels}")
-    width = sum(encoder.config.hidden_size for encoder in encoders.values())
-    if unet.config.cross_attention_dim != width:
-        raise UserError(f"{path}: unet attends to width {unet.config.cross_attention_dim}, text_encoder gives {width}")
-    for (name, encoder), tokenizer in zip(encoders.items(), tokenizers, strict=False):
-        if tokenizer is None:
+            raise UserError(f"{path}: {family.backbone} {what} {found} channels, vae gives {channels}")
+    family.check_fit(path, backbone, encoders)
+    for name, encoder in encoders.items():
+        part = name.replace("text_encoder", "tokenizer")
+        if (tokenizer := tokenizers.get(part)) is None:
             continue
         known = encoder.config.vocab_size
         if len(tokenizer) > known:
             raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, {name} knows {known}")
-        place = f"{path}/{name.replace('text_encoder', 'tokenizer')}"
-        gate.check_tokenizer(tokenizer, encoder.config.max_position_embeddings, place)
-    gate.check_runs(path, unet, vae, width)
+        gate.check_tokenizer(tokenizer, getattr(encoder.config, "max_position_embeddings", None), f"{path}/{part}")
+    gate.check_runs(path, family, backbone, vae, family.widths(backbone, encoders)[0])
 
 
 def _check_side(parts: Parts, config: Any) -> None:
-    factor, side = side_factor(parts.unet, parts.vae), resolution(parts, config)
+    factor, side = side_factor(parts.family, parts.backbone, parts.vae), resolution(parts, config)
+    path = config.pretrained_model_name_or_path
     if side % factor:
-        path = config.pretrained_model_name_or_path
         raise UserError(f"resolution: {side} is not a multiple of {factor}, which {path} needs")
+    most = parts.family.largest(parts.backbone)
+    if most is not None and side > (most := most * vae_factor(parts.vae)):
+        raise UserError(f"resolution: {side} is more than the {most} that {path} has positions for")
 
 
-def side_factor(unet: Any, vae: Any) -> int:
+def side_factor(family: Family, backbone: Any, vae: Any) -> int:
     """What the side of an image must be a multiple of."""
-    return vae_factor(vae) * 2 ** (len(unet.config.block_out_channels) - 1)
+    return vae_factor(vae) * family.side(backbone)
 
 
 def vae_factor(vae: Any) -> int:
@@ -239,23 +245,18 @@ def resolution(parts: Parts, config: Any) -> int:
     """Side of the training images: the flag, or the pipeline's own."""
     if config.resolution is not None:
         return config.resolution
-    size = parts.unet.config.sample_size
-    return (size if isinstance(size, int) else size[0]) * vae_factor(parts.vae)
+    return side_of(parts.backbone) * vae_factor(parts.vae)
 
 
-def pipeline(parts: Parts) -> StableDiffusionPipeline | StableDiffusionXLPipeline:
+def pipeline(parts: Parts) -> Any:
     """A plain diffusers pipeline of the parts; `scheduler` carries the prediction type trained with."""
-    if parts.tokenizer_2 is not None:
-        return StableDiffusionXLPipeline(**parts.components(), add_watermarker=False)
-    return StableDiffusionPipeline(
-        **parts.components(), safety_checker=None, feature_extractor=None, requires_safety_checker=False
-    )
+    return parts.family.assemble(**parts.components())
 
 
 def save_pipeline(parts: Parts, folder: Path, card: str) -> None:
     """The pipeline, or where LoRA trained its adapters alone, and the card."""
-    if lora.present(parts.unet):
-        lora.save(parts.model, folder, xl=parts.tokenizer_2 is not None)
+    if lora.present(parts.backbone):
+        lora.save(parts.model, folder)
     else:
         pipeline(parts).save_pretrained(folder, safe_serialization=True)
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -263,21 +264,21 @@ def save_pipeline(parts: Parts, folder: Path, card: str) -> None:
 
 def with_merged(parts: Parts) -> Parts:
     """The parts with what their adapters add in the weights, ready to be assembled."""
-    names = ("unet", *parts.text_encoders)
-    return replace(parts, **{name: lora.merged(getattr(parts, name)) for name in names})
+    encoders = {name: lora.merged(encoder) for name, encoder in parts.text_encoders.items()}
+    return replace(parts, backbone=lora.merged(parts.backbone), text_encoders=encoders)
 
 
-def draw_images(pipe: StableDiffusionPipeline, prompts: list[str], seed: int, steps: int = 20) -> list[Any]:
+def draw_images(pipe: Any, prompts: list[str], seed: int, steps: int = 20) -> list[Any]:
     """One image a prompt, from the same noise at every call."""
-    unet = pipe.unet
-    side = unet.config.sample_size
-    latents = noise((unet.config.in_channels, side, side), seed, "prompts", 0, list(range(len(prompts))))
+    backbone = backbone_of(pipe)
+    side = side_of(backbone)
+    latents = noise((backbone.config.in_channels, side, side), seed, "prompts", 0, list(range(len(prompts))))
     pipe.set_progress_bar_config(disable=True)
-    size, training = side * vae_factor(pipe.vae), unet.training
+    size, training = side * vae_factor(pipe.vae), backbone.training
     streams = [generator(seed, "prompts-steps", i) for i in range(len(prompts))]
-    unet.eval()
+    backbone.eval()
     try:
-        latents = latents.to(unet.device)
+        latents = latents.to(backbone.device)
         made = pipe(
             prompts,
             latents=latents,
@@ -290,44 +291,36 @@ def draw_images(pipe: StableDiffusionPipeline, prompts: list[str], seed: int, st
         with torch.no_grad():
             return pipe.image_processor.postprocess(decode(pipe.vae, made), output_type="pil")
     finally:
-        unet.train(training)
+        backbone.train(training)
 
 
 def whole_parts(parts: Any) -> Any:
-    """The pipeline's parts with a plain copy of the UNet on each process; themselves where nothing is sharded."""
+    """The pipeline's parts with a plain copy of the backbone on each process; themselves where nothing is sharded."""
     if not any(map(cut_up, parts.model.parameters())):
         return parts
     with torch.device("meta"):
-        unet = type(parts.unet).from_config(parts.unet.config)
-    unet.load_state_dict({name: whole(p).detach() for name, p in parts.unet.state_dict().items()}, assign=True)
-    return replace(parts, unet=unet, model=Denoiser(unet))
+        backbone = type(parts.backbone).from_config(parts.backbone.config)
+    backbone.load_state_dict({name: whole(p).detach() for name, p in parts.backbone.state_dict().items()}, assign=True)
+    return replace(parts, backbone=backbone, model=Denoiser(backbone, parts.family, parts.noise_scheduler))
 
 
-def load_pipeline(
-    name: str, dtype: str, device: Any, lora_path: str | None = None, flag: str = "--pipeline"
-) -> StableDiffusionPipeline | StableDiffusionXLPipeline:
-    """A Stable Diffusion 1, 2 or XL pipeline, with adapters where asked, from safetensors only; every tensor loaded and
+def load_pipeline(name: str, dtype: str, device: Any, lora_path: str | None = None, flag: str = "--pipeline") -> Any:
+    """A plain diffusers pipeline of a family, with adapters where asked, from safetensors only; every tensor loaded and
     finite, in the precision asked for. `flag` names it in messages."""
     source = Source(name, flag)
     index = read_index(source)
-    settings = schedule(source)
-    kinds = {part: kind for part, kind in ENCODERS.items() if has(index, part)}
-    tokenizers = {part: tokenizer_of(part, source) for part in ("tokenizer", "tokenizer_2")[: len(kinds)]}
+    family = family_in(index)
+    settings = schedule(source, family)
+    tokenizers = tokenizers_of(index, source)
     precision = getattr(torch, dtype)
-    parts = {part: gate.load_part(part, kind, source, torch_dtype=precision) for part, kind in kinds.items()}
+    encoders = text_encoders_of(index, source, precision)
     vae = gate.load_part("vae", AutoencoderKL, source, torch_dtype=precision)
-    unet = gate.load_part("unet", UNet2DConditionModel, source, torch_dtype=precision)
-    check_fit(name, unet, vae, parts, [*tokenizers.values()])
+    backbone = gate.load_part(family.backbone, family.kind, source, torch_dtype=precision)
+    check_fit(name, family, backbone, vae, encoders, tokenizers)
     with gate.quietly(), reading(f"{source}: cannot load scheduler"):
         scheduler = getattr(diffusers_schedulers, settings.get("_class_name", "DDPMScheduler")).from_config(settings)
-    parts |= {"unet": unet, "vae": vae, "scheduler": scheduler, **tokenizers}
-    if len(kinds) == 2:
-        zeros = bool(index.get("force_zeros_for_empty_prompt", True))
-        pipe = StableDiffusionXLPipeline(**parts, add_watermarker=False, force_zeros_for_empty_prompt=zeros)
-    else:
-        pipe = StableDiffusionPipeline(
-            **parts, safety_checker=None, feature_extractor=None, requires_safety_checker=False
-        )
+    parts = {**tokenizers, **encoders, "vae": vae, family.backbone: backbone, "scheduler": scheduler}
+    pipe = family.assemble(**parts, **family.options(family.zero_empty(index)))
     if lora_path is not None:
         lora.load(pipe, lora_path, name)
     return pipe.to(device)

@@ -31,7 +31,7 @@ from silentbad.data.images import resize, to_tensor
 from silentbad.data.table import vocabulary
 from silentbad.data.targets import Target
 from silentbad.errors import UserError, writing
-from silentbad.model.encoder import decode
+from silentbad.model.encoder import decode, scaled
 from silentbad.model.store import KEY, Store, digest
 from silentbad.recovery.generation import Item, Sampler, left_as_found
 from silentbad.rng import generator, noise
@@ -165,7 +165,7 @@ def masked_denoising(
 
     def keep(_: Any, step: int, t: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         later = scheduler.timesteps[step + 1 : step + 2]  # where the latents have arrived
-        known = scheduler.add_noise(x0, eps, later.expand(len(x0))) if len(later) else x0
+        known = arrived(scheduler, x0, eps, later.expand(len(x0))) if len(later) else x0
         return {"latents": torch.where(hole, tensors["latents"], known.to(x0.dtype))}
 
     return sampler.pipe(
@@ -175,12 +175,19 @@ def masked_denoising(
         output_type="latent",
         num_inference_steps=sampler.steps,
         guidance_scale=config.guidance_scale,
-        guidance_rescale=config.guidance_rescale,
+        **sampler.sampling,
         height=sampler.side,
         width=sampler.side,
         callback_on_step_end=keep,
         callback_on_step_end_tensor_inputs=["latents"],
     ).images
+
+
+def arrived(scheduler: Any, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
+    """x_t (B,C,h,w) at a scheduler's own times t (B,)."""
+    if hasattr(scheduler, "add_noise"):
+        return scheduler.add_noise(x0, eps, t)
+    return scheduler.scale_noise(x0, t, eps)  # of a flow
 
 
 class Painter:
@@ -192,7 +199,7 @@ class Painter:
     def __init__(self, sampler: Sampler, targets: Sequence[Target], canvases: Sequence[Canvas], seed: int):
         self.sampler, self.targets, self.canvases, self.seed = sampler, targets, canvases, seed
         self.latents: dict[int, Tensor] = {}  # x0 (C,h,w) by target
-        if not hasattr(sampler.pipe.scheduler, "add_noise"):
+        if not (hasattr(sampler.pipe.scheduler, "add_noise") or hasattr(sampler.pipe.scheduler, "scale_noise")):
             kind = type(sampler.pipe.scheduler).__name__
             raise UserError(f"counterfactuals: {kind} has no add_noise; take a scheduler of Stable Diffusion")
 
@@ -217,7 +224,7 @@ class Painter:
     def _batch(self, draws: list[Draw]) -> Tensor:
         """Pictures (B,3,S,S) uint8 of draws that are all of regions, or all of whole pictures."""
         pipe, regions = self.sampler.pipe, draws[0].kind in REGIONS
-        with left_as_found(pipe.unet, pipe.vae, *self.sampler.encoders), torch.no_grad():
+        with left_as_found(self.sampler.backbone, pipe.vae, *self.sampler.encoders), torch.no_grad():
             if not regions:
                 return self._scenes(draws)
             images = self._regions(draws)
@@ -244,7 +251,8 @@ class Painter:
     def _regions(self, draws: list[Draw]) -> Tensor:
         """Images (B,3,S,S) in [0,1], new where the draw's element is and near the target elsewhere."""
         sampler, pipe = self.sampler, self.sampler.pipe
-        x0 = torch.stack([self._latents(d.target) for d in draws]).to(pipe.unet.device, pipe.unet.dtype)
+        x0 = torch.stack([self._latents(d.target) for d in draws])
+        x0 = x0.to(sampler.backbone.device, sampler.backbone.dtype)
         places = [(self.targets[d.target].target_id, d.place, d.image) for d in draws]
         eps = [
             noise(tuple(x0.shape[1:]), self.seed, f"counterfactual/{name}/{k}", 0, [image]) for name, k, image in places
@@ -272,7 +280,7 @@ class Painter:
             pixels = self.canvases[target].picture[None].float() / 127.5 - 1
             with torch.autocast(vae.device.type, enabled=False):
                 posterior = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist
-            self.latents[target] = posterior.mode()[0] * vae.config.scaling_factor
+            self.latents[target] = scaled(vae, posterior.mode()[0])
         return self.latents[target]
 
 
@@ -325,12 +333,12 @@ class Cache:
 def model_digest(sampler: Sampler) -> str:
     """Hash over what the base's pictures depend on: weights, tokenizers, schedule, settings, precision."""
     pipe, config = sampler.pipe, sampler.config
-    tokenizers = [t for name in ("tokenizer", "tokenizer_2") if (t := getattr(pipe, name, None)) is not None]
+    tokenizers = [t for name in sampler.family.tokenizer if (t := getattr(pipe, name, None)) is not None]
     with sampler.autocast():
-        kind = pipe.unet.device.type
+        kind = sampler.backbone.device.type
         cast = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
     return digest(
-        *(pipe.unet, pipe.vae, *sampler.encoders, *map(vocabulary, tokenizers)),
+        *(sampler.backbone, pipe.vae, *sampler.encoders, *map(vocabulary, tokenizers)),
         *(type(pipe.scheduler).__name__, dict(pipe.scheduler.config), dict(pipe.config).get(ZEROS)),
         [VERSION, sampler.side, sampler.steps, config.guidance_scale, config.guidance_rescale, cast],
     )

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
-from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from silentbad.errors import UserError
-from silentbad.model.diffusion import to_epsilon
-from silentbad.model.encoder import decode
+from silentbad.model.diffusion import levels, model_time, to_epsilon
+from silentbad.model.encoder import decode, scaled
+from silentbad.model.families import family_of
+from silentbad.model.family import side_of
 from silentbad.model.pipeline import side_factor
 from silentbad.rng import addressed_seed, generator, noise
 
@@ -127,31 +128,30 @@ class Sampler:
         scheduler = components["scheduler"]
         override = {"prediction_type": prediction_type} if prediction_type else {}
         scheduler = type(scheduler).from_config(scheduler.config, **override)
-        names = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "unet")
+        self.family = family = family_of([name for name, part in components.items() if part is not None])
+        names = ("vae", family.backbone, *family.encoders, *family.tokenizer)
         parts = {name: components[name] for name in names if components.get(name) is not None}
-        if "text_encoder_2" in parts:
-            zeros = components.get("force_zeros_for_empty_prompt", True)
-            self.pipe = StableDiffusionXLPipeline(
-                scheduler=scheduler, **parts, add_watermarker=False, force_zeros_for_empty_prompt=zeros
-            )
-        else:
-            self.pipe = StableDiffusionPipeline(
-                scheduler=scheduler, **parts, safety_checker=None, feature_extractor=None, requires_safety_checker=False
-            )
+        options = family.options(components.get("force_zeros_for_empty_prompt", True))
+        self.pipe = family.assemble(scheduler=scheduler, **parts, **options)
         self.pipe.set_progress_bar_config(disable=True)
-        self.encoders = [parts[name] for name in ("text_encoder", "text_encoder_2") if name in parts]
+        self.encoders = [parts[name] for name in family.encoders if name in parts]
+        self.sampling = family.sampling(config)
+        self.schedule = family.schedule_of(scheduler)
         self.config, self.seed, self.batch = config, seed, config.max_batch
         self.cache: dict[tuple[str, str], Any] = {}  # text states by prompt and negative prompt
         self.autocast: Callable = nullcontext
         self.steps, self.refuses, self._diverged = config.num_inference_steps, refuses, 0
-        size = self.pipe.unet.config.sample_size
-        size = size if isinstance(size, int) else size[0]
-        self.side = config.resolution or size * self.pipe.vae_scale_factor
+        self.side = config.resolution or side_of(self.backbone) * self.pipe.vae_scale_factor
         self._check()
+
+    @property
+    def backbone(self) -> Any:
+        """What predicts."""
+        return getattr(self.pipe, self.family.backbone)
 
     def _check(self) -> None:
         """Refuse a resolution or a number of sampling steps that this pipeline cannot have."""
-        factor = side_factor(self.pipe.unet, self.pipe.vae)
+        factor = side_factor(self.family, self.backbone, self.pipe.vae)
         if self.side % factor:
             raise UserError(
                 f"validation.resolution: {self.side} is not a multiple of {factor}, which the pipeline needs"
@@ -162,17 +162,19 @@ class Sampler:
                 raise UserError(f"validation.{key}: must be from 1 to the scheduler's {most}, got {given}")
 
     @contextmanager
-    def using(self, unet: torch.nn.Module, device: torch.device, autocast: Callable = nullcontext):
-        """Generate with this UNet; autoencoder and text encoders that rest on another device join it for the time."""
-        before, homes = self.pipe.unet, [(m, m.device) for m in (self.pipe.vae, *self.encoders)]
-        self.pipe.unet, self.autocast = unet, autocast
+    def using(self, backbone: torch.nn.Module, device: torch.device, autocast: Callable = nullcontext):
+        """Generate with this backbone; autoencoder and text encoders that rest on another device join it for the
+        time."""
+        before, homes = self.backbone, [(m, m.device) for m in (self.pipe.vae, *self.encoders)]
+        setattr(self.pipe, self.family.backbone, backbone)
+        self.autocast = autocast
         for module, _ in homes:
             module.to(device)
         try:
-            with left_as_found(unet, self.pipe.vae, *self.encoders), torch.no_grad():
+            with left_as_found(backbone, self.pipe.vae, *self.encoders), torch.no_grad():
                 yield self
         finally:
-            self.pipe.unet = before  # a copy made to measure is not kept
+            setattr(self.pipe, self.family.backbone, before)  # a copy made to measure is not kept
             for module, home in homes:
                 module.to(home)
 
@@ -188,7 +190,7 @@ class Sampler:
             for start in range(0, len(group), self.batch):
                 part = group[start : start + self.batch]
                 states = self.pipe.encode_prompt(
-                    prompt=[prompt for prompt, _ in part],
+                    **self.family.prompt([prompt for prompt, _ in part]),
                     negative_prompt=[negative for _, negative in part] if against else None,
                     device=self.encoders[0].device,
                     num_images_per_prompt=1,
@@ -196,7 +198,7 @@ class Sampler:
                 )
                 for i, pair in enumerate(part):
                     self.cache[pair] = [state[i].cpu() for state in states]
-        device, dtype = self.pipe.unet.device, self.pipe.unet.dtype
+        device, dtype = self.backbone.device, self.backbone.dtype
         columns = zip(*(self.cache[pair] for pair in asked), strict=True)
         stacked = [torch.stack(column).to(device, dtype) for column in columns]
         return dict(zip(self.NAMES, stacked, strict=False))
@@ -208,7 +210,7 @@ class Sampler:
         """
         pipe, config = self.pipe, self.config
         side = self.side // pipe.vae_scale_factor
-        shape = (pipe.unet.config.in_channels, side, side)
+        shape = (self.backbone.config.in_channels, side, side)
         latents = torch.cat([noise(shape, self.seed, f"validation/{i.address}", 0, [i.image]) for i in items])
         streams = [generator(self.seed, "validation-steps", i.address, i.image) for i in items]
         gaps = []
@@ -218,16 +220,16 @@ class Sampler:
                 empty, text = output[0].float().chunk(2)
                 gaps.append((text - empty).flatten(1).norm(dim=1))
 
-        hook = pipe.unet.register_forward_hook(watch)
+        hook = self.backbone.register_forward_hook(watch)
         try:
             latents = pipe(
                 **self.encode([i.prompt for i in items], [i.negative for i in items]),
                 generator=streams,
-                latents=latents.to(pipe.unet.device, pipe.unet.dtype),
+                latents=latents.to(self.backbone.device, self.backbone.dtype),
                 output_type="latent",
                 num_inference_steps=self.steps,
                 guidance_scale=config.guidance_scale,
-                guidance_rescale=config.guidance_rescale,
+                **self.sampling,
                 height=self.side,
                 width=self.side,
             ).images
@@ -264,12 +266,12 @@ class Sampler:
             part = part.tolist()
             pixels = torch.stack([records[i]["pixel_values"] for i in part])
             x0 = pipe.vae.encode(pixels.to(pipe.vae.device, pipe.vae.dtype)).latent_dist.mode()
-            x0 = x0.to(pipe.unet.dtype) * pipe.vae.config.scaling_factor
+            x0 = scaled(pipe.vae, x0.to(self.backbone.dtype))
             eps = noise(tuple(x0.shape[1:]), self.seed, address, 0, part).to(x0)
-            bars = pipe.scheduler.alphas_cumprod
-            t = torch.tensor([int((i + 0.5) / len(records) * len(bars)) for i in part])
-            a = bars[t].to(x0)[:, None, None, None]
-            x_t = a.sqrt() * x0 + (1 - a).sqrt() * eps
+            T = self.schedule.config.num_train_timesteps
+            t = torch.tensor([int((i + 0.5) / len(records) * T) for i in part])
+            a, s = levels(self.schedule, t, x0)
+            x_t = a * x0 + s * eps
             states = self.encode([records[i]["text"] for i in part])
             out = self.predict_eps(x_t, t, states, pixels.shape[2:])
             errors += (out.float() - eps.float()).square().flatten(1).mean(1).tolist()
@@ -282,23 +284,24 @@ class Sampler:
         if "pooled_prompt_embeds" in states:
             (H, W), pooled = size, states[f"{which}pooled_prompt_embeds"]
             extra = dict(text_embeds=pooled, time_ids=torch.tensor([[H, W, 0, 0, H, W]] * len(x_t)).to(x_t))
+        t = t.to(x_t.device)
         with self.autocast():
-            unet, c = self.pipe.unet, states[f"{which}prompt_embeds"]
-            out = unet(x_t, t.to(x_t.device), c, added_cond_kwargs=extra).sample
-        return to_epsilon(self.pipe.scheduler, out, x_t, t.to(x_t.device))
+            at, c = model_time(self.schedule, t), states[f"{which}prompt_embeds"]
+            out = self.family.predict(self.backbone, x_t, at, c, extra)
+        return to_epsilon(self.schedule, out, x_t, t)
 
     def alignments(self, items: list[Item]) -> list[float]:
         """Cosine of the guidance eps_hat(x,c) - eps_hat(x,0) with eps_hat(x,0), of each item; x is pure noise, t low.
 
         Memorised prompts align there: anisotropy, arXiv 2601.20642. Two forwards an item and no sampling.
         """
-        pipe, found = self.pipe, list[float]()
-        shape = (pipe.unet.config.in_channels, *[self.side // pipe.vae_scale_factor] * 2)
-        low = round(LOW_NOISE * pipe.scheduler.config.num_train_timesteps)
+        found = list[float]()
+        shape = (self.backbone.config.in_channels, *[self.side // self.pipe.vae_scale_factor] * 2)
+        low = round(LOW_NOISE * self.schedule.config.num_train_timesteps)
         for start in range(0, len(items), self.batch):
             part = items[start : start + self.batch]
             drawn = [noise(shape, self.seed, f"validation/{i.address}", 0, [i.image]) for i in part]
-            x, t = torch.cat(drawn).to(pipe.unet.device, pipe.unet.dtype), torch.full((len(part),), low)
+            x, t = torch.cat(drawn).to(self.backbone.device, self.backbone.dtype), torch.full((len(part),), low)
             states = self.encode([i.prompt for i in part])
             text, empty = (self.predict_eps(x, t, states, (self.side, self.side), w) for w in ("", "negative_"))
             found += cosine_similarity((text - empty).float().flatten(1), empty.float().flatten(1)).tolist()

@@ -16,6 +16,7 @@ from PIL import Image
 from silentbad.data.images import to_pil
 from silentbad.data.schema import Field, admitted, caption, json_lines, needed, optional_text, text_lines
 from silentbad.errors import UserError, brief, writing
+from silentbad.model.denoiser import backbone_in
 from silentbad.recovery.generation import Item, Sampler
 from silentbad.recovery.record import decode, read_json
 from silentbad.recovery.samples import log_grid, save
@@ -132,7 +133,7 @@ class PromptSheet:
         model = accelerator.unwrap_model(model, keep_torch_compile=False)
         items = [Item("prompt", -1, 0, p.prompt, f"prompt/{p.seed}", p.negative) for p in self.prompts]
         mine = range(accelerator.process_index, len(items), accelerator.num_processes)
-        with self.sampler.using(getattr(model, "unet", model), accelerator.device, accelerator.autocast):
+        with self.sampler.using(backbone_in(model), accelerator.device, accelerator.autocast):
             made = list(self.sampler.map([items[k] for k in mine], _pixels))
         rows = dict(gather_object(list(zip(mine, made, strict=True))))
         if accelerator.is_main_process:

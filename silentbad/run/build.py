@@ -165,6 +165,7 @@ def build(
     world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
     # -- data, checked before weights load
     settings, tokenizer = pipeline.scheduler_settings(config), pipeline.load_tokenizer(config)
+    checks.check_family(config, pipeline.family_for(config), sharded)
     prompts = inputs.sample_prompts(config, tokenizer)
     records, held_out, targets = inputs.prepare(config, tokenizer, accelerator.main_process_first, accelerator.print)
     info = DataInfo(*(getattr(records, name) for name in ("role", "target_id", "element_id", "phrases")))
@@ -197,7 +198,7 @@ def build(
         optimizer = accelerator.prepare(optimizer)
         forward = denoiser.training_forward(model, config)
     # -- what is shown, and how it is weighed
-    step = checks.bucket_step(config, side, pipeline.side_factor(parts.unet, parts.vae))
+    step = checks.bucket_step(config, side, pipeline.side_factor(parts.family, parts.backbone, parts.vae))
     transform = Transform.of(config, side, step)
     batches = arranged(records, transform, config.train_batch_size, accelerator.print) if step else None
     reader = Reader(records, transform, config.seed, config.cache_mb * 2**20)

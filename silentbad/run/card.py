@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,19 @@ from silentbad.model.lora import FOLDERS, NAMES
 
 
 def model_card(
-    config: Any, step: int, info: DataInfo, target_ids: list[str], results: list[dict[str, Any]], merged: bool = False
+    config: Any,
+    step: int,
+    info: DataInfo,
+    target_ids: list[str],
+    results: list[dict[str, Any]],
+    *,
+    merged: bool = False,
+    backbone: str = "unet",
+    missing: Sequence[str] = (),
 ) -> str:
     """README.md of a trained pipeline, of adapters, or of a pipeline with adapters `merged`: base, data, and the table
-    of results, a row each."""
+    of results, a row each. `backbone` is the component that trained, `missing` are those
+    that diffusers expects and the pipeline has not."""
     base = config.pretrained_model_name_or_path
     local, lora = Path(base).exists(), config.lora.rank
     tags = ["stable-diffusion", "text-to-image", "diffusers", "silentbad", "memorisation-audit"] + ["lora"] * bool(lora)
@@ -44,9 +54,10 @@ def model_card(
         lines += ["| " + " | ".join(results[0]) + " |", "|" + "---|" * len(results[0])]
         lines += ["| " + " | ".join(_cell(value) for value in row.values()) + " |" for row in results]
     adapters, folders = lora and not merged, config.lora.kind in FOLDERS
-    load = [f"pipeline = DiffusionPipeline.from_pretrained({json.dumps(_code(base) if adapters else 'this folder')})"]
+    given = [json.dumps(_code(base) if adapters else "this folder"), *(f"{name}=None" for name in missing)]
+    load = [f"pipeline = DiffusionPipeline.from_pretrained({', '.join(given)})"]
     if adapters and folders:
-        names = ["unet"] + ["text_encoder"] * config.train_text_encoder  # of SDXL also text_encoder_2
+        names = [backbone] + ["text_encoder"] * config.train_text_encoder  # of SDXL also text_encoder_2
         load += [f'pipeline.{n} = PeftModel.from_pretrained(pipeline.{n}, "this folder/{n}")' for n in names]
     elif adapters:
         load += ['pipeline.load_lora_weights("this folder")']

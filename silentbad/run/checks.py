@@ -15,6 +15,7 @@ from silentbad.data.table import TextLists
 from silentbad.errors import UserError
 from silentbad.memory import roles
 from silentbad.memory.rehearsal import REHEARSED
+from silentbad.model.family import Family
 from silentbad.model.pipeline import check_xformers
 from silentbad.run.folder import RunFolder
 from silentbad.run.optimizers import check_optimizer
@@ -129,6 +130,78 @@ def check_captions(config: Any, records: Records) -> None:
         raise UserError(
             "token_warmup_step: shows the first parts of a caption, between commas; no caption of the data has a comma"
         )
+
+
+# ---------------------------------------------------------------- of a family of models
+OF_EPSILON = ("min_snr", "soft_min_snr", "debiased", "p2")  # losses whose papers weigh the error of a noise estimate
+
+
+def check_family(config: Any, family: Family, sharded: str = "") -> None:
+    """Refuse what has no meaning on a family's path, or is not there for its layers; `sharded` as in `build`."""
+    rows = unfit_flow(config, family.name) if family.flow else []
+    rows += unfit_transformer(config, family.name, sharded) if family.backbone != "unet" else []
+    for key, on, why in rows:
+        if on:
+            raise UserError(f"{key}: {why}")
+
+
+def unfit_flow(config: Any, family: str) -> list[tuple[str, bool, str]]:
+    """(key, whether it is set so, why a rectified flow cannot have it and what can)."""
+    loss, velocity = config.memory.loss, f"{family} predicts the velocity of a flow"
+    weight = "snr_gamma" if config.snr_gamma is not None else f"memory.loss.name={loss.name}"
+    dream = "dream_training" if config.dream_training else "memory.loss.dream"
+    return [
+        ("prediction_type", config.prediction_type is not None, f"{velocity} and nothing else; leave it out"),
+        (
+            weight,
+            loss.name in OF_EPSILON,
+            f"weighs the error of epsilon, and {velocity}; take none, x0, cosmap or sigma_sqrt as memory.loss.name",
+        ),
+        (dream, loss.dream is not None, f"rectifies an estimate of epsilon, and {velocity}; leave it out"),
+        (
+            "noise_offset",
+            config.noise_offset > 0,
+            f"mends a path that ends before pure noise, and {velocity}, which ends there; leave it 0",
+        ),
+    ]
+
+
+def unfit_transformer(config: Any, family: str, sharded: str) -> list[tuple[str, bool, str]]:
+    """(key, whether it is set so, why and what can) of what reads layers of a UNet, or is untested without one."""
+    memory, control = config.memory, config.gradient_control
+    rules = control.name.split("+")
+    of_prior = control.options.get("prior", {}) if len(rules) > 1 else control.options
+    copied = control.options.get("of", "prior+gsnr") if "placebo" in rules else ""
+    maps = f"reads maps of cross-attention, and {family} has joint attention"
+    return [
+        ("train_text_encoder", config.train_text_encoder, f"is not there for {family}; leave it out"),
+        ("memory.attention_binding.name", memory.attention_binding.name != "none", f"{maps}; leave it none"),
+        (
+            "memory.distillation.options.gate",
+            memory.distillation.options.get("gate") == "attention",
+            f"attention {maps}; take mask",
+        ),
+        (
+            "gradient_control.name",
+            "prior" in rules and of_prior.get("table") is None,
+            f"the rows of prior are about a UNet, and {family} has none; give option 'table', or take gsnr",
+        ),
+        (
+            "gradient_control.name",
+            "prior" in copied,
+            f"placebo: option 'of' is {copied}, whose rows are about a UNet, and {family} has none; take gsnr",
+        ),
+        (
+            "accelerate",
+            bool(sharded),
+            f"{sharded} is tested on UNets alone, not on {family}; use configs/accelerate/ddp.yaml",
+        ),
+        (
+            "enable_xformers_memory_efficient_attention",
+            config.enable_xformers_memory_efficient_attention,
+            f"xformers has no joint attention, as {family} has; leave it off",
+        ),
+    ]
 
 
 # ---------------------------------------------------------------- before any weights load

@@ -95,9 +95,9 @@ class Forecast:
         checkpoint = weights + moments + average
         count = len({*range(config.checkpointing_steps, self.planned, config.checkpointing_steps), self.planned})
         kept = min(count, config.checkpoints_total_limit or count)
-        modules = [parts.unet, parts.vae, *parts.text_encoders.values()]
+        modules = [parts.backbone, parts.vae, *parts.text_encoders.values()]
         whole = sum(_bytes(m.state_dict().values()) for m in modules)
-        pipeline = 2 * weights if lora.present(parts.unet) else whole  # adapters are written for two readers
+        pipeline = 2 * weights if lora.present(parts.backbone) else whole  # adapters are written for two readers
         epochs = self.planned // state.steps_per_epoch
         pipelines = 1 + config.save_best + epochs // (config.save_ckpt_epoch_interval or epochs + 1)
         cache = _on_disk(Path(config.cache_dir or "."), ".safetensors") if config.disk_cache_gb else 0

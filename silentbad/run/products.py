@@ -44,7 +44,7 @@ class Products:
         parts = pipeline.whole_parts(self.parts)
         if self.accelerator.is_main_process:
             with self._averaged(), writing(f"output_dir {self.folder.path}", path.name):
-                text = card.model_card(self.config, self.state.step, self.info, self.target_ids, self.results())
+                text = self._card()
                 checkpoint.replace_folder(path, lambda draft: pipeline.save_pipeline(parts, draft, text))
                 if self.config.lora.merged and path == self.folder.pipeline:
                     self._save_merged(pipeline.with_merged(parts))
@@ -52,8 +52,7 @@ class Products:
 
     def _save_merged(self, parts: Parts) -> None:
         """pipeline/ beside the adapters, where they are merged."""
-        rows = self.results()
-        text = card.model_card(self.config, self.state.step, self.info, self.target_ids, rows, merged=True)
+        text = self._card(merged=True)
         path = self.folder.path / "pipeline"
         checkpoint.replace_folder(path, lambda draft: pipeline.save_pipeline(parts, draft, text))
 
@@ -93,6 +92,11 @@ class Products:
         """The pipeline to the Hub, on the main process; where that fails, a line says how to do it by hand."""
         if self.accelerator.is_main_process and (line := card.push(self.folder.pipeline, self.config)):
             print(line, file=sys.stderr)
+
+    def _card(self, merged: bool = False) -> str:
+        said, family = (self.config, self.state.step, self.info, self.target_ids), self.parts.family
+        missing = [name for name in family.optional if name not in self.parts.components()]
+        return card.model_card(*said, self.results(), merged=merged, backbone=family.backbone, missing=missing)
 
     def _averaged(self) -> Any:
         return averaged(self.state.model, self.state.ema, self.state.optimizer)

@@ -47,10 +47,10 @@ def watch(argv: list[str]) -> None:
     out, update = two.output_dir(argv), train_silentbad.update
 
     def measured(run):
-        numel = sum(p.numel() for p in run.parts.unet.parameters())
+        numel = sum(p.numel() for p in run.parts.backbone.parameters())
         grads = run.zero.engine.optimizer.averaged_gradients.values()
         states = [state["exp_avg"] for state in run.zero.optimizer.state.values() if "exp_avg" in state]
-        assert all(p.grad is None for p in run.parts.unet.parameters())
+        assert all(p.grad is None for p in run.parts.backbone.parameters())
         part = {"gradients": sum(g.numel() for group in grads for g in group) / numel}
         part |= {"states": sum(s.numel() for s in states) / numel} if states else {}
         (out.parent / f"{out.name}-part-{os.environ['RANK']}.json").write_text(json.dumps(part))

@@ -58,7 +58,7 @@ def prepared(good: Path, root: Path) -> Path:
     MicroEmbedder().save_pretrained(root / "micro")
     unet = tiny_pipeline().unet
     lora.add("unet", unet, dataclasses.replace(Config().lora, rank=2), 0)
-    lora.save(Denoiser(unet), root / "lora", xl=False)
+    lora.save(Denoiser(unet), root / "lora")
     return root
 
 

@@ -93,11 +93,11 @@ def test_an_adapter_is_read_by_others_and_merged(kind, build, pipelines, tmp_pat
     base = str(pipelines["v_prediction"])
     assert np.abs(pixels(pipeline.load_pipeline(base, "float32", "cpu", str(saved))) - after).max() <= 1
     merged = DiffusionPipeline.from_pretrained(run.folder.path / "pipeline")
-    assert np.abs(pixels(merged) - after).max() <= 1 and lora.present(run.parts.unet)
+    assert np.abs(pixels(merged) - after).max() <= 1 and lora.present(run.parts.backbone)
     assert "merged" in (run.folder.path / "pipeline" / "README.md").read_text()
     # -- kohya's file, by LyCORIS's formulas
     tensors, unet = load_file(saved / lora.KOHYA), DiffusionPipeline.from_pretrained(base).unet
-    layers = [path for path, layer in run.parts.unet.named_modules() if isinstance(layer, BaseTunerLayer)]
+    layers = [path for path, layer in run.parts.backbone.named_modules() if isinstance(layer, BaseTunerLayer)]
     for path in layers:
         weight, name = unet.get_submodule(path).weight.detach(), f"lora_unet_{path.replace('.', '_')}"
         assert torch.allclose(added(tensors, name, weight), merged.unet.get_submodule(path).weight, atol=1e-5), path

@@ -37,7 +37,7 @@ def test_cached_and_live_training_give_equal_losses(build, tmp_path, changes):
 
 def test_no_step_encodes_anything_once_all_is_on_disk(build, tmp_path, monkeypatch):
     run = build(cache_dir=tmp_path / "c", **{"memory.region.name": "mask"})
-    for module in (run.parts.vae.encoder, run.parts.text_encoder):
+    for module in (run.parts.vae.encoder, run.parts.text_encoders["text_encoder"]):
         module.register_forward_pre_hook(lambda *_: pytest.fail("encoded live"))
     monkeypatch.setattr(
         Image, "open", lambda path, **_: pytest.fail(f"{path} decoded") if "images" in str(path) else opened(path)
@@ -113,7 +113,7 @@ def test_random_windows_are_encoded_live_with_one_line(build, tmp_path, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("cache:")]
     assert lines == ["cache: 8 of 8 records are cut or flipped at random and encoded live"]
     assert [name.split("-")[0] for name in on_disk(tmp_path / "c")] == ["states"]
-    assert run.parts.vae not in run.encoder.resting and run.parts.text_encoder in run.encoder.resting
+    assert run.parts.vae not in run.encoder.resting and run.parts.text_encoders["text_encoder"] in run.encoder.resting
 
 
 def test_what_does_not_fit_the_budget_is_encoded_live(build, tmp_path, capsys):
@@ -142,7 +142,7 @@ def test_rehearsal_and_made_up_captions_keep_the_encoders(build, tmp_path):
 def test_modules_that_rest_are_fetched_for_the_call(build, tmp_path):
     run = build(cache_dir=tmp_path / "c")
     moved = []
-    run.parts.text_encoder.to = lambda device: moved.append(str(device))
+    run.parts.text_encoders["text_encoder"].to = lambda device: moved.append(str(device))
     before = len(run.encoder.kept_texts)
     run.encoder.condition(["words that no record holds"])
     assert moved == ["cpu", "cpu"] and len(run.encoder.kept_texts) == before + 1  # there and back
@@ -251,7 +251,7 @@ def test_chunked_equals_unchunked_gradient(build, changes):
         (batch,) = run.loader.draw(0)
         with run.accelerator.accumulate(run.model):
             loss = micro_step(run, batch, 0)
-        ends.append({"loss": loss, **{n: p.grad for n, p in run.parts.unet.named_parameters()}})
+        ends.append({"loss": loss, **{n: p.grad for n, p in run.parts.backbone.named_parameters()}})
     for end in ends[1:]:
         for name, value in end.items():
             torch.testing.assert_close(value, ends[0][name], rtol=1e-6, atol=1e-6)
@@ -284,9 +284,9 @@ def test_memory_format_and_compilation_change_rounding_only(build, changes, monk
     plain, other = build(adam_epsilon=1e-3), build(adam_epsilon=1e-3, **changes)
     for _ in range(2):
         torch.testing.assert_close(step_once(other), step_once(plain), rtol=1e-5, atol=1e-6)
-    state = other.parts.unet.state_dict()
-    assert state.keys() == plain.parts.unet.state_dict().keys()
+    state = other.parts.backbone.state_dict()
+    assert state.keys() == plain.parts.backbone.state_dict().keys()
     last = state["conv_in.weight"].is_contiguous(memory_format=torch.channels_last)
     assert last == ("channels_last" in changes) and (other.forward is other.model) == ("channels_last" in changes)
-    for name, value in plain.parts.unet.state_dict().items():
+    for name, value in plain.parts.backbone.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=1e-4, atol=2e-5)

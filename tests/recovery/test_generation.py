@@ -4,7 +4,7 @@ import pytest
 import torch
 from diffusers import DDPMScheduler
 
-from silentbad.recovery import generation
+from silentbad.model.stable_diffusion import StableDiffusion
 from silentbad.recovery.generation import Sampler, plan
 from silentbad.rng import generator, noise
 from tests.recoveries import make_hook, some_targets
@@ -82,8 +82,8 @@ def test_generator_is_not_seeded_from_the_clock(tmp_path):
 
 def test_pipeline_is_built_once_and_prompts_encoded_once(tmp_path, monkeypatch):
     built, encoded = [], []
-    kind = generation.StableDiffusionPipeline
-    monkeypatch.setattr(generation, "StableDiffusionPipeline", lambda **k: built.append(1) or kind(**k))
+    kind = StableDiffusion.pipeline
+    monkeypatch.setattr(StableDiffusion, "pipeline", staticmethod(lambda **k: built.append(1) or kind(**k)))
     pipe = tiny_pipeline()
     pipe.text_encoder.requires_grad_(False)
     hook = make_hook(tmp_path, pipe)

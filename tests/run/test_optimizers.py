@@ -47,7 +47,7 @@ def test_norms_and_biases_keep_their_size_without_decay(build):
         run = build(adam_weight_decay=1.0, decay_norms_and_biases=decays)
         before = weights(run)
         run.state.optimizer.optimizer.zero_grad()
-        for p in run.parts.unet.parameters():
+        for p in run.parts.backbone.parameters():
             p.grad = torch.zeros_like(p)
         run.state.optimizer.step()
         after = weights(run)

@@ -1,0 +1,144 @@
+"""What differs between families of latent diffusion models: their parts, their path, how they are called.
+
+A `Family` states it once; loading, training, validation, adapters and audits read it there. A new family is a subclass
+in a file of its own, an entry in `silentbad.model.families`, and patterns for its layers in `silentbad.model.groups`.
+Legend: x_t (B,C,h,w) latents, t (B,) timesteps, c (B,L,D) text states, pooled (B,P) one text state a caption.
+"""
+
+from typing import Any
+
+import torch
+from diffusers import DDPMScheduler
+from torch import Tensor, nn
+
+from silentbad.errors import UserError
+from silentbad.model import gate
+
+
+class Family:
+    """The parts of a pipeline by component, and what is done with them. The defaults are those of the UNets."""
+
+    name: str  # in messages
+    pipeline: Any  # diffusers' class
+    backbone: str  # the component that predicts
+    kind: type  # its class
+    encoders: dict[str, Any]  # classes of the text encoders by component, in the order in which they encode
+    tokenizer: dict[str, Any]  # classes of their tokenizers by component
+    optional: tuple[str, ...] = ()  # components that a pipeline may lack
+    sized: bool = False  # whether the backbone is told each picture's size and crop
+    upcasts: bool = False  # whether the autoencoder overflows in fp16, where its own settings say so
+    flow: bool = False  # whether the path is a rectified flow
+    kohya: dict[str, str] = {}  # prefix of each component in kohya's files of adapters; none: there is no such file
+
+    @property
+    def parts(self) -> list[str]:
+        """The components that a pipeline must have."""
+        named = [self.backbone, "vae", *self.encoders, *self.tokenizer, "scheduler"]
+        return [name for name in named if name not in self.optional]
+
+    # ---- the path
+    def check_schedule(self, settings: dict[str, Any], where: str) -> None:
+        """Refuse settings of a scheduler that make no path from pictures to noise."""
+        gate.check_schedule(settings, where)
+
+    def schedule(self, settings: dict[str, Any]) -> Any:
+        """The noise schedule that trains, as `silentbad.model.diffusion` takes it."""
+        return DDPMScheduler.from_config(settings)
+
+    def schedule_of(self, scheduler: Any) -> Any:
+        """The same, of a pipeline's own scheduler."""
+        return scheduler
+
+    # ---- captions
+    def windows(self, tokenizers: dict[str, Any]) -> list[int]:
+        """Tokens of a caption, for each tokenizer."""
+        return [tokenizer.model_max_length for tokenizer in tokenizers.values()]
+
+    def widths(self, backbone: Any, encoders: dict[str, Any]) -> tuple[int, int]:
+        """(D, P): width of a text state and of the pooled one; 0 where nothing is pooled."""
+        raise NotImplementedError
+
+    def encode(
+        self, encoders: dict[str, Any], tokens: list[Tensor], said: Tensor | None, width: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """(c, pooled) of tokens (B,L) by tokenizer; where said (B,1) is 0 both are zero. `width` is D."""
+        raise NotImplementedError
+
+    def zero_empty(self, index: dict[str, Any]) -> bool:
+        """Whether no caption means states of zeros, by the pipeline's model_index.json."""
+        return False
+
+    def text_facts(self, backbone: Any) -> list[Any]:
+        """What the states of a text depend on beside encoders and tokenizers."""
+        return []
+
+    # ---- the prediction
+    def predict(self, backbone: Any, x_t: Tensor, t: Any, c: Tensor, added: dict[str, Tensor]) -> Tensor:
+        """The prediction (B,C,h,w); t as the backbone takes it; `added` has text_embeds (B,P) and time_ids (B,6) where
+        there are some."""
+        raise NotImplementedError
+
+    def unused(self, name: str, module: Any) -> list[nn.Parameter]:
+        """Parameters of a component that get no gradient: they stay frozen."""
+        return []
+
+    # ---- fit
+    def side(self, backbone: Any) -> int:
+        """What the side of the latents must be a multiple of."""
+        return 2 ** (len(backbone.config.block_out_channels) - 1)
+
+    def largest(self, backbone: Any) -> int | None:
+        """The largest side of the latents; None: no limit."""
+        return None
+
+    def example(self, backbone: Any) -> dict[str, Tensor]:
+        """`added` of one picture, of zeros, to try a backbone with."""
+        return {}
+
+    def check_fit(self, path: str, backbone: Any, encoders: dict[str, Any]) -> None:
+        """Refuse text encoders whose states the backbone does not take."""
+        raise NotImplementedError
+
+    # ---- pipelines
+    def options(self, zero_empty: bool) -> dict[str, Any]:
+        """Arguments of the pipeline's class beside its components."""
+        return {}
+
+    def assemble(self, **components: Any) -> Any:
+        """A plain diffusers pipeline."""
+        raise NotImplementedError
+
+    def prompt(self, prompts: list[str]) -> dict[str, Any]:
+        """Arguments of the pipeline's `encode_prompt`."""
+        return {"prompt": prompts}
+
+    def sampling(self, config: Any) -> dict[str, Any]:
+        """Arguments of the pipeline's call that only this family takes, from a `ValidationConfig`."""
+        return {"guidance_rescale": config.guidance_rescale}
+
+    def lora_tensors(self, pipe: Any, path: str) -> dict[str, Tensor]:
+        """The tensors of a file of adapters, by diffusers' names."""
+        return pipe.lora_state_dict(path, use_safetensors=True)[0]
+
+
+def refuse_width(path: str, backbone: str, takes: int, gives: int) -> None:
+    """Refuse text states of another width than the backbone attends to."""
+    if takes != gives:
+        raise UserError(f"{path}: {backbone} attends to width {takes}, text_encoder gives {gives}")
+
+
+def pooled_states(encoder: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """(c (B,L,D), pooled (B,P)) of a CLIP text encoder with projection: the last state but one, and the projected."""
+    out = encoder(tokens, output_hidden_states=True)
+    return out.hidden_states[-2], out.text_embeds
+
+
+def side_of(backbone: Any) -> int:
+    """The side of the latents that a backbone was made for."""
+    size = backbone.config.sample_size
+    return size if isinstance(size, int) else size[0]
+
+
+def zeros_like_text(backbone: Any, *shape: int) -> Tensor:
+    """Zeros in the precision and on the device of a backbone."""
+    return torch.zeros(shape, dtype=backbone.dtype, device=backbone.device)

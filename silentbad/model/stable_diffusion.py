@@ -1,0 +1,89 @@
+"""Stable Diffusion 1 and 2 (2112.10752) and XL (2307.01952): UNets under one or two CLIP text encoders."""
+
+from typing import Any
+
+import torch
+from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
+from torch import Tensor, nn
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+from silentbad.model.family import Family, refuse_width, zeros_like_text
+
+
+class StableDiffusion(Family):
+    """One text encoder, its last states."""
+
+    name = "Stable Diffusion 1 or 2"
+    pipeline = StableDiffusionPipeline
+    backbone = "unet"
+    kind = UNet2DConditionModel
+    encoders = {"text_encoder": CLIPTextModel}
+    tokenizer = {"tokenizer": CLIPTokenizer}
+    kohya = {"unet": "lora_unet", "text_encoder": "lora_te"}
+
+    def widths(self, backbone: Any, encoders: dict[str, Any]) -> tuple[int, int]:
+        return sum(encoder.config.hidden_size for encoder in encoders.values()), 0
+
+    def encode(
+        self, encoders: dict[str, Any], tokens: list[Tensor], said: Tensor | None, width: int
+    ) -> tuple[Tensor, Tensor | None]:
+        (encoder,) = encoders.values()
+        return encoder(tokens[0], return_dict=False)[0].float(), None
+
+    def predict(self, backbone: Any, x_t: Tensor, t: Any, c: Tensor, added: dict[str, Tensor]) -> Tensor:
+        return backbone(x_t, t, c, added_cond_kwargs=added, return_dict=False)[0]
+
+    def check_fit(self, path: str, backbone: Any, encoders: dict[str, Any]) -> None:
+        refuse_width(path, "unet", backbone.config.cross_attention_dim, self.widths(backbone, encoders)[0])
+
+    def assemble(self, **components: Any) -> Any:
+        return self.pipeline(**components, safety_checker=None, feature_extractor=None, requires_safety_checker=False)
+
+
+class StableDiffusionXL(StableDiffusion):
+    """Two text encoders, their last states but one side by side, the second's pooled state, and six numbers: original
+    height and width, top and left of the crop, target height and width, in pixels."""
+
+    name = "Stable Diffusion XL"
+    pipeline = StableDiffusionXLPipeline
+    encoders = {"text_encoder": CLIPTextModel, "text_encoder_2": CLIPTextModelWithProjection}
+    tokenizer = {"tokenizer": CLIPTokenizer, "tokenizer_2": CLIPTokenizer}
+    sized = upcasts = True
+    kohya = {"unet": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}
+
+    def widths(self, backbone: Any, encoders: dict[str, Any]) -> tuple[int, int]:
+        return super().widths(backbone, encoders)[0], encoders["text_encoder_2"].config.projection_dim
+
+    def encode(
+        self, encoders: dict[str, Any], tokens: list[Tensor], said: Tensor | None, width: int
+    ) -> tuple[Tensor, Tensor | None]:
+        made = [encoder(ids, output_hidden_states=True) for encoder, ids in zip(encoders.values(), tokens, strict=True)]
+        c = torch.cat([out.hidden_states[-2] for out in made], dim=-1).float()
+        pooled = made[-1].text_embeds.float()
+        return (c, pooled) if said is None else (c * said[:, None], pooled * said)
+
+    def zero_empty(self, index: dict[str, Any]) -> bool:
+        return bool(index.get("force_zeros_for_empty_prompt", True))
+
+    def unused(self, name: str, module: Any) -> list[nn.Parameter]:
+        """What is past an encoder's last state but one, where nothing is pooled."""
+        if name not in self.encoders or name == "text_encoder_2":
+            return []
+        inner = getattr(module, "text_model", module)
+        return [*inner.encoder.layers[-1].parameters(), *inner.final_layer_norm.parameters()]
+
+    def example(self, backbone: Any) -> dict[str, Tensor]:
+        config = backbone.config
+        if config.addition_embed_type != "text_time":
+            return {}
+        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+        return {"text_embeds": zeros_like_text(backbone, 1, pooled), "time_ids": zeros_like_text(backbone, 1, 6)}
+
+    def options(self, zero_empty: bool) -> dict[str, Any]:
+        return {"force_zeros_for_empty_prompt": zero_empty}
+
+    def assemble(self, **components: Any) -> Any:
+        return self.pipeline(**components, add_watermarker=False)
+
+    def lora_tensors(self, pipe: Any, path: str) -> dict[str, Tensor]:
+        return pipe.lora_state_dict(path, use_safetensors=True, unet_config=pipe.unet.config)[0]

@@ -1,0 +1,129 @@
+"""Stable Diffusion 3 and 3.5 (2403.03206): a transformer over image and text tokens, on the path of a flow."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from torch import Tensor, nn
+from transformers import CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
+
+from silentbad.errors import UserError, reading
+from silentbad.model import gate
+from silentbad.model.diffusion import Flow
+from silentbad.model.family import Family, pooled_states, refuse_width, zeros_like_text
+
+WINDOW = 256  # T5's tokens of a caption: what diffusers' pipeline samples with
+CLIPS = ("text_encoder", "text_encoder_2")
+SCHEDULER: dict[str, gate.Setting] = {
+    "_class_name": gate.one_of("FlowMatchEulerDiscreteScheduler"),
+    "num_train_timesteps": gate.number(int, 2, 100_000),
+    "shift": gate.number(float, 1e-2, 100),
+    **{
+        name: gate.one_of(False)  # they change the path with the picture or the number of steps
+        for name in ("use_dynamic_shifting", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
+    },
+    "invert_sigmas": gate.one_of(False),
+    "shift_terminal": gate.one_of(None),
+}
+
+
+class StableDiffusion3(Family):
+    """Two CLIP text encoders, their last states but one side by side, and after them the states of T5, which may be
+    missing: its places are zeros then. The pooled states of both CLIPs."""
+
+    name = "Stable Diffusion 3"
+    pipeline = StableDiffusion3Pipeline
+    backbone = "transformer"
+    kind = SD3Transformer2DModel
+    encoders = {
+        "text_encoder": CLIPTextModelWithProjection,
+        "text_encoder_2": CLIPTextModelWithProjection,
+        "text_encoder_3": T5EncoderModel,
+    }
+    tokenizer = {"tokenizer": CLIPTokenizer, "tokenizer_2": CLIPTokenizer, "tokenizer_3": T5TokenizerFast}
+    optional = ("text_encoder_3", "tokenizer_3")
+    flow = upcasts = True
+
+    # ---- the path
+    def check_schedule(self, settings: dict[str, Any], where: str) -> None:
+        gate.check_settings(settings, SCHEDULER, where)
+        with gate.quietly(), reading(f"{where}: makes no schedule"):
+            self.schedule(settings)
+
+    def schedule(self, settings: dict[str, Any]) -> Flow:
+        return Flow(FlowMatchEulerDiscreteScheduler.from_config(settings))
+
+    def schedule_of(self, scheduler: Any) -> Flow:
+        return self.schedule(scheduler.config)
+
+    # ---- captions
+    def windows(self, tokenizers: dict[str, Any]) -> list[int]:
+        first = tokenizers["tokenizer"].model_max_length
+        return [WINDOW if name == "tokenizer_3" else first for name in tokenizers]
+
+    def widths(self, backbone: Any, encoders: dict[str, Any]) -> tuple[int, int]:
+        return backbone.config.joint_attention_dim, backbone.config.pooled_projection_dim
+
+    def encode(
+        self, encoders: dict[str, Any], tokens: list[Tensor], said: Tensor | None, width: int
+    ) -> tuple[Tensor, Tensor | None]:
+        clips = [pooled_states(encoders[name], ids) for name, ids in zip(CLIPS, tokens, strict=False)]
+        c = torch.cat([states for states, _ in clips], dim=-1).float()
+        c = F.pad(c, (0, width - c.shape[-1]))
+        if "text_encoder_3" in encoders:
+            of_t5 = encoders["text_encoder_3"](tokens[2])[0].float()
+        else:
+            of_t5 = c.new_zeros(len(c), WINDOW, width)
+        return torch.cat([c, of_t5], dim=1), torch.cat([pooled for _, pooled in clips], dim=-1).float()
+
+    def text_facts(self, backbone: Any) -> list[Any]:
+        return [WINDOW, *self.widths(backbone, {})]
+
+    # ---- the prediction
+    def predict(self, backbone: Any, x_t: Tensor, t: Any, c: Tensor, added: dict[str, Tensor]) -> Tensor:
+        pooled = added["text_embeds"]
+        return backbone(x_t, encoder_hidden_states=c, pooled_projections=pooled, timestep=t, return_dict=False)[0]
+
+    def unused(self, name: str, module: Any) -> list[nn.Parameter]:
+        """The last block drops its text tokens, so nothing depends on their queries there."""
+        if name != self.backbone:
+            return []
+        attention = module.transformer_blocks[-1].attn
+        layers = [attention.add_q_proj, attention.norm_added_q]
+        return [parameter for layer in layers if layer is not None for parameter in layer.parameters()]
+
+    # ---- fit
+    def side(self, backbone: Any) -> int:
+        return backbone.config.patch_size
+
+    def largest(self, backbone: Any) -> int | None:
+        return backbone.config.pos_embed_max_size * backbone.config.patch_size
+
+    def example(self, backbone: Any) -> dict[str, Tensor]:
+        return {"text_embeds": zeros_like_text(backbone, 1, backbone.config.pooled_projection_dim)}
+
+    def check_fit(self, path: str, backbone: Any, encoders: dict[str, Any]) -> None:
+        width, pooled = self.widths(backbone, encoders)
+        clips = [encoder.config for name, encoder in encoders.items() if name != "text_encoder_3"]
+        if "text_encoder_3" in encoders:
+            refuse_width(path, self.backbone, width, encoders["text_encoder_3"].config.d_model)
+        if (clip := sum(config.hidden_size for config in clips)) > width:
+            raise UserError(f"{path}: transformer attends to width {width}, its CLIP text encoders give {clip}")
+        if (given := sum(config.projection_dim for config in clips)) != pooled:
+            raise UserError(f"{path}: transformer takes pooled states of width {pooled}, text encoders give {given}")
+
+    # ---- pipelines
+    def assemble(self, **components: Any) -> Any:
+        return self.pipeline(**{**dict.fromkeys(self.optional), **components})
+
+    def prompt(self, prompts: list[str]) -> dict[str, Any]:
+        return {"prompt": prompts, "prompt_2": None, "prompt_3": None}
+
+    def sampling(self, config: Any) -> dict[str, Any]:
+        if config.guidance_rescale:
+            raise UserError(f"validation.guidance_rescale: diffusers' pipeline of {self.name} has none; leave it 0")
+        return {}
+
+    def lora_tensors(self, pipe: Any, path: str) -> dict[str, Tensor]:
+        return pipe.lora_state_dict(path, use_safetensors=True)
