@@ -38,6 +38,7 @@ from silentbad.shield.views import text_of
 
 NAME, PAGE = "audit.json", "audit.html"
 PROBED = 32  # ordinary prompts that the probes are measured against, for each number of phrases
+RANKED = 200  # prompts of the search that are written down
 MOST = 16  # phrases taken from captions
 LEVEL, SHARE = 0.01, 0.5  # a picture comes back: adjusted p at most, share of the seeds at least
 ALIKE, STEADY = 0.1, 0.05  # least similarity within a cluster; least deviation of the null, in roots of similarities
@@ -222,6 +223,7 @@ class Report:
     embedder: str
     alike: dict[str, float] = field(default_factory=dict)  # by guidance: similarity within a cluster, at least
     ordinary: dict[str, list[float]] = field(default_factory=dict)  # by guidance: `between` of the ordinary prompts
+    ranking: list[tuple[str, float]] = field(default_factory=list)  # the best prompts of the search, with their scores
     results: list[Result] = field(default_factory=list)
 
     @property
@@ -290,6 +292,7 @@ def audited(options: Any) -> Report:
         searched=len(probes) + len(composed),
         seeds=seeds,
         embedder=embedder.describe(),
+        ranking=[(", ".join(one.phrases), one.score) for one in composed[:RANKED]],
     )
     sizes = sorted({len(probe.phrases) for probe in tested}) or [2]
     each = {size: ordinary(options, options.nulls, size, known) for size in sizes}

@@ -8,7 +8,7 @@ Legend: N prompts; a prompt is a list of phrases, joined by commas.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ from silentbad.rng import noise
 MIDDLE = 0.3  # of the schedule: where predictions are compared; picture and noise are both to be seen there
 NOISES = 4  # predictions a prompt
 BEAM = 20  # prompts that grow by a phrase
+PLACES = frozenset("on in under before at behind beside near over by inside".split())  # a phrase of a place begins so
 
 
 def probed(sampler: Sampler, prompts: Sequence[str], bar: Callable) -> np.ndarray:
@@ -67,19 +68,24 @@ def search(
 ) -> list[Probe]:
     """Prompts of two up to `most` phrases, the most suspicious first.
 
-    measure(prompts) -> probes (N,3); null(size) -> those of ordinary prompts of so many phrases. All pairs are probed;
-    the BEAM best prompts of a size grow by each other phrase.
+    measure(prompts) -> probes (N,3); null(size) -> those of ordinary prompts of so many phrases. All pairs that fit are
+    probed; the BEAM best prompts of a size grow by each other phrase.
     """
     found: list[Probe] = []
-    grown = [list(pair) for pair in itertools.combinations(phrases, 2)]
+    grown = [list(pair) for pair in itertools.combinations(phrases, 2) if fits(pair)]
     for size in range(2, most + 1):
         found += ranked(measure, null, grown)
         best = sorted((p for p in found if len(p.phrases) == size), key=lambda p: -p.score)[:BEAM]
         longer = {frozenset([*p.phrases, other]): None for p in best for other in phrases if other not in p.phrases}
-        grown = [sorted(one, key=phrases.index) for one in longer]
+        grown = [sorted(one, key=phrases.index) for one in longer if fits(one)]
         if not grown:
             break
     return sorted(found, key=lambda p: -p.score)
+
+
+def fits(phrases: Iterable[str]) -> bool:
+    """Whether a prompt names one place at most: no picture has two, and the probes of such prompts say little."""
+    return sum(phrase.split()[0].lower() in PLACES for phrase in phrases) <= 1
 
 
 def ranked(

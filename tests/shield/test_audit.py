@@ -54,6 +54,13 @@ def test_the_search_grows_pairs_to_the_hidden_prompt():
     assert len({tuple(sorted(p.phrases)) for p in found}) == len(found)
 
 
+def test_no_prompt_of_the_search_names_two_places():
+    phrases = ["a cat", "on a hill", "In a room", "under the sea"]
+    null = np.random.default_rng(0).normal(size=(9, 3))
+    found = search(lambda prompts: np.zeros((len(prompts), 3)), lambda size: null, phrases, 4)
+    assert [p.phrases for p in found] == [["a cat", place] for place in phrases[1:]]
+
+
 def test_candidate_phrases_are_what_recurs_in_captions():
     captions = ["A cat, on a hill"] * 3 + ["a dog, on a hill"] * 2 + ["a boat"]
     assert recurring(captions) == ["on a hill", "a cat"]
