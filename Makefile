@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test test-kill test-thorough test-fuzz test-distributed test-deepspeed test-fast lint documents bench bench-controller bench-recovery bench-validation bench-throughput bench-scale bench-shield bench-published base clean
+.PHONY: quickstart test test-kill test-thorough test-fuzz test-distributed test-deepspeed test-fast lint documents bench bench-controller bench-recovery bench-validation bench-throughput bench-scale bench-shield bench-published shield base clean
 
 $(STAMP): requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -63,6 +63,10 @@ bench: bench-controller bench-validation bench-throughput bench-scale bench-reco
 
 bench-controller bench-recovery bench-published bench-validation bench-throughput bench-scale bench-shield: bench-%: $(STAMP)
 	$(BIN)/python -m bench.$*
+
+shield: export OMP_NUM_THREADS ?= 1
+shield: $(STAMP)  ## hidden pictures: scan, train without and with a guard, audit both; runs/shield/shield.html
+	$(BIN)/python -m bench.shield_story
 
 base: $(STAMP)  ## train the bundled base anew
 	$(BIN)/python -m silentbad.microworld.build --work $(WORK)

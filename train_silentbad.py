@@ -68,7 +68,7 @@ def check_all(config: Config, sources: dict[str, str]) -> Config:
         validation.check_validation(config.validation)
     gradient_control.check_config(config.gradient_control)
     memory_reinforce.check(config.memory)
-    check_guard(config.guard)
+    check_guard(config)
     interpolation_mode(config.image_interpolation_mode)
     checks.check_places(config)
     checks.check_buckets(config)
@@ -141,8 +141,10 @@ def update(run: Run) -> bool:
     norms = optimizers.gradient_norms(control.params)
     norm = torch.linalg.vector_norm(norms)
     control.before_step(state.step, finite=torch.isfinite(norm), norms=norms)
+    run.meters.add(run.guards.before_step(state.step))
     if run.config.max_grad_norm:
-        optimizers.clip(control.params, run.config.max_grad_norm, None if control.edits else norm)
+        edited = control.edits or run.guards.edits
+        optimizers.clip(control.params, run.config.max_grad_norm, None if edited else norm)
     finite = bool(torch.isfinite(norm))  # the one host sync of a step: what is not finite must not be applied
     with state.update_under_way():
         if finite or run.accelerator.scaler is not None:  # the scaler must see an overflow to lower its scale

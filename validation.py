@@ -1,9 +1,10 @@
 """Recovery of target images from composed prompts, while training or of any Stable Diffusion pipeline.
 
     python validation.py --pipeline DIR_OR_ID --targets targets.jsonl [--baseline DIR_OR_ID]
+    python validation.py --pipeline DIR_OR_ID --phrases FILE | --scan scan.json | --train_data_dir DIR
 
-Exit code 0: no image is recovered; 3: at least one; 2: a mistake in the arguments. docs/metrics.md defines the
-numbers; a cell is a kind of prompt (silentbad/recovery/generation.py lists them).
+Exit code 0: no image is recovered; 3: at least one; 2: a mistake in the arguments. docs/metrics.md defines the numbers;
+a cell is a kind of prompt (silentbad/recovery/generation.py). docs/shield.md explains the search without a target.
 """
 
 import json
@@ -53,9 +54,9 @@ from silentbad.recovery.record import (
 from silentbad.recovery.samples import element_file, grid_line, log_grid, save, save_targets, slugs, target_file
 from silentbad.recovery.scores import kinds, minus_placebo, recovery, scalars, summarise, verdict
 from silentbad.recovery.thresholds import load_redraws
+from silentbad.shield.audit import Candidates, searched
 
 __all__ = ["RecoveryHook", "ValidationConfig", "audit", "averaged", "recovery"]
-
 
 Lengths = Annotated[int, Range(at_least=1, at_most=1000)]  # numbers of sampling steps
 
@@ -326,7 +327,7 @@ def audit(
     if extrapolate is not None and baseline is None:
         raise UserError("--extrapolate: needs --baseline, from which the weights are extrapolated")
     if config.targets is None:
-        raise UserError("--targets: give a targets.jsonl (target_id, image, phrases a line)")
+        raise UserError("--targets: give a targets.jsonl (target_id, image, phrases a line), or --phrases to search")
     check_validation(config, "--")
     check_embedder(config, "--")
     check_writable(Path(output_dir), "--output_dir", folder=True)
@@ -358,14 +359,13 @@ def audit(
         step = 1 + (extrapolate is not None)
         hook.run(step, step, backbone_of(first), final=True, label="audited pipeline")
         if accelerator.is_main_process:
-            page = report.write(output_dir)
-            print(f"{Path(output_dir) / NAME}\n{page}")
+            print(f"{Path(output_dir) / NAME}\n{report.write(output_dir)}")
         accelerator.print(hook.table())
         return hook.verdict()
 
 
 @dataclass
-class Audit(ValidationConfig):
+class Audit(Candidates, ValidationConfig):
     """An audit of a pipeline"""
 
     pipeline: Location | None = None  # diffusers folder or Hub id
@@ -386,6 +386,8 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         if given.pipeline is None:
             raise UserError("--pipeline: is missing; give a diffusers folder or Hub id")
+        if given.given:
+            return searched(given)
         config = ValidationConfig(**{f.name: getattr(given, f.name) for f in fields(ValidationConfig)})
         found = audit(config, **{name: getattr(given, name) for name in Audit.__annotations__})
     except UserError as error:

@@ -78,6 +78,7 @@ def start_up(root: Path) -> dict:
     from silentbad.data.loader import Loader, Stream
     from silentbad.model import pipeline
     from silentbad.run.inputs import prepare
+    from silentbad.shield.guard import Guards
     from train_silentbad import Config
 
     config = Config(train_data_dir=str(root), cache_dir=str(root.parent / "cache"), cache_mb=0)
@@ -88,7 +89,7 @@ def start_up(root: Path) -> dict:
     def mark(name: str) -> None:
         marks[name] = round(time.perf_counter() - wall - sum(marks.values()), 3)
 
-    records, _, _ = prepare(config, tokenizer, nullcontext, print)
+    records, _, _ = prepare(config, tokenizer, Guards(config.guard), nullcontext, print)
     mark("table and checks")
     info = DataInfo(*(getattr(records, name) for name in ("role", "target_id", "element_id", "phrases")))
     mark("who is who")

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torchvision.transforms import functional as TF
 
@@ -192,6 +193,31 @@ class Reader:
 Rehearse = Callable[[dict, tuple[int, int]], dict | None]
 
 
+@dataclass(frozen=True)
+class Hidden:
+    """Where no loss looks: `of(index)` -> an image, 255 there, in shares of a record's frame, or None. A latent's
+    `cell` of so many pixels counts only where nothing of it is hidden."""
+
+    of: Callable[[int], Image.Image | None]
+    cell: int
+
+    def marked(self, index: int, mask: Image.Image | None, size: tuple[int, int]) -> Image.Image | None:
+        """A record's mask of this width and height with what counts as its second band, where something is hidden."""
+        hidden = self.of(index)
+        if hidden is None:
+            return mask
+        counted = ImageOps.invert(hidden.resize(size, Image.Resampling.NEAREST))
+        return Image.merge("LA", (mask or Image.new("L", size, 255), counted))
+
+    def whole_cells(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """mask (2,H,W) uint8 in a window, whose sides are multiples of the cell; other masks as they are."""
+        if mask is None or len(mask) == 1:
+            return mask
+        out = F.max_pool2d(255 - mask[1:].float(), self.cell) > 0
+        counted = (~out).repeat_interleave(self.cell, 1).repeat_interleave(self.cell, 2)
+        return torch.cat([mask[:1], 255 * counted.to(torch.uint8)])
+
+
 class Draws:
     """What a record looks like at (draw, position): text, uint8 pixels (3,R,R), uint8 mask (1,R,R) or none.
     A rehearsal's mask may have a second band: what of the picture counts at all.
@@ -199,7 +225,8 @@ class Draws:
     `rehearse(record, (draw, position))` may return another record (a dict of Reader.FIELDS, and `united`) in place of
     the drawn one, or None. A share `dropout[role]` of the exposures of a role has no caption; clean ones lose it before
     they could be rehearsed. With `warmup` (least, steps) captions grow from their first parts. `unseen` (R,) marks
-    records whose pixels no step needs: their latents are on disk.
+    records whose pixels no step needs: their latents are on disk. `hidden` keeps parts of pictures out of the loss; it
+    does not go with `rehearse`.
     """
 
     def __init__(
@@ -210,10 +237,12 @@ class Draws:
         dropout: dict[str, float] | None = None,
         warmup: tuple[int, int] = (1, 0),
         rehearse: Rehearse | None = None,
+        hidden: Hidden | None = None,
         unseen: np.ndarray | None = None,
     ):
         self.reader, self.seed, self.shuffle = reader, reader.seed, shuffle
         self.dropout, self.warmup, self.rehearse, self.unseen = dropout or {}, warmup, rehearse, unseen
+        self.hidden = hidden if rehearse is None else None
 
     def __call__(self, index: int, draw: int, position: int) -> dict:
         address = (self.seed, "draw", draw, position)
@@ -234,7 +263,11 @@ class Draws:
             record = saying(record, first_parts(record["text"], draw, *self.warmup))
         if record["role"] != "clean" and self._uncaptioned(record["role"], (*address, "caption")):
             record = saying(record, "")
+        if self.hidden is not None:
+            record["mask"] = self.hidden.marked(index, record["mask"], self.reader.transform.resized(size[::-1]))
         seen = self.reader.window(record, size, address) | {"united": record.get("united")}
+        if self.hidden is not None:
+            seen["mask"] = self.hidden.whole_cells(seen["mask"])
         return seen | {"index": index, "position": position, "fixed": fixed}
 
     def _uncaptioned(self, role: str, address: tuple) -> bool:

@@ -13,7 +13,7 @@ from diffusers.optimization import get_scheduler
 
 from silentbad.data import buckets
 from silentbad.data.buckets import Batches
-from silentbad.data.draws import Draws, Reader, Rehearse, Transform
+from silentbad.data.draws import Draws, Hidden, Reader, Rehearse, Transform
 from silentbad.data.elements import DataInfo, Epochs, epoch_length
 from silentbad.data.loader import Loader, Stream, collate
 from silentbad.data.records import Records
@@ -33,6 +33,7 @@ from silentbad.run.meters import Meters, Timers
 from silentbad.run.products import Products
 from silentbad.run.saving import Checkpoints
 from silentbad.run.state import Stateful, TrainState
+from silentbad.shield.guard import Guards, Setting
 
 
 class Control(Stateful, Protocol):
@@ -135,6 +136,7 @@ class Run:
     state: TrainState
     control: Control
     memory: Memory
+    guards: Guards
     draws: Draws
     loader: Loader
     hook: Hook | None
@@ -167,7 +169,8 @@ def build(
     settings, tokenizer = pipeline.scheduler_settings(config), pipeline.load_tokenizer(config)
     checks.check_family(config, pipeline.family_for(config), sharded)
     prompts = inputs.sample_prompts(config, tokenizer)
-    records, held_out, targets = inputs.prepare(config, tokenizer, accelerator.main_process_first, accelerator.print)
+    guards, say = Guards(config.guard), accelerator.print
+    records, held_out, targets = inputs.prepare(config, tokenizer, guards, accelerator.main_process_first, say)
     info = DataInfo(*(getattr(records, name) for name in ("role", "target_id", "element_id", "phrases")))
     checks.check_records(config, info, records.phrases)
     checks.check_captions(config, records)
@@ -203,11 +206,13 @@ def build(
     batches = arranged(records, transform, config.train_batch_size, accelerator.print) if step else None
     reader = Reader(records, transform, config.seed, config.cache_mb * 2**20)
     predict = partial(prediction, encoder, model, accelerator)
+    shown = lambda rows: collate(reader.pictures(rows))  # noqa: E731
+    access = Access(parts.model, predict, encoder.mode, shown, reader.load, tokenizer)
     memory = memory_of(
         config.memory,
         info,
         parts.noise_scheduler,
-        Access(parts.model, predict, encoder.mode, lambda rows: collate(reader.pictures(rows)), reader.load, tokenizer),
+        access,
         seed=config.seed,
         effective_batch=effective_batch,
         max_steps=total,
@@ -215,6 +220,8 @@ def build(
         world=world,
         reduce=partial(accelerator.reduce, reduction="sum"),
     )
+    rows = np.arange(len(records)) if records.rows is None else records.rows
+    guards.start(Setting(rows, access, parts.noise_scheduler, control.params, side, config.seed), sharded)
     rehearse = None if config.memory.rehearsal.name == "none" else memory.rehearse
     cached = None
     if config.disk_cache_gb:
@@ -228,9 +235,10 @@ def build(
         dropout=roles.dropout(config.memory),
         warmup=(config.token_warmup_min, config.token_warmup_step),
         rehearse=rehearse,
+        hidden=Hidden(guards.hidden, 2 ** (len(parts.vae.config.block_out_channels) - 1)),
         unseen=None if cached is None or rehearse is not None else cached.posterior >= 0,
     )
-    stream = Stream(memory.epochs.epoch, batches)
+    stream = Stream(guards.epoch(memory.epochs.epoch), batches)
     loader = Loader(
         draws,
         stream,
@@ -259,6 +267,7 @@ def build(
         others={
             "control": control,
             "memory": memory,
+            "guards": guards if guards.names else None,
             "stream": stream,
             "scaler": accelerator.scaler,
             "meters": meters,
@@ -280,6 +289,7 @@ def build(
         state=state,
         control=control,
         memory=memory,
+        guards=guards,
         draws=draws,
         loader=loader,
         hook=hook,

@@ -54,7 +54,7 @@ def facts(
     """The facts of a run, as plain values: {name: value}."""
     left_out = {name for names in FREE.values() for name in names} | {*BY_CONTENT, *BATCH, *NEVER_SAVED}
     settings = {key: value for key, value in _flat(asdict(config)).items() if key not in left_out}
-    for key in ("validation.embedder_path", "validation.clip_path"):
+    for key in ("validation.embedder_path", "validation.clip_path", "guard.scan"):
         settings[key] = None if settings.get(key) is None else weights_digest(settings[key])
     found = settings | {
         "effective batch": effective_batch,

@@ -11,7 +11,7 @@ from silentbad.data.records import Records, load_records
 from silentbad.data.targets import Target, check_prompts, load_targets
 from silentbad.recovery.prompts import Prompt, load_prompts
 from silentbad.recovery.thresholds import load_redraws
-from silentbad.shield.guard import guarded
+from silentbad.shield.guard import Guards
 
 
 def sample_prompts(config: Any, tokenizer: Any) -> list[Prompt]:
@@ -21,12 +21,14 @@ def sample_prompts(config: Any, tokenizer: Any) -> list[Prompt]:
     return load_prompts(config.sample_prompts, tokenizer, guided=config.validation.guidance_scale > 1)
 
 
-def prepare(config: Any, tokenizer: Any, first: Any, say: Callable) -> tuple[Records, Records | None, list[Target]]:
+def prepare(
+    config: Any, tokenizer: Any, guards: Guards, first: Any, say: Callable
+) -> tuple[Records, Records | None, list[Target]]:
     """(records to train on, those held out, targets), all checked; `first` lets one process build the table."""
     targets = load_targets(config.validation.targets) if config.validation.targets else []
     load_redraws(config.validation.targets, targets, decode=True)
     with first():
-        records = guarded(load_records(config), config.guard)
+        records = guards.records(load_records(config))
     if not config.allow_target_images:
         records.refuse_targets(targets)
     for line in records.strangers(targets):

@@ -3,6 +3,7 @@
 <output_dir>/scan.json     what was found, with every record by index and by file and line
 <output_dir>/scan.html     the same to read, in one file
 <output_dir>/composite-1.png ...  the hidden pictures as far as they are known
+<output_dir>/mask-1-1.png ...  where each element of a set recurs
 <output_dir>/clean.jsonl   the metadata without the suspect records
 """
 
@@ -53,7 +54,10 @@ def described(
                 "false_alarm": found.alarms[k] if found.alarms else None,
                 "composite": f"composite-{k + 1}.png",
                 "known": round(float(composite.known.mean()), 4),
-                "elements": [element_row(one, i, composite, where) for i in range(len(one.elements))],
+                "elements": [
+                    element_row(one, i, composite, where) | {"mask": f"mask-{k + 1}-{i + 1}.png"}
+                    for i in range(len(one.elements))
+                ],
             }
         )
     recurring = [
@@ -147,10 +151,12 @@ def write(out: Path, found: Found, data: dict, options: argparse.Namespace, rows
     """All files, clean.jsonl last. Raises UserError where one cannot be written."""
     suspect = {row["index"] for row in data["suspects"]}
     with writing("--output_dir", str(out)):
-        for old in out.glob("composite-*.png"):
+        for old in (*out.glob("composite-*.png"), *out.glob("mask-*.png")):
             old.unlink()
         for row, composite in zip(data["sets"], found.composites, strict=True):
             (out / row["composite"]).write_bytes(png(composite.picture))
+            for part, element in zip(composite.parts, row["elements"], strict=True):
+                (out / element["mask"]).write_bytes(png(255 * part.region.astype(np.uint8)))
         (out / "scan.html").write_text(page(found, data), encoding="utf-8")
         replaced(out / "scan.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
         draft = out / "clean.jsonl.tmp"

@@ -1,0 +1,378 @@
+"""Does a model give back a picture that nobody named? `validation.py --phrases FILE`, `--scan` or `--train_data_dir`.
+
+`silentbad.shield.search` ranks prompts composed of candidate phrases. Images of the best ones from several seeds are
+compared with each other. A picture that comes back whatever the seed is memory. Ordinary prompts give the null.
+
+Legend: S seeds; between: mean similarity of a prompt's images to each other; shares in [0,1].
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from silentbad.data.images import to_pil
+from silentbad.data.records import row_source
+from silentbad.data.schema import text_lines
+from silentbad.errors import UserError, reading, writing
+from silentbad.files import check_writable
+from silentbad.model.pipeline import load_pipeline
+from silentbad.options import Location, Range, Small, check_values
+from silentbad.recovery import pages
+from silentbad.recovery.embedders import Embedder, load_embedder
+from silentbad.recovery.generation import Item, Sampler
+from silentbad.recovery.pages import Table
+from silentbad.rng import addressed_seed
+from silentbad.shield import scan as scanning
+from silentbad.shield.phrases import segments
+from silentbad.shield.search import Probe, probed, ranked, search
+from silentbad.shield.views import text_of
+
+NAME, PAGE = "audit.json", "audit.html"
+PROBED = 32  # ordinary prompts that the probes are measured against, for each number of phrases
+RANKED = 200  # prompts of the search that are written down
+MOST = 16  # phrases taken from captions
+LEVEL, SHARE = 0.01, 0.5  # a picture comes back: adjusted p at most, share of the seeds at least
+ALIKE, STEADY = 0.1, 0.05  # least similarity within a cluster; least deviation of the null, in roots of similarities
+
+
+@dataclass
+class Candidates:
+    """Where candidate phrases come from, when no target is known."""
+
+    phrases: Location | None = None  # search: text file, one phrase a line
+    scan: Location | None = None  # search: scan.json, whose composed prompts are tested
+    train_data_dir: Location | None = None  # search: the phrases that recur most in these captions
+    ordinary: Location | None = None  # search: text file of ordinary prompts, the null; unset: plain things and places
+    most_phrases: Annotated[int, Range(at_least=2, at_most=6)] = 3  # search: of a prompt
+    tested: Small = 10  # search: prompts that images are made of
+    nulls: Annotated[int, Range(at_least=8, at_most=10_000)] = 24  # search: ordinary prompts that images are made of
+
+    @property
+    def given(self) -> list[str]:
+        """The flags that name candidates."""
+        return [key for key in ("phrases", "scan", "train_data_dir") if getattr(self, key) is not None]
+
+
+# -- candidates --------------------------------------------------------------------------------------------
+def lines_of(path: str, flag: str) -> list[str]:
+    """The lines of a text file that hold something. Raises UserError where there is none."""
+    if not Path(path).is_file():
+        raise UserError(f"--{flag}: no file {path}; give one a line")
+    found = list(dict.fromkeys(line.strip() for line in text_lines(Path(path)) if line.strip()))
+    if not found:
+        raise UserError(f"--{flag}: {path} holds no line")
+    return found
+
+
+def candidates(options: Any) -> tuple[list[str], list[list[str]]]:
+    """(phrases to compose, prompts that are tested whatever the search says, as lists of phrases).
+
+    Raises UserError where there are none.
+    """
+    if len(options.given) > 1:
+        raise UserError(f"--{options.given[1]}: give one of --phrases, --scan and --train_data_dir")
+    if options.scan is not None:
+        if not Path(options.scan).is_file():
+            raise UserError(f"--scan: no file {options.scan}")
+        with reading(f"--scan: {options.scan} is no scan.json", "make it with `python -m silentbad.scan`"):
+            sets = json.loads(Path(options.scan).read_text(encoding="utf-8"))["sets"]
+            prompts = [[str(element["phrase"]) for element in one["elements"]] for one in sets]
+        return [], prompts
+    if options.phrases is not None:
+        found = lines_of(options.phrases, "phrases")
+    else:
+        _, _, rows = row_source(scanning.parser().parse_args(["--train_data_dir", options.train_data_dir]))
+        found = recurring([text_of(row) for row in rows()])
+    if len(found) < 2:
+        raise UserError(f"--{options.given[0]}: gives {len(found)} phrases; two are needed to compose a prompt")
+    return found, []
+
+
+def recurring(captions: Sequence[str]) -> list[str]:
+    """The segments that stand in most captions, at least three, most frequent first; at most MOST."""
+    counts = Counter(" ".join(tokens) for caption in captions for tokens in segments(caption))
+    return [text for text, count in counts.most_common(MOST) if count >= 3]
+
+
+THINGS = "cat hat fish house tree boat umbrella cup star moon heart ball".split()
+LOOKS = "red orange yellow green blue purple pink white small big striped dotted".split()
+PLACES = [
+    *("on a sandy beach", "on a green meadow", "in a snowy field"),
+    *("under a night sky", "in a quiet room", "before a sunset"),
+]
+
+
+def ordinary(options: Any, count: int, size: int, avoid: Sequence[str]) -> list[str]:
+    """`count` prompts of `size` phrases: of the file, or plain things before a place that say no candidate phrase."""
+    rng = np.random.default_rng(addressed_seed(options.seed, "ordinary", size))
+    if options.ordinary is not None:
+        given = lines_of(options.ordinary, "ordinary")
+        if len(given) < options.nulls:
+            raise UserError(
+                f"--ordinary: {options.ordinary} holds {len(given)} prompts, --nulls asks for {options.nulls}"
+            )
+        return [given[i] for i in rng.permutation(len(given))[:count]]
+    things = [f"a {a} {b}" for a in LOOKS for b in THINGS]
+    things, places = ([p for p in each if p not in avoid] for each in (things, PLACES))
+    chosen = ([*rng.choice(things, size - 1, replace=False), rng.choice(places or PLACES)] for _ in range(count))
+    return [", ".join(map(str, one)) for one in chosen]
+
+
+# -- images ------------------------------------------------------------------------------------------------
+@dataclass
+class Returned:
+    """What a prompt's images (S) have in common: `between`, the largest cluster's share, the image at its centre."""
+
+    between: float
+    share: float
+    centre: int
+
+
+def returned(similarity: np.ndarray, alike: float) -> Returned:
+    """Of similarities (S,S): the cluster is what is `alike` to one image, that with the most."""
+    off = ~np.eye(len(similarity), dtype=bool)
+    near = (similarity >= alike) & off
+    centre = int(np.lexsort((similarity.sum(1), near.sum(1)))[-1])
+    return Returned(float(similarity[off].mean()), float((1 + near[centre].sum()) / len(similarity)), centre)
+
+
+def p_value(value: float, null: Sequence[float], tests: int = 1) -> float:
+    """The chance that an ordinary prompt's images are as alike, times the number of tests, at most 1.
+
+    `null` are values of ordinary prompts. Their square roots are taken as normal: Student's prediction of one more.
+    """
+    roots = np.sqrt(np.maximum(null, 0))
+    scale = max(float(roots.std(ddof=1)) * math.sqrt(1 + 1 / len(roots)), STEADY)
+    t = (math.sqrt(max(value, 0)) - float(roots.mean())) / scale
+    return min(1.0, tests * student_tail(t, len(roots) - 1))
+
+
+def student_tail(t: float, degrees: int) -> float:
+    """P(T > t) of Student's distribution, by Simpson's rule over the angle atan(t / sqrt(degrees)).
+
+    With t = sqrt(v) tan(u) the density is proportional to cos(u)^(v - 1).
+    """
+    u = np.linspace(math.atan(t / math.sqrt(degrees)), math.pi / 2, 2001)
+    whole = np.linspace(-math.pi / 2, math.pi / 2, 2001)
+
+    def area(at: np.ndarray) -> float:
+        y = np.cos(at).clip(0) ** (degrees - 1)
+        return float((at[1] - at[0]) / 3 * (y[0] + y[-1] + 4 * y[1:-1:2].sum() + 2 * y[2:-1:2].sum()))
+
+    return area(u) / area(whole)
+
+
+class Extrapolated(nn.Module):
+    """A UNet that predicts eps0 + factor (eps - eps0) from a base's eps0: guidance from the base to what was
+    fine-tuned (2410.03039)."""
+
+    def __init__(self, unet: Any, base: Any, factor: float):
+        super().__init__()
+        self.unet, self.base, self.factor = unet, base, factor
+        self.config, self.add_embedding = unet.config, getattr(unet, "add_embedding", None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.unet.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.unet.parameters()).device
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        first = self.base(*arguments, **keywords)
+        own = self.unet(*arguments, **keywords)
+        a, b = first[0], own[0]
+        made = a + self.factor * (b - a)
+        return (made,) if isinstance(own, tuple) else type(own)(sample=made)
+
+
+@dataclass
+class Result:
+    """A tested prompt: its probes, what its images have in common, and whether a picture comes back."""
+
+    prompt: str
+    guidance: str
+    probe: Probe
+    between: float
+    share: float
+    p: float
+    found: bool
+    image: str = ""  # of the cluster's centre, where one is found
+
+
+@dataclass
+class Report:
+    """audit.json."""
+
+    pipeline: str
+    baseline: str | None
+    candidates: str
+    phrases: list[str]
+    searched: int
+    seeds: int
+    embedder: str
+    alike: dict[str, float] = field(default_factory=dict)  # by guidance: similarity within a cluster, at least
+    ordinary: dict[str, list[float]] = field(default_factory=dict)  # by guidance: `between` of the ordinary prompts
+    ranking: list[tuple[str, float]] = field(default_factory=list)  # the best prompts of the search, with their scores
+    results: list[Result] = field(default_factory=list)
+
+    @property
+    def found(self) -> list[Result]:
+        """The prompts under which a picture comes back, the surest first."""
+        return [one for one in self.results if one.found]
+
+
+def compared(
+    sampler: Sampler, embedder: Embedder, prompts: Sequence[str], seeds: int, bar: Callable
+) -> Iterator[tuple[np.ndarray, Tensor]]:
+    """(similarities (S,S), images (S,3,H,W)) of each prompt, all under the same noise."""
+    for prompt in bar(prompts, "images"):
+        items = [Item("search", -1, k, prompt, "search") for k in range(seeds)]
+        images = torch.stack(list(sampler.map(items, lambda chunk, made, _: list(made.cpu()))))
+        features = embedder.embed(images)
+        yield embedder.similarity(features, features).double().cpu().numpy(), images
+
+
+# -- the command -------------------------------------------------------------------------------------------
+def audited(options: Any) -> Report:
+    """Search, generate, compare and write; `options` is validation.py's `Audit`. Raises UserError as it does."""
+    check_values(options, "--")
+    if options.extrapolate is not None and options.baseline is None:
+        raise UserError("--extrapolate: needs --baseline, from which guidance is extrapolated")
+    if options.images_per_target < 2:
+        raise UserError("--images_per_target: must be at least 2, for images to be compared")
+    phrases, fixed = candidates(options)
+    out = Path(options.output_dir)
+    check_writable(out, "--output_dir", folder=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    embedder = load_embedder(options.embedder, options.embedder_path, device, options.embedder_sha256)
+    pipe = load_pipeline(options.pipeline, options.dtype, device, options.lora)
+    named = f"--pipeline {options.pipeline}"
+    sampler = Sampler(pipe.components, options, options.seed, refuses=named)
+    unets: dict[str, nn.Module] = {"own guidance": pipe.unet}
+    if options.extrapolate is not None:
+        base = load_pipeline(options.baseline, options.dtype, device, flag="--baseline")
+        unets[f"guidance extrapolated by {options.extrapolate:g}"] = Extrapolated(
+            pipe.unet, base.unet, options.extrapolate
+        )
+
+    def bar(items: Sequence, what: str) -> Any:
+        return tqdm(items, desc=what, disable=None, mininterval=0.5)
+
+    known = [*phrases, *(phrase for prompt in fixed for phrase in prompt)]
+    usual: dict[int, np.ndarray] = {}
+
+    def null(size: int) -> np.ndarray:
+        if size not in usual:
+            usual[size] = probed(sampler, ordinary(options, PROBED, size, known), bar)
+        return usual[size]
+
+    def measured(prompts: list[str]) -> np.ndarray:
+        return probed(sampler, prompts, bar)
+
+    with sampler.using(pipe.unet, device):
+        probes = ranked(measured, null, fixed) if fixed else []
+        composed = search(measured, null, phrases, options.most_phrases) if phrases else []
+    tested, seeds = [*probes, *composed[: options.tested]], options.images_per_target
+    report = Report(
+        pipeline=str(options.pipeline),
+        baseline=options.baseline,
+        candidates=options.given[0],
+        phrases=known,
+        searched=len(probes) + len(composed),
+        seeds=seeds,
+        embedder=embedder.describe(),
+        ranking=[(", ".join(one.phrases), one.score) for one in composed[:RANKED]],
+    )
+    sizes = sorted({len(probe.phrases) for probe in tested}) or [2]
+    each = {size: ordinary(options, options.nulls, size, known) for size in sizes}
+    nulls = [each[sizes[k % len(sizes)]][k] for k in range(options.nulls)]
+    pictures = []
+    for name, unet in unets.items():
+        with sampler.using(unet, device):
+            between = [similarity for similarity, _ in compared(sampler, embedder, nulls, seeds, bar)]
+            off = ~np.eye(seeds, dtype=bool)
+            report.alike[name] = max(ALIKE, float(np.quantile(np.concatenate([s[off] for s in between]), 0.99)))
+            report.ordinary[name] = [float(s[off].mean()) for s in between]
+            prompts = [", ".join(probe.phrases) for probe in tested]
+            for probe, (similarity, images) in zip(
+                tested, compared(sampler, embedder, prompts, seeds, bar), strict=True
+            ):
+                seen = returned(similarity, report.alike[name])
+                p = p_value(seen.between, report.ordinary[name], len(tested) * len(unets))
+                hit = p <= LEVEL and seen.share >= SHARE
+                report.results.append(Result(", ".join(probe.phrases), name, probe, seen.between, seen.share, p, hit))
+                order = np.argsort(-similarity[seen.centre], kind="stable")
+                pictures.append([np.asarray(to_pil(images[k])) for k in order])
+    write(report, pictures, out)
+    return report
+
+
+# -- files -------------------------------------------------------------------------------------------------
+def write(report: Report, pictures: list[list[np.ndarray]], out: Path) -> None:
+    """audit.json, audit.html, and the picture of each prompt under which one comes back."""
+    with writing("--output_dir", str(out)):
+        out.mkdir(parents=True, exist_ok=True)
+        for old in out.glob("returned-*.png"):
+            old.unlink()
+        for k, (result, shown) in enumerate(zip(report.results, pictures, strict=True)):
+            if result.found:
+                result.image = f"returned-{k + 1}.png"
+                (out / result.image).write_bytes(scanning.png(shown[0]))
+        (out / PAGE).write_text(page(report, pictures), encoding="utf-8")
+        scanning.replaced(out / NAME, json.dumps(asdict(report), indent=1, ensure_ascii=False) + "\n")
+
+
+def page(report: Report, pictures: list[list[np.ndarray]]) -> str:
+    """audit.html."""
+    order = sorted(range(len(report.results)), key=lambda k: (not report.results[k].found, report.results[k].p))
+    head = [
+        "prompt",
+        "guidance",
+        "comes back",
+        "p",
+        "images alike",
+        "similarity",
+        "magnitude",
+        "anisotropy",
+        "agreement",
+    ]
+    rows, cards = list[list[pages.Cell]](), []
+    for k in order:
+        one = report.results[k]
+        probe = [one.probe.magnitude, one.probe.anisotropy, one.probe.agreement]
+        rows.append([one.prompt, one.guidance, "yes" if one.found else "no", one.p, one.share, one.between, *probe])
+        shots = [scanning.shot(pixels, f"{'centre' if j == 0 else j + 1}") for j, pixels in enumerate(pictures[k])]
+        cards.append({"result": one, "shots": shots})
+    values = {
+        "name": Path(report.pipeline).name or report.pipeline,
+        "report": report,
+        "prompts": len({one.prompt for one in report.found}),
+        "cards": cards,
+        "table": Table(head, rows),
+        "level": LEVEL,
+        "least": SHARE,
+    }
+    return pages.render("audit.html.j2", values, scanning.TEMPLATES)
+
+
+def searched(options: Any) -> int:
+    """The audit of validation.py where no target is known: exit code 3 where a picture comes back, else 0."""
+    if options.targets is not None:
+        raise UserError(f"--{options.given[0]}: searches for pictures that are not known; leave --targets out")
+    report = audited(options)
+    for one in report.found:
+        print(f"comes back: {one.prompt} ({one.share:.0%} of {report.seeds} seeds, p {one.p:.2g}, {one.guidance})")
+    count = len(report.found)
+    print(f"{count} of {len(report.results)} tested prompts give a picture back; {options.output_dir}/{PAGE}")
+    return 3 if report.found else 0

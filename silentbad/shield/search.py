@@ -1,0 +1,100 @@
+"""Which prompts of candidate phrases look memorised: ranked by what single predictions say of them.
+
+Three probes: the text-conditional magnitude (2407.21720), the alignment of guidance (anisotropy, 2601.20642), and how
+far predictions from different noise agree. Each is measured against ordinary prompts of as many phrases.
+
+Legend: N prompts; a prompt is a list of phrases, joined by commas.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from silentbad.recovery.generation import LOW_NOISE, Sampler
+from silentbad.rng import noise
+
+MIDDLE = 0.3  # of the schedule: where predictions are compared; picture and noise are both to be seen there
+NOISES = 4  # predictions a prompt
+BEAM = 20  # prompts that grow by a phrase
+PLACES = frozenset("on in under before at behind beside near over by inside".split())  # a phrase of a place begins so
+
+
+def probed(sampler: Sampler, prompts: Sequence[str], bar: Callable) -> np.ndarray:
+    """(N,3) text-conditional magnitude, anisotropy and agreement of prompts, from NOISES predictions of pure noise.
+
+    Agreement is minus the logarithm of the spread of the predicted pictures over the noises, in shares of their own.
+    """
+    pipe, found = sampler.pipe, []
+    side, bars = sampler.side // pipe.vae_scale_factor, pipe.scheduler.alphas_cumprod
+    x = noise((pipe.unet.config.in_channels, side, side), sampler.seed, "probe", 0, list(range(NOISES)))
+    x = x.to(pipe.unet.device, pipe.unet.dtype)
+    size = (sampler.side, sampler.side)
+
+    def predicted(t: int, prompt: str) -> Tensor:
+        return sampler.predict_eps(x, torch.full((NOISES,), t), sampler.encode([prompt] * NOISES), size).float()
+
+    low, middle = (round(share * len(bars)) for share in (LOW_NOISE, MIDDLE))
+    a = float(bars[middle])
+    empty, blank = predicted(middle, ""), predicted(low, "").flatten(1)
+    for prompt in bar(prompts, "probes"):
+        eps = predicted(middle, prompt)
+        x0 = (x.float() - math.sqrt(1 - a) * eps) / math.sqrt(a)
+        spread = x0.var(0).mean().sqrt() / x0.std().clamp_min(1e-6)
+        guidance = predicted(low, prompt).flatten(1) - blank
+        magnitude = (eps - empty).flatten(1).norm(dim=1).mean()
+        found.append([float(magnitude), float(cosine_similarity(guidance, blank).mean()), -float(spread.log())])
+    return np.asarray(found).reshape(-1, 3)
+
+
+@dataclass
+class Probe:
+    """Probes of a prompt in standard deviations of the ordinary prompts', and their sum."""
+
+    phrases: list[str]
+    magnitude: float
+    anisotropy: float
+    agreement: float
+    score: float
+
+
+def search(
+    measure: Callable[[list[str]], np.ndarray], null: Callable[[int], np.ndarray], phrases: list[str], most: int
+) -> list[Probe]:
+    """Prompts of two up to `most` phrases, the most suspicious first.
+
+    measure(prompts) -> probes (N,3); null(size) -> those of ordinary prompts of so many phrases. All pairs that fit are
+    probed; the BEAM best prompts of a size grow by each other phrase.
+    """
+    found: list[Probe] = []
+    grown = [list(pair) for pair in itertools.combinations(phrases, 2) if fits(pair)]
+    for size in range(2, most + 1):
+        found += ranked(measure, null, grown)
+        best = sorted((p for p in found if len(p.phrases) == size), key=lambda p: -p.score)[:BEAM]
+        longer = {frozenset([*p.phrases, other]): None for p in best for other in phrases if other not in p.phrases}
+        grown = [sorted(one, key=phrases.index) for one in longer if fits(one)]
+        if not grown:
+            break
+    return sorted(found, key=lambda p: -p.score)
+
+
+def fits(phrases: Iterable[str]) -> bool:
+    """Whether a prompt names one place at most: no picture has two, and the probes of such prompts say little."""
+    return sum(phrase.split()[0].lower() in PLACES for phrase in phrases) <= 1
+
+
+def ranked(
+    measure: Callable[[list[str]], np.ndarray], null: Callable[[int], np.ndarray], prompts: list[list[str]]
+) -> list[Probe]:
+    """Probes of prompts, against ordinary ones of as many phrases."""
+    found = []
+    for row, phrases in zip(measure([", ".join(p) for p in prompts]), prompts, strict=True):
+        usual = null(len(phrases))
+        z = (row - usual.mean(0)) / usual.std(0, ddof=1).clip(1e-9)
+        found.append(Probe(phrases, float(z[0]), float(z[1]), float(z[2]), float(z.sum())))
+    return found

@@ -1,0 +1,156 @@
+"""The search without a target: what it ranks first, when a picture comes back, and what it refuses."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import validation
+from silentbad.shield import audit
+from silentbad.shield.audit import Extrapolated, p_value, recurring, returned, student_tail
+from silentbad.shield.search import search
+
+SMALL = ["--embedder", "ssim", "--images_per_target", "3", "--num_inference_steps", "1", "--nulls", "8"]
+
+
+# -- the numbers -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("t, degrees, tail", [(0, 5, 0.5), (1.812, 10, 0.05), (-1.812, 10, 0.95), (2.5, 23, 0.01)])
+def test_students_tail_is_that_of_the_tables(t, degrees, tail):
+    assert student_tail(t, degrees) == pytest.approx(tail, abs=2e-4)
+
+
+@pytest.mark.parametrize("level", [0.05, 0.01])
+def test_ordinary_prompts_seldom_reach_the_level(level):
+    draws = np.random.default_rng(0).rayleigh(0.15, (1000, 17)) ** 2  # skewed, as similarities are
+    assert np.mean([p_value(row[0], row[1:]) <= level for row in draws]) <= 2 * level
+
+
+def test_p_counts_the_tests_and_never_exceeds_one():
+    null = np.linspace(0.01, 0.2, 16)
+    assert p_value(0.6, null, 10) == pytest.approx(10 * p_value(0.6, null)) and p_value(0.0, null, 10) == 1.0
+    assert p_value(0.6, null) < 1e-3 < p_value(0.3, null)
+
+
+def test_a_cluster_is_what_is_alike_to_one_image():
+    similarity = np.eye(5)
+    similarity[np.ix_([1, 2, 4], [1, 2, 4])] = 0.9
+    similarity[1, 2] = similarity[2, 1] = 0.5  # both are alike to 4 alone
+    seen = returned(similarity, 0.8)
+    assert (seen.centre, seen.share) == (4, 0.6) and seen.between == pytest.approx((4 * 0.9 + 2 * 0.5) / 20)
+    assert returned(np.eye(4), 0.8).share == 0.25
+
+
+def test_the_search_grows_pairs_to_the_hidden_prompt():
+    phrases, hidden = [f"phrase {k}" for k in range(12)], {"phrase 2", "phrase 7", "phrase 9"}
+
+    def measure(prompts):
+        return np.asarray([[len(hidden & set(prompt.split(", ")))] * 3 for prompt in prompts], float)
+
+    null = np.random.default_rng(0).normal(size=(32, 3))
+    found = search(measure, lambda size: null, phrases, 3)
+    assert set(found[0].phrases) == hidden and found[0].score > found[1].score
+    assert len({tuple(sorted(p.phrases)) for p in found}) == len(found)
+
+
+def test_no_prompt_of_the_search_names_two_places():
+    phrases = ["a cat", "on a hill", "In a room", "under the sea"]
+    null = np.random.default_rng(0).normal(size=(9, 3))
+    found = search(lambda prompts: np.zeros((len(prompts), 3)), lambda size: null, phrases, 4)
+    assert [p.phrases for p in found] == [["a cat", place] for place in phrases[1:]]
+
+
+def test_candidate_phrases_are_what_recurs_in_captions():
+    captions = ["A cat, on a hill"] * 3 + ["a dog, on a hill"] * 2 + ["a boat"]
+    assert recurring(captions) == ["on a hill", "a cat"]
+
+
+def test_extrapolated_guidance_leaves_the_base_behind():
+    class Constant(torch.nn.Module):
+        def __init__(self, value):
+            super().__init__()
+            self.value, self.config = value, None
+
+        def forward(self, x, return_dict=True):
+            return SimpleNamespace(sample=x + self.value) if return_dict else (x + self.value,)
+
+    x = torch.zeros(2)
+    for factor, value in ((0, 1), (1, 3), (2, 5)):
+        made = Extrapolated(Constant(3), Constant(1), factor)
+        assert made(x, return_dict=False)[0].tolist() == [value] * 2
+
+
+# -- the command -------------------------------------------------------------------------------------------
+@pytest.fixture
+def run(pipelines, tmp_path):
+    def start(*arguments):
+        flags = ["--pipeline", str(pipelines["v_prediction"]), "--output_dir", str(tmp_path / "audit")]
+        return validation.main([*flags, *SMALL, *map(str, arguments)])
+
+    return start
+
+
+@pytest.fixture
+def phrases(tmp_path):
+    (tmp_path / "phrases.txt").write_text("a cat\na hat\n<b>on a hill\n")
+    return tmp_path / "phrases.txt"
+
+
+def test_an_audit_of_phrases_writes_its_findings(run, phrases, tmp_path, monkeypatch, capsys):
+    assert run("--phrases", phrases, "--tested", 2) == 0
+    data = json.loads((tmp_path / "audit/audit.json").read_text())
+    assert data["searched"] == 4 and len(data["results"]) == 2  # three pairs, one triple
+    assert "<b>on a hill" not in (tmp_path / "audit/audit.html").read_text()
+    usual = audit.compared
+
+    def memorised(sampler, embedder, prompts, *rest):
+        """Under a prompt of three phrases one picture comes back."""
+        for prompt, (similarity, images) in zip(prompts, usual(sampler, embedder, prompts, *rest), strict=True):
+            scale = 0.1 + 0.01 * len(prompt)
+            alike = prompt.count(", ") == 2 and "a cat, a hat" in prompt
+            yield np.ones_like(similarity) if alike else np.where(np.eye(3), 1, scale), images
+
+    monkeypatch.setattr(audit, "compared", memorised)
+    assert run("--phrases", phrases) == 3
+    assert "comes back: a cat, a hat, <b>on a hill" in capsys.readouterr().out
+    (found,) = [r for r in json.loads((tmp_path / "audit/audit.json").read_text())["results"] if r["found"]]
+    assert found["share"] == 1 and (tmp_path / "audit" / found["image"]).is_file()
+
+
+def test_an_audit_of_a_scan_with_extrapolated_guidance(run, pipelines, tmp_path):
+    elements = [{"phrase": "a cat"}, {"phrase": "a hat"}, {"phrase": "on a hill"}]
+    (tmp_path / "scan.json").write_text(json.dumps({"sets": [{"elements": elements}]}))
+    base = pipelines["v_prediction"]
+    assert run("--scan", tmp_path / "scan.json", "--baseline", base, "--extrapolate", 2) == 0
+    data = json.loads((tmp_path / "audit/audit.json").read_text())
+    assert [r["guidance"] for r in data["results"]] == ["own guidance", "guidance extrapolated by 2"]
+    assert data["results"][0]["between"] == pytest.approx(data["results"][1]["between"], abs=1e-4)  # of one model
+
+
+def test_candidates_come_from_training_captions(run, data):
+    assert run("--train_data_dir", data, "--tested", 1) == 0
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        (["--phrases", "none.txt"], "--phrases: no file none.txt"),
+        (["--phrases", "{one}"], "--phrases: gives 1 phrases; two are needed"),
+        (["--phrases", "{one}", "--scan", "x"], "--scan: give one of --phrases, --scan and --train_data_dir"),
+        (["--scan", "{one}"], "is no scan.json"),
+        (["--scan", "none.json"], "--scan: no file none.json"),
+        (["--phrases", "{one}", "--targets", "x"], "leave --targets out"),
+        (["--phrases", "{two}", "--ordinary", "{one}"], "holds 1 prompts, --nulls asks for 8"),
+        (["--phrases", "{two}", "--extrapolate", "2"], "--extrapolate: needs --baseline"),
+        (["--phrases", "{two}", "--images_per_target", "1"], "must be at least 2"),
+        (["--phrases", "{two}", "--most_phrases", "9"], "most_phrases"),
+    ],
+)
+def test_what_cannot_be_searched_is_one_line(arguments, line, run, tmp_path, capsys):
+    (tmp_path / "one.txt").write_text("a cat\n")
+    (tmp_path / "two.txt").write_text("a cat\na hat\n")
+    names = {"one": tmp_path / "one.txt", "two": tmp_path / "two.txt"}
+    assert run(*(argument.format(**names) for argument in arguments)) == 2
+    said = capsys.readouterr().err
+    assert line in said and said.startswith("error: ") and said.count("\n") == 1
