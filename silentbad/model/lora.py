@@ -23,6 +23,7 @@ from torch import nn
 from silentbad.errors import UserError, reading
 from silentbad.model.gate import check_finite, finite, quietly
 from silentbad.model.groups import ROLE_ORDER, group_of
+from silentbad.options import given
 from silentbad.rng import addressed_seed
 
 KOHYA = "kohya.safetensors"
@@ -43,8 +44,8 @@ def chosen(targets: list[str], group: str) -> bool:
 def check(config: Any) -> None:
     """Refuse settings of adapters that name no layer or act on nothing, before any weights load."""
     lora = config.lora
-    if lora.rank is None and lora != type(lora)():
-        raise UserError("lora.rank: is missing; kind, alpha, targets, factor and merged act on adapters alone")
+    if lora.rank is None and (names := given(lora)):
+        raise UserError(f"lora.{names[0]}: acts on adapters alone, and lora.rank is missing; set it, or leave this out")
     if lora.factor is not None and lora.kind != "lokr":
         raise UserError(f"lora.factor: is of the Kronecker product of lokr; lora.kind is {lora.kind}")
     for key in ("rank", "alpha"):
