@@ -131,8 +131,12 @@ def read_index(source: Source, kinds: tuple[str, ...] | None = None) -> dict[str
             raise UserError(f"'{path}' is a {kind} without {part}; give a Stable Diffusion 1, 2 or XL pipeline")
         if is_folder and not (local / part).is_dir():
             raise UserError(f"{source}: no {part}/")
-    if index["unet"][1] != "UNet2DConditionModel" or index["vae"][1] != "AutoencoderKL":
-        raise UserError(f"'{path}' is a {kind}; give a Stable Diffusion 1, 2 or XL pipeline")
+    for part, wanted in (("unet", "UNet2DConditionModel"), ("vae", "AutoencoderKL")):
+        if index[part][1] != wanted:
+            raise UserError(
+                f"{path}/model_index.json: {part} is {brief(index[part][1])}, not {wanted}; give a Stable Diffusion "
+                "1, 2 or XL pipeline"
+            )
     return index
 
 
