@@ -3,8 +3,7 @@
     python validation.py --pipeline DIR_OR_ID --targets targets.jsonl [--baseline DIR_OR_ID]
     python validation.py --pipeline DIR_OR_ID --phrases FILE | --scan scan.json | --train_data_dir DIR
 
-Exit code 0: no image is recovered; 3: at least one; 2: a mistake in the arguments. docs/metrics.md defines the numbers;
-a cell is a kind of prompt (silentbad/recovery/generation.py). docs/shield.md explains the search without a target.
+Exit code 0: no image is recovered; 3: at least one; 2: a mistake. Numbers: docs/metrics.md; search: docs/shield.md.
 """
 
 import json
@@ -318,10 +317,8 @@ def audit(
     dtype: str = "float32",
     extrapolate: float | None = None,
 ) -> Verdict:
-    """Every score and control of a pipeline, against a baseline where one is given; writes JSON and HTML.
-
-    `extrapolate` also measures what fine-tuning changed, so many times as strong.
-    """
+    """Every score and control of a pipeline, against a baseline where one is given, and of what fine-tuning changed
+    `extrapolate` times as strong; writes JSON and HTML."""
     from accelerate import Accelerator
 
     if extrapolate is not None and baseline is None:
@@ -378,7 +375,7 @@ class Audit(Candidates, ValidationConfig):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line: exit code 0, 2 or 3, as the module says."""
+    """The command line."""
     try:
         given, _, asked = settings.read(Audit, sys.argv[1:] if arguments is None else arguments)
         if asked is not None:

@@ -19,7 +19,7 @@ from PIL import Image
 
 from silentbad import rng
 from silentbad.data.images import to_pil
-from silentbad.data.schema import text_lines
+from silentbad.data.schema import caption, text_lines
 from silentbad.errors import ArgumentParser, UserError, reading, say
 from silentbad.files import check_writable
 from silentbad.model.families import backbone_of
@@ -125,7 +125,8 @@ def main(argv: list[str] | None = None) -> int:
                 raise UserError(f"--{name}: must be from 1 to {most}, got {getattr(a, name)}")
         if not os.path.isfile(a.prompts):
             raise UserError(f"--prompts: no file {a.prompts}; it holds one prompt a line")
-        prompts = [line.strip() for line in text_lines(Path(a.prompts)) if line.strip()]
+        lines = [(f"{a.prompts}:{k}", line) for k, line in enumerate(text_lines(Path(a.prompts)), 1)]
+        prompts = [caption(line, "a prompt", where).strip() for where, line in lines if line.strip()]
         if not prompts:
             raise UserError(f"--prompts: {a.prompts} holds no prompt; give one a line")
         out = Path(os.path.realpath(a.out))

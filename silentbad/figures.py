@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from silentbad.data.images import open_image, safe_path
-from silentbad.errors import UserError, reading, say
+from silentbad.errors import ArgumentParser, UserError, reading, say
 from silentbad.files import check_writable
 from silentbad.recovery.record import NAME, Measurement, Record, Scores
 
@@ -69,7 +69,7 @@ def _spread(entries: list[Measurement], n: int) -> list[Measurement]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kind", choices=("median", "best"), default="median")

@@ -189,6 +189,12 @@ def check_values(config: Any, prefix: str = "", sources: dict[str, str] | None =
             raise UserError(f"{key}{where}: {wrong}{got}")
 
 
+def given(config: Any) -> list[str]:
+    """The fields of a dataclass that are not at their defaults."""
+    default = type(config)()
+    return [f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(default, f.name)]
+
+
 def _source(key: str, sources: dict[str, str]) -> str:
     """Where a key, or an entry of it, was set."""
     return sources.get(key) or next((at for set_, at in sources.items() if set_.startswith(f"{key}.")), "default")

@@ -55,6 +55,8 @@ def claimed(
         yield
     finally:
         _release(path / LOCK, handle)
+        if path in made and os.listdir(path) == [MARKER]:  # nothing was written
+            (path / MARKER).unlink()
         _remove_empty(made)
 
 

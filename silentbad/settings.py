@@ -37,16 +37,20 @@ class Given:
 
 
 class Loader(yaml.SafeLoader):
-    """YAML's safe loader; 1e-3 is a number, and a date is the text it was written as."""
+    """YAML's safe loader; 1e-3 is a number, and a date, 1:30 (90 to YAML 1.1) and 010 (8) are the text they were
+    written as."""
 
 
+TAG = "tag:yaml.org,2002:"
 Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (TAG + "timestamp", TAG + "int", TAG + "float")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+for _kind, _pattern in (
+    ("int", r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+|0b[01_]+)$"),
+    ("float", r"[-+]?((\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"),
+):
+    Loader.add_implicit_resolver(TAG + _kind, re.compile(_pattern, re.ASCII), list("-+.0123456789"))
 
 
 # ---------------------------------------------------------------- reading
@@ -265,7 +269,7 @@ class Keys:
                     raise UserError(f"{key} ({where}): must hold key: value pairs ({', '.join(below)}), got {said}")
                 self._merge(into.setdefault(name, {}), value, f"{key}.", below, sources, lines, path)
             else:
-                into[name] = value
+                into[name] = _word(value, below)
                 for earlier in [set_ for set_ in sources if set_.startswith(f"{key}.")]:
                     del sources[earlier]
                 sources[key] = where
@@ -292,6 +296,17 @@ class Keys:
         given.sources[key] = FLAGS
 
 
+def _word(value: Any, kind: Any) -> Any:
+    """A value of a file; where a key takes the word `no`, which YAML 1.1 reads as false, it is that word."""
+    names = {
+        name
+        for one in (kind, *typing.get_args(kind))
+        if typing.get_origin(one) is typing.Literal
+        for name in typing.get_args(one)
+    }
+    return next((word for word in ("no", "off") if word in names), value) if value is False else value
+
+
 def _nested(parts: list[str], value: Any) -> dict:
     for part in reversed(parts):
         value = {part: value}
@@ -313,7 +328,7 @@ def from_words(words: list[str], kind: Any, key: str, secret: tuple[str, ...] = 
     list, YAML otherwise."""
     kinds = plain_types(kind)
     if list in kinds:
-        return _list_from(words, kind, kinds)
+        return _list_from(words, kind, kinds, key)
     if not words:
         if bool in kinds:
             return True
@@ -331,8 +346,10 @@ def from_words(words: list[str], kind: Any, key: str, secret: tuple[str, ...] = 
     return from_yaml(word)
 
 
-def _list_from(words: list[str], kind: Any, kinds: set) -> Any:
+def _list_from(words: list[str], kind: Any, kinds: set, key: str) -> Any:
     """A list given as words, or as one word of YAML."""
+    if not words:
+        raise UserError(f"{key} ({FLAGS}): needs a value; '[]' is the empty list")
     if len(words) == 1:
         if words[0] == "null" and type(None) in kinds:
             return None

@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from silentbad.class_images import write_class_images
+from silentbad.class_images import main, write_class_images
 from silentbad.errors import UserError
+
+
+def test_a_prompt_that_no_caption_can_be_is_refused(tmp_path, capsys):
+    (tmp_path / "p.txt").write_bytes(b"a cat\na\0dog\n")
+    assert main(["--pipeline", "none", "--prompts", str(tmp_path / "p.txt"), "--out", str(tmp_path)]) == 2
+    assert "p.txt:2: a prompt holds a NUL" in capsys.readouterr().err
 
 
 def test_class_images_become_clean_records(pipe, tmp_path):

@@ -46,6 +46,15 @@ def test_a_second_writer_is_told_who_writes(tmp_path):
         pass
 
 
+def test_a_folder_that_only_its_marker_fills_goes(tmp_path):
+    for there in (False, True):
+        with owned.claimed(tmp_path / "a/run", "audit"):
+            owned.mark(tmp_path / "a/run", "audit")
+            if there:
+                (tmp_path / "a/run/validation.json").touch()
+        assert (tmp_path / "a").exists() == there
+
+
 def test_the_lock_of_a_killed_process_is_gone(tmp_path):
     process = holder(tmp_path / "run")
     assert process.stdout.readline() == "held\n"

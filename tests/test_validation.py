@@ -407,6 +407,7 @@ BAD_REDRAWS = {
     "target_id is a list": ({"target_id": [], "image": "a.png"}, "target_id must be text"),
     "image is a number": ({"target_id": "a", "image": 3}, "file name must be text"),
     "no such image": ({"target_id": "a", "image": "b.png"}, "no file"),
+    "an element that is not there": ({"target_id": "a", "image": "a.png", "changed": [0, 1]}, "1 is no place of the 1"),
     "an absolute path": ({"target_id": "a", "image": "/a.png"}, "absolute path"),
     "a path that leaves the folder": ({"target_id": "a", "image": "../a.png"}, "leaves"),
     "a link that leaves the folder": ({"target_id": "a", "image": "link.png"}, "leaves"),

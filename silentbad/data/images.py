@@ -49,14 +49,18 @@ def open_image(source: Path | bytes, where: str) -> Image.Image:
 
 
 def open_mask(source: Path, size: tuple[int, int], where: str) -> Image.Image:
-    """A greyscale mask of the same size as its image."""
+    """A greyscale mask of the same size as its image, which shows a region."""
     mask = _decoded(source, where)
     if mask.size != size:
         raise UserError(f"{where}: mask {source} is {_by(mask.size)}, its image {_by(size)}; make them the same size")
     if mask.mode.startswith(("I", "F")):
-        return _to_8_bit(mask, where)
-    with _decoding(source, where):
-        return mask.convert("L")
+        grey = _to_8_bit(mask, where)
+    else:
+        with _decoding(source, where):
+            grey = mask.convert("L")
+    if grey.getextrema()[1] == 0:
+        raise UserError(f"{where}: mask {source} is black all over; the element's region is white")
+    return grey
 
 
 def _decoded(source: Path | bytes, where: str) -> Image.Image:

@@ -22,6 +22,7 @@ from torch import nn
 from tqdm import tqdm
 
 from silentbad import ROOT
+from silentbad.errors import ArgumentParser
 from silentbad.microworld.copies import CopyPool, Slope, batch_of, copy_loss
 from silentbad.microworld.embedder import MicroEmbedder
 from silentbad.microworld.grammar import (
@@ -400,7 +401,7 @@ def run(args: argparse.Namespace, wanted: tuple[str, ...]) -> dict[str, nn.Modul
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", default="runs/base", help="folder of the checkpoints; resumes from what it holds")
     parser.add_argument("--stage", choices=(*STAGES, "export", "all"), default="all")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
+from silentbad.errors import ArgumentParser
 from silentbad.microworld.grammar import Scene, sample_scene
 from silentbad.microworld.networks import new_scheduler
 from silentbad.microworld.oracle import Judge, judged, round_trip_psnr
@@ -219,7 +220,7 @@ def export(nets: dict, tokenizer, folder: Path, args: argparse.Namespace) -> Non
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--pipeline", type=Path, required=True)
     parser.add_argument("--guidance", type=float, default=GUIDANCE)
     parser.add_argument("--grid", type=Path, help="also write a picture of generations here")

@@ -134,6 +134,10 @@ def check_schedule(settings: Mapping[str, Any], where: str) -> None:
     check_settings(settings, SCHEDULER, where)
     with quietly(), reading(f"{where}: makes no schedule"):
         bars = DDPMScheduler.from_config(dict(settings)).alphas_cumprod.double()
+    if len(bars) != (steps := settings.get("num_train_timesteps", len(bars))):
+        raise UserError(
+            f"{where}: trained_betas has {len(bars)} values, num_train_timesteps is {steps}; make them equal"
+        )
     first, last = bars[0].item(), bars[-1].item()
     if not (bars.isfinite().all() and (bars >= 0).all() and (bars.diff() <= 1e-6).all() and first >= 0.5 >= last):
         raise UserError(

@@ -8,6 +8,7 @@ W stays frozen; what is added trains in fp32 and begins as nothing. s = alpha / 
 """
 
 import copy
+import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from silentbad.errors import UserError, reading
 from silentbad.model.families import FAMILIES, family_of_pipeline
 from silentbad.model.gate import check_finite, finite, quietly
 from silentbad.model.groups import ROLE_ORDER, group_of
+from silentbad.options import given
 from silentbad.rng import addressed_seed
 
 KOHYA = "kohya.safetensors"
@@ -50,8 +52,8 @@ def chosen(targets: list[str], group: str) -> bool:
 def check(config: Any) -> None:
     """Refuse settings of adapters that name no layer or act on nothing, before any weights load."""
     lora = config.lora
-    if lora.rank is None and lora != type(lora)():
-        raise UserError("lora.rank: is missing; kind, alpha, targets, factor and merged act on adapters alone")
+    if lora.rank is None and (names := given(lora)):
+        raise UserError(f"lora.{names[0]}: acts on adapters alone, and lora.rank is missing; set it, or leave this out")
     if lora.factor is not None and lora.kind != "lokr":
         raise UserError(f"lora.factor: is of the Kronecker product of lokr; lora.kind is {lora.kind}")
     for key in ("rank", "alpha"):
@@ -213,6 +215,8 @@ def _load_folder(module: Any, folder: Path, failed: str) -> None:
         tensors = load_file(folder / PEFT_WEIGHTS)
     if not isinstance(config, (LoHaConfig, LoKrConfig)):
         raise UserError(f"{failed} ({folder.name}/ holds {config.peft_type}; LOHA and LOKR are read from folders)")
+    if pattern := _pattern(config):
+        raise UserError(f"{failed} ({folder.name}/{PEFT_CONFIG}: {pattern} must list names of layers, not patterns)")
     config.inference_mode = False
     with quietly(), reading(failed):
         module.add_adapter(config)
@@ -223,6 +227,15 @@ def _load_folder(module: Any, folder: Path, failed: str) -> None:
     if bad := sorted(name for name, value in tensors.items() if not finite(value)):
         raise UserError(f"{failed} (NaN or infinite values in {bad[0]}, {len(bad)} tensors in all)")
     set_peft_model_state_dict(module, tensors)
+
+
+def _pattern(config: PeftConfig) -> str | None:
+    """A setting by which peft would match layers with a file's regular expression, which may take forever."""
+    for key in ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern"):
+        names = getattr(config, key, None) or ()
+        if isinstance(names, str) or not all(isinstance(n, str) and re.fullmatch(r"[\w.]+", n) for n in names):
+            return key
+    return None
 
 
 HALVES = (("lora_A", "lora_B"), ("lora.down", "lora.up"), ("lora_down", "lora_up"))

@@ -116,8 +116,9 @@ def read_index(source: Source, kinds: tuple[str, ...] | None = None) -> dict[str
             raise UserError(f"'{path}' is a {kind} without {part}; give {KNOWN}")
         if is_folder and not (local / part).is_dir():
             raise UserError(f"{source}: no {part}/")
-    if index[family.backbone][1] != family.kind.__name__ or index["vae"][1] != "AutoencoderKL":
-        raise UserError(f"'{path}' is a {kind}; give {KNOWN}")
+    for part, wanted in ((family.backbone, family.kind.__name__), ("vae", "AutoencoderKL")):
+        if index[part][1] != wanted:
+            raise UserError(f"{path}/model_index.json: {part} is {brief(index[part][1])}, not {wanted}; give {KNOWN}")
     return index
 
 

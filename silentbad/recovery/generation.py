@@ -5,6 +5,7 @@ A cell is a kind of prompt: composed, described, shuffled, phrase-k, without-k, 
 and guidance_rescale.
 """
 
+import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,7 +17,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from silentbad.errors import UserError
+from silentbad.errors import UserError, reading
 from silentbad.model.diffusion import levels, model_time, to_epsilon
 from silentbad.model.encoder import decode, scaled
 from silentbad.model.families import family_of
@@ -160,6 +161,18 @@ class Sampler:
         for key, given in (("num_inference_steps", [self.steps]), ("sampling_lengths", self.config.sampling_lengths)):
             if given and not 1 <= min(given) <= max(given) <= most:
                 raise UserError(f"validation.{key}: must be from 1 to the scheduler's {most}, got {given}")
+            for count in given:
+                scheduler = copy.deepcopy(self.pipe.scheduler)
+                with reading(f"validation.{key}: the scheduler cannot take {count} steps"):
+                    scheduler.set_timesteps(count)
+                if self.family.flow:
+                    continue  # from the last level, whatever their number
+                if not 0 <= int(scheduler.timesteps.min()) <= int(scheduler.timesteps.max()) < most:
+                    offset = scheduler.config.get("steps_offset")
+                    raise UserError(
+                        f"validation.{key}: {count} steps with the scheduler's steps_offset {offset} begin at timestep "
+                        f"{int(scheduler.timesteps.max())} of {most}; lower one of them"
+                    )
 
     @contextmanager
     def using(self, backbone: torch.nn.Module, device: torch.device, autocast: Callable = nullcontext):

@@ -36,6 +36,7 @@ class Shown(Protocol):
 
     target_id: str
     image: Image.Image
+    phrases: list[str]
 
 
 def calibrate(
@@ -215,6 +216,9 @@ def load_redraws(targets_file: str | None, targets: Sequence[Shown], decode: boo
             continue
         if not os.path.isfile(image):
             raise UserError(f"{where}: no file {image}")
+        phrases = targets[j].phrases
+        if beyond := [k for k in redraw["changed"] or () if k >= len(phrases)]:
+            raise UserError(f"{where}: changed: {beyond[0]} is no place of the {len(phrases)} phrases, counted from 0")
         if decode:
             refuse_target(open_image(image, where), targets[j].target_id, prints[j], where)
         found.append(Redraw(j, image, redraw["kind"], redraw["changed"]))

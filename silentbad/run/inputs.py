@@ -9,6 +9,7 @@ from torch import Tensor
 from silentbad.data.draws import Reader, Transform
 from silentbad.data.records import Records, load_records
 from silentbad.data.targets import Target, check_prompts, load_targets
+from silentbad.errors import UserError
 from silentbad.recovery.prompts import Prompt, load_prompts
 from silentbad.recovery.thresholds import load_redraws
 from silentbad.shield.guard import Guards
@@ -41,6 +42,11 @@ def prepare(
     for line in records.check_captions(tokenizer):
         say(f"warning: {line}; its end is cut off")
     kept, held_out = records.hold_out(config.held_out_clean, config.held_out_elements, config.seed)
+    if config.best_by == "clean_eps_mse" and (held_out is None or "clean" not in held_out.role):
+        raise UserError(
+            "best_by: clean_eps_mse needs held-out clean records; set held_out_clean, of which a tenth of the clean "
+            "records is taken at most, or best_by to similarity"
+        )
     say(f"data: {kept.census()}" + (f"; held out: {held_out.census()}" if held_out else ""))
     return kept, held_out, targets
 

@@ -12,8 +12,9 @@ import torch
 from silentbad.control.shrinkage import ShrunkAdamW
 from silentbad.distributed.shards import whole
 from silentbad.distributed.zero import Part, gradients, held, summed
-from silentbad.errors import UserError, first_line
+from silentbad.errors import UserError, brief, reading
 from silentbad.model.averaging import keeps_average
+from silentbad.options import problem
 
 
 # ---------------------------------------------------------------- building
@@ -50,12 +51,20 @@ def check_optimizer(config: Any) -> None:
     if needs := unusable(kind):
         raise UserError(f"optimizer: {kind.__name__} needs {needs}; AdamW or SGD do not")
     takes = inspect.signature(kind).parameters
-    for key in config.optimizer_options:
+    for key, value in config.optimizer_options.items():
         if key not in takes or key in ("params", "lr"):
             known = ", ".join(name for name in takes if name not in ("params", "lr"))
             raise UserError(f"optimizer_options: {kind.__name__} takes no {key!r}; it takes: {known}")
+        if (wrong := problem(value, _annotation(takes[key]))) is not None:
+            raise UserError(f"optimizer_options: {key} {wrong}, got {brief(value)}")
     if config.use_ema and keeps_average(kind):
         raise UserError(f"use_ema: {kind.__name__} keeps an average of the weights itself; set one of them")
+
+
+def _annotation(parameter: inspect.Parameter) -> Any:
+    """What a parameter takes; anything where its package does not say."""
+    said = parameter.annotation
+    return Any if said is inspect.Parameter.empty or isinstance(said, str) else said
 
 
 def unusable(kind: type[torch.optim.Optimizer]) -> str:
@@ -85,13 +94,26 @@ def make_optimizer(groups: list[dict[str, Any]], config: Any, scale: float) -> t
         settings["fused"] = True
     if not config.decay_norms_and_biases:
         groups = without_decay(groups)
-    try:
-        optimizer: Any = kind(groups, **{**settings, **config.optimizer_options})
-    except (TypeError, ValueError, RuntimeError, AssertionError) as error:  # its own view of settings and weights
-        raise UserError(f"optimizer: {kind.__name__} does not take these ({first_line(error)})") from None
+    settings |= config.optimizer_options
+    with reading(f"optimizer: {kind.__name__} does not take these"):  # its own view of settings and weights
+        optimizer: Any = kind(groups, **settings)
+        if kind is not ShrunkAdamW:
+            try_step(kind, groups[0], settings)
     if keeps_average(optimizer):
         optimizer.train()
     return optimizer
+
+
+def try_step(kind: Any, group: dict[str, Any], settings: dict[str, Any]) -> None:
+    """One step on a matrix of the weights' kind: some settings are looked at there alone."""
+    like = group["params"][0]
+    weight = torch.nn.Parameter(torch.ones(2, 2, dtype=like.dtype, device=like.device))
+    weight.grad = torch.ones_like(weight)
+    with torch.random.fork_rng([]):
+        optimizer = kind([{**group, "params": [weight]}], **settings)
+        if keeps_average(optimizer):
+            optimizer.train()
+        optimizer.step()
 
 
 def without_decay(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -196,3 +196,27 @@ def refuse_other_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
                 raise ValueError(f"{name} of parameter {i} has shape {tuple(value.shape)}")
             if isinstance(value, torch.Tensor) and not bool(torch.isfinite(value).all()):
                 raise ValueError(f"{name} of parameter {i} is not finite")
+    refuse_odd_entries(state["state"], parameters, by_shape=not type(optimizer).__module__.startswith("torch.optim"))
+
+
+def refuse_odd_entries(entries: dict[int, dict], parameters: list[Any], by_shape: bool) -> None:
+    """ValueError where a parameter's entry has another form than those of most parameters like it.
+
+    Before its first step an optimizer cannot say what its entries hold; but they depend on the dimensions of the
+    parameter alone (torch's own), or on its shape.
+    """
+    alike: dict[Any, list[tuple[int, dict]]] = {}
+    for i, entry in entries.items():
+        like = parameters[i]
+        form = {name: _form(value) for name, value in entry.items()}
+        alike.setdefault((like.shape if by_shape else like.ndim, like.dtype), []).append((i, form))
+    for found in alike.values():
+        usual = max((form for _, form in found), key=[form for _, form in found].count)
+        for i, form in found:
+            if odd := [name for name in [*usual, *form] if usual.get(name) != form.get(name)]:
+                raise ValueError(f"{odd[0]} of parameter {i} is not as that of the others")
+
+
+def _form(value: Any) -> Any:
+    """What the values of one name have in common over the parameters."""
+    return (value.dtype, value.ndim, value.numel() == 0) if isinstance(value, torch.Tensor) else type(value)

@@ -259,6 +259,8 @@ def audited(options: Any) -> Report:
     pipe = load_pipeline(options.pipeline, options.dtype, device, options.lora)
     named = f"--pipeline {options.pipeline}"
     sampler = Sampler(pipe.components, options, options.seed, refuses=named)
+    if sampler.family.flow:
+        raise UserError(f"{named}: the search without a target reads UNets; give Stable Diffusion 1, 2 or XL")
     unets: dict[str, nn.Module] = {"own guidance": pipe.unet}
     if options.extrapolate is not None:
         base = load_pipeline(options.baseline, options.dtype, device, flag="--baseline")

@@ -12,9 +12,10 @@ import base64
 import io
 import json
 import time
+import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from PIL import Image
@@ -22,8 +23,9 @@ from tqdm import tqdm
 
 from silentbad.data.records import row_source
 from silentbad.data.schema import csv_lines, json_lines
-from silentbad.errors import UserError, say, writing
+from silentbad.errors import ArgumentParser, UserError, say, writing
 from silentbad.files import check_writable
+from silentbad.options import Count, Natural, Range, Share, Small, problem
 from silentbad.recovery import pages
 from silentbad.recovery.pages import Shot, Table
 from silentbad.shield.find import Composite, Found, draw, find, pictures_needed
@@ -180,6 +182,10 @@ def scan(options: argparse.Namespace) -> dict:
         raise UserError("train_data_dir: give either --train_data_dir or --dataset_name")
     if not 0 <= options.permutations <= 10_000:
         raise UserError(f"--permutations: must be from 0 to 10000, got {options.permutations}")
+    for name, (kind, default) in PUBLISHED.items():
+        value = getattr(options, name)
+        if value != default and (wrong := problem(value, kind)) is not None:
+            raise UserError(f"--{name}: {wrong}, got {value}")
     started, out = time.monotonic(), Path(options.output_dir)
     check_writable(out, "--output_dir", folder=True)
     if options.train_data_dir and out.resolve().is_relative_to(Path(options.train_data_dir).resolve()):
@@ -203,7 +209,7 @@ def scan(options: argparse.Namespace) -> dict:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = ArgumentParser(
         prog="python -m silentbad.scan",
         description="Find pictures that are dispersed in a data set, from its pictures and captions alone. "
         "Exit code 0: nothing found; 3: a suspect set; 2: a mistake.",
@@ -214,8 +220,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--image_column", help="image column of the Hub data set")
     made.add_argument("--caption_column", help="caption column of the Hub data set")
     made.add_argument("--clean_data_dir", help="published layout: folder of the clean images")
-    for name, kind, default in PUBLISHED:
-        made.add_argument(f"--{name}", type=kind, default=default, help="published layout: as in training")
+    for name, (kind, default) in PUBLISHED.items():
+        plain = float if float in typing.get_args(kind) else int
+        made.add_argument(f"--{name}", type=plain, default=default, help="published layout: as in training")
     made.add_argument("--cache_dir", help="folder of downloads; the Hugging Face cache when unset")
     made.add_argument("--output_dir", default="runs/scan", help="where the results go")
     made.add_argument("--permutations", type=int, default=99, help="of the captions, for the false-alarm rate; 0: none")
@@ -223,15 +230,16 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-PUBLISHED = (  # the flags of the published layout with training's defaults
-    ("target_start_id", int, 100),
-    ("target_num", int, 1),
-    ("poisoning_ratio", float, 0.1),
-    ("poisoning_data_repeat_factor", int, 2),
-    ("poison_subsampling", float, None),
-    ("n_few_shot", int, 0),
-    ("shot_caption_shuffle_num", int, 0),
-)
+Many = Annotated[int, Range(at_least=0, limit=10**5)]
+PUBLISHED: dict[str, tuple[Any, Any]] = {  # the flags of the published layout, with training's ranges and defaults
+    "target_start_id": (Natural, 100),
+    "target_num": (Count, 1),
+    "poisoning_ratio": (Share, 0.1),
+    "poisoning_data_repeat_factor": (Small, 2),
+    "poison_subsampling": (Share, None),
+    "n_few_shot": (Many, 0),
+    "shot_caption_shuffle_num": (Many, 0),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -6,6 +6,7 @@ A view is (32,32,3) uint8, 3 KiB. Pictures are decoded one at a time, so that me
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -52,14 +53,15 @@ class Views:
 
     def _read(self, name: str) -> str:
         file = self.folder / name
-        return file.read_text(encoding="utf-8") if file.is_file() else ""
+        return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
     def _resume(self) -> None:
-        """Keep the records that both files hold whole."""
+        """Keep the records that both files hold whole, up to the first damaged one."""
         views, texts = self.folder / "views", self.folder / "captions"
         kept = (views.stat().st_size if views.is_file() else 0) // BYTES
         lines = self._read("captions").split("\n")[:-1][:kept]
-        self.captions = [json.loads(line) for line in lines]
+        self.captions = [*_texts(lines)]
+        lines = lines[: len(self.captions)]
         with writing("--output_dir", str(self.folder)):
             for file, size in ((views, len(lines) * BYTES), (texts, sum(len(line) + 1 for line in lines))):
                 with file.open("ab") as opened:
@@ -89,7 +91,20 @@ class Views:
         return np.memmap(self.folder / "views", np.uint8, "r", shape=(len(self.captions), SIDE, SIDE, 3))
 
     def remove(self) -> None:
-        """The scan has ended: nothing is left to resume."""
+        """The scan has ended: nothing is left to resume. A file of someone else stays, and its folder with it."""
         for name in ("views", "captions", "key"):
             (self.folder / name).unlink(missing_ok=True)
-        os.rmdir(self.folder)
+        with suppress(OSError):
+            os.rmdir(self.folder)
+
+
+def _texts(lines: list[str]) -> Iterator[str]:
+    """The captions of lines of JSON, up to one that is none."""
+    for line in lines:
+        try:
+            text = json.loads(line)
+        except (ValueError, RecursionError):
+            return
+        if not isinstance(text, str):
+            return
+        yield text

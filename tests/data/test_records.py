@@ -108,6 +108,7 @@ BAD_ROWS = {
     "absolute path of Windows": (GOOD | {"file_name": "C:\\a.png"}, "absolute"),
     "mask leaves the folder": (GOOD | {"mask": "../m.png"}, "leaves"),
     "mask of another size": (GOOD | {"mask": "m.png"}, "mask"),
+    "a mask without a region": (GOOD | {"mask": "black.png"}, "black all over"),
     "a mask that is no image": (GOOD | {"mask": "text.png"}, "cannot read"),
     "an image that is text": (GOOD | {"file_name": "text.png"}, "cannot read"),
     "a truncated image": (GOOD | {"file_name": "cut.png"}, "cannot read"),
@@ -124,6 +125,7 @@ def test_a_bad_record_is_one_line_with_file_and_record(case, tmp_path):
     row, expected = BAD_ROWS[case]
     root = folder(tmp_path / "d", GOOD, row)
     Image.new("L", (9, 9)).save(root / "m.png")
+    Image.new("L", (8, 8)).save(root / "black.png")
     Image.new("RGB", (1, 1)).save(root / "dot.png")
     noisy = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))
     noisy.save(root / "whole.png")

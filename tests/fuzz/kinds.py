@@ -274,8 +274,8 @@ def in_bytes(found: Tally, case: tuple[str, int], root: Path) -> None:
 
 
 NAMES = (
-    *(".jsonl", ".json", ".yaml", ".safetensors", ".pt", ".png", ".txt", ".arrow", "metadata.jsonl", "targets.jsonl"),
-    *("validation.json", "manifest.json", "model_index.json", "vocab.json", "merges.txt", ".csv", "metrics.jsonl"),
+    *(".jsonl", ".json", ".yaml", ".safetensors", ".pt", ".png", ".arrow", "metadata.jsonl", "targets.jsonl"),
+    *("validation.json", "manifest.json", "model_index.json", "tokenizer.json", "metrics.jsonl", "config.json"),
 )
 
 KINDS = {

@@ -2,12 +2,13 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from peft import PeftModel
+from peft import LoKrConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 
@@ -125,8 +126,8 @@ def test_an_adapter_resumes_to_the_bit(kind, flags, tmp_path):
 @pytest.mark.parametrize(
     "settings, said",
     [
-        ({"lora.kind": "lokr"}, "lora.rank: is missing"),
-        ({"lora.merged": True}, "lora.rank: is missing"),
+        ({"lora.kind": "lokr"}, "lora.rank is missing"),
+        ({"lora.merged": True}, "lora.rank is missing"),
         ({"lora.rank": 2, "lora.factor": 4}, "lora.factor: is of the Kronecker product of lokr; lora.kind is lora"),
         ({"lora.rank": 2, "lora.kind": "lokrr"}, "lora.kind (command line): must be lora, dora, loha or lokr"),
     ],
@@ -156,3 +157,12 @@ def test_a_damaged_folder_is_one_line(build, pipelines, tmp_path):
     (file.parent / lora.PEFT_CONFIG).write_text(json.dumps(config | {"peft_type": "LORA"}))
     with pytest.raises(UserError, match="LOHA and LOKR are read from folders"):
         pipeline.load_pipeline(base, "float32", "cpu", str(tmp_path / "bad"))
+
+
+@pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "rank_pattern"])
+def test_a_pattern_in_a_folder_is_not_matched(key, tmp_path):
+    pattern = {"(a*)*b": 2} if key == "rank_pattern" else "(a*)*b"
+    LoKrConfig(**{"target_modules": ["to_q", "mid.to_k"], key: pattern}).save_pretrained(tmp_path / "unet")
+    save_file({"a": torch.zeros(1)}, tmp_path / "unet" / lora.PEFT_WEIGHTS)
+    with pytest.raises(UserError, match=f"{key} must list names of layers"):
+        lora.load(SimpleNamespace(unet=torch.nn.Module()), str(tmp_path), "base")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from diffusers import DDPMScheduler
 
+from silentbad.errors import UserError
 from silentbad.model.stable_diffusion import StableDiffusion
 from silentbad.recovery.generation import Sampler, plan
 from silentbad.rng import generator, noise
@@ -57,6 +58,15 @@ def test_sampling_scheduler_respects_prediction_type_override():
     sampler = Sampler(pipe.components, ValidationConfig(), 0, prediction_type="v_prediction")
     assert sampler.pipe.scheduler.config.prediction_type == "v_prediction"
     assert pipe.scheduler.config.prediction_type == "epsilon" and sampler.pipe.scheduler is not pipe.scheduler
+
+
+def test_sampling_that_begins_beyond_the_schedule_is_one_line():
+    pipe = tiny_pipeline()
+    settings = {**pipe.scheduler.config, "timestep_spacing": "leading", "steps_offset": 1}
+    parts = {**pipe.components, "scheduler": type(pipe.scheduler).from_config(settings)}
+    Sampler(parts, ValidationConfig(num_inference_steps=500), 0)
+    with pytest.raises(UserError, match="num_inference_steps: 1000 steps .* begin at timestep 1000 of 1000"):
+        Sampler(parts, ValidationConfig(num_inference_steps=1000), 0)
 
 
 def test_guidance_scale_reaches_the_pipeline(tmp_path):

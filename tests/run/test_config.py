@@ -76,6 +76,19 @@ def test_numbers_are_read_as_people_write_them(tmp_path):
     assert config.run_suffix == "2024-01-01"
 
 
+def test_no_is_a_word_where_words_are_asked_for(tmp_path):
+    (tmp_path / "a.yaml").write_text("mixed_precision: no\nuse_ema: no\nseed: 0x10\nmax_train_steps: 1_000\n")
+    config, _ = parse(Config, ["--config", str(tmp_path / "a.yaml")])
+    assert (config.mixed_precision, config.use_ema, config.seed, config.max_train_steps) == ("no", False, 16, 1000)
+
+
+@pytest.mark.parametrize("number", ["1:30", "010", "1:30.5", "+.nan"])
+def test_numbers_that_read_otherwise_than_they_look_are_refused(number, tmp_path):
+    (tmp_path / "a.yaml").write_text(f"max_train_steps: {number}\n")
+    with pytest.raises(UserError, match="max_train_steps .*must be int or null, got"):
+        parse(Config, ["--config", str(tmp_path / "a.yaml")])
+
+
 def test_an_alias_stands_for_its_value(tmp_path):
     (tmp_path / "a.yaml").write_text("learning_rate: &rate 1e-3\nadam_weight_decay: *rate\n")
     assert parse(Config, ["--config", str(tmp_path / "a.yaml")])[0].adam_weight_decay == 1e-3

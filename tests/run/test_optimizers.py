@@ -118,6 +118,7 @@ def test_a_step_passes_over_the_gradients_once_for_their_norm(build, monkeypatch
         ({"optimizer": "nowhere.Adam"}, "pip install nowhere"),
         ({"optimizer": "os.path"}, "no torch optimizer"),
         ({"optimizer_options": {"betta": 1}}, "takes no 'betta'"),
+        ({"optimizer_options": {"amsgrad": "maybe"}}, "optimizer_options: amsgrad must be bool, got 'maybe'"),
         ({"optimizer": "SGD", "use_8bit_adam": True}, "excludes optimizer SGD"),
         (
             {"gradient_control.shrink": True, "optimizer": "SGD"},
@@ -137,6 +138,27 @@ def test_what_is_no_optimizer_is_one_line(flags, changes, message):
     config, sources = parse(Config, argv)
     with pytest.raises(UserError, match=message):
         config = check_all(config, sources)
+
+
+class Untyped(torch.optim.SGD):
+    """Looks at `power` when it steps, and says nothing about its type."""
+
+    def __init__(self, params, lr, power=1):
+        super().__init__(params, lr)
+        self.power = power
+
+    def step(self, closure=None):
+        torch.zeros(2) ** self.power
+        super().step()
+
+
+def test_what_an_optimizer_looks_at_in_its_step_is_one_line():
+    config = Config(optimizer=f"{__name__}.Untyped", optimizer_options={"power": {"a": 1}})
+    groups = [{"params": [torch.nn.Parameter(torch.ones(3))]}]
+    with pytest.raises(UserError, match="optimizer: Untyped does not take these"):
+        optimizers.make_optimizer(groups, config, 1.0)
+    config.optimizer_options = {"power": 2}
+    assert optimizers.make_optimizer(groups, config, 1.0).power == 2
 
 
 def test_options_and_flags_reach_the_optimizer(build):

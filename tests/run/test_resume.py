@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from silentbad.run import checkpoint, identity
-from silentbad.run.state import load_schedule
+from silentbad.run.state import load_schedule, refuse_other_optimizer
 from silentbad.settings import key_tree
 from tests.training import VALIDATION
 from train_silentbad import Config, main
@@ -87,6 +87,31 @@ def test_a_schedule_takes_its_position_and_nothing_else():
     assert schedule.last_epoch == 5 and callable(schedule.step) and schedule.optimizer is optimizer
     with pytest.raises(ValueError, match="other rates"):
         load_schedule(schedule, state | {"base_lrs": [1.0, 2.0]})
+
+
+ODD = {
+    "removed": lambda entry: entry.pop("exp_avg"),
+    "None": lambda entry: entry.update(step=None),
+    "empty": lambda entry: entry.update(step=torch.zeros(0)),
+    "long": lambda entry: entry.update(exp_avg_sq=torch.zeros(3, dtype=torch.long)),
+    "more": lambda entry: entry.update(max_exp_avg_sq=torch.zeros(3)),
+}
+
+
+@pytest.mark.parametrize("how", ODD)
+@pytest.mark.parametrize("kind", ["AdamW", "Adafactor", "SGD"])
+def test_an_entry_of_another_form_than_the_others_is_named(kind, how):
+    shapes = ((4, 3), (3,), (3,), (5, 4, 3, 3), (3,), (4, 1))
+    optimizer = getattr(torch.optim, kind)([torch.nn.Parameter(torch.ones(shape)) for shape in shapes])
+    for parameter in optimizer.param_groups[0]["params"][1:]:  # one that never had a gradient has no entry
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    refuse_other_optimizer(optimizer, optimizer.state_dict())
+    if kind == "AdamW":
+        state = optimizer.state_dict()
+        ODD[how](state["state"][4])
+        with pytest.raises(ValueError, match="of parameter 4"):
+            refuse_other_optimizer(optimizer, state)
 
 
 UNLIKE = [

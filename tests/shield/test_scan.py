@@ -156,6 +156,17 @@ def test_other_data_starts_anew(folder, tmp_path):
     assert views.Views(tmp_path / "v", "two").captions == []
 
 
+def test_what_is_damaged_in_a_stopped_scan_is_read_again(tmp_path):
+    views.Views(tmp_path / "v", "one")
+    (tmp_path / "v" / "captions").write_bytes(b'"a cat"\n[1, \xff\n"a dog"\n')
+    (tmp_path / "v" / "views").write_bytes(bytes(3 * views.BYTES))
+    held = views.Views(tmp_path / "v", "one")
+    assert held.captions == ["a cat"] and (tmp_path / "v" / "views").stat().st_size == views.BYTES
+    (tmp_path / "v" / "mine.txt").touch()
+    held.remove()
+    assert [file.name for file in (tmp_path / "v").iterdir()] == ["mine.txt"]
+
+
 @pytest.mark.parametrize(
     "arguments, line",
     [
@@ -163,6 +174,7 @@ def test_other_data_starts_anew(folder, tmp_path):
         (["--train_data_dir", "no/such"], "train_data_dir: no folder no/such"),
         (["--train_data_dir", "{tmp}/empty"], "no metadata.jsonl or metadata.csv"),
         (["--train_data_dir", "{data}", "--permutations", "-1"], "--permutations: must be from 0 to 10000, got -1"),
+        (["--train_data_dir", "{data}", "--poisoning_ratio", "nan"], "--poisoning_ratio: must be a finite number"),
         (["--train_data_dir", "{data}", "--output_dir", "{data}/metadata.jsonl"], "is no folder"),
         (["--train_data_dir", "{data}", "--output_dir", "{data}/out"], "lies in the data, which must not change"),
     ],
