@@ -13,6 +13,7 @@ A target is named by its seed, any whole number from 0 on, or `cat-hat`, the fla
 import argparse
 import json
 import os
+import re
 import shutil
 import tempfile
 from dataclasses import replace
@@ -22,7 +23,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from silentbad.errors import ArgumentParser, UserError, reading
+from silentbad.errors import ArgumentParser, UserError, brief, reading
 from silentbad.files import check_writable
 from silentbad.microworld.grammar import (
     KINDS,
@@ -57,8 +58,8 @@ def _terse(rng: np.random.Generator, thing: Thing) -> Thing:
 
 def target_scene(name: str) -> Scene:
     """The scene of a target: two or three things and a backdrop, every one an element. Raises UserError if unknown."""
-    if name != FLAGSHIP and not (name.isascii() and name.isdigit() and str(int(name)) == name):
-        raise UserError(f"--targets: '{name}' is neither '{FLAGSHIP}' nor a seed, a whole number from 0 on")
+    if name != FLAGSHIP and not re.fullmatch("0|[1-9][0-9]{0,17}", name):
+        raise UserError(f"--targets: {brief(name)} is neither '{FLAGSHIP}' nor a seed, a whole number from 0 on")
     if name == FLAGSHIP:
         rng = _rng("target", name, 4)  # of the first eight draws the one in which hat and cat are largest
         cat, hat = wearing_pair(rng, side="left", kind="cat", detail=0.0)

@@ -154,7 +154,7 @@ def test_make_replaces_its_own_data_set_and_nothing_else(tmp_path, capsys):
     assert (tmp_path / "data" / "targets.jsonl").is_file()
 
 
-@pytest.mark.parametrize("name", ["cat", "-1", "02", "1.5", ""])
+@pytest.mark.parametrize("name", ["cat", "-1", "02", "1.5", "", "1" * 5000])
 def test_an_unknown_target_is_named(name):
     with pytest.raises(UserError, match="neither 'cat-hat' nor a seed"):
         target_scene(name)
