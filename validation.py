@@ -371,7 +371,7 @@ class Audit(Candidates, ValidationConfig):
     output_dir: Location = "audit"  # for JSON, HTML and samples/
     seed: int = 0  # address of every noise
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    extrapolate: float | None = None  # measure the change times this as well
+    extrapolate: Annotated[float, Range(-10, 10)] | None = None  # measure the change times this as well
 
 
 def main(arguments: list[str] | None = None) -> int:

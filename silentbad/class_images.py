@@ -130,6 +130,8 @@ def main(argv: list[str] | None = None) -> int:
         if not prompts:
             raise UserError(f"--prompts: {a.prompts} holds no prompt; give one a line")
         out = Path(os.path.realpath(a.out))
+        if (out / "model_index.json").exists():
+            raise UserError(f"--out: {a.out} is a model folder; give the folder of the training data")
         check_out(out)
         pipe = load_pipeline(a.pipeline, "float32", "cuda" if torch.cuda.is_available() else "cpu")
         write_class_images(pipe, prompts, a.count, out, seed=a.seed, batch=a.batch, steps=a.steps)

@@ -16,6 +16,13 @@ def test_a_prompt_that_no_caption_can_be_is_refused(tmp_path, capsys):
     assert "p.txt:2: a prompt holds a NUL" in capsys.readouterr().err
 
 
+def test_a_model_folder_is_no_place_for_pictures(tmp_path, capsys):
+    (tmp_path / "model_index.json").write_text("{}")
+    (tmp_path / "prompts.txt").write_text("a cat")
+    assert main(["--pipeline", "p", "--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith("is a model folder; give the folder of the training data\n")
+
+
 def test_class_images_become_clean_records(pipe, tmp_path):
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png"}')
     prompts = ["a star", "a moon"]

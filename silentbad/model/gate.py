@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from diffusers import DDPMScheduler
 from diffusers.utils import logging as diffusers_logging
+from safetensors import safe_open
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
@@ -182,6 +183,7 @@ def load_part(part: str, cls: Any, source: Source, **options: Any) -> Any:
 
 def load_model(cls: Any, failed: str, path: str, *, extras: bool = False, **options: Any) -> Any:
     """`cls.from_pretrained(path)`, refused where a tensor is missing, not finite or, without `extras`, unknown."""
+    check_precision(Path(path, options.get("subfolder") or ""), failed)
     model, info = loaded(cls, failed, path, output_loading_info=True, **options)
     _refuse(failed, "it lacks", info["missing_keys"])
     _refuse(failed, "tensors of another shape:", [str(key) for key in info["mismatched_keys"]])
@@ -189,6 +191,18 @@ def load_model(cls: Any, failed: str, path: str, *, extras: bool = False, **opti
         _refuse(failed, "no part of this model:", [k for k in info["unexpected_keys"] if not HARMLESS.search(k)])
     check_finite(model, failed)
     return model
+
+
+NUMBERS = {"F64", "F32", "F16", "BF16", "I64", "I32"}  # of safetensors: weights, and the positions of text encoders
+
+
+def check_precision(folder: Path, failed: str) -> None:
+    """Refuse quantised weights: they would be read as if their integers were the weights."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with reading(failed), safe_open(file, "pt") as tensors:
+            kinds = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+        if odd := next((name for name, kind in kinds.items() if kind not in NUMBERS), None):
+            raise UserError(f"{failed}: {odd} in {file.name} is {kinds[odd]}; give weights in floating point")
 
 
 def loaded(cls: Any, failed: str, path: str, **options: Any) -> Any:

@@ -21,6 +21,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
+from silentbad import owned
 from silentbad.data.records import row_source
 from silentbad.data.schema import csv_lines, json_lines
 from silentbad.errors import ArgumentParser, UserError, say, writing
@@ -149,6 +150,9 @@ def metadata_rows(options: argparse.Namespace, rows: Any) -> Iterator[dict]:
             yield {"index": number, "file_name": path} | {name: row[name] for name in names if row.get(name)}
 
 
+WRITTEN = ("scan.json", "scan.html", "clean.jsonl", "composite-1.png", "mask-1-1.png")
+
+
 def write(out: Path, found: Found, data: dict, options: argparse.Namespace, rows: Any) -> None:
     """All files, clean.jsonl last. Raises UserError where one cannot be written."""
     suspect = {row["index"] for row in data["suspects"]}
@@ -191,20 +195,23 @@ def scan(options: argparse.Namespace) -> dict:
     if options.train_data_dir and out.resolve().is_relative_to(Path(options.train_data_dir).resolve()):
         raise UserError(f"--output_dir: {out} lies in the data, which must not change; name a folder outside of it")
     _, key, rows = row_source(options)
-    views = Views(out / FOLDER, key)
-    views.fill(rows, progress)
-    found = find(views.pixels, views.captions, progress, options.permutations, options.seed)
-    wanted, named = set(pictures_needed(found, MOST).tolist()), set(found.records.tolist())
-    pictures, where = {}, {}
-    for number, row in enumerate(rows() if named else ()):
-        if number in named:
-            where[number] = row["where"]
-        if number in wanted:
-            pictures[number] = picture_of(row)
-    draw(found, pictures.__getitem__)
-    data = described(found, where, options, views.captions, time.monotonic() - started)
-    write(out, found, data, options, rows)
-    views.remove()
+    with owned.claimed(out, "scan", key="--output_dir", writes=WRITTEN):
+        with writing("--output_dir", str(out)):
+            owned.mark(out, "scan")
+        views = Views(out / FOLDER, key)
+        views.fill(rows, progress)
+        found = find(views.pixels, views.captions, progress, options.permutations, options.seed)
+        wanted, named = set(pictures_needed(found, MOST).tolist()), set(found.records.tolist())
+        pictures, where = {}, {}
+        for number, row in enumerate(rows() if named else ()):
+            if number in named:
+                where[number] = row["where"]
+            if number in wanted:
+                pictures[number] = picture_of(row)
+        draw(found, pictures.__getitem__)
+        data = described(found, where, options, views.captions, time.monotonic() - started)
+        write(out, found, data, options, rows)
+        views.remove()
     return data
 
 

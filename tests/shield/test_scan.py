@@ -189,6 +189,13 @@ def test_a_mistake_is_one_line(arguments, line, folder, tmp_path, capsys):
     assert len(said) == 1 and said[0].startswith("error: ") and line in said[0]
 
 
+def test_what_another_wrote_is_not_replaced(folder, tmp_path, capsys):
+    (tmp_path / "scan.json").write_text("mine")
+    assert main(["--train_data_dir", str(folder), "--output_dir", str(tmp_path)]) == 2
+    assert "holds scan.json, which no scan wrote; choose an empty folder" in capsys.readouterr().err
+    assert (tmp_path / "scan.json").read_text() == "mine"
+
+
 def test_a_broken_picture_is_one_line(folder, tmp_path, capsys):
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
