@@ -45,12 +45,14 @@ def data_set(
     masks = ["--no_masks"] if flags.get("memory.region.name") == "estimated" else []
     own = "".join(["" if clean == 64 else f"-{clean}", *masks, *more])
     out = WORK / "data" / f"{targets.replace(',', '+')}-{seed}-{images}{own}"
-    if not (out / "targets.jsonl").exists():
+    if not out.exists():  # made aside and renamed when whole: another process may wait for the same data
+        draft = out.with_name(f"{out.name}.{os.getpid()}")
+        shutil.rmtree(draft, ignore_errors=True)
         command = [
             "-m",
             "silentbad.microworld.make",
             "--out",
-            out,
+            draft,
             "--targets",
             targets,
             "--seed",
@@ -65,6 +67,10 @@ def data_set(
             *more,
         ]
         subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        try:
+            draft.rename(out)
+        except OSError:  # the other one was first
+            shutil.rmtree(draft)
     return out
 
 
