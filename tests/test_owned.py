@@ -134,6 +134,10 @@ def test_a_folder_that_stays_empty_goes_again(tmp_path):
     assert list(tmp_path.iterdir()) == []
     with owned.claimed(tmp_path / "a" / "b", "training"):
         owned.mark(tmp_path / "a" / "b", "training")
+    assert list(tmp_path.iterdir()) == []
+    with owned.claimed(tmp_path / "a" / "b", "training"):
+        owned.mark(tmp_path / "a" / "b", "training")
+        (tmp_path / "a" / "b" / "kept").touch()
     assert owned.kind_of(tmp_path / "a" / "b") == "training"
 
 

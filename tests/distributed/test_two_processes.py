@@ -101,7 +101,7 @@ def watch(argv: list[str]) -> None:
 
     def finish(run):
         done(run)
-        weights = pipeline.whole_parts(run.parts).unet.state_dict()
+        weights = pipeline.whole_parts(run.parts).backbone.state_dict()
         own = sum(getattr(p, "_local_tensor", p).numel() for p in run.parts.backbone.parameters())
         torch.save({"weights": weights, "own": own, "drawn": drawn}, out.parent / f"{out.name}-seen-{rank}.pt")
 

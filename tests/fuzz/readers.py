@@ -20,6 +20,7 @@ from silentbad.files import sealed
 from silentbad.microworld.embedder import MicroEmbedder
 from silentbad.model import gate, lora, pipeline, store
 from silentbad.model.denoiser import Denoiser
+from silentbad.model.families import FAMILIES
 from silentbad.recovery import report
 from silentbad.recovery.embedders import load_embedder
 from silentbad.recovery.record import Record
@@ -90,6 +91,9 @@ def layout(root: Path) -> Any:
     )
 
 
+FAMILY = FAMILIES["StableDiffusionPipeline"]
+
+
 def redraws(root: Path) -> Any:
     return load_redraws(root / "data", load_targets(root / "data"), decode=True)
 
@@ -99,11 +103,11 @@ def yaml_file(root: Path) -> Any:
 
 
 def schedule(root: Path) -> Any:
-    return pipeline.schedule(source(root))
+    return pipeline.schedule(source(root), FAMILY)
 
 
 def tokenizer(root: Path) -> Any:
-    return pipeline.tokenizer_of("tokenizer", source(root))
+    return pipeline.tokenizer_of("tokenizer", FAMILY.tokenizer["tokenizer"], source(root))
 
 
 def shards(root: Path) -> Any:
