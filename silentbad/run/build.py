@@ -192,14 +192,7 @@ def build(
         config.lr_scheduler, optimizer, num_warmup_steps=config.lr_warmup_steps, num_training_steps=total
     )  # not prepared: one step an update, whatever the number of processes
     control.attach(optimizer, lr_scheduler)
-    zero = Zero(parts.model, optimizer) if sharded == "DEEPSPEED" else None
-    if zero is not None:
-        model = accelerator.prepare_model(parts.model, evaluation_mode=True)  # its autocast, not its DDP
-        optimizer, forward = zero, zero.engine
-    else:
-        model = parts.model if sharded else accelerator.prepare(parts.model)
-        optimizer = accelerator.prepare(optimizer)
-        forward = denoiser.training_forward(model, config)
+    model, forward, optimizer, zero = prepared(parts.model, optimizer, config, accelerator, sharded)
     # -- what is shown, and how it is weighed
     step = checks.bucket_step(config, side, pipeline.side_factor(parts.family, parts.backbone, parts.vae))
     transform = Transform.of(config, side, step)
@@ -223,21 +216,7 @@ def build(
     rows = np.arange(len(records)) if records.rows is None else records.rows
     guards.start(Setting(rows, access, parts.noise_scheduler, control.params, side, config.seed), sharded)
     rehearse = None if config.memory.rehearsal.name == "none" else memory.rehearse
-    cached = None
-    if config.disk_cache_gb:
-        show, composes = accelerator.is_local_main_process, rehearse is not None
-        blank = bool(roles.dropout(config.memory)) or config.token_warmup_step > 0
-        cached = Cached(encoder, reader, config, composes=composes, blank=blank, show=show, say=accelerator.print)
-        encoder.read_from(cached)
-    draws = Draws(
-        reader,
-        shuffle=config.shuffle_phrases,
-        dropout=roles.dropout(config.memory),
-        warmup=(config.token_warmup_min, config.token_warmup_step),
-        rehearse=rehearse,
-        hidden=Hidden(guards.hidden, 2 ** (len(parts.vae.config.block_out_channels) - 1)),
-        unseen=None if cached is None or rehearse is not None else cached.posterior >= 0,
-    )
+    draws = draws_of(config, reader, encoder, rehearse, guards, parts, accelerator)
     stream = Stream(guards.epoch(memory.epochs.epoch), batches)
     loader = Loader(
         draws,
@@ -310,6 +289,45 @@ def build(
             target_ids=[target.target_id for target in targets],
             results=lambda: [asdict(row) for row in hook.summary()] if hook is not None and hook.history else [],
         ),
+    )
+
+
+def prepared(
+    model: Any, optimizer: Any, config: Any, accelerator: Accelerator, sharded: str
+) -> tuple[Any, Callable[..., Any], Any, Zero | None]:
+    """(model, its forward in training, optimizer, ZeRO's engine or None), as this number of processes needs them."""
+    if sharded == "DEEPSPEED":
+        zero = Zero(model, optimizer)
+        return accelerator.prepare_model(model, evaluation_mode=True), zero.engine, zero, zero  # its autocast, no DDP
+    model = model if sharded else accelerator.prepare(model)
+    return model, denoiser.training_forward(model, config), accelerator.prepare(optimizer), None
+
+
+def draws_of(
+    config: Any,
+    reader: Reader,
+    encoder: Encoder,
+    rehearse: Rehearse | None,
+    guards: Guards,
+    parts: Any,
+    accelerator: Accelerator,
+) -> Draws:
+    """What a step is shown; latents and text states that a run can know beforehand are encoded now, and kept."""
+    dropout, unseen = roles.dropout(config.memory), None
+    if config.disk_cache_gb:
+        show, composes = accelerator.is_local_main_process, rehearse is not None
+        blank = bool(dropout) or config.token_warmup_step > 0
+        cached = Cached(encoder, reader, config, composes=composes, blank=blank, show=show, say=accelerator.print)
+        encoder.read_from(cached)
+        unseen = None if composes else cached.posterior >= 0
+    return Draws(
+        reader,
+        shuffle=config.shuffle_phrases,
+        dropout=dropout,
+        warmup=(config.token_warmup_min, config.token_warmup_step),
+        rehearse=rehearse,
+        hidden=Hidden(guards.hidden, 2 ** (len(parts.vae.config.block_out_channels) - 1)),
+        unseen=unseen,
     )
 
 
