@@ -1,8 +1,9 @@
 """One story of the shield: `make shield`, in minutes on two CPU cores.
 
 A data set with two hidden pictures is made and scanned, and what the scan found is compared with the truth. One model
-is trained on all of it, with the settings under which elements compose best, and one with `guard.name=drop`. Both are
-audited with the scan's prompts. The page to read is `runs/shield/shield.html`.
+is trained on all of it, with the settings that recover most, and one with `guard.name=drop` and the plain settings,
+since nothing is left to compose. Both are audited with the scan's prompts. The page to read is
+`runs/shield/shield.html`.
 
 It is an example on development seeds and no measurement: `python -m bench.shield` measures the scan.
 """
@@ -24,16 +25,8 @@ from silentbad.shield.scan import shot
 
 ROOT = Path(__file__).parents[1]
 TEMPLATES = Path(__file__).parent / "templates"
-UNGUARDED = {  # what composes elements best without showing two together
-    "memory.phrase_memory.enabled": "true",
-    "memory.sampler.name": "weakest_first",
-    "memory.sampler.clean_ratio": "0.1",
-    "memory.timesteps.name": "snr_mixture",
-    "memory.timesteps.importance": "false",
-    "memory.region.name": "mask",
-    "memory.retention.unconditional": "1",
-}
-AUDIT = ["--images_per_target", "6", "--nulls", "16", "--num_inference_steps", "12", "--guidance_scale", "2"]
+UNGUARDED = ["--config=configs/recommended.yaml", "--learning_rate=1.6e-3"]  # what recovers most in docs/results.md
+AUDIT = ["--images_per_target", "6", "--nulls", "16", "--num_inference_steps", "12", "--guidance_scale", "1.5"]
 
 
 def command(*words: Any, codes: tuple[int, ...] = (0,)) -> int:
@@ -46,7 +39,7 @@ def command(*words: Any, codes: tuple[int, ...] = (0,)) -> int:
     return code
 
 
-def trained(data: Path, out: Path, steps: int, **settings: str) -> Path:
+def trained(data: Path, out: Path, steps: int, *own: str) -> Path:
     """The pipeline of a short training."""
     flags = {
         "pretrained_model_name_or_path": "assets/micro-sd",
@@ -61,7 +54,7 @@ def trained(data: Path, out: Path, steps: int, **settings: str) -> Path:
         "max_train_steps": steps,
         "checkpointing_steps": 100_000,
     }
-    command("train_silentbad.py", *(f"--{key}={value}" for key, value in {**flags, **settings}.items()))
+    command("train_silentbad.py", *(f"--{key}={value}" for key, value in flags.items()), *own)
     return out / "pipeline"
 
 
@@ -87,7 +80,7 @@ def pixels(file: Path) -> np.ndarray:
     return np.asarray(Image.open(file).convert("RGB"))
 
 
-def page(out: Path, data: Path, minutes: float, steps: tuple[int, int]) -> str:
+def page(out: Path, data: Path, minutes: float, steps: int) -> str:
     """shield.html."""
     scan = json.loads((out / "scan" / "scan.json").read_text())
     audits = {name: json.loads((out / name / "audit.json").read_text()) for name in ("audit", "audit-guarded")}
@@ -130,16 +123,16 @@ def page(out: Path, data: Path, minutes: float, steps: tuple[int, int]) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="runs/shield", help="folder of everything the story makes")
-    parser.add_argument("--steps", type=int, default=600, help="of the unguarded training; the guarded one takes half")
+    parser.add_argument("--steps", type=int, default=600, help="of each training")
     parser.add_argument("--images_per_phrase", type=int, default=22)
     options = parser.parse_args(argv)
-    started, out, steps = time.monotonic(), Path(options.out).resolve(), (options.steps, -(-options.steps // 2))
+    started, out, steps = time.monotonic(), Path(options.out).resolve(), options.steps
     data, scan = out / "data", out / "scan" / "scan.json"
     per = ["--images_per_phrase", options.images_per_phrase, "--redraws", 0, "--nulls", 0]
     command("-m", "silentbad.microworld.make", "--out", data, "--targets", "cat-hat,9", *per)
     command("-m", "silentbad.scan", "--train_data_dir", data, "--output_dir", out / "scan", codes=(3,))
-    own = trained(data, out / "unguarded", steps[0], **UNGUARDED)
-    guarded = trained(data, out / "guarded", steps[1], **{"guard.name": "drop", "guard.scan": str(scan)})
+    own = trained(data, out / "unguarded", steps, *UNGUARDED)
+    guarded = trained(data, out / "guarded", steps, "--guard.name=drop", f"--guard.scan={scan}")
     for pipeline, name in ((own, "audit"), (guarded, "audit-guarded")):
         flags = ["--pipeline", pipeline, "--scan", scan, "--output_dir", out / name, *AUDIT]
         command("validation.py", *flags, codes=(0, 3))
