@@ -197,7 +197,8 @@ def readme(results: Results, language: Language) -> str:
     arms = published_arms(results)
     if not arms:
         return words("No reported run is stored yet.", language) + "\n"
-    cells = [[*(line[key] for key in README_CELLS.values()), line[SOONER] or "1"] for line in arms.values()]
+    shown = [line for arm, line in arms.items() if "placebo" not in arm]
+    cells = [[*(line[key] for key in README_CELLS.values()), line[SOONER] or "1"] for line in shown]
     head = [*README_CELLS, "times sooner"]
     best, plain, replay = (arms[f"`{name}`"] for name in ("recommended", "plain", "replay"))
     if language == "en":
