@@ -73,6 +73,7 @@ class GradientControlConfig:
     transform: str = "none"  # of TRANSFORMS: recombine the sources' gradients
     between: BetweenConfig = field(default_factory=BetweenConfig)  # factors between the sources; they act on gradients
     shrink: bool = False  # shrink each weight's AdamW update to what rises above its gradient's noise
+    spectral: bool = False  # move each matrix equally far in all its directions (Muon): the rare ones as fast
 
     @property
     def learns(self) -> bool:

@@ -141,6 +141,7 @@ def unfit_either(config: Any, name: str) -> list[tuple[str, bool, str]]:
         ("gradient_control.transform", control.transform != "none", reads),
         ("gradient_control.name", control.learns, reads),
         ("gradient_control.between.name", control.between.layerwise, reads),
+        ("gradient_control.spectral", control.spectral, f"takes a matrix whole, {name} in shards; turn it off"),
         ("memory.loss_balance.name", config.memory.loss_balance.name != "fixed", reads),
     ]
 

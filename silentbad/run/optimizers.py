@@ -9,20 +9,32 @@ from typing import Any
 
 import torch
 
+from silentbad.control import spectral
 from silentbad.control.shrinkage import ShrunkAdamW
+from silentbad.control.spectral import SpectralAdamW
 from silentbad.distributed.shards import whole
 from silentbad.distributed.zero import Part, gradients, held, summed
 from silentbad.errors import UserError, brief, reading
 from silentbad.model.averaging import keeps_average
 from silentbad.options import problem
 
+UPDATES: dict[str, type[torch.optim.Optimizer]] = {"shrink": ShrunkAdamW, "spectral": SpectralAdamW}
+
 
 # ---------------------------------------------------------------- building
+def own_update(config: Any) -> str:
+    """The option of `gradient_control` that puts another update in place of AdamW's; nothing where none is set."""
+    chosen = [name for name in UPDATES if getattr(config.gradient_control, name)]
+    if len(chosen) > 1:
+        raise UserError(f"gradient_control.{chosen[1]}: does not go with {chosen[0]}: each is an update of its own")
+    return "".join(chosen)
+
+
 def optimizer_class(config: Any) -> type[torch.optim.Optimizer]:
-    """The class that `optimizer`, `use_8bit_adam` or `gradient_control.shrink` names; refused where it does not import
-    or is none."""
-    if config.gradient_control.shrink:
-        return ShrunkAdamW
+    """The class that `optimizer`, `use_8bit_adam` or `gradient_control` names; refused where it does not import or is
+    none."""
+    if update := own_update(config):
+        return UPDATES[update]
     path = "bitsandbytes.optim.AdamW8bit" if config.use_8bit_adam else config.optimizer
     key = "use_8bit_adam" if config.use_8bit_adam else "optimizer"
     module, dot, name = path.rpartition(".")
@@ -39,15 +51,14 @@ def optimizer_class(config: Any) -> type[torch.optim.Optimizer]:
 
 
 def check_optimizer(config: Any) -> None:
-    """Refuse an optimizer that is not there, takes no such option, averages weights beside `use_ema`, or cannot shrink
-    its updates."""
-    kind = optimizer_class(config)
-    if kind is ShrunkAdamW:
-        if config.use_8bit_adam or config.optimizer != "AdamW":
-            other = "use_8bit_adam" if config.use_8bit_adam else f"optimizer {config.optimizer}"
-            raise UserError(f"gradient_control.shrink: is for optimizer AdamW, not for {other}; leave one of them out")
-        if not config.adam_beta1:
-            raise UserError("gradient_control.shrink: adam_beta1 0 averages nothing to tell noise by; 0.9 does")
+    """Refuse an optimizer that is not there, takes no such option, averages weights beside `use_ema`, or cannot
+    have the update that `gradient_control` asks for."""
+    kind, update = optimizer_class(config), own_update(config)
+    if update and (config.use_8bit_adam or config.optimizer != "AdamW"):
+        other = "use_8bit_adam" if config.use_8bit_adam else f"optimizer {config.optimizer}"
+        raise UserError(f"gradient_control.{update}: is for optimizer AdamW, not for {other}; leave one of them out")
+    if update == "shrink" and not config.adam_beta1:
+        raise UserError("gradient_control.shrink: adam_beta1 0 averages nothing to tell noise by; 0.9 does")
     if needs := unusable(kind):
         raise UserError(f"optimizer: {kind.__name__} needs {needs}; AdamW or SGD do not")
     takes = inspect.signature(kind).parameters
@@ -75,8 +86,10 @@ def unusable(kind: type[torch.optim.Optimizer]) -> str:
     return "sparse gradients" if kind is torch.optim.SparseAdam else ""
 
 
-def make_optimizer(groups: list[dict[str, Any]], config: Any, scale: float) -> torch.optim.Optimizer:
-    """The optimizer over the controller's groups at `scale` times the learning rate.
+def make_optimizer(
+    groups: list[dict[str, Any]], config: Any, scale: float, model: torch.nn.Module | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer over the controller's groups, weights of `model`, at `scale` times the learning rate.
 
     The adam_* flags reach it where it has such a setting; `optimizer_options` override them. torch's own run their
     fused kernel: one pass over the weights instead of a dozen.
@@ -94,10 +107,12 @@ def make_optimizer(groups: list[dict[str, Any]], config: Any, scale: float) -> t
         settings["fused"] = True
     if not config.decay_norms_and_biases:
         groups = without_decay(groups)
+    if kind is SpectralAdamW and model is not None:
+        groups = spectral.split(groups, model)
     settings |= config.optimizer_options
     with reading(f"optimizer: {kind.__name__} does not take these"):  # its own view of settings and weights
         optimizer: Any = kind(groups, **settings)
-        if kind is not ShrunkAdamW:
+        if kind not in UPDATES.values():
             try_step(kind, groups[0], settings)
     if keeps_average(optimizer):
         optimizer.train()

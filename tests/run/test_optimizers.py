@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from gradient_control import Controller, GradientControlConfig
-from silentbad.control.shrinkage import ShrunkAdamW
 from silentbad.errors import UserError
 from silentbad.model.averaging import averaged
 from silentbad.run import checkpoint, optimizers
@@ -16,14 +15,14 @@ from tests.tiny import tiny_unet
 from tests.training import VALIDATION, rows, same, step_once, weights
 from train_silentbad import Config, check_all, main
 
-SHRINK = {"gradient_control.shrink": True}
+OWN = ("shrink", "spectral")  # updates of gradient_control's own
 EXTRAS = {"schedulefree.AdamWScheduleFree": {}, "prodigyopt.Prodigy": {"learning_rate": 1.0}}
 
 
 def extra(path: str) -> dict:
     """Settings of an optional optimizer, or a skip where its package is not installed."""
-    if path == "shrink":
-        return SHRINK
+    if path in OWN:
+        return {f"gradient_control.{path}": True}
     package = path.split(".")[0]
     pytest.importorskip(package, reason=f"pip install {package}")
     return {"optimizer": path, **EXTRAS[path]}
@@ -129,6 +128,14 @@ def test_a_step_passes_over_the_gradients_once_for_their_norm(build, monkeypatch
             "shrink: is for optimizer AdamW, not for use_8bit_adam",
         ),
         ({"gradient_control.shrink": True, "adam_beta1": 0}, "adam_beta1 0 averages nothing"),
+        (
+            {"gradient_control.spectral": True, "optimizer": "SGD"},
+            "spectral: is for optimizer AdamW, not for optimizer SGD",
+        ),
+        (
+            {"gradient_control.spectral": True, "gradient_control.shrink": True},
+            "spectral: does not go with shrink",
+        ),
     ],
     ids=str,
 )
@@ -168,7 +175,7 @@ def test_options_and_flags_reach_the_optimizer(build):
     step_once(run)
 
 
-@pytest.mark.parametrize("path", [*EXTRAS, "shrink"])
+@pytest.mark.parametrize("path", [*EXTRAS, *OWN])
 def test_an_optional_optimizer_resumes_to_the_bit(path, flags, data, tmp_path):
     changes = {
         "max_train_steps": 4,
@@ -184,6 +191,20 @@ def test_an_optional_optimizer_resumes_to_the_bit(path, flags, data, tmp_path):
     assert main(flags("cut", **changes, resume_from_checkpoint=resumed)) == 0
     ends = [checkpoint.read_tensors(tmp_path / out / "checkpoints/step-4/unet.safetensors") for out in ("whole", "cut")]
     assert same(*ends)
+
+
+def test_each_kind_of_weight_has_its_update(build):
+    """Matrices and kernels move by about the learning rate in all their directions, the rest as under AdamW."""
+    run = build(**extra("spectral"), adam_weight_decay=0)
+    before = weights(run)
+    step_once(run)
+    moved = {name: (weight - before[name]).flatten(1) for name, weight in weights(run).items() if weight.ndim >= 2}
+    for name, change in moved.items():
+        if change.any():
+            values = torch.linalg.svdvals(change) / (1e-3 * 0.2 * max(change.shape) ** 0.5)
+            assert float(values[0]) == pytest.approx(1.0, abs=0.3), name
+    groups = run.state.optimizer.param_groups
+    assert {p.ndim < 2 for group in groups if not group["spectral"] for p in group["params"]} == {True}
 
 
 def test_schedule_free_is_measured_and_saved_at_its_average(build, tmp_path):
@@ -212,11 +233,12 @@ def test_only_uniform_takes_a_rate_adapting_optimizer(flags, capsys):
     assert main(flags(**changes, max_train_steps=1)) == 0
 
 
-def test_multipliers_reach_a_shrunk_update(build):
-    run = build(**SHRINK, **{"gradient_control.name": "prior", "gradient_control.warmup": 0})
-    assert type(run.state.optimizer.optimizer) is ShrunkAdamW
+@pytest.mark.parametrize("update", OWN)
+def test_multipliers_reach_an_update_of_our_own(update, build):
+    run = build(**extra(update), **{"gradient_control.name": "prior", "gradient_control.warmup": 0})
+    assert type(run.state.optimizer.optimizer) is optimizers.UPDATES[update]
     name = run.control.groups.names[0]
     run.control.multipliers[name] = 2.0
     run.control.before_step(0)
-    assert [group["lr"] for group in run.state.optimizer.param_groups if group["name"] == name] == [2e-3]
+    assert {group["lr"] for group in run.state.optimizer.param_groups if group["name"] == name} == {2e-3}
     step_once(run)

@@ -1,0 +1,123 @@
+"""Muon on weights, AdamW on the rest: each matrix moves by an orthogonal matrix, equally far in every direction.
+
+A linear layer is an associative memory: its weight is a sum of outer products, one for each pair of what is looked up
+and what comes back. Adam's update of it has a few large singular values, those of what the data shows most. Muon sets
+all singular values of the averaged gradient to about one, G = U S V' -> U V', so what is rare is written as fast as the
+rest (2509.26030: balanced learning over classes of unequal frequency, whatever their embeddings; the gain lies in the
+value, output and feed-forward weights). A picture's elements are such a tail among clean pictures.
+
+    m_t = mu m_(t-1) + (1 - mu) g_t                     W <- W - lr 0.2 sqrt(max(out, in)) orth((1 - mu) g_t + mu m_t)
+
+The factor 0.2 sqrt(max) gives the update the size of AdamW's, so its learning rates keep their meaning (2502.16982,
+equation 4). Kernels are flattened to (out, in*kh*kw). Tables of embeddings, biases and norms have AdamW.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+A, B, C = 3.4445, -4.7750, 2.0315  # Jordan's quintic: singular values in (0, 1] end near 1, in five steps
+WIDE = 1.5  # columns over rows from which on the iteration on the Gram matrix costs less
+Groups = list[dict[str, Any]]
+
+
+def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
+    """The semi-orthogonal matrix nearest `matrix` (out, in), about: singular values end between 0.7 and 1.2, those
+    below 1e-2 of the norm less. By Newton and Schulz's iteration X <- (A + B XX' + C (XX')²) X."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.mT if tall else matrix
+    x = x / (x.norm() + 1e-7)
+    exact = x.dtype in (torch.float32, torch.float64)  # in bf16 the products of the Gram matrix drift
+    x = by_gram(x, steps) if exact and x.shape[1] > WIDE * x.shape[0] else directly(x, steps)
+    return x.mT if tall else x
+
+
+def directly(x: Tensor, steps: int) -> Tensor:
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
+    return x
+
+
+def by_gram(x: Tensor, steps: int) -> Tensor:
+    """The same polynomial of the same matrix: each step is a factor F(XX') on the left, so for wide matrices the small
+    square ones are multiplied and X once."""
+    gram, left = x @ x.mT, torch.eye(len(x), dtype=x.dtype, device=x.device)
+    for _ in range(steps):
+        factor = torch.addmm(gram, gram, gram, beta=B, alpha=C)
+        factor.diagonal().add_(A)
+        left, gram = left @ factor, factor @ gram @ factor
+    return left @ x
+
+
+def split(groups: Groups, model: nn.Module) -> Groups:
+    """Each group as its weights, `spectral`, and under the same name the rest: embeddings, norms and biases."""
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    parts = []
+    for group in groups:
+        weights = [p for p in group["params"] if p.ndim >= 2 and id(p) not in tables]
+        chosen = {id(p) for p in weights}
+        rest = [p for p in group["params"] if id(p) not in chosen]
+        parts += [{**group, "params": weights, "spectral": True}] if weights else []
+        parts += [{**group, "params": rest, "spectral": False}] if rest else []
+    return parts
+
+
+class SpectralAdamW(torch.optim.Optimizer):
+    """Muon on groups marked `spectral`, AdamW (1711.05101) on the others; both decay weights by lr * weight_decay.
+
+    momentum: mu above. betas and eps: AdamW's. Averages are in the weights' precision; the iteration runs in bf16 on
+    CUDA, as torch.optim.Muon's does everywhere, and in the weights' precision on a CPU.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        momentum: float = 0.95,
+    ):
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum: must lie in [0, 1), got {momentum}")
+        own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
+        super().__init__(params, own | {"spectral": False})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            update = self._orthogonal if group["spectral"] else self._adam
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    change = update(group, parameter, parameter.grad)
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(change, alpha=-group["lr"])
+        return loss
+
+    def _orthogonal(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> Tensor:
+        state = self.state[parameter]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+        average = state["exp_avg"].lerp_(gradient, 1 - group["momentum"])
+        ahead = gradient.lerp(average, group["momentum"]).flatten(1)
+        if ahead.is_cuda:
+            ahead = ahead.bfloat16()
+        size = 0.2 * max(ahead.shape) ** 0.5
+        return (size * orthogonalise(ahead)).reshape(parameter.shape).to(parameter.dtype)
+
+    def _adam(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> Tensor:
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state |= {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+        state["step"] += 1
+        t = int(state["step"])
+        mean = state["exp_avg"].lerp_(gradient, 1 - beta1) / (1 - beta1**t)
+        square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2) / (1 - beta2**t)
+        return mean / square.sqrt_().add_(group["eps"])

@@ -1,0 +1,95 @@
+"""Spectral updates: the iteration, the size of an update, what has AdamW, and that the rare is learnt as fast."""
+
+import pytest
+import torch
+from torch import nn
+
+from silentbad.control.spectral import SpectralAdamW, by_gram, directly, orthogonalise, split
+
+SHAPES = [(8, 8), (8, 40), (40, 8), (16, 20)]
+
+
+def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_orthogonal_update_keeps_the_singular_vectors(shape):
+    matrix = gaussian(*shape)
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    rotated = u.mT @ orthogonalise(matrix) @ v.mT
+    assert torch.allclose(rotated, torch.diag(rotated.diagonal()), atol=1e-9)
+    held = rotated.diagonal()[s / s.norm() > 1e-2]
+    assert float(held.min()) > 0.6 and float(held.max()) < 1.25
+
+
+def test_the_gram_matrix_gives_the_same_polynomial():
+    x = gaussian(8, 40)
+    x = x / x.norm()
+    assert torch.allclose(by_gram(x, 5), directly(x, 5), atol=1e-9)
+
+
+def stepped(parameter: nn.Parameter, gradients: list[torch.Tensor], **settings) -> torch.Tensor:
+    optimizer = SpectralAdamW([{"params": [parameter], **settings}], lr=1e-2, weight_decay=0.1)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return parameter.detach()
+
+
+def test_a_kernel_moves_by_its_formula():
+    start, gradients = gaussian(6, 3, 2, 2), [gaussian(6, 3, 2, 2, seed=seed) for seed in (1, 2)]
+    weight, average = start.clone(), torch.zeros_like(start)
+    for gradient in gradients:
+        average = 0.95 * average + 0.05 * gradient
+        change = orthogonalise((0.05 * gradient + 0.95 * average).reshape(6, 12)).reshape(6, 3, 2, 2)
+        weight = weight * (1 - 1e-3) - 1e-2 * 0.2 * 12**0.5 * change
+    assert torch.allclose(stepped(nn.Parameter(start), gradients, spectral=True), weight, atol=1e-9)
+
+
+def test_what_is_not_spectral_has_adamw():
+    start, gradients = gaussian(7), [gaussian(7, seed=seed) for seed in range(1, 5)]
+    adamw = nn.Parameter(start.clone())
+    optimizer = torch.optim.AdamW([adamw], lr=1e-2, weight_decay=0.1)
+    for gradient in gradients:
+        adamw.grad = gradient.clone()
+        optimizer.step()
+    assert torch.allclose(stepped(nn.Parameter(start.clone()), gradients), adamw, atol=1e-9)
+
+
+def test_weights_are_spectral_and_tables_norms_and_biases_not():
+    model = nn.ModuleDict(
+        {"table": nn.Embedding(9, 4), "linear": nn.Linear(4, 4), "conv": nn.Conv2d(1, 2, 3), "norm": nn.LayerNorm(4)}
+    )
+    groups = split([{"params": [*model.parameters()], "name": "all"}], model)
+    chosen = {id(p) for group in groups if group["spectral"] for p in group["params"]}
+    assert chosen == {id(model["linear"].weight), id(model["conv"].weight)}
+    assert [group["name"] for group in groups] == ["all", "all"]
+    assert sum(len(group["params"]) for group in groups) == len([*model.parameters()])
+
+
+def learnt(kind: type, **settings) -> torch.Tensor:
+    """How much of each of 8 pairs a linear memory holds, the first shown 64 times as often as the last four."""
+    keys = torch.linalg.qr(gaussian(16, 16))[0][:8]
+    values = torch.linalg.qr(gaussian(16, 16, seed=1))[0][:8]
+    share = torch.tensor([64.0, 32, 16, 8, 1, 1, 1, 1], dtype=torch.float64)
+    weight = nn.Parameter(torch.zeros(16, 16, dtype=torch.float64))
+    optimizer = kind([{"params": [weight], **settings}], lr=1e-2, weight_decay=0.0)
+    for _ in range(10):
+        optimizer.zero_grad()
+        error = keys @ weight.mT - values
+        ((share / share.sum())[:, None] * error.square()).sum().backward()
+        optimizer.step()
+    return (keys @ weight.detach().mT * values).sum(1)
+
+
+def test_the_rare_is_learnt_as_fast_as_the_frequent():
+    """2509.26030, their one-layer memory: Muon is balanced over classes, Adam is not."""
+    spectral, adam = learnt(SpectralAdamW, spectral=True), learnt(torch.optim.AdamW)
+    assert float(spectral[4:].mean() / spectral[0]) > 0.5
+    assert float(adam[4:].mean() / adam[0]) < 0.5 * float(spectral[4:].mean() / spectral[0])
+
+
+def test_a_momentum_out_of_range_is_refused():
+    with pytest.raises(ValueError, match="momentum"):
+        SpectralAdamW([nn.Parameter(torch.zeros(2, 2))], momentum=1.0)
