@@ -79,11 +79,11 @@ def pairwise(
     masks: dict,
     *,
     share: Unit = 0.25,
-    elements: Small = 2,
+    elements: Small | None = 2,
     feather: NotNegative = 1.5,
 ) -> dict | None:
-    """Pictures of elements of one target laid over each other at their native places, at most k-1 in all; the mask is
-    their union.
+    """Pictures of `elements` elements of one target laid over each other at their native places, null: as many as may
+    be, k-1; the mask is their union.
 
     The larger element lies behind, or a backdrop would cover the thing that stands before it. The caption names the
     elements in shuffled order, then what else the picture behind shows, since that is still to be seen.
@@ -92,7 +92,7 @@ def pairwise(
     if i is None or float(torch.rand((), generator=g)) >= share:
         return None
     siblings = info.elements_of[info.target[i]]
-    others = shuffled([j for j in siblings if j != i], g)[: min(elements, len(siblings) - 1) - 1]
+    others = shuffled([j for j in siblings if j != i], g)[: min(elements or len(siblings), len(siblings) - 1) - 1]
     record = load(record["index"])
     own = record["mask"] or masks.get(i)
     if not others or own is None:
@@ -170,7 +170,7 @@ def pairwise_captions(
     masks: dict,
     *,
     share: Unit = 0.25,
-    elements: Small = 2,
+    elements: Small | None = 2,
     feather: NotNegative = 1.5,
     captions: Unit = 0.5,
 ) -> dict | None:
@@ -214,7 +214,7 @@ class Rehearsal:
                 raise UserError(f"memory.rehearsal: share is {share:g}; pairwise rehearsal takes at most 0.25")
             wanted = options.get("elements", 2)
             for target, elements in info.elements_of.items():
-                if len(elements) > 2:  # of fewer no union is made at all
+                if wanted and len(elements) > 2:  # of fewer no union is made at all
                     check_union(wanted, len(elements), target)
 
     def __call__(self, record: dict, address: tuple[int, int]) -> dict | None:

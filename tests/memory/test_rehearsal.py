@@ -232,6 +232,20 @@ def test_rehearsal_cap_cannot_be_configured_away():
     rehearsal.check_union(2, 3, "t0")
 
 
+def test_null_elements_are_all_but_one():
+    world = World()
+    for column in range(4):
+        picture, mask = np.zeros((16, 16, 3)), np.zeros((16, 16))
+        mask[:2, 4 * column : 4 * column + 2] = 255
+        world.add(picture, mask, ["a pink owl"], "element", "t0", "owl")
+    columns = ([r[k] for r in world.records] for k in ("role", "target_id", "element_id", "phrases"))
+    world.info = DataInfo(*columns)
+    for elements, most in ((None, 3), (2, 2)):
+        rehearse = hook(world, "pairwise", elements=elements)
+        made = [rehearse({"index": r, "role": "element"}, (d, r)) for r in range(15) for d in range(20)]
+        assert max(m["united"] for m in made if m) == (most, 4)
+
+
 def test_pairwise_works_on_estimated_masks():
     world = World(masks=False, per_element=6)
     options = {"rehearsal": "pairwise", "region": "estimated"}
