@@ -102,24 +102,33 @@ LOWER_NOISE = {
 }
 LEAK_FREE_STRONG = {**MOSTLY_ELEMENTS, **part("region", "mask", outside=0.05), **LOWER_NOISE, **UNCONDITIONAL}
 WARM = {"lr_warmup_steps": "10"}
+SPECTRAL = {"gradient_control.spectral": "true"}
+ALL_BUT_ONE = part("rehearsal", "pairwise", elements=None)
 PUBLISHED: dict[str, Flags] = {
     "plain": {},
     "clean_weight": {"memory.retention.clean_weight": "0.1"},  # the layer-uniform factor between the sources
+    "clean_weight_warm": {**WARM, "memory.retention.clean_weight": "0.1"},  # gradient control alone
     "contrast": between("contrast"),
     "contrast_placebo": between("placebo"),
     "contrast_inverse": between("contrast", power=-0.5),
     "equalise": between("equalise"),
     "replay": REPLAY,
-    "recommended": {**WARM, **PAIRWISE, **LEAK_FREE_STRONG},
-    "recommended_leak_free": {**WARM, **LEAK_FREE_STRONG},  # no picture of two elements
+    "recommended": {**WARM, **ALL_BUT_ONE, **LEAK_FREE_STRONG, **SPECTRAL},
+    "recommended_leak_free": {**WARM, **LEAK_FREE_STRONG, **SPECTRAL},  # no picture of two elements
+    "recommended_adamw": {**WARM, **PAIRWISE, **LEAK_FREE_STRONG},  # those of targets 2000-2011
+    "recommended_leak_free_adamw": {**WARM, **LEAK_FREE_STRONG},
+    "spectral": SPECTRAL,
     "recommended_first": {**REPLAY, **RECOMMENDED},  # that of the first edition
 }
 # (learning rate in units of 1e-4, optimizer steps, steps between evaluations) of each reported arm
 PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
-    "recommended": (16.0, 400, 40),
-    "plain": (8.0, 1500, 250),
+    "recommended": (40.0, 200, 20),
+    "recommended_leak_free": (40.0, 200, 20),
+    "recommended_adamw": (16.0, 400, 40),
+    "recommended_leak_free_adamw": (16.0, 400, 40),
     "replay": (8.0, 600, 100),
-    "recommended_leak_free": (16.0, 400, 40),
+    "clean_weight_warm": (16.0, 1500, 125),
+    "plain": (8.0, 1500, 250),
 }
 
 # The learning rate each arm is reported at, in units of 1e-4 (docs/protocol.md says what it was chosen by).

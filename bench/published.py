@@ -20,14 +20,14 @@ from pathlib import Path
 from tqdm import tqdm
 
 from bench.arms import PUBLISHED, PUBLISHED_AT
-from bench.published_table import REPORTED, table, tables
+from bench.published_table import FIRST_TARGETS, table, tables
 from bench.recovery import WORK, claimed, common, data_set, facts, launch, scores
 from bench.recovery_table import stored
 from silentbad.microworld.make import target_scene
 
 RESULTS = Path(__file__).parent / "results" / "published.jsonl"
 HELD_OUT = 32  # clean pictures that measure drift and are not trained on
-TARGETS = ";".join(map(str, range(REPORTED, REPORTED + 24)))
+TARGETS = ";".join(map(str, range(FIRST_TARGETS[-1], FIRST_TARGETS[-1] + 24)))
 OWN = (8.0, 600, 50)  # rate, steps and steps between evaluations of an arm that is not reported
 RUN = ("arm", "factor", "steps", "ratio", "targets", "seed")  # what names a run
 Run = tuple[str, float, int, float, str, int]

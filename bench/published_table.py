@@ -12,7 +12,7 @@ import numpy as np
 
 from silentbad.recovery.statistics import binomial_interval, bootstrap_interval
 
-REPORTED = 2000  # targets from here on are reported; below are those of development
+FIRST_TARGETS = (2000, 2100)  # first target of each block of reported targets; a later idea takes the next one
 
 
 def sustained(curve: dict[int, float], level: float = 0.5) -> int | None:
@@ -180,19 +180,28 @@ def line(key: tuple[str, float, int], runs: Runs, plain: Runs, logs: np.ndarray 
     return [*cells, ratio(logs, never), "" if p is None else f"{p:.4f}", ratio(in_seconds, never)]
 
 
-def reported_of(rows: list[dict]) -> list[dict]:
-    """The rows of reported targets."""
-    return [row for row in rows if min(map(int, row["targets"].split(","))) >= REPORTED]
+def block_of(row: dict) -> int:
+    """First target of the block that a row's targets are of; 0: development."""
+    first = min(map(int, row["targets"].split(",")))
+    return max((block for block in FIRST_TARGETS if block <= first), default=0)
+
+
+def reported_of(rows: list[dict], block: int) -> list[dict]:
+    """The rows of the reported targets of a block."""
+    return [row for row in rows if block_of(row) == block]
 
 
 def tables(rows: list[dict]) -> str:
-    """The reported targets by poisoning ratio, several targets at once apart."""
+    """The reported targets by block and poisoning ratio, several targets at once apart."""
+    return "\n".join(text for block in FIRST_TARGETS if (text := tables_of(reported_of(rows, block), block)))
+
+
+def tables_of(reported: list[dict], block: int) -> str:
     lines = []
-    reported = reported_of(rows)
     for at_once in sorted({row["targets"].count(",") + 1 for row in reported}):
         for share in sorted({row["ratio"] for row in reported}):
             mine = [r for r in reported if r["targets"].count(",") + 1 == at_once and r["ratio"] == share]
             if mine:
                 also = "" if at_once == 1 else f", {at_once} targets at once"
-                lines += [f"Poisoning ratio {100 * share:g} %{also}", "", summary(mine), ""]
+                lines += [f"Targets from {block}, poisoning ratio {100 * share:g} %{also}", "", summary(mine), ""]
     return "\n".join(lines)
