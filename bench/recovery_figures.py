@@ -1,6 +1,7 @@
 """The benchmark's pictures for README and theory, into docs/images.
 
     python -m bench.recovery_figures curves                     recovery by step from the stored rows, as SVG
+    python -m bench.recovery_figures published                  the same of the published setting, and recall by drift
     python -m bench.recovery_figures strip --target 1000        generations by step: plain, original, recommended
     python -m bench.recovery_figures multipliers --target 33    learning-rate multipliers by layer, of one arm
 
@@ -15,14 +16,16 @@ import sys
 from html import escape
 from pathlib import Path
 
+import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from bench.arms import ARMS, RATES, SMOKE
+from bench.published_table import FIRST_TARGETS, reported_of, runs_of
 from bench.recovery import ROOT, WORK, common, data_set
-from bench.recovery_table import RESULTS, curves, stored
+from bench.recovery_table import RESULTS, banded, curves, stored
 from silentbad.figures import LABEL, strip
-from silentbad.recovery.charts import COLOURS, DASHES, WIDTH
-from silentbad.recovery.pages import Figure, heat
+from silentbad.recovery.charts import COLOURS, DASHES, WIDTH, Series
+from silentbad.recovery.pages import Figure, heat, lines
 
 IMAGES = ROOT / "docs" / "images"
 STYLE = (
@@ -62,6 +65,27 @@ def draw_curves(results: Path) -> Path:
     out = IMAGES / "recovery.svg"
     out.write_text(standalone(curves([row for row in rows if row["arm"] in there], there), there))
     return out
+
+
+def draw_published(results: Path) -> Path:
+    """Strict rate by step, and elements recovered by drift, of the last block of targets at a ratio of 10 %."""
+    rows = [row for row in reported_of(stored(results), FIRST_TARGETS[-1]) if row["ratio"] == 0.1]
+    by_arm: dict[str, list[list[dict]]] = {}
+    for (_, _, arm, _, _, steps, _), run in runs_of(rows).items():
+        by_arm.setdefault(arm if steps <= 1500 else f"{arm}, {steps} steps", []).append(run)
+    recovery, frontier = [], []
+    for arm, runs in by_arm.items():
+        grid = [row["step"] for row in runs[0]]
+        recovery.append(banded(arm, grid, np.array([[row["rate"] for row in run] for run in runs])))
+        drift = np.mean([[row["drift"] - run[0]["drift"] for row in run] for run in runs], axis=0)
+        elements = np.mean([[np.mean(row["elements"]) for row in run] for run in runs], axis=0)
+        frontier.append(Series(arm, drift.tolist(), elements.tolist()))
+    names = [*by_arm]
+    by_step = lines(recovery, "Images recovered by step, mean over targets", x_label="optimizer steps", y_range=(0, 1))
+    (IMAGES / "published.svg").write_text(standalone(by_step, names))
+    by_drift = lines(frontier, "Elements recovered by drift", x_label="rise of the clean error", y_range=(0, 1))
+    (IMAGES / "frontier.svg").write_text(standalone(by_drift, names))
+    return IMAGES / "published.svg"
 
 
 def kept_run(arm: str, target: str, seed: int = 0, steps: int = 300) -> Path:
@@ -109,13 +133,14 @@ def draw_multipliers(target: str, arm: str) -> Path:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("curves", "strip", "multipliers"))
+    parser.add_argument("what", choices=("curves", "published", "strip", "multipliers"))
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--target", default="1000")
     parser.add_argument("--arm", default="prior_gsnr", choices=list(ARMS))
     args = parser.parse_args(argv)
     made = {
         "curves": lambda: draw_curves(args.results),
+        "published": lambda: draw_published(RESULTS.with_name("published.jsonl")),
         "strip": lambda: draw_strip(args.target),
         "multipliers": lambda: draw_multipliers(args.target, args.arm),
     }[args.what]()

@@ -303,7 +303,7 @@ def charts(rows: list[dict]) -> list[pages.Figure]:
 def curves(rows: list[dict], arms: list[str], draws: int = 2000) -> list[pages.Figure]:
     """Recovery curves of the single-target runs: mean CIR over targets, with a 95 % bootstrap band over targets."""
     rows = [row for row in rows if "," not in row["targets"]]
-    series, rng, own = [], np.random.default_rng(0), dict[str, float]()
+    series, own = [], dict[str, float]()
     for arm, factor in lines_of(rows):
         own.setdefault(arm, factor)
     for arm in arms:
@@ -315,10 +315,15 @@ def curves(rows: list[dict], arms: list[str], draws: int = 2000) -> list[pages.F
                 for seeds in by_target.values()
             ]
         )
-        drawn = values[rng.integers(0, len(values), (draws, len(values)))].mean(axis=1)
-        low, high = np.quantile(drawn, [0.025, 0.975], axis=0)
-        series.append(Series(arm, steps, values.mean(axis=0).tolist(), low.tolist(), high.tolist()))
+        series.append(banded(arm, steps, values, draws))
     return pages.lines(series, "Recovery by step (CIR, mean over targets)", x_label="optimizer steps", y_range=(0, 1))
+
+
+def banded(name: str, steps: list[int], values: np.ndarray, draws: int = 2000) -> Series:
+    """The mean of values (T, S) over targets at each step, with its 95 % bootstrap band."""
+    rows = np.random.default_rng(0).integers(0, len(values), (draws, len(values)))
+    low, high = np.quantile(values[rows].mean(axis=1), [0.025, 0.975], axis=0)
+    return Series(name, steps, values.mean(axis=0).tolist(), low.tolist(), high.tolist())
 
 
 def save(rows: list[dict], results: Path) -> str:
