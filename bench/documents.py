@@ -189,6 +189,7 @@ def fall_back(rows: list[dict], arm: Arm, level: float = 0.5) -> tuple[int, int]
     return reached, again
 
 
+Block = Callable[[Results, Language], str]
 README_CELLS = {"configuration": "arm", "recovered": "recovered", "images": "strict rate", "step": "median step"}
 
 
@@ -229,6 +230,37 @@ def published_results(results: Results, language: Language, block: int = FIRST_T
     """Every column of them."""
     arms = published_arms(results, block)
     return grid(PUBLISHED_HEAD, [list(line.values()) for line in arms.values()], language)
+
+
+BY_KIND = ("arm", "targets (runs)", "recovered", "median step", "strict rate", "elements", "drift")
+
+
+def published_by(head: str, kind: Callable[[dict], float], keep: Callable[[dict], bool]) -> Block:
+    """The arms of the last block of targets by what `kind` says of a row, where an arm has rows of more than one."""
+
+    def block(results: Results, language: Language) -> str:
+        found: dict[str, dict[float, list[dict]]] = {}
+        for row in reported_of(results.published, FIRST_TARGETS[-1]):
+            if keep(row) and not row["placebo"]:
+                found.setdefault(row["arm"], {}).setdefault(kind(row), []).append(row)
+        lines = []
+        for kinds in (kinds for kinds in found.values() if len(kinds) > 1):
+            for value, rows in sorted(kinds.items()):
+                cells = dict(zip(PUBLISHED_HEAD, published_lines(rows)[0], strict=True))
+                lines.append([f"{value:g}", *(cells[column] for column in BY_KIND)])
+        return grid((head, *BY_KIND), lines, language)
+
+    return block
+
+
+def alone(row: dict) -> bool:
+    """Whether a run has one target."""
+    return "," not in row["targets"]
+
+
+def usual(row: dict) -> bool:
+    """Whether elements are 10 % of the records."""
+    return row["ratio"] == 0.1
 
 
 def wrapped(text: str, language: Language, width: int = 120) -> str:
@@ -582,9 +614,6 @@ def shield(results: Results, language: Language) -> str:
     return table(results.load("shield"))
 
 
-Block = Callable[[Results, Language], str]
-
-
 def published(results: Results, language: Language) -> str:
     """Development runs at guidance 3 at their last step, each on one seed."""
     lines, early = [], [row for row in results.published if "guidance" not in row]
@@ -621,6 +650,9 @@ BLOCKS: dict[str, Block] = {
     "published": published,
     "published-results": published_results,
     "published-results-first": partial(published_results, block=FIRST_TARGETS[0]),
+    "published-k": published_by("k", lambda row: len(row["elements"]), lambda row: alone(row) and usual(row)),
+    "published-ratios": published_by("ratio", lambda row: row["ratio"], alone),
+    "published-at-once": published_by("targets at once", lambda row: row["targets"].count(",") + 1, usual),
     "shield": shield,
 }
 

@@ -207,6 +207,14 @@ def test_each_kind_of_weight_has_its_update(build):
     assert {p.ndim < 2 for group in groups if not group["spectral"] for p in group["params"]} == {True}
 
 
+def test_adapters_have_spectral_updates_too(build):
+    run = build(**extra("spectral"), **{"lora.rank": 2})
+    before = weights(run)
+    step_once(run)
+    moved = [name for name, weight in weights(run).items() if not torch.equal(weight, before[name])]
+    assert moved and all("lora" in name for name in moved)
+
+
 def test_schedule_free_is_measured_and_saved_at_its_average(build, tmp_path):
     run = build(**extra("schedulefree.AdamWScheduleFree"))
     for _ in range(3):
