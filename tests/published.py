@@ -1,7 +1,7 @@
-"""UNets of the published configurations on the meta device: shapes and names without memory."""
+"""Backbones of the published configurations on the meta device: shapes and names without memory."""
 
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import SD3Transformer2DModel, UNet2DConditionModel
 
 CROSS, PLAIN = "CrossAttnDownBlock2D", "DownBlock2D"
 PUBLISHED = {  # the published UNet configurations, and their numbers of tensors and parameters
@@ -33,3 +33,22 @@ PUBLISHED = {  # the published UNet configurations, and their numbers of tensors
 def published(which):
     with torch.device("meta"):
         return UNet2DConditionModel(sample_size=64, **PUBLISHED[which][0])
+
+
+BIG = dict(num_attention_heads=24, caption_projection_dim=1536, num_layers=24, sample_size=128, pos_embed_max_size=192)
+TRANSFORMERS = {
+    "3 medium": BIG,
+    "3.5 medium": {**BIG, "dual_attention_layers": tuple(range(13)), "qk_norm": "rms_norm", "pos_embed_max_size": 384},
+    "3.5 large": {
+        **BIG,
+        "num_attention_heads": 38,
+        "caption_projection_dim": 2432,
+        "num_layers": 38,
+        "qk_norm": "rms_norm",
+    },
+}
+
+
+def published_transformer(which: str) -> SD3Transformer2DModel:
+    with torch.device("meta"):
+        return SD3Transformer2DModel(**TRANSFORMERS[which])

@@ -11,7 +11,7 @@ import torch
 from diffusers import AutoencoderKL, DiffusionPipeline, StableDiffusionXLPipeline
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
 from gradient_control import Controller, GradientControlConfig, prior
 from silentbad.data.draws import Transform
@@ -23,7 +23,7 @@ from silentbad.model.groups import OTHER, group_of, group_parameters, prior_tabl
 from silentbad.run import checkpoint, folder, trackers
 from silentbad.run.config import LoraSettings, parse
 from tests.conftest import write_data
-from tests.published import PUBLISHED, published
+from tests.published import PUBLISHED, published, published_transformer
 from tests.toy import stats_of
 from tests.training import VALIDATION, equal, same, step_once
 from train_silentbad import Config, Run, check_all, main
@@ -348,11 +348,11 @@ def test_a_saved_sdxl_pipeline_loads_with_plain_diffusers(flags, tmp_path, pipel
 # ---------------------------------------------------------------- groups and the prior
 
 
-def text_encoder(which: int):
+def text_encoder(which: int, kind: type | None = None):
     """SDXL's text encoders at their true sizes, without weights; the first is SD 1's."""
-    kind, width, depth, inner = [(CLIPTextModel, 768, 12, 3072), (CLIPTextModelWithProjection, 1280, 32, 5120)][which]
+    usual, width, depth, inner = [(CLIPTextModel, 768, 12, 3072), (CLIPTextModelWithProjection, 1280, 32, 5120)][which]
     with torch.device("meta"):
-        return kind(
+        return (kind or usual)(
             CLIPTextConfig(
                 hidden_size=width,
                 num_hidden_layers=depth,
@@ -410,32 +410,47 @@ def parameters(module: torch.nn.Module, trained: bool | None = None) -> int:
     return sum(p.numel() for p in module.parameters() if trained is None or p.requires_grad == trained)
 
 
-@pytest.mark.parametrize("name", ["sd15_full", "sd15_lora", "sd21_full", "sdxl_lora"])
-def test_configurations_state_their_memory(name):
-    """18 bytes a trained parameter, 2 a frozen one (SDXL's autoencoder 4), from the published shapes."""
-    file = ROOT / "configs" / f"{name}.yaml"
-    config, sources = parse(Config, ["--config", str(file), "--train_data_dir", "data"])
-    config = check_all(config, sources)
-    which = {"sd15": "SD1", "sd21": "SD2", "sdxl": "SDXL"}[name[:4]]
+VAE = dict(
+    block_out_channels=(128, 256, 512, 512),
+    layers_per_block=2,
+    down_block_types=("DownEncoderBlock2D",) * 4,
+    up_block_types=("UpDecoderBlock2D",) * 4,
+)
+VAE_OF_SD3 = {**VAE, "latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
+
+
+def shipped(name: str) -> tuple[torch.nn.Module, list[torch.nn.Module], AutoencoderKL]:
+    """(backbone, text encoders, autoencoder) of a configuration's base, without weights."""
     with torch.device("meta"):
-        unet = published(which).requires_grad_(True)
-        vae = AutoencoderKL(
-            block_out_channels=(128, 256, 512, 512),
-            layers_per_block=2,
-            down_block_types=("DownEncoderBlock2D",) * 4,
-            up_block_types=("UpDecoderBlock2D",) * 4,
-        )
+        if name == "sd3":
+            t5 = T5Config(
+                vocab_size=32128, d_model=4096, d_ff=10240, num_layers=24, num_heads=64, feed_forward_proj="gated-gelu"
+            )
+            encoders = [text_encoder(0, CLIPTextModelWithProjection), text_encoder(1), T5EncoderModel(t5)]
+            return published_transformer("3.5 medium"), encoders, AutoencoderKL(**VAE_OF_SD3)
+        which = {"sd15": "SD1", "sd21": "SD2", "sdxl": "SDXL"}[name[:4]]
         second = CLIPTextConfig(hidden_size=1024, num_hidden_layers=23, intermediate_size=4096, num_attention_heads=16)
         encoders = [CLIPTextModel(second)] if which == "SD2" else [text_encoder(0)]
         encoders += [text_encoder(1)] if which == "SDXL" else []
-        if config.lora.rank is not None:
-            lora.add("unet", unet, config.lora, 0)
-    frozen = parameters(unet, False) + sum(map(parameters, encoders))
-    total = 18 * parameters(unet, True) + 2 * frozen + (4 if which == "SDXL" else 2) * parameters(vae)
+        return published(which), encoders, AutoencoderKL(**VAE)
+
+
+@pytest.mark.parametrize("name", ["sd15_full", "sd15_lora", "sd21_full", "sdxl_lora", "sd3"])
+def test_configurations_state_their_memory(name):
+    """18 bytes a trained parameter, 2 a frozen one (the autoencoder of SDXL and SD 3: 4), from the published shapes."""
+    file = ROOT / "configs" / f"{name}.yaml"
+    config, sources = parse(Config, ["--config", str(file), "--train_data_dir", "data"])
+    config = check_all(config, sources)
+    backbone, encoders, vae = shipped(name)
+    backbone.requires_grad_(True)
+    if config.lora.rank is not None:
+        lora.add("transformer" if name == "sd3" else "unet", backbone, config.lora, 0)
+    frozen = parameters(backbone, False) + sum(map(parameters, encoders))
+    total = 18 * parameters(backbone, True) + 2 * frozen + (4 if name[:3] in ("sdx", "sd3") else 2) * parameters(vae)
     stated = f"{total / 1e9:.1f} GB"
     assert file.read_text().startswith(f"# Memory: {stated} before activations")
     assert f"| `configs/{name}.yaml` | {stated} |" in (ROOT / "docs/models.md").read_text(encoding="utf-8")
-    assert f"{parameters(unet, True) / 1e6:.1f} M trained" in file.read_text()
+    assert f"{parameters(backbone, True) / 1e6:.1f} M trained" in file.read_text()
 
 
 def test_an_audit_takes_adapters(build, pipelines, tmp_path):

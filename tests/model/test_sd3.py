@@ -5,8 +5,9 @@ import copy
 import numpy as np
 import pytest
 import torch
-from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
+from peft import PeftModel
 
 from silentbad.errors import UserError
 from silentbad.memory.weightings import flow_sigma
@@ -18,6 +19,7 @@ from silentbad.model.families import FAMILIES
 from silentbad.model.groups import OTHER, group_of, group_parameters
 from silentbad.recovery.generation import Sampler
 from silentbad.run.config import LoraSettings
+from tests.published import TRANSFORMERS, published_transformer
 from tests.tiny import tiny_sd3_pipeline
 from tests.training import same, step_once
 from train_silentbad import main
@@ -135,28 +137,9 @@ def test_text_states_are_those_of_the_pipeline_cached_or_not(t5, build, pipeline
 
 
 # ---------------------------------------------------------------- groups
-BIG = dict(num_attention_heads=24, caption_projection_dim=1536, num_layers=24, sample_size=128, pos_embed_max_size=192)
-PUBLISHED = {
-    "3 medium": BIG,
-    "3.5 medium": {**BIG, "dual_attention_layers": tuple(range(13)), "qk_norm": "rms_norm", "pos_embed_max_size": 384},
-    "3.5 large": {
-        **BIG,
-        "num_attention_heads": 38,
-        "caption_projection_dim": 2432,
-        "num_layers": 38,
-        "qk_norm": "rms_norm",
-    },
-}
-
-
-def published(which: str) -> SD3Transformer2DModel:
-    with torch.device("meta"):
-        return SD3Transformer2DModel(**PUBLISHED[which])
-
-
-@pytest.mark.parametrize("which", PUBLISHED)
+@pytest.mark.parametrize("which", TRANSFORMERS)
 def test_groups_by_block_and_role_are_exact(which):
-    model = Denoiser(published(which), FAMILY)
+    model = Denoiser(published_transformer(which), FAMILY)
     groups = group_parameters(model)
     names = [name for members in groups.members.values() for name in members]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
@@ -194,6 +177,15 @@ def test_what_gets_no_gradient_stays_frozen(sd3):
     assert {n for n in before if torch.equal(before[n], after[n])} == frozen
 
 
+@pytest.mark.thorough
+def test_compilation_changes_rounding_only(sd3, monkeypatch):
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **k: compiled(model, **k, backend="aot_eager"))
+    plain, other = sd3(adam_epsilon=1e-3), sd3(adam_epsilon=1e-3, compile_model=True)
+    for _ in range(2):
+        torch.testing.assert_close(step_once(other), step_once(plain), rtol=1e-5, atol=1e-6)
+
+
 # ---------------------------------------------------------------- files
 def pixels(pipe) -> np.ndarray:
     return np.asarray(pipeline.draw_images(pipe, ["a red cat"], 0, steps=2)[0]).astype(int)
@@ -209,27 +201,34 @@ def test_plain_diffusers_loads_what_it_saves(sd3, tmp_path):
     assert np.abs(pixels(plain) - pixels(pipeline.pipeline(run.parts))).max() <= 1
 
 
-@pytest.mark.parametrize("kind", ["lora", pytest.param("loha", marks=pytest.mark.thorough)])
+MADE = {"lora": "lora_", "dora": "lora_", "loha": "hada_", "lokr": "lokr_"}  # in the names of what trains
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.thorough if k == "loha" else ()) for k in MADE])
 def test_adapters_are_read_by_others(kind, sd3, pipelines, tmp_path):
-    run = sd3(**LORA, **{"lora.kind": kind})
+    run = sd3(**LORA, **{"lora.kind": kind, "lora.merged": True})
     trained = [n for n, p in run.parts.model.named_parameters() if p.requires_grad]
-    assert trained and all({"lora": "lora_", "loha": "hada_"}[kind] in n for n in trained)
+    assert trained and all(MADE[kind] in n for n in trained)
     for _ in range(2):
         step_once(run)
-    run.products.save_pipeline(tmp_path / "lora")
+    saved = run.folder.pipeline = run.folder.path / "lora"
+    run.products.save_pipeline(saved)
     base = str(pipelines["sd3"])
-    after, before = pixels(pipeline.pipeline(run.parts)), pixels(DiffusionPipeline.from_pretrained(base))
+    plain = DiffusionPipeline.from_pretrained(base)
+    after, before = pixels(pipeline.pipeline(run.parts)), pixels(plain)
     assert np.abs(after - before).max() > 2
-    assert np.abs(pixels(pipeline.load_pipeline(base, "float32", "cpu", str(tmp_path / "lora"))) - after).max() <= 1
-    assert not (tmp_path / "lora" / lora.KOHYA).exists()  # its names for this family fuse what is apart here
-    if kind == "lora":
-        plain = DiffusionPipeline.from_pretrained(base)
-        plain.load_lora_weights(tmp_path / "lora")
-        assert np.abs(pixels(plain) - after).max() <= 1
+    assert np.abs(pixels(pipeline.load_pipeline(base, "float32", "cpu", str(saved))) - after).max() <= 1
+    assert np.abs(pixels(DiffusionPipeline.from_pretrained(run.folder.path / "pipeline")) - after).max() <= 1
+    assert not (saved / lora.KOHYA).exists()  # its names for this family fuse what is apart here
+    if kind in lora.FOLDERS:
+        plain.transformer = PeftModel.from_pretrained(plain.transformer, saved / "transformer").merge_and_unload()
+    else:
+        plain.load_lora_weights(saved)
+    assert np.abs(pixels(plain) - after).max() <= 1
 
 
 def test_the_usual_targets_adapt_all_of_joint_attention():
-    transformer = published("3 medium")
+    transformer = published_transformer("3 medium")
     with torch.device("meta"):
         lora.add("transformer", transformer, LoraSettings(rank=4), 0)
     roles = {group_of(n).split(".", 1)[1] for n, p in transformer.named_parameters() if p.requires_grad}
