@@ -3,7 +3,8 @@
     python -m silentbad.report RUN
     python -m silentbad.report compare RUN RUN ... [--out compare.html]
 
-The code is in silentbad/recovery/report.py, the HTML in silentbad/recovery/templates/.
+Its tables are computed in silentbad/recovery/report.py; the HTML of a table is the macro `table` of
+silentbad/recovery/templates/macros.html.j2.
 """
 
 import sys

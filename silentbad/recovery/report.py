@@ -579,7 +579,8 @@ def provenance(run: Run) -> tuple[Table, list[tuple[str, str]]]:
 
 # -- pages -------------------------------------------------------------------------------------------------
 def render(folder: str | Path, under_way: str = "") -> str:
-    """The report of a run folder as HTML; `under_way` says where a run is that goes on, as "step 20 of 100"."""
+    """The report of a run folder as HTML: each key here is placed by templates/report.html.j2. `under_way` says where a
+    run is that goes on, as "step 20 of 100"."""
     run = Run(folder)
     data: dict[str, Any] = {"under_way": under_way, "prompts": prompts(run)}
     if run.record is not None:
