@@ -227,9 +227,14 @@ def _check_side(parts: Parts, config: Any) -> None:
     path = config.pretrained_model_name_or_path
     if side % factor:
         raise UserError(f"resolution: {side} is not a multiple of {factor}, which {path} needs")
+    check_positions(parts, side, "resolution", path)
+
+
+def check_positions(parts: Parts, side: int, key: str, path: str) -> None:
+    """Refuse images with a side that the backbone has no positions for."""
     most = parts.family.largest(parts.backbone)
     if most is not None and side > (most := most * vae_factor(parts.vae)):
-        raise UserError(f"resolution: {side} is more than the {most} that {path} has positions for")
+        raise UserError(f"{key}: {side} is more than the {most} that {path} has positions for")
 
 
 def side_factor(family: Family, backbone: Any, vae: Any) -> int:

@@ -197,7 +197,7 @@ def build(
     # -- what is shown, and how it is weighed
     step = checks.bucket_step(config, side, pipeline.side_factor(parts.family, parts.backbone, parts.vae))
     transform = Transform.of(config, side, step)
-    batches = arranged(records, transform, config.train_batch_size, accelerator.print) if step else None
+    batches = arranged(records, transform, parts, config, accelerator.print) if step else None
     reader = Reader(records, transform, config.seed, config.cache_mb * 2**20)
     predict = partial(prediction, encoder, model, accelerator)
     shown = lambda rows: collate(reader.pictures(rows))  # noqa: E731
@@ -332,12 +332,16 @@ def draws_of(
     )
 
 
-def arranged(records: Records, transform: Transform, batch_size: int, say: Callable[[str], None]) -> Batches:
+def arranged(
+    records: Records, transform: Transform, parts: pipeline.Parts, config: Any, say: Callable[[str], None]
+) -> Batches:
     """Micro-batches of one shape, and a table of what went where."""
-    sizes = records.sizes
+    sizes, batch_size = records.sizes, config.train_batch_size
     shapes = transform.shapes(sizes)
     cut, side = transform.center_crop, transform.resolution
     say(buckets.table(sizes, records.role, shapes, side, transform.step, cut=cut, batch_size=batch_size))
+    longest = max(max(shape) for shape in shapes)
+    pipeline.check_positions(parts, longest, "buckets: a side", config.pretrained_model_name_or_path)
     numbers = {shape: number for number, shape in enumerate(sorted(set(shapes)))}
     return Batches(np.asarray([numbers[shape] for shape in shapes]), batch_size)
 

@@ -142,7 +142,9 @@ def test_buckets_of_squares_are_squares(build, tmp_path):
     assert equal(*ends)
 
 
-@pytest.mark.parametrize("kind", ["v_prediction", pytest.param("xl", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "kind", ["v_prediction", *(pytest.param(k, marks=pytest.mark.thorough) for k in ("xl", "sd3"))]
+)
 def test_a_run_in_buckets_resumes_to_the_bit(kind, flags, pipelines, tmp_path, capsys):
     """Cached on disk or encoded live, the bits are the same too; the table says what went where."""
     settings = {
@@ -157,10 +159,10 @@ def test_a_run_in_buckets_resumes_to_the_bit(kind, flags, pipelines, tmp_path, c
     assert main(flags("whole", **settings)) == 0
     said = capsys.readouterr().out
     assert "buckets: area of 16x16, sides in steps of 4" in said and "12x20" in said and "16x16" in said
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole, cut, trains = tmp_path / "whole", tmp_path / "cut", "transformer" if kind == "sd3" else "unet"
     shutil.copytree(whole / "checkpoints" / "step-2", cut / "checkpoints" / "step-2")
     assert main(flags("cut", **settings, resume_from_checkpoint="latest")) == 0
-    a, b = (checkpoint.read_tensors(out / "checkpoints/step-5/unet.safetensors") for out in (whole, cut))
+    a, b = (checkpoint.read_tensors(out / f"checkpoints/step-5/{trains}.safetensors") for out in (whole, cut))
     assert same(a, b) and [row["step"] for row in rows(whole)] == [1, 2, 3, 4, 5]
 
 
@@ -171,6 +173,12 @@ def test_the_cache_holds_what_is_encoded_live(build, tmp_path):
         seen.append([run.encoder.latents(batch, 0) for batch in run.loader.draw(0)])
     assert all(torch.allclose(x, y, atol=1e-5) for x, y in zip(*seen, strict=True))
     assert run.encoder.disk.all_images and len(run.encoder.disk.images) == 3
+
+
+def test_a_bucket_without_positions_is_one_line(flags, pipelines, data, capsys):
+    Image.new("RGB", (96, 4)).save(data / "images/c0.png")
+    assert main(flags(pretrained_model_name_or_path=pipelines["sd3"], buckets=True, held_out_clean=0)) == 2
+    assert "buckets: a side: 68 is more than the 32 that" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
