@@ -8,6 +8,7 @@ Legend: x0 (B,C,h,w) latents, eps noise, t (B,), w (B,) importance weights, c wh
 counts optimizer updates, `draw` effective batches: a skipped update never meets its data again.
 """
 
+import math
 import os
 import signal
 import sys
@@ -142,10 +143,10 @@ def update(run: Run) -> bool:
     norm = torch.linalg.vector_norm(norms)
     control.before_step(state.step, finite=torch.isfinite(norm), norms=norms)
     run.meters.add(run.guards.before_step(state.step))
-    if run.config.max_grad_norm:
-        edited = control.edits or run.guards.edits
-        optimizers.clip(control.params, run.config.max_grad_norm, None if edited else norm)
-    finite = bool(torch.isfinite(norm))  # the one host sync of a step: what is not finite must not be applied
+    size = norm.item()  # the one host sync of a step: what is not finite must not be applied
+    finite, edited, limit = math.isfinite(size), control.edits or run.guards.edits, run.config.max_grad_norm
+    if limit and (edited or not size < limit - 1e-5):  # below it a clip would multiply by one
+        optimizers.clip(control.params, limit, None if edited else norm)
     with state.update_under_way():
         if finite or run.accelerator.scaler is not None:  # the scaler must see an overflow to lower its scale
             optimizer.step()

@@ -85,6 +85,14 @@ def test_the_norm_and_the_clip_equal_torchs():
         torch.testing.assert_close(p.grad, twin.grad)
 
 
+def test_gradients_below_the_limit_are_left_alone(build, monkeypatch):
+    run, clipped = build(), []
+    monkeypatch.setattr(optimizers, "clip", lambda parameters, limit, norm: clipped.append(limit))
+    for run.config.max_grad_norm in (1e6, 1e-6):
+        step_once(run)
+    assert clipped == [1e-6]
+
+
 @pytest.mark.parametrize(
     "changes, passes",
     [
