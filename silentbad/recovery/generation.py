@@ -22,6 +22,7 @@ from silentbad.model.diffusion import levels, model_time, to_epsilon
 from silentbad.model.encoder import decode, scaled
 from silentbad.model.families import family_of
 from silentbad.model.family import side_of
+from silentbad.model.forwards import as_convolutions
 from silentbad.model.pipeline import side_factor
 from silentbad.rng import addressed_seed, generator, noise
 
@@ -184,7 +185,7 @@ class Sampler:
         for module, _ in homes:
             module.to(device)
         try:
-            with left_as_found(backbone, self.pipe.vae, *self.encoders), torch.no_grad():
+            with left_as_found(backbone, self.pipe.vae, *self.encoders), as_convolutions(backbone), torch.no_grad():
                 yield self
         finally:
             setattr(self.pipe, self.family.backbone, before)  # a copy made to measure is not kept

@@ -1,0 +1,58 @@
+"""Linear layers as convolutions while measuring: equal values, and nothing of it afterwards."""
+
+import pytest
+import torch
+from torch import nn
+
+from silentbad.model.forwards import as_convolutions
+from silentbad.recovery.generation import Sampler
+from silentbad.rng import generator
+from tests.tiny import tiny_pipeline
+from validation import ValidationConfig
+
+
+def convolutions(module: nn.Module, *inputs) -> int:
+    """How many convolutions a forward pass takes."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen, torch.no_grad():
+        module(*inputs)
+    return sum(event.count for event in seen.key_averages() if event.key == "aten::conv2d")
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("batch", [1, 3, 32])
+def test_a_layer_as_a_convolution_gives_the_same(batch, bias):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(24, 40, bias=bias), torch.randn(batch, 7, 24, generator=generator("forwards", batch))
+    with as_convolutions(layer):
+        assert convolutions(layer, x) == 1
+        found, strided = layer(x), layer(x.transpose(0, 1))
+    assert found.is_contiguous() and torch.allclose(found, layer(x), atol=1e-6)
+    assert torch.allclose(strided, layer(x.transpose(0, 1)), atol=1e-6)
+
+
+def test_layers_that_are_no_plain_fp32_stay():
+    wrapped, double, flat = nn.Linear(4, 4), nn.Linear(4, 4).double(), nn.Linear(4, 4)
+    wrapped.forward = own = lambda x: x
+    model, x = nn.ModuleList([wrapped, double, flat]), torch.ones(2, 3, 4)
+    with as_convolutions(model):
+        assert wrapped.forward is own and convolutions(double, x.double()) == 0
+        assert convolutions(flat, x[0]) == 0, "two dimensions: the embedding of the timestep"
+    assert wrapped.forward is own
+
+
+def test_a_failure_leaves_the_layers_as_they_were():
+    layer = nn.Linear(4, 4)
+    with pytest.raises(RuntimeError, match="out of memory"), as_convolutions(layer):
+        assert "forward" in vars(layer)
+        raise RuntimeError("out of memory")
+    assert "forward" not in vars(layer)
+
+
+def test_measuring_uses_it_and_leaves_the_backbone():
+    pipe = tiny_pipeline()
+    inputs = torch.zeros(2, 4, 8, 8), 1, torch.zeros(2, 8, pipe.unet.config.cross_attention_dim)
+    before = convolutions(pipe.unet, *inputs)
+    sampler = Sampler(pipe.components, ValidationConfig(num_inference_steps=2), 0)
+    with sampler.using(pipe.unet, torch.device("cpu")):
+        assert convolutions(pipe.unet, *inputs) > before
+    assert convolutions(pipe.unet, *inputs) == before
