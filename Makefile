@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test test-kill test-thorough test-fuzz test-distributed test-deepspeed test-fast lint documents bench bench-controller bench-recovery bench-validation bench-throughput bench-scale bench-shield bench-published shield base clean
+.PHONY: quickstart quickstart-training quickstart-placebo test test-kill test-thorough test-fuzz test-distributed test-deepspeed test-fast lint documents bench bench-controller bench-recovery bench-validation bench-throughput bench-scale bench-shield bench-published shield base clean
 
 $(STAMP): requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,9 +19,20 @@ $(STAMP): requirements.txt requirements-dev.txt
 # One thread unless OMP_NUM_THREADS says otherwise: at this size two threads that wait for each other at every small
 # operation lose more than they win as soon as anything else runs.
 quickstart: export OMP_NUM_THREADS ?= 1
-quickstart: $(STAMP)
-	$(BIN)/python -m silentbad.microworld.make --out runs/quickstart-data --targets cat-hat,9 --images_per_phrase 22
-	$(BIN)/accelerate launch --config_file configs/accelerate/cpu.yaml train_silentbad.py --config configs/quickstart.yaml
+QUICK := --targets cat-hat,9 --images_per_phrase 22
+TRAIN := $(BIN)/accelerate launch --config_file configs/accelerate/cpu.yaml train_silentbad.py
+quickstart: $(STAMP)  ## two trainings at once, the second on placebo data; its rate is taken off the first one's
+	$(BIN)/python -m silentbad.microworld.make --out runs/quickstart-data $(QUICK)
+	$(MAKE) -j2 quickstart-training quickstart-placebo
+	$(BIN)/python -m silentbad.report runs/quickstart --placebo runs/quickstart-placebo
+
+quickstart-training:
+	$(TRAIN) --config configs/quickstart.yaml
+
+quickstart-placebo:
+	$(BIN)/python -m silentbad.microworld.make --out runs/quickstart-placebo-data $(QUICK) --redraws 0 --placebo
+	$(TRAIN) --config configs/quickstart.yaml --config configs/quickstart-placebo.yaml > runs/quickstart-placebo.log 2>&1 \
+		|| { tail -n 5 runs/quickstart-placebo.log; exit 1; }
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests

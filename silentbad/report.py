@@ -1,6 +1,6 @@
 """report.html of a run folder, or a comparison of several runs.
 
-    python -m silentbad.report RUN
+    python -m silentbad.report RUN [--placebo RUN]
     python -m silentbad.report compare RUN RUN ... [--out compare.html]
 
 Its tables are computed in silentbad/recovery/report.py; the HTML of a table is the macro `table` of

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import yaml
 
 from silentbad.data.images import open_image
-from silentbad.errors import ArgumentParser, UserError, reading, say
+from silentbad.errors import ArgumentParser, UserError, reading, say, writing
 from silentbad.files import check_writable
 from silentbad.recovery import evidence, pages
 from silentbad.recovery.charts import Series, finite, number, spaced
@@ -39,7 +39,7 @@ from silentbad.recovery.record import (
     decode,
     read_json,
 )
-from silentbad.recovery.scores import images_recovered, kinds
+from silentbad.recovery.scores import images_recovered, kinds, minus_placebo
 from silentbad.recovery.statistics import bootstrap_interval
 
 WEIGHTS = {"raw": "raw weights", "ema": "averaged weights"}
@@ -616,6 +616,24 @@ def render(folder: str | Path, under_way: str = "") -> str:
     return pages.render("report.html.j2", data)
 
 
+def less_placebo(folder: str | Path, placebo: str | Path) -> str:
+    """Take the rates of a run on placebo data off a finished run's, in its validation.json; what the record says then.
+
+    Raises UserError where one of them cannot be read, or they do not compare.
+    """
+    file = Path(folder) / NAME
+    record, other = Record.load(file), Record.load(Path(placebo) / NAME)
+    if record.endpoint != STRICT:
+        raise UserError(f"--placebo: {folder} counts recovery by the whole alone; run it again")
+    mine, theirs = (f"step {r.history[-1].step}, {r.embedder}" for r in (record, other))
+    if mine != theirs:
+        raise UserError(f"--placebo: {placebo} ends at {theirs}, {folder} at {mine}; train and measure both alike")
+    record.placebo = minus_placebo(record.history[-1], other, str(placebo), "--placebo")
+    with writing(str(folder), NAME):
+        record.save(file)
+    return evidence.verdict_sentence(record)
+
+
 START = b"<!doctype html"  # of templates/page.html.j2
 
 
@@ -764,10 +782,13 @@ def main(arguments: list[str] | None = None) -> int:
     about = "report.html of a run folder, or a comparison of several runs, the first as reference."
     parser = ArgumentParser(prog="python -m silentbad.report", description=about)
     parser.add_argument("runs", nargs="+", metavar="[compare] RUN", help="output_dir of a run")
+    parser.add_argument("--placebo", metavar="RUN", help="run on placebo data, whose rates are taken off for good")
     parser.add_argument("--out", type=Path, default=None, help="file to write; report.html in RUN, or compare.html")
     given = parser.parse_args(arguments)
     try:
         if given.runs[0] == "compare":
+            if given.placebo is not None:
+                raise UserError("--placebo: is of one run's report; leave it out of a comparison")
             if len(given.runs) < 3:
                 raise UserError("compare: give at least two run folders")
             check_writable(given.out or Path("compare.html"), "--out")
@@ -780,6 +801,8 @@ def main(arguments: list[str] | None = None) -> int:
                 raise UserError("report: one run folder, or `compare` before several")
             if given.out is not None:
                 check_writable(given.out, "--out")
+            if given.placebo is not None:
+                print(less_placebo(given.runs[0], given.placebo))
             file = save(render(given.runs[0]), given.out or Path(given.runs[0]) / "report.html")
     except UserError as error:
         say(error)

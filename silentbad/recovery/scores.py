@@ -299,7 +299,7 @@ def summarise(history: Sequence[Measurement], kind: str) -> list[SummaryRow]:
     return [*rows, total]
 
 
-def minus_placebo(entry: Measurement, placebo: Record, source: str) -> Placebo:
+def minus_placebo(entry: Measurement, placebo: Record, source: str, key: str = "validation.placebo") -> Placebo:
     """The last rates less those that a run on placebo data ends with, target by target.
 
     Raises UserError where that run has none of the targets or another endpoint.
@@ -308,9 +308,9 @@ def minus_placebo(entry: Measurement, placebo: Record, source: str) -> Placebo:
     assert scores is not None and other is not None, "a measurement holds the scores of some weights"
     both = [name for name in scores.targets if name in other.targets]
     if not both:
-        raise UserError(f"validation.placebo: {source} has none of these targets: {', '.join(scores.targets)}")
+        raise UserError(f"{key}: {source} has none of these targets: {', '.join(scores.targets)}")
     if placebo.endpoint != STRICT:
-        raise UserError(f"validation.placebo: {source} counts recovery by the whole alone; run it again")
+        raise UserError(f"{key}: {source} counts recovery by the whole alone; run it again")
     mine, theirs = [scores.targets[name] for name in both], [other.targets[name] for name in both]
     differences = [a.rate - b.rate for a, b in zip(mine, theirs, strict=True)]
     rate = float(np.mean([t.rate for t in theirs]))

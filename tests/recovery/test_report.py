@@ -115,6 +115,34 @@ def test_comparison_has_paired_intervals(run, tmp_path, capsys):
     assert capsys.readouterr().err.startswith("error: ")
 
 
+def test_a_placebo_run_is_taken_off_a_finished_one(run, tmp_path, capsys):
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    shutil.copytree(run, mine)
+    demo_run(theirs, speed=0.4)
+    assert report.main([str(mine), "--placebo", str(theirs)]) == 0
+    record, other = (Record.load(folder / "validation.json") for folder in (mine, theirs))
+    rates = [[t.rate for t in r.history[-1].raw.targets.values()] for r in (record, other)]
+    assert record.placebo.difference == pytest.approx(np.mean(rates[0]) - np.mean(rates[1])) and rates[0] != rates[1]
+    assert "Training on placebo data" in capsys.readouterr().out
+    assert "composed prompt, placebo data" in (mine / "report.html").read_text()
+    assert Record.load(run / "validation.json").placebo is None
+
+
+def test_a_placebo_run_of_another_length_is_refused(run, tmp_path, capsys):
+    short, old = tmp_path / "short", tmp_path / "old"
+    demo_run(short, points=4)
+    before = (run / "validation.json").read_bytes()
+    assert report.main([str(run), "--placebo", str(short)]) == 2
+    assert report.main(["compare", str(run), str(short), "--placebo", str(short)]) == 2
+    shutil.copytree(run, old)
+    record = json.loads(before)
+    (old / "validation.json").write_text(json.dumps({**record, "endpoint": "whole"}))
+    assert report.main([str(old), "--placebo", str(run)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert "train and measure both alike" in lines[0] and "leave it out" in lines[1] and "run it again" in lines[2]
+    assert (run / "validation.json").read_bytes() == before
+
+
 def test_rates_of_different_endpoints_are_not_compared(run, tmp_path):
     old = shutil.copytree(run, tmp_path / "old")
     record = json.loads((old / "validation.json").read_text())
@@ -449,3 +477,48 @@ def test_a_page_replaces_pages_and_links_only(tmp_path):
         report.save("<!doctype html>", tmp_path / "mine")
     assert (tmp_path / "mine").read_text() == "kept" and (tmp_path / "report.html").read_text().endswith("two")
     assert len(list(tmp_path.iterdir())) == 2
+
+
+PROBE = """<script>
+const of = e => (e.closest("section") || document).querySelector("h2, h1").textContent;
+document.querySelector("details").open = true;
+const wide = [...document.querySelectorAll(".scroll, .strip, main")].filter(e => e.scrollWidth > e.clientWidth + 1);
+const seen = e => e.getClientRects().length > 0;
+const folded = [...document.querySelectorAll("details")].map(e => [e.open, seen(e.querySelector("summary"))]);
+const note = seen(document.querySelector(".paper"));
+const pre = document.createElement("pre");
+pre.id = "found";
+pre.textContent = JSON.stringify({wide: [...new Set(wide.map(of))], folded, note});
+document.body.appendChild(pre);
+</script></body>"""
+
+
+def probed(page: str, tmp_path: Path, media: str, width: int) -> dict:
+    """What a browser makes of the page where the rules of this medium hold, in so many pixels."""
+    for old, new in (
+        (r'<meta http-equiv="Content-Security-Policy"[^>]*>', f"<style>html{{width:{width}px}}</style>"),
+        (re.escape(f"@media {media}{{"), "@media all{"),
+        ("</body>", PROBE),
+    ):
+        page, count = re.subn(old, lambda _, new=new: new, page)
+        assert count == 1, old
+    (tmp_path / "probe.html").write_text(page)
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    done = subprocess.run(
+        [BROWSER, *flags, (tmp_path / "probe.html").as_uri()], capture_output=True, text=True, timeout=180
+    )
+    return json.loads(re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL).group(1))
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_nothing_is_cut_on_paper_and_folded_parts_stay_away(run, tmp_path):
+    found = probed(report.render(run), tmp_path, "print", 700)  # US Letter less its margins
+    assert found["wide"] == [] and found["note"]
+    assert all(shown == opened for opened, shown in found["folded"]), "an open part has its title, a folded one nothing"
+    assert {opened for opened, _ in found["folded"]} == {True, False}
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_the_first_table_fits_a_narrow_screen(run, tmp_path):
+    found = probed(report.render(run), tmp_path, "(max-width:560px)", 390)
+    assert "What else would have counted" not in found["wide"] and not found["note"]

@@ -33,6 +33,19 @@ def rule(stats, *, beta: float = 1.0, floor: int | None = None, kind: str = "a")
     return stats
 
 
+def test_the_quickstart_placebo_trains_as_the_quickstart():
+    root = Path(__file__).parents[2]
+    files = [["--config", str(root / "configs" / f"{name}.yaml")] for name in ("quickstart", "quickstart-placebo")]
+    mine, theirs = (asdict(parse(Config, flags)[0]) for flags in (files[0], files[0] + files[1]))
+    other = {key for key in mine if mine[key] != theirs[key]}
+    assert other == {"train_data_dir", "output_dir", "validation"}
+    measured = {key for key in mine["validation"] if mine["validation"][key] != theirs["validation"][key]}
+    assert measured == {"steps", "controls"}, "the same targets, images and thresholds"
+    recipe = (root / "Makefile").read_text().partition("\nquickstart: $(STAMP)")[2].partition("\ntest:")[0]
+    assert f"--placebo {theirs['output_dir']}\n" in recipe and f"report {mine['output_dir']} " in recipe
+    assert f"--out {theirs['train_data_dir']} $(QUICK) --redraws 0 --placebo\n" in recipe
+
+
 def test_files_merge_in_order_then_flags(tmp_path):
     (tmp_path / "a.yaml").write_text("learning_rate: 1e-3\nseed: 1\nmemory: {timesteps: {name: mode}}\n")
     (tmp_path / "b.yaml").write_text("learning_rate: 2e-3\nmemory: {timesteps: {options: {scale: 1.0}}}\n")
