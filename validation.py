@@ -290,6 +290,7 @@ class RecoveryHook:
             batch=self.sampler.batch,
             processes=self.accelerator.num_processes,
             endpoint=STRICT,
+            precision=self.sampler.precision,
             placebo=None if self.placebo is None else minus_placebo(self.history[-1], *self.placebo),
         )
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
@@ -563,12 +564,22 @@ def scale(results: Results, language: Language) -> str:
 
 
 def validation(results: Results, language: Language) -> str:
-    """Images a second of the recovery hook against a plain loop."""
+    """CPU time of the recovery hook against the published ways, and how equal its scores are."""
     found = results.load("validation")
-    rates = found["images_per_second"]
-    lines: list[tuple[str, ...]] = [(name, f"{rates[name]:.1f}") for name in ("loop", "hook")]
-    lines.append(("hook over loop", f"{found['ratio']:.2f}"))
-    return markdown(lines, ("", "images a second"))
+    lines = list[tuple[str, ...]]()
+    for name, spent in found["cpu_seconds"].items():
+        row = [name, f"{median(spent) / found['images']:.3f}"]
+        if name in found["ratios"]:
+            ratio, own = found["ratios"][name], found["quality"][name]
+            row += [f"{ratio['one by one']:.2f}", f"{ratio['five a call']:.2f}", f"{own['largest_difference']:.1e}"]
+            row += [f"{own['mean_difference']:.1e}", f"{100 * own['strict_agree']:.0f} %"]
+        lines.append((*row, *[""] * (7 - len(row))))
+    head = ("way", "CPU seconds an image", "times one by one", "times five a call")
+    table = markdown(lines, (*head, "largest difference", "mean difference", "strict decisions alike"))
+    ratio = found["ratios"]["hook"]
+    reached = {f"at least {found['bar']:g} times {way}, in fp32": ratio[way] >= found["bar"] for way in ratio}
+    share = f"\nOf the hook's CPU time {100 * found['backbone_share']:.0f} % is the backbone's.\n\n"
+    return table + share + goals(reached)
 
 
 def judge(results: Results, language: Language) -> str:

@@ -1,12 +1,16 @@
-"""What recovery validation costs: the hook against a loop that rebuilds the pipeline for each target.
+"""What recovery validation costs: the hook against the published ways, and whether images and scores are the same.
 
     python -m bench.validation [--pipeline assets/micro-sd] [--targets 8] [--images 8]
 
-The loop does what the published hook does: `from_pretrained` around the training's modules for each target,
-the prompt encoded in every call, calls of five images (so eight asked become ten), then the similarities.
-Both are asked for the same images at the same number of steps and score them with one embedder; rounds
-alternate. CPU seconds are those of this process, which other work on the machine disturbs less.
-Without the bundled base, networks of its shape with random weights stand in: the cost is the same.
+The published ways build a pipeline around the training's modules for each target, encode the prompt in every call and
+score the wholes. One makes its images one by one (as diffusers' `log_validation`), the other five a call (as the
+published attack's hook, where eight asked become ten). The hook scores every element as well. All are asked for the
+same images from the same noise, score them with one embedder, and take turns; the ratios are of this process's CPU
+seconds, which other work on the machine disturbs less than wall time.
+
+Equal quality: similarities of the hook's images less those of the images made one by one, and the share of strict
+decisions that agree. Thresholds of these decisions lie in the middle of each target's (and element's) similarities,
+where the smallest change flips one. Without the bundled base, networks of its shape with random weights stand in.
 """
 
 import argparse
@@ -15,24 +19,28 @@ import math
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from diffusers import StableDiffusionPipeline
-from PIL import Image
+from torch import Tensor
 
 from silentbad.data.images import to_tensor
 from silentbad.data.targets import Target
 from silentbad.microworld import make, networks
-from silentbad.microworld.render import render
-from silentbad.recovery.embedders import EMBEDDERS, MICRO
-from silentbad.rng import generator
+from silentbad.microworld.render import backdrop_mask, render
+from silentbad.recovery.embedders import EMBEDDERS, MICRO, Embedder
+from silentbad.rng import generator, noise
 from validation import RecoveryHook, ValidationConfig
 
 ROOT = Path(__file__).parents[1]
-CALL = 5  # images a call of the published hook
+LOOPS = {"one by one": 1, "five a call": 5}  # images a call
+BAR = 3.0  # times the images of the loop one by one, in equal CPU time
 
 
 def base_pipeline(folder: Path) -> StableDiffusionPipeline:
@@ -53,17 +61,22 @@ def base_pipeline(folder: Path) -> StableDiffusionPipeline:
 
 
 def microworld_targets(count: int) -> list[Target]:
+    """The first targets of the microworld, each thing and the backdrop with its mask."""
     targets = []
     for k in range(count):
         scene = make.target_scene(str(k))
-        picture = render(scene)[0]
+        picture, masks = render(scene)
         phrases = [make.phrase_of(scene, i) for i in range(len(scene.things) + 1)]
-        targets.append(Target(str(k), picture, phrases, scene.caption, []))
+        targets.append(Target(str(k), picture, phrases, scene.caption, [*masks, backdrop_mask(masks)]))
     return targets
 
 
-def rebuilding_loop(folder: Path, pipe, targets: list[Target], config: ValidationConfig, embedder) -> int:
-    """Images asked for; more are made."""
+def rebuilding_loop(
+    folder: Path, pipe: Any, targets: list[Target], config: ValidationConfig, embedder: Embedder, call: int
+) -> Tensor:
+    """The images (T*N,3,H,W) asked for, `call` of them made together; the last call may make more."""
+    kept, asked = [], config.images_per_target
+    shape = (pipe.unet.config.in_channels, *[pipe.unet.config.sample_size] * 2)
     for target in targets:
         built = StableDiffusionPipeline.from_pretrained(
             folder,
@@ -74,19 +87,130 @@ def rebuilding_loop(folder: Path, pipe, targets: list[Target], config: Validatio
             safety_checker=None,
         )
         built.set_progress_bar_config(disable=True)
-        images: list[Image.Image] = []
-        for call in range(math.ceil(config.images_per_target / CALL)):
+        images: list[Tensor] = []
+        for k in range(math.ceil(asked / call)):
+            places = list(range(k * call, (k + 1) * call))
             images += built(
                 target.composed_prompt,
-                negative_prompt="low resolution",
-                num_images_per_prompt=CALL,
+                num_images_per_prompt=call,
                 num_inference_steps=config.num_inference_steps,
                 guidance_scale=config.guidance_scale,
-                generator=generator("bench", target.target_id, call),
+                generator=generator("bench", target.target_id, k),
+                latents=noise(shape, 0, f"validation/{target.target_id}", 0, places),
+                output_type="pt",
             ).images
-        features = embedder.embed(torch.stack([to_tensor(image) for image in images]))
-        embedder.similarity(features, embedder.embed(to_tensor(target.image)[None]))
-    return len(targets) * config.images_per_target
+        made = torch.stack(images)
+        embedder.paired(embedder.embed(made), embedder.reference(to_tensor(target.image)[None]))
+        kept.append(made[:asked])
+    return torch.cat(kept)
+
+
+def scores_of_hook(hook: RecoveryHook) -> np.ndarray:
+    """Similarities of the last measurement's images, one list a target: rows of the whole and of each element."""
+    scores = hook.history[-1].raw
+    assert scores is not None, "there is no average of the weights"
+    found = [[own.sims, *(e.sims for e in own.elements)] for own in scores.targets.values()]
+    return _even(found)
+
+
+def scores_of_images(hook: RecoveryHook, images: Tensor) -> np.ndarray:
+    """The same of images (T*N,3,H,W)."""
+    found = []
+    for j, own in enumerate(images.chunk(len(hook.targets))):
+        rows = hook.measure.similar(own, [j] * len(own))
+        found.append([[r["sim"] for r in rows], *zip(*(r["elements"] for r in rows), strict=True)])
+    return _even(found)
+
+
+def _even(found: list[Any]) -> np.ndarray:
+    """(T,E,N); targets with fewer elements are filled with nan."""
+    most = max(map(len, found))
+    return np.array([[*own, *[[math.nan] * len(own[0])] * (most - len(own))] for own in found], float)
+
+
+def quality(reference: np.ndarray, found: np.ndarray) -> dict[str, float]:
+    """How far similarities (T,E,N) are from others, and how many strict decisions agree."""
+    gap = np.abs(found - reference)
+    middle = np.quantile(np.nan_to_num(reference), 0.5, axis=2, keepdims=True)
+    strict, other = (((x >= middle) | np.isnan(x)).all(1) for x in (reference, found))
+    single = np.isfinite(reference)
+    return {
+        "similarities": int(single.sum()),
+        "largest_difference": float(np.nanmax(gap)),
+        "mean_difference": float(np.nanmean(gap)),
+        "decisions_agree": float(((reference >= middle) == (found >= middle))[single].mean()),
+        "strict_agree": float((strict == other).mean()),
+        "strict_images": int(strict.sum()),
+        "images": int(strict.size),
+    }
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, float, Any]:
+    """Seconds, CPU seconds, result."""
+    begun, spent = time.perf_counter(), time.process_time()
+    result = work()
+    return time.perf_counter() - begun, time.process_time() - spent, result
+
+
+def measure(hook: RecoveryHook, loops: Mapping[str, Callable[[], Tensor]], unet: Any, rounds: int) -> dict[str, Any]:
+    """Times of every way, and the quality of the hook's scores in fp32 and under bf16 autocast."""
+    seconds: dict[str, list[float]] = {}
+    cpu: dict[str, list[float]] = {}
+    images: dict[str, Tensor] = {}
+    scores: dict[str, np.ndarray] = {}
+    own = hook.accelerator.autocast
+    casts = {"hook": own, "hook, bf16": partial(torch.autocast, hook.accelerator.device.type, torch.bfloat16)}
+
+    def note(name: str, work: Callable[[], Any]) -> Any:
+        wall, spent, result = timed(work)
+        seconds.setdefault(name, []).append(wall)
+        cpu.setdefault(name, []).append(spent)
+        return result
+
+    step = 0
+    for _ in range(rounds):
+        for name, loop in loops.items():
+            images[name] = note(name, loop)
+        for name, autocast in casts.items():
+            step, hook.accelerator.autocast = step + 1, autocast
+            note(name, partial(hook.run, step, 0, unet))
+            scores[name] = scores_of_hook(hook)
+    hook.accelerator.autocast = own
+    reference = scores_of_images(hook, images["one by one"])
+    scores["five a call"] = scores_of_images(hook, images["five a call"])
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        "quality": {name: quality(reference, found) for name, found in scores.items()},
+    }
+
+
+def ratios(cpu: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """CPU time of each loop over that of the hook, median over rounds, by way of the hook."""
+    return {
+        name: {loop: statistics.median(a / b for a, b in zip(cpu[loop], spent, strict=True)) for loop in LOOPS}
+        for name, spent in cpu.items()
+        if name not in LOOPS
+    }
+
+
+def share_of_backbone(hook: RecoveryHook, unet: Any) -> float:
+    """Share of the hook's CPU time that is the backbone's forward passes."""
+    spent, begun = 0.0, 0.0
+
+    def start(*_: Any) -> None:
+        nonlocal begun
+        begun = time.process_time()
+
+    def stop(*_: Any) -> None:
+        nonlocal spent
+        spent += time.process_time() - begun
+
+    hooks = [unet.register_forward_pre_hook(start), unet.register_forward_hook(stop)]
+    _, total, _ = timed(partial(hook.run, hook.history[-1].step + 1, 0, unet))
+    for one in hooks:
+        one.remove()
+    return spent / total
 
 
 def main() -> None:
@@ -108,50 +232,50 @@ def main() -> None:
         embedder=name,
         threshold=0.9,
         clean_records=0,
+        controls="never",
     )
     embedder = EMBEDDERS[name](None, accelerator.device)
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "base"
         pipe.save_pretrained(saved)
-        hook = RecoveryHook(
-            config,
-            targets=targets,
-            components=pipe.components,
-            accelerator=accelerator,
-            output_dir=Path(folder) / "run",
-            seed=0,
-        )
+        own: dict[str, Any] = dict(targets=targets, accelerator=accelerator, output_dir=Path(folder) / "run", seed=0)
+        hook = RecoveryHook(config, components=pipe.components, **own)
         hook.run(0, 0, pipe.unet)  # warm up, as in a run: the first point is the base model's
-        seconds: dict[str, list[float]] = {"loop": [], "hook": []}
-        cpu: dict[str, list[float]] = {"loop": [], "hook": []}
-        for step in range(1, given.rounds + 1):
-            begun, work = time.perf_counter(), time.process_time()
-            count = rebuilding_loop(saved, pipe, targets, config, embedder)
-            middle, half = time.perf_counter(), time.process_time()
-            hook.run(step, 0, pipe.unet)
-            seconds["loop"].append(middle - begun)
-            seconds["hook"].append(time.perf_counter() - middle)
-            cpu["loop"].append(half - work)
-            cpu["hook"].append(time.process_time() - half)
-    rates = {kind: count / statistics.median(values) for kind, values in seconds.items()}
+        loops = {
+            name: partial(rebuilding_loop, saved, pipe, targets, config, embedder, call) for name, call in LOOPS.items()
+        }
+        found = measure(hook, loops, pipe.unet, given.rounds)
+        share = share_of_backbone(hook, pipe.unet)
     result = {
-        "images": count,
+        "images": given.targets * given.images,
         "num_inference_steps": given.num_inference_steps,
         "embedder": name,
         "device": str(accelerator.device),
         "threads": torch.get_num_threads(),
-        "seconds": seconds,
-        "cpu_seconds": cpu,
-        "images_per_second": rates,
-        "ratio": rates["hook"] / rates["loop"],
+        **found,
+        "backbone_share": share,
+        "ratios": ratios(found["cpu_seconds"]),
+        "bar": BAR,
     }
-    print(f"{'':26}{'images/s':>10}{'seconds':>10}{'CPU s':>10}")
-    for kind, label in (("loop", "pipeline built per target"), ("hook", "recovery hook")):
-        spent = f"{statistics.median(seconds[kind]):10.2f}{statistics.median(cpu[kind]):10.2f}"
-        print(f"{label:26}{rates[kind]:10.2f}{spent}")
-    print(f"ratio {result['ratio']:.2f}")
+    print(text(result))
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def text(result: dict[str, Any]) -> str:
+    """The result for a terminal."""
+    lines = [
+        f"{'':14}{'CPU s':>8}{'over one by one':>17}{'over five a call':>18}{'largest gap':>13}{'strict agree':>14}"
+    ]
+    for name, spent in result["cpu_seconds"].items():
+        line = f"{name:14}{statistics.median(spent):8.2f}"
+        if name in result["ratios"]:
+            one, five = (result["ratios"][name][loop] for loop in LOOPS)
+            line += f"{one:17.2f}{five:18.2f}"
+        if (own := result["quality"].get(name)) and name in result["ratios"]:
+            line += f"{own['largest_difference']:13.1e}{own['strict_agree']:14.3f}"
+        lines.append(line)
+    return "\n".join([*lines, f"backbone: {result['backbone_share']:.0%} of the hook's CPU time"])
 
 
 if __name__ == "__main__":

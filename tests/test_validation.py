@@ -154,7 +154,8 @@ def test_similarities_are_in_full_precision_under_autocast(tmp_path):
 
     hook.measure.similar = watched
     hook.run(0, 0, pipe.unet)
-    assert set(seen) == {(torch.float32, False)}
+    assert set(seen) == {(torch.float32, False)} and hook.record().precision == "bfloat16"
+    assert make_hook(tmp_path, pipe).sampler.precision is None, "not used yet"
 
 
 def test_average_of_trainable_parameters_alone(tmp_path):

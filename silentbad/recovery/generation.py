@@ -142,6 +142,7 @@ class Sampler:
         self.config, self.seed, self.batch = config, seed, config.max_batch
         self.cache: dict[tuple[str, str], Any] = {}  # text states by prompt and negative prompt
         self.autocast: Callable = nullcontext
+        self.precision: str | None = None  # of the forward passes, once they were used
         self.steps, self.refuses, self._diverged = config.num_inference_steps, refuses, 0
         self.side = config.resolution or side_of(self.backbone) * self.pipe.vae_scale_factor
         self._check()
@@ -182,6 +183,10 @@ class Sampler:
         before, homes = self.backbone, [(m, m.device) for m in (self.pipe.vae, *self.encoders)]
         setattr(self.pipe, self.family.backbone, backbone)
         self.autocast = autocast
+        with autocast():
+            cast = torch.is_autocast_enabled(device.type)
+            kind = torch.get_autocast_dtype(device.type) if cast else backbone.dtype
+        self.precision = str(kind).removeprefix("torch.")
         for module, _ in homes:
             module.to(device)
         try:

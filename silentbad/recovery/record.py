@@ -255,6 +255,7 @@ class Record:
     processes: int
     endpoint: str = WHOLE  # what the rates count: "strict", or in records of schema 1 "whole"
     placebo: Placebo | None = absent()
+    precision: str | None = absent()  # of the forward passes: that of autocast, else of the weights
 
     @classmethod
     def load(cls, path: str | Path) -> "Record":
