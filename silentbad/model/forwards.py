@@ -1,8 +1,9 @@
 """Forward passes of a backbone that does not train now, at less cost on a CPU and equal to rounding."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,8 @@ def as_convolutions(module: nn.Module) -> Iterator[None]:
     which uses what the processor has: half the time of a layer there. Layers with a forward of their own (subclasses,
     what a library wrapped) stay as they are.
     """
-    changed = [layer for layer in module.modules() if _plain(layer)] if torch.backends.mkldnn.is_available() else []
+    able = torch.backends.mkldnn.is_available()
+    changed: list[Any] = [layer for layer in module.modules() if able and _plain(layer)]
     try:
         for layer in changed:
             layer.forward = MethodType(_convolved, layer)
@@ -25,6 +27,47 @@ def as_convolutions(module: nn.Module) -> Iterator[None]:
     finally:
         for layer in changed:
             del layer.forward
+
+
+@contextmanager
+def text_projected_once(backbone: nn.Module) -> Iterator[None]:
+    """Keys and values of the text in cross-attention are computed once inside, for all sampling steps, on a CPU.
+
+    The weights and the text states must stay as they are. Where gradients flow, nothing is kept.
+    """
+    across: list[Any] = [m for m in backbone.modules() if getattr(m, "is_cross_attention", False)]
+    layers = [layer for m in across for layer in (m.to_k, m.to_v) if "forward" not in vars(layer) or _ours(layer)]
+    changed = [(layer, vars(layer).get("forward")) for layer in layers if next(layer.parameters()).device.type == "cpu"]
+    try:
+        for layer, _ in changed:
+            layer.forward = _Once(layer.forward)
+        yield
+    finally:
+        for layer, before in changed:
+            del layer.forward
+            if before is not None:
+                layer.forward = before
+
+
+def _ours(layer: nn.Module) -> bool:
+    """Whether a layer runs as a convolution."""
+    return getattr(vars(layer)["forward"], "__func__", None) is _convolved
+
+
+class _Once:
+    """A forward that gives its last result again for the very same input."""
+
+    def __init__(self, forward: Callable[[Tensor], Tensor]):
+        self.forward = forward
+        self.seen: Tensor | None = None
+        self.made: Tensor | None = None
+
+    def __call__(self, x: Tensor, *more: Any, **options: Any) -> Tensor:
+        if more or options or torch.is_grad_enabled():
+            return self.forward(x, *more, **options)
+        if self.seen is not x or self.made is None:
+            self.seen, self.made = x, self.forward(x)
+        return self.made
 
 
 def _plain(layer: nn.Module) -> bool:

@@ -22,7 +22,7 @@ from silentbad.model.diffusion import levels, model_time, to_epsilon
 from silentbad.model.encoder import decode, scaled
 from silentbad.model.families import family_of
 from silentbad.model.family import side_of
-from silentbad.model.forwards import as_convolutions
+from silentbad.model.forwards import as_convolutions, text_projected_once
 from silentbad.model.pipeline import side_factor
 from silentbad.rng import addressed_seed, generator, noise
 
@@ -241,17 +241,18 @@ class Sampler:
 
         hook = self.backbone.register_forward_hook(watch)
         try:
-            latents = pipe(
-                **self.encode([i.prompt for i in items], [i.negative for i in items]),
-                generator=streams,
-                latents=latents.to(self.backbone.device, self.backbone.dtype),
-                output_type="latent",
-                num_inference_steps=self.steps,
-                guidance_scale=config.guidance_scale,
-                **self.sampling,
-                height=self.side,
-                width=self.side,
-            ).images
+            with text_projected_once(self.backbone):
+                latents = pipe(
+                    **self.encode([i.prompt for i in items], [i.negative for i in items]),
+                    generator=streams,
+                    latents=latents.to(self.backbone.device, self.backbone.dtype),
+                    output_type="latent",
+                    num_inference_steps=self.steps,
+                    guidance_scale=config.guidance_scale,
+                    **self.sampling,
+                    height=self.side,
+                    width=self.side,
+                ).images
         finally:
             hook.remove()
         images = torch.cat([decode(pipe.vae, part) for part in latents.split(8)])  # decoding is the peak of memory

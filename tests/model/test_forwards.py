@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from silentbad.model.forwards import as_convolutions
+from silentbad.model.forwards import as_convolutions, text_projected_once
 from silentbad.recovery.generation import Sampler
 from silentbad.rng import generator
 from tests.tiny import tiny_pipeline
@@ -56,3 +56,35 @@ def test_measuring_uses_it_and_leaves_the_backbone():
     with sampler.using(pipe.unet, torch.device("cpu")):
         assert convolutions(pipe.unet, *inputs) > before
     assert convolutions(pipe.unet, *inputs) == before
+
+
+def test_text_is_projected_once_for_the_same_states():
+    unet = tiny_pipeline().unet
+    across = [m for m in unet.modules() if getattr(m, "is_cross_attention", False)]
+    calls = []
+    x, width = torch.randn(2, 4, 8, 8), unet.config.cross_attention_dim
+    one, two = torch.randn(2, 2, 8, width, generator=generator("states", 0)).unbind()
+    with torch.no_grad(), as_convolutions(unet):
+        plain = [unet(x, t, c).sample for t, c in ((1, one), (5, one), (5, two))]
+        own = vars(across[0].to_k)["forward"]
+        across[0].to_k.register_forward_hook(lambda *_: calls.append("asked"))
+        across[0].to_k.forward = counted = lambda y: (calls.append("made"), own(y))[1]
+        with text_projected_once(unet):
+            assert across[0].to_k.forward is counted, "a forward of someone else stays"
+        across[0].to_k.forward = own
+        with text_projected_once(unet):
+            across[0].to_k.forward.forward = counted
+            kept = [unet(x, t, c).sample for t, c in ((1, one), (5, one), (5, two))]
+        assert vars(across[0].to_k)["forward"] is own
+    assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
+    assert calls.count("made") == 2 and calls.count("asked") >= 3
+    assert len(across) > 1 and not any("forward" in vars(layer) for m in across for layer in (m.to_k, m.to_v))
+
+
+def test_text_is_projected_anew_where_gradients_flow():
+    unet = tiny_pipeline().unet
+    c = torch.randn(1, 8, unet.config.cross_attention_dim, requires_grad=True)
+    with text_projected_once(unet):
+        for t in (1, 2):
+            unet(torch.ones(1, 4, 8, 8), t, c).sample.sum().backward()
+    assert c.grad.abs().sum() > 0
