@@ -11,10 +11,11 @@ from typing import Any
 
 import datasets
 
+from silentbad import hub
 from silentbad.data.images import _by, content_hash, encodes, open_image, open_mask, safe_path, thumbnails
 from silentbad.data.published import SHUFFLE_MARKER
 from silentbad.data.schema import RECORD, admitted, csv_lines, json_lines
-from silentbad.errors import UserError, each, reading
+from silentbad.errors import UserError, each
 
 KNOWN_KEYS = ("file_name", "text", "phrases", "role", "target_id", "element_id", "mask")
 
@@ -51,7 +52,7 @@ def folder_rows(root: Path) -> Iterator[dict]:
 def hub_table(config: Any) -> datasets.Dataset:
     """The train split of `dataset_name`; its fingerprint changes with the data set's revision."""
     name = config.dataset_name
-    with reading(f"dataset_name {name}: cannot load it"):
+    with hub.fetching(name, f"dataset_name {name}: cannot load it"):
         return datasets.load_dataset(name, config.dataset_config_name, split="train", cache_dir=config.cache_dir)
 
 

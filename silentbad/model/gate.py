@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
+from silentbad import hub
 from silentbad.errors import UserError, brief, first_line, reading
 
 NAMED = 3  # tensors that a message names
@@ -208,7 +209,7 @@ def check_precision(folder: Path, failed: str) -> None:
 def loaded(cls: Any, failed: str, path: str, **options: Any) -> Any:
     """`cls.from_pretrained(path)`, its failure in one line that begins with `failed`."""
     try:
-        with quietly(), reading(failed):
+        with quietly(), hub.fetching(path, failed):
             return cls.from_pretrained(path, **options)
     except UserError as error:
         if error.__cause__ is not None and re.search(PICKLED, first_line(error.__cause__)):

@@ -10,8 +10,9 @@ import torch
 from diffusers import AutoencoderKL, DDPMScheduler, DiffusionPipeline
 from diffusers import schedulers as diffusers_schedulers
 
+from silentbad import hub
 from silentbad.distributed.shards import cut_up, whole
-from silentbad.errors import UserError, brief, first_line, reading
+from silentbad.errors import UserError, brief, reading
 from silentbad.model import gate, lora
 from silentbad.model.denoiser import Denoiser, make_trainable
 from silentbad.model.encoder import decode
@@ -79,7 +80,7 @@ def family_for(config: Any) -> Family:
 
 def schedule(source: Source, family: Family) -> dict[str, Any]:
     """The settings of a pipeline's noise schedule, each of them sane, and of a scheduler that diffusers has."""
-    with gate.quietly(), reading(f"{source}: no scheduler"):
+    with gate.quietly(), hub.fetching(source.path, f"{source}: no scheduler"):
         settings = dict(DDPMScheduler.load_config(source.path, subfolder="scheduler", **source.hub))
     where = f"{source}/scheduler/scheduler_config.json"
     name = settings.get("_class_name", "DDPMScheduler")
@@ -98,16 +99,12 @@ def read_index(source: Source, kinds: tuple[str, ...] | None = None) -> dict[str
     is_folder = os.path.isdir(local)
     if is_folder and not (local / "model_index.json").is_file():
         raise UserError(f"{source}: no model_index.json; not a diffusers pipeline")
-    looks_local = local.is_absolute() or path.startswith((".", "~")) or os.path.isfile(local) or path.count("/") != 1
-    if not is_folder and looks_local:
+    if not is_folder and (hub.names_folder(path) or os.path.isfile(local) or "/" not in path):
         raise UserError(f"{source.flag}: no folder {path}")
-    try:
-        with gate.quietly():
-            index = DiffusionPipeline.load_config(path, **source.hub)
-            kind = index.get("_class_name")
-    except Exception as error:  # from_pretrained's own and, for another JSON value, that it has no `get`
-        wrong = "model_index.json is not a JSON object" if is_folder else f"no model_index.json ({first_line(error)})"
-        raise UserError(f"{source}: {wrong}") from None
+    wrong = f"{source}: " + ("model_index.json is not a JSON object" if is_folder else "no model_index.json")
+    with gate.quietly(), hub.fetching(path, wrong):
+        index = DiffusionPipeline.load_config(path, **source.hub)
+        kind = index.get("_class_name")  # another JSON value has no `get`
     if kinds and kind not in kinds:
         raise UserError(f"{path}/model_index.json: a {kind}; this trains {', '.join(kinds)}")
     family = family_in(index)

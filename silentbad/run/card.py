@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from silentbad import hub
 from silentbad.data.elements import DataInfo
 from silentbad.errors import UserError, first_line, masked
 from silentbad.model.lora import FOLDERS, NAMES
@@ -96,6 +97,8 @@ def check_push(config: Any) -> None:
         raise UserError(f"hub_model_id: {name!r} is no repository name ({first_line(error)})") from None
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
         raise UserError(f"push_to_hub: HF_HUB_OFFLINE is set; unset it, {later}")
+    if away := hub.unreachable():
+        raise UserError(f"push_to_hub: {away}; connect, {later}")
     try:
         HfApi().whoami(token=config.hub_token)
     except Exception as error:  # whatever the Hub's client raises: no token, a wrong one, no network

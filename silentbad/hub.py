@@ -1,0 +1,61 @@
+"""Whether the Hugging Face Hub answers: asked once, since its client and the loaders above try for a minute or two.
+
+The question goes through huggingface_hub's own session, so that proxies, HF_ENDPOINT and certificates are the user's.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import datasets
+from huggingface_hub import constants
+from huggingface_hub.utils import get_session
+
+from silentbad.errors import UserError, first_line
+
+SILENT = {"NetworkError", "TimeoutException", "ConnectionError", "Timeout"}  # of httpx and of requests
+TRIES = 2
+
+
+@cache
+def unreachable() -> str | None:
+    """Why the Hub does not answer; None where it does, whatever its answer, and with HF_HUB_OFFLINE.
+
+    Where it does not, this process goes on as with HF_HUB_OFFLINE: the loaders then look into the cache alone. Each try
+    takes at most half of HF_HUB_ETAG_TIMEOUT, which is 10 s by default.
+    """
+    if constants.HF_HUB_OFFLINE:
+        return None
+    reason = ""
+    for number in range(TRIES):
+        time.sleep(number)
+        try:
+            get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT / TRIES)
+            return None
+        except Exception as error:
+            if not SILENT & {kind.__name__ for kind in type(error).__mro__}:
+                return None  # a proxy that refuses, an endpoint that is no address: the loader's words are clearer
+            reason = first_line(error)
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    return f"{constants.ENDPOINT} cannot be reached: {reason}"
+
+
+def names_folder(path: str) -> bool:
+    """Whether a path cannot be a Hub id."""
+    return os.path.isabs(path) or path.startswith((".", "~")) or path.count("/") > 1
+
+
+@contextmanager
+def fetching(path: str, failed: str) -> Iterator[None]:
+    """Around a loader of a folder or a Hub id: whatever it raises becomes one line that begins with `failed`. Where the
+    Hub does not answer, the line says so and what to do instead."""
+    away = None if os.path.exists(path) or names_folder(path) else unreachable()
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        absent = f"{away}; the cache holds no whole copy; connect, or give a local folder"
+        raise UserError(f"{failed} ({first_line(error) if away is None else absent})") from error
