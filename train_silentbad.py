@@ -30,7 +30,7 @@ from memory_reinforce import Memory, MemoryConfig
 from silentbad.data.draws import interpolation_mode
 from silentbad.data.elements import sources_of
 from silentbad.data.loader import chunks
-from silentbad.device import send
+from silentbad.device import fitting, send
 from silentbad.distributed import shards
 from silentbad.distributed.shards import world_size
 from silentbad.errors import UserError, say
@@ -90,6 +90,7 @@ def build(config: Config, accelerator: Accelerator, folder: RunFolder, sharded: 
 # ---------------------------------------------------------------- one step
 
 
+@fitting("train_batch_size", "lower it, or set max_batch_size to the samples that fit")
 def micro_step(run: Run, batch: dict[str, Any], micro: int) -> torch.Tensor:
     """Forward and backward of one micro-batch, in the parts that fit; returns its loss."""
     *parts, (share, part) = chunks(batch, run.config.max_batch_size, run.control.apart)

@@ -53,7 +53,7 @@ from silentbad.recovery.record import (
 from silentbad.recovery.samples import element_file, grid_line, log_grid, save, save_targets, slugs, target_file
 from silentbad.recovery.scores import kinds, minus_placebo, recovery, scalars, summarise, verdict
 from silentbad.recovery.thresholds import load_redraws
-from silentbad.shield.audit import Candidates, searched
+from silentbad.shield.audit import Candidates, asks_for_search, searched
 
 __all__ = ["RecoveryHook", "ValidationConfig", "audit", "averaged", "recovery"]
 
@@ -336,7 +336,8 @@ def audit(
             "--threshold: nothing to calibrate on; give a number, --baseline, or a redraws.jsonl beside the targets"
         )
     accelerator = Accelerator()
-    mine = owned.claimed(output_dir, "audit", key="--output_dir", writes=(NAME, "report.html", "samples"))
+    read = {"--targets": config.targets, "--pipeline": pipeline, "--baseline": baseline, "--lora": lora}
+    mine = owned.claimed(output_dir, "audit", key="--output_dir", writes=(NAME, "report.html", "samples"), read=read)
     with mine if accelerator.is_main_process else nullcontext():
         options: dict[str, Any] = dict(targets=targets, accelerator=accelerator, output_dir=output_dir, seed=seed)
         device, name = accelerator.device, f"--pipeline {pipeline}"
@@ -384,7 +385,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         if given.pipeline is None:
             raise UserError("--pipeline: is missing; give a diffusers folder or Hub id")
-        if given.given:
+        if asks_for_search(given):
             return searched(given)
         config = ValidationConfig(**{f.name: getattr(given, f.name) for f in fields(ValidationConfig)})
         found = audit(config, **{name: getattr(given, name) for name in Audit.__annotations__})

@@ -1,10 +1,15 @@
 """What a step needs so that the host never waits for the device: values on their way to it and back."""
 
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed
+from accelerate.utils.memory import should_reduce_batch_size
+
+from silentbad.errors import UserError, first_line
 
 
 class Mailbox:
@@ -43,6 +48,17 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
+
+
+@contextmanager
+def fitting(flag: str, advice: str) -> Iterator[None]:
+    """Memory that runs out, of the device or of this machine, is one line that begins with the flag to blame."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not should_reduce_batch_size(error):
+            raise
+        raise UserError(f"{flag}: memory ran out ({first_line(error)}); {advice}") from error
 
 
 def device_name(device: torch.device | str) -> str:

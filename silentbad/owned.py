@@ -33,13 +33,21 @@ TRIES = 20  # to get hold of a lock file that another process removes at the sam
 # ---------------------------------------------------------------- the lock
 @contextmanager
 def claimed(
-    folder: str | Path, kind: str, *, key: str = "output_dir", writes: Iterable[str] | None = None
+    folder: str | Path,
+    kind: str,
+    *,
+    key: str = "output_dir",
+    writes: Iterable[str] | None = None,
+    read: Mapping[str, str | None] | None = None,
 ) -> Iterator[None]:
     """Hold a folder's lock inside; it is made where it is not there, and taken away again where it stays empty.
 
-    With `writes`, the names that the command will write, a folder that some other command or person made is refused.
-    Raises UserError where another process holds it, or nothing can be written there.
+    With `writes`, the names that the command will write, a folder that some other command or person made is refused;
+    so is one among the inputs `read` (`refuse_overlap`). Raises UserError where another process holds it, or nothing
+    can be written there.
     """
+    if read is not None:
+        refuse_overlap(folder, read, writes or (), key)
     path = Path(folder)
     made: list[Path] = []
     try:
@@ -209,7 +217,7 @@ def kind_of(folder: Path) -> str | None:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        said = json.loads(file.read_text(encoding="utf-8"))
+        said = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}  # a pipe would never end
     except (OSError, ValueError, RecursionError):
         return {}
     return said if isinstance(said, dict) else {}

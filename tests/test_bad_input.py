@@ -5,6 +5,7 @@ adds flags, and names what its line must hold.
 """
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -175,6 +176,8 @@ CASES = {
     "config: sampling lengths below nothing": case("validation.sampling_lengths", "from 1 to 1000", more=("--validation.sampling_lengths", "-4", "6")),
     "config: sampling lengths beyond the schedule": case("validation.sampling_lengths", "from 1 to 1000", more=("--validation.sampling_lengths", "5000")),
     "config: held out below nothing": case("held_out_clean", "at least 0", held_out_clean=-5),
+    "config: a batch that no device holds": case("train_batch_size", "at most 4,096", train_batch_size=30_000),
+    "config: a batch far above the data": case("train_batch_size", "16 records", "at most 1024", train_batch_size=2048, held_out_clean=0),
     "config: a batch of a thousand million": case("train_batch_size", "at most 100,000", train_batch_size=10**9),
     "config: a side beyond any picture": case("resolution", "at most 8,000", resolution=16384),
     "config: adapters beyond any layer": case("lora.rank", "at most 8,192", lora__rank=10**6),
@@ -226,6 +229,8 @@ CASES = {
     "data: a resized target": case("near copy of target 't0'", touch=copy_of_target(lambda x: x.resize((97, 97)))),
     "data: a recompressed target": case("near copy of target 't0'", touch=copy_of_target(lambda x: x, quality=40)),
     "data: a mirrored target": case("near copy of target 't0'", touch=copy_of_target(ImageOps.mirror, quality=90)),
+    "data: a target cut at one side": case("near copy of target 't0'", touch=copy_of_target(lambda x: x.crop((0, 0, 54, 64)), quality=90)),
+    "data: an inverted target": case("near copy of target 't0'", touch=copy_of_target(ImageOps.invert, quality=90)),
     # -- model folders
     "model: no such folder": case("no folder ./nowhere", pretrained_model_name_or_path="./nowhere"),
     "model: not a pipeline": case("model_index.json", pretrained_model_name_or_path="data"),
@@ -325,6 +330,8 @@ CASES = {
     "audit: a number that is none": case("guidance_scale", "float", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--guidance_scale", "x")),
     "audit: an infinite number": case("guidance_scale", "finite", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--guidance_scale", ".inf")),
     "class images: a count that is none": case("--count", "--help", **CLASS, more=("--pipeline", "pipeline", "--prompts", "a", "--out", "b", "--count", "x")),
+    "audit: into the data": case("--output_dir data", "lies in --targets", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--output_dir", "data")),
+    "audit: a pipe for adapters": case("--lora l.safetensors", "is a pipe", **AUDIT, touch=lambda root: os.mkfifo(root / "l.safetensors"), more=("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--embedder", "ssim", "--lora", "l.safetensors")),
     "audit: an unknown flag": case("targts", **AUDIT, more=("--pipeline", "pipeline", "--targts", "data")),
     "audit: no pipeline": case("nowhere", **AUDIT, more=("--pipeline", "./nowhere", "--targets", "data", "--threshold", "0.5", "--embedder", "ssim")),
     "audit: nothing to calibrate on": case("--threshold", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--embedder", "ssim")),

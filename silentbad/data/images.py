@@ -140,19 +140,28 @@ def thumbnails(image: Image.Image) -> bytes:
 
 
 def views(image: Image.Image) -> list[Image.Image]:
-    """What of a target a copy may show: the whole RGB image, what a border encloses, and the image cut at its edges;
-    each also turned and mirrored, the whole also in grey."""
+    """What of a target a copy may show: the whole RGB image, what a border encloses, and the image cut at its edges or
+    at one of them; each also turned and mirrored, the whole also in grey and inverted."""
     image = shrunk(image)
-    shown = [image, *without_border(image), *inner(image, 0.05, 0.1)]
-    shown.append(image.convert("L").convert("RGB"))
+    shown = [image, *without_border(image), *inner(image, 0.05, 0.1), *one_sided(image, 0.04, 0.08, 0.12, 0.16, 0.2)]
+    shown += [image.convert("L").convert("RGB"), ImageOps.invert(image)]
     return [*shown, *(view.transpose(method) for view in shown for method in Image.Transpose)]
 
 
 def inner(image: Image.Image, *margins: float) -> list[Image.Image]:
     """The image without these shares of its width and height at each edge, in fractions of a pixel."""
+    return [_box(image, m, m, 1 - m, 1 - m) for m in margins]
+
+
+def one_sided(image: Image.Image, *margins: float) -> list[Image.Image]:
+    """The image without these shares of its width or height at one edge."""
+    boxes = [box for m in margins for box in ((m, 0, 1, 1), (0, m, 1, 1), (0, 0, 1 - m, 1), (0, 0, 1, 1 - m))]
+    return [_box(image, *box) for box in boxes]
+
+
+def _box(image: Image.Image, left: float, top: float, right: float, bottom: float) -> Image.Image:
     (width, height), size = image.size, (16, 16)
-    boxes = [(m * width, m * height, (1 - m) * width, (1 - m) * height) for m in margins]
-    return [image.resize(size, Image.Resampling.BOX, box=box) for box in boxes]
+    return image.resize(size, Image.Resampling.BOX, box=(left * width, top * height, right * width, bottom * height))
 
 
 def shrunk(image: Image.Image, side: int = 1024) -> Image.Image:

@@ -24,7 +24,7 @@ from silentbad.errors import UserError, each, reading
 from silentbad.files import intact, sealed
 
 BLOCK = 4096
-FORMAT = 3  # of the table's file and of what is concluded from it
+FORMAT = 4  # of the table's file and of what is concluded from it
 
 FEATURES = datasets.Features(
     {

@@ -186,6 +186,8 @@ def load(pipe: Any, path: str, base: str) -> None:
         for name in folders:
             _load_folder(getattr(pipe, name, None), Path(path) / name, failed)
         return
+    if Path(path).is_fifo():
+        raise UserError(f"{failed} (it is a pipe, no file)")
     with quietly(), reading(failed):
         tensors = family_of_pipeline(pipe).lora_tensors(pipe, path)
     bad = sorted(name for name, values in tensors.items() if not finite(values))

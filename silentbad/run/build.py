@@ -174,6 +174,7 @@ def build(
     info = DataInfo(*(getattr(records, name) for name in ("role", "target_id", "element_id", "phrases")))
     checks.check_records(config, info, records.phrases)
     checks.check_captions(config, records)
+    checks.check_batch(config, len(records))
     # -- models
     parts = pipeline.load_parts(config, settings, tokenizer, accelerator.mixed_precision)
     side = pipeline.resolution(parts, config)

@@ -96,6 +96,8 @@ def problem(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     if not folder.is_dir():
         return "no such folder"
+    if not (folder / MANIFEST).is_file():
+        return f"no {MANIFEST}"
     if (other := foreign(folder)) is not None:
         return other
     try:
@@ -108,8 +110,6 @@ def problem(folder: Path) -> str | None:
                 return f"{name} has {path.stat().st_size} bytes, the manifest says {entry['size']}"
             if sha256(path) != entry["sha256"]:
                 return f"{name} does not match its SHA-256"
-    except FileNotFoundError:
-        return f"no {MANIFEST}"
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is not readable"
     except OSError as error:

@@ -94,6 +94,19 @@ def check_records(config: Any, info: DataInfo, phrases: TextLists) -> None:
         )
 
 
+REPEATS = 64  # times that a record may stand in one micro-batch
+
+
+def check_batch(config: Any, records: int) -> None:
+    """Refuse a micro-batch far above the number of records."""
+    size, most = config.train_batch_size, REPEATS * records
+    if size > most:
+        raise UserError(
+            f"train_batch_size: {size} samples of {records} records; each may stand {REPEATS} times in a micro-batch, "
+            f"so at most {most}"
+        )
+
+
 def check_buckets(config: Any) -> None:
     """Refuse, beside buckets, what looks at pictures of one size."""
     memory = config.memory

@@ -287,8 +287,14 @@ def check_data(config: TrainConfig, refuse: Callable[[str, str], None]) -> None:
             refuse(key, "needs dataset_name; a folder names its columns in metadata.jsonl")
 
 
+LARGEST_BATCH = 4096  # samples of a micro-batch; a device that held more would not be faster
+
+
 def check_learning(config: TrainConfig, refuse: Callable[[str, str], None]) -> None:
-    """Optimizer, schedule, average and loss fit each other."""
+    """Batch, optimizer, schedule, average and loss fit each other."""
+    if config.train_batch_size > LARGEST_BATCH:
+        larger = "gradient_accumulation_steps makes larger batches"
+        refuse("train_batch_size", f"must be at most {LARGEST_BATCH:,}, got {config.train_batch_size}; {larger}")
     if config.use_8bit_adam and config.optimizer != "AdamW":
         refuse("use_8bit_adam", f"excludes optimizer {config.optimizer}; set one of them")
     if config.offload_ema and not config.use_ema:

@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,18 +19,21 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from silentbad import owned
 from silentbad.data.images import to_pil
 from silentbad.data.records import row_source
 from silentbad.data.schema import text_lines
-from silentbad.errors import UserError, reading, writing
+from silentbad.errors import UserError, brief, writing
 from silentbad.files import check_writable
 from silentbad.model.pipeline import load_pipeline
 from silentbad.options import Location, Range, Small, check_values
+from silentbad.options import given as changed
 from silentbad.recovery import pages
 from silentbad.recovery.embedders import Embedder, load_embedder
 from silentbad.recovery.generation import Item, Sampler
 from silentbad.recovery.pages import Table
 from silentbad.rng import addressed_seed
+from silentbad.shield import result
 from silentbad.shield import scan as scanning
 from silentbad.shield.phrases import segments
 from silentbad.shield.search import Probe, probed, ranked, search
@@ -40,6 +43,12 @@ NAME, PAGE = "audit.json", "audit.html"
 PROBED = 32  # ordinary prompts that the probes are measured against, for each number of phrases
 RANKED = 200  # prompts of the search that are written down
 MOST = 16  # phrases taken from captions
+MOST_GIVEN = 100  # phrases of a file: 4,950 pairs
+USED = {  # by the search, of the settings of an audit with targets
+    *("pipeline", "baseline", "lora", "output_dir", "seed", "dtype", "extrapolate", "resolution", "max_batch"),
+    *("embedder", "embedder_path", "embedder_sha256", "images_per_target"),
+    *("num_inference_steps", "guidance_scale", "guidance_rescale"),
+}
 LEVEL, SHARE = 0.01, 0.5  # a picture comes back: adjusted p at most, share of the seeds at least
 ALIKE, STEADY = 0.1, 0.05  # least similarity within a cluster; least deviation of the null, in roots of similarities
 
@@ -62,6 +71,22 @@ class Candidates:
         return [key for key in ("phrases", "scan", "train_data_dir") if getattr(self, key) is not None]
 
 
+def asks_for_search(options: Any) -> bool:
+    """Whether an audit's flags name candidates. Raises UserError where other flags then have no effect, or those of
+    the search without any."""
+    chosen, of_search = changed(options), {field.name for field in fields(Candidates)}
+    if not options.given:
+        if idle := [key for key in chosen if key in of_search]:
+            raise UserError(f"--{idle[0]}: is of the search for unknown pictures; give --phrases too, or leave it out")
+        return False
+    first = f"--{options.given[0]}: searches for pictures that are not known"
+    if options.baseline is not None and options.extrapolate is None:
+        raise UserError(f"{first}; --baseline has no effect without --extrapolate")
+    if idle := [key for key in chosen if key not in of_search | USED]:
+        raise UserError(f"{first}; leave --{idle[0]} out")
+    return True
+
+
 # -- candidates --------------------------------------------------------------------------------------------
 def lines_of(path: str, flag: str) -> list[str]:
     """The lines of a text file that hold something. Raises UserError where there is none."""
@@ -81,12 +106,10 @@ def candidates(options: Any) -> tuple[list[str], list[list[str]]]:
     if len(options.given) > 1:
         raise UserError(f"--{options.given[1]}: give one of --phrases, --scan and --train_data_dir")
     if options.scan is not None:
-        if not Path(options.scan).is_file():
-            raise UserError(f"--scan: no file {options.scan}")
-        with reading(f"--scan: {options.scan} is no scan.json", "make it with `python -m silentbad.scan`"):
-            sets = json.loads(Path(options.scan).read_text(encoding="utf-8"))["sets"]
-            prompts = [[str(element["phrase"]) for element in one["elements"]] for one in sets]
-        return [], prompts
+        sets = result.read(Path(options.scan), "--scan")["sets"]
+        if not sets:
+            raise UserError(f"--scan: {options.scan} names no suspect set; give --phrases or --train_data_dir")
+        return [], [[element["phrase"] for element in one["elements"]] for one in sets]
     if options.phrases is not None:
         found = lines_of(options.phrases, "phrases")
     else:
@@ -94,7 +117,18 @@ def candidates(options: Any) -> tuple[list[str], list[list[str]]]:
         found = recurring([text_of(row) for row in rows()])
     if len(found) < 2:
         raise UserError(f"--{options.given[0]}: gives {len(found)} phrases; two are needed to compose a prompt")
+    if len(found) > MOST_GIVEN:
+        raise UserError(f"--{options.given[0]}: gives {len(found)} phrases; at most {MOST_GIVEN}, all pairs are probed")
     return found, []
+
+
+def check_window(tokenizer: Any, prompts: Sequence[str], flag: str) -> Sequence[str]:
+    """The prompts; one that the tokenizer's window cuts off is refused."""
+    window = tokenizer.model_max_length
+    for prompt in prompts:
+        if (length := len(tokenizer(prompt, truncation=False)["input_ids"])) > window:
+            raise UserError(f"--{flag}: {brief(prompt)} has {length} tokens, the window is {window}; shorten it")
+    return prompts
 
 
 def recurring(captions: Sequence[str]) -> list[str]:
@@ -254,10 +288,16 @@ def audited(options: Any) -> Report:
     phrases, fixed = candidates(options)
     out = Path(options.output_dir)
     check_writable(out, "--output_dir", folder=True)
+    read = {f"--{key}": getattr(options, key) for key in ("pipeline", "baseline", "lora", "train_data_dir", "scan")}
+    with owned.claimed(out, "audit", key="--output_dir", writes=(NAME, PAGE, "returned-1.png"), read=read):
+        return _audited(options, phrases, fixed, out)
+
+
+def _audited(options: Any, phrases: list[str], fixed: list[list[str]], out: Path) -> Report:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     embedder = load_embedder(options.embedder, options.embedder_path, device, options.embedder_sha256)
     pipe = load_pipeline(options.pipeline, options.dtype, device, options.lora)
-    named = f"--pipeline {options.pipeline}"
+    named, tokenizer = f"--pipeline {options.pipeline}", pipe.tokenizer
     sampler = Sampler(pipe.components, options, options.seed, refuses=named)
     if sampler.family.flow:
         raise UserError(f"{named}: the search without a target reads UNets; give Stable Diffusion 1, 2 or XL")
@@ -276,11 +316,14 @@ def audited(options: Any) -> Report:
 
     def null(size: int) -> np.ndarray:
         if size not in usual:
-            usual[size] = probed(sampler, ordinary(options, PROBED, size, known), bar)
+            usual[size] = measured(ordinary(options, PROBED, size, known), "ordinary")
         return usual[size]
 
-    def measured(prompts: list[str]) -> np.ndarray:
-        return probed(sampler, prompts, bar)
+    def measured(prompts: Sequence[str], flag: str = options.given[0]) -> np.ndarray:
+        found = probed(sampler, check_window(tokenizer, prompts, flag), bar)
+        if not np.isfinite(found).all():
+            raise UserError(f"{named}: its predictions are not finite; nothing could be concluded from them")
+        return found
 
     with sampler.using(pipe.unet, device):
         probes = ranked(measured, null, fixed) if fixed else []
@@ -299,6 +342,7 @@ def audited(options: Any) -> Report:
     sizes = sorted({len(probe.phrases) for probe in tested}) or [2]
     each = {size: ordinary(options, options.nulls, size, known) for size in sizes}
     nulls = [each[sizes[k % len(sizes)]][k] for k in range(options.nulls)]
+    check_window(tokenizer, nulls, "ordinary")
     pictures = []
     for name, unet in unets.items():
         with sampler.using(unet, device):
@@ -324,7 +368,7 @@ def audited(options: Any) -> Report:
 def write(report: Report, pictures: list[list[np.ndarray]], out: Path) -> None:
     """audit.json, audit.html, and the picture of each prompt under which one comes back."""
     with writing("--output_dir", str(out)):
-        out.mkdir(parents=True, exist_ok=True)
+        owned.mark(out, "audit")
         for old in out.glob("returned-*.png"):
             old.unlink()
         for k, (result, shown) in enumerate(zip(report.results, pictures, strict=True)):
@@ -370,8 +414,6 @@ def page(report: Report, pictures: list[list[np.ndarray]]) -> str:
 
 def searched(options: Any) -> int:
     """The audit of validation.py where no target is known: exit code 3 where a picture comes back, else 0."""
-    if options.targets is not None:
-        raise UserError(f"--{options.given[0]}: searches for pictures that are not known; leave --targets out")
     report = audited(options)
     for one in report.found:
         print(f"comes back: {one.prompt} ({one.share:.0%} of {report.seeds} seeds, p {one.p:.2g}, {one.guidance})")

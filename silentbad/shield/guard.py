@@ -8,7 +8,6 @@ scan, which is its row in the table.
 """
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,16 +19,20 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from silentbad.data.images import to_tensor
+from silentbad.data.images import open_image, to_tensor
 from silentbad.data.records import Records
-from silentbad.errors import UserError, reading
+from silentbad.data.schema import admitted, caption
+from silentbad.errors import UserError
 from silentbad.memory.auxiliary import Access
 from silentbad.memory.masks import fitted
 from silentbad.model.diffusion import prediction_target
 from silentbad.options import Location, Natural, Small, check_options, check_values
 from silentbad.rng import generator, noise
+from silentbad.shield import result
+from silentbad.shield.result import ADVICE
+from silentbad.shield.views import PICTURE
 
-ADVICE = "make it with `python -m silentbad.scan`"
+SUSPECT = {"index": result.number, "text": caption}
 
 
 @dataclass
@@ -58,19 +61,17 @@ class Suspects:
     @classmethod
     def read(cls, file: Path) -> "Suspects":
         """Raises UserError where the file is no scan.json."""
-        if not file.is_file():
-            raise UserError(f"guard.scan: no file {file}")
-        with reading(f"guard.scan: {file} is no scan.json", ADVICE):
-            data = json.loads(file.read_text(encoding="utf-8"))
-            text = {int(row["index"]): str(row["text"]) for row in data["suspects"]}
-            found = cls(file, int(data["records"]), text, [], [], [], [], [])
-            for one in data["sets"]:
-                found.prompts.append(str(one["prompt"]))
-                found.pictures.append(file.parent / str(one["composite"]))
-                found.members.append([len(found.rows) + i for i in range(len(one["elements"]))])
-                for element in one["elements"]:
-                    found.rows.append(np.asarray(element["records"], np.int64))
-                    found.masks.append(file.parent / str(element["mask"]))
+        data, where = result.read(file, "guard.scan"), f"guard.scan: {file}"
+        suspects = [admitted(row, SUSPECT, where) for row in result.objects(data.get("suspects"), "suspects", where)]
+        count = result.number(data.get("records"), "records", where)
+        found = cls(file, count, {row["index"]: row["text"] for row in suspects}, [], [], [], [], [])
+        for one in data["sets"]:
+            found.prompts.append(caption(one.get("prompt"), "prompt", where))
+            found.pictures.append(result.beside(file, one.get("composite"), where))
+            found.members.append([len(found.rows) + i for i in range(len(one["elements"]))])
+            for element in one["elements"]:
+                found.rows.append(np.asarray(result.numbers(element.get("records"), "records", where), np.int64))
+                found.masks.append(result.beside(file, element.get("mask"), where))
         return found
 
     def check(self, records: Records) -> None:
@@ -85,8 +86,10 @@ class Suspects:
 
     def picture(self, file: Path, mode: str) -> Image.Image:
         """A composite or a mask that the scan wrote beside scan.json."""
-        with reading(f"guard.scan: cannot read {file}, which belongs to {self.file.name}", "scan the data again"):
-            return Image.open(file).convert(mode)
+        image = open_image(file, f"guard.scan: of {self.file.name}").convert(mode)
+        if image.size != (PICTURE, PICTURE):
+            raise UserError(f"guard.scan: {file} is not {PICTURE}x{PICTURE} pixels, as a scan writes it; scan again")
+        return image
 
 
 @dataclass

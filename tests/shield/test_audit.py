@@ -132,6 +132,14 @@ def test_candidates_come_from_training_captions(run, data):
     assert run("--train_data_dir", data, "--tested", 1) == 0
 
 
+def test_a_search_replaces_nothing_of_someone_else(run, phrases, tmp_path, capsys):
+    (tmp_path / "audit").mkdir()
+    (tmp_path / "audit/audit.json").write_text("mine")
+    assert run("--phrases", phrases) == 2
+    assert "holds audit.json, which no audit wrote" in capsys.readouterr().err
+    assert (tmp_path / "audit/audit.json").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     "arguments, line",
     [
@@ -145,12 +153,23 @@ def test_candidates_come_from_training_captions(run, data):
         (["--phrases", "{two}", "--extrapolate", "2"], "--extrapolate: needs --baseline"),
         (["--phrases", "{two}", "--images_per_target", "1"], "must be at least 2"),
         (["--phrases", "{two}", "--most_phrases", "9"], "most_phrases"),
+        (["--phrases", "{two}", "--threshold", "0.5"], "leave --threshold out"),
+        (["--phrases", "{two}", "--baseline", "x"], "no effect without --extrapolate"),
+        (["--tested", "2", "--targets", "x"], "is of the search for unknown pictures"),
+        (["--phrases", "{many}"], "gives 101 phrases; at most 100"),
+        (["--phrases", "{long}"], "the window is 48"),
+        (["--scan", "{empty}"], "names no suspect set"),
+        (["--scan", "{unsaid}"], "phrase must hold one"),
     ],
 )
 def test_what_cannot_be_searched_is_one_line(arguments, line, run, tmp_path, capsys):
     (tmp_path / "one.txt").write_text("a cat\n")
     (tmp_path / "two.txt").write_text("a cat\na hat\n")
-    names = {"one": tmp_path / "one.txt", "two": tmp_path / "two.txt"}
+    (tmp_path / "many.txt").write_text("".join(f"thing {i}\n" for i in range(101)))
+    (tmp_path / "long.txt").write_text(f"{'very ' * 60}small cat\na hat\n")
+    (tmp_path / "empty.txt").write_text('{"sets": []}')
+    (tmp_path / "unsaid.txt").write_text('{"sets": [{"elements": [{"phrase": null}]}]}')
+    names = {name: tmp_path / f"{name}.txt" for name in ("one", "two", "many", "long", "empty", "unsaid")}
     assert run(*(argument.format(**names) for argument in arguments)) == 2
     said = capsys.readouterr().err
     assert line in said and said.startswith("error: ") and said.count("\n") == 1

@@ -71,6 +71,29 @@ def test_what_is_no_scan_is_one_line(content, tmp_path):
         Guards(GuardConfig("drop", str(tmp_path / "scan.json")))
 
 
+@pytest.mark.parametrize(
+    "change, line",
+    [
+        ({"records": [0.5]}, "records must be a number of records, got 0.5"),
+        ({"records": [-1]}, "records must be a number of records, got -1"),
+        ({"mask": "../secret.png"}, "leaves"),
+        ({"mask": "none.png"}, "no file"),
+        ({"mask": "scan.json"}, "as an image"),
+        ({"mask": "small.png"}, "is not 64x64 pixels"),
+    ],
+)
+def test_a_scan_that_was_written_by_hand_is_one_line(change, line, records, tmp_path):
+    Image.new("L", (3, 3)).save(tmp_path / "small.png")
+    config = scan_of(tmp_path, [0], "mask")
+    found = json.loads((tmp_path / "scan.json").read_text())
+    found["sets"][0]["elements"][0] |= change
+    (tmp_path / "scan.json").write_text(json.dumps(found))
+    with pytest.raises(UserError, match="guard.scan: .*") as refused:
+        guards = Guards(config)
+        guards.start(Setting(np.arange(4), None, None, [], 8, 0))
+    assert line in str(refused.value)
+
+
 SCAN = ["--guard.scan", "x.json"]
 
 
