@@ -355,8 +355,7 @@ def audit(
             if extrapolate is not None:
                 with extrapolated(backbone_of(first), backbone_of(base), extrapolate):
                     hook.run(1, 1, backbone_of(first), label=f"extrapolated by {extrapolate:g}")
-        step = 1 + (extrapolate is not None)
-        hook.run(step, step, backbone_of(first), final=True, label="audited pipeline")
+        hook.run(last := 1 + (extrapolate is not None), last, backbone_of(first), final=True, label="audited pipeline")
         if accelerator.is_main_process:
             print(f"{Path(output_dir) / NAME}\n{report.write(output_dir)}")
         accelerator.print(hook.table())
