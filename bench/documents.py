@@ -41,7 +41,7 @@ from bench.recovery_table import (
     stored,
     tables,
 )
-from bench.shield_table import table
+from bench.shield_table import audit_table, guard_table, table
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT, ROOT / "docs"]
@@ -625,6 +625,16 @@ def shield(results: Results, language: Language) -> str:
     return table(results.load("shield"))
 
 
+def shield_audit(results: Results, language: Language) -> str:
+    """How well the audit tells models that remember from others."""
+    return audit_table(stored(results.folder / "shield-audit.jsonl"))
+
+
+def shield_guards(results: Results, language: Language) -> str:
+    """What each guard leaves of a recovery, and what it costs."""
+    return guard_table(stored(results.folder / "shield-guards.jsonl"))
+
+
 def published(results: Results, language: Language) -> str:
     """Development runs at guidance 3 at their last step, each on one seed."""
     lines, early = [], [row for row in results.published if "guidance" not in row]
@@ -665,6 +675,8 @@ BLOCKS: dict[str, Block] = {
     "published-ratios": published_by("ratio", lambda row: row["ratio"], alone),
     "published-at-once": published_by("targets at once", lambda row: row["targets"].count(",") + 1, usual),
     "shield": shield,
+    "shield-audit": shield_audit,
+    "shield-guards": shield_guards,
 }
 
 # --------------------------------------------------------------------------------------------------------- documents

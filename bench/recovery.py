@@ -121,7 +121,14 @@ def common(data: Path, out: Path, factor: float, seed: int, steps: int) -> dict:
 
 
 def launch(name: str, flags: dict) -> tuple[dict, dict]:
-    """(validation.json, {step: seconds}) of one run with these flags, whose folder is removed afterwards."""
+    """`kept`, whose folder is removed afterwards."""
+    found = kept(name, flags)
+    shutil.rmtree(flags["output_dir"])
+    return found
+
+
+def kept(name: str, flags: dict) -> tuple[dict, dict]:
+    """(validation.json, {step: seconds}) of one run with these flags."""
     out = Path(flags["output_dir"])
     shutil.rmtree(out, ignore_errors=True)
     argv = ["--config", CONFIG, *(part for k, v in flags.items() for part in (f"--{k}", str(v)))]
@@ -131,9 +138,7 @@ def launch(name: str, flags: dict) -> tuple[dict, dict]:
     child.join()
     if child.exitcode:
         raise SystemExit(f"{name} stopped with exit code {child.exitcode}:\n{log.read_text()[-2000:]}")
-    report, seconds = json.loads((out / "validation.json").read_text()), json.loads(clock.read_text())
-    shutil.rmtree(out)
-    return report, seconds
+    return json.loads((out / "validation.json").read_text()), json.loads(clock.read_text())
 
 
 def scores(entry: dict) -> dict:

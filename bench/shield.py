@@ -7,7 +7,10 @@ pictures, and of quarters at the same place. Then one hidden picture under chang
     development   seeds 0-999       runs/shield-dev.json
     reported      seeds 3000-3099   bench/results/shield.json and shield.md, after the code was frozen
 
-A seed that the file has is not run again; `--minutes` stops after the seed under way. Clean pictures are a seeded
+`--audit` and `--guards` train models instead (bench/shield_models.py); rows go to shield-audit.jsonl and
+shield-guards.jsonl beside shield.json.
+
+A data set that the file has is not run again; `--minutes` stops after the seed under way. Clean pictures are a seeded
 choice from one pool of each range (development, reported), since drawing them takes longest.
 """
 
@@ -26,6 +29,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from bench.instrument import Detector, Target, by_kind, passed, rows_of
+from bench.recovery_table import stored
 from bench.shield_data import (
     RATIOS,
     Data,
@@ -42,7 +46,7 @@ from bench.shield_data import (
     recoloured,
     rescaled,
 )
-from bench.shield_table import table
+from bench.shield_table import audit_table, guard_table, table
 from silentbad.microworld.grammar import Thing, respecify, seat_hat
 from silentbad.microworld.make import target_scene
 from silentbad.microworld.nulls import STORED
@@ -189,6 +193,7 @@ CHANGES: dict[str, Callable[[str], list[tuple[Hidden, list[Drawn]]]]] = {
     "things rescaled by up to 10 %": lambda name: [hide(name, 20, rescaled)],
     "half of the pictures mirrored": lambda name: [hide(name, 20, mirror=True)],
     "things recoloured by up to 5 %": lambda name: [hide(name, 20, recoloured)],
+    "saved as JPEG of quality 75 to 95": lambda name: [hide(name, 20, jpeg=(75, 95))],
     "phrases paraphrased in half of the captions": lambda name: [hide(name, 20, reword=paraphrased)],
     "two pictures with the same phrases": sharing,
 }
@@ -200,26 +205,47 @@ def commit() -> str:
     return found.stdout.strip()
 
 
-def seed_row(seed: int, pool: list[Drawn], robust: bool) -> dict:
-    """All data sets of a seed."""
-    row: dict = {"ratios": {}}
-    for ratio in (0.0, *RATIOS):
-        row["ratios"][f"{ratio:g}"] = measured(at_ratio(seed, ratio, chosen(seed, ratio, pool)), ratio > 0)
+def complete(row: dict, seed: int, pool: list[Drawn], robust: bool) -> bool:
+    """Add the data sets of a seed that its row has not; returns whether there were any."""
+    ratios, changes = row.setdefault("ratios", {}), {}
     if robust:
-        row["robust"] = {}
-        for name, change in CHANGES.items():
-            data = assemble(seed, ROBUST_RECORDS, change(names_of(seed, 1)[0]), chosen(seed, 1.0, pool))
-            row["robust"][name] = measured(data, False)
-    return row
+        changes = {name: change for name, change in CHANGES.items() if name not in row.setdefault("robust", {})}
+    missing = [ratio for ratio in (0.0, *RATIOS) if f"{ratio:g}" not in ratios]
+    for ratio in missing:
+        ratios[f"{ratio:g}"] = measured(at_ratio(seed, ratio, chosen(seed, ratio, pool)), ratio > 0)
+    for name, change in changes.items():
+        data = assemble(seed, ROBUST_RECORDS, change(names_of(seed, 1)[0]), chosen(seed, 1.0, pool))
+        row["robust"][name] = measured(data, False)
+    return bool(missing or changes)
+
+
+def on_models(args: argparse.Namespace) -> None:
+    """Train, measure and print what is stored then."""
+    from bench import shield_models
+
+    first, _, last = args.seeds.partition("-")
+    plan = shield_models.Plan(guards=True, steps=400, every=40) if args.guards else shield_models.Plan()
+    folder, name = (DEVELOPMENT if int(first) < 1000 else RESULTS).parent, "guards" if args.guards else "audit"
+    targets, file = list(map(str, range(int(first), int(last or first) + 1))), folder / f"shield-{name}.jsonl"
+    torch.set_num_threads(1)
+    rows = stored(file) if args.table else shield_models.run(plan, targets, file, args.minutes)
+    print(guard_table(rows) if args.guards else audit_table(rows))
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="3000-3099", help="first-last")
+    parser.add_argument("--seeds", help="first-last; unset: 3000-3099, and 3010-3029 of models")
     parser.add_argument("--robust", type=int, default=100, help="seeds that also run the table of changes")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no seed after so many minutes")
     parser.add_argument("--table", action="store_true", help="print the stored results' table and run nothing")
+    parser.add_argument("--audit", action="store_true", help="score the audit over trained pipelines instead")
+    parser.add_argument("--guards", action="store_true", help="measure the guards in training instead")
     args = parser.parse_args(argv)
+    if args.audit or args.guards:
+        args.seeds = args.seeds or "3010-3029"
+        on_models(args)
+        return
+    args.seeds = args.seeds or "3000-3099"
     first, _, last = args.seeds.partition("-")
     file = DEVELOPMENT if int(first) < 1000 else RESULTS
     results: dict = json.loads(file.read_text()) if file.is_file() else {"commit": commit(), "seeds": {}}
@@ -229,11 +255,11 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     pool, started = pool_of(int(first)), time.monotonic()
     for k, seed in enumerate(tqdm(range(int(first), int(last or first) + 1))):
-        if str(seed) in results["seeds"]:
-            continue
         if time.monotonic() - started > 60 * args.minutes:
             break
-        results["seeds"] |= {str(seed): seed_row(seed, pool, k < args.robust)}
+        if not complete(results["seeds"].setdefault(str(seed), {}), seed, pool, k < args.robust):
+            continue
+        results["commit"] = ", ".join(dict.fromkeys([*results["commit"].split(", "), commit()]))
         file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps(results, indent=1) + "\n")
         if file == RESULTS:

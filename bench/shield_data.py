@@ -191,10 +191,12 @@ def hide(
     reword: Reword | None = None,
     mirror: bool = False,
     scene: Scene | None = None,
+    jpeg: tuple[int, int] | None = None,
 ) -> tuple[Hidden, list[Drawn]]:
     """A target (or another `scene`) and the pictures that show one of its elements each, element by element.
 
-    With `mirror`, each picture is mirrored with probability one half, as a curator's augmentation does.
+    With `mirror`, each picture is mirrored with probability one half, as a curator's augmentation does. With `jpeg`,
+    each is saved as JPEG, of a quality drawn from this range.
     """
     twin = scene is not None
     scene = scene or target_scene(name)
@@ -210,6 +212,8 @@ def hide(
             pixels, caption = drawn(shown)
             if mirror and rng.random() < 0.5:
                 pixels = pixels[:, ::-1].copy()
+            if jpeg:
+                pixels = recompressed(pixels, int(rng.integers(jpeg[0], jpeg[1] + 1)))
             made.append((pixels, reword(caption, phrase_of(scene, element), rng) if reword else caption))
     phrases = [phrase_of(scene, i) for i in range(len(masks))]
     return Hidden(name, np.asarray(picture), phrases, [np.asarray(m) for m in masks], records), made

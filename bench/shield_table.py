@@ -4,6 +4,8 @@ from collections import defaultdict
 
 import numpy as np
 
+from silentbad.recovery.statistics import binomial_interval, detection
+
 
 def mean(values: list[float]) -> str:
     return f"{np.mean(values):.3f}" if values else "-"
@@ -55,4 +57,102 @@ def table(results: dict) -> str:
         "CopyrightShield (arXiv 2412.01528) reports a detection F1 of 0.665 in version 2 of the paper, and of 0.709 in",
         "version 1, on its own data with a trained model. Those figures are from the paper and were not run here.",
     ]
+    return "\n".join(lines) + "\n"
+
+
+# -- models ----------------------------------------------------------------------------------------------------
+def auc_interval(auc: float, positives: int, negatives: int) -> tuple[float, float]:
+    """95 % interval of an area under the ROC curve, which has a width at 1 as well (Newcombe 2006, method 5)."""
+
+    def far(true: float) -> bool:
+        spread = true * (1 - true) / (positives * negatives)
+        spread *= 1 + ((positives + negatives) / 2 - 1) * ((1 - true) / (2 - true) + true / (1 + true))
+        return abs(auc - true) > 1.96 * np.sqrt(spread)
+
+    ends = []
+    for outer in (0.0, 1.0):
+        inner = auc
+        for _ in range(50):
+            middle = (outer + inner) / 2
+            outer, inner = (middle, inner) if far(middle) else (outer, middle)
+        ends.append(inner)
+    return ends[0], ends[1]
+
+
+def rate(k: int, n: int) -> str:
+    low, high = binomial_interval(k, n)
+    return f"{k} of {n} [{low:.2f}, {high:.2f}]"
+
+
+def audit_table(rows: list[dict]) -> str:
+    """The rows of shield-audit.jsonl as Markdown."""
+    if not rows:
+        return "No pipeline is stored yet.\n"
+    by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in ("elements", "placebo", "clean")}
+    positive, negative = by_kind["elements"], by_kind["placebo"] + by_kind["clean"]
+    ordinary = [one for row in rows for one in row["ordinary"]]
+    targets = sorted({row["target"] for row in rows}, key=int)
+    lines = [
+        f"Targets: {', '.join(targets)}. Pipelines: {len(positive)} trained on elements, {len(by_kind['placebo'])} on "
+        f"placebo data, {len(by_kind['clean'])} on clean data, {rows[0]['steps']} steps each. "
+        f"Code: {', '.join(sorted({row['commit'][:7] for row in rows}))}.",
+        "",
+        "| score | negatives | AUC | TPR at 1 % FPR |",
+        "|---|---|---|---|",
+    ]
+    for name, score in (("probes", lambda one: one["probe"]), ("images", lambda one: -np.log10(max(one["p"], 1e-300)))):
+        above = [score(row["own"]) for row in positive]
+        for what, below in (
+            ("composed prompts of placebo and clean pipelines", [score(row["own"]) for row in negative]),
+            ("ordinary prompts of all pipelines", [score(one) for one in ordinary]),
+        ):
+            found = detection(above, below)
+            if found is None:
+                continue
+            low, high = auc_interval(found["auc"], len(above), len(below))
+            cell = "too few negatives"
+            if "tpr" in found:
+                cell = rate(round(found["tpr"] * len(above)), len(above))
+            lines.append(f"| {name} | {len(below)} {what} | {found['auc']:.3f} [{low:.2f}, {high:.2f}] | {cell} |")
+    lines += ["", "| prompt | pipelines | decided to come back |", "|---|---|---|"]
+    for kind, mine in by_kind.items():
+        lines.append(f"| composed | {kind} | {rate(sum(row['own']['found'] for row in mine), len(mine))} |")
+    lines.append(f"| ordinary | all | {rate(sum(one['found'] for one in ordinary), len(ordinary))} |")
+    lines += ["", "| target | hidden phrases among those given | prompts searched | rank of the hidden prompt |"]
+    lines[-1] += " first prompt of hidden phrases alone | strict CIR |"
+    lines.append("|---" * 6 + "|")
+    for row in positive:
+        known = sum(phrase.lower() in row["given"] for phrase in row["phrases"])
+        cells = [row["target"], f"{known} of {len(row['phrases'])}", f"{row['searched']}"]
+        cells += [f"{row[key] or 'not searched'}" for key in ("rank", "part")]
+        lines.append(f"| {' | '.join(cells)} | {last(row['strict']):.2f} |")
+    ten = sum(row["rank"] is not None and row["rank"] <= 10 for row in positive)
+    lines += ["", f"The hidden prompt is among the best 10 in {rate(ten, len(positive))} pipelines."]
+    return "\n".join(lines) + "\n"
+
+
+def last(curve: dict[str, float]) -> float:
+    return curve[max(curve, key=int)]
+
+
+def guard_table(rows: list[dict]) -> str:
+    """The rows of shield-guards.jsonl as Markdown."""
+    if not rows:
+        return "No run is stored yet.\n"
+    lines = [
+        f"{rows[0]['steps']} steps each. Code: {', '.join(sorted({row['commit'][:7] for row in rows}))}.",
+        "",
+        "| target | guard | records flagged, right | strict CIR, last | highest | first recovery, step |"
+        " clean loss, last | over the clean records alone | processor s |",
+        "|---" * 9 + "|",
+    ]
+    alone = {row["target"]: last(row["clean_loss"]) for row in rows if row["kind"] == "clean records alone"}
+    for row in rows:
+        curve, loss = row["strict"], last(row["clean_loss"])
+        first = min((int(step) for step, value in curve.items() if int(step) and value > 0), default=None)
+        over = f"{100 * (loss / alone[row['target']] - 1):+.1f} %" if row["target"] in alone else ""
+        flagged = f"{row['flagged']}, {row['right']} of {row['elements']}" if "flagged" in row else ""
+        cells = [row["target"], row["kind"], flagged, f"{last(curve):.2f}", f"{max(curve.values()):.2f}"]
+        cells += ["never" if first is None else f"{first}", f"{loss:.4f}", over, f"{row['seconds']:.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

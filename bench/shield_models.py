@@ -1,0 +1,218 @@
+"""The shield on models: `python -m bench.shield --audit` and `python -m bench.shield --guards`.
+
+Audit. Pipelines are trained on elements (the published setting's `recommended` arm), on placebo data (the same flags),
+and on the clean records alone. Each is asked for the composed prompt of its target, and for ordinary prompts that the
+null does not hold. Of a pipeline trained on elements, the hidden prompt's rank is measured in a search over the phrases
+that recur in its captions.
+
+Guards. `recommended_leak_free` trains on elements without a guard and with each one, and on the clean records alone.
+Guards need the scan of the data. They are measured on targets that the unguarded run recovers.
+
+Targets: 3010 to 3029 are reported, below 1000 are for development. A row is a model; a stored one is not made again.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.arms import LOWER_NOISE as NOISE
+from bench.arms import PUBLISHED, UNCONDITIONAL, WARM, Flags
+from bench.published import HELD_OUT, per_phrase
+from bench.recovery import ROOT, WORK, common, data_set, facts, kept, scores
+from bench.recovery_table import stored
+from silentbad.model.pipeline import load_pipeline
+from silentbad.recovery.embedders import load_embedder
+from silentbad.recovery.generation import Sampler
+from silentbad.shield.audit import LEVEL, PROBED, SHARE, compared, ordinary, p_value, recurring, returned
+from silentbad.shield.search import Probe, probed, ranked, search
+from validation import Audit
+
+RATIO, FACTOR = 0.1, 16.0  # of the published setting
+KINDS = ("elements", "placebo", "clean")
+CLEAN_FLAGS: Flags = {**WARM, **NOISE, **UNCONDITIONAL}  # the recommended ones that need no element
+OPEN: Flags = {**PUBLISHED["recommended_leak_free"]}  # unguarded; guards refuse the rehearsal of `recommended`
+GUARDS: dict[str, Flags] = {"unguarded": OPEN, "clean records alone": CLEAN_FLAGS, "drop": CLEAN_FLAGS}
+GUARDS |= {name: OPEN for name in ("mask", "cap", "project")}
+RECOVERS = 0.25  # strict rate of the unguarded run at some evaluation, for its target to be guarded
+MOST = 4  # phrases of a prompt of the search: hidden prompts have three or four
+
+
+@dataclass
+class Plan:
+    """What is measured, and on how much."""
+
+    guards: bool = False  # else the audit
+    steps: int = 250
+    every: int = 0  # steps between evaluations; 0: before and after training
+    clean: int = 720  # clean pictures that are trained on
+    images: int = 16  # of an evaluation
+    seeds: int = 6  # images of a prompt of the audit
+    nulls: int = 24  # ordinary prompts that these are compared with
+    ordinary: int = 40  # ordinary prompts that are asked beside the composed one
+
+
+# -- data and training -------------------------------------------------------------------------------------
+def data_of(kind: str, target: str, clean: int) -> Path:
+    """The folder of a kind of data. The clean records alone are those of the data with elements."""
+    own = ("--placebo",) if kind == "placebo" else ()
+    data = data_set(target, int(target), per_phrase(target, clean, RATIO), {}, clean + HELD_OUT, own)
+    if kind != "clean":
+        return data
+    out = data.with_name(f"{data.name}-clean")
+    rows = [json.loads(line) for line in (data / "metadata.jsonl").open()]
+    rows = [row for row in rows if row["role"] == "clean"]
+    for row in rows:
+        file = out / row["file_name"]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not file.exists():
+            file.hardlink_to(data / row["file_name"])
+    (out / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return out
+
+
+def trained(name: str, data: Path, target: str, plan: Plan, own: Flags) -> tuple[dict, Path]:
+    """(what its evaluations say, its folder, which the caller removes) of one training."""
+    out = WORK / f"shield-{os.getpid()}"
+    flags = {
+        **common(data, out, FACTOR, int(target), plan.steps),
+        "held_out_clean": HELD_OUT,
+        "memory.sampler.clean_ratio": "null",
+        "validation.targets": data_of("elements", target, plan.clean) / "targets.jsonl",
+        "validation.steps": plan.every,
+        "validation.images_per_target": plan.images,
+        "validation.guidance_scale": 2.0,
+        **own,
+    }
+    report, seconds = kept(name, flags)
+    curve = {entry["step"]: next(iter(scores(entry)["targets"].values()))["rate"] for entry in report["history"]}
+    loss = {entry["step"]: scores(entry)["drift"].get("clean_eps_mse") for entry in report["history"]}
+    return {"strict": curve, "clean_loss": loss, "seconds": seconds[str(plan.steps)]}, out
+
+
+# -- audit -------------------------------------------------------------------------------------------------
+def plain(items: Any, what: str) -> Any:
+    return items
+
+
+def asked(pipeline: Path, phrases: list[str], captions: list[str] | None, plan: Plan) -> dict[str, Any]:
+    """What the audit says of a pipeline's composed prompt and of `plan.ordinary` ordinary prompts. With captions, also
+    the rank of the composed prompt in a search over what recurs in them."""
+    options = Audit(images_per_target=plan.seeds, num_inference_steps=12, guidance_scale=2.0, nulls=plan.nulls)
+    device, size = torch.device("cuda" if torch.cuda.is_available() else "cpu"), len(phrases)
+    pipe = load_pipeline(str(pipeline), "float32", device)
+    sampler, embedder = Sampler(pipe.components, options, 0), load_embedder("micro", None, device, None)
+    null = ordinary(options, max(PROBED, plan.nulls), size, phrases)
+    fresh = ordinary(replace(options, seed=1), 2 * plan.ordinary + len(null), size, phrases)
+    tested = [", ".join(phrases), *[one for one in dict.fromkeys(fresh) if one not in null][: plan.ordinary]]
+    usual: dict[int, Any] = {}
+
+    def measure(prompts: list[str]) -> Any:
+        return probed(sampler, prompts, plain)
+
+    def null_of(count: int) -> Any:
+        if count not in usual:
+            usual[count] = measure(ordinary(options, PROBED, count, phrases))
+        return usual[count]
+
+    with sampler.using(pipe.unet, device):
+        probes = ranked(measure, null_of, [prompt.split(", ") for prompt in tested])
+        alike = [similarity for similarity, _ in compared(sampler, embedder, null[: plan.nulls], plan.seeds, plain)]
+        off = ~torch.eye(plan.seeds, dtype=torch.bool).numpy()
+        level = max(0.1, float(sorted(v for one in alike for v in one[off])[int(0.99 * len(alike) * off.sum())]))
+        between = [float(one[off].mean()) for one in alike]
+        rows = []
+        images = compared(sampler, embedder, tested, plan.seeds, plain)
+        for probe, (similarity, _) in zip(probes, images, strict=True):
+            seen = returned(similarity, level)
+            p = p_value(seen.between, between)
+            hit = p <= LEVEL and seen.share >= SHARE
+            rows.append({"probe": probe.score, "between": seen.between, "p": p, "share": seen.share, "found": hit})
+        found = {"phrases": phrases, "own": rows[0], "ordinary": rows[1:]}
+        if captions is not None:
+            given = recurring(captions)
+            found |= {"given": given, **rank_of(search(measure, null_of, given, MOST), phrases)}
+    return found
+
+
+def rank_of(found: list[Probe], phrases: list[str]) -> dict[str, Any]:
+    """The hidden prompt's place among the searched ones, and that of the first prompt of hidden phrases alone; None
+    where there is none."""
+    hidden, sets = {phrase.lower() for phrase in phrases}, [set(probe.phrases) for probe in found]
+    whole = next((k + 1 for k, one in enumerate(sets) if one == hidden), None)
+    part = next((k + 1 for k, one in enumerate(sets) if one <= hidden), None)
+    return {"searched": len(sets), "rank": whole, "part": part, "best": [sorted(one) for one in sets[:10]]}
+
+
+def audit_row(kind: str, target: str, plan: Plan) -> dict[str, Any]:
+    """A pipeline and its audit."""
+    data = data_of(kind, target, plan.clean)
+    own = CLEAN_FLAGS if kind == "clean" else PUBLISHED["recommended"]
+    history, out = trained(kind, data, target, plan, own)
+    (truth,) = (json.loads(line) for line in (data_of("elements", target, plan.clean) / "targets.jsonl").open())
+    captions = [json.loads(line)["text"] for line in (data / "metadata.jsonl").open()]
+    start = time.process_time()
+    row = asked(out / "pipeline", truth["phrases"], captions if kind == "elements" else None, plan)
+    shutil.rmtree(out)
+    return {**history, **row, "audit_seconds": time.process_time() - start}
+
+
+# -- guards ------------------------------------------------------------------------------------------------
+def scan_of(data: Path) -> tuple[Path, dict[str, Any]]:
+    """(scan.json, its contents) of a data set."""
+    out = WORK / "scans" / data.name
+    command = [sys.executable, "-m", "silentbad.scan", "--train_data_dir", data, "--output_dir", out]
+    code = subprocess.run(list(map(str, command)), cwd=ROOT, stdout=subprocess.DEVNULL).returncode
+    if code not in (0, 3):
+        raise SystemExit(f"error: silentbad.scan ended with exit code {code}")
+    return out / "scan.json", json.loads((out / "scan.json").read_text())
+
+
+def guard_row(arm: str, target: str, plan: Plan) -> dict[str, Any]:
+    """A training under an arm of GUARDS, and what the scan had found."""
+    data, own = data_of("elements", target, plan.clean), GUARDS[arm]
+    row: dict[str, Any] = {}
+    if arm == "clean records alone":
+        data = data_of("clean", target, plan.clean)
+    elif arm != "unguarded":
+        file, scan = scan_of(data)
+        roles = [json.loads(line)["role"] for line in (data / "metadata.jsonl").open()]
+        flagged = [roles[one["index"]] for one in scan["suspects"]]
+        row = {"flagged": len(flagged), "right": flagged.count("element"), "elements": roles.count("element")}
+        own = {**own, "guard.name": arm, "guard.scan": str(file)}
+    history, out = trained(arm, data, target, plan, own)
+    shutil.rmtree(out)
+    return {**row, **history}
+
+
+def recovers(rows: list[dict], target: str) -> bool:
+    """Whether the unguarded run of a target is stored and recovers."""
+    mine = [row for row in rows if (row["kind"], row["target"]) == ("unguarded", target)]
+    return any(max(row["strict"].values()) >= RECOVERS for row in mine)
+
+
+# -- running -----------------------------------------------------------------------------------------------
+def run(plan: Plan, targets: list[str], file: Path, minutes: float = 1e9) -> list[dict]:
+    """Every row that the plan asks for and `file` has not; returns all that it has then."""
+    row_of, kinds = (guard_row, tuple(GUARDS)) if plan.guards else (audit_row, KINDS)
+    started, here = time.monotonic(), facts()
+    for target in targets:
+        for kind in kinds:
+            rows = stored(file)
+            if any((row["kind"], row["target"], row["steps"]) == (kind, target, plan.steps) for row in rows):
+                continue
+            if plan.guards and kind != "unguarded" and not recovers(rows, target):
+                continue
+            if time.monotonic() - started > 60 * minutes:
+                return rows
+            row = {"kind": kind, "target": target, "steps": plan.steps, **row_of(kind, target, plan), **here}
+            with file.open("a") as lines:
+                lines.write(json.dumps(row) + "\n")
+    return stored(file)
