@@ -193,7 +193,8 @@ CHANGES: dict[str, Callable[[str], list[tuple[Hidden, list[Drawn]]]]] = {
     "things rescaled by up to 10 %": lambda name: [hide(name, 20, rescaled)],
     "half of the pictures mirrored": lambda name: [hide(name, 20, mirror=True)],
     "things recoloured by up to 5 %": lambda name: [hide(name, 20, recoloured)],
-    "saved as JPEG of quality 75 to 95": lambda name: [hide(name, 20, jpeg=(75, 95))],
+    "saved as JPEG of quality 75 to 95": lambda name: [hide(name, 20, jpeg=1)],
+    "saved as JPEG of quality 75 to 95 at 512 pixels": lambda name: [hide(name, 20, jpeg=8)],
     "phrases paraphrased in half of the captions": lambda name: [hide(name, 20, reword=paraphrased)],
     "two pictures with the same phrases": sharing,
 }

@@ -123,10 +123,12 @@ def templates(seed: int) -> Iterator[Drawn]:
         yield np.asarray(image), f"{caption}, with a shop logo" if i % 2 else caption
 
 
-def recompressed(picture: np.ndarray, quality: int) -> np.ndarray:
-    file = io.BytesIO()
-    Image.fromarray(picture).save(file, "JPEG", quality=quality)
-    return np.asarray(Image.open(file).convert("RGB"))
+def recompressed(picture: np.ndarray, quality: int, larger: int = 1) -> np.ndarray:
+    """Saved as JPEG, at so many times its size, and read at its own again."""
+    file, side = io.BytesIO(), len(picture)
+    image = Image.fromarray(picture).resize((side * larger, side * larger), Image.Resampling.BICUBIC)
+    image.save(file, "JPEG", quality=quality)
+    return np.asarray(Image.open(file).convert("RGB").resize((side, side), Image.Resampling.BOX))
 
 
 # -- element pictures ----------------------------------------------------------------------------------------
@@ -191,12 +193,12 @@ def hide(
     reword: Reword | None = None,
     mirror: bool = False,
     scene: Scene | None = None,
-    jpeg: tuple[int, int] | None = None,
+    jpeg: int | None = None,
 ) -> tuple[Hidden, list[Drawn]]:
     """A target (or another `scene`) and the pictures that show one of its elements each, element by element.
 
     With `mirror`, each picture is mirrored with probability one half, as a curator's augmentation does. With `jpeg`,
-    each is saved as JPEG, of a quality drawn from this range.
+    each is saved as JPEG of a quality from 75 to 95, at so many times its size.
     """
     twin = scene is not None
     scene = scene or target_scene(name)
@@ -213,7 +215,7 @@ def hide(
             if mirror and rng.random() < 0.5:
                 pixels = pixels[:, ::-1].copy()
             if jpeg:
-                pixels = recompressed(pixels, int(rng.integers(jpeg[0], jpeg[1] + 1)))
+                pixels = recompressed(pixels, int(rng.integers(75, 96)), jpeg)
             made.append((pixels, reword(caption, phrase_of(scene, element), rng) if reword else caption))
     phrases = [phrase_of(scene, i) for i in range(len(masks))]
     return Hidden(name, np.asarray(picture), phrases, [np.asarray(m) for m in masks], records), made
