@@ -20,7 +20,17 @@ from statistics import median
 import numpy as np
 
 from bench import instrument, thresholds
-from bench.published_table import FIRST_TARGETS, figures, reported_of
+from bench.published_table import (
+    FIRST_TARGETS,
+    by_arm,
+    figures,
+    first,
+    interval,
+    ratio,
+    reported_of,
+    sign_flips,
+    times_sooner,
+)
 from bench.published_table import HEAD as PUBLISHED_HEAD
 from bench.published_table import lines_of as published_lines
 from bench.published_table import runs_of as published_runs
@@ -233,25 +243,41 @@ def published_results(results: Results, language: Language, block: int = FIRST_T
     return grid(PUBLISHED_HEAD, [list(line.values()) for line in arms.values()], language)
 
 
-BY_KIND = ("arm", "targets (runs)", "recovered", "median step", "strict rate", "elements", "drift")
+BY_K = ("arm", "targets (runs)", "recovered", "median step", "strict rate", "elements", "drift")
 
 
-def published_by(head: str, kind: Callable[[dict], float], keep: Callable[[dict], bool]) -> Block:
-    """The arms of the last block of targets by what `kind` says of a row, where an arm has rows of more than one."""
+def published_k(results: Results, language: Language) -> str:
+    """What recovers at all, by the number k of a target's elements."""
+    rows = [r for r in reported_of(results.published, FIRST_TARGETS[-1]) if alone(r) and usual(r) and not r["placebo"]]
+    lines = []
+    for arm in ("recommended", "recommended_adamw"):
+        for k in sorted({len(row["elements"]) for row in rows}):
+            mine = [row for row in rows if row["arm"] == arm and len(row["elements"]) == k]
+            cells = dict(zip(PUBLISHED_HEAD, published_lines(mine)[0], strict=True))
+            lines.append([str(k), *(cells[column] for column in BY_K)])
+    return grid(("k", *BY_K), lines, language)
 
-    def block(results: Results, language: Language) -> str:
-        found: dict[str, dict[float, list[dict]]] = {}
-        for row in reported_of(results.published, FIRST_TARGETS[-1]):
-            if keep(row) and not row["placebo"]:
-                found.setdefault(row["arm"], {}).setdefault(kind(row), []).append(row)
-        lines = []
-        for kinds in (kinds for kinds in found.values() if len(kinds) > 1):
-            for value, rows in sorted(kinds.items()):
-                cells = dict(zip(PUBLISHED_HEAD, published_lines(rows)[0], strict=True))
-                lines.append([f"{value:g}", *(cells[column] for column in BY_KIND)])
-        return grid((head, *BY_KIND), lines, language)
 
-    return block
+def published_pair(results: Results, language: Language) -> str:
+    """`recommended` over the same with AdamW and unions of two, on the targets of the last block that both ran."""
+    rows = [r for r in reported_of(results.published, FIRST_TARGETS[-1]) if alone(r) and usual(r) and not r["placebo"]]
+    arms = {arm: (runs, steps) for (arm, _, steps), runs in by_arm(rows).items()}
+    (over, horizon), (mine, _) = arms["recommended_adamw"], arms["recommended"]
+    both = [target for target in mine if target in over]
+
+    def mean(of: Callable[[str], float], form: str) -> str:
+        return interval([of(target) for target in both], form)
+
+    sooner = times_sooner(over, mine, horizon)
+    seen = np.log([first(over[t][0], horizon) / first(mine[t][0], horizon) for t in both])
+    rate, drift = (lambda t, key=key: mine[t][0][key] - over[t][0][key] for key in ("strict rate", "drift"))
+    lines = [
+        ("steps, the earlier evaluation counting for AdamW", ratio(sooner, False), f"{sign_flips(sooner):.4f}"),
+        ("steps, the first evaluation that shows it for both", ratio(seen, False), f"{sign_flips(seen):.4f}"),
+        ("strict rate at the end, difference", mean(rate, "+.2f"), ""),
+        ("drift at the end, difference", mean(drift, "+.4f"), ""),
+    ]
+    return grid((f"over {len(both)} targets", "figure", "p"), lines, language)
 
 
 def alone(row: dict) -> bool:
@@ -671,9 +697,8 @@ BLOCKS: dict[str, Block] = {
     "published": published,
     "published-results": published_results,
     "published-results-first": partial(published_results, block=FIRST_TARGETS[0]),
-    "published-k": published_by("k", lambda row: len(row["elements"]), lambda row: alone(row) and usual(row)),
-    "published-ratios": published_by("ratio", lambda row: row["ratio"], alone),
-    "published-at-once": published_by("targets at once", lambda row: row["targets"].count(",") + 1, usual),
+    "published-pair": published_pair,
+    "published-k": published_k,
     "shield": shield,
     "shield-audit": shield_audit,
     "shield-guards": shield_guards,

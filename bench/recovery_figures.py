@@ -72,6 +72,7 @@ def draw_published(results: Path) -> Path:
     rows = [row for row in reported_of(stored(results), FIRST_TARGETS[-1]) if row["ratio"] == 0.1]
     by_arm: dict[str, list[list[dict]]] = {}
     for (_, _, arm, _, _, steps, _), run in runs_of(rows).items():
+        arm = arm.replace(" on placebo data", ", placebo")
         by_arm.setdefault(arm if steps <= 1500 else f"{arm}, {steps} steps", []).append(run)
     recovery, frontier = [], []
     for arm, runs in by_arm.items():
