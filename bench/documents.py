@@ -212,18 +212,16 @@ def readme(results: Results, language: Language) -> str:
     shown = [line for arm, line in arms.items() if "placebo" not in arm]
     cells = [[*(line[key] for key in README_CELLS.values()), line[SOONER] or "1"] for line in shown]
     head = [*README_CELLS, "times sooner"]
-    best, plain, replay = (arms[f"`{name}`"] for name in ("recommended", "plain", "replay"))
+    best, plain = (arms[f"`{name}`"] for name in ("recommended", "plain"))
     if language == "en":
         text = (
-            f"`recommended` brings back {best['recovered'].split(' [')[0]} targets, `plain` "
-            f"{plain['recovered'].split(' [')[0]} in {plain['steps']} steps, replay of the elements alone "
-            f"{replay['recovered'].split(' [')[0]} in {replay['steps']}.\n"
+            f"`recommended` brings back {best['recovered'].split(' [')[0]} targets in {best['steps']} steps, `plain` "
+            f"{plain['recovered'].split(' [')[0]} in {plain['steps']}.\n"
         )
     else:
         text = (
-            f"`recommended` 还原了 {best['recovered'].split(' [')[0]} 个目标，`plain` 在 {plain['steps']} 步内还原 "
-            f"{plain['recovered'].split(' [')[0]}，仅重放元素在 {replay['steps']} 步内还原 "
-            f"{replay['recovered'].split(' [')[0]}。\n"
+            f"`recommended` 在 {best['steps']} 步内还原了 {best['recovered'].split(' [')[0]} 个目标，`plain` 在 "
+            f"{plain['steps']} 步内还原 {plain['recovered'].split(' [')[0]}。\n"
         )
     return grid(head, cells, language) + "\n" + wrapped(text, language)
 
