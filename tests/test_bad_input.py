@@ -315,6 +315,7 @@ CASES = {
     "targets: none": case("holds no target", touch=write("data/targets.jsonl", "")),
     "targets: not JSON": case("targets.jsonl:1: not JSON", touch=write("data/targets.jsonl", "{")),
     "targets: no phrases": case("targets.jsonl:2", "needs phrases", touch=append("data/targets.jsonl", **{**TARGET, "phrases": []})),
+    "targets: a blank id": case("a target_id is blank", touch=append("data/targets.jsonl", **{**TARGET, "target_id": "  "})),
     "targets: one id twice": case("'t0' stands twice", touch=append("data/targets.jsonl", **{**TARGET, "target_id": "t0"})),
     "targets: an image that is not there": case("targets.jsonl:2: no file", touch=append("data/targets.jsonl", **{**TARGET, "image": "x.png"})),
     "targets: an image out of the folder": case("leaves", touch=append("data/targets.jsonl", **{**TARGET, "image": "../x.png"})),

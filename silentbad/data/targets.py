@@ -55,6 +55,8 @@ def load_targets(path: str | Path) -> list[Target]:
         raise UserError(f"{file}: holds no target")
     seen: set[str] = set()
     for target in targets:
+        if not target.target_id.strip():
+            raise UserError(f"{file}: a target_id is blank; give each target a name")
         if target.target_id in seen:
             raise UserError(f"{file}: target_id {target.target_id!r} stands twice")
         seen.add(target.target_id)

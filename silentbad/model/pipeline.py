@@ -113,6 +113,8 @@ def read_index(source: Source, kinds: tuple[str, ...] | None = None) -> dict[str
             raise UserError(f"'{path}' is a {kind} without {part}; give {KNOWN}")
         if is_folder and not (local / part).is_dir():
             raise UserError(f"{source}: no {part}/")
+    if family.optional and len({has(index, name) for name in family.optional}) > 1:
+        raise UserError(f"'{path}' is a {kind} with one of {' and '.join(family.optional)}; give both, or neither")
     for part, wanted in ((family.backbone, family.kind.__name__), ("vae", "AutoencoderKL")):
         if index[part][1] != wanted:
             raise UserError(f"{path}/model_index.json: {part} is {brief(index[part][1])}, not {wanted}; give {KNOWN}")

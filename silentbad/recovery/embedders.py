@@ -247,7 +247,8 @@ def tried(embedder: Embedder, name: str, path: str | None) -> Embedder:
     failed = f"{name}: '{path or 'the bundled weights'}' is no embedder"
     with reading(failed):
         features = embedder.embed(pictures)
-    if not isinstance(features, Tensor) or features.ndim < 2 or len(features) != len(pictures):
+    vectors = not isinstance(embedder, SSCD) or getattr(features, "ndim", 0) == 2
+    if not isinstance(features, Tensor) or features.ndim < 2 or len(features) != len(pictures) or not vectors:
         shape = tuple(getattr(features, "shape", ()))
         raise UserError(f"{failed} (features of shape {shape} of two pictures; it must be (2, D))")
     if not features.isfinite().all():

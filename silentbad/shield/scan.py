@@ -186,6 +186,8 @@ def scan(options: argparse.Namespace) -> dict:
         raise UserError("train_data_dir: give either --train_data_dir or --dataset_name")
     if not 0 <= options.permutations <= 10_000:
         raise UserError(f"--permutations: must be from 0 to 10000, got {options.permutations}")
+    if not 0 <= options.seed < 2**63:
+        raise UserError(f"--seed: must be from 0 to 2^63 - 1, got {options.seed}")
     for name, (kind, default) in PUBLISHED.items():
         value = getattr(options, name)
         if value != default and (wrong := problem(value, kind)) is not None:
@@ -199,7 +201,11 @@ def scan(options: argparse.Namespace) -> dict:
         with writing("--output_dir", str(out)):
             owned.mark(out, "scan")
         views = Views(out / FOLDER, key)
-        views.fill(rows, progress)
+        try:
+            views.fill(rows, progress)
+        except UserError:  # of the data: nothing to go on from
+            views.remove()
+            raise
         found = find(views.pixels, views.captions, progress, options.permutations, options.seed)
         wanted, named = set(pictures_needed(found, MOST).tolist()), set(found.records.tolist())
         pictures, where = {}, {}

@@ -174,6 +174,7 @@ def test_what_is_damaged_in_a_stopped_scan_is_read_again(tmp_path):
         (["--train_data_dir", "no/such"], "train_data_dir: no folder no/such"),
         (["--train_data_dir", "{tmp}/empty"], "no metadata.jsonl or metadata.csv"),
         (["--train_data_dir", "{data}", "--permutations", "-1"], "--permutations: must be from 0 to 10000, got -1"),
+        (["--train_data_dir", "{data}", "--seed", "-1"], "--seed: must be from 0 to 2^63 - 1, got -1"),
         (["--train_data_dir", "{data}", "--poisoning_ratio", "nan"], "--poisoning_ratio: must be a finite number"),
         (["--train_data_dir", "{data}", "--output_dir", "{data}/metadata.jsonl"], "is no folder"),
         (["--train_data_dir", "{data}", "--output_dir", "{data}/out"], "lies in the data, which must not change"),
@@ -202,3 +203,4 @@ def test_a_broken_picture_is_one_line(folder, tmp_path, capsys):
     (copy / "images" / "7.png").write_bytes(b"no picture")
     assert main(["--train_data_dir", str(copy), "--output_dir", str(tmp_path / "out")]) == 2
     assert "metadata.jsonl:8: cannot read" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
