@@ -31,6 +31,7 @@ from silentbad.control.multipliers import Multipliers
 from silentbad.control.original import adjust_gradient_scale
 from silentbad.control.rates import Rates, check_optimizer, scale_gradients
 from silentbad.control.sources import MIXED, SourceBank
+from silentbad.control.spectral import split
 from silentbad.control.statistics import GroupStats, Sample, Statistics, centred
 from silentbad.distributed.zero import gradients
 from silentbad.errors import UserError
@@ -206,9 +207,11 @@ class Controller:
     def param_groups(self, weight_decay: float | None = None) -> list[dict[str, Any]]:
         """Parameter groups for the optimizer: one a group, or a single one where no rate will ever differ."""
         decay = {} if weight_decay is None else {"weight_decay": weight_decay}
-        if not self.active or self.config.apply == "gradient":
-            return [{"params": [p for p in self._model.parameters() if p.requires_grad], "name": "all", **decay}]
-        return [{"params": g, "name": name, **decay} for name, g in zip(self.groups.names, self.groups, strict=True)]
+        named = {"all": [p for p in self._model.parameters() if p.requires_grad]}
+        if self.active and self.config.apply != "gradient":
+            named = dict(zip(self.groups.names, self.groups, strict=True))
+        groups = [{"params": params, "name": name, **decay} for name, params in named.items()]
+        return split(groups, self._model) if self.config.spectral else groups
 
     def attach(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
         """Take the optimizer, wrapped or not. Refuses those a multiplier cannot work with."""
@@ -358,7 +361,7 @@ class Controller:
     def state_dict(self) -> dict[str, Any]:
         """All that a bit-exact resume needs; call between steps."""
         meters = {name: value.clone() for name, value in self._meters.items()}
-        state = {"groups": self._sizes, "rule": self.config.name, "meters": meters}
+        state = {"groups": self.groups.parameters, "rule": self.config.name, "meters": meters}
         if self._between.on:
             state["between"] = self._between.state_dict()
         if not self.active:
@@ -374,7 +377,7 @@ class Controller:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state. Raises UserError where it is of another rule or of other groups."""
-        for key, now in (("rule", self.config.name), ("groups", self._sizes)):
+        for key, now in (("rule", self.config.name), ("groups", self.groups.parameters)):
             if state[key] != now:
                 what = f"{shown(state[key])}, now {shown(now)}"
                 raise UserError(f"gradient_control: the checkpoint was written with other {key}: {what}")
@@ -388,10 +391,6 @@ class Controller:
         self._multipliers.load_state_dict(state)
         self._statistics.load_state_dict(state["statistics"])
         self._transfer.load_state_dict(state["transfer"])
-
-    @property
-    def _sizes(self) -> dict[str, int]:
-        return dict(zip(self.groups.names, self.groups.sizes, strict=True))
 
 
 def shown(value: str | dict[str, int]) -> str:

@@ -12,16 +12,18 @@ which is the positive part of Stein's rule. That the two moments tell the varian
 there a gain takes the place of Adam's 1 / sqrt(v̂), here it comes on top.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from silentbad.control.updates import Updates
+
 TOGETHER = 2**24  # three temporaries of 64 MiB
 
 
-class ShrunkAdamW(torch.optim.Optimizer):
+class ShrunkAdamW(Updates):
     """AdamW (1711.05101) times the gain above. Where the gradient is constant it is AdamW but for the first update,
     which has one gradient, tells no signal from noise, and moves nothing. State and settings are AdamW's.
 
@@ -40,21 +42,14 @@ class ShrunkAdamW(torch.optim.Optimizer):
             raise ValueError(f"betas: must lie in (0, 1) and [0, 1), got {betas}")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for part in batches([p for p in group["params"] if p.grad is not None]):
-                self._update(group, part)
-        return loss
-
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        for part in batches(parameters):
+            self._update_together(group, part)
+
+    def _update_together(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         (beta1, beta2), lr = group["betas"], group["lr"]
-        states = [self._state(p) for p in parameters]
-        gradients = [grad for p in parameters if (grad := p.grad) is not None]  # all have one: see `step`
+        states = [self._averages(p) for p in parameters]
+        gradients = [grad for p in parameters if (grad := p.grad) is not None]  # all have one: see `Updates.step`
         first, second = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
         for state in states:
             state["step"] += 1
@@ -71,16 +66,6 @@ class ShrunkAdamW(torch.optim.Optimizer):
         torch._foreach_mul_(update, gains(update, [noise(beta1, t) for t in done]))
         torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
         torch._foreach_add_(parameters, update, alpha=-lr)
-
-    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
-        state = self.state[parameter]
-        if not state:
-            state |= {
-                "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
-        return state
 
 
 def batches(parameters: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -12,11 +12,12 @@ The factor 0.2 sqrt(max) gives the update the size of AdamW's, so its learning r
 equation 4). Kernels are flattened to (out, in*kh*kw). Tables of embeddings, biases and norms have AdamW.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from silentbad.control.updates import Updates
 
 A, B, C = 3.4445, -4.7750, 2.0315  # Jordan's quintic: singular values in (0, 1] end near 1, in five steps
 WIDE = 1.5  # columns over rows from which on the iteration on the Gram matrix costs less
@@ -65,7 +66,7 @@ def split(groups: Groups, model: nn.Module) -> Groups:
     return parts
 
 
-class SpectralAdamW(torch.optim.Optimizer):
+class SpectralAdamW(Updates):
     """Muon on groups marked `spectral`, AdamW (1711.05101) on the others; both decay weights by lr * weight_decay.
 
     momentum: mu above. betas and eps: AdamW's. Averages are in the weights' precision; the iteration runs in bf16 on
@@ -86,21 +87,13 @@ class SpectralAdamW(torch.optim.Optimizer):
         own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
         super().__init__(params, own | {"spectral": False})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            update = self._orthogonal if group["spectral"] else self._adam
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    change = update(group, parameter, parameter.grad)
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(change, alpha=-group["lr"])
-        return loss
+    def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        change = self._orthogonal if group["spectral"] else self._adam
+        for parameter in parameters:
+            update = change(group, parameter, parameter.grad)
+            parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
 
-    def _orthogonal(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> Tensor:
+    def _orthogonal(self, group: dict[str, Any], parameter: Tensor, gradient: Any) -> Tensor:
         state = self.state[parameter]
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter)
@@ -111,11 +104,8 @@ class SpectralAdamW(torch.optim.Optimizer):
         size = 0.2 * max(ahead.shape) ** 0.5
         return (size * orthogonalise(ahead)).reshape(parameter.shape).to(parameter.dtype)
 
-    def _adam(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> Tensor:
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            state |= {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+    def _adam(self, group: dict[str, Any], parameter: Tensor, gradient: Any) -> Tensor:
+        state, (beta1, beta2) = self._averages(parameter), group["betas"]
         state["step"] += 1
         t = int(state["step"])
         mean = state["exp_avg"].lerp_(gradient, 1 - beta1) / (1 - beta1**t)

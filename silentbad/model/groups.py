@@ -93,6 +93,11 @@ class Groups:
         """Parameters of each group, in that order."""
         return [sum(p.numel() for p in group) for group in self]
 
+    @property
+    def parameters(self) -> dict[str, int]:
+        """Name of each group: how many parameters it has."""
+        return dict(zip(self.names, self.sizes, strict=True))
+
     def table(self) -> str:
         """Group, tensors, parameters and share, one row a group."""
         total = max(sum(self.sizes), 1)

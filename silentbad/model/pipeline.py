@@ -113,7 +113,7 @@ def read_index(source: Source, kinds: tuple[str, ...] | None = None) -> dict[str
             raise UserError(f"'{path}' is a {kind} without {part}; give {KNOWN}")
         if is_folder and not (local / part).is_dir():
             raise UserError(f"{source}: no {part}/")
-    if family.optional and len({has(index, name) for name in family.optional}) > 1:
+    if len({has(index, name) for name in family.optional}) > 1:
         raise UserError(f"'{path}' is a {kind} with one of {' and '.join(family.optional)}; give both, or neither")
     for part, wanted in ((family.backbone, family.kind.__name__), ("vae", "AutoencoderKL")):
         if index[part][1] != wanted:

@@ -188,8 +188,7 @@ def build(
     total = config.max_train_steps or config.num_train_epochs * steps_per_epoch
     control = controller(parts.model, config.gradient_control, config.seed)
     groups = control.param_groups(config.adam_weight_decay)
-    scale = effective_batch if config.scale_lr else 1.0
-    optimizer: Any = optimizers.make_optimizer(groups, config, scale, parts.model)
+    optimizer: Any = optimizers.make_optimizer(groups, config, effective_batch if config.scale_lr else 1.0)
     lr_scheduler = get_scheduler(
         config.lr_scheduler, optimizer, num_warmup_steps=config.lr_warmup_steps, num_training_steps=total
     )  # not prepared: one step an update, whatever the number of processes

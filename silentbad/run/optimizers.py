@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from silentbad.control import spectral
 from silentbad.control.shrinkage import ShrunkAdamW
 from silentbad.control.spectral import SpectralAdamW
 from silentbad.distributed.shards import whole
@@ -86,10 +85,8 @@ def unusable(kind: type[torch.optim.Optimizer]) -> str:
     return "sparse gradients" if kind is torch.optim.SparseAdam else ""
 
 
-def make_optimizer(
-    groups: list[dict[str, Any]], config: Any, scale: float, model: torch.nn.Module | None = None
-) -> torch.optim.Optimizer:
-    """The optimizer over the controller's groups, weights of `model`, at `scale` times the learning rate.
+def make_optimizer(groups: list[dict[str, Any]], config: Any, scale: float) -> torch.optim.Optimizer:
+    """The optimizer over the controller's groups at `scale` times the learning rate.
 
     The adam_* flags reach it where it has such a setting; `optimizer_options` override them. torch's own run their
     fused kernel: one pass over the weights instead of a dozen.
@@ -107,8 +104,6 @@ def make_optimizer(
         settings["fused"] = True
     if not config.decay_norms_and_biases:
         groups = without_decay(groups)
-    if kind is SpectralAdamW and model is not None:
-        groups = spectral.split(groups, model)
     settings |= config.optimizer_options
     with reading(f"optimizer: {kind.__name__} does not take these"):  # its own view of settings and weights
         optimizer: Any = kind(groups, **settings)
