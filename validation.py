@@ -51,7 +51,7 @@ from silentbad.recovery.record import (
     encode,
 )
 from silentbad.recovery.samples import element_file, grid_line, log_grid, save, save_targets, slugs, target_file
-from silentbad.recovery.scores import kinds, minus_placebo, recovery, scalars, summarise, verdict
+from silentbad.recovery.scores import kinds, minus_placebo, placebo_run, recovery, scalars, summarise, verdict
 from silentbad.recovery.thresholds import load_redraws
 from silentbad.shield.audit import Candidates, asks_for_search, searched
 
@@ -147,7 +147,7 @@ class RecoveryHook:
         kept = {role: records[: config.clean_records] for role, records in (held_out or {}).items()}
         own = (accelerator, seed, kept, training, self.output_dir)
         self.measure = Measure(config, self.targets, sampler, self.embedder, clip, *own)
-        self.placebo = None if config.placebo is None else (Record.load(Path(config.placebo) / NAME), config.placebo)
+        self.placebo = placebo_run(config.placebo)
         self.history: list[Measurement] = []
         self.threshold: Threshold | None = None  # until calibrated
         self.element_threshold: ElementThreshold | None = None
@@ -341,7 +341,7 @@ def audit(
     with mine if accelerator.is_main_process else nullcontext():
         options: dict[str, Any] = dict(targets=targets, accelerator=accelerator, output_dir=output_dir, seed=seed)
         device, name = accelerator.device, f"--pipeline {pipeline}"
-        base = load_pipeline(baseline, dtype, device, flag="--baseline") if baseline else None
+        base = load_pipeline(baseline, dtype, device, flag="--baseline", of=pipeline) if baseline else None
         first = base or load_pipeline(pipeline, dtype, device, lora)
         check_prompts(targets, first.tokenizer)
         refuses = f"--baseline {baseline}" if baseline else name

@@ -20,8 +20,8 @@ from PIL import Image
 from silentbad import rng
 from silentbad.data.images import to_pil
 from silentbad.data.schema import caption, text_lines
-from silentbad.errors import ArgumentParser, UserError, reading, say
-from silentbad.files import check_writable
+from silentbad.errors import ArgumentParser, UserError, brief, reading, say
+from silentbad.files import check_writable, named
 from silentbad.model.families import backbone_of
 from silentbad.model.family import side_of
 from silentbad.model.pipeline import load_pipeline, vae_factor
@@ -114,8 +114,9 @@ MOST = 1_000_000  # pictures
 
 def main(argv: list[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("--pipeline", "--prompts", "--out"):
-        parser.add_argument(name, required=True)
+    parser.add_argument("--pipeline", required=True)
+    for name in ("--prompts", "--out"):
+        parser.add_argument(name, type=named, required=True)
     for name, default in (("--count", 100), ("--seed", 0), ("--batch", 8), ("--steps", 20)):
         parser.add_argument(name, type=int, default=default)
     a = parser.parse_args(argv)
@@ -123,9 +124,11 @@ def main(argv: list[str] | None = None) -> int:
         for name, most in (("count", MOST), ("batch", 1024), ("steps", 1000)):
             if not 1 <= getattr(a, name) <= most:
                 raise UserError(f"--{name}: must be from 1 to {most}, got {getattr(a, name)}")
+        if not 0 <= a.seed < 2**63:
+            raise UserError(f"--seed: must be from 0 to 2^63 - 1, got {brief(a.seed)}")
         if not os.path.isfile(a.prompts):
             raise UserError(f"--prompts: no file {a.prompts}; it holds one prompt a line")
-        lines = [(f"{a.prompts}:{k}", line) for k, line in enumerate(text_lines(Path(a.prompts)), 1)]
+        lines = [(f"{a.prompts}:{k}", line) for k, line in enumerate(text_lines(a.prompts), 1)]
         prompts = [caption(line, "a prompt", where).strip() for where, line in lines if line.strip()]
         if not prompts:
             raise UserError(f"--prompts: {a.prompts} holds no prompt; give one a line")

@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from silentbad.data.images import open_image, safe_path
 from silentbad.errors import ArgumentParser, UserError, reading, say
-from silentbad.files import check_writable
+from silentbad.files import check_writable, named
 from silentbad.recovery.record import NAME, Measurement, Record, Scores
 
 MOST = 50  # targets that are shown, and elements of a target
@@ -71,7 +71,7 @@ def _spread(entries: list[Measurement], n: int) -> list[Measurement]:
 def main(argv: list[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=named, required=True)
     parser.add_argument("--kind", choices=("median", "best"), default="median")
     args = parser.parse_args(argv)
     try:

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 from silentbad.errors import UserError
@@ -38,6 +39,13 @@ def _checksum(file: Path) -> str:
     return digest.hexdigest()[:32]
 
 
+def named(path: str) -> Path:
+    """A path given on the command line, for argparse; an empty one would be the folder that one is in."""
+    if not path.strip():
+        raise ArgumentTypeError("is no name of a file or folder; '.' is the folder you are in")
+    return Path(path)
+
+
 def check_writable(path: Path, named: str, folder: bool = False) -> None:
     """Refuse a file, or a `folder`, that cannot be written, before the work whose result it takes; makes nothing.
 
@@ -46,6 +54,8 @@ def check_writable(path: Path, named: str, folder: bool = False) -> None:
     if not str(path) or "\0" in str(path):
         raise UserError(f"{named}: is no name of a file: {str(path)!r}")
     place = os.path.realpath(path)
+    if os.path.lexists(place) and not (os.path.isdir(place) or os.path.isfile(place) or folder):
+        raise UserError(f"{named}: {path} is no file, and nothing would read what is written")
     if folder != os.path.isdir(place) and os.path.lexists(place):
         raise UserError(f"{named}: {path} is {'no folder' if folder else 'a folder; name a file in it'}")
     known = place

@@ -25,10 +25,12 @@ from silentbad.errors import UserError, reading
 from silentbad.microworld import make
 from silentbad.microworld.embedder import MicroEmbedder
 from silentbad.model import lora, pipeline, store
+from silentbad.recovery import report
 from silentbad.recovery.embedders import EMBEDDERS, load_embedder
 from silentbad.recovery.generation import Sampler, plan
 from silentbad.recovery.samples import slugs
 from silentbad.recovery.thresholds import load_redraws
+from silentbad.shield import scan
 from tests.conftest import write_data
 from tests.folders import config, encoded, published
 from tests.mistakes import (
@@ -47,7 +49,7 @@ from tests.mistakes import (
 )
 from tests.mistakes import good as good  # a fixture
 from tests.recoveries import make_hook, saved_embedder, smooth, some_targets
-from tests.tiny import tiny_pipeline
+from tests.tiny import tiny_pipeline, tiny_sd3_pipeline
 from validation import ValidationConfig
 
 NAN = float("nan")
@@ -191,6 +193,9 @@ CASES = {
     "data: a target cut at its edges": case("near copy of target 't0'", touch=copy_of_target(lambda x: x.crop((3, 3, 61, 61)), quality=90)),
     "data: a target on its side": case("near copy of target 't0'", touch=copy_of_target(lambda x: x.rotate(90), quality=90)),
     "data: a target in grey": case("near copy of target 't0'", touch=copy_of_target(ImageOps.grayscale, quality=90)),
+    "data: a link in a circle": case("metadata.jsonl:17", touch=both(lambda root: (root / "data/images/l.png").symlink_to("l.png"), record(file_name="images/l.png"))),
+    "model: a million layers of text": case("text_encoder/config.json", "from 0 to 1000", touch=edit_json("pipeline/text_encoder/config.json", num_hidden_layers=10**6)),
+    "validation: a placebo run that is not there": case("validation.placebo: nowhere", validation__placebo="nowhere"),
     # -- targets and redraws
     "targets: a path that is empty": case("validation.targets", "empty", validation__targets=""),
     "targets: numbers the wrong way round": case("@101-100", "100-101", validation__targets="layout@101-100", touch=lambda root: published(root / "layout")),
@@ -213,6 +218,7 @@ CASES = {
     "audit: a prompt beyond the window": audit("the window is 48", touch=append("data/targets.jsonl", **{**TARGET, "prompt": "very " * 60})),
     "audit: a side that does not fit": audit("resolution", "multiple", more=("--resolution", "30")),
     "audit: more steps than there are": audit("num_inference_steps", "999", more=("--num_inference_steps", "1000"), touch=edit_json(SCHEDULE, num_train_timesteps=999)),
+    "audit: a baseline of another kind": audit("--pipeline pipeline", "of one kind", more=("--baseline", "other"), touch=lambda root: tiny_sd3_pipeline().save_pretrained(root / "other")),
     "audit: adapters that are not there": audit("--lora nowhere", more=("--lora", "nowhere")),
     "class images: a negative count": case("--count", "from 1", program=class_images.main, more=(*CLASSED, "--count", "-3")),
     "class images: no sampling step": case("--steps", "from 1", program=class_images.main, more=(*CLASSED, "--steps", "0")),
@@ -220,6 +226,11 @@ CASES = {
     "class images: prompts that are not UTF-8": case("not UTF-8", program=class_images.main, more=CLASSED, touch=write("data/targets.jsonl", b"a caf\xe9\n")),
     "class images: records in a CSV": case("metadata.csv", program=class_images.main, more=(*CLASSED[:-1], "csv"), touch=both(lambda root: (root / "csv").mkdir(), write("csv/metadata.csv", ""))),
     "class images: an output that is a file": case("--out", "no folder", program=class_images.main, more=(*CLASSED[:-1], "a.yaml"), touch=write("a.yaml", "")),
+    "class images: a seed of 30 digits": case("--seed", "2^63", program=class_images.main, more=(*CLASSED, "--seed", "9" * 30)),
+    "class images: an output without a name": case("--out", "no name", program=class_images.main, more=(*CLASSED[:-1], "")),
+    "scan: an output without a name": case("--output_dir", "no name", program=scan.main, more=("--train_data_dir", "data", "--output_dir", " ")),
+    "report: into a pipe": case("p.html", "no file", program=report.main, more=("data", "--out", "p.html"), touch=lambda root: os.mkfifo(root / "p.html")),
+    "report: a record that is a pipe": case("validation.json is no file", program=report.main, more=("data",), touch=lambda root: os.mkfifo(root / "data/validation.json")),
     "microworld: a negative count": case("--clean", "from 0", program=make.main, more=("--out", "new", "--clean", "-1")),
     "microworld: an absurd count": case("--redraws", program=make.main, more=("--out", "new", "--redraws", str(10**12))),
     "microworld: a folder of someone else": case("holds something else", program=make.main, more=("--out", "data")),

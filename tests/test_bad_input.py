@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageFilter, ImageOps
 from safetensors.torch import load_file, save_file
 
 import train_silentbad
@@ -230,6 +230,8 @@ CASES = {
     "data: a recompressed target": case("near copy of target 't0'", touch=copy_of_target(lambda x: x, quality=40)),
     "data: a mirrored target": case("near copy of target 't0'", touch=copy_of_target(ImageOps.mirror, quality=90)),
     "data: a target cut at one side": case("near copy of target 't0'", touch=copy_of_target(lambda x: x.crop((0, 0, 54, 64)), quality=90)),
+    "data: a target blurred": case("near copy of target 't0'", touch=copy_of_target(lambda x: x.filter(ImageFilter.GaussianBlur(3)), quality=90)),
+    "data: a target darker by a third": case("near copy of target 't0'", touch=copy_of_target(lambda x: x.point(lambda level: int(0.67 * level)), quality=90)),
     "data: an inverted target": case("near copy of target 't0'", touch=copy_of_target(ImageOps.invert, quality=90)),
     # -- model folders
     "model: no such folder": case("no folder ./nowhere", pretrained_model_name_or_path="./nowhere"),

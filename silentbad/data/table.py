@@ -121,7 +121,7 @@ def _files(folder: str, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
     for entry in listed:
         if entry.is_dir(follow_symlinks=False):
             yield from _files(entry.path, f"{prefix}{entry.name}/")
-        elif entry.is_file():
+        elif os.path.isfile(entry.path):  # entry.is_file() raises where links lead in a circle
             yield prefix + entry.name, entry.stat()
 
 

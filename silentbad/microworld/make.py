@@ -24,7 +24,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from silentbad.errors import ArgumentParser, UserError, brief, reading
-from silentbad.files import check_writable
+from silentbad.files import check_writable, named
 from silentbad.microworld.grammar import (
     KINDS,
     PLACES,
@@ -282,7 +282,7 @@ def shared_phrases(scenes: dict[str, Scene]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=named, required=True)
     parser.add_argument("--targets", default=FLAGSHIP, help="comma-separated seeds or 'cat-hat'")
     parser.add_argument("--images_per_phrase", type=int, default=20)
     parser.add_argument("--clean", type=int, default=200, help="clean scenes")

@@ -4,6 +4,7 @@ A loader of diffusers or transformers fills a missing tensor with random values,
 middle of a run or, worse, nowhere. Whatever does not pass is a UserError, one line that names the file or the tensor.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -184,7 +185,9 @@ def load_part(part: str, cls: Any, source: Source, **options: Any) -> Any:
 
 def load_model(cls: Any, failed: str, path: str, *, extras: bool = False, **options: Any) -> Any:
     """`cls.from_pretrained(path)`, refused where a tensor is missing, not finite or, without `extras`, unknown."""
-    check_precision(Path(path, options.get("subfolder") or ""), failed)
+    folder = Path(path, options.get("subfolder") or "")
+    check_depth(folder, failed)
+    check_precision(folder, failed)
     model, info = loaded(cls, failed, path, output_loading_info=True, **options)
     _refuse(failed, "it lacks", info["missing_keys"])
     _refuse(failed, "tensors of another shape:", [str(key) for key in info["mismatched_keys"]])
@@ -192,6 +195,19 @@ def load_model(cls: Any, failed: str, path: str, *, extras: bool = False, **opti
         _refuse(failed, "no part of this model:", [k for k in info["unexpected_keys"] if not HARMLESS.search(k)])
     check_finite(model, failed)
     return model
+
+
+DEPTH = {name: number(int, 0, 1000) for name in ("num_hidden_layers", "num_layers", "num_single_layers")}
+
+
+def check_depth(folder: Path, failed: str) -> None:
+    """Refuse a depth that no model has: the library would build all of it before it looks at the weights."""
+    file = folder / "config.json"
+    if file.is_file():
+        with reading(failed):
+            settings = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(settings, dict):
+            check_settings(settings, DEPTH, str(file))
 
 
 NUMBERS = {"F64", "F32", "F16", "BF16", "I64", "I32"}  # of safetensors: weights, and the positions of text encoders

@@ -309,12 +309,17 @@ def whole_parts(parts: Any) -> Any:
     return replace(parts, backbone=backbone, model=Denoiser(backbone, parts.family, parts.noise_scheduler))
 
 
-def load_pipeline(name: str, dtype: str, device: Any, lora_path: str | None = None, flag: str = "--pipeline") -> Any:
+def load_pipeline(
+    name: str, dtype: str, device: Any, lora_path: str | None = None, flag: str = "--pipeline", of: str | None = None
+) -> Any:
     """A plain diffusers pipeline of a family, with adapters where asked, from safetensors only; every tensor loaded and
-    finite, in the precision asked for. `flag` names it in messages."""
+    finite, in the precision asked for. `flag` names it in messages; `of` is the pipeline that a baseline is compared
+    with."""
     source = Source(name, flag)
     index = read_index(source)
     family = family_in(index)
+    if of is not None and (model := family_in(read_index(Source(of, "--pipeline")))) is not family:
+        raise UserError(f"{source}: is {family.name}, --pipeline {of} {model.name}; they must be of one kind")
     settings = schedule(source, family)
     tokenizers = tokenizers_of(index, source)
     precision = getattr(torch, dtype)

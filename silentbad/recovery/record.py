@@ -258,8 +258,8 @@ class Record:
     precision: str | None = absent()  # of the forward passes: that of autocast, else of the weights
 
     @classmethod
-    def load(cls, path: str | Path) -> "Record":
-        """Read validation.json, also as earlier versions wrote it.
+    def load(cls, path: str | Path, flag: str = "") -> "Record":
+        """Read validation.json, also as earlier versions wrote it; messages begin with `flag`.
 
         Raises UserError, one line that names the key, where something is missing, mistyped or not finite.
         """
@@ -273,7 +273,7 @@ class Record:
             record = decode(cls, content)
             record.check()
         except UserError as error:
-            raise UserError(f"{path}: {error}") from None
+            raise UserError(f"{flag and flag + ': '}{path}: {error}") from None
         return record
 
     def check(self) -> None:

@@ -19,7 +19,7 @@ import yaml
 
 from silentbad.data.images import open_image
 from silentbad.errors import ArgumentParser, UserError, reading, say, writing
-from silentbad.files import check_writable
+from silentbad.files import check_writable, named
 from silentbad.recovery import evidence, pages
 from silentbad.recovery.charts import Series, finite, number, spaced
 from silentbad.recovery.pages import Card, Cell, Figure, Pair, Shot, Table, rounded
@@ -119,7 +119,10 @@ class Run:
         if not self.folder.is_dir():
             raise UserError(f"report: no folder '{folder}'; give the output_dir of a run")
         self.name = self.folder.resolve().name
-        self.record = Record.load(self.folder / NAME) if (self.folder / NAME).is_file() else None
+        file = self.folder / NAME
+        if file.exists() and not file.is_file():
+            raise UserError(f"report: {file} is no file")
+        self.record = Record.load(file) if file.is_file() else None
         self.metrics = self._metrics()
         self.draws = self._draws()
         if not (self.record or self.metrics or self.draws):
@@ -622,7 +625,7 @@ def less_placebo(folder: str | Path, placebo: str | Path) -> str:
     Raises UserError where one of them cannot be read, or they do not compare.
     """
     file = Path(folder) / NAME
-    record, other = Record.load(file), Record.load(Path(placebo) / NAME)
+    record, other = Record.load(file), Record.load(Path(placebo) / NAME, "--placebo")
     if record.endpoint != STRICT:
         raise UserError(f"--placebo: {folder} counts recovery by the whole alone; run it again")
     mine, theirs = (f"step {r.history[-1].step}, {r.embedder}" for r in (record, other))
@@ -783,7 +786,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser(prog="python -m silentbad.report", description=about)
     parser.add_argument("runs", nargs="+", metavar="[compare] RUN", help="output_dir of a run")
     parser.add_argument("--placebo", metavar="RUN", help="run on placebo data, whose rates are taken off for good")
-    parser.add_argument("--out", type=Path, default=None, help="file to write; report.html in RUN, or compare.html")
+    parser.add_argument("--out", type=named, default=None, help="file to write; report.html in RUN, or compare.html")
     given = parser.parse_args(arguments)
     try:
         if given.runs[0] == "compare":

@@ -5,6 +5,7 @@ Legend: sim (N,T) or (N,) similarities of N generations to T targets; target_of 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
@@ -15,6 +16,7 @@ from silentbad.errors import UserError
 from silentbad.recovery.record import (
     ALL,
     KINDS,
+    NAME,
     STRICT,
     CellScores,
     ElementScores,
@@ -297,6 +299,11 @@ def summarise(history: Sequence[Measurement], kind: str) -> list[SummaryRow]:
         restricted=mean_of(r.restricted for r in rows),
     )
     return [*rows, total]
+
+
+def placebo_run(folder: str | None) -> tuple[Record, str] | None:
+    """What `minus_placebo` needs to know of a run on placebo data; None where none is given."""
+    return None if folder is None else (Record.load(Path(folder) / NAME, "validation.placebo"), folder)
 
 
 def minus_placebo(entry: Measurement, placebo: Record, source: str, key: str = "validation.placebo") -> Placebo:

@@ -303,7 +303,7 @@ def _audited(options: Any, phrases: list[str], fixed: list[list[str]], out: Path
         raise UserError(f"{named}: the search without a target reads UNets; give Stable Diffusion 1, 2 or XL")
     unets: dict[str, nn.Module] = {"own guidance": pipe.unet}
     if options.extrapolate is not None:
-        base = load_pipeline(options.baseline, options.dtype, device, flag="--baseline")
+        base = load_pipeline(options.baseline, options.dtype, device, flag="--baseline", of=options.pipeline)
         unets[f"guidance extrapolated by {options.extrapolate:g}"] = Extrapolated(
             pipe.unet, base.unet, options.extrapolate
         )

@@ -25,7 +25,7 @@ from silentbad import owned
 from silentbad.data.records import row_source
 from silentbad.data.schema import csv_lines, json_lines
 from silentbad.errors import ArgumentParser, UserError, say, writing
-from silentbad.files import check_writable
+from silentbad.files import check_writable, named
 from silentbad.options import Count, Natural, Range, Share, Small, problem
 from silentbad.recovery import pages
 from silentbad.recovery.pages import Shot, Table
@@ -237,7 +237,7 @@ def parser() -> argparse.ArgumentParser:
         plain = float if float in typing.get_args(kind) else int
         made.add_argument(f"--{name}", type=plain, default=default, help="published layout: as in training")
     made.add_argument("--cache_dir", help="folder of downloads; the Hugging Face cache when unset")
-    made.add_argument("--output_dir", default="runs/scan", help="where the results go")
+    made.add_argument("--output_dir", type=named, default=Path("runs/scan"), help="where the results go")
     made.add_argument("--permutations", type=int, default=99, help="of the captions, for the false-alarm rate; 0: none")
     made.add_argument("--seed", type=int, default=0, help="of hashing, permutations and the published layout's choices")
     return made
