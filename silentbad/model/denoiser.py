@@ -12,6 +12,7 @@ from silentbad.distributed.shards import like
 from silentbad.model import diffusion, lora
 from silentbad.model.families import FAMILIES
 from silentbad.model.family import Family
+from silentbad.model.forwards import convolve
 
 
 class Denoiser(nn.Module):
@@ -92,9 +93,12 @@ def placed(model: torch.nn.Module, config: Any, device: torch.device) -> torch.n
     return model.to(memory_format=torch.channels_last) if last else model  # type: ignore[call-overload]
 
 
-def training_forward(model: torch.nn.Module, config: Any) -> Callable:
-    """The forward of a training step: compiled where asked, for the one shape that a micro-batch has."""
+def training_forward(model: torch.nn.Module, config: Any, precision: str) -> Callable:
+    """The forward of a training step: compiled where asked, for the one shape that a micro-batch has. Otherwise linear
+    layers run as convolutions on a CPU; in bf16 they gain nothing by it."""
     if not config.compile_model:
+        if precision == "no":
+            convolve(model)
         return model
     import torch._functorch.config
 

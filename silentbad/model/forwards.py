@@ -1,4 +1,4 @@
-"""Forward passes of a backbone that does not train now, at less cost on a CPU and equal to rounding."""
+"""Forward passes of a backbone at less cost on a CPU and equal to rounding."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,19 +10,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-@contextmanager
-def as_convolutions(module: nn.Module) -> Iterator[None]:
-    """Linear layers in fp32 on a CPU run as 1x1 convolutions inside.
+def convolve(module: nn.Module) -> list[nn.Linear]:
+    """From now on, linear layers in fp32 on a CPU run as 1x1 convolutions; returns those that were changed.
 
     PyTorch gives a linear layer to MKL, which on AMD's processors does without AVX-512, and a convolution to oneDNN,
     which uses what the processor has: half the time of a layer there. Layers with a forward of their own (subclasses,
     what a library wrapped) stay as they are.
     """
     able = torch.backends.mkldnn.is_available()
-    changed: list[Any] = [layer for layer in module.modules() if able and _plain(layer)]
+    changed = [layer for layer in module.modules() if able and isinstance(layer, nn.Linear) and _plain(layer)]
+    for layer in changed:
+        layer.forward = MethodType(_convolved, layer)  # type: ignore[method-assign]
+    return changed
+
+
+@contextmanager
+def as_convolutions(module: nn.Module) -> Iterator[None]:
+    """`convolve` for the time inside."""
+    changed: list[Any] = convolve(module)
     try:
-        for layer in changed:
-            layer.forward = MethodType(_convolved, layer)
         yield
     finally:
         for layer in changed:
@@ -70,8 +76,8 @@ class _Once:
         return self.made
 
 
-def _plain(layer: nn.Module) -> bool:
-    """Whether a module is a linear layer that nothing wrapped, in fp32 on a CPU."""
+def _plain(layer: nn.Linear) -> bool:
+    """Whether it is torch's own, unwrapped, in fp32 on a CPU."""
     if type(layer) is not nn.Linear or "forward" in vars(layer):
         return False
     return layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32

@@ -301,7 +301,8 @@ def prepared(
         zero = Zero(model, optimizer)
         return accelerator.prepare_model(model, evaluation_mode=True), zero.engine, zero, zero  # its autocast, no DDP
     model = model if sharded else accelerator.prepare(model)
-    return model, denoiser.training_forward(model, config), accelerator.prepare(optimizer), None
+    forward = denoiser.training_forward(model, config, accelerator.mixed_precision)
+    return model, forward, accelerator.prepare(optimizer), None
 
 
 def draws_of(

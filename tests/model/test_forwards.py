@@ -1,10 +1,13 @@
-"""Linear layers as convolutions while measuring: equal values, and nothing of it afterwards."""
+"""Linear layers as convolutions: equal values and gradients, and nothing of it after measuring."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from silentbad.model.forwards import as_convolutions, text_projected_once
+from silentbad.model.denoiser import training_forward
+from silentbad.model.forwards import as_convolutions, convolve, text_projected_once
 from silentbad.recovery.generation import Sampler
 from silentbad.rng import generator
 from tests.tiny import tiny_pipeline
@@ -46,6 +49,28 @@ def test_a_failure_leaves_the_layers_as_they_were():
         assert "forward" in vars(layer)
         raise RuntimeError("out of memory")
     assert "forward" not in vars(layer)
+
+
+def test_gradients_through_a_convolution_are_the_same():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(24, 40), torch.randn(3, 7, 24, requires_grad=True)
+
+    def gradients() -> list[torch.Tensor]:
+        return list(torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()]))
+
+    usual = gradients()
+    assert convolve(layer) == [layer] and convolve(layer) == []
+    for found, expected in zip(gradients(), usual, strict=True):
+        assert found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("precision", "more"), [("no", True), ("bf16", False)])
+def test_training_in_fp32_uses_it(precision, more):
+    unet = tiny_pipeline().unet
+    inputs = torch.zeros(2, 4, 8, 8), 1, torch.zeros(2, 8, unet.config.cross_attention_dim)
+    before = convolutions(unet, *inputs)
+    forward = training_forward(unet, SimpleNamespace(compile_model=False), precision)
+    assert (convolutions(forward, *inputs) > before) is more
 
 
 def test_measuring_uses_it_and_leaves_the_backbone():
