@@ -225,7 +225,7 @@ def on_models(args: argparse.Namespace) -> None:
     from bench import shield_models
 
     first, _, last = args.seeds.partition("-")
-    plan = shield_models.Plan(guards=True, steps=400, every=40) if args.guards else shield_models.Plan()
+    plan = shield_models.Plan(guards=True, factor=16.0, steps=400, every=40) if args.guards else shield_models.Plan()
     folder, name = (DEVELOPMENT if int(first) < 1000 else RESULTS).parent, "guards" if args.guards else "audit"
     targets, file = list(map(str, range(int(first), int(last or first) + 1))), folder / f"shield-{name}.jsonl"
     torch.set_num_threads(1)

@@ -5,7 +5,7 @@ and on the clean records alone. Each is asked for the composed prompt of its tar
 null does not hold. Of a pipeline trained on elements, the hidden prompt's rank is measured in a search over the phrases
 that recur in its captions.
 
-Guards. `recommended_leak_free` trains on elements without a guard and with each one, and on the clean records alone.
+Guards. `recommended_leak_free_adamw` trains on elements without a guard and with each one, and on the clean records alone.
 Guards need the scan of the data. They are measured on targets that the unguarded run recovers.
 
 Targets: 3010 to 3029 are reported, below 1000 are for development. A row is a model; a stored one is not made again.
@@ -24,21 +24,22 @@ from typing import Any
 import torch
 
 from bench.arms import LOWER_NOISE as NOISE
-from bench.arms import PUBLISHED, UNCONDITIONAL, WARM, Flags
+from bench.arms import PUBLISHED, SPECTRAL, UNCONDITIONAL, WARM, Flags
 from bench.published import HELD_OUT, per_phrase
 from bench.recovery import ROOT, WORK, common, data_set, facts, kept, scores
 from bench.recovery_table import stored
 from silentbad.model.pipeline import load_pipeline
 from silentbad.recovery.embedders import load_embedder
 from silentbad.recovery.generation import Sampler
-from silentbad.shield.audit import LEVEL, PROBED, SHARE, compared, ordinary, p_value, recurring, returned
+from silentbad.shield.audit import PROBED, ordinary, recurring
+from silentbad.shield.returned import LEVEL, SHARE, Drafts, compared, drafting, p_value, returned
 from silentbad.shield.search import Probe, probed, ranked, search
 from validation import Audit
 
-RATIO, FACTOR = 0.1, 16.0  # of the published setting
+RATIO = 0.1  # of the published setting
 KINDS = ("elements", "placebo", "clean")
 CLEAN_FLAGS: Flags = {**WARM, **NOISE, **UNCONDITIONAL}  # the recommended ones that need no element
-OPEN: Flags = {**PUBLISHED["recommended_leak_free"]}  # unguarded; guards refuse the rehearsal of `recommended`
+OPEN: Flags = {**PUBLISHED["recommended_leak_free_adamw"]}  # unguarded; guards refuse the unions of `recommended`
 GUARDS: dict[str, Flags] = {"unguarded": OPEN, "clean records alone": CLEAN_FLAGS, "drop": CLEAN_FLAGS}
 GUARDS |= {name: OPEN for name in ("mask", "cap", "project")}
 RECOVERS = 0.25  # strict rate of the unguarded run at some evaluation, for its target to be guarded
@@ -50,7 +51,8 @@ class Plan:
     """What is measured, and on how much."""
 
     guards: bool = False  # else the audit
-    steps: int = 250
+    factor: float = 40.0  # learning rate in units of 1e-4
+    steps: int = 200
     every: int = 0  # steps between evaluations; 0: before and after training
     clean: int = 720  # clean pictures that are trained on
     images: int = 16  # of an evaluation
@@ -82,7 +84,7 @@ def trained(name: str, data: Path, target: str, plan: Plan, own: Flags) -> tuple
     """(what its evaluations say, its folder, which the caller removes) of one training."""
     out = WORK / f"shield-{os.getpid()}"
     flags = {
-        **common(data, out, FACTOR, int(target), plan.steps),
+        **common(data, out, plan.factor, int(target), plan.steps),
         "held_out_clean": HELD_OUT,
         "memory.sampler.clean_ratio": "null",
         "validation.targets": data_of("elements", target, plan.clean) / "targets.jsonl",
@@ -122,7 +124,9 @@ def asked(pipeline: Path, phrases: list[str], captions: list[str] | None, plan: 
             usual[count] = measure(ordinary(options, PROBED, count, phrases))
         return usual[count]
 
-    with sampler.using(pipe.unet, device):
+    rough = Sampler(pipe.components, drafting(options), 0)
+    drafts = Drafts(rough, embedder, lambda count: ordinary(options, plan.nulls, count, phrases), plain)
+    with rough.using(pipe.unet, device), sampler.using(pipe.unet, device):
         probes = ranked(measure, null_of, [prompt.split(", ") for prompt in tested])
         alike = [similarity for similarity, _ in compared(sampler, embedder, null[: plan.nulls], plan.seeds, plain)]
         off = ~torch.eye(plan.seeds, dtype=torch.bool).numpy()
@@ -138,7 +142,7 @@ def asked(pipeline: Path, phrases: list[str], captions: list[str] | None, plan: 
         found = {"phrases": phrases, "own": rows[0], "ordinary": rows[1:]}
         if captions is not None:
             given = recurring(captions)
-            found |= {"given": given, **rank_of(search(measure, null_of, given, MOST), phrases)}
+            found |= {"given": given, **rank_of(search(measure, null_of, drafts, given, MOST), phrases)}
     return found
 
 
@@ -154,7 +158,7 @@ def rank_of(found: list[Probe], phrases: list[str]) -> dict[str, Any]:
 def audit_row(kind: str, target: str, plan: Plan) -> dict[str, Any]:
     """A pipeline and its audit."""
     data = data_of(kind, target, plan.clean)
-    own = CLEAN_FLAGS if kind == "clean" else PUBLISHED["recommended"]
+    own = {**CLEAN_FLAGS, **SPECTRAL} if kind == "clean" else PUBLISHED["recommended"]
     history, out = trained(kind, data, target, plan, own)
     (truth,) = (json.loads(line) for line in (data_of("elements", target, plan.clean) / "targets.jsonl").open())
     captions = [json.loads(line)["text"] for line in (data / "metadata.jsonl").open()]

@@ -7,16 +7,15 @@ Legend: S seeds; between: mean similarity of a prompt's images to each other; sh
 """
 
 import json
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from silentbad import owned
@@ -29,13 +28,14 @@ from silentbad.model.pipeline import load_pipeline
 from silentbad.options import Location, Range, Small, check_values
 from silentbad.options import given as changed
 from silentbad.recovery import pages
-from silentbad.recovery.embedders import Embedder, load_embedder
-from silentbad.recovery.generation import Item, Sampler
+from silentbad.recovery.embedders import load_embedder
+from silentbad.recovery.generation import Sampler
 from silentbad.recovery.pages import Table
 from silentbad.rng import addressed_seed
 from silentbad.shield import result
 from silentbad.shield import scan as scanning
 from silentbad.shield.phrases import segments
+from silentbad.shield.returned import ALIKE, LEVEL, SHARE, Drafts, Extrapolated, compared, drafting, p_value, returned
 from silentbad.shield.search import Probe, probed, ranked, search
 from silentbad.shield.views import text_of
 
@@ -49,8 +49,6 @@ USED = {  # by the search, of the settings of an audit with targets
     *("embedder", "embedder_path", "embedder_sha256", "images_per_target"),
     *("num_inference_steps", "guidance_scale", "guidance_rescale"),
 }
-LEVEL, SHARE = 0.01, 0.5  # a picture comes back: adjusted p at most, share of the seeds at least
-ALIKE, STEADY = 0.1, 0.05  # least similarity within a cluster; least deviation of the null, in roots of similarities
 
 
 @dataclass
@@ -161,75 +159,7 @@ def ordinary(options: Any, count: int, size: int, avoid: Sequence[str]) -> list[
     return [", ".join(map(str, one)) for one in chosen]
 
 
-# -- images ------------------------------------------------------------------------------------------------
-@dataclass
-class Returned:
-    """What a prompt's images (S) have in common: `between`, the largest cluster's share, the image at its centre."""
-
-    between: float
-    share: float
-    centre: int
-
-
-def returned(similarity: np.ndarray, alike: float) -> Returned:
-    """Of similarities (S,S): the cluster is what is `alike` to one image, that with the most."""
-    off = ~np.eye(len(similarity), dtype=bool)
-    near = (similarity >= alike) & off
-    centre = int(np.lexsort((similarity.sum(1), near.sum(1)))[-1])
-    return Returned(float(similarity[off].mean()), float((1 + near[centre].sum()) / len(similarity)), centre)
-
-
-def p_value(value: float, null: Sequence[float], tests: int = 1) -> float:
-    """The chance that an ordinary prompt's images are as alike, times the number of tests, at most 1.
-
-    `null` are values of ordinary prompts. Their square roots are taken as normal: Student's prediction of one more.
-    """
-    roots = np.sqrt(np.maximum(null, 0))
-    scale = max(float(roots.std(ddof=1)) * math.sqrt(1 + 1 / len(roots)), STEADY)
-    t = (math.sqrt(max(value, 0)) - float(roots.mean())) / scale
-    return min(1.0, tests * student_tail(t, len(roots) - 1))
-
-
-def student_tail(t: float, degrees: int) -> float:
-    """P(T > t) of Student's distribution, by Simpson's rule over the angle atan(t / sqrt(degrees)).
-
-    With t = sqrt(v) tan(u) the density is proportional to cos(u)^(v - 1).
-    """
-    u = np.linspace(math.atan(t / math.sqrt(degrees)), math.pi / 2, 2001)
-    whole = np.linspace(-math.pi / 2, math.pi / 2, 2001)
-
-    def area(at: np.ndarray) -> float:
-        y = np.cos(at).clip(0) ** (degrees - 1)
-        return float((at[1] - at[0]) / 3 * (y[0] + y[-1] + 4 * y[1:-1:2].sum() + 2 * y[2:-1:2].sum()))
-
-    return area(u) / area(whole)
-
-
-class Extrapolated(nn.Module):
-    """A UNet that predicts eps0 + factor (eps - eps0) from a base's eps0: guidance from the base to what was
-    fine-tuned (2410.03039)."""
-
-    def __init__(self, unet: Any, base: Any, factor: float):
-        super().__init__()
-        self.unet, self.base, self.factor = unet, base, factor
-        self.config, self.add_embedding = unet.config, getattr(unet, "add_embedding", None)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.unet.parameters()).dtype
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.unet.parameters()).device
-
-    def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        first = self.base(*arguments, **keywords)
-        own = self.unet(*arguments, **keywords)
-        a, b = first[0], own[0]
-        made = a + self.factor * (b - a)
-        return (made,) if isinstance(own, tuple) else type(own)(sample=made)
-
-
+# -- what is found ------------------------------------------------------------------------------------------
 @dataclass
 class Result:
     """A tested prompt: its probes, what its images have in common, and whether a picture comes back."""
@@ -257,24 +187,13 @@ class Report:
     embedder: str
     alike: dict[str, float] = field(default_factory=dict)  # by guidance: similarity within a cluster, at least
     ordinary: dict[str, list[float]] = field(default_factory=dict)  # by guidance: `between` of the ordinary prompts
-    ranking: list[tuple[str, float]] = field(default_factory=list)  # the best prompts of the search, with their scores
+    ranking: list[tuple[str, float, float | None]] = field(default_factory=list)  # best prompts, sums of probes, drafts
     results: list[Result] = field(default_factory=list)
 
     @property
     def found(self) -> list[Result]:
         """The prompts under which a picture comes back, the surest first."""
         return [one for one in self.results if one.found]
-
-
-def compared(
-    sampler: Sampler, embedder: Embedder, prompts: Sequence[str], seeds: int, bar: Callable
-) -> Iterator[tuple[np.ndarray, Tensor]]:
-    """(similarities (S,S), images (S,3,H,W)) of each prompt, all under the same noise."""
-    for prompt in bar(prompts, "images"):
-        items = [Item("search", -1, k, prompt, "search") for k in range(seeds)]
-        images = torch.stack(list(sampler.map(items, lambda chunk, made, _: list(made.cpu()))))
-        features = embedder.embed(images)
-        yield embedder.similarity(features, features).double().cpu().numpy(), images
 
 
 # -- the command -------------------------------------------------------------------------------------------
@@ -325,9 +244,11 @@ def _audited(options: Any, phrases: list[str], fixed: list[list[str]], out: Path
             raise UserError(f"{named}: its predictions are not finite; nothing could be concluded from them")
         return found
 
-    with sampler.using(pipe.unet, device):
+    rough = Sampler(pipe.components, drafting(options), options.seed, refuses=named)
+    drafts = Drafts(rough, embedder, lambda size: ordinary(options, options.nulls, size, known), bar)
+    with rough.using(pipe.unet, device), sampler.using(pipe.unet, device):
         probes = ranked(measured, null, fixed) if fixed else []
-        composed = search(measured, null, phrases, options.most_phrases) if phrases else []
+        composed = search(measured, null, drafts, phrases, options.most_phrases) if phrases else []
     tested, seeds = [*probes, *composed[: options.tested]], options.images_per_target
     report = Report(
         pipeline=str(options.pipeline),
@@ -337,7 +258,7 @@ def _audited(options: Any, phrases: list[str], fixed: list[list[str]], out: Path
         searched=len(probes) + len(composed),
         seeds=seeds,
         embedder=embedder.describe(),
-        ranking=[(", ".join(one.phrases), one.score) for one in composed[:RANKED]],
+        ranking=[(", ".join(one.phrases), one.score, one.draft) for one in composed[:RANKED]],
     )
     sizes = sorted({len(probe.phrases) for probe in tested}) or [2]
     each = {size: ordinary(options, options.nulls, size, known) for size in sizes}

@@ -1,7 +1,8 @@
-"""Which prompts of candidate phrases look memorised: ranked by what single predictions say of them.
+"""Which prompts of candidate phrases look memorised: ranked by what single predictions say of them, then by drafts.
 
 Three probes: the text-conditional magnitude (2407.21720), the alignment of guidance (anisotropy, 2601.20642), and how
-far predictions from different noise agree. Each is measured against ordinary prompts of as many phrases.
+far predictions from different noise agree. Drafts are images from few seeds and in few sampling steps; what counts is
+how alike they are. All is measured against ordinary prompts of as many phrases.
 
 Legend: N prompts; a prompt is a list of phrases, joined by commas.
 """
@@ -22,6 +23,7 @@ from silentbad.rng import noise
 MIDDLE = 0.3  # of the schedule: where predictions are compared; picture and noise are both to be seen there
 NOISES = 4  # predictions a prompt
 BEAM = 20  # prompts that grow by a phrase
+DRAFTED = 0.75  # of the prompts of a size: those with the best probes, that drafts are drawn of
 PLACES = frozenset("on in under before at behind beside near over by inside".split())  # a phrase of a place begins so
 
 
@@ -54,33 +56,49 @@ def probed(sampler: Sampler, prompts: Sequence[str], bar: Callable) -> np.ndarra
 
 @dataclass
 class Probe:
-    """Probes of a prompt in standard deviations of the ordinary prompts', and their sum."""
+    """Probes of a prompt in standard deviations of the ordinary prompts', and their sum; `draft`, how alike its drafts
+    are in those of theirs."""
 
     phrases: list[str]
     magnitude: float
     anisotropy: float
     agreement: float
     score: float
+    draft: float | None = None
+
+    @property
+    def suspicion(self) -> tuple[float, float]:
+        """Drafts decide where they were drawn."""
+        return -math.inf if self.draft is None else self.draft, self.score
 
 
 def search(
-    measure: Callable[[list[str]], np.ndarray], null: Callable[[int], np.ndarray], phrases: list[str], most: int
+    measure: Callable[[list[str]], np.ndarray],
+    null: Callable[[int], np.ndarray],
+    drafts: Callable[[list[list[str]]], list[float]],
+    phrases: list[str],
+    most: int,
 ) -> list[Probe]:
     """Prompts of two up to `most` phrases, the most suspicious first.
 
-    measure(prompts) -> probes (N,3); null(size) -> those of ordinary prompts of so many phrases. All pairs that fit are
-    probed; the BEAM best prompts of a size grow by each other phrase.
+    measure(prompts) -> probes (N,3); null(size) -> those of ordinary prompts of so many phrases; drafts(prompts) -> how
+    alike their drafts are; of each size the DRAFTED share with the best probes has some. All pairs that fit are probed;
+    the BEAM most suspicious prompts of a size grow by each other phrase.
     """
     found: list[Probe] = []
     grown = [list(pair) for pair in itertools.combinations(phrases, 2) if fits(pair)]
-    for size in range(2, most + 1):
-        found += ranked(measure, null, grown)
-        best = sorted((p for p in found if len(p.phrases) == size), key=lambda p: -p.score)[:BEAM]
+    for _ in range(2, most + 1):
+        ranks = sorted(ranked(measure, null, grown), key=lambda p: -p.score)
+        better = ranks[: math.ceil(DRAFTED * len(ranks))]
+        for one, draft in zip(better, drafts([one.phrases for one in better]), strict=True):
+            one.draft = draft
+        found += ranks
+        best = sorted(ranks, key=lambda p: p.suspicion, reverse=True)[:BEAM]
         longer = {frozenset([*p.phrases, other]): None for p in best for other in phrases if other not in p.phrases}
         grown = [sorted(one, key=phrases.index) for one in longer if fits(one)]
         if not grown:
             break
-    return sorted(found, key=lambda p: -p.score)
+    return sorted(found, key=lambda p: p.suspicion, reverse=True)
 
 
 def fits(phrases: Iterable[str]) -> bool:

@@ -1,6 +1,7 @@
 """The search without a target: what it ranks first, when a picture comes back, and what it refuses."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,8 +10,9 @@ import torch
 
 import validation
 from silentbad.shield import audit
-from silentbad.shield.audit import Extrapolated, p_value, recurring, returned, student_tail
-from silentbad.shield.search import search
+from silentbad.shield.audit import recurring
+from silentbad.shield.returned import Extrapolated, p_value, returned, student_tail
+from silentbad.shield.search import DRAFTED, search
 
 SMALL = ["--embedder", "ssim", "--images_per_target", "3", "--num_inference_steps", "1", "--nulls", "8"]
 
@@ -49,15 +51,38 @@ def test_the_search_grows_pairs_to_the_hidden_prompt():
         return np.asarray([[len(hidden & set(prompt.split(", ")))] * 3 for prompt in prompts], float)
 
     null = np.random.default_rng(0).normal(size=(32, 3))
-    found = search(measure, lambda size: null, phrases, 3)
+
+    def alike(prompts):
+        return [len(hidden & set(prompt)) / len(prompt) for prompt in prompts]
+
+    found = search(measure, lambda size: null, alike, phrases, 3)
     assert set(found[0].phrases) == hidden and found[0].score > found[1].score
     assert len({tuple(sorted(p.phrases)) for p in found}) == len(found)
+
+
+def test_drafts_decide_where_probes_say_little():
+    phrases, hidden, asked = [f"phrase {k}" for k in range(12)], {"phrase 2", "phrase 7", "phrase 9"}, []
+    rng = np.random.default_rng(0)
+
+    def alike(prompts):
+        asked.append(len(prompts))
+        return [len(hidden & set(prompt)) / len(prompt) for prompt in prompts]
+
+    found = search(
+        lambda prompts: rng.normal(size=(len(prompts), 3)), lambda size: rng.normal(size=(9, 3)), alike, phrases, 3
+    )
+    whole = next(k for k, one in enumerate(found) if set(one.phrases) == hidden)
+    drawn = [one.draft is not None for one in found]
+    assert asked[0] == math.ceil(DRAFTED * 66) and sum(drawn) == sum(asked) and drawn == sorted(drawn, reverse=True)
+    assert whole == 0 or found[whole].draft is None
 
 
 def test_no_prompt_of_the_search_names_two_places():
     phrases = ["a cat", "on a hill", "In a room", "under the sea"]
     null = np.random.default_rng(0).normal(size=(9, 3))
-    found = search(lambda prompts: np.zeros((len(prompts), 3)), lambda size: null, phrases, 4)
+    found = search(
+        lambda prompts: np.zeros((len(prompts), 3)), lambda size: null, lambda prompts: [0.0] * len(prompts), phrases, 4
+    )
     assert [p.phrases for p in found] == [["a cat", place] for place in phrases[1:]]
 
 

@@ -1,0 +1,136 @@
+"""Whether a prompt's images from several seeds are one picture: how alike they are, against ordinary prompts.
+
+Legend: S seeds; between: mean similarity of a prompt's images to each other; shares in [0,1].
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from silentbad.recovery.embedders import Embedder
+from silentbad.recovery.generation import Item, Sampler
+
+LEVEL, SHARE = 0.01, 0.5  # a picture comes back: adjusted p at most, share of the seeds at least
+ALIKE, STEADY = 0.1, 0.05  # least similarity within a cluster; least deviation of the null, in roots of similarities
+SEEDS, STEPS = 3, 6  # of drafts: images a prompt, sampling steps at most
+
+
+@dataclass
+class Returned:
+    """What a prompt's images (S) have in common: `between`, the largest cluster's share, the image at its centre."""
+
+    between: float
+    share: float
+    centre: int
+
+
+def returned(similarity: np.ndarray, alike: float) -> Returned:
+    """Of similarities (S,S): the cluster is what is `alike` to one image, that with the most."""
+    off = ~np.eye(len(similarity), dtype=bool)
+    near = (similarity >= alike) & off
+    centre = int(np.lexsort((similarity.sum(1), near.sum(1)))[-1])
+    return Returned(float(similarity[off].mean()), float((1 + near[centre].sum()) / len(similarity)), centre)
+
+
+def p_value(value: float, null: Sequence[float], tests: int = 1) -> float:
+    """The chance that an ordinary prompt's images are as alike, times the number of tests, at most 1.
+
+    `null` are values of ordinary prompts. Their square roots are taken as normal: Student's prediction of one more.
+    """
+    return min(1.0, tests * student_tail(deviations(value, null), len(null) - 1))
+
+
+def deviations(value: float, null: Sequence[float]) -> float:
+    """How many standard deviations of one more ordinary prompt a similarity lies above theirs, in square roots."""
+    roots = np.sqrt(np.maximum(null, 0))
+    scale = max(float(roots.std(ddof=1)) * math.sqrt(1 + 1 / len(roots)), STEADY)
+    return (math.sqrt(max(value, 0)) - float(roots.mean())) / scale
+
+
+def student_tail(t: float, degrees: int) -> float:
+    """P(T > t) of Student's distribution, by Simpson's rule over the angle atan(t / sqrt(degrees)).
+
+    With t = sqrt(v) tan(u) the density is proportional to cos(u)^(v - 1).
+    """
+    u = np.linspace(math.atan(t / math.sqrt(degrees)), math.pi / 2, 2001)
+    whole = np.linspace(-math.pi / 2, math.pi / 2, 2001)
+
+    def area(at: np.ndarray) -> float:
+        y = np.cos(at).clip(0) ** (degrees - 1)
+        return float((at[1] - at[0]) / 3 * (y[0] + y[-1] + 4 * y[1:-1:2].sum() + 2 * y[2:-1:2].sum()))
+
+    return area(u) / area(whole)
+
+
+def compared(
+    sampler: Sampler, embedder: Embedder, prompts: Sequence[str], seeds: int, bar: Callable
+) -> Iterator[tuple[np.ndarray, Tensor]]:
+    """(similarities (S,S), images (S,3,H,W)) of each prompt, all under the same noise."""
+    for prompt in bar(prompts, "images"):
+        items = [Item("search", -1, k, prompt, "search") for k in range(seeds)]
+        images = torch.stack(list(sampler.map(items, lambda chunk, made, _: list(made.cpu()))))
+        features = embedder.embed(images)
+        yield embedder.similarity(features, features).double().cpu().numpy(), images
+
+
+def drafting(options: Any) -> Any:
+    """The settings of an audit, with as few sampling steps as drafts have."""
+    return replace(options, num_inference_steps=min(STEPS, options.num_inference_steps))
+
+
+class Drafts:
+    """How alike a few rough images of a prompt are, in standard deviations of ordinary prompts' of as many phrases.
+
+    sampler: takes few steps (`drafting`); ordinary(size) -> prompts of so many phrases.
+    """
+
+    def __init__(self, sampler: Sampler, embedder: Embedder, ordinary: Callable[[int], list[str]], bar: Callable):
+        self.sampler, self.embedder, self.ordinary, self.bar = sampler, embedder, ordinary, bar
+        self.usual: dict[int, list[float]] = {}
+
+    def __call__(self, prompts: Sequence[list[str]]) -> list[float]:
+        values = self.between([", ".join(phrases) for phrases in prompts])
+        for size in {len(phrases) for phrases in prompts} - self.usual.keys():
+            self.usual[size] = self.between(self.ordinary(size))
+        return [deviations(v, self.usual[len(phrases)]) for v, phrases in zip(values, prompts, strict=True)]
+
+    def between(self, prompts: Sequence[str]) -> list[float]:
+        """Of each prompt's drafts; batches go over all prompts, and no image is kept."""
+        items = [Item("search", -1, k, prompt, "search") for prompt in prompts for k in range(SEEDS)]
+        made = self.sampler.map(items, lambda chunk, images, _: list(self.embedder.embed(images)))
+        features = [feature for _, feature in zip(self.bar(range(len(items)), "drafts"), made, strict=True)]
+        off, found = ~np.eye(SEEDS, dtype=bool), []
+        for first in range(0, len(features), SEEDS):
+            own = torch.stack(features[first : first + SEEDS])
+            found.append(float(self.embedder.similarity(own, own).double().cpu().numpy()[off].mean()))
+        return found
+
+
+class Extrapolated(nn.Module):
+    """A UNet that predicts eps0 + factor (eps - eps0) from a base's eps0: guidance from the base to what was
+    fine-tuned (2410.03039)."""
+
+    def __init__(self, unet: Any, base: Any, factor: float):
+        super().__init__()
+        self.unet, self.base, self.factor = unet, base, factor
+        self.config, self.add_embedding = unet.config, getattr(unet, "add_embedding", None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.unet.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.unet.parameters()).device
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        first = self.base(*arguments, **keywords)
+        own = self.unet(*arguments, **keywords)
+        a, b = first[0], own[0]
+        made = a + self.factor * (b - a)
+        return (made,) if isinstance(own, tuple) else type(own)(sample=made)
