@@ -88,6 +88,8 @@ def audit_table(rows: list[dict]) -> str:
     """The rows of shield-audit.jsonl as Markdown."""
     if not rows:
         return "No pipeline is stored yet.\n"
+    older, rows = len(rows), [row for row in rows if row["steps"] == rows[-1]["steps"]]
+    older -= len(rows)
     by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in ("elements", "placebo", "clean")}
     positive, negative = by_kind["elements"], by_kind["placebo"] + by_kind["clean"]
     ordinary = [one for row in rows for one in row["ordinary"]]
@@ -95,7 +97,9 @@ def audit_table(rows: list[dict]) -> str:
     lines = [
         f"Targets: {', '.join(targets)}. Pipelines: {len(positive)} trained on elements, {len(by_kind['placebo'])} on "
         f"placebo data, {len(by_kind['clean'])} on clean data, {rows[0]['steps']} steps each. "
-        f"Code: {', '.join(sorted({row['commit'][:7] for row in rows}))}.",
+        f"Code: {', '.join(sorted({row['commit'][:7] for row in rows}))}."
+        + f" {older} pipelines of other lengths, from earlier code, are stored and left out."
+        * bool(older),
         "",
         "| score | negatives | AUC | TPR at 1 % FPR |",
         "|---|---|---|---|",

@@ -67,9 +67,10 @@ class Probe:
     draft: float | None = None
 
     @property
-    def suspicion(self) -> tuple[float, float]:
-        """Drafts decide where they were drawn."""
-        return -math.inf if self.draft is None else self.draft, self.score
+    def suspicion(self) -> tuple[bool, float]:
+        """Drafts and probes together: drafts alone are as alike under a prompt that lacks a phrase. Those without
+        drafts come last."""
+        return self.draft is not None, self.score + (self.draft or 0)
 
 
 def search(

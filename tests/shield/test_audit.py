@@ -66,11 +66,12 @@ def test_drafts_decide_where_probes_say_little():
 
     def alike(prompts):
         asked.append(len(prompts))
-        return [len(hidden & set(prompt)) / len(prompt) for prompt in prompts]
+        return [100 * len(hidden & set(prompt)) / len(prompt) for prompt in prompts]
 
-    found = search(
-        lambda prompts: rng.normal(size=(len(prompts), 3)), lambda size: rng.normal(size=(9, 3)), alike, phrases, 3
-    )
+    def measure(prompts):
+        return rng.normal(size=(len(prompts), 3))
+
+    found = search(measure, lambda size: rng.normal(size=(9, 3)), alike, phrases, 3)
     whole = next(k for k, one in enumerate(found) if set(one.phrases) == hidden)
     drawn = [one.draft is not None for one in found]
     assert asked[0] == math.ceil(DRAFTED * 66) and sum(drawn) == sum(asked) and drawn == sorted(drawn, reverse=True)
