@@ -5,8 +5,8 @@ and on the clean records alone. Each is asked for the composed prompt of its tar
 null does not hold. Of a pipeline trained on elements, the hidden prompt's rank is measured in a search over the phrases
 that recur in its captions.
 
-Guards. `recommended_leak_free_adamw` trains on elements without a guard and with each one, and on the clean records alone.
-Guards need the scan of the data. They are measured on targets that the unguarded run recovers.
+Guards. `recommended_leak_free_adamw` trains on elements without a guard and with each one, and on the clean records
+alone. Guards need the scan of the data. They are measured on targets that the unguarded run recovers.
 
 Targets: 3010 to 3029 are reported, below 1000 are for development. A row is a model; a stored one is not made again.
 """
