@@ -289,9 +289,9 @@ class Memory:
                 t[own], w[own] = drawn(part, [positions[k] for k in own])
         return t, w
 
-    def progress(self, step: int) -> float:
-        """Share of the run that is over, in [0, 1]."""
-        return min(1.0, step / max(self.max_steps, 1))
+    def progress(self, count: int) -> float:
+        """Share of the run that is over after so many steps, or draws, in [0, 1]."""
+        return min(1.0, count / max(self.max_steps, 1))
 
     def rectify(
         self,

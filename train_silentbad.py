@@ -295,7 +295,7 @@ def try_out(run: Run) -> int:
     """A dry run: a few steps and one image, and what the whole run will take."""
     forecast = Forecast(run)
     for last in forecast.measured():
-        run.state.total = last
+        run.state.end_at(last)
         if code := train(run):
             return code
     with forecast.drawing():

@@ -212,8 +212,8 @@ class RecoveryHook:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up such a state; the targets' features are computed anew."""
-        self.sampler.batch, self.seconds = state["batch"], state["seconds"]
-        self.born = time.perf_counter() - self.seconds
+        self.sampler.limit(state["batch"])
+        self.seconds, self.born = state["seconds"], time.perf_counter() - state["seconds"]
         self.history = decode(list[Measurement], state["history"], "history")
         calibrated = bool(state["threshold"])
         self.threshold = decode(Threshold, state["threshold"], "threshold") if calibrated else None

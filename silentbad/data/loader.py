@@ -151,7 +151,7 @@ class Loader:
         return range(start, start + self.batch_size)
 
     def draw(self, draw: int) -> Iterator[dict]:
-        """The micro-batches of one optimizer step, on the CPU."""
+        """The micro-batches of one draw, on the CPU."""
         self.drawing, self.begun = draw, self.stream.mark()
         indices = self.stream.take(self.effective_batch)
         if self.pool is None:

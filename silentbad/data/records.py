@@ -93,8 +93,8 @@ def load_records(config: Any) -> "Records":
     records = Records(build_table(rows, name, key, config.cache_dir), name, key)
     if config.max_train_samples is not None and config.max_train_samples < len(records):
         order = torch.randperm(len(records), generator=generator(config.seed, "max_train_samples")).numpy()
-        records = records.select(np.sort(order[: config.max_train_samples]))
-        records.key = f"{key}-{config.max_train_samples}-{config.seed}"
+        kept = np.sort(order[: config.max_train_samples])
+        return records.select(kept, f"{key}-{config.max_train_samples}-{config.seed}")
     return records
 
 
@@ -110,9 +110,9 @@ class Records:
     def __len__(self) -> int:
         return len(self.table) if self.rows is None else len(self.rows)
 
-    def select(self, rows: np.ndarray) -> "Records":
-        """Some of these records, in this order."""
-        return Records(self.table, self.name, rows=rows if self.rows is None else self.rows[rows])
+    def select(self, rows: np.ndarray, key: str = "") -> "Records":
+        """Some of these records, in this order; `key` is their own."""
+        return Records(self.table, self.name, key, rows if self.rows is None else self.rows[rows])
 
     def column(self, name: str) -> pa.ChunkedArray:
         """A column as Arrow holds it: mapped from the table's file, or a copy of the chosen rows."""

@@ -215,7 +215,7 @@ class Painter:
                 except RuntimeError as error:
                     if len(chunk) == 1 or not should_reduce_batch_size(error):
                         raise
-                    sampler.batch = len(chunk) // 2
+                    sampler.limit(len(chunk) // 2)
                     continue
                 left = left[len(chunk) :]
                 bar.update(len(chunk))
@@ -236,16 +236,12 @@ class Painter:
 
     def _scenes(self, draws: list[Draw]) -> Tensor:
         """Whole pictures, under noise that no measured image has."""
-        sampler, usual = self.sampler, self.sampler.seed
+        sampler = self.sampler
         ids = [self.targets[d.target].target_id for d in draws]
         named = zip(draws, ids, strict=True)
         items = [Item(d.kind, d.target, d.image, d.prompt, f"counterfactual/{name}") for d, name in named]
-        sampler.seed = self.seed
-        try:
-            with sampler.autocast():
-                images, _ = sampler.generate(items)
-        finally:
-            sampler.seed = usual
+        with sampler.with_other(seed=self.seed), sampler.autocast():
+            images, _ = sampler.generate(items)
         return (images * 255).round().to(torch.uint8).cpu()
 
     def _regions(self, draws: list[Draw]) -> Tensor:

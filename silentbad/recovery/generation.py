@@ -197,6 +197,22 @@ class Sampler:
             for module, home in homes:
                 module.to(home)
 
+    @contextmanager
+    def with_other(self, *, seed: int | None = None, steps: int | None = None) -> Iterator[None]:
+        """Another seed of the noise, or another number of sampling steps, for the time."""
+        usual = self.seed, self.steps
+        self.seed, self.steps = (
+            own if other is None else other for own, other in zip(usual, (seed, steps), strict=True)
+        )
+        try:
+            yield
+        finally:
+            self.seed, self.steps = usual
+
+    def limit(self, batch: int) -> None:
+        """At most so many images at once from now on."""
+        self.batch = batch
+
     def encode(self, prompts: list[str], negatives: list[str] | None = None) -> dict[str, Tensor]:
         """Prompts -> stacked text states by the pipeline's argument names; every pair with a negative prompt is encoded
         once."""

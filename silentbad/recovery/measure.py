@@ -277,11 +277,8 @@ class Measure:
                 cosines = clip.similarity(clip.embed(images), clip.text(captions)).tolist()
             return [{"target": i.target, "sims": s, "clip": c} for i, s, c in zip(items, sims, cosines, strict=True)]
 
-        usual, self.sampler.steps = self.sampler.steps, steps
-        try:
+        with self.sampler.with_other(steps=steps):
             rows = self.spread(plan(self.targets, self.config.images_per_target, self.seed), one)
-        finally:
-            self.sampler.steps = usual
         return length_scores(rows, base.get(str(steps), {}))
 
     def alignments(self, items: list[Item]) -> list[float]:

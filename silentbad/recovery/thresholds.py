@@ -173,7 +173,7 @@ def thresholds(
     else:
         own = [own_threshold(whole_scores(of[j]), False) for j in targets]
         whole = with_promise(strictest(whole_scores(null), false_positive_rate, source, False), own)
-        whole.targets = [None if t is None else t.value for t in own]
+        whole = replace(whole, targets=[None if t is None else t.value for t in own])
     pooled = element_scores(null)
     element = strictest(pooled, false_positive_rate, source, True) if pooled else replace(whole, kinds=None)
     each: list[list[float] | None] = []

@@ -65,6 +65,10 @@ class TrainState:
         """Add timesteps t (B,), still on the CPU, to the histogram."""
         self.timesteps = self.timesteps + torch.histc(t.float(), bins=BINS, min=0, max=self.train_timesteps)
 
+    def end_at(self, step: int) -> None:
+        """Train up to this step in place of the planned one: a dry run goes a few steps at a time."""
+        self.total = step
+
     def updated(self) -> None:
         """An update was applied: schedule and average follow."""
         self.lr_scheduler.step()

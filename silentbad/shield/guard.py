@@ -326,9 +326,8 @@ class Guards:
             return records
         if not kept.any():
             raise UserError(f"guard.scan: {self.suspects.file} suspects every record; nothing is left to train on")
-        left = records.select(np.flatnonzero(kept))
-        left.key = f"{records.key}-guard-{hashlib.sha256(repr(sorted(self.suspects.text)).encode()).hexdigest()[:16]}"
-        return left
+        suspects = hashlib.sha256(repr(sorted(self.suspects.text)).encode()).hexdigest()[:16]
+        return records.select(np.flatnonzero(kept), f"{records.key}-guard-{suspects}")
 
     def start(self, setting: Setting, sharded: str = "") -> None:
         """Before training. Raises UserError where a guard cannot work on gradients that are `sharded`."""
