@@ -7,14 +7,15 @@ import argparse
 import sys
 from pathlib import Path
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import ExifTags, Image, ImageDraw, ImageFont
 
-from silentbad.data.images import open_image, safe_path
+from silentbad.data.images import FORMATS, open_image, safe_path
 from silentbad.errors import ArgumentParser, UserError, reading, say
 from silentbad.files import check_writable, named
 from silentbad.recovery.record import NAME, Measurement, Record, Scores
 
 MOST = 50  # targets that are shown, and elements of a target
+SOFTWARE = "silentbad.figures"  # in a picture's EXIF: only such pictures are replaced
 TILE, GAP, LABEL = 112, 8, 22
 
 
@@ -68,6 +69,21 @@ def _spread(entries: list[Measurement], n: int) -> list[Measurement]:
     return [entries[round(i * (len(entries) - 1) / (n - 1))] for i in range(n)]
 
 
+def _exif() -> Image.Exif:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Software] = SOFTWARE
+    return exif
+
+
+def _ours(file: Path) -> bool:
+    """Whether this command wrote a picture; an empty file holds nothing to lose."""
+    try:
+        with Image.open(file, formats=FORMATS) as picture:
+            return picture.getexif().get(ExifTags.Base.Software) == SOFTWARE
+    except Exception:  # Pillow's decoders raise many kinds of errors
+        return file.stat().st_size == 0
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
@@ -78,10 +94,12 @@ def main(argv: list[str] | None = None) -> int:
         check_writable(args.out, "--out")
         if args.out.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
             raise UserError(f"--out: {args.out} must end in .png, .jpg or .webp")
+        if args.out.is_file() and not _ours(args.out):
+            raise UserError(f"--out: {args.out} is no picture of this command; choose another file")
         picture = strip(args.run, args.kind)
         with reading(f"--out: cannot write {args.out}"):
             args.out.parent.mkdir(parents=True, exist_ok=True)
-            picture.save(args.out, optimize=True)
+            picture.save(args.out, optimize=True, exif=_exif())
     except UserError as error:
         say(error)
         return 2

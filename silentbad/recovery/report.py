@@ -8,6 +8,7 @@ return data; the HTML is in templates/.
 import base64
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -637,7 +638,10 @@ def less_placebo(folder: str | Path, placebo: str | Path) -> str:
     return evidence.verdict_sentence(record)
 
 
-START = b"<!doctype html"  # of templates/page.html.j2
+MARKS = (  # of templates/page.html.j2, the second of pages from before the first
+    b'<meta name="generator" content="SilentBad">',
+    b"default-src 'none'; img-src data:; style-src 'sha256-",
+)
 
 
 def write(folder: str | Path, under_way: str = "") -> Path:
@@ -650,8 +654,7 @@ def save(page: str, file: Path) -> Path:
 
     A link is replaced, not followed. Raises UserError where it cannot be written, or another file stands there.
     """
-    if file.is_file() and not file.is_symlink() and not _is_page(file):
-        raise UserError(f"--out: {file} holds something else than a page; choose another file")
+    check_replaced(file)
     plain = file.is_symlink() or file.is_file() or not file.exists()  # no device, such as /dev/stdout
     draft = file.with_name(f".{file.name}.draft") if plain else file
     try:
@@ -670,10 +673,14 @@ def save(page: str, file: Path) -> Path:
     return file
 
 
-def _is_page(file: Path) -> bool:
-    """Whether a file is empty, or begins as a page does."""
+def check_replaced(file: Path) -> None:
+    """Refuse a file that is neither empty nor a page of this program."""
+    if not os.path.isfile(file) or os.path.islink(file):
+        return
     with reading(f"--out: cannot read {file}"), file.open("rb") as content:
-        return content.read(len(START)).lower() in (b"", START)
+        head = content.read(1000)
+    if head and not any(mark in head for mark in MARKS):
+        raise UserError(f"--out: {file} is no page of this program; choose another file")
 
 
 def text_table(rows: Sequence[SummaryRow]) -> str:
@@ -787,28 +794,32 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", metavar="[compare] RUN", help="output_dir of a run")
     parser.add_argument("--placebo", metavar="RUN", help="run on placebo data, whose rates are taken off for good")
     parser.add_argument("--out", type=named, default=None, help="file to write; report.html in RUN, or compare.html")
-    given = parser.parse_args(arguments)
+    given, verdict = parser.parse_args(arguments), ""
     try:
         if given.runs[0] == "compare":
             if given.placebo is not None:
                 raise UserError("--placebo: is of one run's report; leave it out of a comparison")
             if len(given.runs) < 3:
                 raise UserError("compare: give at least two run folders")
-            check_writable(given.out or Path("compare.html"), "--out")
+            file = given.out or Path("compare.html")
+            check_writable(file, "--out")
+            check_replaced(file)
             page, gaps = compare(given.runs[1:])
-            file = save(page, given.out or Path("compare.html"))
+            save(page, file)
             for row in gaps:
                 print("  ".join(number(v) for v in row))
         else:
             if len(given.runs) > 1:
                 raise UserError("report: one run folder, or `compare` before several")
+            file = given.out or Path(given.runs[0]) / "report.html"
             if given.out is not None:
-                check_writable(given.out, "--out")
+                check_writable(file, "--out")
+            check_replaced(file)
             if given.placebo is not None:
-                print(less_placebo(given.runs[0], given.placebo))
-            file = save(render(given.runs[0]), given.out or Path(given.runs[0]) / "report.html")
+                verdict = less_placebo(given.runs[0], given.placebo)
+            save(render(given.runs[0]), file)
     except UserError as error:
         say(error)
         return 2
-    print(file)
+    print(*filter(None, (file, verdict)), sep="\n")
     return 0

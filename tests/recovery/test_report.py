@@ -123,7 +123,7 @@ def test_a_placebo_run_is_taken_off_a_finished_one(run, tmp_path, capsys):
     record, other = (Record.load(folder / "validation.json") for folder in (mine, theirs))
     rates = [[t.rate for t in r.history[-1].raw.targets.values()] for r in (record, other)]
     assert record.placebo.difference == pytest.approx(np.mean(rates[0]) - np.mean(rates[1])) and rates[0] != rates[1]
-    assert "Training on placebo data" in capsys.readouterr().out
+    assert "Training on placebo data" in capsys.readouterr().out.splitlines()[-1]
     assert "composed prompt, placebo data" in (mine / "report.html").read_text()
     assert Record.load(run / "validation.json").placebo is None
 
@@ -468,14 +468,17 @@ def test_report_renders_in_a_browser_without_console_errors(run, tmp_path, size)
     assert picture.std() > 10 and to_pil(torch.zeros(3, 1, 1)).size == (1, 1)
 
 
-def test_a_page_replaces_pages_and_links_only(tmp_path):
-    (tmp_path / "mine").write_text("kept")
+def test_a_page_replaces_pages_and_links_only(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine").write_text("<!doctype html>\n<title>kept</title>")
     (tmp_path / "report.html").symlink_to(tmp_path / "mine")
-    report.save("<!doctype html>one", tmp_path / "report.html")
-    report.save("<!doctype html>two", tmp_path / "report.html")
-    with pytest.raises(UserError, match="holds something else than a page"):
-        report.save("<!doctype html>", tmp_path / "mine")
-    assert (tmp_path / "mine").read_text() == "kept" and (tmp_path / "report.html").read_text().endswith("two")
+    page = (Path(report.__file__).parent / "templates/page.html.j2").read_text()
+    for written in ("<!doctype html>\n" + report.MARKS[1].decode(), page, page):
+        report.save(written, tmp_path / "report.html")
+    with pytest.raises(UserError, match="no page of this program"):
+        report.save(page, tmp_path / "mine")
+    monkeypatch.setattr(report, "less_placebo", lambda *_: pytest.fail("worked first"))
+    assert report.main([str(tmp_path), "--placebo", "p", "--out", str(tmp_path / "mine")]) == 2
+    assert "kept" in (tmp_path / "mine").read_text() and (tmp_path / "report.html").read_text() == page
     assert len(list(tmp_path.iterdir())) == 2
 
 
