@@ -10,6 +10,7 @@ depends on (seed, i) alone.
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -17,9 +18,9 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from silentbad import rng
-from silentbad.data.images import to_pil
-from silentbad.data.schema import caption, text_lines
+from silentbad import owned, rng
+from silentbad.data.images import inside, to_pil
+from silentbad.data.schema import caption, check_window, json_lines, text_lines
 from silentbad.errors import ArgumentParser, UserError, brief, reading, say
 from silentbad.files import check_writable, named
 from silentbad.model.families import backbone_of
@@ -28,24 +29,35 @@ from silentbad.model.pipeline import load_pipeline, vae_factor
 
 UNLISTED = ".unlisted"  # in class/ until its records are in metadata.jsonl
 DRAFT = ".class-images"  # the folder that becomes class/
+DRAWN = re.compile(r"\d{5,}\.png")
 
 
 def check_out(out: Path) -> None:
-    """Refuse a data set that holds class images, or whose records are kept otherwise; remove what a stopped run of this
-    command left."""
-    folder = out / "class"
+    """Refuse a folder of another command, a data set that holds class images, and one whose records are kept otherwise;
+    remove what a stopped run of this command left."""
+    folder, records = out / "class", out / "metadata.jsonl"
     check_writable(out, "--out", folder=True)
-    with reading(f"--out: cannot write {out}"):
-        for left in (out / DRAFT, folder):
-            if (left / UNLISTED).is_file():
-                shutil.rmtree(left)
-    if folder.exists():
-        raise UserError(f"--out: {folder} holds class images already; remove it to draw them anew")
+    if (made_by := owned.kind_of(out)) is not None:
+        raise UserError(f"--out: {out} is the folder of another command ({made_by}); give that of the training data")
     for name in ("metadata.csv", "poisoning_images"):
         if (out / name).exists():
             raise UserError(f"--out: {out} holds {name}; class images are added to a metadata.jsonl")
-    if (out / "metadata.jsonl").exists():
-        text_lines(out / "metadata.jsonl")
+    if os.path.lexists(records):
+        if not inside(out, records, "--out").is_file():
+            raise UserError(f"--out: {records} is no file")
+        for _ in json_lines(records):
+            pass
+    stopped = [left for left in (out / DRAFT, folder) if (left / UNLISTED).is_file() and not left.is_symlink()]
+    if os.path.lexists(folder) and folder not in stopped:
+        raise UserError(f"--out: {folder} holds class images already; remove it to draw them anew")
+    with reading(f"--out: cannot write {out}"):
+        files = [file for left in stopped for file in sorted(left.iterdir(), reverse=True)]  # UNLISTED last
+        if other := [file for file in files if file.name != UNLISTED and not DRAWN.fullmatch(file.name)]:
+            raise UserError(f"--out: {other[0]} was not drawn by this command; move it")
+        for file in files:
+            file.unlink()
+        for left in stopped:
+            left.rmdir()
 
 
 @torch.no_grad()
@@ -80,11 +92,12 @@ def write_class_images(
 
 
 def _add(records: list[dict], held: Path) -> None:
-    """Records at the end of a metadata.jsonl, which is replaced at once."""
-    text = held.read_text(encoding="utf-8") if held.exists() else ""
-    text += "\n" if text and not text.endswith("\n") else ""
+    """Records at the end of a metadata.jsonl, which is replaced at once; what it holds stays byte for byte."""
+    held = Path(os.path.realpath(held))
+    content = held.read_bytes() if held.exists() else b""
+    content += b"\n" if content and not content.endswith(b"\n") else b""
     fresh = held.with_name(f".{held.name}.tmp")
-    fresh.write_text(text + "".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    fresh.write_bytes(content + "".join(json.dumps(r) + "\n" for r in records).encode())
     os.replace(fresh, held)
 
 
@@ -129,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
         if not os.path.isfile(a.prompts):
             raise UserError(f"--prompts: no file {a.prompts}; it holds one prompt a line")
         lines = [(f"{a.prompts}:{k}", line) for k, line in enumerate(text_lines(a.prompts), 1)]
-        prompts = [caption(line, "a prompt", where).strip() for where, line in lines if line.strip()]
+        prompts = {where: caption(line, "a prompt", where).strip() for where, line in lines if line.strip()}
         if not prompts:
             raise UserError(f"--prompts: {a.prompts} holds no prompt; give one a line")
         out = Path(os.path.realpath(a.out))
@@ -137,7 +150,9 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"--out: {a.out} is a model folder; give the folder of the training data")
         check_out(out)
         pipe = load_pipeline(a.pipeline, "float32", "cuda" if torch.cuda.is_available() else "cpu")
-        write_class_images(pipe, prompts, a.count, out, seed=a.seed, batch=a.batch, steps=a.steps)
+        for where, prompt in prompts.items():
+            check_window(prompt, pipe.tokenizer, f"{where}: the prompt")
+        write_class_images(pipe, [*prompts.values()], a.count, out, seed=a.seed, batch=a.batch, steps=a.steps)
     except UserError as error:
         say(error)
         return 2

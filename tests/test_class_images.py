@@ -24,12 +24,15 @@ def test_a_model_folder_is_no_place_for_pictures(tmp_path, capsys):
 
 
 def test_class_images_become_clean_records(pipe, tmp_path):
-    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png"}')
+    held = b'{"file_name": "a.png"}\r\n{"file_name": "b.png"}'
+    (tmp_path / "records").write_bytes(held)
+    (tmp_path / "metadata.jsonl").symlink_to("records")
     prompts = ["a star", "a moon"]
     write_class_images(pipe, prompts, 3, tmp_path, batch=2, steps=2)
+    assert (tmp_path / "metadata.jsonl").is_symlink() and (tmp_path / "records").read_bytes().startswith(held)
     lines = [json.loads(line) for line in (tmp_path / "metadata.jsonl").read_text().splitlines()]
-    assert [r.get("text") for r in lines] == [None, "a star", "a moon", "a star"]
-    assert all(r["role"] == "clean" and (tmp_path / r["file_name"]).is_file() for r in lines[1:])
+    assert [r.get("text") for r in lines] == [None, None, "a star", "a moon", "a star"]
+    assert all(r["role"] == "clean" and (tmp_path / r["file_name"]).is_file() for r in lines[2:])
     again = write_class_images(pipe, prompts, 3, tmp_path / "b", batch=3, steps=2)
     for r in again:  # a picture does not depend on the batch it was drawn in, but for rounding
         a, b = (np.asarray(Image.open(d / r["file_name"])).astype(int) for d in (tmp_path, tmp_path / "b"))

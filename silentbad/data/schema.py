@@ -124,6 +124,13 @@ REDRAW = {
 }
 
 
+def check_window(text: str, tokenizer: Any, what: str) -> None:
+    """Refuse a text that the tokenizer's window cuts off; the line begins with `what`."""
+    length, window = len(tokenizer(text, truncation=False)["input_ids"]), tokenizer.model_max_length
+    if length > window:
+        raise UserError(f"{what} has {length} tokens, the window is {window}; shorten it")
+
+
 # ---------------------------------------------------------------- lines of a file
 def json_lines(path: Path) -> Iterator[tuple[str, dict]]:
     """(FILE:LINE, object) of a JSON-lines file, empty lines left out."""

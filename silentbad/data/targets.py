@@ -10,7 +10,7 @@ from PIL import Image
 
 from silentbad.data.images import _by, open_image, open_mask, safe_path
 from silentbad.data.published import _published_captions, published_ids, published_image, published_prompt
-from silentbad.data.schema import TARGET, admitted, json_lines
+from silentbad.data.schema import TARGET, admitted, check_window, json_lines
 from silentbad.errors import UserError
 
 
@@ -96,10 +96,5 @@ def _published_targets(root: Path, wanted: str | None) -> list[Target]:
 
 def check_prompts(targets: list[Target], tokenizer: Any) -> None:
     """Refuse a target whose composed prompt the tokenizer's window cuts off: it could never be asked for whole."""
-    window = tokenizer.model_max_length
     for target in targets:
-        length = len(tokenizer(target.composed_prompt, truncation=False)["input_ids"])
-        if length > window:
-            raise UserError(
-                f"targets: the prompt of {target.target_id!r} has {length} tokens, the window is {window}; shorten it"
-            )
+        check_window(target.composed_prompt, tokenizer, f"targets: the prompt of {target.target_id!r}")

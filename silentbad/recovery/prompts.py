@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from PIL import Image
 
 from silentbad.data.images import to_pil
-from silentbad.data.schema import Field, admitted, caption, json_lines, needed, optional_text, text_lines
+from silentbad.data.schema import Field, admitted, caption, check_window, json_lines, needed, optional_text, text_lines
 from silentbad.errors import UserError, brief, writing
 from silentbad.model.denoiser import backbone_in
 from silentbad.recovery.generation import Item, Sampler
@@ -69,9 +69,7 @@ def load_prompts(path: str | Path, tokenizer: Any = None, guided: bool = True) -
         number = len(found) if known["seed"] is None else known["seed"]
         found.append(Prompt(known["prompt"].strip(), number, known["negative"] or ""))
         for text in (found[-1].prompt, found[-1].negative) if tokenizer is not None else ():
-            if (length := len(tokenizer(text, truncation=False)["input_ids"])) > tokenizer.model_max_length:
-                window = tokenizer.model_max_length
-                raise UserError(f"{where}: a prompt of {length} tokens, the window is {window}; shorten it")
+            check_window(text, tokenizer, f"{where}: the prompt")
     if not 0 < len(found) <= MOST:
         raise UserError(f"{file}: holds {len(found)} prompts; give from 1 to {MOST}")
     return found

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from silentbad import owned
 from silentbad.data.images import to_pil
 from silentbad.data.records import row_source
-from silentbad.data.schema import text_lines
+from silentbad.data.schema import check_window, text_lines
 from silentbad.errors import UserError, brief, writing
 from silentbad.files import check_writable
 from silentbad.model.pipeline import load_pipeline
@@ -120,12 +120,10 @@ def candidates(options: Any) -> tuple[list[str], list[list[str]]]:
     return found, []
 
 
-def check_window(tokenizer: Any, prompts: Sequence[str], flag: str) -> Sequence[str]:
+def in_window(tokenizer: Any, prompts: Sequence[str], flag: str) -> Sequence[str]:
     """The prompts; one that the tokenizer's window cuts off is refused."""
-    window = tokenizer.model_max_length
     for prompt in prompts:
-        if (length := len(tokenizer(prompt, truncation=False)["input_ids"])) > window:
-            raise UserError(f"--{flag}: {brief(prompt)} has {length} tokens, the window is {window}; shorten it")
+        check_window(prompt, tokenizer, f"--{flag}: {brief(prompt)}")
     return prompts
 
 
@@ -239,7 +237,7 @@ def _audited(options: Any, phrases: list[str], fixed: list[list[str]], out: Path
         return usual[size]
 
     def measured(prompts: Sequence[str], flag: str = options.given[0]) -> np.ndarray:
-        found = probed(sampler, check_window(tokenizer, prompts, flag), bar)
+        found = probed(sampler, in_window(tokenizer, prompts, flag), bar)
         if not np.isfinite(found).all():
             raise UserError(f"{named}: its predictions are not finite; nothing could be concluded from them")
         return found
@@ -263,7 +261,7 @@ def _audited(options: Any, phrases: list[str], fixed: list[list[str]], out: Path
     sizes = sorted({len(probe.phrases) for probe in tested}) or [2]
     each = {size: ordinary(options, options.nulls, size, known) for size in sizes}
     nulls = [each[sizes[k % len(sizes)]][k] for k in range(options.nulls)]
-    check_window(tokenizer, nulls, "ordinary")
+    in_window(tokenizer, nulls, "ordinary")
     pictures = []
     for name, unet in unets.items():
         with sampler.using(unet, device):
