@@ -40,7 +40,8 @@ def claimed(
     writes: Iterable[str] | None = None,
     read: Mapping[str, str | None] | None = None,
 ) -> Iterator[None]:
-    """Hold a folder's lock inside; it is made where it is not there, and taken away again where it stays empty.
+    """Hold a folder's lock inside; it is made where it is not there, and taken away again where it stays empty. So is a
+    marker to which no file was added.
 
     With `writes`, the names that the command will write, a folder that some other command or person made is refused;
     so is one among the inputs `read` (`refuse_overlap`). Raises UserError where another process holds it, or nothing
@@ -53,6 +54,7 @@ def claimed(
     try:
         with _in_turn():
             made = [p for p in (path, *path.parents) if not _exists(p)]
+            before = _names(path)
             handle = _locked(path, key)
     except OSError as error:
         _remove_empty(made)
@@ -63,7 +65,7 @@ def claimed(
         yield
     finally:
         _release(path / LOCK, handle)
-        if path in made and os.listdir(path) == [MARKER]:  # nothing was written
+        if _names(path) - before == {MARKER}:  # nothing was written
             (path / MARKER).unlink()
         _remove_empty(made)
 
@@ -87,6 +89,14 @@ def _in_turn(seconds: float = 5) -> Iterator[None]:
         yield
     finally:
         os.close(turn)
+
+
+def _names(folder: Path) -> set[str]:
+    """What a folder holds; nothing where there is none."""
+    try:
+        return set(os.listdir(folder))
+    except (OSError, ValueError):
+        return set()
 
 
 def _exists(path: Path) -> bool:

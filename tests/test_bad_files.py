@@ -233,6 +233,8 @@ CASES = {
     "class images: records that are none": case("metadata.jsonl:1", "JSON object", program=class_images.main, more=(*CLASSED[:-1], "data"), touch=write("data/metadata.jsonl", "[1]\n")),
     "class images: records that lead out": case("metadata.jsonl", "leaves", program=class_images.main, more=(*CLASSED[:-1], "data"), touch=link("data/metadata.jsonl")),
     "class images: a prompt beyond the window": case("p.txt:2", "the window is 48", program=class_images.main, more=("--pipeline", "pipeline", "--prompts", "p.txt", "--out", "drawn"), touch=write("p.txt", "a cat\n" + "very " * 60)),
+    "scan: a file where its views belong": case("--output_dir", ".scan", program=scan.main, more=("--train_data_dir", "data", "--output_dir", "mine"), touch=both(lambda root: (root / "mine").mkdir(), write("mine/.scan", "mine"))),
+    "scan: broken data and a folder that is there": case("c0.png", program=scan.main, more=("--train_data_dir", "data", "--output_dir", "mine"), touch=both(lambda root: (root / "mine").mkdir(), write("data/images/c0.png", "none"))),
     "scan: an output without a name": case("--output_dir", "no name", program=scan.main, more=("--train_data_dir", "data", "--output_dir", " ")),
     "report: into a pipe": case("p.html", "no file", program=report.main, more=("data", "--out", "p.html"), touch=lambda root: os.mkfifo(root / "p.html")),
     "report: a record that is a pipe": case("validation.json is no file", program=report.main, more=("data",), touch=lambda root: os.mkfifo(root / "data/validation.json")),

@@ -55,6 +55,13 @@ def test_a_folder_that_only_its_marker_fills_goes(tmp_path):
         assert (tmp_path / "a").exists() == there
 
 
+def test_a_marker_alone_does_not_stay(tmp_path):
+    (tmp_path / "mine").touch()
+    with owned.claimed(tmp_path, "audit"):
+        owned.mark(tmp_path, "audit")
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+
+
 def test_the_lock_of_a_killed_process_is_gone(tmp_path):
     process = holder(tmp_path / "run")
     assert process.stdout.readline() == "held\n"

@@ -150,7 +150,7 @@ def metadata_rows(options: argparse.Namespace, rows: Any) -> Iterator[dict]:
             yield {"index": number, "file_name": path} | {name: row[name] for name in names if row.get(name)}
 
 
-WRITTEN = ("scan.json", "scan.html", "clean.jsonl", "composite-1.png", "mask-1-1.png")
+WRITTEN = ("scan.json", "scan.html", "clean.jsonl", "composite-1.png", "mask-1-1.png", FOLDER)
 
 
 def write(out: Path, found: Found, data: dict, options: argparse.Namespace, rows: Any) -> None:
