@@ -137,17 +137,17 @@ class RecoveryHook:
         self.names = slugs([t.target_id for t in self.targets])
         self.output_dir = Path(output_dir)
         self.embedder = load_embedder(config.embedder, config.embedder_path, accelerator.device, config.embedder_sha256)
+        sampler = Sampler(components, config, seed, prediction_type, refuses)
         clip = None
         if config.clip_path:
             try:
                 tried(clip := CLIP(config.clip_path, accelerator.device), "clip", config.clip_path)
             except UserError as error:
-                raise UserError(f"validation.clip_path: {error}") from None
-        sampler = Sampler(components, config, seed, prediction_type, refuses)
+                raise UserError(f"{sampler.prefix}clip_path: {error}") from None
         kept = {role: records[: config.clean_records] for role, records in (held_out or {}).items()}
         own = (accelerator, seed, kept, training, self.output_dir)
         self.measure = Measure(config, self.targets, sampler, self.embedder, clip, *own)
-        self.placebo = placebo_run(config.placebo)
+        self.placebo = placebo_run(config.placebo, f"{sampler.prefix}placebo")
         self.history: list[Measurement] = []
         self.threshold: Threshold | None = None  # until calibrated
         self.element_threshold: ElementThreshold | None = None

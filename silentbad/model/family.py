@@ -112,7 +112,7 @@ class Family:
         """Arguments of the pipeline's `encode_prompt`."""
         return {"prompt": prompts}
 
-    def sampling(self, config: Any) -> dict[str, Any]:
+    def sampling(self, config: Any, prefix: str) -> dict[str, Any]:
         """Arguments of the pipeline's call that only this family takes, from a `ValidationConfig`."""
         return {"guidance_rescale": config.guidance_rescale}
 

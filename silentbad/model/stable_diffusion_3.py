@@ -120,9 +120,9 @@ class StableDiffusion3(Family):
     def prompt(self, prompts: list[str]) -> dict[str, Any]:
         return {"prompt": prompts, "prompt_2": None, "prompt_3": None}
 
-    def sampling(self, config: Any) -> dict[str, Any]:
+    def sampling(self, config: Any, prefix: str) -> dict[str, Any]:
         if config.guidance_rescale:
-            raise UserError(f"validation.guidance_rescale: diffusers' pipeline of {self.name} has none; leave it 0")
+            raise UserError(f"{prefix}guidance_rescale: diffusers' pipeline of {self.name} has none; leave it 0")
         return {}
 
     def lora_tensors(self, pipe: Any, path: str) -> dict[str, Tensor]:

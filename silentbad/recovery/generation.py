@@ -121,12 +121,14 @@ def left_as_found(*modules: torch.nn.Module):
 class Sampler:
     """One pipeline over given modules: prompts encoded once, noise by address, a batch that halves on OOM.
 
-    `refuses` names the pipeline in the UserError that its first image with NaN then is.
+    `refuses` names an audit's pipeline in the UserError that its first image with NaN then is; `prefix` stands before
+    the name of a setting, which is a flag there.
     """
 
     NAMES = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
 
     def __init__(self, components: dict, config, seed: int, prediction_type=None, refuses: str | None = None):
+        self.prefix = "validation." if refuses is None else "--"
         scheduler = components["scheduler"]
         override = {"prediction_type": prediction_type} if prediction_type else {}
         scheduler = type(scheduler).from_config(scheduler.config, **override)
@@ -137,7 +139,7 @@ class Sampler:
         self.pipe = family.assemble(scheduler=scheduler, **parts, **options)
         self.pipe.set_progress_bar_config(disable=True)
         self.encoders = [parts[name] for name in family.encoders if name in parts]
-        self.sampling = family.sampling(config)
+        self.sampling = family.sampling(config, self.prefix)
         self.schedule = family.schedule_of(scheduler)
         self.config, self.seed, self.batch = config, seed, config.max_batch
         self.cache: dict[tuple[str, str], Any] = {}  # text states by prompt and negative prompt
@@ -157,23 +159,23 @@ class Sampler:
         factor = side_factor(self.family, self.backbone, self.pipe.vae)
         if self.side % factor:
             raise UserError(
-                f"validation.resolution: {self.side} is not a multiple of {factor}, which the pipeline needs"
+                f"{self.prefix}resolution: {self.side} is not a multiple of {factor}, which the pipeline needs"
             )
         most = self.pipe.scheduler.config.num_train_timesteps
         for key, given in (("num_inference_steps", [self.steps]), ("sampling_lengths", self.config.sampling_lengths)):
             if given and not 1 <= min(given) <= max(given) <= most:
-                raise UserError(f"validation.{key}: must be from 1 to the scheduler's {most}, got {given}")
+                raise UserError(f"{self.prefix}{key}: must be from 1 to the scheduler's {most}, got {given}")
             for count in given:
                 scheduler = copy.deepcopy(self.pipe.scheduler)
-                with reading(f"validation.{key}: the scheduler cannot take {count} steps"):
+                with reading(f"{self.prefix}{key}: the scheduler cannot take {count} steps"):
                     scheduler.set_timesteps(count)
                 if self.family.flow:
                     continue  # from the last level, whatever their number
                 if not 0 <= int(scheduler.timesteps.min()) <= int(scheduler.timesteps.max()) < most:
                     offset = scheduler.config.get("steps_offset")
                     raise UserError(
-                        f"validation.{key}: {count} steps with the scheduler's steps_offset {offset} begin at timestep "
-                        f"{int(scheduler.timesteps.max())} of {most}; lower one of them"
+                        f"{self.prefix}{key}: {count} steps with the scheduler's steps_offset {offset} begin at "
+                        f"timestep {int(scheduler.timesteps.max())} of {most}; lower one of them"
                     )
 
     @contextmanager

@@ -156,20 +156,20 @@ class Measure:
 
         Raises UserError where what `calibration` asks for is not at hand.
         """
-        asked, config = self.config.calibration, self.config
+        asked, config, prefix = self.config.calibration, self.config, self.sampler.prefix
         masked = any(m is not None for of in self.masks for m in of)
         if asked == "redraws" and not redraws:
-            raise UserError("validation.calibration: redraws needs a redraws.jsonl beside the targets")
+            raise UserError(f"{prefix}calibration: redraws needs a redraws.jsonl beside the targets")
         if asked == "counterfactuals" and not masked:
-            raise UserError("validation.calibration: counterfactuals needs a mask for an element in targets.jsonl")
+            raise UserError(f"{prefix}calibration: counterfactuals needs a mask for an element in targets.jsonl")
         if redraws and asked in ("auto", "redraws"):
             return REDRAWS
         if config.threshold is not None and asked == "auto":
             return ""
         if step != 0:  # only the base model draws nulls
             raise UserError(
-                "validation: nothing to calibrate on; give validation.threshold, a redraws.jsonl "
-                "beside the targets, or a baseline (in training: run the hook at step 0)"
+                f"{prefix}threshold: nothing to calibrate on; give a number, a redraws.jsonl beside the targets, "
+                "or a baseline (in training: run the hook at step 0)"
             )
         return COUNTERFACTUALS if asked == "counterfactuals" or (asked == "auto" and masked) else BASE
 

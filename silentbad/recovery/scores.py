@@ -301,9 +301,9 @@ def summarise(history: Sequence[Measurement], kind: str) -> list[SummaryRow]:
     return [*rows, total]
 
 
-def placebo_run(folder: str | None) -> tuple[Record, str] | None:
-    """What `minus_placebo` needs to know of a run on placebo data; None where none is given."""
-    return None if folder is None else (Record.load(Path(folder) / NAME, "validation.placebo"), folder)
+def placebo_run(folder: str | None, key: str) -> tuple[Record, str, str] | None:
+    """What `minus_placebo` needs to know of a run on placebo data, which `key` names; None where none is given."""
+    return None if folder is None else (Record.load(Path(folder) / NAME, key), folder, key)
 
 
 def minus_placebo(entry: Measurement, placebo: Record, source: str, key: str = "validation.placebo") -> Placebo:
