@@ -12,7 +12,7 @@ from typing import Any
 import datasets
 
 from silentbad import hub
-from silentbad.data.images import _by, content_hash, encodes, open_image, open_mask, safe_path, thumbnails
+from silentbad.data.images import _by, content_hash, encodes, inside, open_image, open_mask, safe_path, thumbnails
 from silentbad.data.published import SHUFFLE_MARKER
 from silentbad.data.schema import RECORD, admitted, csv_lines, json_lines
 from silentbad.errors import UserError, each
@@ -28,7 +28,7 @@ def folder_rows(root: Path) -> Iterator[dict]:
         raise UserError(f"{root}: no metadata.jsonl or metadata.csv, and no poisoning_images/ of the published layout")
     if len(names) == 2:
         raise UserError(f"{root}: holds metadata.jsonl and metadata.csv; keep one of them")
-    path = root / names[0]
+    path = inside(root, root / names[0], str(root))
     for where, entry in (json_lines if path.suffix == ".jsonl" else csv_lines)(path):
         for key in sorted(entry.keys() - KNOWN_KEYS):
             if len(key) < 40 and (near := difflib.get_close_matches(key, KNOWN_KEYS, n=1, cutoff=0.75)):

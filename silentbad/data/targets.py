@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image
 
-from silentbad.data.images import _by, open_image, open_mask, safe_path
+from silentbad.data.images import _by, inside, open_image, open_mask, safe_path
 from silentbad.data.published import _published_captions, published_ids, published_image, published_prompt
 from silentbad.data.schema import TARGET, admitted, check_window, json_lines
 from silentbad.errors import UserError
@@ -47,7 +47,7 @@ def load_targets(path: str | Path) -> list[Target]:
         raise UserError(
             f"targets: @{wanted} takes numbers of the published layout, and {root} has no poisoning_images/"
         )
-    file = root / "targets.jsonl" if os.path.isdir(root) else Path(path)
+    file = inside(root, root / "targets.jsonl", "targets") if os.path.isdir(root) else Path(path)
     if not os.path.isfile(file):
         raise UserError(f"targets: no file {file}")
     targets = [_target(file.parent, where, entry) for where, entry in json_lines(file)]

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from silentbad.data.images import open_image
 from silentbad.errors import ArgumentParser, UserError, reading, say, writing
 from silentbad.files import check_writable, named
@@ -42,6 +40,7 @@ from silentbad.recovery.record import (
 )
 from silentbad.recovery.scores import images_recovered, kinds, minus_placebo
 from silentbad.recovery.statistics import bootstrap_interval
+from silentbad.settings import read_file
 
 WEIGHTS = {"raw": "raw weights", "ema": "averaged weights"}
 CELLS = {
@@ -54,7 +53,6 @@ CELLS = {
 NUMBERED = {"phrase": "phrase {} alone", "without": "all but phrase {}", "paraphrase": "paraphrase {}"}
 RATE = "strict rate (CIR): images with the whole and every element"
 MOST_PAIRS = 6  # targets beside their best generation, at the top
-MOST_CONFIG = 1_000_000  # characters of a config.yaml that is parsed
 MOST_STEPS = 10  # shown of each target
 MOST_PROMPTS = 40  # of the sample prompts
 MOST_BYTES = 32_000_000  # of a picture's file
@@ -123,7 +121,7 @@ class Run:
         file = self.folder / NAME
         if file.exists() and not file.is_file():
             raise UserError(f"report: {file} is no file")
-        self.record = Record.load(file) if file.is_file() else None
+        self.record = Record.load(file) if self._holds(NAME) else None
         self.metrics = self._metrics()
         self.draws = self._draws()
         if not (self.record or self.metrics or self.draws):
@@ -136,24 +134,39 @@ class Run:
         self.history = self.record.history if self.record else []
         self._pictures: dict[Path, str] = {}
 
+    def _inside(self, name: str) -> Path | None:
+        """Where a file of the folder is; None where there is none, or its name or a link leads out."""
+        try:
+            file = (self.folder / name).resolve()
+            return file if file.is_relative_to(self.folder.resolve()) and file.is_file() else None
+        except (OSError, ValueError, RuntimeError):  # too long a name, NUL, a loop of links
+            return None
+
+    def _holds(self, name: str) -> bool:
+        """Whether the folder holds this file; a note where a link leads out."""
+        if self._inside(name) is not None:
+            return True
+        if (self.folder / name).is_file():
+            self.notes.append(f"{name} is a link that leads out of the folder; left out")
+        return False
+
     def _draws(self) -> list[Draw]:
         try:
-            return read_draws(self.folder)
+            return read_draws(self.folder) if self._holds(PROMPTS) else []
         except UserError as error:
             self.notes.append(f"{PROMPTS} could not be read: {error}")
             return []
 
     def _text(self, name: str) -> str:
         try:
-            file = self.folder / name
-            return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+            return (self.folder / name).read_text(encoding="utf-8", errors="replace") if self._holds(name) else ""
         except OSError as error:
             self.notes.append(f"{name} could not be read: {error.strerror}")
             return ""
 
     def _part(self, name: str, read: Callable[[Any], T]) -> T | None:
         """A JSON file in its form, None where there is none; NaN and infinity count as not measured."""
-        if not (self.folder / name).is_file():
+        if not self._holds(name):
             return None
         try:
             value = read_json(self.folder / name, parse_constant=lambda _: None)
@@ -183,13 +196,8 @@ class Run:
 
     def picture(self, name: str | None) -> str:
         """A picture of the folder as a data URI; empty where there is none that can be read."""
-        if name is None:
-            return ""
-        try:
-            file = (self.folder / name).resolve()
-            if not file.is_relative_to(self.folder.resolve()) or not file.is_file():
-                return ""
-        except (OSError, ValueError, RuntimeError):  # too long a name, NUL, a loop of links
+        file = None if name is None else self._inside(name)
+        if name is None or file is None:
             return ""
         if file not in self._pictures:
             try:
@@ -207,10 +215,9 @@ class Run:
     def withheld(self) -> list[str]:
         """Elements that config.yaml left out of training."""
         try:
-            config = yaml.safe_load(self.config) if len(self.config) <= MOST_CONFIG else None
-        except (yaml.YAMLError, RecursionError, ValueError):
+            names = read_file(str(self.folder / "config.yaml"))[0].get("withhold") if self.config else None
+        except UserError:
             return []
-        names = config.get("withhold") if isinstance(config, dict) else None
         return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
     def kinds(self) -> list[str]:

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, TypedDict
 import numpy as np
 from PIL import Image
 
-from silentbad.data.images import content_hash, open_image, safe_path
+from silentbad.data.images import content_hash, inside, open_image, safe_path
 from silentbad.data.schema import REDRAW, admitted, json_lines
 from silentbad.errors import UserError
 from silentbad.recovery.record import ElementThreshold, KindThreshold, Threshold
@@ -206,6 +206,7 @@ def load_redraws(targets_file: str | None, targets: Sequence[Shown], decode: boo
     file = (root if os.path.isdir(root) else root.parent) / "redraws.jsonl"
     if targets_file is None or not os.path.isfile(file):
         return []
+    inside(file.parent, file, str(file.parent))
     index = {t.target_id: j for j, t in enumerate(targets)}
     prints = [fingerprint(t.image) for t in targets] if decode else []
     found: list[Redraw] = []

@@ -99,6 +99,18 @@ def test_pictures_outside_the_run_are_not_read(run, tmp_path):
     assert held.picture("bad.png") == "" and held.picture(None) == ""
 
 
+def test_parts_outside_the_run_are_not_read(run, tmp_path):
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    for name in ("config.yaml", "run.json", "metrics.jsonl", "sample_prompts.json"):
+        shutil.copy(tmp_path / "run/validation.json", tmp_path / name)
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(tmp_path / name)
+    (tmp_path / "link").symlink_to(folder)
+    held = report.Run(tmp_path / "link")
+    assert (held.config, held.facts, held.metrics, held.draws) == ("", {}, [], []) and held.record is not None
+    assert sum("leads out of the folder" in note for note in held.notes) == 4
+
+
 def test_comparison_has_paired_intervals(run, tmp_path, capsys):
     slow = demo_run(tmp_path / "slow", speed=0.4)
     text, gaps = report.compare([run, slow])
@@ -160,6 +172,9 @@ def test_withheld_elements_are_named_from_the_configuration(run, tmp_path):
     (folder / "config.yaml").write_text(json.dumps({"withhold": ["t/0", HOSTILE, 3]}))
     page = report.render(folder)
     assert "A control run" in page and "trained without t/0, &lt;script&gt;" in page and HOSTILE not in page
+    doubling = "".join(f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9 if k else 'x' * 9)}]\n" for k in range(30))
+    (folder / "config.yaml").write_text(f"{doubling}withhold: [t/0]")
+    assert report.Run(folder).withheld() == []
     for content in ("withhold: 3", "[", "&a [*a]", "withhold: [" * 3000, "- withhold"):
         (folder / "config.yaml").write_text(content)
         assert "A control run" not in report.render(folder)
