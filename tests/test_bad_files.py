@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from safetensors.torch import load_file, save_file
 
 import validation
-from silentbad import class_images
+from silentbad import class_images, owned
 from silentbad.data import images, table
 from silentbad.data.records import load_records
 from silentbad.data.targets import load_targets
@@ -664,3 +664,15 @@ def test_a_microworld_that_crashes_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         make.main(["--out", str(tmp_path / "set"), *MADE])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_microworld_clears_up_after_a_kill(tmp_path):
+    """A lock, as a start that is under way holds it, keeps a second one out."""
+    out = tmp_path / "set"
+    left = make.Writer(out)
+    (left.tmp / "images").mkdir(parents=True)
+    (left.tmp / "images/old.png").touch()
+    with owned.claimed(left.draft, "microworld"), pytest.raises(UserError, match="is being written"), make.Writer(out):
+        pass
+    make.main(["--out", str(out), *MADE])
+    assert [p.name for p in tmp_path.iterdir()] == ["set"] and not (out / "images/old.png").exists()

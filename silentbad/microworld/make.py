@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-import tempfile
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
+from silentbad import owned
 from silentbad.errors import ArgumentParser, UserError, brief, reading
 from silentbad.files import check_writable, named
 from silentbad.microworld.grammar import (
@@ -123,16 +124,20 @@ class Writer:
         self.out, self.masks = Path(os.path.realpath(out)), masks  # a link's folder is replaced, the link stays
         check_writable(self.out, "--out", folder=True)
         self._check_own()
-        with reading(f"--out: cannot write {self.out}"):
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            self.tmp = Path(tempfile.mkdtemp(prefix=f".{self.out.name[:40]}-", dir=self.out.parent))
+        self.draft = self.out.parent / f".{self.out.name[:40]}.microworld"  # held while its data/ is written
+        self.tmp, self.held = self.draft / "data", ExitStack()
         self.records: dict[str, list[dict]] = {"metadata": [], "targets": [], "redraws": []}
 
     def __enter__(self) -> "Writer":
+        self.held.enter_context(owned.claimed(self.draft, "microworld", key="--out"))
+        shutil.rmtree(self.tmp, ignore_errors=True)  # of a run that was killed
         return self
 
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self.tmp, ignore_errors=True)
+        self.held.close()
+        with suppress(OSError):
+            self.draft.rmdir()
 
     def _check_own(self) -> None:
         found = _files(self.out)
