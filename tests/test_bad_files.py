@@ -224,7 +224,7 @@ CASES = {
     "audit: a baseline of another kind": audit("--pipeline pipeline", "of one kind", more=("--baseline", "other"), touch=lambda root: tiny_sd3_pipeline().save_pretrained(root / "other")),
     "audit: nulls that are not there": audit("--calibration: redraws", more=("--calibration", "redraws")),
     "audit: a placebo run that is not there": audit("--placebo: nowhere", more=("--placebo", "nowhere")),
-    "audit: a CLIP that is none": audit("--clip_path: ", more=("--clip_path", "./data")),
+    "audit: a CLIP that is none": audit("--clip_path: ", "of a CLIP", more=("--clip_path", "./data")),
     "audit: adapters that are not there": audit("--lora nowhere", more=("--lora", "nowhere")),
     "class images: a negative count": case("--count", "from 1", program=class_images.main, more=(*CLASSED, "--count", "-3")),
     "class images: no sampling step": case("--steps", "from 1", program=class_images.main, more=(*CLASSED, "--steps", "0")),

@@ -177,6 +177,7 @@ def quietly() -> Iterator[None]:
 def load_part(part: str, cls: Any, source: Source, **options: Any) -> Any:
     """A component of a pipeline; of a model every tensor, from safetensors only, and all of them finite."""
     if not issubclass(cls, nn.Module):
+        check_files(Path(source.path, part), f"{source}: cannot load {part}")
         return loaded(cls, f"{source}: cannot load {part}", source.path, subfolder=part, **{**source.hub, **options})
     options = {"use_safetensors": True, "variant": source.variant, **source.hub, **options}
     failed = f"{source}: cannot load {part}" + (f" of variant {source.variant!r}" if source.variant else "")
@@ -186,7 +187,8 @@ def load_part(part: str, cls: Any, source: Source, **options: Any) -> Any:
 def load_model(cls: Any, failed: str, path: str, *, extras: bool = False, **options: Any) -> Any:
     """`cls.from_pretrained(path)`, refused where a tensor is missing, not finite or, without `extras`, unknown."""
     folder = Path(path, options.get("subfolder") or "")
-    check_depth(folder, failed)
+    check_files(folder, failed)
+    check_depth(folder)
     check_precision(folder, failed)
     model, info = loaded(cls, failed, path, output_loading_info=True, **options)
     _refuse(failed, "it lacks", info["missing_keys"])
@@ -197,17 +199,37 @@ def load_model(cls: Any, failed: str, path: str, *, extras: bool = False, **opti
     return model
 
 
+FILES: dict[str, dict[str, type]] = {  # of a part, with what the libraries take for granted in them
+    "tokenizer.json": {"added_tokens": list, "model": dict},
+    **{name: {} for name in ("config.json", "tokenizer_config.json", "scheduler_config.json", "vocab.json")},
+}
+
+
+def check_files(folder: Path, failed: str) -> None:
+    """Refuse a file of a part that holds no JSON object, or one without its keys: the libraries' words name no file."""
+    for name, keys in FILES.items():
+        if not (folder / name).is_file():
+            continue
+        try:
+            content = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(f"{failed} ({name} is not JSON: {first_line(error)})") from None
+        if not isinstance(content, dict):
+            raise UserError(f"{failed} ({name} must hold a JSON object, holds {brief(content)})")
+        for key, kind in keys.items():
+            if not isinstance(content.get(key), kind):
+                right = "a list" if kind is list else "an object"
+                raise UserError(f"{failed} ({key} in {name} must be {right}, is {brief(content.get(key))})")
+
+
 DEPTH = {name: number(int, 0, 1000) for name in ("num_hidden_layers", "num_layers", "num_single_layers")}
 
 
-def check_depth(folder: Path, failed: str) -> None:
+def check_depth(folder: Path) -> None:
     """Refuse a depth that no model has: the library would build all of it before it looks at the weights."""
     file = folder / "config.json"
     if file.is_file():
-        with reading(failed):
-            settings = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(settings, dict):
-            check_settings(settings, DEPTH, str(file))
+        check_settings(json.loads(file.read_text(encoding="utf-8")), DEPTH, str(file))
 
 
 NUMBERS = {"F64", "F32", "F16", "BF16", "I64", "I32"}  # of safetensors: weights, and the positions of text encoders

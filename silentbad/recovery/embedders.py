@@ -20,7 +20,7 @@ from torchmetrics.functional.image import (
     structural_similarity_index_measure,
 )
 
-from silentbad import ROOT
+from silentbad import ROOT, hub
 from silentbad.data.images import resize
 from silentbad.errors import UserError, reading
 from silentbad.model.gate import check_finite, load_model, loaded
@@ -33,8 +33,6 @@ SSCD_ADVICE = (
     f"download {SSCD_FILE} (or another *.torchscript.pt) from https://github.com/facebookresearch/"
     "sscd-copy-detection (README, pretrained models) and give its path as embedder_path"
 )
-
-ADVICE = "give a local folder or Hub id, fetched for instance with `hf download {}`"
 
 WINDOW = 11  # pixels, of SSIM's Gaussian
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -159,7 +157,7 @@ class CLIP(Embedder):
         from transformers import AutoTokenizer, CLIPModel
 
         self.path, self.device = path or self.default, device
-        failed = f"clip: cannot load '{self.path}'; {ADVICE.format(self.path)}"
+        failed = f"clip: cannot load '{self.path}'; {advice(self.path, 'CLIP')}"
         self.processor = processor_of(failed, self.path)
         self.model = load_model(CLIPModel, failed, self.path, extras=True, use_safetensors=True).to(device).eval()
         self.tokenizer = loaded(AutoTokenizer, failed, self.path)
@@ -196,7 +194,7 @@ class DINOv2(Embedder):
         from transformers import AutoModel
 
         self.path, self.device = path or self.default, device
-        failed = f"dinov2: cannot load '{self.path}'; {ADVICE.format(self.path)}"
+        failed = f"dinov2: cannot load '{self.path}'; {advice(self.path, 'DINOv2')}"
         self.processor = processor_of(failed, self.path)
         self.model = load_model(AutoModel, failed, self.path, extras=True, use_safetensors=True).to(device).eval()
 
@@ -288,6 +286,13 @@ def lpips(a: Tensor, b: Tensor) -> float | None:
 
 def normalise(images: Tensor, mean: tuple, std: tuple) -> Tensor:
     return (images - images.new_tensor(mean).view(3, 1, 1)) / images.new_tensor(std).view(3, 1, 1)
+
+
+def advice(path: str, kind: str) -> str:
+    """What to give where a model cannot be loaded."""
+    if os.path.exists(path) or hub.names_folder(path):
+        return f"give the folder or Hub id of a {kind}"
+    return f"give a local folder or Hub id, fetched for instance with `hf download {path}`"
 
 
 def processor_of(failed: str, path: str):
