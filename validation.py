@@ -32,7 +32,7 @@ from silentbad.recovery import report
 from silentbad.recovery.embedders import CLIP, load_embedder, tried
 from silentbad.recovery.evidence import verdict_sentence
 from silentbad.recovery.generation import Sampler
-from silentbad.recovery.measure import Measure
+from silentbad.recovery.measure import Measure, null_source
 from silentbad.recovery.prompts import on_grid
 from silentbad.recovery.record import (
     NAME,
@@ -147,7 +147,8 @@ class RecoveryHook:
         kept = {role: records[: config.clean_records] for role, records in (held_out or {}).items()}
         own = (accelerator, seed, kept, training, self.output_dir)
         self.measure = Measure(config, self.targets, sampler, self.embedder, clip, *own)
-        self.placebo = placebo_run(config.placebo, f"{sampler.prefix}placebo")
+        described = [t.target_id for t in targets], self.embedder.describe(), f"{sampler.prefix}placebo"
+        self.placebo = None if config.placebo is None else placebo_run(config.placebo, *described)
         self.history: list[Measurement] = []
         self.threshold: Threshold | None = None  # until calibrated
         self.element_threshold: ElementThreshold | None = None
@@ -276,7 +277,7 @@ class RecoveryHook:
             )
             for target, name, masks in zip(self.targets, self.names, self.measure.masks, strict=True)
         ]
-        return Record(
+        record = Record(
             seed=self.seed,
             config=asdict(self.config),
             embedder=self.embedder.describe(),
@@ -291,8 +292,10 @@ class RecoveryHook:
             processes=self.accelerator.num_processes,
             endpoint=STRICT,
             precision=self.sampler.precision,
-            placebo=None if self.placebo is None else minus_placebo(self.history[-1], *self.placebo),
         )
+        if self.placebo is not None:
+            record.placebo = minus_placebo(record, self.placebo, str(self.config.placebo))
+        return record
 
     def write(self) -> None:
         """validation.json, and the targets' pictures where they are not there yet."""
@@ -331,10 +334,7 @@ def audit(
     check_writable(Path(output_dir), "--output_dir", folder=True)
     targets = load_targets(config.targets)
     redraws = load_redraws(config.targets, targets, decode=True)
-    if config.threshold is None and baseline is None and not redraws:
-        raise UserError(
-            "--threshold: nothing to calibrate on; give a number, --baseline, or a redraws.jsonl beside the targets"
-        )
+    null_source(config, targets, bool(redraws), baseline is not None, "--")
     accelerator = Accelerator()
     read = {"--targets": config.targets, "--pipeline": pipeline, "--baseline": baseline, "--lora": lora}
     mine = owned.claimed(output_dir, "audit", key="--output_dir", writes=(NAME, "report.html", "samples"), read=read)

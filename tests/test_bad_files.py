@@ -107,6 +107,13 @@ def as_csv(text: str):
     return both(remove("data/metadata.jsonl"), write("data/metadata.csv", text))
 
 
+def measured_at(folder: Path, target: str) -> None:
+    """A run folder whose record has one target."""
+    pipe, one = tiny_pipeline(), some_targets(1)
+    one[0].target_id = target
+    make_hook(folder, pipe, one, threshold=0.5, images_per_target=1, num_inference_steps=1).run(0, 0, pipe.unet)
+
+
 WEIGHTS = {part: f"pipeline/{part}/diffusion_pytorch_model.safetensors" for part in ("unet", "vae")}
 WEIGHTS["text_encoder"] = "pipeline/text_encoder/model.safetensors"
 SCHEDULE = "pipeline/scheduler/scheduler_config.json"
@@ -195,6 +202,10 @@ CASES = {
     "data: a target in grey": case("near copy of target 't0'", touch=copy_of_target(ImageOps.grayscale, quality=90)),
     "data: a link in a circle": case("metadata.jsonl:17", touch=both(lambda root: (root / "data/images/l.png").symlink_to("l.png"), record(file_name="images/l.png"))),
     "model: a million layers of text": case("text_encoder/config.json", "from 0 to 1000", touch=edit_json("pipeline/text_encoder/config.json", num_hidden_layers=10**6)),
+    "validation: redraws that are not there": case("validation.calibration", "redraws.jsonl", validation__calibration="redraws"),
+    "validation: counterfactuals without a mask": case("validation.calibration", "needs a mask", validation__calibration="counterfactuals", validation__threshold=None),
+    "validation: a placebo run of other targets": case("validation.placebo: p", "none of these targets: t0", validation__placebo="p", touch=lambda root: measured_at(root / "p", "t9")),
+    "validation: a placebo run by another embedder": case("validation.placebo: p", "was measured by", validation__placebo="p", validation__embedder="micro", touch=lambda root: measured_at(root / "p", "t0")),
     "validation: a placebo run that is not there": case("validation.placebo: nowhere", validation__placebo="nowhere"),
     # -- targets and redraws
     "targets: a path that is empty": case("validation.targets", "empty", validation__targets=""),
@@ -209,6 +220,9 @@ CASES = {
     "targets: redraws that lead out": case("redraws.jsonl", "leaves", touch=both(write("data/redraws.jsonl", '{"target_id": "t0", "image": "images/c0.png"}'), link("data/redraws.jsonl"))),
     "targets: a picture that leads out": case("leaves", touch=link("data/targets/t0.png")),
     "targets: a target among the redraws": case("redraws.jsonl:1", "is target 't0' itself", touch=write("data/redraws.jsonl", '{"target_id": "t0", "image": "targets/t0.png"}')),
+    "targets: redraws that are a folder": case("redraws.jsonl: is no file", touch=lambda root: (root / "data/redraws.jsonl").mkdir()),
+    "targets: redraws that are a pipe": case("redraws.jsonl: is no file", touch=lambda root: os.mkfifo(root / "data/redraws.jsonl")),
+    "targets: redraws that lead nowhere": case("redraws.jsonl: is no file", touch=lambda root: (root / "data/redraws.jsonl").symlink_to("gone")),
     "targets: captions in another encoding": case("caption", "not UTF-8", validation__targets="layout@100", touch=lambda root: [published(root / "layout"), write("layout/poisoning_images/100/poisoning_data_caption_simple.txt", b"a caf\xe9\n")(root)]),
     # -- embedders
     "embedder: weights are missing": case("micro: cannot load", touch=both(lambda root: MicroEmbedder().save_pretrained(root / "e"), remove("e/model.safetensors")), validation__embedder="micro", validation__embedder_path="e"),
@@ -217,6 +231,9 @@ CASES = {
     # -- the other programs
     "audit: numbers the wrong way round": audit("@101-100", more=("--targets", "layout@101-100"), touch=lambda root: published(root / "layout")),
     "audit: a target among the redraws": audit("is target 't0' itself", touch=write("data/redraws.jsonl", '{"target_id": "t0", "image": "targets/t0.png"}')),
+    "audit: redraws that are not there": audit("--calibration", "redraws.jsonl", more=("--calibration", "redraws")),
+    "audit: nulls that no base draws": audit("--calibration", "--baseline", more=("--calibration", "base")),
+    "audit: a placebo run of other targets": audit("placebo: p", "none of these targets: t0", more=("--placebo", "p"), touch=lambda root: measured_at(root / "p", "t9")),
     "audit: an output folder that is a file": audit("--output_dir", "no folder", more=("--output_dir", "a.yaml"), touch=write("a.yaml", "")),
     "audit: a prompt beyond the window": audit("the window is 48", touch=append("data/targets.jsonl", **{**TARGET, "prompt": "very " * 60})),
     "audit: a side that does not fit": audit("--resolution", "multiple", more=("--resolution", "30")),

@@ -13,12 +13,11 @@ from silentbad.recovery.pages import Cell, Figure, Table, rounded
 from silentbad.recovery.record import (
     STRICT,
     CellScores,
-    Measurement,
     Record,
     Scores,
     TargetScores,
 )
-from silentbad.recovery.scores import PUBLISHED, mean_of
+from silentbad.recovery.scores import PUBLISHED, latest, mean_of
 from silentbad.recovery.statistics import bootstrap_interval
 
 LEVEL = 0.05  # p-values below it count as told from chance
@@ -68,13 +67,6 @@ def verdict_sentence(record: Record) -> str:
     return str(answer(record))
 
 
-def latest(entry: Measurement) -> Scores:
-    """The scores that the verdict is of: the raw weights', or else the averaged ones'."""
-    scores = entry.raw or entry.ema
-    assert scores is not None, "a measurement holds the scores of some weights"
-    return scores
-
-
 def _counted(record: Record, scores: Scores) -> str:
     """How many images count, the rate and its interval."""
     low, high = map(rounded, scores.interval)
@@ -110,10 +102,19 @@ def _on_placebo(record: Record) -> list[str]:
     if (placebo := record.placebo) is None:
         return []
     low, high = map(rounded, placebo.interval)
-    return [
+    found = (
         f"Training on placebo data, which never shows an exact element, gives {rounded(placebo.cir)}: "
         f"the difference is {rounded(placebo.difference)} (95 % interval {low} to {high}, {_targets(placebo.targets)})."
-    ]
+    )
+    if placebo.thresholds is None:
+        return [found]
+    means = [f"a mean of {rounded(value, 3)}" for value in placebo.thresholds]
+    return [found, f"Warning: {not_comparable('thresholds', means)}"]
+
+
+def not_comparable(what: str, found: Sequence[str]) -> str:
+    """That runs were measured by different means."""
+    return f"The runs used different {what}, so rates are not comparable: {'; '.join(found)}."
 
 
 def _targets(n: int) -> str:

@@ -1,7 +1,7 @@
 """What a validation measures of the weights in place: similarities of generations, controls, drift."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -32,6 +32,33 @@ COUNTERFACTUALS = "counterfactuals drawn by the base model"
 BASE = "base model's images of the composed prompts"
 
 
+def null_source(
+    config: Any, targets: Sequence[Target], redraws: bool, base: bool = True, prefix: str = "validation."
+) -> str:
+    """Where the null pictures come from; "" where the threshold is given and there are none.
+
+    `redraws`: whether there are some; `base`: whether the base model is at hand, which alone can draw nulls. Raises
+    UserError, which begins with `prefix`, where what `calibration` asks for is not there.
+    """
+    asked, masked = config.calibration, any(m is not None for t in targets for m in t.masks or [])
+    if asked == "redraws" and not redraws:
+        raise UserError(f"{prefix}calibration: redraws needs a redraws.jsonl beside the targets")
+    if asked == "counterfactuals" and not masked:
+        raise UserError(f"{prefix}calibration: counterfactuals needs a mask for an element in targets.jsonl")
+    if redraws and asked in ("auto", "redraws"):
+        return REDRAWS
+    if config.threshold is not None and asked == "auto":
+        return ""
+    if not base and asked != "auto":
+        raise UserError(f"{prefix}calibration: {asked} needs the base model: --baseline, or in training step 0")
+    if not base:
+        raise UserError(
+            f"{prefix}threshold: nothing to calibrate on; give a number, --baseline, or a redraws.jsonl beside the "
+            "targets (in training: run the hook at step 0)"
+        )
+    return COUNTERFACTUALS if asked == "counterfactuals" or (asked == "auto" and masked) else BASE
+
+
 class Measure:
     """Generates images of every target over all ranks and compares them with the target and its elements.
 
@@ -54,6 +81,8 @@ class Measure:
     ):
         self.config, self.targets, self.sampler, self.embedder, self.clip = config, targets, sampler, embedder, clip
         self.accelerator, self.seed, self.held_out, self.folder = accelerator, seed, held_out, folder
+        self.redraws = load_redraws(config.targets, targets)
+        null_source(config, targets, bool(self.redraws), prefix=sampler.prefix)
         self.masks = [[None if m is None else to_tensor(m)[:1] for m in t.masks or []] for t in targets]
         pictures = [to_tensor(t.image)[None] for t in targets]
         with left_as_found():
@@ -141,37 +170,14 @@ class Measure:
     def calibrate(self, step: int) -> tuple[Threshold, ElementThreshold]:
         """Thresholds of the whole and of elements: given, or from the null set; the same on all ranks."""
         config, rows = self.config, list[Any]()
-        redraws = load_redraws(config.targets, self.targets)
-        source = self.null_source(step, bool(redraws))
+        source = null_source(config, self.targets, bool(self.redraws), step == 0, self.sampler.prefix)
         if source == REDRAWS:
-            rows = self._of_redraws(redraws)
+            rows = self._of_redraws(self.redraws)
         elif source == COUNTERFACTUALS:
             rows = self._of_counterfactuals()
         elif source == BASE:
             rows = self._of_base()
         return thresholds(rows, config.threshold, config.false_positive_rate, source)
-
-    def null_source(self, step: int, redraws: bool) -> str:
-        """Where the null pictures come from; "" where the threshold is given and there are none.
-
-        Raises UserError where what `calibration` asks for is not at hand.
-        """
-        asked, config, prefix = self.config.calibration, self.config, self.sampler.prefix
-        masked = any(m is not None for of in self.masks for m in of)
-        if asked == "redraws" and not redraws:
-            raise UserError(f"{prefix}calibration: redraws needs a redraws.jsonl beside the targets")
-        if asked == "counterfactuals" and not masked:
-            raise UserError(f"{prefix}calibration: counterfactuals needs a mask for an element in targets.jsonl")
-        if redraws and asked in ("auto", "redraws"):
-            return REDRAWS
-        if config.threshold is not None and asked == "auto":
-            return ""
-        if step != 0:  # only the base model draws nulls
-            raise UserError(
-                f"{prefix}threshold: nothing to calibrate on; give a number, a redraws.jsonl beside the targets, "
-                "or a baseline (in training: run the hook at step 0)"
-            )
-        return COUNTERFACTUALS if asked == "counterfactuals" or (asked == "auto" and masked) else BASE
 
     def _of_counterfactuals(self) -> list[Any]:
         """Null rows of pictures that the base draws, each element anew inside its mask; kept in the cache."""

@@ -235,6 +235,7 @@ class Placebo:
     whole: float | None = absent()  # of the placebo run: the rate by the whole alone,
     published: float | None = absent()  # by the published criterion,
     element_rate: float | None = absent()  # of its elements
+    thresholds: tuple[float, float] | None = absent()  # where they differ: mean of this run's, of the placebo run's
 
 
 @dataclass
@@ -287,6 +288,9 @@ class Record:
         for k, entry in enumerate(self.history):
             if entry.raw is None and entry.ema is None:
                 raise UserError(f"history[{k}] holds neither raw nor ema")
+            for scores in filter(None, (entry.raw, entry.ema)):
+                if strangers := [name for name in scores.targets if name not in names]:
+                    raise UserError(f"history[{k}] has scores of {shown(strangers[0])}, which targets does not list")
         for k, row in enumerate(self.summary):
             if row.weights not in KINDS:
                 raise UserError(f"summary[{k}].weights is {shown(row.weights)}; it is one of {', '.join(KINDS)}")

@@ -38,7 +38,7 @@ from silentbad.recovery.record import (
     decode,
     read_json,
 )
-from silentbad.recovery.scores import images_recovered, kinds, minus_placebo
+from silentbad.recovery.scores import images_recovered, kinds, minus_placebo, placebo_run
 from silentbad.recovery.statistics import bootstrap_interval
 from silentbad.settings import read_file
 
@@ -633,13 +633,14 @@ def less_placebo(folder: str | Path, placebo: str | Path) -> str:
     Raises UserError where one of them cannot be read, or they do not compare.
     """
     file = Path(folder) / NAME
-    record, other = Record.load(file), Record.load(Path(placebo) / NAME, "--placebo")
+    record = Record.load(file)
     if record.endpoint != STRICT:
         raise UserError(f"--placebo: {folder} counts recovery by the whole alone; run it again")
-    mine, theirs = (f"step {r.history[-1].step}, {r.embedder}" for r in (record, other))
+    other = placebo_run(placebo, [target.target_id for target in record.targets], record.embedder, "--placebo")
+    mine, theirs = (r.history[-1].step for r in (record, other))
     if mine != theirs:
-        raise UserError(f"--placebo: {placebo} ends at {theirs}, {folder} at {mine}; train and measure both alike")
-    record.placebo = minus_placebo(record.history[-1], other, str(placebo), "--placebo")
+        raise UserError(f"--placebo: {placebo} ends at step {theirs}, {folder} at {mine}; train and measure both alike")
+    record.placebo = minus_placebo(record, other, str(placebo))
     with writing(str(folder), NAME):
         record.save(file)
     return evidence.verdict_sentence(record)
@@ -783,14 +784,14 @@ def _notes(name: str, run: Run) -> list[str]:
     return notes + [f"{name}: trained without {', '.join(withheld)}" for withheld in [run.withheld()] if withheld]
 
 
-def _unlike(runs: Sequence[Run]) -> list[str]:
-    """The embedders, thresholds and endpoints of the runs, where they differ: the rates cannot be compared then."""
+def _unlike(runs: Sequence[Run]) -> str:
+    """That the rates cannot be compared, where embedders, thresholds or endpoints of the runs differ."""
     found = {
         f"{r.embedder} at {number(r.threshold.value)}{'' if run.strict else ', the whole alone'}"
         for run in runs
         if (r := run.record)
     }
-    return sorted(found) if len(found) > 1 else []
+    return evidence.not_comparable("embedders, thresholds or endpoints", sorted(found)) if len(found) > 1 else ""
 
 
 def main(arguments: list[str] | None = None) -> int:

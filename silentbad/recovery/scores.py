@@ -25,6 +25,7 @@ from silentbad.recovery.record import (
     Placebo,
     Quadrants,
     Record,
+    Scores,
     SummaryRow,
     TargetScores,
     Threshold,
@@ -233,6 +234,13 @@ def scalars(entry: Measurement, threshold: Threshold | None) -> dict[str, float]
     return {name: value for name, value in found.items() if value is not None}
 
 
+def latest(entry: Measurement) -> Scores:
+    """The scores that the verdict is of: the raw weights', or else the averaged ones'."""
+    scores = entry.raw or entry.ema
+    assert scores is not None, "a measurement holds the scores of some weights"
+    return scores
+
+
 # -- of a curve --------------------------------------------------------------------------------------------
 def curve_scores(
     steps: Sequence[float], rates: Sequence[Sequence[float]] | np.ndarray, hits: Sequence[Sequence[bool]] | np.ndarray
@@ -301,23 +309,27 @@ def summarise(history: Sequence[Measurement], kind: str) -> list[SummaryRow]:
     return [*rows, total]
 
 
-def placebo_run(folder: str | None, key: str) -> tuple[Record, str, str] | None:
-    """What `minus_placebo` needs to know of a run on placebo data, which `key` names; None where none is given."""
-    return None if folder is None else (Record.load(Path(folder) / NAME, key), folder, key)
+def placebo_run(folder: str | Path, targets: Iterable[str], embedder: str, key: str) -> Record:
+    """The record of a run on placebo data, if it can be taken off a run of these targets and this embedder.
 
-
-def minus_placebo(entry: Measurement, placebo: Record, source: str, key: str = "validation.placebo") -> Placebo:
-    """The last rates less those that a run on placebo data ends with, target by target.
-
-    Raises UserError where that run has none of the targets or another endpoint.
+    Raises UserError where it has none of the targets, another endpoint or another embedder.
     """
-    scores, other = entry.raw or entry.ema, placebo.history[-1].raw or placebo.history[-1].ema
-    assert scores is not None and other is not None, "a measurement holds the scores of some weights"
+    record, names = Record.load(Path(folder) / NAME, key), list(targets)
+    if not any(name in latest(record.history[-1]).targets for name in names):
+        raise UserError(f"{key}: {folder} has none of these targets: {', '.join(names)}")
+    if record.endpoint != STRICT:
+        raise UserError(f"{key}: {folder} counts recovery by the whole alone; run it again")
+    if record.embedder != embedder:
+        raise UserError(f"{key}: {folder} was measured by {record.embedder}, not by {embedder}; measure both alike")
+    return record
+
+
+def minus_placebo(record: Record, placebo: Record, source: str) -> Placebo:
+    """The last rates of a run less those that a run on placebo data ends with (`placebo_run`), target by target."""
+    scores, other = latest(record.history[-1]), latest(placebo.history[-1])
     both = [name for name in scores.targets if name in other.targets]
-    if not both:
-        raise UserError(f"{key}: {source} has none of these targets: {', '.join(scores.targets)}")
-    if placebo.endpoint != STRICT:
-        raise UserError(f"{key}: {source} counts recovery by the whole alone; run it again")
+    used = [thresholds_of(one, both) for one in (record, placebo)]
+    alike = len(used[0]) == len(used[1]) and np.allclose(used[0], used[1], rtol=0, atol=1e-6)
     mine, theirs = [scores.targets[name] for name in both], [other.targets[name] for name in both]
     differences = [a.rate - b.rate for a, b in zip(mine, theirs, strict=True)]
     rate = float(np.mean([t.rate for t in theirs]))
@@ -334,7 +346,16 @@ def minus_placebo(entry: Measurement, placebo: Record, source: str, key: str = "
         whole=mean_of(t.whole_rate for t in theirs),
         published=float(np.mean([t.max > PUBLISHED for t in theirs])),
         element_rate=mean_of(e.rate for t in theirs for e in t.elements),
+        thresholds=None if alike else (float(np.mean(used[0])), float(np.mean(used[1]))),
     )
+
+
+def thresholds_of(record: Record, names: Sequence[str]) -> list[float]:
+    """The thresholds of these targets and of each of their elements."""
+    ids = [target.target_id for target in record.targets]
+    places = [(j, range(len(record.targets[j].phrases))) for j in map(ids.index, names)]
+    parts = [record.element_threshold.of(j, k) for j, elements in places for k in elements]
+    return [record.threshold.of_target(j) for j, _ in places] + parts
 
 
 def _rate_interval(targets: Sequence[TargetScores]) -> tuple[float, float]:
@@ -348,8 +369,7 @@ def _rate_interval(targets: Sequence[TargetScores]) -> tuple[float, float]:
 
 def verdict(entry: Measurement, threshold: Threshold) -> Verdict:
     """Whether composed prompts, in either order, give an image above the threshold; what chance gives."""
-    scores = entry.raw or entry.ema
-    assert scores is not None, "a measurement holds the scores of some weights"
+    scores = latest(entry)
     shuffled = (scores.cells or {}).get("shuffled")
     cells: list[CellScores] = [scores, shuffled] if shuffled else [scores]
     above, images = sum(c.above for c in cells), sum(c.images for c in cells)

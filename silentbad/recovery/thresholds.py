@@ -204,8 +204,10 @@ def load_redraws(targets_file: str | None, targets: Sequence[Shown], decode: boo
     """
     root = Path(targets_file or ".")
     file = (root if os.path.isdir(root) else root.parent) / "redraws.jsonl"
-    if targets_file is None or not os.path.isfile(file):
+    if targets_file is None or not os.path.lexists(file):
         return []
+    if not os.path.isfile(file):
+        raise UserError(f"{file}: is no file that can be read; list null pictures in it, or take it away")
     inside(file.parent, file, str(file.parent))
     index = {t.target_id: j for j, t in enumerate(targets)}
     prints = [fingerprint(t.image) for t in targets] if decode else []

@@ -31,6 +31,7 @@ from silentbad.recovery.scores import (
     curve_scores,
     images_recovered,
     minus_placebo,
+    placebo_run,
     quadrants,
     summarise,
     verdict,
@@ -254,15 +255,35 @@ def test_the_placebo_difference_is_taken_target_by_target():
     mine = [row(0, 0.9, 0.9, 0.9)] * 4 + [row(1, 0.9, 0.9, None)] * 4
     placebo = [row(1, 0.9, 0.9, None)] * 2 + [row(1, 0.9, 0.1, None)] * 2 + [row(0, 0.9, 0.1, 0.1)] * 4
     other = record_of([Measurement(9, 1, "", raw=scores_of([*placebo, row(2, 0.9, 0.9)], ids))], ids)
-    found = minus_placebo(Measurement(9, 1, "", raw=scores_of(mine)), other, "runs/placebo")
+    found = minus_placebo(record_of([Measurement(9, 1, "", raw=scores_of(mine))]), other, "runs/placebo")
     assert (found.cir, found.difference, found.targets) == (0.25, 0.75, 2)  # (1 - 0 + 1 - 1/2) / 2
     assert found.interval == (0.5, 1.0)  # percentile bootstrap over two targets
     assert found.whole == 1.0 and found.published == 1.0 and found.element_rate == pytest.approx((0 + 0 + 0.5) / 3)
-    with pytest.raises(UserError, match="validation.placebo: runs/placebo has none of these targets: z"):
-        minus_placebo(Measurement(9, 1, "", raw=scores_of(mine[:4], ["z"])), other, "runs/placebo")
+    assert found.thresholds is None
+
+
+def test_a_placebo_run_that_does_not_compare_is_refused(tmp_path):
+    """Before anything is trained: another target, endpoint or embedder."""
+    other = record_of([measured(9, 2)])
+    other.save(tmp_path / "validation.json")
+    assert placebo_run(tmp_path, ["z", "b"], "test", "validation.placebo").embedder == "test"
+    with pytest.raises(UserError, match=f"^validation.placebo: {tmp_path} has none of these targets: z"):
+        placebo_run(tmp_path, ["z"], "test", "validation.placebo")
+    with pytest.raises(UserError, match="was measured by test, not by ssim"):
+        placebo_run(tmp_path, ["a"], "ssim", "validation.placebo")
     other.endpoint = "whole"
-    with pytest.raises(UserError, match="by the whole alone"):
-        minus_placebo(Measurement(9, 1, "", raw=scores_of(mine)), other, "runs/placebo")
+    other.save(tmp_path / "validation.json")
+    with pytest.raises(UserError, match="^--placebo: .* by the whole alone"):
+        placebo_run(tmp_path, ["a"], "test", "--placebo")
+
+
+def test_thresholds_unlike_the_placebo_runs_are_said():
+    record = record_of([measured(0, 0), measured(10, 6)])
+    looser = ElementThreshold(0.6, "given", each=[[0.6, 0.3], None])
+    record.placebo = minus_placebo(record, record_of([measured(10, 2)], parts=looser), "p")
+    assert record.placebo.thresholds == pytest.approx((0.5667, 0.55), abs=1e-4)
+    said = "Warning: The runs used different thresholds, so rates are not comparable: a mean of 0.567; a mean of 0.550."
+    assert evidence.verdict_sentence(record).endswith(said)
 
 
 def test_a_difference_that_all_targets_share_is_not_certain():
@@ -271,7 +292,7 @@ def test_a_difference_that_all_targets_share_is_not_certain():
         return Measurement(9, 1, "", raw=scores_of(rows, whole=Threshold(0.5, "given")))
 
     for targets in (1, 2):
-        found = minus_placebo(run_of(0.9, targets), record_of([run_of(0.1, targets)]), "p")
+        found = minus_placebo(record_of([run_of(0.9, targets)]), record_of([run_of(0.1, targets)]), "p")
         assert found.difference == 1.0 and 0 < found.interval[0] < 0.7 or targets == 2 and found.interval[0] < 0.0
         assert found.interval[1] == 1.0
     assert difference_interval(0.5, (0.2, 0.9), 0.4, (0.0, 0.8)) == pytest.approx((0.1 - 0.5, 0.1 + 0.4 * 2**0.5))
