@@ -3,7 +3,6 @@
 Whatever is wrong is one line that names file and record.
 """
 
-import difflib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import datasets
 from silentbad import hub
 from silentbad.data.images import _by, content_hash, encodes, inside, open_image, open_mask, safe_path, thumbnails
 from silentbad.data.published import SHUFFLE_MARKER
-from silentbad.data.schema import RECORD, admitted, csv_lines, json_lines
+from silentbad.data.schema import RECORD, admitted, csv_lines, json_lines, refuse_misspelt
 from silentbad.errors import UserError, each
 
 KNOWN_KEYS = ("file_name", "text", "phrases", "role", "target_id", "element_id", "mask")
@@ -30,9 +29,7 @@ def folder_rows(root: Path) -> Iterator[dict]:
         raise UserError(f"{root}: holds metadata.jsonl and metadata.csv; keep one of them")
     path = inside(root, root / names[0], str(root))
     for where, entry in (json_lines if path.suffix == ".jsonl" else csv_lines)(path):
-        for key in sorted(entry.keys() - KNOWN_KEYS):
-            if len(key) < 40 and (near := difflib.get_close_matches(key, KNOWN_KEYS, n=1, cutoff=0.75)):
-                raise UserError(f"{where}: unknown key {key!r}; did you mean {near[0]!r}?")
+        refuse_misspelt(entry, KNOWN_KEYS, where)
         if "file_name" not in entry:
             raise UserError(f"{where}: no file_name")
         mask = entry.get("mask")

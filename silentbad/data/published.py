@@ -69,10 +69,14 @@ def published_ids(root: Path) -> list[int]:
 
 
 def published_image(root: Path, number: int) -> Path:
-    """images/<n>.* or images/<name>_<n>.*"""
+    """images/<n>.* or images/<name>_<n>.*, of which there must be one."""
     found = [p for n, p in _numbered(root, root / "images") if n == number]
     if not found:
         raise UserError(f"{root}/images: no image of target {number}")
+    if len(found) > 1:
+        raise UserError(
+            f"{root}/images: {found[0].name} and {found[1].name} are both of target {number}; take one of them away"
+        )
     return found[0]
 
 

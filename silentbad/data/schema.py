@@ -5,8 +5,9 @@ admit is a UserError, one line that names file, line and key.
 """
 
 import csv
+import difflib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,13 @@ Field = Callable[[Any, str, str], Any]
 def admitted(entry: Mapping[str, Any], schema: Mapping[str, Field], where: str) -> dict[str, Any]:
     """The schema's fields of an entry; a missing one is None to its field, others are left out."""
     return {key: field(entry.get(key), key, where) for key, field in schema.items()}
+
+
+def refuse_misspelt(entry: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Refuse a key that is almost a known one; other keys may stand there for other programs."""
+    for key in sorted(entry.keys() - set(known)):
+        if len(key) < 40 and (near := difflib.get_close_matches(key, known, n=1, cutoff=0.75)):
+            raise UserError(f"{where}: unknown key {key!r}; did you mean {near[0]!r}?")
 
 
 # ---------------------------------------------------------------- fields

@@ -10,7 +10,7 @@ from PIL import Image
 
 from silentbad.data.images import _by, inside, open_image, open_mask, safe_path
 from silentbad.data.published import _published_captions, published_ids, published_image, published_prompt
-from silentbad.data.schema import TARGET, admitted, check_window, json_lines
+from silentbad.data.schema import TARGET, admitted, check_window, json_lines, refuse_misspelt
 from silentbad.errors import UserError
 
 
@@ -25,6 +25,7 @@ class Target:
     masks: list[Image.Image | None] = field(default_factory=list)
     description: str | None = None  # everything spelt out; a control asks the base model for it
     paraphrases: list[str] = field(default_factory=list)  # of the composed prompt
+    where: str = "targets"  # FILE:LINE
 
     @property
     def composed_prompt(self) -> str:
@@ -64,13 +65,14 @@ def load_targets(path: str | Path) -> list[Target]:
 
 
 def _target(root: Path, where: str, entry: dict) -> Target:
+    refuse_misspelt(entry, (*TARGET, "masks"), where)
     known, masks = admitted(entry, TARGET, where), entry.get("masks") or []
     phrases = known["phrases"]
     if not isinstance(masks, list) or (masks and len(masks) != len(phrases)):
         raise UserError(f"{where}: masks must list one file or null for each of the {len(phrases)} phrases")
     image = _picture(safe_path(root, known.pop("image"), where), where)
     opened = [open_mask(safe_path(root, mask, where), image.size, where) if mask else None for mask in masks]
-    return Target(image=image, masks=opened or [None] * len(phrases), **known)
+    return Target(image=image, masks=opened or [None] * len(phrases), where=where, **known)
 
 
 def _picture(path: Path, where: str) -> Image.Image:
@@ -95,6 +97,10 @@ def _published_targets(root: Path, wanted: str | None) -> list[Target]:
 
 
 def check_prompts(targets: list[Target], tokenizer: Any) -> None:
-    """Refuse a target whose composed prompt the tokenizer's window cuts off: it could never be asked for whole."""
+    """Refuse a target of which the tokenizer's window cuts off a text that is asked for: the images would be of
+    another."""
     for target in targets:
-        check_window(target.composed_prompt, tokenizer, f"targets: the prompt of {target.target_id!r}")
+        asked = [("prompt", target.composed_prompt), ("phrases", ", ".join(target.phrases))]
+        asked += [("description", target.description or ""), *(("paraphrases", text) for text in target.paraphrases)]
+        for key, text in asked:
+            check_window(text, tokenizer, f"{target.where}: {key} of {target.target_id!r}")

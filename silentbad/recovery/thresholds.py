@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from silentbad.data.images import content_hash, inside, open_image, safe_path
-from silentbad.data.schema import REDRAW, admitted, json_lines
+from silentbad.data.schema import REDRAW, admitted, json_lines, refuse_misspelt
 from silentbad.errors import UserError
 from silentbad.recovery.record import ElementThreshold, KindThreshold, Threshold
 from silentbad.recovery.statistics import binomial_cdf
@@ -213,6 +213,7 @@ def load_redraws(targets_file: str | None, targets: Sequence[Shown], decode: boo
     prints = [fingerprint(t.image) for t in targets] if decode else []
     found: list[Redraw] = []
     for where, entry in json_lines(file):
+        refuse_misspelt(entry, REDRAW, where)
         redraw = admitted(entry, REDRAW, where)
         image, j = safe_path(file.parent, redraw["image"], where), index.get(redraw["target_id"])
         if j is None:
