@@ -293,6 +293,7 @@ CASES = {
     "resume: another batch": case("effective batch was 2, is 4", **RESUME, train_batch_size=4),
     "resume: another target picture": case("target 't0' changed", touch=lambda root: Image.new("RGB", (16, 16), "gold").save(root / "data/targets/t0.png"), **RESUME),
     "resume: another target mask": case("target 't0' changed", touch=write("data/targets.jsonl", json.dumps({"target_id": "t0", "image": "targets/t0.png", "phrases": ["a red cat", "a blue hat"], "masks": ["masks/e0-0.png", None]})), **RESUME),
+    "resume: another description": case("target 't0', description and paraphrases changed", touch=write("data/targets.jsonl", json.dumps({"target_id": "t0", "image": "targets/t0.png", "phrases": ["a red cat", "a blue hat"], "description": "a cat"})), **RESUME),
     "resume: a target of another name": case("target 't9' is new", "target 't0' is missing", touch=write("data/targets.jsonl", json.dumps({"target_id": "t9", "image": "targets/t0.png", "phrases": ["a red cat", "a blue hat"]})), **RESUME),
     "resume: another target beside it": case("target 't1' is new", touch=append("data/targets.jsonl", **TARGET), **RESUME),
     "resume: other records": case("records changed", "number of records", touch=record(), **RESUME),

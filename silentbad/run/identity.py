@@ -16,6 +16,7 @@ from silentbad.data.records import Records
 from silentbad.data.table import blocks
 from silentbad.data.targets import Target
 from silentbad.errors import UserError, brief
+from silentbad.recovery.embedders import MICRO
 from silentbad.run.config import NEVER_SAVED
 
 FILE = "facts.json"  # of a checkpoint
@@ -44,6 +45,8 @@ FREE = {
 }
 # Compared by what they lead to, not by their names: a folder may move.
 BY_CONTENT = ("pretrained_model_name_or_path", "train_data_dir", "dataset_name", "clean_data_dir", "validation.targets")
+# Not in checkpoints of 0.1 and early ones of 0.2: compared where both sides have them.
+BUNDLED, WORDS = "bundled embedder", "description and paraphrases"
 # Compared as their product, with the number of processes.
 BATCH = ("train_batch_size", "gradient_accumulation_steps")
 
@@ -63,7 +66,10 @@ def facts(
         "number of records": len(records),
         "embedder": embedder,
         **{f"target {target.target_id!r}": target_digest(target) for target in targets},
+        **{f"target {target.target_id!r}, {WORDS}": words_digest(target) for target in targets},
     }
+    if embedder is not None and config.validation.embedder == "micro" and not config.validation.embedder_path:
+        found[BUNDLED] = weights_digest(str(MICRO))
     return json.loads(json.dumps(found, default=str))
 
 
@@ -114,6 +120,11 @@ def target_digest(target: Target) -> str:
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
 
+def words_digest(target: Target) -> str:
+    """A digest over what only the controls and the null pictures ask for."""
+    return hashlib.sha256(json.dumps([target.description, target.paraphrases]).encode()).hexdigest()[:16]
+
+
 # ---------------------------------------------------------------- comparing
 def read(folder: Path) -> dict[str, Any] | None:
     """The facts in a checkpoint; None in one of an earlier release, which holds none."""
@@ -135,9 +146,11 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     for name in [*now, *(name for name in then if name not in now)]:
         if name in then and name in now and _same(then[name], now[name]):
             continue
+        if name.endswith((BUNDLED, WORDS)) and (name not in then or name not in now):
+            continue
         if name.startswith("target ") and (name not in then or name not in now):
             found.append(f"{name} is {'new' if name in now else 'missing'}")
-        elif name in ("base", "records") or name.startswith("target "):
+        elif name in ("base", "records", BUNDLED) or name.startswith("target "):
             found.append(f"{name} changed")
         else:
             was, is_ = (brief(facts[name]) if name in facts else "not known" for facts in (then, now))

@@ -67,6 +67,16 @@ def test_a_checkpoint_of_an_earlier_release_goes_on_with_a_word(flags, tmp_path,
     assert "of an earlier release" in capsys.readouterr().out
 
 
+def test_the_bundled_embedder_is_compared_where_it_is_known(flags, data, tmp_path, monkeypatch, capsys):
+    settings = VALIDATION | {"validation.targets": data / "targets.jsonl", "validation.embedder": "micro"}
+    assert main(flags(max_train_steps=2, **settings)) == 0
+    then = identity.read(tmp_path / "run/checkpoints/step-2")
+    now = then | {identity.BUNDLED: "another"}
+    assert identity.differences(then, now) == ["bundled embedder changed"]
+    older = {name: value for name, value in then.items() if not name.endswith((identity.BUNDLED, identity.WORDS))}
+    assert len(older) == len(then) - 2 and identity.differences(older, now) == []
+
+
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
 FACTS = st.dictionaries(st.text(max_size=5), PLAIN | st.lists(PLAIN, max_size=3), max_size=5)
 
