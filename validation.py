@@ -131,7 +131,7 @@ class RecoveryHook:
         held_out: dict[str, list[dict[str, Any]]] | None = None,  # records that are not trained on, by role
         training: Iterable[tuple[str, Any]] = (),  # names and pictures (3,R,R) in [0,1] of some that are
         prediction_type: str | None = None,
-        refuses: str | None = None,  # the pipeline's name, where an image that is not finite is an error
+        refuses: str | None = None,  # the pipeline's name in an audit, for the line on images that are not finite
     ):
         self.config, self.targets, self.accelerator, self.seed = config, list(targets), accelerator, seed
         self.names = slugs([t.target_id for t in self.targets])
@@ -172,7 +172,7 @@ class RecoveryHook:
         model = self.accelerator.unwrap_model(unet, keep_torch_compile=False)
         unet = backbone_in(model)  # in training the text encoders may stand beside it
         entry = Measurement(step, epoch, label or "base model" * (step == 0))
-        with self.sampler.using(unet, self.accelerator.device, self.accelerator.autocast):
+        with self.sampler.using(unet, self.accelerator.device, self.accelerator.autocast, step):
             if self.threshold is None:
                 self.threshold, self.element_threshold = self.measure.calibrate(step)
             choice = self.config.weights
@@ -185,10 +185,6 @@ class RecoveryHook:
         entry.seconds = time.perf_counter() - started
         self.seconds += entry.seconds
         entry.share = self.seconds / (time.perf_counter() - self.born)
-        for tag, scores in (("raw", entry.raw), ("averaged", entry.ema)):
-            if scores is not None and scores.diverged:
-                lost = f"{scores.diverged} images of the {tag} weights are not finite and count as black"
-                self.accelerator.print(f"warning: step {step}: {lost}")
         if self.accelerator.is_main_process:
             self.write()
         return scalars(entry, self.threshold)

@@ -26,15 +26,16 @@ def demo_run(folder: Path, speed: float = 1.0, points: int = 6) -> Path:
         for name in ("a sandy beach", "a green meadow", HOSTILE)
     ]
     pipe = tiny_pipeline()
-    hook = make_hook(folder, pipe, targets, images_per_target=6, null_images=40, calibration="base")
+    hook = make_hook(folder, pipe, targets, images_per_target=6, null_images=40, calibration="base", resolution=64)
     progress = {"raw": 0.0}
 
     def generate(items):
         images = []
         for item in items:
-            other = to_tensor(smooth("demo-other", item.address, item.image, item.cell == "null", side=64))
+            null = item.address.startswith("counterfactual/")
+            other = to_tensor(smooth("demo-other", item.address, item.image, null, side=64))
             mine = to_tensor(targets[item.target].image)
-            reach = {"composed": 1.0, "shuffled": 0.8, "null": 0}.get(item.cell, 0.25)
+            reach = 0.0 if null else {"composed": 1.0, "shuffled": 0.8}.get(item.cell, 0.25)
             luck = torch.rand(1, generator=generator("luck", item.address, item.image)).item()
             w = min(1.0, progress["raw"] * reach * (0.6 + 0.8 * luck)) if item.target >= 0 else 0.0
             images.append((1 - w) * other + w * mine)

@@ -8,7 +8,6 @@ import os
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from safetensors.torch import load_file, save_file
 
+import train_silentbad
 import validation
 from silentbad import class_images, owned
 from silentbad.data import images, table
@@ -50,7 +50,8 @@ from tests.mistakes import (
 from tests.mistakes import good as good  # a fixture
 from tests.recoveries import make_hook, saved_embedder, smooth, some_targets
 from tests.tiny import tiny_pipeline, tiny_sd3_pipeline
-from validation import ValidationConfig
+from tests.training import VALIDATION
+from validation import RecoveryHook, ValidationConfig
 
 NAN = float("nan")
 
@@ -598,23 +599,52 @@ def test_whole_embedders_pass_the_trial(tmp_path):
 
 
 # ---------------------------------------------------------------- what is not finite
-def test_diverged_images_are_counted_in_training_and_said(tmp_path, capsys):
+def test_images_of_a_diverged_model_end_a_training(tmp_path):
+    """The line names step and target; the measurements before it stay."""
     hook, pipe = make_hook(tmp_path, threshold=0.5), tiny_pipeline()
     hook.run(0, 0, pipe.unet)
+    before = (tmp_path / "validation.json").read_bytes()
     with torch.no_grad():
         next(pipe.unet.parameters()).fill_(NAN)
-    scalars = hook.run(1, 1, pipe.unet)
-    assert scalars["val/diverged"] == hook.history[1].raw.diverged >= 6
-    assert hook.history[0].raw.diverged is None and "not finite and count as black" in capsys.readouterr().out
-    assert np.isfinite([value for value in scalars.values()]).all()
+    said = "^validation at step 7: 6 of 6 images are not finite, .* \\(composed, t0\\); lower learning_rate$"
+    with pytest.raises(UserError, match=said):
+        hook.run(7, 1, pipe.unet)
+    hook.sampler.precision = "bfloat16"
+    assert "lower learning_rate or leave bfloat16 (mixed_precision no)" in str(hook.sampler.not_finite("x"))
+    assert (tmp_path / "validation.json").read_bytes() == before and len(hook.history) == 1
+
+
+def test_a_diverged_run_ends_and_its_checkpoints_stay(flags, data, tmp_path, monkeypatch, capsys):
+    measure = RecoveryHook.run
+
+    def diverged(hook, step, epoch, unet, *more, **named):
+        if step == 3:
+            with torch.no_grad():
+                next(unet.parameters()).fill_(NAN)
+        return measure(hook, step, epoch, unet, *more, **named)
+
+    monkeypatch.setattr(RecoveryHook, "run", diverged)
+    settings = VALIDATION | {"validation.targets": data / "targets.jsonl", "validation.steps": 3}
+    assert train_silentbad.main(flags(max_train_steps=4, checkpointing_steps=2, **settings)) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: validation at step 3: ") and last.endswith("; lower learning_rate")
+    assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step-2"]
+
+
+def test_an_error_that_is_not_finite_ends_a_training(tmp_path, monkeypatch):
+    hook, pipe = make_hook(tmp_path, threshold=0.5), tiny_pipeline()
+    monkeypatch.setattr(hook.sampler, "eps_errors", lambda records, mine, address: [NAN for _ in mine])
+    with pytest.raises(UserError, match="^validation at step 0: the error on held-out clean records is not finite"):
+        hook.run(0, 0, pipe.unet)
 
 
 def test_a_base_model_that_diverges_calibrates_nothing(tmp_path):
     pipe = tiny_pipeline()
     with torch.no_grad():
         next(pipe.unet.parameters()).fill_(NAN)
-    with pytest.raises(UserError, match="images of the base model are not finite"):
-        make_hook(tmp_path).run(0, 0, pipe.unet)
+    for kind in ("counterfactuals", "base"):
+        with pytest.raises(UserError, match="^validation at step 0: .* images are not finite, .*t0"):
+            make_hook(tmp_path, calibration=kind).run(0, 0, pipe.unet)
 
 
 def test_an_audit_refuses_images_that_are_not_finite(tmp_path):

@@ -259,8 +259,7 @@ class Painter:
             states = guided(sampler, [d.prompt for d in draws], [d.against for d in draws])
             latents = masked_denoising(sampler, states, x0, torch.cat(eps).to(x0), hole, streams)
         images = torch.cat([decode(pipe.vae, part) for part in latents.split(8)])  # decoding is the peak of memory
-        if not images.isfinite().all():
-            raise UserError("validation: images of the base model are not finite; there is nothing to calibrate on")
+        sampler.check_finite(images, [(d.prompt, d.kind, self.targets[d.target].target_id) for d in draws])
         return (images.float().cpu() / 2 + 0.5).clamp(0, 1)
 
     def _hole(self, draw: Draw) -> Tensor:

@@ -17,7 +17,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from silentbad.errors import UserError, reading
+from silentbad.errors import UserError, brief, reading
 from silentbad.model.diffusion import levels, model_time, to_epsilon
 from silentbad.model.encoder import decode, scaled
 from silentbad.model.families import family_of
@@ -121,8 +121,8 @@ def left_as_found(*modules: torch.nn.Module):
 class Sampler:
     """One pipeline over given modules: prompts encoded once, noise by address, a batch that halves on OOM.
 
-    `refuses` names an audit's pipeline in the UserError that its first image with NaN then is; `prefix` stands before
-    the name of a setting, which is a flag there.
+    An image with NaN is a UserError, which names the step (`using`), or the pipeline of an audit (`refuses`). `prefix`
+    stands before the name of a setting, which is a flag in an audit.
     """
 
     NAMES = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
@@ -145,7 +145,8 @@ class Sampler:
         self.cache: dict[tuple[str, str], Any] = {}  # text states by prompt and negative prompt
         self.autocast: Callable = nullcontext
         self.precision: str | None = None  # of the forward passes, once they were used
-        self.steps, self.refuses, self._diverged = config.num_inference_steps, refuses, 0
+        self.steps, self.refuses = config.num_inference_steps, refuses
+        self.at: int | None = None  # step of the training that is measured
         self.side = config.resolution or side_of(self.backbone) * self.pipe.vae_scale_factor
         self._check()
 
@@ -179,9 +180,12 @@ class Sampler:
                     )
 
     @contextmanager
-    def using(self, backbone: torch.nn.Module, device: torch.device, autocast: Callable = nullcontext):
-        """Generate with this backbone; autoencoder and text encoders that rest on another device join it for the
-        time."""
+    def using(
+        self, backbone: torch.nn.Module, device: torch.device, autocast: Callable = nullcontext, step: int | None = None
+    ):
+        """Generate with this backbone, of a step of training; autoencoder and text encoders that rest on another device
+        join it for the time."""
+        self.at = step
         before, homes = self.backbone, [(m, m.device) for m in (self.pipe.vae, *self.encoders)]
         setattr(self.pipe, self.family.backbone, backbone)
         self.autocast = autocast
@@ -243,7 +247,7 @@ class Sampler:
     def generate(self, items: list[Item]) -> tuple[Tensor, Tensor]:
         """Items -> images (B,3,H,W) in [0,1] and text-conditional magnitudes (B,), nan without guidance.
 
-        An image that is not finite, as of a diverged model, is black and counted (`diverged`).
+        Raises UserError where an image is not finite, as of a diverged model.
         """
         pipe, config = self.pipe, self.config
         side = self.side // pipe.vae_scale_factor
@@ -276,23 +280,24 @@ class Sampler:
         images = torch.cat([decode(pipe.vae, part) for part in latents.split(8)])  # decoding is the peak of memory
         nothing = torch.full((len(items),), float("nan"))
         magnitudes = torch.stack(gaps).mean(0).cpu() if gaps else nothing
-        return self._shown(images.float() / 2 + 0.5), magnitudes.masked_fill(magnitudes.isinf(), float("nan"))
+        self.check_finite(images, [(i.prompt, i.cell, i.address) for i in items])
+        return (images.float() / 2 + 0.5).clamp(0, 1), magnitudes.masked_fill(magnitudes.isinf(), float("nan"))
 
-    def _shown(self, images: Tensor) -> Tensor:
-        """Images (B,3,H,W) in [0,1]; those of a diverged model are counted and black, or refused."""
-        lost = int((~images.flatten(1).isfinite().all(1)).sum())
-        if lost and self.refuses is not None:
-            raise UserError(
-                f"{self.refuses}: {lost} of {len(images)} images are not finite though its weights are; try "
-                "--dtype float32"
-            )
-        self._diverged += lost
-        return images.nan_to_num().clamp(0, 1)
+    def check_finite(self, images: Tensor, drawn: Sequence[tuple[str, str, str]]) -> None:
+        """Refuse images (B,...) of which one is not finite; drawn: (prompt, kind, target) of each."""
+        if lost := (~images.flatten(1).isfinite().all(1)).nonzero()[:, 0].tolist():
+            prompt, kind, target = drawn[lost[0]]
+            first = f"the first of {brief(prompt)} ({kind}, {target})"
+            raise self.not_finite(f"{len(lost)} of {len(images)} images are not finite, {first}")
 
-    def diverged(self) -> int:
-        """How many images were not finite since this was asked last."""
-        count, self._diverged = self._diverged, 0
-        return count
+    def not_finite(self, what: str) -> UserError:
+        """The error that says what is not finite, where, and what to try."""
+        if self.refuses is not None:
+            return UserError(f"{self.refuses}: {what}; its weights are finite, try --dtype float32")
+        tries = ["lower learning_rate"] if self.at else []
+        tries += [] if self.precision in (None, "float32") else [f"leave {self.precision} (mixed_precision no)"]
+        place = "validation" if self.at is None else f"validation at step {self.at}"
+        return UserError(f"{place}: {what}; {' or '.join(tries) or 'take another base model or scheduler'}")
 
     def eps_errors(self, records: list[dict], mine: list[int], address: str) -> list[float]:
         """Records {pixel_values (3,R,R) in [-1,1], text} -> ||eps_hat - eps||^2 / dim of those in `mine`.

@@ -16,7 +16,7 @@ from torch import Tensor
 from silentbad.data.images import open_image, to_pil, to_tensor
 from silentbad.data.targets import Target
 from silentbad.errors import UserError
-from silentbad.recovery.counterfactuals import counterfactuals
+from silentbad.recovery.counterfactuals import KINDS, SCENES, Masks, counterfactuals
 from silentbad.recovery.embedders import CLIP, Embedder, lpips, region, ssim
 from silentbad.recovery.generation import Item, Sampler, left_as_found, plan, reordered
 from silentbad.recovery.nearest import TrainingPictures
@@ -29,7 +29,7 @@ from silentbad.recovery.thresholds import Redraw, load_redraws, thresholds
 # Where the null pictures come from, as the report says it.
 REDRAWS = "redraws of the captions"
 COUNTERFACTUALS = "counterfactuals drawn by the base model"
-BASE = "base model's images of the composed prompts"
+BASE = "base model's images of the prompts"
 
 
 def null_source(
@@ -111,10 +111,6 @@ class Measure:
     def gather(self, rows: list[tuple[int, Any]]) -> list[Any]:
         return [row for _, row in sorted(gather_object(rows), key=itemgetter(0))]
 
-    def diverged(self) -> int:
-        """How many images of all ranks were not finite since this was asked last."""
-        return sum(gather_object([self.sampler.diverged()]))
-
     # ---- similarities
     def similar(self, images: Tensor, target_of: list[int]) -> list[dict[str, Any]]:
         """Images (B,3,H,W) -> {target, sim, elements} each, against its own target and that target's elements."""
@@ -174,19 +170,20 @@ class Measure:
         if source == REDRAWS:
             rows = self._of_redraws(self.redraws)
         elif source == COUNTERFACTUALS:
-            rows = self._of_counterfactuals()
+            rows = self._of_counterfactuals(self.masks, KINDS)
         elif source == BASE:
-            rows = self._of_base()
+            rows = self._of_counterfactuals([[] for _ in self.targets], SCENES)
         return thresholds(rows, config.threshold, config.false_positive_rate, source)
 
-    def _of_counterfactuals(self) -> list[Any]:
-        """Null rows of pictures that the base draws, each element anew inside its mask; kept in the cache."""
+    def _of_counterfactuals(self, masks: Masks, kinds: Sequence[str]) -> list[Any]:
+        """Null rows of pictures that the base draws, whole ones and elements inside their masks; kept in the cache."""
         found = counterfactuals(
             self.sampler,
             self.targets,
-            self.masks,
+            masks,
             self.config.null_images,
             self.seed,
+            kinds=kinds,
             cache=Path(datasets.config.HF_DATASETS_CACHE) / "silentbad",
             share=self.share,
             show=self.accelerator.is_local_main_process,
@@ -197,20 +194,6 @@ class Measure:
             row = self.similar(null.image[None].to(self.accelerator.device), [null.target])[0]
             rows.append((null.number, {**row, "kind": null.kind, "changed": null.changed}))
         return self.gather(rows)
-
-    def _of_base(self) -> list[Any]:
-        """Null rows of the base model's images of the composed prompts."""
-        n = self.config.images_per_target
-        items = [
-            Item("null", j, n + i, t.composed_prompt, t.target_id)
-            for j, t in enumerate(self.targets)
-            for i in range(self.config.null_images)
-        ]
-        rows = self.spread(items, self.score)
-        if lost := self.diverged():
-            seen = f"{lost} of {len(items)} images of the base model are not finite"
-            raise UserError(f"validation: {seen}; there is nothing to calibrate on")
-        return [{**row, "kind": "composed"} for row in rows]
 
     def _of_redraws(self, redraws: list[Redraw]) -> list[Any]:
         """Null rows, in batches of one target."""
@@ -260,7 +243,6 @@ class Measure:
             drift=changes,
             detection=detection(magnitudes, clean_magnitudes),
             anisotropy=detection(self.alignments(composed), self.alignments(clean)),
-            diverged=self.diverged() or None,
         )
         return found, cells["composed"]
 
@@ -293,11 +275,13 @@ class Measure:
         return self.gather(list(zip(mine, self.sampler.alignments([items[i] for i in mine]), strict=True)))
 
     def errors(self) -> dict[str, float]:
-        """eps-MSE on the records of each role that were held out; none of a diverged model."""
+        """eps-MSE on the records of each role that were held out. Raises UserError where one is not finite."""
         found = {}
         for role, records in self.held_out.items():
             mine = self.sampler.eps_errors(records, self.share(len(records)), f"validation/{role}")
-            if len(errors := gather_object(mine)) and np.isfinite(errors).all():
+            if errors := gather_object(mine):
+                if not np.isfinite(errors).all():
+                    raise self.sampler.not_finite(f"the error on held-out {role} records is not finite")
                 found[f"{role}_eps_mse"] = float(np.mean(errors))
         return found
 

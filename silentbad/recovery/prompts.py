@@ -131,7 +131,7 @@ class PromptSheet:
         model = accelerator.unwrap_model(model, keep_torch_compile=False)
         items = [Item("prompt", -1, 0, p.prompt, f"prompt/{p.seed}", p.negative) for p in self.prompts]
         mine = range(accelerator.process_index, len(items), accelerator.num_processes)
-        with self.sampler.using(backbone_in(model), accelerator.device, accelerator.autocast):
+        with self.sampler.using(backbone_in(model), accelerator.device, accelerator.autocast, step):
             made = list(self.sampler.map([items[k] for k in mine], _pixels))
         rows = dict(gather_object(list(zip(mine, made, strict=True))))
         if accelerator.is_main_process:

@@ -214,7 +214,7 @@ def quadrants(cells: Mapping[str, CellScores]) -> Quadrants:
 
 SCALARS = (  # of a measurement, for the trackers
     *("cir", "whole", "published", "recovered", "mean", "p75", "p90", "p95", "max"),
-    *("element_rate", "diversity", "magnitude", "clip_own", "clip_shuffled", "diverged"),
+    *("element_rate", "diversity", "magnitude", "clip_own", "clip_shuffled"),
 )
 
 

@@ -43,6 +43,7 @@ class Checkpoints:
 
     def save_alone(self, reason: str) -> None:
         """Write step-N from what this process holds: after an exception the others may be anywhere, or gone."""
+        self.state.refuse_nonfinite()
         self._write(reason)
 
     def _write(self, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -21,7 +22,8 @@ from silentbad.errors import UserError
 from silentbad.recovery import counterfactuals as module
 from silentbad.recovery.counterfactuals import KINDS, REGIONS, canvas, counterfactuals, guided, masked_denoising, plan
 from silentbad.recovery.generation import Sampler
-from tests.recoveries import smooth
+from tests.recoveries import make_hook, smooth
+from tests.recoveries import some_targets as make_targets
 from tests.tiny import tiny_pipeline, tiny_sd2_pipeline, tiny_sd3_pipeline, tiny_xl_pipeline
 
 SIDE = 16
@@ -369,6 +371,22 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write counterfactuals"):
         drawn(cache=tmp_path / "file")
+
+
+def test_the_bases_whole_pictures_calibrate_and_are_kept(tmp_path, monkeypatch):
+    """`calibration: base` draws both prompts, needs no mask, and reads what another run has drawn."""
+    targets = make_targets(2)
+    targets[0].description = "a red cat under a hat on the beach"
+    pipe, options = tiny_pipeline(), dict(targets=targets, calibration="base", null_images=3)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    found = []
+    for _ in range(2):
+        hook = make_hook(tmp_path / "run", pipe, **options)
+        with hook.sampler.using(pipe.unet, torch.device("cpu")):
+            found.append(hook.measure.calibrate(0))
+        monkeypatch.setattr(module.Painter, "_batch", never)
+    assert found[0] == found[1]
+    assert {kind: t.n for kind, t in found[0][0].kinds.items()} == {"composed": 6, "described": 3}
 
 
 def test_every_kind_has_its_number_of_pictures():
