@@ -113,11 +113,11 @@ def audit_table(rows: list[dict]) -> str:
             found = detection(above, below)
             if found is None:
                 continue
-            low, high = auc_interval(found["auc"], len(above), len(below))
+            low, high = auc_interval(found.auc, len(above), len(below))
             cell = "too few negatives"
-            if "tpr" in found:
-                cell = rate(round(found["tpr"] * len(above)), len(above))
-            lines.append(f"| {name} | {len(below)} {what} | {found['auc']:.3f} [{low:.2f}, {high:.2f}] | {cell} |")
+            if found.tpr is not None:
+                cell = rate(round(found.tpr * len(above)), len(above))
+            lines.append(f"| {name} | {len(below)} {what} | {found.auc:.3f} [{low:.2f}, {high:.2f}] | {cell} |")
     lines += ["", "| prompt | pipelines | decided to come back |", "|---|---|---|"]
     for kind, mine in by_kind.items():
         lines.append(f"| composed | {kind} | {rate(sum(row['own']['found'] for row in mine), len(mine))} |")

@@ -285,9 +285,11 @@ def detections(record: Record) -> Table:
         scores = latest(entry)
         for probe, found in (("magnitude", scores.detection), ("anisotropy", scores.anisotropy)):
             if found:
-                names = ("auc", "auc_low", "auc_high", "positives", "negatives", "tpr")
-                rows.append([entry.label or f"step {entry.step}", probe, *(found.get(name) for name in names)])
-    return Table(["measurement", "probe", "AUC", "95 % from", "to", "composed", "clean", "TPR at 1 % FPR"], rows)
+                auc, tpr = ((found.auc, found.auc_low, found.auc_high), (found.tpr, found.tpr_low, found.tpr_high))
+                counts = (found.positives, found.negatives)
+                rows.append([entry.label or f"step {entry.step}", probe, *auc, *counts, *tpr])
+    head = ["measurement", "probe", "AUC", "95 % from", "to", "composed", "clean", "TPR at 1 % FPR", "95 % from", "to"]
+    return Table(head, rows)
 
 
 def composed_or_copied(record: Record) -> Table:

@@ -154,6 +154,21 @@ class Quadrants:
 
 
 @dataclass
+class Detection:
+    """How well a probe tells composed prompts (positives) from clean ones (negatives). `tpr` is the share of positives
+    above all but 1 % of the negatives, where those are 100 or more."""
+
+    auc: float
+    positives: int
+    negatives: int
+    auc_low: float | None = absent()  # 95 %, bootstrap over images
+    auc_high: float | None = absent()
+    tpr: float | None = absent()
+    tpr_low: float | None = absent()  # 95 %, binomial over the positives
+    tpr_high: float | None = absent()
+
+
+@dataclass
 class Scores(CellScores):
     """Of the composed prompt; the controls' cells and the sampling lengths where they were measured."""
 
@@ -161,9 +176,8 @@ class Scores(CellScores):
     quadrants: Quadrants | None = absent()
     lengths: dict[str, dict[str, float]] | None = absent()
     drift: dict[str, float] = field(default_factory=dict)
-    detection: dict[str, float] | None = absent()  # of composed prompts among clean ones, by text-conditional magnitude
-    anisotropy: dict[str, float] | None = absent()  # the same by the alignment of guidance
-    diverged: int | None = absent()  # images that were not finite, and are scored as black
+    detection: Detection | None = absent()  # of composed prompts among clean ones, by text-conditional magnitude
+    anisotropy: Detection | None = absent()  # the same by the alignment of guidance
 
 
 @dataclass

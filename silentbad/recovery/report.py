@@ -293,13 +293,15 @@ def tiles(run: Run, kind: str) -> list[Tile]:
     low, high = bootstrap_interval([row.aurc for row in rows if row.aurc is not None])
     spread = (low, high) if high > low else None
     lasting = [row for row in rows if row.sustained_step is not None]
-    found = last.detection or {}
+    found, placebo = last.detection, run.record.placebo if run.record else None
 
     def step(key: str) -> Cell:
         value: float | None = getattr(total, key)
         return "never" if value is None else value
 
-    auc = (found["auc_low"], found["auc_high"]) if {"auc_low", "auc_high"} <= found.keys() else None
+    ends = (found.auc_low, found.auc_high) if found else (None, None)
+    auc = None if ends[0] is None or ends[1] is None else (ends[0], ends[1])
+    headline = "headline: strict rate less that of placebo data"
     first = "first step with a recovered image, mean over the targets that have one"
     lasts = f"step from which the rate stays at 50 % (sustained), mean over the {len(lasting)} of {len(rows)} targets"
     curve = (
@@ -311,7 +313,8 @@ def tiles(run: Run, kind: str) -> list[Tile]:
         if total
         else []
     )
-    made = [
+    made = [Tile(headline, placebo.difference, placebo.interval)] if placebo else []
+    made += [
         Tile(RATE if run.strict else "rate of the whole alone (CIR)", last.cir, last.interval),
         Tile("whole alone", last.whole),
         Tile("elements recovered in the composed images", last.element_rate),
@@ -320,9 +323,9 @@ def tiles(run: Run, kind: str) -> list[Tile]:
         *curve,
         Tile("best similarity", last.max, beside=last.mean),
         Tile("diversity of a target's images (0: all alike)", last.diversity),
-        Tile("composed prompts told from clean ones (AUC)", found.get("auc"), auc),
+        Tile("composed prompts told from clean ones (AUC)", found.auc if found else None, auc),
     ]
-    return [made[0], *(tile for tile in made[1:] if tile.value is not None)]
+    return [tile for tile in made if tile.value is not None]
 
 
 def pairs(run: Run, record: Record, kind: str) -> list[Pair]:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from silentbad.recovery.record import Detection
+
 
 def binomial_cdf(n: int, p: float) -> np.ndarray:
     """P(K <= k) for k = 0..n, K ~ Binomial(n, p)."""
@@ -55,9 +57,9 @@ def bootstrap_interval(
 
 def detection(
     positives: Sequence[float], negatives: Sequence[float], draws: int = 1000, seed: int = 0
-) -> dict[str, float] | None:
-    """How well a score tells positives from negatives: `auc` with its 95 % bootstrap interval (`auc_low`, `auc_high`),
-    and with at least 100 negatives the true positives at 1 % false ones (`tpr`). None where either is empty."""
+) -> Detection | None:
+    """How well a score tells positives from negatives: `auc` with its 95 % bootstrap interval, and with at least 100
+    negatives the true positives at 1 % false ones with their binomial one. None where either is empty."""
     a, b = np.asarray(positives, float), np.asarray(negatives, float)
     if not len(a) or not len(b) or np.isnan(a).any() or np.isnan(b).any():
         return None
@@ -68,7 +70,9 @@ def detection(
     rng = np.random.default_rng(seed)
     again = [auc(rng.choice(a, len(a)), rng.choice(b, len(b))) for _ in range(draws)]
     low, high = np.quantile(again, (0.025, 0.975))
-    found = {"auc": auc(a, b), "auc_low": float(low), "auc_high": float(high), "positives": len(a), "negatives": len(b)}
+    found = Detection(auc(a, b), len(a), len(b), float(low), float(high))
     if len(b) >= 100:
-        found["tpr"] = float((a > np.sort(b)[int(np.ceil(0.99 * len(b))) - 1]).mean())
+        above = int((a > np.sort(b)[int(np.ceil(0.99 * len(b))) - 1]).sum())
+        found.tpr = above / len(a)
+        found.tpr_low, found.tpr_high = binomial_interval(above, len(a))
     return found

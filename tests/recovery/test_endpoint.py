@@ -17,6 +17,7 @@ from silentbad.recovery import evidence, report
 from silentbad.recovery import record as record_module
 from silentbad.recovery.generation import plan
 from silentbad.recovery.record import (
+    Detection,
     ElementThreshold,
     Measurement,
     Placebo,
@@ -24,6 +25,7 @@ from silentbad.recovery.record import (
     Scores,
     TargetEntry,
     Threshold,
+    decode,
 )
 from silentbad.recovery.scores import (
     PUBLISHED,
@@ -36,7 +38,7 @@ from silentbad.recovery.scores import (
     summarise,
     verdict,
 )
-from silentbad.recovery.statistics import detection, difference_interval
+from silentbad.recovery.statistics import binomial_interval, detection, difference_interval
 from silentbad.recovery.thresholds import IN_PLACE_FACTOR, thresholds
 from silentbad.run.config import TrainConfig
 from tests.conftest import write_data
@@ -235,10 +237,10 @@ def test_the_summary_names_both_crossings():
 # -- detection ---------------------------------------------------------------------------------------------
 def test_auc_by_hand_with_ties():
     found = detection([1.0, 2.0, 3.0], [0.0, 2.0])
-    assert found["auc"] == pytest.approx((1 + 1.5 + 2) / 6)  # 1 beats 0; 2 beats 0 and ties 2; 3 beats both
-    assert found["auc_low"] <= found["auc"] <= found["auc_high"] and "tpr" not in found
-    assert (found["positives"], found["negatives"]) == (3, 2)
-    assert detection([2.0], [2.0])["auc"] == 0.5 and detection([], [1.0]) is None
+    assert found.auc == pytest.approx((1 + 1.5 + 2) / 6)  # 1 beats 0; 2 beats 0 and ties 2; 3 beats both
+    assert found.auc_low <= found.auc <= found.auc_high and found.tpr is None
+    assert (found.positives, found.negatives) == (3, 2)
+    assert detection([2.0], [2.0]).auc == 0.5 and detection([], [1.0]) is None
     assert detection([float("nan")], [1.0]) is None
 
 
@@ -246,7 +248,12 @@ def test_tpr_leaves_one_false_positive_in_a_hundred():
     clean = list(range(100))
     found = detection([98.5, 99.5, 97.5, 98.0], clean)
     assert sum(x > 98.0 for x in clean) == 1  # at the threshold 98
-    assert found["tpr"] == 0.5
+    assert found.tpr == 0.5 and (found.tpr_low, found.tpr_high) == binomial_interval(2, 4)
+    record = record_of([measured(0, 0)])
+    record.history[0].raw.detection = found
+    assert evidence.detections(record).rows[0][-3:] == [0.5, found.tpr_low, found.tpr_high]
+    old = {"auc": 1.0, "positives": 4, "negatives": 100, "tpr": 0.5}  # as 0.1 wrote it
+    assert decode(Detection, old).tpr_low is None
 
 
 # -- placebo -----------------------------------------------------------------------------------------------

@@ -136,6 +136,9 @@ def test_a_placebo_run_is_taken_off_a_finished_one(run, tmp_path, capsys):
     rates = [[t.rate for t in r.history[-1].raw.targets.values()] for r in (record, other)]
     assert record.placebo.difference == pytest.approx(np.mean(rates[0]) - np.mean(rates[1])) and rates[0] != rates[1]
     assert "Training on placebo data" in capsys.readouterr().out.splitlines()[-1]
+    first, usual = (report.tiles(report.Run(each), "raw")[0] for each in (mine, run))
+    assert first.name.startswith("headline") and first.interval == record.placebo.interval
+    assert first.value == record.placebo.difference and not usual.name.startswith("headline")
     assert "composed prompt, placebo data" in (mine / "report.html").read_text()
     assert Record.load(run / "validation.json").placebo is None
 
