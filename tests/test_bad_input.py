@@ -317,6 +317,8 @@ CASES = {
     "output: trackers outside": case("tracker_project_name", "inside output_dir", tracker_project_name="../x"),
     "output: logs outside": case("logging_dir", "inside output_dir", logging_dir="../x"),
     "output: logs at the root": case("logging_dir", "inside output_dir", logging_dir="/elsewhere"),
+    "output: logs that are a link out": case("holds logs", "no training wrote", report_to="tensorboard", touch=both(folder("else"), folder("out"), lambda root: (root / "out/logs").symlink_to("../else"))),
+    "output: logs of a run that are a file": case("logs", "is a file", touch=write("held/logs", ""), **RESUME, report_to="tensorboard"),
     # -- targets
     "targets: no such file": case("no file nowhere", validation__targets="nowhere"),
     "targets: none": case("holds no target", touch=write("data/targets.jsonl", "")),

@@ -37,8 +37,8 @@ class RunFolder:
     finished.json is the last thing a run writes: the step it ended at.
     """
 
-    def __init__(self, path: str | Path, is_main: bool, product: str = "pipeline"):
-        self.path, self.is_main = Path(path), is_main
+    def __init__(self, path: str | Path, is_main: bool, product: str = "pipeline", logs: str | None = None):
+        self.path, self.is_main, self.logs = Path(path), is_main, logs
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.pipeline = self.path / product
@@ -63,7 +63,8 @@ class RunFolder:
     @classmethod
     def of(cls, config: Any, is_main: bool) -> "RunFolder":
         """The folder of a configuration."""
-        return cls(config.output_dir, is_main, "pipeline" if config.lora.rank is None else "lora")
+        logs = None if config.report_to == "none" else f"{config.logging_dir}/{config.tracker_project_name}"
+        return cls(config.output_dir, is_main, "pipeline" if config.lora.rank is None else "lora", logs)
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
@@ -97,6 +98,9 @@ class RunFolder:
         found = checkpoint.resolve(asked, self.checkpoints) if asked else None
         if self.metrics.is_dir():
             raise UserError(f"output_dir {self.path}: metrics.jsonl is a folder; remove it")
+        logs = self.path / (self.logs or "")
+        if files := [p for p in (logs, *logs.parents) if p.exists() and not p.is_dir()]:
+            raise UserError(f"output_dir {self.path}: {files[0].name}, for the logs of report_to, is a file; remove it")
         if found is None:
             self.refuse_other_run(config.overwrite_output_dir, resuming=bool(asked))
             if asked:
@@ -109,7 +113,8 @@ class RunFolder:
         A run that was killed before its first checkpoint holds nothing to keep: resuming it starts it anew.
         """
         if owned.kind_of(self.path) is None:
-            owned.refuse_foreign(self.path, KIND, (*self.WRITTEN, *self.REPLACED))
+            logs = Path(self.logs).parts[:1] if self.logs else ()
+            owned.refuse_foreign(self.path, KIND, (*self.WRITTEN, *self.REPLACED, *logs))
         held = [p for p in (self.metrics, self.checkpoints, self.pipeline, self.path / "validation.json") if p.exists()]
         if resuming and (self.pipeline.exists() or any(self.checkpoints.glob("step-*"))):
             raise UserError(
