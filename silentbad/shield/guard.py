@@ -26,7 +26,7 @@ from silentbad.errors import UserError
 from silentbad.memory.auxiliary import Access
 from silentbad.memory.masks import fitted
 from silentbad.model.diffusion import prediction_target
-from silentbad.options import Location, Natural, Small, check_options, check_values
+from silentbad.options import Count, Location, Small, check_options, check_values
 from silentbad.rng import generator, noise
 from silentbad.shield import result
 from silentbad.shield.result import ADVICE
@@ -167,7 +167,7 @@ class Cap(Guard):
     What exceeds it leaves the epoch; the run has as many steps as without, so the other records take its place.
     """
 
-    def __init__(self, suspects: Suspects, *, limit: Natural = 20):
+    def __init__(self, suspects: Suspects, *, limit: Count = 20):
         super().__init__(suspects)
         self.limit = limit
         self.epoch, self.before = -1, [0] * len(suspects.rows)  # draws of each element before that epoch

@@ -105,7 +105,7 @@ SCAN = ["--guard.scan", "x.json"]
         (["--guard.options.limit", "3"], "guard.options: has no effect with guard.name=none"),
         (["--guard.name", "cop", *SCAN], "guard: unknown name 'cop'; did you mean 'cap'"),
         (["--guard.name", "cap", *SCAN, "--guard.options.limt", "3"], "unknown option 'limt'; did you mean 'limit'"),
-        (["--guard.name", "cap", *SCAN, "--guard.options.limit", "-3"], "option 'limit' must be"),
+        (["--guard.name", "cap", *SCAN, "--guard.options.limit", "0"], "option 'limit' must be at least 1"),
         (["--guard.name", "cap+mask", *SCAN, "--guard.options.limit", "3"], "'limit' is not a guard of cap.mask"),
         (["--guard.name", "drop+cap", *SCAN], "drop leaves no suspect record to mask or cap"),
         (["--guard.name", "cap", *SCAN, "--memory.rehearsal.name", "leak_free"], "composes what guard.name=cap"),
@@ -141,9 +141,11 @@ def test_cap_goes_on_where_a_checkpoint_stopped(tmp_path):
 
 
 def test_cap_that_leaves_nothing_is_one_line(tmp_path):
-    guards, _ = capped(tmp_path, 0)
-    with pytest.raises(UserError, match="guard.cap: every record of epoch 0 reached the limit of 0"):
-        guards.epoch(lambda epoch: np.asarray([0, 2]))(0)
+    guards, _ = capped(tmp_path, 1)
+    order = guards.epoch(lambda epoch: np.asarray([0, 2]))
+    assert order(0).tolist() == [0, 2]
+    with pytest.raises(UserError, match="guard.cap: every record of epoch 1 reached the limit of 1"):
+        order(1)
 
 
 # -- mask --------------------------------------------------------------------------------------------------
