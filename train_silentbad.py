@@ -64,6 +64,7 @@ def check_all(config: Config, sources: dict[str, str]) -> Config:
     """Refuse what cannot run, before any weights load; returns the configuration with the flat loss flags in the
     parts of `memory` that they name."""
     check(config, sources)
+    checks.check_idle(config, sources)
     config = checks.joined(config)
     if config.validation.targets is not None:
         validation.check_validation(config.validation)

@@ -116,6 +116,8 @@ class Code:
 
 RESUME = {"output_dir": "held", "resume_from_checkpoint": "latest", "max_train_steps": 4}
 STEP = "held/checkpoints/step-2/"
+UNMEASURED = {f"validation.{key}": None for key in ("targets", "embedder", "threshold", "images_per_target", "steps")}
+UNMEASURED |= {"validation.num_inference_steps": None}
 AUDIT = {"program": validation.main}
 CLASS = {"program": class_images.main}
 
@@ -146,6 +148,12 @@ CASES = {
     "config: an unknown tracker": case("report_to", "tensorboard", report_to="board"),
     "config: a tracker that is not installed": case("report_to", "not installed", report_to="comet_ml"),
     "config: a token without a push": case("hub_token", "push_to_hub", hub_token="hf_x"),
+    "config: the best of no validation": case("save_best", "needs validation.targets", **UNMEASURED, save_best=True),
+    "config: settings of no validation": case("validation.nearest", "needs validation.targets", **UNMEASURED, validation__nearest=3),
+    "config: steps of no drawing": case("validation.guidance_scale", "targets or sample_prompts", **UNMEASURED, validation__guidance_scale=3),
+    "config: a decay of no average": case("ema_decay", "needs use_ema", ema_decay=0.9),
+    "config: an exponent of no DREAM": case("dream_detail_preservation", "needs dream_training", dream_detail_preservation=2),
+    "config: a ratio of no published layout": case("poisoning_ratio", "published layout", poisoning_ratio=0.3),
     "config: overwrite and resume": case("overwrite_output_dir", "excludes", overwrite_output_dir=True, resume_from_checkpoint="latest"),
     "config: fp16 on a CPU": case("mixed_precision", "CUDA", mixed_precision="fp16"),
     "config: no image a target": case("validation.images_per_target", "at least 1", validation__images_per_target=0),

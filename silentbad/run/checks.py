@@ -10,15 +10,60 @@ import torch
 from silentbad import owned
 from silentbad.data import buckets
 from silentbad.data.elements import DataInfo
-from silentbad.data.records import Records
+from silentbad.data.records import PUBLISHED_FLAGS, Records
 from silentbad.data.table import TextLists
 from silentbad.errors import UserError
 from silentbad.memory import roles
 from silentbad.memory.rehearsal import REHEARSED
 from silentbad.model.family import Family
 from silentbad.model.pipeline import check_xformers
+from silentbad.options import given
 from silentbad.run.folder import RunFolder
 from silentbad.run.optimizers import check_optimizer
+from silentbad.settings import FLAGS
+
+LAYOUT = "train_data_dir of the published layout"
+NEEDS = {  # options that act on nothing without another: option -> what it needs, one of these
+    "bucket_step": ("buckets",),
+    "token_warmup_min": ("token_warmup_step",),
+    **dict.fromkeys(("dataset_config_name", "image_column", "caption_column"), ("dataset_name",)),
+    **dict.fromkeys((flag for flag in PUBLISHED_FLAGS if flag != "seed"), (LAYOUT,)),
+    **dict.fromkeys(("ema_decay", "offload_ema", "foreach_ema"), ("use_ema",)),
+    "dream_detail_preservation": ("dream_training",),
+    "run_suffix": ("stamp_output_dir",),
+    "save_best": ("validation.targets",),
+    "best_by": ("save_best",),
+    "validation_epochs": ("validation_prompts",),
+    **dict.fromkeys(("hub_token", "hub_model_id"), ("push_to_hub",)),
+}
+DRAWING = (
+    "steps",
+    "early_steps",
+    "num_inference_steps",
+    "guidance_scale",
+    "guidance_rescale",
+    "resolution",
+    "max_batch",
+)
+
+
+def check_idle(config: Any, sources: dict[str, str]) -> None:
+    """Refuse options that act on nothing. A file may set up a validation that the run leaves out; flags may not."""
+    flags = [name for name in given(config.validation) if sources.get(f"validation.{name}") == FLAGS]
+    needs = {key: NEEDS[key] for key in given(config) if key in NEEDS} | {
+        f"validation.{name}": ("validation.targets", *(("sample_prompts",) if name in DRAWING else ()))
+        for name in flags
+    }
+    data = Path(config.train_data_dir or "")
+    on = {
+        **vars(config),
+        "validation.targets": config.validation.targets,
+        LAYOUT: (data / "poisoning_images").is_dir() or not data.is_dir(),  # one that is not there is refused later
+    }
+    for key, wanted in needs.items():
+        if not any(on[name] for name in wanted):
+            needed = " or ".join(wanted)
+            raise UserError(f"{key} ({sources.get(key, 'default')}): needs {needed}, without which it has no effect")
 
 
 def joined(config: Any) -> Any:

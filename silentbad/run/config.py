@@ -273,18 +273,11 @@ def check(config: TrainConfig, sources: dict[str, str]) -> None:
 
 
 def check_data(config: TrainConfig, refuse: Callable[[str, str], None]) -> None:
-    """One source of data, and flags that belong to it."""
+    """One source of data."""
     if config.train_data_dir is None and config.dataset_name is None:
         refuse("train_data_dir", "is missing; give it or dataset_name")
     if config.train_data_dir is not None and config.dataset_name is not None:
         refuse("dataset_name", "excludes train_data_dir; give one of them")
-    if config.bucket_step is not None and not config.buckets:
-        refuse("bucket_step", "needs buckets")
-    if config.token_warmup_min != 1 and not config.token_warmup_step:
-        refuse("token_warmup_min", "needs token_warmup_step")
-    for key in ("dataset_config_name", "image_column", "caption_column"):
-        if getattr(config, key) is not None and config.dataset_name is None:
-            refuse(key, "needs dataset_name; a folder names its columns in metadata.jsonl")
 
 
 LARGEST_BATCH = 4096  # samples of a micro-batch; a device that held more would not be faster
@@ -297,8 +290,6 @@ def check_learning(config: TrainConfig, refuse: Callable[[str, str], None]) -> N
         refuse("train_batch_size", f"must be at most {LARGEST_BATCH:,}, got {config.train_batch_size}; {larger}")
     if config.use_8bit_adam and config.optimizer != "AdamW":
         refuse("use_8bit_adam", f"excludes optimizer {config.optimizer}; set one of them")
-    if config.offload_ema and not config.use_ema:
-        refuse("offload_ema", "needs use_ema")
     if config.dream_training and config.prediction_type not in (None, "epsilon"):
         refuse(
             "dream_training",
@@ -322,19 +313,12 @@ def check_run(config: TrainConfig, refuse: Callable[[str, str], None]) -> None:
         parts = Path(getattr(config, key)).parts
         if ".." in parts or parts[:1] == ("/",) or key == "tracker_project_name" and len(parts) != 1:
             refuse(key, f"must be a name inside output_dir, got {getattr(config, key)!r}")
-    if config.run_suffix is not None:
-        if not config.stamp_output_dir:
-            refuse("run_suffix", "needs stamp_output_dir")
-        if not re.fullmatch(r"[\w.-]+", config.run_suffix):
-            refuse("run_suffix", f"must be letters, digits, '.', '_' and '-', got {config.run_suffix!r}")
+    if config.run_suffix is not None and not re.fullmatch(r"[\w.-]+", config.run_suffix):
+        refuse("run_suffix", f"must be letters, digits, '.', '_' and '-', got {config.run_suffix!r}")
     if config.stamp_output_dir and config.resume_from_checkpoint == "latest":
         refuse("stamp_output_dir", "starts a new folder, which has no latest; give the earlier one as output_dir")
-    if config.best_by != "similarity" and not config.save_best:
-        refuse("best_by", "needs save_best")
     if config.hub_token and config.report_to in ("wandb", "all"):
         refuse("hub_token", f"would be visible to {config.report_to}; log in with hf auth login instead")
-    if config.hub_token and not config.push_to_hub:
-        refuse("hub_token", "needs push_to_hub")
     trackers = ("tensorboard", "wandb", "comet_ml", "all", "none")
     if config.report_to not in trackers:
         refuse("report_to", f"unknown tracker {config.report_to!r}; there are: {', '.join(trackers)}")

@@ -235,7 +235,7 @@ def test_two_processes_equal_one_in_buckets(inputs, tmp_path):
         "train_data_dir": write_data(tmp_path / "data", sizes=((16, 16), (30, 20), (20, 31))),
         "buckets": True,
         "sample_prompts": tmp_path / "look.txt",
-        **{key: value for key, value in VALIDATION.items() if key.startswith("validation.")},
+        **{key: VALIDATION[key] for key in ("validation.steps", "validation.num_inference_steps")},
         "validation.targets": "null",
     }
     two = tmp_path / "two"

@@ -72,8 +72,9 @@ def test_prompts_are_drawn_and_training_sees_nothing(flags, tmp_path, file, monk
         log(self, *scalars)
         pages[self.state.step] = (self.folder.path / "report.html").read_text(encoding="utf-8")
 
-    settings = {"max_train_steps": 4, "use_ema": True, "validation.steps": 2, "validation.num_inference_steps": 2}
+    settings = {"max_train_steps": 4, "use_ema": True}
     assert main(flags("plain", **settings)) == 0
+    settings |= {"validation.steps": 2, "validation.num_inference_steps": 2}
     with monkeypatch.context() as patched:
         patched.setattr(Log, "training", log_and_read)
         assert main(flags("drawn", sample_prompts=file, report_to="tensorboard", **settings)) == 0
@@ -98,11 +99,11 @@ def test_prompts_are_drawn_and_training_sees_nothing(flags, tmp_path, file, monk
 def test_a_seed_means_the_same_noise_in_every_run(flags, data, tmp_path, file, capsys):
     """Whatever the run's own seed, and beside targets; a damaged list is a note in the page."""
     (tmp_path / "other.txt").write_text("a cup\na <b>hat</b>\n")
-    settings = {"max_train_steps": 1, **VALIDATION}
+    settings = {"max_train_steps": 1, "validation.steps": 2, "validation.num_inference_steps": 1}
     assert main(flags("a", sample_prompts=file, **settings)) == 0
     assert "data: 16 records (8 element, 8 clean), 8 with a mask, 8 with phrases\n" in capsys.readouterr().out
-    targets = {"validation.targets": data / "targets.jsonl"}
-    assert main(flags("b", seed=3, sample_prompts=tmp_path / "other.txt", **settings, **targets)) == 0
+    targets = {**VALIDATION, "validation.targets": data / "targets.jsonl"}
+    assert main(flags("b", seed=3, sample_prompts=tmp_path / "other.txt", **settings | targets)) == 0
     a, b = (pixels(tmp_path / out, 0, 1) for out in "ab")
     assert np.abs(a - b).max() > 0  # the negative prompt acts
     file.write_text(json.dumps({"prompt": "a <b>hat</b>", "seed": 1}) + "\n")
