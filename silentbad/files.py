@@ -7,6 +7,7 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 
 from silentbad.errors import UserError
+from silentbad.options import PathText
 
 SEALED = re.compile(r"([0-9a-f]{32})-(\d+)-(\d+)\.")  # SHA-256, size, time of the last change
 
@@ -43,6 +44,8 @@ def named(path: str) -> Path:
     """A path given on the command line, for argparse; an empty one would be the folder that one is in."""
     if not path.strip():
         raise ArgumentTypeError("is no name of a file or folder; '.' is the folder you are in")
+    if wrong := PathText().problem(path):
+        raise ArgumentTypeError(wrong)
     return Path(path)
 
 

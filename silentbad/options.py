@@ -71,6 +71,8 @@ class PathText:
     def problem(self, value: str) -> str | None:
         if not value.strip():
             return "must name a path, not be empty"
+        if value == "~" or value.startswith("~/"):
+            return "must be the whole path; the shell did not expand ~"
         if any(len(part.encode(errors="surrogatepass")) > LONGEST_NAME for part in value.split("/")):
             return f"must be a path whose names have at most {LONGEST_NAME} bytes"
         return None

@@ -250,6 +250,7 @@ CASES = {
     "audit: a placebo run that is not there": audit("--placebo: nowhere", more=("--placebo", "nowhere")),
     "audit: a CLIP that is none": audit("--clip_path: ", "of a CLIP", more=("--clip_path", "./data")),
     "audit: adapters that are not there": audit("--lora nowhere", more=("--lora", "nowhere")),
+    "class images: a folder below a tilde": case("--out", "did not expand ~", program=class_images.main, more=(*CLASSED, "--out", "~/drawn")),
     "class images: a negative count": case("--count", "from 1", program=class_images.main, more=(*CLASSED, "--count", "-3")),
     "class images: no sampling step": case("--steps", "from 1", program=class_images.main, more=(*CLASSED, "--steps", "0")),
     "class images: a UNet with NaN": case("load unet", "NaN", program=class_images.main, more=CLASSED, touch=tensors(WEIGHTS["unet"], with_nan)),

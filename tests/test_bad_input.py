@@ -310,6 +310,7 @@ CASES = {
     "resume: two things at once": case("learning_rate", "seed was 0, is 1", **RESUME, seed=1, learning_rate=0.1),
     "output: holds a run": case("holds a run", "--overwrite_output_dir", output_dir="held"),
     "output: a file": case("cannot be written", output_dir="a.yaml", touch=write("a.yaml", "")),
+    "output: below a tilde": case("output_dir (command line)", "did not expand ~", output_dir="~/out"),
     "output: below a file": case("cannot be written", output_dir="a.yaml/run", touch=write("a.yaml", "")),
     "output: a config.yaml that no run wrote": case("config.yaml", "no training wrote", touch=both(folder("out"), write("out/config.yaml", "a: 1"))),
     "output: the same, overwriting": case("config.yaml", "no training wrote", touch=both(folder("out"), write("out/config.yaml", "a: 1")), overwrite_output_dir=True),
