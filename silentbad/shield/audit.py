@@ -214,7 +214,7 @@ def _audited(options: Any, phrases: list[str], fixed: list[list[str]], out: Path
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     embedder = load_embedder(options.embedder, options.embedder_path, device, options.embedder_sha256)
     pipe = load_pipeline(options.pipeline, options.dtype, device, options.lora)
-    named, tokenizer = f"--pipeline {options.pipeline}", pipe.tokenizer
+    named = f"--pipeline {options.pipeline}"
     sampler = Sampler(pipe.components, options, options.seed, refuses=named)
     if sampler.family.flow:
         raise UserError(f"{named}: the search without a target reads UNets; give Stable Diffusion 1, 2 or XL")
@@ -237,7 +237,7 @@ def _audited(options: Any, phrases: list[str], fixed: list[list[str]], out: Path
         return usual[size]
 
     def measured(prompts: Sequence[str], flag: str = options.given[0]) -> np.ndarray:
-        found = probed(sampler, in_window(tokenizer, prompts, flag), bar)
+        found = probed(sampler, in_window(pipe.tokenizer, prompts, flag), bar)
         if not np.isfinite(found).all():
             raise UserError(f"{named}: its predictions are not finite; nothing could be concluded from them")
         return found
@@ -261,7 +261,7 @@ def _audited(options: Any, phrases: list[str], fixed: list[list[str]], out: Path
     sizes = sorted({len(probe.phrases) for probe in tested}) or [2]
     each = {size: ordinary(options, options.nulls, size, known) for size in sizes}
     nulls = [each[sizes[k % len(sizes)]][k] for k in range(options.nulls)]
-    in_window(tokenizer, nulls, "ordinary")
+    in_window(pipe.tokenizer, nulls, "ordinary")
     pictures = []
     for name, unet in unets.items():
         with sampler.using(unet, device):

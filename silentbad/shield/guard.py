@@ -21,8 +21,8 @@ from torch import Tensor
 
 from silentbad.data.images import open_image, to_tensor
 from silentbad.data.records import Records
-from silentbad.data.schema import admitted, caption
-from silentbad.errors import UserError
+from silentbad.data.schema import admitted, caption, check_window
+from silentbad.errors import UserError, brief
 from silentbad.memory.auxiliary import Access
 from silentbad.memory.masks import fitted
 from silentbad.model.diffusion import prediction_target
@@ -79,9 +79,12 @@ class Suspects:
         texts, count = records.column("text"), len(records)
         same = all(0 <= i < count and texts[i].as_py() == text for i, text in self.text.items())
         if self.count != count or not same or any(i not in self.text for rows in self.rows for i in rows.tolist()):
+            advice = (
+                "scan this data again" if records.rows is None else "max_train_samples chose among them, leave it out"
+            )
             raise UserError(
                 f"guard.scan: {self.file} is of other data ({self.count} records, here {count}, or other captions); "
-                "scan this data again"
+                f"{advice}"
             )
 
     def picture(self, file: Path, mode: str) -> Image.Image:
@@ -218,6 +221,8 @@ class Project(Guard):
 
     def start(self, setting: Setting) -> None:
         self.setting, found, size = setting, self.suspects, (setting.side, setting.side)
+        for prompt in found.prompts:
+            check_window(prompt, setting.access.tokenizer, f"guard.scan: {found.file}: {brief(prompt)}")
         shown, known = [], []
         for file, members in zip(found.pictures, found.members, strict=True):
             union = np.max([np.asarray(found.picture(found.masks[i], "L")) for i in members], axis=0)

@@ -64,6 +64,11 @@ def test_another_scan_is_refused(change, line, records, tmp_path):
     assert line in str(refused.value)
 
 
+def test_a_choice_among_scanned_records_is_named(records, tmp_path):
+    with pytest.raises(UserError, match="max_train_samples chose among them, leave it out"):
+        Guards(scan_of(tmp_path, [0])).records(records.select(np.arange(3)))
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"records": "x"}', '{"records": 4, "suspects": [1]}'])
 def test_what_is_no_scan_is_one_line(content, tmp_path):
     (tmp_path / "scan.json").write_text(content)
@@ -173,6 +178,15 @@ def test_projected_gradients_do_not_point_along(scale):
     assert torch.allclose(shift[0] / away[0], shift[1][0] / away[1][0], rtol=1e-3)  # along h alone
     against = [-h for h in away]
     assert float(project(against, away)) < 0 and all(map(torch.equal, against, [-h for h in away]))
+
+
+def test_a_prompt_beyond_the_window_projects_nothing(build, guarding, tmp_path):
+    settings = guarding("project")
+    found = json.loads((tmp_path / "scan.json").read_text())
+    found["sets"][0]["prompt"] = "very " * 60 + "red cat"
+    (tmp_path / "scan.json").write_text(json.dumps(found))
+    with pytest.raises(UserError, match="guard.scan: .*scan.json: 'very .* tokens, the window is 48; shorten it"):
+        build(**settings)
 
 
 def test_project_with_nothing_to_project_on_changes_nothing():
