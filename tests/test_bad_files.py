@@ -540,6 +540,24 @@ def test_adapters_are_taken_whole_or_refused(name, adapted, tmp_path):
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("alpha", [NAN, float("inf")])
+def test_an_alpha_of_kohyas_that_is_not_finite_is_named(alpha, adapted, tmp_path):
+    layer = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"
+    weights = load_file(adapted / "lora/pytorch_lora_weights.safetensors")
+    (a,) = (
+        value
+        for name, value in weights.items()
+        if name.endswith("mid_block.attentions.0.transformer_blocks.0.attn1.to_q.lora_A.weight")
+    )
+    down, up = f"{layer}.lora_down.weight", f"{layer}.lora_up.weight"
+    save_file(
+        {down: a, up: torch.ones(a.shape[1], 2), f"{layer}.alpha": torch.tensor(alpha)}, tmp_path / "k.safetensors"
+    )
+    arguments = (str(adapted / "pipeline"), "float32", "cpu", str(tmp_path / "k.safetensors"))
+    with pytest.raises(UserError, match=r"^--lora .*NaN or infinite values in unet.mid_block.*to_q.*alpha"):
+        pipeline.load_pipeline(*arguments)
+
+
 def scripted(features):
     """A TorchScript file's module that gives these features."""
 

@@ -117,8 +117,8 @@ class Family:
         return {"guidance_rescale": config.guidance_rescale}
 
     def lora_tensors(self, pipe: Any, path: str) -> dict[str, Tensor]:
-        """The tensors of a file of adapters, by diffusers' names."""
-        return pipe.lora_state_dict(path, use_safetensors=True)[0]
+        """The tensors of a file of adapters, by diffusers' names, and the alphas of kohya's."""
+        return with_alphas(*pipe.lora_state_dict(path, use_safetensors=True))
 
 
 def refuse_width(path: str, backbone: str, takes: int, gives: int) -> None:
@@ -131,6 +131,11 @@ def pooled_states(encoder: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """(c (B,L,D), pooled (B,P)) of a CLIP text encoder with projection: the last state but one, and the projected."""
     out = encoder(tokens, output_hidden_states=True)
     return out.hidden_states[-2], out.text_embeds
+
+
+def with_alphas(tensors: dict[str, Tensor], alphas: dict[str, float] | None) -> dict[str, Tensor]:
+    """The tensors of a file of adapters, each layer's alpha among them."""
+    return tensors | {name: torch.tensor(alpha) for name, alpha in (alphas or {}).items()}
 
 
 def side_of(backbone: Any) -> int:

@@ -7,7 +7,7 @@ from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2D
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-from silentbad.model.family import Family, refuse_width, zeros_like_text
+from silentbad.model.family import Family, refuse_width, with_alphas, zeros_like_text
 
 
 class StableDiffusion(Family):
@@ -86,4 +86,4 @@ class StableDiffusionXL(StableDiffusion):
         return self.pipeline(**components, add_watermarker=False)
 
     def lora_tensors(self, pipe: Any, path: str) -> dict[str, Tensor]:
-        return pipe.lora_state_dict(path, use_safetensors=True, unet_config=pipe.unet.config)[0]
+        return with_alphas(*pipe.lora_state_dict(path, use_safetensors=True, unet_config=pipe.unet.config))
