@@ -130,17 +130,28 @@ def _takes_float(hint: Any) -> bool:
 
 # ---------------------------------------------------------------- files
 def read_file(path: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """(what a YAML file holds, {dotted key: its line}). Bounded in size, depth and what aliases stand for."""
+    """(what a YAML file holds, {dotted key: its line})."""
+    lines: dict[str, int] = {}
+    values, node = read_yaml(path, lambda node: _lines(node, "", path, lines))
+    if node is None:
+        return {}, {}
+    if not isinstance(values, dict):
+        raise UserError(f"configuration file {path}: must hold key: value pairs, holds {type(values).__name__}")
+    return values, lines
+
+
+def read_yaml(path: str, look: Callable[[yaml.Node], None] = lambda node: None) -> tuple[Any, yaml.Node | None]:
+    """(what a YAML file holds, its node or None where it is empty), after a `look` at the node. Bounded in size, depth
+    and what aliases stand for."""
     text = read_text(path)
     try:
         _bound(text, path)
         loader = Loader(text)
         node = loader.get_single_node()
         if node is None:
-            return {}, {}
-        lines: dict[str, int] = {}
-        _lines(node, "", path, lines)
-        values = loader.construct_document(node)
+            return None, None
+        look(node)
+        return loader.construct_document(node), node
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
@@ -148,9 +159,6 @@ def read_file(path: str) -> tuple[dict[str, Any], dict[str, int]]:
         raise UserError(f"configuration file {path}{line}: not YAML: {reason}") from None
     except (ValueError, TypeError, OverflowError) as error:  # of a constructor: !!int of a word, a number too long
         raise UserError(f"configuration file {path}: holds a value that cannot be read ({first_line(error)})") from None
-    if not isinstance(values, dict):
-        raise UserError(f"configuration file {path}: must hold key: value pairs, holds {type(values).__name__}")
-    return values, lines
 
 
 def read_text(path: str) -> str:

@@ -140,6 +140,17 @@ CASES = {
     "config: two losses at once": case("snr_gamma", "debiased", snr_gamma=5, memory__loss__name="debiased"),
     "config: a sampler without its memory": case("phrase_memory.enabled", memory__sampler__name="leitner"),
     "config: an unknown rule": case("gsnr", gradient_control__name="gsn"),
+    **{
+        f"config: a prior table of {what}": case("'table'", said, gradient_control__name="prior", gradient_control__options='{"table": "a.yaml"}', touch=write("a.yaml", text))
+        for what, text, said in (
+            ("numbers", "[1, 2]", "a.yaml:1: a row has match"),
+            ("pairs", "mid.*: 2", "no list of rows"),
+            ("no number", "- {match: mid.*, pi: 1}\n- {match: up1.*, pi: .nan}", "a.yaml:2: pi must be a finite"),
+            ("nothing", "- {match: mid.*, pi: 0}", "pi must be positive"),
+            ("no pattern", "- {pi: 2}", "match must be str"),
+        )
+    },
+    "config: a prior table that unfolds": case("a.yaml", "aliases unfolded", gradient_control__name="prior", gradient_control__options='{"table": "a.yaml"}', touch=write("a.yaml", "- &a [" + "1," * 999 + "1]\n" + "- &b [" + "*a," * 30 + "1]\n")),
     "config: an unknown rule between sources": case("contrast", gradient_control__between__name="contrst"),
     "config: sources apart, compiled": case("compile_model", gradient_control__between__name="contrast", compile_model=True),
     "config: estimated masks of flipped images": case("native place", "random_flip", memory__region__name="estimated", random_flip=True),

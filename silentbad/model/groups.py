@@ -6,12 +6,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import yaml
 from torch import nn
 
 from silentbad import ROOT
-from silentbad.errors import UserError
+from silentbad.errors import UserError, brief
+from silentbad.options import Positive, problem
+from silentbad.settings import read_yaml
 
 logger = logging.getLogger(__name__)
 OTHER = "other"  # names no pattern knows; multiplier 1
@@ -165,8 +167,27 @@ def prior_table(table: str | None = None, drop: list[str] | None = None, sdxl: b
     path = Path(table) if table else ROOT / "configs" / "prior.yaml"
     if not path.is_file():
         raise UserError(f"prior: option 'table': no file {path}")
-    rows = {row["match"]: row for row in yaml.safe_load(path.read_text())}
+    rows = {row["match"]: row for row in _prior_rows(path)}
     if unknown := set(drop or ()) - set(rows):
         raise UserError(f"prior: option 'drop': no row {min(unknown)!r} in {path}; rows are: {', '.join(rows)}")
     kept = [row for match, row in rows.items() if match not in (drop or ())]
     return {row.get("sdxl", row["match"]) if sdxl else row["match"]: float(row["pi"]) for row in kept}
+
+
+PRIOR_ROW = {"match": str, "pi": Positive, "sdxl": str | None}
+
+
+def _prior_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a prior table, each checked."""
+    rows, node = read_yaml(str(path))
+    if node is None or not isinstance(rows, list):
+        raise UserError(f"prior: option 'table': {path} holds no list of rows, such as - {{match: mid.*, pi: 1.25}}")
+    for row, of in zip(rows, node.value, strict=True):
+        where = f"prior: option 'table': {path}:{of.start_mark.line + 1}"
+        if not isinstance(row, dict) or (unknown := [key for key in row if key not in PRIOR_ROW]):
+            got = unknown[0] if isinstance(row, dict) else row
+            raise UserError(f"{where}: a row has match, pi and perhaps sdxl, got {brief(got)}")
+        for key, kind in PRIOR_ROW.items():
+            if wrong := problem(row.get(key), kind):
+                raise UserError(f"{where}: {key} {wrong}, got {brief(row.get(key))}")
+    return rows
