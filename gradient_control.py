@@ -38,7 +38,7 @@ from silentbad.errors import UserError
 from silentbad.experiments import TRANSFORMS, check_transform
 from silentbad.experiments.rules import Transfer
 from silentbad.model.groups import OTHER, Groups, group_parameters, prior_table
-from silentbad.options import Count, Decay, Natural, Positive, Range, check_options, check_values
+from silentbad.options import Count, Decay, Natural, Positive, Range, Weight, check_options, check_values
 
 __all__ = [
     "SCALE_RULES",
@@ -58,7 +58,7 @@ class GradientControlConfig:
 
     name: str = "uniform"  # a rule of SCALE_RULES, or several: prior+gsnr
     options: dict[str, Any] = field(default_factory=dict)  # of the rule; of a combination: rule -> options
-    weights: dict[str, float] = field(default_factory=dict)  # rule -> its weight in log space (default 1)
+    weights: dict[str, Weight] = field(default_factory=dict)  # rule -> its weight in log space (default 1)
     apply: Literal["lr", "gradient"] = "lr"  # on learning rates, or (for comparison) on gradients
     bound: Annotated[float, Range(at_least=1)] = 4.0  # A: every multiplier stays in [1/A, A]
     warmup: Natural = 50  # updates with all multipliers 1; the rule fades in over as many again
@@ -117,7 +117,7 @@ def placebo(
     stats: GroupStats,
     *,
     of: str = "prior+gsnr",
-    weights: dict[str, Any] | None = None,
+    weights: dict[str, Weight] | None = None,
     options: dict[str, Any] | None = None,
 ) -> Tensor:
     """The multipliers of the rule `of`, shuffled over the groups by the run's seed: a control."""

@@ -27,7 +27,7 @@ from silentbad.model.averaging import averaged, extrapolated
 from silentbad.model.denoiser import backbone_in
 from silentbad.model.families import backbone_of
 from silentbad.model.pipeline import load_pipeline
-from silentbad.options import Cosine, Location, Natural, Range, Rate, Side, Small, Unit, check_values
+from silentbad.options import Cosine, Location, Natural, Range, Rate, Seed, Side, Small, Unit, check_values
 from silentbad.recovery import report
 from silentbad.recovery.embedders import CLIP, load_embedder, tried
 from silentbad.recovery.evidence import verdict_sentence
@@ -366,7 +366,7 @@ class Audit(Candidates, ValidationConfig):
     baseline: Location | None = None  # calibrate and compare on it
     lora: Location | None = None  # adapters to put on the pipeline: folder or file
     output_dir: Location = "audit"  # for JSON, HTML and samples/
-    seed: int = 0  # address of every noise
+    seed: Seed = 0  # address of every noise
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     extrapolate: Annotated[float, Range(-10, 10)] | None = None  # measure the change times this as well
 

@@ -151,6 +151,12 @@ CASES = {
         )
     },
     "config: a prior table that unfolds": case("a.yaml", "aliases unfolded", gradient_control__name="prior", gradient_control__options='{"table": "a.yaml"}', touch=write("a.yaml", "- &a [" + "1," * 999 + "1]\n" + "- &b [" + "*a," * 30 + "1]\n")),
+    "config: a seed below nothing": case("seed", "at least 0", seed=-1),
+    "config: a centre of no strength": case("'centre'", "from -10 to 10", memory__sampler__name="weakest_first", memory__sampler__options="{centre: 1e9}"),
+    "config: a mean of no timestep": case("'mean'", "from -10 to 10", memory__timesteps__name="logit_normal", memory__timesteps__options="{mean: -50}"),
+    "config: a scale that is not monotone": case("'scale'", "from -1 to 1.75", memory__timesteps__name="mode", memory__timesteps__options="{scale: 2}"),
+    "config: a weight beyond any rule": case("gradient_control.weights", "from -100 to 100", gradient_control__name="gsnr", gradient_control__weights="{gsnr: 1e6}"),
+    "config: a level of nothing": case("gradient_control.between.levels", "from 1e-06", gradient_control__between__name="uniform", gradient_control__between__levels="{clean: 0}"),
     "config: an unknown rule between sources": case("contrast", gradient_control__between__name="contrst"),
     "config: sources apart, compiled": case("compile_model", gradient_control__between__name="contrast", compile_model=True),
     "config: estimated masks of flipped images": case("native place", "random_flip", memory__region__name="estimated", random_flip=True),

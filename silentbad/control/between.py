@@ -10,7 +10,6 @@ Symbols: s source; w_s level; g_s its gradient, summed over samples; r_(s,G) sig
 """
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -37,7 +36,7 @@ class BetweenConfig:
 
     name: str = "none"  # a rule of SOURCE_RULES, or none
     options: dict[str, Any] = field(default_factory=dict)  # of the rule
-    levels: dict[str, float] = field(
+    levels: dict[str, Annotated[float, Range(1e-6, 1e6)]] = field(
         default_factory=lambda: {"clean": 0.1}
     )  # w: each source's mean factor, of clean and rehearsal; elements have 1
     ramp: Natural = 0  # updates in which a level falls from 1 to w, geometrically; 0: at once
@@ -103,9 +102,6 @@ def check_between(config: BetweenConfig, readers: list[str]) -> None:
         raise UserError(f"{key}.options: 'of' must be another rule than placebo: {', '.join(SOURCE_RULES)}")
     if unknown := [source for source in config.levels if source not in OTHERS]:
         raise UserError(f"{key}.levels: {unknown[0]!r} has no level; elements are 1, there are: {', '.join(OTHERS)}")
-    for source, level in config.levels.items():
-        if not (math.isfinite(level) and 1e-6 <= level <= 1e6):
-            raise UserError(f"{key}.levels: {source} must be from 1e-6 to 1e6, got {level}")
 
 
 # ------------------------------------------------------------------------------------------------- the shell

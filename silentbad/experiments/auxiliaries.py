@@ -11,7 +11,7 @@ from silentbad.data.elements import DataInfo
 from silentbad.errors import UserError
 from silentbad.experiments.attention import Maps, mass_outside, overlap, phrase_maps, record_maps, token_table
 from silentbad.memory.auxiliary import Setting, Step, Teacher, last_layer
-from silentbad.options import Count, NotNegative, Positive, Small, Unit
+from silentbad.options import Count, Decay, NotNegative, Positive, Small, Strength, Unit
 
 
 def in_mask(info: DataInfo, batch: dict) -> list[set[str]]:
@@ -84,10 +84,10 @@ class AndDistillation:
         weight: NotNegative = 0.1,
         every: Count = 4,
         refresh: Count = 50,
-        after: float = 0.5,
+        after: Strength = 0.5,
         gate: Literal["mask", "attention"] = "mask",
         source: Literal["element", "noise"] = "element",
-        low: float = 0.3,
+        low: Decay = 0.3,
     ):
         self.setting, self.weight, self.every, self.refresh, self.after = (
             setting,

@@ -6,7 +6,7 @@ Legend: rho (H,n) strengths of n elements at H probes, records (n,) records of e
 import numpy as np
 
 from silentbad.data.elements import capped
-from silentbad.options import NotNegative, Positive, Unit
+from silentbad.options import NotNegative, Positive, Strength, Unit
 
 
 def weakest_first(
@@ -16,7 +16,7 @@ def weakest_first(
     *,
     alpha: NotNegative = 1.0,
     uniform_share: Unit = 0.3,
-    centre: float = 0.5,
+    centre: Strength = 0.5,
     width: Positive = 0.15,
     cap: Positive = 4.0,
 ) -> np.ndarray:

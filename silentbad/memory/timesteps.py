@@ -1,13 +1,14 @@
 """Timesteps of a draw, from a density over all of them; and the densities of Stable Diffusion 3."""
 
 import math
+from typing import Annotated
 
 import numpy as np
 import torch
 
 from silentbad import rng
 from silentbad.errors import UserError
-from silentbad.options import Positive, Unit
+from silentbad.options import Positive, Range, Unit
 
 GOLDEN = (5**0.5 - 1) / 2
 
@@ -52,7 +53,7 @@ def logit_normal(
     progress: float,
     error: np.ndarray | None,
     *,
-    mean: float = 0.0,
+    mean: Annotated[float, Range(-10, 10)] = 0.0,
     std: Positive = 1.0,
     uniform: Unit = 0.3,
 ) -> np.ndarray:
@@ -64,11 +65,15 @@ def logit_normal(
 
 
 def mode(
-    snr: np.ndarray, progress: float, error: np.ndarray | None, *, scale: float = 1.29, uniform: Unit = 0.3
+    snr: np.ndarray,
+    progress: float,
+    error: np.ndarray | None,
+    *,
+    scale: Annotated[float, Range(-1, 2 / (math.pi - 2))] = 1.29,
+    uniform: Unit = 0.3,
 ) -> np.ndarray:
-    """t/T = 1 - u - scale (cos^2(pi u / 2) - 1 + u), u uniform (2403.03206, eq. 20): the mass of each bin."""
-    if not -1 <= scale <= 2 / (math.pi - 2):
-        raise UserError(f"mode: scale is {scale:g}; the map is monotone for -1 <= scale <= {2 / (math.pi - 2):.4f}")
+    """t/T = 1 - u - scale (cos^2(pi u / 2) - 1 + u), u uniform (2403.03206, eq. 20): the mass of each bin. The map is
+    monotone in the range of `scale`."""
     u = np.linspace(1, 0, 20 * len(snr) + 1)
     x = 1 - u - scale * (np.cos(math.pi / 2 * u) ** 2 - 1 + u)
     return mixed(np.diff(1 - np.interp(np.linspace(0, 1, len(snr) + 1), x, u)), uniform)

@@ -17,7 +17,7 @@ import yaml
 
 from silentbad import experiments, settings
 from silentbad.errors import UserError
-from silentbad.options import Count, Decay, Location, Natural, NotNegative, Positive, Range, Share, Side, Small
+from silentbad.options import Count, Decay, Location, Natural, NotNegative, Positive, Range, Seed, Share, Side, Small
 
 HERE, PUBLISHED, KOHYA = "here", "SilentBadDiffusion", "sd-scripts"
 NEVER_SAVED = ("hub_token",)  # secrets: read from flags or files, neither written nor printed
@@ -122,7 +122,7 @@ class TrainConfig:
     stamp_output_dir: bool = flag(False, "write into a folder of output_dir named by the time of the start", HERE)
     run_suffix: Location | None = flag(None, "added to that name", HERE)
     overwrite_output_dir: bool = flag(False, "delete the earlier run that stands in output_dir", HERE)
-    seed: int = flag(0, "address of every random draw")
+    seed: Seed = flag(0, "address of every random draw")
     train_batch_size: Small = flag(16, "samples a micro-batch and process")
     max_batch_size: Small | None = flag(None, "samples that fit: larger micro-batches are computed in parts", HERE)
     gradient_accumulation_steps: Small = flag(1, "micro-batches a step")

@@ -231,7 +231,7 @@ def test_parts_by_source_hold_each_sample_once():
         ({"name": "contrst"}, "unknown"),
         ({"name": "none"}, "between.[a-z]+: acts with a rule"),
         ({"levels": {"element": 2.0}}, "elements are 1"),
-        ({"levels": {"clean": 0.0}}, "from 1e-6 to 1e6"),
+        ({"levels": {"clean": 0.0}}, "from 1e-06 to 1e[+]06"),
         ({"name": "placebo", "options": {"of": "placebo"}}, "another rule"),
         ({"name": "placebo", "options": {"of": "nothing"}}, "another rule"),
         ({"bound": 0.5}, "bound"),
