@@ -44,8 +44,8 @@ FAST := tests/control tests/data tests/experiments/test_outcomes.py tests/memory
 test-fast: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(FAST)
 
-test-kill: $(STAMP)  ## 50 kills and failing disks; the disks need root
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/kill --kills 50
+test-kill: $(STAMP)  ## 100 kills and failing disks; the disks need root
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/kill --kills 100
 
 test-thorough: $(STAMP)  ## further kinds of what `make test` tests in part
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --thorough -m thorough tests --ignore tests/fuzz --ignore tests/distributed

@@ -26,7 +26,7 @@ ELEMENTS = (
 
 def pytest_addoption(parser):
     parser.addoption("--thorough", action="store_true", help="also what takes long; `make test-distributed` does")
-    parser.addoption("--kills", type=int, default=3, help="kills of tests/kill; `make test-kill` takes 50")
+    parser.addoption("--kills", type=int, default=3, help="kills of tests/kill; `make test-kill` takes 100")
     parser.addoption("--fuzz", type=float, default=0, help="tests/fuzz: a few inputs, or this times the long run's")
     parser.addoption("--fuzz_seed", type=int, default=0, help="first seed of tests/fuzz")
 

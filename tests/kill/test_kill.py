@@ -1,5 +1,5 @@
 """kill -9 at random moments, and disks that fail: nothing is lost beyond the last interval, and a resumed run ends in
-the bits of one left alone. `--kills 50` asks for so many kills; half of them strike inside a checkpoint's writing.
+the bits of one left alone. `--kills 100` asks for so many kills; half of them strike inside a checkpoint's writing.
 """
 
 import json
