@@ -167,7 +167,7 @@ SPOILED = {  # name: (spoil, what the line says), in training and in an audit al
     "an index that is a list": (write("pipeline/model_index.json", "[]"), ("not a JSON object",)),
     "an index with another VAE": (
         edit_json("pipeline/model_index.json", vae=["diffusers", "AsymmetricAutoencoderKL"]),
-        ("give a Stable Diffusion",),
+        ("give a pipeline of Stable Diffusion 3 or",),
     ),
 }  # fmt: skip
 

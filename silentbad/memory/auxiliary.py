@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from silentbad.data.elements import DataInfo
 from silentbad.memory.probes import Element, PhraseMemory
+from silentbad.model.family import Family
 from silentbad.options import NotNegative
 
 
@@ -67,11 +68,10 @@ class Step(NamedTuple):
 
 
 def last_layer(unet: torch.nn.Module, now: Step) -> torch.Tensor | None:
-    """conv_out's weight, or without one to train, the last trained weight of the up blocks, or of a transformer."""
+    """The last trained weight of the family's last layers: conv_out's in a UNet, or of its up blocks."""
     named = [(n, p) for n, p in unet.named_parameters() if p.requires_grad and p.ndim > 1]
-    last = [p for n, p in named if "conv_out" in n] or [p for n, p in named if "up_blocks" in n]
-    last = last or [p for n, p in named if n.startswith("transformer.")]
-    return last[-1] if last else None
+    layers = ([p for n, p in named if part in n] for part in getattr(unet, "family", Family).last)
+    return next((found[-1] for found in layers if found), None)
 
 
 class SelfDistillation:

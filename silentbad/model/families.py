@@ -11,7 +11,7 @@ from silentbad.model.stable_diffusion_3 import StableDiffusion3
 FAMILIES: dict[str, Family] = {
     family.pipeline.__name__: family for family in (StableDiffusion3(), StableDiffusionXL(), StableDiffusion())
 }
-KNOWN = "a Stable Diffusion 1, 2, XL or 3 pipeline"
+KNOWN = "a pipeline of " + " or ".join(family.name for family in FAMILIES.values())
 
 
 def family_of(components: Collection[str]) -> Family:

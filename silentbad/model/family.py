@@ -28,6 +28,8 @@ class Family:
     sized: bool = False  # whether the backbone is told each picture's size and crop
     upcasts: bool = False  # whether the autoencoder overflows in fp16, where its own settings say so
     flow: bool = False  # whether the path is a rectified flow
+    attention: str = "cross-attention"  # how pictures attend to text, in messages; maps are read of this one alone
+    last: tuple[str, ...] = ("conv_out", "up_blocks")  # parts of the names of the last layers, the first that trains
     kohya: dict[str, str] = {}  # prefix of each component in kohya's files of adapters; none: there is no such file
 
     @property

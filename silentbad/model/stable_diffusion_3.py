@@ -44,6 +44,8 @@ class StableDiffusion3(Family):
     tokenizer = {"tokenizer": CLIPTokenizer, "tokenizer_2": CLIPTokenizer, "tokenizer_3": T5TokenizerFast}
     optional = ("text_encoder_3", "tokenizer_3")
     flow = upcasts = True
+    attention = "joint attention"
+    last = ("transformer.",)
 
     # ---- the path
     def check_schedule(self, settings: dict[str, Any], where: str) -> None:

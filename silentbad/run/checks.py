@@ -197,7 +197,7 @@ OF_EPSILON = ("min_snr", "soft_min_snr", "debiased", "p2")  # losses whose paper
 def check_family(config: Any, family: Family, sharded: str = "") -> None:
     """Refuse what has no meaning on a family's path, or is not there for its layers; `sharded` as in `build`."""
     rows = unfit_flow(config, family.name) if family.flow else []
-    rows += unfit_transformer(config, family.name, sharded) if family.backbone != "unet" else []
+    rows += unfit_transformer(config, family, sharded) if family.backbone != "unet" else []
     for key, on, why in rows:
         if on:
             raise UserError(f"{key}: {why}")
@@ -224,13 +224,13 @@ def unfit_flow(config: Any, family: str) -> list[tuple[str, bool, str]]:
     ]
 
 
-def unfit_transformer(config: Any, family: str, sharded: str) -> list[tuple[str, bool, str]]:
+def unfit_transformer(config: Any, kind: Family, sharded: str) -> list[tuple[str, bool, str]]:
     """(key, whether it is set so, why and what can) of what reads layers of a UNet, or is untested without one."""
     memory, control = config.memory, config.gradient_control
     rules = control.name.split("+")
     of_prior = control.options.get("prior", {}) if len(rules) > 1 else control.options
     copied = control.options.get("of", "prior+gsnr") if "placebo" in rules else ""
-    maps = f"reads maps of cross-attention, and {family} has joint attention"
+    family, maps = kind.name, f"reads maps of cross-attention, and {kind.name} has {kind.attention}"
     return [
         ("train_text_encoder", config.train_text_encoder, f"is not there for {family}; leave it out"),
         ("memory.attention_binding.name", memory.attention_binding.name != "none", f"{maps}; leave it none"),
@@ -257,7 +257,7 @@ def unfit_transformer(config: Any, family: str, sharded: str) -> list[tuple[str,
         (
             "enable_xformers_memory_efficient_attention",
             config.enable_xformers_memory_efficient_attention,
-            f"xformers has no joint attention, as {family} has; leave it off",
+            f"xformers has no {kind.attention}, as {family} has; leave it off",
         ),
     ]
 

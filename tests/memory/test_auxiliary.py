@@ -26,3 +26,14 @@ def test_clean_weight_scales_clean_records_alone():
     pred, target = torch.ones(2, 4, 8, 8), torch.zeros(2, 4, 8, 8)
     loss = trainer.memory.loss_per_sample(pred, target, torch.tensor([5, 5]), torch.tensor([1.0, 2.0]), batch)
     assert loss.tolist() == [1.0, 1.0]
+
+
+def test_the_last_layer_is_the_familys():
+    class Family:
+        last = ("head", "blocks")
+
+    model = torch.nn.ModuleDict({"blocks": torch.nn.Linear(2, 2), "conv_out": torch.nn.Linear(2, 2)})
+    assert auxiliary.last_layer(model, None) is model["conv_out"].weight  # type: ignore[arg-type]
+    model.family = Family()
+    assert auxiliary.last_layer(model, None) is model["blocks"].weight  # type: ignore[arg-type]
+    assert auxiliary.last_layer(model.requires_grad_(False), None) is None  # type: ignore[arg-type]
