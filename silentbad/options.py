@@ -89,7 +89,7 @@ Share = Annotated[float, Range(above=0, at_most=1)]  # more than nothing
 Rate = Annotated[float, Range(above=0, below=1)]
 Cosine = Annotated[float, Range(at_least=-1, at_most=1)]
 Decay = Annotated[float, Range(at_least=0, below=1)]
-Strength = Annotated[float, Range(at_least=-10, at_most=10)]  # of an element, about 0 to 1; bounds of common sense
+Strength = Annotated[float, Range(at_least=-100, at_most=100)]  # of an element, about 0 to 1; -100 keeps a gate open
 Seed = Annotated[int, Range(at_least=0, limit=2**63 - 1)]
 Weight = Annotated[float, Range(at_least=-100, at_most=100)]  # of a logarithm
 Location = Annotated[str, PathText()]

@@ -156,6 +156,7 @@ SPOILED = {  # name: (spoil, what the line says), in training and in an audit al
     "trained betas that are no numbers": (edit_json(SCHEDULE, trained_betas=["a"]), ("trained_betas",)),
     "no sample_size": (edit_json("pipeline/unet/config.json", sample_size=0), ("sample_size is 0",)),
     "an absurd sample_size": (edit_json("pipeline/unet/config.json", sample_size=10**6), ("sample_size",)),
+    "a release that is a list": (edit_json("pipeline/unet/config.json", _diffusers_version=[1.4]), ("_diffusers_version is [1.4]",)),
     "a scaling_factor of zero": (edit_json("pipeline/vae/config.json", scaling_factor=0), ("scaling_factor is 0",)),
     "a scaling_factor as text": (edit_json("pipeline/vae/config.json", scaling_factor="x"), ("scaling_factor",)),
     "latents that are normalised otherwise": (edit_json("pipeline/vae/config.json", latents_mean=[1.0]), ("latents_mean",)),

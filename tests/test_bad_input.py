@@ -66,6 +66,12 @@ def held(name: str):
     return lambda root: root / "held" / "checkpoints" / "step-2" / name
 
 
+def alone(entries: dict) -> dict:
+    """The state of the first parameter whose shape no other has."""
+    shapes = [tuple(entry["exp_avg"].shape) for entry in entries.values()]
+    return next(entry for entry, shape in zip(entries.values(), shapes, strict=True) if shapes.count(shape) == 1)
+
+
 def rewrite(change: Callable[[Path], object]):
     """Change files of the held checkpoint and make its manifest fit them again."""
 
@@ -152,7 +158,7 @@ CASES = {
     },
     "config: a prior table that unfolds": case("a.yaml", "aliases unfolded", gradient_control__name="prior", gradient_control__options='{"table": "a.yaml"}', touch=write("a.yaml", "- &a [" + "1," * 999 + "1]\n" + "- &b [" + "*a," * 30 + "1]\n")),
     "config: a seed below nothing": case("seed", "at least 0", seed=-1),
-    "config: a centre of no strength": case("'centre'", "from -10 to 10", memory__sampler__name="weakest_first", memory__sampler__options="{centre: 1e9}"),
+    "config: a centre of no strength": case("'centre'", "from -100 to 100", memory__sampler__name="weakest_first", memory__sampler__options="{centre: 1e9}"),
     "config: a mean of no timestep": case("'mean'", "from -10 to 10", memory__timesteps__name="logit_normal", memory__timesteps__options="{mean: -50}"),
     "config: a scale that is not monotone": case("'scale'", "from -1 to 1.75", memory__timesteps__name="mode", memory__timesteps__options="{scale: 2}"),
     "config: a weight beyond any rule": case("gradient_control.weights", "from -100 to 100", gradient_control__name="gsnr", gradient_control__weights="{gsnr: 1e6}"),
@@ -300,6 +306,8 @@ CASES = {
     "checkpoint: a schedule that names attributes": case("'lr_scheduler'", touch=rewrite(state(lambda s: s.update(lr_scheduler={"step": 1}))), **RESUME),
     "checkpoint: rates that are not finite": case("'lr_scheduler'", touch=rewrite(state(lambda s: s["lr_scheduler"].update(base_lrs=[float("nan")]))), **RESUME),
     "checkpoint: averages of another shape": case("'optimizer'", "exp_avg", touch=rewrite(state(lambda s: s["optimizer"]["state"][0].update(exp_avg=torch.zeros(3)))), **RESUME),
+    "checkpoint: an average that is text": case("'optimizer'", "exp_avg_sq", touch=rewrite(state(lambda s: alone(s["optimizer"]["state"]).update(exp_avg_sq="@@"))), **RESUME),
+    "checkpoint: a meter that is a list of numbers": case("'meters'", "no scalar", touch=rewrite(state(lambda s: s["meters"].update(sums={"loss": torch.zeros(4)}, counts={"loss": 1}))), **RESUME),
     "checkpoint: averages that are NaN": case("'optimizer'", "not finite", touch=rewrite(state(lambda s: s["optimizer"]["state"][0]["exp_avg"].fill_(float("nan")))), **RESUME),
     "checkpoint: a parameter that is not there": case("'optimizer'", touch=rewrite(state(lambda s: s["optimizer"]["state"].update({9999: s["optimizer"]["state"][0]}))), **RESUME),
     "checkpoint: no state of the hook": case("'hook'", touch=rewrite(state(lambda s: s.pop("hook"))), **RESUME),

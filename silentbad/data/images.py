@@ -66,8 +66,8 @@ def open_mask(source: Path, size: tuple[int, int], where: str) -> Image.Image:
 def _decoded(source: Path | bytes, where: str) -> Image.Image:
     if isinstance(source, Path) and not os.path.isfile(source):  # Path.is_file raises for names that are too long
         raise UserError(f"{where}: no file {source}")
-    with _decoding(source, where):
-        image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
+    with _decoding(source, where), io.BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
+        image = Image.open(file, formats=FORMATS)
         if image.width * image.height > MAX_PIXELS:
             size = f"{_by(image.size)} pixels, over the limit of {MAX_PIXELS}"
             raise UserError(f"{where}: {_shown(source)} is {size}; shrink it")
@@ -234,23 +234,29 @@ def as_floats(thumb: bytes) -> np.ndarray:
 def copies(thumbs: np.ndarray, known: np.ndarray, rms: float = 8.0, share: float = 0.25) -> tuple[int, int] | None:
     """(row of thumbs (R,768), row of known (T,768)) of the first near copy, or None.
 
-    A copy is as bright and as rich in contrast as the known picture, up to a factor of 2. What brightness and contrast
-    leave is at most `rms` levels in the root mean square and at most a `share` of the contrast, so that two nearly
-    blank pages are no copies. On the microworld, JPEGs of quality 30 and pictures resized by half as much again are 4
-    to 7 levels away, the nearest of 840 pictures that share elements with a target over 14.
+    A copy has the known picture's contrast up to a factor of 2, at any brightness of each colour. What both leave is
+    less than `rms` levels in the root mean square and than a `share` of the contrast, so that two nearly blank pages
+    are no copies. On the microworld, JPEGs of quality 30 and pictures resized by half as much again are 4 to 7 levels
+    away, the nearest of 840 pictures that share elements with a target over 12.
     """
-    levels = thumbs - thumbs.mean(1, keepdims=True)
+    levels = _detail(thumbs)
     own = (levels**2).mean(1)[:, None]
     for start in range(0, len(known), CHUNK):
-        some = known[start : start + CHUNK] - known[start : start + CHUNK].mean(1, keepdims=True)
+        some = _detail(known[start : start + CHUNK])
         contrast = (some**2).mean(1)[None]
         both = levels @ some.T / thumbs.shape[1]
         gain = np.clip(both / np.maximum(contrast, 1), 0.5, 2)
         left = np.sqrt(np.maximum(own - 2 * gain * both + gain**2 * contrast, 0))
-        found = np.argwhere(left <= np.minimum(rms, share * gain * np.sqrt(contrast)))
+        found = np.argwhere(left < np.minimum(rms, share * gain * np.sqrt(contrast)))
         if len(found):
             return int(found[0, 0]), start + int(found[0, 1])
     return None
+
+
+def _detail(thumbs: np.ndarray) -> np.ndarray:
+    """Thumbnails (n,768) less the mean of each colour: nothing is left of a plain one."""
+    colours = thumbs.reshape(len(thumbs), -1, 3)
+    return (colours - colours.mean(1, keepdims=True)).reshape(thumbs.shape)
 
 
 # -- images ------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from diffusers import DDPMScheduler
 from diffusers.utils import logging as diffusers_logging
+from packaging.version import InvalidVersion, Version
 from safetensors import safe_open
 from torch import nn
 from transformers.utils import logging as transformers_logging
@@ -111,7 +112,18 @@ SCHEDULER: dict[str, Setting] = {
         for name in ("rescale_betas_zero_snr", "clip_sample", "set_alpha_to_one", "thresholding")
     },
 }
-BACKBONE: dict[str, Setting] = {"sample_size": number_or_pair(int, 1, 4096)}
+
+
+def release(value: Any) -> str | None:
+    """diffusers asks it of a UNet's folder when it puts a pipeline together."""
+    try:
+        Version(value)
+    except (InvalidVersion, TypeError):
+        return "the number of a release, as '0.36.0'"
+    return None
+
+
+BACKBONE: dict[str, Setting] = {"sample_size": number_or_pair(int, 1, 4096), "_diffusers_version": release}
 VAE: dict[str, Setting] = {
     "scaling_factor": number(float, 1e-4, 1e4),
     "shift_factor": number_or_none(float, -1e4, 1e4),

@@ -200,7 +200,8 @@ def refuse_other_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
                 raise ValueError(f"{name} of parameter {i} has shape {tuple(value.shape)}")
             if isinstance(value, torch.Tensor) and not bool(torch.isfinite(value).all()):
                 raise ValueError(f"{name} of parameter {i} is not finite")
-    refuse_odd_entries(state["state"], parameters, by_shape=not type(optimizer).__module__.startswith("torch.optim"))
+    kind = type(getattr(optimizer, "optimizer", optimizer))  # accelerate wraps it
+    refuse_odd_entries(state["state"], parameters, by_shape=not kind.__module__.startswith("torch.optim"))
 
 
 def refuse_odd_entries(entries: dict[int, dict], parameters: list[Any], by_shape: bool) -> None:

@@ -236,7 +236,8 @@ class Tags(HTMLParser):
 def assert_harmless(page: str) -> None:
     tags = Tags(page).found
     assert {tag for tag, _ in tags} <= TAGS
-    assert [a.get("http-equiv") for tag, a in tags if tag == "meta"] == [None, "Content-Security-Policy", None]
+    metas = [a.get("http-equiv") or a.get("name") for tag, a in tags if tag == "meta"]
+    assert metas == [None, "Content-Security-Policy", "generator", "viewport"]
     for tag, attributes in tags:
         assert not any(name.startswith("on") or name in ("style", "srcdoc", "formaction") for name in attributes), tag
         assert all(attributes.get(name, "data:").startswith("data:") for name in ("src", "href", "action"))
@@ -396,10 +397,14 @@ def test_picture_bombs_and_broken_pictures_are_left_out(run, tmp_path):
 
 
 def test_a_page_that_cannot_be_written_is_one_line(run, tmp_path, capsys):
-    for out in (tmp_path, tmp_path / "none" / "page.html", tmp_path / ("x" * 300), tmp_path / "a\0b"):
+    for out in (tmp_path, tmp_path / "none" / "page.html", tmp_path / "a\0b"):
         assert report.main([str(run), "--out", str(out)]) == 2
         error = capsys.readouterr().err
         assert error.startswith(("error: report: cannot write", "error: --out: ")) and error.count("\n") == 1
+    with pytest.raises(SystemExit, match="^2$"):
+        report.main([str(run), "--out", str(tmp_path / ("x" * 300))])
+    error = capsys.readouterr().err
+    assert error.startswith("error: argument --out: must be a path") and error.count("\n") == 1
 
 
 # -- record, templates, charts ----------------------------------------------------------------------------
