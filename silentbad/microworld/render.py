@@ -161,7 +161,7 @@ def _shade(shade, rgb):
 
 
 def _draw_thing(canvas: Image.Image, thing: Thing) -> Image.Image:
-    """Paint one thing on the canvas in place; returns its silhouette, outline included (L, CANVAS x CANVAS)."""
+    """Paint one thing on the canvas in place; returns what it covers, outline included (L, CANVAS x CANVAS)."""
     body = _silhouette(thing)
     outlined = body.filter(ImageFilter.MaxFilter(3))
     canvas.paste(tuple(int(255 * c) for c in DARK), mask=outlined)
@@ -170,9 +170,10 @@ def _draw_thing(canvas: Image.Image, thing: Thing) -> Image.Image:
         canvas.paste(tuple(int(255 * float(c)) for c in paint), mask=body)
     else:
         canvas.paste(Image.fromarray((paint * 255).astype(np.uint8)), mask=body)
-    draw = ImageDraw.Draw(canvas)
+    draw, covered = ImageDraw.Draw(canvas), ImageDraw.Draw(outlined)
     for polygon, shade in FIGURES[thing.kind][1]:
         draw.polygon(_place(polygon, thing), fill=tuple(int(255 * float(c)) for c in _shade(shade, thing.rgb)))
+        covered.polygon(_place(polygon, thing), fill=255)  # a cup's rim stands out
     return outlined
 
 
