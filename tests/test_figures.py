@@ -39,13 +39,19 @@ def test_a_folder_that_is_no_run_is_named(tmp_path):
         strip(tmp_path)
 
 
-@pytest.mark.parametrize("out", ["", "file/sheet.png", "folder", "sheet.txt", "n" * 300 + ".png"])
+@pytest.mark.parametrize("out", ["", "file/sheet.png", "folder", "sheet.txt"])
 def test_an_output_that_cannot_be_written_is_noticed_first(out, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     monkeypatch.setattr("silentbad.figures.strip", lambda *_: pytest.fail("worked first"))
     assert main([str(tmp_path), "--out", str(tmp_path / out)]) == 2
     assert capsys.readouterr().err.startswith("error: --out: ")
+
+
+def test_a_name_that_is_too_long_is_refused_with_the_flags(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="^2$"):
+        main([str(tmp_path), "--out", str(tmp_path / ("n" * 300 + ".png"))])
+    assert capsys.readouterr().err.startswith("error: argument --out: must be a path")
 
 
 def test_a_picture_outside_the_run_is_refused(tmp_path):

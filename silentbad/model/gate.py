@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from diffusers import DDPMScheduler
 from diffusers.utils import logging as diffusers_logging
-from packaging.version import InvalidVersion, Version
 from safetensors import safe_open
 from torch import nn
 from transformers.utils import logging as transformers_logging
@@ -114,13 +113,13 @@ SCHEDULER: dict[str, Setting] = {
 }
 
 
+RELEASE = re.compile(r"\d+(\.\d+)*(\.?(a|b|rc|dev|post)\d*)*(\+[a-z0-9.]+)?")
+
+
 def release(value: Any) -> str | None:
     """diffusers asks it of a UNet's folder when it puts a pipeline together."""
-    try:
-        Version(value)
-    except (InvalidVersion, TypeError):
-        return "the number of a release, as '0.36.0'"
-    return None
+    fits = isinstance(value, str) and RELEASE.fullmatch(value)
+    return None if fits else "the number of a release, as '0.36.0'"
 
 
 BACKBONE: dict[str, Setting] = {"sample_size": number_or_pair(int, 1, 4096), "_diffusers_version": release}
