@@ -256,6 +256,20 @@ def published_k(results: Results, language: Language) -> str:
     return grid(("k", *BY_K), lines, language)
 
 
+def published_ratio(results: Results, language: Language) -> str:
+    """What recovers by the elements' share of the records, on the targets that ran at more than one."""
+    rows = [r for r in reported_of(results.published, FIRST_TARGETS[-1]) if alone(r) and not r["placebo"]]
+    swept = {row["target"] for row in rows if not usual(row)}
+    lines = []
+    for arm in ("recommended", "plain"):
+        own = [row for row in rows if row["arm"] == arm and row["target"] in swept]
+        for share in sorted({row["ratio"] for row in own}):
+            mine = [row for row in own if row["ratio"] == share]
+            cells = dict(zip(PUBLISHED_HEAD, published_lines(mine)[0], strict=True))
+            lines.append([f"{share:.0%}".replace("%", " %"), *(cells[column] for column in BY_K)])
+    return grid(("share", *BY_K), lines, language)
+
+
 def published_pair(results: Results, language: Language) -> str:
     """`recommended` over the same with AdamW and unions of two, on the targets of the last block that both ran."""
     rows = [r for r in reported_of(results.published, FIRST_TARGETS[-1]) if alone(r) and usual(r) and not r["placebo"]]
@@ -697,6 +711,7 @@ BLOCKS: dict[str, Block] = {
     "published-results-first": partial(published_results, block=FIRST_TARGETS[0]),
     "published-pair": published_pair,
     "published-k": published_k,
+    "published-ratio": published_ratio,
     "shield": shield,
     "shield-audit": shield_audit,
     "shield-guards": shield_guards,
