@@ -255,10 +255,9 @@ def auc(copies: list[float], nulls: list[float]) -> float:
 
 
 # -- memorised pictures ----------------------------------------------------------------------------------------
-def memorised(pipe, target: Target, count: int, steps: int = 300, batch: int = 8, lr: float = 5e-4) -> Tensor:
-    """What the base generates after fine-tuning on the target alone, guidance 3: (count,3,64,64) in [0,1]."""
-    pipe.set_progress_bar_config(disable=True)
-    unet, scheduler, base = copy.deepcopy(pipe.unet), pipe.scheduler, pipe.unet
+def memoriser(pipe, target: Target, steps: int = 300, batch: int = 8, lr: float = 5e-4) -> Any:
+    """The base's UNet after fine-tuning on the target's picture alone."""
+    unet, scheduler = copy.deepcopy(pipe.unet), pipe.scheduler
     draw = generator("microworld", "instrument", "fine-tuning", target.name)
     with torch.no_grad():
         x0 = pipe.vae.encode(target.image * 2 - 1).latent_dist.mean * pipe.vae.config.scaling_factor
@@ -276,8 +275,15 @@ def memorised(pipe, target: Target, count: int, steps: int = 300, batch: int = 8
         (pred - scheduler.get_velocity(x0, eps, t)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+    return unet.eval()
+
+
+def memorised(pipe, target: Target, count: int, steps: int) -> Tensor:
+    """What that UNet generates at guidance 3: (count,3,64,64) in [0,1]."""
+    pipe.set_progress_bar_config(disable=True)
+    base = pipe.unet
     try:
-        pipe.unet = unet.eval()
+        pipe.unet = memoriser(pipe, target, steps)
         seeds = [generator("microworld", "instrument", "generated", target.name, i) for i in range(count)]
         captions = [target.scene.caption] * count
         made = pipe(captions, num_inference_steps=20, guidance_scale=3.0, generator=seeds, output_type="pt").images
