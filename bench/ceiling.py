@@ -23,6 +23,7 @@ from bench.published import per_phrase
 from bench.published_table import FIRST_TARGETS
 from bench.recovery import WORK, data_set, facts
 from bench.recovery_table import stored
+from silentbad.recovery.record import Record
 
 RESULTS = Path(__file__).parent / "results" / "ceiling.jsonl"
 TARGETS = ";".join(map(str, range(FIRST_TARGETS[-1], FIRST_TARGETS[-1] + 13)))  # those that have been run
@@ -44,14 +45,15 @@ def measure(name: str, steps: int) -> dict:
         code = validation.main([part for k, v in {**asked, **drawn}.items() for part in (f"--{k}", str(v))])
     if code not in (0, 3):
         raise SystemExit(f"validation.py stopped with exit code {code}")
-    record = json.loads((folder / "audit" / "validation.json").read_text())
-    found = record["history"][-1]["raw"]["targets"][name]
+    scores = Record.load(folder / "audit" / "validation.json").history[-1].raw
+    assert scores is not None, "an audit measures the weights as they are"
+    found = scores.targets[name]
     return {
         "target": name,
         "steps": steps,
-        **{key: found[key] for key in ("rate", "whole_rate", "mean")},
-        "elements": [element["rate"] for element in found["elements"]],
-        "element_means": [element["mean"] for element in found["elements"]],
+        **{key: getattr(found, key) for key in ("rate", "whole_rate", "mean")},
+        "elements": [element.rate for element in found.elements],
+        "element_means": [element.mean for element in found.elements],
     }
 
 

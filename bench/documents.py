@@ -138,6 +138,10 @@ class Results:
         return stored(self.folder / "published.jsonl")
 
     @cached_property
+    def ceiling(self) -> list[dict]:
+        return stored(self.folder / "ceiling.jsonl")
+
+    @cached_property
     def single(self) -> list[dict]:
         """The rows of runs that train on one target."""
         return [row for row in self.rows if "," not in row["targets"]]
@@ -268,6 +272,28 @@ def published_ratio(results: Results, language: Language) -> str:
             cells = dict(zip(PUBLISHED_HEAD, published_lines(mine)[0], strict=True))
             lines.append([f"{share:.0%}".replace("%", " %"), *(cells[column] for column in BY_K)])
     return grid(("share", *BY_K), lines, language)
+
+
+def published_ceiling(results: Results, language: Language) -> str:
+    """By target: what the endpoint accepts of a base fine-tuned on the target itself, and what the arms reach."""
+    rows = [r for r in reported_of(results.published, FIRST_TARGETS[-1]) if alone(r) and usual(r) and not r["placebo"]]
+    arms = {arm: runs for (arm, _, _), runs in by_arm(rows).items()}
+    names = [arm for arm in ("recommended", "recommended_adamw", "recommended_leak_free") if arm in arms]
+    best = {row["target"]: row for row in results.ceiling}
+
+    def reached(arm: str, target: str) -> str:
+        return f"{arms[arm][target][0]['strict rate']:.2f}" if target in arms[arm] else ""
+
+    lines = []
+    for target, row in best.items():
+        ceiling = [f"{value:.2f}" for value in (row["rate"], row["whole_rate"], min(row["elements"]))]
+        lines.append([target, *ceiling, *(reached(arm, target) for arm in names)])
+    mine = arms.get("recommended", {})
+    able = [target for target, row in best.items() if row["rate"] >= 0.5 and target in mine]
+    recovered = sum(mine[target][0]["strict"] is not None for target in able)
+    head = ("target", "ceiling: strict", "whole", "weakest element", *(f"`{arm}`" for arm in names))
+    said = f"Where the ceiling is at least one half, `recommended` recovers {recovered} of {len(able)}."
+    return f"{grid(head, lines, language)}\n\n{said}"
 
 
 def published_pair(results: Results, language: Language) -> str:
@@ -712,6 +738,7 @@ BLOCKS: dict[str, Block] = {
     "published-pair": published_pair,
     "published-k": published_k,
     "published-ratio": published_ratio,
+    "published-ceiling": published_ceiling,
     "shield": shield,
     "shield-audit": shield_audit,
     "shield-guards": shield_guards,
