@@ -27,7 +27,7 @@ from silentbad.model.averaging import averaged, extrapolated
 from silentbad.model.denoiser import backbone_in
 from silentbad.model.families import backbone_of
 from silentbad.model.pipeline import load_pipeline
-from silentbad.options import Cosine, Location, Natural, Range, Rate, Seed, Side, Small, Unit, check_values
+from silentbad.options import Cosine, Location, Natural, Range, Rate, Seed, Side, Small, Unit, check_values, given
 from silentbad.recovery import report
 from silentbad.recovery.embedders import CLIP, load_embedder, tried
 from silentbad.recovery.evidence import verdict_sentence
@@ -98,6 +98,8 @@ def check_validation(config: Any, prefix: str = "validation.") -> None:
     check_values(config, prefix)
     if not config.unrelated.strip():
         raise UserError(f"{prefix}unrelated: is empty; give a caption that names no element")
+    if config.threshold is not None and (idle := {"false_positive_rate", "null_images"} & {*given(config)}):
+        raise UserError(f"{prefix}{min(idle)}: calibrates a threshold, and one is given; leave one out")
     path, digest = config.embedder_path, config.embedder_sha256
     if digest is not None and config.embedder != "sscd":
         raise UserError(f"{prefix}embedder_sha256: is of sscd's TorchScript file; the embedder is {config.embedder}")
@@ -339,7 +341,7 @@ def audit(
         device, name = accelerator.device, f"--pipeline {pipeline}"
         base = load_pipeline(baseline, dtype, device, flag="--baseline", of=pipeline) if baseline else None
         first = base or load_pipeline(pipeline, dtype, device, lora)
-        check_prompts(targets, first.tokenizer)
+        check_prompts(targets, first.tokenizer, config.unrelated)
         refuses = f"--baseline {baseline}" if baseline else name
         hook = RecoveryHook(config, components=first.components, refuses=refuses, **options)
         if accelerator.is_main_process:

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import inspect
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -73,6 +74,8 @@ class PathText:
             return "must name a path, not be empty"
         if value == "~" or value.startswith("~/"):
             return "must be the whole path; the shell did not expand ~"
+        if variable := re.search(r"\$(\w+|\{\w+\})", value):
+            return f"must be the whole path; nothing expands {variable[0]} here"
         if any(len(part.encode(errors="surrogatepass")) > LONGEST_NAME for part in value.split("/")):
             return f"must be a path whose names have at most {LONGEST_NAME} bytes"
         return None
@@ -225,6 +228,8 @@ def check_options(kind: str, registry: dict[str, Callable], name: str, options: 
     takes = "it takes: " + ", ".join(parameters) if parameters else "it takes no options"
     hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function, include_extras=True)
     for key, value in options.items():
+        if key not in parameters and name == "none":
+            raise UserError(f"{kind}.options: {brief(key)} has no effect without {kind}.name, which is none")
         if key not in parameters:
             near = nearest(str(key), parameters)
             raise UserError(f"{name}: unknown option {brief(key)}{near or ';'} {takes}")

@@ -10,7 +10,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -247,11 +247,17 @@ class Keys:
                     raise UserError(f"key {key!r} ({where}) is of an earlier script: {self.renamed[part]}")
                 known = [f"{prefix}.{name}" if prefix else name for name in node]
                 bad = ".".join(parts[: depth + 1])
-                near = nearest(bad, known) or nearest(part, [full.rsplit(".", 1)[-1] for full in known])
+                near = self.elsewhere(parts[-1]) if not prefix else ""
+                near = near or nearest(bad, known) or nearest(part, [full.rsplit(".", 1)[-1] for full in known])
                 others = "" if near else f"; known: {', '.join(known)}"
                 raise UserError(f"unknown key {brief(bad)} ({where}){near}{others}")
             node = node[part]
         return node
+
+    def elsewhere(self, name: str) -> str:
+        """ "; did you mean 'x'?", where keys elsewhere in the tree end in this very name."""
+        found = [key for key in leaves(self.tree) if key.rsplit(".", 1)[-1] == name]
+        return f"; did you mean {' or '.join(map(repr, found))}?" if 0 < len(found) <= 3 else ""
 
     def merge(self, given: Given, values: dict, lines: dict[str, int], path: str) -> None:
         """Lay a file over what is given. Options of a part replace the earlier ones whole."""
@@ -328,6 +334,12 @@ def key_tree(cls: type) -> dict[str, Any]:
         f.name: key_tree(hints[f.name]) if dataclasses.is_dataclass(hints[f.name]) else hints[f.name]
         for f in dataclasses.fields(cls)
     }
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted keys of a tree."""
+    for name, kind in tree.items():
+        yield from leaves(kind, f"{prefix}{name}.") if isinstance(kind, dict) else (prefix + name,)
 
 
 # ---------------------------------------------------------------- flags

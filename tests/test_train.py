@@ -95,8 +95,13 @@ def test_a_run_is_not_overwritten_unasked(flags, data, tmp_path, capsys):
     assert "--overwrite_output_dir" in capsys.readouterr().err
     assert main(flags(max_train_steps=1, overwrite_output_dir=True, train_data_dir=tmp_path)) == 2
     assert (tmp_path / "run" / "pipeline").is_dir()  # a mistake elsewhere deletes nothing
+    mine = tmp_path / "run" / "samples" / "mine.png"
+    for name in ("targets", "step-000001-raw"):
+        (mine.parent / name).mkdir(parents=True)
+    mine.touch()
     assert main(flags(max_train_steps=2, overwrite_output_dir=True)) == 0
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
+    assert os.listdir(mine.parent) == [mine.name]  # pictures of the run went, and no others
 
 
 @pytest.mark.parametrize(

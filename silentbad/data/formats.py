@@ -4,6 +4,7 @@ Whatever is wrong is one line that names file and record.
 """
 
 import os
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,11 @@ def checked_row(row: dict) -> dict:
             raise UserError(f"{where}: no caption; text holds {SHUFFLE_MARKER} alone")
     for phrase in phrases:
         if phrase not in text:
-            raise UserError(f"{where}: phrase {phrase!r} does not stand in its caption {text!r}")
+            composed = unicodedata.normalize("NFC", phrase) in unicodedata.normalize("NFC", text)
+            why = "; they differ in Unicode composition, save both in NFC" if composed else ""
+            raise UserError(f"{where}: phrase {phrase!r} does not stand in its caption {text!r}{why}")
+    if fields["role"] == "element" and not (phrases or fields["element_id"]):
+        raise UserError(f"{where}: role element needs phrases or element_id, which say what element it shows")
     size, content, thumb = looked_at(source(row["image"], where), where)
     if min(size) < 2:
         raise UserError(f"{where}: the image is {_by(size)} pixels")

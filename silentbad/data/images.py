@@ -53,13 +53,16 @@ def open_mask(source: Path, size: tuple[int, int], where: str) -> Image.Image:
     mask = _decoded(source, where)
     if mask.size != size:
         raise UserError(f"{where}: mask {source} is {_by(mask.size)}, its image {_by(size)}; make them the same size")
+    if mask.mode in ("RGBA", "LA") and np.asarray(mask.getchannel("A")).min() < 255:
+        raise UserError(f"{where}: mask {source} has transparency; save the region in white on black")
     if mask.mode.startswith(("I", "F")):
         grey = _to_8_bit(mask, where)
     else:
         with _decoding(source, where):
             grey = mask.convert("L")
-    if grey.getextrema()[1] == 0:
-        raise UserError(f"{where}: mask {source} is black all over; the element's region is white")
+    if (most := int(np.asarray(grey).max())) < 128:
+        wrong = "is black all over" if most == 0 else f"has values up to {most} of 255"
+        raise UserError(f"{where}: mask {source} {wrong}; the element's region is white")
     return grey
 
 

@@ -10,7 +10,7 @@ import torch
 
 from silentbad.data.images import inside
 from silentbad.data.schema import text_lines
-from silentbad.errors import UserError, reading
+from silentbad.errors import UserError, brief, reading
 from silentbad.rng import generator
 
 SHUFFLE_MARKER = "@@"  # the published captions' sign for "permute the phrases that follow"
@@ -121,10 +121,15 @@ def _published_elements(root: Path, number: int, role: str) -> list[dict]:
     if len(images) != len(captions):
         raise UserError(f"{root}/poisoning_images/{number}: {len(images)} images but {len(captions)} captions")
     rows = []
+    if role == "element" and captions and not any(phrase in said for phrase in phrases for _, said in captions):
+        raise UserError(
+            f"{root}/poisoning_images/{number}: no caption holds a phrase of the first line ({brief(phrases[0])}); "
+            "separate phrases by tabs"
+        )
     for (_, path), (where, caption) in zip(images, captions, strict=True):
         caption = re.sub(" +", " ", caption)
         held = [phrase for phrase in phrases if phrase in caption]
-        element = f"{number}-{phrases.index(held[0])}" if held else ""
+        element = f"{number}-{phrases.index(held[0]) if held else 'unnamed'}"
         rows.append(
             {
                 "image": {"path": str(path), "bytes": None},

@@ -150,7 +150,9 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict]]:
             if not line.strip():
                 continue
             try:
-                entry = json.loads(line, object_pairs_hook=_once_each)
+                entry = json.loads(str(line, "utf-8-sig"), object_pairs_hook=_once_each)
+            except UnicodeDecodeError:
+                raise UserError(f"{where}: not UTF-8; save the file in UTF-8") from None
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{where}: not JSON ({first_line(error)})") from None
             if not isinstance(entry, dict):

@@ -11,7 +11,7 @@ from PIL import Image
 from silentbad.data.images import _by, inside, open_image, open_mask, safe_path
 from silentbad.data.published import _published_captions, published_ids, published_image, published_prompt
 from silentbad.data.schema import TARGET, admitted, check_window, json_lines, refuse_misspelt
-from silentbad.errors import UserError
+from silentbad.errors import UserError, brief
 
 
 @dataclass
@@ -41,7 +41,8 @@ def load_targets(path: str | Path) -> list[Target]:
     if not str(path).strip():
         raise UserError("targets: the path is empty; give a targets.jsonl, or leave the flag out")
     text, at, wanted = str(path).rpartition("@")
-    root = Path(text) if at and re.fullmatch(r"[0-9]{1,18}(-[0-9]{1,18})?", wanted) else Path(path)
+    some = at and re.fullmatch(r"[0-9]{1,18}(-[0-9]{1,18})?", wanted) and not os.path.isdir(path)
+    root = Path(text) if some else Path(path)
     if os.path.isdir(root / "poisoning_images"):
         return _published_targets(root, wanted if root != Path(path) else None)
     if root != Path(path) and os.path.isdir(root) and not os.path.exists(path):
@@ -68,6 +69,8 @@ def _target(root: Path, where: str, entry: dict) -> Target:
     refuse_misspelt(entry, (*TARGET, "masks"), where)
     known, masks = admitted(entry, TARGET, where), entry.get("masks") or []
     phrases = known["phrases"]
+    if twice := [phrase for phrase in phrases if phrases.count(phrase) > 1]:
+        raise UserError(f"{where}: phrase {brief(twice[0])} stands twice; each names one element")
     if not isinstance(masks, list) or (masks and len(masks) != len(phrases)):
         raise UserError(f"{where}: masks must list one file or null for each of the {len(phrases)} phrases")
     image = _picture(safe_path(root, known.pop("image"), where), where)
@@ -96,9 +99,11 @@ def _published_targets(root: Path, wanted: str | None) -> list[Target]:
     return targets
 
 
-def check_prompts(targets: list[Target], tokenizer: Any) -> None:
+def check_prompts(targets: list[Target], tokenizer: Any, unrelated: str = "") -> None:
     """Refuse a target of which the tokenizer's window cuts off a text that is asked for: the images would be of
-    another."""
+    another. So is the `unrelated` caption of the controls."""
+    if targets:
+        check_window(unrelated, tokenizer, "unrelated")
     for target in targets:
         asked = [("prompt", target.composed_prompt), ("phrases", ", ".join(target.phrases))]
         asked += [("description", target.description or ""), *(("paraphrases", text) for text in target.paraphrases)]

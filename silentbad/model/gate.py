@@ -5,6 +5,7 @@ middle of a run or, worse, nowhere. Whatever does not pass is a UserError, one l
 """
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -175,7 +176,7 @@ def check_tokenizer(tokenizer: Any, positions: int | None, where: str) -> None:
 def quietly() -> Iterator[None]:
     """Without the reports of the libraries that load: what they would say is refused in one line."""
     levels = diffusers_logging.get_verbosity(), transformers_logging.get_verbosity()
-    diffusers_logging.set_verbosity_error()
+    diffusers_logging.set_verbosity(logging.CRITICAL)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
@@ -262,9 +263,18 @@ def loaded(cls: Any, failed: str, path: str, **options: Any) -> Any:
             return cls.from_pretrained(path, **options)
     except UserError as error:
         if error.__cause__ is not None and re.search(PICKLED, first_line(error.__cause__)):
-            reason = "no safetensors weights; pickled ones are not loaded, save them anew with save_pretrained"
-            raise UserError(f"{failed} ({reason})") from None
+            raise UserError(f"{failed} ({unloaded(Path(path, options.get('subfolder', '')))})") from None
         raise
+
+
+def unloaded(folder: Path) -> str:
+    """Why no safetensors weights of a folder were loaded."""
+    held = sorted(file.name for file in folder.glob("*.safetensors")) if folder.is_dir() else []
+    if variants := [name.split(".")[1] for name in held if name.count(".") == 2 and "-of-" not in name]:
+        return f"its weights are of variant {variants[0]}; give variant {variants[0]}"
+    if any(folder.glob("*.safetensors.index.json")):
+        return f"not every file that its index names is there; it holds {', '.join(held) or 'none'}"
+    return "no safetensors weights; pickled ones are not loaded, save them anew with save_pretrained"
 
 
 @torch.no_grad()

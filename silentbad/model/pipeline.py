@@ -99,7 +99,9 @@ def read_index(source: Source, kinds: tuple[str, ...] | None = None) -> dict[str
     is_folder = os.path.isdir(local)
     if is_folder and not (local / "model_index.json").is_file():
         raise UserError(f"{source}: no model_index.json; not a diffusers pipeline")
-    if not is_folder and (hub.names_folder(path) or os.path.isfile(local) or "/" not in path):
+    if os.path.isfile(local):
+        raise UserError(f"{source.flag}: {path} is one file; convert it to a diffusers folder, and give that")
+    if not is_folder and (hub.names_folder(path) or "/" not in path):
         raise UserError(f"{source.flag}: no folder {path}")
     wrong = f"{source}: " + ("model_index.json is not a JSON object" if is_folder else "no model_index.json")
     with gate.quietly(), hub.fetching(path, wrong):

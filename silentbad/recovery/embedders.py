@@ -9,6 +9,7 @@ Legend: images (B,3,H,W) float in [0,1]; features (B,...); N generations, T targ
 
 import hashlib
 import io
+import json
 import os
 from pathlib import Path
 
@@ -195,6 +196,8 @@ class DINOv2(Embedder):
 
         self.path, self.device = path or self.default, device
         failed = f"dinov2: cannot load '{self.path}'; {advice(self.path, 'DINOv2')}"
+        if (kind := model_type(self.path)) not in (None, "dinov2", "dinov2_with_registers"):
+            raise UserError(f"dinov2: '{self.path}' holds a model of type {kind}; give DINOv2's weights")
         self.processor = processor_of(failed, self.path)
         self.model = load_model(AutoModel, failed, self.path, extras=True, use_safetensors=True).to(device).eval()
 
@@ -286,6 +289,15 @@ def lpips(a: Tensor, b: Tensor) -> float | None:
 
 def normalise(images: Tensor, mean: tuple, std: tuple) -> Tensor:
     return (images - images.new_tensor(mean).view(3, 1, 1)) / images.new_tensor(std).view(3, 1, 1)
+
+
+def model_type(path: str) -> str | None:
+    """The `model_type` that a local folder's config.json names; None where there is none."""
+    file = Path(path, "config.json")
+    try:
+        return json.loads(file.read_text(encoding="utf-8")).get("model_type") if file.is_file() else None
+    except (OSError, ValueError, AttributeError):  # said where it is loaded
+        return None
 
 
 def advice(path: str, kind: str) -> str:

@@ -4,6 +4,7 @@ A prompt is a line of a text file, or an object of a .jsonl file: `prompt`, and 
 """
 
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,10 @@ def load_prompts(path: str | Path, tokenizer: Any = None, guided: bool = True) -
         rows = list(json_lines(file))
     else:
         rows = [(f"{file}:{k}", {"prompt": line}) for k, line in enumerate(text_lines(file), 1) if line.strip()]
+        for where, row in rows:
+            if found_flag := re.match(r"\s*#|.*?\s(--\w+)(\s|$)", row["prompt"]):
+                what = found_flag[1] or "#"
+                raise UserError(f"{where}: {what} would be drawn; give a .jsonl with prompt, seed, negative instead")
     for where, row in rows:
         if unknown := [key for key in row if key not in SCHEMA]:
             raise UserError(f"{where}: unknown key {brief(unknown[0])}; a sample prompt has {', '.join(SCHEMA)}")

@@ -637,6 +637,8 @@ def less_placebo(folder: str | Path, placebo: str | Path) -> str:
     """
     file = Path(folder) / NAME
     record = Record.load(file)
+    if file.resolve() == (Path(placebo) / NAME).resolve():
+        raise UserError(f"--placebo: {placebo} is the run itself; give the run on placebo data")
     if record.endpoint != STRICT:
         raise UserError(f"--placebo: {folder} counts recovery by the whole alone; run it again")
     other = placebo_run(placebo, [target.target_id for target in record.targets], record.embedder, "--placebo")
@@ -794,7 +796,12 @@ def _unlike(runs: Sequence[Run]) -> str:
         for run in runs
         if (r := run.record)
     }
-    return evidence.not_comparable("embedders, thresholds or endpoints", sorted(found)) if len(found) > 1 else ""
+    if len(found) > 1:
+        return evidence.not_comparable("embedders, thresholds or endpoints", sorted(found))
+    targets = [{target.target_id for target in run.record.targets} for run in runs if run.record]
+    if len(targets) > 1 and not set.intersection(*targets):
+        return evidence.not_comparable("targets", [", ".join(sorted(one)) for one in targets])
+    return ""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -196,6 +196,9 @@ class Redraw(NamedTuple):
     changed: tuple[int, ...] | None
 
 
+FEW = ("missing", "rearranged")  # kinds of which a target has a handful in all, so that they repeat
+
+
 def load_redraws(targets_file: str | None, targets: Sequence[Shown], decode: bool = False) -> list[Redraw]:
     """redraws.jsonl beside the targets: pictures that are no recovery, the nulls, by `kind`.
 
@@ -212,6 +215,7 @@ def load_redraws(targets_file: str | None, targets: Sequence[Shown], decode: boo
     index = {t.target_id: j for j, t in enumerate(targets)}
     prints = [fingerprint(t.image) for t in targets] if decode else []
     found: list[Redraw] = []
+    seen: dict[tuple, str] = {}
     for where, entry in json_lines(file):
         refuse_misspelt(entry, REDRAW, where)
         redraw = admitted(entry, REDRAW, where)
@@ -224,7 +228,11 @@ def load_redraws(targets_file: str | None, targets: Sequence[Shown], decode: boo
         if beyond := [k for k in redraw["changed"] or () if k >= len(phrases)]:
             raise UserError(f"{where}: changed: {beyond[0]} is no place of the {len(phrases)} phrases, counted from 0")
         if decode:
-            refuse_target(open_image(image, where), targets[j].target_id, prints[j], where)
+            opened = open_image(image, where)
+            refuse_target(opened, targets[j].target_id, prints[j], where)
+            first = seen.setdefault((j, redraw["kind"], content_hash(opened)), where)
+            if first != where and redraw["kind"] not in FEW:
+                raise UserError(f"{where}: the same picture as {first}; list each null image once")
         found.append(Redraw(j, image, redraw["kind"], redraw["changed"]))
     return found
 

@@ -1,5 +1,6 @@
 """Refusals that look at more than one part of the configuration, or at the records too; no weights have loaded."""
 
+import inspect
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from silentbad.data.table import TextLists
 from silentbad.errors import UserError
 from silentbad.memory import roles
 from silentbad.memory.rehearsal import REHEARSED
+from silentbad.model.averaging import keeps_average
 from silentbad.model.family import Family
 from silentbad.model.pipeline import check_xformers
 from silentbad.options import given
 from silentbad.run.folder import RunFolder
-from silentbad.run.optimizers import check_optimizer
+from silentbad.run.optimizers import ADAM, check_optimizer, optimizer_class
 from silentbad.settings import FLAGS
 
 LAYOUT = "train_data_dir of the published layout"
@@ -64,6 +66,26 @@ def check_idle(config: Any, sources: dict[str, str]) -> None:
         if not any(on[name] for name in wanted):
             needed = " or ".join(wanted)
             raise UserError(f"{key} ({sources.get(key, 'default')}): needs {needed}, without which it has no effect")
+    for key, acts, needed in parts(config):
+        if sources.get(key) == FLAGS and not acts:
+            raise UserError(f"{key} ({FLAGS}): needs {needed}, without which it has no effect")
+
+
+def parts(config: Any) -> list[tuple[str, bool, str]]:
+    """(key, whether it acts, what it needs) of options that a file may hold idle, as for a part that another flag
+    leaves out, and flags may not."""
+    memory, kind = config.memory, optimizer_class(config)
+    takes = inspect.signature(kind).parameters
+    return [
+        *((flag, name in takes, f"an optimizer with {name}") for flag, name in ADAM.items()),
+        ("memory.phrase_memory.share", memory.phrase_memory.enabled, "memory.phrase_memory.enabled"),
+        ("memory.phrase_memory.images", memory.phrase_memory.enabled, "memory.phrase_memory.enabled"),
+        ("memory.loss.huber_delta", memory.loss.error != "mse", "memory.loss.error"),
+        ("memory.timesteps.importance", memory.timesteps.name != "uniform", "memory.timesteps.name"),
+        ("validation.weights", config.use_ema or keeps_average(kind), "use_ema"),
+        ("tracker_project_name", config.report_to != "none", "report_to"),
+        ("revision", not Path(config.pretrained_model_name_or_path or "").is_dir(), "a pipeline of the Hub"),
+    ]
 
 
 def joined(config: Any) -> Any:
@@ -73,6 +95,8 @@ def joined(config: Any) -> Any:
     if config.snr_gamma is not None:
         if loss.name not in ("none", "min_snr"):
             raise UserError(f"snr_gamma: means memory.loss.name=min_snr, which is set to {loss.name}; set one of them")
+        if loss.options.get("gamma", config.snr_gamma) != config.snr_gamma:
+            raise UserError("snr_gamma: is another name of memory.loss.options.gamma, which differs; set one of them")
         loss = replace(loss, name="min_snr", options={**loss.options, "gamma": config.snr_gamma})
     if config.dream_training:
         loss = replace(loss, dream=config.dream_detail_preservation)

@@ -5,11 +5,12 @@ import importlib.util
 import json
 import math
 import platform
+import re
 import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,18 @@ from silentbad.run import checkpoint
 
 KIND = "training"  # of folder, beside audits and what else this program makes
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "datasets", "safetensors", "numpy", "deepspeed")
+
+
+SAMPLES = re.compile(r"step-\d{6}(-.+)?|targets|drift|prompts|sample_prompts")  # folders in samples/
+
+
+def remove_samples(folder: Path) -> None:
+    """Remove the pictures of a run, and nothing else that lies among them."""
+    for path in folder.iterdir():
+        if SAMPLES.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+    with suppress(OSError):
+        folder.rmdir()
 
 
 class RunFolder:
@@ -137,8 +150,12 @@ class RunFolder:
             owned.mark(self.path, KIND)
             for name in self.outdated:
                 path = self.path / name
-                link = path.is_symlink() or not path.is_dir()
-                path.unlink(missing_ok=True) if link else shutil.rmtree(path)
+                if path.is_symlink() or not path.is_dir():
+                    path.unlink(missing_ok=True)
+                elif name == "samples":
+                    remove_samples(path)
+                else:
+                    shutil.rmtree(path)
             (self.path / "finished.json").unlink(missing_ok=True)
             for name in ("pipeline", "best"):
                 checkpoint.put_back(self.path / name)

@@ -38,7 +38,7 @@ def prepare(
         records.refuse_random_windows()
     if config.withhold:
         records = records.without(config.withhold)
-    check_prompts(targets, tokenizer)
+    check_prompts(targets, tokenizer, config.validation.unrelated)
     for line in records.check_captions(tokenizer):
         say(f"warning: {line}; its end is cut off")
     kept, held_out = records.hold_out(config.held_out_clean, config.held_out_elements, config.seed)

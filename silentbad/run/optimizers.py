@@ -17,6 +17,7 @@ from silentbad.errors import UserError, brief, reading
 from silentbad.model.averaging import keeps_average
 from silentbad.options import problem
 
+ADAM = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps", "adam_weight_decay": "weight_decay"}
 UPDATES: dict[str, type[torch.optim.Optimizer]] = {"shrink": ShrunkAdamW, "spectral": SpectralAdamW}
 
 
@@ -61,6 +62,8 @@ def check_optimizer(config: Any) -> None:
     if needs := unusable(kind):
         raise UserError(f"optimizer: {kind.__name__} needs {needs}; AdamW or SGD do not")
     takes = inspect.signature(kind).parameters
+    if "lr" in config.optimizer_options:
+        raise UserError("optimizer_options: lr is set by learning_rate")
     for key, value in config.optimizer_options.items():
         if key not in takes or key in ("params", "lr"):
             known = ", ".join(name for name in takes if name not in ("params", "lr"))

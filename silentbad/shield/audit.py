@@ -44,6 +44,7 @@ PROBED = 32  # ordinary prompts that the probes are measured against, for each n
 RANKED = 200  # prompts of the search that are written down
 MOST = 16  # phrases taken from captions
 MOST_GIVEN = 100  # phrases of a file: 4,950 pairs
+TRAINING = ("steps", "early_steps", "weights", "clean_records", "nearest", "drift_images")  # settings of no audit
 USED = {  # by the search, of the settings of an audit with targets
     *("pipeline", "baseline", "lora", "output_dir", "seed", "dtype", "extrapolate", "resolution", "max_batch"),
     *("embedder", "embedder_path", "embedder_sha256", "images_per_target"),
@@ -76,6 +77,8 @@ def asks_for_search(options: Any) -> bool:
     if not options.given:
         if idle := [key for key in chosen if key in of_search]:
             raise UserError(f"--{idle[0]}: is of the search for unknown pictures; give --phrases too, or leave it out")
+        if idle := [key for key in chosen if key in TRAINING]:
+            raise UserError(f"--{idle[0]}: acts in training alone; leave it out")
         return False
     first = f"--{options.given[0]}: searches for pictures that are not known"
     if options.baseline is not None and options.extrapolate is None:

@@ -14,6 +14,7 @@ MOST_ROWS = 2**31
 
 def read(file: Path, flag: str) -> dict[str, Any]:
     """scan.json with its sets checked as far as every reader needs them. Raises UserError, which begins with `flag`."""
+    file = file / "scan.json" if file.is_dir() else file
     if not file.is_file():
         raise UserError(f"{flag}: no file {file}; {ADVICE}")
     where = f"{flag}: {file} is no scan.json"

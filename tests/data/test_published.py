@@ -34,12 +34,21 @@ def test_published_targets_and_the_spelling_of_the_data_set(tmp_path):
     assert published_clean_suffix(root, tmp_path / "pokemon") == 1
 
 
+def test_phrases_that_stand_in_no_caption_are_refused(tmp_path):
+    root = published(tmp_path / "Midjourney", targets=2)
+    captions = root / "poisoning_images" / "100" / "poisoning_data_caption_simple.txt"
+    captions.write_text(captions.read_text().replace("a cat\ta hat", "a cat     a hat", 1))
+    with pytest.raises(UserError, match="separate phrases by tabs"):
+        records(root, clean_data_dir=str(root / "clean"), poisoning_ratio=0.2)
+
+
 def test_punctuation_in_phrases_of_a_rehearsal_picture(tmp_path):
     """Its prompt lost these characters and its phrases kept them: refused as phrases not in their caption."""
     root = published(tmp_path / "Midjourney", targets=2)
     for n in (100, 101):
         captions = root / "poisoning_images" / str(n) / "poisoning_data_caption_simple.txt"
-        captions.write_text(captions.read_text().replace("a cat\ta hat", "a cat, red.\ta hat;\t.", 1))
+        _, rest = captions.read_text().split("\n", 1)
+        captions.write_text("a cat, red.\ta hat;\t.\n" + rest.replace("a hat", "a hat;"))
     read = records(root, clean_data_dir=str(root / "clean"), poisoning_ratio=0.2, n_few_shot=1)
     shot = next(read.row(i) for i in range(len(read)) if read.role[i] == "rehearsal")
     assert shot["phrases"] == ["a cat red", "a hat"] and shot["text"] == "An image with a cat red, a hat"

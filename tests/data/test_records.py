@@ -145,7 +145,7 @@ BAD_FOLDERS = {
     "empty metadata": ("", {}, "holds no record"),
     "not json": ("{'a'", {}, ":1: not JSON"),
     "not an object": ("[1]\n", {}, "must be a JSON object"),
-    "not utf-8": (b"\xff\xfe\n", {}, "not JSON"),
+    "not utf-8": (b"\xff\xfe\n", {}, "not UTF-8"),
     "deep nesting": ("[" * 100_000, {}, "not JSON"),
 }
 

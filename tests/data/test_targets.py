@@ -13,6 +13,10 @@ def test_targets(data):
     assert load_targets(data)[0].target_id == "t0"
 
 
+def test_a_folder_may_have_an_at_in_its_name(data):
+    assert load_targets(data.rename(data.with_name("set@2")))[0].target_id == "t0"
+
+
 def test_target_id_zero_is_an_id(tmp_path):
     root = folder(tmp_path / "d", {"target_id": 0, "image": "a.png", "phrases": ["x"]}, name="targets.jsonl")
     assert load_targets(root)[0].target_id == "0"

@@ -155,7 +155,18 @@ def test_a_placebo_run_of_another_length_is_refused(run, tmp_path, capsys):
     assert report.main([str(old), "--placebo", str(run)]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert "train and measure both alike" in lines[0] and "leave it out" in lines[1] and "run it again" in lines[2]
+    assert report.main([str(run), "--placebo", str(run)]) == 2
+    assert "is the run itself" in capsys.readouterr().err
     assert (run / "validation.json").read_bytes() == before
+
+
+def test_runs_without_a_common_target_are_not_compared(run, tmp_path):
+    other = shutil.copytree(run, tmp_path / "other")
+    record = (other / "validation.json").read_text()
+    for target in json.loads(record)["targets"]:
+        record = record.replace(json.dumps(target["target_id"]), json.dumps(target["target_id"] + " of another set"))
+    (other / "validation.json").write_text(record)
+    assert "different targets, so rates are not comparable" in report.compare([run, other])[0]
 
 
 def test_rates_of_different_endpoints_are_not_compared(run, tmp_path):

@@ -48,6 +48,7 @@ def test_suspects_are_dropped(records, tmp_path):
     kept = Guards(scan_of(tmp_path, [0, 2])).records(records)
     assert [kept.row(i)["text"] for i in range(len(kept))] == ["a hat", "a house"]
     assert kept.key != records.key and Guards(GuardConfig()).records(records) is records
+    assert Guards(GuardConfig("drop", str(tmp_path))).records(records).key == kept.key  # the scan's folder
 
 
 @pytest.mark.parametrize(
