@@ -293,7 +293,7 @@ def published_ceiling(results: Results, language: Language) -> str:
     recovered = sum(mine[target][0]["strict"] is not None for target in able)
     head = ("target", "ceiling: strict", "whole", "weakest element", *(f"`{arm}`" for arm in names))
     said = f"Where the ceiling is at least one half, `recommended` recovers {recovered} of {len(able)}."
-    return f"{grid(head, lines, language)}\n\n{said}"
+    return f"{grid(head, lines, language)}\n{said}\n"
 
 
 def published_pair(results: Results, language: Language) -> str:
