@@ -262,7 +262,7 @@ def refuse_overlap(
         if inside or out == path.parent and path.is_file() and path.name in writes:
             raise UserError(f"{key} {folder}: lies in {name} {given}, which is read; choose a folder outside it")
         beside = path.suffix == ".jsonl" and (out == path.parent or path.parent in out.parents)
-        if beside and out.is_dir() and kind_of(out) is None and any(out.iterdir()):
+        if beside and kind_of(out) is None and _names(out):
             raise UserError(f"{key} {folder}: holds files beside {name} {given}, which is read; choose an empty folder")
         if any(path == place or place in path.parents for place in written):
             raise UserError(f"{key} {folder}: would replace {name} {given}, which is read; choose another folder")

@@ -66,12 +66,12 @@ def check_idle(config: Any, sources: dict[str, str]) -> None:
         if not any(on[name] for name in wanted):
             needed = " or ".join(wanted)
             raise UserError(f"{key} ({sources.get(key, 'default')}): needs {needed}, without which it has no effect")
-    for key, acts, needed in parts(config):
+    for key, acts, needed in idle_in_flags(config):
         if sources.get(key) == FLAGS and not acts:
             raise UserError(f"{key} ({FLAGS}): needs {needed}, without which it has no effect")
 
 
-def parts(config: Any) -> list[tuple[str, bool, str]]:
+def idle_in_flags(config: Any) -> list[tuple[str, bool, str]]:
     """(key, whether it acts, what it needs) of options that a file may hold idle, as for a part that another flag
     leaves out, and flags may not."""
     memory, kind = config.memory, optimizer_class(config)
