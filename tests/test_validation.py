@@ -402,7 +402,7 @@ def test_audit_calibrates_on_redraws(audit_folder, tmp_path):
 BAD_REDRAWS = {
     "no JSON": ("{", "not JSON"),
     "no object": ("[]", "JSON object"),
-    "not UTF-8": (b"\xff\xfe", "not JSON"),
+    "not UTF-8": (b"\xff\xfe", "not UTF-8"),
     "no target_id": ({"image": "a.png"}, "needs target_id"),
     "no image": ({"target_id": "a"}, "needs image"),
     "target_id is a list": ({"target_id": [], "image": "a.png"}, "target_id must be text"),
