@@ -19,12 +19,13 @@ from tqdm import tqdm
 
 import validation
 from bench.instrument import BASE, Target, memoriser
-from bench.published import per_phrase
+from bench.published import HELD_OUT, per_phrase
 from bench.published_table import FIRST_TARGETS
 from bench.recovery import WORK, data_set, facts
 from bench.recovery_table import stored
 from silentbad.recovery.record import Record
 
+CLEAN, RATIO = 720, 0.1  # of the arms' data, whose thresholds are taken
 RESULTS = Path(__file__).parent / "results" / "ceiling.jsonl"
 TARGETS = ";".join(map(str, range(FIRST_TARGETS[-1], FIRST_TARGETS[-1] + 13)))  # those that have been run
 
@@ -38,7 +39,7 @@ def measure(name: str, steps: int) -> dict:
     folder = WORK / f"ceiling-{os.getpid()}"
     shutil.rmtree(folder, ignore_errors=True)
     pipe.save_pretrained(folder / "pipeline")
-    targets = data_set(name, 0, per_phrase(name, 720, 0.1), {}, clean=752) / "targets.jsonl"
+    targets = data_set(name, 0, per_phrase(name, CLEAN, RATIO), {}, clean=CLEAN + HELD_OUT) / "targets.jsonl"
     asked = {"pipeline": folder / "pipeline", "targets": targets, "output_dir": folder / "audit"}
     drawn = {"guidance_scale": 2, "num_inference_steps": 12, "images_per_target": 16}
     with contextlib.redirect_stdout(io.StringIO()):

@@ -245,38 +245,48 @@ def published_results(results: Results, language: Language, block: int = FIRST_T
     return grid(PUBLISHED_HEAD, [list(line.values()) for line in arms.values()], language)
 
 
-BY_K = ("arm", "targets (runs)", "recovered", "median step", "strict rate", "elements", "drift")
+OUTCOME = ("arm", "targets (runs)", "recovered", "median step", "strict rate", "elements", "drift")
+
+
+def last_block(results: Results) -> list[dict]:
+    """The rows of the last block's targets, one target a run, on data that holds their elements."""
+    rows = reported_of(results.published, FIRST_TARGETS[-1])
+    return [row for row in rows if alone(row) and not row["placebo"]]
+
+
+def outcome(rows: list[dict]) -> list[str]:
+    """The cells under OUTCOME of an arm's rows."""
+    cells = dict(zip(PUBLISHED_HEAD, published_lines(rows)[0], strict=True))
+    return [cells[column] for column in OUTCOME]
 
 
 def published_k(results: Results, language: Language) -> str:
     """What recovers at all, by the number k of a target's elements."""
-    rows = [r for r in reported_of(results.published, FIRST_TARGETS[-1]) if alone(r) and usual(r) and not r["placebo"]]
+    rows = [row for row in last_block(results) if usual(row)]
     lines = []
     for arm in ("recommended", "recommended_adamw"):
         for k in sorted({len(row["elements"]) for row in rows}):
             mine = [row for row in rows if row["arm"] == arm and len(row["elements"]) == k]
-            cells = dict(zip(PUBLISHED_HEAD, published_lines(mine)[0], strict=True))
-            lines.append([str(k), *(cells[column] for column in BY_K)])
-    return grid(("k", *BY_K), lines, language)
+            lines.append([str(k), *outcome(mine)])
+    return grid(("k", *OUTCOME), lines, language)
 
 
 def published_ratio(results: Results, language: Language) -> str:
     """What recovers by the elements' share of the records, on the targets that ran at more than one."""
-    rows = [r for r in reported_of(results.published, FIRST_TARGETS[-1]) if alone(r) and not r["placebo"]]
+    rows = last_block(results)
     swept = {row["target"] for row in rows if not usual(row)}
     lines = []
     for arm in ("recommended", "plain"):
         own = [row for row in rows if row["arm"] == arm and row["target"] in swept]
         for share in sorted({row["ratio"] for row in own}):
             mine = [row for row in own if row["ratio"] == share]
-            cells = dict(zip(PUBLISHED_HEAD, published_lines(mine)[0], strict=True))
-            lines.append([f"{share:.0%}".replace("%", " %"), *(cells[column] for column in BY_K)])
-    return grid(("share", *BY_K), lines, language)
+            lines.append([f"{share:.0%}".replace("%", " %"), *outcome(mine)])
+    return grid(("share", *OUTCOME), lines, language)
 
 
 def published_ceiling(results: Results, language: Language) -> str:
     """By target: what the endpoint accepts of a base fine-tuned on the target itself, and what the arms reach."""
-    rows = [r for r in reported_of(results.published, FIRST_TARGETS[-1]) if alone(r) and usual(r) and not r["placebo"]]
+    rows = [row for row in last_block(results) if usual(row)]
     arms = {arm: runs for (arm, _, _), runs in by_arm(rows).items()}
     names = [arm for arm in ("recommended", "recommended_adamw", "recommended_leak_free") if arm in arms]
     best = {row["target"]: row for row in results.ceiling}
@@ -298,7 +308,7 @@ def published_ceiling(results: Results, language: Language) -> str:
 
 def published_pair(results: Results, language: Language) -> str:
     """`recommended` over the same with AdamW and unions of two, on the targets of the last block that both ran."""
-    rows = [r for r in reported_of(results.published, FIRST_TARGETS[-1]) if alone(r) and usual(r) and not r["placebo"]]
+    rows = [row for row in last_block(results) if usual(row)]
     arms = {arm: (runs, steps) for (arm, _, steps), runs in by_arm(rows).items()}
     (over, horizon), (mine, _) = arms["recommended_adamw"], arms["recommended"]
     both = [target for target in mine if target in over]

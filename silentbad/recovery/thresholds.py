@@ -228,22 +228,21 @@ def load_redraws(targets_file: str | None, targets: Sequence[Shown], decode: boo
         if beyond := [k for k in redraw["changed"] or () if k >= len(phrases)]:
             raise UserError(f"{where}: changed: {beyond[0]} is no place of the {len(phrases)} phrases, counted from 0")
         if decode:
-            opened = open_image(image, where)
-            refuse_target(opened, targets[j].target_id, prints[j], where)
-            first = seen.setdefault((j, redraw["kind"], content_hash(opened)), where)
+            null = fingerprint(open_image(image, where))
+            refuse_target(null, targets[j].target_id, prints[j], where)
+            first = seen.setdefault((j, redraw["kind"], null.content), where)
             if first != where and redraw["kind"] not in FEW:
                 raise UserError(f"{where}: the same picture as {first}; list each null image once")
         found.append(Redraw(j, image, redraw["kind"], redraw["changed"]))
     return found
 
 
-def refuse_target(image: Image.Image, target_id: str, known: "Fingerprint", where: str) -> None:
+def refuse_target(found: "Fingerprint", target_id: str, known: "Fingerprint", where: str) -> None:
     """Refuse a null image that is its own target, or the same picture resized or recompressed.
 
     A null may share all but one element with its target, so that only what is nearly equal in every pixel is a copy: 2
     levels in the root mean square at 64x64, where a training image is refused from 8 at 16x16.
     """
-    found = fingerprint(image)
     if found.content == known.content or np.sqrt(np.square(found.pixels - known.pixels).mean()) <= COPY:
         raise UserError(f"{where}: the image is target {target_id!r} itself; a null image must be another picture")
 
