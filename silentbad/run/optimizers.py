@@ -65,7 +65,7 @@ def check_optimizer(config: Any) -> None:
     if "lr" in config.optimizer_options:
         raise UserError("optimizer_options: lr is set by learning_rate")
     for key, value in config.optimizer_options.items():
-        if key not in takes or key in ("params", "lr"):
+        if key not in takes or key == "params":
             known = ", ".join(name for name in takes if name not in ("params", "lr"))
             raise UserError(f"optimizer_options: {kind.__name__} takes no {key!r}; it takes: {known}")
         if (wrong := problem(value, _annotation(takes[key]))) is not None:
