@@ -36,11 +36,12 @@ from silentbad.distributed.shards import world_size
 from silentbad.errors import UserError, say
 from silentbad.model import denoiser, diffusion, lora, pipeline
 from silentbad.model.averaging import averaged
+from silentbad.options import flag
 from silentbad.rng import addressed_seed
 from silentbad.run import card, checks, launched, optimizers, trackers
 from silentbad.run.build import Run
 from silentbad.run.build import build as connect
-from silentbad.run.config import TrainConfig, check, flag, parse, to_dict
+from silentbad.run.config import TrainConfig, check, parse, to_dict
 from silentbad.run.folder import RunFolder, facts, stamped
 from silentbad.run.forecast import Forecast
 from silentbad.run.products import goodness

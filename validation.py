@@ -93,7 +93,7 @@ class ValidationConfig:
 
 
 # -- checks -----------------------------------------------------------------------------------------------
-def check_validation(config: Any, prefix: str = "validation.") -> None:
+def check_validation(config: ValidationConfig, prefix: str = "validation.") -> None:
     """Refuse values of a `ValidationConfig` that cannot work; opens no file."""
     check_values(config, prefix)
     if not config.unrelated.strip():
@@ -107,10 +107,10 @@ def check_validation(config: Any, prefix: str = "validation.") -> None:
         raise UserError(f"{prefix}embedder_path: is missing; sscd needs its TorchScript file, see docs/models.md")
 
 
-def check_embedder(config: Any, prefix: str = "validation.") -> None:
+def check_embedder(config: ValidationConfig, prefix: str = "validation.") -> None:
     """Refuse an embedder of a `ValidationConfig` whose local files are not there; loads nothing."""
     path = config.embedder_path
-    if config.embedder == "sscd" and not Path(path).is_file():
+    if config.embedder == "sscd" and not Path(path or "").is_file():
         raise UserError(f"{prefix}embedder_path: no file {path}; sscd needs its TorchScript file, see docs/models.md")
     if config.embedder == "micro" and path and not (Path(path) / "config.json").is_file():
         raise UserError(f"{prefix}embedder_path: no config.json in {path}; leave it out for the bundled embedder")

@@ -26,6 +26,17 @@ LONGEST_NAME = 255  # bytes of a file name, on every file system in use
 LARGEST = 10**12  # no option of this program is larger; more is a slip, or would not fit in memory
 
 
+HERE = "here"  # where the name of a flag comes from: this project
+
+
+def flag(default: Any, help: str, source: str = "diffusers") -> Any:
+    """A field with its help line and where its name comes from."""
+    metadata = {"help": help, "source": source}
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
 # ---------------------------------------------------------------- ranges
 @dataclass(frozen=True)
 class Range:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from torchvision.transforms import functional as TF
 
 from silentbad.data.buckets import nearest
 from silentbad.data.records import Records
+from silentbad.data.settings import ImageSettings
 from silentbad.errors import UserError
 from silentbad.rng import generator
 
@@ -55,7 +55,7 @@ class Transform:
     step: int = 0  # of the sides of the buckets; 0: squares
 
     @classmethod
-    def of(cls, config: Any, resolution: int, step: int = 0) -> "Transform":
+    def of(cls, config: ImageSettings, resolution: int, step: int = 0) -> "Transform":
         return cls(resolution, config.image_interpolation_mode, config.center_crop, config.random_flip, step)
 
     def shape(self, size: tuple[int, int]) -> tuple[int, int]:

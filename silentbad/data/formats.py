@@ -7,7 +7,6 @@ import os
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import datasets
 
@@ -15,6 +14,7 @@ from silentbad import hub
 from silentbad.data.images import _by, content_hash, encodes, inside, open_image, open_mask, safe_path, thumbnails
 from silentbad.data.published import SHUFFLE_MARKER
 from silentbad.data.schema import RECORD, admitted, csv_lines, json_lines, refuse_misspelt
+from silentbad.data.settings import DataSettings
 from silentbad.errors import UserError, each
 
 KNOWN_KEYS = ("file_name", "text", "phrases", "role", "target_id", "element_id", "mask")
@@ -47,14 +47,14 @@ def folder_rows(root: Path) -> Iterator[dict]:
         }
 
 
-def hub_table(config: Any) -> datasets.Dataset:
+def hub_table(config: DataSettings) -> datasets.Dataset:
     """The train split of `dataset_name`; its fingerprint changes with the data set's revision."""
-    name = config.dataset_name
+    name = config.dataset_name or ""
     with hub.fetching(name, f"dataset_name {name}: cannot load it"):
         return datasets.load_dataset(name, config.dataset_config_name, split="train", cache_dir=config.cache_dir)
 
 
-def hub_rows(table: datasets.Dataset, config: Any) -> Iterator[dict]:
+def hub_rows(table: datasets.Dataset, config: DataSettings) -> Iterator[dict]:
     """Rows of a Hub data set's table; extra record columns are used where present."""
     name = config.dataset_name
     columns = table.column_names
@@ -80,7 +80,7 @@ def hub_rows(table: datasets.Dataset, config: Any) -> Iterator[dict]:
         }
 
 
-def hub_image(image: dict, config: Any, where: str) -> dict:
+def hub_image(image: dict, config: DataSettings, where: str) -> dict:
     """The bytes of an image, or its path: into a local data set or the caches, since a Hub table may name any file."""
     if image is None:
         raise UserError(f"{where}: no image")

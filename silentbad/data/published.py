@@ -3,13 +3,13 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from silentbad.data.images import inside
 from silentbad.data.schema import text_lines
+from silentbad.data.settings import DataSettings
 from silentbad.errors import UserError, brief, reading
 from silentbad.rng import generator
 
@@ -18,7 +18,7 @@ NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
-def published_rows(root: Path, options: Any) -> Iterator[dict]:
+def published_rows(root: Path, options: DataSettings) -> Iterator[dict]:
     """Rows of the SilentBadDiffusion layout: element images of the targets, rehearsal images, clean images.
 
     `options` holds the published flags (`TrainConfig`): clean images are added until the element images are
@@ -143,7 +143,7 @@ def _published_elements(root: Path, number: int, role: str) -> list[dict]:
     return rows
 
 
-def _published_clean(root: Path, options: Any, count: int, excluded: set[int]) -> list[dict]:
+def _published_clean(root: Path, options: DataSettings, count: int, excluded: set[int]) -> list[dict]:
     folder = Path(options.clean_data_dir) if options.clean_data_dir else root
     captions_path = folder / "caption.txt"
     if count == 0:

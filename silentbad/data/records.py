@@ -33,6 +33,7 @@ from silentbad.data.images import (
 )
 from silentbad.data.published import published_rows
 from silentbad.data.schema import ROLES
+from silentbad.data.settings import DataSettings
 from silentbad.data.table import (
     BLOCK,
     TextLists,
@@ -63,13 +64,13 @@ PUBLISHED_FLAGS = (
 )
 
 
-def row_source(config: Any) -> tuple[str, str, Callable[[], Iterator[dict]]]:
+def row_source(config: DataSettings) -> tuple[str, str, Callable[[], Iterator[dict]]]:
     """(name, key, rows) of what `train_data_dir` or `dataset_name` (of `TrainConfig`) stands for: `rows` reads them,
     unchecked, and `key` changes whenever they would.
 
     Raises UserError where there is no such data.
     """
-    name, clean = config.dataset_name or config.train_data_dir, config.clean_data_dir
+    name, clean = config.dataset_name or config.train_data_dir or "", config.clean_data_dir
     root = Path(name)
     if config.dataset_name is not None:
         table = hub_table(config)
@@ -87,7 +88,7 @@ def row_source(config: Any) -> tuple[str, str, Callable[[], Iterator[dict]]]:
     return name, folder_key(root), lambda: folder_rows(root)
 
 
-def load_records(config: Any) -> "Records":
+def load_records(config: DataSettings) -> "Records":
     """The records that `train_data_dir` or `dataset_name` (of `TrainConfig`) stands for."""
     name, key, rows = row_source(config)
     records = Records(build_table(rows, name, key, config.cache_dir), name, key)

@@ -8,7 +8,7 @@ What launches ask for is sorted out here too, ZeRO's (`silentbad.distributed.zer
 import os
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,22 @@ def take_over() -> str:
     return asked
 
 
-def check(config: Any) -> None:
+class ShardSettings(Protocol):
+    """What launches in parts read of a run's configuration."""
+
+    train_text_encoder: bool
+    lora: Any  # silentbad.model.settings.LoraSettings
+    gradient_control: Any  # gradient_control.GradientControlConfig
+    memory: Any  # memory_reinforce.MemoryConfig
+    optimizer: str
+    use_8bit_adam: bool
+    use_ema: bool
+    compile_model: bool
+    channels_last: bool | None
+    mixed_precision: Literal["no", "fp16", "bf16"] | None
+
+
+def check(config: ShardSettings) -> None:
     """Refuse launches that are none of ours and, in ours, what does not work in parts; before anything loads."""
     if launched("MEGATRON_LM"):
         raise UserError(
@@ -54,7 +69,7 @@ def check(config: Any) -> None:
                     raise UserError(f"{key}: {why}")
 
 
-def unfit_fsdp(config: Any) -> list[tuple[str, bool, str]]:
+def unfit_fsdp(config: ShardSettings) -> list[tuple[str, bool, str]]:
     """(key, whether it was set so, why FSDP cannot have it and what can) of what does not work in shards."""
     memory, environment = config.memory, os.environ.get
     copies = f"keeps a second UNet beside the shards, whole; turn it off, or {INSTEAD}"
@@ -81,7 +96,7 @@ def unfit_fsdp(config: Any) -> list[tuple[str, bool, str]]:
     ]
 
 
-def unfit_zero(config: Any) -> list[tuple[str, bool, str]]:
+def unfit_zero(config: ShardSettings) -> list[tuple[str, bool, str]]:
     """The same of ZeRO: weights are whole on each process, so less is refused."""
     environment = os.environ.get
     prefix = "ACCELERATE_DEEPSPEED_"
@@ -114,7 +129,7 @@ def unfit_zero(config: Any) -> list[tuple[str, bool, str]]:
     ]
 
 
-def unfit_either(config: Any, name: str) -> list[tuple[str, bool, str]]:
+def unfit_either(config: ShardSettings, name: str) -> list[tuple[str, bool, str]]:
     """The rows that both have; `name` is FSDP or ZeRO."""
     control = config.gradient_control
     precision = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")

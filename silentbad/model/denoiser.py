@@ -13,6 +13,7 @@ from silentbad.model import diffusion, lora
 from silentbad.model.families import FAMILIES
 from silentbad.model.family import Family
 from silentbad.model.forwards import convolve
+from silentbad.model.settings import ModelSettings
 
 
 class Denoiser(nn.Module):
@@ -66,7 +67,9 @@ def backbone_in(model: Any) -> Any:
     return model.backbone if isinstance(model, Denoiser) else model
 
 
-def make_trainable(config: Any, family: Family, schedule: Any, backbone: Any, encoders: dict[str, Any]) -> Denoiser:
+def make_trainable(
+    config: ModelSettings, family: Family, schedule: Any, backbone: Any, encoders: dict[str, Any]
+) -> Denoiser:
     """The module that trains; every parameter that shall not is frozen."""
     trained = {family.backbone: backbone, **(encoders if config.train_text_encoder else {})}
     for module in encoders.values():
@@ -86,14 +89,14 @@ def make_trainable(config: Any, family: Family, schedule: Any, backbone: Any, en
     return Denoiser(trained.pop(family.backbone), family, schedule, **trained)
 
 
-def placed(model: torch.nn.Module, config: Any, device: torch.device) -> torch.nn.Module:
+def placed(model: torch.nn.Module, config: ModelSettings, device: torch.device) -> torch.nn.Module:
     """What trains, on its device and in the memory format its convolutions run fastest in."""
     last = device.type == "cuda" if config.channels_last is None else config.channels_last
     model.to(device)
     return model.to(memory_format=torch.channels_last) if last else model  # type: ignore[call-overload]
 
 
-def training_forward(model: torch.nn.Module, config: Any, precision: str) -> Callable:
+def training_forward(model: torch.nn.Module, config: ModelSettings, precision: str) -> Callable:
     """The forward of a training step: compiled where asked, for the one shape that a micro-batch has. Otherwise linear
     layers run as convolutions on a CPU; in bf16 they gain nothing by it."""
     if not config.compile_model:
@@ -106,7 +109,7 @@ def training_forward(model: torch.nn.Module, config: Any, precision: str) -> Cal
     return torch.compile(model, dynamic=False)
 
 
-def make_ema(model: torch.nn.Module, config: Any, device: torch.device) -> EMAModel | None:
+def make_ema(model: torch.nn.Module, config: ModelSettings, device: torch.device) -> EMAModel | None:
     """diffusers' average of the trained weights, on the CPU when offloaded."""
     if not config.use_ema:
         return None

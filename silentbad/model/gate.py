@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from silentbad import hub
 from silentbad.errors import UserError, brief, first_line, reading
+from silentbad.model.settings import ModelSettings
 
 NAMED = 3  # tensors that a message names
 HARMLESS = re.compile(r"(^|\.)position_ids$")  # buffers that earlier versions of transformers saved
@@ -38,7 +39,7 @@ class Source:
     variant: str | None = None
 
     @classmethod
-    def of(cls, config: Any) -> "Source":
+    def of(cls, config: ModelSettings) -> "Source":
         """Of a training's configuration."""
         return cls(
             config.pretrained_model_name_or_path,

@@ -24,6 +24,7 @@ from silentbad.errors import UserError, reading
 from silentbad.model.families import FAMILIES, family_of_pipeline
 from silentbad.model.gate import check_finite, finite, quietly
 from silentbad.model.groups import ROLE_ORDER, group_of
+from silentbad.model.settings import LoraSettings, ModelSettings
 from silentbad.options import given
 from silentbad.rng import addressed_seed
 
@@ -49,7 +50,7 @@ def chosen(targets: list[str], group: str) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for t in targets for pattern in (t, f"{t}.*"))
 
 
-def check(config: Any) -> None:
+def check(config: ModelSettings) -> None:
     """Refuse settings of adapters that name no layer or act on nothing, before any weights load."""
     lora = config.lora
     if lora.rank is None and (names := given(lora)):
@@ -66,7 +67,7 @@ def check(config: Any) -> None:
         raise UserError("lora.targets: names no layer; attn and xattn are the default")
 
 
-def add(name: str, module: Any, lora: Any, seed: int) -> None:
+def add(name: str, module: Any, lora: LoraSettings, seed: int) -> None:
     """Freeze a component of the pipeline and put adapters on the layers that `lora.targets` choose."""
     layers = [
         path
@@ -84,7 +85,7 @@ def add(name: str, module: Any, lora: Any, seed: int) -> None:
     cast_training_params(module, dtype=torch.float32)
 
 
-def settings(lora: Any, layers: list[str]) -> PeftConfig:
+def settings(lora: LoraSettings, layers: list[str]) -> PeftConfig:
     """peft's configuration of the adapters."""
     alpha = lora.alpha or lora.rank
     if lora.kind in ("lora", "dora"):

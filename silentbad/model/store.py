@@ -25,6 +25,7 @@ from silentbad.data.table import blocks
 from silentbad.device import send
 from silentbad.errors import UserError, reading
 from silentbad.files import intact, sealed
+from silentbad.model.settings import ModelSettings
 
 KEY = "S16"  # the first 16 bytes of a SHA-256
 SHARD = 64 * 2**20  # bytes of a shard, and so of what a killed build loses
@@ -169,7 +170,7 @@ class Cached:
         self,
         encoder: Any,
         reader: Any,
-        config: Any,
+        config: ModelSettings,
         *,
         composes: bool,
         blank: bool,

@@ -24,6 +24,7 @@ from silentbad.model.families import family_of
 from silentbad.model.family import side_of
 from silentbad.model.forwards import as_convolutions, text_projected_once
 from silentbad.model.pipeline import side_factor
+from silentbad.recovery.settings import SamplingSettings
 from silentbad.rng import addressed_seed, generator, noise
 
 LOW_NOISE = 0.02  # of the schedule: where the alignment of guidance is measured
@@ -127,7 +128,9 @@ class Sampler:
 
     NAMES = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
 
-    def __init__(self, components: dict, config, seed: int, prediction_type=None, refuses: str | None = None):
+    def __init__(
+        self, components: dict, config: SamplingSettings, seed: int, prediction_type=None, refuses: str | None = None
+    ):
         self.prefix = "validation." if refuses is None else "--"
         scheduler = components["scheduler"]
         override = {"prediction_type": prediction_type} if prediction_type else {}

@@ -23,6 +23,7 @@ from silentbad.recovery.nearest import TrainingPictures
 from silentbad.recovery.record import ElementThreshold, Scores, Threshold
 from silentbad.recovery.samples import save
 from silentbad.recovery.scores import cell_scores, is_recovered, length_scores, quadrants
+from silentbad.recovery.settings import MeasureSettings
 from silentbad.recovery.statistics import detection
 from silentbad.recovery.thresholds import Redraw, load_redraws, thresholds
 
@@ -33,7 +34,7 @@ BASE = "base model's images of the prompts"
 
 
 def null_source(
-    config: Any, targets: Sequence[Target], redraws: bool, base: bool = True, prefix: str = "validation."
+    config: MeasureSettings, targets: Sequence[Target], redraws: bool, base: bool = True, prefix: str = "validation."
 ) -> str:
     """Where the null pictures come from; "" where the threshold is given and there are none.
 
@@ -68,7 +69,7 @@ class Measure:
 
     def __init__(
         self,
-        config: Any,
+        config: MeasureSettings,
         targets: list[Target],
         sampler: Sampler,
         embedder: Embedder,

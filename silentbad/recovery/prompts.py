@@ -21,6 +21,7 @@ from silentbad.model.denoiser import backbone_in
 from silentbad.recovery.generation import Item, Sampler
 from silentbad.recovery.record import decode, read_json
 from silentbad.recovery.samples import log_grid, save
+from silentbad.recovery.settings import SamplingSettings
 
 NAME = "sample_prompts.json"  # in the run folder
 MOST = 1000  # prompts of a file
@@ -103,7 +104,7 @@ def read_draws(folder: Path) -> list[Draw]:
 
 
 # -- drawing -----------------------------------------------------------------------------------------------
-def on_grid(config: Any, step: int) -> bool:
+def on_grid(config: SamplingSettings, step: int) -> bool:
     """Whether validation is due at a step: before training, at `early_steps`, and every `steps`."""
     return step == 0 or step in config.early_steps or (config.steps > 0 and step % config.steps == 0)
 
@@ -115,7 +116,7 @@ class PromptSheet:
     def __init__(
         self,
         prompts: list[Prompt],
-        config: Any,
+        config: SamplingSettings,
         *,
         components: dict[str, Any],
         accelerator: Any,

@@ -27,6 +27,7 @@ from silentbad.model.encoder import Encoder
 from silentbad.model.store import Cached
 from silentbad.recovery.prompts import Prompt, PromptSheet
 from silentbad.run import checks, identity, inputs, optimizers
+from silentbad.run.config import TrainConfig
 from silentbad.run.folder import RunFolder
 from silentbad.run.log import Log
 from silentbad.run.meters import Meters, Timers
@@ -122,7 +123,7 @@ class Hook(Stateful, Protocol):
 class Run:
     """Everything one training holds. Nothing here is replaced: what changes from step to step is in `state`."""
 
-    config: Any
+    config: TrainConfig
     accelerator: Accelerator
     folder: RunFolder
     records: Records
@@ -150,7 +151,7 @@ class Run:
 
 
 def build(
-    config: Any,
+    config: TrainConfig,
     accelerator: Accelerator,
     folder: RunFolder,
     sharded: str = "",
@@ -294,7 +295,7 @@ def build(
 
 
 def prepared(
-    model: Any, optimizer: Any, config: Any, accelerator: Accelerator, sharded: str
+    model: Any, optimizer: Any, config: TrainConfig, accelerator: Accelerator, sharded: str
 ) -> tuple[Any, Callable[..., Any], Any, Zero | None]:
     """(model, its forward in training, optimizer, ZeRO's engine or None), as this number of processes needs them."""
     if sharded == "DEEPSPEED":
@@ -306,7 +307,7 @@ def prepared(
 
 
 def draws_of(
-    config: Any,
+    config: TrainConfig,
     reader: Reader,
     encoder: Encoder,
     rehearse: Rehearse | None,
@@ -334,7 +335,7 @@ def draws_of(
 
 
 def arranged(
-    records: Records, transform: Transform, parts: pipeline.Parts, config: Any, say: Callable[[str], None]
+    records: Records, transform: Transform, parts: pipeline.Parts, config: TrainConfig, say: Callable[[str], None]
 ) -> Batches:
     """Micro-batches of one shape, and a table of what went where."""
     sizes, batch_size = records.sizes, config.train_batch_size
@@ -349,7 +350,7 @@ def arranged(
 
 def make_hook(
     hook_of: Callable[..., Hook],
-    config: Any,
+    config: TrainConfig,
     accelerator: Accelerator,
     folder: RunFolder,
     parts: pipeline.Parts,
@@ -375,7 +376,7 @@ def make_hook(
 
 
 def make_sheet(
-    prompts: list[Prompt], config: Any, accelerator: Accelerator, folder: RunFolder, parts: pipeline.Parts
+    prompts: list[Prompt], config: TrainConfig, accelerator: Accelerator, folder: RunFolder, parts: pipeline.Parts
 ) -> PromptSheet | None:
     """What draws the sample prompts, where there are some."""
     if not prompts or config.dry_run:

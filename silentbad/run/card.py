@@ -13,10 +13,11 @@ from silentbad import hub
 from silentbad.data.elements import DataInfo
 from silentbad.errors import UserError, first_line, masked
 from silentbad.model.lora import FOLDERS, NAMES
+from silentbad.run.config import TrainConfig
 
 
 def model_card(
-    config: Any,
+    config: TrainConfig,
     step: int,
     info: DataInfo,
     target_ids: list[str],
@@ -36,7 +37,7 @@ def model_card(
     about: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": "text-to-image", "tags": tags}
     if not local:
         about["base_model"] = base
-    data = config.dataset_name or Path(config.train_data_dir).name
+    data = config.dataset_name or Path(config.train_data_dir or "").name
     elements = sum(len(rows) for rows in info.rows)
     lines = [
         f"---\n{yaml.safe_dump(about)}---\n",
@@ -80,12 +81,12 @@ def _code(value: Any) -> str:
 
 
 # ---------------------------------------------------------------- the Hub
-def repository(config: Any) -> str:
+def repository(config: TrainConfig) -> str:
     """The repository that a run is pushed to."""
     return config.hub_model_id or Path(config.output_dir).name
 
 
-def check_push(config: Any) -> None:
+def check_push(config: TrainConfig) -> None:
     """Refuse, before training, a push that cannot work: offline, no valid token, an impossible name."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -105,7 +106,7 @@ def check_push(config: Any) -> None:
         raise UserError(f"push_to_hub: {_reason(error, config)}; log in with `hf auth login`, {later}") from None
 
 
-def push(folder: Path, config: Any) -> str | None:
+def push(folder: Path, config: TrainConfig) -> str | None:
     """Upload a pipeline folder; checkpoints and logs lie elsewhere. A failure costs the upload and no more: it is
     returned as a line that says how to go on."""
     from huggingface_hub import create_repo, upload_folder
@@ -120,5 +121,5 @@ def push(folder: Path, config: Any) -> str | None:
     return None
 
 
-def _reason(error: Exception, config: Any) -> str:
+def _reason(error: Exception, config: TrainConfig) -> str:
     return masked(first_line(error), config.hub_token)

@@ -20,6 +20,7 @@ from silentbad.model.averaging import keeps_average
 from silentbad.model.family import Family
 from silentbad.model.pipeline import check_xformers
 from silentbad.options import given
+from silentbad.run.config import TrainConfig
 from silentbad.run.folder import RunFolder
 from silentbad.run.optimizers import ADAM, check_optimizer, optimizer_class
 from silentbad.settings import FLAGS
@@ -49,7 +50,7 @@ DRAWING = (
 )
 
 
-def check_idle(config: Any, sources: dict[str, str]) -> None:
+def check_idle(config: TrainConfig, sources: dict[str, str]) -> None:
     """Refuse options that act on nothing. A file may set up a validation that the run leaves out; flags may not."""
     flags = [name for name in given(config.validation) if sources.get(f"validation.{name}") == FLAGS]
     needs = {key: NEEDS[key] for key in given(config) if key in NEEDS} | {
@@ -71,7 +72,7 @@ def check_idle(config: Any, sources: dict[str, str]) -> None:
             raise UserError(f"{key} ({FLAGS}): needs {needed}, without which it has no effect")
 
 
-def idle_in_flags(config: Any) -> list[tuple[str, bool, str]]:
+def idle_in_flags(config: TrainConfig) -> list[tuple[str, bool, str]]:
     """(key, whether it acts, what it needs) of options that a file may hold idle, as for a part that another flag
     leaves out, and flags may not."""
     memory, kind = config.memory, optimizer_class(config)
@@ -88,7 +89,7 @@ def idle_in_flags(config: Any) -> list[tuple[str, bool, str]]:
     ]
 
 
-def joined(config: Any) -> Any:
+def joined(config: TrainConfig) -> Any:
     """The configuration with the flat loss flags in the parts of `memory` they name; refuse parts that contradict each
     other."""
     loss = config.memory.loss
@@ -127,7 +128,7 @@ def joined(config: Any) -> Any:
     return replace(config, memory=replace(config.memory, loss=loss))
 
 
-def check_places(config: Any) -> None:
+def check_places(config: TrainConfig) -> None:
     """Refuse an output folder among the inputs: a run would write into them, or delete them."""
     targets = config.validation.targets
     if targets is not None and not Path(targets).exists():
@@ -141,7 +142,7 @@ def check_places(config: Any) -> None:
     owned.refuse_overlap(config.output_dir, read, (*RunFolder.WRITTEN, *RunFolder.REPLACED))
 
 
-def check_records(config: Any, info: DataInfo, phrases: TextLists) -> None:
+def check_records(config: TrainConfig, info: DataInfo, phrases: TextLists) -> None:
     """Refuse a part that would have nothing to act on among the records; phrases[r] are what record r names."""
     memory = config.memory
     if memory.retention.unconditional and "clean" not in info.roles:
@@ -166,7 +167,7 @@ def check_records(config: Any, info: DataInfo, phrases: TextLists) -> None:
 REPEATS = 64  # times that a record may stand in one micro-batch
 
 
-def check_batch(config: Any, records: int) -> None:
+def check_batch(config: TrainConfig, records: int) -> None:
     """Refuse a micro-batch far above the number of records."""
     size, most = config.train_batch_size, REPEATS * records
     if size > most:
@@ -176,7 +177,7 @@ def check_batch(config: Any, records: int) -> None:
         )
 
 
-def check_buckets(config: Any) -> None:
+def check_buckets(config: TrainConfig) -> None:
     """Refuse, beside buckets, what looks at pictures of one size."""
     memory = config.memory
     alone = {
@@ -191,7 +192,7 @@ def check_buckets(config: Any) -> None:
             raise UserError(f"buckets: {key} works on pictures of one size; leave one of them out")
 
 
-def bucket_step(config: Any, side: int, factor: int) -> int:
+def bucket_step(config: TrainConfig, side: int, factor: int) -> int:
     """What the sides of the buckets are multiples of; 0 where images are squares. The pipeline takes multiples of
     `factor`."""
     if not config.buckets:
@@ -205,7 +206,7 @@ def bucket_step(config: Any, side: int, factor: int) -> int:
     return step
 
 
-def check_captions(config: Any, records: Records) -> None:
+def check_captions(config: TrainConfig, records: Records) -> None:
     """Refuse a token warm-up that would cut no caption."""
     commas = pc.match_substring(records.column("text"), ",")
     if config.token_warmup_step and config.memory.rehearsal.name == "none" and not pc.any(commas).as_py():
@@ -218,7 +219,7 @@ def check_captions(config: Any, records: Records) -> None:
 OF_EPSILON = ("min_snr", "soft_min_snr", "debiased", "p2")  # losses whose papers weigh the error of a noise estimate
 
 
-def check_family(config: Any, family: Family, sharded: str = "") -> None:
+def check_family(config: TrainConfig, family: Family, sharded: str = "") -> None:
     """Refuse what has no meaning on a family's path, or is not there for its layers; `sharded` as in `build`."""
     rows = unfit_flow(config, family.name) if family.flow else []
     rows += unfit_transformer(config, family, sharded) if family.backbone != "unet" else []
@@ -227,7 +228,7 @@ def check_family(config: Any, family: Family, sharded: str = "") -> None:
             raise UserError(f"{key}: {why}")
 
 
-def unfit_flow(config: Any, family: str) -> list[tuple[str, bool, str]]:
+def unfit_flow(config: TrainConfig, family: str) -> list[tuple[str, bool, str]]:
     """(key, whether it is set so, why a rectified flow cannot have it and what can)."""
     loss, velocity = config.memory.loss, f"{family} predicts the velocity of a flow"
     weight = "snr_gamma" if config.snr_gamma is not None else f"memory.loss.name={loss.name}"
@@ -248,7 +249,7 @@ def unfit_flow(config: Any, family: str) -> list[tuple[str, bool, str]]:
     ]
 
 
-def unfit_transformer(config: Any, kind: Family, sharded: str) -> list[tuple[str, bool, str]]:
+def unfit_transformer(config: TrainConfig, kind: Family, sharded: str) -> list[tuple[str, bool, str]]:
     """(key, whether it is set so, why and what can) of what reads layers of a UNet, or is untested without one."""
     memory, control = config.memory, config.gradient_control
     rules = control.name.split("+")
@@ -287,7 +288,7 @@ def unfit_transformer(config: Any, kind: Family, sharded: str) -> list[tuple[str
 
 
 # ---------------------------------------------------------------- before any weights load
-def check_machine(config: Any) -> None:
+def check_machine(config: TrainConfig) -> None:
     """Refuse what this machine or the pipeline's own settings cannot do."""
     check_optimizer(config)
     if config.mixed_precision == "fp16" and not torch.cuda.is_available():

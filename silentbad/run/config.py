@@ -11,42 +11,34 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 
 from silentbad import experiments, settings
 from silentbad.errors import UserError
-from silentbad.options import Count, Decay, Location, Natural, NotNegative, Positive, Range, Seed, Share, Side, Small
+from silentbad.model.settings import LoraSettings
+from silentbad.options import (
+    HERE,
+    Count,
+    Decay,
+    Location,
+    Natural,
+    NotNegative,
+    Positive,
+    Range,
+    Seed,
+    Share,
+    Side,
+    Small,
+    flag,
+)
 
-HERE, PUBLISHED, KOHYA = "here", "SilentBadDiffusion", "sd-scripts"
+if TYPE_CHECKING:
+    from silentbad.shield.guard import GuardConfig
+
+PUBLISHED, KOHYA = "SilentBadDiffusion", "sd-scripts"
 NEVER_SAVED = ("hub_token",)  # secrets: read from flags or files, neither written nor printed
-
-
-def flag(default: Any, help: str, source: str = "diffusers") -> Any:
-    """A field with its help line and where its name comes from."""
-    metadata = {"help": help, "source": source}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-@dataclass
-class LoraSettings:
-    """Adapters in place of the weights themselves: nested under --lora.*"""
-
-    rank: Annotated[int, Range(at_least=1, limit=8192)] | None = flag(
-        None, "rank of the adapters; unset: the weights themselves train", HERE
-    )
-    kind: Literal["lora", "dora", "loha", "lokr"] = flag("lora", "what is added to a layer", HERE)
-    alpha: Count | None = flag(None, "adapters are scaled by alpha / rank; the rank when unset", HERE)
-    targets: list[str] = flag(
-        ["attn", "xattn"], "layers by role (attn, xattn.v, ff, resnet, ...), stage (mid, up1) or both (mid.ff)", HERE
-    )
-    factor: Annotated[int, Range(at_least=2, limit=10**5)] | None = flag(
-        None, "lokr: largest side of the first factor; as even as can be when unset", HERE
-    )
-    merged: bool = flag(False, "also write pipeline/, the whole pipeline with the adapters in its weights", HERE)
 
 
 @dataclass
@@ -193,6 +185,12 @@ class TrainConfig:
     hub_token: str | None = flag(None, "token for that; neither written to files nor printed")
     hub_model_id: Location | None = flag(None, "repository for that; named like output_dir when unset")
 
+    if TYPE_CHECKING:  # the entry point adds these parts; `run` does not import the root modules that define them
+        gradient_control: Any = None
+        memory: Any = None
+        validation: Any = None
+        guard: GuardConfig = field(default_factory=GuardConfig)
+
 
 # Flags of earlier scripts that are refused: what to use instead.
 SUCCESSORS = {
@@ -232,7 +230,7 @@ def parse(cls: type, argv: list[str] | None = None, description: str | None = No
     return config, sources
 
 
-def to_dict(config: Any) -> dict[str, Any]:
+def to_dict(config: TrainConfig) -> dict[str, Any]:
     """The resolved configuration as plain values, secrets left out."""
     return {key: value for key, value in dataclasses.asdict(config).items() if key not in NEVER_SAVED}
 
@@ -241,12 +239,12 @@ def to_yaml(values: dict[str, Any]) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
-def dump(config: Any) -> str:
+def dump(config: TrainConfig) -> str:
     """YAML that `--config` reads back to the same configuration (secrets left out)."""
     return to_yaml(to_dict(config))
 
 
-def changed(config: Any, default: Any) -> dict[str, Any]:
+def changed(config: TrainConfig, default: TrainConfig) -> dict[str, Any]:
     """The part of a configuration that differs from the defaults."""
 
     def differing(now: dict, then: dict) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from silentbad import owned
 from silentbad.device import device_name
 from silentbad.errors import UserError, first_line, writing
 from silentbad.run import checkpoint
+from silentbad.run.config import TrainConfig
 
 KIND = "training"  # of folder, beside audits and what else this program makes
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "datasets", "safetensors", "numpy", "deepspeed")
@@ -74,7 +75,7 @@ class RunFolder:
     REPLACED = ("config.yaml", "run.json", "multipliers.json", "phrase_memory.json", "timesteps.json")
 
     @classmethod
-    def of(cls, config: Any, is_main: bool) -> "RunFolder":
+    def of(cls, config: TrainConfig, is_main: bool) -> "RunFolder":
         """The folder of a configuration."""
         logs = None if config.report_to == "none" else f"{config.logging_dir}/{config.tracker_project_name}"
         return cls(config.output_dir, is_main, "pipeline" if config.lora.rank is None else "lora", logs)
@@ -105,7 +106,7 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"output_dir {self.path}: cannot write {what} ({first_line(error)})") from error
 
-    def resumed(self, config: Any, say: Callable[[str], None]) -> Path | None:
+    def resumed(self, config: TrainConfig, say: Callable[[str], None]) -> Path | None:
         """The checkpoint to go on from, or None for a new run, whose folder is then refused if it holds another."""
         asked = config.resume_from_checkpoint
         found = checkpoint.resolve(asked, self.checkpoints) if asked else None
@@ -252,7 +253,7 @@ def facts(device: torch.device, world: int) -> dict[str, Any]:
     }
 
 
-def stamped(config: Any) -> Any:
+def stamped(config: TrainConfig) -> Any:
     """With stamp_output_dir the configuration of output_dir/TIME or output_dir/TIME_SUFFIX, the same on every process:
     its config.yaml means that folder."""
     if not config.stamp_output_dir:

@@ -17,7 +17,7 @@ from silentbad.data.table import blocks
 from silentbad.data.targets import Target
 from silentbad.errors import UserError, brief
 from silentbad.recovery.embedders import MICRO
-from silentbad.run.config import NEVER_SAVED
+from silentbad.run.config import NEVER_SAVED, TrainConfig
 
 FILE = "facts.json"  # of a checkpoint
 ENDS = 2**20  # bytes at each end of a large file that count for its digest
@@ -52,7 +52,7 @@ BATCH = ("train_batch_size", "gradient_accumulation_steps")
 
 
 def facts(
-    config: Any, records: Records, targets: list[Target], embedder: str | None, effective_batch: int
+    config: TrainConfig, records: Records, targets: list[Target], embedder: str | None, effective_batch: int
 ) -> dict[str, Any]:
     """The facts of a run, as plain values: {name: value}."""
     left_out = {name for names in FREE.values() for name in names} | {*BY_CONTENT, *BATCH, *NEVER_SAVED}

@@ -12,10 +12,11 @@ from silentbad.data.targets import Target, check_prompts, load_targets
 from silentbad.errors import UserError
 from silentbad.recovery.prompts import Prompt, load_prompts
 from silentbad.recovery.thresholds import load_redraws
+from silentbad.run.config import TrainConfig
 from silentbad.shield.guard import Guards
 
 
-def sample_prompts(config: Any, tokenizer: Any) -> list[Prompt]:
+def sample_prompts(config: TrainConfig, tokenizer: Any) -> list[Prompt]:
     """The prompts of `sample_prompts`, none where there is no such file to draw."""
     if config.sample_prompts is None:
         return []
@@ -23,7 +24,7 @@ def sample_prompts(config: Any, tokenizer: Any) -> list[Prompt]:
 
 
 def prepare(
-    config: Any, tokenizer: Any, guards: Guards, first: Any, say: Callable
+    config: TrainConfig, tokenizer: Any, guards: Guards, first: Any, say: Callable
 ) -> tuple[Records, Records | None, list[Target]]:
     """(records to train on, those held out, targets), all checked; `first` lets one process build the table."""
     targets = load_targets(config.validation.targets) if config.validation.targets else []

@@ -16,13 +16,14 @@ from silentbad.distributed.zero import Part, gradients, held, summed
 from silentbad.errors import UserError, brief, reading
 from silentbad.model.averaging import keeps_average
 from silentbad.options import problem
+from silentbad.run.config import TrainConfig
 
 ADAM = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps", "adam_weight_decay": "weight_decay"}
 UPDATES: dict[str, type[torch.optim.Optimizer]] = {"shrink": ShrunkAdamW, "spectral": SpectralAdamW}
 
 
 # ---------------------------------------------------------------- building
-def own_update(config: Any) -> str:
+def own_update(config: TrainConfig) -> str:
     """The option of `gradient_control` that puts another update in place of AdamW's; nothing where none is set."""
     chosen = [name for name in UPDATES if getattr(config.gradient_control, name)]
     if len(chosen) > 1:
@@ -30,7 +31,7 @@ def own_update(config: Any) -> str:
     return "".join(chosen)
 
 
-def optimizer_class(config: Any) -> type[torch.optim.Optimizer]:
+def optimizer_class(config: TrainConfig) -> type[torch.optim.Optimizer]:
     """The class that `optimizer`, `use_8bit_adam` or `gradient_control` names; refused where it does not import or is
     none."""
     if update := own_update(config):
@@ -50,7 +51,7 @@ def optimizer_class(config: Any) -> type[torch.optim.Optimizer]:
     return kind
 
 
-def check_optimizer(config: Any) -> None:
+def check_optimizer(config: TrainConfig) -> None:
     """Refuse an optimizer that is not there, takes no such option, averages weights beside `use_ema`, or cannot
     have the update that `gradient_control` asks for."""
     kind, update = optimizer_class(config), own_update(config)
@@ -88,7 +89,7 @@ def unusable(kind: type[torch.optim.Optimizer]) -> str:
     return "sparse gradients" if kind is torch.optim.SparseAdam else ""
 
 
-def make_optimizer(groups: list[dict[str, Any]], config: Any, scale: float) -> torch.optim.Optimizer:
+def make_optimizer(groups: list[dict[str, Any]], config: TrainConfig, scale: float) -> torch.optim.Optimizer:
     """The optimizer over the controller's groups at `scale` times the learning rate.
 
     The adam_* flags reach it where it has such a setting; `optimizer_options` override them. torch's own run their
@@ -96,7 +97,7 @@ def make_optimizer(groups: list[dict[str, Any]], config: Any, scale: float) -> t
     """
     kind = optimizer_class(config)
     takes = inspect.signature(kind).parameters
-    flags = {
+    flags: dict[str, Any] = {
         "lr": config.learning_rate * scale,
         "betas": (config.adam_beta1, config.adam_beta2),
         "eps": config.adam_epsilon,

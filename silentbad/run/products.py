@@ -13,6 +13,7 @@ from silentbad.model.encoder import Encoder
 from silentbad.model.pipeline import Parts
 from silentbad.recovery import report
 from silentbad.run import card, checkpoint, trackers
+from silentbad.run.config import TrainConfig
 from silentbad.run.folder import RunFolder
 from silentbad.run.state import BINS, TrainState
 
@@ -25,7 +26,7 @@ class Products:
 
     def __init__(
         self,
-        config: Any,
+        config: TrainConfig,
         folder: RunFolder,
         state: TrainState,
         parts: Parts,
@@ -60,7 +61,7 @@ class Products:
         """validation_prompts, drawn with the averaged weights where there are some."""
         parts = pipeline.whole_parts(self.parts)
         if self.accelerator.is_main_process:
-            prompts, seed = self.config.validation_prompts, self.config.seed
+            prompts, seed = self.config.validation_prompts or [], self.config.seed
             with self._averaged(), self.encoder.awake(), self.accelerator.autocast():
                 images = pipeline.draw_images(pipeline.pipeline(parts), prompts, seed)
             trackers.save_images(images, self.folder.path / "samples" / "prompts", self.state.step, self.accelerator)

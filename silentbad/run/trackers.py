@@ -12,9 +12,10 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
 from silentbad.errors import UserError, first_line
+from silentbad.run.config import TrainConfig
 
 
-def make_accelerator(config: Any) -> Accelerator:
+def make_accelerator(config: TrainConfig) -> Accelerator:
     """accelerate's handle, with the trackers of `report_to`."""
     trackers = None if config.report_to == "none" or config.dry_run else config.report_to
     for name in ("tensorboard", "wandb", "comet_ml"):
@@ -30,7 +31,7 @@ def make_accelerator(config: Any) -> Accelerator:
     return accelerator
 
 
-def start(accelerator: Accelerator, config: Any, values: dict[str, Any]) -> None:
+def start(accelerator: Accelerator, config: TrainConfig, values: dict[str, Any]) -> None:
     """Open the trackers. Raises UserError where one cannot: no login, no disk."""
     try:
         accelerator.init_trackers(config.tracker_project_name, flat(values))

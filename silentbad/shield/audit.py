@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from silentbad.recovery import pages
 from silentbad.recovery.embedders import load_embedder
 from silentbad.recovery.generation import Sampler
 from silentbad.recovery.pages import Table
+from silentbad.recovery.settings import MeasureSettings
 from silentbad.rng import addressed_seed
 from silentbad.shield import result
 from silentbad.shield import scan as scanning
@@ -70,7 +71,34 @@ class Candidates:
         return [key for key in ("phrases", "scan", "train_data_dir") if getattr(self, key) is not None]
 
 
-def asks_for_search(options: Any) -> bool:
+class AuditSettings(MeasureSettings, Protocol):
+    """`validation.Audit`, as a search reads it: an audit's settings, and where its candidates come from."""
+
+    pipeline: str | None
+    baseline: str | None
+    lora: str | None
+    output_dir: str
+    seed: int
+    dtype: Literal["float32", "float16", "bfloat16"]
+    extrapolate: float | None
+    embedder: Literal["micro", "sscd", "clip", "dinov2", "ssim"]
+    embedder_path: str | None
+    embedder_sha256: str | None
+    phrases: str | None
+    scan: str | None
+    train_data_dir: str | None
+    ordinary: str | None
+    most_phrases: int
+    tested: int
+    nulls: int
+
+    @property
+    def given(self) -> list[str]:
+        """The flags that name candidates."""
+        ...
+
+
+def asks_for_search(options: AuditSettings) -> bool:
     """Whether an audit's flags name candidates. Raises UserError where other flags then have no effect, or those of
     the search without any."""
     chosen, of_search = changed(options), {field.name for field in fields(Candidates)}
@@ -99,7 +127,7 @@ def lines_of(path: str, flag: str) -> list[str]:
     return found
 
 
-def candidates(options: Any) -> tuple[list[str], list[list[str]]]:
+def candidates(options: AuditSettings) -> tuple[list[str], list[list[str]]]:
     """(phrases to compose, prompts that are tested whatever the search says, as lists of phrases).
 
     Raises UserError where there are none.
@@ -114,7 +142,7 @@ def candidates(options: Any) -> tuple[list[str], list[list[str]]]:
     if options.phrases is not None:
         found = lines_of(options.phrases, "phrases")
     else:
-        _, _, rows = row_source(scanning.parser().parse_args(["--train_data_dir", options.train_data_dir]))
+        _, _, rows = row_source(scanning.parser().parse_args(["--train_data_dir", str(options.train_data_dir)]))
         found = recurring([text_of(row) for row in rows()])
     if len(found) < 2:
         raise UserError(f"--{options.given[0]}: gives {len(found)} phrases; two are needed to compose a prompt")
@@ -144,7 +172,7 @@ PLACES = [
 ]
 
 
-def ordinary(options: Any, count: int, size: int, avoid: Sequence[str]) -> list[str]:
+def ordinary(options: AuditSettings, count: int, size: int, avoid: Sequence[str]) -> list[str]:
     """`count` prompts of `size` phrases: of the file, or plain things before a place that say no candidate phrase."""
     rng = np.random.default_rng(addressed_seed(options.seed, "ordinary", size))
     if options.ordinary is not None:
@@ -198,7 +226,7 @@ class Report:
 
 
 # -- the command -------------------------------------------------------------------------------------------
-def audited(options: Any) -> Report:
+def audited(options: AuditSettings) -> Report:
     """Search, generate, compare and write; `options` is validation.py's `Audit`. Raises UserError as it does."""
     check_values(options, "--")
     if options.extrapolate is not None and options.baseline is None:
@@ -213,17 +241,17 @@ def audited(options: Any) -> Report:
         return _audited(options, phrases, fixed, out)
 
 
-def _audited(options: Any, phrases: list[str], fixed: list[list[str]], out: Path) -> Report:
+def _audited(options: AuditSettings, phrases: list[str], fixed: list[list[str]], out: Path) -> Report:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     embedder = load_embedder(options.embedder, options.embedder_path, device, options.embedder_sha256)
-    pipe = load_pipeline(options.pipeline, options.dtype, device, options.lora)
+    pipe = load_pipeline(str(options.pipeline), options.dtype, device, options.lora)
     named = f"--pipeline {options.pipeline}"
     sampler = Sampler(pipe.components, options, options.seed, refuses=named)
     if sampler.family.flow:
         raise UserError(f"{named}: the search without a target reads UNets; give Stable Diffusion 1, 2 or XL")
     unets: dict[str, nn.Module] = {"own guidance": pipe.unet}
     if options.extrapolate is not None:
-        base = load_pipeline(options.baseline, options.dtype, device, flag="--baseline", of=options.pipeline)
+        base = load_pipeline(str(options.baseline), options.dtype, device, flag="--baseline", of=options.pipeline)
         unets[f"guidance extrapolated by {options.extrapolate:g}"] = Extrapolated(
             pipe.unet, base.unet, options.extrapolate
         )
@@ -334,7 +362,7 @@ def page(report: Report, pictures: list[list[np.ndarray]]) -> str:
     return pages.render("audit.html.j2", values, scanning.TEMPLATES)
 
 
-def searched(options: Any) -> int:
+def searched(options: AuditSettings) -> int:
     """The audit of validation.py where no target is known: exit code 3 where a picture comes back, else 0."""
     report = audited(options)
     for one in report.found:

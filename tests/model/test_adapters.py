@@ -20,8 +20,9 @@ from silentbad.memory.auxiliary import Teacher
 from silentbad.model import denoiser, lora, pipeline
 from silentbad.model.denoiser import Denoiser
 from silentbad.model.groups import OTHER, group_of, group_parameters, prior_table
+from silentbad.model.settings import LoraSettings
 from silentbad.run import checkpoint, folder, trackers
-from silentbad.run.config import LoraSettings, parse
+from silentbad.run.config import parse
 from tests.conftest import write_data
 from tests.published import PUBLISHED, published, published_transformer
 from tests.toy import stats_of

@@ -17,8 +17,8 @@ from silentbad.model.diffusion import Flow
 from silentbad.model.encoder import decode
 from silentbad.model.families import FAMILIES
 from silentbad.model.groups import OTHER, group_of, group_parameters
+from silentbad.model.settings import LoraSettings
 from silentbad.recovery.generation import Sampler
-from silentbad.run.config import LoraSettings
 from tests.published import TRANSFORMERS, published_transformer
 from tests.tiny import tiny_sd3_pipeline
 from tests.training import same, step_once
