@@ -113,12 +113,17 @@ class Records:
 
     def select(self, rows: np.ndarray, key: str = "") -> "Records":
         """Some of these records, in this order; `key` is their own."""
-        return Records(self.table, self.name, key, rows if self.rows is None else self.rows[rows])
+        return Records(self.table, self.name, key, self.numbers[rows])
 
     def column(self, name: str) -> pa.ChunkedArray:
         """A column as Arrow holds it: mapped from the table's file, or a copy of the chosen rows."""
         whole = self.table.data.column(name)
         return whole if self.rows is None else whole.take(pa.array(self.rows))
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """The rows of the table (R,) that these records are."""
+        return np.arange(len(self.table)) if self.rows is None else self.rows
 
     @property
     def sizes(self) -> np.ndarray:
@@ -227,8 +232,7 @@ class Records:
                 known = sorted({i for i, s in zip(ids, shown, strict=True) if s})
                 raise UserError(f"withhold: no record shows {name!r}; elements are: {', '.join(known[:8])}")
             left_out |= of_name
-        rows, key = np.flatnonzero(~left_out), f"{self.key}-without-{sorted(elements)}"
-        return Records(self.table, self.name, key, rows if self.rows is None else self.rows[rows])
+        return self.select(np.flatnonzero(~left_out), f"{self.key}-without-{sorted(elements)}")
 
     def hold_out(self, clean: int, elements: int, seed: int) -> tuple["Records", "Records | None"]:
         """(records to train on, those kept from training): so many clean ones, at most a tenth of them, and so many of

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from silentbad.data.draws import Draws, Hidden, Reader, Rehearse, Transform
 from silentbad.data.elements import DataInfo, Epochs, epoch_length
 from silentbad.data.loader import Loader, Stream, collate
 from silentbad.data.records import Records
-from silentbad.data.targets import Target
 from silentbad.distributed import shards
 from silentbad.distributed.zero import Zero
 from silentbad.memory import roles
@@ -29,6 +28,7 @@ from silentbad.recovery.prompts import Prompt, PromptSheet
 from silentbad.run import checks, identity, inputs, optimizers
 from silentbad.run.config import TrainConfig
 from silentbad.run.folder import RunFolder
+from silentbad.run.inputs import Inputs
 from silentbad.run.log import Log
 from silentbad.run.meters import Meters, Timers
 from silentbad.run.products import Products
@@ -165,121 +165,86 @@ def build(
     The three constructors are those of the root modules (`Controller`, `Memory`, `RecoveryHook`), which this package
     does not import. `sharded` is FSDP, DEEPSPEED or nothing.
     """
-    world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
-    # -- data, checked before weights load
-    settings, tokenizer = pipeline.scheduler_settings(config), pipeline.load_tokenizer(config)
-    checks.check_family(config, pipeline.family_for(config), sharded)
-    prompts = inputs.sample_prompts(config, tokenizer)
-    guards, say = Guards(config.guard), accelerator.print
-    records, held_out, targets = inputs.prepare(config, tokenizer, guards, accelerator.main_process_first, say)
-    info = DataInfo(*(getattr(records, name) for name in ("role", "target_id", "element_id", "phrases")))
-    checks.check_records(config, info, records.phrases)
-    checks.check_captions(config, records)
-    checks.check_batch(config, len(records))
-    # -- models
-    parts = pipeline.load_parts(config, settings, tokenizer, accelerator.mixed_precision)
-    side = pipeline.resolution(parts, config)
-    encoder = Encoder(parts, accelerator, side=side, cache_bytes=config.cache_mb * 2**20, seed=config.seed)
-    denoiser.placed(parts.model, config, device)
-    if sharded == "FSDP":
-        shards.shard(parts.model, device, accelerator.mixed_precision)
-    # -- length, optimizer, schedule
-    effective_batch = config.train_batch_size * config.gradient_accumulation_steps * world
-    steps_per_epoch = -(-epoch_length(info, config.memory.sampler.clean_ratio) // effective_batch)
-    total = config.max_train_steps or config.num_train_epochs * steps_per_epoch
+    given = inputs.gathered(config, accelerator, sharded)
+    parts, encoder, side = models(config, given, accelerator, sharded)
+    length = Length.of(config, given.info, accelerator.num_processes)
     control = controller(parts.model, config.gradient_control, config.seed)
-    groups = control.param_groups(config.adam_weight_decay)
-    optimizer: Any = optimizers.make_optimizer(groups, config, effective_batch if config.scale_lr else 1.0)
-    lr_scheduler = get_scheduler(
-        config.lr_scheduler, optimizer, num_warmup_steps=config.lr_warmup_steps, num_training_steps=total
-    )  # not prepared: one step an update, whatever the number of processes
-    control.attach(optimizer, lr_scheduler)
+    optimizer, lr_scheduler = optimizing(control, config, length)
     model, forward, optimizer, zero = prepared(parts.model, optimizer, config, accelerator, sharded)
-    # -- what is shown, and how it is weighed
-    step = checks.bucket_step(config, side, pipeline.side_factor(parts.family, parts.backbone, parts.vae))
-    transform = Transform.of(config, side, step)
-    batches = arranged(records, transform, parts, config, accelerator.print) if step else None
-    reader = Reader(records, transform, config.seed, config.cache_mb * 2**20)
-    predict = partial(prediction, encoder, model, accelerator)
-    shown = lambda rows: collate(reader.pictures(rows))  # noqa: E731
-    access = Access(parts.model, predict, encoder.mode, shown, reader.load, tokenizer)
+    factor = pipeline.side_factor(parts.family, parts.backbone, parts.vae)
+    transform = Transform.of(config, side, checks.bucket_step(config, side, factor))
+    reader = Reader(given.records, transform, config.seed, config.cache_mb * 2**20)
+    access = Access(
+        parts.model,
+        partial(prediction, encoder, model, accelerator),
+        encoder.mode,
+        lambda rows: collate(reader.pictures(rows)),
+        reader.load,
+        given.tokenizer,
+    )
     memory = memory_of(
         config.memory,
-        info,
+        given.info,
         parts.noise_scheduler,
         access,
         seed=config.seed,
-        effective_batch=effective_batch,
-        max_steps=total,
-        rank=rank,
-        world=world,
+        effective_batch=length.effective_batch,
+        max_steps=length.total,
+        rank=accelerator.process_index,
+        world=accelerator.num_processes,
         reduce=partial(accelerator.reduce, reduction="sum"),
     )
-    rows = np.arange(len(records)) if records.rows is None else records.rows
-    guards.start(Setting(rows, access, parts.noise_scheduler, control.params, side, config.seed), sharded)
-    rehearse = None if config.memory.rehearsal.name == "none" else memory.rehearse
-    draws = draws_of(config, reader, encoder, rehearse, guards, parts, accelerator)
-    stream = Stream(guards.epoch(memory.epochs.epoch), batches)
-    loader = Loader(
-        draws,
-        stream,
-        batch_size=config.train_batch_size,
-        rank=rank,
-        world=world,
-        accumulation=config.gradient_accumulation_steps,
-        workers=config.dataloader_num_workers,
-        device=device,
+    given.guards.start(
+        Setting(given.records.numbers, access, parts.noise_scheduler, control.params, side, config.seed), sharded
     )
-    # -- how it is measured, and what is kept
-    square = replace(transform, step=0)
-    hook = make_hook(hook_of, config, accelerator, folder, parts, targets, records, held_out, square)
-    sheet = make_sheet(prompts, config, accelerator, folder, parts)
+    loader = loader_of(config, reader, encoder, memory, given, parts, accelerator)
+    hook = make_hook(hook_of, config, accelerator, folder, parts, given, replace(transform, step=0))
     meters, timers = Meters(), Timers()
-    embedder = None if hook is None else hook.embedder.describe()
-    known = identity.facts(config, records, targets, embedder, effective_batch)
     state = TrainState(
         parts.model,
         optimizer,
         lr_scheduler,
-        denoiser.make_ema(parts.model, config, device),
-        total=total,
-        steps_per_epoch=steps_per_epoch,
+        denoiser.make_ema(parts.model, config, accelerator.device),
+        total=length.total,
+        steps_per_epoch=length.steps_per_epoch,
         train_timesteps=parts.noise_scheduler.config.num_train_timesteps,
         others={
             "control": control,
             "memory": memory,
-            "guards": guards if guards.names else None,
-            "stream": stream,
+            "guards": given.guards if given.guards.names else None,
+            "stream": loader.stream,
             "scaler": accelerator.scaler,
             "meters": meters,
             "hook": hook,
         },
     )
+    embedder = None if hook is None else hook.embedder.describe()
+    facts = identity.facts(config, given.records, given.targets, embedder, length.effective_batch)
     return Run(
         config=config,
         accelerator=accelerator,
         folder=folder,
-        records=records,
-        info=info,
+        records=given.records,
+        info=given.info,
         parts=parts,
         encoder=encoder,
         model=model,
         forward=forward,
-        predict=predict,
+        predict=access.predict,
         zero=zero,
         state=state,
         control=control,
         memory=memory,
-        guards=guards,
-        draws=draws,
+        guards=given.guards,
+        draws=loader.draws,
         loader=loader,
         hook=hook,
-        sheet=sheet,
-        prompts=len(prompts),
+        sheet=make_sheet(given.prompts, config, accelerator, folder, parts),
+        prompts=len(given.prompts),
         meters=meters,
         timers=timers,
-        checkpoints=Checkpoints(folder, state, accelerator, meters, timers, config.checkpoints_total_limit, known),
-        log=Log(folder, state, accelerator, meters, timers, effective_batch),
+        checkpoints=Checkpoints(folder, state, accelerator, meters, timers, config.checkpoints_total_limit, facts),
+        log=Log(folder, state, accelerator, meters, timers, length.effective_batch),
         products=Products(
             config,
             folder,
@@ -287,11 +252,51 @@ def build(
             parts,
             encoder,
             accelerator,
-            info=info,
-            target_ids=[target.target_id for target in targets],
+            info=given.info,
+            target_ids=[target.target_id for target in given.targets],
             results=lambda: [asdict(row) for row in hook.summary()] if hook is not None and hook.history else [],
         ),
     )
+
+
+def models(
+    config: TrainConfig, given: Inputs, accelerator: Accelerator, sharded: str
+) -> tuple[pipeline.Parts, Encoder, int]:
+    """(parts of the pipeline, what encodes, side of the pictures in pixels); what trains is on its device."""
+    parts = pipeline.load_parts(config, given.schedule, given.tokenizer, accelerator.mixed_precision)
+    side = pipeline.resolution(parts, config)
+    encoder = Encoder(parts, accelerator, side=side, cache_bytes=config.cache_mb * 2**20, seed=config.seed)
+    denoiser.placed(parts.model, config, accelerator.device)
+    if sharded == "FSDP":
+        shards.shard(parts.model, accelerator.device, accelerator.mixed_precision)
+    return parts, encoder, side
+
+
+class Length(NamedTuple):
+    """How long a run is, in samples a step and in optimizer steps."""
+
+    effective_batch: int  # samples a step, over all processes and micro-batches
+    steps_per_epoch: int
+    total: int
+
+    @classmethod
+    def of(cls, config: TrainConfig, info: DataInfo, world: int) -> "Length":
+        effective_batch = config.train_batch_size * config.gradient_accumulation_steps * world
+        steps_per_epoch = -(-epoch_length(info, config.memory.sampler.clean_ratio) // effective_batch)
+        return cls(
+            effective_batch, steps_per_epoch, config.max_train_steps or config.num_train_epochs * steps_per_epoch
+        )
+
+
+def optimizing(control: Control, config: TrainConfig, length: Length) -> tuple[Any, Any]:
+    """(optimizer, schedule of its rates) over the controller's groups."""
+    groups = control.param_groups(config.adam_weight_decay)
+    optimizer = optimizers.make_optimizer(groups, config, length.effective_batch if config.scale_lr else 1.0)
+    lr_scheduler = get_scheduler(
+        config.lr_scheduler, optimizer, num_warmup_steps=config.lr_warmup_steps, num_training_steps=length.total
+    )  # not prepared: one step an update, whatever the number of processes
+    control.attach(optimizer, lr_scheduler)
+    return optimizer, lr_scheduler
 
 
 def prepared(
@@ -304,6 +309,30 @@ def prepared(
     model = model if sharded else accelerator.prepare(model)
     forward = denoiser.training_forward(model, config, accelerator.mixed_precision)
     return model, forward, accelerator.prepare(optimizer), None
+
+
+def loader_of(
+    config: TrainConfig,
+    reader: Reader,
+    encoder: Encoder,
+    memory: Memory,
+    given: Inputs,
+    parts: pipeline.Parts,
+    accelerator: Accelerator,
+) -> Loader:
+    """What deals the micro-batches of this process."""
+    rehearse = None if config.memory.rehearsal.name == "none" else memory.rehearse
+    batches = arranged(given.records, reader.transform, parts, config, accelerator.print)
+    return Loader(
+        draws_of(config, reader, encoder, rehearse, given.guards, parts, accelerator),
+        Stream(given.guards.epoch(memory.epochs.epoch), batches),
+        batch_size=config.train_batch_size,
+        rank=accelerator.process_index,
+        world=accelerator.num_processes,
+        accumulation=config.gradient_accumulation_steps,
+        workers=config.dataloader_num_workers,
+        device=accelerator.device,
+    )
 
 
 def draws_of(
@@ -336,8 +365,10 @@ def draws_of(
 
 def arranged(
     records: Records, transform: Transform, parts: pipeline.Parts, config: TrainConfig, say: Callable[[str], None]
-) -> Batches:
-    """Micro-batches of one shape, and a table of what went where."""
+) -> Batches | None:
+    """Micro-batches of one shape, and a table of what went where; None where every picture is a square."""
+    if not transform.step:
+        return None
     sizes, batch_size = records.sizes, config.train_batch_size
     shapes = transform.shapes(sizes)
     cut, side = transform.center_crop, transform.resolution
@@ -354,23 +385,21 @@ def make_hook(
     accelerator: Accelerator,
     folder: RunFolder,
     parts: pipeline.Parts,
-    targets: list[Target],
-    records: Records,
-    held_out: Records | None,
+    given: Inputs,
     transform: Transform,
 ) -> Hook | None:
     """The recovery hook, where there are targets."""
-    if not targets or config.dry_run:
+    if not given.targets or config.dry_run:
         return None
     return hook_of(
         config.validation,
-        targets=targets,
+        targets=given.targets,
         components=parts.components(),
         accelerator=accelerator,
         output_dir=folder.path,
         seed=config.seed,
-        held_out=inputs.by_role(held_out, transform, config.seed),
-        training=inputs.shown(records, transform, config.seed, config.validation.nearest),
+        held_out=inputs.by_role(given.held_out, transform, config.seed),
+        training=inputs.shown(given.records, transform, config.seed, config.validation.nearest),
         prediction_type=config.prediction_type,
     )
 

@@ -1,19 +1,51 @@
 """The data of a run, checked against the tokenizer and the targets before any weights load."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from accelerate import Accelerator
 from torch import Tensor
 
 from silentbad.data.draws import Reader, Transform
+from silentbad.data.elements import DataInfo
 from silentbad.data.records import Records, load_records
 from silentbad.data.targets import Target, check_prompts, load_targets
 from silentbad.errors import UserError
+from silentbad.model import pipeline
 from silentbad.recovery.prompts import Prompt, load_prompts
 from silentbad.recovery.thresholds import load_redraws
+from silentbad.run import checks
 from silentbad.run.config import TrainConfig
 from silentbad.shield.guard import Guards
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run is given beside its configuration."""
+
+    schedule: dict[str, Any]  # settings of the training schedule
+    tokenizer: Any
+    prompts: list[Prompt]  # drawn at validation, without a target
+    guards: Guards
+    records: Records
+    held_out: Records | None
+    targets: list[Target]
+    info: DataInfo
+
+
+def gathered(config: TrainConfig, accelerator: Accelerator, sharded: str) -> Inputs:
+    """Everything a run reads, checked. Raises UserError where something cannot be trained on."""
+    schedule, tokenizer = pipeline.scheduler_settings(config), pipeline.load_tokenizer(config)
+    checks.check_family(config, pipeline.family_for(config), sharded)
+    prompts, guards = sample_prompts(config, tokenizer), Guards(config.guard)
+    records, held_out, targets = prepare(config, tokenizer, guards, accelerator.main_process_first, accelerator.print)
+    info = DataInfo(*(getattr(records, name) for name in ("role", "target_id", "element_id", "phrases")))
+    checks.check_records(config, info, records.phrases)
+    checks.check_captions(config, records)
+    checks.check_batch(config, len(records))
+    return Inputs(schedule, tokenizer, prompts, guards, records, held_out, targets, info)
 
 
 def sample_prompts(config: TrainConfig, tokenizer: Any) -> list[Prompt]:
