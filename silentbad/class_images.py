@@ -76,9 +76,9 @@ def write_class_images(
             (folder / UNLISTED).touch()
         for first in range(0, count, batch):
             rows = list(range(first, min(first + batch, count)))
-            said = [prompts[i % len(prompts)] for i in rows]
-            images = draw(pipe, said, rows, seed, steps)
-            for i, text, image in zip(rows, said, images, strict=True):
+            asked = [prompts[i % len(prompts)] for i in rows]
+            images = draw(pipe, asked, rows, seed, steps)
+            for i, text, image in zip(rows, asked, images, strict=True):
                 with reading(f"--out: cannot write {folder}"):
                     image.save(folder / f"{i:05d}.png")
                 records.append({"file_name": f"class/{i:05d}.png", "text": text, "phrases": [], "role": "clean"})

@@ -170,8 +170,8 @@ def _in_use(folder: Path, key: str, holder: dict[str, Any]) -> str:
 def _holder(handle: int) -> dict[str, Any]:
     """What a lock file says; nothing where it cannot be read, or does not say all."""
     try:
-        said = json.loads(os.pread(handle, 1000, 0))
-        return {"pid": int(said["pid"]), "host": str(said["host"])[:100], "started": float(said["started"])}
+        lock = json.loads(os.pread(handle, 1000, 0))
+        return {"pid": int(lock["pid"]), "host": str(lock["host"])[:100], "started": float(lock["started"])}
     except (OSError, ValueError, TypeError, KeyError):
         return {}
 
@@ -227,10 +227,10 @@ def kind_of(folder: Path) -> str | None:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        said = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}  # a pipe would never end
+        values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}  # a pipe would never end
     except (OSError, ValueError, RecursionError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return values if isinstance(values, dict) else {}
 
 
 def refuse_foreign(folder: Path, kind: str, writes: Iterable[str], key: str = "output_dir") -> None:

@@ -279,8 +279,8 @@ class Keys:
             below = self.kind(key, where) if isinstance(name, str) and "." not in name else self._no_key(name, where)
             if isinstance(below, dict):
                 if not isinstance(value, dict):
-                    said = "null" if value is None else brief(value)
-                    raise UserError(f"{key} ({where}): must hold key: value pairs ({', '.join(below)}), got {said}")
+                    shown = "null" if value is None else brief(value)
+                    raise UserError(f"{key} ({where}): must hold key: value pairs ({', '.join(below)}), got {shown}")
                 self._merge(into.setdefault(name, {}), value, f"{key}.", below, sources, lines, path)
             else:
                 into[name] = _word(value, below)
@@ -426,8 +426,8 @@ def _keys_help(default: Any, prefix: str) -> list[str]:
             nested += ["", f"{key}: {title}", *_keys_help(value, f"{key}.")]
             continue
         source = f" [{field.metadata['source']}]" if "source" in field.metadata else ""
-        said = "null" if value is None else str(value)
-        about = f"(type: {name_of(hints[field.name])}, default: {said})"
+        shown = "null" if value is None else str(value)
+        about = f"(type: {name_of(hints[field.name])}, default: {shown})"
         lines += _entry(f"--{key}", f"{field.metadata.get('help', '')}{source} {about}".strip())
     return lines + nested
 

@@ -35,9 +35,9 @@ def first_parts(text: str, draw: int, least: int, steps: int) -> str:
 
 def saying(record: dict, text: str) -> dict:
     """A record under a shorter caption; its element keeps its name where a phrase gave it."""
-    said = record["phrases"]
-    kept = [phrase for phrase in said if phrase in text]
-    return {**record, "text": text, "phrases": kept, "element_id": record["element_id"] or (said or [""])[0]}
+    phrases = record["phrases"]
+    kept = [phrase for phrase in phrases if phrase in text]
+    return {**record, "text": text, "phrases": kept, "element_id": record["element_id"] or (phrases or [""])[0]}
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,11 @@ class DataInfo:
         rows: dict[str, list[int]] = defaultdict(list)
         common: dict[str, list[str]] = {}
         for r in np.flatnonzero(self.roles == "element").tolist():
-            said = phrases[r]
-            key = self.key(target_ids[r], element_ids[r], said)
+            own = phrases[r]
+            key = self.key(target_ids[r], element_ids[r], own)
             rows[key].append(r)
-            kept = [p for p in common.get(key, said) if p in said]
-            common[key] = kept or list(said[:1])
+            kept = [p for p in common.get(key, own) if p in own]
+            common[key] = kept or list(own[:1])
         self.keys = list(rows)
         self.index = {key: i for i, key in enumerate(self.keys)}
         self.rows = [np.asarray(rows[key], dtype=np.int64) for key in self.keys]

@@ -121,7 +121,7 @@ def _published_elements(root: Path, number: int, role: str) -> list[dict]:
     if len(images) != len(captions):
         raise UserError(f"{root}/poisoning_images/{number}: {len(images)} images but {len(captions)} captions")
     rows = []
-    if role == "element" and captions and not any(phrase in said for phrase in phrases for _, said in captions):
+    if role == "element" and captions and not any(phrase in caption for phrase in phrases for _, caption in captions):
         raise UserError(
             f"{root}/poisoning_images/{number}: no caption holds a phrase of the first line ({brief(phrases[0])}); "
             "separate phrases by tabs"

@@ -74,15 +74,15 @@ def row_source(config: DataSettings) -> tuple[str, str, Callable[[], Iterator[di
     root = Path(name)
     if config.dataset_name is not None:
         table = hub_table(config)
-        said = [name, config.dataset_config_name, config.image_column, config.caption_column, table._fingerprint]
-        return name, hashlib.sha256(repr(tuple(said)).encode()).hexdigest()[:32], lambda: hub_rows(table, config)
+        facts = [name, config.dataset_config_name, config.image_column, config.caption_column, table._fingerprint]
+        return name, hashlib.sha256(repr(tuple(facts)).encode()).hexdigest()[:32], lambda: hub_rows(table, config)
     if not os.path.isdir(root):
         raise UserError(f"train_data_dir: no folder {root}")
     if os.path.isdir(root / "poisoning_images"):
         if clean and not os.path.isdir(clean):
             raise UserError(f"clean_data_dir: no folder {clean}")
-        said = [getattr(config, flag) for flag in PUBLISHED_FLAGS] + [folder_key(Path(clean)) if clean else None]
-        return name, folder_key(root, *said), lambda: published_rows(root, config)
+        facts = [getattr(config, flag) for flag in PUBLISHED_FLAGS] + [folder_key(Path(clean)) if clean else None]
+        return name, folder_key(root, *facts), lambda: published_rows(root, config)
     if clean:
         raise UserError(f"clean_data_dir: {root} is not of the published layout; list clean records in its metadata")
     return name, folder_key(root), lambda: folder_rows(root)

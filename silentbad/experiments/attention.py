@@ -40,8 +40,8 @@ def token_table(tokenizer, texts: list[str], phrases: list[list[str]]) -> torch.
     """(B,P,L) float {0,1}: the tokens of each caption's phrases, P the most of any, L the token window; on
     the CPU."""
     table = torch.zeros(len(texts), max([1, *map(len, phrases)]), tokenizer.model_max_length)
-    for b, (text, said) in enumerate(zip(texts, phrases, strict=True)):
-        for p, span in enumerate(token_spans(tokenizer, text, said)):
+    for b, (text, shown) in enumerate(zip(texts, phrases, strict=True)):
+        for p, span in enumerate(token_spans(tokenizer, text, shown)):
             table[b, p, span] = 1.0
     return table
 

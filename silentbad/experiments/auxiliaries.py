@@ -16,11 +16,11 @@ from silentbad.options import Count, Decay, NotNegative, Positive, Small, Streng
 
 def in_mask(info: DataInfo, batch: dict) -> list[set[str]]:
     """The phrases whose place each sample's mask is: an element's, or those of a union; not what stands around."""
-    said = []
+    mentioned = []
     for i, role, target in zip(info.of_batch(batch), batch["role"], batch["target_id"], strict=True):
         own = [i] if i < len(info.keys) else []
-        said.append({info.phrase[j] for j in (info.elements_of.get(target, ()) if role == "rehearsal" else own)})
-    return said
+        mentioned.append({info.phrase[j] for j in (info.elements_of.get(target, ()) if role == "rehearsal" else own)})
+    return mentioned
 
 
 class AttentionBinding:
@@ -51,9 +51,9 @@ class AttentionBinding:
         b, info, probs = now.batch, self.setting.info, now.maps.mean()
         tokens = token_table(self.setting.tokenizer, b["text"], b["phrases"]).to(probs.device, non_blocking=True)
         own = torch.zeros(tokens.shape[:2])
-        for r, said in enumerate(in_mask(info, b)):
+        for r, mentioned in enumerate(in_mask(info, b)):
             for p, phrase in enumerate(b["phrases"][r]):
-                own[r, p] = float(phrase in said)
+                own[r, p] = float(phrase in mentioned)
         own = own.to(probs.device, non_blocking=True)
         maps, there = phrase_maps(probs, tokens), tokens.amax(dim=-1)
         bound = phrase_maps(probs, (own[..., None] * tokens).amax(dim=1, keepdim=True))[:, 0]
@@ -112,8 +112,8 @@ class AndDistillation:
         if self.gate == "mask":
             masks = [mask for i in group if (mask := self.setting.bank[i].masks) is not None]  # all: see __init__
             return torch.stack([mask.mean(dim=0, keepdim=True) for mask in masks])
-        said = [self.setting.info.phrase[i] for i in group]
-        tokens = token_table(self.setting.tokenizer, said, [[phrase] for phrase in said]).to(x_t.device)
+        phrases = [self.setting.info.phrase[i] for i in group]
+        tokens = token_table(self.setting.tokenizer, phrases, [[phrase] for phrase in phrases]).to(x_t.device)
         m = phrase_maps(maps.mean()[1:], tokens)
         m = (m / m.amax(dim=-1, keepdim=True).clamp_min(1e-8)).unflatten(-1, (round(m.shape[-1] ** 0.5), -1))
         m = F.interpolate(m, size=x_t.shape[-2:], mode="bilinear")[:, None]
@@ -138,13 +138,13 @@ class AndDistillation:
         choose = Random(rng.addressed_seed(self.setting.seed, "distillation", now.step, position))
         group = list(self.setting.info.elements_of[choose.choice(targets)])
         choose.shuffle(group)
-        said = [self.setting.info.phrase[i] for i in group]
+        phrases = [self.setting.info.phrase[i] for i in group]
         x_t, t = self.start(group, now.step, position, choose)
         k = len(group) + 1
         with record_maps(self.teacher.unet) as maps, torch.no_grad():
-            taught = now.predict(x_t.expand(k, -1, -1, -1), t.expand(k), ["", *said], model=self.teacher)
+            taught = now.predict(x_t.expand(k, -1, -1, -1), t.expand(k), ["", *phrases], model=self.teacher)
         target = and_target(taught[:1], taught[1:, None], self.gates(group, x_t, maps))
-        return F.mse_loss(now.predict(x_t, t, [", ".join(said)]).float(), target)
+        return F.mse_loss(now.predict(x_t, t, [", ".join(phrases)]).float(), target)
 
     def state_dict(self) -> dict:
         return {"teacher": self.teacher.state_dict()}

@@ -184,15 +184,15 @@ def decoder_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
 def _answers(thing) -> dict[str, int]:
     """What a phrase says of its thing, as class indices; the last class of a field is "unsaid"."""
 
-    def said(name, options, value):
+    def word_of(name, options, value):
         return list(options).index(value) if name in thing.named else len(options)
 
     return {
         "kind": KINDS.index(thing.kind),
-        "colour": said("colour", COLOURS, thing.colour),
+        "colour": word_of("colour", COLOURS, thing.colour),
         "texture": TEXTURES.index(thing.texture) if "texture" in thing.named else 0,
-        "size": said("size", SIZES, thing.size_name),
-        "place": said("place", PLACES, thing.place),
+        "size": word_of("size", SIZES, thing.size_name),
+        "place": word_of("place", PLACES, thing.place),
         "backdrop": len(BACKDROPS),
     }
 

@@ -44,14 +44,14 @@ class Denoiser(nn.Module):
         *,
         added_cond_kwargs: dict[str, Tensor] | None = None,
         tokens: list[Tensor] | None = None,
-        said: Tensor | None = None,
+        nonempty: Tensor | None = None,
         return_dict: bool = True,
     ) -> Any:
         """The prediction (B,C,h,w) under text states, or under `tokens` with gradients for the encoders."""
         if tokens is not None:
             encoders = {name: getattr(self, name) for name in self.text_encoders}
             width = self.family.widths(self.backbone, encoders)[0]
-            encoder_hidden_states, pooled = self.family.encode(encoders, tokens, said, width)
+            encoder_hidden_states, pooled = self.family.encode(encoders, tokens, nonempty, width)
             if pooled is not None:
                 added_cond_kwargs = {**(added_cond_kwargs or {}), "text_embeds": pooled}
         assert encoder_hidden_states is not None, "neither states nor tokens"

@@ -124,7 +124,7 @@ class Encoder:
             added = {"time_ids": time_ids.to(self.device, torch.long, non_blocking=True)}  # no precision rounds these
         if self.live:
             tokens = [send(ids, self.device) for ids in tokenize(self.parts, texts)]
-            return {"tokens": tokens, "said": self._said(texts), "added_cond_kwargs": added}
+            return {"tokens": tokens, "nonempty": self._nonempty(texts), "added_cond_kwargs": added}
         on_disk = [None] * len(texts) if self.disk is None else self.disk.states(texts)
         rows = [row if row is not None else self._state(text) for row, text in zip(on_disk, texts, strict=True)]
         packed = together(rows, lambda live: self.states([texts[k] for k in live]), self.device)
@@ -132,7 +132,7 @@ class Encoder:
             added["text_embeds"], packed = packed[:, -P:], packed[:, :-P].unflatten(1, (-1, self.width))
         return {"encoder_hidden_states": packed, "added_cond_kwargs": added}
 
-    def _said(self, texts: list[str]) -> torch.Tensor | None:
+    def _nonempty(self, texts: list[str]) -> torch.Tensor | None:
         """(B,1): 0 where the caption is empty and its states are to be zero."""
         if not self.parts.zero_empty:
             return None
@@ -143,7 +143,7 @@ class Encoder:
         """c (B,L,D); where there is a pooled state (B, L*D + P), both in one row."""
         tokens = [send(ids, self.device) for ids in tokenize(self.parts, texts)]
         with self.awake(*self.text_encoders):
-            c, pooled = self.family.encode(self.parts.text_encoders, tokens, self._said(texts), self.width)
+            c, pooled = self.family.encode(self.parts.text_encoders, tokens, self._nonempty(texts), self.width)
         return c if pooled is None else torch.cat([c.flatten(1), pooled], dim=1)
 
     def _state(self, text: str) -> torch.Tensor | None:

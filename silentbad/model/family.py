@@ -61,9 +61,9 @@ class Family:
         raise NotImplementedError
 
     def encode(
-        self, encoders: dict[str, Any], tokens: list[Tensor], said: Tensor | None, width: int
+        self, encoders: dict[str, Any], tokens: list[Tensor], nonempty: Tensor | None, width: int
     ) -> tuple[Tensor, Tensor | None]:
-        """(c, pooled) of tokens (B,L) by tokenizer; where said (B,1) is 0 both are zero. `width` is D."""
+        """(c, pooled) of tokens (B,L) by tokenizer; where nonempty (B,1) is 0 both are zero. `width` is D."""
         raise NotImplementedError
 
     def zero_empty(self, index: dict[str, Any]) -> bool:

@@ -25,7 +25,7 @@ class StableDiffusion(Family):
         return sum(encoder.config.hidden_size for encoder in encoders.values()), 0
 
     def encode(
-        self, encoders: dict[str, Any], tokens: list[Tensor], said: Tensor | None, width: int
+        self, encoders: dict[str, Any], tokens: list[Tensor], nonempty: Tensor | None, width: int
     ) -> tuple[Tensor, Tensor | None]:
         (encoder,) = encoders.values()
         return encoder(tokens[0], return_dict=False)[0].float(), None
@@ -55,12 +55,12 @@ class StableDiffusionXL(StableDiffusion):
         return super().widths(backbone, encoders)[0], encoders["text_encoder_2"].config.projection_dim
 
     def encode(
-        self, encoders: dict[str, Any], tokens: list[Tensor], said: Tensor | None, width: int
+        self, encoders: dict[str, Any], tokens: list[Tensor], nonempty: Tensor | None, width: int
     ) -> tuple[Tensor, Tensor | None]:
         made = [encoder(ids, output_hidden_states=True) for encoder, ids in zip(encoders.values(), tokens, strict=True)]
         c = torch.cat([out.hidden_states[-2] for out in made], dim=-1).float()
         pooled = made[-1].text_embeds.float()
-        return (c, pooled) if said is None else (c * said[:, None], pooled * said)
+        return (c, pooled) if nonempty is None else (c * nonempty[:, None], pooled * nonempty)
 
     def zero_empty(self, index: dict[str, Any]) -> bool:
         return bool(index.get("force_zeros_for_empty_prompt", True))

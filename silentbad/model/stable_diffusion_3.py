@@ -68,7 +68,7 @@ class StableDiffusion3(Family):
         return backbone.config.joint_attention_dim, backbone.config.pooled_projection_dim
 
     def encode(
-        self, encoders: dict[str, Any], tokens: list[Tensor], said: Tensor | None, width: int
+        self, encoders: dict[str, Any], tokens: list[Tensor], nonempty: Tensor | None, width: int
     ) -> tuple[Tensor, Tensor | None]:
         clips = [pooled_states(encoders[name], ids) for name, ids in zip(CLIPS, tokens, strict=False)]
         c = torch.cat([states for states, _ in clips], dim=-1).float()

@@ -238,13 +238,13 @@ class Cached:
 
     def _fill_texts(self, rows: np.ndarray) -> None:
         """States of these records' captions."""
-        said = self.records.column("text")
+        texts = self.records.column("text")
 
         def encode(numbers: list[int]) -> torch.Tensor:
-            states = self.encoder.states([said[int(rows[k])].as_py() for k in numbers])
+            states = self.encoder.states([texts[int(rows[k])].as_py() for k in numbers])
             return refuse_not_finite(states, lambda k: f"text_encoder: {self.records.where(int(rows[numbers[k]]))}")
 
-        keys = np.concatenate([text_keys(block) for block in blocks(said)])[rows]
+        keys = np.concatenate([text_keys(block) for block in blocks(texts)])[rows]
         self.texts = self._open("states", self.encoder.text_facts, keys, encode([0])[0])
         if self.texts is not None:
             self.texts.fill(keys, encode, batch=self.config.train_batch_size, label="Text states", show=self.show)

@@ -116,8 +116,8 @@ def records_digest(records: Records) -> str:
 def target_digest(target: Target) -> str:
     """A digest over a target's picture, masks, phrases and prompt."""
     masks = [None if mask is None else content_hash(mask) for mask in target.masks]
-    said = [content_hash(target.image), masks, target.phrases, target.composed_prompt]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+    contents = [content_hash(target.image), masks, target.phrases, target.composed_prompt]
+    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16]
 
 
 def words_digest(target: Target) -> str:

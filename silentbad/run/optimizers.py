@@ -77,8 +77,8 @@ def check_optimizer(config: TrainConfig) -> None:
 
 def _annotation(parameter: inspect.Parameter) -> Any:
     """What a parameter takes; anything where its package does not say."""
-    said = parameter.annotation
-    return Any if said is inspect.Parameter.empty or isinstance(said, str) else said
+    hint = parameter.annotation
+    return Any if hint is inspect.Parameter.empty or isinstance(hint, str) else hint
 
 
 def unusable(kind: type[torch.optim.Optimizer]) -> str:

@@ -95,9 +95,9 @@ class Products:
             print(line, file=sys.stderr)
 
     def _card(self, merged: bool = False) -> str:
-        said, family = (self.config, self.state.step, self.info, self.target_ids), self.parts.family
+        about, family = (self.config, self.state.step, self.info, self.target_ids), self.parts.family
         missing = [name for name in family.optional if name not in self.parts.components()]
-        return card.model_card(*said, self.results(), merged=merged, backbone=family.backbone, missing=missing)
+        return card.model_card(*about, self.results(), merged=merged, backbone=family.backbone, missing=missing)
 
     def _averaged(self) -> Any:
         return averaged(self.state.model, self.state.ema, self.state.optimizer)
