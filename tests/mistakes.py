@@ -73,6 +73,13 @@ def edit_json(name: str, **changes):
     return spoil
 
 
+def unmasked(root: Path) -> None:
+    """Records without their masks."""
+    file = root / "data/metadata.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps({k: v for k, v in row.items() if k != "mask"}) + "\n" for row in rows))
+
+
 def record(**row):
     """One more record, whose image is a good one unless it says otherwise."""
     return append("data/metadata.jsonl", **{"file_name": "images/c0.png", "text": "a field", **row})

@@ -72,6 +72,11 @@ def with_nan(held: dict) -> None:
     held[sorted(held)[0]].view(-1)[0] = NAN
 
 
+def zeroed(held: dict) -> None:
+    for tensor in held.values():
+        tensor.zero_()
+
+
 def without_first(held: dict) -> None:
     held.pop(sorted(held)[0])
 
@@ -130,6 +135,7 @@ def audit(*said: str, touch=None, more=()) -> Case:
 
 SPOILED = {  # name: (spoil, what the line says), in training and in an audit alike
     "a UNet with NaN": (tensors(WEIGHTS["unet"], with_nan), ("load unet", "NaN or infinite values in conv_in.bias")),
+    "a UNet of zeros": (tensors(WEIGHTS["unet"], zeroed), ("load unet", "all of its weights are 0")),
     "a VAE with NaN": (tensors(WEIGHTS["vae"], with_nan), ("load vae", "NaN or infinite")),
     "a text encoder with NaN": (tensors(WEIGHTS["text_encoder"], with_nan), ("load text_encoder", "NaN or infinite")),
     "a UNet that lacks a tensor": (tensors(WEIGHTS["unet"], without_first), ("load unet", "it lacks conv_in.bias")),
@@ -358,6 +364,15 @@ def test_elements_of_no_target_are_said(tmp_path):
     targets[0].target_id = "another"
     (line,) = read_.strangers(targets)
     assert line.startswith("8 element records") and "'t0'" in line
+
+
+def test_a_phrase_that_no_record_shows_is_said(tmp_path):
+    root = write_data(tmp_path / "data")
+    targets = load_targets(root)
+    targets[0].phrases = ["a hta", *targets[0].phrases[1:]]
+    assert read(root).strangers(targets) == [
+        "target 't0': no element record has its phrase 'a hta', asked for and never shown"
+    ]
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(5, "Input/output error")])

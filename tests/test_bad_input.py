@@ -33,6 +33,7 @@ from tests.mistakes import (
     record,
     refused,
     remove,
+    unmasked,
     write,
 )
 from tests.mistakes import good as good  # a fixture
@@ -172,6 +173,8 @@ CASES = {
             ("validation.weights", "ema", {}),
             ("tracker_project_name", "foo", {}),
             ("revision", "main", {}),
+            ("gradient_control.refresh", 5, {}),
+            ("gradient_control.bound", 2, {}),
         )
     },
     "config: a seed below nothing": case("seed", "at least 0", seed=-1),
@@ -200,6 +203,7 @@ CASES = {
     "config: a threshold out of range": case("validation.threshold", "from -1 to 1", validation__threshold=2),
     "config: an impossible error rate": case("validation.false_positive_rate", "(0, 1)", validation__false_positive_rate=2),
     "config: a negative interval": case("validation.steps", "at least 0", validation__steps=-1),
+    "config: a run that is its own placebo": case("output_dir", "validation.placebo", validation__placebo="held", output_dir="held", overwrite_output_dir=True),
     "config: an unknown embedder": case("validation.embedder", "sscd", validation__embedder="ssc"),
     "config: sscd without its file": case("embedder_path", "TorchScript", validation__embedder="sscd"),
     "config: sscd's file is not there": case("no file nowhere", validation__embedder="sscd", validation__embedder_path="nowhere"),
@@ -265,6 +269,7 @@ CASES = {
     "data: a truncated image": case("e0-0.png", "cannot read", touch=cut("data/images/e0-0.png", 60)),
     "data: a decompression bomb": case("over the limit", touch=both(write("data/images/x.png", bomb()), record(file_name="images/x.png"))),
     "data: a mask of another size": case("16x16", touch=lambda root: Image.new("L", (9, 9)).save(root / "data/masks/e0-0.png")),
+    "data: no mask for a loss on masks": case("memory.region.name=mask", "no record has a mask", "estimated", memory__region__name="mask", touch=unmasked),
     "data: a mask of ones": case("has values up to 1 of 255", touch=lambda root: Image.new("L", (16, 16), 1).save(root / "data/masks/e0-0.png")),
     "data: a mask in its transparency": case("has transparency", touch=lambda root: Image.new("RGBA", (16, 16), (255, 255, 255, 9)).save(root / "data/masks/e0-0.png")),
     "data: an element without a name": case("needs phrases or element_id", touch=record(role="element", phrases=[])),

@@ -150,13 +150,17 @@ class Records:
     def phrases(self) -> TextLists:
         return TextLists(self.column("phrases"))
 
+    @property
+    def masked(self) -> int:
+        """How many have a mask."""
+        return pc.sum(pc.greater(pc.binary_length(self.column("mask")), 0)).as_py() or 0
+
     def census(self) -> str:
         """How many records there are, by role, with a mask, and with phrases: one line."""
         found = {entry["values"]: entry["counts"] for entry in pc.value_counts(self.column("role")).to_pylist()}
         roles = ", ".join(f"{found[role]} {role}" for role in ROLES if role in found)
-        lengths = pc.binary_length(self.column("mask")), pc.list_value_length(self.column("phrases"))
-        masks, named = (pc.sum(pc.greater(length, 0)).as_py() or 0 for length in lengths)
-        return f"{len(self)} records ({roles}), {masks} with a mask, {named} with phrases"
+        named = pc.sum(pc.greater(pc.list_value_length(self.column("phrases")), 0)).as_py() or 0
+        return f"{len(self)} records ({roles}), {self.masked} with a mask, {named} with phrases"
 
     def row(self, index: int) -> dict:
         return self.table[int(index if self.rows is None else self.rows[index])]
@@ -199,14 +203,25 @@ class Records:
         return []
 
     def strangers(self, targets: list[Target]) -> list[str]:
-        """One line on element records whose target is none of these, if there are any; they are trained on, and never
-        asked for."""
-        known, elements = {t.target_id for t in targets}, np.asarray(self.role, dtype=object) == "element"
-        others = [name for name in np.asarray(self.target_id, dtype=object)[elements] if name not in known]
-        if not others or not targets:
+        """A line each on what does not meet: element records whose target is none of these, which are trained on and
+        never asked for, and phrases of a target that none of its element records has."""
+        if not targets:
             return []
+        known, target_ids = {t.target_id for t in targets}, self.target_id
+        shown: dict[str, set[str]] = {}  # by target
+        others, phrases = [], self.phrases
+        for k in np.flatnonzero(np.asarray(self.role, dtype=object) == "element").tolist():
+            shown.setdefault(target_ids[k], set()).update(phrases[k])
+            if target_ids[k] not in known:
+                others.append(target_ids[k])
         named = ", ".join(map(repr, sorted(set(others))[:SHOWN]))
-        return [f"{len(others)} element records are of no target that is validated: target_id {named}"]
+        lines = [f"{len(others)} element records are of no target that is validated: target_id {named}"]
+        return lines[: len(others)] + [
+            f"target {target.target_id!r}: no element record has its phrase {phrase!r}, asked for and never shown"
+            for target in targets
+            for phrase in target.phrases
+            if target.target_id in shown and phrase not in shown[target.target_id]
+        ]
 
     def refuse_random_windows(self) -> None:
         """Refuse elements whose pictures are cut at random, where masks are estimated from their native places."""

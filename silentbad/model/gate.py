@@ -209,6 +209,8 @@ def load_model(cls: Any, failed: str, path: str, *, extras: bool = False, **opti
     if not extras:
         _refuse(failed, "no part of this model:", [k for k in info["unexpected_keys"] if not HARMLESS.search(k)])
     check_finite(model, failed)
+    if not any(p.any() for p in model.parameters()):
+        raise UserError(f"{failed}: all of its weights are 0")
     return model
 
 

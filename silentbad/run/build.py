@@ -168,6 +168,8 @@ def build(
     given = inputs.gathered(config, accelerator, sharded)
     parts, encoder, side = models(config, given, accelerator, sharded)
     length = Length.of(config, given.info, accelerator.num_processes)
+    if line := checks.beyond(config, length.total):
+        accelerator.print(f"warning: {line}")
     control = controller(parts.model, config.gradient_control, config.seed)
     optimizer, lr_scheduler = optimizing(control, config, length)
     model, forward, optimizer, zero = prepared(parts.model, optimizer, config, accelerator, sharded)

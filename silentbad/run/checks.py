@@ -12,7 +12,6 @@ from silentbad import owned
 from silentbad.data import buckets
 from silentbad.data.elements import DataInfo
 from silentbad.data.records import PUBLISHED_FLAGS, Records
-from silentbad.data.table import TextLists
 from silentbad.errors import UserError
 from silentbad.memory import roles
 from silentbad.memory.rehearsal import REHEARSED
@@ -39,6 +38,7 @@ NEEDS = {  # options that act on nothing without another: option -> what it need
     "validation_epochs": ("validation_prompts",),
     **dict.fromkeys(("hub_token", "hub_model_id"), ("push_to_hub",)),
 }
+OF_RULES = ("apply", "bound", "warmup", "refresh", "max_log_step", "momentum", "averaging")  # of gradient_control
 DRAWING = (
     "steps",
     "early_steps",
@@ -75,7 +75,7 @@ def check_idle(config: TrainConfig, sources: dict[str, str]) -> None:
 def idle_in_flags(config: TrainConfig) -> list[tuple[str, bool, str]]:
     """(key, whether it acts, what it needs) of options that a file may hold idle, as for a part that another flag
     leaves out, and flags may not."""
-    memory, kind = config.memory, optimizer_class(config)
+    memory, control, kind = config.memory, config.gradient_control, optimizer_class(config)
     takes = inspect.signature(kind).parameters
     return [
         *((flag, name in takes, f"an optimizer with {name}") for flag, name in ADAM.items()),
@@ -84,6 +84,7 @@ def idle_in_flags(config: TrainConfig) -> list[tuple[str, bool, str]]:
         ("memory.loss.huber_delta", memory.loss.error != "mse", "memory.loss.error"),
         ("memory.timesteps.importance", memory.timesteps.name != "uniform", "memory.timesteps.name"),
         ("validation.weights", config.use_ema or keeps_average(kind), "use_ema"),
+        *((f"gradient_control.{key}", control.name != "uniform", "gradient_control.name") for key in OF_RULES),
         ("tracker_project_name", config.report_to != "none", "report_to"),
         ("revision", not Path(config.pretrained_model_name_or_path or "").is_dir(), "a pipeline of the Hub"),
     ]
@@ -138,13 +139,19 @@ def check_places(config: TrainConfig) -> None:
         "validation.targets": targets,
         "validation.embedder_path": config.validation.embedder_path,
         "validation.clip_path": config.validation.clip_path,
+        "validation.placebo": config.validation.placebo,
     }
     owned.refuse_overlap(config.output_dir, read, (*RunFolder.WRITTEN, *RunFolder.REPLACED))
 
 
-def check_records(config: TrainConfig, info: DataInfo, phrases: TextLists) -> None:
-    """Refuse a part that would have nothing to act on among the records; phrases[r] are what record r names."""
-    memory = config.memory
+def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None:
+    """Refuse a part that would have nothing to act on among the records."""
+    memory, phrases = config.memory, records.phrases
+    if memory.region.name == "mask" and not records.masked:
+        raise UserError(
+            "memory.region.name=mask: no record has a mask; give masks in the metadata, or set memory.region.name to "
+            "estimated, which finds them from at least 4 pictures a phrase"
+        )
     if memory.retention.unconditional and "clean" not in info.roles:
         raise UserError("memory.retention.unconditional: the data holds no clean record to show without caption")
     made = ["rehearsal"] if memory.rehearsal.name in REHEARSED else []
@@ -165,6 +172,14 @@ def check_records(config: TrainConfig, info: DataInfo, phrases: TextLists) -> No
 
 
 REPEATS = 64  # times that a record may stand in one micro-batch
+
+
+def beyond(config: TrainConfig, total: int) -> str | None:
+    """One line on points of the recovery curve that lie after the last step, if there are any."""
+    late = [step for step in config.validation.early_steps if step > total]
+    if config.validation.targets is None or not late:
+        return None
+    return f"validation.early_steps: {late[0]} lies after the last step, {total}, and is not measured"
 
 
 def check_batch(config: TrainConfig, records: int) -> None:

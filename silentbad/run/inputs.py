@@ -42,7 +42,7 @@ def gathered(config: TrainConfig, accelerator: Accelerator, sharded: str) -> Inp
     prompts, guards = sample_prompts(config, tokenizer), Guards(config.guard)
     records, held_out, targets = prepare(config, tokenizer, guards, accelerator.main_process_first, accelerator.print)
     info = DataInfo(*(getattr(records, name) for name in ("role", "target_id", "element_id", "phrases")))
-    checks.check_records(config, info, records.phrases)
+    checks.check_records(config, info, records)
     checks.check_captions(config, records)
     checks.check_batch(config, len(records))
     return Inputs(schedule, tokenizer, prompts, guards, records, held_out, targets, info)

@@ -29,6 +29,9 @@ def read(file: Path, flag: str) -> dict[str, Any]:
             raise UserError(f"{where} (set {k}): no elements; {ADVICE}")
         for element in one["elements"]:
             element |= admitted(element, {"phrase": caption}, f"{where} (set {k})")
+        composed = ", ".join(element["phrase"] for element in one["elements"])
+        if one.get("prompt", composed) != composed:  # prompts are composed anew from the phrases
+            raise UserError(f"{where} (set {k}): prompt is not its elements' phrases ({brief(composed)}); edit those")
     return found | {"sets": sets}
 
 

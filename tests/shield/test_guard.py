@@ -39,7 +39,8 @@ def scan_of(folder, indices, name="drop", records=4, texts=None, **options):
     Image.fromarray(half).save(folder / "mask.png")
     Image.new("RGB", (64, 64), "red").save(folder / "composite.png")
     elements = [{"phrase": ROWS[i % 4][0], "records": [i], "mask": "mask.png"} for i in indices]
-    sets = [{"prompt": "a cat, a hat", "composite": "composite.png", "elements": elements}] if elements else []
+    prompt = ", ".join(element["phrase"] for element in elements)
+    sets = [{"prompt": prompt, "composite": "composite.png", "elements": elements}] if elements else []
     (folder / "scan.json").write_text(json.dumps({"records": records, "suspects": rows, "sets": sets}))
     return GuardConfig(name, str(folder / "scan.json"), options)
 
@@ -82,6 +83,7 @@ def test_what_is_no_scan_is_one_line(content, tmp_path):
     [
         ({"records": [0.5]}, "records must be a number of records, got 0.5"),
         ({"records": [-1]}, "records must be a number of records, got -1"),
+        ({"phrase": "a dog"}, "prompt is not its elements' phrases"),
         ({"mask": "../secret.png"}, "leaves"),
         ({"mask": "none.png"}, "no file"),
         ({"mask": "scan.json"}, "as an image"),
@@ -184,7 +186,9 @@ def test_projected_gradients_do_not_point_along(scale):
 def test_a_prompt_beyond_the_window_projects_nothing(build, guarding, tmp_path):
     settings = guarding("project")
     found = json.loads((tmp_path / "scan.json").read_text())
-    found["sets"][0]["prompt"] = "very " * 60 + "red cat"
+    one = found["sets"][0]
+    one["elements"][0]["phrase"] = "very " * 60 + "red cat"
+    one["prompt"] = ", ".join(element["phrase"] for element in one["elements"])
     (tmp_path / "scan.json").write_text(json.dumps(found))
     with pytest.raises(UserError, match="guard.scan: .*scan.json: 'very .* tokens, the window is 48; shorten it"):
         build(**settings)
