@@ -518,16 +518,34 @@ def test_a_page_replaces_pages_and_links_only(tmp_path, monkeypatch, capsys):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-PROBE = """<script>
+PROBE = r"""<script>
 const of = e => (e.closest("section") || document).querySelector("h2, h1").textContent;
 document.querySelector("details").open = true;
 const wide = [...document.querySelectorAll(".scroll, .strip, main")].filter(e => e.scrollWidth > e.clientWidth + 1);
 const seen = e => e.getClientRects().length > 0;
 const folded = [...document.querySelectorAll("details")].map(e => [e.open, seen(e.querySelector("summary"))]);
 const note = seen(document.querySelector(".paper"));
+const parts = colour => colour.match(/[\d.]+/g).map(Number);
+const light = colour => parts(colour).slice(0, 3).map(c => c / 255)
+  .map(c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+  .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+const solid = e => { const b = parts(getComputedStyle(e).backgroundColor); return b.length < 4 || b[3] > 0.5; };
+const under = e => {
+  while (e && !solid(e)) e = e.parentElement;
+  return e ? getComputedStyle(e).backgroundColor : "rgb(255,255,255)";
+};
+const contrasts = [];
+for (const e of document.querySelectorAll("body *")) {
+  const own = [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim());
+  if (!own || !seen(e) || e.matches("script, style, svg text.dark, svg text.pale")) continue;  // on coloured cells
+  const style = getComputedStyle(e), ink = e.closest("svg") ? style.fill : style.color;
+  const [a, b] = [light(ink), light(under(e))].sort((x, y) => y - x);
+  contrasts.push([(a + 0.05) / (b + 0.05), `${e.tagName} ${e.getAttribute("class")}: ${e.textContent.slice(0, 30)}`]);
+}
+contrasts.sort((x, y) => x[0] - y[0]);
 const pre = document.createElement("pre");
 pre.id = "found";
-pre.textContent = JSON.stringify({wide: [...new Set(wide.map(of))], folded, note});
+pre.textContent = JSON.stringify({wide: [...new Set(wide.map(of))], folded, note, contrasts: contrasts.slice(0, 3)});
 document.body.appendChild(pre);
 </script></body>"""
 
@@ -561,3 +579,10 @@ def test_nothing_is_cut_on_paper_and_folded_parts_stay_away(run, tmp_path):
 def test_the_first_table_fits_a_narrow_screen(run, tmp_path):
     found = probed(report.render(run), tmp_path, "(max-width:560px)", 390)
     assert "What else would have counted" not in found["wide"] and not found["note"]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("media", ["(prefers-color-scheme:dark)", "print"], ids=["dark", "printed"])
+def test_words_stand_out(media, run, tmp_path):
+    found = probed(report.render(run), tmp_path, media, 1000)
+    assert len(found["contrasts"]) == 3 and found["contrasts"][0][0] >= 4.5, found["contrasts"]  # WCAG 2.1, AA
