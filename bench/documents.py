@@ -213,7 +213,7 @@ def readme(results: Results, language: Language) -> str:
     arms = published_arms(results)
     if not arms:
         return words("No reported run is stored yet.", language) + "\n"
-    shown = [line for arm, line in arms.items() if "placebo" not in arm]
+    shown = [arms[f"`{name}`"] for name in README_ARMS if f"`{name}`" in arms]
     cells = [[*(line[key] for key in README_CELLS.values()), line[SOONER] or "1"] for line in shown]
     head = [*README_CELLS, "times sooner"]
     best, plain = (arms[f"`{name}`"] for name in ("recommended", "plain"))
@@ -231,6 +231,7 @@ def readme(results: Results, language: Language) -> str:
 
 
 SOONER = "times sooner than `plain`"
+README_ARMS = ("recommended", "recommended_adamw", "recommended_leak_free", "clean_weight_warm", "plain")
 
 
 def published_arms(results: Results, block: int = FIRST_TARGETS[-1]) -> dict[str, dict[str, str]]:
