@@ -3,7 +3,7 @@
     python -m silentbad.report RUN [--placebo RUN]
     python -m silentbad.report compare RUN RUN ... [--out compare.html]
 
-Its tables are computed in silentbad/recovery/report.py and evidence.py; the HTML of a table is the macro `table` of
+Its tables are computed in silentbad/recovery/sections.py and evidence.py; the HTML of a table is the macro `table` of
 silentbad/recovery/templates/macros.html.j2.
 """
 

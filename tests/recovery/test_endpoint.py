@@ -13,8 +13,9 @@ from silentbad.data.images import to_tensor
 from silentbad.data.records import load_records
 from silentbad.data.targets import Target
 from silentbad.errors import UserError
-from silentbad.recovery import evidence, report
+from silentbad.recovery import evidence, report, sections
 from silentbad.recovery import record as record_module
+from silentbad.recovery.finished import Run
 from silentbad.recovery.generation import plan
 from silentbad.recovery.record import (
     Detection,
@@ -538,7 +539,7 @@ def test_the_error_of_elements_stands_beside_the_clean_one(tmp_path):
     hook.run(0, 0, tiny_pipeline().unet)
     drift = hook.history[0].raw.drift
     assert drift["clean_eps_mse"] != drift["element_eps_mse"] > 0
-    (figure,) = report.errors(report.Run(tmp_path))
+    (figure,) = sections.errors(Run(tmp_path))
     assert all(f"{name}, raw weights" in str(figure) for name in ("clean", "element", "gap"))
 
 
