@@ -4,11 +4,28 @@ from collections import defaultdict
 
 import numpy as np
 
+from bench.published_table import interval
 from silentbad.recovery.statistics import binomial_interval, detection
 
 
 def mean(values: list[float]) -> str:
     return f"{np.mean(values):.3f}" if values else "-"
+
+
+def counted(k: int, n: int) -> str:
+    """k of n with its interval."""
+    return "{} of {} [{:.2f}, {:.2f}]".format(k, n, *binomial_interval(k, n))
+
+
+def ranges(numbers: list[int]) -> str:
+    """Numbers in ascending order, as 3000-3005, 3010."""
+    ends: list[list[int]] = []
+    for number in sorted(numbers):
+        if ends and number == ends[-1][1] + 1:
+            ends[-1][1] = number
+        else:
+            ends.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ends)
 
 
 def table(results: dict) -> str:
@@ -21,7 +38,10 @@ def table(results: dict) -> str:
             ratios[ratio].append(one)
         for name, one in row.get("robust", {}).items():
             robust[name].append(one)
-    lines = [f"Seeds: {', '.join(seeds)} ({len(seeds)} of the 100 from 3000 to 3099). Code: {results['commit']}.", ""]
+    lines = [
+        f"Seeds: {ranges([*map(int, seeds)])} ({len(seeds)} of the 100 from 3000 to 3099). Code: {results['commit']}.",
+        "",
+    ]
     lines += [
         "| ratio | records | F1 | lowest F1 | precision | recall | hidden pictures found | elements of composites"
     ]
@@ -34,22 +54,22 @@ def table(results: dict) -> str:
         cells = [
             f"{100 * float(ratio):g} %",
             f"{rows[0]['records']}",
-            mean([r["f1"] for r in rows]),
+            interval([r["f1"] for r in rows]),
             f"{min(r['f1'] for r in rows):.3f}",
             mean([r["precision"] for r in rows]),
             mean([r["recall"] for r in rows]),
-            f"{sum(r['found'] for r in rows)} of {sum(r['hidden'] for r in rows)}",
-            f"{sum(reached)} of {len(reached)}",
+            counted(sum(r["found"] for r in rows), sum(r["hidden"] for r in rows)),
+            counted(sum(reached), len(reached)),
             *(mean([r["rival"][name]["f1"] for r in rows]) for name in ("whole pictures", "quarters")),
             mean([r["seconds"] for r in rows]),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     honest = ratios["0"]
     alarms = sum(r["sets"] > 0 for r in honest)
-    lines += ["", f"Data sets without a hidden picture: {alarms} false alarms in {len(honest)}.", ""]
+    lines += ["", f"False alarms on data sets without a hidden picture: {counted(alarms, len(honest))}.", ""]
     lines += ["| change | sets of data | pictures found | F1 | precision | recall |", "|---" * 6 + "|"]
     for name, rows in robust.items():
-        cells = [name, str(len(rows)), f"{sum(r['found'] for r in rows)} of {sum(r['hidden'] for r in rows)}"]
+        cells = [name, str(len(rows)), counted(sum(r["found"] for r in rows), sum(r["hidden"] for r in rows))]
         cells += [mean([r[key] for r in rows]) for key in ("f1", "precision", "recall")]
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
