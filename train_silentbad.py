@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -342,7 +342,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         with tempfile.TemporaryDirectory() if config.dry_run else nullcontext() as scratch:
             if scratch is not None:
-                config = replace(config, output_dir=f"{scratch}/run", cache_dir=f"{scratch}/cache")
+                config = checks.for_trial(config, scratch)
             return start(config)
     except UserError as error:
         rank = os.environ.get("RANK", "0")

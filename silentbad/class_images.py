@@ -45,11 +45,14 @@ def check_out(out: Path) -> None:
     if os.path.lexists(records):
         if not inside(out, records, "--out").is_file():
             raise UserError(f"--out: {records} is no file")
-        for _ in json_lines(records):
-            pass
+        for where, row in json_lines(records):
+            if str(row.get("file_name", "")).startswith("class/") and not os.path.lexists(folder):
+                raise UserError(
+                    f"{where}: names {brief(row['file_name'])}, which is not there; remove such lines first"
+                )
     stopped = [left for left in (out / DRAFT, folder) if (left / UNLISTED).is_file() and not left.is_symlink()]
     if os.path.lexists(folder) and folder not in stopped:
-        raise UserError(f"--out: {folder} holds class images already; remove it to draw them anew")
+        raise UserError(f"--out: {folder} is there already; class images go into a folder class/ of their own")
     with reading(f"--out: cannot write {out}"):
         files = [file for left in stopped for file in sorted(left.iterdir(), reverse=True)]  # UNLISTED last
         if other := [file for file in files if file.name != UNLISTED and not DRAWN.fullmatch(file.name)]:

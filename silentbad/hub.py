@@ -51,11 +51,14 @@ def names_folder(path: str) -> bool:
 def fetching(path: str, failed: str) -> Iterator[None]:
     """Around a loader of a folder or a Hub id: whatever it raises becomes one line that begins with `failed`. Where the
     Hub does not answer, the line says so and what to do instead."""
-    away = None if os.path.exists(path) or names_folder(path) else unreachable()
+    here = os.path.exists(path) or names_folder(path)
+    away = None if here else unreachable()
     try:
         yield
     except UserError:
         raise
     except Exception as error:
+        if away is None and not here and constants.HF_HUB_OFFLINE:
+            away = "HF_HUB_OFFLINE is set"
         absent = f"{away}; the cache holds no whole copy; connect, or give a local folder"
         raise UserError(f"{failed} ({first_line(error) if away is None else absent})") from error

@@ -58,7 +58,9 @@ def claimed(
             handle = _locked(path, key)
     except OSError as error:
         _remove_empty(made)
-        raise UserError(f"{key} {folder}: cannot be written ({error.strerror})") from None
+        lost = os.path.islink(path) and not os.path.exists(path)
+        reason = "it is a link that leads nowhere" if lost else error.strerror
+        raise UserError(f"{key} {folder}: cannot be written ({reason})") from None
     try:
         if writes is not None:
             refuse_foreign(path, kind, writes, key)

@@ -244,12 +244,12 @@ class Keys:
             if part not in node:
                 prefix = ".".join(parts[:depth])
                 if not prefix and part in self.renamed:
-                    raise UserError(f"key {key!r} ({where}) is of an earlier script: {self.renamed[part]}")
+                    raise UserError(f"key {key!r} ({where}) is of another script: {self.renamed[part]}")
                 known = [f"{prefix}.{name}" if prefix else name for name in node]
                 bad = ".".join(parts[: depth + 1])
                 near = self.elsewhere(parts[-1]) if not prefix else ""
                 near = near or nearest(bad, known) or nearest(part, [full.rsplit(".", 1)[-1] for full in known])
-                others = "" if near else f"; known: {', '.join(known)}"
+                others = "" if near else f"; known: {', '.join(known)}" if prefix else "; --help lists all"
                 raise UserError(f"unknown key {brief(bad)} ({where}){near}{others}")
             node = node[part]
         return node
@@ -304,6 +304,8 @@ class Keys:
             into = into.setdefault(part, {})
             if not isinstance(into, dict):
                 raise UserError(f"{key} ({FLAGS}): stands below a value that has no parts")
+        if isinstance(value, list) and not adds and given.sources.get(key) == FLAGS:
+            raise UserError(f"{key} ({FLAGS}): stands twice, and the second would replace the first; give it once")
         if adds and isinstance(value, list):
             value = [*(into.get(parts[-1]) or []), *value]
         into[parts[-1]] = value

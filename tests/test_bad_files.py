@@ -135,6 +135,7 @@ def audit(*said: str, touch=None, more=()) -> Case:
 
 SPOILED = {  # name: (spoil, what the line says), in training and in an audit alike
     "a UNet with NaN": (tensors(WEIGHTS["unet"], with_nan), ("load unet", "NaN or infinite values in conv_in.bias")),
+    "a scheduler of flow matching": (edit_json(SCHEDULE, _class_name="FlowMatchEulerDiscreteScheduler"), ("of flow matching",)),
     "a UNet of zeros": (tensors(WEIGHTS["unet"], zeroed), ("load unet", "all of its weights are 0")),
     "a VAE with NaN": (tensors(WEIGHTS["vae"], with_nan), ("load vae", "NaN or infinite")),
     "a text encoder with NaN": (tensors(WEIGHTS["text_encoder"], with_nan), ("load text_encoder", "NaN or infinite")),
@@ -200,6 +201,7 @@ CASES = {
     "data: a caption of a million letters": case("over the limit", touch=record(text="a" * 10**6)),
     "data: an EPS picture called PNG": case("none of PNG", touch=both(write("data/images/x.png", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"), record(file_name="images/x.png"))),
     "data: a picture that leads out": case("leaves", touch=link("data/images/c0.png")),
+    "data: more rehearsals than pictures": case("n_few_shot", "not 9", n_few_shot=9, touch=lambda root: published(root / "layout"), train_data_dir="layout", clean_data_dir="layout/clean", target_num=1),
     "data: a clean folder that is not there": case("clean_data_dir: no folder nowhere", clean_data_dir="nowhere", touch=lambda root: published(root / "layout"), train_data_dir="layout"),
     "data: a name too long for a folder": case("train_data_dir", train_data_dir="n" * 300),
     "data: a target with a border": case("near copy of target 't0'", touch=copy_of_target(lambda x: ImageOps.expand(x, 1, "black"), quality=100, subsampling=0)),
@@ -339,7 +341,7 @@ def test_links_out_of_the_published_layout_are_refused(tmp_path):
         target.rename(root.parent / "outside")
         target.symlink_to(root.parent / "outside")
         with pytest.raises(UserError, match="leaves"):
-            read(root, clean_data_dir=str(root / "clean"), poisoning_ratio=0.5, target_num=2)
+            read(root, clean_data_dir=str(root / "clean"), poisoning_ratio=0.5, target_num=2, n_few_shot=0)
             load_targets(root)
 
 
@@ -722,6 +724,14 @@ def test_class_images_that_crash_leave_nothing_and_run_again(tmp_path, monkeypat
     assert len(list((out / "class").iterdir())) == 4
 
 
+def test_a_tokenizer_without_merges_is_one_line(tmp_path):
+    pipe = tmp_path / "pipe"
+    shutil.copytree(Path(__file__).parents[1] / "assets/micro-sd", pipe)
+    (pipe / "tokenizer/merges.txt").unlink()
+    with pytest.raises(UserError, match="it has no merges.txt"):
+        pipeline.load_pipeline(str(pipe), "float32", "cpu")
+
+
 def test_class_images_clear_up_after_a_kill_and_nothing_else(tmp_path):
     pipe, out = tiny_pipeline(), tmp_path / "set"
     for left in (class_images.DRAFT, "class"):
@@ -729,7 +739,10 @@ def test_class_images_clear_up_after_a_kill_and_nothing_else(tmp_path):
         (out / left / class_images.UNLISTED).touch()
     class_images.write_class_images(pipe, ["a"], 1, out, steps=1)
     assert len(list((out / "class").iterdir())) == 1
-    with pytest.raises(UserError, match="holds class images already"):
+    with pytest.raises(UserError, match="class is there already"):
+        class_images.write_class_images(pipe, ["a"], 1, out, steps=1)
+    shutil.rmtree(out / "class")
+    with pytest.raises(UserError, match="metadata.jsonl:1: names 'class/00000.png', which is not there"):
         class_images.write_class_images(pipe, ["a"], 1, out, steps=1)
 
 

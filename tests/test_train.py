@@ -83,6 +83,13 @@ def test_dry_run_writes_nothing(flags, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_dry_run_resumes_what_the_run_would(flags, tmp_path, capsys):
+    assert main(flags(max_train_steps=2, checkpointing_steps=1)) == 0
+    assert main(flags(max_train_steps=4, dry_run=True, resume_from_checkpoint="latest")) == 0
+    assert "no checkpoint" not in capsys.readouterr().out
+    assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == ["step-1", "step-2"]
+
+
 def test_print_groups_covers_every_parameter(flags, capsys, pipelines):
     assert main(flags(print_groups=True)) == 0
     unet = StableDiffusionPipeline.from_pretrained(pipelines["v_prediction"]).unet

@@ -114,7 +114,9 @@ def _to_8_bit(image: Image.Image, where: str) -> Image.Image:
     if not np.isfinite(values).all():
         raise UserError(f"{where}: the image holds values that are not finite")
     largest = values.max(initial=0)
-    scale = 255.0 if image.mode == "F" and largest <= 1 else 1 / 257 if largest > 255 else 1
+    if largest > 65535:
+        raise UserError(f"{where}: the image holds values up to {largest:g}; save it with 8 or 16 bits")
+    scale = 255.0 if image.mode == "F" and largest <= 1 else 1 / 257 if largest > 255 or ";16" in image.mode else 1
     levels = np.empty(values.shape, dtype=np.uint8)
     for row, line in enumerate(values):  # line by line: in double precision the whole takes eight times its memory
         levels[row] = np.clip(np.rint(line.astype(np.float64) * scale), 0, 255)

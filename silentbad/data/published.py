@@ -32,6 +32,8 @@ def published_rows(root: Path, options: DataSettings) -> Iterator[dict]:
             raise UserError(f"{root}: no poisoning_images/{target}; there are {len(ids)} from {ids[0]} to {ids[-1]}")
     others = [i for i in ids if i not in targets]
     order = torch.randperm(len(others), generator=generator(options.seed, "few_shot")).tolist()
+    if options.n_few_shot > len(others):
+        raise UserError(f"n_few_shot: {root} holds {len(others)} pictures beside the targets, not {options.n_few_shot}")
     few = [others[i] for i in order[: options.n_few_shot]]
 
     for shot in few:

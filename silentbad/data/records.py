@@ -283,7 +283,7 @@ class Records:
         window, phrases = tokenizer.model_max_length, self.phrases
         cut: list[str] = []
         for number, block in enumerate(blocks(self.column("text"))):
-            encoded = tokenizer(block, truncation=False)["input_ids"]
+            encoded = tokenizer(block, truncation=False, verbose=False)["input_ids"]
             for index, ids in enumerate(encoded, number * BLOCK):
                 if len(ids) <= window:
                     continue

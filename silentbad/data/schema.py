@@ -134,7 +134,7 @@ REDRAW = {
 
 def check_window(text: str, tokenizer: Any, what: str) -> None:
     """Refuse a text that the tokenizer's window cuts off; the line begins with `what`."""
-    length, window = len(tokenizer(text, truncation=False)["input_ids"]), tokenizer.model_max_length
+    length, window = len(tokenizer(text, truncation=False, verbose=False)["input_ids"]), tokenizer.model_max_length
     if length > window:
         raise UserError(f"{what} has {length} tokens, the window is {window}; shorten it")
 
@@ -154,9 +154,10 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict]]:
             except UnicodeDecodeError:
                 raise UserError(f"{where}: not UTF-8; save the file in UTF-8") from None
             except (ValueError, RecursionError) as error:
-                raise UserError(f"{where}: not JSON ({first_line(error)})") from None
+                whole = "; give one JSON object a line, no list of them" if line.strip() in (b"[", b"{", b"[{") else ""
+                raise UserError(f"{where}: not JSON ({first_line(error)}){whole}") from None
             if not isinstance(entry, dict):
-                raise UserError(f"{where}: must be a JSON object, is {type(entry).__name__}")
+                raise UserError(f"{where}: must be a JSON object, one a line, is {type(entry).__name__}")
             yield where, entry
 
 
@@ -176,6 +177,10 @@ def csv_lines(path: Path) -> Iterator[tuple[str, dict]]:
     with lines:
         reader = csv.reader(lines, strict=True)
         begun, header = next(_rows(reader, path), (1, []))
+        if "file_name" not in header and any(mark in column for column in header for mark in ";\t"):
+            raise UserError(f"{path}:{begun}: fields must be separated by commas")
+        if header and "file_name" not in header:
+            raise UserError(f"{path}:{begun}: the first line must name the columns, file_name and text among them")
         if twice := [name for name in header if header.count(name) > 1]:
             raise UserError(f"{path}:{begun}: the column {brief(twice[0])} stands twice")
         for number, row in _rows(reader, path):

@@ -319,7 +319,7 @@ def make(args: argparse.Namespace) -> None:
     for name, (low, high) in COUNTS.items():
         if (value := getattr(args, name)) is not None and not low <= value <= high:
             raise UserError(f"--{name}: must be from {low} to {high}, got {value}")
-    scenes = {name: target_scene(name) for name in dict.fromkeys(args.targets.split(","))}
+    scenes = {name: target_scene(name) for name in dict.fromkeys(name.strip() for name in args.targets.split(","))}
     with Writer(args.out, args.masks) as writer:
         fill(writer, scenes, args)
         writer.finish()

@@ -148,6 +148,10 @@ def check_schedule(settings: Mapping[str, Any], where: str) -> None:
     the first timestep and at most a half at the last. Stable Diffusion's runs from 0.999 to 0.005.
     """
     check_settings(settings, SCHEDULER, where)
+    if str(name := settings.get("_class_name", "")).startswith("FlowMatch"):
+        raise UserError(
+            f"{where}: {name} is of flow matching; this pipeline adds noise by betas, as DDPMScheduler does"
+        )
     with quietly(), reading(f"{where}: makes no schedule"):
         bars = DDPMScheduler.from_config(dict(settings)).alphas_cumprod.double()
     if len(bars) != (steps := settings.get("num_train_timesteps", len(bars))):
@@ -222,6 +226,8 @@ FILES: dict[str, dict[str, type]] = {  # of a part, with what the libraries take
 
 def check_files(folder: Path, failed: str) -> None:
     """Refuse a file of a part that holds no JSON object, or one without its keys: the libraries' words name no file."""
+    if (folder / "vocab.json").is_file() and not any((folder / n).is_file() for n in ("merges.txt", "tokenizer.json")):
+        raise UserError(f"{failed} (it has no merges.txt)")
     for name, keys in FILES.items():
         if not (folder / name).is_file():
             continue
@@ -265,13 +271,21 @@ def loaded(cls: Any, failed: str, path: str, **options: Any) -> Any:
         with quietly(), hub.fetching(path, failed):
             return cls.from_pretrained(path, **options)
     except UserError as error:
-        if error.__cause__ is not None and re.search(PICKLED, first_line(error.__cause__)):
-            raise UserError(f"{failed} ({unloaded(Path(path, options.get('subfolder', '')))})") from None
+        folder, reason = Path(path, options.get("subfolder", "")), first_line(error.__cause__ or error)
+        if error.__cause__ is not None and re.search(PICKLED, reason):
+            raise UserError(f"{failed} ({unloaded(folder, options.get('variant'))})") from None
+        if (end := str(error).find(OVERWRITE)) > 0:
+            raise UserError(f"{str(error)[:end].strip()})") from None
         raise
 
 
-def unloaded(folder: Path) -> str:
+OVERWRITE = "If you want to instead overwrite"  # diffusers' advice, for those who call it themselves
+
+
+def unloaded(folder: Path, variant: str | None) -> str:
     """Why no safetensors weights of a folder were loaded."""
+    if variant is not None and folder.is_dir() and not any(folder.glob(f"*.{variant}*.safetensors")):
+        return f"it has no weights of that variant; leave variant {variant} out"
     held = sorted(file.name for file in folder.glob("*.safetensors")) if folder.is_dir() else []
     if variants := [name.split(".")[1] for name in held if name.count(".") == 2 and "-of-" not in name]:
         return f"its weights are of variant {variants[0]}; give variant {variants[0]}"

@@ -8,6 +8,7 @@ W stays frozen; what is added trains in fp32 and begins as nothing. s = alpha / 
 """
 
 import copy
+import os
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,9 +18,11 @@ import torch
 from diffusers.training_utils import cast_training_params
 from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from silentbad import hub
 from silentbad.errors import UserError, reading
 from silentbad.model.families import FAMILIES, family_of_pipeline
 from silentbad.model.gate import check_finite, finite, quietly
@@ -189,6 +192,10 @@ def load(pipe: Any, path: str, base: str) -> None:
         return
     if Path(path).is_fifo():
         raise UserError(f"{failed} (it is a pipe, no file)")
+    if not os.path.exists(path) and ("/" not in path or hub.names_folder(path)):
+        raise UserError(f"--lora {path}: no such folder or file")
+    if Path(path).is_file() and (kind := other_kind(Path(path), failed)):
+        raise UserError(f"{failed} ({kind} is read from the folder that training saved, not from one file)")
     with quietly(), reading(failed):
         tensors = family_of_pipeline(pipe).lora_tensors(pipe, path)
     bad = sorted(name for name, values in tensors.items() if not finite(values))
@@ -207,6 +214,15 @@ def load(pipe: Any, path: str, base: str) -> None:
         raise UserError(f"{failed} ({wanted} tensors in the file, {len(found)} on its layers)")
     for module in modules:
         check_finite(module, failed, "lora_")
+
+
+def other_kind(file: Path, failed: str) -> str | None:
+    """The kind of a file's adapters where diffusers does not read it; None for LoRA."""
+    if file.suffix != ".safetensors":
+        return None
+    with reading(failed), safe_open(file, "pt") as tensors:
+        names = list(tensors.keys())
+    return next((kind for mark, kind in (("hada_", "LoHa"), ("lokr_", "LoKr")) if any(mark in n for n in names)), None)
 
 
 def _load_folder(module: Any, folder: Path, failed: str) -> None:
@@ -241,11 +257,21 @@ def _pattern(config: PeftConfig) -> str | None:
     return None
 
 
-HALVES = (("lora_A", "lora_B"), ("lora.down", "lora.up"), ("lora_down", "lora_up"))
+HALVES = tuple(
+    (f"{name}{a}", f"{name}{b}")
+    for name, a, b in (
+        ("lora", "_A", "_B"),
+        ("lora", ".down", ".up"),
+        ("lora", "_down", "_up"),
+        ("lora_linear_layer", ".down", ".up"),
+    )
+)
 
 
 def _other_half(name: str) -> str | None:
     """The name of B where this is an A, or the other way; None where it is neither (an alpha)."""
+    if name.endswith(".alpha"):
+        return None
     for a, b in HALVES:
         for mine, other in ((a, b), (b, a)):
             if f"{mine}." in name:

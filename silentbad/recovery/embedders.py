@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import warnings
 from pathlib import Path
 
 import torch
@@ -133,7 +134,8 @@ class SSCD(Embedder):
         self.sha256 = hashlib.sha256(content).hexdigest()
         if sha256 is not None and sha256.strip().lower() != self.sha256:
             raise UserError(f"sscd: embedder_sha256 is {sha256}, but '{path}' has {self.sha256}; not loaded")
-        with reading(f"sscd: '{path}' is not a TorchScript file", SSCD_ADVICE):
+        with warnings.catch_warnings(), reading(f"sscd: '{path}' is not a TorchScript file", SSCD_ADVICE):
+            warnings.simplefilter("ignore")  # of the library, about itself
             self.model = torch.jit.load(io.BytesIO(content), map_location=device).eval()
         check_finite(self.model, f"sscd: cannot load '{path}'")
 
@@ -233,6 +235,8 @@ def load_embedder(name: str, path: str | None, device: torch.device | str, sha25
     """An embedder of the table; `sha256` is what sscd's file must have."""
     if sha256 is not None and name != "sscd":
         raise UserError(f"embedder_sha256: is of sscd's TorchScript file; the embedder is {name}, leave it unset")
+    if path is not None and name == "ssim":
+        raise UserError("embedder_path: has no effect on ssim, which has no weights; leave it unset")
     return tried(EMBEDDERS[name](path, device, **({} if sha256 is None else {"sha256": sha256})), name, path)
 
 

@@ -19,6 +19,7 @@ from silentbad.model.averaging import keeps_average
 from silentbad.model.family import Family
 from silentbad.model.pipeline import check_xformers
 from silentbad.options import given
+from silentbad.run import checkpoint
 from silentbad.run.config import TrainConfig
 from silentbad.run.folder import RunFolder
 from silentbad.run.optimizers import ADAM, check_optimizer, optimizer_class
@@ -172,6 +173,15 @@ def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None
 
 
 REPEATS = 64  # times that a record may stand in one micro-batch
+
+
+def for_trial(config: Any, scratch: str) -> Any:
+    """The configuration of a dry run, which writes into a `scratch` folder, and resumes what the run would."""
+    asked = config.resume_from_checkpoint
+    if asked is not None:
+        asked = str(checkpoint.resolve(asked, Path(config.output_dir) / "checkpoints") or "") or None
+    places = {"output_dir": f"{scratch}/run", "cache_dir": f"{scratch}/cache"}
+    return replace(config, **places, resume_from_checkpoint=asked)
 
 
 def beyond(config: TrainConfig, total: int) -> str | None:

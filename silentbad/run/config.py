@@ -210,6 +210,19 @@ SUCCESSORS = {
     "debug": "use --dry_run",
     "local_rank": "accelerate launch sets it",
 }
+OTHERS = {  # flags of other trainers, by what they are here
+    **dict.fromkeys(("lr", "unet_lr", "text_encoder_lr"), "learning_rate"),
+    **dict.fromkeys(("batch_size", "per_device_train_batch_size"), "train_batch_size"),
+    **dict.fromkeys(("epochs", "max_train_epochs"), "num_train_epochs"),
+    **dict.fromkeys(("steps", "max_steps"), "max_train_steps"),
+    **dict.fromkeys(("save_every_n_steps", "save_steps"), "checkpointing_steps"),
+    **dict.fromkeys(("instance_data_dir", "train_data"), "train_data_dir"),
+    "network_dim": "lora.rank",
+    "network_alpha": "lora.alpha",
+    "instance_prompt": "train_data_dir, whose metadata gives each picture its caption",
+    "validation_prompt": "validation_prompts",
+    "optimizer_type": "optimizer",
+}
 
 
 # ---------------------------------------------------------------- reading
@@ -219,7 +232,9 @@ def parse(cls: type, argv: list[str] | None = None, description: str | None = No
     Raises SystemExit(0) after --help or --print_config.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    config, sources, asked = settings.read(cls, argv, renamed=SUCCESSORS, secret=NEVER_SAVED)
+    config, sources, asked = settings.read(
+        cls, argv, renamed=SUCCESSORS | {k: f"use --{v}" for k, v in OTHERS.items()}, secret=NEVER_SAVED
+    )
     if asked == "help":
         outcomes = f"measured, and not recommended:\n{experiments.outcomes()}"
         print(settings.help_text(cls, description or "", outcomes), end="")

@@ -108,6 +108,7 @@ class RunFolder:
 
     def resumed(self, config: TrainConfig, say: Callable[[str], None]) -> Path | None:
         """The checkpoint to go on from, or None for a new run, whose folder is then refused if it holds another."""
+        owned.refuse_foreign(self.path, KIND, ())
         asked = config.resume_from_checkpoint
         found = checkpoint.resolve(asked, self.checkpoints) if asked else None
         if self.metrics.is_dir():

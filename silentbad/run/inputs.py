@@ -43,6 +43,8 @@ def gathered(config: TrainConfig, accelerator: Accelerator, sharded: str) -> Inp
     records, held_out, targets = prepare(config, tokenizer, guards, accelerator.main_process_first, accelerator.print)
     info = DataInfo(*(getattr(records, name) for name in ("role", "target_id", "element_id", "phrases")))
     checks.check_records(config, info, records)
+    if guards.suspects is not None and not guards.suspects.rows:
+        accelerator.print(f"warning: guard.scan: {guards.suspects.file} names no suspect; nothing is guarded")
     checks.check_captions(config, records)
     checks.check_batch(config, len(records))
     return Inputs(schedule, tokenizer, prompts, guards, records, held_out, targets, info)

@@ -154,6 +154,11 @@ class Mask(Guard):
 
     def start(self, setting: Setting) -> None:
         masks = [np.asarray(self.suspects.picture(file, "L")) for file in self.suspects.masks]
+        for file, mask in zip(self.suspects.masks, masks, strict=True):
+            if not mask.any():
+                raise UserError(
+                    f"guard.scan: {file} is black, so guard.name=mask would hide nothing; scan the data again"
+                )
         found: dict[int, np.ndarray] = {}
         for rows, mask in zip(self.suspects.rows, masks, strict=True):
             for row in rows.tolist():

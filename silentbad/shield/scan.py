@@ -192,6 +192,7 @@ def scan(options: argparse.Namespace) -> dict:
         value = getattr(options, name)
         if value != default and (wrong := problem(value, kind)) is not None:
             raise UserError(f"--{name}: {wrong}, got {value}")
+    check_idle(options)
     started, out = time.monotonic(), Path(options.output_dir)
     check_writable(out, "--output_dir", folder=True)
     if options.train_data_dir and out.resolve().is_relative_to(Path(options.train_data_dir).resolve()):
@@ -219,6 +220,19 @@ def scan(options: argparse.Namespace) -> dict:
         write(out, found, data, options, rows)
         views.remove()
     return data
+
+
+def check_idle(options: argparse.Namespace) -> None:
+    """Refuse flags that act on nothing in this data."""
+    data = Path(options.train_data_dir or "")
+    layout = (data / "poisoning_images").is_dir() or not data.is_dir()  # one that is not there is refused later
+    of_layout = [name for name, (_, default) in PUBLISHED.items() if getattr(options, name) != default]
+    for names, acts, needed in (
+        (of_layout, layout, "train_data_dir of the published layout"),
+        (("dataset_config_name", "image_column", "caption_column"), options.dataset_name, "dataset_name"),
+    ):
+        if not acts and (idle := [name for name in names if getattr(options, name) is not None]):
+            raise UserError(f"--{idle[0]}: needs {needed}, without which it has no effect")
 
 
 def parser() -> argparse.ArgumentParser:

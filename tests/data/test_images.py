@@ -46,6 +46,16 @@ def test_a_strip_of_millions_of_pixels_is_refused():
         images.open_image(bytes(content), "x")
 
 
+def test_a_dark_picture_of_16_bits_stays_dark():
+    dark = Image.fromarray(np.full((2, 2), 200, np.uint16))
+    assert images.open_image(encoded(dark, "PNG"), "x").getpixel((0, 0)) == (1, 1, 1)
+
+
+def test_a_picture_of_32_bits_is_refused():
+    with pytest.raises(UserError, match="^x: the image holds values up to 655360; save it with 8 or 16 bits"):
+        images.open_image(encoded(Image.fromarray(np.full((2, 2), 655360, np.int32)), "TIFF"), "x")
+
+
 @pytest.mark.parametrize("mode", ["I;16", "F"])
 def test_deep_pictures_are_scaled_line_by_line(mode):
     values = np.linspace(0, 65535, 600 * 500).reshape(600, 500)

@@ -199,6 +199,14 @@ def test_the_kohya_file_has_its_names_and_the_alpha(build, tmp_path):
         assert f"{max(prefixes - {'lora_unet'})}_text_model_encoder_layers_0_self_attn_q_proj.alpha" in tensors
 
 
+@pytest.mark.parametrize("kind", ["epsilon", "xl"])
+def test_an_audit_reads_the_kohya_file(kind, build, pipelines, tmp_path):
+    build(kind, **LORA, **TEXT).products.save_pipeline(tmp_path)
+    pipe = DiffusionPipeline.from_pretrained(pipelines[kind])
+    lora.load(pipe, str(tmp_path / lora.KOHYA), kind)
+    assert any(".lora_B." in name for name, _ in pipe.unet.named_parameters())
+
+
 def test_a_lora_run_ends_with_adapters(flags, tmp_path):
     assert main(flags("xl", **LORA, max_train_steps=1)) == 0
     out = tmp_path / "run"

@@ -64,6 +64,9 @@ def test_what_acts_on_nothing_is_refused(flags, tmp_path, file, capsys):
     (tmp_path / "long.txt").write_text("cat " * 80)
     assert main(flags(sample_prompts=tmp_path / "long.txt")) == 2
     assert "long.txt:1: the prompt has 82 tokens, the window is 48" in capsys.readouterr().err
+    (tmp_path / "objects.txt").write_text('{"prompt": "a"}')
+    assert main(flags(sample_prompts=tmp_path / "objects.txt")) == 2
+    assert "objects.txt:1: the JSON would be drawn as a prompt" in capsys.readouterr().err
 
 
 def test_prompts_are_drawn_and_training_sees_nothing(flags, tmp_path, file, monkeypatch):

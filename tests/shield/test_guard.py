@@ -102,6 +102,13 @@ def test_a_scan_that_was_written_by_hand_is_one_line(change, line, records, tmp_
     assert line in str(refused.value)
 
 
+def test_a_mask_that_hides_nothing_is_refused(tmp_path):
+    config = scan_of(tmp_path, [0], "mask")
+    Image.new("L", (64, 64)).save(tmp_path / "mask.png")
+    with pytest.raises(UserError, match="mask.png is black"):
+        Guards(config).start(Setting(np.arange(4), None, None, [], 8, 0))
+
+
 SCAN = ["--guard.scan", "x.json"]
 
 

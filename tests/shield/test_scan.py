@@ -177,6 +177,11 @@ def test_what_is_damaged_in_a_stopped_scan_is_read_again(tmp_path):
         (["--train_data_dir", "{data}", "--seed", "-1"], "--seed: must be from 0 to 2^63 - 1, got -1"),
         (["--train_data_dir", "{data}", "--poisoning_ratio", "nan"], "--poisoning_ratio: must be a finite number"),
         (["--train_data_dir", "{data}", "--output_dir", "{data}/metadata.jsonl"], "is no folder"),
+        (
+            ["--train_data_dir", "{data}", "--target_num", "2"],
+            "--target_num: needs train_data_dir of the published layout",
+        ),
+        (["--train_data_dir", "{data}", "--caption_column", "x"], "--caption_column: needs dataset_name"),
         (["--train_data_dir", "{data}", "--output_dir", "{data}/out"], "lies in the data, which must not change"),
     ],
 )
