@@ -8,6 +8,7 @@ arm is and where its rows come from stands in recovery-arms.json. The protocol i
 
 import argparse
 import fcntl
+import hashlib
 import json
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ import sys
 import time
 from collections import defaultdict
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -31,20 +33,28 @@ from validation import RecoveryHook
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "runs" / "bench-recovery"
+MICROWORLD = ROOT / "silentbad" / "microworld"
 CONFIG = "configs/microworld.yaml"
 BASE_LR = 1e-4
 FACTORS = (0.5, 1, 2, 4, 8)
 TARGETS = ";".join(map(str, range(1000, 1012))) + ";" + ",".join(map(str, range(1000, 1008)))
 
 
+@cache
+def drawing() -> str:
+    """Of the code that draws pictures and masks: another one draws others."""
+    files = [MICROWORLD / f"{name}.py" for name in ("grammar", "render", "export", "make", "nulls")]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
+
+
 def data_set(
     targets: str, seed: int, images: int, flags: dict[str, str], clean: int = 64, more: tuple[str, ...] = ()
 ) -> Path:
-    """The data set of these targets, made once; without masks for an arm that estimates them. `more` are further
-    arguments of silentbad.microworld.make."""
+    """The data set of these targets, made once by this code; without masks for an arm that estimates them. `more` are
+    further arguments of silentbad.microworld.make."""
     masks = ["--no_masks"] if flags.get("memory.region.name") == "estimated" else []
     own = "".join(["" if clean == 64 else f"-{clean}", *masks, *more])
-    out = WORK / "data" / f"{targets.replace(',', '+')}-{seed}-{images}{own}"
+    out = WORK / "data" / f"{targets.replace(',', '+')}-{seed}-{images}{own}-{drawing()}"
     if not out.exists():  # made aside and renamed when whole: another process may wait for the same data
         draft = out.with_name(f"{out.name}.{os.getpid()}")
         shutil.rmtree(draft, ignore_errors=True)
