@@ -285,6 +285,34 @@ def published_ratio(results: Results, language: Language) -> str:
     return grid(("share", *OUTCOME), lines, language)
 
 
+def published_seeds(results: Results, language: Language) -> str:
+    """What each seed of `recommended` recovers, of the targets that all its seeds ran."""
+    rows = [row for row in last_block(results) if usual(row) and row["arm"] == "recommended"]
+    seeds = sorted({row["seed"] for row in rows})
+    ran = {seed: {row["target"] for row in rows if row["seed"] == seed} for seed in seeds}
+    shared = set.intersection(*ran.values())
+    lines = []
+    for seed in seeds:
+        mine = [row for row in rows if row["seed"] == seed and row["target"] in shared]
+        lines.append([str(seed), *outcome(mine)])
+    return grid(("seed", *OUTCOME), lines, language)
+
+
+def published_together(results: Results, language: Language) -> str:
+    """What `recommended` recovers of several targets trained at once, and of the same targets alone (seed 0)."""
+    rows = [row for row in reported_of(results.published, FIRST_TARGETS[-1]) if not row["placebo"] and usual(row)]
+    lines = []
+    for together in sorted({row["targets"] for row in rows if not alone(row)}, key=len):
+        own = [row for row in rows if row["targets"] == together and row["arm"] == "recommended"]
+        single = [row for row in rows if alone(row) and row["target"] in together.split(",") and row["seed"] == 0]
+        single = [row for row in single if row["arm"] == "recommended"]
+        count = len(together.split(","))
+        for name, part in ((f"{count} at once", own), (f"the same {count}, each alone", single)):
+            if part:
+                lines.append([name, str(part[0]["clean"]), str(part[0]["steps"]), *outcome(part)[1:]])
+    return grid(("targets", "clean pictures", "steps", *OUTCOME[1:]), lines, language)
+
+
 def published_ceiling(results: Results, language: Language) -> str:
     """By target: what the endpoint accepts of a base fine-tuned on the target itself, and what the arms reach."""
     rows = [row for row in last_block(results) if usual(row)]
@@ -750,6 +778,8 @@ BLOCKS: dict[str, Block] = {
     "published-k": published_k,
     "published-ratio": published_ratio,
     "published-ceiling": published_ceiling,
+    "published-seeds": published_seeds,
+    "published-together": published_together,
     "shield": shield,
     "shield-audit": shield_audit,
     "shield-guards": shield_guards,

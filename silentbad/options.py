@@ -253,5 +253,5 @@ def check_options(kind: str, registry: dict[str, Callable], name: str, options: 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """ "; did you mean 'x'?", where something known is like `name`."""
-    match = difflib.get_close_matches(name[:200], list(known), n=1, cutoff=0.5)
+    match = difflib.get_close_matches(name[:200], list(known), n=1, cutoff=0.6)
     return f"; did you mean {match[0]!r}?" if match else ""
