@@ -208,7 +208,7 @@ def check_values(config: Any, prefix: str = "", sources: dict[str, str] | None =
             raise UserError(f"{key}{where}: {wrong}{got}")
 
 
-def given(config: Any) -> list[str]:
+def off_default(config: Any) -> list[str]:
     """The fields of a dataclass that are not at their defaults."""
     default = type(config)()
     return [f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(default, f.name)]

@@ -24,7 +24,7 @@ from silentbad.device import send
 from silentbad.distributed.shards import world_size
 from silentbad.errors import UserError
 from silentbad.model.groups import OTHER, Groups
-from silentbad.options import Count, Decay, Natural, Positive, Range, check_options, given
+from silentbad.options import Count, Decay, Natural, Positive, Range, check_options, off_default
 
 ELEMENT = "element"  # the source that the factors of the others are relative to
 OTHERS = ("clean", "rehearsal")
@@ -91,7 +91,7 @@ def check_between(config: BetweenConfig, readers: list[str]) -> None:
     """Refuse what cannot work, in one line that names the key; `readers` are keys that read the sources' gradients."""
     key = "gradient_control.between"
     if config.name == "none":
-        if names := given(config):
+        if names := off_default(config):
             raise UserError(f"{key}.{names[0]}: acts with a rule, and {key}.name is none; set it, or leave this out")
         return
     check_options(key, SOURCE_RULES, config.name, config.options)

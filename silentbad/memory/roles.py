@@ -6,7 +6,7 @@ from typing import Any
 
 from silentbad.data.schema import ROLES
 from silentbad.errors import UserError
-from silentbad.options import NotNegative, Unit, check_options, given
+from silentbad.options import NotNegative, Unit, check_options, off_default
 
 SAME = "same"  # the timesteps of `memory.timesteps`
 
@@ -80,5 +80,5 @@ def _same() -> None:
 def refuse_absent(memory: Any, there: Collection[str]) -> None:
     """Refuse settings of a role of which there is no record, neither in the data nor made by a rehearsal."""
     for role in ROLES:
-        if (names := given(getattr(memory.roles, role))) and role not in there:
+        if (names := off_default(getattr(memory.roles, role))) and role not in there:
             raise UserError(f"memory.roles.{role}.{names[0]}: there is no {role} record to act on; leave it out")

@@ -28,7 +28,7 @@ from silentbad.model.families import FAMILIES, family_of_pipeline
 from silentbad.model.gate import check_finite, finite, quietly
 from silentbad.model.groups import ROLE_ORDER, group_of
 from silentbad.model.settings import LoraSettings, ModelSettings
-from silentbad.options import given
+from silentbad.options import off_default
 from silentbad.rng import addressed_seed
 
 KOHYA = "kohya.safetensors"
@@ -56,7 +56,7 @@ def chosen(targets: list[str], group: str) -> bool:
 def check(config: ModelSettings) -> None:
     """Refuse settings of adapters that name no layer or act on nothing, before any weights load."""
     lora = config.lora
-    if lora.rank is None and (names := given(lora)):
+    if lora.rank is None and (names := off_default(lora)):
         raise UserError(f"lora.{names[0]}: acts on adapters alone, and lora.rank is missing; set it, or leave this out")
     if lora.factor is not None and lora.kind != "lokr":
         raise UserError(f"lora.factor: is of the Kronecker product of lokr; lora.kind is {lora.kind}")

@@ -1,4 +1,5 @@
-"""What this room reads of a run's configuration, which it does not import (`silentbad.run.config.TrainConfig`)."""
+"""What this package reads of a run's configuration, which it does not import: the fields are those of `TrainConfig` in
+silentbad/run/config.py. `LoraSettings`, a part of it, is defined here."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol

@@ -2,7 +2,7 @@
 
 Here live the images that a validation generates and keeps (`generation`, `samples`), how alike two pictures are
 (`embedders`), thresholds and the null sets behind them (`thresholds`, `counterfactuals`), the scores and their
-intervals (`scores`, `statistics`), and validation.json as typed data (`record`). An HTML page: `finished` reads a run
+intervals (`scores`, `statistics`), and validation.json as typed data (`record`). An HTML page: `recorded` reads a run
 folder, `sections`, `evidence` and `comparison` compute tables and figures (`pages.Table`, `pages.Figure`, `charts`),
 `report` puts them together, `templates/report.html.j2` says where each one is, and the macros of
 `templates/macros.html.j2` write their HTML.

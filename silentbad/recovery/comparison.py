@@ -6,18 +6,18 @@ from typing import Any
 
 from silentbad.recovery import evidence, pages
 from silentbad.recovery.charts import finite, number
-from silentbad.recovery.finished import WEIGHTS, Run
 from silentbad.recovery.pages import Cell, Table
+from silentbad.recovery.recorded import WEIGHTS, RecordedRun
 from silentbad.recovery.statistics import bootstrap_interval
 
 
-def paired(a: Run, b: Run, key: str, kind: str) -> tuple[float | None, float | None, float | None, int]:
+def paired(a: RecordedRun, b: RecordedRun, key: str, kind: str) -> tuple[float | None, float | None, float | None, int]:
     """Mean over shared targets of b minus a in a summary column, its 95 % interval, number of targets.
 
     Of "sustained_step", the step from which recovery lasts; a target without one counts with the run's last step.
     """
 
-    def column(run: Run) -> dict[str, Any]:
+    def column(run: RecordedRun) -> dict[str, Any]:
         if key != "sustained_step":
             return {row.target: getattr(row, key) for row in run.targets(kind)}
         if not run.strict:
@@ -37,7 +37,7 @@ def paired(a: Run, b: Run, key: str, kind: str) -> tuple[float | None, float | N
 
 def compare(folders: Sequence[str | Path]) -> tuple[str, list[list[Cell]]]:
     """Runs side by side, the first as reference: HTML, and its table of paired differences."""
-    runs = [Run(folder) for folder in folders]
+    runs = [RecordedRun(folder) for folder in folders]
     names = [run.name if [r.name for r in runs].count(run.name) == 1 else str(run.folder) for run in runs]
     measured = [
         (f"{name}, {WEIGHTS[kind]}", run, kind) for name, run in zip(names, runs, strict=True) for kind in run.kinds()
@@ -69,7 +69,7 @@ def compare(folders: Sequence[str | Path]) -> tuple[str, list[list[Cell]]]:
     return pages.render("compare.html.j2", data), gaps
 
 
-def _last_scores(run: Run, kind: str) -> list[Cell]:
+def _last_scores(run: RecordedRun, kind: str) -> list[Cell]:
     """A run's row of the comparison, after its name."""
     last, total, rows = run.last(kind), run.total(kind), run.targets(kind)
     curve = [total.aurc, total.restricted] if total else [None, None]
@@ -84,7 +84,7 @@ def _last_scores(run: Run, kind: str) -> list[Cell]:
     return [*rates, last.element_rate, *lasting, less, *curve, last.mean, last.max, clean]
 
 
-def _notes(name: str, run: Run) -> list[str]:
+def _notes(name: str, run: RecordedRun) -> list[str]:
     """What must be known of a run before its numbers are read."""
     if run.record is None:
         return [f"{name}: no validation"]
@@ -92,7 +92,7 @@ def _notes(name: str, run: Run) -> list[str]:
     return notes + [f"{name}: trained without {', '.join(withheld)}" for withheld in [run.withheld()] if withheld]
 
 
-def _unlike(runs: Sequence[Run]) -> str:
+def _unlike(runs: Sequence[RecordedRun]) -> str:
     """That the rates cannot be compared, where embedders, thresholds or endpoints of the runs differ."""
     found = {
         f"{r.embedder} at {number(r.threshold.value)}{'' if run.strict else ', the whole alone'}"

@@ -15,20 +15,20 @@ from silentbad.files import check_writable, named
 from silentbad.recovery import evidence, pages, sections
 from silentbad.recovery.charts import number
 from silentbad.recovery.comparison import compare
-from silentbad.recovery.finished import WEIGHTS, Run
 from silentbad.recovery.record import (
     NAME,
     STRICT,
     Record,
     SummaryRow,
 )
+from silentbad.recovery.recorded import WEIGHTS, RecordedRun
 from silentbad.recovery.scores import minus_placebo, placebo_run
 
 
 def render(folder: str | Path, under_way: str = "") -> str:
     """The report of a run folder as HTML: each key here is placed by templates/report.html.j2. `under_way` says where a
     run is that goes on, as "step 20 of 100"."""
-    run = Run(folder)
+    run = RecordedRun(folder)
     data: dict[str, Any] = {"under_way": under_way, "prompts": sections.prompts(run)}
     if run.record is not None:
         kind = run.kinds()[0]
@@ -64,7 +64,7 @@ def render(folder: str | Path, under_way: str = "") -> str:
 
 
 def less_placebo(folder: str | Path, placebo: str | Path) -> str:
-    """Take the rates of a run on placebo data off a finished run's, in its validation.json; what the record says then.
+    """Take the rates of a run on placebo data off a finished run's, in its validation.json; returns the verdict.
 
     Raises UserError where one of them cannot be read, or they do not compare.
     """
@@ -84,7 +84,7 @@ def less_placebo(folder: str | Path, placebo: str | Path) -> str:
     return evidence.verdict_sentence(record)
 
 
-MARKS = (  # of templates/page.html.j2, the second of pages from before the first
+MARKS = (  # by which a page is known as ours; the second is of pages written before the first was
     b'<meta name="generator" content="SilentBad">',
     b"default-src 'none'; img-src data:; style-src 'sha256-",
 )

@@ -7,7 +7,6 @@ from typing import Any
 
 from silentbad.recovery import pages
 from silentbad.recovery.charts import Series, finite, spaced
-from silentbad.recovery.finished import WEIGHTS, Run
 from silentbad.recovery.pages import Card, Cell, Figure, Pair, Shot, Table, rounded
 from silentbad.recovery.record import (
     STRICT,
@@ -18,6 +17,7 @@ from silentbad.recovery.record import (
     TargetEntry,
     TargetScores,
 )
+from silentbad.recovery.recorded import WEIGHTS, RecordedRun
 from silentbad.recovery.scores import images_recovered
 from silentbad.recovery.statistics import bootstrap_interval
 
@@ -45,7 +45,7 @@ class Tile:
     beside: float | None = None
 
 
-def tiles(run: Run, kind: str) -> list[Tile]:
+def tiles(run: RecordedRun, kind: str) -> list[Tile]:
     """The headline numbers of these weights at the last measurement."""
     last, total, rows = run.last(kind), run.total(kind), run.targets(kind)
     low, high = bootstrap_interval([row.aurc for row in rows if row.aurc is not None])
@@ -86,7 +86,7 @@ def tiles(run: Run, kind: str) -> list[Tile]:
     return [tile for tile in made if tile.value is not None]
 
 
-def pairs(run: Run, record: Record, kind: str) -> list[Pair]:
+def pairs(run: RecordedRun, record: Record, kind: str) -> list[Pair]:
     """Each of the first targets beside its best generation at the last measurement."""
     last, made = run.last(kind), list[Pair]()
     for j, target in enumerate(record.targets[:MOST_PAIRS]):
@@ -100,7 +100,7 @@ def pairs(run: Run, record: Record, kind: str) -> list[Pair]:
     return made
 
 
-def prompts(run: Run) -> list[tuple[str, str, list[Shot]]]:
+def prompts(run: RecordedRun) -> list[tuple[str, str, list[Shot]]]:
     """(prompt, what else it was drawn with, its pictures by step) of the first sample prompts."""
     draws = [run.draws[k] for k in spaced(len(run.draws), MOST_STEPS)]
     found: dict[tuple[str, int, str], list[Shot]] = {}
@@ -121,7 +121,7 @@ def _hit(own: TargetScores, sim: float, hits: Sequence[bool]) -> bool:
     return any(hit for s, hit in zip(own.sims, hits, strict=False) if s == sim)
 
 
-def cards(run: Run, record: Record, kind: str) -> list[Card]:
+def cards(run: RecordedRun, record: Record, kind: str) -> list[Card]:
     """Each kept target beside its best and median generations by step, and its elements."""
     measured = run.measured(kind)
     measured = [measured[k] for k in spaced(len(measured), MOST_STEPS)]
@@ -137,7 +137,7 @@ def cards(run: Run, record: Record, kind: str) -> list[Card]:
 
 
 def _generations(
-    run: Run, measured: Sequence[tuple[Measurement, Scores]], record: Record, target: TargetEntry, choice: str
+    run: RecordedRun, measured: Sequence[tuple[Measurement, Scores]], record: Record, target: TargetEntry, choice: str
 ) -> list[Shot]:
     """The best or the median generation of a target by step, where it was kept."""
     shots, j = list[Shot](), record.targets.index(target)
@@ -152,7 +152,7 @@ def _generations(
     return shots
 
 
-def _elements(run: Run, target: TargetEntry, kind: str) -> list[Shot]:
+def _elements(run: RecordedRun, target: TargetEntry, kind: str) -> list[Shot]:
     """The elements of a target that have a mask, with their scores."""
     own, shots = run.last(kind).targets.get(target.target_id), []
     for k, (phrase, file) in enumerate(zip(target.phrases, target.elements, strict=False)):
@@ -165,7 +165,7 @@ def _elements(run: Run, target: TargetEntry, kind: str) -> list[Shot]:
     return shots
 
 
-def curves(run: Run, record: Record) -> list[Figure]:
+def curves(run: RecordedRun, record: Record) -> list[Figure]:
     """Rate, similarity and elements against steps."""
     sims = []
     for kind in run.kinds():
@@ -194,7 +194,7 @@ def curves(run: Run, record: Record) -> list[Figure]:
     ]
 
 
-def _by_target(run: Run, record: Record, kind: str) -> list[Figure]:
+def _by_target(run: RecordedRun, record: Record, kind: str) -> list[Figure]:
     """The recovery rate of each of the first targets, where there are several."""
 
     def rate(scores: Scores, name: str) -> float | None:
@@ -206,7 +206,7 @@ def _by_target(run: Run, record: Record, kind: str) -> list[Figure]:
     return pages.lines(own, "Recovery rate by target", y_range=(0, 1)) if len(own) > 1 else []
 
 
-def controls(run: Run) -> Table:
+def controls(run: RecordedRun) -> Table:
     """Every kind of prompt, and the base model, under the same noise."""
     rows: list[list[Cell]] = []
     for entry in run.history:
@@ -255,7 +255,7 @@ def drift_of(key: str) -> Callable[[Scores], float | None]:
     return lambda scores: scores.drift.get(key)
 
 
-def errors(run: Run) -> list[Figure]:
+def errors(run: RecordedRun) -> list[Figure]:
     """The error on held-out records of each role, against steps, and the gap between elements and clean ones."""
     series = [
         run.series(f"{role}, {WEIGHTS[kind]}", kind, drift_of(f"{role}_eps_mse"))
@@ -273,7 +273,7 @@ def _gap(scores: Scores) -> float | None:
     return None if element is None or clean is None else element - clean
 
 
-def drift(run: Run) -> list[Figure]:
+def drift(run: RecordedRun) -> list[Figure]:
     """What clean prompts lost, against steps."""
     made = errors(run)
     for key, title, note in (
@@ -286,7 +286,7 @@ def drift(run: Run) -> list[Figure]:
     return made
 
 
-def training(run: Run) -> tuple[list[Figure], list[Figure]]:
+def training(run: RecordedRun) -> tuple[list[Figure], list[Figure]]:
     """(losses, learning rate and gradient norm; every other meter of metrics.jsonl that moves)."""
     rows = [row for row in run.metrics if not row.get("validation")]
     keys = [
@@ -315,7 +315,7 @@ def thinned(rows: Sequence[dict[str, Any]], key: str, most: int = 240) -> Series
     return Series(key, [b[-1][0] for b in blocks], [sum(y for _, y in b) / len(b) for b in blocks])
 
 
-def control(run: Run) -> list[Figure]:
+def control(run: RecordedRun) -> list[Figure]:
     """Learning-rate multipliers by group and step."""
     names = list(dict.fromkeys(name for e in run.multipliers for name in e.multipliers))
     values = [[e.multipliers.get(name) for e in run.multipliers] for name in names]
@@ -324,7 +324,7 @@ def control(run: Run) -> list[Figure]:
     return pages.heat(names, steps, values, "Learning-rate multiplier by group and step", note)
 
 
-def memory(run: Run) -> list[Figure]:
+def memory(run: RecordedRun) -> list[Figure]:
     """Phrase strengths and the timesteps drawn."""
     tables, steps = [e.rho for e in run.phrases], [e.step for e in run.phrases]
     names = list(dict.fromkeys(name for table in tables for name in table))
@@ -341,7 +341,7 @@ def memory(run: Run) -> list[Figure]:
     ]
 
 
-def provenance(run: Run) -> tuple[Table, list[tuple[str, str]]]:
+def provenance(run: RecordedRun) -> tuple[Table, list[tuple[str, str]]]:
     """(facts of run.json, the configurations as text)."""
     rows = [[k, "" if v is None else v if isinstance(v, str) else json.dumps(v)] for k, v in run.facts.items()]
     validation = json.dumps(run.record.config, indent=1) if run.record and run.record.config else ""

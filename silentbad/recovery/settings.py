@@ -1,4 +1,5 @@
-"""What this room reads of a validation's settings, which it does not import (`validation.ValidationConfig`)."""
+"""What this package reads of a validation's settings, which it does not import: the fields are those of
+`ValidationConfig` in validation.py."""
 
 from typing import Literal, Protocol
 

@@ -160,7 +160,7 @@ def build(
     memory_of: Callable[..., Memory],
     hook_of: Callable[..., Hook],
 ) -> Run:
-    """Load, check and connect the parts of a run; nothing is written yet.
+    """Load, check and connect the parts of a run; nothing is written to output_dir yet, caches are filled.
 
     The three constructors are those of the root modules (`Controller`, `Memory`, `RecoveryHook`), which this package
     does not import. `sharded` is FSDP, DEEPSPEED or nothing.

@@ -18,7 +18,7 @@ from silentbad.memory.rehearsal import REHEARSED
 from silentbad.model.averaging import keeps_average
 from silentbad.model.family import Family
 from silentbad.model.pipeline import check_xformers
-from silentbad.options import given
+from silentbad.options import off_default
 from silentbad.run import checkpoint
 from silentbad.run.config import TrainConfig
 from silentbad.run.folder import RunFolder
@@ -53,8 +53,8 @@ DRAWING = (
 
 def check_idle(config: TrainConfig, sources: dict[str, str]) -> None:
     """Refuse options that act on nothing. A file may set up a validation that the run leaves out; flags may not."""
-    flags = [name for name in given(config.validation) if sources.get(f"validation.{name}") == FLAGS]
-    needs = {key: NEEDS[key] for key in given(config) if key in NEEDS} | {
+    flags = [name for name in off_default(config.validation) if sources.get(f"validation.{name}") == FLAGS]
+    needs = {key: NEEDS[key] for key in off_default(config) if key in NEEDS} | {
         f"validation.{name}": ("validation.targets", *(("sample_prompts",) if name in DRAWING else ()))
         for name in flags
     }

@@ -51,7 +51,7 @@ def gathered(config: TrainConfig, accelerator: Accelerator, sharded: str) -> Inp
 
 
 def sample_prompts(config: TrainConfig, tokenizer: Any) -> list[Prompt]:
-    """The prompts of `sample_prompts`, none where there is no such file to draw."""
+    """The prompts of `sample_prompts`, none where it is unset."""
     if config.sample_prompts is None:
         return []
     return load_prompts(config.sample_prompts, tokenizer, guided=config.validation.guidance_scale > 1)

@@ -25,8 +25,7 @@ from silentbad.data.schema import check_window, text_lines
 from silentbad.errors import UserError, brief, writing
 from silentbad.files import check_writable
 from silentbad.model.pipeline import load_pipeline
-from silentbad.options import Location, Range, Small, check_values
-from silentbad.options import given as changed
+from silentbad.options import Location, Range, Small, check_values, off_default
 from silentbad.recovery import pages
 from silentbad.recovery.embedders import load_embedder
 from silentbad.recovery.generation import Sampler
@@ -101,7 +100,7 @@ class AuditSettings(MeasureSettings, Protocol):
 def asks_for_search(options: AuditSettings) -> bool:
     """Whether an audit's flags name candidates. Raises UserError where other flags then have no effect, or those of
     the search without any."""
-    chosen, of_search = changed(options), {field.name for field in fields(Candidates)}
+    chosen, of_search = off_default(options), {field.name for field in fields(Candidates)}
     if not options.given:
         if idle := [key for key in chosen if key in of_search]:
             raise UserError(f"--{idle[0]}: is of the search for unknown pictures; give --phrases too, or leave it out")

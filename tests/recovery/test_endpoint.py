@@ -15,7 +15,6 @@ from silentbad.data.targets import Target
 from silentbad.errors import UserError
 from silentbad.recovery import evidence, report, sections
 from silentbad.recovery import record as record_module
-from silentbad.recovery.finished import Run
 from silentbad.recovery.generation import plan
 from silentbad.recovery.record import (
     Detection,
@@ -28,6 +27,7 @@ from silentbad.recovery.record import (
     Threshold,
     decode,
 )
+from silentbad.recovery.recorded import RecordedRun
 from silentbad.recovery.scores import (
     PUBLISHED,
     cell_scores,
@@ -539,7 +539,7 @@ def test_the_error_of_elements_stands_beside_the_clean_one(tmp_path):
     hook.run(0, 0, tiny_pipeline().unet)
     drift = hook.history[0].raw.drift
     assert drift["clean_eps_mse"] != drift["element_eps_mse"] > 0
-    (figure,) = sections.errors(Run(tmp_path))
+    (figure,) = sections.errors(RecordedRun(tmp_path))
     assert all(f"{name}, raw weights" in str(figure) for name in ("clean", "element", "gap"))
 
 

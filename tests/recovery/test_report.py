@@ -21,8 +21,8 @@ from PIL import Image
 from silentbad.data.images import to_pil
 from silentbad.errors import UserError
 from silentbad.recovery import charts, pages, report, sections
-from silentbad.recovery.finished import Run
 from silentbad.recovery.record import Record
+from silentbad.recovery.recorded import RecordedRun
 from tests.demo import HOSTILE, demo_run
 from tests.recoveries import make_hook, smooth
 from tests.tiny import tiny_pipeline
@@ -94,7 +94,7 @@ def test_pictures_outside_the_run_are_not_read(run, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     shutil.copy(run / "validation.json", folder)
-    held = Run(folder)
+    held = RecordedRun(folder)
     assert held.picture("../secret.png") == "" and held.picture(str(tmp_path / "secret.png")) == ""
     (folder / "bad.png").write_text("no picture")
     assert held.picture("bad.png") == "" and held.picture(None) == ""
@@ -107,7 +107,7 @@ def test_parts_outside_the_run_are_not_read(run, tmp_path):
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(tmp_path / name)
     (tmp_path / "link").symlink_to(folder)
-    held = Run(tmp_path / "link")
+    held = RecordedRun(tmp_path / "link")
     assert (held.config, held.facts, held.metrics, held.draws) == ("", {}, [], []) and held.record is not None
     assert sum("leads out of the folder" in note for note in held.notes) == 4
 
@@ -137,7 +137,7 @@ def test_a_placebo_run_is_taken_off_a_finished_one(run, tmp_path, capsys):
     rates = [[t.rate for t in r.history[-1].raw.targets.values()] for r in (record, other)]
     assert record.placebo.difference == pytest.approx(np.mean(rates[0]) - np.mean(rates[1])) and rates[0] != rates[1]
     assert "Training on placebo data" in capsys.readouterr().out.splitlines()[-1]
-    first, usual = (sections.tiles(Run(each), "raw")[0] for each in (mine, run))
+    first, usual = (sections.tiles(RecordedRun(each), "raw")[0] for each in (mine, run))
     assert first.name.startswith("headline") and first.interval == record.placebo.interval
     assert first.value == record.placebo.difference and not usual.name.startswith("headline")
     assert "composed prompt, placebo data" in (mine / "report.html").read_text()
@@ -191,7 +191,7 @@ def test_withheld_elements_are_named_from_the_configuration(run, tmp_path):
     assert "A control run" in page and "trained without t/0, &lt;script&gt;" in page and HOSTILE not in page
     doubling = "".join(f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9 if k else 'x' * 9)}]\n" for k in range(30))
     (folder / "config.yaml").write_text(f"{doubling}withhold: [t/0]")
-    assert Run(folder).withheld() == []
+    assert RecordedRun(folder).withheld() == []
     for content in ("withhold: 3", "[", "&a [*a]", "withhold: [" * 3000, "- withhold"):
         (folder / "config.yaml").write_text(content)
         assert "A control run" not in report.render(folder)
@@ -403,7 +403,7 @@ def test_picture_bombs_and_broken_pictures_are_left_out(run, tmp_path):
     page = rendered(folder)
     assert str(folder) not in page and "Targets and generations" in page
     assert "over the limit" in page and "cannot read" in page
-    held = Run(folder)
+    held = RecordedRun(folder)
     for name in ("x" * 5000, "a\0b", "\ud800", ".", "samples", "/etc/passwd"):
         assert held.picture(name) == ""
 

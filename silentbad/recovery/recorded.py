@@ -1,5 +1,6 @@
 """What a run folder holds, for its report: validation.json, metrics.jsonl, multipliers.json, phrase_memory.json,
-timesteps.json, config.yaml, run.json and the pictures of samples/ (docs/metrics.md). What is not there is a note."""
+timesteps.json, sample_prompts.json, config.yaml, run.json and the pictures of samples/ (docs/metrics.md). What is
+missing is left empty; what is damaged is a note."""
 
 import base64
 import io
@@ -82,7 +83,7 @@ class Timesteps:
     counts: list[float] = field(default_factory=list)
 
 
-class Run:
+class RecordedRun:
     """What a run folder holds. A damaged validation.json is refused; another part that is missing or damaged is left
     empty, with a note where it is damaged."""
 
