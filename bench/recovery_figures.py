@@ -13,6 +13,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
@@ -69,18 +70,23 @@ def draw_curves(results: Path) -> Path:
 
 def draw_published(results: Path) -> Path:
     """Strict rate by step, and elements recovered by drift, of the last block of targets at a ratio of 10 %."""
-    rows = [row for row in reported_of(stored(results), FIRST_TARGETS[-1]) if row["ratio"] == 0.1]
-    by_arm: dict[str, list[list[dict]]] = {}
-    for (_, _, arm, _, _, steps, _), run in runs_of(rows).items():
+    rows = [r for r in reported_of(stored(results), FIRST_TARGETS[-1]) if r["ratio"] == 0.1 and "," not in r["targets"]]
+    by_arm: dict[str, dict[str, list[list[dict]]]] = {}  # arm -> target -> runs
+    for (_, target, arm, _, _, steps, _), run in runs_of(rows).items():
         arm = arm.replace(" on placebo data", ", placebo")
-        by_arm.setdefault(arm if steps <= 1500 else f"{arm}, {steps} steps", []).append(run)
+        name = arm if steps <= 1500 else f"{arm}, {steps} steps"
+        by_arm.setdefault(name, {}).setdefault(target, []).append(run)
     recovery, frontier = [], []
-    for arm, runs in by_arm.items():
-        grid = [row["step"] for row in runs[0]]
-        recovery.append(banded(arm, grid, np.array([[row["rate"] for row in run] for run in runs])))
-        drift = np.mean([[row["drift"] - run[0]["drift"] for row in run] for run in runs], axis=0)
-        elements = np.mean([[np.mean(row["elements"]) for row in run] for run in runs], axis=0)
-        frontier.append(Series(arm, drift.tolist(), elements.tolist()))
+    for arm, targets in by_arm.items():
+        grid = [row["step"] for row in next(iter(targets.values()))[0]]
+
+        def curve(of: Callable[[dict], float], targets: dict = targets) -> np.ndarray:
+            """(targets, evaluations), seeds averaged inside."""
+            return np.array([np.mean([[of(row) for row in run] for run in runs], axis=0) for runs in targets.values()])
+
+        recovery.append(banded(arm, grid, curve(lambda row: row["rate"])))
+        drift, elements = curve(lambda row: row["drift"]), curve(lambda row: float(np.mean(row["elements"])))
+        frontier.append(Series(arm, (drift - drift[:, :1]).mean(0).tolist(), elements.mean(0).tolist()))
     names = [*by_arm]
     by_step = lines(recovery, "Images recovered by step, mean over targets", x_label="optimizer steps", y_range=(0, 1))
     (IMAGES / "published.svg").write_text(standalone(by_step, names))
