@@ -236,7 +236,7 @@ README_ARMS = ("recommended", "recommended_adamw", "recommended_leak_free", "cle
 
 def published_arms(results: Results, block: int = FIRST_TARGETS[-1]) -> dict[str, dict[str, str]]:
     """{arm: {heading: cell}} of a block's targets at a poisoning ratio of 10 %, one target a run."""
-    rows = [r for r in reported_of(results.published, block) if r["ratio"] == 0.1 and "," not in r["targets"]]
+    rows = [r for r in reported_of(results.published, block) if usual(r) and alone(r) and not longer(r)]
     return {line[0]: dict(zip(PUBLISHED_HEAD, line, strict=True)) for line in published_lines(rows)}
 
 
@@ -252,7 +252,7 @@ OUTCOME = ("arm", "targets (runs)", "recovered", "median step", "strict rate", "
 def last_block(results: Results) -> list[dict]:
     """The rows of the last block's targets, one target a run, on data that holds their elements."""
     rows = reported_of(results.published, FIRST_TARGETS[-1])
-    return [row for row in rows if alone(row) and not row["placebo"]]
+    return [row for row in rows if alone(row) and not row["placebo"] and not longer(row)]
 
 
 def outcome(rows: list[dict]) -> list[str]:
@@ -360,6 +360,11 @@ def published_pair(results: Results, language: Language) -> str:
 def alone(row: dict) -> bool:
     """Whether a run has one target."""
     return "," not in row["targets"]
+
+
+def longer(row: dict) -> bool:
+    """Whether plain ran beyond its 1500 steps, to see if it arrives at all."""
+    return row["arm"] == "plain" and row["steps"] > 1500
 
 
 def usual(row: dict) -> bool:
