@@ -22,14 +22,17 @@ import numpy as np
 from bench import instrument, thresholds
 from bench.published_table import (
     FIRST_TARGETS,
+    alone,
     by_arm,
     figures,
     first,
     interval,
+    longer,
     ratio,
     reported_of,
     sign_flips,
     times_sooner,
+    usual,
 )
 from bench.published_table import HEAD as PUBLISHED_HEAD
 from bench.published_table import lines_of as published_lines
@@ -300,12 +303,12 @@ def published_seeds(results: Results, language: Language) -> str:
 
 def published_together(results: Results, language: Language) -> str:
     """What `recommended` recovers of several targets trained at once, and of the same targets alone (seed 0)."""
-    rows = [row for row in reported_of(results.published, FIRST_TARGETS[-1]) if not row["placebo"] and usual(row)]
+    rows = [row for row in reported_of(results.published, FIRST_TARGETS[-1]) if row["arm"] == "recommended"]
+    rows = [row for row in rows if usual(row) and not row["placebo"] and row["seed"] == 0]
     lines = []
     for together in sorted({row["targets"] for row in rows if not alone(row)}, key=len):
-        own = [row for row in rows if row["targets"] == together and row["arm"] == "recommended"]
-        single = [row for row in rows if alone(row) and row["target"] in together.split(",") and row["seed"] == 0]
-        single = [row for row in single if row["arm"] == "recommended"]
+        own = [row for row in rows if row["targets"] == together]
+        single = [row for row in rows if alone(row) and row["target"] in together.split(",")]
         count = len(together.split(","))
         for name, part in ((f"{count} at once", own), (f"the same {count}, each alone", single)):
             if part:
@@ -355,21 +358,6 @@ def published_pair(results: Results, language: Language) -> str:
         ("drift at the end, difference", mean(drift, "+.4f"), ""),
     ]
     return grid((f"over {len(both)} targets", "figure", "p"), lines, language)
-
-
-def alone(row: dict) -> bool:
-    """Whether a run has one target."""
-    return "," not in row["targets"]
-
-
-def longer(row: dict) -> bool:
-    """Whether plain ran beyond its 1500 steps, to see if it arrives at all."""
-    return row["arm"] == "plain" and row["steps"] > 1500
-
-
-def usual(row: dict) -> bool:
-    """Whether elements are 10 % of the records."""
-    return row["ratio"] == 0.1
 
 
 def wrapped(text: str, language: Language, width: int = 120) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from bench.arms import PUBLISHED_AT
 from silentbad.recovery.statistics import binomial_interval, bootstrap_interval
 
 FIRST_TARGETS = (2000, 2100)  # first target of each block of reported targets; a later idea takes the next one
@@ -184,6 +185,21 @@ def block_of(row: dict) -> int:
     """First target of the block that a row's targets are of; 0: development."""
     first = min(map(int, row["targets"].split(",")))
     return max((block for block in FIRST_TARGETS if block <= first), default=0)
+
+
+def alone(row: dict) -> bool:
+    """Whether a run has one target."""
+    return "," not in row["targets"]
+
+
+def longer(row: dict) -> bool:
+    """Whether plain ran beyond its frozen length, to see if it arrives at all."""
+    return row["arm"] == "plain" and row["steps"] > PUBLISHED_AT["plain"][1]
+
+
+def usual(row: dict) -> bool:
+    """Whether elements are 10 % of the records."""
+    return row["ratio"] == 0.1
 
 
 def reported_of(rows: list[dict], block: int) -> list[dict]:

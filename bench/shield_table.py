@@ -12,9 +12,10 @@ def mean(values: list[float]) -> str:
     return f"{np.mean(values):.3f}" if values else "-"
 
 
-def counted(k: int, n: int) -> str:
+def rate(k: int, n: int) -> str:
     """k of n with its interval."""
-    return "{} of {} [{:.2f}, {:.2f}]".format(k, n, *binomial_interval(k, n))
+    low, high = binomial_interval(k, n)
+    return f"{k} of {n} [{low:.2f}, {high:.2f}]"
 
 
 def ranges(numbers: list[int]) -> str:
@@ -58,18 +59,18 @@ def table(results: dict) -> str:
             f"{min(r['f1'] for r in rows):.3f}",
             mean([r["precision"] for r in rows]),
             mean([r["recall"] for r in rows]),
-            counted(sum(r["found"] for r in rows), sum(r["hidden"] for r in rows)),
-            counted(sum(reached), len(reached)),
+            rate(sum(r["found"] for r in rows), sum(r["hidden"] for r in rows)),
+            rate(sum(reached), len(reached)),
             *(mean([r["rival"][name]["f1"] for r in rows]) for name in ("whole pictures", "quarters")),
             mean([r["seconds"] for r in rows]),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     honest = ratios["0"]
     alarms = sum(r["sets"] > 0 for r in honest)
-    lines += ["", f"False alarms on data sets without a hidden picture: {counted(alarms, len(honest))}.", ""]
+    lines += ["", f"False alarms on data sets without a hidden picture: {rate(alarms, len(honest))}.", ""]
     lines += ["| change | sets of data | pictures found | F1 | precision | recall |", "|---" * 6 + "|"]
     for name, rows in robust.items():
-        cells = [name, str(len(rows)), counted(sum(r["found"] for r in rows), sum(r["hidden"] for r in rows))]
+        cells = [name, str(len(rows)), rate(sum(r["found"] for r in rows), sum(r["hidden"] for r in rows))]
         cells += [mean([r[key] for r in rows]) for key in ("f1", "precision", "recall")]
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
@@ -97,11 +98,6 @@ def auc_interval(auc: float, positives: int, negatives: int) -> tuple[float, flo
             outer, inner = (middle, inner) if far(middle) else (outer, middle)
         ends.append(inner)
     return ends[0], ends[1]
-
-
-def rate(k: int, n: int) -> str:
-    low, high = binomial_interval(k, n)
-    return f"{k} of {n} [{low:.2f}, {high:.2f}]"
 
 
 def audit_table(rows: list[dict]) -> str:

@@ -45,8 +45,9 @@ def check_out(out: Path) -> None:
     if os.path.lexists(records):
         if not inside(out, records, "--out").is_file():
             raise UserError(f"--out: {records} is no file")
+        gone = not os.path.lexists(folder)
         for where, row in json_lines(records):
-            if str(row.get("file_name", "")).startswith("class/") and not os.path.lexists(folder):
+            if gone and str(row.get("file_name", "")).startswith("class/"):
                 raise UserError(
                     f"{where}: names {brief(row['file_name'])}, which is not there; remove such lines first"
                 )

@@ -1,5 +1,6 @@
 """Reader of the published SilentBadDiffusion layout."""
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,11 @@ from silentbad.rng import generator
 SHUFFLE_MARKER = "@@"  # the published captions' sign for "permute the phrases that follow"
 NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+
+
+def is_published(root: Path) -> bool:
+    """Whether a folder is of the published layout."""
+    return os.path.isdir(root / "poisoning_images")
 
 
 def published_rows(root: Path, options: DataSettings) -> Iterator[dict]:

@@ -31,7 +31,7 @@ from silentbad.data.images import (
     thumbnail,
     views,
 )
-from silentbad.data.published import published_rows
+from silentbad.data.published import is_published, published_rows
 from silentbad.data.schema import ROLES
 from silentbad.data.settings import DataSettings
 from silentbad.data.table import (
@@ -78,7 +78,7 @@ def row_source(config: DataSettings) -> tuple[str, str, Callable[[], Iterator[di
         return name, hashlib.sha256(repr(tuple(facts)).encode()).hexdigest()[:32], lambda: hub_rows(table, config)
     if not os.path.isdir(root):
         raise UserError(f"train_data_dir: no folder {root}")
-    if os.path.isdir(root / "poisoning_images"):
+    if is_published(root):
         if clean and not os.path.isdir(clean):
             raise UserError(f"clean_data_dir: no folder {clean}")
         facts = [getattr(config, flag) for flag in PUBLISHED_FLAGS] + [folder_key(Path(clean)) if clean else None]

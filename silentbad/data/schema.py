@@ -177,10 +177,10 @@ def csv_lines(path: Path) -> Iterator[tuple[str, dict]]:
     with lines:
         reader = csv.reader(lines, strict=True)
         begun, header = next(_rows(reader, path), (1, []))
-        if "file_name" not in header and any(mark in column for column in header for mark in ";\t"):
-            raise UserError(f"{path}:{begun}: fields must be separated by commas")
         if header and "file_name" not in header:
-            raise UserError(f"{path}:{begun}: the first line must name the columns, file_name and text among them")
+            one_field = any(mark in column for column in header for mark in ";\t")
+            right = "the first line must name the columns, file_name and text among them"
+            raise UserError(f"{path}:{begun}: {'fields must be separated by commas' if one_field else right}")
         if twice := [name for name in header if header.count(name) > 1]:
             raise UserError(f"{path}:{begun}: the column {brief(twice[0])} stands twice")
         for number, row in _rows(reader, path):

@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image
 
 from silentbad.data.images import _by, inside, open_image, open_mask, safe_path
-from silentbad.data.published import _published_captions, published_ids, published_image, published_prompt
+from silentbad.data.published import _published_captions, is_published, published_ids, published_image, published_prompt
 from silentbad.data.schema import TARGET, admitted, check_window, json_lines, refuse_misspelt
 from silentbad.errors import UserError, brief
 
@@ -43,7 +43,7 @@ def load_targets(path: str | Path) -> list[Target]:
     text, at, wanted = str(path).rpartition("@")
     some = at and re.fullmatch(r"[0-9]{1,18}(-[0-9]{1,18})?", wanted) and not os.path.isdir(path)
     root = Path(text) if some else Path(path)
-    if os.path.isdir(root / "poisoning_images"):
+    if is_published(root):
         return _published_targets(root, wanted if root != Path(path) else None)
     if root != Path(path) and os.path.isdir(root) and not os.path.exists(path):
         raise UserError(

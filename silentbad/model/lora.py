@@ -257,14 +257,11 @@ def _pattern(config: PeftConfig) -> str | None:
     return None
 
 
-HALVES = tuple(
-    (f"{name}{a}", f"{name}{b}")
-    for name, a, b in (
-        ("lora", "_A", "_B"),
-        ("lora", ".down", ".up"),
-        ("lora", "_down", "_up"),
-        ("lora_linear_layer", ".down", ".up"),
-    )
+HALVES = (
+    ("lora_A", "lora_B"),
+    ("lora.down", "lora.up"),
+    ("lora_down", "lora_up"),
+    ("lora_linear_layer.down", "lora_linear_layer.up"),
 )
 
 

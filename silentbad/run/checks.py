@@ -11,6 +11,7 @@ import torch
 from silentbad import owned
 from silentbad.data import buckets
 from silentbad.data.elements import DataInfo
+from silentbad.data.published import is_published
 from silentbad.data.records import PUBLISHED_FLAGS, Records
 from silentbad.errors import UserError
 from silentbad.memory import roles
@@ -62,7 +63,7 @@ def check_idle(config: TrainConfig, sources: dict[str, str]) -> None:
     on = {
         **vars(config),
         "validation.targets": config.validation.targets,
-        LAYOUT: (data / "poisoning_images").is_dir() or not data.is_dir(),  # one that is not there is refused later
+        LAYOUT: is_published(data) or not data.is_dir(),  # one that is not there is refused later
     }
     for key, wanted in needs.items():
         if not any(on[name] for name in wanted):
@@ -178,10 +179,9 @@ REPEATS = 64  # times that a record may stand in one micro-batch
 def for_trial(config: Any, scratch: str) -> Any:
     """The configuration of a dry run, which writes into a `scratch` folder, and resumes what the run would."""
     asked = config.resume_from_checkpoint
-    if asked is not None:
-        asked = str(checkpoint.resolve(asked, Path(config.output_dir) / "checkpoints") or "") or None
+    found = checkpoint.resolve(asked, Path(config.output_dir) / "checkpoints") if asked else None
     places = {"output_dir": f"{scratch}/run", "cache_dir": f"{scratch}/cache"}
-    return replace(config, **places, resume_from_checkpoint=asked)
+    return replace(config, **places, resume_from_checkpoint=None if found is None else str(found))
 
 
 def beyond(config: TrainConfig, total: int) -> str | None:

@@ -127,9 +127,8 @@ class RunFolder:
 
         A run that was killed before its first checkpoint holds nothing to keep: resuming it starts it anew.
         """
-        if owned.kind_of(self.path) is None:
-            logs = Path(self.logs).parts[:1] if self.logs else ()
-            owned.refuse_foreign(self.path, KIND, (*self.WRITTEN, *self.REPLACED, *logs))
+        logs = Path(self.logs).parts[:1] if self.logs else ()
+        owned.refuse_foreign(self.path, KIND, (*self.WRITTEN, *self.REPLACED, *logs))
         held = [p for p in (self.metrics, self.checkpoints, self.pipeline, self.path / "validation.json") if p.exists()]
         if resuming and (self.pipeline.exists() or any(self.checkpoints.glob("step-*"))):
             raise UserError(

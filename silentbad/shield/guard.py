@@ -153,14 +153,13 @@ class Mask(Guard):
     """The suspect records stay, their recurring region is out of the loss."""
 
     def start(self, setting: Setting) -> None:
-        masks = [np.asarray(self.suspects.picture(file, "L")) for file in self.suspects.masks]
-        for file, mask in zip(self.suspects.masks, masks, strict=True):
+        found: dict[int, np.ndarray] = {}
+        for rows, file in zip(self.suspects.rows, self.suspects.masks, strict=True):
+            mask = np.asarray(self.suspects.picture(file, "L"))
             if not mask.any():
                 raise UserError(
                     f"guard.scan: {file} is black, so guard.name=mask would hide nothing; scan the data again"
                 )
-        found: dict[int, np.ndarray] = {}
-        for rows, mask in zip(self.suspects.rows, masks, strict=True):
             for row in rows.tolist():
                 found[row] = np.maximum(found.get(row, 0), mask)
         self.images = {i: Image.fromarray(found[row]) for i, row in enumerate(setting.rows.tolist()) if row in found}

@@ -22,6 +22,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from silentbad import owned
+from silentbad.data.published import is_published
 from silentbad.data.records import row_source
 from silentbad.data.schema import csv_lines, json_lines
 from silentbad.errors import ArgumentParser, UserError, say, writing
@@ -225,7 +226,7 @@ def scan(options: argparse.Namespace) -> dict:
 def check_idle(options: argparse.Namespace) -> None:
     """Refuse flags that act on nothing in this data."""
     data = Path(options.train_data_dir or "")
-    layout = (data / "poisoning_images").is_dir() or not data.is_dir()  # one that is not there is refused later
+    layout = is_published(data) or not data.is_dir()  # one that is not there is refused later
     of_layout = [name for name, (_, default) in PUBLISHED.items() if getattr(options, name) != default]
     for names, acts, needed in (
         (of_layout, layout, "train_data_dir of the published layout"),
