@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart quickstart-training quickstart-placebo test test-kill test-thorough test-fuzz test-distributed test-deepspeed test-fast lint documents bench bench-controller bench-recovery bench-validation bench-throughput bench-scale bench-shield bench-published shield base clean
+.PHONY: quickstart quickstart-training quickstart-placebo test test-kill test-thorough test-fuzz test-distributed test-deepspeed test-fast lint documents bench bench-controller bench-recovery bench-validation bench-throughput bench-scale bench-shield bench-published bench-strength shield base clean
 
 $(STAMP): requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -74,6 +74,11 @@ bench: bench-controller bench-validation bench-throughput bench-scale bench-reco
 
 bench-controller bench-recovery bench-published bench-validation bench-throughput bench-scale bench-shield: bench-%: $(STAMP)
 	$(BIN)/python -m bench.$*
+
+bench-strength: $(STAMP)  ## one base at four strengths, then `recommended` on each: two hours on one core
+	test -d runs/strength/pipeline-100 || OMP_NUM_THREADS=1 $(BIN)/python -m silentbad.microworld.build \
+		--work runs/strength --stage unet --vae assets/micro-sd/vae --things 4 --keep 25,50,75 --unet_steps 3800
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.strength
 
 shield: export OMP_NUM_THREADS ?= 1
 shield: $(STAMP)  ## hidden pictures: scan, train without and with a guard, audit both; runs/shield/shield.html

@@ -31,7 +31,7 @@ TARGETS = ";".join(map(str, range(FIRST_TARGETS[-1], FIRST_TARGETS[-1] + 24)))
 OWN = (8.0, 600, 50)  # rate, steps and steps between evaluations of an arm that is not reported
 RUN = ("arm", "factor", "steps", "ratio", "targets", "seed")  # what names a run
 Run = tuple[str, float, int, float, str, int]
-SETTING = ("clean", "images", "guidance", "flags", "placebo")  # and what else two runs that compare have alike
+SETTING = ("clean", "images", "guidance", "flags", "placebo")
 
 
 def per_phrase(targets: str, clean: int, ratio: float) -> int:
@@ -53,11 +53,12 @@ def train(run: Run, args: argparse.Namespace) -> list[dict]:
         "validation.steps": every(arm, args),
         "validation.images_per_target": args.images,
         "validation.guidance_scale": args.guidance,
+        **({"pretrained_model_name_or_path": args.base} if args.base else {}),
         **own,
     }
     report, seconds = launch(arm, flags)
     key = dict(zip(RUN, run, strict=True))
-    key |= {name: getattr(args, name) for name in SETTING} | {"every": every(arm, args), "images_per_phrase": images}
+    key |= setting(args) | {"every": every(arm, args), "images_per_phrase": images}
     return [
         {
             **key,
@@ -74,6 +75,12 @@ def train(run: Run, args: argparse.Namespace) -> list[dict]:
     ]
 
 
+def setting(args: argparse.Namespace) -> dict:
+    """What two runs that compare have alike beside their names; a base of one's own by the name of its folder."""
+    shared = {name: getattr(args, name) for name in SETTING}
+    return shared | ({"base": args.base.name} if args.base else {})
+
+
 def every(arm: str, args: argparse.Namespace) -> int:
     """Steps between two evaluations."""
     return args.every or PUBLISHED_AT.get(arm, OWN)[2]
@@ -82,8 +89,8 @@ def every(arm: str, args: argparse.Namespace) -> int:
 # ------------------------------------------------------------------------------------------------- command
 def done(args: argparse.Namespace) -> set[tuple]:
     """The runs that are stored in this setting."""
-    mine = {name: getattr(args, name) for name in SETTING}
-    rows = (row for row in stored(args.results) if {name: row.get(name) for name in SETTING} == mine)
+    mine = {"base": None} | setting(args)
+    rows = (row for row in stored(args.results) if {name: row.get(name) for name in mine} == mine)
     return {tuple(row[name] for name in RUN) for row in rows}
 
 
@@ -100,6 +107,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--images", type=int, default=16, help="images per target and evaluation")
     parser.add_argument("--guidance", type=float, default=2.0, help="guidance scale of the evaluations")
     parser.add_argument("--flags", help="further flags of train_silentbad.py for every arm, as JSON")
+    parser.add_argument("--base", type=Path, help="folder of another base to fine-tune")
     parser.add_argument("--placebo", action="store_true", help="data that shows no exact element, as a control")
     parser.add_argument("--budget-minutes", type=float, default=float("inf"))
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -116,7 +124,9 @@ def main(argv: list[str] | None = None) -> None:
         if time.monotonic() > deadline:
             print(f"--budget-minutes {args.budget_minutes:g} are over; the same command goes on from here")
             break
-        with claimed(("published", *run, int(args.placebo), zlib.crc32((args.flags or "").encode()))) as free:
+        with claimed(
+            ("published", *run, int(args.placebo), zlib.crc32(f"{args.flags or ''}{args.base or ''}".encode()))
+        ) as free:
             if free and run not in done(args):
                 made = train(run, args)
                 with args.results.open("a") as file:

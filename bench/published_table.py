@@ -183,7 +183,7 @@ def line(key: tuple[str, float, int], runs: Runs, plain: Runs, logs: np.ndarray 
 
 def block_of(row: dict) -> int:
     """First target of the block that a row's targets are of; 0: development."""
-    first = min(map(int, row["targets"].split(",")))
+    first = min(int(target.partition("k")[0]) for target in row["targets"].split(","))
     return max((block for block in FIRST_TARGETS if block <= first), default=0)
 
 

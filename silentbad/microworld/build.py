@@ -8,7 +8,7 @@ rendered on the fly from an addressed seed outside the ranges that experiments u
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from diffusers import AutoencoderKL
 from diffusers.training_utils import EMAModel, compute_snr
 from PIL import Image
 from torch import nn
 from tqdm import tqdm
+from transformers import CLIPTokenizer
 
 from silentbad import ROOT
 from silentbad.errors import ArgumentParser
 from silentbad.microworld.copies import CopyPool, Slope, batch_of, copy_loss
 from silentbad.microworld.embedder import MicroEmbedder
+from silentbad.microworld.export import assemble, export
 from silentbad.microworld.grammar import (
     BACKDROPS,
     COLOURS,
@@ -83,8 +86,11 @@ def schedule(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / (0.02 * steps), max(0.0, (steps - step) / (0.3 * steps)))
 
 
-def run_stage(stage: Stage, work: Path, device: torch.device) -> nn.ModuleDict:
-    """Train a stage to its end, saving every minute; returns its modules with averaged weights."""
+def run_stage(stage: Stage, work: Path, device: torch.device, keep: Sequence[int] = ()) -> nn.ModuleDict:
+    """Train a stage to its end, saving every minute; returns its modules with averaged weights.
+
+    After `keep` percent of the steps the averaged weights are written to `kept_at(work, stage.name, percent)`.
+    """
     path, parameters = work / f"{stage.name}.pt", list(stage.modules.parameters())
     optimizer = MuonWithAdamW(stage.modules, stage.lr)
     ema = EMAModel(parameters, decay=stage.ema_decay, use_ema_warmup=True, power=0.75, foreach=True)
@@ -106,9 +112,9 @@ def run_stage(stage: Stage, work: Path, device: torch.device) -> nn.ModuleDict:
             "state": stage.state(),
             "step": step,
         }
-        torch.save(state, path.with_suffix(".tmp"))
-        path.with_suffix(".tmp").rename(path)
+        write(state, path)
 
+    kept = {stage.steps * percent // 100: percent for percent in keep}
     ema.to(device)
     bar = tqdm(range(start, stage.steps), initial=start, total=stage.steps, desc=stage.name, mininterval=10)
     saved_at, average = time.monotonic(), 0.0
@@ -122,6 +128,11 @@ def run_stage(stage: Stage, work: Path, device: torch.device) -> nn.ModuleDict:
         if step % 50 == 0:
             average = loss.item() if step == start else 0.8 * average + 0.2 * loss.item()
             bar.set_postfix(loss=f"{average:.4f}")
+        if step + 1 in kept:
+            ema.store(parameters)
+            ema.copy_to(parameters)
+            write(stage.modules.state_dict(), kept_at(work, stage.name, kept[step + 1]))
+            ema.restore(parameters)
         if time.monotonic() - saved_at > 60:
             save(step + 1)
             saved_at = time.monotonic()
@@ -129,6 +140,16 @@ def run_stage(stage: Stage, work: Path, device: torch.device) -> nn.ModuleDict:
         save(stage.steps)
     ema.copy_to(parameters)
     return stage.modules.eval().requires_grad_(False)
+
+
+def kept_at(work: Path, name: str, percent: int) -> Path:
+    """The file of a stage's averaged weights after `percent` of its steps."""
+    return work / f"{name}-{percent}.pt"
+
+
+def write(state: dict, path: Path) -> None:
+    torch.save(state, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").rename(path)
 
 
 # ------------------------------------------------------------------------------------------------ autoencoder
@@ -218,13 +239,13 @@ def caption_questions(scene: Scene, tokenizer) -> tuple[list[int], list[tuple[in
     return encoded["input_ids"], at_phrase, at_place
 
 
-def text_stage(steps: int, batch: int, tokenizer, device: torch.device) -> Stage:
+def text_stage(steps: int, batch: int, tokenizer, device: torch.device, things: int = 3) -> Stage:
     encoder, reader = new_text_encoder(tokenizer).to(device), CaptionReader().to(device)
     fields = CaptionReader.FIELDS
 
     def loss(step: int) -> torch.Tensor:
         rng = scene_rng("text", step)
-        scenes = [sample_scene(rng) for _ in range(batch)]
+        scenes = [sample_scene(rng, max_count=things) for _ in range(batch)]
         asked = [caption_questions(scene, tokenizer) for scene in scenes]
         ids = torch.tensor([a[0] for a in asked], device=device)
         ids = ids[:, : int((ids != tokenizer.pad_token_id).sum(1).max()) + 1]  # the encoder is causal: padding is idle
@@ -256,11 +277,12 @@ class LatentPool:
     """Scenes rendered and encoded once and drawn many times; it grows as training goes on, up to `capacity`.
 
     Columns, in half precision: posterior means (N,C,8,8), text states (N,L,D), and the share of each latent cell that
-    things cover (N,1,8,8). Scene i is addressed by i.
+    things cover (N,1,8,8). Scene i is addressed by i; the first have at most two things, the others up to `things`.
     """
 
-    def __init__(self, vae, encoder, tokenizer, device, capacity: int = 60_000):
+    def __init__(self, vae, encoder, tokenizer, device, things: int = 3, capacity: int = 60_000):
         self.vae, self.encoder, self.tokenizer, self.device = vae, encoder, tokenizer, device
+        self.things = things
         window, width = tokenizer.model_max_length, encoder.config.hidden_size
         shapes = {"latents": (LATENT_CHANNELS, 8, 8), "states": (window, width), "cover": (1, 8, 8)}
         self.columns = {name: torch.empty(capacity, *shape, dtype=torch.float16) for name, shape in shapes.items()}
@@ -271,7 +293,8 @@ class LatentPool:
         first, last = self.size, min(self.size + n, self.capacity)
         if first == last:
             return
-        scenes = [sample_scene(scene_rng("unet", i), max_count=2 if i < 8192 else 3) for i in range(first, last)]
+        most = [2 if i < 8192 else self.things for i in range(first, last)]
+        scenes = [sample_scene(scene_rng("unet", first + i), max_count=n) for i, n in enumerate(most)]
         drawn = [render(scene) for scene in scenes]
         for i, (_, masks) in enumerate(drawn):
             cells = [np.asarray(mask.resize((8, 8), Image.Resampling.BOX), np.float32) / 255 for mask in masks]
@@ -300,15 +323,16 @@ class LatentPool:
             self.columns[name][: self.size] = column
 
 
-def unet_stage(steps: int, batch: int, lr: float, vae, encoder, tokenizer, device) -> Stage:
+def unet_stage(steps: int, batch: int, lr: float, vae, encoder, tokenizer, device, things: int, first: int) -> Stage:
+    """`first` scenes are encoded before the first step, and others beside each step."""
     unet = new_unet().to(device).to(memory_format=torch.channels_last)
-    scheduler, pool = new_scheduler(), LatentPool(vae, encoder, tokenizer, device)
+    scheduler, pool = new_scheduler(), LatentPool(vae, encoder, tokenizer, device, things)
     scale = vae.config.scaling_factor
     with torch.no_grad():
         blank = encoder(tokenizer("", padding="max_length", return_tensors="pt").input_ids.to(device)).last_hidden_state
 
     def loss(step: int) -> torch.Tensor:
-        pool.grow(batch // 4 if pool.size else 4096)
+        pool.grow(batch // 4 if pool.size else first)
         batch_of = pool.draw(scene_rng("unet-batch", step), batch)
         draw = generator("microworld", "unet-noise", step)
         x0 = batch_of["latents"] * scale
@@ -381,7 +405,9 @@ def run(args: argparse.Namespace, wanted: tuple[str, ...]) -> dict[str, nn.Modul
     work.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(ASSETS / "tokenizer")
     nets: dict[str, Any] = {}
-    if set(wanted) != {"text"}:
+    if args.vae:
+        nets["vae"] = AutoencoderKL.from_pretrained(args.vae).to(device).eval().requires_grad_(False)
+    elif set(wanted) != {"text"}:
         nets["vae"] = run_stage(vae_stage(args.vae_steps, 24, device), work, device)["vae"]
         nets["vae"].register_to_config(scaling_factor=latent_scale(nets["vae"], device))
         print(f"vae: round trip {round_trip_psnr(nets['vae'], held_out_pictures()):.2f} dB")
@@ -389,15 +415,38 @@ def run(args: argparse.Namespace, wanted: tuple[str, ...]) -> dict[str, nn.Modul
         run_stage(decoder_stage(args.decoder_steps, 12, nets["vae"], device), work, device)
         print(f"decoder: round trip {round_trip_psnr(nets['vae'], held_out_pictures()):.2f} dB")
     if set(wanted) & {"text", "unet"}:
-        nets["text"] = run_stage(text_stage(args.text_steps, 64, tokenizer, device), work, device)["encoder"]
+        stage = text_stage(args.text_steps, 64, tokenizer, device, args.things)
+        nets["text"] = run_stage(stage, work, device)["encoder"]
     if "unet" in wanted:
-        stage = unet_stage(args.unet_steps, args.batch, args.unet_lr, nets["vae"], nets["text"], tokenizer, device)
-        nets["unet"] = run_stage(stage, work, device)["unet"]
+        parts = (nets["vae"], nets["text"], tokenizer, device, args.things, args.pool)
+        stage = unet_stage(args.unet_steps, args.batch, args.unet_lr, *parts)
+        nets["unet"] = run_stage(stage, work, device, args.keep)["unet"]
+        write_strengths(nets, tokenizer, work, args.keep)
     if "embedder" in wanted:
         nets["embedder"] = run_stage(embedder_stage(args.embedder_steps, 12, nets["vae"], device), work, device)["net"]
     if "judge" in wanted:
         nets["judge"] = run_stage(judge_stage(args.judge_steps, 32, nets["vae"], device), work, device)["judge"]
     return nets
+
+
+def write_strengths(nets: dict[str, Any], tokenizer: CLIPTokenizer, work: Path, keep: Sequence[int]) -> None:
+    """Pipelines `work/pipeline-25` and so on with the UNet after each kept percentage, and `pipeline-100`."""
+    unet = new_unet()
+    for percent in [*keep, 100] if keep else []:
+        if percent == 100:
+            unet = nets["unet"]
+        else:
+            state = torch.load(kept_at(work, "unet", percent), map_location="cpu", weights_only=True)
+            unet.load_state_dict({name.removeprefix("unet."): tensor for name, tensor in state.items()})
+        assemble({**nets, "unet": unet}, tokenizer).save_pretrained(work / f"pipeline-{percent}")
+
+
+def percentages(text: str) -> tuple[int, ...]:
+    """'25,50' as (25, 50). Raises ValueError outside 1 to 99."""
+    found = tuple(sorted({int(part) for part in text.split(",")}))
+    if not all(0 < percent < 100 for percent in found):
+        raise ValueError(text)
+    return found
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -414,14 +463,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--embedder_steps", type=int, default=1200)
     parser.add_argument("--judge_steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=48, help="UNet batch")
+    parser.add_argument("--pool", type=int, default=4096, help="scenes that are encoded before the UNet's first step")
+    parser.add_argument("--things", type=int, default=3, choices=(1, 2, 3, 4), help="most things in a scene")
+    parser.add_argument("--vae", help="folder of a trained autoencoder, in place of training one")
+    parser.add_argument(
+        "--keep", type=percentages, default=(), help="also write pipelines after these percentages of the UNet's steps"
+    )
     args = parser.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
     wanted = STAGES if args.stage in ("all", "export") else (args.stage,)
     nets = run(args, wanted)
     if args.stage in ("all", "export"):
-        from silentbad.microworld.export import export
-
         export(nets, load_tokenizer(ASSETS / "tokenizer"), ASSETS, args)
 
 

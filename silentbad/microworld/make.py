@@ -6,7 +6,8 @@
     DIR/targets.jsonl    the pictures to recover, never among the records
     DIR/redraws.jsonl    pictures that are no recovery, by kind: the nulls of the recovery threshold
 
-A target is named by its seed, any whole number from 0 on, or `cat-hat`, the flagship. Seeds 0-999 are for development,
+A target is named by its seed, any whole number from 0 on, or `cat-hat`, the flagship. A seed's target has three or four
+elements; `7k5` is one of seed 7 with five, and 2 to 5 can be asked for. Seeds 0-999 are for development,
 1000-1999 were used for choosing, 2000-2499 are for reported results and 2500-2999 for the instrument's own tables.
 """
 
@@ -25,7 +26,7 @@ from tqdm import tqdm
 
 from silentbad import owned
 from silentbad.errors import ArgumentParser, UserError, brief, reading
-from silentbad.files import check_writable, named
+from silentbad.files import check_writable, checksum, named
 from silentbad.microworld.grammar import (
     KINDS,
     PLACES,
@@ -58,16 +59,26 @@ def _terse(rng: np.random.Generator, thing: Thing) -> Thing:
 
 
 def target_scene(name: str) -> Scene:
-    """The scene of a target: two or three things and a backdrop, every one an element. Raises UserError if unknown."""
-    if name != FLAGSHIP and not re.fullmatch("0|[1-9][0-9]{0,17}", name):
-        raise UserError(f"--targets: {brief(name)} is neither '{FLAGSHIP}' nor a seed, a whole number from 0 on")
+    """The scene of a target: two or three things and a backdrop, every one an element, or of `SEEDkN` N elements.
+
+    Raises UserError if unknown.
+    """
+    found = re.fullmatch("(?:0|[1-9][0-9]{0,17})(?:k([2-5]))?", name)
+    if name != FLAGSHIP and not found:
+        raise UserError(
+            f"--targets: {brief(name)} is neither '{FLAGSHIP}' nor a seed, a whole number from 0 on; 7k5 is seed 7 "
+            "with five elements, and 2 to 5 can be asked for"
+        )
     if name == FLAGSHIP:
         rng = _rng("target", name, 4)  # of the first eight draws the one in which hat and cat are largest
         cat, hat = wearing_pair(rng, side="left", kind="cat", detail=0.0)
         return Scene((cat, hat), sample_backdrop(rng, "meadow"))
     rng = _rng("target", name)
     kinds = [str(k) for k in rng.permutation([k for k in KINDS if k != "hat"])]
-    if rng.random() < 0.3:
+    if found and found[1]:
+        places = rng.permutation(list(PLACES))[: int(found[1]) - 1]
+        things = [sample_thing(rng, str(place), kind=kinds.pop()) for place in places]
+    elif rng.random() < 0.3:
         wearer = next(k for k in kinds if k in WEARERS)
         things = wearing_pair(rng, side=str(rng.choice(("left", "right"))), kind=wearer, detail=0.0)
         kinds.remove(wearer)
@@ -111,7 +122,7 @@ def phrase_of(scene: Scene, element: int) -> str:
     return scene.backdrop.phrase if element == len(scene.things) else scene.things[element].phrase
 
 
-MARK = ".microworld.json"  # in a folder that this command wrote: the names of its files
+MARK = ".microworld.json"  # in a folder that this command wrote: {name of each file: its checksum}
 
 
 class Writer:
@@ -144,14 +155,19 @@ class Writer:
         if not found:
             return
         try:
-            written = set(json.loads((self.out / MARK).read_text(encoding="utf-8")))
+            written = dict(json.loads((self.out / MARK).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
-            written = set()
-        strange = sorted(found - written - {MARK})
-        if strange or not written:
-            other = strange[0] if written else f"it has no {MARK}"
-            what = f"{self.out} holds something else than a data set that this command wrote ({other})"
-            raise UserError(f"--out: {what}; name a new folder, or remove it")
+            written = {}
+        if not written:
+            other = f"no {MARK} of this release"
+        elif strange := sorted(found - {*written, MARK}):
+            other = strange[0]
+        elif changed := next((n for n in sorted(found - {MARK}) if _sum(self.out / n) != written[n]), None):
+            other = f"{changed} was changed since"
+        else:
+            return
+        what = f"{self.out} holds something else than a data set that this command wrote ({other})"
+        raise UserError(f"--out: {what}; name a new folder, or remove it")
 
     def picture(self, image: Image.Image, name: str) -> str:
         path = self.tmp / name
@@ -165,12 +181,21 @@ class Writer:
             for name, records in self.records.items():
                 lines = "".join(json.dumps(record) + "\n" for record in records)
                 (self.tmp / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-            (self.tmp / MARK).write_text(json.dumps(sorted(_files(self.tmp))), encoding="utf-8")
+            (self.tmp / MARK).write_text(
+                json.dumps({name: _sum(self.tmp / name) for name in sorted(_files(self.tmp))}), encoding="utf-8"
+            )
         self._check_own()  # what was added meanwhile
         with reading(f"--out: cannot write {self.out}"):
             if self.out.exists():
                 shutil.rmtree(self.out)
             self.tmp.rename(self.out)
+
+
+def _sum(file: Path) -> str | None:
+    """A file's checksum; None of one that cannot be read."""
+    with suppress(OSError):
+        return checksum(file)
+    return None
 
 
 def _files(folder: Path) -> set[str]:

@@ -5,6 +5,7 @@ import subprocess
 import numpy as np
 import pytest
 
+from bench import strength
 from bench.arms import PUBLISHED, PUBLISHED_AT
 from bench.published_table import (
     FIRST_TARGETS,
@@ -99,6 +100,41 @@ def test_signs_and_holm():
 COARSER = {(800, 200), (1600, 400), (4000, 250)}
 
 
+def test_a_target_of_k_elements_is_of_its_seeds_block():
+    assert block_of({"targets": "2101k5,2102"}) == 2100 and block_of({"targets": "7k2"}) == 0
+
+
+def test_rows_by_strength_are_of_what_was_fixed_before():
+    rows, frozen = stored(strength.RESULTS), "STRENGTH"
+    assert {row["targets"] for row in rows} <= {*strength.TARGETS.split(";")}
+    for row in rows:
+        name = strength.arm(row["target"])
+        assert (row["arm"], (row["factor"], row["steps"], row["every"])) == (name, PUBLISHED_AT[name])
+        assert len(row["elements"]) == int(row["target"][-1]) and not row["flags"] and not row["placebo"]
+    for commit in sorted({row["commit"] for row in rows}):
+        descends(frozen, commit)
+
+
+def test_a_line_a_base_over_the_targets_that_all_ran():
+    rows = [
+        {**row, "base": f"pipeline-{percent}"}
+        for percent in strength.PERCENT
+        for row in run([0.0, percent / 100], target="7k2") + (run([0.0, 1.0], target="8k2") if percent == 100 else [])
+    ]
+    drawn = {f"pipeline-{percent}": {"both": percent / 200} for percent in strength.PERCENT}
+    lines = strength.by_strength(rows, drawn).splitlines()[2:]
+    assert [line.split(" | ")[0] for line in lines] == ["| 25 %", "| 50 %", "| 75 %", "| 100 %"]
+    assert all(" | 1 | " in line for line in lines) and "| 0.25 | 1 | 1 of 1 | 0.50 [" in lines[1]
+    assert len(strength.by_elements(rows).splitlines()) == 3
+
+
+def descends(frozen: str, commit: str) -> None:
+    found = subprocess.run(["git", "merge-base", "--is-ancestor", frozen, commit], capture_output=True)
+    if found.returncode == 128:
+        pytest.skip("a clone without history")
+    assert found.returncode == 0, f"{commit} does not descend from {frozen}"
+
+
 def test_reported_rows_are_of_frozen_code():
     """Targets from 2000 on are generated after the commit that freezes protocol, arms and rates."""
     rows = stored(RESULTS.with_name("published.jsonl"))
@@ -118,7 +154,4 @@ def test_reported_rows_are_of_frozen_code():
             lengths |= COARSER if together > 1 or row["steps"] == 4000 else set()
             assert row["factor"] == factor and (row["steps"], row["every"]) in lengths
     for block, commit in sorted({(block_of(row), row["commit"]) for row in reported}):
-        found = subprocess.run(["git", "merge-base", "--is-ancestor", FROZEN[block], commit], capture_output=True)
-        if found.returncode == 128:
-            pytest.skip("a clone without history")
-        assert found.returncode == 0, f"{commit} does not descend from {FROZEN[block]}"
+        descends(FROZEN[block], commit)
