@@ -43,6 +43,11 @@ def say(error: UserError | str) -> None:
     print(f"error: {error}", file=sys.stderr, flush=True)
 
 
+def warn(line: str) -> None:
+    """One line on stderr of what a user should know and a run can go on with."""
+    print(f"warning: {masked(printable(line))}", file=sys.stderr, flush=True)
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """argparse's, with a mistake in the words as one line: the usage is what --help prints."""
 

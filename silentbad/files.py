@@ -15,7 +15,7 @@ SEALED = re.compile(r"([0-9a-f]{32})-(\d+)-(\d+)\.")  # SHA-256, size, time of t
 def sealed(draft: Path, folder: Path, suffix: str) -> Path:
     """Give a finished file its final name in `folder`, which holds its checksum, size and time of change."""
     state = draft.stat()
-    file = folder / f"{_checksum(draft)}-{state.st_size}-{state.st_mtime_ns}{suffix}"
+    file = folder / f"{checksum(draft)}-{state.st_size}-{state.st_mtime_ns}{suffix}"
     draft.replace(file)
     return file
 
@@ -27,12 +27,22 @@ def intact(file: Path) -> bool:
     try:
         if found is None or (state := file.stat()).st_size != int(found[2]):
             return False
-        return state.st_mtime_ns == int(found[3]) or _checksum(file) == found[1]
+        return state.st_mtime_ns == int(found[3]) or checksum(file) == found[1]
     except OSError:
         return False
 
 
-def _checksum(file: Path) -> str:
+def is_lfs_pointer(file: Path) -> bool:
+    """Whether a file is what a clone without Git LFS has in place of the real one."""
+    try:
+        with file.open("rb") as content:
+            return content.read(40).startswith(b"version https://git-lfs.github.com/")
+    except OSError:
+        return False
+
+
+def checksum(file: Path) -> str:
+    """The first half of a file's SHA-256."""
     digest = hashlib.sha256()
     with file.open("rb") as content:
         while block := content.read(2**20):

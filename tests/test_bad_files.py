@@ -30,6 +30,7 @@ from silentbad.recovery.embedders import EMBEDDERS, load_embedder
 from silentbad.recovery.generation import Sampler, plan
 from silentbad.recovery.samples import slugs
 from silentbad.recovery.thresholds import load_redraws
+from silentbad.run import checkpoint
 from silentbad.shield import scan
 from tests.conftest import write_data
 from tests.folders import config, encoded, published
@@ -236,6 +237,7 @@ CASES = {
     "targets: phrases beyond the window": case("targets.jsonl:2: phrases of 't1'", touch=append("data/targets.jsonl", **{**TARGET, "phrases": ["very " * 30, "really " * 30], "prompt": "a cat"})),
     "targets: a misspelt key": case("targets.jsonl:2: unknown key 'promt'; did you mean 'prompt'?", touch=append("data/targets.jsonl", **TARGET, promt="a cat")),
     "targets: a redraw's misspelt key": case("redraws.jsonl:1: unknown key 'knd'; did you mean 'kind'?", touch=write("data/redraws.jsonl", '{"target_id": "t0", "image": "images/c0.png", "knd": "moved"}')),
+    "targets: words for numbers": case("@abc is no number", "layout@100-109", validation__targets="layout@abc", touch=lambda root: published(root / "layout")),
     "targets: two pictures of a number": case("images: ", "100.jpeg and ", "100.png are both of target 100", validation__targets="layout@100", touch=lambda root: [published(root / "layout"), picture("layout/images/100.png", lambda: Image.new("RGB", (8, 8)))(root)]),
     "targets: redraws that are a folder": case("redraws.jsonl: is no file", touch=lambda root: (root / "data/redraws.jsonl").mkdir()),
     "targets: redraws that are a pipe": case("redraws.jsonl: is no file", touch=lambda root: os.mkfifo(root / "data/redraws.jsonl")),
@@ -724,6 +726,19 @@ def test_class_images_that_crash_leave_nothing_and_run_again(tmp_path, monkeypat
     assert len(list((out / "class").iterdir())) == 4
 
 
+def test_a_pointer_in_place_of_a_picture_says_how_to_get_it(tmp_path):
+    file = tmp_path / "a.png"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+    with pytest.raises(UserError, match=r"a\.png as an image \(it is a Git LFS pointer; run git lfs pull\)"):
+        images.open_image(file, "here")
+
+
+def test_a_damaged_checkpoint_is_skipped_in_one_line(tmp_path, capsys):
+    (tmp_path / "step-1").mkdir()
+    assert checkpoint.latest(tmp_path) is None
+    assert capsys.readouterr().err == f"warning: checkpoint {tmp_path}/step-1 skipped: no manifest.json\n"
+
+
 def test_a_tokenizer_without_merges_is_one_line(tmp_path):
     pipe = tmp_path / "pipe"
     shutil.copytree(Path(__file__).parents[1] / "assets/micro-sd", pipe)
@@ -755,6 +770,12 @@ def test_a_microworld_with_a_users_file_in_it_is_not_replaced(tmp_path, capsys):
     (tmp_path / "link").symlink_to(out)
     make.main(["--out", str(tmp_path / "link"), *MADE])
     assert (tmp_path / "link").is_symlink() and (out / "metadata.jsonl").is_file()
+    records = (out / "metadata.jsonl").read_text()
+    (out / "metadata.jsonl").write_text(records.replace("element", "my element"))
+    with pytest.raises(SystemExit):
+        make.main(["--out", str(out), *MADE])
+    assert "metadata.jsonl was changed since" in capsys.readouterr().err
+    (out / "metadata.jsonl").write_text(records)
     (out / "images" / "mine.png").write_bytes(b"mine")
     with pytest.raises(SystemExit):
         make.main(["--out", str(out), *MADE])

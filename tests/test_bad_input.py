@@ -317,6 +317,8 @@ CASES = {
     "model: a tokenizer's broken settings": case("cannot load tokenizer", "tokenizer_config.json is not JSON", touch=write("pipeline/tokenizer/tokenizer_config.json", "{")),
     "model: settings that are a list": case("cannot load vae", "config.json must hold a JSON object", touch=write("pipeline/vae/config.json", "[]")),
     "model: no vocabulary": case("vocabulary is missing", touch=both(*(lambda root, n=n: (root / "pipeline/tokenizer" / n).unlink(missing_ok=True) for n in ("vocab.json", "merges.txt", "tokenizer.json")))),
+    "model: pointers in place of weights": case("diffusion_pytorch_model.safetensors is a Git LFS pointer", touch=write("pipeline/unet/diffusion_pytorch_model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:00\n")),
+    "model: a pointer in place of a vocabulary": case("vocab.json is a Git LFS pointer", touch=write("pipeline/tokenizer/vocab.json", "version https://git-lfs.github.com/spec/v1\noid sha256:00\n")),
     "model: a text encoder of another width": case("width 32", "16", touch=other_width),
     "model: DREAM on a v model": case("dream_training", "v_prediction", dream_training=True),
     # -- checkpoints and the output folder
@@ -430,7 +432,6 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:checkpoint .* skipped")
 @pytest.mark.parametrize("name", CASES)
 def test_a_mistake_is_one_line_and_nothing_is_written(name, good, tmp_path, monkeypatch, capsys, record_property):
     line = refused(CASES[name], good, tmp_path, monkeypatch, capsys)

@@ -19,6 +19,7 @@ from PIL import Image, ImageChops, ImageFilter, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from silentbad.errors import UserError, brief, reading
+from silentbad.files import is_lfs_pointer
 
 MAX_PIXELS = 64_000_000  # larger images are refused before they are decoded
 MAX_SIDE = 65_535  # and longer ones: a decoder may take ten seconds for one of 6,700,000 by 9
@@ -90,9 +91,9 @@ def _decoding(source: Path | bytes, where: str) -> Iterator[None]:
             try:
                 yield
             except UnidentifiedImageError:
-                raise UserError(
-                    f"{where}: cannot read {_shown(source)} as an image (it is none of {', '.join(FORMATS)})"
-                ) from None
+                pointer = isinstance(source, Path) and is_lfs_pointer(source)
+                wrong = "a Git LFS pointer; run git lfs pull" if pointer else f"none of {', '.join(FORMATS)}"
+                raise UserError(f"{where}: cannot read {_shown(source)} as an image (it is {wrong})") from None
     except UserError as error:
         if isinstance(error.__cause__, Image.DecompressionBombError):
             raise UserError(f"{where}: {_shown(source)} is over the limit of {MAX_PIXELS} pixels; shrink it") from None

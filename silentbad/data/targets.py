@@ -43,6 +43,8 @@ def load_targets(path: str | Path) -> list[Target]:
     text, at, wanted = str(path).rpartition("@")
     some = at and re.fullmatch(r"[0-9]{1,18}(-[0-9]{1,18})?", wanted) and not os.path.isdir(path)
     root = Path(text) if some else Path(path)
+    if not some and at and is_published(Path(text)) and not os.path.exists(path):
+        raise UserError(f"targets: @{wanted} is no number and no range of numbers; write {text}@100 or {text}@100-109")
     if is_published(root):
         return _published_targets(root, wanted if root != Path(path) else None)
     if root != Path(path) and os.path.isdir(root) and not os.path.exists(path):

@@ -7,6 +7,7 @@ middle of a run or, worse, nowhere. Whatever does not pass is a UserError, one l
 import json
 import logging
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from silentbad import hub
 from silentbad.errors import UserError, brief, first_line, reading
+from silentbad.files import is_lfs_pointer
 from silentbad.model.settings import ModelSettings
 
 NAMED = 3  # tensors that a message names
@@ -185,7 +187,9 @@ def quietly() -> Iterator[None]:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the Hub's client, of its own arguments
+            yield
     finally:
         diffusers_logging.set_verbosity(levels[0])
         transformers_logging.set_verbosity(levels[1])
@@ -193,6 +197,7 @@ def quietly() -> Iterator[None]:
 
 def load_part(part: str, cls: Any, source: Source, **options: Any) -> Any:
     """A component of a pipeline; of a model every tensor, from safetensors only, and all of them finite."""
+    check_pointers(Path(source.path, part), f"{source}: cannot load {part}")
     if not issubclass(cls, nn.Module):
         check_files(Path(source.path, part), f"{source}: cannot load {part}")
         return loaded(cls, f"{source}: cannot load {part}", source.path, subfolder=part, **{**source.hub, **options})
@@ -222,6 +227,13 @@ FILES: dict[str, dict[str, type]] = {  # of a part, with what the libraries take
     "tokenizer.json": {"added_tokens": list, "model": dict},
     **{name: {} for name in ("config.json", "tokenizer_config.json", "scheduler_config.json", "vocab.json")},
 }
+
+
+def check_pointers(folder: Path, failed: str) -> None:
+    """Refuse a file that a clone without Git LFS left in place of the weights."""
+    for file in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if is_lfs_pointer(file):
+            raise UserError(f"{failed} ({file.name} is a Git LFS pointer, not the file; run git lfs pull)")
 
 
 def check_files(folder: Path, failed: str) -> None:

@@ -11,7 +11,6 @@ import os
 import pickle
 import re
 import shutil
-import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from silentbad.errors import UserError
+from silentbad.errors import UserError, warn
 
 MANIFEST = "manifest.json"
 FORMAT = 2  # of a checkpoint's files; a change that older code would misread counts it up
@@ -129,7 +128,7 @@ def latest(root: Path) -> Path | None:
         wrong = problem(folder)
         if wrong is None:
             return folder
-        warnings.warn(f"checkpoint {folder} skipped: {wrong}", stacklevel=2)
+        warn(f"checkpoint {folder} skipped: {wrong}")
     return None
 
 

@@ -1,7 +1,6 @@
 """The checkpoints of a run: saved by all processes together, loaded, and saved once more when it fails."""
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 from silentbad.data.loader import Loader
 from silentbad.distributed import shards
-from silentbad.errors import UserError, writing
+from silentbad.errors import UserError, warn, writing
 from silentbad.run import checkpoint, identity
 from silentbad.run.folder import RunFolder
 from silentbad.run.meters import Meters, Timers
@@ -84,7 +83,7 @@ class Checkpoints:
                 try:
                     self.save_alone("exception")
                 except Exception as second:  # a full disk must not hide the first error
-                    print(f"warning: no checkpoint after {type(error).__name__}: {second}", file=sys.stderr)
+                    warn(f"no checkpoint after {type(error).__name__}: {second}")
             if isinstance(error, OSError):
                 raise UserError(f"output_dir {self.folder.path}: step {state.step}: {error}") from error
             raise
