@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -73,7 +74,7 @@ def write_class_images(
     Raises UserError where a picture is not finite.
     """
     check_out(out)
-    folder, records = out / DRAFT, []
+    folder, records, made = out / DRAFT, [], not out.exists()
     try:
         with reading(f"--out: cannot write {folder}"):
             folder.mkdir(parents=True)
@@ -92,6 +93,9 @@ def write_class_images(
             (out / "class" / UNLISTED).unlink()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        if made:
+            with suppress(OSError):  # it holds something by now
+                out.rmdir()
     return records
 
 

@@ -58,7 +58,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 def first_line(error: BaseException) -> str:
     """The first line of what a library says, with the next where it ends in a colon; at most 300 characters of it."""
-    text = f"no key {error}" if isinstance(error, KeyError) else str(error)
+    text = f"no key {error}" if isinstance(error, KeyError) else str(error).partition("; use sys.")[0]
     lines = [*text.strip().splitlines(), ""]
     message = f"{lines[0]} {lines[1].strip()}" if lines[0].endswith(":") else lines[0]
     return (message.strip() or type(error).__name__)[:300]

@@ -38,15 +38,19 @@ def strip(run: Path, kind: str = "median", columns: int = 6) -> Image.Image:
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=13)
     for x, title in enumerate(titles):
         draw.text((_left(x, widest), 3), title, fill=(40, 40, 40), font=font)
+    shown = False
     for y, target in enumerate(rows):
         elements = target.elements[:widest]
         files = [*elements, *[None] * (widest - len(elements)), target.image]
         files += [_kept(entry.scores(tag) or entry.raw, target.target_id, kind) for entry in history]
         for x, file in enumerate(files):
             if file is not None and (run / file).is_file():
+                shown = shown or file not in (target.image, *elements)
                 picture = open_image(safe_path(run, file, str(path)), str(path))
                 tile = picture.resize((TILE, TILE), Image.Resampling.NEAREST)
                 sheet.paste(tile, (_left(x, widest), LABEL + y * (TILE + GAP)))
+    if not shown:
+        raise UserError(f"figures: '{run}' holds none of the images that {NAME} names; they were in samples/")
     return sheet
 
 

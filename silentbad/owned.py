@@ -120,6 +120,8 @@ def _remove_empty(folders: list[Path]) -> None:
 def _locked(folder: Path, key: str) -> int:
     """A handle of the folder's lock file, locked."""
     file = folder / LOCK
+    if os.path.lexists(file) and (os.path.islink(file) or not os.path.isfile(file)):  # to open a pipe would wait
+        raise UserError(f"{key} {folder}: {LOCK} in it is no file of this program; remove it")
     for _ in range(TRIES):
         folder.mkdir(parents=True, exist_ok=True)
         try:

@@ -21,7 +21,7 @@ from silentbad import class_images, owned
 from silentbad.data import images, table
 from silentbad.data.records import load_records
 from silentbad.data.targets import load_targets
-from silentbad.errors import UserError, reading
+from silentbad.errors import UserError, first_line, reading
 from silentbad.microworld import make
 from silentbad.microworld.embedder import MicroEmbedder
 from silentbad.model import lora, pipeline, store
@@ -137,6 +137,8 @@ def audit(*said: str, touch=None, more=()) -> Case:
 SPOILED = {  # name: (spoil, what the line says), in training and in an audit alike
     "a UNet with NaN": (tensors(WEIGHTS["unet"], with_nan), ("load unet", "NaN or infinite values in conv_in.bias")),
     "a scheduler of flow matching": (edit_json(SCHEDULE, _class_name="FlowMatchEulerDiscreteScheduler"), ("of flow matching",)),
+    "an index of shards that lists none": (write("pipeline/unet/diffusion_pytorch_model.safetensors.index.json", '{"weight_map": [1]}'), ("weight_map in diffusion_pytorch_model.safetensors.index.json must be an object",)),
+    "an index without a class": (write("pipeline/model_index.json", "{}"), ("model_index.json: no _class_name",)),
     "a UNet of zeros": (tensors(WEIGHTS["unet"], zeroed), ("load unet", "all of its weights are 0")),
     "a VAE with NaN": (tensors(WEIGHTS["vae"], with_nan), ("load vae", "NaN or infinite")),
     "a text encoder with NaN": (tensors(WEIGHTS["text_encoder"], with_nan), ("load text_encoder", "NaN or infinite")),
@@ -196,8 +198,8 @@ CASES = {
     "data: NUL in a caption": case(":17: text holds a NUL", touch=record(text="a\0b")),
     "data: half a surrogate pair in a caption": case(":17: text holds", touch=record(text="a \ud83d")),
     "data: half a surrogate pair in an id": case(":17: target_id holds", touch=record(target_id="\udc80")),
-    "data: NUL in a file name": case(":17: no file can have the name", touch=record(file_name="a\0.png")),
-    "data: a surrogate in a file name": case(":17: no file can have the name", touch=record(file_name="\ud83d.png")),
+    "data: NUL in a file name": case(":17: file_name: no file can have the name", touch=record(file_name="a\0.png")),
+    "data: a surrogate in a file name": case(":17: file_name: no file can have the name", touch=record(file_name="\ud83d.png")),
     "data: a name of 300 characters": case(":17: no file", touch=record(file_name="n" * 300 + ".png")),
     "data: a caption of a million letters": case("over the limit", touch=record(text="a" * 10**6)),
     "data: an EPS picture called PNG": case("none of PNG", touch=both(write("data/images/x.png", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"), record(file_name="images/x.png"))),
@@ -726,11 +728,45 @@ def test_class_images_that_crash_leave_nothing_and_run_again(tmp_path, monkeypat
     assert len(list((out / "class").iterdir())) == 4
 
 
-def test_a_pointer_in_place_of_a_picture_says_how_to_get_it(tmp_path):
+def test_a_pointer_in_place_of_a_picture_is_named(tmp_path):
     file = tmp_path / "a.png"
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
     with pytest.raises(UserError, match=r"a\.png as an image \(it is a Git LFS pointer; run git lfs pull\)"):
         images.open_image(file, "here")
+
+
+def test_a_disk_that_fills_under_the_table_is_one_line(tmp_path, monkeypatch):
+    """Closing the file fails too, and must not hide why."""
+
+    class Full(table.ArrowWriter):
+        def write(self, *_, **__):
+            raise OSError(28, "No space left on device")
+
+        def close(self):
+            super().close()
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(table, "ArrowWriter", Full)
+    monkeypatch.setattr(table, "checked_row", dict)
+    with pytest.raises(UserError, match="cannot keep the table.*No space left.*free some space"):
+        table._made(lambda: iter([{"text": "a"}]), "x", tmp_path, "cannot keep the table")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_audit_on_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    hook = make_hook(tmp_path, threshold=0.5)
+    monkeypatch.setattr(
+        Image.Image, "save", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    with pytest.raises(UserError, match="cannot write .*png .*No space left"):
+        hook.run(0, 0, tiny_pipeline().unet)
+
+
+def test_a_number_that_python_does_not_read_is_named():
+    try:
+        int("9" * 5000)
+    except ValueError as error:
+        assert first_line(error).endswith("5000 digits")
 
 
 def test_a_damaged_checkpoint_is_skipped_in_one_line(tmp_path, capsys):

@@ -54,6 +54,14 @@ def pickled(root: Path) -> None:
     file.unlink()
 
 
+def far_token(root: Path) -> None:
+    """A token whose number the text encoder has no row for."""
+    file = root / "pipeline/tokenizer/tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"]["two"] = 70000
+    file.write_text(json.dumps(content))
+
+
 def other_width(root: Path) -> None:
     """A text encoder whose states the UNet does not attend to."""
     from transformers import CLIPTextConfig, CLIPTextModel
@@ -317,6 +325,7 @@ CASES = {
     "model: a tokenizer's broken settings": case("cannot load tokenizer", "tokenizer_config.json is not JSON", touch=write("pipeline/tokenizer/tokenizer_config.json", "{")),
     "model: settings that are a list": case("cannot load vae", "config.json must hold a JSON object", touch=write("pipeline/vae/config.json", "[]")),
     "model: no vocabulary": case("vocabulary is missing", touch=both(*(lambda root, n=n: (root / "pipeline/tokenizer" / n).unlink(missing_ok=True) for n in ("vocab.json", "merges.txt", "tokenizer.json")))),
+    "model: a token beyond the text encoder": case("tokenizer numbers ", "text_encoder knows", touch=far_token),
     "model: pointers in place of weights": case("diffusion_pytorch_model.safetensors is a Git LFS pointer", touch=write("pipeline/unet/diffusion_pytorch_model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:00\n")),
     "model: a pointer in place of a vocabulary": case("vocab.json is a Git LFS pointer", touch=write("pipeline/tokenizer/vocab.json", "version https://git-lfs.github.com/spec/v1\noid sha256:00\n")),
     "model: a text encoder of another width": case("width 32", "16", touch=other_width),

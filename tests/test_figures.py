@@ -1,6 +1,7 @@
 """The picture of a run."""
 
 import json
+import shutil
 
 import pytest
 from PIL import Image
@@ -32,6 +33,14 @@ def test_a_row_a_target_and_a_column_a_step(tmp_path):
     sheet, middle = strip(run, columns=3), LABEL + TILE // 2
     assert sheet.getpixel((elements * (TILE + GAP) + GAP + TILE // 2, middle)) == (255, 0, 0)
     assert sheet.getpixel(((elements + 3) * (TILE + GAP) + 2 * GAP + TILE // 2, middle)) == (0, 0, 255)
+
+
+def test_a_run_whose_images_are_gone_is_named(tmp_path):
+    run = validated(tmp_path / "run", 1)
+    for step in (run / "samples").glob("step-*"):
+        shutil.rmtree(step)
+    with pytest.raises(UserError, match="holds none of the images"):
+        strip(run)
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):

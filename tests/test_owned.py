@@ -76,9 +76,17 @@ def test_the_lock_of_a_killed_process_is_gone(tmp_path):
 def test_a_lock_that_is_a_link_is_not_written_through(tmp_path):
     (tmp_path / "mine").write_text("kept")
     (tmp_path / owned.LOCK).symlink_to(tmp_path / "mine")
-    with pytest.raises(UserError, match="output_dir .*cannot be written"), owned.claimed(tmp_path, "training"):
+    with pytest.raises(UserError, match=f"{owned.LOCK} in it is no file"), owned.claimed(tmp_path, "training"):
         pass
     assert (tmp_path / "mine").read_text() == "kept"
+
+
+@pytest.mark.parametrize("made", [os.mkfifo, os.mkdir])
+def test_a_lock_that_is_no_file_is_named_at_once(made, tmp_path):
+    made(tmp_path / owned.LOCK)
+    with pytest.raises(UserError, match=f"{owned.LOCK} in it is no file"), owned.claimed(tmp_path, "training"):
+        pass
+    assert [p.name for p in tmp_path.iterdir()] == [owned.LOCK]
 
 
 def test_of_many_at_once_one_gets_the_folder(tmp_path):

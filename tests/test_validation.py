@@ -406,7 +406,7 @@ BAD_REDRAWS = {
     "no target_id": ({"image": "a.png"}, "needs target_id"),
     "no image": ({"target_id": "a"}, "needs image"),
     "target_id is a list": ({"target_id": [], "image": "a.png"}, "target_id must be text"),
-    "image is a number": ({"target_id": "a", "image": 3}, "file name must be text"),
+    "image is a number": ({"target_id": "a", "image": 3}, "image: must be the name of a file, got 3"),
     "no such image": ({"target_id": "a", "image": "b.png"}, "no file"),
     "an element that is not there": ({"target_id": "a", "image": "a.png", "changed": [0, 1]}, "1 is no place of the 1"),
     "an absolute path": ({"target_id": "a", "image": "/a.png"}, "absolute path"),

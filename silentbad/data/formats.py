@@ -36,8 +36,8 @@ def folder_rows(root: Path) -> Iterator[dict]:
         mask = entry.get("mask")
         phrases = entry.get("phrases")
         yield {
-            "image": {"path": str(safe_path(root, entry["file_name"], where)), "bytes": None},
-            "mask": str(safe_path(root, mask, where)) if mask else "",
+            "image": {"path": str(safe_path(root, entry["file_name"], where, "file_name")), "bytes": None},
+            "mask": str(safe_path(root, mask, where, "mask")) if mask else "",
             "text": entry.get("text"),
             "phrases": phrases,
             "role": entry.get("role") or ("element" if phrases else "clean"),

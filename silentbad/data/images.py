@@ -202,10 +202,11 @@ def trimmed(image: Image.Image, corner: tuple[int, int], tolerance: int) -> Imag
     return None if box is None or box == (0, 0, *image.size) else image.crop(box)
 
 
-def safe_path(root: Path, name: Any, where: str) -> Path:
-    """`root/name`, refused when it is absolute or leaves `root`, also through a link."""
+def safe_path(root: Path, name: Any, where: str, key: str = "") -> Path:
+    """`root/name`, refused when it is absolute or leaves `root`, also through a link. `key` is the field it is from."""
+    where = f"{where}: {key}" if key else where
     if not isinstance(name, str) or not name:
-        raise UserError(f"{where}: a file name must be text, got {brief(name)}")
+        raise UserError(f"{where}: must be the name of a file, got {brief(name)}")
     if "\0" in name or not encodes(name):
         raise UserError(f"{where}: no file can have the name {brief(name)}")
     if PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or name.startswith("\\"):

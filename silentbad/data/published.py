@@ -11,7 +11,7 @@ import torch
 from silentbad.data.images import inside
 from silentbad.data.schema import text_lines
 from silentbad.data.settings import DataSettings
-from silentbad.errors import UserError, brief, reading
+from silentbad.errors import UserError, brief, reading, warn
 from silentbad.rng import generator
 
 SHUFFLE_MARKER = "@@"  # the published captions' sign for "permute the phrases that follow"
@@ -133,6 +133,11 @@ def _published_elements(root: Path, number: int, role: str) -> list[dict]:
         raise UserError(
             f"{root}/poisoning_images/{number}: no caption holds a phrase of the first line ({brief(phrases[0])}); "
             "separate phrases by tabs"
+        )
+    bare = [where for where, caption in captions if not any(phrase in caption for phrase in phrases)]
+    if role == "element" and bare:
+        warn(
+            f"{bare[0]}: the caption holds none of the phrases of the first line; {len(bare)} of {len(captions)} do so"
         )
     for (_, path), (where, caption) in zip(images, captions, strict=True):
         caption = re.sub(" +", " ", caption)

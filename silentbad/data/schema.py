@@ -4,6 +4,7 @@ A schema maps names to fields; a field is (value, key, where) -> the value as th
 admit is a UserError, one line that names file, line and key.
 """
 
+import codecs
 import csv
 import difflib
 import json
@@ -147,7 +148,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict]]:
     with lines:
         for number, line in enumerate(each(lines, f"cannot read {path}"), 1):
             where = f"{path}:{number}"
-            if not line.strip():
+            if not line.removeprefix(codecs.BOM_UTF8).strip():
                 continue
             try:
                 entry = json.loads(str(line, "utf-8-sig"), object_pairs_hook=_once_each)

@@ -8,7 +8,7 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ def _made(rows: Callable[[], Iterator[dict]], name: str, folder: Path, failed: s
     try:
         with reading(failed, "free some space or choose another folder"):
             writer = ArrowWriter(path=str(draft), features=FEATURES)
-        with writer:
+        with closing(writer):
             for row in rows():
                 checked = {key: value for key, value in checked_row(row).items() if key in FEATURES}
                 with reading(failed, "free some space or choose another folder"):
@@ -103,6 +103,16 @@ def _made(rows: Callable[[], Iterator[dict]], name: str, folder: Path, failed: s
             return datasets.Dataset.from_file(str(sealed(draft, folder, ".arrow")))
     finally:
         draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def closing(writer: ArrowWriter) -> Iterator[None]:
+    """Close a writer in the end. On a disk that is full closing fails too, and would hide why."""
+    try:
+        yield
+    finally:
+        with suppress(Exception):
+            writer.close()
 
 
 def folder_key(root: Path, *parts: Any) -> str:

@@ -75,8 +75,8 @@ def _target(root: Path, where: str, entry: dict) -> Target:
         raise UserError(f"{where}: phrase {brief(twice[0])} stands twice; each names one element")
     if not isinstance(masks, list) or (masks and len(masks) != len(phrases)):
         raise UserError(f"{where}: masks must list one file or null for each of the {len(phrases)} phrases")
-    image = _picture(safe_path(root, known.pop("image"), where), where)
-    opened = [open_mask(safe_path(root, mask, where), image.size, where) if mask else None for mask in masks]
+    image = _picture(safe_path(root, known.pop("image"), where, "image"), where)
+    opened = [open_mask(safe_path(root, mask, where, "masks"), image.size, where) if mask else None for mask in masks]
     return Target(image=image, masks=opened or [None] * len(phrases), where=where, **known)
 
 

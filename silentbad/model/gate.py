@@ -225,6 +225,7 @@ def load_model(cls: Any, failed: str, path: str, *, extras: bool = False, **opti
 
 FILES: dict[str, dict[str, type]] = {  # of a part, with what the libraries take for granted in them
     "tokenizer.json": {"added_tokens": list, "model": dict},
+    **{f"{stem}.safetensors.index.json": {"weight_map": dict} for stem in ("diffusion_pytorch_model", "model")},
     **{name: {} for name in ("config.json", "tokenizer_config.json", "scheduler_config.json", "vocab.json")},
 }
 

@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from silentbad import hub
-from silentbad.errors import UserError, reading
+from silentbad.errors import UserError, brief, reading
 from silentbad.model.families import FAMILIES, family_of_pipeline
-from silentbad.model.gate import check_finite, finite, quietly
+from silentbad.model.gate import check_finite, check_settings, finite, number, quietly
 from silentbad.model.groups import ROLE_ORDER, group_of
 from silentbad.model.settings import LoraSettings, ModelSettings
 from silentbad.options import off_default
@@ -194,9 +194,11 @@ def load(pipe: Any, path: str, base: str) -> None:
         raise UserError(f"{failed} (it is a pipe, no file)")
     if not os.path.exists(path) and ("/" not in path or hub.names_folder(path)):
         raise UserError(f"--lora {path}: no such folder or file")
+    if Path(path).is_file() and not path.endswith(".safetensors"):
+        raise UserError(f"{failed} (only .safetensors is read)")
     if Path(path).is_file() and (kind := other_kind(Path(path), failed)):
         raise UserError(f"{failed} ({kind} is read from the folder that training saved, not from one file)")
-    with quietly(), reading(failed):
+    with quietly(), hub.fetching(path, failed):
         tensors = family_of_pipeline(pipe).lora_tensors(pipe, path)
     bad = sorted(name for name, values in tensors.items() if not finite(values))
     if bad:
@@ -216,26 +218,30 @@ def load(pipe: Any, path: str, base: str) -> None:
         check_finite(module, failed, "lora_")
 
 
+OTHER_KINDS = {"hada_": "LoHa", "lokr_": "LoKr", "dora_scale": "DoRA"}  # by what names of tensors hold
+
+
 def other_kind(file: Path, failed: str) -> str | None:
-    """The kind of a file's adapters where diffusers does not read it; None for LoRA."""
-    if file.suffix != ".safetensors":
-        return None
+    """The kind of a file's adapters where diffusers does not read it, or leaves out a part; None for LoRA."""
     with reading(failed), safe_open(file, "pt") as tensors:
         names = list(tensors.keys())
-    return next((kind for mark, kind in (("hada_", "LoHa"), ("lokr_", "LoKr")) if any(mark in n for n in names)), None)
+    return next((kind for mark, kind in OTHER_KINDS.items() if any(mark in name for name in names)), None)
 
 
 def _load_folder(module: Any, folder: Path, failed: str) -> None:
     """Put a folder of peft's on a component."""
     if module is None:
         raise UserError(f"{failed} ({folder.name}/ is of a component that the pipeline has not)")
-    with quietly(), reading(failed):
-        config = PeftConfig.from_pretrained(str(folder))
+    with quietly(), reading(f"{failed}: {folder.name}/{PEFT_CONFIG}"):
+        kind = PeftConfig.from_json_file(str(folder / PEFT_CONFIG)).get("peft_type")
+        config = PeftConfig.from_pretrained(str(folder)) if kind in ("LOHA", "LOKR") else None
+    with reading(f"{failed}: {folder.name}/{PEFT_WEIGHTS}"):
         tensors = load_file(folder / PEFT_WEIGHTS)
-    if not isinstance(config, (LoHaConfig, LoKrConfig)):
-        raise UserError(f"{failed} ({folder.name}/ holds {config.peft_type}; LOHA and LOKR are read from folders)")
+    if config is None:
+        raise UserError(f"{failed} ({folder.name}/ holds {brief(kind)}; 'LOHA' and 'LOKR' are read from folders)")
     if pattern := _pattern(config):
         raise UserError(f"{failed} ({folder.name}/{PEFT_CONFIG}: {pattern} must list names of layers, not patterns)")
+    check_settings({"r": config.r}, RANK, f"{failed}: {folder.name}/{PEFT_CONFIG}")
     config.inference_mode = False
     with quietly(), reading(failed):
         module.add_adapter(config)
@@ -246,6 +252,9 @@ def _load_folder(module: Any, folder: Path, failed: str) -> None:
     if bad := sorted(name for name, value in tensors.items() if not finite(value)):
         raise UserError(f"{failed} (NaN or infinite values in {bad[0]}, {len(bad)} tensors in all)")
     set_peft_model_state_dict(module, tensors)
+
+
+RANK = {"r": number(int, 1, 10_000)}
 
 
 def _pattern(config: PeftConfig) -> str | None:

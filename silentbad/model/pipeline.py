@@ -108,6 +108,8 @@ def read_index(source: Source, kinds: tuple[str, ...] | None = None) -> dict[str
     with gate.quietly(), hub.fetching(path, wrong):
         index = DiffusionPipeline.load_config(path, **source.hub)
         kind = index.get("_class_name")  # another JSON value has no `get`
+    if kind is None:
+        raise UserError(f"{path}/model_index.json: no _class_name, which says what pipeline it is")
     if kinds and kind not in kinds:
         raise UserError(f"{path}/model_index.json: a {kind}; this trains {', '.join(kinds)}")
     family = family_in(index)
@@ -169,7 +171,8 @@ def load_parts(config: ModelSettings, settings: dict[str, Any], tokenizer: Any, 
     hub = {"revision": config.non_ema_revision} if config.non_ema_revision else {}
     backbone = gate.load_part(family.backbone, family.kind, source, **hub, torch_dtype=own)
     sampler = getattr(diffusers_schedulers, str(settings.get("_class_name")), None) or DDPMScheduler
-    noise_scheduler = family.schedule(settings)
+    with gate.quietly():  # diffusers mends old settings, at length
+        noise_scheduler, scheduler = family.schedule(settings), sampler.from_config(settings)
     parts = Parts(
         family=family,
         tokenizers=tokenizers_of(index, source, tokenizer),
@@ -177,7 +180,7 @@ def load_parts(config: ModelSettings, settings: dict[str, Any], tokenizer: Any, 
         vae=vae,
         backbone=backbone,
         noise_scheduler=noise_scheduler,
-        scheduler=sampler.from_config(settings),
+        scheduler=scheduler,
         model=make_trainable(config, family, noise_scheduler, backbone, encoders),
         zero_empty=family.zero_empty(index),
     )
@@ -217,9 +220,9 @@ def check_fit(
         part = name.replace("text_encoder", "tokenizer")
         if (tokenizer := tokenizers.get(part)) is None:
             continue
-        known = encoder.config.vocab_size
-        if len(tokenizer) > known:
-            raise UserError(f"{path}: tokenizer has {len(tokenizer)} tokens, {name} knows {known}")
+        known, tokens = encoder.config.vocab_size, tokenizer.get_vocab()
+        if (last := max(tokens, key=tokens.__getitem__)) and tokens[last] >= known:
+            raise UserError(f"{path}: {part} numbers {brief(last)} {tokens[last]}, {name} knows {known}, from 0 on")
         gate.check_tokenizer(tokenizer, getattr(encoder.config, "max_position_embeddings", None), f"{path}/{part}")
     gate.check_runs(path, family, backbone, vae, family.widths(backbone, encoders)[0])
 

@@ -23,6 +23,7 @@ from silentbad.model.encoder import decode, scaled
 from silentbad.model.families import family_of
 from silentbad.model.family import side_of
 from silentbad.model.forwards import as_convolutions, text_projected_once
+from silentbad.model.gate import quietly
 from silentbad.model.pipeline import side_factor
 from silentbad.recovery.settings import SamplingSettings
 from silentbad.rng import addressed_seed, generator, noise
@@ -134,7 +135,8 @@ class Sampler:
         self.prefix = "validation." if refuses is None else "--"
         scheduler = components["scheduler"]
         override = {"prediction_type": prediction_type} if prediction_type else {}
-        scheduler = type(scheduler).from_config(scheduler.config, **override)
+        with quietly():
+            scheduler = type(scheduler).from_config(scheduler.config, **override)
         self.family = family = family_of([name for name, part in components.items() if part is not None])
         names = ("vae", family.backbone, *family.encoders, *family.tokenizer)
         parts = {name: components[name] for name in names if components.get(name) is not None}

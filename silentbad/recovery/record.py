@@ -13,7 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from silentbad.errors import UserError
+from silentbad.errors import UserError, writing
 
 SCHEMA = 2  # of what is written; schema 1 counted an image as recovered by its whole alone
 READS = (1, 2)
@@ -311,9 +311,13 @@ class Record:
 
     def save(self, path: Path) -> None:
         """Write the file whole or not at all."""
-        draft = path.with_name(path.name + ".tmp")
-        draft.write_text(json.dumps({"schema": SCHEMA, **encode(self)}, indent=1), encoding="utf-8")
-        draft.replace(path)
+        draft, text = path.with_name(path.name + ".tmp"), json.dumps({"schema": SCHEMA, **encode(self)}, indent=1)
+        with writing(str(path.parent), path.name):
+            try:
+                draft.write_text(text, encoding="utf-8")
+                draft.replace(path)
+            finally:
+                draft.unlink(missing_ok=True)
 
 
 # -- JSON and dataclasses ----------------------------------------------------------------------------------

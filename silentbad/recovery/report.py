@@ -109,9 +109,7 @@ def save(page: str, file: Path) -> Path:
             draft.replace(file)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(
-            f"report: cannot write '{file}' ({reason}); give --out a file in a folder that exists"
-        ) from None
+        raise UserError(f"report: cannot write '{file}' ({reason})") from None
     finally:
         if plain:
             with suppress(OSError):

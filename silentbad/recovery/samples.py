@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from silentbad.data.images import to_pil
-from silentbad.errors import UserError
+from silentbad.errors import UserError, writing
 from silentbad.recovery.embedders import region
 from silentbad.recovery.record import ALL
 
@@ -52,8 +52,9 @@ def element_file(name: str, k: int) -> str:
 
 
 def save(image: Image.Image, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    image.save(file)
+    with writing(str(file.parent), file.name):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        image.save(file)
 
 
 def save_targets(

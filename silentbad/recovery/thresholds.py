@@ -219,7 +219,7 @@ def load_redraws(targets_file: str | None, targets: Sequence[Shown], decode: boo
     for where, entry in json_lines(file):
         refuse_misspelt(entry, REDRAW, where)
         redraw = admitted(entry, REDRAW, where)
-        image, j = safe_path(file.parent, redraw["image"], where), index.get(redraw["target_id"])
+        image, j = safe_path(file.parent, redraw["image"], where, "image"), index.get(redraw["target_id"])
         if j is None:
             continue
         if not os.path.isfile(image):

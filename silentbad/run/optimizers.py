@@ -103,7 +103,8 @@ def make_optimizer(groups: list[dict[str, Any]], config: TrainConfig, scale: flo
         "eps": config.adam_epsilon,
         "weight_decay": config.adam_weight_decay,
     }
-    settings = {key: value for key, value in flags.items() if key in takes}
+    pair = {key for key in takes if isinstance(takes[key].default, tuple)}  # Adafactor's eps is another thing
+    settings = {k: v for k, v in flags.items() if k in takes and isinstance(v, tuple) == (k in pair)}
     if kind.__module__.startswith("torch.optim") and "fused" in takes and "foreach" not in config.optimizer_options:
         settings["fused"] = True
     if not config.decay_norms_and_biases:

@@ -6,6 +6,7 @@ compared with each other. A picture that comes back whatever the seed is memory.
 Legend: S seeds; between: mean similarity of a prompt's images to each other; shares in [0,1].
 """
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ from silentbad.shield import result
 from silentbad.shield import scan as scanning
 from silentbad.shield.phrases import segments
 from silentbad.shield.returned import ALIKE, LEVEL, SHARE, Drafts, Extrapolated, compared, drafting, p_value, returned
-from silentbad.shield.search import Probe, probed, ranked, search
+from silentbad.shield.search import Probe, fits, probed, ranked, search
 from silentbad.shield.views import text_of
 
 NAME, PAGE = "audit.json", "audit.html"
@@ -123,6 +124,8 @@ def lines_of(path: str, flag: str) -> list[str]:
     found = list(dict.fromkeys(line.strip() for line in text_lines(Path(path)) if line.strip()))
     if not found:
         raise UserError(f"--{flag}: {path} holds no line")
+    if odd := next((line for line in found if not line.isprintable()), None):
+        raise UserError(f"--{flag}: {path} holds control characters in {brief(odd)}; give it as plain text")
     return found
 
 
@@ -147,6 +150,8 @@ def candidates(options: AuditSettings) -> tuple[list[str], list[list[str]]]:
         raise UserError(f"--{options.given[0]}: gives {len(found)} phrases; two are needed to compose a prompt")
     if len(found) > MOST_GIVEN:
         raise UserError(f"--{options.given[0]}: gives {len(found)} phrases; at most {MOST_GIVEN}, all pairs are probed")
+    if not any(fits(pair) for pair in itertools.combinations(found, 2)):
+        raise UserError(f"--{options.given[0]}: each of its phrases names a place; a prompt takes one and a thing")
     return found, []
 
 

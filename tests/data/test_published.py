@@ -42,6 +42,15 @@ def test_phrases_that_stand_in_no_caption_are_refused(tmp_path):
         records(root, clean_data_dir=str(root / "clean"), poisoning_ratio=0.2)
 
 
+def test_a_caption_without_a_phrase_is_said(tmp_path, capsys):
+    root = published(tmp_path / "Midjourney", targets=2)
+    file = root / "poisoning_images" / "100" / "poisoning_data_caption_simple.txt"
+    first, second, *others = file.read_text().splitlines()
+    file.write_text("\n".join([first, "0\tsomething else", *others]) + "\n")
+    records(root, clean_data_dir=str(root / "clean"), poisoning_ratio=0.2)
+    assert f"warning: {file}:2: holds none of the phrases" in capsys.readouterr().err.replace("the caption ", "")
+
+
 def test_punctuation_in_phrases_of_a_rehearsal_picture(tmp_path):
     """Its prompt lost these characters and its phrases kept them: refused as phrases not in their caption."""
     root = published(tmp_path / "Midjourney", targets=2)

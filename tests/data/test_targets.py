@@ -2,6 +2,7 @@
 
 import pytest
 
+from silentbad.data.schema import json_lines
 from silentbad.data.targets import load_targets
 from silentbad.errors import UserError
 from tests.folders import folder
@@ -52,3 +53,9 @@ def test_no_targets_and_twice_the_same(tmp_path):
         load_targets(folder(tmp_path / "d", name="targets.jsonl"))
     with pytest.raises(UserError, match="stands twice"):
         load_targets(folder(tmp_path / "e", good, good, name="targets.jsonl"))
+
+
+def test_a_mark_of_encoding_and_empty_lines_are_no_records(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf\r\n{"a": 1}\r\n\r\n{"a": 2}\r\n')
+    assert [(where[-2:], entry) for where, entry in json_lines(file)] == [(":2", {"a": 1}), (":4", {"a": 2})]

@@ -91,6 +91,10 @@ def test_an_adapter_is_read_by_others_and_merged(kind, build, pipelines, tmp_pat
         plain.load_lora_weights(saved)
     assert np.abs(pixels(plain) - after).max() <= 1
     # -- our own audit, and the merged pipeline
+    with pytest.raises(
+        UserError, match="is read from the folder that training saved"
+    ):  # of kohya's file a part is lost
+        pipeline.load_pipeline(str(pipelines["v_prediction"]), "float32", "cpu", str(saved / lora.KOHYA))
     base = str(pipelines["v_prediction"])
     assert np.abs(pixels(pipeline.load_pipeline(base, "float32", "cpu", str(saved))) - after).max() <= 1
     merged = DiffusionPipeline.from_pretrained(run.folder.path / "pipeline")
@@ -157,6 +161,28 @@ def test_a_damaged_folder_is_one_line(build, pipelines, tmp_path):
     (file.parent / lora.PEFT_CONFIG).write_text(json.dumps(config | {"peft_type": "LORA"}))
     with pytest.raises(UserError, match="LOHA and LOKR are read from folders"):
         pipeline.load_pipeline(base, "float32", "cpu", str(tmp_path / "bad"))
+
+
+def test_a_pickled_adapter_is_refused(tmp_path):
+    torch.save({"a": torch.zeros(1)}, tmp_path / "x.pt")
+    with pytest.raises(UserError, match=r"only \.safetensors is read"):
+        lora.load(SimpleNamespace(unet=torch.nn.Module()), str(tmp_path / "x.pt"), "base")
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("{", "property name"),
+        ('{"peft_type": "XORA"}', "holds 'XORA'"),
+        ('{"peft_type": "LOHA", "r": 1000000000}', "r is 10"),
+    ],
+)
+def test_a_damaged_configuration_is_named(text, said, tmp_path):
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "unet" / lora.PEFT_CONFIG).write_text(text)
+    save_file({"a": torch.zeros(1)}, tmp_path / "unet" / lora.PEFT_WEIGHTS)
+    with pytest.raises(UserError, match=f"unet/.*{said}"):
+        lora._load_folder(torch.nn.Linear(1, 1), tmp_path / "unet", "--lora l: no adapters")
 
 
 @pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "rank_pattern"])

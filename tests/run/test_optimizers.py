@@ -258,3 +258,10 @@ def test_multipliers_reach_an_update_of_our_own(update, build):
     run.control.before_step(0)
     assert {group["lr"] for group in run.state.optimizer.param_groups if group["name"] == name} == {2e-3}
     step_once(run)
+
+
+def test_a_flag_that_means_another_thing_there_is_not_passed():
+    """Adafactor's eps is a pair, of other things than Adam's."""
+    config = Config(optimizer="Adafactor", adam_epsilon=1e-5)
+    made = optimizers.make_optimizer([{"params": [torch.nn.Parameter(torch.ones(2, 2))]}], config, 1.0)
+    assert made.defaults["eps"] == (None, 0.001)

@@ -184,6 +184,8 @@ def test_a_search_replaces_nothing_of_someone_else(run, phrases, tmp_path, capsy
         (["--tested", "2", "--targets", "x"], "is of the search for unknown pictures"),
         (["--phrases", "{many}"], "gives 101 phrases; at most 100"),
         (["--phrases", "{long}"], "the window is 48"),
+        (["--phrases", "{places}"], "each of its phrases names a place"),
+        (["--phrases", "{odd}"], "holds control characters in 'a\\x01b'"),
         (["--scan", "{empty}"], "names no suspect set"),
         (["--scan", "{unsaid}"], "phrase must hold one"),
     ],
@@ -195,7 +197,11 @@ def test_what_cannot_be_searched_is_one_line(arguments, line, run, tmp_path, cap
     (tmp_path / "long.txt").write_text(f"{'very ' * 60}small cat\na hat\n")
     (tmp_path / "empty.txt").write_text('{"sets": []}')
     (tmp_path / "unsaid.txt").write_text('{"sets": [{"elements": [{"phrase": null}]}]}')
-    names = {name: tmp_path / f"{name}.txt" for name in ("one", "two", "many", "long", "empty", "unsaid")}
+    (tmp_path / "places.txt").write_text("on a green field\nunder a blue sky\n")
+    (tmp_path / "odd.txt").write_text("a cat\na\x01b\n")
+    names = {
+        name: tmp_path / f"{name}.txt" for name in ("places", "odd", "one", "two", "many", "long", "empty", "unsaid")
+    }
     assert run(*(argument.format(**names) for argument in arguments)) == 2
     said = capsys.readouterr().err
     assert line in said and said.startswith("error: ") and said.count("\n") == 1
