@@ -19,7 +19,7 @@ from statistics import median
 
 import numpy as np
 
-from bench import instrument, thresholds
+from bench import instrument, strength, thresholds
 from bench.published_table import (
     FIRST_TARGETS,
     alone,
@@ -314,6 +314,17 @@ def published_together(results: Results, language: Language) -> str:
             if part:
                 lines.append([name, str(part[0]["clean"]), str(part[0]["steps"]), *outcome(part)[1:]])
     return grid(("targets", "clean pictures", "steps", *OUTCOME[1:]), lines, language)
+
+
+def by_strength(results: Results, language: Language) -> str:
+    """What `recommended` recovers from one base at several points of its training."""
+    rows = stored(results.folder / strength.RESULTS.name)
+    return strength.by_strength(rows, results.load(strength.MEASURED.stem)) + "\n"
+
+
+def by_elements(results: Results, language: Language) -> str:
+    """What `recommended` recovers of pictures of two to five elements."""
+    return strength.by_elements(stored(results.folder / strength.RESULTS.name)) + "\n"
 
 
 def published_ceiling(results: Results, language: Language) -> str:
@@ -659,6 +670,24 @@ def scale(results: Results, language: Language) -> str:
     return table + "\n" + goals(found["goals"])
 
 
+def scan_scale(results: Results, language: Language) -> str:
+    """Seconds and memory of a scan by number of pictures."""
+    rows = results.load("scan-scale")["rows"]
+    head = ("pictures", "minutes", "processor minutes", "own memory", "sets found, hidden", "records flagged, right")
+    lines: list[tuple[str, ...]] = [
+        (
+            f"{row['records']:,}",
+            f"{row['seconds'] / 60:.1f}",
+            f"{row['processor_seconds'] / 60:.1f}",
+            f"{row['own_mib']} MiB",
+            f"{row['sets']}, {row['hidden']}",
+            f"{row['right'] + row['wrong']}, {row['right']} of {row['elements']}",
+        )
+        for row in rows
+    ]
+    return markdown(lines, head)
+
+
 def validation(results: Results, language: Language) -> str:
     """CPU time of the recovery hook against the published ways, and how equal its scores are."""
     found = results.load("validation")
@@ -773,6 +802,9 @@ BLOCKS: dict[str, Block] = {
     "published-ceiling": published_ceiling,
     "published-seeds": published_seeds,
     "published-together": published_together,
+    "strength": by_strength,
+    "strength-elements": by_elements,
+    "scan-scale": scan_scale,
     "shield": shield,
     "shield-audit": shield_audit,
     "shield-guards": shield_guards,

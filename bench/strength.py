@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
     if missing := [folder for folder in bases if not folder.is_dir()]:
         parser.exit(2, f"error: no base {missing[0]}; train the bases first, --help has the command\n")
     what_they_draw(bases)
-    for folder, target in itertools.product(bases, args.targets.split(";")):
+    for target, folder in itertools.product(args.targets.split(";"), bases):  # a target's four together
         asked = {"arms": arm(target), "targets": target, "base": folder, "results": args.results}
         published.main([part for key, value in asked.items() for part in (f"--{key}", str(value))])
     rows = stored(args.results)
