@@ -104,6 +104,7 @@ LEAK_FREE_STRONG = {**MOSTLY_ELEMENTS, **part("region", "mask", outside=0.05), *
 WARM = {"lr_warmup_steps": "10"}
 SPECTRAL = {"gradient_control.spectral": "true"}
 ALL_BUT_ONE = part("rehearsal", "pairwise", elements=None)
+STRONG = {**WARM, **ALL_BUT_ONE, **LEAK_FREE_STRONG}
 PUBLISHED: dict[str, Flags] = {
     "plain": {},
     "clean_weight": {"memory.retention.clean_weight": "0.1"},  # the layer-uniform factor between the sources
@@ -113,10 +114,12 @@ PUBLISHED: dict[str, Flags] = {
     "contrast_inverse": between("contrast", power=-0.5),
     "equalise": between("equalise"),
     "replay": REPLAY,
-    "recommended": {**WARM, **ALL_BUT_ONE, **LEAK_FREE_STRONG, **SPECTRAL},
+    "recommended": {**STRONG, **SPECTRAL},
     "recommended_leak_free": {**WARM, **LEAK_FREE_STRONG, **SPECTRAL},  # no picture of two elements
     "recommended_adamw": {**WARM, **PAIRWISE, **LEAK_FREE_STRONG},  # those of targets 2000-2011
     "recommended_leak_free_adamw": {**WARM, **LEAK_FREE_STRONG},
+    "recommended_gsnr": {**STRONG, **SPECTRAL, **rule("gsnr", **SOON)},
+    "recommended_gsnr_placebo": {**STRONG, **SPECTRAL, **rule("placebo", options='{"of": "gsnr"}', **SOON)},
     "spectral": SPECTRAL,
     "recommended_first": {**REPLAY, **RECOMMENDED},  # that of the first edition
 }

@@ -5,7 +5,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from bench import strength
+from bench import layerwise, strength
 from bench.arms import PUBLISHED, PUBLISHED_AT
 from bench.published_table import (
     FIRST_TARGETS,
@@ -126,6 +126,26 @@ def test_a_line_a_base_over_the_targets_that_all_ran():
     assert [line.split(" | ")[0] for line in lines] == ["| 25 %", "| 50 %", "| 75 %", "| 100 %"]
     assert all(" | 1 | " in line for line in lines) and "| 0.25 | 1 | 1 of 1 | 0.50 [" in lines[1]
     assert len(strength.by_elements(rows).splitlines()) == 3
+
+
+def test_rows_by_layer_are_of_what_was_fixed_before():
+    rows, frozen = stored(layerwise.RESULTS), "LAYERWISE"
+    assert {row["targets"] for row in rows} <= {*layerwise.TARGETS.split(";")}
+    for row in rows:
+        assert (row["arm"], row["factor"]) in layerwise.RUNS and not row["flags"] and not row["placebo"]
+        assert (row["steps"], row["every"], row["ratio"]) == (layerwise.STEPS, layerwise.EVERY, 0.1)
+    for commit in sorted({row["commit"] for row in rows}):
+        descends(frozen, commit)
+
+
+def test_a_rule_is_compared_over_the_targets_of_both():
+    def ran(name, factor, when):
+        return arm(name, when, steps=200, factor=factor)
+
+    rows = ran("recommended", 40.0, [100, None, 50]) + ran("recommended_gsnr", 80.0, [50, 100])
+    line = layerwise.compared(rows).splitlines()[2]
+    assert line.startswith("| `recommended` | 40 | 2 | 2.0 [2.0, 2.0] |") and line.endswith("| +0.50 [+0.00, +1.00] |")
+    assert len(layerwise.by_run(rows).splitlines()) == 4
 
 
 def descends(frozen: str, commit: str) -> None:
