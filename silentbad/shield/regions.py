@@ -269,20 +269,36 @@ def gathered(views: np.ndarray, centre: int, others: list[int], rounds: int = 3)
 
 def merged(views: np.ndarray, made: list[Group]) -> list[Group]:
     """The most isolated of groups that share records; groups of one thing at one place become one, for words, or what
-    stands before it, had kept their records apart."""
+    stands before it, had kept their records apart.
+
+    A group is compared with those kept that share a record or half of the smaller region: all others are no match.
+    """
     kept: list[Group] = []
+    regions = np.zeros((len(made), SIDE * SIDE), np.float32)  # of those kept; none of a backdrop
+    sizes, of_record = np.zeros(len(made)), dict[int, set[int]]()
     for group in sorted(made, key=lambda g: -g.isolation):
-        for other in kept:
+        region, k = group.region.ravel() & (not group.wide), len(kept)
+        common = regions[:k] @ region.astype(np.float32)
+        near = (common > 0) & (common >= 0.5 * np.minimum(sizes[:k], region.sum()))
+        sharing = {place for record in group.records.tolist() for place in of_record.get(record, ())}
+        for place in sorted(sharing.union(np.flatnonzero(near).tolist())):
+            other = kept[place]
             if group.wide == other.wide and np.isin(group.records, other.records).mean() > 0.3:
                 break
-            both = group.region & other.region
-            if group.wide or other.wide or both.sum() < 0.5 * min(group.region.sum(), other.region.sum()):
-                continue
-            same = agreement(views[group.centre], views[other.centre])
-            if same[both].mean() >= 0.8 and shared_edges(views[other.centre].astype(np.int16), same[None], both) >= 0.5:
+            if near[place] and _one_thing(views, group, other):
                 other.records = np.union1d(other.records, group.records)
                 other.isolation = max(other.isolation, group.isolation)
                 break
         else:
+            place, regions[k], sizes[k] = k, region, region.sum()
             kept.append(group)
+        for record in kept[place].records.tolist():
+            of_record.setdefault(record, set()).add(place)
     return kept
+
+
+def _one_thing(views: np.ndarray, group: Group, other: Group) -> bool:
+    """Whether the centres of two groups show the same where their regions meet."""
+    both, same = group.region & other.region, agreement(views[group.centre], views[other.centre])
+    own = np.asarray(views[other.centre]).astype(np.int16)
+    return bool(same[both].mean() >= 0.8 and shared_edges(own, same[None], both)[0] >= 0.5)
