@@ -145,6 +145,8 @@ REHEARSAL = "rehearsal"  # the source whose gradients feed the hypergradient
 def rules_of(name: str, options: dict[str, Any], weights: dict[str, Any]) -> dict[str, tuple[float, dict[str, Any]]]:
     """{rule: (weight, options)}, all checked; options are the rule's, or rule -> options for "prior+gsnr"."""
     rules = name.split("+")
+    if len(set(rules)) < len(rules):
+        raise UserError(f"gradient_control.name: {name} names a rule twice; its weight makes it count more")
     if len(rules) > 1:
         check_keys("options", options, rules)
     check_keys("weights", weights, rules)

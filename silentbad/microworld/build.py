@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers import CLIPTokenizer
 
 from silentbad import ROOT
-from silentbad.errors import ArgumentParser
+from silentbad.errors import ArgumentParser, UserError, reading
 from silentbad.microworld.copies import CopyPool, Slope, batch_of, copy_loss
 from silentbad.microworld.embedder import MicroEmbedder
 from silentbad.microworld.export import assemble, export
@@ -396,17 +396,22 @@ def held_out_pictures(n: int = 256) -> torch.Tensor:
     return to_tensor([render(sample_scene(rng))[0] for _ in range(n)])
 
 
+COUNTS = (*(f"{name}_steps" for name in ("vae", "decoder", "text", "unet", "embedder", "judge")), "batch", "pool")
 STAGES = ("vae", "decoder", "text", "unet", "embedder", "judge")
 
 
 def run(args: argparse.Namespace, wanted: tuple[str, ...]) -> dict[str, nn.Module]:
     """Run the wanted stages in order (each needs the finished ones before it); returns the trained networks."""
-    device, work = torch.device(args.device), Path(args.work)
-    work.mkdir(parents=True, exist_ok=True)
+    with reading(f"--device {args.device}"):
+        device = torch.zeros(1, device=args.device).device
+    work = Path(args.work)
+    with reading(f"--work {work}"):
+        work.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(ASSETS / "tokenizer")
     nets: dict[str, Any] = {}
     if args.vae:
-        nets["vae"] = AutoencoderKL.from_pretrained(args.vae).to(device).eval().requires_grad_(False)
+        with reading(f"--vae {args.vae}: no autoencoder of diffusers"):
+            nets["vae"] = AutoencoderKL.from_pretrained(args.vae).to(device).eval().requires_grad_(False)
     elif set(wanted) != {"text"}:
         nets["vae"] = run_stage(vae_stage(args.vae_steps, 24, device), work, device)["vae"]
         nets["vae"].register_to_config(scaling_factor=latent_scale(nets["vae"], device))
@@ -473,7 +478,12 @@ def main(argv: list[str] | None = None) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     wanted = STAGES if args.stage in ("all", "export") else (args.stage,)
-    nets = run(args, wanted)
+    if low := next((name for name in COUNTS if getattr(args, name) < 1), None):
+        parser.error(f"--{low}: must be at least 1, got {getattr(args, low)}")
+    try:
+        nets = run(args, wanted)
+    except UserError as error:
+        parser.exit(2, f"error: {error}\n")
     if args.stage in ("all", "export"):
         export(nets, load_tokenizer(ASSETS / "tokenizer"), ASSETS, args)
 

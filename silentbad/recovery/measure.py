@@ -197,15 +197,20 @@ class Measure:
         return self.gather(rows)
 
     def _of_redraws(self, redraws: list[Redraw]) -> list[Any]:
-        """Null rows, in batches of one target."""
+        """Null rows, in batches of one target and size."""
         mine, rows = self.share(len(redraws)), []
         batches: dict[tuple[int, int], list[int]] = defaultdict(list)
         for place, i in enumerate(mine):
             batches[redraws[i].target, place // self.config.max_batch].append(i)
         for (target, _), part in batches.items():
-            images = torch.stack([to_tensor(open_image(redraws[i].file, "redraws.jsonl")) for i in part])
-            for i, row in zip(part, self.similar(images, [target] * len(part)), strict=True):
-                rows.append((i, {**row, "kind": redraws[i].kind, "changed": redraws[i].changed}))
+            alike: dict[torch.Size, dict[int, Tensor]] = defaultdict(dict)
+            for i in part:
+                image = to_tensor(open_image(redraws[i].file, "redraws.jsonl"))
+                alike[image.shape][i] = image
+            for images in alike.values():
+                similar = self.similar(torch.stack([*images.values()]), [target] * len(images))
+                for i, row in zip(images, similar, strict=True):
+                    rows.append((i, {**row, "kind": redraws[i].kind, "changed": redraws[i].changed}))
         return self.gather(rows)
 
     # ---- scores

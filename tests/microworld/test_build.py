@@ -54,3 +54,18 @@ def test_the_tokenizer_holds_captions_of_four_things():
     tokenizer = build.load_tokenizer(build.ASSETS / "tokenizer")
     captions = [sample_scene(build.scene_rng("unet", i), max_count=4, detail=1.0).caption for i in range(500)]
     assert max(len(tokenizer(caption).input_ids) for caption in captions) <= tokenizer.model_max_length
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--device", "cuda:99"], "--device cuda:99"),
+        (["--vae", "nowhere"], "--vae nowhere: no autoencoder"),
+        (["--pool", "0"], "--pool: must be at least 1"),
+        (["--unet_steps", "-1"], "--unet_steps: must be at least 1"),
+    ],
+)
+def test_a_mistake_in_the_words_is_one_line(flags, said, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        build.main(["--work", str(tmp_path / "w"), "--stage", "text", "--device", "cpu", *flags])
+    assert capsys.readouterr().err.startswith(f"error: {said}")
