@@ -31,7 +31,7 @@ from silentbad.memory.samplers import weakest_first
 from silentbad.memory.timesteps import SEQUENCES, draw_timesteps, logit_normal, mixed, mode
 from silentbad.memory.weightings import in_prediction, mse
 from silentbad.model import diffusion
-from silentbad.options import Decay, NotNegative, Positive, Share, Small, Unit, check_options, check_values
+from silentbad.options import Decay, NotNegative, Positive, Ratio, Share, Small, Unit, check_options, check_values
 
 Registry = dict[str, Callable[..., Any]]
 
@@ -43,7 +43,7 @@ class SamplerConfig(Part):
     """Which element is shown how often: an entry of SAMPLERS."""
 
     name: str = "uniform"
-    clean_ratio: NotNegative | None = None  # clean exposures per element exposure; None: every record once
+    clean_ratio: Ratio | None = None  # clean exposures per element exposure; None: every record once
     order: str = "shuffled"  # of an epoch; interleaved: each batch holds each element in proportion
 
 

@@ -378,7 +378,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         given, _, asked = settings.read(Audit, sys.argv[1:] if arguments is None else arguments)
         if asked is not None:
-            settings.print_help(Audit, __doc__)
+            settings.answer(asked, given, __doc__)
             return 0
         if given.pipeline is None:
             raise UserError("--pipeline: is missing; give a diffusers folder or Hub id")

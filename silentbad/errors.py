@@ -1,6 +1,7 @@
 """One exception type for what a user can put right, and how a command says it."""
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -44,8 +45,9 @@ def say(error: UserError | str) -> None:
 
 
 def warn(line: str) -> None:
-    """One line on stderr of what a user should know and a run can go on with."""
-    print(f"warning: {masked(printable(line))}", file=sys.stderr, flush=True)
+    """A line on stderr of what a user should know and a run can go on with; the first of several processes says it."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"warning: {masked(printable(line))}", file=sys.stderr, flush=True)
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -98,6 +98,7 @@ Small = Annotated[int, Range(at_least=1, limit=10**5)]  # of what lies in memory
 Side = Annotated[int, Range(at_least=1, limit=8000)]  # of a square, in pixels: 64 million of them, as in data.images
 Positive = Annotated[float, Range(above=0)]
 NotNegative = Annotated[float, Range(at_least=0)]
+Ratio = Annotated[float, Range(at_least=0, at_most=1000)]  # of one kind of record to another: an epoch holds so many
 Unit = Annotated[float, Range(at_least=0, at_most=1)]
 Share = Annotated[float, Range(above=0, at_most=1)]  # more than nothing
 Rate = Annotated[float, Range(above=0, below=1)]

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import yaml
 
 from silentbad.errors import UserError, brief, first_line
-from silentbad.options import check_values, name_of, nearest
+from silentbad.options import check_values, name_of, nearest, off_default
 
 FLAGS = "command line"
 LARGEST_FILE = 256 * 1024  # bytes of a configuration file
@@ -436,6 +436,16 @@ def _keys_help(default: Any, prefix: str) -> list[str]:
 
 def _entry(flag: str, text: str) -> list[str]:
     return [f"  {flag}", *textwrap.wrap(text, 112, initial_indent=" " * 8, subsequent_indent=" " * 8)]
+
+
+def answer(asked: str, given: Any, description: str) -> None:
+    """What --help or --print_config of a flat dataclass asks for, on stdout."""
+    if asked == "help":
+        print_help(type(given), description)
+        return
+    names = [f.name for f in dataclasses.fields(given)] if asked == "print_config" else off_default(given)
+    values = {name: getattr(given, name) for name in names}
+    print(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), end="")
 
 
 def print_help(cls: type, description: str, epilogue: str = "", say: Callable[[str], None] = print) -> None:

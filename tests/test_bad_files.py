@@ -239,6 +239,7 @@ CASES = {
     "targets: phrases beyond the window": case("targets.jsonl:2: phrases of 't1'", touch=append("data/targets.jsonl", **{**TARGET, "phrases": ["very " * 30, "really " * 30], "prompt": "a cat"})),
     "targets: a misspelt key": case("targets.jsonl:2: unknown key 'promt'; did you mean 'prompt'?", touch=append("data/targets.jsonl", **TARGET, promt="a cat")),
     "targets: a redraw's misspelt key": case("redraws.jsonl:1: unknown key 'knd'; did you mean 'kind'?", touch=write("data/redraws.jsonl", '{"target_id": "t0", "image": "images/c0.png", "knd": "moved"}')),
+    "config: a ratio beyond reason": case("memory.sampler.clean_ratio", "from 0 to 1000", memory__sampler__clean_ratio=1e9),
     "targets: words for numbers": case("@abc is no number", "layout@100-109", validation__targets="layout@abc", touch=lambda root: published(root / "layout")),
     "targets: two pictures of a number": case("images: ", "100.jpeg and ", "100.png are both of target 100", validation__targets="layout@100", touch=lambda root: [published(root / "layout"), picture("layout/images/100.png", lambda: Image.new("RGB", (8, 8)))(root)]),
     "targets: redraws that are a folder": case("redraws.jsonl: is no file", touch=lambda root: (root / "data/redraws.jsonl").mkdir()),

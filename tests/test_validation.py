@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import yaml
 from diffusers.training_utils import EMAModel
 from PIL import Image
 
@@ -384,6 +385,13 @@ def test_audit_exit_codes(audit_folder, tmp_path, capsys):
     assert "did you mean 'images_per_target'" in capsys.readouterr().err
     assert validation.main(["--help"]) == 0 and "--extrapolate" in capsys.readouterr().out
     assert validation.main(["--targets", "x"]) == 2 and "--pipeline" in capsys.readouterr().err
+
+
+def test_an_audit_prints_its_settings(capsys):
+    assert validation.main(["--pipeline", "x", "--print_config=skip_default"]) == 0
+    assert capsys.readouterr().out == "pipeline: x\n"
+    assert validation.main(["--pipeline", "x", "--print_config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["images_per_target"] == validation.Audit().images_per_target
 
 
 def test_audit_calibrates_on_redraws(audit_folder, tmp_path):

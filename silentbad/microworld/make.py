@@ -66,7 +66,7 @@ def target_scene(name: str) -> Scene:
     found = re.fullmatch("(?:0|[1-9][0-9]{0,17})(?:k([2-5]))?", name)
     if name != FLAGSHIP and not found:
         raise UserError(
-            f"--targets: {brief(name)} is neither '{FLAGSHIP}' nor a seed, a whole number from 0 on; 7k5 is seed 7 "
+            f"--targets: {brief(name)} is neither '{FLAGSHIP}' nor a seed, a whole number below 10^18; 7k5 is seed 7 "
             "with five elements, and 2 to 5 can be asked for"
         )
     if name == FLAGSHIP:

@@ -339,4 +339,5 @@ def load_pipeline(
     pipe = family.assemble(**parts, **family.options(family.zero_empty(index)))
     if lora_path is not None:
         lora.load(pipe, lora_path, name)
-    return pipe.to(device)
+    with gate.quietly():  # half precision on a CPU is slow, and is asked for
+        return pipe.to(device)

@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from silentbad.data import buckets
 from silentbad.data.elements import DataInfo
 from silentbad.data.published import is_published
 from silentbad.data.records import PUBLISHED_FLAGS, Records
-from silentbad.errors import UserError
+from silentbad.errors import UserError, warn
 from silentbad.memory import roles
 from silentbad.memory.rehearsal import REHEARSED
 from silentbad.model.averaging import keeps_average
@@ -53,7 +54,8 @@ DRAWING = (
 
 
 def check_idle(config: TrainConfig, sources: dict[str, str]) -> None:
-    """Refuse options that act on nothing. A file may set up a validation that the run leaves out; flags may not."""
+    """Refuse options that act on nothing. A file may set up a validation that the run leaves out, and hold options of a
+    part that a later one leaves out, which is said; flags may not."""
     flags = [name for name in off_default(config.validation) if sources.get(f"validation.{name}") == FLAGS]
     needs = {key: NEEDS[key] for key in off_default(config) if key in NEEDS} | {
         f"validation.{name}": ("validation.targets", *(("sample_prompts",) if name in DRAWING else ()))
@@ -70,8 +72,11 @@ def check_idle(config: TrainConfig, sources: dict[str, str]) -> None:
             needed = " or ".join(wanted)
             raise UserError(f"{key} ({sources.get(key, 'default')}): needs {needed}, without which it has no effect")
     for key, acts, needed in idle_in_flags(config):
+        wrong = f"{key} ({sources.get(key)}): needs {needed}, without which it has no effect"
         if sources.get(key) == FLAGS and not acts:
-            raise UserError(f"{key} ({FLAGS}): needs {needed}, without which it has no effect")
+            raise UserError(wrong)
+        if key in sources and not acts and attrgetter(key)(config) != attrgetter(key)(type(config)()):
+            warn(wrong)
 
 
 def idle_in_flags(config: TrainConfig) -> list[tuple[str, bool, str]]:

@@ -318,3 +318,16 @@ def test_null_where_a_value_is_needed_is_named(tmp_path, key):
     file.write_text(f"{key}: null\n")
     with pytest.raises(UserError, match=f"^{key}"):
         parse(Config, ["--config", str(file)])
+
+
+def test_what_a_file_sets_without_effect_is_said(flags, tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text(
+        "memory: {loss: {huber_delta: 0.05, error: mse}}\ngradient_control: {bound: 4.0}\n"
+    )
+    config, sources = parse(Config, [*flags(), "--config", str(tmp_path / "a.yaml")])
+    check_all(config, sources)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert said == [
+        f"warning: memory.loss.huber_delta ({tmp_path}/a.yaml:1): needs memory.loss.error, without which it "
+        "has no effect"
+    ]  # a value at its default is no mistake
