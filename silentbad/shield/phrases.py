@@ -14,6 +14,7 @@ STOP = frozenset(
     "a an the at in on of with and or under before behind beside by to for from is are it its this that these those "
     "some his her their there as into over near".split()
 )
+PLACES = frozenset("on in under before at behind beside near over by inside".split())  # a phrase of a place begins so
 LONGEST = 6  # tokens of a phrase
 MOST_TOKENS = 80  # of a caption that are looked at
 BITS = 256  # of a record's word signature
@@ -29,6 +30,11 @@ def segments(caption: str) -> list[list[str]]:
 def content_words(caption: str) -> set[str]:
     """Words that say something."""
     return {word for tokens in segments(caption) for word in tokens} - STOP
+
+
+def names_place(phrase: str) -> bool:
+    """Whether a phrase says where something is: no picture has two such."""
+    return phrase.split()[0].lower() in PLACES
 
 
 def phrases_of(caption: str) -> set[str]:

@@ -19,12 +19,12 @@ from torch.nn.functional import cosine_similarity
 
 from silentbad.recovery.generation import LOW_NOISE, Sampler
 from silentbad.rng import noise
+from silentbad.shield.phrases import names_place
 
 MIDDLE = 0.3  # of the schedule: where predictions are compared; picture and noise are both to be seen there
 NOISES = 4  # predictions a prompt
 BEAM = 20  # prompts that grow by a phrase
 DRAFTED = 0.75  # of the prompts of a size: those with the best probes, that drafts are drawn of
-PLACES = frozenset("on in under before at behind beside near over by inside".split())  # a phrase of a place begins so
 
 
 def probed(sampler: Sampler, prompts: Sequence[str], bar: Callable) -> np.ndarray:
@@ -104,7 +104,7 @@ def search(
 
 def fits(phrases: Iterable[str]) -> bool:
     """Whether a prompt names one place at most: no picture has two, and the probes of such prompts say little."""
-    return sum(phrase.split()[0].lower() in PLACES for phrase in phrases) <= 1
+    return sum(map(names_place, phrases)) <= 1
 
 
 def ranked(

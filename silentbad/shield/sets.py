@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from silentbad.shield.phrases import STOP, association, phrases_of
+from silentbad.shield.phrases import STOP, association, names_place, phrases_of
 from silentbad.shield.regions import LEAST, NEAR, Group, Step, agreement, shared_edges, silent
 
 HELD = 0.4  # of a group's records hold its phrase; the others may say it in other words
@@ -106,7 +106,7 @@ def elements_of(groups: Sequence[Group], captions: Captions, order: np.ndarray |
 def apart(a: Element, b: Element, captions: Captions, order: np.ndarray | None) -> float | None:
     """Nats by which two elements keep apart more than their words' rates let expect; None where they cannot be of one
     picture."""
-    if a.word == b.word or (a.group.wide and b.group.wide):
+    if a.word == b.word or (a.group.wide and b.group.wide) or (names_place(a.phrase) and names_place(b.phrase)):
         return None
     sizes = sorted((len(a.group.records), len(b.group.records)))
     if sizes[0] < ALIKE * sizes[1]:
