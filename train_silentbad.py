@@ -33,7 +33,7 @@ from silentbad.data.loader import chunks
 from silentbad.device import fitting, send
 from silentbad.distributed import shards
 from silentbad.distributed.shards import world_size
-from silentbad.errors import UserError, say
+from silentbad.errors import UserError, reader_may_leave, say
 from silentbad.model import denoiser, diffusion, lora, pipeline
 from silentbad.model.averaging import averaged
 from silentbad.options import flag
@@ -340,7 +340,7 @@ def main(argv: list[str] | None = None) -> int:
             parts = pipeline.load_parts(config, settings, None)
             print(Controller(parts.model, config.gradient_control, config.seed).groups.table())
             return 0
-        with tempfile.TemporaryDirectory() if config.dry_run else nullcontext() as scratch:
+        with reader_may_leave(), tempfile.TemporaryDirectory() if config.dry_run else nullcontext() as scratch:
             if scratch is not None:
                 config = checks.for_trial(config, scratch)
             return start(config)

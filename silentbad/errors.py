@@ -4,7 +4,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -48,6 +48,40 @@ def warn(line: str) -> None:
     """A line on stderr of what a user should know and a run can go on with; the first of several processes says it."""
     if os.environ.get("RANK", "0") == "0":
         print(f"warning: {masked(printable(line))}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Inside, a closed stdout (`| head -1`) costs the run nothing: what is printed from then on goes nowhere."""
+    out = sys.stdout
+    sys.stdout = _Patient(out)
+    try:
+        yield
+    finally:
+        sys.stdout = out
+
+
+class _Patient:
+    """A stream that goes on into nothing when its reader has left."""
+
+    def __init__(self, stream: Any):
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        self._tried(lambda: self.stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._tried(self.stream.flush)
+
+    def _tried(self, act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -236,7 +236,7 @@ CASES = {
     "config: DREAM below nothing": case("memory.loss.dream", "at least 0", memory__loss__dream=-1),
     "config: a gamma below nothing": case("'gamma'", "positive", memory__loss__name="min_snr", memory__loss__options__gamma=-5),
     "config: a clean weight below nothing": case("memory.retention.clean_weight", "at least 0", memory__retention__clean_weight=-1),
-    "config: a clean ratio below nothing": case("memory.sampler.clean_ratio", "at least 0", memory__sampler__clean_ratio=-1),
+    "config: a clean ratio below nothing": case("memory.sampler.clean_ratio", "from 0 to 1000", memory__sampler__clean_ratio=-1),
     "config: a clean ratio of NaN": case("memory.sampler.clean_ratio", "finite", memory__sampler__clean_ratio=".nan"),
     "config: sampling lengths below nothing": case("validation.sampling_lengths", "from 1 to 1000", more=("--validation.sampling_lengths", "-4", "6")),
     "config: sampling lengths beyond the schedule": case("validation.sampling_lengths", "from 1 to 1000", more=("--validation.sampling_lengths", "5000")),

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from silentbad.errors import reader_may_leave
 from silentbad.run import launched
 
 ROOT = Path(__file__).parents[1]
@@ -65,3 +66,15 @@ def test_a_launcher_is_known_by_its_command(monkeypatch):
     assert found("python3", "-m", "accelerate.commands.launch", "train_silentbad.py") == 7
     assert found("/usr/bin/python", "/venv/bin/torchrun", "--nproc_per_node", "2") == 7
     assert found("bash") is None and found("python", "-m", "pytest", "accelerate") is None and found() is None
+
+
+def test_a_reader_that_leaves_costs_the_run_nothing(monkeypatch):
+    """As in `train_silentbad.py ... | head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as unread:
+        monkeypatch.setattr(sys, "stdout", unread)
+        with reader_may_leave():
+            for _ in range(3):
+                print("a line", flush=True)
+        assert sys.stdout is unread
