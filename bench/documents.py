@@ -19,7 +19,7 @@ from statistics import median
 
 import numpy as np
 
-from bench import instrument, strength, thresholds
+from bench import instrument, layerwise, strength, thresholds
 from bench.published_table import (
     FIRST_TARGETS,
     alone,
@@ -325,6 +325,16 @@ def by_strength(results: Results, language: Language) -> str:
 def by_elements(results: Results, language: Language) -> str:
     """What `recommended` recovers of pictures of two to five elements."""
     return strength.by_elements(stored(results.folder / strength.RESULTS.name)) + "\n"
+
+
+def layerwise_runs(results: Results, language: Language) -> str:
+    """`recommended` with uniform rates, with rates by layer, and with those shuffled."""
+    return layerwise.by_run(stored(results.folder / layerwise.RESULTS.name)) + "\n"
+
+
+def layerwise_over(results: Results, language: Language) -> str:
+    """Rates by layer over each of the others."""
+    return layerwise.compared(stored(results.folder / layerwise.RESULTS.name)) + "\n"
 
 
 def published_ceiling(results: Results, language: Language) -> str:
@@ -804,6 +814,8 @@ BLOCKS: dict[str, Block] = {
     "published-together": published_together,
     "strength": by_strength,
     "strength-elements": by_elements,
+    "layerwise": layerwise_runs,
+    "layerwise-over": layerwise_over,
     "scan-scale": scan_scale,
     "shield": shield,
     "shield-audit": shield_audit,

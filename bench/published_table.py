@@ -131,7 +131,9 @@ def holm(p: list[float]) -> list[float]:
 
 
 def interval(values: Sequence[float], form: str = ".2f") -> str:
-    """Mean and 95 % bootstrap interval over targets."""
+    """Mean and 95 % bootstrap interval over targets; of one target there is none."""
+    if len(values) == 1:
+        return f"{values[0]:{form}}"
     low, high = bootstrap_interval(np.array(values))
     return f"{np.mean(values):{form}} [{low:{form}}, {high:{form}}]"
 

@@ -124,7 +124,7 @@ def test_a_line_a_base_over_the_targets_that_all_ran():
     drawn = {f"pipeline-{percent}": {"both": percent / 200} for percent in strength.PERCENT}
     lines = strength.by_strength(rows, drawn).splitlines()[2:]
     assert [line.split(" | ")[0] for line in lines] == ["| 25 %", "| 50 %", "| 75 %", "| 100 %"]
-    assert all(" | 1 | " in line for line in lines) and "| 0.25 | 1 | 1 of 1 | 0.50 [" in lines[1]
+    assert all(" | 1 | " in line for line in lines) and "| 0.25 | 1 | 1 of 1 | 0.50 |" in lines[1]
     assert len(strength.by_elements(rows).splitlines()) == 3
 
 
