@@ -3,7 +3,7 @@
 For each target, pictures of every kind of hard null and true copies are scored, whole and element by element. The
 thresholds come from other nulls of the same target (of the kinds that redraws.jsonl has), at the stated false-positive
 rate for each kind. A picture passes "strictly" when the whole and every element reach their thresholds. Targets that
-the results file has under the same settings and detector are not measured again.
+the results file has under the same settings, drawing and detector are not measured again.
 
     development      targets 0-23       bench/results/instrument-dev.json
     --reported       targets 2500-2523  bench/results/instrument.json, run once after the detector was frozen
@@ -27,15 +27,20 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, StableDiffusionPipeline
+from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
+from bench.recovery import drawing
+
 # what other parts of the package give; in one place
 from silentbad.data.images import resize
+from silentbad.memory.masks import overlaid
+from silentbad.memory.rehearsal import pairwise
 from silentbad.microworld.copies import from_bytes, pictures, round_trip, to_bytes, true_copies
 from silentbad.microworld.embedder import MicroEmbedder, alignments
 from silentbad.microworld.export import update_detector
-from silentbad.microworld.make import target_scene
+from silentbad.microworld.make import element_scene, target_scene
 from silentbad.microworld.nulls import STORED, hard_null, one_moved
 from silentbad.microworld.render import backdrop_mask, render
 from silentbad.recovery.embedders import region
@@ -61,7 +66,9 @@ TESTED = {  # row of the table: what may pass at most
     "moved_6": 0.05,
     "moved": None,
     "redraw": 0.01,
+    "union": 0.01,
 }
+FEATHER = (pairwise.__kwdefaults__ or {})["feather"]  # of unions, as training pastes them
 COPIES = {"copy": 0.95, "generated": 0.95}  # what must pass at least
 BEFORE = "65c577f"  # the last commit with the detector that met free redraws and missing things alone
 COLUMNS = {
@@ -89,6 +96,7 @@ WORDS = {
     "moved_6": "one thing moved by 6 pixels",
     "moved": "one thing moved by 4 to 8 pixels",
     "redraw": "free redraw of the caption",
+    "union": "all elements but one, as `pairwise` rehearsal pastes them",
     "copy": "true copy",
     "generated": "generated after fine-tuning on the target",
 }
@@ -170,11 +178,13 @@ class Target:
         picture, masks = render(self.scene)
         stack = [np.asarray(m, np.float32) / 255 for m in (*masks, backdrop_mask(masks))]
         self.masks = [torch.from_numpy(m)[None] for m in stack]
-        self.image = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float() / 255
+        self.image = tensor_of(picture)
         self.kinds = [thing.kind for thing in self.scene.things] + ["backdrop"]
 
     def nulls(self, kind: str, count: int, split: str) -> tuple[Tensor, list[tuple[int, ...]]]:
-        """`count` renders of the kind (N,3,64,64) in [0,1], and the elements that each changes."""
+        """`count` pictures of the kind (N,3,64,64) in [0,1], and the elements that each changes."""
+        if kind == "union":
+            return self.unions(count, split)
         found = []
         for i in range(count):
             rng = rng_of(split, self.name, kind, i)
@@ -185,9 +195,28 @@ class Target:
                 found.append(hard_null(kind, rng, self.scene, i))
         return pictures([null.scene for null in found]) / 2 + 0.5, [null.changed for null in found]
 
+    def unions(self, count: int, split: str) -> tuple[Tensor, list[tuple[int, ...]]]:
+        """`count` unions of all elements but one (N,3,64,64) in [0,1], and the element that each lacks."""
+        found, lacking = [], [i % len(self.kinds) for i in range(count)]
+        for i, lacked in enumerate(lacking):
+            rng = rng_of(split, self.name, "union", i)
+            layers = {k: self.element(k, rng) for k in range(len(self.kinds)) if k != lacked}
+            found.append(tensor_of(overlaid(layers, FEATHER)[1]))
+        return torch.cat(found), [(k,) for k in lacking]
+
+    def element(self, k: int, rng: np.random.Generator) -> tuple[Image.Image, Image.Image]:
+        """A picture that holds this element alone of the target, and the element's mask, as training data have them."""
+        picture, masks = render(element_scene(self.scene, k, rng))
+        return picture, backdrop_mask(masks) if k == len(self.scene.things) else masks[-1]
+
     def copies(self, count: int, vae) -> Tensor:
         x = (self.image * 2 - 1).expand(count, -1, -1, -1)
         return eight_bits(true_copies(x, vae, generator("microworld", "instrument", "copies", self.name)))
+
+
+def tensor_of(picture: Image.Image) -> Tensor:
+    """(1,3,H,W) in [0,1]."""
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float() / 255
 
 
 def eight_bits(x: Tensor) -> Tensor:
@@ -539,6 +568,7 @@ def main(argv: list[str] | None = None) -> None:
         "finetune": args.finetune,
         "before": args.before,
         "detector": hashlib.sha256((args.embedder / "model.safetensors").read_bytes()).hexdigest(),
+        "drawing": drawing(),
     }
     results: dict = {**settings, "targets": known(out, settings)}
     for n, name in enumerate(tqdm(names, desc="targets")):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageChops, ImageFilter
+from PIL import Image, ImageChops, ImageFilter, ImageStat
 
 from silentbad.errors import UserError
 from silentbad.options import Share
@@ -24,6 +24,18 @@ def paste(
     soft = other_mask.filter(ImageFilter.GaussianBlur(feather))
     alpha = ImageChops.lighter(other_mask, ImageChops.multiply(soft, ImageChops.invert(base_mask)))
     return Image.composite(other, base, alpha), ImageChops.lighter(base_mask, other_mask)
+
+
+def overlaid(
+    layers: dict[int, tuple[Image.Image, Image.Image]], feather: float
+) -> tuple[int, Image.Image, Image.Image]:
+    """Pictures (RGB) with masks (L), all of one size, pasted by size of their elements: the largest lies behind, or a
+    backdrop would cover the thing that stands before it -> (what lies behind, picture, union mask)."""
+    behind, *before = sorted(layers, key=lambda k: -ImageStat.Stat(layers[k][1]).sum[0])
+    image, mask = layers[behind]
+    for k in before:
+        image, mask = paste(image, mask, *layers[k], feather)
+    return behind, image, mask
 
 
 def fitted(image: Image.Image, mask: Image.Image, size: tuple[int, int]) -> tuple[Image.Image, Image.Image]:

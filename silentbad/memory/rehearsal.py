@@ -6,12 +6,12 @@
 from collections.abc import Callable
 
 import torch
-from PIL import Image, ImageChops, ImageStat
+from PIL import Image, ImageChops
 
 from silentbad import rng
 from silentbad.data.elements import DataInfo
 from silentbad.errors import UserError
-from silentbad.memory.masks import fitted, fitted_mask, paste
+from silentbad.memory.masks import fitted, fitted_mask, overlaid
 from silentbad.options import NotNegative, Small, Unit
 
 
@@ -85,8 +85,8 @@ def pairwise(
     """Pictures of `elements` elements of one target laid over each other at their native places, null: as many as may
     be, k-1; the mask is their union.
 
-    The larger element lies behind, or a backdrop would cover the thing that stands before it. The caption names the
-    elements in shuffled order, then what else the picture behind shows, since that is still to be seen.
+    The larger element lies behind. The caption names the elements in shuffled order, then what else the picture behind
+    shows, since that is still to be seen.
     """
     i = info.element_of(record["index"])
     if i is None or float(torch.rand((), generator=g)) >= share:
@@ -109,10 +109,7 @@ def pairwise(
         return None
     size = record["image"].size
     pictures = {j: fitted(layer["image"], mask, size) for j, (layer, mask) in layers.items()}
-    behind, *before = sorted(layers, key=lambda j: -ImageStat.Stat(pictures[j][1]).sum[0])
-    image, mask = pictures[behind]
-    for j in before:
-        image, mask = paste(image, mask, *pictures[j], feather)
+    behind, image, mask = overlaid(pictures, feather)
     of_target = {info.phrase[j] for j in siblings}
     around = [phrase for phrase in layers[behind][0]["phrases"] if phrase not in of_target]
     phrases = [*shuffled([info.phrase[j] for j in layers], g), *around]
