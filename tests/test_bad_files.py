@@ -138,6 +138,7 @@ SPOILED = {  # name: (spoil, what the line says), in training and in an audit al
     "a UNet with NaN": (tensors(WEIGHTS["unet"], with_nan), ("load unet", "NaN or infinite values in conv_in.bias")),
     "a scheduler of flow matching": (edit_json(SCHEDULE, _class_name="FlowMatchEulerDiscreteScheduler"), ("of flow matching",)),
     "an index of shards that lists none": (write("pipeline/unet/diffusion_pytorch_model.safetensors.index.json", '{"weight_map": [1]}'), ("weight_map in diffusion_pytorch_model.safetensors.index.json must be an object",)),
+    "a shard that is not there": (both(remove(WEIGHTS["unet"]), write("pipeline/unet/diffusion_pytorch_model.safetensors.index.json", '{"metadata": {}, "weight_map": {"a": "part-1.safetensors"}}')), ("index.json names part-1.safetensors, which is not there",)),
     "an index without a class": (write("pipeline/model_index.json", "{}"), ("model_index.json: no _class_name",)),
     "a UNet of zeros": (tensors(WEIGHTS["unet"], zeroed), ("load unet", "all of its weights are 0")),
     "a VAE with NaN": (tensors(WEIGHTS["vae"], with_nan), ("load vae", "NaN or infinite")),
@@ -250,6 +251,7 @@ CASES = {
     "embedder: weights are missing": case("micro: cannot load", touch=both(lambda root: MicroEmbedder().save_pretrained(root / "e"), remove("e/model.safetensors")), validation__embedder="micro", validation__embedder_path="e"),
     "embedder: a setting of another type": case("micro: cannot load", touch=both(lambda root: MicroEmbedder().save_pretrained(root / "e"), write("e/config.json", '{"width": "x"}')), validation__embedder="micro", validation__embedder_path="e"),
     "embedder: weights with NaN": case("micro: cannot load", "NaN", touch=both(lambda root: MicroEmbedder().save_pretrained(root / "e"), tensors("e/model.safetensors", with_nan)), validation__embedder="micro", validation__embedder_path="e"),
+    "embedder: a pointer in place of weights": case("micro: cannot load", "is a Git LFS pointer", touch=both(lambda root: MicroEmbedder().save_pretrained(root / "e"), write("e/model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:00\n")), validation__embedder="micro", validation__embedder_path="e"),
     # -- the other programs
     "audit: numbers the wrong way round": audit("@101-100", more=("--targets", "layout@101-100"), touch=lambda root: published(root / "layout")),
     "audit: a target among the redraws": audit("is target 't0' itself", touch=write("data/redraws.jsonl", '{"target_id": "t0", "image": "targets/t0.png"}')),

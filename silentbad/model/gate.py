@@ -197,7 +197,6 @@ def quietly() -> Iterator[None]:
 
 def load_part(part: str, cls: Any, source: Source, **options: Any) -> Any:
     """A component of a pipeline; of a model every tensor, from safetensors only, and all of them finite."""
-    check_pointers(Path(source.path, part), f"{source}: cannot load {part}")
     if not issubclass(cls, nn.Module):
         check_files(Path(source.path, part), f"{source}: cannot load {part}")
         return loaded(cls, f"{source}: cannot load {part}", source.path, subfolder=part, **{**source.hub, **options})
@@ -225,7 +224,10 @@ def load_model(cls: Any, failed: str, path: str, *, extras: bool = False, **opti
 
 FILES: dict[str, dict[str, type]] = {  # of a part, with what the libraries take for granted in them
     "tokenizer.json": {"added_tokens": list, "model": dict},
-    **{f"{stem}.safetensors.index.json": {"weight_map": dict} for stem in ("diffusion_pytorch_model", "model")},
+    **{
+        f"{stem}.safetensors.index.json": {"weight_map": dict, "metadata": dict}
+        for stem in ("diffusion_pytorch_model", "model")
+    },
     **{name: {} for name in ("config.json", "tokenizer_config.json", "scheduler_config.json", "vocab.json")},
 }
 
@@ -238,7 +240,9 @@ def check_pointers(folder: Path, failed: str) -> None:
 
 
 def check_files(folder: Path, failed: str) -> None:
-    """Refuse a file of a part that holds no JSON object, or one without its keys: the libraries' words name no file."""
+    """Refuse a file of a part that is a Git LFS pointer, holds no JSON object, or one without its keys: the libraries'
+    words name no file."""
+    check_pointers(folder, failed)
     if (folder / "vocab.json").is_file() and not any((folder / n).is_file() for n in ("merges.txt", "tokenizer.json")):
         raise UserError(f"{failed} (it has no merges.txt)")
     for name, keys in FILES.items():
@@ -302,8 +306,10 @@ def unloaded(folder: Path, variant: str | None) -> str:
     held = sorted(file.name for file in folder.glob("*.safetensors")) if folder.is_dir() else []
     if variants := [name.split(".")[1] for name in held if name.count(".") == 2 and "-of-" not in name]:
         return f"its weights are of variant {variants[0]}; give variant {variants[0]}"
-    if any(folder.glob("*.safetensors.index.json")):
-        return f"not every file that its index names is there; it holds {', '.join(held) or 'none'}"
+    for index in folder.glob("*.safetensors.index.json"):
+        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        if missing := sorted({*map(str, named)} - {*held}):
+            return f"{index.name} names {', '.join(missing)}, which is not there"
     return "no safetensors weights; pickled ones are not loaded, save them anew with save_pretrained"
 
 
