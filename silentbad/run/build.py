@@ -19,6 +19,7 @@ from silentbad.data.loader import Loader, Stream, collate
 from silentbad.data.records import Records
 from silentbad.distributed import shards
 from silentbad.distributed.zero import Zero
+from silentbad.errors import warn
 from silentbad.memory import roles
 from silentbad.memory.auxiliary import Access
 from silentbad.model import denoiser, pipeline
@@ -169,7 +170,7 @@ def build(
     parts, encoder, side = models(config, given, accelerator, sharded)
     length = Length.of(config, given.info, accelerator.num_processes)
     if line := checks.beyond(config, length.total):
-        accelerator.print(f"warning: {line}")
+        warn(line)
     control = controller(parts.model, config.gradient_control, config.seed)
     optimizer, lr_scheduler = optimizing(control, config, length)
     model, forward, optimizer, zero = prepared(parts.model, optimizer, config, accelerator, sharded)

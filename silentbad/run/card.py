@@ -11,7 +11,7 @@ import yaml
 
 from silentbad import hub
 from silentbad.data.elements import DataInfo
-from silentbad.errors import UserError, first_line, masked
+from silentbad.errors import UserError, first_line, masked, warn
 from silentbad.model.lora import FOLDERS, NAMES
 from silentbad.run.config import TrainConfig
 
@@ -106,9 +106,9 @@ def check_push(config: TrainConfig) -> None:
         raise UserError(f"push_to_hub: {_reason(error, config)}; log in with `hf auth login`, {later}") from None
 
 
-def push(folder: Path, config: TrainConfig) -> str | None:
-    """Upload a pipeline folder; checkpoints and logs lie elsewhere. A failure costs the upload and no more: it is
-    returned as a line that says how to go on."""
+def push(folder: Path, config: TrainConfig) -> None:
+    """Upload a pipeline folder; checkpoints and logs lie elsewhere. A failure costs the upload and no more: a
+    line says how to go on."""
     from huggingface_hub import create_repo, upload_folder
 
     name = repository(config)
@@ -117,8 +117,7 @@ def push(folder: Path, config: TrainConfig) -> str | None:
         upload_folder(repo_id=repo, folder_path=folder, commit_message="End of training", token=config.hub_token)
     except Exception as error:  # as above; the run is complete
         reason = _reason(error, config)
-        return f"warning: push_to_hub: {reason}; the run is complete, upload it with: hf upload {name} {folder}"
-    return None
+        warn(f"push_to_hub: {reason}; the run is complete, upload it with: hf upload {name} {folder}")
 
 
 def _reason(error: Exception, config: TrainConfig) -> str:

@@ -15,7 +15,7 @@ from silentbad.data.images import content_hash
 from silentbad.data.records import Records
 from silentbad.data.table import blocks
 from silentbad.data.targets import Target
-from silentbad.errors import UserError, brief
+from silentbad.errors import UserError, brief, warn
 from silentbad.recovery.embedders import MICRO
 from silentbad.run.config import NEVER_SAVED, TrainConfig
 
@@ -164,14 +164,14 @@ def _same(a: Any, b: Any) -> bool:
     return a == b
 
 
-def refuse_mixture(folder: Path, now: dict[str, Any]) -> str | None:
-    """Refuse a checkpoint of other facts; a line to say where it holds none."""
+def refuse_mixture(folder: Path, now: dict[str, Any]) -> None:
+    """Refuse a checkpoint of other facts; where it holds none, that is said."""
     then = read(folder)
     if then is None:
-        return f"warning: {folder} is of an earlier release and says not what it was trained on; nothing is compared"
+        warn(f"{folder} is of an earlier release and says not what it was trained on; nothing is compared")
+        return
     if found := differences(then, now):
         raise UserError(
             f"{folder}: cannot be resumed with other settings or data: {'; '.join(found)}; "
             "resume with its config.yaml, or start a new run"
         )
-    return None

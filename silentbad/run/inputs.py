@@ -12,7 +12,7 @@ from silentbad.data.draws import Reader, Transform
 from silentbad.data.elements import DataInfo
 from silentbad.data.records import Records, load_records
 from silentbad.data.targets import Target, check_prompts, load_targets
-from silentbad.errors import UserError
+from silentbad.errors import UserError, warn
 from silentbad.model import pipeline
 from silentbad.recovery.prompts import Prompt, load_prompts
 from silentbad.recovery.thresholds import load_redraws
@@ -44,7 +44,7 @@ def gathered(config: TrainConfig, accelerator: Accelerator, sharded: str) -> Inp
     info = DataInfo(*(getattr(records, name) for name in ("role", "target_id", "element_id", "phrases")))
     checks.check_records(config, info, records)
     if guards.suspects is not None and not guards.suspects.rows:
-        accelerator.print(f"warning: guard.scan: {guards.suspects.file} names no suspect; nothing is guarded")
+        warn(f"guard.scan: {guards.suspects.file} names no suspect; nothing is guarded")
     checks.check_captions(config, records)
     checks.check_batch(config, len(records))
     return Inputs(schedule, tokenizer, prompts, guards, records, held_out, targets, info)
@@ -60,7 +60,8 @@ def sample_prompts(config: TrainConfig, tokenizer: Any) -> list[Prompt]:
 def prepare(
     config: TrainConfig, tokenizer: Any, guards: Guards, first: Any, say: Callable
 ) -> tuple[Records, Records | None, list[Target]]:
-    """(records to train on, those held out, targets), all checked; `first` lets one process build the table."""
+    """(records to train on, those held out, targets), all checked; `first` lets one process build the table, `say`
+    prints how many records there are."""
     targets = load_targets(config.validation.targets) if config.validation.targets else []
     load_redraws(config.validation.targets, targets, decode=True)
     with first():
@@ -68,14 +69,14 @@ def prepare(
     if not config.allow_target_images:
         records.refuse_targets(targets)
     for line in records.strangers(targets):
-        say(f"warning: {line}")
+        warn(line)
     if config.memory.region.name == "estimated" and not config.center_crop:
         records.refuse_random_windows()
     if config.withhold:
         records = records.without(config.withhold)
     check_prompts(targets, tokenizer, config.validation.unrelated)
     for line in records.check_captions(tokenizer):
-        say(f"warning: {line}; its end is cut off")
+        warn(f"{line}; its end is cut off")
     kept, held_out = records.hold_out(config.held_out_clean, config.held_out_elements, config.seed)
     if config.best_by == "clean_eps_mse" and (held_out is None or "clean" not in held_out.role):
         raise UserError(

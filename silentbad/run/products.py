@@ -1,6 +1,5 @@
 """What a run leaves beside its checkpoints: pipelines with their card, prompt images, records for the report."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,8 +90,8 @@ class Products:
 
     def push(self) -> None:
         """The pipeline to the Hub, on the main process; where that fails, a line says how to do it by hand."""
-        if self.accelerator.is_main_process and (line := card.push(self.folder.pipeline, self.config)):
-            print(line, file=sys.stderr)
+        if self.accelerator.is_main_process:
+            card.push(self.folder.pipeline, self.config)
 
     def _card(self, merged: bool = False) -> str:
         about, family = (self.config, self.state.step, self.info, self.target_ids), self.parts.family

@@ -65,8 +65,7 @@ class Checkpoints:
     def load(self, path: Path) -> None:
         """Take up a checkpoint; what was logged after it will be logged again. Raises UserError where it is of a run
         with other settings, data or targets, or does not fit."""
-        if line := identity.refuse_mixture(path, self.facts):
-            self.accelerator.print(line)
+        identity.refuse_mixture(path, self.facts)
         self.state.read(path)
         self.meters.to(self.accelerator.device)
 

@@ -64,7 +64,7 @@ def test_a_checkpoint_of_an_earlier_release_goes_on_with_a_word(flags, tmp_path,
     del manifest["files"][identity.FILE]
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert main(flags(max_train_steps=3, resume_from_checkpoint="latest")) == 0
-    assert "of an earlier release" in capsys.readouterr().out
+    assert "of an earlier release" in capsys.readouterr().err
 
 
 def test_the_bundled_embedder_is_compared_where_it_is_known(flags, data, tmp_path, monkeypatch, capsys):
