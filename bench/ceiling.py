@@ -21,7 +21,7 @@ import validation
 from bench.instrument import BASE, Target, memoriser
 from bench.published import HELD_OUT, per_phrase
 from bench.published_table import FIRST_TARGETS
-from bench.recovery import WORK, data_set, facts
+from bench.recovery import WORK, data_set, facts, words
 from bench.recovery_table import stored
 from silentbad.recovery.record import Record
 
@@ -43,7 +43,7 @@ def measure(name: str, steps: int) -> dict:
     asked = {"pipeline": folder / "pipeline", "targets": targets, "output_dir": folder / "audit"}
     drawn = {"guidance_scale": 2, "num_inference_steps": 12, "images_per_target": 16}
     with contextlib.redirect_stdout(io.StringIO()):
-        code = validation.main([part for k, v in {**asked, **drawn}.items() for part in (f"--{k}", str(v))])
+        code = validation.main(words({**asked, **drawn}))
     if code not in (0, 3):
         raise SystemExit(f"validation.py stopped with exit code {code}")
     scores = Record.load(folder / "audit" / "validation.json").history[-1].raw

@@ -13,6 +13,7 @@ import numpy as np
 
 from bench import published
 from bench.published_table import HEAD, Runs, by_arm, interval, lines_of, markdown, ratio, sign_flips, times_sooner
+from bench.recovery import words
 from bench.recovery_table import stored
 
 RESULTS = Path(__file__).parent / "results" / "layerwise.jsonl"
@@ -76,15 +77,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     for target, (arm, factor) in itertools.product(args.targets.split(";"), RUNS):
-        asked = {
-            "arms": arm,
-            "factors": factor,
-            "targets": target,
-            "steps": STEPS,
-            "every": EVERY,
-            "results": args.results,
-        }
-        published.main([part for key, value in asked.items() for part in (f"--{key}", str(value))])
+        asked = {"arms": arm, "factors": factor, "targets": target, "steps": STEPS, "every": EVERY}
+        published.main(words({**asked, "results": args.results}))
     rows = stored(args.results)
     print(by_run(rows), compared(rows), sep="\n\n")
 

@@ -20,6 +20,7 @@ from collections import defaultdict
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -38,6 +39,11 @@ CONFIG = "configs/microworld.yaml"
 BASE_LR = 1e-4
 FACTORS = (0.5, 1, 2, 4, 8)
 TARGETS = ";".join(map(str, range(1000, 1012))) + ";" + ",".join(map(str, range(1000, 1008)))
+
+
+def words(flags: dict[str, Any]) -> list[str]:
+    """Flags as a command line says them."""
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
 @cache
@@ -141,7 +147,7 @@ def kept(name: str, flags: dict) -> tuple[dict, dict]:
     """(validation.json, {step: seconds}) of one run with these flags."""
     out = Path(flags["output_dir"])
     shutil.rmtree(out, ignore_errors=True)
-    argv = ["--config", CONFIG, *(part for k, v in flags.items() for part in (f"--{k}", str(v)))]
+    argv = ["--config", CONFIG, *words(flags)]
     log, clock = out.with_suffix(".log"), out.with_suffix(".clock")
     child = multiprocessing.get_context("fork").Process(target=measured, args=(argv, log, clock))
     child.start()

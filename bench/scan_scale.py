@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench.recovery import drawing, facts
+from bench.recovery import drawing, facts, words
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "scan-scale.json"
@@ -30,8 +30,7 @@ def data_of(pictures: int) -> Path:
     out = WORK / f"data-{pictures}-{drawing()}"
     if not out.is_dir():
         asked = {"out": out, "targets": ",".join(HIDDEN), "clean": pictures, "images_per_phrase": RECORDS}
-        words = [part for key, value in asked.items() for part in (f"--{key}", str(value))]
-        make = [sys.executable, "-m", "silentbad.microworld.make", *words, "--redraws", "0", "--no_masks"]
+        make = [sys.executable, "-m", "silentbad.microworld.make", *words(asked), "--redraws", "0", "--no_masks"]
         subprocess.run(make, cwd=ROOT, check=True)
     return out
 

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from bench import published
 from bench.published_table import figures, interval, markdown, runs_of
+from bench.recovery import words
 from bench.recovery_table import stored
 from silentbad.microworld.build import ASSETS
 from silentbad.microworld.export import load_judge, measure
@@ -92,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     for target, folder in itertools.product(args.targets.split(";"), bases):  # a target's four together
         asked = {"arms": arm(target), "targets": target, "base": folder, "results": args.results}
         try:
-            published.main([part for key, value in asked.items() for part in (f"--{key}", str(value))])
+            published.main(words(asked))
         except SystemExit as stopped:
             if "is a near copy of target" not in str(stopped):
                 raise

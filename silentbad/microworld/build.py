@@ -239,7 +239,7 @@ def caption_questions(scene: Scene, tokenizer) -> tuple[list[int], list[tuple[in
     return encoded["input_ids"], at_phrase, at_place
 
 
-def text_stage(steps: int, batch: int, tokenizer, device: torch.device, things: int = 3) -> Stage:
+def text_stage(steps: int, batch: int, tokenizer, device: torch.device, things: int) -> Stage:
     encoder, reader = new_text_encoder(tokenizer).to(device), CaptionReader().to(device)
     fields = CaptionReader.FIELDS
 
@@ -280,7 +280,7 @@ class LatentPool:
     things cover (N,1,8,8). Scene i is addressed by i; the first have at most two things, the others up to `things`.
     """
 
-    def __init__(self, vae, encoder, tokenizer, device, things: int = 3, capacity: int = 60_000):
+    def __init__(self, vae, encoder, tokenizer, device, things: int, capacity: int = 60_000):
         self.vae, self.encoder, self.tokenizer, self.device = vae, encoder, tokenizer, device
         self.things = things
         window, width = tokenizer.model_max_length, encoder.config.hidden_size
@@ -396,8 +396,8 @@ def held_out_pictures(n: int = 256) -> torch.Tensor:
     return to_tensor([render(sample_scene(rng))[0] for _ in range(n)])
 
 
-COUNTS = (*(f"{name}_steps" for name in ("vae", "decoder", "text", "unet", "embedder", "judge")), "batch", "pool")
 STAGES = ("vae", "decoder", "text", "unet", "embedder", "judge")
+COUNTS = (*(f"{name}_steps" for name in STAGES), "batch", "pool")
 
 
 def run(args: argparse.Namespace, wanted: tuple[str, ...]) -> dict[str, nn.Module]:
@@ -436,14 +436,12 @@ def run(args: argparse.Namespace, wanted: tuple[str, ...]) -> dict[str, nn.Modul
 
 def write_strengths(nets: dict[str, Any], tokenizer: CLIPTokenizer, work: Path, keep: Sequence[int]) -> None:
     """Pipelines `work/pipeline-25` and so on with the UNet after each kept percentage, and `pipeline-100`."""
-    unet = new_unet()
-    for percent in [*keep, 100] if keep else []:
-        if percent == 100:
-            unet = nets["unet"]
-        else:
-            state = torch.load(kept_at(work, "unet", percent), map_location="cpu", weights_only=True)
-            unet.load_state_dict({name.removeprefix("unet."): tensor for name, tensor in state.items()})
-        assemble({**nets, "unet": unet}, tokenizer).save_pretrained(work / f"pipeline-{percent}")
+    for percent in keep:
+        earlier = nn.ModuleDict({"unet": new_unet()})
+        earlier.load_state_dict(torch.load(kept_at(work, "unet", percent), map_location="cpu", weights_only=True))
+        assemble({**nets, **earlier}, tokenizer).save_pretrained(work / f"pipeline-{percent}")
+    if keep:
+        assemble(nets, tokenizer).save_pretrained(work / "pipeline-100")
 
 
 def percentages(text: str) -> tuple[int, ...]:

@@ -220,9 +220,9 @@ def check_fit(
         part = name.replace("text_encoder", "tokenizer")
         if (tokenizer := tokenizers.get(part)) is None:
             continue
-        known, tokens = encoder.config.vocab_size, tokenizer.get_vocab()
-        if (last := max(tokens, key=tokens.__getitem__)) and tokens[last] >= known:
-            raise UserError(f"{path}: {part} numbers {brief(last)} {tokens[last]}, {name} knows {known}, from 0 on")
+        known, (number, token) = encoder.config.vocab_size, max((n, t) for t, n in tokenizer.get_vocab().items())
+        if number >= known:
+            raise UserError(f"{path}: {part} numbers {brief(token)} {number}, {name} knows {known}, from 0 on")
         gate.check_tokenizer(tokenizer, getattr(encoder.config, "max_position_embeddings", None), f"{path}/{part}")
     gate.check_runs(path, family, backbone, vae, family.widths(backbone, encoders)[0])
 
