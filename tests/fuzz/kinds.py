@@ -24,6 +24,7 @@ from tests.mistakes import flags
 AUDIT = [*("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--embedder", "ssim")]
 AUDIT += [*("--images_per_target", "1", "--num_inference_steps", "1", "--output_dir", "audit")]
 STEP = "held/checkpoints/step-2"
+SHORT = {"num_train_epochs": 1}  # where a case takes max_train_steps away
 RESUME = {"output_dir": "held", "resume_from_checkpoint": "latest", "max_train_steps": 3}
 
 
@@ -52,7 +53,7 @@ def audit(found: Tally, case: object, root: Path, *more: str) -> str:
 # ---------------------------------------------------------------- configurations
 def as_flags(found: Tally, case: list[tuple[str, Any]], root: Path) -> None:
     """Settings as flags: YAML of the value, or its text; they override the good ones."""
-    given = {**flags(Path("."))}
+    given = {**flags(Path(".")), **SHORT}
     words: list[str] = []
     for key, value in case:
         given.pop(key, None)
@@ -70,7 +71,7 @@ def _flow(value: Any) -> str:
 
 def as_file(found: Tally, case: list[tuple[str, Any]], root: Path) -> None:
     """Settings as a YAML file over the good flags that it does not name."""
-    given, tree = {**flags(Path("."))}, dict[str, Any]()
+    given, tree = {**flags(Path(".")), **SHORT}, dict[str, Any]()
     for key, value in case:
         given.pop(key, None)
         into = tree
