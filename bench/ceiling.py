@@ -15,6 +15,7 @@ import os
 import shutil
 from pathlib import Path
 
+from diffusers import StableDiffusionPipeline
 from tqdm import tqdm
 
 import validation
@@ -32,26 +33,36 @@ TARGETS = ";".join(map(str, range(FIRST_TARGETS[-1], FIRST_TARGETS[-1] + 13)))  
 
 def measure(name: str, steps: int) -> dict:
     """Fine-tune on one target and draw its composed prompt, with thresholds from the redraws of the arms' data."""
-    from diffusers import StableDiffusionPipeline
-
-    pipe = StableDiffusionPipeline.from_pretrained(BASE)
-    pipe.unet = memoriser(pipe, Target(name), steps)
     folder = WORK / f"ceiling-{os.getpid()}"
     shutil.rmtree(folder, ignore_errors=True)
-    pipe.save_pretrained(folder / "pipeline")
-    targets = data_set(name, 0, per_phrase(name, CLEAN, RATIO), {}, clean=CLEAN + HELD_OUT) / "targets.jsonl"
-    asked = {"pipeline": folder / "pipeline", "targets": targets, "output_dir": folder / "audit"}
+    save_memorised(name, steps, folder / "pipeline")
+    return {"target": name, "steps": steps, **judged(name, folder / "pipeline", data_of(name), folder / "audit")}
+
+
+def data_of(name: str, nulls: int | None = 100) -> Path:
+    """The data set of the arms with this target."""
+    return data_set(name, 0, per_phrase(name, CLEAN, RATIO), {}, clean=CLEAN + HELD_OUT, nulls=nulls)
+
+
+def save_memorised(name: str, steps: int, folder: Path) -> None:
+    """The base, fine-tuned on the target's own picture."""
+    pipe = StableDiffusionPipeline.from_pretrained(BASE)
+    pipe.unet = memoriser(pipe, Target(name), steps)
+    pipe.save_pretrained(folder)
+
+
+def judged(name: str, pipeline: Path, data: Path, out: Path) -> dict:
+    """What the endpoint says of 16 images of the target's composed prompt, with the nulls of this data set."""
+    asked = {"pipeline": pipeline, "targets": data / "targets.jsonl", "output_dir": out}
     drawn = {"guidance_scale": 2, "num_inference_steps": 12, "images_per_target": 16}
     with contextlib.redirect_stdout(io.StringIO()):
         code = validation.main(words({**asked, **drawn}))
     if code not in (0, 3):
         raise SystemExit(f"validation.py stopped with exit code {code}")
-    scores = Record.load(folder / "audit" / "validation.json").history[-1].raw
+    scores = Record.load(out / "validation.json").history[-1].raw
     assert scores is not None, "an audit measures the weights as they are"
     found = scores.targets[name]
     return {
-        "target": name,
-        "steps": steps,
         **{key: getattr(found, key) for key in ("rate", "whole_rate", "mean")},
         "elements": [element.rate for element in found.elements],
         "element_means": [element.mean for element in found.elements],

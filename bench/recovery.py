@@ -54,12 +54,19 @@ def drawing() -> str:
 
 
 def data_set(
-    targets: str, seed: int, images: int, flags: dict[str, str], clean: int = 64, more: tuple[str, ...] = ()
+    targets: str,
+    seed: int,
+    images: int,
+    flags: dict[str, str],
+    clean: int = 64,
+    more: tuple[str, ...] = (),
+    nulls: int | None = 100,
 ) -> Path:
     """The data set of these targets, made once by this code; without masks for an arm that estimates them. `more` are
-    further arguments of silentbad.microworld.make."""
+    further arguments of silentbad.microworld.make; `nulls` are a target's of each harder kind, None: 100 for each
+    element that the kind changes."""
     masks = ["--no_masks"] if flags.get("memory.region.name") == "estimated" else []
-    own = "".join(["" if clean == 64 else f"-{clean}", *masks, *more])
+    own = "".join(["" if clean == 64 else f"-{clean}", "" if nulls == 100 else f"-{nulls}", *masks, *more])
     out = WORK / "data" / f"{targets.replace(',', '+')}-{seed}-{images}{own}-{drawing()}"
     if not out.exists():  # made aside and renamed when whole: another process may wait for the same data
         draft = out.with_name(f"{out.name}.{os.getpid()}")
@@ -79,6 +86,7 @@ def data_set(
             clean,
             "--redraws",
             100,
+            *([] if nulls is None else ["--nulls", nulls]),
             *masks,
             *more,
         ]

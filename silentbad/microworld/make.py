@@ -41,7 +41,7 @@ from silentbad.microworld.grammar import (
     seat_hat,
     wearing_pair,
 )
-from silentbad.microworld.nulls import STORED, hard_null
+from silentbad.microworld.nulls import STORED, hard_null, turns
 from silentbad.microworld.render import backdrop_mask, render
 from silentbad.rng import addressed_seed
 
@@ -214,7 +214,9 @@ def spelt_out(scene: Scene) -> Scene:
     return replace(scene, things=tuple(things), backdrop=replace(scene.backdrop, named=True))
 
 
-def write_target(writer: Writer, name: str, scene: Scene, redraws: int, nulls: int) -> None:
+def write_target(writer: Writer, name: str, scene: Scene, redraws: int, nulls: int | None) -> None:
+    """The target with its masks, and its nulls: `redraws` of its caption, and of each harder kind `nulls`, or as many
+    for each element that the kind changes alone."""
     picture, masks = render(scene)
     masks.append(backdrop_mask(masks))
     files = [writer.picture(mask, f"targets/{name}-{i}.png") for i, mask in enumerate(masks)]
@@ -230,7 +232,8 @@ def write_target(writer: Writer, name: str, scene: Scene, redraws: int, nulls: i
         }
     )
     for kind in STORED:
-        for i in range(redraws if kind == "redraw" else nulls):
+        harder = redraws * turns(kind, scene) if nulls is None else nulls  # each element's threshold needs its own
+        for i in range(redraws if kind == "redraw" else harder):
             null = hard_null(kind, _rng(kind, name, i), scene, turn=i)
             stem = f"{name}-{i:03d}" if kind == "redraw" else f"{name}-{kind}-{i:03d}"
             image = writer.picture(render(null.scene)[0], f"redraws/{stem}.png")
@@ -318,7 +321,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--clean", type=int, default=200, help="clean scenes")
     parser.add_argument("--rehearsal", type=int, default=0, help="non-target pictures, each whole and in parts")
     parser.add_argument("--redraws", type=int, default=100, help="other pictures of each target's caption, as nulls")
-    parser.add_argument("--nulls", type=int, help="nulls of each harder kind per target; unset: as many as --redraws")
+    parser.add_argument(
+        "--nulls",
+        type=int,
+        help="nulls of each harder kind per target (default: as many as --redraws for each element it changes)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--placebo",
@@ -356,7 +363,7 @@ def fill(writer: Writer, scenes: dict[str, Scene], args: argparse.Namespace) -> 
     for line in shared_phrases(scenes):
         print(f"note: {line} is a phrase of several targets: these elements will conflict")
     for name, scene in tqdm(scenes.items(), desc="targets"):
-        write_target(writer, name, scene, args.redraws, args.redraws if args.nulls is None else args.nulls)
+        write_target(writer, name, scene, args.redraws, args.nulls)
         write_elements(writer, name, scene, args.images_per_phrase, args.seed, placebo=args.placebo)
     write_clean(writer, args.clean, args.seed)
     write_rehearsal(writer, args.rehearsal, max(1, args.images_per_phrase // 4), args.seed)

@@ -214,6 +214,11 @@ def changeable(kind: str, scene: Scene) -> list[int]:
     return list(range(len(scene.things) + (kind in WITH_BACKDROP)))
 
 
+def turns(kind: str, scene: Scene) -> int:
+    """How many nulls of the kind go round once: as many as it changes elements alone, else one."""
+    return len(changeable(kind, scene)) if kind in ELEMENT_NULLS else 1
+
+
 def hard_null(kind: str, rng: np.random.Generator, scene: Scene, turn: int | None = None) -> Null:
     """A null of the kind. Kinds with one changed element take the elements by turns, or one at random.
 

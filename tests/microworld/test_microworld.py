@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -326,6 +327,17 @@ def test_make_writes_kinds_and_changed_elements(tmp_path):
     redrawn = [r["changed"][0] for r in rows if r["kind"] == "redrawn"]
     assert redrawn == [i % (len(scene.things) + 1) for i in range(4)]  # by turns, the backdrop too
     assert all((tmp_path / "d" / r["image"]).is_file() for r in rows)
+
+
+def test_each_element_has_nulls_of_every_kind_of_its_own(tmp_path):
+    flags = ["--targets", "3", "--images_per_phrase", "1", "--clean", "1", "--redraws", "3"]
+    make.main(["--out", str(tmp_path / "d"), *flags])
+    rows = [json.loads(line) for line in (tmp_path / "d" / "redraws.jsonl").read_text().splitlines()]
+    things = len(target_scene("3").things)
+    for kind in STORED:
+        changed = Counter(tuple(row["changed"]) for row in rows if row["kind"] == kind)
+        own = range(things + (kind == "redrawn")) if kind in ELEMENT_NULLS else None
+        assert changed == {(k,): 3 for k in own} if own else list(changed.values()) == [3]
 
 
 def test_free_redraws_are_those_of_older_data_sets(tmp_path):
