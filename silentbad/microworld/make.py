@@ -12,6 +12,7 @@ elements; `7k5` is one of seed 7 with five, and 2 to 5 can be asked for. Seeds 0
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -26,7 +27,7 @@ from tqdm import tqdm
 
 from silentbad import owned
 from silentbad.errors import ArgumentParser, UserError, brief, reading
-from silentbad.files import check_writable, checksum, named
+from silentbad.files import check_writable, checksum, named, read_json
 from silentbad.microworld.grammar import (
     KINDS,
     PLACES,
@@ -41,11 +42,13 @@ from silentbad.microworld.grammar import (
     seat_hat,
     wearing_pair,
 )
-from silentbad.microworld.nulls import STORED, hard_null, turns
+from silentbad.microworld.nulls import STORED, Null, hard_null, turns
 from silentbad.microworld.render import backdrop_mask, render
+from silentbad.recovery.thresholds import FEW
 from silentbad.rng import addressed_seed
 
 FLAGSHIP = "cat-hat"
+TRIES = 100  # of a null that differs from the others of its kind
 REHEARSAL_SEEDS = 2000  # scenes of rehearsal are redraws of targets below
 
 
@@ -155,7 +158,7 @@ class Writer:
         if not found:
             return
         try:
-            written = dict(json.loads((self.out / MARK).read_text(encoding="utf-8")))
+            written = dict(read_json(self.out / MARK))
         except (OSError, ValueError, TypeError):
             written = {}
         if not written:
@@ -233,12 +236,25 @@ def write_target(writer: Writer, name: str, scene: Scene, redraws: int, nulls: i
     )
     for kind in STORED:
         harder = redraws * turns(kind, scene) if nulls is None else nulls  # each element's threshold needs its own
+        seen = set[bytes]()
         for i in range(redraws if kind == "redraw" else harder):
-            null = hard_null(kind, _rng(kind, name, i), scene, turn=i)
+            null, picture = draw_null(kind, name, scene, i, seen)
             stem = f"{name}-{i:03d}" if kind == "redraw" else f"{name}-{kind}-{i:03d}"
-            image = writer.picture(render(null.scene)[0], f"redraws/{stem}.png")
+            image = writer.picture(picture, f"redraws/{stem}.png")
             row = {"target_id": name, "image": image, "kind": kind, "changed": list(null.changed)}
             writer.records["redraws"].append(row)
+
+
+def draw_null(kind: str, name: str, scene: Scene, i: int, seen: set[bytes]) -> tuple[Null, Image.Image]:
+    """Null i of a kind and its picture, which joins `seen`. One that is there already is drawn again, but for kinds of
+    few pictures."""
+    for again in itertools.count():
+        null = hard_null(kind, _rng(kind, name, i, *([again] if again else [])), scene, turn=i)
+        picture = render(null.scene)[0]
+        if (content := picture.tobytes()) not in seen or kind in FEW or again == TRIES:
+            break
+    seen.add(content)
+    return null, picture
 
 
 def placebo_scene(scene: Scene, element: int, rng: np.random.Generator) -> Scene:

@@ -340,6 +340,13 @@ def test_each_element_has_nulls_of_every_kind_of_its_own(tmp_path):
         assert changed == {(k,): 3 for k in own} if own else list(changed.values()) == [3]
 
 
+def test_no_null_is_drawn_twice():
+    scene, seen = target_scene("404"), set[bytes]()
+    for _ in range(2):  # the second has the address of the first
+        make.draw_null("recoloured", "404", scene, 0, seen)
+    assert len(seen) == 2
+
+
 def test_free_redraws_are_those_of_older_data_sets(tmp_path):
     from silentbad.microworld.make import _rng
 
