@@ -19,7 +19,7 @@ from statistics import median
 
 import numpy as np
 
-from bench import instrument, layerwise, strength, thresholds
+from bench import instrument, layerwise, nulls, strength, thresholds
 from bench.published_table import (
     FIRST_TARGETS,
     alone,
@@ -719,7 +719,7 @@ def validation(results: Results, language: Language) -> str:
 
 def judge(results: Results, language: Language) -> str:
     """Two sentences on what the copy detector lets pass, beside the earlier one."""
-    found = results.load("instrument")
+    found = fresh(results.load("instrument"))
 
     def rate(column: str, kind: str) -> str:
         cell = instrument.rate_of(found, column, kind, "strict")
@@ -743,10 +743,33 @@ def judge(results: Results, language: Language) -> str:
     return wrapped(text, language)
 
 
+def fresh(found: dict) -> dict:
+    """Of the instrument's results those on targets that were met once."""
+    return {**found, "targets": {name: t for name, t in found["targets"].items() if int(name) >= instrument.FRESH}}
+
+
 def judge_table(results: Results, language: Language) -> str:
-    """What the copy detector lets pass, by kind of picture."""
+    """What the copy detector lets pass, by kind of picture, and the room that each kind of element has."""
     found = results.load("instrument")
-    return f"{len(found['targets'])} targets.\n\n{instrument.table(found)}\n"
+    once = fresh(found)
+    whole, element, strict = (rate_of_copies(once, level) for level in ("whole", "element", "strict"))
+    text = (
+        f"{len(found['targets'])} targets. Of true copies on the {len(once['targets'])} that were met once, from "
+        f"{instrument.FRESH} on, {whole} pass whole, {element} by element and {strict} strictly."
+    )
+    return f"{wrapped(text, language)}\n\n{instrument.table(found)}\n\n{instrument.by_element(found)}\n"
+
+
+def rate_of_copies(found: dict, level: str) -> str:
+    """With its interval."""
+    cell = instrument.rate_of(found, "new", "copy", level)
+    assert cell is not None, "copies were measured"
+    return f"{cell[0]:.2f} [{cell[1]:.2f}, {cell[2]:.2f}]"
+
+
+def nulls_table(results: Results, language: Language) -> str:
+    """The same images under few and under enough nulls."""
+    return nulls.table(stored(results.folder / nulls.RESULTS.name)) + "\n"
 
 
 def threshold_table(results: Results, language: Language) -> str:
@@ -802,6 +825,7 @@ BLOCKS: dict[str, Block] = {
     "validation": validation,
     "judge": judge,
     "judge-table": judge_table,
+    "nulls": nulls_table,
     "threshold-table": threshold_table,
     "published": published,
     "published-results": published_results,

@@ -1,11 +1,12 @@
 """The published setting: the poisoning ratio, a sustained recovery, and which targets have been used."""
 
 import subprocess
+from collections import Counter
 
 import numpy as np
 import pytest
 
-from bench import layerwise, strength
+from bench import layerwise, nulls, strength
 from bench.arms import PUBLISHED, PUBLISHED_AT
 from bench.published_table import (
     FIRST_TARGETS,
@@ -111,8 +112,7 @@ def test_rows_by_strength_are_of_what_was_fixed_before():
         name = strength.arm(row["target"])
         assert (row["arm"], (row["factor"], row["steps"], row["every"])) == (name, PUBLISHED_AT[name])
         assert len(row["elements"]) == int(row["target"][-1]) and not row["flags"] and not row["placebo"]
-    for commit in sorted({row["commit"] for row in rows}):
-        descends(frozen, commit)
+    descend(frozen, rows)
 
 
 def test_a_line_a_base_over_the_targets_that_all_ran():
@@ -134,8 +134,7 @@ def test_rows_by_layer_are_of_what_was_fixed_before():
     for row in rows:
         assert (row["arm"], row["factor"]) in layerwise.RUNS and not row["flags"] and not row["placebo"]
         assert (row["steps"], row["every"], row["ratio"]) == (layerwise.STEPS, layerwise.EVERY, 0.1)
-    for commit in sorted({row["commit"] for row in rows}):
-        descends(frozen, commit)
+    descend(frozen, rows)
 
 
 def test_a_rule_is_compared_over_the_targets_of_both():
@@ -148,11 +147,32 @@ def test_a_rule_is_compared_over_the_targets_of_both():
     assert len(layerwise.by_run(rows).splitlines()) == 4
 
 
-def descends(frozen: str, commit: str) -> None:
-    found = subprocess.run(["git", "merge-base", "--is-ancestor", frozen, commit], capture_output=True)
-    if found.returncode == 128:
-        pytest.skip("a clone without history")
-    assert found.returncode == 0, f"{commit} does not descend from {frozen}"
+def test_rows_by_nulls_are_of_what_was_fixed_before():
+    rows, frozen = stored(nulls.RESULTS), "32c3b93099bee9ee4c2e4ae7b5f301410a671f09"
+    assert {row["target"] for row in rows} <= {*nulls.TARGETS.split(";")}
+    runs = Counter((row["target"], row["model"]) for row in rows)
+    assert all(count == len(nulls.NULLS) for count in runs.values())
+    descend(frozen, rows)
+
+
+def test_both_numbers_of_nulls_are_of_the_targets_that_have_all():
+    def judged(target, model, many, rate):
+        shared = {"whole_rate": 1.0, "elements": [rate, 1.0]}
+        return {"target": target, "model": model, "nulls": many, "rate": rate, **shared}
+
+    few, enough = nulls.NULLS
+    rows = [judged("7", model, many, rate) for model in nulls.MODELS for many, rate in ((few, 0.25), (enough, 0.75))]
+    lines = nulls.table([*rows, judged("8", "recommended", few, 1.0)]).splitlines()[2:]
+    assert [line.split(" | ")[2:5] for line in lines] == 2 * [["1", "0 of 1", "0.25"], ["1", "1 of 1", "0.75"]]
+
+
+def descend(frozen: str, rows: list[dict]) -> None:
+    """The rows are of commits after the one that freezes what they measure."""
+    for commit in sorted({row["commit"] for row in rows}):
+        found = subprocess.run(["git", "merge-base", "--is-ancestor", frozen, commit], capture_output=True)
+        if found.returncode == 128:
+            pytest.skip("a clone without history")
+        assert found.returncode == 0, f"{commit} does not descend from {frozen}"
 
 
 def test_reported_rows_are_of_frozen_code():
@@ -173,5 +193,5 @@ def test_reported_rows_are_of_frozen_code():
             lengths = {(steps * together, every * together)} | ({(4000, every)} if row["arm"] == "plain" else set())
             lengths |= COARSER if together > 1 or row["steps"] == 4000 else set()
             assert row["factor"] == factor and (row["steps"], row["every"]) in lengths
-    for block, commit in sorted({(block_of(row), row["commit"]) for row in reported}):
-        descends(FROZEN[block], commit)
+    for block in FIRST_TARGETS:
+        descend(FROZEN[block], [row for row in reported if block_of(row) == block])
