@@ -93,8 +93,10 @@ def _strided(tensor: Any, count: int, stride: int) -> Tensor:
     if cut_up(tensor):
         return _strided(whole(tensor), count, stride).clone()  # a view would keep every tensor gathered until the last
     tensor = tensor.detach()
-    dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
-    return tensor.as_strided((count,), (stride,)) if dense else tensor.reshape(-1)[::stride][:count]
+    if tensor.is_contiguous():
+        return tensor.as_strided((count,), (stride,))
+    # the same coordinates in any memory format: a run may be taken up in another
+    return tensor.take(torch.arange(0, count * stride, stride, device=tensor.device))
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,8 @@ class TrainState:
                     load_schedule(part, state[name])
                 else:
                     part.load_state_dict(state[name])
+                if part is self.optimizer:
+                    lie_as_weights(part)
         if self.ema is not None:
             with checkpoint.fitting(source, "ema"):
                 devices = {p.device for p in self.ema.shadow_params}
@@ -182,6 +184,18 @@ def load_schedule(scheduler: Any, state: dict[str, Any]) -> None:
         raise ValueError(f"it has other rates than the {len(scheduler.base_lrs)} of this run")
     scheduler.base_lrs, scheduler._last_lr = rates
     scheduler.last_epoch, scheduler._step_count = int(state["last_epoch"]), int(state["_step_count"])
+
+
+def lie_as_weights(optimizer: torch.optim.Optimizer) -> None:
+    """Averages in the memory order of their weights: fused kernels run over both as they lie, and a checkpoint may be
+    of the other `channels_last`. Raises UserError for averages in 8 bits, whose blocks follow the memory."""
+    for weight, held in optimizer.state.items():
+        for name, value in held.items():
+            if not torch.is_tensor(value) or value.shape != weight.shape or value.stride() == weight.stride():
+                continue
+            if not value.is_floating_point():
+                raise UserError("channels_last: averages in 8 bits keep the checkpoint's; resume with its setting")
+            held[name] = torch.empty_like(weight, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def refuse_other_optimizer(optimizer: Any, state: dict[str, Any]) -> None:

@@ -98,6 +98,12 @@ def test_sampled_norms_estimate_the_whole_and_cover_all_columns():
     assert sample.read([g]).numel() <= 8192 + 128
 
 
+def test_the_same_coordinates_are_read_in_any_memory_format():
+    g = torch.randn(8, 6, 3, 3)
+    sample = Sample([[nn.Parameter(g.clone())]], 50, torch.device("cpu"))
+    assert sample.read([g]).equal(sample.read([g.to(memory_format=torch.channels_last)]))
+
+
 def snapshot(control):
     state = control.state_dict()
     kept = {k: v for k, v in state["statistics"].items() if k not in ("ignored", "norm")}

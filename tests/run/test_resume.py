@@ -9,9 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
+from silentbad.errors import UserError
 from silentbad.run import checkpoint, identity
-from silentbad.run.state import load_schedule, refuse_other_optimizer
+from silentbad.run.state import lie_as_weights, load_schedule, refuse_other_optimizer
 from silentbad.settings import key_tree
 from tests.training import VALIDATION
 from train_silentbad import Config, main
@@ -140,3 +142,43 @@ UNLIKE = [
 def test_a_state_of_another_form_is_named(now, then, said):
     wrong = checkpoint.unlike(now, then)
     assert wrong is None if said is None else said in wrong
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_resume_in_another_memory_format_goes_on(first, flags, tmp_path):
+    settings = {"checkpointing_steps": 2, "log_every": 1, "use_ema": True, "gradient_control.name": "gsnr"}
+    settings |= {"gradient_control.warmup": 1, "gradient_control.refresh": 1}
+    assert main(flags(max_train_steps=4, channels_last=first, **settings)) == 0
+    (tmp_path / "run").rename(tmp_path / "whole")
+    assert main(flags(max_train_steps=2, channels_last=first, **settings)) == 0
+    assert main(flags(max_train_steps=4, channels_last=not first, resume_from_checkpoint="latest", **settings)) == 0
+    logs = [(tmp_path / run / "metrics.jsonl").read_text().splitlines() for run in ("run", "whole")]
+    losses, whole = ([json.loads(line)["loss"] for line in log] for log in logs)
+    assert losses == pytest.approx(whole, rel=1e-4)
+    one, other = (load_file(tmp_path / run / "checkpoints/step-4/ema.safetensors") for run in ("run", "whole"))
+    assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
+
+
+def test_averages_in_eight_bits_keep_their_memory_format():
+    weight = torch.nn.Parameter(torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.state[weight]["state1"] = torch.zeros(2, 3, 2, 2, dtype=torch.uint8)
+    with pytest.raises(UserError, match="channels_last: averages in 8 bits"):
+        lie_as_weights(optimizer)
+
+
+def test_a_page_of_someone_else_is_noticed_before_the_first_step(flags, tmp_path, capsys):
+    assert main(flags(max_train_steps=1)) == 0
+    (tmp_path / "run/report.html").write_text("<h1>mine</h1>")
+    for more in ({"resume_from_checkpoint": "latest"}, {"overwrite_output_dir": True}):
+        assert main(flags(max_train_steps=2, **more)) == 2
+        assert "report.html is no page of this program; move it elsewhere" in capsys.readouterr().err
+    assert (tmp_path / "run/report.html").read_text() == "<h1>mine</h1>"
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_manifest_nested_too_deeply_is_skipped(flags, tmp_path, capsys):
+    assert main(flags(max_train_steps=2, checkpointing_steps=1, checkpoints_total_limit=2)) == 0
+    (tmp_path / "run/checkpoints/step-2/manifest.json").write_text("[" * 5000)
+    assert main(flags(max_train_steps=3, checkpointing_steps=1, resume_from_checkpoint="latest")) == 0
+    assert "step-2 skipped" in capsys.readouterr().err
