@@ -21,6 +21,7 @@ from PIL import Image
 from silentbad import owned, settings
 from silentbad.data.images import to_tensor
 from silentbad.data.targets import Target, check_prompts, load_targets
+from silentbad.distributed.start import start
 from silentbad.errors import UserError, say
 from silentbad.files import check_writable
 from silentbad.model.averaging import averaged, extrapolated
@@ -321,8 +322,6 @@ def audit(
 ) -> Verdict:
     """Every score and control of a pipeline, against a baseline where one is given, and of what fine-tuning changed
     `extrapolate` times as strong; writes JSON and HTML."""
-    from accelerate import Accelerator
-
     if extrapolate is not None and baseline is None:
         raise UserError("--extrapolate: needs --baseline, from which the weights are extrapolated")
     if config.targets is None:
@@ -333,7 +332,7 @@ def audit(
     targets = load_targets(config.targets)
     redraws = load_redraws(config.targets, targets, decode=True)
     null_source(config, targets, bool(redraws), baseline is not None, "--")
-    accelerator = Accelerator()
+    accelerator = start()
     read = {"--targets": config.targets, "--pipeline": pipeline, "--baseline": baseline, "--lora": lora}
     mine = owned.claimed(output_dir, "audit", key="--output_dir", writes=(NAME, "report.html", "samples"), read=read)
     with mine if accelerator.is_main_process else nullcontext():

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+from silentbad.distributed.start import start
 from silentbad.errors import reader_may_leave
 from silentbad.run import launched
 
@@ -78,3 +80,28 @@ def test_a_reader_that_leaves_costs_the_run_nothing(monkeypatch):
             for _ in range(3):
                 print("a line", flush=True)
         assert sys.stdout is unread
+
+
+@pytest.mark.parametrize(
+    "surroundings, said",
+    [
+        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "ACCELERATE_MIXED_PRECISION: must be no, fp16 or bf16, is 'fp8'"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "ACCELERATE_MIXED_PRECISION: fp16 needs a CUDA device"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "bogus"}, "accelerate cannot start ('BOGUS' is not a valid DynamoBackend)"),
+        ({"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}, "accelerate cannot start"),
+    ],
+)
+def test_surroundings_that_accelerate_refuses_are_one_line(surroundings, said):
+    command = "from silentbad.distributed.start import start; start()"
+    if torch.cuda.is_available() and "fp16" in said:
+        pytest.skip("a CUDA device has fp16")
+    done = subprocess.run(
+        (sys.executable, "-c", command), cwd=ROOT, env={**os.environ, **surroundings}, capture_output=True, text=True
+    )
+    assert done.stderr.splitlines()[-1].startswith(f"silentbad.errors.UserError: {said}")
+
+
+def test_only_the_flag_says_how_gradients_add_up(monkeypatch, capsys):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    assert start(2).gradient_accumulation_steps == 2
+    assert "STEPS 4 does not count; gradient_accumulation_steps is 2" in capsys.readouterr().err

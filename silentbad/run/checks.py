@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
-import torch
 
 from silentbad import owned
 from silentbad.data import buckets
 from silentbad.data.elements import DataInfo
 from silentbad.data.published import is_published
 from silentbad.data.records import PUBLISHED_FLAGS, Records
+from silentbad.distributed.start import check_precision
 from silentbad.errors import UserError, warn
 from silentbad.memory import roles
 from silentbad.memory.rehearsal import REHEARSED
@@ -321,7 +321,6 @@ def unfit_transformer(config: TrainConfig, kind: Family, sharded: str) -> list[t
 def check_machine(config: TrainConfig) -> None:
     """Refuse what this machine or the pipeline's own settings cannot do."""
     check_optimizer(config)
-    if config.mixed_precision == "fp16" and not torch.cuda.is_available():
-        raise UserError("mixed_precision: fp16 needs a CUDA device; use bf16 or no")
+    check_precision(config.mixed_precision or "no", "mixed_precision")
     if config.enable_xformers_memory_efficient_attention:
         check_xformers()

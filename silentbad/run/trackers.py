@@ -11,6 +11,7 @@ import torch.distributed
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
+from silentbad.distributed.start import start as start_accelerator
 from silentbad.errors import UserError, first_line
 from silentbad.run.config import TrainConfig
 
@@ -21,9 +22,9 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     for name in ("tensorboard", "wandb", "comet_ml"):
         if trackers == name and importlib.util.find_spec(name) is None:
             raise UserError(f"report_to: {name} is not installed; pip install {name}, or use none")
-    accelerator = Accelerator(
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        mixed_precision=config.mixed_precision,
+    accelerator = start_accelerator(
+        config.gradient_accumulation_steps,
+        config.mixed_precision,
         log_with=trackers,
         project_config=ProjectConfiguration(config.output_dir, logging_dir=f"{config.output_dir}/{config.logging_dir}"),
     )

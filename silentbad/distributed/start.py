@@ -1,0 +1,37 @@
+"""accelerate's handle, from the settings that count: what its environment variables say beside them is checked."""
+
+import os
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+
+from silentbad.errors import UserError, reading, warn
+
+PRECISIONS = ("no", "fp16", "bf16")
+PRECISION, ACCUMULATION = "ACCELERATE_MIXED_PRECISION", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+
+
+def start(accumulation: int = 1, mixed_precision: str | None = None, **options: Any) -> Accelerator:
+    """accelerate's handle; its `mixed_precision` is that of accelerate's own setting where unset.
+
+    Raises UserError for a precision that this machine or this program does not have, and where accelerate refuses its
+    configuration or the processes do not find each other.
+    """
+    if mixed_precision is None and (asked := os.environ.get(PRECISION, "no")) not in PRECISIONS:
+        raise UserError(f"{PRECISION}: must be no, fp16 or bf16, is {asked!r}")
+    check_precision(
+        mixed_precision or os.environ.get(PRECISION, "no"), "mixed_precision" if mixed_precision else PRECISION
+    )
+    if (other := os.environ.get(ACCUMULATION, "1")) not in ("1", str(accumulation)):
+        warn(f"{ACCUMULATION} {other} does not count; gradient_accumulation_steps is {accumulation}")
+    plugin = GradientAccumulationPlugin(num_steps=accumulation)  # a plain number would give way to the environment
+    with reading("accelerate cannot start", "mend its configuration or its environment variables"):
+        return Accelerator(gradient_accumulation_plugin=plugin, mixed_precision=mixed_precision, **options)
+
+
+def check_precision(precision: str, key: str) -> None:
+    """Refuse half precision that this machine does not have."""
+    if precision == "fp16" and not torch.cuda.is_available():
+        raise UserError(f"{key}: fp16 needs a CUDA device; use bf16 or no")
