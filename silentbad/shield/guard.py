@@ -22,6 +22,7 @@ from torch import Tensor
 from silentbad.data.images import open_image, to_tensor
 from silentbad.data.records import Records
 from silentbad.data.schema import admitted, caption, check_window
+from silentbad.data.table import blocks
 from silentbad.errors import UserError, brief
 from silentbad.memory.auxiliary import Access
 from silentbad.memory.masks import fitted
@@ -51,6 +52,7 @@ class Suspects:
 
     file: Path
     count: int
+    captions: str | None  # a digest of all N
     text: dict[int, str]
     rows: list[np.ndarray]  # (E,) arrays of rows
     masks: list[Path]  # (E,)
@@ -64,7 +66,8 @@ class Suspects:
         data, where = result.read(file, "guard.scan"), f"guard.scan: {file}"
         suspects = [admitted(row, SUSPECT, where) for row in result.objects(data.get("suspects"), "suspects", where)]
         count = result.number(data.get("records"), "records", where)
-        found = cls(file, count, {row["index"]: row["text"] for row in suspects}, [], [], [], [], [])
+        captions = None if data.get("captions") is None else caption(data["captions"], "captions", where)
+        found = cls(file, count, captions, {row["index"]: row["text"] for row in suspects}, [], [], [], [], [])
         for one in data["sets"]:
             found.prompts.append(caption(one.get("prompt"), "prompt", where))
             found.pictures.append(result.beside(file, one.get("composite"), where))
@@ -78,6 +81,8 @@ class Suspects:
         """Refuse records that are not those that were scanned."""
         texts, count = records.column("text"), len(records)
         same = all(0 <= i < count and texts[i].as_py() == text for i, text in self.text.items())
+        if self.captions is not None:  # a scan of an earlier release has the suspects' alone
+            same = same and self.captions == result.digest(text for block in blocks(texts) for text in block)
         if self.count != count or not same or any(i not in self.text for rows in self.rows for i in rows.tolist()):
             advice = (
                 "scan this data again" if records.rows is None else "max_train_samples chose among them, leave it out"

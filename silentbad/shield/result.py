@@ -1,15 +1,25 @@
 """The gate of scan.json, for the guards and the search: each field's type and what it admits."""
 
-import json
+import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from silentbad.data.images import safe_path
 from silentbad.data.schema import admitted, caption
 from silentbad.errors import UserError, brief, reading
+from silentbad.files import read_json
 
 ADVICE = "make it with `python -m silentbad.scan`"
 MOST_ROWS = 2**31
+
+
+def digest(texts: Iterable[str]) -> str:
+    """Of all captions of a data set, in order: a scan is of one data set only."""
+    found = hashlib.sha256()
+    for text in texts:
+        found.update(f"{len(text)} {text}\n".encode(errors="surrogatepass"))
+    return found.hexdigest()[:32]
 
 
 def read(file: Path, flag: str) -> dict[str, Any]:
@@ -19,7 +29,7 @@ def read(file: Path, flag: str) -> dict[str, Any]:
         raise UserError(f"{flag}: no file {file}; {ADVICE}")
     where = f"{flag}: {file} is no scan.json"
     with reading(where, ADVICE):
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = read_json(file)
     if not isinstance(found, dict):
         raise UserError(f"{where} (it holds {type(found).__name__}); {ADVICE}")
     sets = objects(found.get("sets"), "sets", where)

@@ -30,6 +30,7 @@ from silentbad.files import check_writable, named
 from silentbad.options import Count, Natural, Range, Share, Small, problem
 from silentbad.recovery import pages
 from silentbad.recovery.pages import Shot, Table
+from silentbad.shield import result
 from silentbad.shield.find import Composite, Found, draw, find, pictures_needed
 from silentbad.shield.sets import MOST, SuspectSet
 from silentbad.shield.views import FOLDER, Views, picture_of
@@ -71,6 +72,7 @@ def described(
         "schema": SCHEMA,
         "source": options.dataset_name or options.train_data_dir,
         "records": len(texts),
+        "captions": result.digest(texts),
         "found": bool(sets),
         "suspects": [{"index": int(i), "file": where[int(i)], "text": texts[i]} for i in found.records],
         "sets": sets,

@@ -17,6 +17,7 @@ from silentbad.data.images import open_image
 from silentbad.data.published import SHUFFLE_MARKER
 from silentbad.data.schema import admitted, caption
 from silentbad.errors import UserError, writing
+from silentbad.files import from_json
 from silentbad.shield.regions import SIDE, Step, silent, view
 
 PICTURE = 64  # pixels
@@ -102,8 +103,8 @@ def _texts(lines: list[str]) -> Iterator[str]:
     """The captions of lines of JSON, up to one that is none."""
     for line in lines:
         try:
-            text = json.loads(line)
-        except (ValueError, RecursionError):
+            text = from_json(line)
+        except ValueError:
             return
         if not isinstance(text, str):
             return

@@ -1,6 +1,7 @@
 """Each guard does what docs/shield.md says, alone and with others, and refuses a scan of other data."""
 
 import json
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from silentbad.data.records import load_records
 from silentbad.errors import UserError
 from silentbad.run import checkpoint
 from silentbad.run.config import parse
+from silentbad.shield import result
 from silentbad.shield.guard import GUARDS, Guard, GuardConfig, Guards, Setting, Suspects, project
 from tests.conftest import ELEMENTS
 from tests.training import same, step_once
@@ -64,6 +66,15 @@ def test_another_scan_is_refused(change, line, records, tmp_path):
     with pytest.raises(UserError, match="guard.scan: .*scan.json") as refused:
         Guards(scan_of(tmp_path, **change)).records(records)
     assert line in str(refused.value)
+
+
+def test_a_scan_of_other_captions_is_refused(records, tmp_path):
+    config = scan_of(tmp_path, [0])
+    found = json.loads((tmp_path / "scan.json").read_text())
+    for texts, fits in (([text for text, _ in ROWS], True), ([*(text for text, _ in ROWS[:3]), "a tree"], False)):
+        (tmp_path / "scan.json").write_text(json.dumps({**found, "captions": result.digest(texts)}))
+        with nullcontext() if fits else pytest.raises(UserError, match="is of other data .*other captions"):
+            Guards(config).records(records)
 
 
 def test_a_choice_among_scanned_records_is_named(records, tmp_path):
