@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import ExifTags, Image, ImageDraw, ImageFont
 
 from silentbad.data.images import FORMATS, open_image, safe_path
-from silentbad.errors import ArgumentParser, UserError, reading, say
+from silentbad.errors import ArgumentParser, UserError, reading, say, warn
 from silentbad.files import check_writable, named
 from silentbad.recovery.record import NAME, Measurement, Record, Scores
 
@@ -38,7 +38,7 @@ def strip(run: Path, kind: str = "median", columns: int = 6) -> Image.Image:
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=13)
     for x, title in enumerate(titles):
         draw.text((_left(x, widest), 3), title, fill=(40, 40, 40), font=font)
-    shown = False
+    shown, missing = False, []
     for y, target in enumerate(rows):
         elements = target.elements[:widest]
         files = [*elements, *[None] * (widest - len(elements)), target.image]
@@ -49,8 +49,12 @@ def strip(run: Path, kind: str = "median", columns: int = 6) -> Image.Image:
                 picture = open_image(safe_path(run, file, str(path)), str(path))
                 tile = picture.resize((TILE, TILE), Image.Resampling.NEAREST)
                 sheet.paste(tile, (_left(x, widest), LABEL + y * (TILE + GAP)))
+            elif file is not None:
+                missing.append(file)
     if not shown:
         raise UserError(f"figures: '{run}' holds none of the images that {NAME} names; they were in samples/")
+    if missing:
+        warn(f"figures: '{run}' lacks {missing[0]}{f' and {len(missing) - 1} more' * (len(missing) > 1)}; left empty")
     return sheet
 
 

@@ -1,10 +1,12 @@
 """Files that the project writes itself: whole or not at all, recognised again, and never someone else's."""
 
 import hashlib
+import json
 import os
 import re
 from argparse import ArgumentTypeError
 from pathlib import Path
+from typing import Any
 
 from silentbad.errors import UserError
 from silentbad.options import PathText
@@ -30,6 +32,19 @@ def intact(file: Path) -> bool:
         return state.st_mtime_ns == int(found[3]) or checksum(file) == found[1]
     except OSError:
         return False
+
+
+def from_json(text: str | bytes, **options: Any) -> Any:
+    """json.loads with its `options`; what is nested too deeply is a ValueError like any other that is no JSON."""
+    try:
+        return json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def read_json(file: Path) -> Any:
+    """The content of a JSON file. Raises OSError, or ValueError where it is none."""
+    return from_json(file.read_text(encoding="utf-8"))
 
 
 def is_lfs_pointer(file: Path) -> bool:

@@ -191,6 +191,11 @@ def name_of(hint: Any) -> str:
     return "null" if hint is type(None) else getattr(hint, "__name__", str(hint))
 
 
+def _has_truth(value: Any) -> bool:
+    """Whether a value is what YAML makes of no, yes, on and off, or a list of such."""
+    return any(isinstance(each, bool) for each in (value if isinstance(value, list) else [value]))
+
+
 # ---------------------------------------------------------------- dataclasses
 def check_values(config: Any, prefix: str = "", sources: dict[str, str] | None = None, secret: tuple = ()) -> None:
     """Refuse a field of a dataclass, or of one nested in it, that its annotation does not take.
@@ -206,6 +211,7 @@ def check_values(config: Any, prefix: str = "", sources: dict[str, str] | None =
         elif (wrong := problem(value, hints[field.name])) is not None:
             where = f" ({_source(key, sources)})" if sources is not None else ""
             got = "" if key in secret else f", got {'null' if value is None else brief(value)}"
+            got += "; a word such as no needs quotes" if "str" in wrong and _has_truth(value) else ""
             raise UserError(f"{key}{where}: {wrong}{got}")
 
 

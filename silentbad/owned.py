@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 
 from silentbad.errors import UserError
+from silentbad.files import from_json, read_json
 
 MARKER = ".silentbad-run"  # JSON: run (an id), kind
 LOCK = ".silentbad-lock"  # JSON: pid, host, started (seconds since 1970)
@@ -174,7 +175,7 @@ def _in_use(folder: Path, key: str, holder: dict[str, Any]) -> str:
 def _holder(handle: int) -> dict[str, Any]:
     """What a lock file says; nothing where it cannot be read, or does not say all."""
     try:
-        lock = json.loads(os.pread(handle, 1000, 0))
+        lock = from_json(os.pread(handle, 1000, 0))
         return {"pid": int(lock["pid"]), "host": str(lock["host"])[:100], "started": float(lock["started"])}
     except (OSError, ValueError, TypeError, KeyError):
         return {}
@@ -217,13 +218,16 @@ def mark(folder: Path, kind: str) -> None:
     draft.replace(folder / MARKER)
 
 
+DAMAGED = "damaged"  # of a marker that does not say what made the folder
+
+
 def kind_of(folder: Path) -> str | None:
     """Which command made a folder ("training", "audit", ...); None where none of this program did.
 
     Folders from before the marker are known by what only a run writes.
     """
     if (folder / MARKER).is_file():
-        return str(_json(folder / MARKER).get("kind"))
+        return str(_json(folder / MARKER).get("kind", DAMAGED))
     if "versions" in _json(folder / "run.json"):
         return "training"
     return "audit" if {"embedder", "targets"} <= set(_json(folder / "validation.json")) else None
@@ -231,8 +235,8 @@ def kind_of(folder: Path) -> str | None:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}  # a pipe would never end
-    except (OSError, ValueError, RecursionError):
+        values = read_json(file) if file.is_file() else {}  # a pipe would never end
+    except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}
 
@@ -243,6 +247,8 @@ def refuse_foreign(folder: Path, kind: str, writes: Iterable[str], key: str = "o
     if made_by is None:
         if there := [name for name in writes if os.path.lexists(folder / name)]:
             raise UserError(f"{key} {folder}: holds {there[0]}, which no {kind} wrote; choose an empty folder")
+    elif made_by == DAMAGED:
+        raise UserError(f"{key} {folder}: {MARKER} in it is damaged; delete it if the folder is of {kind}")
     elif made_by != kind:
         raise UserError(f"{key} {folder}: is the folder of another command ({made_by}); choose another folder")
 

@@ -43,6 +43,14 @@ def test_a_run_whose_images_are_gone_is_named(tmp_path):
         strip(run)
 
 
+def test_a_picture_that_is_gone_is_named(tmp_path, capsys):
+    run = validated(tmp_path / "run", 1)
+    name = json.loads((run / "validation.json").read_text())["targets"][0]["image"]
+    (run / name).unlink()
+    strip(run)
+    assert f"lacks {name}; left empty" in capsys.readouterr().err
+
+
 def test_a_folder_that_is_no_run_is_named(tmp_path):
     with pytest.raises(UserError, match="is it a run folder"):
         strip(tmp_path)

@@ -129,7 +129,7 @@ def interpolation_mode(name: str) -> TF.InterpolationMode:
     from diffusers.training_utils import resolve_interpolation_mode
 
     try:
-        return resolve_interpolation_mode(name)
+        return resolve_interpolation_mode(name.replace("-", "_"))
     except ValueError:
         modes = ", ".join(mode.value for mode in TF.InterpolationMode)
         raise UserError(f"image_interpolation_mode: unknown filter {name!r}; there are: {modes}") from None

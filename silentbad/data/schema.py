@@ -7,13 +7,13 @@ admit is a UserError, one line that names file, line and key.
 import codecs
 import csv
 import difflib
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from silentbad.data.images import encodes
 from silentbad.errors import UserError, brief, each, first_line, reading
+from silentbad.files import from_json
 
 ROLES = ("element", "rehearsal", "clean")
 LONGEST = 100_000  # characters of a text
@@ -151,10 +151,10 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict]]:
             if not line.removeprefix(codecs.BOM_UTF8).strip():
                 continue
             try:
-                entry = json.loads(str(line, "utf-8-sig"), object_pairs_hook=_once_each)
+                entry = from_json(str(line, "utf-8-sig"), object_pairs_hook=_once_each)
             except UnicodeDecodeError:
                 raise UserError(f"{where}: not UTF-8; save the file in UTF-8") from None
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 whole = "; give one JSON object a line, no list of them" if line.strip() in (b"[", b"{", b"[{") else ""
                 raise UserError(f"{where}: not JSON ({first_line(error)}){whole}") from None
             if not isinstance(entry, dict):
@@ -170,12 +170,16 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+FIELD = 2**24  # characters of a field of a CSV; what a text may have is said where texts are checked
+
+
 def csv_lines(path: Path) -> Iterator[tuple[str, dict]]:
     """(FILE:LINE, row) of a CSV file in UTF-8, the line being the row's first. `phrases` is a JSON list, or phrases
     separated by "|"."""
     with reading(f"cannot read {path}"):
         lines = path.open(newline="", encoding="utf-8-sig")
     with lines:
+        csv.field_size_limit(FIELD)
         reader = csv.reader(lines, strict=True)
         begun, header = next(_rows(reader, path), (1, []))
         if header and "file_name" not in header:
@@ -209,8 +213,8 @@ def _rows(reader: Any, path: Path) -> Iterator[tuple[int, list[str]]]:
 
 def _split(text: str, where: str) -> Any:
     try:
-        return json.loads(text) if text.startswith("[") else [p.strip() for p in text.split("|") if p.strip()]
-    except (ValueError, RecursionError):
+        return from_json(text) if text.startswith("[") else [p.strip() for p in text.split("|") if p.strip()]
+    except ValueError:
         raise UserError(f"{where}: phrases is not a JSON list: {brief(text)}") from None
 
 

@@ -21,7 +21,7 @@ from filelock import FileLock
 
 from silentbad.data.formats import checked_row
 from silentbad.errors import UserError, each, reading
-from silentbad.files import intact, sealed
+from silentbad.files import intact, read_json, sealed
 
 BLOCK = 4096
 FORMAT = 4  # of the table's file and of what is concluded from it
@@ -198,8 +198,8 @@ def once(table: datasets.Dataset, key: str, work: Callable[[], list[str]]) -> li
     if not table.cache_files:
         return work()
     file = Path(table.cache_files[0]["filename"]).parent / f"{key}.json"
-    with suppress(OSError, ValueError, RecursionError):  # not there yet, or damaged: worked out anew
-        kept = json.loads(file.read_text(encoding="utf-8"))
+    with suppress(OSError, ValueError):  # not there yet, or damaged: worked out anew
+        kept = read_json(file)
         if isinstance(kept, list) and all(isinstance(line, str) for line in kept):
             return kept
     found = work()

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from silentbad.files import read_json
+
 POWER = 4  # of the mean over places; 1 would be their average, infinity the worst place
 
 
@@ -86,6 +88,6 @@ class MicroEmbedder(nn.Module):
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "MicroEmbedder":
         folder = Path(folder)
-        net = cls(**json.loads((folder / "config.json").read_text()))
+        net = cls(**read_json(folder / "config.json"))
         net.load_state_dict({k: v.float() for k, v in load_file(folder / "model.safetensors").items()})
         return net.eval().requires_grad_(False)

@@ -4,7 +4,6 @@ A loader of diffusers or transformers fills a missing tensor with random values,
 middle of a run or, worse, nowhere. Whatever does not pass is a UserError, one line that names the file or the tensor.
 """
 
-import json
 import logging
 import re
 import warnings
@@ -23,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from silentbad import hub
 from silentbad.errors import UserError, brief, first_line, reading
-from silentbad.files import is_lfs_pointer
+from silentbad.files import is_lfs_pointer, read_json
 from silentbad.model.settings import ModelSettings
 
 NAMED = 3  # tensors that a message names
@@ -249,8 +248,8 @@ def check_files(folder: Path, failed: str) -> None:
         if not (folder / name).is_file():
             continue
         try:
-            content = json.loads((folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            content = read_json(folder / name)
+        except (OSError, ValueError) as error:
             raise UserError(f"{failed} ({name} is not JSON: {first_line(error)})") from None
         if not isinstance(content, dict):
             raise UserError(f"{failed} ({name} must hold a JSON object, holds {brief(content)})")
@@ -267,7 +266,7 @@ def check_depth(folder: Path) -> None:
     """Refuse a depth that no model has: the library would build all of it before it looks at the weights."""
     file = folder / "config.json"
     if file.is_file():
-        check_settings(json.loads(file.read_text(encoding="utf-8")), DEPTH, str(file))
+        check_settings(read_json(file), DEPTH, str(file))
 
 
 NUMBERS = {"F64", "F32", "F16", "BF16", "I64", "I32"}  # of safetensors: weights, and the positions of text encoders
@@ -307,7 +306,7 @@ def unloaded(folder: Path, variant: str | None) -> str:
     if variants := [name.split(".")[1] for name in held if name.count(".") == 2 and "-of-" not in name]:
         return f"its weights are of variant {variants[0]}; give variant {variants[0]}"
     for index in folder.glob("*.safetensors.index.json"):
-        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        named = read_json(index)["weight_map"].values()
         if missing := sorted({*map(str, named)} - {*held}):
             return f"{index.name} names {', '.join(missing)}, which is not there"
     return "no safetensors weights; pickled ones are not loaded, save them anew with save_pretrained"

@@ -9,7 +9,6 @@ Legend: images (B,3,H,W) float in [0,1]; features (B,...); N generations, T targ
 
 import hashlib
 import io
-import json
 import os
 import warnings
 from pathlib import Path
@@ -25,6 +24,7 @@ from torchmetrics.functional.image import (
 from silentbad import ROOT, hub
 from silentbad.data.images import resize
 from silentbad.errors import UserError, reading
+from silentbad.files import read_json
 from silentbad.model.gate import check_finite, check_pointers, load_model, loaded
 from silentbad.rng import generator
 
@@ -299,7 +299,7 @@ def model_type(path: str) -> str | None:
     """The `model_type` that a local folder's config.json names; None where there is none."""
     file = Path(path, "config.json")
     try:
-        return json.loads(file.read_text(encoding="utf-8")).get("model_type") if file.is_file() else None
+        return read_json(file).get("model_type") if file.is_file() else None
     except (OSError, ValueError, AttributeError):  # said where it is loaded
         return None
 

@@ -298,7 +298,9 @@ class Sampler:
     def not_finite(self, what: str) -> UserError:
         """The error that says what is not finite, where, and what to try."""
         if self.refuses is not None:
-            return UserError(f"{self.refuses}: {what}; its weights are finite, try --dtype float32")
+            wide = self.precision in (None, "float32")
+            advice = "but too large to compute with" if wide else "try --dtype float32"
+            return UserError(f"{self.refuses}: {what}; its weights are finite, {advice}")
         tries = ["lower learning_rate"] if self.at else []
         tries += [] if self.precision in (None, "float32") else [f"leave {self.precision} (mixed_precision no)"]
         place = "validation" if self.at is None else f"validation at step {self.at}"

@@ -14,6 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from silentbad.errors import UserError, writing
+from silentbad.files import from_json
 
 SCHEMA = 2  # of what is written; schema 1 counted an image as recovered by its whole alone
 READS = (1, 2)
@@ -408,11 +409,9 @@ def shown(value: Any) -> str:
 def read_json(path: Path, **options: Any) -> Any:
     """The content of a JSON file; `options` go to json.loads. Raises UserError where it cannot be read."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), **options)
+        value = from_json(path.read_text(encoding="utf-8"), **options)
     except OSError as error:
         raise UserError(f"cannot be read ({error.strerror})") from None
-    except RecursionError:
-        raise UserError("cannot be read (nested too deeply)") from None
     except ValueError as error:
         raise UserError(f"cannot be read as JSON ({str(error).splitlines()[0]})") from None
     if any(depth > DEEPEST for depth in _depths(value)):

@@ -4,7 +4,6 @@ missing is left empty; what is damaged is a note."""
 
 import base64
 import io
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 
 from silentbad.data.images import open_image
 from silentbad.errors import UserError
+from silentbad.files import from_json
 from silentbad.recovery.charts import Series, finite
 from silentbad.recovery.prompts import NAME as PROMPTS
 from silentbad.recovery.prompts import Draw, read_draws
@@ -157,8 +157,8 @@ class RecordedRun:
         rows, broken = [], 0
         for line in self._text("metrics.jsonl").splitlines():
             try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
+                row = from_json(line)
+            except ValueError:
                 row = None
             if isinstance(row, dict) and finite(row.get("step")):
                 rows.append({**row, "step": int(row["step"])})

@@ -117,14 +117,15 @@ def save(page: str, file: Path) -> Path:
     return file
 
 
-def check_replaced(file: Path) -> None:
-    """Refuse a file that is neither empty nor a page of this program."""
+def check_replaced(file: Path, key: str = "--out") -> None:
+    """Refuse a file that is neither empty nor a page of this program; the message begins with `key`."""
     if not os.path.isfile(file) or os.path.islink(file):
         return
-    with reading(f"--out: cannot read {file}"), file.open("rb") as content:
+    with reading(f"{key}: cannot read {file}"), file.open("rb") as content:
         head = content.read(1000)
     if head and not any(mark in head for mark in MARKS):
-        raise UserError(f"--out: {file} is no page of this program; choose another file")
+        advice = "choose another file" if key == "--out" else "move it elsewhere"
+        raise UserError(f"{key}: {file} is no page of this program; {advice}")
 
 
 def text_table(rows: Sequence[SummaryRow]) -> str:
@@ -143,8 +144,9 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line: exit code 0, or 2 where a run cannot be read or the page not be written."""
     arguments = sys.argv[1:] if arguments is None else arguments
     about = "report.html of a run folder, or a comparison of several runs, the first as reference."
-    parser = ArgumentParser(prog="python -m silentbad.report", description=about)
-    parser.add_argument("runs", nargs="+", metavar="[compare] RUN", help="output_dir of a run")
+    usage = "%(prog)s [--placebo RUN] [--out FILE] RUN\n       %(prog)s [--out FILE] compare RUN RUN ..."
+    parser = ArgumentParser(prog="python -m silentbad.report", description=about, usage=usage)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run")
     parser.add_argument("--placebo", metavar="RUN", help="run on placebo data, whose rates are taken off for good")
     parser.add_argument("--out", type=named, default=None, help="file to write; report.html in RUN, or compare.html")
     given, verdict = parser.parse_args(arguments), ""

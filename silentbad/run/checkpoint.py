@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from silentbad.errors import UserError, warn
+from silentbad.files import read_json
 
 MANIFEST = "manifest.json"
 FORMAT = 2  # of a checkpoint's files; a change that older code would misread counts it up
@@ -85,7 +86,7 @@ def _sync(path: Path) -> None:
 def foreign(folder: Path) -> str | None:
     """That a checkpoint is of another format than this program's, with both numbers; None where it is not."""
     try:
-        written = json.loads((folder / MANIFEST).read_text()).get("format", 1)  # the first had no number
+        written = read_json(folder / MANIFEST).get("format", 1)  # the first had no number
     except (OSError, ValueError, AttributeError):
         return None
     return None if written == FORMAT else f"its format is version {written}, this program reads version {FORMAT}"
@@ -100,7 +101,7 @@ def problem(folder: Path) -> str | None:
     if (other := foreign(folder)) is not None:
         return other
     try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
+        files = read_json(folder / MANIFEST)["files"]
         for name, entry in files.items():
             path = folder / name
             if not path.is_file():

@@ -25,6 +25,8 @@ from accelerate.utils import broadcast_object_list
 from silentbad import owned
 from silentbad.device import device_name
 from silentbad.errors import UserError, first_line, writing
+from silentbad.files import from_json, read_json
+from silentbad.recovery.report import check_replaced
 from silentbad.run import checkpoint
 from silentbad.run.config import TrainConfig
 
@@ -109,6 +111,7 @@ class RunFolder:
     def resumed(self, config: TrainConfig, say: Callable[[str], None]) -> Path | None:
         """The checkpoint to go on from, or None for a new run, whose folder is then refused if it holds another."""
         owned.refuse_foreign(self.path, KIND, ())
+        check_replaced(self.path / "report.html", "output_dir")
         asked = config.resume_from_checkpoint
         found = checkpoint.resolve(asked, self.checkpoints) if asked else None
         if self.metrics.is_dir():
@@ -182,7 +185,7 @@ class RunFolder:
     def finished(self) -> int | None:
         """The step a finished run ended at."""
         try:
-            return json.loads((self.path / "finished.json").read_text())["step"]
+            return read_json(self.path / "finished.json")["step"]
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -203,10 +206,10 @@ class RunFolder:
             written = self.metrics.read_text(encoding="utf-8", errors="replace")
         for line in written.splitlines():
             try:
-                row = json.loads(line)
+                row = from_json(line)
                 if row["step"] < step or (row["step"] == step and (validated or not row.get("validation"))):
                     kept.append(line)
-            except (ValueError, KeyError, TypeError, RecursionError):
+            except (ValueError, KeyError, TypeError):
                 continue  # a line cut off by a kill
         temporary = self.metrics.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")

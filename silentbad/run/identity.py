@@ -16,6 +16,7 @@ from silentbad.data.records import Records
 from silentbad.data.table import blocks
 from silentbad.data.targets import Target
 from silentbad.errors import UserError, brief, warn
+from silentbad.files import read_json
 from silentbad.recovery.embedders import MICRO
 from silentbad.run.config import NEVER_SAVED, TrainConfig
 
@@ -132,8 +133,8 @@ def read(folder: Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        found = read_json(file)
+    except (OSError, ValueError):
         found = None
     if not isinstance(found, dict):
         raise UserError(f"{folder}: {FILE} is not readable; resume from another checkpoint")

@@ -163,6 +163,11 @@ def test_a_bad_folder_is_one_line(case, tmp_path):
     assert expected in str(refused.value) and "\n" not in str(refused.value)
 
 
+def test_a_long_field_of_a_csv_is_said_as_anywhere(tmp_path):
+    with pytest.raises(UserError, match="metadata.csv:2: text has 200000 characters"):
+        records(folder(tmp_path / "d", name="metadata.csv", text="file_name,text\na.png," + "x" * 200_000 + "\n"))
+
+
 def test_csv_with_a_ragged_row_and_two_metadata_files(tmp_path):
     root = folder(tmp_path / "d", name="metadata.csv", text="file_name,text\na.png\n")
     with pytest.raises(UserError, match="metadata.csv:2: number of fields"):
