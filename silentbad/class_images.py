@@ -27,6 +27,7 @@ from silentbad.files import check_writable, named
 from silentbad.model.families import backbone_of
 from silentbad.model.family import side_of
 from silentbad.model.pipeline import load_pipeline, vae_factor
+from silentbad.recovery.prompts import refuse_json
 
 UNLISTED = ".unlisted"  # in class/ until its records are in metadata.jsonl
 DRAFT = ".class-images"  # the folder that becomes class/
@@ -150,6 +151,8 @@ def main(argv: list[str] | None = None) -> int:
         if not os.path.isfile(a.prompts):
             raise UserError(f"--prompts: no file {a.prompts}; it holds one prompt a line")
         lines = [(f"{a.prompts}:{k}", line) for k, line in enumerate(text_lines(a.prompts), 1)]
+        for where, line in lines:
+            refuse_json(line, where, "give one prompt a line")
         prompts = {where: caption(line, "a prompt", where).strip() for where, line in lines if line.strip()}
         if not prompts:
             raise UserError(f"--prompts: {a.prompts} holds no prompt; give one a line")

@@ -16,6 +16,12 @@ def test_a_prompt_that_no_caption_can_be_is_refused(tmp_path, capsys):
     assert "p.txt:2: a prompt holds a NUL" in capsys.readouterr().err
 
 
+def test_json_is_no_prompt(tmp_path, capsys):
+    (tmp_path / "p.txt").write_text('{"prompt": "a cat"}\n')
+    assert main(["--pipeline", "none", "--prompts", str(tmp_path / "p.txt"), "--out", str(tmp_path)]) == 2
+    assert "p.txt:1: the JSON would be drawn as a prompt; give one prompt a line" in capsys.readouterr().err
+
+
 def test_a_model_folder_is_no_place_for_pictures(tmp_path, capsys):
     (tmp_path / "model_index.json").write_text("{}")
     (tmp_path / "prompts.txt").write_text("a cat")

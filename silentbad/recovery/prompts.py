@@ -63,8 +63,7 @@ def load_prompts(path: str | Path, tokenizer: Any = None, guided: bool = True) -
     else:
         rows = [(f"{file}:{k}", {"prompt": line}) for k, line in enumerate(text_lines(file), 1) if line.strip()]
         for where, row in rows:
-            if row["prompt"].lstrip().startswith(("{", "[{")):
-                raise UserError(f"{where}: the JSON would be drawn as a prompt; name the file .jsonl, an object a line")
+            refuse_json(row["prompt"], where, "name the file .jsonl, an object a line")
             if found_flag := re.match(r"\s*#|.*?\s(--\w+)(\s|$)", row["prompt"]):
                 what = found_flag[1] or "#"
                 raise UserError(f"{where}: {what} would be drawn; give a .jsonl with prompt, seed, negative instead")
@@ -81,6 +80,12 @@ def load_prompts(path: str | Path, tokenizer: Any = None, guided: bool = True) -
     if not 0 < len(found) <= MOST:
         raise UserError(f"{file}: holds {len(found)} prompts; give from 1 to {MOST}")
     return found
+
+
+def refuse_json(line: str, where: str, right: str) -> None:
+    """Refuse a line of plain text that was meant as JSON."""
+    if line.lstrip().startswith(("{", "[{", '["')):
+        raise UserError(f"{where}: the JSON would be drawn as a prompt; {right}")
 
 
 # -- what is kept of it ------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ def test_a_text_file_holds_one_prompt_a_line(tmp_path):
         ("a.txt", " \n", "holds 0 prompts"),
         ("a.txt", b"\xff\xfe", "a.txt:1: not UTF-8"),
         ("a.txt", "a cat\na red ball --w 64 --s 4", "a.txt:2: --w would be drawn"),
+        ("a.txt", '["a cat", "a dog"]', "a.txt:1: the JSON would be drawn as a prompt"),
         ("a.txt", "# mine\na cat", "a.txt:1: # would be drawn"),
         ("a.jsonl", '{"prompt": "a"}\n{"promt": "b"}', "a.jsonl:2: unknown key 'promt'; a sample prompt has prompt"),
         ("a.jsonl", '{"seed": 1}', "a.jsonl:1: a sample prompt needs prompt"),

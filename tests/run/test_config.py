@@ -95,6 +95,13 @@ def test_no_is_a_word_where_words_are_asked_for(tmp_path):
     assert (config.mixed_precision, config.use_ema, config.seed, config.max_train_steps) == ("no", False, 16, 1000)
 
 
+@pytest.mark.parametrize("line", ["tracker_project_name: no", "validation_prompts: [no, a cat]", "run_suffix: on"])
+def test_a_word_that_yaml_takes_for_a_truth_needs_quotes(line, tmp_path):
+    (tmp_path / "a.yaml").write_text(line + "\n")
+    with pytest.raises(UserError, match="must be .*str.*; a word such as no needs quotes"):
+        parse(Config, ["--config", str(tmp_path / "a.yaml")])
+
+
 @pytest.mark.parametrize("number", ["1:30", "010", "1:30.5", "+.nan"])
 def test_numbers_that_read_otherwise_than_they_look_are_refused(number, tmp_path):
     (tmp_path / "a.yaml").write_text(f"max_train_steps: {number}\n")
