@@ -33,7 +33,7 @@ from silentbad.data.loader import chunks
 from silentbad.device import fitting, send
 from silentbad.distributed import shards
 from silentbad.distributed.shards import world_size
-from silentbad.errors import UserError, reader_may_leave, say
+from silentbad.errors import UserError, reader_may_leave, say, warn
 from silentbad.model import denoiser, diffusion, lora, pipeline
 from silentbad.model.averaging import averaged
 from silentbad.options import flag
@@ -312,6 +312,8 @@ def take_up(run: Run, checkpoint: Path) -> bool:
     done = run.state.step >= run.state.total and run.folder.finished() == run.state.step
     advice = "finished already, nothing to do; a larger max_train_steps goes on"
     run.log.say(advice if done else f"resuming {checkpoint}")
+    if done and run.config.lora.merged and not (run.folder.path / "pipeline").is_dir():
+        warn("lora.merged: that run ended without it, so there is no merged pipeline/; it is written where a run ends")
     return done
 
 

@@ -377,7 +377,9 @@ def _list_from(words: list[str], kind: Any, kinds: set, key: str) -> Any:
             return None
         if words[0].startswith("[") and isinstance(listed := from_yaml(words[0]), list):
             return listed
-    return words if str in plain_types(_items(kind)) else [from_yaml(word) for word in words]
+    if str in plain_types(_items(kind)):
+        return words
+    return [from_yaml(part) for word in words for part in word.split(",")]
 
 
 def from_yaml(word: str) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor
 from silentbad.data.images import open_image, to_pil, to_tensor
 from silentbad.data.targets import Target
 from silentbad.errors import UserError
+from silentbad.options import off_default
 from silentbad.recovery.counterfactuals import KINDS, SCENES, Masks, counterfactuals
 from silentbad.recovery.embedders import CLIP, Embedder, lpips, region, ssim
 from silentbad.recovery.generation import Item, Sampler, left_as_found, plan, reordered
@@ -46,6 +47,8 @@ def null_source(
         raise UserError(f"{prefix}calibration: redraws needs a redraws.jsonl beside the targets")
     if asked == "counterfactuals" and not masked:
         raise UserError(f"{prefix}calibration: counterfactuals needs a mask for an element in targets.jsonl")
+    if asked == "redraws" and "null_images" in off_default(config):
+        raise UserError(f"{prefix}null_images: has no effect, since calibration redraws draws no nulls; leave it out")
     if redraws and asked in ("auto", "redraws"):
         return REDRAWS
     if config.threshold is not None and asked == "auto":

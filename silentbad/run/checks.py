@@ -92,6 +92,11 @@ def idle_in_flags(config: TrainConfig) -> list[tuple[str, bool, str]]:
         ("memory.timesteps.importance", memory.timesteps.name != "uniform", "memory.timesteps.name"),
         ("validation.weights", config.use_ema or keeps_average(kind), "use_ema"),
         *((f"gradient_control.{key}", control.name != "uniform", "gradient_control.name") for key in OF_RULES),
+        (
+            "validation.drift_images",
+            config.validation.controls != "never" or not config.validation.drift_images,
+            "validation.controls",
+        ),
         ("tracker_project_name", config.report_to != "none", "report_to"),
         ("revision", not Path(config.pretrained_model_name_or_path or "").is_dir(), "a pipeline of the Hub"),
     ]

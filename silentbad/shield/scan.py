@@ -267,8 +267,8 @@ PUBLISHED: dict[str, tuple[Any, Any]] = {  # the flags of the published layout, 
     "poisoning_ratio": (Share, 0.1),
     "poisoning_data_repeat_factor": (Small, 2),
     "poison_subsampling": (Share, None),
-    "n_few_shot": (Many, 0),
-    "shot_caption_shuffle_num": (Many, 0),
+    "n_few_shot": (Many, 1),
+    "shot_caption_shuffle_num": (Many, 2),
 }
 
 

@@ -77,6 +77,10 @@ def test_lists_are_words_or_yaml(tmp_path):
     assert first == second == third and first.validation.early_steps == [1, 2, 4, 8]
 
 
+def test_commas_part_a_list_of_numbers():
+    assert parse(Config, ["--validation.early_steps", "1,2,4"])[0].validation.early_steps == [1, 2, 4]
+
+
 def test_prompts_may_hold_any_character():
     prompts = ["a 😀 cat", "[a hat]: big", "猫", "1e-3", "null"]
     assert parse(Config, ["--validation_prompts", *prompts])[0].validation_prompts == prompts
