@@ -191,11 +191,19 @@ def lie_as_weights(optimizer: torch.optim.Optimizer) -> None:
     of the other `channels_last`. Raises UserError for averages in 8 bits, whose blocks follow the memory."""
     for weight, held in optimizer.state.items():
         for name, value in held.items():
-            if not torch.is_tensor(value) or value.shape != weight.shape or value.stride() == weight.stride():
+            if not torch.is_tensor(value) or value.shape != weight.shape or same_order(value, weight):
                 continue
             if not value.is_floating_point():
                 raise UserError("channels_last: averages in 8 bits keep the checkpoint's; resume with its setting")
             held[name] = torch.empty_like(weight, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def same_order(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape lie alike in memory; strides of dimensions of size 1 say nothing."""
+    formats = (torch.contiguous_format, *([torch.channels_last] if a.dim() == 4 else []))
+    return a.stride() == b.stride() or any(
+        a.is_contiguous(memory_format=f) and b.is_contiguous(memory_format=f) for f in formats
+    )
 
 
 def refuse_other_optimizer(optimizer: Any, state: dict[str, Any]) -> None:

@@ -165,6 +165,9 @@ def test_averages_in_eight_bits_keep_their_memory_format():
     optimizer.state[weight]["state1"] = torch.zeros(2, 3, 2, 2, dtype=torch.uint8)
     with pytest.raises(UserError, match="channels_last: averages in 8 bits"):
         lie_as_weights(optimizer)
+    weight.data = weight.data[:, :, :1, :1].contiguous()  # of 1x1 both formats are the same
+    optimizer.state[weight]["state1"] = torch.ones(2, 3, 1, 1, dtype=torch.uint8).to(memory_format=torch.channels_last)
+    lie_as_weights(optimizer)
 
 
 def test_a_page_of_someone_else_is_noticed_before_the_first_step(flags, tmp_path, capsys):
