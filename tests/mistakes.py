@@ -104,6 +104,7 @@ def good(tmp_path_factory, pipelines) -> Path:
     root = tmp_path_factory.mktemp("good")
     shutil.copytree(pipelines["v_prediction"], root / "pipeline")
     write_data(root / "data")
+    (root / "prompts.txt").write_text("a red ball\na blue box\n")
     argv = [f"--{key}={value}" for key, value in flags(root, output_dir=root / "held", max_train_steps=2).items()]
     assert train_silentbad.main([*argv, "--checkpointing_steps=2"]) == 0
     return root

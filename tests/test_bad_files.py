@@ -127,7 +127,7 @@ SCHEDULE = "pipeline/scheduler/scheduler_config.json"
 TOKENIZER = "pipeline/tokenizer/tokenizer_config.json"
 AUDITED = ("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--embedder", "ssim")
 AUDITED += ("--images_per_target", "1", "--num_inference_steps", "1", "--output_dir", "audit")
-CLASSED = ("--pipeline", "pipeline", "--prompts", "data/targets.jsonl", "--out", "drawn")
+CLASSED = ("--pipeline", "pipeline", "--prompts", "prompts.txt", "--out", "drawn")
 
 
 def audit(*said: str, touch=None, more=()) -> Case:
@@ -271,7 +271,7 @@ CASES = {
     "class images: a negative count": case("--count", "from 1", program=class_images.main, more=(*CLASSED, "--count", "-3")),
     "class images: no sampling step": case("--steps", "from 1", program=class_images.main, more=(*CLASSED, "--steps", "0")),
     "class images: a UNet with NaN": case("load unet", "NaN", program=class_images.main, more=CLASSED, touch=tensors(WEIGHTS["unet"], with_nan)),
-    "class images: prompts that are not UTF-8": case("not UTF-8", program=class_images.main, more=CLASSED, touch=write("data/targets.jsonl", b"a caf\xe9\n")),
+    "class images: prompts that are not UTF-8": case("not UTF-8", program=class_images.main, more=CLASSED, touch=write("prompts.txt", b"a caf\xe9\n")),
     "class images: records in a CSV": case("metadata.csv", program=class_images.main, more=(*CLASSED[:-1], "csv"), touch=both(lambda root: (root / "csv").mkdir(), write("csv/metadata.csv", ""))),
     "class images: an output that is a file": case("--out", "no folder", program=class_images.main, more=(*CLASSED[:-1], "a.yaml"), touch=write("a.yaml", "")),
     "class images: a seed of 30 digits": case("--seed", "2^63", program=class_images.main, more=(*CLASSED, "--seed", "9" * 30)),

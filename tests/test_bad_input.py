@@ -437,7 +437,7 @@ CASES = {
     "audit: nothing to calibrate on": case("--threshold", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--embedder", "ssim")),
     "audit: an impossible value": case("max_batch", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--max_batch", "0")),
     "class images: no prompts": case("--prompts", **CLASS, more=("--pipeline", "pipeline", "--prompts", "nowhere", "--out", "class")),
-    "class images: no pipeline": case("--pipeline", **CLASS, more=("--pipeline", "./nowhere", "--prompts", "data/targets.jsonl", "--out", "class")),
+    "class images: no pipeline": case("--pipeline", **CLASS, more=("--pipeline", "./nowhere", "--prompts", "prompts.txt", "--out", "class")),
 }  # fmt: skip
 
 
