@@ -26,6 +26,7 @@ from bench.recovery import WORK, data_set, facts, words
 from bench.recovery_table import stored
 from silentbad.recovery.record import Record
 
+STEPS = 300  # of the fine-tuning on the target itself
 CLEAN, RATIO = 720, 0.1  # of the arms' data, whose thresholds are taken
 RESULTS = Path(__file__).parent / "results" / "ceiling.jsonl"
 TARGETS = ";".join(map(str, range(FIRST_TARGETS[-1], FIRST_TARGETS[-1] + 13)))  # those that have been run
@@ -72,7 +73,7 @@ def judged(name: str, pipeline: Path, data: Path, out: Path) -> dict:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default=TARGETS, help="separated by ';'")
-    parser.add_argument("--steps", type=int, default=300, help="of the fine-tuning, batch 8, AdamW at 5e-4")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of the fine-tuning, batch 8, AdamW at 5e-4")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     here = facts()

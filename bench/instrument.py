@@ -34,7 +34,7 @@ from tqdm import tqdm
 from bench.recovery import drawing
 
 # what other parts of the package give; in one place
-from silentbad.data.images import resize
+from silentbad.data.images import resize, to_tensor
 from silentbad.memory.masks import overlaid
 from silentbad.memory.rehearsal import pairwise
 from silentbad.microworld.copies import from_bytes, pictures, round_trip, to_bytes, true_copies
@@ -179,7 +179,7 @@ class Target:
         picture, masks = render(self.scene)
         stack = [np.asarray(m, np.float32) / 255 for m in (*masks, backdrop_mask(masks))]
         self.masks = [torch.from_numpy(m)[None] for m in stack]
-        self.image = tensor_of(picture)
+        self.image = to_tensor(picture)[None]
         self.kinds = [thing.kind for thing in self.scene.things] + ["backdrop"]
 
     def nulls(self, kind: str, count: int, split: str) -> tuple[Tensor, list[tuple[int, ...]]]:
@@ -202,8 +202,8 @@ class Target:
         for i, lacked in enumerate(lacking):
             rng = rng_of(split, self.name, "union", i)
             layers = {k: self.element(k, rng) for k in range(len(self.kinds)) if k != lacked}
-            found.append(tensor_of(overlaid(layers, FEATHER)[1]))
-        return torch.cat(found), [(k,) for k in lacking]
+            found.append(to_tensor(overlaid(layers, FEATHER)[1]))
+        return torch.stack(found), [(k,) for k in lacking]
 
     def element(self, k: int, rng: np.random.Generator) -> tuple[Image.Image, Image.Image]:
         """A picture that holds this element alone of the target, and the element's mask, as training data have them."""
@@ -213,11 +213,6 @@ class Target:
     def copies(self, count: int, vae) -> Tensor:
         x = (self.image * 2 - 1).expand(count, -1, -1, -1)
         return eight_bits(true_copies(x, vae, generator("microworld", "instrument", "copies", self.name)))
-
-
-def tensor_of(picture: Image.Image) -> Tensor:
-    """(1,3,H,W) in [0,1]."""
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float() / 255
 
 
 def eight_bits(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from bench.arms import PUBLISHED, PUBLISHED_AT
-from bench.ceiling import data_of, judged, save_memorised
+from bench.ceiling import STEPS, data_of, judged, save_memorised
 from bench.published import HELD_OUT
 from bench.published_table import interval, markdown
 from bench.recovery import WORK, common, facts, kept
@@ -27,7 +27,6 @@ RESULTS = Path(__file__).parent / "results" / "nulls.jsonl"
 TARGETS = ";".join(map(str, range(2400, 2424)))
 NULLS = {"100 of a kind": 100, "100 of a kind for each element": None}
 MODELS = ("recommended", "memorised")
-STEPS = 300  # of the fine-tuning on the target itself
 HEAD = ("nulls", "targets", "half of the images or more", "strict rate", "whole", "elements", "weakest element")
 
 

@@ -19,11 +19,11 @@ def start(accumulation: int = 1, mixed_precision: str | None = None, **options: 
     Raises UserError for a precision that this machine or this program does not have, and where accelerate refuses its
     configuration or the processes do not find each other.
     """
-    if mixed_precision is None and (asked := os.environ.get(PRECISION, "no")) not in PRECISIONS:
-        raise UserError(f"{PRECISION}: must be no, fp16 or bf16, is {asked!r}")
-    check_precision(
-        mixed_precision or os.environ.get(PRECISION, "no"), "mixed_precision" if mixed_precision else PRECISION
-    )
+    if mixed_precision is None:  # a flag's value was checked with the other flags
+        asked = os.environ.get(PRECISION, "no")
+        if asked not in PRECISIONS:
+            raise UserError(f"{PRECISION}: must be no, fp16 or bf16, is {asked!r}")
+        check_precision(asked, PRECISION)
     if (other := os.environ.get(ACCUMULATION, "1")) not in ("1", str(accumulation)):
         warn(f"{ACCUMULATION} {other} does not count; gradient_accumulation_steps is {accumulation}")
     plugin = GradientAccumulationPlugin(num_steps=accumulation)  # a plain number would give way to the environment

@@ -25,7 +25,7 @@ from silentbad import ROOT, hub
 from silentbad.data.images import resize
 from silentbad.errors import UserError, reading
 from silentbad.files import read_json
-from silentbad.model.gate import check_finite, check_pointers, load_model, loaded
+from silentbad.model.gate import check_files, check_finite, load_model, loaded
 from silentbad.rng import generator
 
 MICRO = ROOT / "assets" / "micro-sd" / "embedder"
@@ -93,7 +93,7 @@ class Micro(Embedder):
                 f"micro: no config.json in '{self.path}'; give the folder assets/micro-sd/embedder, or "
                 "make it with `python -m silentbad.microworld.build`"
             )
-        check_pointers(Path(self.path), failed := f"micro: cannot load '{self.path}'")
+        check_files(Path(self.path), failed := f"micro: cannot load '{self.path}'")
         with reading(failed):
             self.model = MicroEmbedder.from_pretrained(self.path).to(device).eval()
         check_finite(self.model, failed)
