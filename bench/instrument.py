@@ -41,7 +41,7 @@ from silentbad.microworld.copies import from_bytes, pictures, round_trip, to_byt
 from silentbad.microworld.embedder import MicroEmbedder, alignments
 from silentbad.microworld.export import update_detector
 from silentbad.microworld.make import element_scene, target_scene
-from silentbad.microworld.nulls import STORED, hard_null, one_moved, turns
+from silentbad.microworld.nulls import ENOUGH, REDRAWS, STORED, hard_null, one_moved, turns
 from silentbad.microworld.render import backdrop_mask, render
 from silentbad.recovery.embedders import region
 from silentbad.recovery.statistics import bootstrap_interval
@@ -357,6 +357,7 @@ def quantiles(rows: list[dict], threshold: tuple[float, list[float]]) -> dict:
 def pictures_of(target: Target, vae, pipe, args: argparse.Namespace) -> tuple[dict, dict]:
     """Nulls to calibrate on and pictures to test: {kind: (pictures, the elements each changes)}."""
     counts = {kind: args.calibration * turns(kind, target.scene) for kind in STORED}
+    counts["redraw"] = args.calibration * REDRAWS // ENOUGH
     calibration = {kind: target.nulls(kind, count, "calibration") for kind, count in counts.items()}
     tested: dict[str, tuple] = {kind: target.nulls(kind, args.pictures, "tested") for kind in TESTED}
     for kind, (x, _) in tested.items():  # every other one through the autoencoder
@@ -541,7 +542,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--reported", action="store_true", help="the reported targets instead of those for development")
     parser.add_argument("--targets", help="comma-separated seeds instead")
     parser.add_argument(
-        "--calibration", type=int, default=100, help="nulls of each kind per target, and per element that it changes"
+        "--calibration", type=int, default=ENOUGH, help="nulls of each kind per element that it changes alone"
     )
     parser.add_argument("--pictures", type=int, default=25, help="tested pictures of each kind per target")
     parser.add_argument("--generations", type=int, default=0, help="fine-tune and generate on so many of the targets")
@@ -561,7 +562,7 @@ def main(argv: list[str] | None = None) -> None:
         "ssim": {"ssim": by_kind},
     }
     settings = {
-        "calibration": {"of a kind and element": args.calibration},
+        "calibration": {"of a kind and element": args.calibration, "redraws": args.calibration * REDRAWS // ENOUGH},
         "pictures": args.pictures,
         "rates": {"kind": RATE, "in_place": RATE_IN_PLACE},
         "finetune": args.finetune,

@@ -63,8 +63,8 @@ def data_set(
     nulls: int | None = 100,
 ) -> Path:
     """The data set of these targets, made once by this code; without masks for an arm that estimates them. `more` are
-    further arguments of silentbad.microworld.make; `nulls` are a target's of each harder kind, None: 100 for each
-    element that the kind changes."""
+    further arguments of silentbad.microworld.make; `nulls` are a target's of each harder kind, beside 100 redraws;
+    None: 300 redraws, and 100 for each element that the kind changes."""
     masks = ["--no_masks"] if flags.get("memory.region.name") == "estimated" else []
     own = "".join(["" if clean == 64 else f"-{clean}", "" if nulls == 100 else f"-{nulls}", *masks, *more])
     out = WORK / "data" / f"{targets.replace(',', '+')}-{seed}-{images}{own}-{drawing()}"
@@ -84,9 +84,7 @@ def data_set(
             images,
             "--clean",
             clean,
-            "--redraws",
-            100,
-            *([] if nulls is None else ["--nulls", nulls]),
+            *([] if nulls is None else ["--redraws", 100, "--nulls", nulls]),
             *masks,
             *more,
         ]

@@ -42,7 +42,7 @@ from silentbad.microworld.grammar import (
     seat_hat,
     wearing_pair,
 )
-from silentbad.microworld.nulls import STORED, Null, hard_null, turns
+from silentbad.microworld.nulls import ENOUGH, REDRAWS, STORED, Null, hard_null, turns
 from silentbad.microworld.render import backdrop_mask, render
 from silentbad.recovery.thresholds import FEW
 from silentbad.rng import addressed_seed
@@ -218,8 +218,8 @@ def spelt_out(scene: Scene) -> Scene:
 
 
 def write_target(writer: Writer, name: str, scene: Scene, redraws: int, nulls: int | None) -> None:
-    """The target with its masks, and its nulls: `redraws` of its caption, and of each harder kind `nulls`, or as many
-    for each element that the kind changes alone."""
+    """The target with its masks, and its nulls: `redraws` of its caption, and of each harder kind `nulls`, or as many,
+    up to ENOUGH, for each element that the kind changes alone."""
     picture, masks = render(scene)
     masks.append(backdrop_mask(masks))
     files = [writer.picture(mask, f"targets/{name}-{i}.png") for i, mask in enumerate(masks)]
@@ -235,7 +235,7 @@ def write_target(writer: Writer, name: str, scene: Scene, redraws: int, nulls: i
         }
     )
     for kind in STORED:
-        harder = redraws * turns(kind, scene) if nulls is None else nulls  # each element's threshold needs its own
+        harder = min(redraws, ENOUGH) * turns(kind, scene) if nulls is None else nulls  # each element needs its own
         seen = set[bytes]()
         for i in range(redraws if kind == "redraw" else harder):
             null, picture = draw_null(kind, name, scene, i, seen)
@@ -336,11 +336,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--images_per_phrase", type=int, default=20)
     parser.add_argument("--clean", type=int, default=200, help="clean scenes")
     parser.add_argument("--rehearsal", type=int, default=0, help="non-target pictures, each whole and in parts")
-    parser.add_argument("--redraws", type=int, default=100, help="other pictures of each target's caption, as nulls")
+    parser.add_argument(
+        "--redraws", type=int, default=REDRAWS, help="other pictures of each target's caption, as nulls"
+    )
     parser.add_argument(
         "--nulls",
         type=int,
-        help="nulls of each harder kind per target (default: as many as --redraws for each element it changes)",
+        help=f"nulls of each harder kind per target (default: as many as --redraws, {ENOUGH} at most, for each element "
+        "it changes)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
