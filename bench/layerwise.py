@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     for target, (arm, factor) in itertools.product(args.targets.split(";"), RUNS):
-        asked = {"arms": arm, "factors": factor, "targets": target, "steps": STEPS, "every": EVERY}
+        asked = {"arms": arm, "factors": factor, "targets": target, "steps": STEPS, "every": EVERY, "nulls": "target"}
         published.main(words({**asked, "results": args.results}))
     rows = stored(args.results)
     print(by_run(rows), compared(rows), sep="\n\n")

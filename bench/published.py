@@ -31,7 +31,9 @@ TARGETS = ";".join(map(str, range(FIRST_TARGETS[-1], FIRST_TARGETS[-1] + 24)))
 OWN = (8.0, 600, 50)  # rate, steps and steps between evaluations of an arm that is not reported
 RUN = ("arm", "factor", "steps", "ratio", "targets", "seed")  # what names a run
 Run = tuple[str, float, int, float, str, int]
-SETTING = ("clean", "images", "guidance", "flags", "placebo")
+SETTING = ("clean", "images", "guidance", "flags", "placebo", "nulls")
+BEFORE = {"base": None, "nulls": "target"}  # of a row that does not say
+NULLS = {"target": 100, "element": None}  # of each harder kind: 100 for a target, or for each element it changes
 
 
 def per_phrase(targets: str, clean: int, ratio: float) -> int:
@@ -45,7 +47,8 @@ def train(run: Run, args: argparse.Namespace) -> list[dict]:
     arm, factor, steps, ratio, targets, seed = run
     own, images = {**PUBLISHED[arm], **json.loads(args.flags or "{}")}, per_phrase(targets, args.clean, ratio)
     placebo = ("--placebo",) if args.placebo else ()
-    data = data_set(targets, seed, images, own, clean=args.clean + HELD_OUT, more=placebo)
+    clean, nulls = args.clean + HELD_OUT, NULLS[args.nulls]
+    data = data_set(targets, seed, images, own, clean=clean, more=placebo, nulls=nulls)
     flags = {
         **common(data, WORK / f"published-{os.getpid()}", factor, seed, steps),
         "held_out_clean": HELD_OUT,
@@ -89,8 +92,8 @@ def every(arm: str, args: argparse.Namespace) -> int:
 # ------------------------------------------------------------------------------------------------- command
 def done(args: argparse.Namespace) -> set[tuple]:
     """The runs that are stored in this setting."""
-    mine = {"base": None} | setting(args)
-    rows = (row for row in stored(args.results) if {name: row.get(name) for name in mine} == mine)
+    mine = BEFORE | setting(args)
+    rows = (row for row in stored(args.results) if {name: (BEFORE | row).get(name) for name in mine} == mine)
     return {tuple(row[name] for name in RUN) for row in rows}
 
 
@@ -105,6 +108,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help="optimizer steps, in place of each arm's own")
     parser.add_argument("--every", type=int, help="steps between evaluations, in place of each arm's own")
     parser.add_argument("--images", type=int, default=16, help="images per target and evaluation")
+    parser.add_argument("--nulls", choices=NULLS, default="element", help="100 of each harder kind for each of these")
     parser.add_argument("--guidance", type=float, default=2.0, help="guidance scale of the evaluations")
     parser.add_argument("--flags", help="further flags of train_silentbad.py for every arm, as JSON")
     parser.add_argument("--base", type=Path, help="folder of another base to fine-tune")

@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.exit(2, f"error: no base {missing[0]}; train the bases first, --help has the command\n")
     what_they_draw(bases)
     for target, folder in itertools.product(args.targets.split(";"), bases):  # a target's four together
-        asked = {"arms": arm(target), "targets": target, "base": folder, "results": args.results}
+        asked = {"arms": arm(target), "targets": target, "base": folder, "nulls": "target", "results": args.results}
         try:
             published.main(words(asked))
         except SystemExit as stopped:
