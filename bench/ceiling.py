@@ -29,7 +29,7 @@ from silentbad.recovery.record import Record
 STEPS = 300  # of the fine-tuning on the target itself
 CLEAN, RATIO = 720, 0.1  # of the arms' data, whose thresholds are taken
 RESULTS = Path(__file__).parent / "results" / "ceiling.jsonl"
-TARGETS = ";".join(map(str, range(FIRST_TARGETS[-1], FIRST_TARGETS[-1] + 13)))  # those that have been run
+TARGETS = ";".join(map(str, range(FIRST_TARGETS[1], FIRST_TARGETS[1] + 13)))  # those that have been run
 
 
 def measure(name: str, steps: int) -> dict:

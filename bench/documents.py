@@ -59,6 +59,7 @@ from bench.shield_table import audit_table, guard_table, table
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT, ROOT / "docs"]
 PLAIN: Arm = ("plain", 8.0)
+FEW_NULLS = FIRST_TARGETS[1]  # the block that also has tables by ratio, seed, k and several at once
 
 # One table of words for the headings and labels of generated tables; English is the key.
 CHINESE = {
@@ -237,13 +238,13 @@ SOONER = "times sooner than `plain`"
 README_ARMS = ("recommended", "recommended_adamw", "recommended_leak_free", "clean_weight_warm", "plain")
 
 
-def published_arms(results: Results, block: int = FIRST_TARGETS[-1]) -> dict[str, dict[str, str]]:
+def published_arms(results: Results, block: int = FEW_NULLS) -> dict[str, dict[str, str]]:
     """{arm: {heading: cell}} of a block's targets at a poisoning ratio of 10 %, one target a run."""
     rows = [r for r in reported_of(results.published, block) if usual(r) and alone(r) and not longer(r)]
     return {line[0]: dict(zip(PUBLISHED_HEAD, line, strict=True)) for line in published_lines(rows)}
 
 
-def published_results(results: Results, language: Language, block: int = FIRST_TARGETS[-1]) -> str:
+def published_results(results: Results, language: Language, block: int = FEW_NULLS) -> str:
     """Every column of them."""
     arms = published_arms(results, block)
     return grid(PUBLISHED_HEAD, [list(line.values()) for line in arms.values()], language)
@@ -254,7 +255,7 @@ OUTCOME = ("arm", "targets (runs)", "recovered", "median step", "strict rate", "
 
 def last_block(results: Results) -> list[dict]:
     """The rows of the last block's targets, one target a run, on data that holds their elements."""
-    rows = reported_of(results.published, FIRST_TARGETS[-1])
+    rows = reported_of(results.published, FEW_NULLS)
     return [row for row in rows if alone(row) and not row["placebo"] and not longer(row)]
 
 
@@ -303,7 +304,7 @@ def published_seeds(results: Results, language: Language) -> str:
 
 def published_together(results: Results, language: Language) -> str:
     """What `recommended` recovers of several targets trained at once, and of the same targets alone (seed 0)."""
-    rows = [row for row in reported_of(results.published, FIRST_TARGETS[-1]) if row["arm"] == "recommended"]
+    rows = [row for row in reported_of(results.published, FEW_NULLS) if row["arm"] == "recommended"]
     rows = [row for row in rows if usual(row) and not row["placebo"] and row["seed"] == 0]
     lines = []
     for together in sorted({row["targets"] for row in rows if not alone(row)}, key=len):
