@@ -46,6 +46,7 @@ from silentbad.run.folder import RunFolder, facts, stamped
 from silentbad.run.forecast import Forecast
 from silentbad.run.products import goodness
 from silentbad.run.signals import Requests
+from silentbad.settings import placed
 from silentbad.shield.guard import GuardConfig, check_guard
 from validation import RecoveryHook, ValidationConfig
 
@@ -333,6 +334,7 @@ def main(argv: list[str] | None = None) -> int:
     Before the processes know of each other they make the same mistakes, and the first of each node says them; then
     each says its own.
     """
+    sources: dict[str, str] = {}
     try:
         config, sources = parse(Config, argv, __doc__)
         config = check_all(config, sources)
@@ -347,11 +349,11 @@ def main(argv: list[str] | None = None) -> int:
                 config = checks.for_trial(config, scratch)
             return start(config)
     except UserError as error:
-        rank = os.environ.get("RANK", "0")
+        line, rank = placed(str(error), sources), os.environ.get("RANK", "0")
         if os.environ.get("LOCAL_RANK", "0") == "0" or world_size() > 1:
-            say(error if rank == "0" else f"rank {rank}: {error}")
+            say(line if rank == "0" else f"rank {rank}: {line}")
         if rank == "0":
-            launched.say_again(str(error))
+            launched.say_again(line)
         return 2
 
 

@@ -250,12 +250,12 @@ def check_options(kind: str, registry: dict[str, Callable], name: str, options: 
             raise UserError(f"{kind}.options: {brief(key)} has no effect without {kind}.name, which is none")
         if key not in parameters:
             near = nearest(str(key), parameters)
-            raise UserError(f"{name}: unknown option {brief(key)}{near or ';'} {takes}")
+            raise UserError(f"{kind}.options: {name}: unknown option {brief(key)}{near or ';'} {takes}")
         if (wrong := problem(value, hints.get(key, Any))) is not None:
-            raise UserError(f"{name}: option {key!r} {wrong}, got {brief(value)}")
+            raise UserError(f"{kind}.options: {name}: option {key!r} {wrong}, got {brief(value)}")
     missing = [k for k, p in parameters.items() if p.default is inspect.Parameter.empty and k not in options]
     if missing:
-        raise UserError(f"{name}: option {missing[0]!r} is missing; {takes}")
+        raise UserError(f"{kind}.options: {name}: option {missing[0]!r} is missing; {takes}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -108,6 +108,17 @@ def split(argv: list[str]) -> list[tuple[str, list[str]]]:
     return found
 
 
+def placed(message: str, sources: dict[str, str]) -> str:
+    """A message that begins with a key, with where the key, its name or all that stands below it was set."""
+    found = re.match(r"[a-z]\w*(\.\w+)*(?=: )", message)
+    if not found:
+        return message
+    key = found[0]
+    below = {at for name, at in sources.items() if name.startswith(f"{key}.")}
+    where = sources.get(key) or sources.get(f"{key}.name") or (below.pop() if len(below) == 1 else None)
+    return f"{key} ({where}){message[len(key) :]}" if where else message
+
+
 def built(default: Any, values: dict[str, Any]) -> Any:
     """A dataclass like `default`, with the values of a tree."""
     hints = typing.get_type_hints(type(default))

@@ -174,7 +174,7 @@ CASES = {
     "config: a key that stands elsewhere": case("'rank'", "did you mean 'lora.rank'", rank=4),
     "config: a path with a variable": case("logging_dir", "nothing expands $SCRATCH", logging_dir="$SCRATCH/logs"),
     "config: a gamma under two names": case("snr_gamma", "which differs", snr_gamma=5, memory__loss__name="min_snr", memory__loss__options='{"gamma": 1}'),
-    "config: an option of no part": case("memory.rehearsal.options: 'elements'", "memory.rehearsal.name", memory__rehearsal__options='{"elements": 2}'),
+    "config: an option of no part": case("memory.rehearsal.options (command line): 'elements'", "memory.rehearsal.name", memory__rehearsal__options='{"elements": 2}'),
     "config: a rate among the optimizer's options": case("optimizer_options", "learning_rate", optimizer_options='{"lr": 0.1}'),
     **{
         f"config: idle {key}": case(key, "has no effect", **{key.replace(".", "__"): value}, **more)
@@ -222,11 +222,11 @@ CASES = {
     "config: sscd's file is not there": case("no file nowhere", validation__embedder="sscd", validation__embedder_path="nowhere"),
     "config: a checksum for another embedder": case("embedder_sha256", "ssim", validation__embedder_sha256="00"),
     "config: an embedder that is not there": case("embedder_path", "nowhere", validation__embedder="micro", validation__embedder_path="nowhere"),
-    "config: an optimizer that asks for the loss": case("optimizer: LBFGS", "compute the loss", optimizer="LBFGS"),
-    "config: an optimizer of sparse gradients": case("optimizer: SparseAdam", "sparse", optimizer="SparseAdam"),
+    "config: an optimizer that asks for the loss": case("optimizer (command line): LBFGS", "compute the loss", optimizer="LBFGS"),
+    "config: an optimizer of sparse gradients": case("optimizer (command line): SparseAdam", "sparse", optimizer="SparseAdam"),
     "config: an optimizer's option out of range": case("optimizer: AdamW", "beta", optimizer_options="{betas: [2, 2]}"),
     "config: a list flag without words": case("withhold", "'[]' is the empty list", more=["--withhold"]),
-    "config: an optimizer's option of another type": case("optimizer_options: eps", optimizer_options="{eps: tiny}"),
+    "config: an optimizer's option of another type": case("optimizer_options (command line): eps", optimizer_options="{eps: tiny}"),
     "config: a push offline": case("push_to_hub", "HF_HUB_OFFLINE", push_to_hub=True),
     "config: a push to no repository": case("hub_model_id", "no repository name", push_to_hub=True, hub_model_id="a/b/c"),
     "config: infinity for a rate": case("learning_rate", "finite", learning_rate=".inf"),

@@ -101,12 +101,15 @@ def test_older_names_mean_the_clean_role():
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"memory.roles.rehearsal.loss_weight": 2}, "memory.roles.rehearsal.loss_weight: there is no rehearsal record"),
-        ({"memory.roles.clean.caption_dropout": 0.1}, "memory.roles.clean.caption_dropout: there is no clean record"),
+        (
+            {"memory.roles.rehearsal.loss_weight": 2},
+            "rehearsal.loss_weight (command line): there is no rehearsal record",
+        ),
+        ({"memory.roles.clean.caption_dropout": 0.1}, "clean.caption_dropout (command line): there is no clean record"),
         ({"memory.roles.element.caption_dropout": 1.5}, "memory.roles.element.caption_dropout (command line): must be"),
-        ({"memory.roles.element.timesteps.name": "mod"}, "memory.roles.element.timesteps: unknown name 'mod'"),
+        ({"memory.roles.element.timesteps.name": "mod"}, "element.timesteps (command line): unknown name 'mod'"),
         ({"memory.roles.element.timesteps.options": '{"scale": 1}'}, "same: unknown option 'scale'; it takes no"),
-        ({"token_warmup_step": 5}, "token_warmup_step: shows the first parts of a caption"),
+        ({"token_warmup_step": 5}, "token_warmup_step (command line): shows the first parts of a caption"),
         ({"token_warmup_min": 2}, "needs token_warmup_step"),
     ],
     ids=str,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from silentbad.errors import UserError
 from silentbad.options import check_options
 from silentbad.run.config import SUCCESSORS, TrainConfig, check, dump, parse
-from silentbad.settings import key_tree, plain_types
+from silentbad.settings import key_tree, placed, plain_types
 from train_silentbad import Config, check_all, main
 
 
@@ -264,6 +264,27 @@ def test_help_lists_every_flag(capsys):
     for name in (*TrainConfig.__dataclass_fields__, "gradient_control.name", "memory.sampler.name"):
         assert f"--{name}" in shown
     assert "learning rate [diffusers] (type: float, default: 0.0001)" in " ".join(shown.split())
+
+
+PLACES = {
+    "memory.sampler.name": "c.yaml:2",
+    "gradient_control.options.betta": "command line",
+    "memory.fade": "c.yaml:9",
+}
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("memory.sampler: unknown name 'x'", "memory.sampler (c.yaml:2): unknown name 'x'"),
+        ("gradient_control.options: gsnr: unknown", "gradient_control.options (command line): gsnr: unknown"),
+        ("memory: two places below", "memory: two places below"),
+        ("seed: by default", "seed: by default"),
+        ("c.yaml:2: a file", "c.yaml:2: a file"),
+    ],
+)
+def test_a_refusal_says_where_its_key_was_set(message, expected):
+    assert placed(message, PLACES) == expected
 
 
 CHECKS = {
