@@ -50,8 +50,10 @@ def open_image(source: Path | bytes, where: str) -> Image.Image:
 
 
 def open_mask(source: Path, size: tuple[int, int], where: str) -> Image.Image:
-    """A greyscale mask of the same size as its image, which shows a region."""
+    """A greyscale mask of the same size as its image, which shows a region; turned as its EXIF says."""
     mask = _decoded(source, where)
+    with _decoding(source, where):
+        _turn_upright(mask)
     if mask.size != size:
         raise UserError(f"{where}: mask {source} is {_by(mask.size)}, its image {_by(size)}; make them the same size")
     if mask.mode in ("RGBA", "LA") and np.asarray(mask.getchannel("A")).min() < 255:
@@ -212,7 +214,7 @@ def safe_path(root: Path, name: Any, where: str, key: str = "") -> Path:
     if PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or name.startswith("\\"):
         raise UserError(f"{where}: absolute path {brief(name)} refused; write it relative to {root}")
     if ".." in PurePosixPath(name.replace("\\", "/")).parts:
-        raise UserError(f"{where}: path {brief(name)} leaves {root}; refused")
+        raise UserError(f"{where}: path {brief(name)} leaves {root} or goes through '..'; write it without")
     return inside(root, root / name, where)
 
 

@@ -31,6 +31,16 @@ def test_kinds_of_images_become_rgb():
     assert images.open_image(encoded(real, "TIFF"), "x").getpixel((0, 0)) == (128, 128, 128)
 
 
+def test_a_mask_is_turned_as_its_exif_says(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees
+    region = np.zeros((8, 8), np.uint8)
+    region[:2, :3] = 255
+    Image.fromarray(region).save(tmp_path / "mask.png", exif=exif)
+    seen = np.asarray(images.open_mask(tmp_path / "mask.png", (8, 8), "x"))
+    assert np.array_equal(seen, np.rot90(region, -1)) and not np.array_equal(seen, region)
+
+
 def test_content_hash_ignores_the_file_format():
     image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (8, 8, 3), dtype=np.uint8))
     png, bmp = (images.open_image(encoded(image, kind), "x") for kind in ("PNG", "BMP"))
