@@ -28,7 +28,7 @@ from silentbad.model.averaging import averaged, extrapolated
 from silentbad.model.denoiser import backbone_in
 from silentbad.model.families import backbone_of
 from silentbad.model.pipeline import load_pipeline
-from silentbad.options import Cosine, Location, Natural, Range, Rate, Seed, Side, Small, Unit, check_values, off_default
+from silentbad.options import Cosine, Location, Natural, Range, Rate, Seed, Side, Small, Unit, check_values
 from silentbad.recovery import report
 from silentbad.recovery.embedders import CLIP, load_embedder, tried
 from silentbad.recovery.evidence import verdict_sentence
@@ -99,8 +99,6 @@ def check_validation(config: ValidationConfig, prefix: str = "validation.") -> N
     check_values(config, prefix)
     if not config.unrelated.strip():
         raise UserError(f"{prefix}unrelated: is empty; give a caption that names no element")
-    if config.threshold is not None and (idle := {"false_positive_rate", "null_images"} & {*off_default(config)}):
-        raise UserError(f"{prefix}{min(idle)}: calibrates a threshold, and one is given; leave one out")
     path, digest = config.embedder_path, config.embedder_sha256
     if digest is not None and config.embedder != "sscd":
         raise UserError(f"{prefix}embedder_sha256: is of sscd's TorchScript file; the embedder is {config.embedder}")

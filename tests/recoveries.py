@@ -32,7 +32,8 @@ def some_targets(n: int = 2) -> list[Target]:
 def make_hook(folder, pipe=None, targets=None, **options) -> RecoveryHook:
     pipe = pipe or tiny_pipeline()
     clean = [{"pixel_values": to_tensor(smooth("clean", i)) * 2 - 1, "text": f"a house {i}"} for i in range(5)]
-    settings = dict(embedder="ssim", images_per_target=3, num_inference_steps=2, guidance_scale=3.0, null_images=4)
+    settings = dict(embedder="ssim", images_per_target=3, num_inference_steps=2, guidance_scale=3.0)
+    settings |= {} if "threshold" in options else {"null_images": 4}
     config = ValidationConfig(**{**settings, **options})
     targets = targets or some_targets()
     return RecoveryHook(

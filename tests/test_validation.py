@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from silentbad.data.targets import Target, load_targets
 from silentbad.errors import UserError
 from silentbad.model.averaging import averaged
 from silentbad.recovery.generation import Sampler, plan
+from silentbad.recovery.measure import null_source
 from silentbad.recovery.samples import slugs
 from silentbad.recovery.thresholds import load_redraws
 from tests.recoveries import make_hook, saved_embedder, shifted, smooth, some_targets
@@ -405,6 +407,18 @@ def test_audit_calibrates_on_redraws(audit_folder, tmp_path):
     assert run_audit(audit_folder, tmp_path / "out", str(tmp_path / "targets.jsonl")) == 3
     found = json.loads((tmp_path / "out" / "validation.json").read_text())["threshold"]
     assert found["n"] == 120 and found["attained"] == 0.01 and found["source"].startswith("redraws")
+
+
+@pytest.mark.parametrize(
+    ("masks", "redraws", "said"), [(True, True, None), (False, True, "rate"), (True, False, "rate")]
+)
+def test_a_rate_beside_a_threshold_is_that_of_elements(masks, redraws, said):
+    """It acts where elements are calibrated: with masks, and with nulls at hand."""
+    picture = Image.new("RGB", (8, 8))
+    target = Target("a", picture, ["x"], "x", [Image.new("L", (8, 8), 255)] if masks else [])
+    config = ValidationConfig(threshold=0.5, false_positive_rate=0.3)
+    with pytest.raises(UserError, match="^--false_positive_rate: calibrates") if said else nullcontext():
+        assert null_source(config, [target], redraws, prefix="--") == "redraws of the captions"
 
 
 BAD_REDRAWS = {

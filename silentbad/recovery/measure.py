@@ -49,9 +49,13 @@ def null_source(
         raise UserError(f"{prefix}calibration: counterfactuals needs a mask for an element in targets.jsonl")
     if asked == "redraws" and "null_images" in off_default(config):
         raise UserError(f"{prefix}null_images: has no effect, since calibration redraws draws no nulls; leave it out")
+    none = config.threshold is not None and asked == "auto" and not redraws
+    idle = {"false_positive_rate", "null_images"} & {*off_default(config)}
+    if idle and config.threshold is not None and (none or not masked):  # else elements are calibrated
+        raise UserError(f"{prefix}{min(idle)}: calibrates a threshold, and one is given; leave one out")
     if redraws and asked in ("auto", "redraws"):
         return REDRAWS
-    if config.threshold is not None and asked == "auto":
+    if none:
         return ""
     if not base and asked != "auto":
         raise UserError(f"{prefix}calibration: {asked} needs the base model: --baseline, or in training step 0")

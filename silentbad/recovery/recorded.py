@@ -102,7 +102,7 @@ class RecordedRun:
             raise UserError(f"report: '{folder}' holds neither validation.json nor metrics.jsonl; is it a run folder?")
         self.multipliers = self._part("multipliers.json", lambda x: decode(list[Multipliers], x)) or []
         self.phrases = self._part("phrase_memory.json", _strengths) or []
-        self.timesteps = self._part("timesteps.json", lambda x: decode(Timesteps, x)) or Timesteps()
+        self.timesteps = self._part("timesteps.json", _timesteps) or Timesteps()
         self.facts = self._part("run.json", lambda x: decode(dict[str, Any], x)) or {}
         self.config = self._text("config.yaml")
         self.history = self.record.history if self.record else []
@@ -234,6 +234,13 @@ class RecordedRun:
 
 def _strengths(value: Any) -> list[NamedStrengths]:
     return decode(list[NamedStrengths], value) if isinstance(value, list) else decode(PhraseMemory, value).named()
+
+
+def _timesteps(value: Any) -> Timesteps:
+    found = decode(Timesteps, value)
+    if len(found.counts) + 1 != len(found.edges):
+        raise UserError(f"{len(found.counts)} counts do not lie between {len(found.edges)} edges")
+    return found
 
 
 def _data_uri(file: Path, name: str) -> str:

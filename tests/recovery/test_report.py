@@ -378,6 +378,11 @@ def test_a_damaged_part_leaves_the_rest(small, name, content):
     assert "Recovery curves" in rendered(small)
 
 
+def test_timesteps_whose_counts_do_not_fit_are_named(small):
+    (small / "timesteps.json").write_text('{"edges": [0, 1], "counts": [1, 2, 3]}')
+    assert "timesteps.json has another form than docs/metrics.md states: 3 counts do not lie" in rendered(small)
+
+
 def test_metrics_bear_any_rows(small):
     rows = [None, [], 3, {"step": "5"}, {"step": 1e400}, {"step": True}, {}, {"step": 7, "loss": 1e308, "x": -1e308}]
     rows += [{"step": s, "loss": v, "x": [v]} for s, v in enumerate([1, 1e99, -1e99, float("nan"), 10**400, 5e-324])]
