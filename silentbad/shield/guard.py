@@ -285,6 +285,8 @@ def named(config: GuardConfig) -> dict[str, dict[str, Any]]:
     """{guard: its options}, all checked; none where nothing guards."""
     check_values(config, "guard.")
     names = [] if config.name == "none" else config.name.split("+")
+    if len({*names}) < len(names):
+        raise UserError(f"guard.name: {config.name} names a guard twice; once is enough")
     if len(names) > 1 and (unknown := [key for key in config.options if key not in names]):
         raise UserError(f"guard.options: {unknown[0]!r} is not a guard of {config.name}; give {names[0]}: {{...}}")
     options = {name: config.options.get(name, {}) for name in names} if len(names) > 1 else {names[0]: config.options}
