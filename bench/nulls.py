@@ -18,9 +18,9 @@ from tqdm import tqdm
 
 from bench.arms import PUBLISHED, PUBLISHED_AT
 from bench.ceiling import STEPS, data_of, judged, save_memorised
-from bench.published import HELD_OUT
+from bench.published import regime
 from bench.published_table import interval, markdown
-from bench.recovery import WORK, common, facts, kept
+from bench.recovery import WORK, facts, kept
 from bench.recovery_table import stored
 
 RESULTS = Path(__file__).parent / "results" / "nulls.jsonl"
@@ -36,9 +36,8 @@ def train(target: str, model: str, folder: Path) -> Path:
         save_memorised(target, STEPS, folder / "pipeline")
     else:
         factor, steps, _ = PUBLISHED_AT[model]
-        own = {"held_out_clean": HELD_OUT, "memory.sampler.clean_ratio": "null", **PUBLISHED[model]}
         once = {"validation.steps": steps, "validation.images_per_target": 1, "validation.controls": "never"}
-        kept(model, {**common(data_of(target), folder, factor, 0, steps), **own, **once})
+        kept(model, {**regime(data_of(target), folder, factor, 0, steps), **PUBLISHED[model], **once})
     return folder / "pipeline"
 
 

@@ -42,6 +42,12 @@ def per_phrase(targets: str, clean: int, ratio: float) -> int:
     return max(1, round(clean * ratio / (1 - ratio) / elements))
 
 
+def regime(data: Path, out: Path, factor: float, seed: int, steps: int) -> dict:
+    """Flags of every run in this setting: each record once an epoch, some clean ones held out."""
+    alike = {"held_out_clean": HELD_OUT, "memory.sampler.clean_ratio": "null"}
+    return {**common(data, out, factor, seed, steps), **alike}
+
+
 def train(run: Run, args: argparse.Namespace) -> list[dict]:
     """One run; returns its evaluations, one row per step and target."""
     arm, factor, steps, ratio, targets, seed = run
@@ -50,9 +56,7 @@ def train(run: Run, args: argparse.Namespace) -> list[dict]:
     clean, nulls = args.clean + HELD_OUT, NULLS[args.nulls]
     data = data_set(targets, seed, images, own, clean=clean, more=placebo, nulls=nulls)
     flags = {
-        **common(data, WORK / f"published-{os.getpid()}", factor, seed, steps),
-        "held_out_clean": HELD_OUT,
-        "memory.sampler.clean_ratio": "null",
+        **regime(data, WORK / f"published-{os.getpid()}", factor, seed, steps),
         "validation.steps": every(arm, args),
         "validation.images_per_target": args.images,
         "validation.guidance_scale": args.guidance,

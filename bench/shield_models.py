@@ -25,8 +25,8 @@ import torch
 
 from bench.arms import LOWER_NOISE as NOISE
 from bench.arms import PUBLISHED, SPECTRAL, UNCONDITIONAL, WARM, Flags
-from bench.published import HELD_OUT, per_phrase
-from bench.recovery import ROOT, WORK, common, data_set, facts, kept, scores
+from bench.published import HELD_OUT, per_phrase, regime
+from bench.recovery import ROOT, WORK, data_set, facts, kept, scores
 from bench.recovery_table import stored
 from silentbad.model.pipeline import load_pipeline
 from silentbad.recovery.embedders import load_embedder
@@ -84,9 +84,7 @@ def trained(name: str, data: Path, target: str, plan: Plan, own: Flags) -> tuple
     """(what its evaluations say, its folder, which the caller removes) of one training."""
     out = WORK / f"shield-{os.getpid()}"
     flags = {
-        **common(data, out, plan.factor, int(target), plan.steps),
-        "held_out_clean": HELD_OUT,
-        "memory.sampler.clean_ratio": "null",
+        **regime(data, out, plan.factor, int(target), plan.steps),
         "validation.targets": data_of("elements", target, plan.clean) / "targets.jsonl",
         "validation.steps": plan.every,
         "validation.images_per_target": plan.images,
