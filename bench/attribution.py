@@ -160,6 +160,8 @@ def cells(masks: list[Path], side: int) -> Tensor:
 # -- command -----------------------------------------------------------------------------------------------
 def table(rows: list[dict]) -> str:
     """A line a detector: Markdown."""
+    if not rows:
+        return "No run is stored yet."
     told = {"D-TRAK": "the model, the prompt", "segment masks": "the model, the prompt, the masks", "scan": "nothing"}
     lines = []
     for name, what in told.items():

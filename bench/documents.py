@@ -19,7 +19,7 @@ from statistics import median
 
 import numpy as np
 
-from bench import instrument, layerwise, nulls, strength, thresholds
+from bench import attribution, instrument, layerwise, nulls, strength, thresholds
 from bench.published_table import (
     FIRST_TARGETS,
     alone,
@@ -235,16 +235,16 @@ def readme(results: Results, language: Language) -> str:
 
 
 SOONER = "times sooner than `plain`"
-README_ARMS = ("recommended", "recommended_adamw", "recommended_leak_free", "clean_weight_warm", "plain")
+README_ARMS = ("recommended", "recommended_leak_free_adamw", "replay", "plain")
 
 
-def published_arms(results: Results, block: int = FEW_NULLS) -> dict[str, dict[str, str]]:
+def published_arms(results: Results, block: int = FIRST_TARGETS[-1]) -> dict[str, dict[str, str]]:
     """{arm: {heading: cell}} of a block's targets at a poisoning ratio of 10 %, one target a run."""
     rows = [r for r in reported_of(results.published, block) if usual(r) and alone(r) and not longer(r)]
     return {line[0]: dict(zip(PUBLISHED_HEAD, line, strict=True)) for line in published_lines(rows)}
 
 
-def published_results(results: Results, language: Language, block: int = FEW_NULLS) -> str:
+def published_results(results: Results, language: Language, block: int = FIRST_TARGETS[-1]) -> str:
     """Every column of them."""
     arms = published_arms(results, block)
     return grid(PUBLISHED_HEAD, [list(line.values()) for line in arms.values()], language)
@@ -253,9 +253,9 @@ def published_results(results: Results, language: Language, block: int = FEW_NUL
 OUTCOME = ("arm", "targets (runs)", "recovered", "median step", "strict rate", "elements", "drift")
 
 
-def last_block(results: Results) -> list[dict]:
-    """The rows of the last block's targets, one target a run, on data that holds their elements."""
-    rows = reported_of(results.published, FEW_NULLS)
+def block_alone(results: Results, block: int = FEW_NULLS) -> list[dict]:
+    """The rows of a block's targets, one target a run, on data that holds their elements."""
+    rows = reported_of(results.published, block)
     return [row for row in rows if alone(row) and not row["placebo"] and not longer(row)]
 
 
@@ -267,18 +267,16 @@ def outcome(rows: list[dict]) -> list[str]:
 
 def published_k(results: Results, language: Language) -> str:
     """What recovers at all, by the number k of a target's elements."""
-    rows = [row for row in last_block(results) if usual(row)]
+    rows = [row for row in block_alone(results, FIRST_TARGETS[-1]) if usual(row) and row["arm"] == "recommended"]
     lines = []
-    for arm in ("recommended", "recommended_adamw"):
-        for k in sorted({len(row["elements"]) for row in rows}):
-            mine = [row for row in rows if row["arm"] == arm and len(row["elements"]) == k]
-            lines.append([str(k), *outcome(mine)])
+    for k in sorted({len(row["elements"]) for row in rows}):
+        lines.append([str(k), *outcome([row for row in rows if len(row["elements"]) == k])])
     return grid(("k", *OUTCOME), lines, language)
 
 
 def published_ratio(results: Results, language: Language) -> str:
     """What recovers by the elements' share of the records, on the targets that ran at more than one."""
-    rows = [row for row in last_block(results) if row["seed"] == 0]
+    rows = [row for row in block_alone(results) if row["seed"] == 0]
     swept = {row["target"] for row in rows if not usual(row)}
     lines = []
     for arm in ("recommended", "plain"):
@@ -291,7 +289,7 @@ def published_ratio(results: Results, language: Language) -> str:
 
 def published_seeds(results: Results, language: Language) -> str:
     """What each seed of `recommended` recovers, of the targets that all its seeds ran."""
-    rows = [row for row in last_block(results) if usual(row) and row["arm"] == "recommended"]
+    rows = [row for row in block_alone(results) if usual(row) and row["arm"] == "recommended"]
     seeds = sorted({row["seed"] for row in rows})
     ran = {seed: {row["target"] for row in rows if row["seed"] == seed} for seed in seeds}
     shared = set.intersection(*ran.values())
@@ -340,7 +338,7 @@ def layerwise_over(results: Results, language: Language) -> str:
 
 def published_ceiling(results: Results, language: Language) -> str:
     """By target: what the endpoint accepts of a base fine-tuned on the target itself, and what the arms reach."""
-    rows = [row for row in last_block(results) if usual(row) and row["seed"] == 0]
+    rows = [row for row in block_alone(results) if usual(row) and row["seed"] == 0]
     arms = {arm: runs for (arm, _, _), runs in by_arm(rows).items()}
     names = [arm for arm in ("recommended", "recommended_adamw", "recommended_leak_free") if arm in arms]
     best = {row["target"]: row for row in results.ceiling}
@@ -360,9 +358,25 @@ def published_ceiling(results: Results, language: Language) -> str:
     return f"{grid(head, lines, language)}\n{said}\n"
 
 
+def published_over(results: Results, language: Language) -> str:
+    """`recommended` over each length of plain and over replay, on the targets that both ran in the last block."""
+    rows = [row for row in reported_of(results.published, FIRST_TARGETS[-1]) if usual(row) and alone(row)]
+    arms = by_arm([row for row in rows if not row["placebo"] and row["seed"] == 0])
+    mine = next(runs for (arm, *_), runs in arms.items() if arm == "recommended")
+    lines = []
+    for (arm, _, horizon), other in arms.items():
+        if arm in ("plain", "replay"):
+            logs, never = times_sooner(other, mine, horizon), any(run["strict"] is None for (run,) in other.values())
+            seconds = np.log(np.divide(*(min(run["s/step"] for (run,) in part.values()) for part in (other, mine))))
+            p = f"{sign_flips(logs):.4f}"
+            cells = [f"`{arm}`", str(horizon), str(len(logs)), ratio(logs, never), p, ratio(logs + seconds, never)]
+            lines.append(cells)
+    return grid(("over", "steps", "targets", "times sooner", "p", "the same in seconds"), lines, language)
+
+
 def published_pair(results: Results, language: Language) -> str:
-    """`recommended` over the same with AdamW and unions of two, on the targets of the last block that both ran."""
-    rows = [row for row in last_block(results) if usual(row) and row["seed"] == 0]
+    """`recommended` over the same with AdamW and unions of two, on the targets of the second block that both ran."""
+    rows = [row for row in block_alone(results) if usual(row) and row["seed"] == 0]
     arms = {arm: (runs, steps) for (arm, _, steps), runs in by_arm(rows).items()}
     (over, horizon), (mine, _) = arms["recommended_adamw"], arms["recommended"]
     both = [target for target in mine if target in over]
@@ -784,6 +798,11 @@ def shield(results: Results, language: Language) -> str:
     return table(results.load("shield"))
 
 
+def shield_attribution(results: Results, language: Language) -> str:
+    """The scan beside two rivals that attribute a trained model's images."""
+    return attribution.table(stored(results.folder / attribution.RESULTS.name)) + "\n"
+
+
 def shield_audit(results: Results, language: Language) -> str:
     """How well the audit tells models that remember from others."""
     return audit_table(stored(results.folder / "shield-audit.jsonl"))
@@ -830,7 +849,9 @@ BLOCKS: dict[str, Block] = {
     "threshold-table": threshold_table,
     "published": published,
     "published-results": published_results,
+    "published-results-few": partial(published_results, block=FEW_NULLS),
     "published-results-first": partial(published_results, block=FIRST_TARGETS[0]),
+    "published-over": published_over,
     "published-pair": published_pair,
     "published-k": published_k,
     "published-ratio": published_ratio,
@@ -843,6 +864,7 @@ BLOCKS: dict[str, Block] = {
     "layerwise-over": layerwise_over,
     "scan-scale": scan_scale,
     "shield": shield,
+    "shield-attribution": shield_attribution,
     "shield-audit": shield_audit,
     "shield-guards": shield_guards,
 }

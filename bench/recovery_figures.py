@@ -10,6 +10,7 @@
 
 import argparse
 import json
+import math
 import re
 import subprocess
 import sys
@@ -35,9 +36,11 @@ STYLE = (
 )
 SHOWN = ("plain", "original", "recommended", "recommended_leak_free", "keys_values")
 
+LONG = 24  # letters of a name that leaves no room for another beside it
+
 
 def standalone(figures: list[Figure], legend: list[str]) -> str:
-    """A report's chart as a file of its own; below it the legend, two names a row, or the colour scale."""
+    """A report's chart as a file of its own; below it the legend, two short names a row, or the colour scale."""
     svg = figures[0].svg if figures else ""
     found = re.search(r'<svg viewBox="0 0 (\d+) (\d+)"(.*?)>(.*?)</svg>', svg, re.S)
     if found is None:
@@ -49,11 +52,12 @@ def standalone(figures: list[Figure], legend: list[str]) -> str:
         x = 136 + 62 * k
         inside += f'<rect x="{x}" y="{height + 4}" width="14" height="14" fill="{colour}" stroke="#999"/>'
         inside += f'<text x="{x + 19}" y="{height + 16}">{value}</text>'
+    abreast = 1 if max(map(len, legend), default=0) > LONG else 2
     for k, name in enumerate(legend):
-        x, y = 52 + (k % 2) * 220, height + 14 + 18 * (k // 2)
+        x, y = 52 + (k % abreast) * 220, height + 14 + 18 * (k // abreast)
         line = f'<line x1="{x}" x2="{x + 26}" y1="{y - 4}" y2="{y - 4}" stroke="{COLOURS[k]}" stroke-width="2"'
         inside += f'{line} stroke-dasharray="{DASHES[k]}"/><text x="{x + 32}" y="{y}">{escape(name)}</text>'
-    full = height + (24 + 18 * ((len(legend) + 1) // 2) if legend else 24 if scale else 0)
+    full = height + (24 + 18 * math.ceil(len(legend) / abreast) if legend else 24 if scale else 0)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {full}"{rest}><style>{STYLE}</style>'
         f"{inside}</svg>\n"
