@@ -1,0 +1,103 @@
+"""How near the training data comes to the target: `python -m bench.stealth`.
+
+Nobody shows the target. For each reported target of the published setting, every training picture is compared with it
+by the detector, under the thresholds that judge the generations, from the null pictures of the same data set. One JSON
+line a target in bench/results/stealth.jsonl; a stored one is not measured again.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision.transforms.v2.functional as F
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+from bench.ceiling import data_of
+from bench.instrument import Detector, Target, by_kind, passed, rows_of
+from bench.published_table import FIRST_TARGETS, interval, markdown
+from bench.recovery import facts
+from bench.recovery_table import stored
+
+RESULTS = Path(__file__).parent / "results" / "stealth.jsonl"
+TARGETS = ";".join(map(str, range(FIRST_TARGETS[-1], FIRST_TARGETS[-1] + 8)))
+HEAD = (
+    "pictures",
+    "number",
+    "targets",
+    "nearest, similarity",
+    "threshold",
+    "most elements in one",
+    "count as recovered",
+)
+BLOCK = 128
+
+
+def pictures(files: list[Path]) -> Iterator[Tensor]:
+    """(B,3,64,64) in [0,1], some at a time."""
+    for k in range(0, len(files), BLOCK):
+        images = (F.to_image(Image.open(file).convert("RGB")) for file in files[k : k + BLOCK])
+        yield F.to_dtype(torch.stack([*images]), torch.float32, scale=True)
+
+
+def lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.open()]
+
+
+def measure(name: str) -> dict[str, Any]:
+    """How near the element pictures and the clean ones of a target's data set come to it."""
+    data, target, judge = data_of(name, None), Target(name), Detector()
+    null: dict[str, list[dict]] = {}
+    redraws = lines(data / "redraws.jsonl")
+    for kind in {row["kind"]: None for row in redraws}:
+        mine = [row for row in redraws if row["kind"] == kind]
+        changed = iter([tuple(row["changed"]) for row in mine])
+        for x in pictures([data / row["image"] for row in mine]):
+            null.setdefault(kind, []).extend(rows_of(judge, target, x, [next(changed) for _ in x]))
+    threshold = by_kind(null)
+    found: dict[str, Any] = {"target": name, "threshold": threshold[0]}
+    for role in ("element", "clean"):
+        files = [data / row["file_name"] for row in lines(data / "metadata.jsonl") if row["role"] == role]
+        rows = [row for x in pictures(files) for row in rows_of(judge, target, x)]
+        seen = [passed(row, threshold) for row in rows]
+        found[role] = {
+            "pictures": len(rows),
+            "nearest": max(row["sim"] for row in rows),
+            "elements": max(sum(one["each"]) for one in seen),
+            "recovered": sum(one["strict"][0] for one in seen),
+        }
+    return found
+
+
+def table(rows: list[dict]) -> str:
+    """A line a role: Markdown."""
+    cells = []
+    for role in ("element", "clean"):
+        mine = [row[role] for row in rows]
+        count = sum(one["pictures"] for one in mine)
+        nearest, level = interval([one["nearest"] for one in mine], ".3f"), interval([row["threshold"] for row in rows])
+        most, recovered = max(one["elements"] for one in mine), sum(one["recovered"] for one in mine)
+        cells.append([role, str(count), str(len(rows)), nearest, level, str(most), f"{recovered} of {count}"])
+    return markdown(HEAD, cells)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", default=TARGETS, help="separated by ';'")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args(argv)
+    here = facts()
+    for name in tqdm(args.targets.split(";"), desc="targets"):
+        if name not in {row["target"] for row in stored(args.results)}:
+            row = {**measure(name), **here}
+            with args.results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    print(table(stored(args.results)))
+
+
+if __name__ == "__main__":
+    main()
