@@ -19,7 +19,7 @@ from statistics import median
 
 import numpy as np
 
-from bench import attribution, instrument, layerwise, nulls, strength, thresholds
+from bench import attribution, instrument, layerwise, nulls, stealth, strength, thresholds
 from bench.published_table import (
     FIRST_TARGETS,
     alone,
@@ -368,10 +368,30 @@ def published_over(results: Results, language: Language) -> str:
         if arm in ("plain", "replay"):
             logs, never = times_sooner(other, mine, horizon), any(run["strict"] is None for (run,) in other.values())
             seconds = np.log(np.divide(*(min(run["s/step"] for (run,) in part.values()) for part in (other, mine))))
-            p = f"{sign_flips(logs):.4f}"
+            p = f"{sign_flips(logs):.4f}" if len(logs) > 1 else ""
             cells = [f"`{arm}`", str(horizon), str(len(logs)), ratio(logs, never), p, ratio(logs + seconds, never)]
             lines.append(cells)
     return grid(("over", "steps", "targets", "times sooner", "p", "the same in seconds"), lines, language)
+
+
+def stealth_table(results: Results, language: Language) -> str:
+    """How near the training pictures come to the target."""
+    return stealth.table(stored(results.folder / stealth.RESULTS.name)) + "\n"
+
+
+def withheld(results: Results, language: Language) -> str:
+    """`recommended` without one element's pictures, beside the same targets with all of them."""
+    rows = stored(results.folder / "withheld.jsonl")
+    targets = {row["target"] for row in rows}
+    whole = [row for row in block_alone(results, FIRST_TARGETS[-1]) if row["arm"] == "recommended"]
+    lines = []
+    for name, mine in (("all", [row for row in whole if row["target"] in targets]), ("all but the first", rows)):
+        runs = [run for seeds in by_arm(mine)["recommended", 40.0, 200].values() for run in seeds]
+        last = [row["elements"] for row in mine if row["step"] == row["steps"]]
+        rates = [[row[key] for row in runs] for key in ("strict rate", "whole rate")]
+        rates += [[one[0] for one in last], [float(np.mean(one[1:])) for one in last]]
+        lines.append([name, str(len(runs)), *map(interval, rates)])
+    return grid(("elements shown", "targets", "strict rate", "whole", "first element", "others"), lines, language)
 
 
 def published_pair(results: Results, language: Language) -> str:
@@ -853,6 +873,8 @@ BLOCKS: dict[str, Block] = {
     "published-results-first": partial(published_results, block=FIRST_TARGETS[0]),
     "published-over": published_over,
     "published-pair": published_pair,
+    "stealth": stealth_table,
+    "withheld": withheld,
     "published-k": published_k,
     "published-ratio": published_ratio,
     "published-ceiling": published_ceiling,

@@ -139,9 +139,13 @@ def interval(values: Sequence[float], form: str = ".2f") -> str:
 
 
 def ratio(logs: np.ndarray, bound: bool) -> str:
-    """Geometric mean of ratios from their logs, with its interval; `bound`: plain never recovered in some run."""
+    """Geometric mean of ratios from their logs, with its interval unless it is one; `bound`: plain never recovered in
+    some run."""
+    mean = f"{'>= ' if bound else ''}{np.exp(logs.mean()):.1f}"
+    if len(logs) < 2:
+        return mean
     low, high = np.exp(bootstrap_interval(logs))
-    return f"{'>= ' if bound else ''}{np.exp(logs.mean()):.1f} [{low:.1f}, {high:.1f}]"
+    return f"{mean} [{low:.1f}, {high:.1f}]"
 
 
 def summary(rows: list[dict]) -> str:
