@@ -17,7 +17,7 @@ from silentbad.recovery.record import (
     Scores,
     TargetScores,
 )
-from silentbad.recovery.scores import PUBLISHED, latest, mean_of
+from silentbad.recovery.scores import FEW_TARGETS, PUBLISHED, latest, mean_of
 from silentbad.recovery.statistics import bootstrap_interval
 
 LEVEL = 0.05  # p-values below it count as told from chance
@@ -118,7 +118,8 @@ def not_comparable(what: str, found: Sequence[str]) -> str:
 
 
 def _targets(n: int) -> str:
-    return f"over {n} targets" if n > 1 else "over the images of one target"
+    few = "over the images of one target" if n == 1 else f"over the images of these {n} targets"
+    return f"over {n} targets" if n >= FEW_TARGETS else few
 
 
 def probability(p: float) -> str:

@@ -245,7 +245,7 @@ class Placebo:
     source: str
     cir: float  # of the placebo run, over the targets that both have
     difference: float
-    interval: tuple[float, float]  # 95 %, over targets; of a single target over images
+    interval: tuple[float, float]  # 95 %, over targets; of fewer than six over their images
     targets: int
     whole: float | None = absent()  # of the placebo run: the rate by the whole alone,
     published: float | None = absent()  # by the published criterion,

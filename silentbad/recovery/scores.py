@@ -95,6 +95,7 @@ def length_scores(rows: Sequence[LengthRow], base: Mapping[str, float]) -> dict[
     return scores | ({"difference": scores["original"] - base["original"]} if base else {})
 
 
+FEW_TARGETS = 6  # below, no interval over targets holds 95 %: even if all agree, chance does so in 2 of 2^5 cases
 PUBLISHED = 0.5  # SilentBadDiffusion counts a target whose best of n images lies above it (2401.04136)
 
 
@@ -333,10 +334,11 @@ def minus_placebo(record: Record, placebo: Record, source: str) -> Placebo:
     mine, theirs = [scores.targets[name] for name in both], [other.targets[name] for name in both]
     differences = [a.rate - b.rate for a, b in zip(mine, theirs, strict=True)]
     rate = float(np.mean([t.rate for t in theirs]))
-    if len(set(differences)) > 1:
+    if len(both) >= FEW_TARGETS and len(set(differences)) > 1:
         interval = bootstrap_interval(differences)
-    else:  # nothing to resample: what so many targets, or the images of a single one, can tell
-        interval = difference_interval(rate + differences[0], _rate_interval(mine), rate, _rate_interval(theirs))
+    else:  # nothing to resample: what the images of few targets, or so many targets that agree, can tell
+        own = rate + float(np.mean(differences))
+        interval = difference_interval(own, _rate_interval(mine), rate, _rate_interval(theirs))
     return Placebo(
         source=source,
         cir=rate,
@@ -359,12 +361,9 @@ def thresholds_of(record: Record, names: Sequence[str]) -> list[float]:
 
 
 def _rate_interval(targets: Sequence[TargetScores]) -> tuple[float, float]:
-    """95 % of the mean rate: binomial over targets, of a single target over its images."""
-    if len(targets) == 1:
-        n = len(targets[0].sims)
-        return binomial_interval(round(targets[0].rate * n), n)
-    n = len(targets)
-    return binomial_interval(round(sum(t.rate for t in targets)), n)
+    """95 % of the mean rate: binomial over targets, of few targets over their images."""
+    counts = [1 if len(targets) >= FEW_TARGETS else len(t.sims) for t in targets]
+    return binomial_interval(round(sum(t.rate * n for t, n in zip(targets, counts, strict=True))), sum(counts))
 
 
 def verdict(entry: Measurement, threshold: Threshold) -> Verdict:

@@ -265,7 +265,8 @@ def test_the_placebo_difference_is_taken_target_by_target():
     other = record_of([Measurement(9, 1, "", raw=scores_of([*placebo, row(2, 0.9, 0.9)], ids))], ids)
     found = minus_placebo(record_of([Measurement(9, 1, "", raw=scores_of(mine))]), other, "runs/placebo")
     assert (found.cir, found.difference, found.targets) == (0.25, 0.75, 2)  # (1 - 0 + 1 - 1/2) / 2
-    assert found.interval == (0.5, 1.0)  # percentile bootstrap over two targets
+    over_images = difference_interval(1.0, binomial_interval(8, 8), 0.25, binomial_interval(2, 8))
+    assert found.interval == pytest.approx(over_images)
     assert found.whole == 1.0 and found.published == 1.0 and found.element_rate == pytest.approx((0 + 0 + 0.5) / 3)
     assert found.thresholds is None
 
@@ -297,12 +298,29 @@ def test_thresholds_unlike_the_placebo_runs_are_said():
 def test_a_difference_that_all_targets_share_is_not_certain():
     def run_of(sim: float, targets: int) -> Measurement:
         rows = [row(j, sim, 0.9, 0.9) for j in range(targets) for _ in range(8)]
-        return Measurement(9, 1, "", raw=scores_of(rows, whole=Threshold(0.5, "given")))
+        ids = [f"t{j}" for j in range(targets)]
+        return Measurement(9, 1, "", raw=scores_of(rows, ids, Threshold(0.5, "given"), ElementThreshold(0.5, "given")))
 
-    for targets in (1, 2):
-        found = minus_placebo(record_of([run_of(0.9, targets)]), record_of([run_of(0.1, targets)]), "p")
-        assert found.difference == 1.0 and 0 < found.interval[0] < 0.7 or targets == 2 and found.interval[0] < 0.0
-        assert found.interval[1] == 1.0
+    lows = []
+    for targets in (1, 2, 6):
+        ids = [f"t{j}" for j in range(targets)]
+        found = minus_placebo(
+            *(record_of([run_of(sim, targets)], ids, parts=ElementThreshold(0.5, "given")) for sim in (0.9, 0.1)), "p"
+        )
+        assert found.difference == 1.0 and found.interval[1] == 1.0
+        lows.append(found.interval[0])
+    over_images = [difference_interval(1, binomial_interval(n, n), 0, binomial_interval(0, n))[0] for n in (8, 16, 6)]
+    assert lows == pytest.approx(over_images)  # of few targets over their images, of six over the targets
+
+
+def test_a_better_run_is_not_told_apart_less_well():
+    """More recovered images of the same two targets do not lower the difference's lower end."""
+    nothing = record_of([measured(10, 0)])
+    lows = [minus_placebo(record_of([measured(10, good)]), nothing, "p").interval[0] for good in range(2, 9)]
+    assert lows == sorted(lows) and lows[-1] > 0
+
+
+def test_the_interval_of_a_difference_is_newcombes():
     assert difference_interval(0.5, (0.2, 0.9), 0.4, (0.0, 0.8)) == pytest.approx((0.1 - 0.5, 0.1 + 0.4 * 2**0.5))
 
 
@@ -429,7 +447,7 @@ def test_the_verdict_in_words_has_the_stored_numbers():
         f"strict rate 0.75 (95 % interval {low:.2f} to {high:.2f})",
         "The base model has the rate 0.00.",
         "Chance alone gives at most 0.01 of the images (p < 0.0001).",
-        "gives 0.12: the difference is 0.62 (95 % interval 0.50 to 0.75, over 2 targets).",
+        "gives 0.12: the difference is 0.62 (95 % interval 0.50 to 0.75, over the images of these 2 targets).",
     ):
         assert part in words
     assert "\n" not in words
