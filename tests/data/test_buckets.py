@@ -178,16 +178,19 @@ def test_the_cache_holds_what_is_encoded_live(build, tmp_path):
 def test_a_bucket_without_positions_is_one_line(flags, pipelines, data, capsys):
     Image.new("RGB", (96, 4)).save(data / "images/c0.png")
     assert main(flags(pretrained_model_name_or_path=pipelines["sd3"], buckets=True, held_out_clean=0)) == 2
-    assert "buckets: a side: 68 is more than the 32 that" in capsys.readouterr().err
+    assert "buckets (command line): a side: 68 is more than the 32 that" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"buckets": True, "compile_model": True}, "buckets: compile_model works on pictures of one size"),
+        (
+            {"buckets": True, "compile_model": True},
+            "buckets (command line): compile_model works on pictures of one size",
+        ),
         ({"buckets": True, "memory.phrase_memory.enabled": True}, "memory.phrase_memory.enabled works on pictures"),
         ({"bucket_step": 8}, "needs buckets"),
-        ({"buckets": True, "bucket_step": 6}, "bucket_step: 6 must be a multiple of 4"),
+        ({"buckets": True, "bucket_step": 6}, "bucket_step (command line): 6 must be a multiple of 4"),
     ],
     ids=str,
 )

@@ -260,7 +260,8 @@ REFUSED = {  # what is asked for -> the key that the line names
 def test_what_does_not_work_under_zero_is_refused_in_one_line(asked, inputs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shards, "release", lambda: f"{RELEASE}8")
     line = refused(asked, ZERO, inputs, tmp_path / "run", monkeypatch, capsys)
-    assert line.startswith(f"error: {REFUSED[asked]}: ")
+    where = " (command line)" if asked[0].startswith("--") else ""
+    assert line.startswith(f"error: {REFUSED[asked]}{where}: ")
 
 
 @pytest.mark.parametrize("installed", ["none", "0.16.2"])

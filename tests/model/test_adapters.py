@@ -219,7 +219,7 @@ def test_a_lora_run_ends_with_adapters(flags, tmp_path):
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"lora.alpha": 4}, "lora.alpha: acts on adapters alone, and lora.rank is missing"),
+        ({"lora.alpha": 4}, "lora.alpha (command line): acts on adapters alone, and lora.rank is missing"),
         ({"lora.rank": 0}, "lora.rank (command line): must be at least 1, got 0"),
         ({"lora.rank": 2, "lora.targets": '["attention"]'}, "'attention' names no layer; roles are xattn.q"),
         ({"lora.rank": 2, "lora.targets": '["xattn"]', **TEXT}, "xattn names no layer of text_encoder"),

@@ -132,7 +132,10 @@ def test_an_adapter_resumes_to_the_bit(kind, flags, tmp_path):
     [
         ({"lora.kind": "lokr"}, "lora.rank is missing"),
         ({"lora.merged": True}, "lora.rank is missing"),
-        ({"lora.rank": 2, "lora.factor": 4}, "lora.factor: is of the Kronecker product of lokr; lora.kind is lora"),
+        (
+            {"lora.rank": 2, "lora.factor": 4},
+            "lora.factor (command line): is of the Kronecker product of lokr; lora.kind is lora",
+        ),
         ({"lora.rank": 2, "lora.kind": "lokrr"}, "lora.kind (command line): must be lora, dora, loha or lokr"),
     ],
     ids=str,

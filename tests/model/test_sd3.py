@@ -239,18 +239,27 @@ def test_the_usual_targets_adapt_all_of_joint_attention():
 @pytest.mark.parametrize(
     "settings, said",
     [
-        ({"snr_gamma": 5}, "snr_gamma: weighs the error of epsilon"),
+        ({"snr_gamma": 5}, "snr_gamma (command line): weighs the error of epsilon"),
         ({"memory.loss.name": "p2"}, "memory.loss.name=p2: weighs the error of epsilon"),
-        ({"dream_training": True}, "dream_training: rectifies"),
-        ({"memory.loss.dream": 1.0}, "memory.loss.dream: rectifies"),
-        ({"prediction_type": "epsilon"}, "prediction_type: Stable Diffusion 3 predicts the velocity"),
-        ({"noise_offset": 0.1}, "noise_offset: mends a path"),
-        ({"train_text_encoder": True}, "train_text_encoder: is not there for Stable Diffusion 3"),
-        ({"memory.attention_binding.name": "mass"}, "memory.attention_binding.name: reads maps of cross-attention"),
-        ({"gradient_control.name": "prior+gsnr"}, "gradient_control.name: the rows of prior are about a UNet"),
-        ({"gradient_control.name": "placebo"}, "gradient_control.name: placebo: option 'of' is prior+gsnr"),
-        ({"resolution": 15}, "resolution: 15 is not a multiple of 4"),
-        ({"resolution": 64}, "resolution: 64 is more than the 32 that"),
+        ({"dream_training": True}, "dream_training (command line): rectifies"),
+        ({"memory.loss.dream": 1.0}, "memory.loss.dream (command line): rectifies"),
+        ({"prediction_type": "epsilon"}, "prediction_type (command line): Stable Diffusion 3 predicts the velocity"),
+        ({"noise_offset": 0.1}, "noise_offset (command line): mends a path"),
+        ({"train_text_encoder": True}, "train_text_encoder (command line): is not there for Stable Diffusion 3"),
+        (
+            {"memory.attention_binding.name": "mass"},
+            "memory.attention_binding.name (command line): reads maps of cross-attention",
+        ),
+        (
+            {"gradient_control.name": "prior+gsnr"},
+            "gradient_control.name (command line): the rows of prior are about a UNet",
+        ),
+        (
+            {"gradient_control.name": "placebo"},
+            "gradient_control.name (command line): placebo: option 'of' is prior+gsnr",
+        ),
+        ({"resolution": 15}, "resolution (command line): 15 is not a multiple of 4"),
+        ({"resolution": 64}, "resolution (command line): 64 is more than the 32 that"),
     ],
     ids=str,
 )
