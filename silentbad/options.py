@@ -128,7 +128,8 @@ def problem(value: Any, hint: Any) -> str | None:
     if not _fits_type(value, hint):
         return f"must be {name_of(hint)}"
     if isinstance(value, (list, tuple)):
-        return _first(problem(each, arguments[0] if arguments else Any) for each in value)
+        wrong_one = _first(problem(each, arguments[0] if arguments else Any) for each in value)
+        return wrong_one and f"each value {wrong_one}"
     if isinstance(value, dict):
         of_values = arguments[1] if len(arguments) > 1 else Any
         return _first(problem(key, str) for key in value) or _first(problem(each, of_values) for each in value.values())

@@ -361,6 +361,8 @@ CASES = {
     "checkpoint: an order of words": case("'stream'", touch=rewrite(state(lambda s: s["stream"].update(order="x"))), **RESUME),
     "checkpoint: weights of NaN": case("unet.safetensors", "not finite", touch=rewrite(nan_unet), **RESUME),
     "checkpoint: facts that are no facts": case("facts.json", "not readable", touch=rewrite(write("facts.json", "[1]")), **RESUME),
+    "checkpoint: metrics that are a pipe": case("metrics.jsonl is no file", touch=both(remove("held/metrics.jsonl"), lambda root: os.mkfifo(root / "held/metrics.jsonl")), **RESUME),
+    "config: a list with a word among numbers": case("validation.early_steps (a.yaml:1): each value must be int", config="a.yaml", touch=write("a.yaml", "validation: {early_steps: [1, two]}")),
     "checkpoint: metrics that are a folder": case("metrics.jsonl", touch=both(remove("held/metrics.jsonl"), folder("held/metrics.jsonl")), **RESUME),
     # -- resuming with something else
     "resume: another learning rate": case("learning_rate was 0.0001, is 0.1", "resume with its config.yaml", **RESUME, learning_rate=0.1),

@@ -114,8 +114,8 @@ class RunFolder:
         check_replaced(self.path / "report.html", "output_dir")
         asked = config.resume_from_checkpoint
         found = checkpoint.resolve(asked, self.checkpoints) if asked else None
-        if self.metrics.is_dir():
-            raise UserError(f"output_dir {self.path}: metrics.jsonl is a folder; remove it")
+        if self.metrics.exists() and not self.metrics.is_file():  # a pipe would block
+            raise UserError(f"output_dir {self.path}: metrics.jsonl is no file; remove it")
         logs = self.path / (self.logs or "")
         if files := [p for p in (logs, *logs.parents) if p.exists() and not p.is_dir()]:
             raise UserError(f"output_dir {self.path}: {files[0].name}, for the logs of report_to, is a file; remove it")
