@@ -202,8 +202,8 @@ def _sum(file: Path) -> str | None:
 
 
 def _files(folder: Path) -> set[str]:
-    """Names of all files and links below a folder."""
-    paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    """Names of all files, links and empty folders below a folder: an empty one may be somebody's too."""
+    paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir() or not any(path.iterdir()))
     return {path.relative_to(folder).as_posix() for path in paths}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from silentbad.errors import masked
 from silentbad.recovery import charts
 from silentbad.recovery.charts import Range, Series, finite, number
 
@@ -146,6 +147,7 @@ def environment(folder: Path | None = None) -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=lambda value: masked(value) if type(value) is str else value,  # a token may stand in any file
     )
     made.filters["number"] = number
     made.filters["rounded"] = rounded

@@ -41,6 +41,7 @@ from silentbad.shield.search import Probe, fits, probed, ranked, search
 from silentbad.shield.views import text_of
 
 NAME, PAGE = "audit.json", "audit.html"
+KIND = "search"  # of folder: an audit with targets writes other files
 PROBED = 32  # ordinary prompts that the probes are measured against, for each number of phrases
 RANKED = 200  # prompts of the search that are written down
 MOST = 16  # phrases taken from captions
@@ -241,7 +242,7 @@ def audited(options: AuditSettings) -> Report:
     out = Path(options.output_dir)
     check_writable(out, "--output_dir", folder=True)
     read = {f"--{key}": getattr(options, key) for key in ("pipeline", "baseline", "lora", "train_data_dir", "scan")}
-    with owned.claimed(out, "audit", key="--output_dir", writes=(NAME, PAGE, "returned-1.png"), read=read):
+    with owned.claimed(out, KIND, key="--output_dir", writes=(NAME, PAGE, "returned-1.png"), read=read):
         return _audited(options, phrases, fixed, out)
 
 
@@ -322,7 +323,7 @@ def _audited(options: AuditSettings, phrases: list[str], fixed: list[list[str]],
 def write(report: Report, pictures: list[list[np.ndarray]], out: Path) -> None:
     """audit.json, audit.html, and the picture of each prompt under which one comes back."""
     with writing("--output_dir", str(out)):
-        owned.mark(out, "audit")
+        owned.mark(out, KIND)
         for old in out.glob("returned-*.png"):
             old.unlink()
         for k, (result, shown) in enumerate(zip(report.results, pictures, strict=True)):

@@ -153,6 +153,10 @@ def test_make_replaces_its_own_data_set_and_nothing_else(tmp_path, capsys):
     assert stopped.value.code == 2
     assert "holds something else" in capsys.readouterr().err
     assert (mine / "thesis.tex").read_text() == "years of work"
+    (tmp_path / "kept" / "for later").mkdir(parents=True)  # an empty folder is somebody's too
+    with pytest.raises(SystemExit):
+        make.main(["--out", str(tmp_path / "kept"), *arguments])
+    assert (tmp_path / "kept" / "for later").is_dir()
     for _ in range(2):
         make.main(["--out", str(tmp_path / "data"), *arguments])
     assert (tmp_path / "data" / "targets.jsonl").is_file()

@@ -462,6 +462,15 @@ def test_the_policy_admits_the_style_of_the_page_alone(run):
     assert policy == f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'" and "unsafe" not in page
 
 
+def test_a_token_in_a_configuration_is_masked_on_the_page(run):
+    config = run / "config.yaml"
+    kept = config.read_text()
+    config.write_text(f"{kept}tracker_project_name: hf_aBcDeFgHiJkL\nlogging_dir: https://me:secret@logs.org\n")
+    page = report.render(run)
+    config.write_text(kept)
+    assert "hf_***" in page and "aBcDeFgHiJkL" not in page and "me:secret" not in page
+
+
 NUMBERS = st.one_of(st.none(), st.floats(), st.integers(-(10**320), 10**320))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import validation
+from silentbad import owned
 from silentbad.shield import audit
 from silentbad.shield.audit import recurring
 from silentbad.shield.returned import Extrapolated, p_value, returned, student_tail
@@ -162,8 +163,15 @@ def test_a_search_replaces_nothing_of_someone_else(run, phrases, tmp_path, capsy
     (tmp_path / "audit").mkdir()
     (tmp_path / "audit/audit.json").write_text("mine")
     assert run("--phrases", phrases) == 2
-    assert "holds audit.json, which no audit wrote" in capsys.readouterr().err
+    assert "holds audit.json, which no search wrote" in capsys.readouterr().err
     assert (tmp_path / "audit/audit.json").read_text() == "mine"
+
+
+def test_a_search_leaves_the_folder_of_an_audit_alone(run, phrases, tmp_path, capsys):
+    (tmp_path / "audit").mkdir()
+    owned.mark(tmp_path / "audit", "audit")
+    assert run("--phrases", phrases) == 2
+    assert "is the folder of another command (audit); choose another folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
