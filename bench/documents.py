@@ -19,7 +19,7 @@ from statistics import median
 
 import numpy as np
 
-from bench import attribution, instrument, layerwise, nulls, stealth, strength, thresholds
+from bench import attribution, guard_cost, instrument, layerwise, nulls, stealth, strength, thresholds
 from bench.published_table import (
     FIRST_TARGETS,
     alone,
@@ -828,6 +828,11 @@ def shield_audit(results: Results, language: Language) -> str:
     return audit_table(stored(results.folder / "shield-audit.jsonl"))
 
 
+def shield_guard_cost(results: Results, language: Language) -> str:
+    """What each guard costs a step."""
+    return guard_cost.table(results.load("guard"))
+
+
 def shield_guards(results: Results, language: Language) -> str:
     """What each guard leaves of a recovery, and what it costs."""
     return guard_table(stored(results.folder / "shield-guards.jsonl"))
@@ -888,6 +893,7 @@ BLOCKS: dict[str, Block] = {
     "shield": shield,
     "shield-attribution": shield_attribution,
     "shield-audit": shield_audit,
+    "shield-guard-cost": shield_guard_cost,
     "shield-guards": shield_guards,
 }
 

@@ -90,7 +90,7 @@ def measured(rounds: int, steps: int, place: Path) -> dict[str, Any]:
 def table(results: dict[str, Any]) -> str:
     """The results as Markdown."""
     lines = [
-        f"Code: {results['commit']}. {results['rounds']} rounds of {results['steps']} steps each, "
+        f"Code: {results['commit']}. {results['rounds']} rounds, {results['steps']} step(s) of each arm a round, "
         f"{results['seconds']:.3f} processor seconds a step without a guard.",
         "",
         "| guard | cost of a step | quartiles |",
