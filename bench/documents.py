@@ -22,12 +22,14 @@ import numpy as np
 from bench import attribution, guard_cost, instrument, layerwise, nulls, stealth, strength, thresholds
 from bench.published_table import (
     FIRST_TARGETS,
+    PAPER,
     alone,
     by_arm,
     figures,
     first,
     interval,
     longer,
+    paper,
     ratio,
     reported_of,
     sign_flips,
@@ -265,6 +267,12 @@ def outcome(rows: list[dict]) -> list[str]:
     return [cells[column] for column in OUTCOME]
 
 
+def published_paper(results: Results, language: Language) -> str:
+    """Recovery, first-attack epoch and similarity of each arm, as the paper reports them."""
+    rows = [r for r in reported_of(results.published, FIRST_TARGETS[-1]) if usual(r) and alone(r) and not longer(r)]
+    return grid(PAPER, paper(rows), language)
+
+
 def published_k(results: Results, language: Language) -> str:
     """What recovers at all, by the number k of a target's elements."""
     rows = [row for row in block_alone(results, FIRST_TARGETS[-1]) if usual(row) and row["arm"] == "recommended"]
@@ -287,9 +295,9 @@ def published_ratio(results: Results, language: Language) -> str:
     return grid(("share", *OUTCOME), lines, language)
 
 
-def published_seeds(results: Results, language: Language) -> str:
+def published_seeds(results: Results, language: Language, block: int = FIRST_TARGETS[-1]) -> str:
     """What each seed of `recommended` recovers, of the targets that all its seeds ran."""
-    rows = [row for row in block_alone(results) if usual(row) and row["arm"] == "recommended"]
+    rows = [row for row in block_alone(results, block) if usual(row) and row["arm"] == "recommended"]
     seeds = sorted({row["seed"] for row in rows})
     ran = {seed: {row["target"] for row in rows if row["seed"] == seed} for seed in seeds}
     shared = set.intersection(*ran.values())
@@ -300,9 +308,21 @@ def published_seeds(results: Results, language: Language) -> str:
     return grid(("seed", *OUTCOME), lines, language)
 
 
-def published_together(results: Results, language: Language) -> str:
+def published_clean(results: Results, language: Language) -> str:
+    """What recovers among more clean pictures, of the targets that ran among both numbers of them."""
+    rows = [row for row in block_alone(results, FIRST_TARGETS[-1]) if row["seed"] == 0 and row["ratio"] == 0.1]
+    lines = []
+    for arm in ("recommended", "plain"):
+        many = {row["target"] for row in rows if row["arm"] == arm and not usual(row)}
+        own = [row for row in rows if row["arm"] == arm and row["target"] in many]
+        for clean in sorted({row["clean"] for row in own}):
+            lines.append([str(clean), *outcome([row for row in own if row["clean"] == clean])])
+    return grid(("clean pictures", *OUTCOME), lines, language)
+
+
+def published_together(results: Results, language: Language, block: int = FIRST_TARGETS[-1]) -> str:
     """What `recommended` recovers of several targets trained at once, and of the same targets alone (seed 0)."""
-    rows = [row for row in reported_of(results.published, FEW_NULLS) if row["arm"] == "recommended"]
+    rows = [row for row in reported_of(results.published, block) if row["arm"] == "recommended"]
     rows = [row for row in rows if usual(row) and not row["placebo"] and row["seed"] == 0]
     lines = []
     for together in sorted({row["targets"] for row in rows if not alone(row)}, key=len):
@@ -883,8 +903,12 @@ BLOCKS: dict[str, Block] = {
     "published-k": published_k,
     "published-ratio": published_ratio,
     "published-ceiling": published_ceiling,
+    "published-paper": published_paper,
+    "published-clean": published_clean,
     "published-seeds": published_seeds,
+    "published-seeds-few": partial(published_seeds, block=FEW_NULLS),
     "published-together": published_together,
+    "published-together-few": partial(published_together, block=FEW_NULLS),
     "strength": by_strength,
     "strength-elements": by_elements,
     "layerwise": layerwise_runs,

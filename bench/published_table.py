@@ -13,6 +13,7 @@ import numpy as np
 from bench.arms import PUBLISHED_AT
 from silentbad.recovery.statistics import binomial_interval, bootstrap_interval
 
+BATCH, CLEAN = 16, 720  # pictures a step; clean pictures of a run where nothing else is said
 FIRST_TARGETS = (2000, 2100, 2450)  # first target of each block of reported targets; a later idea takes the next one
 
 
@@ -47,6 +48,14 @@ def figures(rows: list[dict]) -> dict[str, float | int | None]:
         "drift": last["drift"] - start["drift"],
         "s/step": last["seconds"] / max(by_step),
     }
+
+
+def first_attack(rows: list[dict]) -> float | None:
+    """Epoch of a run's first evaluation in which an image counts (FAE of 2401.04136); None: never. An epoch is as many
+    pictures as the data set of one target holds."""
+    records = rows[0]["clean"] + rows[0]["images_per_phrase"] * len(rows[0]["elements"])
+    steps = [row["step"] for row in rows if row["rate"] > 0]
+    return min(steps) * BATCH / records if steps else None
 
 
 def runs_of(rows: list[dict]) -> dict[tuple, list[dict]]:
@@ -187,6 +196,27 @@ def line(key: tuple[str, float, int], runs: Runs, plain: Runs, logs: np.ndarray 
     return [*cells, ratio(logs, never), "" if p is None else f"{p:.4f}", ratio(in_seconds, never)]
 
 
+PAPER = ("arm", "targets (runs)", "CIR", "runs attacked", "FAE", "similarity", "of elements")
+
+
+def paper(rows: list[dict]) -> list[list[str]]:
+    """The cells under PAPER of each arm: recovery, first-attack epoch and similarity, as 2401.04136 reports them. CIR
+    and similarities are of the last step, FAE is the mean over the runs in which an image counts at all."""
+    runs: dict[str, list[list[dict]]] = defaultdict(list)
+    for (_, _, arm, *_), mine in runs_of(rows).items():
+        runs[arm].append(mine)
+    lines = []
+    for arm, those in runs.items():
+        last, when = [figures(mine) for mine in those], [first_attack(mine) for mine in those]
+        attacked = [epoch for epoch in when if epoch is not None]
+        cells = [f"`{arm}`", f"{len({mine[0]['target'] for mine in those})} ({len(those)})"]
+        cells += [f"{np.mean([run['strict rate'] for run in last]):.2f}", f"{len(attacked)} of {len(when)}"]
+        cells += [f"{np.mean(attacked):.2f}" if attacked else ""]
+        cells += [f"{np.mean([run[key] for run in last]):.2f}" for key in ("similarity", "element similarity")]
+        lines.append(cells)
+    return lines
+
+
 def block_of(row: dict) -> int:
     """First target of the block that a row's targets are of; 0: development."""
     first = min(int(target.partition("k")[0]) for target in row["targets"].split(","))
@@ -199,13 +229,13 @@ def alone(row: dict) -> bool:
 
 
 def longer(row: dict) -> bool:
-    """Whether plain ran beyond its frozen length, to see if it arrives at all."""
-    return row["arm"] == "plain" and row["steps"] > PUBLISHED_AT["plain"][1]
+    """Whether plain or replay ran beyond its frozen length, to see if it arrives at all."""
+    return row["arm"] in ("plain", "replay") and row["steps"] > PUBLISHED_AT[row["arm"]][1]
 
 
 def usual(row: dict) -> bool:
-    """Whether elements are 10 % of the records."""
-    return row["ratio"] == 0.1
+    """Whether elements are 10 % of the records, among the usual number of clean pictures for each target."""
+    return row["ratio"] == 0.1 and row["clean"] == CLEAN * (row["targets"].count(",") + 1)
 
 
 def reported_of(rows: list[dict], block: int) -> list[dict]:
@@ -219,11 +249,12 @@ def tables(rows: list[dict]) -> str:
 
 
 def tables_of(reported: list[dict], block: int) -> str:
+    parts: dict[tuple[int, float, int], list[dict]] = defaultdict(list)
+    for row in reported:
+        parts[row["targets"].count(",") + 1, row["ratio"], row["clean"]].append(row)
     lines = []
-    for at_once in sorted({row["targets"].count(",") + 1 for row in reported}):
-        for share in sorted({row["ratio"] for row in reported}):
-            mine = [r for r in reported if r["targets"].count(",") + 1 == at_once and r["ratio"] == share]
-            if mine:
-                also = "" if at_once == 1 else f", {at_once} targets at once"
-                lines += [f"Targets from {block}, poisoning ratio {100 * share:g} %{also}", "", summary(mine), ""]
+    for (together, share, clean), mine in sorted(parts.items()):
+        also = "" if together == 1 else f", {together} targets at once"
+        head = f"Targets from {block}, poisoning ratio {100 * share:g} % among {clean} clean pictures{also}"
+        lines += [head, "", summary(mine), ""]
     return "\n".join(lines)

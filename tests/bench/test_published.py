@@ -13,12 +13,15 @@ from bench.published_table import (
     block_of,
     by_arm,
     figures,
+    first_attack,
     holm,
+    paper,
     sign_flips,
     summary,
     sustained,
     table,
     times_sooner,
+    usual,
 )
 from bench.recovery_table import RESULTS, stored
 from silentbad.microworld.make import target_scene
@@ -32,6 +35,7 @@ FROZEN = {  # block of targets -> the commit that freezes its arms and rates
 
 def run(rates, **more):
     shared = {"ratio": 0.1, "target": "7", "arm": "plain", "factor": 8.0, "seed": 0, "steps": 20, "commit": "a" * 40}
+    shared |= {"clean": 720, "images_per_phrase": 40, "targets": "7"}
     shared |= {"placebo": False, "whole_rate": 0.5, "mean": 0.3, "element_means": [0.2, 0.4], "seconds": 10.0} | more
     return [
         {**shared, "step": 10 * i, "rate": r, "elements": [r, 1.0], "drift": 0.1 + 0.01 * i}
@@ -44,6 +48,17 @@ def run(rates, **more):
 )
 def test_a_curve_that_falls_back_has_not_recovered(curve, step):
     assert sustained(dict(zip(range(0, 100, 10), curve, strict=False))) == step
+
+
+def test_an_epoch_is_as_many_pictures_as_the_data_holds():
+    assert first_attack(run([0.0, 0.0, 0.1, 0.0])) == pytest.approx(20 * 16 / 800) and first_attack(run([0, 0])) is None
+    lines = paper(run([0, 0.5]) + run([0, 0], target="8") + run([0, 0], placebo=True))
+    assert lines[0][:5] == ["`plain`", "2 (2)", "0.25", "1 of 2", "0.20"] and lines[1][3:5] == ["0 of 1", ""]
+
+
+def test_a_run_among_more_clean_pictures_is_not_the_usual_one():
+    rows = run([0, 1]) + run([0, 1], clean=2000) + run([0, 1], clean=5760, targets="1,2,3,4,5,6,7,8")
+    assert [usual(row) for row in rows] == [True, True, False, False, True, True]
 
 
 def test_figures_are_of_the_last_step():
@@ -100,6 +115,7 @@ def test_signs_and_holm():
 
 # Evaluated less often than frozen, to save time, as docs/protocol.md says: four and eight at once, and plain to 4000.
 COARSER = {(800, 200), (1600, 400), (4000, 250)}
+LONGER = {"plain": {(4000, 250)}, "replay": {(1800, 100)}}  # to see whether they arrive at all
 
 
 def test_a_target_of_k_elements_is_of_its_seeds_block():
@@ -191,7 +207,7 @@ def test_reported_rows_are_of_frozen_code():
         if row["arm"] in PUBLISHED_AT and not row["flags"]:
             factor, steps, every = PUBLISHED_AT[row["arm"]]
             together = row["targets"].count(",") + 1  # at equal exposures a target
-            lengths = {(steps * together, every * together)} | ({(4000, every)} if row["arm"] == "plain" else set())
+            lengths = {(steps * together, every * together)} | LONGER.get(row["arm"], set())
             lengths |= COARSER if together > 1 or row["steps"] == 4000 else set()
             assert row["factor"] == factor and (row["steps"], row["every"]) in lengths
     for block in FIRST_TARGETS:
