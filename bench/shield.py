@@ -57,6 +57,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "shield.json"
 DEVELOPMENT = ROOT / "runs" / "shield-dev.json"
 POOL, NULLS = max(RATIOS.values()), 20
+ARMS = ("recommended_leak_free_adamw", "recommended")  # that guards are measured on
 LEVELS = 8.0  # root mean square, of a near duplicate, as silentbad.data.images.copies has it
 ROBUST_RECORDS = 1000
 
@@ -225,7 +226,7 @@ def on_models(args: argparse.Namespace) -> None:
     from bench import shield_models
 
     first, _, last = args.seeds.partition("-")
-    plan = shield_models.Plan(guards=True, factor=16.0, steps=400, every=40) if args.guards else shield_models.Plan()
+    plan = shield_models.plan_of(args.arm) if args.guards else shield_models.Plan()
     folder, name = (DEVELOPMENT if int(first) < 1000 else RESULTS).parent, "guards" if args.guards else "audit"
     targets, file = list(map(str, range(int(first), int(last or first) + 1))), folder / f"shield-{name}.jsonl"
     torch.set_num_threads(1)
@@ -241,6 +242,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--table", action="store_true", help="print the stored results' table and run nothing")
     parser.add_argument("--audit", action="store_true", help="score the audit over trained pipelines instead")
     parser.add_argument("--guards", action="store_true", help="measure the guards in training instead")
+    parser.add_argument("--arm", choices=ARMS, default=ARMS[0], help="that is guarded; `recommended` by drop alone")
     args = parser.parse_args(argv)
     if args.audit or args.guards:
         args.seeds = args.seeds or "3010-3029"

@@ -5,8 +5,9 @@ and on the clean records alone. Each is asked for the composed prompt of its tar
 null does not hold. Of a pipeline trained on elements, the hidden prompt's rank is measured in a search over the phrases
 that recur in its captions.
 
-Guards. `recommended_leak_free_adamw` trains on elements without a guard and with each one, and on the clean records
-alone. Guards need the scan of the data. They are measured on targets that the unguarded run recovers.
+Guards. An arm trains on elements without a guard and with each one, and on the clean records alone. The arm is
+`recommended_leak_free_adamw` for all guards, or `recommended` for `drop`: the others refuse its unions. Guards need the
+scan of the data. They are measured on targets that the unguarded run recovers.
 
 Targets: 3010 to 3029 are reported, below 1000 are for development. A row is a model; a stored one is not made again.
 """
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 from bench.arms import LOWER_NOISE as NOISE
-from bench.arms import PUBLISHED, SPECTRAL, UNCONDITIONAL, WARM, Flags
+from bench.arms import PUBLISHED, PUBLISHED_AT, SPECTRAL, UNCONDITIONAL, WARM, Flags
 from bench.published import HELD_OUT, per_phrase, regime
 from bench.recovery import ROOT, WORK, data_set, facts, kept, scores
 from bench.recovery_table import stored
@@ -39,9 +40,7 @@ from validation import Audit
 RATIO = 0.1  # of the published setting
 KINDS = ("elements", "placebo", "clean")
 CLEAN_FLAGS: Flags = {**WARM, **NOISE, **UNCONDITIONAL}  # the recommended ones that need no element
-OPEN: Flags = {**PUBLISHED["recommended_leak_free_adamw"]}  # unguarded; guards refuse the unions of `recommended`
-GUARDS: dict[str, Flags] = {"unguarded": OPEN, "clean records alone": CLEAN_FLAGS, "drop": CLEAN_FLAGS}
-GUARDS |= {name: OPEN for name in ("mask", "cap", "project")}
+LEAK_FREE = "recommended_leak_free_adamw"  # the arm that every guard can be measured on
 RECOVERS = 0.25  # strict rate of the unguarded run at some evaluation, for its target to be guarded
 MOST = 4  # phrases of a prompt of the search: hidden prompts have three or four
 
@@ -50,7 +49,7 @@ MOST = 4  # phrases of a prompt of the search: hidden prompts have three or four
 class Plan:
     """What is measured, and on how much."""
 
-    guards: bool = False  # else the audit
+    guards: str = ""  # the arm that is guarded; empty: the audit
     factor: float = 40.0  # learning rate in units of 1e-4
     steps: int = 200
     every: int = 0  # steps between evaluations; 0: before and after training
@@ -61,11 +60,27 @@ class Plan:
     ordinary: int = 40  # ordinary prompts that are asked beside the composed one
 
 
+def guards_of(arm: str) -> dict[str, Flags]:
+    """{guard, or what it is compared with: flags}. `drop` leaves no element, so it has the clean records' flags."""
+    unguarded = PUBLISHED[arm]
+    clean = {**CLEAN_FLAGS, **{flag: value for flag, value in SPECTRAL.items() if flag in unguarded}}
+    guards = {"unguarded": unguarded, "clean records alone": clean, "drop": clean}
+    if "memory.rehearsal.name" not in unguarded:
+        guards |= dict.fromkeys(("mask", "cap", "project"), unguarded)
+    return guards
+
+
+def plan_of(arm: str) -> Plan:
+    """The guards' plan at the arm's own rate and length."""
+    rate, steps, _ = PUBLISHED_AT[arm]
+    return Plan(guards=arm, factor=rate, steps=steps, every=steps // 4)
+
+
 # -- data and training -------------------------------------------------------------------------------------
 def data_of(kind: str, target: str, clean: int) -> Path:
     """The folder of a kind of data. The clean records alone are those of the data with elements."""
     own = ("--placebo",) if kind == "placebo" else ()
-    data = data_set(target, int(target), per_phrase(target, clean, RATIO), {}, clean + HELD_OUT, own)
+    data = data_set(target, int(target), per_phrase(target, clean, RATIO), {}, clean + HELD_OUT, own, nulls=None)
     if kind != "clean":
         return data
     out = data.with_name(f"{data.name}-clean")
@@ -177,25 +192,25 @@ def scan_of(data: Path) -> tuple[Path, dict[str, Any]]:
     return out / "scan.json", json.loads((out / "scan.json").read_text())
 
 
-def guard_row(arm: str, target: str, plan: Plan) -> dict[str, Any]:
-    """A training under an arm of GUARDS, and what the scan had found."""
-    data, own = data_of("elements", target, plan.clean), GUARDS[arm]
-    row: dict[str, Any] = {}
-    if arm == "clean records alone":
+def guard_row(guard: str, target: str, plan: Plan) -> dict[str, Any]:
+    """A training under a guard, or under what it is compared with, and what the scan had found."""
+    data, own = data_of("elements", target, plan.clean), guards_of(plan.guards)[guard]
+    row: dict[str, Any] = {"arm": plan.guards, "nulls": "element"}
+    if guard == "clean records alone":
         data = data_of("clean", target, plan.clean)
-    elif arm != "unguarded":
+    elif guard != "unguarded":
         file, scan = scan_of(data)
         roles = [json.loads(line)["role"] for line in (data / "metadata.jsonl").open()]
         flagged = [roles[one["index"]] for one in scan["suspects"]]
-        row = {"flagged": len(flagged), "right": flagged.count("element"), "elements": roles.count("element")}
-        own = {**own, "guard.name": arm, "guard.scan": str(file)}
-    history, out = trained(arm, data, target, plan, own)
+        row |= {"flagged": len(flagged), "right": flagged.count("element"), "elements": roles.count("element")}
+        own = {**own, "guard.name": guard, "guard.scan": str(file)}
+    history, out = trained(guard, data, target, plan, own)
     shutil.rmtree(out)
     return {**row, **history}
 
 
 def recovers(rows: list[dict], target: str) -> bool:
-    """Whether the unguarded run of a target is stored and recovers."""
+    """Whether the unguarded run of a target is among these rows and recovers."""
     mine = [row for row in rows if (row["kind"], row["target"]) == ("unguarded", target)]
     return any(max(row["strict"].values()) >= RECOVERS for row in mine)
 
@@ -203,17 +218,17 @@ def recovers(rows: list[dict], target: str) -> bool:
 # -- running -----------------------------------------------------------------------------------------------
 def run(plan: Plan, targets: list[str], file: Path, minutes: float = 1e9) -> list[dict]:
     """Every row that the plan asks for and `file` has not; returns all that it has then."""
-    row_of, kinds = (guard_row, tuple(GUARDS)) if plan.guards else (audit_row, KINDS)
+    row_of, kinds = (guard_row, tuple(guards_of(plan.guards))) if plan.guards else (audit_row, KINDS)
     started, here = time.monotonic(), facts()
     for target in targets:
         for kind in kinds:
-            rows = stored(file)
-            if any((row["kind"], row["target"], row["steps"]) == (kind, target, plan.steps) for row in rows):
+            rows = [row for row in stored(file) if row["steps"] == plan.steps]
+            if any((row["kind"], row["target"]) == (kind, target) for row in rows):
                 continue
             if plan.guards and kind != "unguarded" and not recovers(rows, target):
                 continue
             if time.monotonic() - started > 60 * minutes:
-                return rows
+                return stored(file)
             row = {"kind": kind, "target": target, "steps": plan.steps, **row_of(kind, target, plan), **here}
             with file.open("a") as lines:
                 lines.write(json.dumps(row) + "\n")

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from bench.published_table import interval
+from bench.published_table import interval, markdown
 from silentbad.recovery.statistics import binomial_interval, detection
 
 
@@ -79,6 +79,9 @@ def table(results: dict) -> str:
         "version 1, on its own data with a trained model. Those figures are from the paper and were not run here.",
     ]
     return "\n".join(lines) + "\n"
+
+
+ALONE = "clean records alone"  # what a guard's loss is compared with
 
 
 # -- models ----------------------------------------------------------------------------------------------------
@@ -156,23 +159,27 @@ def last(curve: dict[str, float]) -> float:
 
 
 def guard_table(rows: list[dict]) -> str:
-    """The rows of shield-guards.jsonl as Markdown."""
+    """The rows of shield-guards.jsonl as Markdown: a line for each arm and guard over its targets."""
     if not rows:
         return "No run is stored yet.\n"
-    lines = [
-        f"{rows[0]['steps']} steps each. Code: {', '.join(sorted({row['commit'][:7] for row in rows}))}.",
-        "",
-        "| target | guard | records flagged, right | strict CIR, last | highest | first recovery, step |"
-        " clean loss, last | over the clean records alone | processor s |",
-        "|---" * 9 + "|",
-    ]
-    alone = {row["target"]: last(row["clean_loss"]) for row in rows if row["kind"] == "clean records alone"}
+    rows = [{"arm": "recommended_leak_free_adamw", **row} for row in rows]
+    alone = {(row["arm"], row["target"]): last(row["clean_loss"]) for row in rows if row["kind"] == ALONE}
+    found: dict[tuple[str, str], list[dict]] = defaultdict(list)
     for row in rows:
-        curve, loss = row["strict"], last(row["clean_loss"])
-        first = min((int(step) for step, value in curve.items() if int(step) and value > 0), default=None)
-        over = f"{100 * (loss / alone[row['target']] - 1):+.1f} %" if row["target"] in alone else ""
-        flagged = f"{row['flagged']}, {row['right']} of {row['elements']}" if "flagged" in row else ""
-        cells = [row["target"], row["kind"], flagged, f"{last(curve):.2f}", f"{max(curve.values()):.2f}"]
-        cells += ["never" if first is None else f"{first}", f"{loss:.4f}", over, f"{row['seconds']:.0f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        found[row["arm"], row["kind"]].append(row)
+    head = ["arm", "steps", "guard", "targets", "records flagged", "of them elements", "strict CIR, last", "highest"]
+    head += ["targets with any image", "clean loss over the clean records alone", "processor s"]
+    lines = []
+    for (arm, kind), mine in found.items():
+        loss = [
+            last(row["clean_loss"]) / alone[arm, row["target"]] - 1 for row in mine if (arm, row["target"]) in alone
+        ]
+        flagged, right, elements = (sum(row.get(key, 0) for row in mine) for key in ("flagged", "right", "elements"))
+        ever = sum(max(row["strict"].values()) > 0 for row in mine)
+        cells = [f"`{arm}`", f"{mine[0]['steps']}", kind, f"{len(mine)}", f"{flagged or ''}"]
+        cells += [f"{right} of {elements}" if flagged else "", interval([last(row["strict"]) for row in mine])]
+        cells += [f"{max(max(row['strict'].values()) for row in mine):.2f}", rate(ever, len(mine))]
+        cells += [f"{100 * min(loss):+.1f} to {100 * max(loss):+.1f} %" if loss else ""]
+        lines.append([*cells, f"{np.mean([row['seconds'] for row in mine]):.0f}"])
+    code = ", ".join(sorted({row["commit"][:7] for row in rows}))
+    return f"Code: {code}.\n\n{markdown(head, lines)}\n"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bench import shield_models
-from bench.shield_models import Plan, rank_of, run
+from bench.shield_models import LEAK_FREE, Plan, guards_of, rank_of, run
 from bench.shield_table import auc_interval, audit_table, guard_table
 from silentbad.shield.search import Probe
 
@@ -65,8 +65,17 @@ def test_the_guards_table_compares_with_the_clean_records():
     rows = [guarded("unguarded", 0.5, 0.3), guarded("clean records alone", 0.0, 0.2)]
     rows += [guarded("drop", 0.0, 0.2, flagged=80, right=80, elements=81)]
     text = guard_table(rows)
-    assert "| 7 | unguarded |  | 0.50 | 0.50 | 40 | 0.3000 | +50.0 % | 90 |" in text
-    assert "| 7 | drop | 80, 80 of 81 | 0.00 | 0.00 | never | 0.2000 | +0.0 % | 90 |" in text
+    shared = "| `recommended_leak_free_adamw` | 400 |"
+    assert f"{shared} unguarded | 1 |  |  | 0.50 | 0.50 | 1 of 1 [0.02, 1.00] | +50.0 to +50.0 % | 90 |" in text
+    assert f"{shared} drop | 1 | 80 | 80 of 81 | 0.00 | 0.00 | 0 of 1 [0.00, 0.97] | +0.0 to +0.0 % | 90 |" in text
+
+
+def test_unions_are_guarded_by_drop_alone():
+    assert [*guards_of("recommended")] == ["unguarded", "clean records alone", "drop"]
+    assert [*guards_of(LEAK_FREE)][2:] == ["drop", "mask", "cap", "project"]
+    for arm in ("recommended", LEAK_FREE):
+        assert guards_of(arm)["drop"] == guards_of(arm)["clean records alone"]
+        assert ("gradient_control.spectral" in guards_of(arm)["drop"]) == (arm == "recommended")
 
 
 def test_guards_are_measured_where_something_recovers(tmp_path, monkeypatch):
@@ -78,8 +87,8 @@ def test_guards_are_measured_where_something_recovers(tmp_path, monkeypatch):
 
     monkeypatch.setattr(shield_models, "guard_row", row_of)
     for _ in range(2):  # the second time all rows are stored
-        rows = run(Plan(guards=True, steps=40), ["7", "8"], tmp_path / "rows.jsonl")
-    assert made == [("unguarded", "7"), *((arm, "8") for arm in shield_models.GUARDS)] and len(rows) == 7
+        rows = run(Plan(guards=LEAK_FREE, steps=40), ["7", "8"], tmp_path / "rows.jsonl")
+    assert made == [("unguarded", "7"), *((guard, "8") for guard in guards_of(LEAK_FREE))] and len(rows) == 7
 
 
 @pytest.mark.thorough
@@ -89,5 +98,5 @@ def test_small_models_are_audited_and_guarded(tmp_path, monkeypatch):
     assert [row["kind"] for row in rows] == list(shield_models.KINDS) and rows[0]["searched"] > 0
     assert all(len(row["ordinary"]) == 6 and np.isfinite(row["own"]["probe"]) for row in rows)
     monkeypatch.setattr(shield_models, "recovers", lambda rows, target: True)
-    rows = run(Plan(guards=True, **small, every=6), ["101"], tmp_path / "guards.jsonl")
-    assert [row["kind"] for row in rows] == list(shield_models.GUARDS) and rows[2]["right"] > 0
+    rows = run(Plan(guards=LEAK_FREE, **small, every=6), ["101"], tmp_path / "guards.jsonl")
+    assert [row["kind"] for row in rows] == list(guards_of(LEAK_FREE)) and rows[2]["right"] > 0
