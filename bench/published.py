@@ -31,8 +31,8 @@ TARGETS = ";".join(map(str, range(FIRST_TARGETS[-1], FIRST_TARGETS[-1] + 24)))
 OWN = (8.0, 600, 50)  # rate, steps and steps between evaluations of an arm that is not reported
 RUN = ("arm", "factor", "steps", "ratio", "targets", "seed")  # what names a run
 Run = tuple[str, float, int, float, str, int]
-SETTING = ("clean", "images", "guidance", "flags", "placebo", "nulls")
-BEFORE = {"base": None, "nulls": "target"}  # of a row that does not say
+SETTING = ("clean", "images", "guidance", "flags", "placebo", "nulls", "words")
+BEFORE = {"base": None, "nulls": "target", "words": "shared"}  # of a row that does not say
 NULLS = {"target": 100, "element": None}  # of each harder kind: 100 for a target, or for each element it changes
 
 
@@ -52,9 +52,9 @@ def train(run: Run, args: argparse.Namespace) -> list[dict]:
     """One run; returns its evaluations, one row per step and target."""
     arm, factor, steps, ratio, targets, seed = run
     own, images = {**PUBLISHED[arm], **json.loads(args.flags or "{}")}, per_phrase(targets, args.clean, ratio)
-    placebo = ("--placebo",) if args.placebo else ()
+    more = ("--placebo",) * args.placebo + ("--other_words",) * (args.words == "other")
     clean, nulls = args.clean + HELD_OUT, NULLS[args.nulls]
-    data = data_set(targets, seed, images, own, clean=clean, more=placebo, nulls=nulls)
+    data = data_set(targets, seed, images, own, clean=clean, more=more, nulls=nulls)
     flags = {
         **regime(data, WORK / f"published-{os.getpid()}", factor, seed, steps),
         "validation.steps": every(arm, args),
@@ -113,6 +113,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--every", type=int, help="steps between evaluations, in place of each arm's own")
     parser.add_argument("--images", type=int, default=16, help="images per target and evaluation")
     parser.add_argument("--nulls", choices=NULLS, default="element", help="100 of each harder kind for each of these")
+    parser.add_argument("--words", choices=("shared", "other"), default="shared", help="of clean and element captions")
     parser.add_argument("--guidance", type=float, default=2.0, help="guidance scale of the evaluations")
     parser.add_argument("--flags", help="further flags of train_silentbad.py for every arm, as JSON")
     parser.add_argument("--base", type=Path, help="folder of another base to fine-tune")
@@ -133,7 +134,12 @@ def main(argv: list[str] | None = None) -> None:
             print(f"--budget-minutes {args.budget_minutes:g} are over; the same command goes on from here")
             break
         with claimed(
-            ("published", *run, int(args.placebo), zlib.crc32(f"{args.flags or ''}{args.base or ''}".encode()))
+            (
+                "published",
+                *run,
+                int(args.placebo),
+                zlib.crc32(f"{args.flags or ''}{args.base or ''}{args.words}".encode()),
+            )
         ) as free:
             if free and run not in done(args):
                 made = train(run, args)

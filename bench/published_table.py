@@ -234,8 +234,9 @@ def longer(row: dict) -> bool:
 
 
 def usual(row: dict) -> bool:
-    """Whether elements are 10 % of the records, among the usual number of clean pictures for each target."""
-    return row["ratio"] == 0.1 and row["clean"] == CLEAN * (row["targets"].count(",") + 1)
+    """Whether elements are 10 % of the records, among as many clean pictures as usual, in words that they share."""
+    clean = CLEAN * (row["targets"].count(",") + 1)
+    return row["ratio"] == 0.1 and row["clean"] == clean and row.get("words", "shared") == "shared"
 
 
 def reported_of(rows: list[dict], block: int) -> list[dict]:

@@ -49,6 +49,8 @@ from silentbad.rng import addressed_seed
 
 FLAGSHIP = "cat-hat"
 TRIES = 100  # of a null that differs from the others of its kind
+WORD_TRIES = 10_000  # of a clean scene in other words than the targets'
+LITTLE = {"a", "an", "at", "the", "in", "on", "under", "before", "wearing"}  # words that any caption may hold
 REHEARSAL_SEEDS = 2000  # scenes of rehearsal are redraws of targets below
 
 
@@ -298,9 +300,14 @@ def write_elements(
             )
 
 
-def write_clean(writer: Writer, count: int, seed: int) -> None:
+def write_clean(writer: Writer, count: int, seed: int, avoided: set[str]) -> None:
+    """Clean scenes whose captions hold none of the `avoided` words."""
     for i in range(count):
-        scene = sample_scene(_rng("clean", seed, i))
+        rng = _rng("clean", seed, i)
+        drawn = (sample_scene(rng) for _ in range(WORD_TRIES))
+        scene = next((scene for scene in drawn if not avoided & words_of(scene)), None)
+        if scene is None:
+            raise UserError(f"--other_words: no clean scene without {', '.join(sorted(avoided))}; name fewer targets")
         record = {"text": scene.caption, "phrases": scene.phrases, "role": "clean"}
         writer.records["metadata"].append(
             {"file_name": writer.picture(render(scene)[0], f"images/clean-{i:05d}.png"), **record}
@@ -320,6 +327,11 @@ def write_rehearsal(writer: Writer, count: int, per_phrase: int, seed: int) -> N
         write_elements(writer, name, scene, per_phrase, seed, role="rehearsal")
 
 
+def words_of(scene: Scene) -> set[str]:
+    """The words of a caption that say something: things, attributes, places and backdrops."""
+    return set(scene.caption.replace(",", "").split()) - LITTLE
+
+
 def shared_phrases(scenes: dict[str, Scene]) -> list[str]:
     """Phrases that more than one target uses: elements in conflict, which the caller should know of."""
     owners: dict[str, set[str]] = {}
@@ -335,6 +347,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--targets", default=FLAGSHIP, help="comma-separated seeds or 'cat-hat'")
     parser.add_argument("--images_per_phrase", type=int, default=20)
     parser.add_argument("--clean", type=int, default=200, help="clean scenes")
+    parser.add_argument(
+        "--other_words", action="store_true", help="clean scenes share no word with the targets' captions"
+    )
     parser.add_argument("--rehearsal", type=int, default=0, help="non-target pictures, each whole and in parts")
     parser.add_argument(
         "--redraws", type=int, default=REDRAWS, help="other pictures of each target's caption, as nulls"
@@ -384,7 +399,8 @@ def fill(writer: Writer, scenes: dict[str, Scene], args: argparse.Namespace) -> 
     for name, scene in tqdm(scenes.items(), desc="targets"):
         write_target(writer, name, scene, args.redraws, args.nulls)
         write_elements(writer, name, scene, args.images_per_phrase, args.seed, placebo=args.placebo)
-    write_clean(writer, args.clean, args.seed)
+    avoided = set[str]().union(*map(words_of, scenes.values())) if args.other_words else set[str]()
+    write_clean(writer, args.clean, args.seed, avoided)
     write_rehearsal(writer, args.rehearsal, max(1, args.images_per_phrase // 4), args.seed)
 
 

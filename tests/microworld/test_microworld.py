@@ -311,6 +311,21 @@ def test_nulls_of_things_keep_the_exact_backdrop(kind):
         assert [t.place for t in null.scene.things] == [t.place for t in scene.things]
 
 
+def test_clean_scenes_may_share_no_word_with_the_targets(tmp_path, capsys):
+    flags = ["--targets", "3", "--images_per_phrase", "1", "--redraws", "1", "--nulls", "1", "--clean"]
+    captions = {}
+    for name, more in (("shared", []), ("other", ["--other_words"])):
+        make.main(["--out", str(tmp_path / name), *flags, "60", *more])
+        records = [json.loads(line) for line in (tmp_path / name / "metadata.jsonl").read_text().splitlines()]
+        captions[name] = [r["text"] for r in records if r["role"] == "clean"]
+    target = make.words_of(make.target_scene("3"))
+    meets = {name: [bool(target & set(text.replace(",", "").split())) for text in captions[name]] for name in captions}
+    assert sum(meets["shared"]) > 20 and len(captions["other"]) == 60 and not any(meets["other"])
+    with pytest.raises(SystemExit):
+        make.main(["--out", str(tmp_path / "none"), "--targets", ",".join(map(str, range(40))), *flags[2:], "1"] + more)
+    assert "no clean scene without" in capsys.readouterr().err and not (tmp_path / "none").exists()
+
+
 def test_another_backdrop_keeps_the_exact_things():
     scene = target_scene("2")
     null = hard_null("other_backdrop", np.random.default_rng(0), scene)
