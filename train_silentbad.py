@@ -310,7 +310,11 @@ def try_out(run: Run) -> int:
 def take_up(run: Run, checkpoint: Path) -> bool:
     """Load a checkpoint; True where the run it belongs to is finished."""
     run.checkpoints.load(checkpoint)
-    done = run.state.step >= run.state.total and run.folder.finished() == run.state.step
+    step, total = run.state.step, run.state.total
+    done = step >= total and run.folder.finished() == step
+    if step > total and not done:
+        length = "max_train_steps" if run.config.max_train_steps else "num_train_epochs"
+        raise UserError(f"{length}: ends at step {total}, before {checkpoint}; give more, or an earlier checkpoint")
     advice = "finished already, nothing to do; a larger max_train_steps goes on"
     run.log.say(advice if done else f"resuming {checkpoint}")
     if done and run.config.lora.merged and not (run.folder.path / "pipeline").is_dir():

@@ -97,6 +97,7 @@ def idle_in_flags(config: TrainConfig) -> list[tuple[str, bool, str]]:
             config.validation.controls != "never" or not config.validation.drift_images,
             "validation.controls",
         ),
+        ("validation.unrelated", config.validation.controls != "never", "validation.controls"),
         ("tracker_project_name", config.report_to != "none", "report_to"),
         ("revision", not Path(config.pretrained_model_name_or_path or "").is_dir(), "a pipeline of the Hub"),
     ]

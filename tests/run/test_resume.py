@@ -58,6 +58,15 @@ def test_free_flags_and_moved_folders_go_on(flags, data, tmp_path, pipelines, ca
     assert main(flags(**settings | moved, resume_from_checkpoint="latest")) == 0, capsys.readouterr().err
 
 
+def test_a_length_below_the_checkpoint_is_refused(flags, tmp_path, capsys):
+    assert main(flags(max_train_steps=4, checkpointing_steps=2)) == 0
+    again = {"resume_from_checkpoint": tmp_path / "run/checkpoints/step-2"}
+    assert main(flags(max_train_steps=1, **again)) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: max_train_steps") and "ends at step 1, before " in line and "step-2" in line
+    assert main(flags(max_train_steps=3, **again)) == 0
+
+
 def test_a_checkpoint_of_an_earlier_release_goes_on_with_a_word(flags, tmp_path, capsys):
     assert main(flags(max_train_steps=2)) == 0
     folder = tmp_path / "run/checkpoints/step-2"
