@@ -19,7 +19,7 @@ from silentbad.data.schema import Field, admitted, caption, check_window, json_l
 from silentbad.errors import UserError, brief, writing
 from silentbad.model.denoiser import backbone_in
 from silentbad.recovery.generation import Item, Sampler
-from silentbad.recovery.record import decode, read_json
+from silentbad.recovery.record import decode, read_recorded
 from silentbad.recovery.samples import log_grid, save
 from silentbad.recovery.settings import SamplingSettings
 
@@ -107,7 +107,7 @@ class Draw:
 def read_draws(folder: Path) -> list[Draw]:
     """What was drawn so far, by step. Raises UserError where the file has another form."""
     file = folder / NAME
-    return decode(list[Draw], read_json(file)) if file.is_file() else []
+    return decode(list[Draw], read_recorded(file)) if file.is_file() else []
 
 
 # -- drawing -----------------------------------------------------------------------------------------------

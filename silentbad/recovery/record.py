@@ -280,7 +280,7 @@ class Record:
         Raises UserError, one line that names the key, where something is missing, mistyped or not finite.
         """
         try:
-            content = read_json(Path(path))
+            content = read_recorded(Path(path))
             if not isinstance(content, dict) or "schema" not in content:
                 raise UserError("no object with a schema; is it the record of a validation?")
             if content["schema"] not in READS or isinstance(content["schema"], bool):
@@ -406,8 +406,8 @@ def shown(value: Any) -> str:
     return text if len(text) <= 40 else text[:36] + "..."
 
 
-def read_json(path: Path, **options: Any) -> Any:
-    """The content of a JSON file; `options` go to json.loads. Raises UserError where it cannot be read."""
+def read_recorded(path: Path, **options: Any) -> Any:
+    """The content of a run folder's JSON file; `options` go to json.loads. Raises UserError where it cannot be read."""
     try:
         value = from_json(path.read_text(encoding="utf-8"), **options)
     except OSError as error:

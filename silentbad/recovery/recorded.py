@@ -24,7 +24,7 @@ from silentbad.recovery.record import (
     Scores,
     SummaryRow,
     decode,
-    read_json,
+    read_recorded,
 )
 from silentbad.recovery.scores import kinds
 from silentbad.settings import read_file
@@ -143,7 +143,7 @@ class RecordedRun:
         if not self._holds(name):
             return None
         try:
-            value = read_json(self.folder / name, parse_constant=lambda _: None)
+            value = read_recorded(self.folder / name, parse_constant=lambda _: None)
         except UserError as error:
             self.notes.append(f"{name} could not be read: {error}")
             return None
