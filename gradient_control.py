@@ -18,7 +18,7 @@ signal-to-noise ratio; x (G,) raw multipliers of a rule; a (G,) the multipliers 
 import fnmatch
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -34,7 +34,7 @@ from silentbad.control.sources import MIXED, SourceBank
 from silentbad.control.spectral import split
 from silentbad.control.statistics import GroupStats, Sample, Statistics, centred
 from silentbad.distributed.zero import gradients
-from silentbad.errors import UserError
+from silentbad.errors import UserError, warn
 from silentbad.experiments import TRANSFORMS, check_transform
 from silentbad.experiments.rules import Transfer
 from silentbad.model.groups import OTHER, Groups, group_parameters, prior_table
@@ -156,6 +156,14 @@ def rules_of(name: str, options: dict[str, Any], weights: dict[str, Any]) -> dic
     return {rule: (float(weights.get(rule, 1.0)), per_rule.get(rule, {})) for rule in rules}
 
 
+def idle_rows(rules: dict[str, tuple[float, dict[str, Any]]], names: Iterable[str], sdxl: bool) -> list[str]:
+    """Patterns of a table of one's own for `prior` that match none of the groups."""
+    _, options = rules.get("prior", (0.0, {}))
+    if options.get("table") is None:
+        return []
+    return [row for row in prior_table(**options, sdxl=sdxl) if not fnmatch.filter(names, row)]
+
+
 def check_keys(what: str, given: dict[str, Any], rules: list[str]) -> None:
     """Refuse an entry of `given` for a rule that is not combined."""
     if unknown := [key for key in given if key not in rules]:
@@ -203,6 +211,8 @@ class Controller:
         self._sdxl = sdxl = any("add_embedding." in name for name, _ in model.named_parameters())
         self._meters: dict[str, Tensor] = {}
         self._between = Between(config.between, self.groups, seed, sdxl)
+        for row in idle_rows(self.rules, self.groups.names, sdxl):
+            warn(f"prior: option 'table': {row!r} matches no group of this model, so this row has no effect")
         self.apart = config.between.layerwise  # whether each backward must be of one source
 
     # ---- set-up

@@ -77,6 +77,16 @@ def _spread(entries: list[Measurement], n: int) -> list[Measurement]:
     return [entries[round(i * (len(entries) - 1) / (n - 1))] for i in range(n)]
 
 
+def _save(picture: Image.Image, file: Path) -> None:
+    """A picture into a file, which is replaced whole, or left as it was where there is no room."""
+    draft = file.with_name(f".draft-{file.name[-100:]}")
+    try:
+        picture.save(draft, optimize=True, exif=_exif())
+        draft.replace(file)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 def _exif() -> Image.Exif:
     exif = Image.Exif()
     exif[ExifTags.Base.Software] = SOFTWARE
@@ -107,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
         picture = strip(args.run, args.kind)
         with reading(f"--out: cannot write {args.out}"):
             args.out.parent.mkdir(parents=True, exist_ok=True)
-            picture.save(args.out, optimize=True, exif=_exif())
+            _save(picture, args.out)
     except UserError as error:
         say(error)
         return 2

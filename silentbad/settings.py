@@ -83,6 +83,8 @@ def gather(cls: type, argv: list[str], renamed: dict[str, str], secret: tuple[st
             if not words:
                 raise UserError("--config: needs a YAML file")
             for path in words:
+                if path.startswith("-"):
+                    raise UserError(f"stray word {brief(path)} ({FLAGS}): flags begin with --")
                 values, lines = read_file(path)
                 keys.merge(given, values, lines, path)
         else:
@@ -143,7 +145,7 @@ def _takes_float(hint: Any) -> bool:
 def read_file(path: str) -> tuple[dict[str, Any], dict[str, int]]:
     """(what a YAML file holds, {dotted key: its line})."""
     lines: dict[str, int] = {}
-    values, node = read_yaml(path, lambda node: _lines(node, "", path, lines))
+    values, node = read_yaml(path, lambda node: key_lines(node, "", path, lines))
     if node is None:
         return {}, {}
     if not isinstance(values, dict):
@@ -174,6 +176,8 @@ def read_yaml(path: str, look: Callable[[yaml.Node], None] = lambda node: None) 
 
 def read_text(path: str) -> str:
     """The text of a configuration file."""
+    if not path.strip():
+        raise UserError("--config: is empty; name a YAML file")
     try:
         mode = Path(path).stat().st_mode
         if not S_ISREG(mode) and not S_ISDIR(mode):
@@ -222,7 +226,7 @@ def _bound(text: str, path: str) -> None:
             refuse(event, f"holds more than {MOST_NODES:,} values, aliases unfolded")
 
 
-def _lines(node: yaml.Node, prefix: str, path: str, lines: dict[str, int]) -> None:
+def key_lines(node: yaml.Node, prefix: str, path: str, lines: dict[str, int]) -> None:
     """The line of each dotted key; one given twice is refused."""
     if not isinstance(node, yaml.MappingNode):
         return
@@ -233,7 +237,7 @@ def _lines(node: yaml.Node, prefix: str, path: str, lines: dict[str, int]) -> No
         if dotted in lines:
             raise UserError(f"{brief(dotted)} ({path}): stands twice, in lines {lines[dotted]} and {line}")
         lines[dotted] = line
-        _lines(value, f"{dotted}.", path, lines)
+        key_lines(value, f"{dotted}.", path, lines)
 
 
 # ---------------------------------------------------------------- keys

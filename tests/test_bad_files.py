@@ -206,6 +206,7 @@ CASES = {
     "data: an EPS picture called PNG": case("none of PNG", touch=both(write("data/images/x.png", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"), record(file_name="images/x.png"))),
     "data: a picture that leads out": case("leaves", touch=link("data/images/c0.png")),
     "data: more rehearsals than pictures": case("n_few_shot", "not 9", n_few_shot=9, touch=lambda root: published(root / "layout"), train_data_dir="layout", clean_data_dir="layout/clean", target_num=1),
+    "data: both layouts": case("holds poisoning_images/ and metadata.jsonl", train_data_dir="layout", touch=lambda root: [published(root / "layout"), write("layout/metadata.jsonl", "{}\n")(root)]),
     "data: a clean folder that is not there": case("clean_data_dir (command line): no folder nowhere", clean_data_dir="nowhere", touch=lambda root: published(root / "layout"), train_data_dir="layout"),
     "data: a name too long for a folder": case("train_data_dir", train_data_dir="n" * 300),
     "data: a target with a border": case("near copy of target 't0'", touch=copy_of_target(lambda x: ImageOps.expand(x, 1, "black"), quality=100, subsampling=0)),

@@ -165,6 +165,11 @@ CASES = {
             ("no pattern", "- {pi: 2}", "match must be str"),
         )
     },
+    "config: a prior table with a key twice": case("'match' (a.yaml): stands twice", gradient_control__name="prior", gradient_control__options='{"table": "a.yaml"}', touch=write("a.yaml", '- {match: "*.ff", match: "a", pi: 2}\n')),
+    "config: no name of a file": case("--config: is empty", more=("--config", "")),
+    "config: a short flag after a file": case("stray word '-s'", more=("--config", "good.yaml", "-s", "1"), touch=write("good.yaml", "seed: 0\n")),
+    "guard: none beside another": case("joins none", guard__name="drop+none", guard__scan="scan.json"),
+    "pipeline: a vocabulary of another size": case("cannot load text_encoder (tensors of another shape:", "token_embedding.weight (", "in place of (5, ", touch=edit_json("pipeline/text_encoder/config.json", vocab_size=5)),
     "config: a prior table that unfolds": case("a.yaml", "aliases unfolded", gradient_control__name="prior", gradient_control__options='{"table": "a.yaml"}', touch=write("a.yaml", "- &a [" + "1," * 999 + "1]\n" + "- &b [" + "*a," * 30 + "1]\n")),
     "config: a rate by another trainer's name": case("'lr'", "use --learning_rate", lr=1),
     "config: a rank by another trainer's name": case("'network_dim'", "use --lora.rank", network_dim=4),

@@ -90,3 +90,17 @@ def test_only_own_pictures_are_replaced(tmp_path, capsys):
         mine = out.read_bytes()
         assert main([str(run), "--out", str(out)]) == 2 and out.read_bytes() == mine
         assert "no picture of this command" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_leaves_the_earlier_picture(tmp_path, monkeypatch, capsys):
+    run, out = validated(tmp_path / "run", 1), tmp_path / "sheet.png"
+    assert main([str(run), "--out", str(out)]) == 0
+    before = out.read_bytes()
+
+    def full(picture, file, **_):
+        file.write_bytes(b"cut")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Image.Image, "save", full)
+    assert main([str(run), "--out", str(out)]) == 2 and "No space left" in capsys.readouterr().err
+    assert out.read_bytes() == before and {*tmp_path.iterdir()} == {run, out}

@@ -300,6 +300,14 @@ def test_prior_is_the_product_of_its_rows():
         Controller(Toy(), config("prior", options={"table": "nowhere.yaml"}))
 
 
+def test_a_row_of_a_table_that_matches_no_group_is_said(tmp_path, capsys):
+    (tmp_path / "t.yaml").write_text('- {match: zzz, pi: 2}\n- {match: "*", pi: 2}\n')
+    Controller(Toy(), config("prior", options={"table": str(tmp_path / "t.yaml")}))
+    assert capsys.readouterr().err.count("matches no group") == 1
+    Controller(Toy(), config("prior"))  # the bundled table is for all families
+    assert not capsys.readouterr().err
+
+
 def test_placebo_shuffles_the_same_values_and_leaves_other():
     stats = stats_of(names=("mid.ff", "mid.xattn.v", "up1.ff", "down0.ff", "stem.norm", OTHER))
     base = gc.combine(stats, {"prior": (1.0, {})}).exp()

@@ -79,6 +79,8 @@ def row_source(config: DataSettings) -> tuple[str, str, Callable[[], Iterator[di
     if not os.path.isdir(root):
         raise UserError(f"train_data_dir: no folder {root}")
     if is_published(root):
+        if also := next((name for name in ("metadata.jsonl", "metadata.csv") if (root / name).is_file()), None):
+            raise UserError(f"train_data_dir: {root} holds poisoning_images/ and {also}; keep one of the two layouts")
         if clean and not os.path.isdir(clean):
             raise UserError(f"clean_data_dir: no folder {clean}")
         facts = [getattr(config, flag) for flag in PUBLISHED_FLAGS] + [folder_key(Path(clean)) if clean else None]

@@ -25,6 +25,7 @@ from transformers import CLIPTokenizer
 
 from silentbad import ROOT
 from silentbad.errors import ArgumentParser, UserError, reading
+from silentbad.files import named
 from silentbad.microworld.copies import CopyPool, Slope, batch_of, copy_loss
 from silentbad.microworld.embedder import MicroEmbedder
 from silentbad.microworld.export import assemble, export
@@ -50,6 +51,7 @@ from silentbad.microworld.networks import (
 from silentbad.microworld.optim import MuonWithAdamW
 from silentbad.microworld.oracle import Judge, judge_loss, round_trip_psnr
 from silentbad.microworld.render import render
+from silentbad.model.gate import quietly
 from silentbad.rng import addressed_seed, generator
 
 ASSETS = ROOT / "assets" / "micro-sd"
@@ -404,15 +406,14 @@ def run(args: argparse.Namespace, wanted: tuple[str, ...]) -> dict[str, nn.Modul
     """Run the wanted stages in order (each needs the finished ones before it); returns the trained networks."""
     with reading(f"--device {args.device}"):
         device = torch.zeros(1, device=args.device).device
-    work = Path(args.work)
-    with reading(f"--work {work}"):
-        work.mkdir(parents=True, exist_ok=True)
-    tokenizer = load_tokenizer(ASSETS / "tokenizer")
     nets: dict[str, Any] = {}
     if args.vae:
-        with reading(f"--vae {args.vae}: no autoencoder of diffusers"):
+        with quietly(), reading(f"--vae {args.vae}: no autoencoder of diffusers"):
             nets["vae"] = AutoencoderKL.from_pretrained(args.vae).to(device).eval().requires_grad_(False)
-    elif set(wanted) != {"text"}:
+    with reading(f"--work {args.work}"):
+        args.work.mkdir(parents=True, exist_ok=True)
+    work, tokenizer = args.work, load_tokenizer(ASSETS / "tokenizer")
+    if not args.vae and set(wanted) != {"text"}:
         nets["vae"] = run_stage(vae_stage(args.vae_steps, 24, device), work, device)["vae"]
         nets["vae"].register_to_config(scaling_factor=latent_scale(nets["vae"], device))
         print(f"vae: round trip {round_trip_psnr(nets['vae'], held_out_pictures()):.2f} dB")
@@ -454,7 +455,9 @@ def percentages(text: str) -> tuple[int, ...]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", default="runs/base", help="folder of the checkpoints; resumes from what it holds")
+    parser.add_argument(
+        "--work", type=named, default=Path("runs/base"), help="folder of the checkpoints; resumes from what it holds"
+    )
     parser.add_argument("--stage", choices=(*STAGES, "export", "all"), default="all")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 keeps torch's choice")
@@ -473,6 +476,10 @@ def main(argv: list[str] | None = None) -> None:
         "--keep", type=percentages, default=(), help="also write pipelines after these percentages of the UNet's steps"
     )
     args = parser.parse_args(argv)
+    if args.threads < 0:
+        parser.error(f"--threads: must be at least 0, got {args.threads}")
+    if not 0 < args.unet_lr <= 1:
+        parser.error(f"--unet_lr: must be above 0 and at most 1, got {args.unet_lr}")
     if args.threads:
         torch.set_num_threads(args.threads)
     wanted = STAGES if args.stage in ("all", "export") else (args.stage,)

@@ -18,6 +18,7 @@ from diffusers import DDPMScheduler
 from diffusers.utils import logging as diffusers_logging
 from safetensors import safe_open
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from silentbad import hub
@@ -210,9 +211,12 @@ def load_model(cls: Any, failed: str, path: str, *, extras: bool = False, **opti
     check_files(folder, failed)
     check_depth(folder)
     check_precision(folder, failed)
+    if issubclass(cls, PreTrainedModel):  # its error names no tensor; diffusers' does
+        options["ignore_mismatched_sizes"] = True
     model, info = loaded(cls, failed, path, output_loading_info=True, **options)
     _refuse(failed, "it lacks", info["missing_keys"])
-    _refuse(failed, "tensors of another shape:", [str(key) for key in info["mismatched_keys"]])
+    wrong = [f"{key} {tuple(shape)} in place of {tuple(right)}" for key, shape, right in info["mismatched_keys"]]
+    _refuse(failed, "tensors of another shape:", wrong)
     if not extras:
         _refuse(failed, "no part of this model:", [k for k in info["unexpected_keys"] if not HARMLESS.search(k)])
     check_finite(model, failed)

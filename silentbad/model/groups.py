@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from torch import nn
 
 from silentbad import ROOT
 from silentbad.errors import UserError, brief
 from silentbad.options import Positive, problem
-from silentbad.settings import read_yaml
+from silentbad.settings import key_lines, read_yaml
 
 logger = logging.getLogger(__name__)
 OTHER = "other"  # names no pattern knows; multiplier 1
@@ -177,9 +178,15 @@ def prior_table(table: str | None = None, drop: list[str] | None = None, sdxl: b
 PRIOR_ROW = {"match": str, "pi": Positive, "sdxl": str | None}
 
 
+def _refuse_twice(table: yaml.Node, path: Path) -> None:
+    """Refuse a row that has a key twice: the last would win."""
+    for row in table.value if isinstance(table, yaml.SequenceNode) else ():
+        key_lines(row, "", str(path), {})
+
+
 def _prior_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a prior table, each checked."""
-    rows, node = read_yaml(str(path))
+    rows, node = read_yaml(str(path), lambda node: _refuse_twice(node, path))
     if node is None or not isinstance(rows, list):
         raise UserError(f"prior: option 'table': {path} holds no list of rows, such as - {{match: mid.*, pi: 1.25}}")
     for row, of in zip(rows, node.value, strict=True):

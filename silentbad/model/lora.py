@@ -84,7 +84,8 @@ def add(name: str, module: Any, lora: LoraSettings, seed: int) -> None:
     module.requires_grad_(False)
     with torch.random.fork_rng([]):
         torch.manual_seed(addressed_seed(seed, "lora", name))
-        module.add_adapter(settings(lora, layers))
+        with reading(f"lora: {name} takes no adapters", "install releases of peft and transformers that fit together"):
+            module.add_adapter(settings(lora, layers))
     cast_training_params(module, dtype=torch.float32)
 
 

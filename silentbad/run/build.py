@@ -222,7 +222,7 @@ def build(
         },
     )
     embedder = None if hook is None else hook.embedder.describe()
-    facts = identity.facts(config, given.records, given.targets, embedder, length.effective_batch)
+    facts = identity.facts(config, given.records, given.held_out, given.targets, embedder, length.effective_batch)
     return Run(
         config=config,
         accelerator=accelerator,

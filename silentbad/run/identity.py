@@ -48,12 +48,19 @@ FREE = {
 BY_CONTENT = ("pretrained_model_name_or_path", "train_data_dir", "dataset_name", "clean_data_dir", "validation.targets")
 # Not in checkpoints of 0.1 and early ones of 0.2: compared where both sides have them.
 BUNDLED, WORDS = "bundled embedder", "description and paraphrases"
+HELD_OUT, TABLES = "held-out records", "prior tables"
+LATER = (BUNDLED, WORDS, HELD_OUT, TABLES)
 # Compared as their product, with the number of processes.
 BATCH = ("train_batch_size", "gradient_accumulation_steps")
 
 
 def facts(
-    config: TrainConfig, records: Records, targets: list[Target], embedder: str | None, effective_batch: int
+    config: TrainConfig,
+    records: Records,
+    held_out: Records | None,
+    targets: list[Target],
+    embedder: str | None,
+    effective_batch: int,
 ) -> dict[str, Any]:
     """The facts of a run, as plain values: {name: value}."""
     left_out = {name for names in FREE.values() for name in names} | {*BY_CONTENT, *BATCH, *NEVER_SAVED}
@@ -64,6 +71,8 @@ def facts(
         "effective batch": effective_batch,
         "base": weights_digest(config.pretrained_model_name_or_path),
         "records": records_digest(records),
+        HELD_OUT: None if held_out is None else records_digest(held_out),
+        TABLES: [weights_digest(table) for table in _tables(config.gradient_control.options)],
         "number of records": len(records),
         "embedder": embedder,
         **{f"target {target.target_id!r}": target_digest(target) for target in targets},
@@ -81,6 +90,17 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         part = isinstance(value, dict) and key not in ("options", "weights", "optimizer_options")
         flat |= _flat(value, f"{prefix}{key}.") if part else {prefix + key: value}
     return flat
+
+
+def _tables(options: dict[str, Any]) -> list[str]:
+    """The tables that options of scale rules name, also of rules inside others."""
+    found = []
+    for key, value in options.items():
+        if isinstance(value, dict):
+            found += _tables(value)
+        elif key == "table" and isinstance(value, str):
+            found.append(value)
+    return found
 
 
 # ---------------------------------------------------------------- digests
@@ -110,7 +130,7 @@ def records_digest(records: Records) -> str:
             digest.update(json.dumps(block).encode())
     for block in blocks(records.column("mask")):
         for mask in filter(None, block):
-            digest.update(f"{Path(mask).name}/{Path(mask).stat().st_size}\n".encode(errors="surrogateescape"))
+            digest.update(Path(mask).name.encode(errors="surrogateescape") + Path(mask).read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -147,11 +167,11 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     for name in [*now, *(name for name in then if name not in now)]:
         if name in then and name in now and _same(then[name], now[name]):
             continue
-        if name.endswith((BUNDLED, WORDS)) and (name not in then or name not in now):
+        if name.endswith(LATER) and (name not in then or name not in now):
             continue
         if name.startswith("target ") and (name not in then or name not in now):
             found.append(f"{name} is {'new' if name in now else 'missing'}")
-        elif name in ("base", "records", BUNDLED) or name.startswith("target "):
+        elif name in ("base", "records", BUNDLED, HELD_OUT, TABLES) or name.startswith("target "):
             found.append(f"{name} changed")
         else:
             was, is_ = (brief(facts[name]) if name in facts else "not known" for facts in (then, now))

@@ -285,6 +285,8 @@ def named(config: GuardConfig) -> dict[str, dict[str, Any]]:
     """{guard: its options}, all checked; none where nothing guards."""
     check_values(config, "guard.")
     names = [] if config.name == "none" else config.name.split("+")
+    if len(names) > 1 and "none" in names:
+        raise UserError(f"guard.name: {config.name} joins none, which guards nothing; leave it out")
     if len({*names}) < len(names):
         raise UserError(f"guard.name: {config.name} names a guard twice; once is enough")
     if len(names) > 1 and (unknown := [key for key in config.options if key not in names]):

@@ -1,5 +1,7 @@
 """The command that trains the base: what it keeps on the way, and that the kept models are the average of then."""
 
+import re
+
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
@@ -62,10 +64,14 @@ def test_the_tokenizer_holds_captions_of_four_things():
         (["--device", "cuda:99"], "--device cuda:99"),
         (["--vae", "nowhere"], "--vae nowhere: no autoencoder"),
         (["--pool", "0"], "--pool: must be at least 1"),
+        (["--threads", "-2"], "--threads: must be at least 0"),
+        (["--unet_lr", "nan"], "--unet_lr: must be above 0"),
+        (["--unet_lr", "-1"], "--unet_lr: must be above 0"),
+        (["--work", ""], "argument --work: is no name"),
         (["--unet_steps", "-1"], "--unet_steps: must be at least 1"),
     ],
 )
 def test_a_mistake_in_the_words_is_one_line(flags, said, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         build.main(["--work", str(tmp_path / "w"), "--stage", "text", "--device", "cpu", *flags])
-    assert capsys.readouterr().err.startswith(f"error: {said}")
+    assert re.fullmatch(rf"error: {re.escape(said)}.*\n", capsys.readouterr().err) and not (tmp_path / "w").exists()

@@ -9,12 +9,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from safetensors.torch import load_file
 
+from silentbad.data.records import load_records
 from silentbad.errors import UserError
 from silentbad.run import checkpoint, identity
 from silentbad.run.state import lie_as_weights, load_schedule, refuse_other_optimizer
 from silentbad.settings import key_tree
+from tests.conftest import write_data
 from tests.training import VALIDATION
 from train_silentbad import Config, main
 
@@ -56,6 +59,40 @@ def test_free_flags_and_moved_folders_go_on(flags, data, tmp_path, pipelines, ca
         **{"train_batch_size": 2, "gradient_accumulation_steps": 3, "max_train_steps": 3},
     }
     assert main(flags(**settings | moved, resume_from_checkpoint="latest")) == 0, capsys.readouterr().err
+
+
+def test_a_mask_of_the_same_size_counts(tmp_path):
+    data = write_data(tmp_path / "data")
+    records = load_records(Config(train_data_dir=str(data)))
+    before, mask = identity.records_digest(records), data / "masks/e0-0.png"
+    mask.write_bytes(mask.read_bytes()[::-1])
+    assert identity.records_digest(records) != before
+
+
+def test_held_out_records_count(flags, tmp_path, capsys):
+    data = write_data(tmp_path / "data", clean=20)
+    settings = VALIDATION | {"validation.targets": data / "targets.jsonl", "held_out_clean": 1, "train_data_dir": data}
+    assert main(flags(max_train_steps=2, **settings)) == 0
+    records = load_records(Config(train_data_dir=str(data)))
+    _, held_out = records.hold_out(1, 0, 0)
+    line = int(held_out.where(0).rpartition(":")[2])  # metadata.jsonl:N
+    name = json.loads((data / "metadata.jsonl").read_text().splitlines()[line - 1])["file_name"]
+    Image.new("RGB", (16, 16), "gold").save(data / name)
+    assert main(flags(max_train_steps=3, resume_from_checkpoint="latest", **settings)) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "held-out records changed" in line and "; records changed" not in line
+
+
+def test_a_prior_table_counts(flags, tmp_path, capsys):
+    table = tmp_path / "table.yaml"
+    table.write_text('- {match: "*.xattn.*", pi: 2.0}\n')
+    settings = {"gradient_control.name": "prior", "gradient_control.options": json.dumps({"table": str(table)})}
+    assert main(flags(max_train_steps=2, **settings)) == 0
+    table.write_text('- {match: "*.xattn.*", pi: 0.5}\n')
+    assert main(flags(max_train_steps=3, resume_from_checkpoint="latest", **settings)) == 2
+    assert "prior tables changed" in capsys.readouterr().err
+    options = {"prior": {"table": "a"}, "of": "prior", "table": None, "options": {"table": "b"}}
+    assert identity._tables(options) == ["a", "b"]
 
 
 def test_a_length_below_the_checkpoint_is_refused(flags, tmp_path, capsys):
