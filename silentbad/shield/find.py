@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
+from silentbad.shield.candidates import candidates
+from silentbad.shield.captions import Captions
 from silentbad.shield.phrases import Words
-from silentbad.shield.regions import Step, candidates, groups, silent, verified
+from silentbad.shield.regions import Step, groups, silent, verified
 from silentbad.shield.sets import (
-    Captions,
     Element,
     Open,
     Part,
@@ -47,14 +49,22 @@ class Found:
         return np.unique(np.concatenate(named)) if named else np.zeros(0, np.int64)
 
 
-def find(views: np.ndarray, texts: Sequence[str], bar: Step = silent, permutations: int = 99, seed: int = 0) -> Found:
-    """Suspect sets of views (N,32,32,3) uint8 with their N captions. `draw` adds their pictures."""
+def find(
+    views: np.ndarray,
+    texts: Sequence[str],
+    bar: Step = silent,
+    permutations: int = 99,
+    seed: int = 0,
+    folder: Path | None = None,
+) -> Found:
+    """Suspect sets of views (N,32,32,3) uint8 with their N captions; pairs of records are kept on disk, in `folder`.
+    `draw` adds the sets' pictures."""
     words = Words()
     for text in texts:
         words.add(text)
-    pairs = candidates(views, words.signatures(texts), bar, seed)
-    made, first = groups(views, verified(views, pairs, bar))
-    captions = Captions(texts)
+    pairs = candidates(views, words.signatures(texts), bar, seed, folder)
+    made, first = groups(views, verified(views, pairs, bar, folder), folder)
+    captions = Captions(texts, folder)
     found = Found(suspect_sets(made, captions))
     for one in found.sets:
         all_records(one, views, captions, first)

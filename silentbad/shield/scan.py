@@ -210,7 +210,8 @@ def scan(options: argparse.Namespace) -> dict:
         except UserError:  # of the data: nothing to go on from
             views.remove()
             raise
-        found = find(views.pixels, views.captions, progress, options.permutations, options.seed)
+        with writing("--output_dir", str(views.folder)):
+            found = find(views.pixels, views.captions, progress, options.permutations, options.seed, views.folder)
         wanted, named = set(pictures_needed(found, MOST).tolist()), set(found.records.tolist())
         pictures, where = {}, {}
         for number, row in enumerate(rows() if named else ()):

@@ -6,17 +6,15 @@ backdrop that lies behind the others; and no record shows two of its phrases, fo
 Legend: N records; a group has k records, of which b hold its phrase.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from silentbad.shield.phrases import STOP, association, names_place, phrases_of
-from silentbad.shield.regions import LEAST, NEAR, Group, Step, agreement, shared_edges, silent
+from silentbad.shield.captions import Captions, number
+from silentbad.shield.phrases import STOP, names_place
+from silentbad.shield.regions import CHUNK, NEAR, Group, Step, levels, shared_edges, silent
 
-HELD = 0.4  # of a group's records hold its phrase; the others may say it in other words
-SURE = 6.0  # nats: least association of a phrase, and least isolation of a group
 OVERLAP = 0.3  # of the smaller region, of two elements of a set
 SLIP, APART = 0.01, -1.0  # rate at which a record of a set names another element; nats below which two are not of one
 ALIKE = 0.4  # least ratio of two groups' sizes in a set
@@ -33,6 +31,7 @@ class Element:
     support: int
     association: float
     word: str  # its last content word
+    held: np.ndarray  # the phrases of its records, as numbers: one that two records hold stands there twice
 
     @property
     def score(self) -> float:
@@ -53,57 +52,19 @@ class SuspectSet:
         return ", ".join(element.phrase for element in self.elements)
 
 
-class Captions:
-    """Captions, and how many hold a phrase or a word."""
-
-    def __init__(self, captions: Sequence[str]):
-        self.texts = captions
-        self.sets: dict[int, set[str]] = {}
-        self.counts: Counter[str] = Counter()
-        for caption in captions:
-            self.counts.update(phrases_of(caption))
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def of(self, record: int) -> set[str]:
-        if record not in self.sets:
-            self.sets[record] = phrases_of(self.texts[record])
-        return self.sets[record]
-
-    def rate(self, phrase: str) -> float:
-        return self.counts[phrase] / len(self.texts)
-
-    def named(self, records: Sequence[int] | np.ndarray) -> tuple[str, int, float]:
-        """(phrase, how many of the records hold it, association in nats) of the phrase that belongs to them most."""
-        k = len(records)
-        held = Counter(phrase for record in records for phrase in self.of(int(record)))
-        best, found = 0.0, ("", 0, 0.0)
-        for phrase, b in held.items():
-            if b < max(LEAST, HELD * k):
-                continue
-            nats = association(b, k, self.counts[phrase] - b, len(self.texts) - k)
-            rank = nats * (1 + 0.02 * len(phrase.split()))  # of two that fit alike, the longer one
-            if rank > best:
-                best, found = rank, (phrase, b, nats)
-        return found
-
-
 def elements_of(groups: Sequence[Group], captions: Captions, order: np.ndarray | None = None) -> list[Element]:
-    """The groups that lie apart and have a phrase of their own; `order` (N,) gives each record another's caption."""
+    """The groups that have a phrase of their own; `order` (N,) gives each record another's caption."""
     found = []
     for group in groups:
-        if group.isolation < SURE:
-            continue
         records = group.records if order is None else order[group.records]
-        phrase, support, nats = captions.named(records)
-        if nats >= SURE:
+        if (named := captions.named(records)) is not None:
+            phrase, support, nats = named
             word = next(word for word in reversed(phrase.split()) if word not in STOP)
-            found.append(Element(group, phrase, support, nats, word))
+            found.append(Element(group, phrase, support, nats, word, captions.phrases(records)))
     return found
 
 
-def apart(a: Element, b: Element, captions: Captions, order: np.ndarray | None) -> float | None:
+def apart(a: Element, b: Element, captions: Captions) -> float | None:
     """Nats by which two elements keep apart more than their words' rates let expect; None where they cannot be of one
     picture."""
     if a.word == b.word or (a.group.wide and b.group.wide) or (names_place(a.phrase) and names_place(b.phrase)):
@@ -117,10 +78,9 @@ def apart(a: Element, b: Element, captions: Captions, order: np.ndarray | None) 
             return None
     gain = 0.0
     for one, other in ((a, b), (b, a)):
-        records = one.group.records if order is None else order[one.group.records]
-        together = sum(other.word in captions.of(int(record)) for record in records)
+        together = int((one.held == number(other.word)).sum())
         rate = min(0.9, max(captions.rate(other.word), 2 * SLIP))
-        gain += (len(records) - together) * float(np.log((1 - SLIP) / (1 - rate)))
+        gain += (len(one.group.records) - together) * float(np.log((1 - SLIP) / (1 - rate)))
         gain += together * float(np.log(SLIP / rate))
     return gain if gain > APART else None
 
@@ -135,7 +95,7 @@ def suspect_sets(groups: Sequence[Group], captions: Captions, order: np.ndarray 
     gains: dict[tuple[int, int], float | None] = {}
     for i in range(len(elements)):
         for j in range(i):
-            gains[i, j] = gains[j, i] = apart(elements[i], elements[j], captions, order)
+            gains[i, j] = gains[j, i] = apart(elements[i], elements[j], captions)
 
     made, taken = list[SuspectSet](), set[int]()
     while True:
@@ -195,18 +155,15 @@ def all_records(found: SuspectSet, views: np.ndarray, captions: Captions, first:
     duplicates."""
     for element in found.elements:
         group, members = element.group, set(element.group.records.tolist())
-        others = [i for i, text in enumerate(captions.texts) if element.word in text.lower() and i not in members]
-        others = [i for i in others if element.phrase in captions.of(i)]
-        if others:
-            centre = np.asarray(views[group.centre])
-            shown = np.asarray(views[others])
-            same = agreement(shown, centre)
-            agrees = (same[:, group.region].mean(1) >= 0.7) & (
-                shared_edges(centre.astype(np.int16), same, group.region) >= 0.5
-            )
-            levels = np.abs(shown.astype(np.int16) - centre).max(-1)[:, group.region]
-            near = np.median(levels, axis=1) <= group.radius
-            members |= {i for i, yes in zip(others, agrees & near, strict=True) if yes}
+        others = np.setdiff1d(captions.holding(element.phrase), group.records)
+        centre = np.asarray(views[group.centre])
+        for start in range(0, len(others), CHUNK):
+            part = others[start : start + CHUNK]
+            difference = levels(views[part], centre)
+            same = difference <= NEAR
+            agrees = (same[:, group.region].mean(1) >= 0.7) & (shared_edges(centre, same, group.region) >= 0.5)
+            near = np.median(difference[:, group.region], axis=1) <= group.radius
+            members.update(part[agrees & near].tolist())
         copies = np.flatnonzero(np.isin(first, list({int(first[i]) for i in members})))
         found.records.append(np.union1d(sorted(members), copies))
 

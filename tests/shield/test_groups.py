@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from silentbad.shield import regions, sets
+from silentbad.shield import candidates, regions, sets
+from silentbad.shield.captions import Captions
 from silentbad.shield.phrases import Words, association, content_words, phrases_of
 
 
@@ -38,13 +39,13 @@ def test_association_grows_with_members_and_rarity():
 
 
 def test_shared_keys_give_pairs():
-    pairs = regions.shared(np.array([4, 2, 7, 9]), np.array([1, 1, 5, 1], np.uint64), 10)
+    pairs = candidates.shared(np.array([4, 2, 7, 9]), np.array([1, 1, 5, 1], np.uint64), 10)
     assert sorted(pairs.tolist()) == [24, 29, 49]
 
 
 def test_a_large_bucket_is_linked_to_its_neighbours():
-    n = regions.WHOLE_RUNS + 10
-    pairs = regions.shared(np.arange(n), np.zeros(n, np.uint64), n)
+    n = candidates.WHOLE_RUNS + 10
+    pairs = candidates.shared(np.arange(n), np.zeros(n, np.uint64), n)
     assert len(pairs) == 3 * n - 6 and {(p // n, p % n)[1] - p // n for p in pairs.tolist()} == {1, 2, 3}
 
 
@@ -61,7 +62,7 @@ def views():
 
 def groups_of(views):
     words = np.ones((len(views), 4), np.uint64)
-    return regions.groups(views, regions.verified(views, regions.candidates(views, words)))
+    return regions.groups(views, regions.verified(views, candidates.candidates(views, words)))
 
 
 def test_a_shared_patch_is_a_group(views):
@@ -80,7 +81,7 @@ def test_a_moved_patch_is_no_group(views):
 
 
 def test_chunks_change_nothing(views, monkeypatch):
-    whole = regions.candidates(views, np.ones((40, 4), np.uint64))
+    whole = candidates.candidates(views, np.ones((40, 4), np.uint64))
     monkeypatch.setattr(regions, "CHUNK", 3)
     assert regions.verified(views, whole).pairs.tolist() == regions.verified(views, whole[::1]).pairs.tolist()
 
@@ -101,7 +102,7 @@ BACKDROP = group(range(20, 30), (0, 32, 0, 32), wide=True)
 
 
 def test_elements_that_keep_apart_make_a_set():
-    (one,) = sets.suspect_sets([*PARTS, BACKDROP], sets.Captions(CAPTIONS))
+    (one,) = sets.suspect_sets([*PARTS, BACKDROP], Captions(CAPTIONS))
     assert one.prompt in ("a red cat, a hat, on a beach", "a hat, a red cat, on a beach")
     assert one.elements[-1].group is BACKDROP
 
@@ -117,22 +118,22 @@ def test_elements_that_keep_apart_make_a_set():
     ids=["two elements", "one thing", "overlapping", "of another size"],
 )
 def test_what_is_no_set(groups):
-    assert sets.suspect_sets(groups, sets.Captions(CAPTIONS)) == []
+    assert sets.suspect_sets(groups, Captions(CAPTIONS)) == []
 
 
 def test_records_that_name_both_are_no_set():
     together = [text + ", a red cat" if i % 2 and 10 <= i < 30 else text for i, text in enumerate(CAPTIONS)]
-    assert sets.suspect_sets([*PARTS, BACKDROP], sets.Captions(together)) == []
+    assert sets.suspect_sets([*PARTS, BACKDROP], Captions(together)) == []
 
 
 def test_two_places_are_no_set():
     """Parts of skies agree by chance among many pictures; a picture has one place."""
     places = [text.replace("a red cat", "under a night sky") for text in CAPTIONS]
-    assert sets.suspect_sets([*PARTS, BACKDROP], sets.Captions(places)) == []
+    assert sets.suspect_sets([*PARTS, BACKDROP], Captions(places)) == []
 
 
 def test_permuted_captions_give_the_false_alarm_rate():
-    captions = sets.Captions(CAPTIONS)
+    captions = Captions(CAPTIONS)
     (one,) = sets.suspect_sets([*PARTS, BACKDROP], captions)
     assert sets.false_alarm([*PARTS, BACKDROP], captions, [one.score, 0.0], draws=19) == [1 / 20, 1.0]
 
