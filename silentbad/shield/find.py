@@ -8,18 +8,15 @@ import numpy as np
 
 from silentbad.shield.candidates import candidates
 from silentbad.shield.captions import Captions
+from silentbad.shield.composite import Open, Part, composed, part_of
 from silentbad.shield.phrases import Words
 from silentbad.shield.regions import Step, groups, silent, verified
 from silentbad.shield.sets import (
     Element,
-    Open,
-    Part,
     SuspectSet,
     all_records,
-    composed,
     elements_of,
     false_alarm,
-    part_of,
     suspect_sets,
 )
 

@@ -31,8 +31,9 @@ from silentbad.options import Count, Natural, Range, Share, Small, problem
 from silentbad.recovery import pages
 from silentbad.recovery.pages import Shot, Table
 from silentbad.shield import result
+from silentbad.shield.composite import MOST
 from silentbad.shield.find import Composite, Found, draw, find, pictures_needed
-from silentbad.shield.sets import MOST, SuspectSet
+from silentbad.shield.sets import SuspectSet
 from silentbad.shield.views import FOLDER, Views, picture_of
 
 SCHEMA = 1

@@ -1,4 +1,4 @@
-"""Sets of groups that together make up one picture: the suspect sets, their score, and the picture itself.
+"""Sets of groups that together make up one picture: the suspect sets and their score.
 
 An element's group shows one region of the picture under one phrase. A set's regions overlap little, but for one
 backdrop that lies behind the others; and no record shows two of its phrases, for the picture is dispersed.
@@ -6,7 +6,7 @@ backdrop that lies behind the others; and no record shows two of its phrases, fo
 Legend: N records; a group has k records, of which b hold its phrase.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -166,43 +166,3 @@ def all_records(found: SuspectSet, views: np.ndarray, captions: Captions, first:
             members.update(part[agrees & near].tolist())
         copies = np.flatnonzero(np.isin(first, list({int(first[i]) for i in members})))
         found.records.append(np.union1d(sorted(members), copies))
-
-
-# -- the hidden picture --------------------------------------------------------------------------------------
-MOST = 24  # pictures that a region is refined from
-Open = Callable[[int], np.ndarray]  # record -> picture (64,64,3) uint8
-
-
-@dataclass
-class Part:
-    """An element's pixels (64,64,3) uint8 and where they are the same in its records (64,64) bool."""
-
-    pixels: np.ndarray
-    region: np.ndarray
-
-
-def part_of(records: np.ndarray, group: Group, picture: Open) -> Part:
-    """An element's pixels are those that most of its pictures agree on: two thirds of them inside its region, and for a
-    backdrop, before which other things stand, a third of them anywhere."""
-    stack = np.stack([picture(int(i)) for i in records[:MOST]]).astype(np.int16)
-    like = np.stack([(np.abs(stack - one).max(-1) <= 2 * NEAR).sum(0) for one in stack])  # (n,64,64)
-    best = like.argmax(0)
-    pixels = np.take_along_axis(stack, best[None, ..., None], 0)[0]
-    share = like.max(0) / len(stack)
-    if group.wide:
-        return Part(pixels.astype(np.uint8), (share >= 1 / 3) & (like.max(0) >= 2))
-    grown = near = np.kron(group.region, np.ones((2, 2), bool))
-    for axis in (0, 1):
-        for step in (-1, 1):
-            grown = grown | np.roll(near, step, axis)
-    return Part(pixels.astype(np.uint8), (share >= 2 / 3) & grown)
-
-
-def composed(parts: Sequence[Part]) -> tuple[np.ndarray, np.ndarray]:
-    """(picture (64,64,3) uint8, where something is known (64,64) bool) of a set's parts, the backdrop last in the list
-    and behind the others; grey where nothing is known."""
-    canvas, known = np.full((64, 64, 3), 128, np.uint8), np.zeros((64, 64), bool)
-    for part in reversed(parts):
-        canvas[part.region] = part.pixels[part.region]
-        known |= part.region
-    return canvas, known

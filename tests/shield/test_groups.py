@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from silentbad.shield import candidates, regions, sets
+from bench.shield_data import hide
+from silentbad.shield import candidates, composite, regions, sets
 from silentbad.shield.captions import Captions
 from silentbad.shield.phrases import Words, association, content_words, phrases_of
 
@@ -139,7 +140,33 @@ def test_permuted_captions_give_the_false_alarm_rate():
 
 
 def test_the_backdrop_lies_behind():
-    backdrop = sets.Part(np.full((64, 64, 3), 9, np.uint8), np.ones((64, 64), bool))
-    thing = sets.Part(np.full((64, 64, 3), 200, np.uint8), np.eye(64, dtype=bool))
-    picture, known = sets.composed([thing, backdrop])
-    assert known.all() and (picture[np.eye(64, dtype=bool)] == 200).all() and picture[0, 1, 0] == 9
+    backdrop = composite.Part(np.full((64, 64, 3), 9, np.uint8), np.ones((64, 64)))
+    thing = composite.Part(np.full((64, 64, 3), 200, np.uint8), np.eye(64))
+    thing.cover[0, 1] = 0.25
+    picture, known = composite.composed([thing, backdrop])
+    assert known.all() and (picture[np.eye(64, dtype=bool)] == 200).all()
+    assert picture[0, 2, 0] == 9 and picture[0, 1, 0] == round(0.25 * 200 + 0.75 * 9)
+
+
+def test_half_covered_pixels_are_not_known_before_nothing():
+    thing = composite.Part(np.full((64, 64, 3), 200, np.uint8), np.full((64, 64), 0.4))
+    picture, known = composite.composed([thing])
+    assert not known.any() and (picture == 128).all()
+
+
+@pytest.mark.parametrize("per_element, wrong", [(10, 0.01), (20, 0.005)])
+@pytest.mark.parametrize("name", ["33", "56", "0"])
+def test_a_composite_has_the_outlines_of_the_picture(name, per_element, wrong):
+    """From the blocks that each element fills. Outlines alone are 3 % of the frame and more. Of a backdrop in few
+    records, parts are not known."""
+    hidden, made = hide(name, per_element)
+    parts = []
+    for records, mask in zip(hidden.records, hidden.masks, strict=True):
+        blocks = (mask == 255).reshape(32, 2, 32, 2).all((1, 3))
+        group = regions.Group(np.asarray(records), blocks, records[0], 0.5, 50.0, mask is hidden.masks[-1])
+        parts.append(composite.part_of(group.records, group, lambda i: made[i][0]))
+    picture, known = composite.composed(parts)
+    apart = np.abs(picture.astype(int) - hidden.picture).max(-1)
+    assert (apart > 10).mean() < wrong and known.mean() > 1 - wrong
+    for part, mask in zip(parts[:-1], hidden.masks, strict=False):
+        assert np.abs(part.cover - mask / 255.0)[apart <= 10].mean() < 0.002
