@@ -27,6 +27,7 @@ CHUNK = 1000  # pairs verified together
 LEAST = 3  # records of a group
 SURE = 6.0  # nats: least isolation of a group, and least association of its phrase
 RADII = {0.5: 0.01, 0.8: 0.03, 2.0: 0.3}  # levels: how near copies are, exact to recompressed; least expected by chance
+MOST_ALIKE = 200  # neighbours of a record that are compared with each other
 WIDE_RADIUS = 0.8  # of backdrops: they come in one dimension, and by chance lie close
 RING, FALL = 2.5, 14.0  # the ring's radius over a group's, and the volume's growth: RING**3 - 1
 
@@ -188,24 +189,44 @@ def differences(views: np.ndarray, records: np.ndarray, own: np.ndarray) -> np.n
     return np.concatenate([np.zeros((0, SIDE, SIDE), np.uint8), *parts])
 
 
-def gathered(views: np.ndarray, centre: int, others: np.ndarray, rounds: int = 3) -> Group | None:
-    """The group about a record: its region is where most agree with it, its members agree in most of the region.
+def gathered(views: np.ndarray, centre: int, others: np.ndarray) -> Group | None:
+    """The group about a record, from the records that it has a strong pair with. Where those agree with it in various
+    places, it begins from the most that do so in one place."""
+    own = np.asarray(views[centre])
+    difference = differences(views, others, own)
+    group = grouped(own, centre, others, difference, np.ones(len(others), bool))
+    if group is None and LEAST <= len(others) <= MOST_ALIKE:
+        group = grouped(own, centre, others, difference, alike(difference <= NEAR))
+    return group
+
+
+def alike(same: np.ndarray) -> np.ndarray:
+    """Of regions (n,32,32), those (n,) that share half with one of them, the one with most such."""
+    flat = same.reshape(len(same), -1).astype(np.float32)
+    common, size = flat @ flat.T, flat.sum(1)
+    near = common >= 0.5 * (size[:, None] + size - common)
+    return np.asarray(near[near.sum(1).argmax()])
+
+
+def grouped(
+    own: np.ndarray, centre: int, others: np.ndarray, difference: np.ndarray, start: np.ndarray, rounds: int = 3
+) -> Group | None:
+    """The group about a record with view `own` (32,32,3): its region is where most agree with it, its members agree in
+    most of the region. `difference` (n,32,32) is how far `others` (n,) are from it; `start` (n,) says which come first.
 
     Copies lie closer together than honest neighbours. Of the RADII, the one counts within which the members exceed
     most what the ring around it lets expect (Chernoff's bound on the Poisson tail).
     """
-    own = np.asarray(views[centre])
-    difference = differences(views, others, own)
     same = difference <= NEAR
     best: Group | None = None
     for radius, chance in RADII.items():
-        kept = np.ones(len(others), bool)
+        kept = start
         for _ in range(rounds):
             if kept.sum() + 1 < LEAST:
                 break
             region = same[kept].mean(0) >= 0.6
             if region.sum() < 8:
-                kept[:] = False
+                kept = np.zeros(len(others), bool)
                 break
             agrees = (same[:, region].mean(1) >= 0.7) & (shared_edges(own, same, region) >= 0.5)
             far = (difference * same)[:, region].sum(1) / np.maximum(1, same[:, region].sum(1))

@@ -73,6 +73,17 @@ def test_a_shared_patch_is_a_group(views):
     assert first[21] == 20 and (first[:20] == np.arange(20)).all()
 
 
+def test_a_patch_among_other_agreements_is_a_group(views):
+    """A record may agree with as many others elsewhere: those do not hide the group."""
+    mixed = views.copy()
+    mixed[0:6, 20:28, 0:8] = mixed[10, 20:28, 0:8]
+    mixed[0:6, 20:28, 8:16] = np.random.default_rng(1).integers(0, 255, (6, 8, 8, 3))
+    others = np.r_[0:6, 11:16]
+    group = regions.gathered(mixed, 10, others)
+    assert group is not None and group.records.tolist() in ([*range(10, 16)], [*range(6), 10])
+    assert regions.alike(np.stack([group.region, group.region, ~group.region])).tolist() == [True, True, False]
+
+
 def test_a_moved_patch_is_no_group(views):
     """The place is part of what must recur."""
     moved = views.copy()
