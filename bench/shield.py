@@ -212,6 +212,8 @@ def complete(row: dict, seed: int, pool: list[Drawn], robust: bool) -> bool:
     ratios, changes = row.setdefault("ratios", {}), {}
     if robust:
         changes = {name: change for name, change in CHANGES.items() if name not in row.setdefault("robust", {})}
+    if not ratios:
+        row["code"] = commit()
     missing = [ratio for ratio in (0.0, *RATIOS) if f"{ratio:g}" not in ratios]
     for ratio in missing:
         ratios[f"{ratio:g}"] = measured(at_ratio(seed, ratio, chosen(seed, ratio, pool)), ratio > 0)
@@ -251,7 +253,7 @@ def main(argv: list[str] | None = None) -> None:
     args.seeds = args.seeds or "3000-3099"
     first, _, last = args.seeds.partition("-")
     file = DEVELOPMENT if int(first) < 1000 else RESULTS
-    results: dict = json.loads(file.read_text()) if file.is_file() else {"commit": commit(), "seeds": {}}
+    results: dict = json.loads(file.read_text()) if file.is_file() else {"seeds": {}}
     if args.table:
         print(table(results))
         return
@@ -262,7 +264,6 @@ def main(argv: list[str] | None = None) -> None:
             break
         if not complete(results["seeds"].setdefault(str(seed), {}), seed, pool, k < args.robust):
             continue
-        results["commit"] = ", ".join(dict.fromkeys([*results["commit"].split(", "), commit()]))
         file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps(results, indent=1) + "\n")
         if file == RESULTS:
