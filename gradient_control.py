@@ -18,7 +18,7 @@ signal-to-noise ratio; x (G,) raw multipliers of a rule; a (G,) the multipliers 
 import fnmatch
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -33,11 +33,12 @@ from silentbad.control.rates import Rates, check_optimizer, scale_gradients
 from silentbad.control.sources import MIXED, SourceBank
 from silentbad.control.spectral import split
 from silentbad.control.statistics import GroupStats, Sample, Statistics, centred
+from silentbad.device import scalars
 from silentbad.distributed.zero import gradients
-from silentbad.errors import UserError, warn
+from silentbad.errors import UserError
 from silentbad.experiments import TRANSFORMS, check_transform
 from silentbad.experiments.rules import Transfer
-from silentbad.model.groups import OTHER, Groups, group_parameters, prior_table
+from silentbad.model.groups import OTHER, Groups, group_parameters, prior_table, warn_of_idle_rows
 from silentbad.options import Count, Decay, Natural, Positive, Range, Weight, check_options, check_values
 
 __all__ = [
@@ -156,14 +157,6 @@ def rules_of(name: str, options: dict[str, Any], weights: dict[str, Any]) -> dic
     return {rule: (float(weights.get(rule, 1.0)), per_rule.get(rule, {})) for rule in rules}
 
 
-def idle_rows(rules: dict[str, tuple[float, dict[str, Any]]], names: Iterable[str], sdxl: bool) -> list[str]:
-    """Patterns of a table of one's own for `prior` that match none of the groups."""
-    _, options = rules.get("prior", (0.0, {}))
-    if options.get("table") is None:
-        return []
-    return [row for row in prior_table(**options, sdxl=sdxl) if not fnmatch.filter(names, row)]
-
-
 def check_keys(what: str, given: dict[str, Any], rules: list[str]) -> None:
     """Refuse an entry of `given` for a rule that is not combined."""
     if unknown := [key for key in given if key not in rules]:
@@ -211,8 +204,7 @@ class Controller:
         self._sdxl = sdxl = any("add_embedding." in name for name, _ in model.named_parameters())
         self._meters: dict[str, Tensor] = {}
         self._between = Between(config.between, self.groups, seed, sdxl)
-        for row in idle_rows(self.rules, self.groups.names, sdxl):
-            warn(f"prior: option 'table': {row!r} matches no group of this model, so this row has no effect")
+        warn_of_idle_rows(**self.rules.get("prior", (0.0, {}))[1], names=self.groups.names, sdxl=sdxl)
         self.apart = config.between.layerwise  # whether each backward must be of one source
 
     # ---- set-up
@@ -360,15 +352,11 @@ class Controller:
     # ---- records
     def meters(self) -> dict[str, Tensor]:
         """Device scalars for the tracker; empty for `uniform`."""
+        meters = self._meters | self._between.meters
         if not self.active:
-            return self._meters | self._between.meters
+            return meters
         s = self._statistics
-        return {
-            **self._meters,
-            **self._between.meters,
-            "control/grad_norm": s.norm.clone(),
-            "control/ignored_steps": s.ignored.clone(),
-        }
+        return meters | {"control/grad_norm": s.norm.clone(), "control/ignored_steps": s.ignored.clone()}
 
     def state_dict(self) -> dict[str, Any]:
         """All that a bit-exact resume needs; call between steps."""
@@ -391,9 +379,9 @@ class Controller:
         """Take up a state. Raises UserError where it is of another rule or of other groups."""
         for key, now in (("rule", self.config.name), ("groups", self.groups.parameters)):
             if state[key] != now:
-                what = f"{shown(state[key])}, now {shown(now)}"
-                raise UserError(f"gradient_control: the checkpoint was written with other {key}: {what}")
-        self._meters = dict(state["meters"])
+                what = f"{key}: {shown(state[key])}, now {shown(now)}"
+                raise UserError(f"gradient_control: the checkpoint was written with other {what}")
+        self._meters = scalars(state["meters"])
         if self._between.on:
             self._between.load_state_dict(state["between"])
         if not self.active:

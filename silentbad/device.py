@@ -4,6 +4,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed
@@ -69,3 +70,11 @@ def device_name(device: torch.device | str) -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     models = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
     return next(models, platform.processor() or platform.machine())
+
+
+def scalars(meters: Any) -> dict[str, Any]:
+    """The meters of a state, each a number or a tensor of one. Raises ValueError where one is not."""
+    for name, value in dict(meters).items():
+        if not isinstance(value, (int, float)) and not (isinstance(value, torch.Tensor) and value.numel() == 1):
+            raise ValueError(f"the meter {name!r} is no scalar")
+    return dict(meters)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from silentbad.control.multipliers import Multipliers
 from silentbad.control.statistics import WIDTH, GroupStats, Sample, Statistics, centred
-from silentbad.device import send
+from silentbad.device import scalars, send
 from silentbad.distributed.shards import world_size
 from silentbad.errors import UserError
 from silentbad.model.groups import OTHER, Groups
@@ -230,7 +230,7 @@ class Between:
         """Take up such a state."""
         self.updates, self.layers = state["updates"], {k: list(v) for k, v in state["layers"].items()}
         if self.layerwise:
-            self.meters = dict(state["meters"])
+            self.meters = scalars(state["meters"])
             for name, statistics in self.statistics.items():
                 statistics.load_state_dict(state["statistics"][name])
             for name, multipliers in self.multipliers.items():

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from silentbad.data.elements import DataInfo
+from silentbad.device import scalars
 from silentbad.memory.probes import Element, PhraseMemory
 from silentbad.model.family import Family
 from silentbad.options import NotNegative
@@ -125,7 +126,7 @@ class Auxiliaries(dict):
         return {**parts, "meters": dict(self.meters)}
 
     def load_state_dict(self, state: dict) -> None:
-        self.meters = dict(state.get("meters", {}))
+        self.meters = scalars(state.get("meters", {}))
         for slot, part in self.items():
             if hasattr(part, "load_state_dict"):
                 part.load_state_dict(state[slot])

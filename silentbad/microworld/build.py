@@ -51,7 +51,6 @@ from silentbad.microworld.networks import (
 from silentbad.microworld.optim import MuonWithAdamW
 from silentbad.microworld.oracle import Judge, judge_loss, round_trip_psnr
 from silentbad.microworld.render import render
-from silentbad.model.gate import quietly
 from silentbad.rng import addressed_seed, generator
 
 ASSETS = ROOT / "assets" / "micro-sd"
@@ -408,7 +407,9 @@ def run(args: argparse.Namespace, wanted: tuple[str, ...]) -> dict[str, nn.Modul
         device = torch.zeros(1, device=args.device).device
     nets: dict[str, Any] = {}
     if args.vae:
-        with quietly(), reading(f"--vae {args.vae}: no autoencoder of diffusers"):
+        if not Path(args.vae, "config.json").is_file():
+            raise UserError(f"--vae {args.vae}: no autoencoder of diffusers")
+        with reading(f"--vae {args.vae}: no autoencoder of diffusers"):
             nets["vae"] = AutoencoderKL.from_pretrained(args.vae).to(device).eval().requires_grad_(False)
     with reading(f"--work {args.work}"):
         args.work.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """Groups of parameters: stage and role of each in the UNets of SD 1, 2 and XL, the transformer of SD 3 and the text
 encoders, full or LoRA."""
 
+import fnmatch
 import logging
 import re
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import yaml
 from torch import nn
 
 from silentbad import ROOT
-from silentbad.errors import UserError, brief
+from silentbad.errors import UserError, brief, warn
 from silentbad.options import Positive, problem
 from silentbad.settings import key_lines, read_yaml
 
@@ -173,6 +174,15 @@ def prior_table(table: str | None = None, drop: list[str] | None = None, sdxl: b
         raise UserError(f"prior: option 'drop': no row {min(unknown)!r} in {path}; rows are: {', '.join(rows)}")
     kept = [row for match, row in rows.items() if match not in (drop or ())]
     return {row.get("sdxl", row["match"]) if sdxl else row["match"]: float(row["pi"]) for row in kept}
+
+
+def warn_of_idle_rows(
+    table: str | None = None, drop: list[str] | None = None, *, names: list[str], sdxl: bool = False
+) -> None:
+    """Name the rows of a table of one's own that match no group; the bundled table is for all families."""
+    for row in prior_table(table, drop, sdxl) if table else ():
+        if not fnmatch.filter(names, row):
+            warn(f"prior: option 'table': {row!r} matches no group of this model, so this row has no effect")
 
 
 PRIOR_ROW = {"match": str, "pi": Positive, "sdxl": str | None}

@@ -92,15 +92,12 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _tables(options: dict[str, Any]) -> list[str]:
+def _tables(options: Any) -> list[str]:
     """The tables that options of scale rules name, also of rules inside others."""
-    found = []
-    for key, value in options.items():
-        if isinstance(value, dict):
-            found += _tables(value)
-        elif key == "table" and isinstance(value, str):
-            found.append(value)
-    return found
+    if not isinstance(options, dict):
+        return []
+    inner = [table for value in options.values() for table in _tables(value)]
+    return [options["table"], *inner] if isinstance(options.get("table"), str) else inner
 
 
 # ---------------------------------------------------------------- digests

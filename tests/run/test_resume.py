@@ -13,6 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from silentbad.data.records import load_records
+from silentbad.device import scalars
 from silentbad.errors import UserError
 from silentbad.run import checkpoint, identity
 from silentbad.run.state import lie_as_weights, load_schedule, refuse_other_optimizer
@@ -91,8 +92,15 @@ def test_a_prior_table_counts(flags, tmp_path, capsys):
     table.write_text('- {match: "*.xattn.*", pi: 0.5}\n')
     assert main(flags(max_train_steps=3, resume_from_checkpoint="latest", **settings)) == 2
     assert "prior tables changed" in capsys.readouterr().err
-    options = {"prior": {"table": "a"}, "of": "prior", "table": None, "options": {"table": "b"}}
+    options = {"prior": {"table": "a"}, "of": "prior", "table": None, "options": {"table": "b", "drop": ["x"]}}
     assert identity._tables(options) == ["a", "b"]
+
+
+@pytest.mark.parametrize("value", [[], [1.0], "1", torch.zeros(0), torch.zeros(2)])
+def test_meters_of_a_state_are_scalars(value):
+    assert scalars({"a": torch.tensor(1.0), "b": 2}) == {"a": 1.0, "b": 2}
+    with pytest.raises(ValueError, match="the meter 'c' is no scalar"):
+        scalars({"c": value})
 
 
 def test_a_length_below_the_checkpoint_is_refused(flags, tmp_path, capsys):
