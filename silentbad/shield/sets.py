@@ -92,17 +92,18 @@ def suspect_sets(groups: Sequence[Group], captions: Captions, order: np.ndarray 
     taken, and the rest grow again.
     """
     elements = sorted(elements_of(groups, captions, order), key=lambda e: -e.score)
-    gains: dict[tuple[int, int], float | None] = {}
+    gains = np.full((len(elements), len(elements)), -np.inf, np.float32)
     for i in range(len(elements)):
         for j in range(i):
-            gains[i, j] = gains[j, i] = apart(elements[i], elements[j], captions)
+            if (gain := apart(elements[i], elements[j], captions)) is not None:
+                gains[i, j] = gains[j, i] = gain
 
-    made, taken = list[SuspectSet](), set[int]()
+    made, taken = list[SuspectSet](), np.zeros(len(elements), bool)
     while True:
         grown = [
-            _grown(seed, [i for i in range(len(elements)) if i not in taken], gains)
+            _grown(seed, taken, gains)
             for seed, element in enumerate(elements)
-            if seed not in taken and not element.group.wide
+            if not taken[seed] and not element.group.wide
         ]
         whole = [
             (gain, chosen)
@@ -112,25 +113,23 @@ def suspect_sets(groups: Sequence[Group], captions: Captions, order: np.ndarray 
         if not whole:
             return sorted(made, key=lambda s: -s.score)
         gain, chosen = max(whole)
-        taken.update(chosen)
+        taken[[*chosen]] = True
         ordered = sorted((elements[i] for i in chosen), key=lambda e: e.group.wide)
         made.append(SuspectSet(ordered, gain + sum(e.score for e in ordered)))
 
 
-def _grown(seed: int, free: Sequence[int], gains: dict[tuple[int, int], float | None]) -> tuple[float, tuple[int, ...]]:
-    """(gain in nats, elements) of the set that grows from an element."""
+def _grown(seed: int, taken: np.ndarray, gains: np.ndarray) -> tuple[float, tuple[int, ...]]:
+    """(gain in nats, elements) of the set that grows from one of E elements; those `taken` (E,) are left out, and two
+    with `gains` (E,E) of -inf are in no set together."""
     chosen, total = [seed], 0.0
     while True:
-        worth = dict[int, float]()
-        for i in free:
-            each = [gains[i, j] for j in chosen if i != j]
-            if i not in chosen and all(g is not None for g in each):
-                worth[i] = sum(g for g in each if g is not None)
-        if not worth:
+        worth = gains[:, chosen].sum(1, dtype=np.float64)
+        worth[taken] = worth[chosen] = -np.inf
+        best = int(worth.argmax())
+        if worth[best] == -np.inf:
             return total, tuple(sorted(chosen))
-        best = max(worth, key=lambda i: (worth[i], -i))
         chosen.append(best)
-        total += worth[best]
+        total += float(worth[best])
 
 
 def false_alarm(
