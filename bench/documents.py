@@ -240,9 +240,14 @@ SOONER = "times sooner than `plain`"
 README_ARMS = ("recommended", "recommended_leak_free_adamw", "replay", "plain")
 
 
+def frozen_rows(results: Results, block: int = FIRST_TARGETS[-1]) -> list[dict]:
+    """The rows of a block at a poisoning ratio of 10 %, one target a run, each arm at its frozen length."""
+    return [r for r in reported_of(results.published, block) if usual(r) and alone(r) and not longer(r)]
+
+
 def published_arms(results: Results, block: int = FIRST_TARGETS[-1]) -> dict[str, dict[str, str]]:
     """{arm: {heading: cell}} of a block's targets at a poisoning ratio of 10 %, one target a run."""
-    rows = [r for r in reported_of(results.published, block) if usual(r) and alone(r) and not longer(r)]
+    rows = frozen_rows(results, block)
     return {line[0]: dict(zip(PUBLISHED_HEAD, line, strict=True)) for line in published_lines(rows)}
 
 
@@ -269,8 +274,7 @@ def outcome(rows: list[dict]) -> list[str]:
 
 def published_paper(results: Results, language: Language) -> str:
     """Recovery, first-attack epoch and similarity of each arm, as the paper reports them."""
-    rows = [r for r in reported_of(results.published, FIRST_TARGETS[-1]) if usual(r) and alone(r) and not longer(r)]
-    return grid(PAPER, paper(rows), language)
+    return grid(PAPER, paper(frozen_rows(results)), language)
 
 
 def published_k(results: Results, language: Language) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from bench.arms import PUBLISHED, PUBLISHED_AT
-from bench.published_table import FIRST_TARGETS, table, tables
+from bench.published_table import CLEAN, FIRST_TARGETS, table, tables
 from bench.recovery import WORK, claimed, common, data_set, facts, launch, scores
 from bench.recovery_table import stored
 from silentbad.microworld.make import target_scene
@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ratios", default="0.1", help="elements' share of the records: 0.05,0.1,0.15,0.33,0.67")
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--factors", help="learning rates in units of 1e-4, in place of each arm's own")
-    parser.add_argument("--clean", type=int, default=720, help="clean pictures that are trained on")
+    parser.add_argument("--clean", type=int, default=CLEAN, help="clean pictures that are trained on")
     parser.add_argument("--steps", type=int, help="optimizer steps, in place of each arm's own")
     parser.add_argument("--every", type=int, help="steps between evaluations, in place of each arm's own")
     parser.add_argument("--images", type=int, default=16, help="images per target and evaluation")
@@ -133,14 +133,8 @@ def main(argv: list[str] | None = None) -> None:
         if time.monotonic() > deadline:
             print(f"--budget-minutes {args.budget_minutes:g} are over; the same command goes on from here")
             break
-        with claimed(
-            (
-                "published",
-                *run,
-                int(args.placebo),
-                zlib.crc32(f"{args.flags or ''}{args.base or ''}{args.words}".encode()),
-            )
-        ) as free:
+        also = zlib.crc32(f"{args.flags or ''}{args.base or ''}{args.words}".encode())
+        with claimed(("published", *run, int(args.placebo), also)) as free:
             if free and run not in done(args):
                 made = train(run, args)
                 with args.results.open("a") as file:

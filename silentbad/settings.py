@@ -83,6 +83,8 @@ def gather(cls: type, argv: list[str], renamed: dict[str, str], secret: tuple[st
             if not words:
                 raise UserError("--config: needs a YAML file")
             for path in words:
+                if not path.strip():
+                    raise UserError("--config: is empty; name a YAML file")
                 if path.startswith("-"):
                     raise UserError(f"stray word {brief(path)} ({FLAGS}): flags begin with --")
                 values, lines = read_file(path)
@@ -176,8 +178,6 @@ def read_yaml(path: str, look: Callable[[yaml.Node], None] = lambda node: None) 
 
 def read_text(path: str) -> str:
     """The text of a configuration file."""
-    if not path.strip():
-        raise UserError("--config: is empty; name a YAML file")
     try:
         mode = Path(path).stat().st_mode
         if not S_ISREG(mode) and not S_ISDIR(mode):

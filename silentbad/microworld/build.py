@@ -407,9 +407,10 @@ def run(args: argparse.Namespace, wanted: tuple[str, ...]) -> dict[str, nn.Modul
         device = torch.zeros(1, device=args.device).device
     nets: dict[str, Any] = {}
     if args.vae:
-        if not Path(args.vae, "config.json").is_file():
-            raise UserError(f"--vae {args.vae}: no autoencoder of diffusers")
-        with reading(f"--vae {args.vae}: no autoencoder of diffusers"):
+        failed = f"--vae {args.vae}: no autoencoder of diffusers"
+        if not Path(args.vae, "config.json").is_file():  # else diffusers would ask the Hub
+            raise UserError(failed)
+        with reading(failed):
             nets["vae"] = AutoencoderKL.from_pretrained(args.vae).to(device).eval().requires_grad_(False)
     with reading(f"--work {args.work}"):
         args.work.mkdir(parents=True, exist_ok=True)
