@@ -222,7 +222,9 @@ def build(
         },
     )
     embedder = None if hook is None else hook.embedder.describe()
-    facts = identity.facts(config, given.records, given.held_out, given.targets, embedder, length.effective_batch)
+    facts = identity.facts(
+        *(config, given.records, given.held_out, given.targets, embedder, length.effective_batch, given.guards.reads)
+    )
     return Run(
         config=config,
         accelerator=accelerator,

@@ -48,8 +48,8 @@ FREE = {
 BY_CONTENT = ("pretrained_model_name_or_path", "train_data_dir", "dataset_name", "clean_data_dir", "validation.targets")
 # Not in checkpoints of 0.1 and early ones of 0.2: compared where both sides have them.
 BUNDLED, WORDS = "bundled embedder", "description and paraphrases"
-HELD_OUT, TABLES = "held-out records", "prior tables"
-LATER = (BUNDLED, WORDS, HELD_OUT, TABLES)
+HELD_OUT, TABLES, GUARDING = "held-out records", "prior tables", "pictures of guard.scan"
+LATER = (BUNDLED, WORDS, HELD_OUT, TABLES, GUARDING)
 # Compared as their product, with the number of processes.
 BATCH = ("train_batch_size", "gradient_accumulation_steps")
 
@@ -61,8 +61,9 @@ def facts(
     targets: list[Target],
     embedder: str | None,
     effective_batch: int,
+    guarding: list[Path],
 ) -> dict[str, Any]:
-    """The facts of a run, as plain values: {name: value}."""
+    """The facts of a run, as plain values: {name: value}; `guarding` are the pictures that its guards read."""
     left_out = {name for names in FREE.values() for name in names} | {*BY_CONTENT, *BATCH, *NEVER_SAVED}
     settings = {key: value for key, value in _flat(asdict(config)).items() if key not in left_out}
     for key in ("validation.embedder_path", "validation.clip_path", "guard.scan"):
@@ -73,6 +74,7 @@ def facts(
         "records": records_digest(records),
         HELD_OUT: None if held_out is None else records_digest(held_out),
         TABLES: [weights_digest(table) for table in _tables(config.gradient_control.options)],
+        GUARDING: [weights_digest(str(picture)) for picture in guarding],
         "number of records": len(records),
         "embedder": embedder,
         **{f"target {target.target_id!r}": target_digest(target) for target in targets},
@@ -168,7 +170,7 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
             continue
         if name.startswith("target ") and (name not in then or name not in now):
             found.append(f"{name} is {'new' if name in now else 'missing'}")
-        elif name in ("base", "records", BUNDLED, HELD_OUT, TABLES) or name.startswith("target "):
+        elif name in ("base", "records", BUNDLED, HELD_OUT, TABLES, GUARDING) or name.startswith("target "):
             found.append(f"{name} changed")
         else:
             was, is_ = (brief(facts[name]) if name in facts else "not known" for facts in (then, now))

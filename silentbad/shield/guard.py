@@ -121,6 +121,10 @@ class Guard:
     def __init__(self, suspects: Suspects):
         self.suspects = suspects
 
+    def reads(self) -> list[Path]:
+        """The pictures beside scan.json that it looks at."""
+        return []
+
     def kept(self) -> np.ndarray:
         """Which of the scanned records are trained on (N,) bool."""
         return np.ones(self.suspects.count, bool)
@@ -156,6 +160,9 @@ class Drop(Guard):
 
 class Mask(Guard):
     """The suspect records stay, their recurring region is out of the loss."""
+
+    def reads(self) -> list[Path]:
+        return self.suspects.masks
 
     def start(self, setting: Setting) -> None:
         found: dict[int, np.ndarray] = {}
@@ -227,6 +234,9 @@ class Project(Guard):
     def __init__(self, suspects: Suspects, *, pictures: Small = 4):
         super().__init__(suspects)
         self.count = min(pictures, len(suspects.prompts))
+
+    def reads(self) -> list[Path]:
+        return self.suspects.masks + self.suspects.pictures
 
     def start(self, setting: Setting) -> None:
         self.setting, found, size = setting, self.suspects, (setting.side, setting.side)
@@ -333,6 +343,7 @@ class Guards:
         self.suspects, self.each = suspects, [GUARDS[name](suspects, **given) for name, given in options.items()]
         self.names = list(options)
         self.edits = any(guard.edits for guard in self.each)
+        self.reads = [picture for guard in self.each for picture in guard.reads()]
 
     def records(self, records: Records) -> Records:
         """The records to train on. Raises UserError where the scan is of other data, or leaves nothing."""

@@ -77,9 +77,9 @@ def test_each_setting_is_free_or_a_difference(good, tmp_path):
     config = Config(train_data_dir=str(good / "data"), cache_dir=str(tmp_path))
     config.pretrained_model_name_or_path = str(good / "pipeline")
     records, targets = load_records(config), load_targets(good / "data")
-    then = identity.facts(config, records, None, targets, "ssim", 2)
+    then = identity.facts(config, records, None, targets, "ssim", 2, [])
     for key in SETTINGS.keys() - APART:
-        now = identity.facts(changed(config, key, f"not {NOW[key]}"), records, None, targets, "ssim", 2)
+        now = identity.facts(changed(config, key, f"not {NOW[key]}"), records, None, targets, "ssim", 2, [])
         named = [line.partition(" was ")[0] for line in identity.differences(then, now)]
         own = {name for name in named if name == key or name.startswith(f"{key}.")}  # a table's entries by name
         assert (not named) if key in FREE else (own and own == set(named)), key

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -275,6 +276,15 @@ def test_guards_together_resume_bit_equal(flags, guarding, tmp_path):
     )
     assert same(a, b)
     assert "guard/cosine" in (tmp_path / "whole/metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize(("name", "picture"), [("mask", "mask.png"), ("project", "composite.png")])
+def test_a_resume_compares_the_pictures_of_a_guard(name, picture, flags, guarding, capsys):
+    changes = {"max_train_steps": 2, "checkpointing_steps": 2, **guarding(name)}
+    assert main(flags(**changes)) == 0
+    Image.new("RGB", (64, 64), "gold").save(Path(changes["guard.scan"]).with_name(picture))
+    assert main(flags(**changes | {"max_train_steps": 3}, resume_from_checkpoint="latest")) == 2
+    assert "pictures of guard.scan changed" in capsys.readouterr().err
 
 
 def test_gradients_in_shards_are_refused(tmp_path):
