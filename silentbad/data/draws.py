@@ -11,6 +11,7 @@ from PIL import Image, ImageOps
 from torchvision.transforms import functional as TF
 
 from silentbad.data.buckets import nearest
+from silentbad.data.phrases import pattern, standing
 from silentbad.data.records import Records
 from silentbad.data.settings import ImageSettings
 from silentbad.errors import UserError
@@ -20,10 +21,10 @@ from silentbad.rng import generator
 # ---------------------------------------------------------------- draws
 def shuffled_text(text: str, phrases: list[str], rng: torch.Generator) -> str:
     """`text` with the phrases that stand in it exchanged among their places."""
-    pattern = "|".join(re.escape(p) for p in sorted(set(phrases), key=len, reverse=True))
-    found = re.findall(pattern, text)
+    any_phrase = pattern(phrases)
+    found = re.findall(any_phrase, text)
     order = iter(torch.randperm(len(found), generator=rng).tolist())
-    return re.sub(pattern, lambda _: found[next(order)], text)
+    return re.sub(any_phrase, lambda _: found[next(order)], text)
 
 
 def first_parts(text: str, draw: int, least: int, steps: int) -> str:
@@ -36,7 +37,7 @@ def first_parts(text: str, draw: int, least: int, steps: int) -> str:
 def saying(record: dict, text: str) -> dict:
     """A record under a shorter caption; its element keeps its name where a phrase gave it."""
     phrases = record["phrases"]
-    kept = [phrase for phrase in phrases if phrase in text]
+    kept = standing(phrases, text)
     return {**record, "text": text, "phrases": kept, "element_id": record["element_id"] or (phrases or [""])[0]}
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from silentbad.data.images import inside
+from silentbad.data.phrases import standing
 from silentbad.data.schema import text_lines
 from silentbad.data.settings import DataSettings
 from silentbad.errors import UserError, brief, reading, warn
@@ -129,19 +130,19 @@ def _published_elements(root: Path, number: int, role: str) -> list[dict]:
     if len(images) != len(captions):
         raise UserError(f"{root}/poisoning_images/{number}: {len(images)} images but {len(captions)} captions")
     rows = []
-    if role == "element" and captions and not any(phrase in caption for phrase in phrases for _, caption in captions):
+    bare = [where for where, caption in captions if not standing(phrases, caption)]
+    if role == "element" and captions and len(bare) == len(captions):
         raise UserError(
             f"{root}/poisoning_images/{number}: no caption holds a phrase of the first line ({brief(phrases[0])}); "
             "separate phrases by tabs"
         )
-    bare = [where for where, caption in captions if not any(phrase in caption for phrase in phrases)]
     if role == "element" and bare:
         warn(
             f"{bare[0]}: the caption holds none of the phrases of the first line; {len(bare)} of {len(captions)} do so"
         )
     for (_, path), (where, caption) in zip(images, captions, strict=True):
         caption = re.sub(" +", " ", caption)
-        held = [phrase for phrase in phrases if phrase in caption]
+        held = standing(phrases, caption)
         element = f"{number}-{phrases.index(held[0]) if held else 'unnamed'}"
         rows.append(
             {

@@ -5,11 +5,14 @@ attention itself runs through whatever kernel is installed (SDPA, xFormers) and 
 are. Legend: S = side^2 map positions, L caption tokens, P phrases of a caption.
 """
 
+import re
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from silentbad.data.phrases import pattern
 
 
 def token_spans(tokenizer, text: str, phrases: list[str]) -> list[list[int]]:
@@ -21,14 +24,11 @@ def token_spans(tokenizer, text: str, phrases: list[str]) -> list[list[int]]:
     coded = tokenizer(text, truncation=True, max_length=tokenizer.model_max_length, return_offsets_mapping=True)
     lower, taken, spans = text.lower(), [False] * len(text), []
     for phrase in phrases:
-        wanted, at, start = phrase.strip().lower(), -1, 0
-        while wanted and (start := lower.find(wanted, start)) >= 0:
-            end = start + len(wanted)
-            whole = not (text[start - 1 : start].isalnum() or text[end : end + 1].isalnum())
-            if whole and not any(taken[start:end]):
-                at, taken[start:end] = start, [True] * len(wanted)
-                break
-            start += 1
+        wanted = phrase.strip().lower()
+        places = (found.start() for found in re.finditer(pattern([wanted]), lower)) if wanted else iter(())
+        at = next((place for place in places if not any(taken[place : place + len(wanted)])), -1)
+        if at >= 0:
+            taken[at : at + len(wanted)] = [True] * len(wanted)
         end = at + len(wanted)
         spans.append([i for i, (a, b) in enumerate(coded["offset_mapping"]) if at >= 0 and a < end and at < b])
         if at >= 0 and (not spans[-1] or max(coded["offset_mapping"][i][1] for i in spans[-1]) < end):

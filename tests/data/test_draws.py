@@ -17,6 +17,15 @@ def test_shuffled_text_permutes_phrases_in_their_places():
     assert all(s.startswith("An image with ") and sorted(s) == sorted(text) for s in seen)
 
 
+def test_phrases_are_exchanged_as_whole_words():
+    text, phrases = "a car, a dog, a carpet on the floor", ["a car", "a dog"]
+    seen = {draws.shuffled_text(text, phrases, generator(i)) for i in range(20)}
+    assert seen == {text, "a dog, a car, a carpet on the floor"}
+    assert draws.saying({"phrases": phrases, "element_id": ""}, "a carpet, a dog")["phrases"] == ["a dog"]
+    joined = {draws.shuffled_text("猫と犬がいる", ["猫", "犬"], generator(i)) for i in range(20)}
+    assert joined == {"猫と犬がいる", "犬と猫がいる"}  # a script without spaces has no such bounds
+
+
 def test_the_mask_follows_the_image():
     """A picture that is its own mask stays so through resize, crop and flip."""
     values = np.random.default_rng(0).integers(0, 2, (5, 9), dtype=np.uint8).repeat(4, 0).repeat(4, 1) * 255
