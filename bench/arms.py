@@ -107,10 +107,13 @@ ALL_BUT_ONE = part("rehearsal", "pairwise", elements=None)
 STRONG = {**WARM, **ALL_BUT_ONE, **LEAK_FREE_STRONG}
 PUBLISHED: dict[str, Flags] = {
     "plain": {},
+    "plain_warm": WARM,
     "clean_weight": {"memory.retention.clean_weight": "0.1"},  # the layer-uniform factor between the sources
     "clean_weight_warm": {**WARM, "memory.retention.clean_weight": "0.1"},  # gradient control alone
     "contrast": between("contrast"),
+    "contrast_warm": {**WARM, **between("contrast")},
     "contrast_placebo": between("placebo"),
+    "contrast_placebo_warm": {**WARM, **between("placebo")},
     "contrast_inverse": between("contrast", power=-0.5),
     "equalise": between("equalise"),
     "replay": REPLAY,
