@@ -27,9 +27,9 @@ HEAD = ("arm", "lr x", "targets", "strict rate", "elements", "similarity of elem
 OVER = ("over", "lr x", "targets", "similarity of elements, difference", "p", "drift, ratio")
 
 
-def means(runs: Runs, key: str, targets: list[str] | None = None) -> list[float]:
-    """Of each target, over its seeds, at the last step."""
-    return [float(np.mean([run[key] for run in runs[target]])) for target in targets or runs]
+def means(runs: Runs, key: str, targets: list[str] | None = None) -> np.ndarray:
+    """(T,) of each target, over its seeds, at the last step."""
+    return np.array([np.mean([run[key] for run in runs[target]]) for target in targets or runs])
 
 
 def frontier(rows: list[dict]) -> str:
@@ -37,8 +37,8 @@ def frontier(rows: list[dict]) -> str:
     arms, lines = by_arm(rows), []
     for name, factor in itertools.product(ARMS, sorted(FACTORS)):
         if runs := arms.get((name, factor, STEPS)):
-            shown = [interval(means(runs, key)) for key in ("strict rate", "elements", "element similarity")]
-            seconds = min(means(runs, "s/step"))
+            shown = [interval(means(runs, key).tolist()) for key in ("strict rate", "elements", "element similarity")]
+            seconds = means(runs, "s/step").min()
             drift = f"{np.mean(means(runs, 'drift')):.4f}"
             lines.append([f"`{name}`", f"{factor:g}", str(len(runs)), *shown, drift, f"{seconds:.3f}"])
     return markdown(HEAD, lines)
@@ -51,8 +51,8 @@ def compared(rows: list[dict]) -> str:
         rule, other = arms.get((RULE, factor, STEPS), {}), arms.get((name, factor, STEPS), {})
         if name == RULE or not (both := [target for target in other if target in rule]):
             continue
-        gain = np.subtract(*(means(runs, "element similarity", both) for runs in (rule, other)))
-        drift = np.log(np.divide(*(means(runs, "drift", both) for runs in (rule, other))))
+        gain = means(rule, "element similarity", both) - means(other, "element similarity", both)
+        drift = np.log(means(rule, "drift", both) / means(other, "drift", both))
         cells = [interval(gain.tolist(), "+.2f"), f"{sign_flips(gain):.3f}", ratio(drift, False)]
         lines.append([f"`{name}`", f"{factor:g}", str(len(both)), *cells])
     return markdown(OVER, lines)

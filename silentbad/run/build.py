@@ -177,49 +177,23 @@ def build(
     factor = pipeline.side_factor(parts.family, parts.backbone, parts.vae)
     transform = Transform.of(config, side, checks.bucket_step(config, side, factor))
     reader = Reader(given.records, transform, config.seed, config.cache_mb * 2**20)
-    access = Access(
-        parts.model,
-        partial(prediction, encoder, model, accelerator),
-        encoder.mode,
-        lambda rows: collate(reader.pictures(rows)),
-        reader.load,
-        given.tokenizer,
-    )
-    memory = memory_of(
-        config.memory,
-        given.info,
-        parts.noise_scheduler,
-        access,
-        seed=config.seed,
-        effective_batch=length.effective_batch,
-        max_steps=length.total,
-        rank=accelerator.process_index,
-        world=accelerator.num_processes,
-        reduce=partial(accelerator.reduce, reduction="sum"),
-    )
+    access = access_of(parts, encoder, model, reader, given, accelerator)
+    memory = remembering(memory_of, config, given, parts, access, length, accelerator)
     given.guards.start(
         Setting(given.records.numbers, access, parts.noise_scheduler, control.params, side, config.seed), sharded
     )
     loader = loader_of(config, reader, encoder, memory, given, parts, accelerator)
     hook = make_hook(hook_of, config, accelerator, folder, parts, given, replace(transform, step=0))
     meters, timers = Meters(), Timers()
-    state = TrainState(
-        parts.model,
-        optimizer,
-        lr_scheduler,
-        denoiser.make_ema(parts.model, config, accelerator.device),
-        total=length.total,
-        steps_per_epoch=length.steps_per_epoch,
-        train_timesteps=parts.noise_scheduler.config.num_train_timesteps,
-        others={
-            "control": control,
-            "memory": memory,
-            "guards": given.guards if given.guards.names else None,
-            "stream": loader.stream,
-            "scaler": accelerator.scaler,
-            "meters": meters,
-            "hook": hook,
-        },
+    state = state_of(
+        *(config, parts, optimizer, lr_scheduler, length, accelerator),
+        control=control,
+        memory=memory,
+        guards=given.guards if given.guards.names else None,
+        stream=loader.stream,
+        scaler=accelerator.scaler,
+        meters=meters,
+        hook=hook,
     )
     embedder = None if hook is None else hook.embedder.describe()
     facts = identity.facts(
@@ -314,6 +288,66 @@ def prepared(
     model = model if sharded else accelerator.prepare(model)
     forward = denoiser.training_forward(model, config, accelerator.mixed_precision)
     return model, forward, accelerator.prepare(optimizer), None
+
+
+def access_of(
+    parts: pipeline.Parts, encoder: Encoder, model: Any, reader: Reader, given: Inputs, accelerator: Accelerator
+) -> Access:
+    """What memory and guards may ask the model and the data for."""
+    return Access(
+        parts.model,
+        partial(prediction, encoder, model, accelerator),
+        encoder.mode,
+        lambda rows: collate(reader.pictures(rows)),
+        reader.load,
+        given.tokenizer,
+    )
+
+
+def remembering(
+    memory_of: Callable[..., Memory],
+    config: TrainConfig,
+    given: Inputs,
+    parts: pipeline.Parts,
+    access: Access,
+    length: Length,
+    accelerator: Accelerator,
+) -> Memory:
+    """Memory reinforcement over all processes."""
+    return memory_of(
+        config.memory,
+        given.info,
+        parts.noise_scheduler,
+        access,
+        seed=config.seed,
+        effective_batch=length.effective_batch,
+        max_steps=length.total,
+        rank=accelerator.process_index,
+        world=accelerator.num_processes,
+        reduce=partial(accelerator.reduce, reduction="sum"),
+    )
+
+
+def state_of(
+    config: TrainConfig,
+    parts: pipeline.Parts,
+    optimizer: Any,
+    lr_scheduler: Any,
+    length: Length,
+    accelerator: Accelerator,
+    **others: Any,
+) -> TrainState:
+    """What changes from step to step, and with it what a checkpoint holds; `others` are the parts with a state."""
+    return TrainState(
+        parts.model,
+        optimizer,
+        lr_scheduler,
+        denoiser.make_ema(parts.model, config, accelerator.device),
+        total=length.total,
+        steps_per_epoch=length.steps_per_epoch,
+        train_timesteps=parts.noise_scheduler.config.num_train_timesteps,
+        others=others,
+    )
 
 
 def loader_of(
