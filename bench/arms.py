@@ -148,6 +148,7 @@ NEEDS: dict[tuple[str, str], Flags] = {
     ("rehearsal", "joint_captions"): REGION,
     ("rehearsal", "pairwise_captions"): REGION,
     ("distillation", "and"): {**PHRASES, **part("distillation", "and", **OPEN)},
+    ("loss_balance", "gradient_norm"): part("retention", "l2_sp"),
     ("attention_binding", "mass"): part("attention_binding", "mass", start=0.0, side=4),
 }
 

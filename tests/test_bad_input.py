@@ -191,10 +191,13 @@ CASES = {
             ("validation.weights", "ema", {}),
             ("tracker_project_name", "foo", {}),
             ("revision", "main", {}),
+            ("non_ema_revision", "main", {}),
+            ("memory.loss_balance.name", "gradient_norm", {}),
             ("gradient_control.refresh", 5, {}),
             ("gradient_control.bound", 2, {}),
         )
     },
+    "config: every role without weight": case("memory.roles", "nothing would be learnt", memory__roles__element__loss_weight=0, memory__roles__clean__loss_weight=0),
     "config: a seed below nothing": case("seed", "at least 0", seed=-1),
     "config: a centre of no strength": case("'centre'", "from -100 to 100", memory__sampler__name="weakest_first", memory__sampler__options="{centre: 1e9}"),
     "config: a mean of no timestep": case("'mean'", "from -10 to 10", memory__timesteps__name="logit_normal", memory__timesteps__options="{mean: -50}"),

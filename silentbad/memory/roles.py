@@ -78,7 +78,10 @@ def _same() -> None:
 
 
 def refuse_absent(memory: Any, there: Collection[str]) -> None:
-    """Refuse settings of a role of which there is no record, neither in the data nor made by a rehearsal."""
+    """Refuse settings of a role of which there is no record, neither in the data nor made by a rehearsal, and weights
+    that leave nothing to learn."""
     for role in ROLES:
         if (names := off_default(getattr(memory.roles, role))) and role not in there:
             raise UserError(f"memory.roles.{role}.{names[0]}: there is no {role} record to act on; leave it out")
+    if there and not any(by_role(memory)[role].loss_weight for role in there):
+        raise UserError(f"memory.roles: loss_weight is 0 for {' and '.join(sorted(there))}, so nothing would be learnt")

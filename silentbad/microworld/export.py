@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from silentbad.errors import ArgumentParser
+from silentbad.errors import ArgumentParser, UserError, reading
 from silentbad.microworld.grammar import Scene, sample_scene
 from silentbad.microworld.networks import new_scheduler
 from silentbad.microworld.oracle import Judge, judged, round_trip_psnr
@@ -219,14 +219,28 @@ def export(nets: dict, tokenizer, folder: Path, args: argparse.Namespace) -> Non
     print((folder / "README.md").read_text())
 
 
+def loaded(folder: Path) -> tuple[StableDiffusionPipeline, Judge]:
+    """A pipeline with its judge. Raises UserError where the folder holds none."""
+    if not (folder / "model_index.json").is_file():
+        raise UserError(f"--pipeline {folder}: no folder of a pipeline, model_index.json is missing")
+    with reading(f"--pipeline {folder}: cannot be loaded"):
+        pipe = StableDiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    with reading(f"--pipeline {folder}: needs judge/model.safetensors, as `silentbad.microworld.build` writes it"):
+        return pipe, load_judge(folder / "judge" / "model.safetensors")
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--pipeline", type=Path, required=True)
     parser.add_argument("--guidance", type=float, default=GUIDANCE)
     parser.add_argument("--grid", type=Path, help="also write a picture of generations here")
     args = parser.parse_args(argv)
-    pipe = StableDiffusionPipeline.from_pretrained(args.pipeline, torch_dtype=torch.float32)
-    judge = load_judge(args.pipeline / "judge" / "model.safetensors")
+    if not 0 <= args.guidance <= 100:
+        parser.error(f"--guidance: must be from 0 to 100, got {args.guidance}")
+    try:
+        pipe, judge = loaded(args.pipeline)
+    except UserError as error:
+        parser.exit(2, f"error: {error}\n")
     print(json.dumps(measure(pipe, judge, guidance=args.guidance), indent=1))
     if args.grid:
         grid(pipe).save(args.grid)

@@ -41,6 +41,7 @@ NEEDS = {  # options that act on nothing without another: option -> what it need
     "validation_epochs": ("validation_prompts",),
     **dict.fromkeys(("hub_token", "hub_model_id"), ("push_to_hub",)),
 }
+AUXILIARY = ("retention", "distillation", "attention_binding")  # slots of memory that add a loss
 OF_RULES = ("apply", "bound", "warmup", "refresh", "max_log_step", "momentum", "averaging")  # of gradient_control
 DRAWING = (
     "steps",
@@ -83,12 +84,17 @@ def idle_in_flags(config: TrainConfig) -> list[tuple[str, bool, str]]:
     """(key, whether it acts, what it needs) of options that a file may hold idle, as for a part that another flag
     leaves out, and flags may not."""
     memory, control, kind = config.memory, config.gradient_control, optimizer_class(config)
-    takes = inspect.signature(kind).parameters
+    takes, of_hub = inspect.signature(kind).parameters, not Path(config.pretrained_model_name_or_path or "").is_dir()
     return [
         *((flag, name in takes, f"an optimizer with {name}") for flag, name in ADAM.items()),
         ("memory.phrase_memory.share", memory.phrase_memory.enabled, "memory.phrase_memory.enabled"),
         ("memory.phrase_memory.images", memory.phrase_memory.enabled, "memory.phrase_memory.enabled"),
         ("memory.loss.huber_delta", memory.loss.error != "mse", "memory.loss.error"),
+        (
+            "memory.loss_balance.name",
+            any(getattr(memory, slot).name != "none" for slot in AUXILIARY),
+            " or ".join(f"memory.{slot}.name" for slot in AUXILIARY),
+        ),
         ("memory.timesteps.importance", memory.timesteps.name != "uniform", "memory.timesteps.name"),
         ("validation.weights", config.use_ema or keeps_average(kind), "use_ema"),
         *((f"gradient_control.{key}", control.name != "uniform", "gradient_control.name") for key in OF_RULES),
@@ -99,7 +105,8 @@ def idle_in_flags(config: TrainConfig) -> list[tuple[str, bool, str]]:
         ),
         ("validation.unrelated", config.validation.controls != "never", "validation.controls"),
         ("tracker_project_name", config.report_to != "none", "report_to"),
-        ("revision", not Path(config.pretrained_model_name_or_path or "").is_dir(), "a pipeline of the Hub"),
+        ("revision", of_hub, "a pipeline of the Hub"),
+        ("non_ema_revision", of_hub, "a pipeline of the Hub"),
     ]
 
 

@@ -7,7 +7,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 from torch import nn
 
-from silentbad.microworld import build
+from silentbad.microworld import build, export
 from silentbad.microworld.grammar import sample_scene
 
 
@@ -75,3 +75,12 @@ def test_a_mistake_in_the_words_is_one_line(flags, said, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         build.main(["--work", str(tmp_path / "w"), "--stage", "text", "--device", "cpu", *flags])
     assert re.fullmatch(rf"error: {re.escape(said)}.*\n", capsys.readouterr().err) and not (tmp_path / "w").exists()
+
+
+def test_a_folder_that_is_no_base_is_one_line(tmp_path, capsys):
+    (tmp_path / "model_index.json").write_text("{")
+    for folder, said in ((tmp_path / "none", "model_index.json is missing"), (tmp_path, "cannot be loaded")):
+        with pytest.raises(SystemExit, match="2"):
+            export.main(["--pipeline", str(folder)])
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.startswith(f"error: --pipeline {folder}: ") and said in line
