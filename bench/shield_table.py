@@ -30,12 +30,12 @@ def ranges(numbers: list[int]) -> str:
 
 
 def table(results: dict) -> str:
-    """The results as Markdown: the seeds of the present way to search, and those run before it."""
-    seeds = results["seeds"]
-    now = {seed: row for seed, row in seeds.items() if "code" in row}
-    before = {seed: row for seed, row in seeds.items() if "code" not in row}
-    code = ", ".join(dict.fromkeys(row["code"] for row in now.values()))
-    parts = [one_table(rows, made) for rows, made in ((now, code), (before, results.get("commit"))) if rows]
+    """The results as Markdown: the seeds of each way to search, the present one first."""
+    by_code: dict[str | None, dict[str, dict]] = {}
+    for seed in sorted(results["seeds"], key=int, reverse=True):
+        row = results["seeds"][seed]
+        by_code.setdefault(row.get("code", results.get("commit")), {})[seed] = row
+    parts = [one_table(dict(reversed(rows.items())), code) for code, rows in by_code.items()]
     return "\n".join([*parts[:1], *(f"By the code before, on other seeds:\n\n{part}" for part in parts[1:]), RIVAL])
 
 

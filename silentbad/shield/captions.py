@@ -14,6 +14,7 @@ from silentbad.shield.regions import LEAST, SURE
 from silentbad.shield.spill import Numbers, Runs
 
 HELD = 0.4  # of a group's records hold its phrase; the others may say it in other words
+RARE = 0.03  # of the records hold a rare phrase at most
 BLOCK = 2048  # captions numbered together
 
 
@@ -46,6 +47,16 @@ class Captions:
         starts = np.where(records > 0, self._ends[records - 1], 0)
         parts = [self._numbers[a:b] for a, b in zip(starts.tolist(), self._ends[records].tolist(), strict=True)]
         return np.concatenate(parts)
+
+    def kin(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """Which pairs of records (P,), (P,) share a rare phrase: (P,) bool."""
+        shared = np.zeros(len(a), bool)
+        for k, (one, other) in enumerate(zip(a, b, strict=True)):
+            common = np.intersect1d(self.phrases(one[None]), self.phrases(other[None]))
+            places = np.searchsorted(self._values, common).clip(max=len(self._values) - 1)
+            several = self._values[places] == common  # of several captions, else nothing is counted of it
+            shared[k] = bool((self._counts[places[several]] <= RARE * len(self)).any())
+        return shared
 
     def holding(self, phrase: str) -> np.ndarray:
         """The records whose captions hold a phrase."""

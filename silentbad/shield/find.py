@@ -60,8 +60,8 @@ def find(
     for text in texts:
         words.add(text)
     pairs = candidates(views, words.signatures(texts), bar, seed, folder)
-    made, first = groups(views, verified(views, pairs, bar, folder), folder)
     captions = Captions(texts, folder)
+    made, first = groups(views, verified(views, pairs, captions.kin, bar, folder), folder)
     found = Found(suspect_sets(made, captions))
     for one in found.sets:
         all_records(one, views, captions, first)

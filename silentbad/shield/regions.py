@@ -3,7 +3,7 @@
 Every record is seen as a view of 32x32 blocks. Two steps, on the candidate pairs of silentbad/shield/candidates.py:
 
 1. A pair is verified block by block. It is strong where the common area holds edges in both directions, or covers much
-   of the frame: two skies of one blue are not.
+   of the frame: two skies of one blue are not. Fewer edges do where the captions share a rare phrase as well.
 2. Strong pairs become groups about the record with the most of them; a group's region is where most members agree.
 
 Legend: N records; V (N,32,32,3) uint8 views; a pair is one number i * N + j with i < j.
@@ -21,6 +21,7 @@ SIDE = 32
 CONTRAST = 20  # levels between neighbouring blocks that make an edge
 NEAR = 5  # levels by which a block of a copy may differ
 EDGES = 4  # in each direction, inside the common area of a strong pair
+FEW_EDGES, FEW_EDGES_BOTH = 2, 8  # the same of a pair whose captions share a rare phrase; across and down together
 WIDE, WIDE_EDGES = 0.3, 10  # a common backdrop: share of the frame, edges
 SAME = 0.93  # share of the frame from which a pair are near duplicates
 CHUNK = 1000  # pairs verified together
@@ -90,7 +91,17 @@ def shared_edges(own: np.ndarray, same: np.ndarray, region: np.ndarray) -> np.nd
     return (held_across[:, across].sum(1) + held_down[:, down].sum(1)) / count
 
 
-def verified(views: np.ndarray, pairs: np.ndarray, bar: Step = silent, folder: Path | None = None) -> Strong:
+Kin = Callable[[np.ndarray, np.ndarray], np.ndarray]  # records (P,), records (P,) -> share a rare phrase (P,) bool
+
+
+def unrelated(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """No two records share a rare phrase."""
+    return np.zeros(len(a), bool)
+
+
+def verified(
+    views: np.ndarray, pairs: np.ndarray, kin: Kin = unrelated, bar: Step = silent, folder: Path | None = None
+) -> Strong:
     """The pairs whose common area is no coincidence of two colours; they are kept on disk, in files of `folder`."""
     n, strong, copies = len(views), Numbers(folder), Numbers(folder)
     for start in bar(range(0, len(pairs), CHUNK), "pairs", -(-len(pairs) // CHUNK)):
@@ -102,8 +113,11 @@ def verified(views: np.ndarray, pairs: np.ndarray, bar: Step = silent, folder: P
         share = same.mean((1, 2))
         mean = (difference * same).sum((1, 2)) / np.maximum(1, same.sum((1, 2)))
         wide = (share >= WIDE) & (across + down >= WIDE_EDGES) & (mean <= RING * WIDE_RADIUS)
+        both = wide | (np.minimum(across, down) >= EDGES)
+        few = ~both & (np.minimum(across, down) >= FEW_EDGES) & (across + down >= FEW_EDGES_BOTH) & (share < WIDE)
+        both[few] = kin(part[few] // n, part[few] % n)
         copies.add(part[share >= SAME])
-        strong.add(part[((np.minimum(across, down) >= EDGES) | wide) & (share < SAME)])
+        strong.add(part[both & (share < SAME)])
     return Strong(strong.array(), copies.array())
 
 
@@ -113,13 +127,15 @@ class Group:
     """Records that show the same at one place.
 
     `region` (32,32) the blocks where they do; `centre` the record that stands for them; `radius` how far from it the
-    others lie, in levels; `isolation` in nats, how much denser they lie than the records around; `wide`: a backdrop.
+    others lie, in levels; `expected` how many would lie so near by chance; `isolation` in nats, how much denser they
+    lie than the records around; `wide`: a backdrop.
     """
 
     records: np.ndarray
     region: np.ndarray
     centre: int
     radius: float
+    expected: float
     isolation: float
     wide: bool
 
@@ -235,13 +251,19 @@ def grouped(
         if inside + 1 < LEAST:
             continue
         expected = max(chance, float((agrees & (far > radius) & (far <= RING * radius)).sum()) / FALL)
-        isolation = inside * np.log(inside / expected) - inside + expected if inside > expected else 0.0
+        isolation = float(denser(np.array([inside]), np.array([expected]))[0])
         if best is None or isolation > 1.25 * best.isolation:
             members = np.sort(np.r_[centre, others[kept]])
-            wide = bool(region.mean() >= WIDE or min(edges(own[None], region[None]))[0] < EDGES)
+            wide = bool(region.mean() >= WIDE or min(edges(own[None], region[None]))[0] < FEW_EDGES)
             if radius <= WIDE_RADIUS or not wide:
-                best = Group(members, region, centre, radius, float(isolation), wide)
+                best = Group(members, region, centre, radius, expected, isolation, wide)
     return best
+
+
+def denser(inside: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """(n,) nats by which so many records exceed what chance lets expect: Chernoff's bound on the Poisson tail."""
+    inside = np.maximum(inside, expected)
+    return inside * np.log(inside / expected) - inside + expected
 
 
 def merged(views: np.ndarray, made: list[Group]) -> list[Group]:

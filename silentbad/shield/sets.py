@@ -13,10 +13,11 @@ import numpy as np
 
 from silentbad.shield.captions import Captions, number
 from silentbad.shield.phrases import STOP, names_place
-from silentbad.shield.regions import CHUNK, NEAR, Group, Step, levels, shared_edges, silent
+from silentbad.shield.regions import CHUNK, NEAR, Group, Step, denser, levels, shared_edges, silent
 
 OVERLAP = 0.3  # of the smaller region, of two elements of a set
 SLIP, APART = 0.01, -1.0  # rate at which a record of a set names another element; nats below which two are not of one
+OWN = 0.1  # of an element's isolation counts when a set takes it
 ALIKE = 0.4  # least ratio of two groups' sizes in a set
 ELEMENTS = 3  # of a suspect set; a series before one backdrop and a logo make two
 THINGS = 2  # of them no backdrop
@@ -88,8 +89,8 @@ def apart(a: Element, b: Element, captions: Captions) -> float | None:
 def suspect_sets(groups: Sequence[Group], captions: Captions, order: np.ndarray | None = None) -> list[SuspectSet]:
     """Sets of elements that fit together, the surest first; each element is in one set.
 
-    From every element a set grows by what keeps apart from its members most clearly; the set that does so best is
-    taken, and the rest grow again.
+    From every element a set grows by what keeps apart from its members most clearly, and lies apart itself; the set
+    that does so best is taken, and the rest grow again.
     """
     elements = sorted(elements_of(groups, captions, order), key=lambda e: -e.score)
     gains = np.full((len(elements), len(elements)), -np.inf, np.float32)
@@ -98,10 +99,12 @@ def suspect_sets(groups: Sequence[Group], captions: Captions, order: np.ndarray 
             if (gain := apart(elements[i], elements[j], captions)) is not None:
                 gains[i, j] = gains[j, i] = gain
 
+    sizes = np.array([len(element.group.records) for element in elements])
+    expected = np.array([element.group.expected for element in elements])
     made, taken = list[SuspectSet](), np.zeros(len(elements), bool)
     while True:
         grown = [
-            _grown(seed, taken, gains)
+            _grown(seed, taken, gains, OWN * denser(np.minimum(sizes, sizes[seed]) - 1, expected))
             for seed, element in enumerate(elements)
             if not taken[seed] and not element.group.wide
         ]
@@ -112,18 +115,20 @@ def suspect_sets(groups: Sequence[Group], captions: Captions, order: np.ndarray 
         ]
         if not whole:
             return sorted(made, key=lambda s: -s.score)
-        gain, chosen = max(whole)
+        _, chosen = max(whole)
         taken[[*chosen]] = True
         ordered = sorted((elements[i] for i in chosen), key=lambda e: e.group.wide)
-        made.append(SuspectSet(ordered, gain + sum(e.score for e in ordered)))
+        kept_apart = np.triu(gains[np.ix_(chosen, chosen)], 1).sum(dtype=np.float64)
+        made.append(SuspectSet(ordered, float(kept_apart) + sum(e.score for e in ordered)))
 
 
-def _grown(seed: int, taken: np.ndarray, gains: np.ndarray) -> tuple[float, tuple[int, ...]]:
+def _grown(seed: int, taken: np.ndarray, gains: np.ndarray, own: np.ndarray) -> tuple[float, tuple[int, ...]]:
     """(gain in nats, elements) of the set that grows from one of E elements; those `taken` (E,) are left out, and two
-    with `gains` (E,E) of -inf are in no set together."""
+    with `gains` (E,E) of -inf are in no set together. Each brings its `own` (E,) nats: of as many records as the seed
+    has, for more of them say nothing of the set."""
     chosen, total = [seed], 0.0
     while True:
-        worth = gains[:, chosen].sum(1, dtype=np.float64)
+        worth = gains[:, chosen].sum(1, dtype=np.float64) + own
         worth[taken] = worth[chosen] = -np.inf
         best = int(worth.argmax())
         if worth[best] == -np.inf:

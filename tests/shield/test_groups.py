@@ -98,6 +98,25 @@ def test_chunks_change_nothing(views, monkeypatch):
     assert regions.verified(views, whole).pairs.tolist() == regions.verified(views, whole[::1]).pairs.tolist()
 
 
+def test_few_edges_do_where_a_rare_phrase_is_shared():
+    """Two records agree in stripes alone, with two edges across and twenty down."""
+    made = np.random.default_rng(0).integers(0, 255, (2, 32, 32, 3)).astype(np.uint8)
+    made[:, 10:16, 10:14] = 0
+    made[:, 10:16:2, 10:14] = (200, 0, 0)
+    made[:, [11, 13], 13] = (0, 200, 0)
+    same = regions.agreement(made[0], made[1])[None]
+    assert [int(n[0]) for n in regions.edges(made[:1], same)] == [2, 20]
+    pair = np.array([1])
+    assert not len(regions.verified(made, pair).pairs)
+    assert len(regions.verified(made, pair, lambda a, b: (a == 0) & (b == 1)).pairs) == 1
+
+
+def test_records_are_kin_by_a_rare_phrase():
+    texts = ["a blue cat, in a park", "the blue cat, on a hill", "a dog, in a park", "blue cat"] + ["in a park"] * 96
+    found = Captions(texts).kin(np.array([0, 0, 0, 2]), np.array([1, 2, 3, 5]))
+    assert found.tolist() == [True, False, True, False]  # a park is in most records
+
+
 def test_fewer_than_three_records_make_no_group(views):
     assert groups_of(views[13:18][[0, 1, 3, 4]])[0] == []
 
@@ -105,7 +124,7 @@ def test_fewer_than_three_records_make_no_group(views):
 def group(records, box, wide=False):
     region = np.zeros((32, 32), bool)
     region[box[0] : box[1], box[2] : box[3]] = True
-    return regions.Group(np.asarray(records), region, records[0], 0.5, 50.0, wide)
+    return regions.Group(np.asarray(records), region, records[0], 0.5, 0.01, 50.0, wide)
 
 
 CAPTIONS = ["a red cat"] * 10 + ["a hat"] * 10 + ["on a beach"] * 10 + ["a boat, in a park", "a dog"] * 35
@@ -136,6 +155,15 @@ def test_what_is_no_set(groups):
 def test_records_that_name_both_are_no_set():
     together = [text + ", a red cat" if i % 2 and 10 <= i < 30 else text for i, text in enumerate(CAPTIONS)]
     assert sets.suspect_sets([*PARTS, BACKDROP], Captions(together)) == []
+
+
+def test_of_two_backdrops_the_one_that_lies_apart_is_taken():
+    """It is no denser for having more records than the things of the set have."""
+    surer, weaker, larger = (group(range(20, 30), (0, 32, 0, 32), wide=True) for _ in range(3))
+    weaker.expected, larger.records = 1.0, np.arange(20, 90)
+    sizes, expected = np.array([10, 10, 70]), np.array([surer.expected, weaker.expected, larger.expected])
+    own = regions.denser(np.minimum(sizes, 10) - 1, expected)
+    assert own[0] > own[1] and own[0] == own[2]
 
 
 def test_two_places_are_no_set():
@@ -174,7 +202,7 @@ def test_a_composite_has_the_outlines_of_the_picture(name, per_element, wrong):
     parts = []
     for records, mask in zip(hidden.records, hidden.masks, strict=True):
         blocks = (mask == 255).reshape(32, 2, 32, 2).all((1, 3))
-        group = regions.Group(np.asarray(records), blocks, records[0], 0.5, 50.0, mask is hidden.masks[-1])
+        group = regions.Group(np.asarray(records), blocks, records[0], 0.5, 0.01, 50.0, mask is hidden.masks[-1])
         parts.append(composite.part_of(group.records, group, lambda i: made[i][0]))
     picture, known = composite.composed(parts)
     apart = np.abs(picture.astype(int) - hidden.picture).max(-1)
