@@ -65,7 +65,7 @@ class Config(TrainConfig):
 def check_all(config: Config, sources: dict[str, str]) -> Config:
     """Refuse what cannot run, before any weights load; returns the configuration with the flat loss flags in the
     parts of `memory` that they name."""
-    check(config, sources)
+    check(config, sources, data=not config.print_groups)
     checks.check_idle(config, sources)
     config = checks.joined(config)
     if config.validation.targets is not None:
@@ -74,6 +74,7 @@ def check_all(config: Config, sources: dict[str, str]) -> Config:
     memory_reinforce.check(config.memory)
     check_guard(config)
     interpolation_mode(config.image_interpolation_mode)
+    checks.check_best(config)
     checks.check_places(config)
     checks.check_buckets(config)
     lora.check(config)

@@ -53,6 +53,21 @@ for _kind, _pattern in (
     Loader.add_implicit_resolver(TAG + _kind, re.compile(_pattern, re.ASCII), list("-+.0123456789"))
 
 
+class Dumper(yaml.SafeDumper):
+    """YAML's safe dumper; text that `Loader`, or another reader of YAML 1.1, takes for something else is quoted."""
+
+
+Dumper.yaml_implicit_resolvers = {
+    first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, []), *Loader.yaml_implicit_resolvers.get(first, [])]
+    for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *Loader.yaml_implicit_resolvers}
+}
+
+
+def dumped(values: dict[str, Any]) -> str:
+    """Plain values as YAML that `read_yaml` reads back alike."""
+    return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True)
+
+
 # ---------------------------------------------------------------- reading
 def read(
     cls: type,
@@ -462,7 +477,7 @@ def answer(asked: str, given: Any, description: str) -> None:
         return
     names = [f.name for f in dataclasses.fields(given)] if asked == "print_config" else off_default(given)
     values = {name: getattr(given, name) for name in names}
-    print(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), end="")
+    print(dumped(values), end="")
 
 
 def print_help(cls: type, description: str, epilogue: str = "", say: Callable[[str], None] = print) -> None:

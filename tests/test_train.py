@@ -90,7 +90,7 @@ def test_a_dry_run_resumes_what_the_run_would(flags, tmp_path, capsys):
 
 
 def test_print_groups_covers_every_parameter(flags, capsys, pipelines):
-    assert main(flags(print_groups=True)) == 0
+    assert main(flags(print_groups=True, train_data_dir="null", **{"validation.targets": "null"})) == 0
     unet = StableDiffusionPipeline.from_pretrained(pipelines["v_prediction"]).unet
     assert f"{sum(p.numel() for p in unet.parameters()):,}" in capsys.readouterr().out
 
@@ -105,9 +105,13 @@ def test_a_run_is_not_overwritten_unasked(flags, data, tmp_path, capsys):
     for name in ("targets", "step-000001-raw"):
         (mine.parent / name).mkdir(parents=True)
     mine.touch()
+    note = tmp_path / "run" / "pipeline" / "unet" / "notes.txt"
+    note.write_text("mine")
     assert main(flags(max_train_steps=2, overwrite_output_dir=True)) == 0
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
     assert os.listdir(mine.parent) == [mine.name]  # pictures of the run went, and no others
+    assert main(flags(max_train_steps=3, resume_from_checkpoint="latest")) == 0
+    assert note.read_text() == "mine" and not list((tmp_path / "run").glob(".pipeline*"))
 
 
 @pytest.mark.parametrize(
@@ -479,7 +483,8 @@ def test_defect_03_resume_goes_on_inside_the_epoch():
 
 def test_defect_04_resume_does_not_overshoot(flags, tmp_path):
     main(flags(max_train_steps=4, checkpointing_steps=1, checkpoints_total_limit=None))
-    shutil.rmtree(tmp_path / "run" / "pipeline")
+    for name in ("pipeline", "checkpoints/step-4"):
+        shutil.rmtree(tmp_path / "run" / name)
     assert main(flags(max_train_steps=3, resume_from_checkpoint=tmp_path / "run/checkpoints/step-3")) == 0
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
 

@@ -6,6 +6,7 @@ Whatever is wrong is one line that names file and record.
 import os
 import unicodedata
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import datasets
@@ -47,10 +48,21 @@ def folder_rows(root: Path) -> Iterator[dict]:
         }
 
 
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the reports of datasets: what it would say of a data set is refused in one line."""
+    level = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+
+
 def hub_table(config: DataSettings) -> datasets.Dataset:
     """The train split of `dataset_name`; its fingerprint changes with the data set's revision."""
     name = config.dataset_name or ""
-    with hub.fetching(name, f"dataset_name {name}: cannot load it"):
+    with hub.fetching(name, f"dataset_name {name}: cannot load it"), quietly():
         return datasets.load_dataset(name, config.dataset_config_name, split="train", cache_dir=config.cache_dir)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from silentbad.data.images import open_image, to_pil, to_tensor
 from silentbad.data.targets import Target
-from silentbad.errors import UserError
+from silentbad.errors import UserError, warn
 from silentbad.options import off_default
 from silentbad.recovery.counterfactuals import KINDS, SCENES, Masks, counterfactuals
 from silentbad.recovery.embedders import CLIP, Embedder, lpips, region, ssim
@@ -90,7 +90,9 @@ class Measure:
         self.config, self.targets, self.sampler, self.embedder, self.clip = config, targets, sampler, embedder, clip
         self.accelerator, self.seed, self.held_out, self.folder = accelerator, seed, held_out, folder
         self.redraws = load_redraws(config.targets, targets)
-        null_source(config, targets, bool(self.redraws), prefix=sampler.prefix)
+        source = null_source(config, targets, bool(self.redraws), prefix=sampler.prefix)
+        if source == REDRAWS and "null_images" in off_default(config):
+            warn(f"{sampler.prefix}null_images: has no effect beside redraws.jsonl, which holds the null pictures")
         self.masks = [[None if m is None else to_tensor(m)[:1] for m in t.masks or []] for t in targets]
         pictures = [to_tensor(t.image)[None] for t in targets]
         with left_as_found():

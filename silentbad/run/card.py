@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from silentbad import hub
 from silentbad.data.elements import DataInfo
 from silentbad.errors import UserError, first_line, masked, warn
 from silentbad.model.lora import FOLDERS, NAMES
 from silentbad.run.config import TrainConfig
+from silentbad.settings import dumped
 
 
 def model_card(
@@ -40,7 +39,7 @@ def model_card(
     data = config.dataset_name or Path(config.train_data_dir or "").name
     elements = sum(len(rows) for rows in info.rows)
     lines = [
-        f"---\n{yaml.safe_dump(about)}---\n",
+        f"---\n{dumped(about)}---\n",
         f"# {_cell(Path(config.output_dir).name)}\n",
         f"Fine-tuned from `{_code(Path(base).name if local else base)}` on `{_code(data)}` for {step} steps "
         f"({kind}{'text encoders too, ' if config.train_text_encoder else ''}"

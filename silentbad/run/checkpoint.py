@@ -12,7 +12,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,15 @@ def steps(root: Path) -> list[Path]:
     """step-N folders, oldest first; unfinished ones have other names."""
     names = [(match, p) for p in root.iterdir() if (match := STEP.fullmatch(p.name))] if root.is_dir() else []
     return [p for _, p in sorted(names, key=lambda pair: int(pair[0].group(1)))]
+
+
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint by its manifest, else by its name."""
+    with suppress(OSError, ValueError, AttributeError, TypeError):
+        if type(step := read_json(folder / MANIFEST).get("step")) is int:
+            return step
+    match = STEP.fullmatch(folder.name)
+    return int(match.group(1)) if match else 0
 
 
 def latest(root: Path) -> Path | None:
@@ -250,13 +259,42 @@ def fitting(folder: Path | str, name: str):
         ) from None
 
 
+WRITTEN = {".json", ".safetensors", ".pt", ".model", ".jinja"}  # suffixes of what pipelines and checkpoints hold
+TEXTS = {"README.md", "merges.txt", "vocab.txt"}
+
+
+def foreign_files(folder: Path) -> list[Path]:
+    """Files of a pipeline's or checkpoint's folder that no run writes: someone put them there."""
+    files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    return [path for path in files if path.suffix not in WRITTEN and path.name not in TEXTS]
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder that runs wrote; files of someone else stay, and their folders with them."""
+    if not (kept := foreign_files(folder)):
+        shutil.rmtree(folder)
+        return
+    for path in sorted(folder.rglob("*"), reverse=True):
+        if path.is_dir() and not path.is_symlink():
+            with suppress(OSError):
+                path.rmdir()
+        elif path not in kept:
+            path.unlink()
+
+
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Write a folder (a pipeline) whole, then put it in place of the old one."""
+    """Write a folder (a pipeline) whole, then put it in place of the old one; files of someone else stay in it."""
     temporary, old = begin(folder), folder.parent / f".{folder.name}.old"
     try:
         write(temporary)
+        for path in foreign_files(folder):
+            place = temporary / path.relative_to(folder)
+            if not place.exists():
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, place, follow_symlinks=False)
         for path in temporary.rglob("*"):
-            _sync(path)
+            if not path.is_symlink():
+                _sync(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -85,6 +85,7 @@ def idle_in_flags(config: TrainConfig) -> list[tuple[str, bool, str]]:
     leaves out, and flags may not."""
     memory, control, kind = config.memory, config.gradient_control, optimizer_class(config)
     takes, of_hub = inspect.signature(kind).parameters, not Path(config.pretrained_model_name_or_path or "").is_dir()
+    apart = control.conflict or control.transform != "none"
     return [
         *((flag, name in takes, f"an optimizer with {name}") for flag, name in ADAM.items()),
         ("memory.phrase_memory.share", memory.phrase_memory.enabled, "memory.phrase_memory.enabled"),
@@ -98,6 +99,8 @@ def idle_in_flags(config: TrainConfig) -> list[tuple[str, bool, str]]:
         ("memory.timesteps.importance", memory.timesteps.name != "uniform", "memory.timesteps.name"),
         ("validation.weights", config.use_ema or keeps_average(kind), "use_ema"),
         *((f"gradient_control.{key}", control.name != "uniform", "gradient_control.name") for key in OF_RULES),
+        ("gradient_control.sample", apart or control.name != "uniform", "gradient_control.name or .conflict"),
+        ("gradient_control.sources", apart, "gradient_control.conflict or .transform"),
         (
             "validation.drift_images",
             config.validation.controls != "never" or not config.validation.drift_images,
@@ -149,6 +152,20 @@ def joined(config: TrainConfig) -> Any:
     return replace(config, memory=replace(config.memory, loss=loss))
 
 
+def check_best(config: TrainConfig) -> None:
+    """Refuse to keep as best what was not measured, and say where the pipeline is not."""
+    if config.validation.targets is None or config.validation.weights != "raw":
+        return
+    if not (config.use_ema or keeps_average(optimizer_class(config))):
+        return
+    if config.save_best:
+        raise UserError(
+            "save_best: keeps the averaged weights, which validation.weights=raw does not measure; set "
+            "validation.weights to ema or both"
+        )
+    warn("validation.weights=raw measures the raw weights; the pipeline that is saved holds their average")
+
+
 def check_places(config: TrainConfig) -> None:
     """Refuse an output folder among the inputs: a run would write into them, or delete them."""
     targets = config.validation.targets
@@ -175,7 +192,17 @@ def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None
     if memory.retention.unconditional and "clean" not in info.roles:
         raise UserError("memory.retention.unconditional: the data holds no clean record to show without caption")
     made = ["rehearsal"] if memory.rehearsal.name in REHEARSED else []
-    roles.refuse_absent(memory, {*info.roles, *made})
+    unseen = {"clean"} if memory.sampler.clean_ratio == 0 else set()
+    roles.refuse_absent(memory, {*info.roles, *made} - unseen)
+    if memory.retention.name == "self_distillation" and unseen:
+        raise UserError(
+            "memory.retention.name=self_distillation: acts on clean records, of which memory.sampler.clean_ratio 0 "
+            "shows none; leave one of them out"
+        )
+    between = config.gradient_control.between
+    idle = {*between.levels} - {*info.roles, *made} - {*type(between)().levels}
+    if between.name != "none" and idle:
+        raise UserError(f"gradient_control.between.levels: there is no {min(idle)} record to act on; leave it out")
     if memory.rehearsal.name == "leak_free":
         captioned = ("rehearsal", "clean") if roles.dropout(memory).get("clean", 0) < 1 else ("rehearsal",)
         if not any(role in captioned and len(phrases[r]) > 1 for r, role in enumerate(info.roles)):

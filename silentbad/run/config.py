@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import yaml
-
 from silentbad import experiments, settings
 from silentbad.errors import UserError
 from silentbad.model.settings import LoraSettings
@@ -239,7 +237,7 @@ def parse(cls: type, argv: list[str] | None = None, description: str | None = No
         outcomes = f"measured, and not recommended:\n{experiments.outcomes()}"
         print(settings.help_text(cls, description or "", outcomes), end="")
     elif asked is not None:
-        print(dump(config) if asked == "print_config" else to_yaml(changed(config, cls())), end="")
+        print(dump(config) if asked == "print_config" else settings.dumped(changed(config, cls())), end="")
     if asked is not None:
         raise SystemExit(0)
     return config, sources
@@ -250,13 +248,9 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
     return {key: value for key, value in dataclasses.asdict(config).items() if key not in NEVER_SAVED}
 
 
-def to_yaml(values: dict[str, Any]) -> str:
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-
-
 def dump(config: TrainConfig) -> str:
     """YAML that `--config` reads back to the same configuration (secrets left out)."""
-    return to_yaml(to_dict(config))
+    return settings.dumped(to_dict(config))
 
 
 def changed(config: TrainConfig, default: TrainConfig) -> dict[str, Any]:
@@ -274,13 +268,14 @@ def changed(config: TrainConfig, default: TrainConfig) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- combinations
-def check(config: TrainConfig, sources: dict[str, str]) -> None:
-    """Refuse combinations that cannot work; nothing is loaded yet."""
+def check(config: TrainConfig, sources: dict[str, str], data: bool = True) -> None:
+    """Refuse combinations that cannot work; nothing is loaded yet. `data`: whether the command reads any."""
 
     def refuse(key: str, problem: str) -> None:
         raise UserError(f"{key} ({sources.get(key, 'default')}): {problem}")
 
-    check_data(config, refuse)
+    if data:
+        check_data(config, refuse)
     check_learning(config, refuse)
     check_run(config, refuse)
 

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed
-import yaml
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
@@ -29,6 +28,7 @@ from silentbad.files import from_json, read_json
 from silentbad.recovery.report import check_replaced
 from silentbad.run import checkpoint
 from silentbad.run.config import TrainConfig
+from silentbad.settings import dumped
 
 KIND = "training"  # of folder, beside audits and what else this program makes
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "datasets", "safetensors", "numpy", "deepspeed")
@@ -114,6 +114,8 @@ class RunFolder:
         check_replaced(self.path / "report.html", "output_dir")
         asked = config.resume_from_checkpoint
         found = checkpoint.resolve(asked, self.checkpoints) if asked else None
+        if found is not None:
+            self.refuse_later(found)
         if self.metrics.exists() and not self.metrics.is_file():  # a pipe would block
             raise UserError(f"output_dir {self.path}: metrics.jsonl is no file; remove it")
         logs = self.path / (self.logs or "")
@@ -124,6 +126,16 @@ class RunFolder:
             if asked:
                 say(f"no checkpoint in {self.checkpoints} to resume from; starting anew")
         return found
+
+    def refuse_later(self, found: Path) -> None:
+        """Refuse to go back behind whole checkpoints of the folder: those of two branches would stand side by side."""
+        start = checkpoint.step_of(found)
+        later = [p for p in checkpoint.steps(self.checkpoints) if checkpoint.step_of(p) > start]
+        if whole := [p.name for p in later if checkpoint.problem(p) is None]:
+            raise UserError(
+                f"resume_from_checkpoint {found}: {self.checkpoints} holds later ones ({', '.join(whole)}), which "
+                "would mix with what follows; give another output_dir, or remove them"
+            )
 
     def refuse_other_run(self, overwrite: bool, resuming: bool = False) -> None:
         """Refuse a folder that holds a run, unless `open` is to delete it, and one that holds what no run wrote.
@@ -159,11 +171,11 @@ class RunFolder:
                 elif name == "samples":
                     remove_samples(path)
                 else:
-                    shutil.rmtree(path)
+                    checkpoint.remove(path)
             (self.path / "finished.json").unlink(missing_ok=True)
             for name in ("pipeline", "best"):
                 checkpoint.put_back(self.path / name)
-            (self.path / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+            (self.path / "config.yaml").write_text(dumped(config))
             (self.path / "run.json").write_text(json.dumps(facts, indent=1))
         except OSError as error:
             raise UserError(f"output_dir {self.path}: cannot be written ({error.strerror})") from None

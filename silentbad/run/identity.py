@@ -18,6 +18,7 @@ from silentbad.data.targets import Target
 from silentbad.errors import UserError, brief, warn
 from silentbad.files import read_json
 from silentbad.recovery.embedders import MICRO
+from silentbad.run.checkpoint import sha256
 from silentbad.run.config import NEVER_SAVED, TrainConfig
 
 FILE = "facts.json"  # of a checkpoint
@@ -49,7 +50,9 @@ BY_CONTENT = ("pretrained_model_name_or_path", "train_data_dir", "dataset_name",
 # Not in checkpoints of 0.1 and early ones of 0.2: compared where both sides have them.
 BUNDLED, WORDS = "bundled embedder", "description and paraphrases"
 HELD_OUT, TABLES, GUARDING = "held-out records", "prior tables", "pictures of guard.scan"
-LATER = (BUNDLED, WORDS, HELD_OUT, TABLES, GUARDING)
+WHOLE = "byte for byte"  # of weights, whose other digest holds the ends of large files
+LATER = (BUNDLED, WORDS, HELD_OUT, TABLES, GUARDING, WHOLE)
+CHANGED = ("base", "records", BUNDLED, HELD_OUT, TABLES, GUARDING)  # of which a digest says no more
 # Compared as their product, with the number of processes.
 BATCH = ("train_batch_size", "gradient_accumulation_steps")
 
@@ -66,11 +69,12 @@ def facts(
     """The facts of a run, as plain values: {name: value}; `guarding` are the pictures that its guards read."""
     left_out = {name for names in FREE.values() for name in names} | {*BY_CONTENT, *BATCH, *NEVER_SAVED}
     settings = {key: value for key, value in _flat(asdict(config)).items() if key not in left_out}
-    for key in ("validation.embedder_path", "validation.clip_path", "guard.scan"):
-        settings[key] = None if settings.get(key) is None else weights_digest(settings[key])
+    weights = {key: settings.get(key) for key in ("validation.embedder_path", "validation.clip_path", "guard.scan")}
+    weights["base"] = config.pretrained_model_name_or_path
     found = settings | {
         "effective batch": effective_batch,
-        "base": weights_digest(config.pretrained_model_name_or_path),
+        **{key: None if name is None else weights_digest(name) for key, name in weights.items()},
+        **{f"{key}, {WHOLE}": None if name is None else weights_digest(name, None) for key, name in weights.items()},
         "records": records_digest(records),
         HELD_OUT: None if held_out is None else records_digest(held_out),
         TABLES: [weights_digest(table) for table in _tables(config.gradient_control.options)],
@@ -103,9 +107,9 @@ def _tables(options: Any) -> list[str]:
 
 
 # ---------------------------------------------------------------- digests
-def weights_digest(name: str) -> str:
-    """A digest over a local file or folder of weights: settings whole, large files by size and ends; the name itself of
-    what is on the Hub."""
+def weights_digest(name: str, ends: int | None = ENDS) -> str:
+    """A digest over a local file or folder of weights: files whole, or with `ends` the larger ones by size and so many
+    bytes at either end; the name itself of what is on the Hub."""
     root = Path(name)
     if not root.exists():
         return name
@@ -114,10 +118,13 @@ def weights_digest(name: str) -> str:
     for path in found:
         size = path.stat().st_size
         digest.update(f"{path.relative_to(root).as_posix() if path != root else ''}/{size}\n".encode())
+        if ends is None:
+            digest.update(sha256(path).encode())
+            continue
         with path.open("rb") as file:
-            digest.update(file.read(ENDS))
-            file.seek(max(ENDS, size - ENDS))
-            digest.update(file.read(ENDS))
+            digest.update(file.read(ends))
+            file.seek(max(ends, size - ends))
+            digest.update(file.read(ends))
     return digest.hexdigest()[:16]
 
 
@@ -168,10 +175,12 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
             continue
         if name.endswith(LATER) and (name not in then or name not in now):
             continue
+        if (plain := name.removesuffix(f", {WHOLE}")) != name and then.get(plain) != now.get(plain):
+            continue  # said already
         if name.startswith("target ") and (name not in then or name not in now):
             found.append(f"{name} is {'new' if name in now else 'missing'}")
-        elif name in ("base", "records", BUNDLED, HELD_OUT, TABLES, GUARDING) or name.startswith("target "):
-            found.append(f"{name} changed")
+        elif name in CHANGED or name.startswith("target ") or name.endswith(WHOLE):
+            found.append(f"{name.removesuffix(f', {WHOLE}')} changed")
         else:
             was, is_ = (brief(facts[name]) if name in facts else "not known" for facts in (then, now))
             found.append(f"{name} was {was}, is {is_}")

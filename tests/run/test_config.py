@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from silentbad.errors import UserError
 from silentbad.options import check_options
 from silentbad.run.config import SUCCESSORS, TrainConfig, check, dump, parse
-from silentbad.settings import key_tree, placed, plain_types
+from silentbad.settings import Loader, dumped, key_tree, placed, plain_types
 from train_silentbad import Config, check_all, main
 
 
@@ -153,6 +153,19 @@ def test_print_config_prints_no_hub_token(style, tmp_path, capsys):
         assert "hf_secret" not in printed.out + printed.err and "seed: 7" in printed.out
     config, _ = parse(Config, ["--hub_token", "hf_secret", "--push_to_hub"])
     assert config.hub_token == "hf_secret"
+
+
+@given(
+    st.lists(
+        st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1)
+        | st.sampled_from(["1e5", "010", "yes", "1:30", "0x1", "~", "2020-01-01", ".5e3", "1_0"])
+    )
+)
+def test_text_is_written_so_that_it_is_read_back_as_text(words):
+    assert yaml.load(dumped({"a": words, "b": [1e5, 1e-5, 10, True, None]}), Loader=Loader) == {  # noqa: S506
+        "a": words,
+        "b": [1e5, 1e-5, 10, True, None],
+    }
 
 
 def test_dump_round_trips_and_keeps_no_token(tmp_path):

@@ -106,10 +106,32 @@ def test_meters_of_a_state_are_scalars(value):
 def test_a_length_below_the_checkpoint_is_refused(flags, tmp_path, capsys):
     assert main(flags(max_train_steps=4, checkpointing_steps=2)) == 0
     again = {"resume_from_checkpoint": tmp_path / "run/checkpoints/step-2"}
-    assert main(flags(max_train_steps=1, **again)) == 2
+    assert main(flags("another", max_train_steps=1, **again)) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("error: max_train_steps") and "ends at step 1, before " in line and "step-2" in line
-    assert main(flags(max_train_steps=3, **again)) == 0
+    assert main(flags("another", max_train_steps=3, **again)) == 0
+
+
+def test_going_back_behind_checkpoints_of_the_folder_is_refused(flags, tmp_path, capsys):
+    assert main(flags(max_train_steps=4, checkpointing_steps=2)) == 0
+    again = {"resume_from_checkpoint": tmp_path / "run/checkpoints/step-2"}
+    assert main(flags(max_train_steps=3, **again)) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "holds later ones (step-4)" in line and "another output_dir" in line
+    (tmp_path / "run/checkpoints/step-4/state.pt").unlink()  # not whole: it will be written again
+    assert main(flags(max_train_steps=4, **again)) == 0
+
+
+def test_weights_that_differ_in_the_middle_of_a_file_count(tmp_path):
+    weights = tmp_path / "weights.safetensors"
+    digests = []
+    for middle in (b"a", b"b"):
+        weights.write_bytes(bytes(2 * identity.ENDS) + middle + bytes(2 * identity.ENDS))
+        digests.append((identity.weights_digest(str(weights)), identity.weights_digest(str(weights), None)))
+    (ends, whole), (same, other) = digests
+    assert ends == same and whole != other
+    then, now = ({"base": ends, f"base, {identity.WHOLE}": digest} for digest in (whole, other))
+    assert identity.differences(then, now) == ["base changed"] and not identity.differences({"base": ends}, now)
 
 
 def test_a_checkpoint_of_an_earlier_release_goes_on_with_a_word(flags, tmp_path, capsys):
