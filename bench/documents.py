@@ -19,7 +19,7 @@ from statistics import median
 
 import numpy as np
 
-from bench import attribution, guard_cost, instrument, layerwise, nulls, stealth, strength, thresholds
+from bench import attribution, between, guard_cost, instrument, layerwise, nulls, stealth, strength, thresholds
 from bench.published_table import (
     FIRST_TARGETS,
     PAPER,
@@ -358,6 +358,16 @@ def layerwise_runs(results: Results, language: Language) -> str:
 def layerwise_over(results: Results, language: Language) -> str:
     """Rates by layer over each of the others."""
     return layerwise.compared(stored(results.folder / layerwise.RESULTS.name)) + "\n"
+
+
+def between_frontier(results: Results, language: Language) -> str:
+    """Gradient control alone on plain's data stream, by arm and rate."""
+    return between.frontier(stored(results.folder / between.RESULTS.name)) + "\n"
+
+
+def between_over(results: Results, language: Language) -> str:
+    """The layer-wise factor between sources over each other arm at the same rate."""
+    return between.compared(stored(results.folder / between.RESULTS.name)) + "\n"
 
 
 def published_ceiling(results: Results, language: Language) -> str:
@@ -919,6 +929,8 @@ BLOCKS: dict[str, Block] = {
     "published-together-few": partial(published_together, block=FEW_NULLS),
     "strength": by_strength,
     "strength-elements": by_elements,
+    "between": between_frontier,
+    "between-over": between_over,
     "layerwise": layerwise_runs,
     "layerwise-over": layerwise_over,
     "scan-scale": scan_scale,

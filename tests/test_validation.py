@@ -455,10 +455,12 @@ def test_a_bad_redraw_is_one_line_with_file_and_line(case, tmp_path):
     assert expected in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_redraws_of_unknown_targets_are_left_out(tmp_path):
+def test_redraws_of_unknown_targets_are_left_out(tmp_path, capsys):
     smooth(0).save(tmp_path / "a.png")
     lines = [{"target_id": t, "image": "a.png"} for t in (0, "1", "unknown")]
     (tmp_path / "redraws.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     targets = [Target(t, smooth(0), ["a cat"]) for t in ("1", "0")]
     found = load_redraws(str(tmp_path), targets)
     assert [(r.target, r.file, r.kind) for r in found] == [(j, tmp_path / "a.png", "redraw") for j in (1, 0)]
+    assert not load_redraws(str(tmp_path), [Target("2", smooth(0), ["a cat"])], decode=True)
+    assert "is of other targets ('0', ...)" in capsys.readouterr().err

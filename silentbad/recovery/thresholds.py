@@ -11,7 +11,7 @@ from PIL import Image
 
 from silentbad.data.images import content_hash, inside, open_image, safe_path
 from silentbad.data.schema import REDRAW, admitted, json_lines, refuse_misspelt
-from silentbad.errors import UserError
+from silentbad.errors import UserError, brief, warn
 from silentbad.recovery.record import ElementThreshold, KindThreshold, Threshold
 from silentbad.recovery.statistics import binomial_cdf
 
@@ -215,12 +215,14 @@ def load_redraws(targets_file: str | None, targets: Sequence[Shown], decode: boo
     index = {t.target_id: j for j, t in enumerate(targets)}
     prints = [fingerprint(t.image) for t in targets] if decode else []
     found: list[Redraw] = []
+    others: list[str] = []
     seen: dict[tuple, str] = {}
     for where, entry in json_lines(file):
         refuse_misspelt(entry, REDRAW, where)
         redraw = admitted(entry, REDRAW, where)
         image, j = safe_path(file.parent, redraw["image"], where, "image"), index.get(redraw["target_id"])
         if j is None:
+            others.append(redraw["target_id"])
             continue
         if not os.path.isfile(image):
             raise UserError(f"{where}: no file {image}")
@@ -234,6 +236,8 @@ def load_redraws(targets_file: str | None, targets: Sequence[Shown], decode: boo
             if first != where and redraw["kind"] not in FEW:
                 raise UserError(f"{where}: the same picture as {first}; list each null image once")
         found.append(Redraw(j, image, redraw["kind"], redraw["changed"]))
+    if decode and others and not found:
+        warn(f"{file}: is of other targets ({brief(others[0])}, ...); no null picture is taken from it")
     return found
 
 

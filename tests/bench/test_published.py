@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from bench import layerwise, nulls, strength
+from bench import between, layerwise, nulls, strength
 from bench.arms import PUBLISHED, PUBLISHED_AT
 from bench.published_table import (
     FIRST_TARGETS,
@@ -163,6 +163,32 @@ def test_a_rule_is_compared_over_the_targets_of_both():
     line = layerwise.compared(rows).splitlines()[2]
     assert line.startswith("| `recommended` | 40 | 2 | 2.0 [2.0, 2.0] |") and line.endswith("| +0.50 [+0.00, +1.00] |")
     assert len(layerwise.by_run(rows).splitlines()) == 4
+
+
+def test_rows_between_sources_are_of_what_was_fixed_before():
+    rows, frozen = stored(between.RESULTS), "552d74642ee176c63bf988b53042fb72013500b1"
+    assert rows and {row["targets"] for row in rows} <= {*between.TARGETS.split(";")}
+    for row in rows:
+        assert row["arm"] in between.ARMS and row["factor"] in between.FACTORS
+        assert (row["steps"], row["every"], row["ratio"], row["seed"]) == (between.STEPS, between.EVERY, 0.1, 0)
+        assert not row["flags"] and not row["placebo"] and row["nulls"] == "element"
+    descend(frozen, rows)
+
+
+def test_a_factor_between_sources_is_compared_at_its_own_rate():
+    def ran(name, factor, similar, targets):
+        more = {"arm": name, "factor": factor, "steps": between.STEPS, "element_means": similar}
+        return [row for target in targets for row in run([0.0, 0.0], target=target, **more)]
+
+    rows = ran("contrast_warm", 16.0, [0.4, 0.2], "12") + ran("clean_weight_warm", 16.0, [0.2, 0.2], "123")
+    rows += ran("plain_warm", 8.0, [0.1, 0.1], "12")
+    (line,) = between.compared(rows).splitlines()[2:]
+    assert line.startswith("| `clean_weight_warm` | 16 | 2 | +0.10 [") and line.endswith("| 1.0 [1.0, 1.0] |")
+    assert [row.split(" | ")[:3] for row in between.frontier(rows).splitlines()[2:]] == [
+        ["| `plain_warm`", "8", "2"],
+        ["| `clean_weight_warm`", "16", "3"],
+        ["| `contrast_warm`", "16", "2"],
+    ]
 
 
 def test_rows_by_nulls_are_of_what_was_fixed_before():
