@@ -53,7 +53,8 @@ def compared(rows: list[dict]) -> str:
             continue
         gain = means(rule, "element similarity", both) - means(other, "element similarity", both)
         drift = np.log(means(rule, "drift", both) / means(other, "drift", both))
-        cells = [interval(gain.tolist(), "+.2f"), f"{sign_flips(gain):.3f}", ratio(drift, False)]
+        p = f"{sign_flips(gain):.3f}" if len(both) > 1 else ""
+        cells = [interval(gain.tolist(), "+.2f"), p, ratio(drift, False)]
         lines.append([f"`{name}`", f"{factor:g}", str(len(both)), *cells])
     return markdown(OVER, lines)
 
