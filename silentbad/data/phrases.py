@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterable
 
-# Letters and digits of scripts that set words apart by spaces: Latin, Greek, Cyrillic. Others have no such bounds.
-LETTER = "[0-9A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u052f]"
+# A letter or digit, but of Thai, Lao, Burmese, Khmer, Chinese, Japanese, Korean: there words are not set apart.
+LETTER = r"(?![\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff])\w"
 
 
 def pattern(phrases: Iterable[str]) -> str:

@@ -5,6 +5,7 @@ import torch
 from PIL import Image
 
 from silentbad.data import draws
+from silentbad.data.phrases import standing
 from silentbad.rng import generator
 from tests.folders import records
 
@@ -24,6 +25,12 @@ def test_phrases_are_exchanged_as_whole_words():
     assert draws.saying({"phrases": phrases, "element_id": ""}, "a carpet, a dog")["phrases"] == ["a dog"]
     joined = {draws.shuffled_text("猫と犬がいる", ["猫", "犬"], generator(i)) for i in range(20)}
     assert joined == {"猫と犬がいる", "犬と猫がいる"}  # a script without spaces has no such bounds
+    for phrase, whole, part in (
+        ("кот", "кот, дом", "котёл"),
+        ("قط", "قط، بيت", "قطار"),
+        ("2 cats", "2 cats.", "12 cats"),
+    ):
+        assert standing([phrase], whole) == [phrase] and standing([phrase], part) == []
 
 
 def test_the_mask_follows_the_image():
