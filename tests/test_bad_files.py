@@ -173,6 +173,7 @@ SPOILED = {  # name: (spoil, what the line says), in training and in an audit al
     "a scaling_factor as text": (edit_json("pipeline/vae/config.json", scaling_factor="x"), ("scaling_factor",)),
     "latents that are normalised otherwise": (edit_json("pipeline/vae/config.json", latents_mean=[1.0]), ("latents_mean",)),
     "a tokenizer without a window": (without(TOKENIZER, "model_max_length"), ("model_max_length is missing",)),
+    "a tokenizer that cannot pad": (edit_json(TOKENIZER, pad_token=None), ("no pad_token",)),
     "a window of no token": (edit_json(TOKENIZER, model_max_length=0), ("model_max_length is 0",)),
     "a window beyond the encoder": (edit_json(TOKENIZER, model_max_length=300), ("300", "48 positions")),
     "settings that load and do not run": (edit_json("pipeline/unet/config.json", freq_shift=None), ("do not work together",)),

@@ -169,13 +169,15 @@ def check_schedule(settings: Mapping[str, Any], where: str) -> None:
 
 
 def check_tokenizer(tokenizer: Any, positions: int | None, where: str) -> None:
-    """Refuse a window that no text encoder has, and one beyond the `positions` of its own."""
+    """Refuse a window that no text encoder has, or beyond the `positions` of its own, and captions without padding."""
     window = tokenizer.model_max_length
     if right := TOKENIZER["model_max_length"](window):
         shown = "missing" if isinstance(window, (int, float)) and window > 1e9 else brief(window)
         raise UserError(f"{where}: model_max_length is {shown}; it must be {right}")
     if positions is not None and window > positions:
         raise UserError(f"{where}: model_max_length is {window}, the text encoder has {positions} positions")
+    if tokenizer.pad_token_id is None:
+        raise UserError(f"{where}: has no pad_token, which fills captions up; name one in tokenizer_config.json")
 
 
 # ---------------------------------------------------------------- loading
