@@ -270,7 +270,8 @@ def test_chunks_share_a_batch_evenly():
 @pytest.mark.parametrize("key", ["attention_binding.name=mass", "loss_balance.name=gradient_norm"])
 @pytest.mark.parametrize("cut", [{"max_batch_size": 2}, {"gradient_control.between.name": "contrast"}], ids=str)
 def test_what_is_defined_over_a_whole_batch_is_not_split(key, cut, flags, capsys):
-    assert main([*flags(**cut), f"--memory.{key}"]) == 2
+    balanced = {"memory.retention.name": "l2_sp"} if "balance" in key else {}
+    assert main([*flags(**cut, **balanced), f"--memory.{key}"]) == 2
     assert "whole micro-batch" in capsys.readouterr().err
 
 
