@@ -44,7 +44,7 @@ from silentbad.microworld.grammar import (
 )
 from silentbad.microworld.nulls import ENOUGH, REDRAWS, STORED, Null, hard_null, turns
 from silentbad.microworld.render import backdrop_mask, render
-from silentbad.recovery.thresholds import FEW
+from silentbad.recovery.thresholds import FEW, Fingerprint, fingerprint, is_copy
 from silentbad.rng import addressed_seed
 
 FLAGSHIP = "cat-hat"
@@ -236,26 +236,30 @@ def write_target(writer: Writer, name: str, scene: Scene, redraws: int, nulls: i
             "masks": files,
         }
     )
+    own = fingerprint(picture)
     for kind in STORED:
         harder = min(redraws, ENOUGH) * turns(kind, scene) if nulls is None else nulls  # each element needs its own
         seen = set[bytes]()
         for i in range(redraws if kind == "redraw" else harder):
-            null, picture = draw_null(kind, name, scene, i, seen)
+            null, picture = draw_null(kind, name, scene, i, seen, own)
             stem = f"{name}-{i:03d}" if kind == "redraw" else f"{name}-{kind}-{i:03d}"
             image = writer.picture(picture, f"redraws/{stem}.png")
             row = {"target_id": name, "image": image, "kind": kind, "changed": list(null.changed)}
             writer.records["redraws"].append(row)
 
 
-def draw_null(kind: str, name: str, scene: Scene, i: int, seen: set[bytes]) -> tuple[Null, Image.Image]:
-    """Null i of a kind and its picture, which joins `seen`. One that is there already is drawn again, but for kinds of
-    few pictures."""
+def draw_null(
+    kind: str, name: str, scene: Scene, i: int, seen: set[bytes], target: Fingerprint
+) -> tuple[Null, Image.Image]:
+    """Null i of a kind and its picture, which joins `seen`. One that is the target's own is drawn again, and so is one
+    that is there already, but for kinds of few pictures."""
     for again in itertools.count():
         null = hard_null(kind, _rng(kind, name, i, *([again] if again else [])), scene, turn=i)
         picture = render(null.scene)[0]
-        if (content := picture.tobytes()) not in seen or kind in FEW or again == TRIES:
+        another = picture.tobytes() not in seen or kind in FEW
+        if again == TRIES or another and not is_copy(fingerprint(picture), target):
             break
-    seen.add(content)
+    seen.add(picture.tobytes())
     return null, picture
 
 

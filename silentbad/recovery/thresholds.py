@@ -242,12 +242,8 @@ def load_redraws(targets_file: str | None, targets: Sequence[Shown], decode: boo
 
 
 def refuse_target(found: "Fingerprint", target_id: str, known: "Fingerprint", where: str) -> None:
-    """Refuse a null image that is its own target, or the same picture resized or recompressed.
-
-    A null may share all but one element with its target, so that only what is nearly equal in every pixel is a copy: 2
-    levels in the root mean square at 64x64, where a training image is refused from 8 at 16x16.
-    """
-    if found.content == known.content or np.sqrt(np.square(found.pixels - known.pixels).mean()) <= COPY:
+    """Refuse a null image that is its own target, or the same picture resized or recompressed."""
+    if is_copy(found, known):
         raise UserError(f"{where}: the image is target {target_id!r} itself; a null image must be another picture")
 
 
@@ -264,3 +260,12 @@ class Fingerprint(NamedTuple):
 def fingerprint(image: Image.Image) -> Fingerprint:
     small = image.resize((64, 64), Image.Resampling.BOX)
     return Fingerprint(content_hash(image), np.asarray(small, dtype=np.float32))
+
+
+def is_copy(one: Fingerprint, other: Fingerprint) -> bool:
+    """Whether two pictures are the same, resized or recompressed.
+
+    A null may share all but one element with its target, so that only what is nearly equal in every pixel is a copy: 2
+    levels in the root mean square at 64x64, where a training image is refused from 8 at 16x16.
+    """
+    return one.content == other.content or bool(np.sqrt(np.square(one.pixels - other.pixels).mean()) <= COPY)

@@ -19,6 +19,7 @@ from silentbad.microworld.make import element_scene, phrase_of, target_scene
 from silentbad.microworld.networks import load_tokenizer
 from silentbad.microworld.nulls import ELEMENT_NULLS, STORED, hard_null, one_missing
 from silentbad.microworld.render import backdrop_mask, render
+from silentbad.recovery.thresholds import fingerprint, is_copy
 from tests.tiny import TOKENIZER
 
 ROOT = Path(__file__).parents[2]
@@ -362,8 +363,16 @@ def test_each_element_has_nulls_of_every_kind_of_its_own(tmp_path):
 def test_no_null_is_drawn_twice():
     scene, seen = target_scene("404"), set[bytes]()
     for _ in range(2):  # the second has the address of the first
-        make.draw_null("recoloured", "404", scene, 0, seen)
+        make.draw_null("recoloured", "404", scene, 0, seen, fingerprint(render(scene)[0]))
     assert len(seen) == 2
+
+
+def test_no_null_is_the_target_itself():
+    scene = target_scene("102")
+    target, turn = fingerprint(render(scene)[0]), 67  # a meadow that falls out as the target's
+    drawn = hard_null("redrawn", make._rng("redrawn", "102", turn), scene, turn=turn)
+    assert is_copy(fingerprint(render(drawn.scene)[0]), target)
+    assert not is_copy(fingerprint(make.draw_null("redrawn", "102", scene, turn, set(), target)[1]), target)
 
 
 def test_free_redraws_are_those_of_older_data_sets(tmp_path):
