@@ -42,6 +42,15 @@ def from_json(text: str | bytes, **options: Any) -> Any:
         raise ValueError("nested too deeply") from None
 
 
+def encodes(text: str) -> bool:
+    """Whether a text has an encoding; one with lone surrogates has none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def read_json(file: Path) -> Any:
     """The content of a JSON file. Raises OSError, or ValueError where it is none."""
     return from_json(file.read_text(encoding="utf-8"))

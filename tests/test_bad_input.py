@@ -337,6 +337,7 @@ CASES = {
     "model: a tokenizer of nothing": case("cannot load tokenizer", "added_tokens in tokenizer.json must be a list", touch=write("pipeline/tokenizer/tokenizer.json", "{}")),
     "model: a tokenizer's token of nothing": case("cannot load tokenizer", "no key 'id'", touch=edit_json("pipeline/tokenizer/tokenizer.json", added_tokens=[{}])),
     "model: a tokenizer's broken settings": case("cannot load tokenizer", "tokenizer_config.json is not JSON", touch=write("pipeline/tokenizer/tokenizer_config.json", "{")),
+    "model: a tokenizer's settings that are no text": case("cannot load tokenizer", "half a surrogate pair", touch=edit_json("pipeline/tokenizer/tokenizer_config.json", more="\ud83d")),
     "model: settings that are a list": case("cannot load vae", "config.json must hold a JSON object", touch=write("pipeline/vae/config.json", "[]")),
     "model: no vocabulary": case("vocabulary is missing", touch=both(*(lambda root, n=n: (root / "pipeline/tokenizer" / n).unlink(missing_ok=True) for n in ("vocab.json", "merges.txt", "tokenizer.json")))),
     "model: a token beyond the text encoder": case("tokenizer numbers ", "text_encoder knows", touch=far_token),

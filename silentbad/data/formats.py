@@ -12,11 +12,12 @@ from pathlib import Path
 import datasets
 
 from silentbad import hub
-from silentbad.data.images import _by, content_hash, encodes, inside, open_image, open_mask, safe_path, thumbnails
+from silentbad.data.images import _by, content_hash, inside, open_image, open_mask, safe_path, thumbnails
 from silentbad.data.published import SHUFFLE_MARKER
 from silentbad.data.schema import RECORD, admitted, csv_lines, json_lines, refuse_misspelt
 from silentbad.data.settings import DataSettings
 from silentbad.errors import UserError, each
+from silentbad.files import encodes
 
 KNOWN_KEYS = ("file_name", "text", "phrases", "role", "target_id", "element_id", "mask")
 

@@ -19,7 +19,7 @@ from PIL import Image, ImageChops, ImageFilter, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from silentbad.errors import UserError, brief, reading
-from silentbad.files import is_lfs_pointer
+from silentbad.files import encodes, is_lfs_pointer
 
 MAX_PIXELS = 64_000_000  # larger images are refused before they are decoded
 MAX_SIDE = 65_535  # and longer ones: a decoder may take ten seconds for one of 6,700,000 by 9
@@ -224,15 +224,6 @@ def inside(root: Path, path: Path, where: str) -> Path:
     if os.path.commonpath([home, os.path.realpath(path)]) != home:
         raise UserError(f"{where}: path {brief(str(path.relative_to(root)))} leaves {root}; refused")
     return path
-
-
-def encodes(text: str) -> bool:
-    """Whether a text has an encoding; one with lone surrogates has none."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def as_floats(thumb: bytes) -> np.ndarray:

@@ -11,9 +11,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from silentbad.data.images import encodes
 from silentbad.errors import UserError, brief, each, first_line, reading
-from silentbad.files import from_json
+from silentbad.files import encodes, from_json
 
 ROLES = ("element", "rehearsal", "clean")
 LONGEST = 100_000  # characters of a text

@@ -5,6 +5,7 @@ middle of a run or, worse, nowhere. Whatever does not pass is a UserError, one l
 """
 
 import logging
+import json
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from silentbad import hub
 from silentbad.errors import UserError, brief, first_line, reading
-from silentbad.files import is_lfs_pointer, read_json
+from silentbad.files import encodes, is_lfs_pointer, read_json
 from silentbad.model.settings import ModelSettings
 
 NAMED = 3  # tensors that a message names
@@ -259,6 +260,8 @@ def check_files(folder: Path, failed: str) -> None:
             raise UserError(f"{failed} ({name} is not JSON: {first_line(error)})") from None
         if not isinstance(content, dict):
             raise UserError(f"{failed} ({name} must hold a JSON object, holds {brief(content)})")
+        if not encodes(json.dumps(content, ensure_ascii=False)):  # it is written again beside what trains
+            raise UserError(f"{failed} ({name} holds half a surrogate pair, which is no text)")
         for key, kind in keys.items():
             if not isinstance(content.get(key), kind):
                 right = "a list" if kind is list else "an object"

@@ -219,7 +219,8 @@ class RunFolder:
         for line in written.splitlines():
             try:
                 row = from_json(line)
-                if row["step"] < step or (row["step"] == step and (validated or not row.get("validation"))):
+                goes_on = row["step"] < step or (row["step"] == step and (validated or not row.get("validation")))
+                if goes_on and isinstance(row.get("loss", 0.0), float):
                     kept.append(line)
             except (ValueError, KeyError, TypeError):
                 continue  # a line cut off by a kill

@@ -246,6 +246,15 @@ def test_averages_in_eight_bits_keep_their_memory_format():
     lie_as_weights(optimizer)
 
 
+def test_a_row_without_a_loss_that_is_a_number_is_dropped_on_resume(flags, tmp_path):
+    assert main(flags(max_train_steps=2, checkpointing_steps=2)) == 0
+    metrics = tmp_path / "run/metrics.jsonl"
+    first, second = metrics.read_text().splitlines()
+    metrics.write_text(f"{json.dumps({**json.loads(first), 'loss': [[], 'x']})}\n{second}\n")
+    assert main(flags(max_train_steps=3, resume_from_checkpoint="latest")) == 0
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [2, 3]
+
+
 def test_a_page_of_someone_else_is_noticed_before_the_first_step(flags, tmp_path, capsys):
     assert main(flags(max_train_steps=1)) == 0
     (tmp_path / "run/report.html").write_text("<h1>mine</h1>")
