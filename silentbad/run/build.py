@@ -271,9 +271,10 @@ def optimizing(control: Control, config: TrainConfig, length: Length) -> tuple[A
     """(optimizer, schedule of its rates) over the controller's groups."""
     groups = control.param_groups(config.adam_weight_decay)
     optimizer = optimizers.make_optimizer(groups, config, length.effective_batch if config.scale_lr else 1.0)
-    lr_scheduler = get_scheduler(
-        config.lr_scheduler, optimizer, num_warmup_steps=config.lr_warmup_steps, num_training_steps=length.total
-    )  # not prepared: one step an update, whatever the number of processes
+    shape = {"power": config.lr_power, "num_cycles": config.lr_num_cycles}
+    steps = {"num_warmup_steps": config.lr_warmup_steps, "num_training_steps": length.total}
+    # Not prepared: one step an update, whatever the number of processes.
+    lr_scheduler = get_scheduler(config.lr_scheduler, optimizer, **steps, **shape)
     control.attach(optimizer, lr_scheduler)
     return optimizer, lr_scheduler
 

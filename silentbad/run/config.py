@@ -135,6 +135,8 @@ class TrainConfig:
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
     ] = flag("constant", "schedule")
     lr_warmup_steps: Natural = flag(0, "warm-up steps of the schedule")
+    lr_power: Positive = flag(1.0, "exponent of the polynomial schedule")
+    lr_num_cycles: Count = flag(1, "restarts of cosine_with_restarts")
     optimizer: Location = flag(
         "AdamW", "torch.optim class, or import path such as schedulefree.AdamWScheduleFree", HERE
     )
@@ -313,6 +315,11 @@ def check_learning(config: TrainConfig, refuse: Callable[[str, str], None]) -> N
         )
     if config.lr_scheduler == "constant" and config.lr_warmup_steps:
         refuse("lr_warmup_steps", "is ignored by lr_scheduler constant; use constant_with_warmup")
+    if config.lr_scheduler == "polynomial" and config.learning_rate <= 1e-7:
+        refuse("learning_rate", f"must be above 1e-7, where lr_scheduler polynomial ends, got {config.learning_rate:g}")
+    for key, schedule in (("lr_power", "polynomial"), ("lr_num_cycles", "cosine_with_restarts")):
+        if getattr(config, key) != 1 and config.lr_scheduler != schedule:
+            refuse(key, f"acts on lr_scheduler {schedule} alone; lr_scheduler is {config.lr_scheduler}")
 
 
 def check_run(config: TrainConfig, refuse: Callable[[str, str], None]) -> None:
