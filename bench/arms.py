@@ -118,6 +118,7 @@ PUBLISHED: dict[str, Flags] = {
     "equalise": between("equalise"),
     "replay": REPLAY,
     "recommended": {**STRONG, **SPECTRAL},
+    "recommended_long": {**STRONG, **SPECTRAL, "lr_scheduler": "polynomial", "lr_power": "2"},
     "recommended_leak_free": {**WARM, **LEAK_FREE_STRONG, **SPECTRAL},  # no picture of two elements
     "recommended_adamw": {**WARM, **PAIRWISE, **LEAK_FREE_STRONG},  # those of targets 2000-2011
     "recommended_leak_free_adamw": {**WARM, **LEAK_FREE_STRONG},
@@ -129,6 +130,7 @@ PUBLISHED: dict[str, Flags] = {
 # (learning rate in units of 1e-4, optimizer steps, steps between evaluations) of each reported arm
 PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
     "recommended": (40.0, 200, 20),
+    "recommended_long": (40.0, 600, 50),
     "recommended_leak_free": (40.0, 200, 20),
     "recommended_adamw": (16.0, 400, 40),
     "recommended_leak_free_adamw": (16.0, 400, 40),
@@ -136,6 +138,7 @@ PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
     "clean_weight_warm": (16.0, 1500, 125),
     "plain": (8.0, 1500, 250),
 }
+LATER = ("recommended_long",)  # reported on targets of their own alone
 
 # The learning rate each arm is reported at, in units of 1e-4 (docs/protocol.md says what it was chosen by).
 RATES: dict[str, float] = dict.fromkeys(ARMS, 8.0)

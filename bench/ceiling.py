@@ -21,7 +21,7 @@ from tqdm import tqdm
 import validation
 from bench.instrument import BASE, Target, memoriser
 from bench.published import BEFORE, HELD_OUT, NULLS, per_phrase
-from bench.published_table import FIRST_TARGETS
+from bench.published_table import MAIN
 from bench.recovery import WORK, data_set, facts, words
 from bench.recovery_table import stored
 from silentbad.recovery.record import Record
@@ -29,7 +29,7 @@ from silentbad.recovery.record import Record
 STEPS = 300  # of the fine-tuning on the target itself
 CLEAN, RATIO = 720, 0.1  # of the arms' data, whose thresholds are taken
 RESULTS = Path(__file__).parent / "results" / "ceiling.jsonl"
-TARGETS = ";".join(map(str, range(FIRST_TARGETS[-1], FIRST_TARGETS[-1] + 24)))
+TARGETS = ";".join(map(str, range(MAIN, MAIN + 24)))
 
 
 def measure(name: str, steps: int, nulls: int | None) -> dict:

@@ -22,6 +22,8 @@ import numpy as np
 from bench import attribution, between, guard_cost, instrument, layerwise, nulls, stealth, strength, thresholds
 from bench.published_table import (
     FIRST_TARGETS,
+    LONG,
+    MAIN,
     PAPER,
     alone,
     block_of,
@@ -241,18 +243,18 @@ SOONER = "times sooner than `plain`"
 README_ARMS = ("recommended", "recommended_leak_free_adamw", "replay", "plain")
 
 
-def frozen_rows(results: Results, block: int = FIRST_TARGETS[-1]) -> list[dict]:
+def frozen_rows(results: Results, block: int = MAIN) -> list[dict]:
     """The rows of a block at a poisoning ratio of 10 %, one target a run, each arm at its frozen length."""
     return [r for r in reported_of(results.published, block) if usual(r) and alone(r) and not longer(r)]
 
 
-def published_arms(results: Results, block: int = FIRST_TARGETS[-1]) -> dict[str, dict[str, str]]:
+def published_arms(results: Results, block: int = MAIN) -> dict[str, dict[str, str]]:
     """{arm: {heading: cell}} of a block's targets at a poisoning ratio of 10 %, one target a run."""
     rows = frozen_rows(results, block)
     return {line[0]: dict(zip(PUBLISHED_HEAD, line, strict=True)) for line in published_lines(rows)}
 
 
-def published_results(results: Results, language: Language, block: int = FIRST_TARGETS[-1]) -> str:
+def published_results(results: Results, language: Language, block: int = MAIN) -> str:
     """Every column of them."""
     arms = published_arms(results, block)
     return grid(PUBLISHED_HEAD, [list(line.values()) for line in arms.values()], language)
@@ -280,7 +282,7 @@ def published_paper(results: Results, language: Language) -> str:
 
 def published_k(results: Results, language: Language) -> str:
     """What recovers at all, by the number k of a target's elements."""
-    rows = [row for row in block_alone(results, FIRST_TARGETS[-1]) if usual(row) and row["arm"] == "recommended"]
+    rows = [row for row in block_alone(results, MAIN) if usual(row) and row["arm"] == "recommended"]
     lines = []
     for k in sorted({len(row["elements"]) for row in rows}):
         lines.append([str(k), *outcome([row for row in rows if len(row["elements"]) == k])])
@@ -300,7 +302,7 @@ def published_ratio(results: Results, language: Language) -> str:
     return grid(("share", *OUTCOME), lines, language)
 
 
-def published_seeds(results: Results, language: Language, block: int = FIRST_TARGETS[-1]) -> str:
+def published_seeds(results: Results, language: Language, block: int = MAIN) -> str:
     """What each seed of `recommended` recovers, of the targets that all its seeds ran."""
     rows = [row for row in block_alone(results, block) if usual(row) and row["arm"] == "recommended"]
     seeds = sorted({row["seed"] for row in rows})
@@ -315,7 +317,7 @@ def published_seeds(results: Results, language: Language, block: int = FIRST_TAR
 
 def published_clean(results: Results, language: Language) -> str:
     """What recovers among more clean pictures, of the targets that ran among both numbers of them."""
-    rows = [row for row in block_alone(results, FIRST_TARGETS[-1]) if row["seed"] == 0 and row["ratio"] == 0.1]
+    rows = [row for row in block_alone(results, MAIN) if row["seed"] == 0 and row["ratio"] == 0.1]
     lines = []
     for arm in ("recommended", "plain"):
         many = {row["target"] for row in rows if row["arm"] == arm and not usual(row)}
@@ -325,7 +327,7 @@ def published_clean(results: Results, language: Language) -> str:
     return grid(("clean pictures", *OUTCOME), lines, language)
 
 
-def published_together(results: Results, language: Language, block: int = FIRST_TARGETS[-1]) -> str:
+def published_together(results: Results, language: Language, block: int = MAIN) -> str:
     """What `recommended` recovers of several targets trained at once, and of the same targets alone (seed 0)."""
     rows = [row for row in reported_of(results.published, block) if row["arm"] == "recommended"]
     rows = [row for row in rows if usual(row) and not row["placebo"] and row["seed"] == 0]
@@ -371,7 +373,7 @@ def between_over(results: Results, language: Language) -> str:
     return between.compared(stored(results.folder / between.RESULTS.name)) + "\n"
 
 
-def published_ceiling(results: Results, language: Language, block: int = FIRST_TARGETS[-1]) -> str:
+def published_ceiling(results: Results, language: Language, block: int = MAIN) -> str:
     """By target: what the endpoint accepts of a base fine-tuned on the target itself, and what the arms reach."""
     rows = [row for row in block_alone(results, block) if usual(row) and row["seed"] == 0]
     arms = {arm: runs for (arm, _, _), runs in by_arm(rows).items()}
@@ -395,7 +397,7 @@ def published_ceiling(results: Results, language: Language, block: int = FIRST_T
 
 def published_over(results: Results, language: Language) -> str:
     """`recommended` over each length of plain and over replay, on the targets that both ran in the last block."""
-    rows = [row for row in reported_of(results.published, FIRST_TARGETS[-1]) if usual(row) and alone(row)]
+    rows = [row for row in reported_of(results.published, MAIN) if usual(row) and alone(row)]
     arms = by_arm([row for row in rows if not row["placebo"] and row["seed"] == 0])
     mine = next(runs for (arm, *_), runs in arms.items() if arm == "recommended")
     cost: dict[str, float] = {}  # least seconds of a step, whatever the length of a run
@@ -421,7 +423,7 @@ def withheld(results: Results, language: Language) -> str:
     """`recommended` without one element's pictures, beside the same targets with all of them."""
     rows = stored(results.folder / "withheld.jsonl")
     targets = {row["target"] for row in rows}
-    whole = [row for row in block_alone(results, FIRST_TARGETS[-1]) if row["arm"] == "recommended" and usual(row)]
+    whole = [row for row in block_alone(results, MAIN) if row["arm"] == "recommended" and usual(row)]
     whole = [row for row in whole if row["seed"] == 0]
     lines = []
     for name, mine in (("all", [row for row in whole if row["target"] in targets]), ("all but the first", rows)):
@@ -452,6 +454,18 @@ def published_pair(results: Results, language: Language) -> str:
         ("strict rate at the end, difference", mean(rate, "+.2f"), ""),
         ("drift at the end, difference", mean(drift, "+.4f"), ""),
     ]
+    return grid((f"over {len(both)} targets", "figure", "p"), lines, language)
+
+
+def published_long(results: Results, language: Language) -> str:
+    """`recommended_long` over `recommended`, on the targets that both ran."""
+    runs = {arm: mine for (arm, _, _), mine in by_arm(block_alone(results, LONG)).items()}
+    short, long = (runs.get(arm, {}) for arm in ("recommended", "recommended_long"))
+    both = [target for target in long if target in short]
+    lines = []
+    for key, form in (("strict rate", "+.2f"), ("elements", "+.2f"), ("element similarity", "+.2f"), ("drift", "+.4f")):
+        gains = np.array([long[target][0][key] - short[target][0][key] for target in both])
+        lines.append((f"{key} at the end, difference", interval(list(gains), form), f"{sign_flips(gains):.4f}"))
     return grid((f"over {len(both)} targets", "figure", "p"), lines, language)
 
 
@@ -915,6 +929,8 @@ BLOCKS: dict[str, Block] = {
     "published-results": published_results,
     "published-results-few": partial(published_results, block=FEW_NULLS),
     "published-results-first": partial(published_results, block=FIRST_TARGETS[0]),
+    "published-results-long": partial(published_results, block=LONG),
+    "published-long": published_long,
     "published-over": published_over,
     "published-pair": published_pair,
     "stealth": stealth_table,

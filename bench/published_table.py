@@ -14,7 +14,8 @@ from bench.arms import PUBLISHED_AT
 from silentbad.recovery.statistics import binomial_interval, bootstrap_interval
 
 BATCH, CLEAN = 16, 720  # pictures a step; clean pictures of a run where nothing else is said
-FIRST_TARGETS = (2000, 2100, 2450)  # first target of each block of reported targets; a later idea takes the next one
+FIRST_TARGETS = (2000, 2100, 2450, 2500)  # first target of each block of reported targets; a later idea takes the next
+MAIN, LONG = FIRST_TARGETS[2:]  # the block of all arms, and that of `recommended_long`
 
 
 def sustained(curve: dict[int, float], level: float = 0.5) -> int | None:

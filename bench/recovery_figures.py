@@ -22,7 +22,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from bench.arms import ARMS, RATES, SMOKE
-from bench.published_table import FIRST_TARGETS, alone, longer, reported_of, runs_of, usual
+from bench.published_table import MAIN, alone, longer, reported_of, runs_of, usual
 from bench.recovery import ROOT, WORK, common, data_set
 from bench.recovery_table import RESULTS, banded, curves, stored
 from silentbad.figures import LABEL, strip
@@ -74,7 +74,7 @@ def draw_curves(results: Path) -> Path:
 
 def draw_published(results: Path) -> Path:
     """Strict rate by step, and elements recovered by drift, of the last block of targets at a ratio of 10 %."""
-    rows = [r for r in reported_of(stored(results), FIRST_TARGETS[-1]) if usual(r) and alone(r) and not longer(r)]
+    rows = [r for r in reported_of(stored(results), MAIN) if usual(r) and alone(r) and not longer(r)]
     by_arm: dict[str, dict[str, list[list[dict]]]] = {}  # arm -> target -> runs
     for (_, target, arm, _, _, _, _), run in runs_of(rows).items():
         arm = arm.replace(" on placebo data", ", placebo")

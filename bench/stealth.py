@@ -19,12 +19,12 @@ from tqdm import tqdm
 
 from bench.ceiling import data_of
 from bench.instrument import Detector, Target, by_kind, passed, rows_of
-from bench.published_table import FIRST_TARGETS, interval, markdown
+from bench.published_table import MAIN, interval, markdown
 from bench.recovery import facts
 from bench.recovery_table import stored
 
 RESULTS = Path(__file__).parent / "results" / "stealth.jsonl"
-TARGETS = ";".join(map(str, range(FIRST_TARGETS[-1], FIRST_TARGETS[-1] + 8)))
+TARGETS = ";".join(map(str, range(MAIN, MAIN + 8)))
 HEAD = (
     "pictures",
     "number",

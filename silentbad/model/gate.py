@@ -4,8 +4,8 @@ A loader of diffusers or transformers fills a missing tensor with random values,
 middle of a run or, worse, nowhere. Whatever does not pass is a UserError, one line that names the file or the tensor.
 """
 
-import logging
 import json
+import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
