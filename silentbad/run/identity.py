@@ -18,6 +18,7 @@ from silentbad.data.targets import Target
 from silentbad.errors import UserError, brief, warn
 from silentbad.files import read_json
 from silentbad.recovery.embedders import MICRO
+from silentbad.recovery.thresholds import load_redraws
 from silentbad.run.checkpoint import sha256
 from silentbad.run.config import NEVER_SAVED, TrainConfig
 
@@ -50,9 +51,10 @@ BY_CONTENT = ("pretrained_model_name_or_path", "train_data_dir", "dataset_name",
 # Not in checkpoints of 0.1 and early ones of 0.2: compared where both sides have them.
 BUNDLED, WORDS = "bundled embedder", "description and paraphrases"
 HELD_OUT, TABLES, GUARDING = "held-out records", "prior tables", "pictures of guard.scan"
+NULLS = "null pictures"
 WHOLE = "byte for byte"  # of weights, whose other digest holds the ends of large files
-LATER = (BUNDLED, WORDS, HELD_OUT, TABLES, GUARDING, WHOLE)
-CHANGED = ("base", "records", BUNDLED, HELD_OUT, TABLES, GUARDING)  # of which a digest says no more
+LATER = (BUNDLED, WORDS, HELD_OUT, TABLES, GUARDING, NULLS, WHOLE)
+CHANGED = ("base", "records", BUNDLED, HELD_OUT, TABLES, GUARDING, NULLS)  # of which a digest says no more
 # Compared as their product, with the number of processes.
 BATCH = ("train_batch_size", "gradient_accumulation_steps")
 
@@ -79,6 +81,7 @@ def facts(
         HELD_OUT: None if held_out is None else records_digest(held_out),
         TABLES: [weights_digest(table) for table in _tables(config.gradient_control.options)],
         GUARDING: [weights_digest(str(picture)) for picture in guarding],
+        NULLS: nulls_digest(config.validation.targets, targets),
         "number of records": len(records),
         "embedder": embedder,
         **{f"target {target.target_id!r}": target_digest(target) for target in targets},
@@ -150,6 +153,14 @@ def target_digest(target: Target) -> str:
 def words_digest(target: Target) -> str:
     """A digest over what only the controls and the null pictures ask for."""
     return hashlib.sha256(json.dumps([target.description, target.paraphrases]).encode()).hexdigest()[:16]
+
+
+def nulls_digest(targets_file: str | None, targets: list[Target]) -> str | None:
+    """A digest over the null pictures beside the targets, which set the thresholds; None where there are none."""
+    digest, redraws = hashlib.sha256(), load_redraws(targets_file, targets)
+    for target, file, kind, changed in redraws:
+        digest.update(f"{targets[target].target_id!r} {kind} {changed} {sha256(file)}\n".encode())
+    return digest.hexdigest()[:16] if redraws else None
 
 
 # ---------------------------------------------------------------- comparing

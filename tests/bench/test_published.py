@@ -30,7 +30,7 @@ FROZEN = {  # block of targets -> the commit that freezes its arms and rates
     2000: "53a37f82c1f60f7de9f8aa9f481f4417096f7b44",
     2100: "1a7f77450f8ab8a502f7f51c1ad038937e91429e",
     2450: "2994cf71460d02a76ba208a3ffa54304da2fe16e",
-    2500: "HEAD",
+    2500: "c203e699e6765c252f5fa48a52ed44978e32f61e",
 }
 
 

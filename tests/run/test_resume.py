@@ -84,6 +84,16 @@ def test_held_out_records_count(flags, tmp_path, capsys):
     assert "held-out records changed" in line and "; records changed" not in line
 
 
+def test_null_pictures_count(flags, tmp_path, capsys):
+    data = write_data(tmp_path / "data")
+    (data / "redraws.jsonl").write_text(json.dumps({"target_id": "t0", "image": "images/c0.png"}))
+    settings = {"train_data_dir": data, **VALIDATION, "validation.targets": data / "targets.jsonl"}
+    assert main(flags(max_train_steps=2, **settings)) == 0
+    (data / "redraws.jsonl").write_text(json.dumps({"target_id": "t0", "image": "images/c1.png"}))
+    assert main(flags(max_train_steps=3, resume_from_checkpoint="latest", **settings)) == 2
+    assert "null pictures changed" in capsys.readouterr().err
+
+
 def test_a_prior_table_counts(flags, tmp_path, capsys):
     table = tmp_path / "table.yaml"
     table.write_text('- {match: "*.xattn.*", pi: 2.0}\n')
