@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from silentbad.distributed import shards
-from silentbad.errors import UserError
+from silentbad.errors import UserError, warn
 from silentbad.model.denoiser import load_trained, trained
 from silentbad.run import checkpoint
 
@@ -178,12 +178,17 @@ class TrainState:
 
 
 def load_schedule(scheduler: Any, state: dict[str, Any]) -> None:
-    """Take up a schedule's position. torch's own `load_state_dict` sets whatever attributes a file names."""
+    """Take up a schedule's position. torch's own `load_state_dict` sets whatever attributes a file names. A rate that
+    jumps, because it falls over another length than before, is said."""
     rates = [[float(rate) for rate in state[name]] for name in ("base_lrs", "_last_lr")]
     if any(len(each) != len(scheduler.base_lrs) or not all(map(math.isfinite, each)) for each in rates):
         raise ValueError(f"it has other rates than the {len(scheduler.base_lrs)} of this run")
     scheduler.base_lrs, scheduler._last_lr = rates
     scheduler.last_epoch, scheduler._step_count = int(state["last_epoch"]), int(state["_step_count"])
+    now = [base * factor(scheduler.last_epoch) for base, factor in zip(rates[0], scheduler.lr_lambdas, strict=True)]
+    if jumps := [pair for pair in zip(rates[1], now, strict=True) if not math.isclose(*pair, rel_tol=1e-6)]:
+        was, is_ = jumps[0]
+        warn(f"the learning rate goes on at {is_:.3g} instead of {was:.3g}: its schedule falls over another length now")
 
 
 def lie_as_weights(optimizer: torch.optim.Optimizer) -> None:

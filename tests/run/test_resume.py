@@ -187,6 +187,15 @@ def test_a_schedule_takes_its_position_and_nothing_else():
         load_schedule(schedule, state | {"base_lrs": [1.0, 2.0]})
 
 
+@pytest.mark.parametrize("length, said", [(4, False), (8, True)])
+def test_a_rate_that_jumps_on_resume_is_said(flags, tmp_path, capsys, length, said):
+    fall = {"lr_scheduler": "cosine", "checkpointing_steps": 2}
+    assert main(flags(max_train_steps=4, **fall)) == 0
+    step = tmp_path / "run/checkpoints/step-2"
+    assert main(flags("another", max_train_steps=length, resume_from_checkpoint=step, **fall)) == 0
+    assert ("goes on at 0.000854 instead of 0.0005" in capsys.readouterr().err) == said
+
+
 ODD = {
     "removed": lambda entry: entry.pop("exp_avg"),
     "None": lambda entry: entry.update(step=None),
