@@ -21,7 +21,7 @@ from tqdm import tqdm
 import validation
 from bench.instrument import BASE, Target, memoriser
 from bench.published import BEFORE, HELD_OUT, NULLS, per_phrase
-from bench.published_table import MAIN
+from bench.published_table import FIRST_TARGETS
 from bench.recovery import WORK, data_set, facts, words
 from bench.recovery_table import stored
 from silentbad.recovery.record import Record
@@ -29,7 +29,7 @@ from silentbad.recovery.record import Record
 STEPS = 300  # of the fine-tuning on the target itself
 CLEAN, RATIO = 720, 0.1  # of the arms' data, whose thresholds are taken
 RESULTS = Path(__file__).parent / "results" / "ceiling.jsonl"
-TARGETS = ";".join(map(str, range(MAIN, MAIN + 24)))
+TARGETS = ";".join(map(str, range(FIRST_TARGETS[1], FIRST_TARGETS[1] + 13)))  # those that have been run
 
 
 def measure(name: str, steps: int, nulls: int | None) -> dict:
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default=TARGETS, help="separated by ';'")
     parser.add_argument("--steps", type=int, default=STEPS, help="of the fine-tuning, batch 8, AdamW at 5e-4")
-    parser.add_argument("--nulls", choices=NULLS, default="element", help="100 of each harder kind for each of these")
+    parser.add_argument("--nulls", choices=NULLS, default="target", help="100 of each harder kind for each of these")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     here = facts()
