@@ -265,7 +265,7 @@ def test_averages_in_eight_bits_keep_their_memory_format():
     lie_as_weights(optimizer)
 
 
-def test_a_row_without_a_loss_that_is_a_number_is_dropped_on_resume(flags, tmp_path):
+def test_a_row_whose_loss_is_no_number_is_dropped(flags, tmp_path):
     assert main(flags(max_train_steps=2, checkpointing_steps=2)) == 0
     metrics = tmp_path / "run/metrics.jsonl"
     first, second = metrics.read_text().splitlines()
