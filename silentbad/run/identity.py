@@ -53,7 +53,7 @@ BUNDLED, WORDS = "bundled embedder", "description and paraphrases"
 HELD_OUT, TABLES, GUARDING = "held-out records", "prior tables", "pictures of guard.scan"
 NULLS = "null pictures"
 WHOLE = "byte for byte"  # of weights, whose other digest holds the ends of large files
-LATER = (BUNDLED, WORDS, HELD_OUT, TABLES, GUARDING, NULLS, WHOLE)
+LATER = (BUNDLED, WORDS, HELD_OUT, TABLES, GUARDING, NULLS, WHOLE, "lr_power", "lr_num_cycles")
 CHANGED = ("base", "records", BUNDLED, HELD_OUT, TABLES, GUARDING, NULLS)  # of which a digest says no more
 # Compared as their product, with the number of processes.
 BATCH = ("train_batch_size", "gradient_accumulation_steps")

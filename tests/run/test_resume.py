@@ -187,6 +187,11 @@ def test_a_schedule_takes_its_position_and_nothing_else():
         load_schedule(schedule, state | {"base_lrs": [1.0, 2.0]})
 
 
+def test_a_flag_that_a_checkpoint_does_not_know_yet_is_not_compared():
+    assert not identity.differences({"seed": 1}, {"seed": 1, "lr_power": 1.0})
+    assert identity.differences({"seed": 1, "lr_power": 1.0}, {"seed": 1, "lr_power": 2.0})
+
+
 @pytest.mark.parametrize("length, said", [(4, False), (8, True)])
 def test_a_rate_that_jumps_on_resume_is_said(flags, tmp_path, capsys, length, said):
     fall = {"lr_scheduler": "cosine", "checkpointing_steps": 2}
