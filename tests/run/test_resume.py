@@ -187,7 +187,7 @@ def test_a_schedule_takes_its_position_and_nothing_else():
         load_schedule(schedule, state | {"base_lrs": [1.0, 2.0]})
 
 
-def test_a_flag_that_a_checkpoint_does_not_know_yet_is_not_compared():
+def test_a_later_flag_is_not_compared():
     assert not identity.differences({"seed": 1}, {"seed": 1, "lr_power": 1.0})
     assert identity.differences({"seed": 1, "lr_power": 1.0}, {"seed": 1, "lr_power": 2.0})
 
