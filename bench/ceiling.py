@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 import validation
 from bench.instrument import BASE, Target, memoriser
-from bench.published import BEFORE, HELD_OUT, NULLS, per_phrase
+from bench.published import HELD_OUT, per_phrase
 from bench.published_table import FIRST_TARGETS
 from bench.recovery import WORK, data_set, facts, words
 from bench.recovery_table import stored
@@ -32,12 +32,12 @@ RESULTS = Path(__file__).parent / "results" / "ceiling.jsonl"
 TARGETS = ";".join(map(str, range(FIRST_TARGETS[1], FIRST_TARGETS[1] + 13)))  # those that have been run
 
 
-def measure(name: str, steps: int, nulls: int | None) -> dict:
+def measure(name: str, steps: int) -> dict:
     """Fine-tune on one target and draw its composed prompt, with thresholds from the redraws of the arms' data."""
     folder = WORK / f"ceiling-{os.getpid()}"
     shutil.rmtree(folder, ignore_errors=True)
     save_memorised(name, steps, folder / "pipeline")
-    return judged(name, folder / "pipeline", data_of(name, nulls), folder / "audit")
+    return {"target": name, "steps": steps, **judged(name, folder / "pipeline", data_of(name), folder / "audit")}
 
 
 def data_of(name: str, nulls: int | None = 100) -> Path:
@@ -74,15 +74,13 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default=TARGETS, help="separated by ';'")
     parser.add_argument("--steps", type=int, default=STEPS, help="of the fine-tuning, batch 8, AdamW at 5e-4")
-    parser.add_argument("--nulls", choices=NULLS, default="target", help="100 of each harder kind for each of these")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     here = facts()
     for name in tqdm(args.targets.split(";"), desc="targets"):
-        run = {"target": name, "steps": args.steps, "nulls": args.nulls}
-        if any(run.items() <= (BEFORE | row).items() for row in stored(args.results)):
+        if (name, args.steps) in {(row["target"], row["steps"]) for row in stored(args.results)}:
             continue
-        row = run | measure(name, args.steps, NULLS[args.nulls]) | here
+        row = measure(name, args.steps) | here
         with args.results.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(name, row["rate"], row["elements"])

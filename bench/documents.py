@@ -26,7 +26,6 @@ from bench.published_table import (
     MAIN,
     PAPER,
     alone,
-    block_of,
     by_arm,
     figures,
     first,
@@ -379,12 +378,12 @@ def between_over(results: Results, language: Language) -> str:
     return between.compared(stored(results.folder / between.RESULTS.name)) + "\n"
 
 
-def published_ceiling(results: Results, language: Language, block: int = FEW_NULLS) -> str:
+def published_ceiling(results: Results, language: Language) -> str:
     """By target: what the endpoint accepts of a base fine-tuned on the target itself, and what the arms reach."""
-    rows = [row for row in block_alone(results, block) if usual(row) and row["seed"] == 0]
+    rows = [row for row in block_alone(results) if usual(row) and row["seed"] == 0]
     arms = {arm: runs for (arm, _, _), runs in by_arm(rows).items()}
     names = [arm for arm in ("recommended", "recommended_adamw", "recommended_leak_free") if arm in arms]
-    best = {row["target"]: row for row in results.ceiling if block_of({"targets": row["target"]}) == block}
+    best = {row["target"]: row for row in results.ceiling}
 
     def reached(arm: str, target: str) -> str:
         return f"{arms[arm][target][0]['strict rate']:.2f}" if target in arms[arm] else ""

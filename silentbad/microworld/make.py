@@ -256,10 +256,10 @@ def draw_null(
     for again in itertools.count():
         null = hard_null(kind, _rng(kind, name, i, *([again] if again else [])), scene, turn=i)
         picture = render(null.scene)[0]
-        another = picture.tobytes() not in seen or kind in FEW
+        another = (content := picture.tobytes()) not in seen or kind in FEW
         if again == TRIES or another and not is_copy(fingerprint(picture), target):
             break
-    seen.add(picture.tobytes())
+    seen.add(content)
     return null, picture
 
 
