@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ BUNDLED, WORDS = "bundled embedder", "description and paraphrases"
 HELD_OUT, TABLES, GUARDING = "held-out records", "prior tables", "pictures of guard.scan"
 NULLS = "null pictures"
 WHOLE = "byte for byte"  # of weights, whose other digest holds the ends of large files
-LATER = (BUNDLED, WORDS, HELD_OUT, TABLES, GUARDING, NULLS, WHOLE, "lr_power", "lr_num_cycles")
+LATER = (BUNDLED, WORDS, HELD_OUT, TABLES, GUARDING, NULLS, WHOLE)
 CHANGED = ("base", "records", BUNDLED, HELD_OUT, TABLES, GUARDING, NULLS)  # of which a digest says no more
 # Compared as their product, with the number of processes.
 BATCH = ("train_batch_size", "gradient_accumulation_steps")
@@ -99,6 +100,12 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         part = isinstance(value, dict) and key not in ("options", "weights", "optimizer_options")
         flat |= _flat(value, f"{prefix}{key}.") if part else {prefix + key: value}
     return flat
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    """{flag: default}, as `facts` has them."""
+    return json.loads(json.dumps(_flat(asdict(TrainConfig())), default=str))
 
 
 def _tables(options: Any) -> list[str]:
@@ -179,8 +186,8 @@ def read(folder: Path) -> dict[str, Any] | None:
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """ "name was X, is Y" for each fact that differs."""
-    found = []
+    """ "name was X, is Y" for each fact that differs. A flag that a checkpoint does not know was at its default."""
+    found, then = [], {name: value for name, value in _defaults().items() if name in now} | then
     for name in [*now, *(name for name in then if name not in now)]:
         if name in then and name in now and _same(then[name], now[name]):
             continue

@@ -187,8 +187,9 @@ def test_a_schedule_takes_its_position_and_nothing_else():
         load_schedule(schedule, state | {"base_lrs": [1.0, 2.0]})
 
 
-def test_a_later_flag_is_not_compared():
-    assert not identity.differences({"seed": 1}, {"seed": 1, "lr_power": 1.0})
+def test_a_later_flag_was_at_its_default():
+    assert not identity.differences({"seed": 1}, {"seed": 1, "lr_power": 1.0})  # from before there was the flag
+    assert identity.differences({"seed": 1}, {"seed": 1, "lr_power": 2.0}) == ["lr_power was 1.0, is 2.0"]
     assert identity.differences({"seed": 1, "lr_power": 1.0}, {"seed": 1, "lr_power": 2.0})
 
 
