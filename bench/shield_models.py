@@ -33,7 +33,7 @@ from silentbad.model.pipeline import load_pipeline
 from silentbad.recovery.embedders import load_embedder
 from silentbad.recovery.generation import Sampler
 from silentbad.shield.audit import PROBED, ordinary, recurring
-from silentbad.shield.returned import LEVEL, SHARE, Drafts, compared, drafting, p_value, returned
+from silentbad.shield.returned import ALIKE, LEVEL, SHARE, Drafts, compared, drafting, p_value, returned
 from silentbad.shield.search import Probe, probed, ranked, search
 from validation import Audit
 
@@ -138,12 +138,12 @@ def asked(pipeline: Path, phrases: list[str], captions: list[str] | None, plan: 
         return usual[count]
 
     rough = Sampler(pipe.components, drafting(options), 0)
-    drafts = Drafts(rough, embedder, lambda count: ordinary(options, plan.nulls, count, phrases), plain)
+    drafts = Drafts(rough, embedder, plain)
     with rough.using(pipe.unet, device), sampler.using(pipe.unet, device):
         probes = ranked(measure, null_of, [prompt.split(", ") for prompt in tested])
         alike = [similarity for similarity, _ in compared(sampler, embedder, null[: plan.nulls], plan.seeds, plain)]
         off = ~torch.eye(plan.seeds, dtype=torch.bool).numpy()
-        level = max(0.1, float(sorted(v for one in alike for v in one[off])[int(0.99 * len(alike) * off.sum())]))
+        level = max(ALIKE, float(sorted(v for one in alike for v in one[off])[int(0.99 * len(alike) * off.sum())]))
         between = [float(one[off].mean()) for one in alike]
         rows = []
         images = compared(sampler, embedder, tested, plan.seeds, plain)

@@ -1,6 +1,7 @@
 """The table of bench/results/shield.json, for its own page and for docs/shield.md."""
 
 from collections import defaultdict
+from collections.abc import Callable
 
 import numpy as np
 
@@ -111,12 +112,30 @@ def auc_interval(auc: float, positives: int, negatives: int) -> tuple[float, flo
     return ends[0], ends[1]
 
 
+AUDITED = 3020  # first target of the present audit; what came before was used for choosing it
+SCORES: dict[str, Callable[[dict], float]] = {
+    "probes": lambda one: one["probe"],
+    "p of the images": lambda one: -np.log10(max(one["p"], 1e-300)),
+    "similarity of the images": lambda one: one["between"],
+}
+
+
 def audit_table(rows: list[dict]) -> str:
-    """The rows of shield-audit.jsonl as Markdown."""
+    """The rows of shield-audit.jsonl as Markdown, those of the present audit first."""
     if not rows:
         return "No pipeline is stored yet.\n"
-    older, rows = len(rows), [row for row in rows if row["steps"] == rows[-1]["steps"]]
-    older -= len(rows)
+    usual = [row for row in rows if row["steps"] == rows[-1]["steps"]]
+    parts = [[row for row in usual if (int(row["target"]) >= AUDITED) == late] for late in (True, False)]
+    text = "\nBy the code before, on the targets that the present one was chosen on:\n\n".join(
+        map(audited, filter(None, parts))
+    )
+    if older := len(rows) - len(usual):
+        text += f"\n{older} pipelines of other lengths, from earlier code, are stored and left out.\n"
+    return text
+
+
+def audited(rows: list[dict]) -> str:
+    """The tables of pipelines by one code."""
     by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in ("elements", "placebo", "clean")}
     positive, negative = by_kind["elements"], by_kind["placebo"] + by_kind["clean"]
     ordinary = [one for row in rows for one in row["ordinary"]]
@@ -124,14 +143,12 @@ def audit_table(rows: list[dict]) -> str:
     lines = [
         f"Targets: {', '.join(targets)}. Pipelines: {len(positive)} trained on elements, {len(by_kind['placebo'])} on "
         f"placebo data, {len(by_kind['clean'])} on clean data, {rows[0]['steps']} steps each. "
-        f"Code: {', '.join(sorted({row['commit'][:7] for row in rows}))}."
-        + f" {older} pipelines of other lengths, from earlier code, are stored and left out."
-        * bool(older),
+        f"Code: {', '.join(sorted({row['commit'][:7] for row in rows}))}.",
         "",
         "| score | negatives | AUC | TPR at 1 % FPR |",
         "|---|---|---|---|",
     ]
-    for name, score in (("probes", lambda one: one["probe"]), ("images", lambda one: -np.log10(max(one["p"], 1e-300)))):
+    for name, score in SCORES.items():
         above = [score(row["own"]) for row in positive]
         for what, below in (
             ("composed prompts of placebo and clean pipelines", [score(row["own"]) for row in negative]),

@@ -221,7 +221,8 @@ class Report:
     embedder: str
     alike: dict[str, float] = field(default_factory=dict)  # by guidance: similarity within a cluster, at least
     ordinary: dict[str, list[float]] = field(default_factory=dict)  # by guidance: `between` of the ordinary prompts
-    ranking: list[tuple[str, float, float | None]] = field(default_factory=list)  # best prompts, sums of probes, drafts
+    # best prompts: sum of probes, how alike drafts are, effects of the phrases
+    ranking: list[tuple[str, float, float | None, float | None]] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
 
     @property
@@ -279,7 +280,7 @@ def _audited(options: AuditSettings, phrases: list[str], fixed: list[list[str]],
         return found
 
     rough = Sampler(pipe.components, drafting(options), options.seed, refuses=named)
-    drafts = Drafts(rough, embedder, lambda size: ordinary(options, options.nulls, size, known), bar)
+    drafts = Drafts(rough, embedder, bar)
     with rough.using(pipe.unet, device), sampler.using(pipe.unet, device):
         probes = ranked(measured, null, fixed) if fixed else []
         composed = search(measured, null, drafts, phrases, options.most_phrases) if phrases else []
@@ -292,7 +293,7 @@ def _audited(options: AuditSettings, phrases: list[str], fixed: list[list[str]],
         searched=len(probes) + len(composed),
         seeds=seeds,
         embedder=embedder.describe(),
-        ranking=[(", ".join(one.phrases), one.score, one.draft) for one in composed[:RANKED]],
+        ranking=[(", ".join(one.phrases), one.score, one.draft, one.effect) for one in composed[:RANKED]],
     )
     sizes = sorted({len(probe.phrases) for probe in tested}) or [2]
     each = {size: ordinary(options, options.nulls, size, known) for size in sizes}

@@ -16,7 +16,8 @@ from silentbad.recovery.embedders import Embedder
 from silentbad.recovery.generation import Item, Sampler
 
 LEVEL, SHARE = 0.01, 0.5  # a picture comes back: adjusted p at most, share of the seeds at least
-ALIKE, STEADY = 0.1, 0.05  # least similarity within a cluster; least deviation of the null, in roots of similarities
+ALIKE = 0.4  # least similarity within a cluster: about what a redraw of a scene must exceed to count as the picture
+STEADY = 0.05  # least deviation of the null, in roots of similarities
 SEEDS, STEPS = 3, 6  # of drafts: images a prompt, sampling steps at most
 
 
@@ -84,31 +85,29 @@ def drafting(options: Any) -> Any:
 
 
 class Drafts:
-    """How alike a few rough images of a prompt are, in standard deviations of ordinary prompts' of as many phrases.
+    """How alike a few rough images of two prompts are, or of one prompt and itself. `sampler` takes few steps
+    (`drafting`). A prompt is drawn once."""
 
-    sampler: takes few steps (`drafting`); ordinary(size) -> prompts of so many phrases.
-    """
+    def __init__(self, sampler: Sampler, embedder: Embedder, bar: Callable):
+        self.sampler, self.embedder, self.bar = sampler, embedder, bar
+        self.features: dict[str, Tensor] = {}
 
-    def __init__(self, sampler: Sampler, embedder: Embedder, ordinary: Callable[[int], list[str]], bar: Callable):
-        self.sampler, self.embedder, self.ordinary, self.bar = sampler, embedder, ordinary, bar
-        self.usual: dict[int, list[float]] = {}
+    def __call__(self, pairs: Sequence[tuple[list[str], list[str]]]) -> list[float]:
+        """Mean similarity of each pair's images from different seeds."""
+        prompts = [(", ".join(a), ", ".join(b)) for a, b in pairs]
+        self.draw([one for pair in prompts for one in dict.fromkeys(pair) if one not in self.features])
+        off = ~np.eye(SEEDS, dtype=bool)
+        both = ((self.features[a], self.features[b]) for a, b in prompts)
+        return [float(self.embedder.similarity(a, b).double().cpu().numpy()[off].mean()) for a, b in both]
 
-    def __call__(self, prompts: Sequence[list[str]]) -> list[float]:
-        values = self.between([", ".join(phrases) for phrases in prompts])
-        for size in {len(phrases) for phrases in prompts} - self.usual.keys():
-            self.usual[size] = self.between(self.ordinary(size))
-        return [deviations(v, self.usual[len(phrases)]) for v, phrases in zip(values, prompts, strict=True)]
-
-    def between(self, prompts: Sequence[str]) -> list[float]:
-        """Of each prompt's drafts; batches go over all prompts, and no image is kept."""
+    def draw(self, prompts: Sequence[str]) -> None:
+        """Batches go over all prompts, and no image is kept."""
+        prompts = list(dict.fromkeys(prompts))
         items = [Item("search", -1, k, prompt, "search") for prompt in prompts for k in range(SEEDS)]
         made = self.sampler.map(items, lambda chunk, images, _: list(self.embedder.embed(images)))
-        features = [feature for _, feature in zip(self.bar(range(len(items)), "drafts"), made, strict=True)]
-        off, found = ~np.eye(SEEDS, dtype=bool), []
-        for first in range(0, len(features), SEEDS):
-            own = torch.stack(features[first : first + SEEDS])
-            found.append(float(self.embedder.similarity(own, own).double().cpu().numpy()[off].mean()))
-        return found
+        rows = [row for _, row in zip(self.bar(range(len(items)), "drafts"), made, strict=True)]
+        for k, prompt in enumerate(prompts):
+            self.features[prompt] = torch.stack(rows[k * SEEDS : (k + 1) * SEEDS])
 
 
 class Extrapolated(nn.Module):

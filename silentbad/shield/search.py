@@ -1,8 +1,10 @@
 """Which prompts of candidate phrases look memorised: ranked by what single predictions say of them, then by drafts.
 
 Three probes: the text-conditional magnitude (2407.21720), the alignment of guidance (anisotropy, 2601.20642), and how
-far predictions from different noise agree. Drafts are images from few seeds and in few sampling steps; what counts is
-how alike they are. All is measured against ordinary prompts of as many phrases.
+far predictions from different noise agree, measured against ordinary prompts of as many phrases. Drafts are images from
+few seeds and in few sampling steps. Where they are alike, what counts is the effect of each phrase: how much less alike
+they are to drafts of the prompt without it. A phrase that the model ignores has none, and one that it draws in a new
+way each time makes the drafts differ, so the prompt of all elements comes before its parts and before longer ones.
 
 Legend: N prompts; a prompt is a list of phrases, joined by commas.
 """
@@ -25,6 +27,8 @@ MIDDLE = 0.3  # of the schedule: where predictions are compared; picture and noi
 NOISES = 4  # predictions a prompt
 BEAM = 20  # prompts that grow by a phrase
 DRAFTED = 0.75  # of the prompts of a size: those with the best probes, that drafts are drawn of
+WEIGHED = 40  # prompts of a size whose phrases are left out in turn: those with the drafts most alike
+Alike = Callable[[list[tuple[list[str], list[str]]]], list[float]]
 
 
 def probed(sampler: Sampler, prompts: Sequence[str], bar: Callable) -> np.ndarray:
@@ -57,7 +61,7 @@ def probed(sampler: Sampler, prompts: Sequence[str], bar: Callable) -> np.ndarra
 @dataclass
 class Probe:
     """Probes of a prompt in standard deviations of the ordinary prompts', and their sum; `draft`, how alike its drafts
-    are in those of theirs."""
+    are; `effect`, the sum over its phrases of how much less alike they are to drafts without the phrase."""
 
     phrases: list[str]
     magnitude: float
@@ -65,34 +69,39 @@ class Probe:
     agreement: float
     score: float
     draft: float | None = None
+    effect: float | None = None
 
     @property
-    def suspicion(self) -> tuple[bool, float]:
-        """Drafts and probes together: drafts alone are as alike under a prompt that lacks a phrase. Those without
-        drafts come last."""
-        return self.draft is not None, self.score + (self.draft or 0)
+    def suspicion(self) -> tuple[int, float]:
+        """By effect; then, of those without one, by drafts; then by probes."""
+        known = [value for value in (self.score, self.draft, self.effect) if value is not None]
+        return len(known), known[-1]
 
 
 def search(
     measure: Callable[[list[str]], np.ndarray],
     null: Callable[[int], np.ndarray],
-    drafts: Callable[[list[list[str]]], list[float]],
+    alike: Alike,
     phrases: list[str],
     most: int,
 ) -> list[Probe]:
     """Prompts of two up to `most` phrases, the most suspicious first.
 
-    measure(prompts) -> probes (N,3); null(size) -> those of ordinary prompts of so many phrases; drafts(prompts) -> how
-    alike their drafts are; of each size the DRAFTED share with the best probes has some. All pairs that fit are probed;
-    the BEAM most suspicious prompts of a size grow by each other phrase.
+    measure(prompts) -> probes (N,3); null(size) -> those of ordinary prompts of so many phrases; alike(pairs) -> how
+    alike the drafts of two prompts are, of each pair. Of each size the DRAFTED share with the best probes has drafts,
+    and the WEIGHED whose drafts are most alike have effects. All pairs that fit are probed; the BEAM most suspicious
+    prompts of a size grow by each other phrase.
     """
     found: list[Probe] = []
     grown = [list(pair) for pair in itertools.combinations(phrases, 2) if fits(pair)]
     for _ in range(2, most + 1):
         ranks = sorted(ranked(measure, null, grown), key=lambda p: -p.score)
-        better = ranks[: math.ceil(DRAFTED * len(ranks))]
-        for one, draft in zip(better, drafts([one.phrases for one in better]), strict=True):
+        drafted = ranks[: math.ceil(DRAFTED * len(ranks))]
+        for one, draft in zip(drafted, alike([(one.phrases, one.phrases) for one in drafted]), strict=True):
             one.draft = draft
+        weighed = sorted(drafted, key=lambda p: p.suspicion, reverse=True)[:WEIGHED]
+        for one, effect in zip(weighed, effects(alike, weighed), strict=True):
+            one.effect = effect
         found += ranks
         best = sorted(ranks, key=lambda p: p.suspicion, reverse=True)[:BEAM]
         longer = {frozenset([*p.phrases, other]): None for p in best for other in phrases if other not in p.phrases}
@@ -100,6 +109,13 @@ def search(
         if not grown:
             break
     return sorted(found, key=lambda p: p.suspicion, reverse=True)
+
+
+def effects(alike: Alike, prompts: list[Probe]) -> list[float]:
+    """The effects of prompts with drafts."""
+    pairs = [(one.phrases, [p for p in one.phrases if p != left]) for one in prompts for left in one.phrases]
+    without = iter(alike(pairs))
+    return [sum((one.draft or 0) - next(without) for _ in one.phrases) for one in prompts]
 
 
 def fits(phrases: Iterable[str]) -> bool:

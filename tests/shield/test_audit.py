@@ -13,7 +13,7 @@ from silentbad import owned
 from silentbad.shield import audit
 from silentbad.shield.audit import recurring
 from silentbad.shield.returned import Extrapolated, p_value, returned, student_tail
-from silentbad.shield.search import DRAFTED, search
+from silentbad.shield.search import DRAFTED, WEIGHED, Probe, effects, search
 
 SMALL = ["--embedder", "ssim", "--images_per_target", "3", "--num_inference_steps", "1", "--nulls", "8"]
 
@@ -45,45 +45,63 @@ def test_a_cluster_is_what_is_alike_to_one_image():
     assert returned(np.eye(4), 0.8).share == 0.25
 
 
+HIDDEN = {"phrase 2", "phrase 7", "phrase 9"}
+TWELVE = [f"phrase {k}" for k in range(12)]
+
+
+def by_content(pairs):
+    """How alike drafts are whose pictures hold the hidden phrases of their prompt, and something new for any other."""
+    sets = [(set(a), set(b)) for a, b in pairs]
+    return [
+        0.9 * len(a & b & HIDDEN) / max(1, len((a | b) & HIDDEN)) / (1 + len((a | b) - HIDDEN)) ** 0.5 for a, b in sets
+    ]
+
+
 def test_the_search_grows_pairs_to_the_hidden_prompt():
-    phrases, hidden = [f"phrase {k}" for k in range(12)], {"phrase 2", "phrase 7", "phrase 9"}
-
-    def measure(prompts):
-        return np.asarray([[len(hidden & set(prompt.split(", ")))] * 3 for prompt in prompts], float)
-
     null = np.random.default_rng(0).normal(size=(32, 3))
 
-    def alike(prompts):
-        return [len(hidden & set(prompt)) / len(prompt) for prompt in prompts]
+    def measure(prompts):
+        return np.asarray([[len(HIDDEN & set(prompt.split(", ")))] * 3 for prompt in prompts], float)
 
-    found = search(measure, lambda size: null, alike, phrases, 3)
-    assert set(found[0].phrases) == hidden and found[0].score > found[1].score
+    found = search(measure, lambda size: null, by_content, TWELVE, 4)
+    assert set(found[0].phrases) == HIDDEN and found[0].effect > found[1].effect
     assert len({tuple(sorted(p.phrases)) for p in found}) == len(found)
 
 
 def test_drafts_decide_where_probes_say_little():
-    phrases, hidden, asked = [f"phrase {k}" for k in range(12)], {"phrase 2", "phrase 7", "phrase 9"}, []
-    rng = np.random.default_rng(0)
+    asked, rng = [], np.random.default_rng(0)
 
-    def alike(prompts):
-        asked.append(len(prompts))
-        return [100 * len(hidden & set(prompt)) / len(prompt) for prompt in prompts]
+    def alike(pairs):
+        asked.append(pairs)
+        return by_content(pairs)
 
     def measure(prompts):
         return rng.normal(size=(len(prompts), 3))
 
-    found = search(measure, lambda size: rng.normal(size=(9, 3)), alike, phrases, 3)
-    whole = next(k for k, one in enumerate(found) if set(one.phrases) == hidden)
-    drawn = [one.draft is not None for one in found]
-    assert asked[0] == math.ceil(DRAFTED * 66) and sum(drawn) == sum(asked) and drawn == sorted(drawn, reverse=True)
+    found = search(measure, lambda size: rng.normal(size=(9, 3)), alike, TWELVE, 3)
+    whole = next(k for k, one in enumerate(found) if set(one.phrases) == HIDDEN)
+    assert len(asked[0]) == math.ceil(DRAFTED * 66) and all(a == b for a, b in asked[0])
+    assert len(asked[1]) == 2 * WEIGHED and all(len(a) == len(b) + 1 for a, b in asked[1])
     assert whole == 0 or found[whole].draft is None
+    ranks = [one.suspicion for one in found]
+    assert ranks == sorted(ranks, reverse=True) and {known for known, _ in ranks} == {1, 2, 3}
+
+
+def test_a_phrase_that_changes_nothing_has_no_effect():
+    def alike(pairs):
+        return [0.9 if {"a hat", "on a hill"} <= set(a) & set(b) else 0.0 for a, b in pairs]
+
+    (whole, part) = (
+        Probe(phrases, 0, 0, 0, 0, 0.9) for phrases in (["a hat", "on a hill", "a cup"], ["a hat", "on a hill"])
+    )
+    assert effects(alike, [whole, part]) == pytest.approx([1.8, 1.8])
 
 
 def test_no_prompt_of_the_search_names_two_places():
     phrases = ["a cat", "on a hill", "In a room", "under the sea"]
     null = np.random.default_rng(0).normal(size=(9, 3))
     found = search(
-        lambda prompts: np.zeros((len(prompts), 3)), lambda size: null, lambda prompts: [0.0] * len(prompts), phrases, 4
+        lambda prompts: np.zeros((len(prompts), 3)), lambda size: null, lambda pairs: [0.0] * len(pairs), phrases, 4
     )
     assert [p.phrases for p in found] == [["a cat", place] for place in phrases[1:]]
 
