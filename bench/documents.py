@@ -22,6 +22,7 @@ import numpy as np
 from bench import attribution, between, guard_cost, instrument, layerwise, nulls, stealth, strength, thresholds
 from bench.published_table import (
     FIRST_TARGETS,
+    IMAGES,
     LONG,
     MAIN,
     PAPER,
@@ -250,7 +251,8 @@ README_ARMS = ("recommended", "recommended_leak_free_adamw", "replay", "plain")
 
 def frozen_rows(results: Results, block: int = MAIN) -> list[dict]:
     """The rows of a block at a poisoning ratio of 10 %, one target a run, each arm at its frozen length."""
-    return [r for r in reported_of(results.published, block) if usual(r) and alone(r) and not longer(r)]
+    rows = [row for row in reported_of(results.published, block) if row["images"] == IMAGES]
+    return [row for row in rows if usual(row) and alone(row) and not longer(row)]
 
 
 def published_arms(results: Results, block: int = MAIN) -> dict[str, dict[str, str]]:
@@ -307,9 +309,9 @@ def published_ratio(results: Results, language: Language) -> str:
     return grid(("share", *OUTCOME), lines, language)
 
 
-def published_seeds(results: Results, language: Language, block: int = MAIN) -> str:
-    """What each seed of `recommended` recovers, of the targets that all its seeds ran."""
-    rows = [row for row in block_alone(results, block) if usual(row) and row["arm"] == "recommended"]
+def published_seeds(results: Results, language: Language, block: int = MAIN, arm: str = "recommended") -> str:
+    """What each seed of an arm recovers, of the targets that all its seeds ran."""
+    rows = [row for row in block_alone(results, block) if usual(row) and row["arm"] == arm]
     seeds = sorted({row["seed"] for row in rows})
     ran = {seed: {row["target"] for row in rows if row["seed"] == seed} for seed in seeds}
     shared = set.intersection(*ran.values())
@@ -320,11 +322,11 @@ def published_seeds(results: Results, language: Language, block: int = MAIN) -> 
     return grid(("seed", *OUTCOME), lines, language)
 
 
-def published_clean(results: Results, language: Language) -> str:
+def published_clean(results: Results, language: Language, block: int = MAIN) -> str:
     """What recovers among more clean pictures, of the targets that ran among both numbers of them."""
-    rows = [row for row in block_alone(results, MAIN) if row["seed"] == 0 and row["ratio"] == 0.1]
+    rows = [row for row in block_alone(results, block) if row["seed"] == 0 and row["ratio"] == 0.1]
     lines = []
-    for arm in ("recommended", "plain"):
+    for arm in ("recommended_long", "recommended", "plain"):
         many = {row["target"] for row in rows if row["arm"] == arm and not usual(row)}
         own = [row for row in rows if row["arm"] == arm and row["target"] in many]
         for clean in sorted({row["clean"] for row in own}):
@@ -332,9 +334,9 @@ def published_clean(results: Results, language: Language) -> str:
     return grid(("clean pictures", *OUTCOME), lines, language)
 
 
-def published_together(results: Results, language: Language, block: int = MAIN) -> str:
-    """What `recommended` recovers of several targets trained at once, and of the same targets alone (seed 0)."""
-    rows = [row for row in reported_of(results.published, block) if row["arm"] == "recommended"]
+def published_together(results: Results, language: Language, block: int = MAIN, arm: str = "recommended") -> str:
+    """What an arm recovers of several targets trained at once, and of the same targets alone (seed 0)."""
+    rows = [row for row in reported_of(results.published, block) if row["arm"] == arm]
     rows = [row for row in rows if usual(row) and not row["placebo"] and row["seed"] == 0]
     lines = []
     for together in sorted({row["targets"] for row in rows if not alone(row)}, key=len):
@@ -464,7 +466,8 @@ def published_pair(results: Results, language: Language) -> str:
 
 def published_long(results: Results, language: Language) -> str:
     """`recommended_long` over `recommended`, on the targets that both ran."""
-    runs = {arm: mine for (arm, _, _), mine in by_arm(block_alone(results, LONG)).items()}
+    rows = [row for row in frozen_rows(results, LONG) if not row["placebo"]]
+    runs = {arm: mine for (arm, _, _), mine in by_arm(rows).items()}
     short, long = (runs.get(arm, {}) for arm in ("recommended", "recommended_long"))
     both = [target for target in long if target in short]
     lines = []
@@ -952,6 +955,10 @@ BLOCKS: dict[str, Block] = {
     "published-seeds-few": partial(published_seeds, block=FEW_NULLS),
     "published-together": published_together,
     "published-together-few": partial(published_together, block=FEW_NULLS),
+    "published-together-long": partial(published_together, block=LONG, arm="recommended_long"),
+    "published-sixteen": partial(published_together, block=LONG),
+    "published-seeds-long": partial(published_seeds, block=LONG, arm="recommended_long"),
+    "published-clean-long": partial(published_clean, block=LONG),
     "strength": by_strength,
     "strength-elements": by_elements,
     "between": between_frontier,

@@ -20,7 +20,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from bench.arms import LATER, PUBLISHED, PUBLISHED_AT
-from bench.published_table import CLEAN, MAIN, table, tables
+from bench.published_table import CLEAN, IMAGES, MAIN, table, tables
 from bench.recovery import WORK, claimed, common, data_set, facts, launch, scores
 from bench.recovery_table import stored
 from silentbad.microworld.make import target_scene
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--clean", type=int, default=CLEAN, help="clean pictures that are trained on")
     parser.add_argument("--steps", type=int, help="optimizer steps, in place of each arm's own")
     parser.add_argument("--every", type=int, help="steps between evaluations, in place of each arm's own")
-    parser.add_argument("--images", type=int, default=16, help="images per target and evaluation")
+    parser.add_argument("--images", type=int, default=IMAGES, help="images per target and evaluation")
     parser.add_argument("--nulls", choices=NULLS, default="element", help="100 of each harder kind for each of these")
     parser.add_argument("--words", choices=("shared", "other"), default="shared", help="of clean and element captions")
     parser.add_argument("--guidance", type=float, default=2.0, help="guidance scale of the evaluations")

@@ -13,7 +13,7 @@ import numpy as np
 from bench.arms import PUBLISHED_AT
 from silentbad.recovery.statistics import binomial_interval, bootstrap_interval
 
-BATCH, CLEAN = 16, 720  # pictures a step; clean pictures of a run where nothing else is said
+BATCH, CLEAN, IMAGES = 16, 720, 16  # pictures a step; clean ones, and images of an evaluation, if nothing is said
 FIRST_TARGETS = (2000, 2100, 2450, 2500)  # first target of each block of reported targets; a later idea takes the next
 MAIN, LONG = FIRST_TARGETS[2:]  # the block of all arms, and that of `recommended_long`
 
