@@ -12,7 +12,7 @@ import validation
 from silentbad import owned
 from silentbad.shield import audit
 from silentbad.shield.audit import recurring
-from silentbad.shield.returned import Extrapolated, p_value, returned, student_tail
+from silentbad.shield.returned import ALIKE, SEEDS, Drafts, Extrapolated, p_value, returned, student_tail
 from silentbad.shield.search import DRAFTED, WEIGHED, Probe, effects, search
 
 SMALL = ["--embedder", "ssim", "--images_per_target", "3", "--num_inference_steps", "1", "--nulls", "8"]
@@ -97,6 +97,23 @@ def test_a_phrase_that_changes_nothing_has_no_effect():
     assert effects(alike, [whole, part]) == pytest.approx([1.8, 1.8])
 
 
+def test_a_prompt_is_drafted_once_and_compared_across_seeds():
+    drawn = []
+
+    def draw(items, work):
+        drawn.extend((item.prompt, item.image) for item in items)
+        return work(items, torch.tensor([[float(item.image)] for item in items]), None)
+
+    embedder = SimpleNamespace(embed=lambda images: images, similarity=lambda a, b: (a == b.T).float())
+    drafts = Drafts(SimpleNamespace(map=draw), embedder, lambda items, what: items)
+    assert drafts([(["a"], ["a"]), (["a", "b"], ["b"])]) == [
+        0.0,
+        0.0,
+    ]  # an image is alike to that of its own seed alone
+    assert drafts([(["a", "b"], ["a"])]) == [0.0]
+    assert len(drawn) == len(set(drawn)) == 3 * SEEDS
+
+
 def test_no_prompt_of_the_search_names_two_places():
     phrases = ["a cat", "on a hill", "In a room", "under the sea"]
     null = np.random.default_rng(0).normal(size=(9, 3))
@@ -146,6 +163,7 @@ def test_an_audit_of_phrases_writes_its_findings(run, phrases, tmp_path, monkeyp
     assert run("--phrases", phrases, "--tested", 2) == 0
     data = json.loads((tmp_path / "audit/audit.json").read_text())
     assert data["searched"] == 4 and len(data["results"]) == 2  # three pairs, one triple
+    assert data["alike"]["own guidance"] >= ALIKE and {len(row) for row in data["ranking"]} == {4}
     assert "<b>on a hill" not in (tmp_path / "audit/audit.html").read_text()
     usual = audit.compared
 
