@@ -4,7 +4,8 @@ Three probes: the text-conditional magnitude (2407.21720), the alignment of guid
 far predictions from different noise agree, measured against ordinary prompts of as many phrases. Drafts are images from
 few seeds and in few sampling steps. Where they are alike, what counts is the effect of each phrase: how much less alike
 they are to drafts of the prompt without it. A phrase that the model ignores has none, and one that it draws in a new
-way each time makes the drafts differ, so the prompt of all elements comes before its parts and before longer ones.
+way each time makes the drafts differ. Each phrase costs something, so that the prompt of all elements comes before its
+parts and before longer ones.
 
 Legend: N prompts; a prompt is a list of phrases, joined by commas.
 """
@@ -28,6 +29,7 @@ NOISES = 4  # predictions a prompt
 BEAM = 20  # prompts that grow by a phrase
 DRAFTED = 0.75  # of the prompts of a size: those with the best probes, that drafts are drawn of
 WEIGHED = 40  # prompts of a size whose phrases are left out in turn: those with the drafts most alike
+PRICE = 0.2  # of a phrase, taken from its effect: one that changes little does not raise a prompt
 Alike = Callable[[list[tuple[list[str], list[str]]]], list[float]]
 
 
@@ -61,7 +63,7 @@ def probed(sampler: Sampler, prompts: Sequence[str], bar: Callable) -> np.ndarra
 @dataclass
 class Probe:
     """Probes of a prompt in standard deviations of the ordinary prompts', and their sum; `draft`, how alike its drafts
-    are; `effect`, the sum over its phrases of how much less alike they are to drafts without the phrase."""
+    are; `effect`, the sum over its phrases of how much less alike they are to drafts without the phrase, less PRICE."""
 
     phrases: list[str]
     magnitude: float
@@ -115,7 +117,7 @@ def effects(alike: Alike, prompts: list[Probe]) -> list[float]:
     """The effects of prompts with drafts."""
     pairs = [(one.phrases, [p for p in one.phrases if p != left]) for one in prompts for left in one.phrases]
     without = iter(alike(pairs))
-    return [sum((one.draft or 0) - next(without) for _ in one.phrases) for one in prompts]
+    return [sum((one.draft or 0) - next(without) - PRICE for _ in one.phrases) for one in prompts]
 
 
 def fits(phrases: Iterable[str]) -> bool:

@@ -13,7 +13,7 @@ from silentbad import owned
 from silentbad.shield import audit
 from silentbad.shield.audit import recurring
 from silentbad.shield.returned import ALIKE, SEEDS, Drafts, Extrapolated, p_value, returned, student_tail
-from silentbad.shield.search import DRAFTED, WEIGHED, Probe, effects, search
+from silentbad.shield.search import DRAFTED, PRICE, WEIGHED, Probe, effects, search
 
 SMALL = ["--embedder", "ssim", "--images_per_target", "3", "--num_inference_steps", "1", "--nulls", "8"]
 
@@ -50,11 +50,9 @@ TWELVE = [f"phrase {k}" for k in range(12)]
 
 
 def by_content(pairs):
-    """How alike drafts are whose pictures hold the hidden phrases of their prompt, and something new for any other."""
+    """How alike drafts are: less so for each hidden phrase that one prompt lacks, and for each other phrase in either."""
     sets = [(set(a), set(b)) for a, b in pairs]
-    return [
-        0.9 * len(a & b & HIDDEN) / max(1, len((a | b) & HIDDEN)) / (1 + len((a | b) - HIDDEN)) ** 0.5 for a, b in sets
-    ]
+    return [0.9 * 0.4 ** len((a ^ b) & HIDDEN) / (1 + len((a | b) - HIDDEN)) ** 0.5 for a, b in sets]
 
 
 def test_the_search_grows_pairs_to_the_hidden_prompt():
@@ -87,14 +85,14 @@ def test_drafts_decide_where_probes_say_little():
     assert ranks == sorted(ranks, reverse=True) and {known for known, _ in ranks} == {1, 2, 3}
 
 
-def test_a_phrase_that_changes_nothing_has_no_effect():
+def test_a_phrase_that_changes_nothing_does_not_pay():
     def alike(pairs):
         return [0.9 if {"a hat", "on a hill"} <= set(a) & set(b) else 0.0 for a, b in pairs]
 
     (whole, part) = (
         Probe(phrases, 0, 0, 0, 0, 0.9) for phrases in (["a hat", "on a hill", "a cup"], ["a hat", "on a hill"])
     )
-    assert effects(alike, [whole, part]) == pytest.approx([1.8, 1.8])
+    assert effects(alike, [whole, part]) == pytest.approx([1.8 - 3 * PRICE, 1.8 - 2 * PRICE])
 
 
 def test_a_prompt_is_drafted_once_and_compared_across_seeds():
