@@ -37,6 +37,7 @@ from silentbad.errors import UserError, reader_may_leave, say, warn
 from silentbad.model import denoiser, diffusion, lora, pipeline
 from silentbad.model.averaging import averaged
 from silentbad.options import flag
+from silentbad.recovery.scores import settled
 from silentbad.rng import addressed_seed
 from silentbad.run import card, checks, launched, optimizers, trackers
 from silentbad.run.build import Run
@@ -75,6 +76,7 @@ def check_all(config: Config, sources: dict[str, str]) -> Config:
     check_guard(config)
     interpolation_mode(config.image_interpolation_mode)
     checks.check_best(config)
+    checks.check_first_images(config)
     checks.check_places(config)
     checks.check_buckets(config)
     lora.check(config)
@@ -178,6 +180,11 @@ def train(run: Run) -> int:
         while state.step < state.total:
             if any(part is not None and part.should_run(state.step) for part in (run.hook, run.sheet)):
                 validate(run)
+            if run.hook is not None and settled(run.hook.history, points := config.validation.settled_after):
+                run.log.say(
+                    f"recovery has lasted for {points} points of the curve; training stops at step {state.step}"
+                )
+                break
             drawn, losses = [], []
             for micro, batch in enumerate(run.timers.waiting("data", run.loader.draw(state.draw))):
                 drawn.append(batch)

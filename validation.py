@@ -69,6 +69,8 @@ class ValidationConfig:
     steps: Natural = 100  # optimizer steps between points of the curve; 0: only before and after training
     early_steps: list[Natural] = field(default_factory=list)  # further points, for a curve that rises before `steps`
     images_per_target: Small = 8
+    first_images: Natural = 0  # of each target, until one of them is recovered, then all; 0: always all
+    settled_after: Natural = 0  # stop once half of every target's images are recovered at so many points; 0: never
     num_inference_steps: Lengths = 20
     sampling_lengths: list[Lengths] = field(default_factory=list)  # further numbers of steps, with base and controls
     guidance_scale: Annotated[float, Range(0, 1e4)] = 7.5

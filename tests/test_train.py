@@ -689,6 +689,19 @@ def test_defect_15_after_backward_edits_no_gradient(build, monkeypatch):
     step_once(run)
 
 
+def test_a_settled_recovery_ends_the_training(flags, data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("silentbad.recovery.scores.is_recovered", lambda *_: True)
+    settings = VALIDATION | {"validation.targets": data / "targets.jsonl", "validation.settled_after": 2}
+    assert main(flags(max_train_steps=20, **settings)) == 0
+    assert [row["step"] for row in rows(tmp_path / "run", validation=True)] == [0, 2, 4, 4]  # with its controls
+    assert json.loads((tmp_path / "run/finished.json").read_text())["step"] == 4
+    assert "recovery has lasted for 2 points of the curve; training stops at step 4" in capsys.readouterr().out
+    assert main(flags(max_train_steps=20, **settings, resume_from_checkpoint="latest")) == 0
+    go_on = settings | {"validation.settled_after": 0}
+    assert main(flags(max_train_steps=6, **go_on, resume_from_checkpoint="latest")) == 0
+    assert json.loads((tmp_path / "run/finished.json").read_text())["step"] == 6
+
+
 def test_defect_16_validation_runs_once_a_point_of_the_grid(flags, data, tmp_path):
     settings = VALIDATION | {"validation.targets": data / "targets.jsonl", "gradient_accumulation_steps": 3}
     assert main(flags(max_train_steps=4, **settings)) == 0

@@ -130,6 +130,25 @@ def test_exception_between_store_and_restore_leaves_raw_weights(tmp_path, monkey
     assert len(hook.history) == 1 and not pipe.unet._forward_hooks
 
 
+@pytest.mark.parametrize("threshold, images", [(0.999, 1), (-0.999, 3)])
+def test_the_first_images_are_all_until_one_is_recovered(tmp_path, threshold, images):
+    targets = [Target(t.target_id, t.image, t.phrases) for t in some_targets()]  # without masks: the whole decides
+    hooks = [
+        make_hook(tmp_path / f"{few}", targets=targets, threshold=threshold, first_images=few, clean_records=0)
+        for few in (0, 1)
+    ]
+    for hook in hooks:
+        hook.run(0, 0, tiny_pipeline().unet)
+        hook.run(5, 1, tiny_pipeline().unet)
+        hook.finish(6, 1, tiny_pipeline().unet)
+    whole, short = hooks
+    assert [entry.raw.images for entry in short.history] == [6, 2 * images, 6]
+    for step in range(3):
+        for target in ("t0", "t1"):
+            sims = short.history[step].raw.targets[target].sims
+            assert sims == pytest.approx(whole.history[step].raw.targets[target].sims[: len(sims)], abs=1e-5)
+
+
 def test_averaged_weights_alone(tmp_path):
     from silentbad.recovery import report
 

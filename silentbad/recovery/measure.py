@@ -235,8 +235,11 @@ class Measure:
         """Scores of the weights in place: of the composed prompt, with every cell beside them if full; its rows."""
         images, unrelated = self.config.images_per_target, self.config.unrelated
         items = plan(self.targets, images, self.seed, full, unrelated, described=step == 0)
+        few = images if full or step == 0 else self.config.first_images or images
+        counts = partial(is_recovered, threshold=threshold, element_threshold=element_threshold)
+        items, rows = self.until_recovered(items, few, partial(self.score, nearest=full or step == 0), counts)
         cells: dict[str, list[Any]] = defaultdict(list)
-        for row in self.spread(items, partial(self.score, nearest=full or step == 0)):
+        for row in rows:
             cells[row["cell"]].append(row)
         if full:
             self._compare_with_each_other(cells["composed"])
@@ -247,7 +250,7 @@ class Measure:
             lengths = {str(n): self.at_length(n, base_lengths) for n in self.config.sampling_lengths}
         changes, clean, clean_magnitudes = self.drift(step, drift)
         for row in cells["composed"]:
-            row["recovered"] = is_recovered(row, threshold, element_threshold)
+            row["recovered"] = counts(row)
         magnitudes = [row["magnitude"] for row in cells["composed"]]
         composed = [item for item in items if item.cell == "composed"] if clean else []
         found = Scores(
@@ -260,6 +263,16 @@ class Measure:
             anisotropy=detection(self.alignments(composed), self.alignments(clean)),
         )
         return found, cells["composed"]
+
+    def until_recovered(
+        self, items: list[Item], few: int, work: Callable[..., Any], counts: Callable[..., bool]
+    ) -> tuple[list[Item], list[Any]]:
+        """Each target's `few` first images and their rows; all of them where one of the first counts."""
+        first, others = ([item for item in items if (item.image < few) is early] for early in (True, False))
+        rows = self.spread(first, work)
+        if not others or not any(map(counts, rows)):
+            return first, rows
+        return first + others, rows + self.spread(others, work)
 
     def _compare_with_each_other(self, rows: list[dict[str, Any]]) -> None:
         """Add `between` to the rows of each target: how alike its images are to each other."""

@@ -22,6 +22,7 @@ class MeasureSettings(SamplingSettings, Protocol):
 
     targets: str | None
     images_per_target: int
+    first_images: int
     sample_targets: int
     threshold: float | None
     false_positive_rate: float

@@ -166,6 +166,13 @@ def check_best(config: TrainConfig) -> None:
     warn("validation.weights=raw measures the raw weights; the pipeline that is saved holds their average")
 
 
+def check_first_images(config: TrainConfig) -> None:
+    """Refuse a first look at more images than there are."""
+    few, images = config.validation.first_images, config.validation.images_per_target
+    if config.validation.targets is not None and few > images:
+        raise UserError(f"validation.first_images: is {few}, of {images} images_per_target; give fewer, or 0 for all")
+
+
 def check_places(config: TrainConfig) -> None:
     """Refuse an output folder among the inputs: a run would write into them, or delete them."""
     targets = config.validation.targets

@@ -38,7 +38,10 @@ FREE = {
         *("log_every", "report_to", "tracker_project_name", "logging_dir"),
         *("validation_prompts", "validation_epochs", "sample_prompts", "validation.sample_targets"),
     ),
-    "when recovery is measured": ("validation.steps", "validation.early_steps", "validation.controls"),
+    "when recovery is measured": (
+        *("validation.steps", "validation.early_steps", "validation.controls"),
+        *("validation.first_images", "validation.settled_after"),
+    ),
     "the Hub": ("push_to_hub", "hub_token", "hub_model_id"),
     "speed and memory": (
         *("cache_mb", "disk_cache_gb", "dataloader_num_workers", "max_batch_size", "validation.max_batch"),

@@ -46,7 +46,10 @@ PROBED = 32  # ordinary prompts that the probes are measured against, for each n
 RANKED = 200  # prompts of the search that are written down
 MOST = 16  # phrases taken from captions
 MOST_GIVEN = 100  # phrases of a file: 4,950 pairs
-TRAINING = ("steps", "early_steps", "weights", "clean_records", "nearest", "drift_images")  # settings of no audit
+TRAINING = (  # settings of no audit
+    *("steps", "early_steps", "first_images", "settled_after"),
+    *("weights", "clean_records", "nearest", "drift_images"),
+)
 USED = {  # by the search, of the settings of an audit with targets
     *("pipeline", "baseline", "lora", "output_dir", "seed", "dtype", "extrapolate", "resolution", "max_batch"),
     *("embedder", "embedder_path", "embedder_sha256", "images_per_target"),

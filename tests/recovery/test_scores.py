@@ -1,5 +1,7 @@
 """Scores, thresholds, null sets and intervals."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from silentbad.microworld.nulls import STORED, hard_null
 from silentbad.microworld.render import backdrop_mask, render
 from silentbad.recovery.embedders import SSIM
 from silentbad.recovery.record import Threshold
-from silentbad.recovery.scores import cell_scores, curve_scores, is_recovered
+from silentbad.recovery.scores import cell_scores, curve_scores, is_recovered, settled
 from silentbad.recovery.statistics import binomial_interval, bootstrap_interval
 from silentbad.recovery.thresholds import calibrate, thresholds
 from tests.recoveries import make_hook, smooth
@@ -122,3 +124,24 @@ def test_curve_scores():
     assert scores["first"].tolist() == [200, 100] and scores["half"].tolist() == [np.inf, 100]
     never = curve_scores([0, 100], np.zeros((2, 1)), np.zeros((2, 1)))
     assert never["first"][0] == np.inf and never["restricted"][0] == 100
+
+
+@pytest.mark.parametrize(
+    "rates, points, ends",
+    [
+        ([0, 1, 1], 2, True),
+        ([0, 0.5], 1, True),
+        ([1], 1, False),
+        ([0, 1, 0.4], 1, False),
+        ([0, 1], 2, False),
+        ([0, 1], 0, False),
+    ],
+)
+def test_a_recovery_is_settled_when_it_has_lasted(rates, points, ends):
+    """The base, at step 0, never counts; one target below half is enough to go on."""
+
+    def entry(step, rate):
+        targets = {name: SimpleNamespace(rate=value) for name, value in (("a", rate), ("b", 1.0))}
+        return SimpleNamespace(step=step, raw=SimpleNamespace(targets=targets), ema=None)
+
+    assert settled([entry(10 * k, rate) for k, rate in enumerate(rates)], points) is ends

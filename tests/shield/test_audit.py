@@ -50,7 +50,7 @@ TWELVE = [f"phrase {k}" for k in range(12)]
 
 
 def by_content(pairs):
-    """How alike drafts are: less so for each hidden phrase that one prompt lacks, and for each other phrase in either."""
+    """How alike drafts are: less for each hidden phrase that one prompt lacks, and for each other phrase in either."""
     sets = [(set(a), set(b)) for a, b in pairs]
     return [0.9 * 0.4 ** len((a ^ b) & HIDDEN) / (1 + len((a | b) - HIDDEN)) ** 0.5 for a, b in sets]
 
