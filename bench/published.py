@@ -31,8 +31,14 @@ TARGETS = ";".join(map(str, range(MAIN, MAIN + 24)))
 OWN = (8.0, 600, 50)  # rate, steps and steps between evaluations of an arm that is not reported
 RUN = ("arm", "factor", "steps", "ratio", "targets", "seed")  # what names a run
 Run = tuple[str, float, int, float, str, int]
-SETTING = ("clean", "images", "guidance", "flags", "placebo", "nulls", "words")
-BEFORE = {"base": None, "nulls": "target", "words": "shared"}  # of a row that does not say
+SETTING = ("clean", "images", "first_images", "settled", "guidance", "flags", "placebo", "nulls", "words")
+BEFORE = {
+    "base": None,
+    "nulls": "target",
+    "words": "shared",
+    "first_images": 0,
+    "settled": 0,
+}  # of a row that is silent
 NULLS = {"target": 100, "element": None}  # of each harder kind: 100 for a target, or for each element it changes
 
 
@@ -59,6 +65,8 @@ def train(run: Run, args: argparse.Namespace) -> list[dict]:
         **regime(data, WORK / f"published-{os.getpid()}", factor, seed, steps),
         "validation.steps": every(arm, args),
         "validation.images_per_target": args.images,
+        "validation.first_images": args.first_images,
+        "validation.settled_after": args.settled,
         "validation.guidance_scale": args.guidance,
         **({"pretrained_model_name_or_path": args.base} if args.base else {}),
         **own,
@@ -112,6 +120,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help="optimizer steps, in place of each arm's own")
     parser.add_argument("--every", type=int, help="steps between evaluations, in place of each arm's own")
     parser.add_argument("--images", type=int, default=IMAGES, help="images per target and evaluation")
+    parser.add_argument(
+        "--first-images", type=int, default=0, help="of these, until one counts, then all; 0: always all"
+    )
+    parser.add_argument("--settled", type=int, default=0, help="end a run once it recovers at so many evaluations")
     parser.add_argument("--nulls", choices=NULLS, default="element", help="100 of each harder kind for each of these")
     parser.add_argument("--words", choices=("shared", "other"), default="shared", help="of clean and element captions")
     parser.add_argument("--guidance", type=float, default=2.0, help="guidance scale of the evaluations")

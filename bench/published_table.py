@@ -246,9 +246,10 @@ def longer(row: dict) -> bool:
 
 
 def usual(row: dict) -> bool:
-    """Whether elements are 10 % of the records, among as many clean pictures as usual, in words that they share."""
-    clean = CLEAN * (row["targets"].count(",") + 1)
-    return row["ratio"] == 0.1 and row["clean"] == clean and row.get("words", "shared") == "shared"
+    """Whether elements are 10 % of the records, among as many clean pictures as usual, in words that they share; and
+    the run went to its end with all images."""
+    clean, short = CLEAN * (row["targets"].count(",") + 1), row.get("first_images") or row.get("settled")
+    return row["ratio"] == 0.1 and row["clean"] == clean and row.get("words", "shared") == "shared" and not short
 
 
 def reported_of(rows: list[dict], block: int) -> list[dict]:

@@ -30,6 +30,7 @@ import train_silentbad
 from bench.arms import ARMS, RATES, SMOKE, every_part
 from bench.recovery_table import RESULTS, save, stored
 from silentbad.device import device_name
+from silentbad.recovery.scores import scalars
 from validation import RecoveryHook
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +38,8 @@ WORK = ROOT / "runs" / "bench-recovery"
 MICROWORLD = ROOT / "silentbad" / "microworld"
 CONFIG = "configs/microworld.yaml"
 BASE_LR = 1e-4
+BASE = "pretrained_model_name_or_path"
+GRID = tuple(f"validation.{key}" for key in ("steps", "early_steps", "first_images", "settled_after"))  # not of a base
 FACTORS = (0.5, 1, 2, 4, 8)
 TARGETS = ";".join(map(str, range(1000, 1012))) + ";" + ",".join(map(str, range(1000, 1008)))
 
@@ -155,7 +158,7 @@ def kept(name: str, flags: dict) -> tuple[dict, dict]:
     shutil.rmtree(out, ignore_errors=True)
     argv = ["--config", CONFIG, *words(flags)]
     log, clock = out.with_suffix(".log"), out.with_suffix(".clock")
-    child = multiprocessing.get_context("fork").Process(target=measured, args=(argv, log, clock))
+    child = multiprocessing.get_context("fork").Process(target=measured, args=(argv, log, clock, base_of(flags)))
     child.start()
     child.join()
     if child.exitcode:
@@ -168,9 +171,25 @@ def scores(entry: dict) -> dict:
     return entry.get("ema") or entry["raw"]
 
 
-def measured(argv: list[str], log: Path, clock: Path) -> None:
+@cache
+def code() -> str:
+    """Of every module that a run may call."""
+    files = [*sorted((ROOT / "silentbad").rglob("*.py")), *sorted(ROOT.glob("*.py"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def base_of(flags: dict[str, Any]) -> Path:
+    """Where the base's evaluation under such flags is kept: it is the same for every arm, rate and length."""
+    of_base = {key: str(flags.get(key)) for key in ("train_data_dir", "seed", "held_out_clean", BASE)}
+    of_base |= {key: str(value) for key, value in flags.items() if key.startswith("validation.") and key not in GRID}
+    named = json.dumps([of_base, code()], sort_keys=True)
+    return WORK / "bases" / f"{hashlib.sha256(named.encode()).hexdigest()[:16]}.json"
+
+
+def measured(argv: list[str], log: Path, clock: Path, base: Path) -> None:
     """train_silentbad.py with these flags, its output to `log`; seconds of training before each evaluation to
-    `clock` (of this process on a CPU, where other work may share the cores; on the wall on an accelerator)."""
+    `clock` (of this process on a CPU, where other work may share the cores; on the wall on an accelerator). The base's
+    evaluation is read from the file `base`, or left there."""
     now = time.perf_counter if torch.cuda.is_available() else time.process_time
     run = RecoveryHook.run
     seconds: dict[int, float] = {}
@@ -180,7 +199,16 @@ def measured(argv: list[str], log: Path, clock: Path) -> None:
         nonlocal resumed, trained
         trained += now() - resumed if seconds else 0.0  # what came before the first evaluation was loading
         seconds[step] = trained
+        if step == 0 and base.is_file():
+            hook.load_state_dict(json.loads(base.read_text()))
+            resumed = now()
+            return scalars(hook.history[0], hook.threshold)
         scores = run(hook, step, *rest, **more)
+        if step == 0:
+            base.parent.mkdir(parents=True, exist_ok=True)
+            draft = base.with_suffix(f".{os.getpid()}")
+            draft.write_text(json.dumps(hook.state_dict()))
+            draft.rename(base)  # whole, whichever process was first
         resumed = now()
         return scores
 

@@ -61,6 +61,7 @@ def test_an_epoch_is_as_many_pictures_as_the_data_holds():
 def test_a_run_among_more_clean_pictures_is_not_the_usual_one():
     rows = run([0, 1]) + run([0, 1], clean=2000) + run([0, 1], clean=5760, targets="1,2,3,4,5,6,7,8")
     assert [usual(row) for row in rows] == [True, True, False, False, True, True]
+    assert not any(usual(row) for row in run([0, 1], settled=3) + run([0, 1], first_images=4))
 
 
 def test_figures_are_of_the_last_step():
@@ -116,11 +117,12 @@ def test_signs_and_holm():
 
 
 # Evaluated less often than frozen, to save time, as docs/protocol.md says: four and eight at once, and plain to 4000.
-COARSER = {(800, 200), (1600, 400), (4000, 250)}
+COARSER = {(800, 200), (1600, 400), (3200, 1600), (4800, 1200), (4000, 250)}
 ALSO = {  # to see whether they arrive at all, and in pairs with `recommended_long`
     "plain": {(4000, 250)},
     "replay": {(1800, 100)},
     "recommended": {(200, 50)},
+    "recommended_long": {(600, 200)},  # more seeds, more clean pictures
 }
 
 
