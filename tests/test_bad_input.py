@@ -226,6 +226,7 @@ CASES = {
     "config: a ratio of no published layout": case("poisoning_ratio", "published layout", poisoning_ratio=0.3),
     "config: overwrite and resume": case("overwrite_output_dir", "excludes", overwrite_output_dir=True, resume_from_checkpoint="latest"),
     "config: fp16 on a CPU": case("mixed_precision", "CUDA", mixed_precision="fp16"),
+    "config: more first images than images": case("validation.first_images", "is 9, of 2 images_per_target", validation__first_images=9, validation__images_per_target=2),
     "config: no image a target": case("validation.images_per_target", "at least 1", validation__images_per_target=0),
     "config: a threshold out of range": case("validation.threshold", "from -1 to 1", validation__threshold=2),
     "config: an impossible error rate": case("validation.false_positive_rate", "(0, 1)", validation__false_positive_rate=2),
