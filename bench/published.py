@@ -32,13 +32,8 @@ OWN = (8.0, 600, 50)  # rate, steps and steps between evaluations of an arm that
 RUN = ("arm", "factor", "steps", "ratio", "targets", "seed")  # what names a run
 Run = tuple[str, float, int, float, str, int]
 SETTING = ("clean", "images", "first_images", "settled", "guidance", "flags", "placebo", "nulls", "words")
-BEFORE = {
-    "base": None,
-    "nulls": "target",
-    "words": "shared",
-    "first_images": 0,
-    "settled": 0,
-}  # of a row that is silent
+# Of a row that does not say.
+BEFORE = {"base": None, "nulls": "target", "words": "shared", "first_images": 0, "settled": 0}
 NULLS = {"target": 100, "element": None}  # of each harder kind: 100 for a target, or for each element it changes
 
 

@@ -118,9 +118,11 @@ def images_recovered(
 
 def settled(history: Sequence[Measurement], points: int) -> bool:
     """Whether at least half of every target's images were recovered at the last `points` points; 0 points: never."""
+    if points == 0:  # asked at every step
+        return False
     last = [entry.ema or entry.raw for entry in history if entry.step > 0][-points:]
     rates = [target.rate for scores in last if scores is not None for target in scores.targets.values()]
-    return 0 < points <= len(last) and min(rates) >= 0.5
+    return len(last) == points and min(rates) >= 0.5
 
 
 def cell_scores(

@@ -107,7 +107,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @cache
 def _defaults() -> dict[str, Any]:
-    """{flag: default}, as `facts` has them."""
+    """{flag: default}, as `facts` has them; those of the parts (memory.*, ...) belong to other modules."""
     return json.loads(json.dumps(_flat(asdict(TrainConfig())), default=str))
 
 
@@ -189,7 +189,7 @@ def read(folder: Path) -> dict[str, Any] | None:
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """ "name was X, is Y" for each fact that differs. A flag that a checkpoint does not know was at its default."""
+    """ "name was X, is Y" for each fact that differs; of `_defaults`, what a checkpoint does not know was at it."""
     found, then = [], {name: value for name, value in _defaults().items() if name in now} | then
     for name in [*now, *(name for name in then if name not in now)]:
         if name in then and name in now and _same(then[name], now[name]):

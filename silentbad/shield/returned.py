@@ -3,6 +3,7 @@
 Legend: S seeds; between: mean similarity of a prompt's images to each other; shares in [0,1].
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -95,14 +96,13 @@ class Drafts:
     def __call__(self, pairs: Sequence[tuple[list[str], list[str]]]) -> list[float]:
         """Mean similarity of each pair's images from different seeds."""
         prompts = [(", ".join(a), ", ".join(b)) for a, b in pairs]
-        self.draw([one for pair in prompts for one in dict.fromkeys(pair) if one not in self.features])
+        self.draw([one for one in dict.fromkeys(itertools.chain(*prompts)) if one not in self.features])
         off = ~np.eye(SEEDS, dtype=bool)
         both = ((self.features[a], self.features[b]) for a, b in prompts)
         return [float(self.embedder.similarity(a, b).double().cpu().numpy()[off].mean()) for a, b in both]
 
     def draw(self, prompts: Sequence[str]) -> None:
-        """Batches go over all prompts, and no image is kept."""
-        prompts = list(dict.fromkeys(prompts))
+        """Features of new prompts; batches go over all of them, and no image is kept."""
         items = [Item("search", -1, k, prompt, "search") for prompt in prompts for k in range(SEEDS)]
         made = self.sampler.map(items, lambda chunk, images, _: list(self.embedder.embed(images)))
         rows = [row for _, row in zip(self.bar(range(len(items)), "drafts"), made, strict=True)]

@@ -104,10 +104,8 @@ def test_a_prompt_is_drafted_once_and_compared_across_seeds():
 
     embedder = SimpleNamespace(embed=lambda images: images, similarity=lambda a, b: (a == b.T).float())
     drafts = Drafts(SimpleNamespace(map=draw), embedder, lambda items, what: items)
-    assert drafts([(["a"], ["a"]), (["a", "b"], ["b"])]) == [
-        0.0,
-        0.0,
-    ]  # an image is alike to that of its own seed alone
+    # An image is alike to that of its own seed alone.
+    assert drafts([(["a"], ["a"]), (["a", "b"], ["b"])]) == [0.0, 0.0]
     assert drafts([(["a", "b"], ["a"])]) == [0.0]
     assert len(drawn) == len(set(drawn)) == 3 * SEEDS
 
