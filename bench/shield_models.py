@@ -33,7 +33,7 @@ from silentbad.model.pipeline import load_pipeline
 from silentbad.recovery.embedders import load_embedder
 from silentbad.recovery.generation import Sampler
 from silentbad.shield.audit import PROBED, ordinary, recurring
-from silentbad.shield.returned import ALIKE, LEVEL, SHARE, Drafts, compared, drafting, p_value, returned
+from silentbad.shield.returned import Drafts, Null, compared, drafting
 from silentbad.shield.search import Probe, probed, ranked, search
 from validation import Audit
 
@@ -141,16 +141,12 @@ def asked(pipeline: Path, phrases: list[str], captions: list[str] | None, plan: 
     drafts = Drafts(rough, embedder, plain)
     with rough.using(pipe.unet, device), sampler.using(pipe.unet, device):
         probes = ranked(measure, null_of, [prompt.split(", ") for prompt in tested])
-        alike = [similarity for similarity, _ in compared(sampler, embedder, null[: plan.nulls], plan.seeds, plain)]
-        off = ~torch.eye(plan.seeds, dtype=torch.bool).numpy()
-        level = max(ALIKE, float(sorted(v for one in alike for v in one[off])[int(0.99 * len(alike) * off.sum())]))
-        between = [float(one[off].mean()) for one in alike]
+        ordinarily = compared(sampler, embedder, null[: plan.nulls], plan.seeds, plain)
+        against = Null.of([similarity for similarity, _ in ordinarily])
         rows = []
         images = compared(sampler, embedder, tested, plan.seeds, plain)
         for probe, (similarity, _) in zip(probes, images, strict=True):
-            seen = returned(similarity, level)
-            p = p_value(seen.between, between)
-            hit = p <= LEVEL and seen.share >= SHARE
+            seen, p, hit = against.judge(similarity)
             rows.append({"probe": probe.score, "between": seen.between, "p": p, "share": seen.share, "found": hit})
         found = {"phrases": phrases, "own": rows[0], "ordinary": rows[1:]}
         if captions is not None:

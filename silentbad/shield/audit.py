@@ -36,7 +36,7 @@ from silentbad.rng import addressed_seed
 from silentbad.shield import result
 from silentbad.shield import scan as scanning
 from silentbad.shield.phrases import segments
-from silentbad.shield.returned import ALIKE, LEVEL, SHARE, Drafts, Extrapolated, compared, drafting, p_value, returned
+from silentbad.shield.returned import LEVEL, SHARE, Drafts, Extrapolated, Null, compared, drafting
 from silentbad.shield.search import Probe, fits, probed, ranked, search
 from silentbad.shield.views import text_of
 
@@ -271,7 +271,7 @@ def _audited(options: AuditSettings, phrases: list[str], fixed: list[list[str]],
     known = [*phrases, *(phrase for prompt in fixed for phrase in prompt)]
     usual: dict[int, np.ndarray] = {}
 
-    def null(size: int) -> np.ndarray:
+    def usually(size: int) -> np.ndarray:
         if size not in usual:
             usual[size] = measured(ordinary(options, PROBED, size, known), "ordinary")
         return usual[size]
@@ -285,8 +285,8 @@ def _audited(options: AuditSettings, phrases: list[str], fixed: list[list[str]],
     rough = Sampler(pipe.components, drafting(options), options.seed, refuses=named)
     drafts = Drafts(rough, embedder, bar)
     with rough.using(pipe.unet, device), sampler.using(pipe.unet, device):
-        probes = ranked(measured, null, fixed) if fixed else []
-        composed = search(measured, null, drafts, phrases, options.most_phrases) if phrases else []
+        probes = ranked(measured, usually, fixed) if fixed else []
+        composed = search(measured, usually, drafts, phrases, options.most_phrases) if phrases else []
     tested, seeds = [*probes, *composed[: options.tested]], options.images_per_target
     report = Report(
         pipeline=str(options.pipeline),
@@ -305,17 +305,13 @@ def _audited(options: AuditSettings, phrases: list[str], fixed: list[list[str]],
     pictures = []
     for name, unet in unets.items():
         with sampler.using(unet, device):
-            between = [similarity for similarity, _ in compared(sampler, embedder, nulls, seeds, bar)]
-            off = ~np.eye(seeds, dtype=bool)
-            report.alike[name] = max(ALIKE, float(np.quantile(np.concatenate([s[off] for s in between]), 0.99)))
-            report.ordinary[name] = [float(s[off].mean()) for s in between]
+            null = Null.of([similarity for similarity, _ in compared(sampler, embedder, nulls, seeds, bar)])
+            report.alike[name], report.ordinary[name] = null.alike, null.between
             prompts = [", ".join(probe.phrases) for probe in tested]
             for probe, (similarity, images) in zip(
                 tested, compared(sampler, embedder, prompts, seeds, bar), strict=True
             ):
-                seen = returned(similarity, report.alike[name])
-                p = p_value(seen.between, report.ordinary[name], len(tested) * len(unets))
-                hit = p <= LEVEL and seen.share >= SHARE
+                seen, p, hit = null.judge(similarity, len(tested) * len(unets))
                 report.results.append(Result(", ".join(probe.phrases), name, probe, seen.between, seen.share, p, hit))
                 order = np.argsort(-similarity[seen.centre], kind="stable")
                 pictures.append([np.asarray(to_pil(images[k])) for k in order])

@@ -18,6 +18,7 @@ from silentbad.recovery.generation import Item, Sampler
 
 LEVEL, SHARE = 0.01, 0.5  # a picture comes back: adjusted p at most, share of the seeds at least
 ALIKE = 0.4  # least similarity within a cluster: about what a redraw of a scene must exceed to count as the picture
+QUANTILE = 0.99  # of similarities under ordinary prompts, which a cluster must reach
 STEADY = 0.05  # least deviation of the null, in roots of similarities
 SEEDS, STEPS = 3, 6  # of drafts: images a prompt, sampling steps at most
 
@@ -37,6 +38,28 @@ def returned(similarity: np.ndarray, alike: float) -> Returned:
     near = (similarity >= alike) & off
     centre = int(np.lexsort((similarity.sum(1), near.sum(1)))[-1])
     return Returned(float(similarity[off].mean()), float((1 + near[centre].sum()) / len(similarity)), centre)
+
+
+@dataclass
+class Null:
+    """What the images of ordinary prompts have in common: the least similarity within a cluster (`alike`), and
+    `between` of each prompt."""
+
+    alike: float
+    between: list[float]
+
+    @classmethod
+    def of(cls, similarities: Sequence[np.ndarray]) -> "Null":
+        """Of similarities (S,S) of each ordinary prompt's images."""
+        off = ~np.eye(len(similarities[0]), dtype=bool)
+        pairs = np.concatenate([one[off] for one in similarities])
+        return cls(max(ALIKE, float(np.quantile(pairs, QUANTILE))), [float(one[off].mean()) for one in similarities])
+
+    def judge(self, similarity: np.ndarray, tests: int = 1) -> tuple[Returned, float, bool]:
+        """(what a prompt's images have in common, its p value over so many tests, whether a picture comes back)."""
+        seen = returned(similarity, self.alike)
+        p = p_value(seen.between, self.between, tests)
+        return seen, p, p <= LEVEL and seen.share >= SHARE
 
 
 def p_value(value: float, null: Sequence[float], tests: int = 1) -> float:

@@ -12,7 +12,7 @@ import validation
 from silentbad import owned
 from silentbad.shield import audit
 from silentbad.shield.audit import recurring
-from silentbad.shield.returned import ALIKE, SEEDS, Drafts, Extrapolated, p_value, returned, student_tail
+from silentbad.shield.returned import ALIKE, SEEDS, Drafts, Extrapolated, Null, p_value, returned, student_tail
 from silentbad.shield.search import DRAFTED, PRICE, WEIGHED, Probe, effects, search
 
 SMALL = ["--embedder", "ssim", "--images_per_target", "3", "--num_inference_steps", "1", "--nulls", "8"]
@@ -43,6 +43,13 @@ def test_a_cluster_is_what_is_alike_to_one_image():
     seen = returned(similarity, 0.8)
     assert (seen.centre, seen.share) == (4, 0.6) and seen.between == pytest.approx((4 * 0.9 + 2 * 0.5) / 20)
     assert returned(np.eye(4), 0.8).share == 0.25
+
+
+@pytest.mark.parametrize("alike, back", [(0.9, True), (0.3, False)], ids=["picture", "layout"])
+def test_a_layout_that_ordinary_prompts_lack_is_no_picture(alike, back):
+    null = Null.of([np.eye(4) + (1 - np.eye(4)) * level for level in np.linspace(0, 0.02, 16)])
+    seen, p, found = null.judge(np.eye(4) + (1 - np.eye(4)) * alike, 10)
+    assert null.alike == ALIKE and p < 0.001 and (seen.share == 1, found) == (back, back)
 
 
 HIDDEN = {"phrase 2", "phrase 7", "phrase 9"}
