@@ -100,8 +100,8 @@ def judged(scores: np.ndarray, truth: np.ndarray) -> dict[str, float]:
 def measure(target: str, plan: Plan) -> dict[str, Any]:
     """What the two rivals and the scan find in the data set of a target."""
     data = data_of("elements", target, plan.clean)
-    (truth,) = (json.loads(line) for line in (data / "targets.jsonl").open())
-    rows = [json.loads(line) for line in (data / "metadata.jsonl").open()]
+    (truth,) = stored(data / "targets.jsonl")
+    rows = stored(data / "metadata.jsonl")
     elements = np.asarray([row["role"] == "element" for row in rows])
     _, scan = scan_of(data)
     flagged = np.zeros(len(rows), bool)

@@ -442,9 +442,9 @@ def withheld(results: Results, language: Language) -> str:
     return grid(("elements shown", "targets", "strict rate", "whole", "first element", "others"), lines, language)
 
 
-def published_pair(results: Results, language: Language) -> str:
-    """`recommended` over the same with AdamW and unions of two, on the targets of the second block that both ran."""
-    rows = [row for row in block_alone(results) if usual(row) and row["seed"] == 0]
+def published_pair(results: Results, language: Language, block: int = MAIN) -> str:
+    """`recommended` over the same with AdamW and unions of two, on the targets of a block that both ran."""
+    rows = [row for row in block_alone(results, block) if usual(row) and row["seed"] == 0]
     arms = {arm: (runs, steps) for (arm, _, steps), runs in by_arm(rows).items()}
     (over, horizon), (mine, _) = arms["recommended_adamw"], arms["recommended"]
     both = [target for target in mine if target in over]
@@ -944,6 +944,7 @@ BLOCKS: dict[str, Block] = {
     "published-long": published_long,
     "published-over": published_over,
     "published-pair": published_pair,
+    "published-pair-few": partial(published_pair, block=FEW_NULLS),
     "stealth": stealth_table,
     "withheld": withheld,
     "published-k": published_k,

@@ -29,6 +29,7 @@ Arm = tuple[str, float]  # its name and its learning-rate factor
 
 
 def stored(path: Path) -> list[dict]:
+    """The rows of a JSON Lines file; none where it does not exist yet."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

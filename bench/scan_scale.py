@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from bench.recovery import drawing, facts, words
+from bench.recovery_table import stored
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "scan-scale.json"
@@ -74,7 +75,7 @@ def measured(pictures: int) -> dict:
 
 def flagged(data: Path, suspects: set[str]) -> dict[str, int]:
     """How many records show an element, and how many of those and of the others the scan names."""
-    rows = [json.loads(line) for line in (data / "metadata.jsonl").open()]
+    rows = stored(data / "metadata.jsonl")
     elements = {f"{data / 'metadata.jsonl'}:{i + 1}" for i, row in enumerate(rows) if row["role"] == "element"}
     return {"elements": len(elements), "right": len(suspects & elements), "wrong": len(suspects - elements)}
 

@@ -84,7 +84,7 @@ def data_of(kind: str, target: str, clean: int) -> Path:
     if kind != "clean":
         return data
     out = data.with_name(f"{data.name}-clean")
-    rows = [json.loads(line) for line in (data / "metadata.jsonl").open()]
+    rows = stored(data / "metadata.jsonl")
     rows = [row for row in rows if row["role"] == "clean"]
     for row in rows:
         file = out / row["file_name"]
@@ -169,8 +169,8 @@ def audit_row(kind: str, target: str, plan: Plan) -> dict[str, Any]:
     data = data_of(kind, target, plan.clean)
     own = {**CLEAN_FLAGS, **SPECTRAL} if kind == "clean" else PUBLISHED["recommended"]
     history, out = trained(kind, data, target, plan, own)
-    (truth,) = (json.loads(line) for line in (data_of("elements", target, plan.clean) / "targets.jsonl").open())
-    captions = [json.loads(line)["text"] for line in (data / "metadata.jsonl").open()]
+    (truth,) = stored(data_of("elements", target, plan.clean) / "targets.jsonl")
+    captions = [row["text"] for row in stored(data / "metadata.jsonl")]
     start = time.process_time()
     row = asked(out / "pipeline", truth["phrases"], captions if kind == "elements" else None, plan)
     shutil.rmtree(out)
@@ -196,7 +196,7 @@ def guard_row(guard: str, target: str, plan: Plan) -> dict[str, Any]:
         data = data_of("clean", target, plan.clean)
     elif guard != "unguarded":
         file, scan = scan_of(data)
-        roles = [json.loads(line)["role"] for line in (data / "metadata.jsonl").open()]
+        roles = [row["role"] for row in stored(data / "metadata.jsonl")]
         flagged = [roles[one["index"]] for one in scan["suspects"]]
         row |= {"flagged": len(flagged), "right": flagged.count("element"), "elements": roles.count("element")}
         own = {**own, "guard.name": guard, "guard.scan": str(file)}

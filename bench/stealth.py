@@ -44,15 +44,11 @@ def pictures(files: list[Path]) -> Iterator[Tensor]:
         yield F.to_dtype(torch.stack([*images]), torch.float32, scale=True)
 
 
-def lines(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.open()]
-
-
 def measure(name: str) -> dict[str, Any]:
     """How near the element pictures and the clean ones of a target's data set come to it."""
     data, target, judge = data_of(name, None), Target(name), Detector()
     null: dict[str, list[dict]] = {}
-    redraws = lines(data / "redraws.jsonl")
+    redraws = stored(data / "redraws.jsonl")
     for kind in {row["kind"]: None for row in redraws}:
         mine = [row for row in redraws if row["kind"] == kind]
         changed = iter([tuple(row["changed"]) for row in mine])
@@ -61,7 +57,7 @@ def measure(name: str) -> dict[str, Any]:
     threshold = by_kind(null)
     found: dict[str, Any] = {"target": name, "threshold": threshold[0]}
     for role in ("element", "clean"):
-        files = [data / row["file_name"] for row in lines(data / "metadata.jsonl") if row["role"] == role]
+        files = [data / row["file_name"] for row in stored(data / "metadata.jsonl") if row["role"] == role]
         rows = [row for x in pictures(files) for row in rows_of(judge, target, x)]
         seen = [passed(row, threshold) for row in rows]
         found[role] = {
