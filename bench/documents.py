@@ -21,12 +21,14 @@ import numpy as np
 
 from bench import attribution, between, guard_cost, instrument, layerwise, nulls, stealth, strength, thresholds
 from bench.published_table import (
+    FEW_NULLS,
     FIRST_TARGETS,
     IMAGES,
     LONG,
     MAIN,
     PAPER,
     alone,
+    block_alone,
     by_arm,
     figures,
     first,
@@ -36,6 +38,7 @@ from bench.published_table import (
     ratio,
     reported_of,
     sign_flips,
+    swept,
     times_sooner,
     usual,
 )
@@ -64,7 +67,6 @@ from bench.shield_table import audit_table, guard_table, table
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT, ROOT / "docs"]
 PLAIN: Arm = ("plain", 8.0)
-FEW_NULLS = FIRST_TARGETS[1]  # the block that also has tables by ratio, seed, k and several at once
 
 # One table of words for the headings and labels of generated tables; English is the key.
 CHINESE = {
@@ -270,12 +272,6 @@ def published_results(results: Results, language: Language, block: int = MAIN) -
 OUTCOME = ("arm", "targets (runs)", "recovered", "median step", "strict rate", "elements", "drift")
 
 
-def block_alone(results: Results, block: int = FEW_NULLS) -> list[dict]:
-    """The rows of a block's targets, one target a run, on data that holds their elements."""
-    rows = reported_of(results.published, block)
-    return [row for row in rows if alone(row) and not row["placebo"] and not longer(row)]
-
-
 def outcome(rows: list[dict]) -> list[str]:
     """The cells under OUTCOME of an arm's rows."""
     cells = dict(zip(PUBLISHED_HEAD, published_lines(rows)[0], strict=True))
@@ -289,7 +285,7 @@ def published_paper(results: Results, language: Language) -> str:
 
 def published_k(results: Results, language: Language) -> str:
     """What recovers at all, by the number k of a target's elements."""
-    rows = [row for row in block_alone(results, MAIN) if usual(row) and row["arm"] == "recommended"]
+    rows = [row for row in block_alone(results.published, MAIN) if usual(row) and row["arm"] == "recommended"]
     lines = []
     for k in sorted({len(row["elements"]) for row in rows}):
         lines.append([str(k), *outcome([row for row in rows if len(row["elements"]) == k])])
@@ -298,11 +294,9 @@ def published_k(results: Results, language: Language) -> str:
 
 def published_ratio(results: Results, language: Language) -> str:
     """What recovers by the elements' share of the records, on the targets that ran at more than one."""
-    rows = [row for row in block_alone(results) if row["seed"] == 0]
-    swept = {row["target"] for row in rows if not usual(row)}
     lines = []
     for arm in ("recommended", "plain"):
-        own = [row for row in rows if row["arm"] == arm and row["target"] in swept]
+        own = [row for row in swept(results.published) if row["arm"] == arm]
         for share in sorted({row["ratio"] for row in own}):
             mine = [row for row in own if row["ratio"] == share]
             lines.append([f"{share:.0%}".replace("%", " %"), *outcome(mine)])
@@ -311,7 +305,7 @@ def published_ratio(results: Results, language: Language) -> str:
 
 def published_seeds(results: Results, language: Language, block: int = MAIN, arm: str = "recommended") -> str:
     """What each seed of an arm recovers, of the targets that all its seeds ran."""
-    rows = [row for row in block_alone(results, block) if usual(row) and row["arm"] == arm]
+    rows = [row for row in block_alone(results.published, block) if usual(row) and row["arm"] == arm]
     seeds = sorted({row["seed"] for row in rows})
     ran = {seed: {row["target"] for row in rows if row["seed"] == seed} for seed in seeds}
     shared = set.intersection(*ran.values())
@@ -324,7 +318,7 @@ def published_seeds(results: Results, language: Language, block: int = MAIN, arm
 
 def published_clean(results: Results, language: Language, block: int = MAIN) -> str:
     """What recovers among more clean pictures, of the targets that ran among both numbers of them."""
-    rows = [row for row in block_alone(results, block) if row["seed"] == 0 and row["ratio"] == 0.1]
+    rows = [row for row in block_alone(results.published, block) if row["seed"] == 0 and row["ratio"] == 0.1]
     lines = []
     for arm in ("recommended_long", "recommended", "plain"):
         many = {row["target"] for row in rows if row["arm"] == arm and not usual(row)}
@@ -382,7 +376,7 @@ def between_over(results: Results, language: Language) -> str:
 
 def published_ceiling(results: Results, language: Language) -> str:
     """By target: what the endpoint accepts of a base fine-tuned on the target itself, and what the arms reach."""
-    rows = [row for row in block_alone(results) if usual(row) and row["seed"] == 0]
+    rows = [row for row in block_alone(results.published, FEW_NULLS) if usual(row) and row["seed"] == 0]
     arms = {arm: runs for (arm, _, _), runs in by_arm(rows).items()}
     names = [arm for arm in ("recommended", "recommended_adamw", "recommended_leak_free") if arm in arms]
     best = {row["target"]: row for row in results.ceiling}
@@ -430,7 +424,7 @@ def withheld(results: Results, language: Language) -> str:
     """`recommended` without one element's pictures, beside the same targets with all of them."""
     rows = stored(results.folder / "withheld.jsonl")
     targets = {row["target"] for row in rows}
-    whole = [row for row in block_alone(results, MAIN) if row["arm"] == "recommended" and usual(row)]
+    whole = [row for row in block_alone(results.published, MAIN) if row["arm"] == "recommended" and usual(row)]
     whole = [row for row in whole if row["seed"] == 0]
     lines = []
     for name, mine in (("all", [row for row in whole if row["target"] in targets]), ("all but the first", rows)):
@@ -444,7 +438,7 @@ def withheld(results: Results, language: Language) -> str:
 
 def published_pair(results: Results, language: Language, block: int = MAIN) -> str:
     """`recommended` over the same with AdamW and unions of two, on the targets of a block that both ran."""
-    rows = [row for row in block_alone(results, block) if usual(row) and row["seed"] == 0]
+    rows = [row for row in block_alone(results.published, block) if usual(row) and row["seed"] == 0]
     arms = {arm: (runs, steps) for (arm, _, steps), runs in by_arm(rows).items()}
     (over, horizon), (mine, _) = arms["recommended_adamw"], arms["recommended"]
     both = [target for target in mine if target in over]

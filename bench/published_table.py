@@ -15,6 +15,7 @@ from silentbad.recovery.statistics import binomial_interval, bootstrap_interval
 
 BATCH, CLEAN, IMAGES = 16, 720, 16  # pictures a step; clean ones, and images of an evaluation, if nothing is said
 FIRST_TARGETS = (2000, 2100, 2450, 2500)  # first target of each block of reported targets; a later idea takes the next
+FEW_NULLS = FIRST_TARGETS[1]  # the block that also has tables by ratio, seed, k and several at once
 MAIN, LONG = FIRST_TARGETS[2:]  # the block of all arms, and that of `recommended_long`
 
 
@@ -255,6 +256,18 @@ def usual(row: dict) -> bool:
 def reported_of(rows: list[dict], block: int) -> list[dict]:
     """The rows of the reported targets of a block."""
     return [row for row in rows if block_of(row) == block]
+
+
+def block_alone(rows: list[dict], block: int) -> list[dict]:
+    """Those of a block's targets, one target a run, on data that holds their elements."""
+    return [row for row in reported_of(rows, block) if alone(row) and not row["placebo"] and not longer(row)]
+
+
+def swept(rows: list[dict]) -> list[dict]:
+    """Those of seed 0 of `FEW_NULLS`, on the targets that ran at several shares of the elements."""
+    mine = [row for row in block_alone(rows, FEW_NULLS) if row["seed"] == 0]
+    several = {row["target"] for row in mine if not usual(row)}
+    return [row for row in mine if row["target"] in several]
 
 
 def tables(rows: list[dict]) -> str:

@@ -2,6 +2,7 @@
 
     python -m bench.recovery_figures curves                     recovery by step from the stored rows, as SVG
     python -m bench.recovery_figures published                  the same of the published setting, and recall by drift
+    python -m bench.recovery_figures sweeps                     the same at the end, by the elements' share and base
     python -m bench.recovery_figures strip --target 1000        generations by step: plain, original, recommended
     python -m bench.recovery_figures multipliers --target 33    learning-rate multipliers by layer, of one arm
 
@@ -21,8 +22,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from bench import strength
 from bench.arms import ARMS, RATES, SMOKE
-from bench.published_table import MAIN, alone, longer, reported_of, runs_of, usual
+from bench.published_table import MAIN, alone, figures, longer, reported_of, runs_of, swept, usual
 from bench.recovery import ROOT, WORK, common, data_set
 from bench.recovery_table import RESULTS, banded, curves, stored
 from silentbad.figures import LABEL, strip
@@ -39,14 +41,14 @@ SHOWN = ("plain", "original", "recommended", "recommended_leak_free", "keys_valu
 LONG = 24  # letters of a name that leaves no room for another beside it
 
 
-def standalone(figures: list[Figure], legend: list[str]) -> str:
+def standalone(charts: list[Figure], legend: list[str]) -> str:
     """A report's chart as a file of its own; below it the legend, two short names a row, or the colour scale."""
-    svg = figures[0].svg if figures else ""
+    svg = charts[0].svg if charts else ""
     found = re.search(r'<svg viewBox="0 0 (\d+) (\d+)"(.*?)>(.*?)</svg>', svg, re.S)
     if found is None:
         raise SystemExit("nothing to draw: no rows")
     height, rest, inside = int(found[2]), found[3], found[4]
-    scale = [] if legend else figures[0].legend
+    scale = [] if legend else charts[0].legend
     for k, (mark, value) in enumerate(scale):
         colour = re.findall(r"#\w+", mark)[0]
         x = 136 + 62 * k
@@ -98,6 +100,38 @@ def draw_published(results: Path) -> Path:
     return IMAGES / "published.svg"
 
 
+AT_END = {"images": lambda run: run["strict rate"], "elements": lambda run: run["elements"]}
+
+
+def at_end(name: str, rows: list[dict], of: Callable[[dict], float], axis: Callable[[dict], int]) -> Series:
+    """A figure of the last step over `axis`, the mean over targets with its band."""
+    xs = sorted({axis(row) for row in rows})
+    values = [[of(figures(run)) for run in runs_of([row for row in rows if axis(row) == x]).values()] for x in xs]
+    return banded(name, xs, np.array(values).T)
+
+
+def draw_sweeps(results: Path) -> Path:
+    """Images and elements at the end, by the elements' share of the records and by the share of the base's training."""
+    rows = swept(stored(results))
+    by_share = [
+        at_end(f"{arm}: {what}", [row for row in rows if row["arm"] == arm], of, lambda row: round(100 * row["ratio"]))
+        for arm in ("recommended", "plain")
+        for what, of in AT_END.items()
+    ]
+    shared = strength.shared(stored(strength.RESULTS))
+    by_base = [
+        at_end(what, shared, of, lambda row: int(row["base"].rpartition("-")[2]))
+        for what, of in {**AT_END, "whole": lambda run: run["whole rate"]}.items()
+    ]
+    for name, series, title, x_label in (
+        ("ratio", by_share, "Recovered at the end, by the elements' share", "elements among the records, %"),
+        ("strength", by_base, "Recovered at the end, by the base's training", "of the base's training, %"),
+    ):
+        chart = lines(series, title, x_label=x_label, y_range=(0, 1))
+        (IMAGES / f"{name}.svg").write_text(standalone(chart, [one.name for one in series]))
+    return IMAGES / "ratio.svg"
+
+
 def kept_run(arm: str, target: str, seed: int = 0, steps: int = 300) -> Path:
     """The folder of one run of an arm, with the images of a few steps."""
     out = WORK / f"kept-{arm}-{target}"
@@ -135,15 +169,15 @@ def draw_multipliers(target: str, arm: str) -> Path:
     history = json.loads((kept_run(arm, target) / "multipliers.json").read_text())
     names = list(history[0]["multipliers"])
     values = [[entry["multipliers"][name] for entry in history] for name in names]
-    figures = heat(names, [entry["step"] for entry in history], values, f"Learning-rate multipliers of {arm}")
+    charts = heat(names, [entry["step"] for entry in history], values, f"Learning-rate multipliers of {arm}")
     out = IMAGES / "multipliers.svg"
-    out.write_text(standalone(figures, []))
+    out.write_text(standalone(charts, []))
     return out
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("curves", "published", "strip", "multipliers"))
+    parser.add_argument("what", choices=("curves", "published", "sweeps", "strip", "multipliers"))
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--target", default="1000")
     parser.add_argument("--arm", default="prior_gsnr", choices=list(ARMS))
@@ -151,6 +185,7 @@ def main(argv: list[str] | None = None) -> None:
     made = {
         "curves": lambda: draw_curves(args.results),
         "published": lambda: draw_published(RESULTS.with_name("published.jsonl")),
+        "sweeps": lambda: draw_sweeps(RESULTS.with_name("published.jsonl")),
         "strip": lambda: draw_strip(args.target),
         "multipliers": lambda: draw_multipliers(args.target, args.arm),
     }[args.what]()

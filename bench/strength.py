@@ -61,13 +61,17 @@ def cells(rows: list[dict]) -> list[str]:
     return [str(len(runs)), f"{reached} of {len(runs)}", *rates, f"{sum(run['drift'] for run in runs) / len(runs):.4f}"]
 
 
+def shared(rows: list[dict]) -> list[dict]:
+    """Those of the targets that every base ran."""
+    ran = [{row["target"] for row in rows if row["base"] == base(percent).name} for percent in PERCENT]
+    return [row for row in rows if row["target"] in set.intersection(*ran)]
+
+
 def by_strength(rows: list[dict], drawn: dict[str, dict]) -> str:
     """A line a base, over the targets that every base ran: Markdown."""
-    ran = {p: {row["target"] for row in rows if row["base"] == base(p).name} for p in sorted(PERCENT)}
-    shared = set.intersection(*ran.values())
     lines = []
-    for percent in ran:
-        mine = [row for row in rows if row["base"] == base(percent).name and row["target"] in shared]
+    for percent in sorted(PERCENT):
+        mine = [row for row in shared(rows) if row["base"] == base(percent).name]
         right = f"{drawn[base(percent).name]['both']:.2f}"
         lines += [[f"{percent} %", right, *cells(mine)]] if mine else []
     return markdown(("training", "kind and colour right", *HEAD), lines)

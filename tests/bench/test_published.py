@@ -19,10 +19,12 @@ from bench.published_table import (
     sign_flips,
     summary,
     sustained,
+    swept,
     table,
     times_sooner,
     usual,
 )
+from bench.recovery_figures import at_end
 from bench.recovery_table import RESULTS, stored
 from silentbad.microworld.make import target_scene
 
@@ -170,6 +172,15 @@ def test_a_rule_is_compared_over_the_targets_of_both():
     line = layerwise.compared(rows).splitlines()[2]
     assert line.startswith("| `recommended` | 40 | 2 | 2.0 [2.0, 2.0] |") and line.endswith("| +0.50 [+0.00, +1.00] |")
     assert len(layerwise.by_run(rows).splitlines()) == 4
+
+
+def test_a_sweep_compares_the_targets_that_ran_at_several_shares():
+    usually = run([0, 0.5], targets="2100", target="2100") + run([0, 1.0], targets="2101", target="2101")
+    more = run([0, 1.0], targets="2100", target="2100", ratio=0.33)
+    rows = swept(usually + more + run([0, 0], targets="2100", target="2100", seed=1))
+    assert {row["target"] for row in rows} == {"2100"} and {row["seed"] for row in rows} == {0}
+    curve = at_end("images", rows, lambda run: run["strict rate"], lambda row: round(100 * row["ratio"]))
+    assert (curve.xs, curve.ys) == ([10, 33], [0.5, 1.0])
 
 
 def test_rows_between_sources_are_of_what_was_fixed_before():
