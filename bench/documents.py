@@ -294,9 +294,9 @@ def published_k(results: Results, language: Language) -> str:
 
 def published_ratio(results: Results, language: Language) -> str:
     """What recovers by the elements' share of the records, on the targets that ran at more than one."""
-    lines = []
+    rows, lines = swept(results.published), []
     for arm in ("recommended", "plain"):
-        own = [row for row in swept(results.published) if row["arm"] == arm]
+        own = [row for row in rows if row["arm"] == arm]
         for share in sorted({row["ratio"] for row in own}):
             mine = [row for row in own if row["ratio"] == share]
             lines.append([f"{share:.0%}".replace("%", " %"), *outcome(mine)])

@@ -64,14 +64,15 @@ def cells(rows: list[dict]) -> list[str]:
 def shared(rows: list[dict]) -> list[dict]:
     """Those of the targets that every base ran."""
     ran = [{row["target"] for row in rows if row["base"] == base(percent).name} for percent in PERCENT]
-    return [row for row in rows if row["target"] in set.intersection(*ran)]
+    by_all = set.intersection(*ran)
+    return [row for row in rows if row["target"] in by_all]
 
 
 def by_strength(rows: list[dict], drawn: dict[str, dict]) -> str:
     """A line a base, over the targets that every base ran: Markdown."""
-    lines = []
+    rows, lines = shared(rows), []
     for percent in sorted(PERCENT):
-        mine = [row for row in shared(rows) if row["base"] == base(percent).name]
+        mine = [row for row in rows if row["base"] == base(percent).name]
         right = f"{drawn[base(percent).name]['both']:.2f}"
         lines += [[f"{percent} %", right, *cells(mine)]] if mine else []
     return markdown(("training", "kind and colour right", *HEAD), lines)
