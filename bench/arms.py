@@ -140,7 +140,7 @@ PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
 }
 LATER = ("recommended_long",)  # reported on targets of their own alone
 
-# The learning rate each arm is reported at, in units of 1e-4 (docs/protocol.md says what it was chosen by).
+# The learning rate each arm is reported at, in units of 1e-4 (research/protocol.md says what it was chosen by).
 RATES: dict[str, float] = dict.fromkeys(ARMS, 8.0)
 
 # What a part needs beside its name to run at all, and to do its work within a few steps.

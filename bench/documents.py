@@ -65,7 +65,7 @@ from bench.recovery_table import (
 from bench.shield_table import audit_table, guard_table, table
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT, ROOT / "docs"]
+
 PLAIN: Arm = ("plain", 8.0)
 
 # One table of words for the headings and labels of generated tables; English is the key.
@@ -975,7 +975,7 @@ MARKED = re.compile(r"^<!-- generated: (?P<name>\S+) -->\n(?P<body>.*?)^<!-- /ge
 
 def documents(root: Path = ROOT) -> list[Path]:
     """The Markdown files that may have generated blocks."""
-    return sorted([*root.glob("*.md"), *root.glob("docs/*.md")])
+    return sorted([*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("research/*.md")])
 
 
 def language_of(path: Path) -> Language:

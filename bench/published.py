@@ -7,7 +7,7 @@
 Reuses the runs of bench/recovery.py; every evaluation becomes one JSON line of bench/results/published.jsonl, and a run
 already there is not made again. The endpoint is strict: an image counts when the whole and every element pass, and a
 run recovers from the first step on after which half of the images count at every evaluation. Several processes may work
-on one results file. The protocol is the last section of docs/protocol.md.
+on one results file. The protocol is the last section of research/protocol.md.
 """
 
 import argparse

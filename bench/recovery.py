@@ -3,7 +3,7 @@
 One run per (arm, learning-rate factor, target set, seed), each a plain call of train_silentbad.py on a microworld data
 set of its own; every evaluation becomes one JSON line in bench/results/recovery.jsonl and a run already there is not
 made again. Arms differ by configuration alone: base, data, batch, exposures and evaluation grid are the same. What each
-arm is and where its rows come from stands in recovery-arms.json. The protocol is docs/protocol.md.
+arm is and where its rows come from stands in recovery-arms.json. The protocol is research/protocol.md.
 """
 
 import argparse

@@ -29,7 +29,7 @@ from silentbad.run.config import parse
 from tests import toy
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "assets/micro-sd/README.md"])
+DOCUMENTS = sorted([*documents.documents(), ROOT / "assets/micro-sd/README.md"])
 PAIRS = sorted(path for path in DOCUMENTS if path.name.endswith(".zh-CN.md"))
 BLOCK = re.compile(
     r"(?:^ *<!-- (?P<mark>[^\n]*?) -->\n)?^(?P<indent> *)```(?P<language>\w*)\n(?P<body>.*?)^ *```", re.M | re.S
@@ -197,7 +197,7 @@ def test_named_tests_and_files_exist(path):
         assert f"def {test}(" in TESTS, test
     for part in set(re.findall(r"-k (\w+)`", text)) - {"NAME"}:
         assert re.search(rf"def test_\w*{part}", TESTS), part
-    for file in set(re.findall(r"`((?:silentbad|configs|bench|docs|tests|assets)/[\w./-]*\.\w+)`", text)):
+    for file in set(re.findall(r"`((?:silentbad|configs|bench|docs|research|tests|assets)/[\w./-]*\.\w+)`", text)):
         made = file.startswith("bench/results/")  # written by the benchmark
         assert made or (ROOT / file).exists(), file
 

@@ -118,7 +118,7 @@ def test_signs_and_holm():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06]) and holm([0.9, 0.8]) == [1.0, 1.0]
 
 
-# Evaluated less often than frozen, to save time, as docs/protocol.md says: four and eight at once, and plain to 4000.
+# Evaluated less often than frozen, to save time (research/protocol.md): four and eight at once, and plain to 4000.
 COARSER = {(800, 200), (1600, 400), (3200, 1600), (4800, 1200), (4000, 250)}
 ALSO = {  # to see whether they arrive at all, and in pairs with `recommended_long`
     "plain": {(4000, 250)},
