@@ -46,6 +46,31 @@ def encoded(image: Image.Image, kind: str, **options) -> bytes:
     return out.getvalue()
 
 
+ADOBE = ((0.60974, 0.31111, 0.01947), (0.20528, 0.62567, 0.06087), (0.14919, 0.06322, 0.74457))
+
+
+def profile(gamma: float, *primaries: tuple[float, float, float]) -> bytes:
+    """A colour profile (ICC 2.1) of primaries in XYZ under D50, one exponent for all; of grey without primaries."""
+    white = (0.9642, 1.0, 0.8249)
+
+    def xyz(values: tuple[float, ...]) -> bytes:
+        return b"XYZ " + bytes(4) + struct.pack(">3i", *(round(value * 2**16) for value in values))
+
+    curve = b"curv" + bytes(4) + struct.pack(">IHxx", 1, round(gamma * 256))
+    names = [b"rXYZ", b"gXYZ", b"bXYZ"]
+    tags = {b"wtpt": xyz(white)} | dict(zip(names, map(xyz, primaries), strict=False))
+    tags |= {name: curve for name in ([b"rTRC", b"gTRC", b"bTRC"] if primaries else [b"kTRC"])}
+    start = 132 + 12 * len(tags)
+    table = b""
+    body = b""
+    for name, tag in tags.items():
+        table += name + struct.pack(">II", start + len(body), len(tag))
+        body += tag
+    space = b"RGB " if primaries else b"GRAY"
+    head = struct.pack(">I4xI4s4s4s12x4s", start + len(body), 0x02100000, b"mntr", space, b"XYZ ", b"acsp")
+    return (head.ljust(68, b"\0") + xyz(white)[8:]).ljust(128, b"\0") + struct.pack(">I", len(tags)) + table + body
+
+
 def published(root, targets=3, clean=40):
     """The SilentBadDiffusion layout: phrases line, captions, numbered images."""
     for n in range(100, 100 + targets):

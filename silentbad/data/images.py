@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageChops, ImageFilter, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageChops, ImageCms, ImageFilter, ImageOps, PngImagePlugin, UnidentifiedImageError
 from torch import Tensor
 
-from silentbad.errors import UserError, brief, reading
+from silentbad.errors import UserError, brief, first_line, reading, warn
 from silentbad.files import encodes, is_lfs_pointer
 
 MAX_PIXELS = 64_000_000  # larger images are refused before they are decoded
@@ -32,44 +32,49 @@ FORMATS = (
     "TIFF",
     "GIF",
 )  # decoders that may run; others start programs (EPS) or are rare
+MODES = {"RGB ": "RGB", "GRAY": "L", "CMYK": "CMYK"}  # of the pixels that a profile's colour space goes with
+SRGB = ImageCms.createProfile("sRGB")
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY  # workflow tools write megabytes of text into a PNG
 
 
 # ---------------------------------------------------------------- images
 def open_image(source: Path | bytes, where: str) -> Image.Image:
-    """An RGB image: EXIF rotation applied, alpha over white, CMYK, palettes and 16 bit converted, size bounded."""
-    image = _decoded(source, where)
+    """An sRGB image: colour profile and EXIF rotation applied, alpha over white, size bounded."""
+    image = _upright(source, where)
+    profile = image.info.get("icc_profile")
+    image = _in_8_bit(image, where)
+    grey = image.mode in ("1", "L", "LA", "La")
     with _decoding(source, where):
-        _turn_upright(image)
-    if image.mode.startswith(("I", "F")):
-        image = _to_8_bit(image, where)
-    with _decoding(source, where):
-        if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-            image = image if image.mode == "RGBA" else image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
+        alpha = None
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            alpha = image.getchannel("A")
+        image = _in_srgb(image, profile, grey, f"{where}: {_shown(source)}")
+        if alpha is not None:
+            image.putalpha(alpha)
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         return image.convert("RGB")
 
 
 def open_mask(source: Path, size: tuple[int, int], where: str) -> Image.Image:
     """A greyscale mask of the same size as its image, which shows a region; turned as its EXIF says."""
-    mask = _decoded(source, where)
-    with _decoding(source, where):
-        _turn_upright(mask)
+    mask = _upright(source, where)
     if mask.size != size:
         raise UserError(f"{where}: mask {source} is {_by(mask.size)}, its image {_by(size)}; make them the same size")
-    if mask.mode in ("RGBA", "LA") and np.asarray(mask.getchannel("A")).min() < 255:
+    mask = _in_8_bit(mask, where)
+    with _decoding(source, where):
+        least = mask.convert("RGBA").getextrema()[3][0] if mask.has_transparency_data else 255
+        grey = mask.convert("L")
+    if least < 255:
         raise UserError(f"{where}: mask {source} has transparency; save the region in white on black")
-    if mask.mode.startswith(("I", "F")):
-        grey = _to_8_bit(mask, where)
-    else:
-        with _decoding(source, where):
-            grey = mask.convert("L")
     if (most := int(np.asarray(grey).max())) < 128:
         wrong = "is black all over" if most == 0 else f"has values up to {most} of 255"
         raise UserError(f"{where}: mask {source} {wrong}; the element's region is white")
     return grey
 
 
-def _decoded(source: Path | bytes, where: str) -> Image.Image:
+def _upright(source: Path | bytes, where: str) -> Image.Image:
+    """A decoded image, turned as its EXIF says; where the EXIF is damaged it stays as it is."""
     if isinstance(source, Path) and not os.path.isfile(source):  # Path.is_file raises for names that are too long
         raise UserError(f"{where}: no file {source}")
     with _decoding(source, where), io.BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
@@ -81,6 +86,8 @@ def _decoded(source: Path | bytes, where: str) -> Image.Image:
             size = f"{_by(image.size)} pixels, over the limit of {MAX_SIDE} a side"
             raise UserError(f"{where}: {_shown(source)} is {size}; cut it")
         image.load()
+        with suppress(Exception):  # Pillow's parser of EXIF fails in many ways, and the picture itself is whole
+            ImageOps.exif_transpose(image, in_place=True)
         return image
 
 
@@ -106,13 +113,36 @@ def _shown(source: Path | bytes) -> str:
     return "image bytes" if isinstance(source, bytes) else str(source)
 
 
-def _turn_upright(image: Image.Image) -> None:
-    """Turn the image as its EXIF says; where the EXIF is damaged it stays as it is."""
-    with suppress(Exception):  # Pillow's parser fails in many ways, and the picture itself is whole
-        ImageOps.exif_transpose(image, in_place=True)
+def _in_srgb(image: Image.Image, profile: bytes | None, grey: bool, named: str) -> Image.Image:
+    """The image as RGB or RGBA in sRGB. A profile that does not go with the pixels, or cannot be read, is left out
+    and said."""
+    if not profile:
+        return image.convert("RGB")
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        mode = MODES.get(source.profile.xcolor_space)
+        if mode is None or (mode == "L" and not grey) or (mode == "CMYK") != (image.mode == "CMYK"):
+            raise ValueError(f"it is of {source.profile.xcolor_space.strip()} values")
+        return ImageCms.profileToProfile(image.convert(mode), source, SRGB, outputMode="RGB")
+    except Exception as error:  # Pillow and LittleCMS raise many kinds
+        _warn_of_profile(first_line(error), named)
+        return image.convert("RGB")
 
 
-def _to_8_bit(image: Image.Image, where: str) -> Image.Image:
+_WARNED: set[str] = set()
+
+
+def _warn_of_profile(reason: str, named: str) -> None:
+    """A line on the first picture of each kind: a whole folder may come from one program."""
+    if reason not in _WARNED:
+        _WARNED.add(reason)
+        warn(f"{named}: its colour profile is left out ({reason}), as those of others like it")
+
+
+def _in_8_bit(image: Image.Image, where: str) -> Image.Image:
+    """The image, with values of more than 8 bits scaled, in grey."""
+    if not image.mode.startswith(("I", "F")):
+        return image
     values = np.asarray(image)
     if not np.isfinite(values).all():
         raise UserError(f"{where}: the image holds values that are not finite")
@@ -123,7 +153,10 @@ def _to_8_bit(image: Image.Image, where: str) -> Image.Image:
     levels = np.empty(values.shape, dtype=np.uint8)
     for row, line in enumerate(values):  # line by line: in double precision the whole takes eight times its memory
         levels[row] = np.clip(np.rint(line.astype(np.float64) * scale), 0, 255)
-    return Image.fromarray(levels, "L")
+    grey = Image.fromarray(levels, "L")
+    if "transparency" in image.info:
+        grey.putalpha(Image.fromarray(values != image.info["transparency"]).convert("L"))
+    return grey
 
 
 def _by(size: tuple[int, int]) -> str:

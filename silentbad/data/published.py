@@ -106,7 +106,8 @@ def _numbered(root: Path, folder: Path) -> list[tuple[int, Path]]:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     with reading(f"cannot read {folder}"):
-        pictures = [path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES]
+        shown = (path for path in folder.iterdir() if not path.name.startswith("."))  # no ._x.png of macOS
+        pictures = [path for path in shown if path.suffix.lower() in SUFFIXES]
     found = [(re.search(r"([0-9]{1,18})$", path.stem), path) for path in pictures]
     return sorted((int(match.group(1)), inside(root, path, str(path))) for match, path in found if match)
 

@@ -172,6 +172,8 @@ class Records:
         row = self.row(index)
         where = row["where"]
         image = open_image(source(row["image"], where), where) if picture else None
+        if image is not None and content_hash(image) != row["content"]:
+            raise UserError(f"{where}: the image has changed since this command started; start again")
         size = tuple(row["size"]) if image is None else image.size
         return row, image, open_mask(Path(row["mask"]), size, where) if row["mask"] else None
 

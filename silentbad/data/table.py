@@ -24,7 +24,7 @@ from silentbad.errors import UserError, each, reading
 from silentbad.files import intact, read_json, sealed
 
 BLOCK = 4096
-FORMAT = 4  # of the table's file and of what is concluded from it
+FORMAT = 5  # of the table's file and of what is concluded from it
 
 FEATURES = datasets.Features(
     {

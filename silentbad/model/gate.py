@@ -283,7 +283,7 @@ NUMBERS = {"F64", "F32", "F16", "BF16", "I64", "I32"}  # of safetensors: weights
 
 def check_precision(folder: Path, failed: str) -> None:
     """Refuse quantised weights: they would be read as if their integers were the weights."""
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted(folder.glob("[!.]*.safetensors")):
         with reading(failed), safe_open(file, "pt") as tensors:
             kinds = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
         if odd := next((name for name, kind in kinds.items() if kind not in NUMBERS), None):
@@ -309,9 +309,9 @@ OVERWRITE = "If you want to instead overwrite"  # diffusers' advice, for those w
 
 def unloaded(folder: Path, variant: str | None) -> str:
     """Why no safetensors weights of a folder were loaded."""
-    if variant is not None and folder.is_dir() and not any(folder.glob(f"*.{variant}*.safetensors")):
+    if variant is not None and folder.is_dir() and not any(folder.glob(f"[!.]*.{variant}*.safetensors")):
         return f"it has no weights of that variant; leave variant {variant} out"
-    held = sorted(file.name for file in folder.glob("*.safetensors")) if folder.is_dir() else []
+    held = sorted(file.name for file in folder.glob("[!.]*.safetensors")) if folder.is_dir() else []
     if variants := [name.split(".")[1] for name in held if name.count(".") == 2 and "-of-" not in name]:
         return f"its weights are of variant {variants[0]}; give variant {variants[0]}"
     for index in folder.glob("*.safetensors.index.json"):

@@ -1,15 +1,17 @@
 """Images of every kind become RGB, and are known by their content."""
 
+import io
 import struct
 import tracemalloc
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageCms, PngImagePlugin
 
 from silentbad.data import images
+from silentbad.data.targets import Target
 from silentbad.errors import UserError
-from tests.folders import encoded
+from tests.folders import ADOBE, GOOD, encoded, folder, profile, records
 
 
 def test_kinds_of_images_become_rgb():
@@ -85,3 +87,97 @@ def test_copies_are_looked_for_in_a_smaller_picture():
     assert min(images.shrunk(large).size) < 2048 and images.shrunk(small) is small
     views = [images.as_floats(images.thumbnails(picture)) for picture in (large, small)]
     assert np.abs(views[0][:4] - views[1][:4]).max() < 3
+
+
+# ---------------------------------------------------------------- colour profiles
+RED = (200, 60, 60)
+
+
+def in_adobe_rgb(image: Image.Image) -> Image.Image:
+    source = ImageCms.createProfile("sRGB")
+    target = ImageCms.ImageCmsProfile(io.BytesIO(profile(563 / 256, *ADOBE)))
+    return ImageCms.profileToProfile(image, source, target, outputMode="RGB")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF"])
+def test_a_colour_profile_is_applied(kind):
+    held = in_adobe_rgb(Image.new("RGB", (16, 16), RED))
+    assert held.getpixel((0, 0)) == (173, 62, 62)
+    content = encoded(held, kind, icc_profile=profile(563 / 256, *ADOBE))
+    seen = images.open_image(content, "x").getpixel((8, 8))
+    assert np.abs(np.subtract(seen, RED)).max() <= (0 if kind in ("PNG", "TIFF") else 3)
+
+
+def test_a_profile_of_srgb_changes_nothing():
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    assert images.open_image(encoded(noise, "PNG", icc_profile=srgb), "x").tobytes() == noise.tobytes()
+
+
+def test_a_profile_applies_to_palettes_transparency_and_grey():
+    held, adobe = in_adobe_rgb(Image.new("RGB", (4, 4), RED)), profile(563 / 256, *ADOBE)
+    palette = held.quantize(4)
+    assert images.open_image(encoded(palette, "PNG", icc_profile=adobe), "x").getpixel((0, 0)) == RED
+    held.putalpha(128)
+    half = images.open_image(encoded(held, "PNG", icc_profile=adobe), "x").getpixel((0, 0))
+    assert np.abs(np.subtract(half, [(v + 255) / 2 for v in RED])).max() <= 1
+    grey = encoded(Image.new("L", (4, 4), 128), "PNG", icc_profile=profile(1.8))
+    assert images.open_image(grey, "x").getpixel((0, 0)) == (146, 146, 146)
+
+
+@pytest.mark.parametrize("broken", [b"no profile", profile(1.8), profile(2.2, *ADOBE)[:200]])
+def test_a_profile_that_does_not_serve_is_left_out_and_said_once(broken, capsys, monkeypatch):
+    monkeypatch.setattr(images, "_WARNED", set())
+    content = encoded(Image.new("RGB", (4, 4), RED), "PNG", icc_profile=broken)
+    assert [images.open_image(content, name).getpixel((0, 0)) for name in "xy"] == [RED, RED]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("warning: x: image bytes: its colour profile is left out (")
+
+
+def test_a_copy_of_a_target_under_another_profile_is_refused(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    picture = Image.fromarray(noise // 2 + 64).resize((64, 64))
+    root = folder(tmp_path / "d", GOOD)
+    in_adobe_rgb(picture).save(root / "a.png", icc_profile=profile(563 / 256, *ADOBE))
+    with pytest.raises(UserError, match="copy of target 't'|equals target 't'"):
+        records(root).refuse_targets([Target("t", picture, ["a red cat"])])
+
+
+# ---------------------------------------------------------------- what else a file may hold
+def test_a_png_with_megabytes_of_text_is_read():
+    notes = PngImagePlugin.PngInfo()
+    notes.add_text("workflow", "x" * 1_200_000, zip=True)
+    assert images.open_image(encoded(Image.new("RGB", (4, 4), RED), "PNG", pnginfo=notes), "x").getpixel((0, 0)) == RED
+
+
+def transparent(mode: str) -> tuple[Image.Image, dict]:
+    """(a mask of which the left half is transparent, how to save it), in one of a PNG's encodings."""
+    shade = Image.new("L", (8, 8), 255)
+    shade.paste(0, (0, 0, 4, 8))
+    if mode in ("LA", "RGBA"):
+        image = Image.new(mode, (8, 8), "white")
+        image.putalpha(shade)
+        return image, {}
+    if mode == "I;16":
+        return Image.fromarray(np.asarray(shade).astype(np.uint16) * 257), {"transparency": 0}
+    return shade.convert(mode), {"transparency": (0, 0, 0) if mode == "RGB" else 0}
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "RGB", "I;16"])
+def test_transparency_is_seen_in_every_encoding(mode, tmp_path):
+    image, options = transparent(mode)
+    image.save(tmp_path / "mask.png", **options)
+    seen = images.open_image(tmp_path / "mask.png", "x")
+    assert seen.getpixel((0, 0)) == seen.getpixel((7, 7)) == (255, 255, 255)
+    with pytest.raises(UserError, match="mask.png has transparency; save the region in white on black"):
+        images.open_mask(tmp_path / "mask.png", (8, 8), "x")
+
+
+def test_a_picture_that_changed_after_the_start_is_refused(tmp_path):
+    root = folder(tmp_path / "d", GOOD)
+    read = records(root)
+    Image.new("RGB", (8, 8), "red").save(root / "a.png", optimize=True)  # another file, the same picture
+    assert read.open(0)[1] is not None
+    Image.new("RGB", (8, 8), "blue").save(root / "a.png")
+    with pytest.raises(UserError, match=r"metadata.jsonl:1: the image has changed since .*; start again"):
+        read.open(0)

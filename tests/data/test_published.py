@@ -77,3 +77,13 @@ def test_shuffle_marker(tmp_path):
     read = records(folder(tmp_path / "d", {"file_name": "a.png", "text": "An image with @@ a cat, @@ a hat."}))
     assert read.text == ["An image with a cat, a hat"] and list(read.phrases) == [["a cat", "a hat"]]
     assert read.row(0)["shuffle"]
+
+
+def test_hidden_files_are_no_pictures(tmp_path):
+    """macOS writes ._x.png beside x.png on foreign disks."""
+    root = published(tmp_path / "Midjourney", targets=2)
+    for place in (root / "poisoning_images" / "100", root / "images"):
+        first = next(place.glob("*_0.png"), place / "100.jpeg")
+        (place / f"._{first.name}").write_bytes(b"\0\5\x16\7")
+    assert records(root, clean_data_dir=str(root / "clean"), poisoning_ratio=0.2).role.count("element") == 6
+    assert load_targets(f"{root}@100")[0].target_id == "100"
