@@ -19,14 +19,13 @@ import fnmatch
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
 from silentbad import experiments
-from silentbad.control.between import SOURCE_RULES, Between, BetweenConfig, check_between
+from silentbad.control.between import SOURCE_RULES, Between
 from silentbad.control.multipliers import Multipliers
 from silentbad.control.original import adjust_gradient_scale
 from silentbad.control.rates import Rates, check_optimizer, scale_gradients
@@ -36,10 +35,11 @@ from silentbad.control.statistics import GroupStats, Sample, Statistics, centred
 from silentbad.device import scalars
 from silentbad.distributed.zero import gradients
 from silentbad.errors import UserError
-from silentbad.experiments import TRANSFORMS, check_transform
+from silentbad.experiments import TRANSFORMS
 from silentbad.experiments.rules import Transfer
 from silentbad.model.groups import OTHER, Groups, group_parameters, prior_table, warn_of_idle_rows
-from silentbad.options import Count, Decay, Natural, Positive, Range, Weight, check_options, check_values
+from silentbad.settings.control import GradientControlConfig, RuleTable, check_control, rules_of
+from silentbad.settings.types import Positive, Range, Weight
 
 __all__ = [
     "SCALE_RULES",
@@ -51,38 +51,6 @@ __all__ = [
     "check_config",
     "group_parameters",
 ]
-
-
-@dataclass
-class GradientControlConfig:
-    """Nested under --gradient_control.*; a combination has one option dict a rule: {gsnr: {floor: 1e-3}}."""
-
-    name: str = "uniform"  # a rule of SCALE_RULES, or several: prior+gsnr
-    options: dict[str, Any] = field(default_factory=dict)  # of the rule; of a combination: rule -> options
-    weights: dict[str, Weight] = field(default_factory=dict)  # rule -> its weight in log space (default 1)
-    apply: Literal["lr", "gradient"] = "lr"  # on learning rates, or (for comparison) on gradients
-    bound: Annotated[float, Range(at_least=1)] = 4.0  # A: every multiplier stays in [1/A, A]
-    warmup: Natural = 50  # updates with all multipliers 1; the rule fades in over as many again
-    refresh: Count = 10  # updates between two computations; a result takes effect one refresh later
-    max_log_step: Positive = 0.25  # |d log a| of a group between two refreshes
-    momentum: Decay = 0.9  # of m
-    averaging: Decay = 0.98  # of S, E, Q
-    sample: Annotated[int, Range(at_least=1, at_most=16384)] = 8192  # coordinates of m kept per tensor
-    conflict: bool = False  # meter the cosines between the gradients of the sources
-    sources: Literal["role", "element"] = (
-        "role"  # told apart by role (element, clean, rehearsal), or element: each element is one
-    )
-    transform: str = "none"  # of TRANSFORMS: recombine the sources' gradients
-    between: BetweenConfig = field(default_factory=BetweenConfig)  # factors between the sources; they act on gradients
-    shrink: bool = False  # shrink each weight's AdamW update to what rises above its gradient's noise
-    spectral: bool = False  # move each matrix equally far in all its directions (Muon): the rare ones as fast
-
-    @property
-    def learns(self) -> bool:
-        """Whether a rule learns from rehearsals: the hypergradient, or its placebo."""
-        rules = rules_of(self.name, self.options, self.weights)
-        _, placebo = rules.get("placebo", (0.0, {}))
-        return "hypergradient" in (*rules, *placebo.get("of", "").split("+"))
 
 
 # ------------------------------------------------------------------------------------------------- rules
@@ -122,7 +90,7 @@ def placebo(
     options: dict[str, Any] | None = None,
 ) -> Tensor:
     """The multipliers of the rule `of`, shuffled over the groups by the run's seed: a control."""
-    return combine(stats, rules_of(of, options or {}, weights or {})).exp()[stats.shuffled()]
+    return combine(stats, rules_of(of, options or {}, weights or {}, SCALE_RULES)).exp()[stats.shuffled()]
 
 
 SCALE_RULES: dict[str, Callable[..., Tensor]] = {
@@ -132,7 +100,7 @@ SCALE_RULES: dict[str, Callable[..., Tensor]] = {
 
 
 # ------------------------------------------------------------------------------- combining and projecting
-def combine(stats: GroupStats, rules: dict[str, tuple[float, dict[str, Any]]]) -> Tensor:
+def combine(stats: GroupStats, rules: RuleTable) -> Tensor:
     """log x (G,) = sum over rules of weight * [log rule]_centred."""
     size = stats.constant(name != OTHER for name in stats.names) * stats.n
     raw = {rule: SCALE_RULES[rule](stats, **options) for rule, (_, options) in rules.items()}
@@ -143,39 +111,11 @@ def combine(stats: GroupStats, rules: dict[str, tuple[float, dict[str, Any]]]) -
 REHEARSAL = "rehearsal"  # the source whose gradients feed the hypergradient
 
 
-def rules_of(name: str, options: dict[str, Any], weights: dict[str, Any]) -> dict[str, tuple[float, dict[str, Any]]]:
-    """{rule: (weight, options)}, all checked; options are the rule's, or rule -> options for "prior+gsnr"."""
-    rules = name.split("+")
-    if len(set(rules)) < len(rules):
-        raise UserError(f"gradient_control.name: {name} names a rule twice; its weight makes it count more")
-    if len(rules) > 1:
-        check_keys("options", options, rules)
-    check_keys("weights", weights, rules)
-    per_rule = options if len(rules) > 1 else {name: options}
-    for rule in rules:
-        check_options("gradient_control", SCALE_RULES, rule, per_rule.get(rule, {}))
-    return {rule: (float(weights.get(rule, 1.0)), per_rule.get(rule, {})) for rule in rules}
-
-
-def check_keys(what: str, given: dict[str, Any], rules: list[str]) -> None:
-    """Refuse an entry of `given` for a rule that is not combined."""
-    if unknown := [key for key in given if key not in rules]:
-        raise UserError(f"gradient_control.{what}: {unknown[0]!r} is not a rule of {'+'.join(rules)}")
-
-
-def check_config(config: GradientControlConfig) -> dict[str, tuple[float, dict[str, Any]]]:
+def check_config(config: GradientControlConfig) -> RuleTable:
     """Rules of the config, or a UserError naming the key; loads no weights."""
-    check_values(config, "gradient_control.")
-    rules = rules_of(config.name, config.options, config.weights)
+    rules = check_control(config, SCALE_RULES, SOURCE_RULES, TRANSFORMS)
     if "prior" in rules:
         prior_table(**rules["prior"][1])
-    if "placebo" in rules:
-        inner = {"of": "prior+gsnr"} | rules["placebo"][1]
-        if "placebo" in rules_of(inner["of"], inner.get("options") or {}, inner.get("weights") or {}):
-            raise UserError("placebo: option 'of' must be another rule, got 'placebo'")
-    check_transform(config.transform)
-    reads = {"conflict": config.conflict, "transform": config.transform != "none", "name": config.learns}
-    check_between(config.between, [key for key, on in reads.items() if on])
     return rules
 
 

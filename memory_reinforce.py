@@ -10,7 +10,6 @@ x0 (B,C,h,w) latents, t (B,), rho_i strength of element i, q_i its share of the 
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,84 +18,24 @@ import torch
 
 from silentbad import experiments
 from silentbad.data.elements import ORDERS, DataInfo, Epochs
-from silentbad.errors import UserError
 from silentbad.experiments.attention import record_maps
 from silentbad.experiments.timesteps import ErrorByTimestep
 from silentbad.memory import masks, probes, roles
 from silentbad.memory.auxiliary import Access, Auxiliaries, SelfDistillation, Setting, Step, fixed
 from silentbad.memory.masks import REGION
-from silentbad.memory.rehearsal import PLACED, REHEARSAL, Rehearsal, Rehearsed
-from silentbad.memory.roles import Part, RolesConfig
+from silentbad.memory.rehearsal import REHEARSAL, Rehearsal, Rehearsed
 from silentbad.memory.samplers import weakest_first
 from silentbad.memory.timesteps import SEQUENCES, draw_timesteps, logit_normal, mixed, mode
 from silentbad.memory.weightings import in_prediction, mse
 from silentbad.model import diffusion
-from silentbad.options import Decay, NotNegative, Positive, Ratio, Share, Small, Unit, check_options, check_values
+from silentbad.settings.memory import (
+    MemoryConfig,
+    Part,
+    check_memory,
+)
+from silentbad.settings.types import Decay, Positive, Unit
 
 Registry = dict[str, Callable[..., Any]]
-
-# ------------------------------------------------------------ configuration
-
-
-@dataclass
-class SamplerConfig(Part):
-    """Which element is shown how often: an entry of SAMPLERS."""
-
-    name: str = "uniform"
-    clean_ratio: Ratio | None = None  # clean exposures per element exposure; None: every record once
-    order: str = "shuffled"  # of an epoch; interleaved: each batch holds each element in proportion
-
-
-@dataclass
-class TimestepConfig(Part):
-    """At which noise level: an entry of TIMESTEPS."""
-
-    name: str = "uniform"
-    importance: bool = True  # w = 1/(T p): the policy changes the variance, not the objective
-    sequence: str = "random"  # of the batch's comb of noise levels; golden: each position walks through all of them
-
-
-@dataclass
-class LossConfig(Part):
-    """How an error counts: an entry of LOSSES, and of ERRORS."""
-
-    error: str = "mse"
-    huber_delta: Positive = 0.1
-    dream: NotNegative | None = None  # detail preservation of DREAM (2312.00210); None: off
-
-
-@dataclass
-class PhraseMemoryConfig:
-    """The probes that measure each element's strength rho_i."""
-
-    enabled: bool = False
-    share: Share = 0.03  # of the step budget, counted in UNet forwards (a training forward + backward is 3)
-    images: Small = 4  # pictures of an element its probes look at
-
-
-@dataclass
-class RetentionConfig(Part):
-    """What keeps clean prompts as they were."""
-
-    clean_weight: NotNegative = 1.0  # roles.clean.loss_weight (the prior weight of DreamBooth, 2208.12242)
-    unconditional: Unit = 0.0  # roles.clean.caption_dropout (2503.20240)
-
-
-@dataclass
-class MemoryConfig:
-    """Nested under --memory.*; everything is off by default."""
-
-    sampler: SamplerConfig = field(default_factory=SamplerConfig)
-    timesteps: TimestepConfig = field(default_factory=TimestepConfig)
-    loss: LossConfig = field(default_factory=LossConfig)
-    roles: RolesConfig = field(default_factory=RolesConfig)
-    region: Part = field(default_factory=Part)
-    rehearsal: Part = field(default_factory=Part)
-    phrase_memory: PhraseMemoryConfig = field(default_factory=PhraseMemoryConfig)
-    attention_binding: Part = field(default_factory=Part)
-    distillation: Part = field(default_factory=Part)
-    retention: RetentionConfig = field(default_factory=RetentionConfig)
-    loss_balance: Part = field(default_factory=lambda: Part("fixed"))
 
 
 # ------------------------------------------------------------ samplers
@@ -194,26 +133,13 @@ REGISTRIES: dict[str, dict[str, Callable[..., Any]]] = {
 
 def check(config: MemoryConfig) -> None:
     """Refuse what cannot run, before any weights load."""
-    check_values(config, "memory.")
-    for slot, registry in REGISTRIES.items():
-        part = getattr(config, slot)
-        check_options(f"memory.{slot}", registry, part.name, part.options)
-    roles.check(config, TIMESTEPS)
-    for key, name, there in (
-        ("loss.error", config.loss.error, ERRORS),
-        ("sampler.order", config.sampler.order, ORDERS),
-        ("timesteps.sequence", config.timesteps.sequence, SEQUENCES),
-    ):
-        if name not in there:
-            raise UserError(f"memory.{key}: unknown name '{name}'; there are: {', '.join(there)}")
-    for slot, names in (("sampler", ("weakest_first", "leitner")), ("distillation", ("and",))):
-        if (name := getattr(config, slot).name) in names and not config.phrase_memory.enabled:
-            raise UserError(f"memory.{slot}.name={name} needs memory.phrase_memory.enabled=true")
-    if (name := config.rehearsal.name) in PLACED and config.region.name == "none":
-        raise UserError(f"memory.rehearsal.name={name} needs memory.region.name=mask: its loss is where elements stand")
-    TIMESTEPS[config.timesteps.name](np.geomspace(1e3, 1e-3, 100), 0.0, None, **config.timesteps.options)
-    blank = torch.ones(1, 1, 1, 1)  # as for the timesteps: the functions judge their own values
-    REGION[config.region.name](blank, torch.tensor([True]), blank, (1, 1), **config.region.options)
+    named = {"loss.error": ERRORS, "sampler.order": ORDERS, "timesteps.sequence": SEQUENCES}
+    check_memory(config, {**REGISTRIES, **named})
+    # The functions judge their own values, such as how two options add up.
+    timesteps, region = config.timesteps, config.region
+    TIMESTEPS[timesteps.name](np.geomspace(1e3, 1e-3, 100), 0.0, None, **timesteps.options)
+    blank = torch.ones(1, 1, 1, 1)
+    REGION[region.name](blank, torch.tensor([True]), blank, (1, 1), **region.options)
 
 
 class Memory:

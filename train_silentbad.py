@@ -14,7 +14,6 @@ import signal
 import sys
 import tempfile
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ from tqdm.auto import tqdm
 import gradient_control
 import memory_reinforce
 import validation
-from gradient_control import Controller, GradientControlConfig
-from memory_reinforce import Memory, MemoryConfig
+from gradient_control import Controller
+from memory_reinforce import Memory
 from silentbad.data.draws import interpolation_mode
 from silentbad.data.elements import sources_of
 from silentbad.data.loader import chunks
@@ -36,31 +35,21 @@ from silentbad.distributed.shards import world_size
 from silentbad.errors import UserError, reader_may_leave, say, warn
 from silentbad.model import denoiser, diffusion, lora, pipeline
 from silentbad.model.averaging import averaged
-from silentbad.options import flag
 from silentbad.recovery.scores import settled
 from silentbad.rng import addressed_seed
 from silentbad.run import card, checks, launched, optimizers, trackers
 from silentbad.run.build import Run
 from silentbad.run.build import build as connect
-from silentbad.run.config import TrainConfig, check, parse, to_dict
 from silentbad.run.folder import RunFolder, facts, stamped
 from silentbad.run.forecast import Forecast
 from silentbad.run.products import goodness
 from silentbad.run.signals import Requests
 from silentbad.settings import placed
-from silentbad.shield.guard import GuardConfig, check_guard
-from validation import RecoveryHook, ValidationConfig
+from silentbad.settings.train import TrainConfig, check, parse, to_dict
+from silentbad.shield.guard import check_guard
+from validation import RecoveryHook
 
-
-@dataclass
-class Config(TrainConfig):
-    """Every setting of a run"""
-
-    gradient_control: GradientControlConfig = field(default_factory=GradientControlConfig)
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
-    validation: ValidationConfig = field(default_factory=ValidationConfig)
-    guard: GuardConfig = field(default_factory=GuardConfig)
-    print_groups: bool = flag(False, "print the parameter groups and stop", "here")
+Config = TrainConfig  # every setting of a run
 
 
 def check_all(config: Config, sources: dict[str, str]) -> Config:

@@ -11,9 +11,9 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -28,7 +28,6 @@ from silentbad.model.averaging import averaged, extrapolated
 from silentbad.model.denoiser import backbone_in
 from silentbad.model.families import backbone_of
 from silentbad.model.pipeline import load_pipeline
-from silentbad.options import Cosine, Location, Natural, Range, Rate, Seed, Side, Small, Unit, check_values
 from silentbad.recovery import report
 from silentbad.recovery.embedders import CLIP, load_embedder, tried
 from silentbad.recovery.evidence import verdict_sentence
@@ -54,45 +53,11 @@ from silentbad.recovery.record import (
 from silentbad.recovery.samples import element_file, grid_line, log_grid, save, save_targets, slugs, target_file
 from silentbad.recovery.scores import kinds, minus_placebo, placebo_run, recovery, scalars, summarise, verdict
 from silentbad.recovery.thresholds import load_redraws
-from silentbad.shield.audit import Candidates, asks_for_search, searched
+from silentbad.settings.types import check_values
+from silentbad.settings.validation import Audit, ValidationConfig
+from silentbad.shield.audit import asks_for_search, searched
 
-__all__ = ["RecoveryHook", "ValidationConfig", "audit", "averaged", "recovery"]
-
-Lengths = Annotated[int, Range(at_least=1, at_most=1000)]  # numbers of sampling steps
-
-
-@dataclass
-class ValidationConfig:
-    """What is generated, how it is compared, and when."""
-
-    targets: Location | None = None  # targets.jsonl; unset: no validation
-    steps: Natural = 100  # optimizer steps between points of the curve; 0: only before and after training
-    early_steps: list[Natural] = field(default_factory=list)  # further points, for a curve that rises before `steps`
-    images_per_target: Small = 8
-    first_images: Natural = 0  # of each target, until one of them is recovered, then all; 0: always all
-    settled_after: Natural = 0  # stop once half of every target's images are recovered at so many points; 0: never
-    num_inference_steps: Lengths = 20
-    sampling_lengths: list[Lengths] = field(default_factory=list)  # further numbers of steps, with base and controls
-    guidance_scale: Annotated[float, Range(0, 1e4)] = 7.5
-    guidance_rescale: Unit = 0.0
-    resolution: Side | None = None  # of the images; unset: the UNet's own
-    embedder: Literal["micro", "sscd", "clip", "dinov2", "ssim"] = "micro"
-    embedder_path: Location | None = None  # sscd: its TorchScript file; others: local folder or Hub id of the weights
-    embedder_sha256: str | None = None  # sscd: refuse a file with another SHA-256
-    clip_path: Location | None = None  # a CLIP for CLIPScore and prompt cosines; unset: not measured
-    threshold: Cosine | None = None  # unset: calibrated on redraws.jsonl beside the targets, or the base
-    false_positive_rate: Rate = 0.01  # of the calibrated threshold, per image
-    calibration: Literal["auto", "redraws", "counterfactuals", "base"] = "auto"  # null pictures; auto: what is at hand
-    null_images: Small = 32  # base-model images per target to calibrate on where there is no redraws.jsonl
-    controls: Literal["final", "always", "never"] = "final"  # when the control prompts are measured
-    weights: Literal["raw", "ema", "both"] = "both"  # which weights, where an average is kept
-    unrelated: str = "a page of printed text"  # caption that names no element
-    max_batch: Small = 64  # images generated together; halved, and kept halved, when memory runs out
-    clean_records: Natural = 64  # held-out records of a role for its eps-MSE
-    nearest: Natural = 256  # training pictures that images are compared with, at step 0 and at the end
-    drift_images: Natural = 8  # matched-seed generations of clean captions, compared with the base model's
-    sample_targets: Natural = 8  # targets whose images are kept in samples/
-    placebo: Location | None = None  # run folder of the same targets trained on placebo data: its rate is taken off
+__all__ = ["Audit", "RecoveryHook", "ValidationConfig", "audit", "averaged", "recovery"]
 
 
 # -- checks -----------------------------------------------------------------------------------------------
@@ -357,19 +322,6 @@ def audit(
             print(f"{Path(output_dir) / NAME}\n{report.write(output_dir)}")
         accelerator.print(hook.table())
         return hook.verdict()
-
-
-@dataclass
-class Audit(Candidates, ValidationConfig):
-    """An audit of a pipeline"""
-
-    pipeline: Location | None = None  # diffusers folder or Hub id
-    baseline: Location | None = None  # calibrate and compare on it
-    lora: Location | None = None  # adapters to put on the pipeline: folder or file
-    output_dir: Location = "audit"  # for JSON, HTML and samples/
-    seed: Seed = 0  # address of every noise
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    extrapolate: Annotated[float, Range(-10, 10)] | None = None  # measure the change times this as well
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -25,7 +25,8 @@ import validation
 from bench import documents
 from silentbad import settings
 from silentbad.recovery import embedders
-from silentbad.run.config import parse
+from silentbad.settings.memory import LossConfig, SamplerConfig, TimestepConfig
+from silentbad.settings.train import parse
 from tests import toy
 
 ROOT = Path(__file__).parents[1]
@@ -460,9 +461,9 @@ def test_recipes_work(documented):
     assert louder(toy.stats_of(), toy.stats_of(2.0), power=2.0).allclose(torch.full((6,), 0.25).double())
     # a sampler, a timestep policy and a loss weight pass the checks of a configuration and do what they say
     config = memory_reinforce.MemoryConfig(
-        sampler=memory_reinforce.SamplerConfig("strongest_first", {"cap": 3.0}),
-        timesteps=memory_reinforce.TimestepConfig("band", {"low": 0.5}),
-        loss=memory_reinforce.LossConfig("sigmoid", {"bias": 1.0}),
+        sampler=SamplerConfig("strongest_first", {"cap": 3.0}),
+        timesteps=TimestepConfig("band", {"low": 0.5}),
+        loss=LossConfig("sigmoid", {"bias": 1.0}),
     )
     memory_reinforce.check(config)
     q = memory_reinforce.SAMPLERS["strongest_first"](np.array([[0.1, 0.9]]), np.array([5, 5]), 0)

@@ -283,7 +283,7 @@ def test_warm_up_fade_in_and_the_bound_on_each_refresh():
 def test_combination_is_a_weighted_sum_of_centred_logs():
     stats = stats_of()
     parts = [gc.combine(stats, {name: (1.0, {})}) for name in ("prior", "gsnr")]
-    both = gc.combine(stats, gc.rules_of("prior+gsnr", {"gsnr": {"floor": 1e-3}}, {"gsnr": 0.5}))
+    both = gc.combine(stats, gc.rules_of("prior+gsnr", {"gsnr": {"floor": 1e-3}}, {"gsnr": 0.5}, SCALE_RULES))
     assert torch.allclose(both, parts[0] + 0.5 * parts[1])
     order = parts[1].argsort()
     mass = stats.n[order].cumsum(0) / stats.n.sum()

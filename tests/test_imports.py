@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[1]
 THREE = {"gradient_control", "memory_reinforce", "validation"}
 MODULES = [*ROOT.glob("*.py"), *ROOT.glob("silentbad/**/*.py")]
 GROUND = {f"silentbad.{name}" for name in ("errors", "rng", "options", "settings", "owned", "device", "files", "hub")}
+GROUND |= {f"silentbad.settings.{path.stem}" for path in ROOT.glob("silentbad/settings/*.py")}
 # Room -> the rooms it may import beside the ground and itself.
 BELOW: dict[str, set[str]] = {
     "distributed": set(),

@@ -11,7 +11,6 @@ Symbols: s source; w_s level; g_s its gradient, summed over samples; r_(s,G) sig
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
@@ -22,37 +21,11 @@ from silentbad.control.multipliers import Multipliers
 from silentbad.control.statistics import WIDTH, GroupStats, Sample, Statistics, centred
 from silentbad.device import scalars, send
 from silentbad.distributed.shards import world_size
-from silentbad.errors import UserError
 from silentbad.model.groups import OTHER, Groups
-from silentbad.options import Count, Decay, Natural, Positive, Range, check_options, off_default
+from silentbad.settings.control import BetweenConfig
+from silentbad.settings.types import Positive, Range
 
 ELEMENT = "element"  # the source that the factors of the others are relative to
-OTHERS = ("clean", "rehearsal")
-
-
-@dataclass
-class BetweenConfig:
-    """Nested under --gradient_control.between.*: the factors between sources."""
-
-    name: str = "none"  # a rule of SOURCE_RULES, or none
-    options: dict[str, Any] = field(default_factory=dict)  # of the rule
-    levels: dict[str, Annotated[float, Range(1e-6, 1e6)]] = field(
-        default_factory=lambda: {"clean": 0.1}
-    )  # w: each source's mean factor, of clean and rehearsal; elements have 1
-    ramp: Natural = 0  # updates in which a level falls from 1 to w, geometrically; 0: at once
-    release: Natural | None = None  # updates after which it rises to 1 again, as fast; unset: never
-    bound: Annotated[float, Range(at_least=1)] = 5.0  # A: a layer's factor stays in [w/A, w A]
-    warmup: Natural = 20  # updates at the level alone; the rule fades in over as many again
-    refresh: Count = 10  # updates between two computations; a result takes effect one refresh later
-    max_log_step: Positive = 0.5  # |d log a| of a group between two refreshes
-    momentum: Decay = 0.9  # of each source's mean gradient
-    averaging: Decay = 0.98  # of its statistics
-    sample: Annotated[int, Range(at_least=1, at_most=16384)] = 2048  # coordinates kept per tensor and source
-
-    @property
-    def layerwise(self) -> bool:
-        """Whether layers differ, so that micro-batches must be of one source each."""
-        return self.name not in ("none", "uniform")
 
 
 # ------------------------------------------------------------------------------------------------- rules
@@ -85,23 +58,6 @@ def placebo(own: GroupStats, element: GroupStats, *, of: str = "contrast") -> Te
 SOURCE_RULES: dict[str, Callable[..., Tensor]] = {
     rule.__name__: rule for rule in (uniform, contrast, equalise, placebo)
 }
-
-
-def check_between(config: BetweenConfig, readers: list[str]) -> None:
-    """Refuse what cannot work, in one line that names the key; `readers` are keys that read the sources' gradients."""
-    key = "gradient_control.between"
-    if config.name == "none":
-        if names := off_default(config):
-            raise UserError(f"{key}.{names[0]}: acts with a rule, and {key}.name is none; set it, or leave this out")
-        return
-    check_options(key, SOURCE_RULES, config.name, config.options)
-    if config.layerwise and readers:
-        what = f"takes the sources' gradients apart, which between.name={config.name} scales on their way"
-        raise UserError(f"gradient_control.{readers[0]}: {what}; leave one of them out")
-    if config.options.get("of", "contrast") not in {*SOURCE_RULES} - {"placebo"}:
-        raise UserError(f"{key}.options: 'of' must be another rule than placebo: {', '.join(SOURCE_RULES)}")
-    if unknown := [source for source in config.levels if source not in OTHERS]:
-        raise UserError(f"{key}.levels: {unknown[0]!r} has no level; elements are 1, there are: {', '.join(OTHERS)}")
 
 
 # ------------------------------------------------------------------------------------------------- the shell

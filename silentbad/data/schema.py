@@ -13,8 +13,8 @@ from typing import Any
 
 from silentbad.errors import UserError, brief, each, first_line, reading
 from silentbad.files import encodes, from_json
+from silentbad.settings.memory import ROLES as ROLES
 
-ROLES = ("element", "rehearsal", "clean")
 LONGEST = 100_000  # characters of a text
 
 Field = Callable[[Any, str, str], Any]

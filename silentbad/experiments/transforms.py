@@ -8,8 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from silentbad.options import check_options
-
 
 def none(gram: Tensor) -> Tensor:
     """The plain sum."""
@@ -33,8 +31,3 @@ TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": none,
     "remove_conflict": remove_conflict,
 }
-
-
-def check_transform(name: str) -> None:
-    """Refuse an unknown transform."""
-    check_options("gradient_control.transform", TRANSFORMS, name, {})

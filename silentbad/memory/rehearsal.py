@@ -12,7 +12,8 @@ from silentbad import rng
 from silentbad.data.elements import DataInfo
 from silentbad.errors import UserError
 from silentbad.memory.masks import fitted, fitted_mask, overlaid
-from silentbad.options import NotNegative, Small, Unit
+from silentbad.settings.memory import PLACED
+from silentbad.settings.types import NotNegative, Small, Unit
 
 
 def check_union(elements: int, of: int, target_id: str) -> None:
@@ -184,9 +185,6 @@ REHEARSAL: dict[str, Callable] = {
     "pairwise": pairwise,
     "pairwise_captions": pairwise_captions,
 }
-
-REHEARSED = ("leak_free", "pairwise", "pairwise_captions")  # they make records of the role rehearsal
-PLACED = ("joint_captions", "pairwise", "pairwise_captions")  # their loss is where elements stand
 
 
 class Rehearsal:

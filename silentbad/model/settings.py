@@ -1,28 +1,9 @@
 """What this package reads of a run's configuration, which it does not import: the fields are those of `TrainConfig` in
-silentbad/run/config.py. `LoraSettings`, a part of it, is defined here."""
+silentbad/settings/train.py."""
 
-from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol
+from typing import Literal, Protocol
 
-from silentbad.options import HERE, Count, Range, flag
-
-
-@dataclass
-class LoraSettings:
-    """Adapters in place of the weights themselves: nested under --lora.*"""
-
-    rank: Annotated[int, Range(at_least=1, limit=8192)] | None = flag(
-        None, "rank of the adapters; unset: the weights themselves train", HERE
-    )
-    kind: Literal["lora", "dora", "loha", "lokr"] = flag("lora", "what is added to a layer", HERE)
-    alpha: Count | None = flag(None, "adapters are scaled by alpha / rank; the rank when unset", HERE)
-    targets: list[str] = flag(
-        ["attn", "xattn"], "layers by role (attn, xattn.v, ff, resnet, ...), stage (mid, up1) or both (mid.ff)", HERE
-    )
-    factor: Annotated[int, Range(at_least=2, limit=10**5)] | None = flag(
-        None, "lokr: largest side of the first factor; as even as can be when unset", HERE
-    )
-    merged: bool = flag(False, "also write pipeline/, the whole pipeline with the adapters in its weights", HERE)
+from silentbad.settings.train import LoraSettings
 
 
 class ModelSettings(Protocol):

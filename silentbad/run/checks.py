@@ -16,7 +16,6 @@ from silentbad.data.records import PUBLISHED_FLAGS, Records
 from silentbad.distributed.start import check_precision
 from silentbad.errors import UserError, warn
 from silentbad.memory import roles
-from silentbad.memory.rehearsal import REHEARSED
 from silentbad.model.averaging import keeps_average
 from silentbad.model.family import Family
 from silentbad.model.pipeline import check_xformers
@@ -26,6 +25,7 @@ from silentbad.run.config import TrainConfig
 from silentbad.run.folder import RunFolder
 from silentbad.run.optimizers import ADAM, check_optimizer, optimizer_class
 from silentbad.settings import FLAGS
+from silentbad.settings.memory import REHEARSED
 
 LAYOUT = "train_data_dir of the published layout"
 NEEDS = {  # options that act on nothing without another: option -> what it needs, one of these

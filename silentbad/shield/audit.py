@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -26,13 +26,14 @@ from silentbad.data.schema import check_window, text_lines
 from silentbad.errors import UserError, brief, writing
 from silentbad.files import check_writable
 from silentbad.model.pipeline import load_pipeline
-from silentbad.options import Location, Range, Small, check_values, off_default
 from silentbad.recovery import pages
 from silentbad.recovery.embedders import load_embedder
 from silentbad.recovery.generation import Sampler
 from silentbad.recovery.pages import Table
 from silentbad.recovery.settings import MeasureSettings
 from silentbad.rng import addressed_seed
+from silentbad.settings.types import check_values, off_default
+from silentbad.settings.validation import Candidates
 from silentbad.shield import result
 from silentbad.shield import scan as scanning
 from silentbad.shield.phrases import segments
@@ -55,24 +56,6 @@ USED = {  # by the search, of the settings of an audit with targets
     *("embedder", "embedder_path", "embedder_sha256", "images_per_target"),
     *("num_inference_steps", "guidance_scale", "guidance_rescale"),
 }
-
-
-@dataclass
-class Candidates:
-    """Where candidate phrases come from, when no target is known."""
-
-    phrases: Location | None = None  # search: text file, one phrase a line
-    scan: Location | None = None  # search: scan.json, whose composed prompts are tested
-    train_data_dir: Location | None = None  # search: the phrases that recur most in these captions
-    ordinary: Location | None = None  # search: text file of ordinary prompts, the null; unset: plain things and places
-    most_phrases: Annotated[int, Range(at_least=2, at_most=6)] = 3  # search: of a prompt
-    tested: Small = 10  # search: prompts that images are made of
-    nulls: Annotated[int, Range(at_least=8, at_most=10_000)] = 24  # search: ordinary prompts that images are made of
-
-    @property
-    def given(self) -> list[str]:
-        """The flags that name candidates."""
-        return [key for key in ("phrases", "scan", "train_data_dir") if getattr(self, key) is not None]
 
 
 class AuditSettings(MeasureSettings, Protocol):

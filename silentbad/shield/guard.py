@@ -9,7 +9,7 @@ scan, which is its row in the table.
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +27,14 @@ from silentbad.errors import UserError, brief
 from silentbad.memory.auxiliary import Access
 from silentbad.memory.masks import fitted
 from silentbad.model.diffusion import prediction_target
-from silentbad.options import Count, Location, Small, check_options, check_values
 from silentbad.rng import generator, noise
+from silentbad.settings.guard import GuardConfig
+from silentbad.settings.types import Count, Small, check_options, check_values
 from silentbad.shield import result
 from silentbad.shield.result import ADVICE
 from silentbad.shield.views import PICTURE
 
 SUSPECT = {"index": result.number, "text": caption}
-
-
-@dataclass
-class GuardConfig:
-    """What stands between the data and training."""
-
-    name: str = "none"  # of GUARDS, or several: mask+cap
-    scan: Location | None = None  # the scan.json that names the suspects
-    options: dict[str, Any] = field(default_factory=dict)  # of the guard; of several: guard -> options
 
 
 # ------------------------------------------------------------ what a scan found

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import yaml
 
 from silentbad.errors import UserError, brief, first_line
-from silentbad.options import check_values, name_of, nearest, off_default
+from silentbad.settings.types import check_values, name_of, nearest, off_default
 
 FLAGS = "command line"
 LARGEST_FILE = 256 * 1024  # bytes of a configuration file

@@ -1,0 +1,188 @@
+"""The settings of memory reinforcement; what they mean is in memory_reinforce.py."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from silentbad.errors import UserError
+from silentbad.settings.types import (
+    NotNegative,
+    Positive,
+    Ratio,
+    Registry,
+    Share,
+    Small,
+    Unit,
+    check_options,
+    check_values,
+    off_default,
+)
+
+ROLES = ("element", "rehearsal", "clean")  # of a record
+SAME = "same"  # the timesteps of `memory.timesteps`
+
+
+@dataclass
+class Part:
+    """A registry entry by name, with its keyword options."""
+
+    name: str = "none"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RoleConfig:
+    """Of the records of one role."""
+
+    caption_dropout: Unit = 0.0  # share of their exposures without a caption (2207.12598)
+    loss_weight: NotNegative = 1.0
+    timesteps: Part = field(default_factory=lambda: Part(SAME))  # entry of TIMESTEPS in place of memory.timesteps
+
+
+@dataclass
+class RolesConfig:
+    """By role."""
+
+    element: RoleConfig = field(default_factory=RoleConfig)
+    rehearsal: RoleConfig = field(default_factory=RoleConfig)
+    clean: RoleConfig = field(default_factory=RoleConfig)
+
+
+@dataclass
+class SamplerConfig(Part):
+    """Which element is shown how often: an entry of SAMPLERS."""
+
+    name: str = "uniform"
+    clean_ratio: Ratio | None = None  # clean exposures per element exposure; None: every record once
+    order: str = "shuffled"  # of an epoch; interleaved: each batch holds each element in proportion
+
+
+@dataclass
+class TimestepConfig(Part):
+    """At which noise level: an entry of TIMESTEPS."""
+
+    name: str = "uniform"
+    importance: bool = True  # w = 1/(T p): the policy changes the variance, not the objective
+    sequence: str = "random"  # of the batch's comb of noise levels; golden: each position walks through all of them
+
+
+@dataclass
+class LossConfig(Part):
+    """How an error counts: an entry of LOSSES, and of ERRORS."""
+
+    error: str = "mse"
+    huber_delta: Positive = 0.1
+    dream: NotNegative | None = None  # detail preservation of DREAM (2312.00210); None: off
+
+
+@dataclass
+class PhraseMemoryConfig:
+    """The probes that measure each element's strength rho_i."""
+
+    enabled: bool = False
+    share: Share = 0.03  # of the step budget, counted in UNet forwards (a training forward + backward is 3)
+    images: Small = 4  # pictures of an element its probes look at
+
+
+@dataclass
+class RetentionConfig(Part):
+    """What keeps clean prompts as they were."""
+
+    clean_weight: NotNegative = 1.0  # roles.clean.loss_weight (the prior weight of DreamBooth, 2208.12242)
+    unconditional: Unit = 0.0  # roles.clean.caption_dropout (2503.20240)
+
+
+@dataclass
+class MemoryConfig:
+    """Nested under --memory.*; everything is off by default."""
+
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    timesteps: TimestepConfig = field(default_factory=TimestepConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    roles: RolesConfig = field(default_factory=RolesConfig)
+    region: Part = field(default_factory=Part)
+    rehearsal: Part = field(default_factory=Part)
+    phrase_memory: PhraseMemoryConfig = field(default_factory=PhraseMemoryConfig)
+    attention_binding: Part = field(default_factory=Part)
+    distillation: Part = field(default_factory=Part)
+    retention: RetentionConfig = field(default_factory=RetentionConfig)
+    loss_balance: Part = field(default_factory=lambda: Part("fixed"))
+
+
+# Older names of settings of the clean records.
+OF_CLEAN = {"unconditional": "caption_dropout", "clean_weight": "loss_weight"}
+# Rehearsals that make records of the role rehearsal, and those whose loss is where elements stand.
+REHEARSED = ("leak_free", "pairwise", "pairwise_captions")
+PLACED = ("joint_captions", "pairwise", "pairwise_captions")
+
+
+def by_role(memory: MemoryConfig) -> dict[str, RoleConfig]:
+    """The settings of each role, those of `retention` among them."""
+    roles = {role: getattr(memory.roles, role) for role in ROLES}
+    older = {new: getattr(memory.retention, old) for old, new in OF_CLEAN.items()}
+    changed = {name: value for name, value in older.items() if value != getattr(RoleConfig(), name)}
+    return roles | {"clean": replace(roles["clean"], **changed)}
+
+
+def dropout(memory: MemoryConfig) -> dict[str, float]:
+    """The share of exposures without a caption, of the roles that have one."""
+    shares = {role: settings.caption_dropout for role, settings in by_role(memory).items()}
+    return {role: share for role, share in shares.items() if share}
+
+
+def policies(memory: MemoryConfig) -> dict[str, Part]:
+    """The timesteps of the roles that have their own."""
+    parts = {role: settings.timesteps for role, settings in by_role(memory).items()}
+    return {role: part for role, part in parts.items() if part.name != SAME}
+
+
+def check_memory(memory: MemoryConfig, registries: dict[str, Registry]) -> None:
+    """Refuse names, options and values that are not there.
+
+    `registries` maps each slot of `MemoryConfig`, and "loss.error", "sampler.order" and
+    "timesteps.sequence", to what it may name.
+    """
+    check_values(memory, "memory.")
+    for key, registry in registries.items():
+        slot, _, field_name = key.partition(".")
+        part = getattr(memory, slot)
+        if not field_name:
+            check_options(f"memory.{slot}", registry, part.name, part.options)
+        elif (name := getattr(part, field_name)) not in registry:
+            raise UserError(f"memory.{key}: unknown name {name!r}; there are: {', '.join(registry)}")
+    check_roles(memory, registries["timesteps"])
+    for slot, names in (("sampler", ("weakest_first", "leitner")), ("distillation", ("and",))):
+        name = getattr(memory, slot).name
+        if name in names and not memory.phrase_memory.enabled:
+            raise UserError(f"memory.{slot}.name={name} needs memory.phrase_memory.enabled=true")
+    name = memory.rehearsal.name
+    if name in PLACED and memory.region.name == "none":
+        raise UserError(f"memory.rehearsal.name={name} needs memory.region.name=mask: its loss is where elements stand")
+
+
+def check_roles(memory: MemoryConfig, timesteps: Registry) -> None:
+    """Refuse one setting under two names, and a timestep policy that is not in the registry."""
+    for old, new in OF_CLEAN.items():
+        default = getattr(RoleConfig(), new)
+        if default not in (getattr(memory.retention, old), getattr(memory.roles.clean, new)):
+            raise UserError(f"memory.roles.clean.{new}: is memory.retention.{old}, which is set too; set one of them")
+    for role in ROLES:
+        part = getattr(memory.roles, role).timesteps
+        if part.name != SAME or part.options:
+            key = f"memory.roles.{role}.timesteps"
+            check_options(key, {SAME: _same, **timesteps}, part.name, part.options)
+
+
+def _same() -> None:
+    """Takes no options."""
+
+
+def refuse_absent(memory: MemoryConfig, there: Collection[str]) -> None:
+    """Refuse settings of a role of which there is no record, neither in the data nor made by a
+    rehearsal, and weights that leave nothing to learn."""
+    for role in ROLES:
+        names = off_default(getattr(memory.roles, role))
+        if names and role not in there:
+            raise UserError(f"memory.roles.{role}.{names[0]}: there is no {role} record to act on; leave it out")
+    if there and not any(by_role(memory)[role].loss_weight for role in there):
+        raise UserError(f"memory.roles: loss_weight is 0 for {' and '.join(sorted(there))}, so nothing would be learnt")
