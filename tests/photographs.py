@@ -1,0 +1,366 @@
+"""Photographs to measure with: cut-outs and textures of the pictures in scikit-image's wheel.
+
+`make_target(seed)` pastes two or three cut-outs on a texture. `failures` and `copies` are pictures
+that a verdict must refuse and pass. Nothing is downloaded: every file lies in the installed
+package.
+"""
+
+from functools import cache
+from importlib.resources import files
+from io import BytesIO
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageOps
+
+Place = tuple[int, int]  # left, top
+Box = tuple[int, int, int, int]  # left, top, right, bottom
+
+SIDE = 256  # pixels of a target
+SEEN = 64  # pixels at which the bundled base sees it
+VISIBLE = 20  # levels of 255 by which a thing differs from the texture behind it
+FINER = 4  # masks are drawn so many times larger, for smooth edges
+
+CAT = (
+    (42, 0), (36, 40), (32, 80), (42, 120), (48, 150), (60, 180), (88, 208), (130, 236),
+    (165, 262), (200, 279), (230, 283), (262, 276), (293, 263), (308, 246), (313, 216),
+    (331, 190), (351, 165), (361, 140), (361, 118), (353, 95), (355, 75), (368, 55), (385, 25),
+    (398, 2), (398, 0),
+)  # fmt: skip
+SPOON = ((395, 72), (402, 67), (414, 67), (423, 73), (424, 82), (416, 108), (408, 122))
+HEAD = (
+    (234, 16), (215, 18), (195, 28), (175, 40), (161, 54), (154, 72), (155, 92), (163, 108),
+    (175, 122), (181, 134), (185, 148), (187, 168), (200, 180), (218, 188), (235, 189),
+    (250, 184), (257, 165), (261, 148), (268, 136), (277, 130), (288, 118), (299, 98), (300, 80),
+    (297, 66), (290, 48), (277, 33), (258, 21),
+)  # fmt: skip
+BUST = (
+    (234, 16), (215, 18), (195, 28), (175, 40), (161, 54), (154, 72), (155, 92), (163, 108),
+    (175, 122), (181, 134), (183, 148), (165, 149), (145, 154), (130, 166), (121, 180),
+    (113, 186), (115, 205), (96, 222), (66, 244), (52, 262), (42, 290), (30, 330), (20, 400),
+    (22, 440), (32, 500), (34, 511), (276, 511), (282, 450), (300, 400), (330, 365), (361, 347),
+    (358, 320), (352, 290), (342, 265), (325, 246), (305, 236), (302, 218), (290, 200),
+    (270, 184), (256, 174), (261, 148), (268, 136), (277, 130), (288, 118), (299, 98), (300, 80),
+    (297, 66), (290, 48), (277, 33), (258, 21),
+)  # fmt: skip
+SHUTTLE = (
+    (412, 0), (402, 8), (398, 24), (397, 75), (391, 78), (391, 45), (386, 40), (381, 48),
+    (381, 100), (378, 130), (377, 180), (362, 198), (355, 207), (355, 226), (385, 229),
+    (368, 250), (368, 271), (385, 270), (390, 268), (402, 271), (410, 284), (422, 284),
+    (428, 262), (436, 270), (457, 267), (455, 235), (455, 205), (452, 190), (453, 60), (447, 42),
+    (441, 40), (437, 50), (436, 22), (430, 8), (422, 0),
+)  # fmt: skip
+HELMET = (
+    (278, 511), (278, 470), (286, 430), (302, 395), (325, 368), (358, 350), (395, 344),
+    (430, 349), (462, 372), (485, 405), (496, 440), (503, 460), (508, 480), (508, 511),
+)  # fmt: skip
+MOTORCYCLE = (
+    (93, 200), (93, 220), (113, 247), (140, 240), (128, 262), (121, 295), (123, 335), (142, 372),
+    (172, 396), (206, 402), (248, 392), (276, 366), (325, 380), (331, 400), (326, 432),
+    (338, 434), (345, 410), (345, 378), (400, 380), (440, 373), (468, 345), (476, 310),
+    (474, 285), (478, 250), (490, 225), (505, 240), (525, 285), (507, 315), (510, 335),
+    (524, 372), (548, 410), (580, 436), (620, 450), (650, 446), (675, 420), (683, 385),
+    (678, 345), (655, 315), (640, 308), (641, 300), (620, 275), (580, 264), (570, 245),
+    (552, 205), (545, 185), (562, 165), (566, 145), (582, 142), (582, 122), (570, 117),
+    (560, 128), (545, 118), (535, 102), (510, 102), (495, 112), (485, 110), (470, 118),
+    (458, 140), (430, 120), (405, 130), (355, 165), (360, 174), (383, 158), (390, 170),
+    (355, 192), (320, 190), (280, 195), (255, 175), (230, 170), (185, 162), (165, 158),
+    (155, 145), (142, 150), (140, 195), (118, 194),
+)  # fmt: skip
+CAMERAMAN = (
+    (203, 65), (185, 72), (170, 88), (164, 104), (150, 106), (135, 120), (100, 130), (70, 148),
+    (50, 185), (30, 215), (10, 240), (0, 255), (0, 400), (70, 395), (140, 380), (205, 295),
+    (245, 312), (303, 275), (303, 245), (308, 228), (325, 205), (331, 180), (325, 168),
+    (320, 165), (325, 150), (325, 139), (255, 140), (256, 132), (268, 132), (269, 112),
+    (262, 100), (240, 75), (222, 67),
+)  # fmt: skip
+
+# phrase: file, shapes whose union is the thing, tint of a grey picture, the edge of the target
+# that cuts it off
+THINGS: dict[str, tuple[str, list[tuple[str, tuple]], tuple | None, str]] = {
+    "a tabby cat": ("chelsea.png", [("polygon", CAT)], None, "top"),
+    "a cup of coffee": (
+        "coffee.png",
+        [("ellipse", (77, 54, 480, 390)), ("ellipse", (173, 18, 408, 207)), ("polygon", SPOON)],
+        None,
+        "",
+    ),
+    "a smiling woman": ("astronaut.png", [("polygon", HEAD)], None, ""),
+    "an orange astronaut": ("astronaut.png", [("polygon", BUST)], None, "bottom"),
+    "a space shuttle": ("astronaut.png", [("polygon", SHUTTLE)], None, "top"),
+    "a black helmet": ("astronaut.png", [("polygon", HELMET)], None, "bottom"),
+    "a mission patch": ("astronaut.png", [("ellipse", (133, 348, 207, 423))], None, ""),
+    "a red motorcycle": ("motorcycle_left.png", [("polygon", MOTORCYCLE)], None, ""),
+    "a man with a camera": ("camera.png", [("polygon", CAMERAMAN)], None, ""),
+    "an old gold coin": (
+        "coins.png",
+        [("ellipse", (315, 156, 379, 220))],
+        ((40, 25, 5), (250, 215, 120)),
+        "",
+    ),
+    "a bronze coin": (
+        "coins.png",
+        [("ellipse", (304, 18, 364, 72))],
+        ((30, 12, 8), (235, 160, 110)),
+        "",
+    ),
+    "a red retina": ("retina.jpg", [("ellipse", (30, 30, 1380, 1380))], None, ""),
+    "a colour wheel": ("color.png", [("ellipse", (4, 4, 366, 366))], None, ""),
+}
+# phrase: file, part of it, tint of a grey picture
+TEXTURES: dict[str, tuple[str, Box, tuple | None]] = {
+    "a red brick wall": ("brick.png", (0, 0, 512, 512), ((60, 20, 15), (230, 150, 120))),
+    "a yellow brick wall": ("brick.png", (0, 0, 512, 512), ((90, 60, 20), (245, 225, 160))),
+    "green grass": ("grass.png", (0, 0, 512, 512), ((15, 40, 5), (190, 225, 120))),
+    "dry grass": ("grass.png", (0, 0, 512, 512), ((60, 40, 15), (240, 215, 150))),
+    "grey gravel": ("gravel.png", (0, 0, 512, 512), None),
+    "blue gravel": ("gravel.png", (0, 0, 512, 512), ((15, 25, 60), (185, 210, 245))),
+    "the grey moon": ("moon.png", (0, 0, 512, 512), None),
+    "brown tissue": ("ihc.png", (0, 0, 512, 512), None),
+    "a starry sky": ("hubble_deep_field.jpg", (100, 0, 972, 872), None),
+    "a wooden table": ("coffee.png", (470, 230, 600, 360), None),
+    "a lit night sky": ("rocket.jpg", (0, 180, 240, 420), None),
+    "a garage shelf": ("motorcycle_left.png", (500, 0, 741, 241), None),
+    "a striped flag": ("astronaut.png", (0, 60, 90, 150), None),
+}
+
+
+class Cutout(NamedTuple):
+    """A thing cut out of its photograph: picture (RGB), and mask (L) of its size, white on it."""
+
+    phrase: str
+    picture: Image.Image
+    mask: Image.Image
+
+
+class Target(NamedTuple):
+    """A picture of SIDE pixels and its elements (phrase, mask), the backdrop last; its parts."""
+
+    picture: Image.Image
+    elements: list[tuple[str, Image.Image]]
+    cutouts: list[Cutout]  # at the size they are pasted
+    places: list[Place]  # where each is pasted
+    backdrop: Image.Image  # the whole texture, nothing on it
+    seed: int
+
+
+def opened(name: str) -> Image.Image:
+    """A picture of scikit-image's wheel."""
+    with Image.open(BytesIO((files("skimage") / "data" / name).read_bytes())) as image:
+        return image.convert("RGB")
+
+
+def tinted(image: Image.Image, tint: tuple | None) -> Image.Image:
+    return image if tint is None else ImageOps.colorize(image.convert("L"), *tint)
+
+
+@cache
+def cutout(phrase: str) -> Cutout:
+    """One of THINGS, cropped to the box of its mask."""
+    name, shapes, tint, _ = THINGS[phrase]
+    picture = tinted(opened(name), tint)
+    mask = Image.new("L", (picture.width * FINER, picture.height * FINER), 0)
+    for shape, points in shapes:
+        larger = (np.array(points) * FINER).ravel().tolist()
+        getattr(ImageDraw.Draw(mask), shape)(larger, fill=255)
+    mask = mask.resize(picture.size, Image.Resampling.BOX)
+    box = mask.getbbox()
+    return Cutout(phrase, picture.crop(box), mask.crop(box))
+
+
+def texture(phrase: str, rng: np.random.Generator, side: int = SIDE) -> Image.Image:
+    """One of TEXTURES as a square: a random part of it, of at least two thirds of its sides."""
+    name, box, tint = TEXTURES[phrase]
+    picture = tinted(opened(name), tint).crop(box)
+    extent = int(picture.width * rng.uniform(0.67, 1))
+    left, top = rng.integers(0, picture.width - extent + 1, 2).tolist()
+    part = picture.crop((left, top, left + extent, top + extent))
+    return part.resize((side, side), Image.Resampling.LANCZOS)
+
+
+def scaled(thing: Cutout, longest: int) -> Cutout:
+    """A cut-out whose longer side has `longest` pixels."""
+    factor = longest / max(thing.picture.size)
+    size = tuple(max(1, round(side * factor)) for side in thing.picture.size)
+    picture = thing.picture.resize(size, Image.Resampling.LANCZOS)
+    return Cutout(thing.phrase, picture, thing.mask.resize(size, Image.Resampling.BOX))
+
+
+def fitted(thing: Cutout, size: tuple[int, int]) -> Cutout:
+    """A cut-out stretched to a size."""
+    return Cutout(
+        thing.phrase,
+        thing.picture.resize(size, Image.Resampling.LANCZOS),
+        thing.mask.resize(size, Image.Resampling.BOX),
+    )
+
+
+def transposed(thing: Cutout, how: Image.Transpose) -> Cutout:
+    return Cutout(thing.phrase, thing.picture.transpose(how), thing.mask.transpose(how))
+
+
+def pasted(backdrop: Image.Image, cutouts: list[Cutout], places: list[Place]) -> Image.Image:
+    picture = backdrop.copy()
+    for thing, place in zip(cutouts, places, strict=True):
+        picture.paste(thing.picture, place, thing.mask)
+    return picture
+
+
+def on_canvas(mask: Image.Image, place: Place, side: int = SIDE) -> Image.Image:
+    """A cut-out's mask at its place in the target, black and white."""
+    canvas = Image.new("L", (side, side), 0)
+    canvas.paste(mask.point(lambda level: 255 * (level >= 128)), place)
+    return canvas
+
+
+def rest(masks: list[Image.Image]) -> Image.Image:
+    """The backdrop's mask: what no other mask covers."""
+    covered = np.max([np.asarray(mask) for mask in masks], axis=0)
+    return Image.fromarray(255 - covered)
+
+
+def composed(
+    cutouts: list[Cutout],
+    places: list[Place],
+    backdrop: Image.Image,
+    name: str,
+    seed: int,
+):
+    masks = [on_canvas(thing.mask, place) for thing, place in zip(cutouts, places, strict=True)]
+    phrases = [*(thing.phrase for thing in cutouts), name]
+    elements = list(zip(phrases, [*masks, rest(masks)], strict=True))
+    return Target(pasted(backdrop, cutouts, places), elements, cutouts, places, backdrop, seed)
+
+
+def make_target(seed: int) -> Target:
+    """Two or three cut-outs of different photographs, apart from each other, on one texture."""
+    rng = np.random.default_rng([39, seed])
+    while True:
+        count = int(rng.integers(2, 4))
+        phrases = rng.choice(list(THINGS), count, replace=False).tolist()
+        ground = str(rng.choice(list(TEXTURES)))
+        sources = [THINGS[phrase][0] for phrase in phrases] + [TEXTURES[ground][0]]
+        if len(set(sources)) < len(sources):
+            continue
+        longest = rng.integers(*((104, 145) if count == 2 else (84, 117)), count)
+        cutouts = [scaled(cutout(phrases[i]), int(longest[i])) for i in range(count)]
+        places = placed(cutouts, rng)
+        backdrop = texture(ground, rng)
+        if places is None:
+            continue
+        target = composed(cutouts, places, backdrop, ground, seed)
+        if all(apart(target.picture, backdrop, mask) for _, mask in target.elements[:-1]):
+            return target
+
+
+def placed(cutouts: list[Cutout], rng: np.random.Generator) -> list[Place] | None:
+    """Random places at which no two boxes meet; None where 50 tries find none."""
+    for _ in range(50):
+        boxes: list[Box] = []
+        for thing in cutouts:
+            width, height = thing.picture.size
+            left, top = (int(rng.integers(4, SIDE - 3 - extent)) for extent in (width, height))
+            top = {"top": 0, "bottom": SIDE - height}.get(THINGS[thing.phrase][3], top)
+            boxes.append((left, top, left + width, top + height))
+        if not any(meet(one, other) for i, one in enumerate(boxes) for other in boxes[:i]):
+            return [box[:2] for box in boxes]
+    return None
+
+
+def meet(one: Box, other: Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def seen(picture: Image.Image) -> np.ndarray:
+    """Levels (SEEN, SEEN, channels) of a picture as the base sees it."""
+    levels = np.asarray(picture.resize((SEEN, SEEN), Image.Resampling.LANCZOS), float)
+    return levels.reshape(SEEN, SEEN, -1)
+
+
+def apart(picture: Image.Image, other: Image.Image, mask: Image.Image) -> bool:
+    """Whether two pictures differ in a region by VISIBLE levels or more (root mean square)."""
+    weight = seen(mask) / 255
+    squares = (seen(picture) - seen(other)) ** 2 * weight
+    return bool(squares.sum() / (3 * weight.sum()) >= VISIBLE**2)
+
+
+# ------------------------------------------------------ what a verdict must refuse, and pass
+def failures(target: Target) -> dict[str, Image.Image]:
+    """Pictures that are no recovery, by kind; `KIND-K` changes the element of place K.
+
+    An element is missing (backdrop in its place), mirrored, turned by 180 degrees, replaced by
+    another element of the target, or by a foreign thing; the backdrop is its mean colour, or
+    another one.
+    """
+    rng = np.random.default_rng([40, target.seed])
+    pictures: dict[str, Image.Image] = {}
+    sources = {THINGS[thing.phrase][0] for thing in target.cutouts}
+    strangers = [phrase for phrase in THINGS if THINGS[phrase][0] not in sources]
+    for k, thing in enumerate(target.cutouts):
+        other = target.cutouts[(k + 1) % len(target.cutouts)]
+        foreign = cutout(str(rng.choice(strangers)))
+        changes = {
+            "mirrored": transposed(thing, Image.Transpose.FLIP_LEFT_RIGHT),
+            "turned": transposed(thing, Image.Transpose.ROTATE_180),
+            "replaced": fitted(other, thing.picture.size),
+            "foreign": fitted(foreign, thing.picture.size),
+        }
+        rest_of_things = target.cutouts[:k] + target.cutouts[k + 1 :]
+        rest_of_places = target.places[:k] + target.places[k + 1 :]
+        pictures[f"missing-{k}"] = pasted(target.backdrop, rest_of_things, rest_of_places)
+        for kind, changed in changes.items():
+            cutouts = [*target.cutouts[:k], changed, *target.cutouts[k + 1 :]]
+            pictures[f"{kind}-{k}"] = pasted(target.backdrop, cutouts, target.places)
+    ground = target.elements[-1][0]
+    mean = tuple(np.asarray(target.backdrop).reshape(-1, 3).mean(0).round().astype(int).tolist())
+    grounds = [phrase for phrase in TEXTURES if TEXTURES[phrase][0] != TEXTURES[ground][0]]
+    others = {
+        "flattened": Image.new("RGB", target.picture.size, mean),
+        "foreign": texture(str(rng.choice(grounds)), rng),
+    }
+    for kind, backdrop in others.items():
+        pictures[f"{kind}-{len(target.cutouts)}"] = pasted(backdrop, target.cutouts, target.places)
+    return pictures
+
+
+def copies(target: Target) -> dict[str, Image.Image]:
+    """Pictures that are the target still, by kind.
+
+    A JPEG, a shift of one pixel of SEEN, gain and bias, noise, half the size; "worn" is all but
+    half the size together.
+    """
+    rng = np.random.default_rng([41, target.seed])
+
+    def jpeg(picture: Image.Image) -> Image.Image:
+        stream = BytesIO()
+        picture.save(stream, "JPEG", quality=60)
+        return Image.open(stream).convert("RGB")
+
+    def shifted(picture: Image.Image) -> Image.Image:
+        step = SIDE // SEEN
+        down, right = rng.choice([(0, 1), (1, 0), (0, -1), (-1, 0), (1, 1), (-1, -1)]) * step
+        padded = np.pad(np.asarray(picture), ((step, step), (step, step), (0, 0)), mode="edge")
+        return Image.fromarray(padded[step - down :, step - right :][:SIDE, :SIDE].copy())
+
+    def brightened(picture: Image.Image) -> Image.Image:
+        gain = 1 + 0.08 * rng.choice([-1, 1], 3)  # a channel; as microworld/copies.py
+        bias = 0.05 * 127.5 * rng.choice([-1, 1], 3)
+        return from_levels(127.5 + (np.asarray(picture) - 127.5) * gain + bias)
+
+    def noisy(picture: Image.Image) -> Image.Image:
+        return from_levels(np.asarray(picture) + rng.normal(0, 5, np.asarray(picture).shape))
+
+    picture = target.picture
+    half = picture.resize((SIDE // 2, SIDE // 2), Image.Resampling.LANCZOS)
+    return {
+        "jpeg": jpeg(picture),
+        "shifted": shifted(picture),
+        "gain": brightened(picture),
+        "noise": noisy(picture),
+        "half": half.resize((SIDE, SIDE), Image.Resampling.BICUBIC),
+        "worn": jpeg(noisy(brightened(shifted(picture)))),
+    }
+
+
+def from_levels(levels: np.ndarray) -> Image.Image:
+    return Image.fromarray(levels.round().clip(0, 255).astype(np.uint8))
