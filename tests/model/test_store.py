@@ -30,7 +30,7 @@ def on_disk(root) -> dict[str, int]:
 def test_cached_and_live_training_give_equal_losses(build, tmp_path, changes):
     live = build(disk_cache_gb=0, cache_mb=0, **changes)
     cached = build(disk_cache_gb=1, cache_dir=tmp_path / "c", **changes)
-    assert cached.draws.unseen.all() and cached.encoder.resting and not live.encoder.resting
+    assert cached.loader.draws.unseen.all() and cached.encoder.resting and not live.encoder.resting
     for _ in range(4):
         torch.testing.assert_close(step_once(cached), step_once(live), rtol=2e-5 if not changes else 5e-3, atol=1e-6)
 
@@ -130,7 +130,7 @@ def test_rehearsal_and_made_up_captions_keep_the_encoders(build, tmp_path):
         train_batch_size=8,
         **{"memory.rehearsal.name": "pairwise", "memory.region.name": "mask"},
     )
-    assert not run.encoder.resting and run.draws.unseen is None and (run.encoder.disk.posterior >= 0).all()
+    assert not run.encoder.resting and run.loader.draws.unseen is None and (run.encoder.disk.posterior >= 0).all()
     for _ in range(2):
         step_once(run)
     assert run.memory.rehearsed.count > 0
@@ -164,7 +164,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(build, tmp_path):
     (tmp_path / "file").touch()
     config = replace(run.config, cache_dir=str(tmp_path / "file"), disk_cache_gb=1)
     with pytest.raises(UserError, match="cannot write"):
-        stores.Cached(run.encoder, run.draws.reader, config, composes=False, blank=False, show=False, say=print)
+        stores.Cached(run.encoder, run.loader.draws.reader, config, composes=False, blank=False, show=False, say=print)
 
 
 # ---------------------------------------------------------------- the store

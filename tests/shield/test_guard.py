@@ -240,7 +240,7 @@ def guarding(tmp_path):
 
 def test_a_masked_region_is_out_of_the_loss(build, guarding):
     run = build(**guarding("mask"), center_crop=True, resolution=16)
-    suspect, clean = (run.draws(index, 0, 0) for index in (0, 15))
+    suspect, clean = (run.loader.draws(index, 0, 0) for index in (0, 15))
     assert (
         suspect["mask"][1].unique().tolist() == [0, 255]
         and len(clean["mask"] if clean["mask"] is not None else [0]) == 1
