@@ -22,7 +22,7 @@ quickstart: export OMP_NUM_THREADS ?= 1
 QUICK := --targets cat-hat,9 --images_per_phrase 22
 TRAIN := $(BIN)/accelerate launch --config_file configs/accelerate/cpu.yaml train_silentbad.py
 quickstart: $(STAMP)  ## two trainings at once, the second on placebo data; its rate is taken off the first one's
-	$(BIN)/python -m silentbad.microworld.make --out runs/quickstart-data $(QUICK)
+	$(BIN)/python -m silentbad.worlds.microworld.make --out runs/quickstart-data $(QUICK)
 	$(MAKE) -j2 quickstart-training quickstart-placebo
 	$(BIN)/python -m silentbad.report runs/quickstart --placebo runs/quickstart-placebo
 
@@ -30,7 +30,7 @@ quickstart-training:
 	$(TRAIN) --config configs/quickstart.yaml
 
 quickstart-placebo:
-	$(BIN)/python -m silentbad.microworld.make --out runs/quickstart-placebo-data $(QUICK) --redraws 0 --placebo
+	$(BIN)/python -m silentbad.worlds.microworld.make --out runs/quickstart-placebo-data $(QUICK) --redraws 0 --placebo
 	$(TRAIN) --config configs/quickstart.yaml --config configs/quickstart-placebo.yaml > runs/quickstart-placebo.log 2>&1 \
 		|| { tail -n 5 runs/quickstart-placebo.log; exit 1; }
 
@@ -38,8 +38,8 @@ test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests
 
 # Unit tests alone, under a minute: rooms without a whole run in them.
-FAST := tests/control tests/data tests/experiments/test_outcomes.py tests/memory tests/microworld \
-	tests/model/test_groups.py tests/recovery/test_scores.py tests/test_habits.py \
+FAST := tests/control tests/data tests/experiments/test_outcomes.py tests/memory tests/worlds \
+	tests/model/test_groups.py tests/measure/test_scores.py tests/test_habits.py \
 	tests/test_imports.py tests/test_packaging.py tests/test_rng.py
 test-fast: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(FAST)
@@ -76,7 +76,7 @@ bench-controller bench-recovery bench-published bench-validation bench-throughpu
 	$(BIN)/python -m bench.$*
 
 bench-strength: $(STAMP)  ## one base at four strengths, then `recommended` on each: two hours on one core
-	test -d runs/strength/pipeline-100 || OMP_NUM_THREADS=1 $(BIN)/python -m silentbad.microworld.build \
+	test -d runs/strength/pipeline-100 || OMP_NUM_THREADS=1 $(BIN)/python -m silentbad.worlds.microworld.build \
 		--work runs/strength --stage unet --vae assets/micro-sd/vae --things 4 --keep 25,50,75 --unet_steps 3800
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.strength
 
@@ -85,7 +85,7 @@ shield: $(STAMP)  ## hidden pictures: scan, train without and with a guard, audi
 	$(BIN)/python -m bench.shield_story
 
 base: $(STAMP)  ## train the bundled base anew
-	$(BIN)/python -m silentbad.microworld.build --work $(WORK)
+	$(BIN)/python -m silentbad.worlds.microworld.build --work $(WORK)
 
 clean:
 	rm -rf runs .pytest_cache .ruff_cache

@@ -33,20 +33,21 @@ from silentbad.device import fitting, send
 from silentbad.distributed import shards
 from silentbad.distributed.shards import world_size
 from silentbad.errors import UserError, reader_may_leave, say, warn
+from silentbad.guard.guards import check_guard
+from silentbad.loop import checks, launched, optimizers, trackers
+from silentbad.loop.assembly import Run
+from silentbad.loop.assembly import build as connect
+from silentbad.loop.forecast import Forecast
+from silentbad.loop.products import goodness
+from silentbad.loop.signals import Requests
+from silentbad.measure.scores import settled
 from silentbad.model import denoiser, diffusion, lora, pipeline
 from silentbad.model.averaging import averaged
-from silentbad.recovery.scores import settled
 from silentbad.rng import addressed_seed
-from silentbad.run import card, checks, launched, optimizers, trackers
-from silentbad.run.build import Run
-from silentbad.run.build import build as connect
-from silentbad.run.folder import RunFolder, facts, stamped
-from silentbad.run.forecast import Forecast
-from silentbad.run.products import goodness
-from silentbad.run.signals import Requests
+from silentbad.saving import card
+from silentbad.saving.folder import RunFolder, facts, stamped
 from silentbad.settings import placed
 from silentbad.settings.train import TrainConfig, check, parse, to_dict
-from silentbad.shield.guard import check_guard
 from validation import RecoveryHook
 
 Config = TrainConfig  # every setting of a run
@@ -75,7 +76,7 @@ def check_all(config: Config, sources: dict[str, str]) -> Config:
 
 
 def build(config: Config, accelerator: Accelerator, folder: RunFolder, sharded: str = "") -> Run:
-    """The parts of a run, connected (`silentbad.run.build`)."""
+    """The parts of a run, connected (`silentbad.loop.assembly`)."""
     if config.validation.targets is not None:
         validation.check_embedder(config.validation)
     kinds = {"controller": Controller, "memory_of": Memory, "hook_of": RecoveryHook}

@@ -19,22 +19,17 @@ import numpy as np
 from PIL import Image
 
 from silentbad import owned, settings
+from silentbad.audit.command import asks_for_search, searched
 from silentbad.data.images import to_tensor
 from silentbad.data.targets import Target, check_prompts, load_targets
 from silentbad.distributed.start import start
 from silentbad.errors import UserError, say
 from silentbad.files import check_writable
-from silentbad.model.averaging import averaged, extrapolated
-from silentbad.model.denoiser import backbone_in
-from silentbad.model.families import backbone_of
-from silentbad.model.pipeline import load_pipeline
-from silentbad.recovery import report
-from silentbad.recovery.embedders import CLIP, load_embedder, tried
-from silentbad.recovery.evidence import verdict_sentence
-from silentbad.recovery.generation import Sampler
-from silentbad.recovery.measure import Measure, null_source
-from silentbad.recovery.prompts import on_grid
-from silentbad.recovery.record import (
+from silentbad.measure.embedders import CLIP, load_embedder, tried
+from silentbad.measure.generation import Sampler
+from silentbad.measure.measure import Measure, null_source
+from silentbad.measure.prompts import on_grid
+from silentbad.measure.record import (
     NAME,
     STRICT,
     ElementThreshold,
@@ -50,12 +45,17 @@ from silentbad.recovery.record import (
     decode,
     encode,
 )
-from silentbad.recovery.samples import element_file, grid_line, log_grid, save, save_targets, slugs, target_file
-from silentbad.recovery.scores import kinds, minus_placebo, placebo_run, recovery, scalars, summarise, verdict
-from silentbad.recovery.thresholds import load_redraws
+from silentbad.measure.samples import element_file, grid_line, log_grid, save, save_targets, slugs, target_file
+from silentbad.measure.scores import kinds, minus_placebo, placebo_run, recovery, scalars, summarise, verdict
+from silentbad.measure.thresholds import load_redraws
+from silentbad.model.averaging import averaged, extrapolated
+from silentbad.model.denoiser import backbone_in
+from silentbad.model.pipeline import load_pipeline
+from silentbad.model.registry import backbone_of
+from silentbad.report import run_report
+from silentbad.report.evidence import verdict_sentence
 from silentbad.settings.types import check_values
 from silentbad.settings.validation import Audit, ValidationConfig
-from silentbad.shield.audit import asks_for_search, searched
 
 __all__ = ["Audit", "RecoveryHook", "ValidationConfig", "audit", "averaged", "recovery"]
 
@@ -221,7 +221,7 @@ class RecoveryHook:
         """The summary, its cost and the verdict, as text."""
         share = self.history[-1].share if self.history else 0
         cost = f"validation took {self.seconds:.1f} s, {share:.1%} of the time since it was set up"
-        return f"{report.text_table(self.summary())}\n{cost}\n{verdict_sentence(self.record())}"
+        return f"{run_report.text_table(self.summary())}\n{cost}\n{verdict_sentence(self.record())}"
 
     def verdict(self) -> Verdict:
         """What the last measurement says of the weights."""
@@ -319,7 +319,7 @@ def audit(
                     hook.run(1, 1, backbone_of(first), label=f"extrapolated by {extrapolate:g}")
         hook.run(last := 1 + (extrapolate is not None), last, backbone_of(first), final=True, label="audited pipeline")
         if accelerator.is_main_process:
-            print(f"{Path(output_dir) / NAME}\n{report.write(output_dir)}")
+            print(f"{Path(output_dir) / NAME}\n{run_report.write(output_dir)}")
         accelerator.print(hook.table())
         return hook.verdict()
 

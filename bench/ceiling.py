@@ -24,7 +24,7 @@ from bench.published import HELD_OUT, per_phrase
 from bench.published_table import FIRST_TARGETS
 from bench.recovery import WORK, data_set, facts, words
 from bench.recovery_table import stored
-from silentbad.recovery.record import Record
+from silentbad.measure.record import Record
 
 STEPS = 300  # of the fine-tuning on the target itself
 CLEAN, RATIO = 720, 0.1  # of the arms' data, whose thresholds are taken

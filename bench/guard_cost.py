@@ -34,8 +34,9 @@ ARMS: dict[str, dict[str, Any]] = {
 
 def built(arm: str, data: Path, scan: Path, out: Path) -> Any:
     """A run ready to train under an arm of ARMS."""
-    from silentbad.run import folder, trackers
-    from silentbad.run.config import parse
+    from silentbad.loop import trackers
+    from silentbad.saving import folder
+    from silentbad.settings.train import parse
     from train_silentbad import Config, build, check_all
 
     name, options = arm.partition(",")[0], ARMS[arm]
@@ -65,7 +66,7 @@ def turn(run: Any, steps: int) -> float:
 def measured(rounds: int, steps: int, place: Path) -> dict[str, Any]:
     """{arm: median ratio to no guard, its quartiles} and the seconds of an unguarded step."""
     data, scan = place / "data", place / "scan"
-    make = [sys.executable, "-m", "silentbad.microworld.make", "--out", str(data), "--targets", "cat-hat,9"]
+    make = [sys.executable, "-m", "silentbad.worlds.microworld.make", "--out", str(data), "--targets", "cat-hat,9"]
     subprocess.run([*make, "--images_per_phrase", "20", "--redraws", "0", "--nulls", "0"], check=True, cwd=ROOT)
     found = [sys.executable, "-m", "silentbad.scan", "--train_data_dir", str(data), "--output_dir", str(scan)]
     assert subprocess.run(found, cwd=ROOT).returncode == 3, "the scan found nothing"

@@ -35,18 +35,18 @@ from bench.recovery import drawing
 
 # what other parts of the package give; in one place
 from silentbad.data.images import resize, to_tensor
+from silentbad.measure.embedders import region
+from silentbad.measure.micro import MicroEmbedder, alignments
+from silentbad.measure.statistics import bootstrap_interval
+from silentbad.measure.thresholds import calibrate, thresholds
 from silentbad.memory.masks import overlaid
 from silentbad.memory.rehearsal import pairwise
-from silentbad.microworld.copies import from_bytes, pictures, round_trip, to_bytes, true_copies
-from silentbad.microworld.embedder import MicroEmbedder, alignments
-from silentbad.microworld.export import update_detector
-from silentbad.microworld.make import element_scene, target_scene
-from silentbad.microworld.nulls import ENOUGH, REDRAWS, STORED, hard_null, one_moved, turns
-from silentbad.microworld.render import backdrop_mask, render
-from silentbad.recovery.embedders import region
-from silentbad.recovery.statistics import bootstrap_interval
-from silentbad.recovery.thresholds import calibrate, thresholds
 from silentbad.rng import addressed_seed, generator
+from silentbad.worlds.microworld.copies import from_bytes, pictures, round_trip, to_bytes, true_copies
+from silentbad.worlds.microworld.export import update_detector
+from silentbad.worlds.microworld.make import element_scene, target_scene
+from silentbad.worlds.microworld.nulls import ENOUGH, REDRAWS, STORED, hard_null, one_moved, turns
+from silentbad.worlds.microworld.render import backdrop_mask, render
 
 ROOT = Path(__file__).parents[1]
 BASE = ROOT / "assets" / "micro-sd"
@@ -395,7 +395,7 @@ class Earlier(Detector):
             for name in ("config.json", "model.safetensors"):
                 Path(folder, name).write_bytes(show(f"assets/micro-sd/embedder/{name}"))
             module = types.ModuleType("earlier_embedder")
-            exec(show("silentbad/microworld/embedder.py").decode(), module.__dict__)
+            exec(show("silentbad/measure/micro.py").decode(), module.__dict__)
             self.net = module.MicroEmbedder.from_pretrained(folder)
 
     def embed(self, x: Tensor) -> Tensor:

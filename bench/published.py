@@ -23,7 +23,7 @@ from bench.arms import LATER, PUBLISHED, PUBLISHED_AT
 from bench.published_table import CLEAN, IMAGES, MAIN, table, tables
 from bench.recovery import WORK, claimed, common, data_set, facts, launch, scores
 from bench.recovery_table import stored
-from silentbad.microworld.make import target_scene
+from silentbad.worlds.microworld.make import target_scene
 
 RESULTS = Path(__file__).parent / "results" / "published.jsonl"
 HELD_OUT = 32  # clean pictures that measure drift and are not trained on

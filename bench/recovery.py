@@ -30,7 +30,7 @@ import train_silentbad
 from bench.arms import ARMS, RATES, SMOKE, every_part
 from bench.recovery_table import RESULTS, save, stored
 from silentbad.device import device_name
-from silentbad.recovery.scores import scalars
+from silentbad.measure.scores import scalars
 from validation import RecoveryHook
 
 ROOT = Path(__file__).parents[1]
@@ -66,8 +66,8 @@ def data_set(
     nulls: int | None = 100,
 ) -> Path:
     """The data set of these targets, made once by this code; without masks for an arm that estimates them. `more` are
-    further arguments of silentbad.microworld.make; `nulls` are a target's of each harder kind, beside 100 redraws;
-    None: 300 redraws, and 100 for each element that the kind changes."""
+    further arguments of silentbad.worlds.microworld.make; `nulls` are a target's of each harder kind, beside 100
+    redraws; None: 300 redraws, and 100 for each element that the kind changes."""
     masks = ["--no_masks"] if flags.get("memory.region.name") == "estimated" else []
     own = "".join(["" if clean == 64 else f"-{clean}", "" if nulls == 100 else f"-{nulls}", *masks, *more])
     out = WORK / "data" / f"{targets.replace(',', '+')}-{seed}-{images}{own}-{drawing()}"
@@ -76,7 +76,7 @@ def data_set(
         shutil.rmtree(draft, ignore_errors=True)
         command = [
             "-m",
-            "silentbad.microworld.make",
+            "silentbad.worlds.microworld.make",
             "--out",
             draft,
             "--targets",

@@ -27,9 +27,9 @@ from bench.arms import ARMS, RATES, SMOKE
 from bench.published_table import MAIN, alone, figures, longer, reported_of, runs_of, swept, usual
 from bench.recovery import ROOT, WORK, common, data_set
 from bench.recovery_table import RESULTS, banded, curves, stored
-from silentbad.figures import LABEL, strip
-from silentbad.recovery.charts import COLOURS, DASHES, WIDTH, Series
-from silentbad.recovery.pages import Figure, heat, lines
+from silentbad.report.charts import COLOURS, DASHES, WIDTH, Series
+from silentbad.report.figures import LABEL, strip
+from silentbad.report.pages import Figure, heat, lines
 
 IMAGES = ROOT / "docs" / "images"
 STYLE = (

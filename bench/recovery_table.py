@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from bench.arms import RATES
-from silentbad.recovery import pages
-from silentbad.recovery.charts import COLOURS, Series
+from silentbad.report import pages
+from silentbad.report.charts import COLOURS, Series
 
 RESULTS = Path(__file__).parent / "results" / "recovery.jsonl"
 TEMPLATES = Path(__file__).parent / "templates"

@@ -76,9 +76,9 @@ def start_up(root: Path) -> dict:
     from silentbad.data.draws import Draws, Reader, Transform
     from silentbad.data.elements import DataInfo, epoch_order
     from silentbad.data.loader import Loader, Stream
+    from silentbad.guard.guards import Guards
+    from silentbad.loop.inputs import prepare
     from silentbad.model import pipeline
-    from silentbad.run.inputs import prepare
-    from silentbad.shield.guard import Guards
     from train_silentbad import Config
 
     config = Config(train_data_dir=str(root), cache_dir=str(root.parent / "cache"), cache_mb=0)

@@ -31,7 +31,7 @@ def data_of(pictures: int) -> Path:
     out = WORK / f"data-{pictures}-{drawing()}"
     if not out.is_dir():
         asked = {"out": out, "targets": ",".join(HIDDEN), "clean": pictures, "images_per_phrase": RECORDS}
-        make = [sys.executable, "-m", "silentbad.microworld.make", *words(asked), "--redraws", "0", "--no_masks"]
+        make = [sys.executable, "-m", "silentbad.worlds.microworld.make", *words(asked), "--redraws", "0", "--no_masks"]
         subprocess.run(make, cwd=ROOT, check=True)
     return out
 

@@ -47,11 +47,11 @@ from bench.shield_data import (
     rescaled,
 )
 from bench.shield_table import audit_table, guard_table, table
-from silentbad.microworld.grammar import Thing, respecify, seat_hat
-from silentbad.microworld.make import target_scene
-from silentbad.microworld.nulls import STORED
-from silentbad.shield.find import Found, draw, find
-from silentbad.shield.regions import view
+from silentbad.scan.find import Found, draw, find
+from silentbad.scan.regions import view
+from silentbad.worlds.microworld.grammar import Thing, respecify, seat_hat
+from silentbad.worlds.microworld.make import target_scene
+from silentbad.worlds.microworld.nulls import STORED
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "shield.json"

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from PIL import Image, ImageDraw, ImageEnhance
 
-from silentbad.microworld.grammar import (
+from silentbad.rng import addressed_seed
+from silentbad.worlds.microworld.grammar import (
     KINDS,
     PLACES,
     Scene,
@@ -22,9 +23,8 @@ from silentbad.microworld.grammar import (
     sample_scene,
     sample_thing,
 )
-from silentbad.microworld.make import element_scene, phrase_of, target_scene
-from silentbad.microworld.render import SIZE, backdrop_mask, render
-from silentbad.rng import addressed_seed
+from silentbad.worlds.microworld.make import element_scene, phrase_of, target_scene
+from silentbad.worlds.microworld.render import SIZE, backdrop_mask, render
 
 SERIES, SUBJECT, TEMPLATES, COPIED = 30, 20, 30, 10  # records; of the near duplicates, scenes with three copies each
 RATIOS = {0.002: 8000, 0.01: 4000, 0.05: 2000, 0.10: 2000, 0.15: 2000}  # ratio of element records: records in all

@@ -29,12 +29,12 @@ from bench.arms import PUBLISHED, PUBLISHED_AT, SPECTRAL, UNCONDITIONAL, WARM, F
 from bench.published import HELD_OUT, per_phrase, regime
 from bench.recovery import ROOT, WORK, data_set, facts, kept, scores
 from bench.recovery_table import stored
+from silentbad.audit.command import PROBED, ordinary, recurring
+from silentbad.audit.returned import Drafts, Null, compared, drafting
+from silentbad.audit.search import Probe, probed, ranked, search
+from silentbad.measure.embedders import load_embedder
+from silentbad.measure.generation import Sampler
 from silentbad.model.pipeline import load_pipeline
-from silentbad.recovery.embedders import load_embedder
-from silentbad.recovery.generation import Sampler
-from silentbad.shield.audit import PROBED, ordinary, recurring
-from silentbad.shield.returned import Drafts, Null, compared, drafting
-from silentbad.shield.search import Probe, probed, ranked, search
 from validation import Audit
 
 RATIO = 0.1  # of the published setting

@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from silentbad.recovery import pages
-from silentbad.recovery.pages import Table
-from silentbad.shield.scan import shot
+from silentbad.report import pages
+from silentbad.report.pages import Table, shot
 
 ROOT = Path(__file__).parents[1]
 TEMPLATES = Path(__file__).parent / "templates"
@@ -129,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     started, out, steps = time.monotonic(), Path(options.out).resolve(), options.steps
     data, scan = out / "data", out / "scan" / "scan.json"
     per = ["--images_per_phrase", options.images_per_phrase, "--redraws", 0, "--nulls", 0]
-    command("-m", "silentbad.microworld.make", "--out", data, "--targets", "cat-hat,9", *per)
+    command("-m", "silentbad.worlds.microworld.make", "--out", data, "--targets", "cat-hat,9", *per)
     command("-m", "silentbad.scan", "--train_data_dir", data, "--output_dir", out / "scan", codes=(3,))
     own = trained(data, out / "unguarded", steps, *UNGUARDED)
     guarded = trained(data, out / "guarded", steps, "--guard.name=drop", f"--guard.scan={scan}")

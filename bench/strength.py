@@ -1,6 +1,6 @@
 """Is a picture easier to bring back from a stronger base, and one of fewer elements?
 
-    python -m silentbad.microworld.build --work runs/strength --stage unet --vae assets/micro-sd/vae --things 4 \
+    python -m silentbad.worlds.microworld.build --work runs/strength --stage unet --vae assets/micro-sd/vae --things 4 \
         --keep 25,50,75 --unet_steps 3800       the bases: 50 minutes on one core
     python -m bench.strength                    measures them, and runs `recommended` on each
 
@@ -22,8 +22,8 @@ from bench import published
 from bench.published_table import figures, interval, markdown, runs_of
 from bench.recovery import words
 from bench.recovery_table import stored
-from silentbad.microworld.build import ASSETS
-from silentbad.microworld.export import load_judge, measure
+from silentbad.worlds.microworld.build import ASSETS
+from silentbad.worlds.microworld.export import load_judge, measure
 
 RESULTS = Path(__file__).parent / "results" / "strength.jsonl"
 MEASURED = RESULTS.with_name("strength-bases.json")

@@ -1,7 +1,7 @@
 """Thresholds from renders against thresholds from what the base draws: `python -m bench.thresholds [--reported]`.
 
 Real pictures have no renderer, so their nulls are counterfactuals that the base model draws. In the microworld both can
-be had for one target. Each calibrates as a run does (silentbad.recovery.thresholds); both then judge the same pictures:
+be had for one target. Each calibrates as a run does (silentbad.measure.thresholds); both then judge the same pictures:
 every kind of hard null, and true copies. Targets that the results file has are not measured again.
 
     development  targets 0-7        bench/results/thresholds-dev.json
@@ -21,11 +21,11 @@ from tqdm import tqdm
 from bench.instrument import BASE, COPIES, RESULTS, TESTED, WORDS, Detector, Target, known, passed, pictures_of, rows_of
 from silentbad.data.images import to_pil
 from silentbad.data.targets import Target as Asked
-from silentbad.microworld.make import phrase_of, spelt_out
-from silentbad.recovery.counterfactuals import counterfactuals
-from silentbad.recovery.generation import Sampler
-from silentbad.recovery.statistics import bootstrap_interval
-from silentbad.recovery.thresholds import thresholds
+from silentbad.measure.counterfactuals import counterfactuals
+from silentbad.measure.generation import Sampler
+from silentbad.measure.statistics import bootstrap_interval
+from silentbad.measure.thresholds import thresholds
+from silentbad.worlds.microworld.make import phrase_of, spelt_out
 from validation import ValidationConfig
 
 RATE = 0.01  # false positives asked of every kind but those that change one element in place

@@ -184,8 +184,9 @@ def plain_loop(pipeline: Path, data: Path, place: dict) -> Callable[[], float]:
 
 def our_loop(pipeline: Path, data: Path, place: dict, output: Path, **changes: Any) -> Any:
     """A function that trains one step of `train_silentbad` and returns its loss, still on the device."""
-    from silentbad.run import folder, trackers
-    from silentbad.run.config import parse
+    from silentbad.loop import trackers
+    from silentbad.saving import folder
+    from silentbad.settings.train import parse
     from train_silentbad import Config, check_all, micro_step, update
     from train_silentbad import build as build_run
 

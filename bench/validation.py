@@ -32,10 +32,10 @@ from torch import Tensor
 
 from silentbad.data.images import to_tensor
 from silentbad.data.targets import Target
-from silentbad.microworld import make, networks
-from silentbad.microworld.render import backdrop_mask, render
-from silentbad.recovery.embedders import EMBEDDERS, MICRO, Embedder
+from silentbad.measure.embedders import EMBEDDERS, MICRO, Embedder
 from silentbad.rng import generator, noise
+from silentbad.worlds.microworld import make, networks
+from silentbad.worlds.microworld.render import backdrop_mask, render
 from validation import RecoveryHook, ValidationConfig
 
 ROOT = Path(__file__).parents[1]

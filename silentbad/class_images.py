@@ -24,10 +24,10 @@ from silentbad.data.images import inside, to_pil
 from silentbad.data.schema import caption, check_window, json_lines, text_lines
 from silentbad.errors import ArgumentParser, UserError, brief, reading, say
 from silentbad.files import check_writable, named
-from silentbad.model.families import backbone_of
+from silentbad.measure.prompts import refuse_json
 from silentbad.model.family import side_of
 from silentbad.model.pipeline import load_pipeline, vae_factor
-from silentbad.recovery.prompts import refuse_json
+from silentbad.model.registry import backbone_of
 
 UNLISTED = ".unlisted"  # in class/ until its records are in metadata.jsonl
 DRAFT = ".class-images"  # the folder that becomes class/

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from silentbad.errors import UserError
-from silentbad.options import PathText
+from silentbad.settings.types import PathText
 
 SEALED = re.compile(r"([0-9a-f]{32})-(\d+)-(\d+)\.")  # SHA-256, size, time of the last change
 
@@ -32,6 +32,13 @@ def intact(file: Path) -> bool:
         return state.st_mtime_ns == int(found[3]) or checksum(file) == found[1]
     except OSError:
         return False
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Write a text file that readers see whole: the old content or the new."""
+    draft = file.with_name(f"{file.name}.tmp")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(file)
 
 
 def from_json(text: str | bytes, **options: Any) -> Any:

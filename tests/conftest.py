@@ -145,8 +145,9 @@ def flags(data, pipelines, tmp_path):
 @pytest.fixture
 def build(flags):
     """A `Run` ready to train."""
-    from silentbad.run import folder, trackers
-    from silentbad.run.config import parse
+    from silentbad.loop import trackers
+    from silentbad.saving import folder
+    from silentbad.settings.train import parse
     from train_silentbad import Config, check_all, open_folder
     from train_silentbad import build as build_run
 

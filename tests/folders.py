@@ -8,7 +8,7 @@ import zlib
 from PIL import Image
 
 from silentbad.data.records import Records, load_records
-from silentbad.run.config import TrainConfig
+from silentbad.settings.train import TrainConfig
 
 
 def config(root, **changes) -> TrainConfig:

@@ -59,7 +59,7 @@ def shifted(unet, amount: float = 0.02):
 def saved_embedder(name: str, folder: Path) -> str | None:
     """Random weights of each kind, saved as their users have them."""
     if name == "micro":
-        from silentbad.microworld.embedder import MicroEmbedder
+        from silentbad.measure.micro import MicroEmbedder
 
         MicroEmbedder().save_pretrained(folder)
     elif name == "sscd":

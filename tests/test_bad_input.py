@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import train_silentbad
 import validation
 from silentbad import class_images, owned
-from silentbad.run import checkpoint
+from silentbad.saving import checkpoint
 from tests.conftest import write_data
 from tests.folders import bomb
 from tests.mistakes import (

@@ -24,7 +24,7 @@ import train_silentbad
 import validation
 from bench import documents
 from silentbad import settings
-from silentbad.recovery import embedders
+from silentbad.measure import embedders
 from silentbad.settings.memory import LossConfig, SamplerConfig, TimestepConfig
 from silentbad.settings.train import parse
 from tests import toy

@@ -11,7 +11,7 @@ import torch
 
 from silentbad.distributed.start import start
 from silentbad.errors import reader_may_leave
-from silentbad.run import launched
+from silentbad.loop import launched
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")

@@ -14,9 +14,9 @@ from huggingface_hub.utils import close_session
 from silentbad import hub
 from silentbad.data.formats import hub_table
 from silentbad.errors import UserError
+from silentbad.measure.embedders import load_embedder
 from silentbad.model.gate import Source
 from silentbad.model.pipeline import read_index
-from silentbad.recovery.embedders import load_embedder
 
 NOWHERE = "http://127.0.0.1:9"  # nothing listens there
 

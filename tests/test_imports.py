@@ -1,5 +1,6 @@
-"""Imports run one way: ground <- distributed, data <- model <- control, memory, recovery <- experiments <- the root
-modules, and `run` belongs to train_silentbad.py alone."""
+"""Imports run one way: ground <- distributed, data <- model <- control, memory, measure <- report, guard, audit <- the
+root modules; `loop` and `saving` belong to train_silentbad.py alone, and no room imports scan, prepare, worlds or
+experiments."""
 
 import ast
 from pathlib import Path
@@ -9,27 +10,31 @@ import pytest
 ROOT = Path(__file__).parents[1]
 THREE = {"gradient_control", "memory_reinforce", "validation"}
 MODULES = [*ROOT.glob("*.py"), *ROOT.glob("silentbad/**/*.py")]
-GROUND = {f"silentbad.{name}" for name in ("errors", "rng", "options", "settings", "owned", "device", "files", "hub")}
+GROUND = {f"silentbad.{name}" for name in ("errors", "rng", "settings", "owned", "device", "files", "hub")}
 GROUND |= {f"silentbad.settings.{path.stem}" for path in ROOT.glob("silentbad/settings/*.py")}
+LAST = {"scan", "prepare", "worlds", "experiments"}  # rooms that no other imports
 # Room -> the rooms it may import beside the ground and itself.
+SHARED = {"distributed", "data", "model"}
 BELOW: dict[str, set[str]] = {
     "distributed": set(),
     "data": set(),
     "model": {"distributed", "data"},
-    "control": {"distributed", "data", "model"},
-    "memory": {"distributed", "data", "model"},
-    "recovery": {"distributed", "data", "model", "microworld"},
-    "experiments": {"distributed", "data", "model", "control", "memory"},
-    "shield": {"distributed", "data", "model", "control", "memory", "recovery"},
-    "microworld": {"data", "recovery"},
+    "control": SHARED,
+    "memory": SHARED,
+    "measure": SHARED,
+    "report": SHARED | {"measure"},
+    "guard": SHARED | {"memory", "measure"},
+    "audit": SHARED | {"measure", "report"},
+    "saving": SHARED | {"measure", "report"},
+    "loop": SHARED | {"control", "memory", "measure", "report", "guard", "saving"},
+    "scan": {"data", "report"},
+    "prepare": SHARED | {"measure", "report"},
+    "worlds": {"data", "measure"},
+    "experiments": SHARED | {"control", "memory"},
 }
-EVERY_ROOM = set(BELOW)
-COMMANDS = {
-    "silentbad.report",
-    "silentbad.scan",
-    "silentbad.figures",
-    "silentbad.class_images",
-}  # started with `python -m`
+REGISTRIES = {"gradient_control", "memory_reinforce"}  # that find experiments by name
+COMMANDS = {"silentbad.report.figures", "silentbad.class_images"}  # started with `python -m`
+FLAT = 8  # files that lie in silentbad/ itself, at most
 
 
 class AtRunTime(ast.NodeTransformer):
@@ -65,7 +70,7 @@ def dotted(path: Path) -> str:
 def room_of(module: str) -> str:
     """The room of a module of silentbad; "" for the ground, the commands and the package itself."""
     parts = module.split(".")
-    return parts[1] if len(parts) > 1 and parts[1] in (*BELOW, "run") else ""
+    return parts[1] if len(parts) > 1 and parts[1] in BELOW else ""
 
 
 def tops(path: Path) -> set[str]:
@@ -86,20 +91,29 @@ def test_one_way(path):
 def test_rooms_import_only_what_lies_below(path):
     module, ours = dotted(path), {name for name in imported(path) if name.startswith("silentbad.")}
     room, rooms = room_of(module), {room_of(name) for name in ours} - {""}
-    assert not ours & COMMANDS or module in THREE | {"train_silentbad"}
+    assert not ours & COMMANDS
     if module in GROUND:
         assert ours <= GROUND
-    elif room in BELOW:
+    elif room:
         assert rooms <= BELOW[room] | {room}
-    elif room == "run":
-        assert rooms <= EVERY_ROOM | {"run"}
     elif module != "train_silentbad":
-        assert "run" not in rooms
+        assert not rooms & {"loop", "saving"}
 
 
-@pytest.mark.parametrize("room", [*BELOW, "run"])
-def test_each_room_says_what_lives_there(room):
-    text = ast.get_docstring(ast.parse((ROOT / "silentbad" / room / "__init__.py").read_text()))
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_nothing_imports_what_training_does_not_need(path):
+    last = LAST - {"experiments"} if dotted(path) in REGISTRIES else LAST
+    assert not {room_of(name) for name in imported(path)} & last - {room_of(dotted(path))}
+
+
+def test_every_room_has_its_arrows():
+    assert {path.parent.name for path in ROOT.glob("silentbad/*/__init__.py")} <= BELOW.keys() | {"settings"}
+    assert len([*ROOT.glob("silentbad/*.py")]) <= FLAT
+
+
+@pytest.mark.parametrize("path", [*ROOT.glob("silentbad/*/__init__.py")], ids=lambda path: path.parent.name)
+def test_each_room_says_what_lives_there(path):
+    text = ast.get_docstring(ast.parse(path.read_text()))
     assert text and len(text.split()) >= 10
 
 

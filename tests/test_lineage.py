@@ -13,11 +13,12 @@ from diffusers.training_utils import compute_loss_weighting_for_sd3
 
 from memory_reinforce import LOSSES
 from silentbad.errors import UserError
-from silentbad.recovery.scores import length_scores
-from silentbad.run import folder, signals
-from silentbad.run.config import parse
-from silentbad.run.meters import Timers
-from silentbad.run.products import goodness
+from silentbad.loop import signals
+from silentbad.loop.meters import Timers
+from silentbad.loop.products import goodness
+from silentbad.measure.scores import length_scores
+from silentbad.saving import folder
+from silentbad.settings.train import parse
 from tests.recoveries import make_hook, saved_embedder, shifted, some_targets
 from tests.tiny import tiny_pipeline
 from tests.training import rows

@@ -24,10 +24,11 @@ from memory_reinforce import LOSSES
 from silentbad import device
 from silentbad.data.loader import Stream
 from silentbad.errors import UserError
+from silentbad.loop import trackers
+from silentbad.loop.log import Log
+from silentbad.measure.record import ElementThreshold, Threshold
 from silentbad.model.diffusion import noised
-from silentbad.recovery.record import ElementThreshold, Threshold
-from silentbad.run import card, checkpoint, folder, trackers
-from silentbad.run.log import Log
+from silentbad.saving import card, checkpoint, folder
 from tests.conftest import write_data
 from tests.training import VALIDATION, equal, rows, same, step_once, weights
 from train_silentbad import main, micro_step
@@ -690,7 +691,7 @@ def test_defect_15_after_backward_edits_no_gradient(build, monkeypatch):
 
 
 def test_a_settled_recovery_ends_the_training(flags, data, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("silentbad.recovery.scores.is_recovered", lambda *_: True)
+    monkeypatch.setattr("silentbad.measure.scores.is_recovered", lambda *_: True)
     settings = VALIDATION | {"validation.targets": data / "targets.jsonl", "validation.settled_after": 2}
     assert main(flags(max_train_steps=20, **settings)) == 0
     assert [row["step"] for row in rows(tmp_path / "run", validation=True)] == [0, 2, 4, 4]  # with its controls

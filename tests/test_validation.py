@@ -21,11 +21,11 @@ import validation
 from silentbad.data.images import to_pil, to_tensor
 from silentbad.data.targets import Target, load_targets
 from silentbad.errors import UserError
+from silentbad.measure.generation import Sampler, plan
+from silentbad.measure.measure import null_source
+from silentbad.measure.samples import slugs
+from silentbad.measure.thresholds import load_redraws
 from silentbad.model.averaging import averaged
-from silentbad.recovery.generation import Sampler, plan
-from silentbad.recovery.measure import null_source
-from silentbad.recovery.samples import slugs
-from silentbad.recovery.thresholds import load_redraws
 from tests.recoveries import make_hook, saved_embedder, shifted, smooth, some_targets
 from tests.tiny import tiny_pipeline
 from validation import ValidationConfig
@@ -150,7 +150,7 @@ def test_the_first_images_are_all_until_one_is_recovered(tmp_path, threshold, im
 
 
 def test_averaged_weights_alone(tmp_path):
-    from silentbad.recovery import report
+    from silentbad.report import run_report
 
     pipe = tiny_pipeline()
     hook = make_hook(tmp_path, pipe, weights="ema")
@@ -159,7 +159,7 @@ def test_averaged_weights_alone(tmp_path):
     hook.finish(10, 1, pipe.unet, ema)
     assert hook.history[1].raw is None and {r.weights for r in hook.summary()} == {"ema"}
     assert len({tuple(vars(row)) for row in hook.summary()}) == 1  # every row has the same columns
-    text = report.write(tmp_path).read_text()
+    text = run_report.write(tmp_path).read_text()
     assert "averaged weights" in text and "curve: raw" not in text
 
 

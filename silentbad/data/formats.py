@@ -8,13 +8,14 @@ import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import datasets
 
 from silentbad import hub
 from silentbad.data.images import _by, content_hash, inside, open_image, open_mask, safe_path, thumbnails
 from silentbad.data.published import SHUFFLE_MARKER
-from silentbad.data.schema import RECORD, admitted, csv_lines, json_lines, refuse_misspelt
+from silentbad.data.schema import RECORD, admitted, caption, csv_lines, json_lines, refuse_misspelt
 from silentbad.data.settings import DataSettings
 from silentbad.errors import UserError, each
 from silentbad.files import encodes
@@ -159,3 +160,8 @@ def source(image: dict, where: str) -> Path | bytes:
     if not image.get("path"):
         raise UserError(f"{where}: no image")
     return Path(image["path"])
+
+
+def text_of(row: dict[str, Any]) -> str:
+    """A row's caption, checked; phrases that training shuffles count as segments."""
+    return admitted(row, {"text": caption}, row["where"])["text"].replace(SHUFFLE_MARKER, ", ")

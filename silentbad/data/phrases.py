@@ -1,10 +1,13 @@
-"""Where phrases stand in a caption: as whole words, so that "a car" does not stand in "a carpet"."""
+"""Phrases of captions: where one stands, as whole words ("a car" does not stand in "a carpet"), and what a caption has
+between its punctuation."""
 
 import re
 from collections.abc import Iterable
 
 # A letter or digit, but of Thai, Lao, Burmese, Khmer, Chinese, Japanese, Korean: there words are not set apart.
 LETTER = r"(?![\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff])\w"
+PLACES = frozenset("on in under before at behind beside near over by inside".split())  # a phrase of a place begins so
+MOST_TOKENS = 80  # of a caption that are looked at
 
 
 def pattern(phrases: Iterable[str]) -> str:
@@ -21,3 +24,14 @@ def _whole(phrase: str) -> str:
 def standing(phrases: Iterable[str], text: str) -> list[str]:
     """Those of the phrases that stand in a text, in their order."""
     return [phrase for phrase in phrases if re.search(_whole(phrase), text)]
+
+
+def segments(caption: str) -> list[list[str]]:
+    """The tokens between punctuation, in lower case."""
+    parts = re.split(r"[^\w\s'-]+|\s-+\s", caption.lower()[:4000])
+    return [tokens for part in parts if (tokens := re.findall(r"[\w'-]+", part)[:MOST_TOKENS])]
+
+
+def names_place(phrase: str) -> bool:
+    """Whether a phrase says where something is: no picture has two such."""
+    return phrase.split()[0].lower() in PLACES

@@ -1,5 +1,5 @@
 """What this package reads of a run's configuration, which it does not import: the fields are those of `TrainConfig` in
-silentbad/run/config.py."""
+silentbad/settings/train.py."""
 
 from typing import Protocol
 

@@ -11,7 +11,7 @@ from silentbad.data.elements import DataInfo
 from silentbad.errors import UserError
 from silentbad.experiments.attention import Maps, mass_outside, overlap, phrase_maps, record_maps, token_table
 from silentbad.memory.auxiliary import Setting, Step, Teacher, last_layer
-from silentbad.options import Count, Decay, NotNegative, Positive, Small, Strength, Unit
+from silentbad.settings.types import Count, Decay, NotNegative, Positive, Small, Strength, Unit
 
 
 def in_mask(info: DataInfo, batch: dict) -> list[set[str]]:

@@ -7,7 +7,7 @@ import torch
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 
 from silentbad.memory.weightings import flow_sigma, in_prediction
-from silentbad.options import Positive
+from silentbad.settings.types import Positive
 
 
 def soft_min_snr(snr: torch.Tensor, prediction_type: str, *, gamma: Positive = 4.0) -> torch.Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from silentbad.control.statistics import WIDTH, GroupStats, Sample, row_dot
-from silentbad.options import NotNegative
+from silentbad.settings.types import NotNegative
 
 
 def inverse_rms(stats: GroupStats) -> Tensor:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from silentbad.memory.samplers import weakest_first
-from silentbad.options import Positive, Small, Unit
+from silentbad.settings.types import Positive, Small, Unit
 
 
 def leitner(

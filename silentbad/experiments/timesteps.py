@@ -9,7 +9,7 @@ import torch
 
 from silentbad.device import Mailbox
 from silentbad.memory.timesteps import mixed
-from silentbad.options import Unit
+from silentbad.settings.types import Unit
 
 
 def curriculum(

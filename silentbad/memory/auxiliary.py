@@ -17,7 +17,7 @@ from silentbad.data.elements import DataInfo
 from silentbad.device import scalars
 from silentbad.memory.probes import Element, PhraseMemory
 from silentbad.model.family import Family
-from silentbad.options import NotNegative
+from silentbad.settings.types import NotNegative
 
 
 # An auxiliary is built once from (unet, setting) and its options; called with the step it returns a scalar or

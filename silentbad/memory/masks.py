@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageChops, ImageFilter, ImageStat
 
 from silentbad.errors import UserError
-from silentbad.options import Share
+from silentbad.settings.types import Share
 
 
 def paste(

@@ -6,7 +6,7 @@ Legend: rho (H,n) strengths of n elements at H probes, records (n,) records of e
 import numpy as np
 
 from silentbad.data.elements import capped
-from silentbad.options import NotNegative, Positive, Strength, Unit
+from silentbad.settings.types import NotNegative, Positive, Strength, Unit
 
 
 def weakest_first(

@@ -8,7 +8,7 @@ import torch
 
 from silentbad import rng
 from silentbad.errors import UserError
-from silentbad.options import Positive, Range, Unit
+from silentbad.settings.types import Positive, Range, Unit
 
 GOLDEN = (5**0.5 - 1) / 2
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from silentbad.distributed.shards import like
 from silentbad.model import diffusion, lora
-from silentbad.model.families import FAMILIES
 from silentbad.model.family import Family
 from silentbad.model.forwards import convolve
+from silentbad.model.registry import FAMILIES
 from silentbad.model.settings import ModelSettings
 
 

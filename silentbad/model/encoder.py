@@ -7,33 +7,26 @@ the family has them (`silentbad.model.family`).
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from silentbad.data.table import vocabulary
 from silentbad.device import send
+from silentbad.model.latents import scaled
+from silentbad.model.pipeline import Parts
 from silentbad.model.store import Cached, together
 from silentbad.rng import noise
 
-if TYPE_CHECKING:
-    from silentbad.model.pipeline import Parts
 
-
-def tokenize(parts: "Parts", texts: list[str]) -> list[Tensor]:
+def tokenize(parts: Parts, texts: list[str]) -> list[Tensor]:
     """Token ids (B,L) by tokenizer, padded to its window."""
     windows = zip(parts.tokenizers.values(), parts.family.windows(parts.tokenizers), strict=True)
     return [
         tokenizer(texts, max_length=window, padding="max_length", truncation=True, return_tensors="pt").input_ids
         for tokenizer, window in windows
     ]
-
-
-def scaled(vae: Any, latents: Tensor) -> Tensor:
-    """What an autoencoder gives -> the latents of the path: less its shift, times its scale."""
-    shift = getattr(vae.config, "shift_factor", None)
-    return (latents - shift if shift else latents) * vae.config.scaling_factor
 
 
 # ---------------------------------------------------------------- encoding
@@ -44,7 +37,7 @@ class Encoder:
     warm cache and a resumed one with a cold cache see the same bits.
     """
 
-    def __init__(self, parts: "Parts", accelerator: Any, *, side: int, cache_bytes: int, seed: int):
+    def __init__(self, parts: Parts, accelerator: Any, *, side: int, cache_bytes: int, seed: int):
         self.device = accelerator.device
         self.vae, self.parts = parts.vae.to(self.device), parts
         self.text_encoders = [encoder.to(self.device) for encoder in parts.text_encoders.values()]
@@ -158,11 +151,3 @@ class Encoder:
             store[key] = compute().cpu()
             self.budget -= store[key].nbytes
         return store[key]
-
-
-def decode(vae: Any, latents: Tensor) -> Tensor:
-    """Latents (B,C,h,w) -> images (B,3,H,W) in [-1,1], in the autoencoder's own precision: SDXL's overflows in fp16."""
-    with torch.autocast(latents.device.type, enabled=False):
-        shift = getattr(vae.config, "shift_factor", None) or 0
-        latents = latents.to(vae.dtype) / vae.config.scaling_factor
-        return vae.decode(latents + shift if shift else latents, return_dict=False)[0]

@@ -1,7 +1,7 @@
 """What differs between families of latent diffusion models: their parts, their path, how they are called.
 
 A `Family` states it once; loading, training, validation, adapters and audits read it there. A new family is a subclass
-in a file of its own, an entry in `silentbad.model.families`, and patterns for its layers in `silentbad.model.groups`.
+in a file of its own, an entry in `silentbad.model.registry`, and patterns for its layers in `silentbad.model.groups`.
 Legend: x_t (B,C,h,w) latents, t (B,) timesteps, c (B,L,D) text states, pooled (B,P) one text state a caption.
 """
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from silentbad import ROOT
 from silentbad.errors import UserError, brief, warn
-from silentbad.options import Positive, problem
 from silentbad.settings import key_lines, read_yaml
+from silentbad.settings.types import Positive, problem
 
 logger = logging.getLogger(__name__)
 OTHER = "other"  # names no pattern knows; multiplier 1

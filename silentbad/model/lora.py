@@ -24,12 +24,12 @@ from torch import nn
 
 from silentbad import hub
 from silentbad.errors import UserError, brief, reading
-from silentbad.model.families import FAMILIES, family_of_pipeline
 from silentbad.model.gate import check_finite, check_settings, finite, number, quietly
 from silentbad.model.groups import ROLE_ORDER, group_of
+from silentbad.model.registry import FAMILIES, family_of_pipeline
 from silentbad.model.settings import LoraSettings, ModelSettings
-from silentbad.options import off_default
 from silentbad.rng import addressed_seed
+from silentbad.settings.types import off_default
 
 KOHYA = "kohya.safetensors"
 NAMES = {"lora": "LoRA", "dora": "DoRA", "loha": "LoHa", "lokr": "LoKr"}

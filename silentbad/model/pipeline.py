@@ -15,10 +15,10 @@ from silentbad.distributed.shards import cut_up, whole
 from silentbad.errors import UserError, brief, reading
 from silentbad.model import gate, lora
 from silentbad.model.denoiser import Denoiser, make_trainable
-from silentbad.model.encoder import decode
-from silentbad.model.families import FAMILIES, KNOWN, backbone_of, family_of
 from silentbad.model.family import Family, side_of
 from silentbad.model.gate import Source
+from silentbad.model.latents import decode
+from silentbad.model.registry import FAMILIES, KNOWN, backbone_of, family_of
 from silentbad.model.settings import ModelSettings
 from silentbad.rng import generator, noise
 

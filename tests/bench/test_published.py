@@ -26,7 +26,7 @@ from bench.published_table import (
 )
 from bench.recovery_figures import at_end
 from bench.recovery_table import RESULTS, stored
-from silentbad.microworld.make import target_scene
+from silentbad.worlds.microworld.make import target_scene
 
 FROZEN = {  # block of targets -> the commit that freezes its arms and rates
     2000: "53a37f82c1f60f7de9f8aa9f481f4417096f7b44",

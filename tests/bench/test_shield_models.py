@@ -6,7 +6,7 @@ import pytest
 from bench import shield_models
 from bench.shield_models import LEAK_FREE, Plan, guards_of, rank_of, run
 from bench.shield_table import auc_interval, audit_table, guard_table
-from silentbad.shield.search import Probe
+from silentbad.audit.search import Probe
 
 
 def probe(*phrases):

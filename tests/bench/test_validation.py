@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench import validation
-from silentbad.recovery.embedders import EMBEDDERS
+from silentbad.measure.embedders import EMBEDDERS
 from tests.recoveries import make_hook
 from tests.tiny import tiny_pipeline
 

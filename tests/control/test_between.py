@@ -10,7 +10,7 @@ from silentbad.control.between import BetweenConfig
 from silentbad.control.statistics import centred
 from silentbad.data.loader import chunks
 from silentbad.errors import UserError
-from silentbad.options import check_values
+from silentbad.settings.types import check_values
 from tests.toy import Toy, config, controlled, equal, stats_of
 
 SOON = {"warmup": 2, "refresh": 2, "max_log_step": 1.0}

@@ -15,9 +15,10 @@ from silentbad.data import buckets
 from silentbad.data.draws import Reader, Transform
 from silentbad.data.elements import DataInfo
 from silentbad.data.loader import Stream
+from silentbad.loop import checks
 from silentbad.memory.rehearsal import pairwise
-from silentbad.run import checkpoint, checks
-from silentbad.run.config import TrainConfig
+from silentbad.saving import checkpoint
+from silentbad.settings.train import TrainConfig
 from tests.conftest import write_data
 from tests.folders import records
 from tests.training import equal, rows, same, step_once, weights

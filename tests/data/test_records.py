@@ -13,7 +13,7 @@ from PIL import Image
 from silentbad.data import formats
 from silentbad.data.records import load_records
 from silentbad.errors import UserError
-from silentbad.run.config import TrainConfig
+from silentbad.settings.train import TrainConfig
 from tests.conftest import write_data
 from tests.folders import GOOD, bomb, folder, records
 from tests.tiny import tiny_pipeline

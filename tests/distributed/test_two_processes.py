@@ -20,7 +20,7 @@ from PIL import Image
 import train_silentbad
 from silentbad.data import images
 from silentbad.model import pipeline
-from silentbad.run import checkpoint
+from silentbad.saving import checkpoint
 from tests.conftest import write_data
 from tests.kill.runner import finish, start
 

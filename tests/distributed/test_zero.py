@@ -15,7 +15,7 @@ from diffusers import DiffusionPipeline
 import train_silentbad
 from silentbad.distributed import shards
 from silentbad.distributed.zero import RELEASE, Part, release
-from silentbad.run import checkpoint
+from silentbad.saving import checkpoint
 from tests.distributed import test_two_processes as two
 from tests.distributed.test_two_processes import (
     SHORT,

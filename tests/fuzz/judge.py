@@ -21,7 +21,7 @@ from pathlib import Path
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from silentbad.errors import UserError
-from silentbad.recovery.record import Record
+from silentbad.measure.record import Record
 from tests.mistakes import files
 
 LIMIT = 10  # seconds of the processor that an input may take

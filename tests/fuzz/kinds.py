@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import train_silentbad
 import validation
-from silentbad.recovery import report
-from silentbad.run import checkpoint
+from silentbad.report import run_report
+from silentbad.saving import checkpoint
 from tests.fuzz import strategies as some
 from tests.fuzz.judge import Tally, audited, judge, marked, trained
 from tests.fuzz.mutations import mutated
@@ -155,9 +155,9 @@ def in_run(found: Tally, case: tuple[str, int, list[some.Edit], str], root: Path
 def given(found: Tally, case: object, root: Path, asked: str) -> None:
     """A run folder given to a command."""
     if asked == "report":
-        judge(found, case, report.main, ["held"], root, marked)
+        judge(found, case, run_report.main, ["held"], root, marked)
     elif asked == "compare":
-        judge(found, case, report.main, ["compare", "held", "held", "--out", "compare.html"], root, marked)
+        judge(found, case, run_report.main, ["compare", "held", "held", "--out", "compare.html"], root, marked)
     elif asked == "placebo":
         audit(found, case, root, "--placebo", "held")
     elif asked == "config":

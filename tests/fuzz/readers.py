@@ -17,15 +17,15 @@ from silentbad.data.images import open_mask
 from silentbad.data.records import load_records
 from silentbad.data.targets import load_targets
 from silentbad.files import sealed
-from silentbad.microworld.embedder import MicroEmbedder
+from silentbad.measure.embedders import load_embedder
+from silentbad.measure.micro import MicroEmbedder
+from silentbad.measure.record import Record
+from silentbad.measure.thresholds import load_redraws
 from silentbad.model import gate, lora, pipeline, store
 from silentbad.model.denoiser import Denoiser
-from silentbad.model.families import FAMILIES
-from silentbad.recovery import report
-from silentbad.recovery.embedders import load_embedder
-from silentbad.recovery.record import Record
-from silentbad.recovery.thresholds import load_redraws
-from silentbad.run import checkpoint, identity
+from silentbad.model.registry import FAMILIES
+from silentbad.report import run_report
+from silentbad.saving import checkpoint, identity
 from tests.folders import config, published
 from tests.fuzz.kinds import STEP, lines
 from tests.tiny import tiny_pipeline
@@ -144,11 +144,11 @@ READERS = {
     "clean captions": Reader("layout/clean/caption.txt", layout, 1),
     "config.yaml": Reader("held/config.yaml", yaml_file, 1),
     "validation.json": Reader("held/validation.json", lambda root: Record.load(root / "held/validation.json")),
-    "validation.json, report": Reader("held/validation.json", lambda root: report.render(root / "held"), 1),
-    "metrics.jsonl, report": Reader("held/metrics.jsonl", lambda root: report.render(root / "held"), 1),
-    "multipliers.json, report": Reader("held/multipliers.json", lambda root: report.render(root / "held"), 1),
-    "run.json, report": Reader("held/run.json", lambda root: report.render(root / "held"), 1),
-    "config.yaml, report": Reader("held/config.yaml", lambda root: report.render(root / "held"), 1),
+    "validation.json, report": Reader("held/validation.json", lambda root: run_report.render(root / "held"), 1),
+    "metrics.jsonl, report": Reader("held/metrics.jsonl", lambda root: run_report.render(root / "held"), 1),
+    "multipliers.json, report": Reader("held/multipliers.json", lambda root: run_report.render(root / "held"), 1),
+    "run.json, report": Reader("held/run.json", lambda root: run_report.render(root / "held"), 1),
+    "config.yaml, report": Reader("held/config.yaml", lambda root: run_report.render(root / "held"), 1),
     "run.json": Reader("held/run.json", lambda root: owned.kind_of(root / "held")),
     "manifest.json": Reader(f"{STEP}/manifest.json", lambda root: checkpoint.problem(root / STEP)),
     "facts.json": Reader(f"{STEP}/facts.json", lambda root: identity.read(root / STEP)),

@@ -8,7 +8,7 @@ import pytest
 
 from silentbad.data.records import load_records
 from silentbad.data.targets import load_targets
-from silentbad.run import identity
+from silentbad.saving import identity
 from tests.fuzz.judge import tally
 from tests.fuzz.kinds import RESUME, copied, train
 from tests.fuzz.strategies import SETTINGS

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from silentbad import owned
-from silentbad.recovery.record import Record
-from silentbad.run import checkpoint
+from silentbad.measure.record import Record
+from silentbad.saving import checkpoint
 from tests.kill.runner import finish, start
 from tests.mistakes import flags
 

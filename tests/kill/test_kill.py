@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from silentbad import owned
-from silentbad.run import checkpoint
+from silentbad.saving import checkpoint
 from tests.kill.runner import finish, start
 
 STEPS, INTERVAL = 14, 2

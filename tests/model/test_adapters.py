@@ -16,13 +16,14 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 from gradient_control import Controller, GradientControlConfig, prior
 from silentbad.data.draws import Transform
 from silentbad.errors import UserError
+from silentbad.loop import trackers
 from silentbad.memory.auxiliary import Teacher
 from silentbad.model import denoiser, lora, pipeline
 from silentbad.model.denoiser import Denoiser
 from silentbad.model.groups import OTHER, group_of, group_parameters, prior_table
 from silentbad.model.settings import LoraSettings
-from silentbad.run import checkpoint, folder, trackers
-from silentbad.run.config import parse
+from silentbad.saving import checkpoint, folder
+from silentbad.settings.train import parse
 from tests.conftest import write_data
 from tests.published import PUBLISHED, published, published_transformer
 from tests.toy import stats_of

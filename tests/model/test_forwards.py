@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from silentbad.measure.generation import Sampler
 from silentbad.model.denoiser import training_forward
 from silentbad.model.forwards import as_convolutions, convolve, text_projected_once
-from silentbad.recovery.generation import Sampler
 from silentbad.rng import generator
 from tests.tiny import tiny_pipeline
 from validation import ValidationConfig

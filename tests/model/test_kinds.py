@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from silentbad.errors import UserError
 from silentbad.model import lora, pipeline
 from silentbad.model.groups import OTHER, group_parameters
-from silentbad.run import checkpoint
+from silentbad.saving import checkpoint
 from tests.training import same, step_once
 from train_silentbad import main
 

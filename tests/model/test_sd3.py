@@ -10,15 +10,15 @@ from diffusers.training_utils import compute_density_for_timestep_sampling, comp
 from peft import PeftModel
 
 from silentbad.errors import UserError
+from silentbad.measure.generation import Sampler
 from silentbad.memory.weightings import flow_sigma
 from silentbad.model import diffusion, lora, pipeline
 from silentbad.model.denoiser import Denoiser
 from silentbad.model.diffusion import Flow
-from silentbad.model.encoder import decode
-from silentbad.model.families import FAMILIES
 from silentbad.model.groups import OTHER, group_of, group_parameters
+from silentbad.model.latents import decode
+from silentbad.model.registry import FAMILIES
 from silentbad.model.settings import LoraSettings
-from silentbad.recovery.generation import Sampler
 from tests.published import TRANSFORMERS, published_transformer
 from tests.tiny import tiny_sd3_pipeline
 from tests.training import same, step_once

@@ -12,7 +12,7 @@ from PIL import Image
 from silentbad.data.loader import chunks
 from silentbad.errors import UserError
 from silentbad.model import store as stores
-from silentbad.run import checkpoint
+from silentbad.saving import checkpoint
 from tests.conftest import write_data
 from tests.training import VALIDATION, rows, step_once
 from train_silentbad import main, micro_step

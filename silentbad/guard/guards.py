@@ -1,0 +1,387 @@
+"""What stands between a scan's suspects and training: `--guard.name mask+cap --guard.scan runs/scan/scan.json`.
+
+A guard overrides those methods of `Guard` that it needs, and has an entry in `GUARDS`; its keyword-only parameters are
+its options. docs/shield.md says what each one keeps from training, and what it costs.
+
+Legend: N scanned records, R records in training, E elements of all suspect sets; a row is a record's number in the
+scan, which is its row in the table.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from silentbad.data import scan_file
+from silentbad.data.images import open_image, to_tensor
+from silentbad.data.records import Records
+from silentbad.data.scan_file import ADVICE, PICTURE
+from silentbad.data.schema import admitted, caption, check_window
+from silentbad.data.table import blocks
+from silentbad.errors import UserError, brief
+from silentbad.memory.auxiliary import Access
+from silentbad.memory.masks import fitted
+from silentbad.model.diffusion import prediction_target
+from silentbad.rng import generator, noise
+from silentbad.settings.guard import GuardConfig
+from silentbad.settings.types import Count, Small, check_options, check_values
+
+SUSPECT = {"index": scan_file.number, "text": caption}
+
+
+# ------------------------------------------------------------ what a scan found
+@dataclass
+class Suspects:
+    """A scan.json: N, the suspect rows' captions, the elements' rows and masks, the sets' prompts and pictures."""
+
+    file: Path
+    count: int
+    captions: str | None  # a digest of all N
+    text: dict[int, str]
+    rows: list[np.ndarray]  # (E,) arrays of rows
+    masks: list[Path]  # (E,)
+    prompts: list[str]
+    pictures: list[Path]
+    members: list[list[int]]  # of each set, among the E
+
+    @classmethod
+    def read(cls, file: Path) -> "Suspects":
+        """Raises UserError where the file is no scan.json."""
+        data, where = scan_file.read(file, "guard.scan"), f"guard.scan: {file}"
+        suspects = [admitted(row, SUSPECT, where) for row in scan_file.objects(data.get("suspects"), "suspects", where)]
+        count = scan_file.number(data.get("records"), "records", where)
+        captions = None if data.get("captions") is None else caption(data["captions"], "captions", where)
+        found = cls(file, count, captions, {row["index"]: row["text"] for row in suspects}, [], [], [], [], [])
+        for one in data["sets"]:
+            found.prompts.append(caption(one.get("prompt"), "prompt", where))
+            found.pictures.append(scan_file.beside(file, one.get("composite"), where))
+            found.members.append([len(found.rows) + i for i in range(len(one["elements"]))])
+            for element in one["elements"]:
+                found.rows.append(np.asarray(scan_file.numbers(element.get("records"), "records", where), np.int64))
+                found.masks.append(scan_file.beside(file, element.get("mask"), where))
+        return found
+
+    def check(self, records: Records) -> None:
+        """Refuse records that are not those that were scanned."""
+        texts, count = records.column("text"), len(records)
+        same = all(0 <= i < count and texts[i].as_py() == text for i, text in self.text.items())
+        if self.captions is not None:  # a scan of an earlier release has the suspects' alone
+            same = same and self.captions == scan_file.digest(text for block in blocks(texts) for text in block)
+        if self.count != count or not same or any(i not in self.text for rows in self.rows for i in rows.tolist()):
+            advice = (
+                "scan this data again" if records.rows is None else "max_train_samples chose among them, leave it out"
+            )
+            raise UserError(
+                f"guard.scan: {self.file} is of other data ({self.count} records, here {count}, or other captions); "
+                f"{advice}"
+            )
+
+    def picture(self, file: Path, mode: str) -> Image.Image:
+        """A composite or a mask that the scan wrote beside scan.json."""
+        image = open_image(file, f"guard.scan: of {self.file.name}").convert(mode)
+        if image.size != (PICTURE, PICTURE):
+            raise UserError(f"guard.scan: {file} is not {PICTURE}x{PICTURE} pixels, as a scan writes it; scan again")
+        return image
+
+
+@dataclass
+class Setting:
+    """What a guard may use of a run: the table row of each of its R records, the model, and the gradient's owners."""
+
+    rows: np.ndarray
+    access: Access
+    scheduler: Any
+    params: list[torch.nn.Parameter]
+    side: int  # pixels
+    seed: int
+
+
+# ------------------------------------------------------------ guards
+class Guard:
+    """Leaves everything as it is."""
+
+    edits = False  # the gradients
+
+    def __init__(self, suspects: Suspects):
+        self.suspects = suspects
+
+    def reads(self) -> list[Path]:
+        """The pictures beside scan.json that it looks at."""
+        return []
+
+    def kept(self) -> np.ndarray:
+        """Which of the scanned records are trained on (N,) bool."""
+        return np.ones(self.suspects.count, bool)
+
+    def start(self, setting: Setting) -> None:
+        """Before training, once the weights are there."""
+
+    def order(self, order: np.ndarray, epoch: int) -> np.ndarray:
+        """The record numbers (n,) of an epoch."""
+        return order
+
+    def hidden(self, index: int) -> Image.Image | None:
+        """255 where no loss looks at a record, in shares of its frame; None: everything counts."""
+        return None
+
+    def before_step(self, step: int) -> dict[str, Tensor]:
+        """Between the last backward of a step and the clip; returns scalars to log."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up such a state."""
+
+
+class Drop(Guard):
+    """No suspect record is trained on."""
+
+    def kept(self) -> np.ndarray:
+        return ~np.isin(np.arange(self.suspects.count), list(self.suspects.text))
+
+
+class Mask(Guard):
+    """The suspect records stay, their recurring region is out of the loss."""
+
+    def reads(self) -> list[Path]:
+        return self.suspects.masks
+
+    def start(self, setting: Setting) -> None:
+        found: dict[int, np.ndarray] = {}
+        for rows, file in zip(self.suspects.rows, self.suspects.masks, strict=True):
+            mask = np.asarray(self.suspects.picture(file, "L"))
+            if not mask.any():
+                raise UserError(
+                    f"guard.scan: {file} is black, so guard.name=mask would hide nothing; scan the data again"
+                )
+            for row in rows.tolist():
+                found[row] = np.maximum(found.get(row, 0), mask)
+        self.images = {i: Image.fromarray(found[row]) for i, row in enumerate(setting.rows.tolist()) if row in found}
+
+    def hidden(self, index: int) -> Image.Image | None:
+        return self.images.get(index)
+
+
+class Cap(Guard):
+    """Each element is drawn at most `limit` times in the whole run, whichever of its records shows it.
+
+    What exceeds it leaves the epoch; the run has as many steps as without, so the other records take its place.
+    """
+
+    def __init__(self, suspects: Suspects, *, limit: Count = 20):
+        super().__init__(suspects)
+        self.limit = limit
+        self.epoch, self.before = -1, [0] * len(suspects.rows)  # draws of each element before that epoch
+        self.now = list(self.before)
+
+    def start(self, setting: Setting) -> None:
+        at = {row: i for i, row in enumerate(setting.rows.tolist())}
+        self.shows: dict[int, list[int]] = {}  # record -> its elements
+        for element, rows in enumerate(self.suspects.rows):
+            for row in rows.tolist():
+                if row in at:
+                    self.shows.setdefault(at[row], []).append(element)
+
+    def order(self, order: np.ndarray, epoch: int) -> np.ndarray:
+        if epoch != self.epoch:  # else the epoch is dealt again, as after a resume
+            self.epoch, self.before = epoch, list(self.now)
+        self.now, kept = list(self.before), np.ones(len(order), bool)
+        for k, index in enumerate(order.tolist()):
+            shown = self.shows.get(index, [])
+            if any(self.now[element] >= self.limit for element in shown):
+                kept[k] = False
+                continue
+            for element in shown:
+                self.now[element] += 1
+        if not kept.any():
+            raise UserError(f"guard.cap: every record of epoch {epoch} reached the limit of {self.limit} draws")
+        return order[kept]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "before": list(self.before), "now": list(self.now)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.before, self.now = state["epoch"], list(state["before"]), list(state["now"])
+
+
+class Project(Guard):
+    """No gradient lowers the loss of the hidden pictures, to first order: g - max(0, <g,h>) / <h,h> h.
+
+    h is the gradient of that loss on `pictures` of the scan's composites under their prompts, where they are known.
+    The form is that of A-GEM (1812.00420) with one constraint; 2512.11194 projects away a prohibited attribute so.
+    """
+
+    edits = True
+
+    def __init__(self, suspects: Suspects, *, pictures: Small = 4):
+        super().__init__(suspects)
+        self.count = min(pictures, len(suspects.prompts))
+
+    def reads(self) -> list[Path]:
+        return self.suspects.masks + self.suspects.pictures
+
+    def start(self, setting: Setting) -> None:
+        self.setting, found, size = setting, self.suspects, (setting.side, setting.side)
+        for prompt in found.prompts:
+            check_window(prompt, setting.access.tokenizer, f"guard.scan: {found.file}: {brief(prompt)}")
+        shown, known = [], []
+        for file, members in zip(found.pictures, found.members, strict=True):
+            union = np.max([np.asarray(found.picture(found.masks[i], "L")) for i in members], axis=0)
+            image, mask = fitted(found.picture(file, "RGB"), Image.fromarray(union), size)
+            shown.append(to_tensor(image) * 2 - 1)
+            known.append(to_tensor(mask.convert("RGB"))[:1])
+        if shown:
+            self.x0 = setting.access.encode(torch.stack(shown))
+            self.known = F.interpolate(torch.stack(known), self.x0.shape[-2:], mode="area").to(self.x0.device)
+
+    def loss(self, step: int) -> Tensor:
+        """The error on this step's pictures, at timesteps and with noise of its own address."""
+        s = self.setting
+        g = generator(s.seed, "guard", step)
+        chosen = torch.randperm(len(self.x0), generator=g)[: self.count]
+        t = torch.randint(0, s.scheduler.config.num_train_timesteps, (self.count,), generator=g)
+        x0, known, t = self.x0[chosen], self.known[chosen], t.to(self.x0.device)
+        eps = noise(tuple(x0.shape[1:]), s.seed, "guard", step, list(range(self.count))).to(x0)
+        texts = [self.suspects.prompts[i] for i in chosen.tolist()]
+        out = s.access.predict(s.scheduler.add_noise(x0, eps, t), t, texts, model=s.access.unet)
+        target = prediction_target(s.scheduler, x0, eps, t)
+        return ((out.float() - target.float()).square() * known).sum() / (known.sum() * x0.shape[1]).clamp_min(1e-6)
+
+    def before_step(self, step: int) -> dict[str, Tensor]:
+        if not self.count:
+            return {}
+        own = [p for p in self.setting.params if p.grad is not None]
+        with torch.enable_grad():
+            found = torch.autograd.grad(self.loss(step), own, allow_unused=True)
+        pairs = [(p.grad, h.nan_to_num()) for p, h in zip(own, found, strict=True) if h is not None]
+        return {"guard/cosine": project(*map(list, zip(*pairs, strict=True)))}
+
+
+def project(grads: list[Tensor], away: list[Tensor]) -> Tensor:
+    """Take from gradients, in place, what points along `away`; returns their cosine before. Waits for no device."""
+
+    def inner(a: list[Tensor], b: list[Tensor]) -> Tensor:
+        return torch.stack([(x.float() * y.float()).sum() for x, y in zip(a, b, strict=True)]).sum()
+
+    along, square = inner(grads, away), inner(away, away)
+    factor = (along.clamp_min(0) / square).nan_to_num(0.0, 0.0, 0.0)
+    torch._foreach_sub_(grads, [(factor * h).to(g.dtype) for g, h in zip(grads, away, strict=True)])
+    return along / (square * inner(grads, grads) + along.clamp_min(0).square()).sqrt()
+
+
+GUARDS: dict[str, Callable[..., Guard]] = {"drop": Drop, "mask": Mask, "cap": Cap, "project": Project}
+
+
+# ------------------------------------------------------------ checks
+def named(config: GuardConfig) -> dict[str, dict[str, Any]]:
+    """{guard: its options}, all checked; none where nothing guards."""
+    check_values(config, "guard.")
+    names = [] if config.name == "none" else config.name.split("+")
+    if len(names) > 1 and "none" in names:
+        raise UserError(f"guard.name: {config.name} joins none, which guards nothing; leave it out")
+    if len({*names}) < len(names):
+        raise UserError(f"guard.name: {config.name} names a guard twice; once is enough")
+    if len(names) > 1 and (unknown := [key for key in config.options if key not in names]):
+        raise UserError(f"guard.options: {unknown[0]!r} is not a guard of {config.name}; give {names[0]}: {{...}}")
+    options = {name: config.options.get(name, {}) for name in names} if len(names) > 1 else {names[0]: config.options}
+    for name, given in options.items():
+        check_options("guard", {"none": Guard, **GUARDS}, name, given)
+    return options
+
+
+def check_guard(config: Any) -> None:
+    """Refuse a guard without its scan, or what undoes it, before anything loads; `config` is the run's."""
+    guard, memory = config.guard, config.memory
+    if guard.name == "none":
+        for key, given in (("scan", guard.scan), ("options", guard.options)):
+            if given:
+                raise UserError(f"guard.{key}: has no effect with guard.name=none; set guard.name=drop")
+        return
+    names = named(guard)
+    if guard.scan is None:
+        raise UserError(f"guard.scan: is missing; guard.name={guard.name} needs the scan.json of a scan; {ADVICE}")
+    if "drop" in names and ({"mask", "cap"} & {*names}):
+        raise UserError(f"guard.name={guard.name}: drop leaves no suspect record to mask or cap; leave one of them out")
+    for slot in ("rehearsal", "distillation", "attention_binding"):
+        if (name := getattr(memory, slot).name) != "none" and names.keys() != {"drop"}:
+            raise UserError(
+                f"memory.{slot}.name={name}: composes what guard.name={guard.name} keeps apart; leave one of them out"
+            )
+    if "mask" in names and memory.region.name == "estimated":
+        raise UserError(
+            "memory.region.name=estimated: stresses what recurs, which guard mask leaves out; take one of them"
+        )
+    if "project" in names and config.mixed_precision == "fp16":
+        raise UserError("guard.name=project: its gradient has no loss scale; use mixed_precision bf16 or no")
+
+
+# ------------------------------------------------------------ in a run
+class Guards:
+    """The guards of a run, one after the other; none where nothing guards."""
+
+    def __init__(self, config: GuardConfig):
+        options = {} if config.name == "none" else named(config)
+        suspects = Suspects.read(Path(str(config.scan))) if options else None
+        self.suspects, self.each = suspects, [GUARDS[name](suspects, **given) for name, given in options.items()]
+        self.names = list(options)
+        self.edits = any(guard.edits for guard in self.each)
+        self.reads = [picture for guard in self.each for picture in guard.reads()]
+
+    def records(self, records: Records) -> Records:
+        """The records to train on. Raises UserError where the scan is of other data, or leaves nothing."""
+        if self.suspects is None:
+            return records
+        self.suspects.check(records)
+        kept = np.all([guard.kept() for guard in self.each], axis=0)
+        if kept.all():
+            return records
+        if not kept.any():
+            raise UserError(f"guard.scan: {self.suspects.file} suspects every record; nothing is left to train on")
+        suspects = hashlib.sha256(repr(sorted(self.suspects.text)).encode()).hexdigest()[:16]
+        return records.select(np.flatnonzero(kept), f"{records.key}-guard-{suspects}")
+
+    def start(self, setting: Setting, sharded: str = "") -> None:
+        """Before training. Raises UserError where a guard cannot work on gradients that are `sharded`."""
+        if self.edits and sharded:
+            raise UserError(f"guard.name={'+'.join(self.names)}: works on whole gradients, {sharded} shards them")
+        for guard in self.each:
+            guard.start(setting)
+
+    def epoch(self, deal: Callable[[int], np.ndarray]) -> Callable[[int], np.ndarray]:
+        """deal(epoch) -> record numbers, as the guards leave them."""
+
+        def order(epoch: int) -> np.ndarray:
+            dealt = deal(epoch)
+            for guard in self.each:
+                dealt = guard.order(dealt, epoch)
+            return dealt
+
+        return order
+
+    def hidden(self, index: int) -> Image.Image | None:
+        """Where no loss looks at a record; the first guard that hides something says so."""
+        return next((image for guard in self.each if (image := guard.hidden(index)) is not None), None)
+
+    def before_step(self, step: int) -> dict[str, Tensor]:
+        """Between the last backward of a step and the clip."""
+        meters: dict[str, Tensor] = {}
+        for guard in self.each:
+            meters |= guard.before_step(step)
+        return meters
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: guard.state_dict() for name, guard in zip(self.names, self.each, strict=True)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up the state of the same guards."""
+        for name, guard in zip(self.names, self.each, strict=True):
+            guard.load_state_dict(state[name])

@@ -1,0 +1,352 @@
+"""What a run is made of, and how its parts are connected: read `build` from top to bottom."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from diffusers.optimization import get_scheduler
+
+from silentbad.data import buckets
+from silentbad.data.draws import Draws, Hidden, Reader, Transform
+from silentbad.data.elements import DataInfo, epoch_length
+from silentbad.data.loader import Loader, Stream, collate
+from silentbad.data.records import Records
+from silentbad.distributed import shards
+from silentbad.distributed.zero import Zero
+from silentbad.errors import warn
+from silentbad.guard.guards import Guards, Setting
+from silentbad.loop import checks, inputs, optimizers
+from silentbad.loop.log import Log
+from silentbad.loop.meters import Meters, Timers
+from silentbad.loop.products import Products
+from silentbad.loop.resume import Checkpoints
+from silentbad.loop.state import TrainState
+from silentbad.measure.prompts import PromptSheet
+from silentbad.memory import roles
+from silentbad.memory.auxiliary import Access
+from silentbad.model import denoiser, pipeline
+from silentbad.model.encoder import Encoder
+from silentbad.model.store import Cached
+from silentbad.saving import identity
+from silentbad.saving.folder import RunFolder
+from silentbad.settings.train import TrainConfig
+
+if TYPE_CHECKING:  # at run time train_silentbad.py passes these classes to `build`
+    from gradient_control import Controller
+    from memory_reinforce import Memory
+    from validation import RecoveryHook
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything one training holds. Nothing here is replaced: what changes from step to step is in
+    `state`."""
+
+    config: TrainConfig
+    accelerator: Accelerator
+    folder: RunFolder
+    records: Records
+    info: DataInfo
+    parts: pipeline.Parts
+    encoder: Encoder
+    model: Any  # what trains, as accelerate prepared it
+    forward: Callable[..., Any]  # its forward in a step: compiled, or through ZeRO's engine
+    predict: Callable[..., torch.Tensor]  # `prediction` of what trains
+    zero: Zero | None
+    state: TrainState
+    control: "Controller"
+    memory: "Memory"
+    guards: Guards
+    loader: Loader
+    hook: "RecoveryHook | None"
+    sheet: PromptSheet | None
+    prompts: int  # how many the sheet draws, also where a dry run makes none
+    meters: Meters
+    timers: Timers
+    checkpoints: Checkpoints
+    log: Log
+    products: Products
+
+
+def build(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    folder: RunFolder,
+    sharded: str = "",
+    *,
+    controller: "type[Controller]",
+    memory_of: "type[Memory]",
+    hook_of: "type[RecoveryHook]",
+) -> Run:
+    """Load, check and connect the parts of a run; nothing is written to output_dir yet, caches are
+    filled.
+
+    `sharded` is FSDP, DEEPSPEED or nothing.
+    """
+    rank = accelerator.process_index
+    world = accelerator.num_processes
+    device = accelerator.device
+
+    # Data, and the length of the run
+    given = inputs.gathered(config, accelerator, sharded)
+    effective_batch = config.train_batch_size * config.gradient_accumulation_steps * world
+    samples_per_epoch = epoch_length(given.info, config.memory.sampler.clean_ratio)
+    steps_per_epoch = -(-samples_per_epoch // effective_batch)
+    total = config.max_train_steps or config.num_train_epochs * steps_per_epoch
+    if line := checks.beyond(config, total):
+        warn(line)
+
+    # Models; what trains goes to its device
+    parts = pipeline.load_parts(config, given.schedule, given.tokenizer, accelerator.mixed_precision)
+    side = pipeline.resolution(parts, config)
+    cache_bytes = config.cache_mb * 2**20
+    encoder = Encoder(parts, accelerator, side=side, cache_bytes=cache_bytes, seed=config.seed)
+    denoiser.placed(parts.model, config, device)
+    if sharded == "FSDP":
+        shards.shard(parts.model, device, accelerator.mixed_precision)
+
+    # Gradient control, and the optimizer over its groups
+    control = controller(parts.model, config.gradient_control, config.seed)
+    groups = control.param_groups(config.adam_weight_decay)
+    rate_scale = effective_batch if config.scale_lr else 1.0
+    optimizer: Any = optimizers.make_optimizer(groups, config, rate_scale)
+    # The schedule is not prepared: one step an update, whatever the number of processes.
+    lr_scheduler = get_scheduler(
+        config.lr_scheduler,
+        optimizer,
+        num_warmup_steps=config.lr_warmup_steps,
+        num_training_steps=total,
+        power=config.lr_power,
+        num_cycles=config.lr_num_cycles,
+    )
+    control.attach(optimizer, lr_scheduler)
+
+    # The same as this number of processes needs it
+    zero = None
+    if sharded == "DEEPSPEED":
+        zero = Zero(parts.model, optimizer)
+        optimizer = zero
+        model = accelerator.prepare_model(parts.model, evaluation_mode=True)  # its autocast, no DDP
+        forward: Any = zero.engine
+    else:
+        model = parts.model if sharded else accelerator.prepare(parts.model)
+        forward = denoiser.training_forward(model, config, accelerator.mixed_precision)
+        optimizer = accelerator.prepare(optimizer)
+
+    # Memory and guards, which may ask the model and the data
+    factor = pipeline.side_factor(parts.family, parts.backbone, parts.vae)
+    transform = Transform.of(config, side, checks.bucket_step(config, side, factor))
+    reader = Reader(given.records, transform, config.seed, cache_bytes)
+    access = Access(
+        unet=parts.model,
+        predict=partial(prediction, encoder, model, accelerator),
+        encode=encoder.mode,
+        pictures=lambda rows: collate(reader.pictures(rows)),
+        load=reader.load,
+        tokenizer=given.tokenizer,
+    )
+    memory = memory_of(
+        config.memory,
+        given.info,
+        parts.noise_scheduler,
+        access,
+        seed=config.seed,
+        effective_batch=effective_batch,
+        max_steps=total,
+        rank=rank,
+        world=world,
+        reduce=partial(accelerator.reduce, reduction="sum"),
+    )
+    guards = given.guards
+    guard_setting = Setting(
+        rows=given.records.numbers,
+        access=access,
+        scheduler=parts.noise_scheduler,
+        params=control.params,
+        side=side,
+        seed=config.seed,
+    )
+    guards.start(guard_setting, sharded)
+
+    # What a step is shown; what a run can encode beforehand is encoded now, and kept
+    rehearse = None if config.memory.rehearsal.name == "none" else memory.rehearse
+    batches = arranged(given.records, transform, parts, config, accelerator.print)
+    caption_dropout = roles.dropout(config.memory)
+    unseen = None
+    if config.disk_cache_gb:
+        cached = Cached(
+            encoder,
+            reader,
+            config,
+            composes=rehearse is not None,
+            blank=bool(caption_dropout) or config.token_warmup_step > 0,
+            show=accelerator.is_local_main_process,
+            say=accelerator.print,
+        )
+        encoder.read_from(cached)
+        if rehearse is None:
+            unseen = cached.posterior >= 0
+    draws = Draws(
+        reader,
+        shuffle=config.shuffle_phrases,
+        dropout=caption_dropout,
+        warmup=(config.token_warmup_min, config.token_warmup_step),
+        rehearse=rehearse,
+        hidden=Hidden(guards.hidden, pipeline.vae_factor(parts.vae)),
+        unseen=unseen,
+    )
+    loader = Loader(
+        draws,
+        Stream(guards.epoch(memory.epochs.epoch), batches),
+        batch_size=config.train_batch_size,
+        rank=rank,
+        world=world,
+        accumulation=config.gradient_accumulation_steps,
+        workers=config.dataloader_num_workers,
+        device=device,
+    )
+
+    # What is measured while training
+    hook = None
+    if given.targets and not config.dry_run:
+        whole_pictures = replace(transform, step=0)
+        hook = hook_of(
+            config.validation,
+            targets=given.targets,
+            components=parts.components(),
+            accelerator=accelerator,
+            output_dir=folder.path,
+            seed=config.seed,
+            held_out=inputs.by_role(given.held_out, whole_pictures, config.seed),
+            training=inputs.shown(given.records, whole_pictures, config.seed, config.validation.nearest),
+            prediction_type=config.prediction_type,
+        )
+    sheet = None
+    if given.prompts and not config.dry_run:
+        sheet = PromptSheet(
+            given.prompts,
+            config.validation,
+            components=parts.components(),
+            accelerator=accelerator,
+            output_dir=folder.path,
+            prediction_type=config.prediction_type,
+        )
+
+    # State, and what is written of it
+    meters = Meters()
+    timers = Timers()
+    state = TrainState(
+        parts.model,
+        optimizer,
+        lr_scheduler,
+        denoiser.make_ema(parts.model, config, device),
+        total=total,
+        steps_per_epoch=steps_per_epoch,
+        train_timesteps=parts.noise_scheduler.config.num_train_timesteps,
+        others={
+            "control": control,
+            "memory": memory,
+            "guards": guards if guards.names else None,
+            "stream": loader.stream,
+            "scaler": accelerator.scaler,
+            "meters": meters,
+            "hook": hook,
+        },
+    )
+    facts = identity.facts(
+        config,
+        given.records,
+        given.held_out,
+        given.targets,
+        None if hook is None else hook.embedder.describe(),
+        effective_batch,
+        guards.reads,
+    )
+    checkpoints = Checkpoints(folder, state, accelerator, meters, timers, config.checkpoints_total_limit, facts)
+    products = Products(
+        config,
+        folder,
+        state,
+        parts,
+        encoder,
+        accelerator,
+        info=given.info,
+        target_ids=[target.target_id for target in given.targets],
+        results=lambda: [asdict(row) for row in hook.summary()] if hook is not None and hook.history else [],
+    )
+    return Run(
+        config=config,
+        accelerator=accelerator,
+        folder=folder,
+        records=given.records,
+        info=given.info,
+        parts=parts,
+        encoder=encoder,
+        model=model,
+        forward=forward,
+        predict=access.predict,
+        zero=zero,
+        state=state,
+        control=control,
+        memory=memory,
+        guards=guards,
+        loader=loader,
+        hook=hook,
+        sheet=sheet,
+        prompts=len(given.prompts),
+        meters=meters,
+        timers=timers,
+        checkpoints=checkpoints,
+        log=Log(folder, state, accelerator, meters, timers, effective_batch),
+        products=products,
+    )
+
+
+def arranged(
+    records: Records,
+    transform: Transform,
+    parts: pipeline.Parts,
+    config: TrainConfig,
+    say: Callable[[str], None],
+) -> buckets.Batches | None:
+    """Micro-batches of one shape, and a table of what went where; None where every picture is a
+    square."""
+    if not transform.step:
+        return None
+    sizes = records.sizes
+    shapes = transform.shapes(sizes)
+    table = buckets.table(
+        sizes,
+        records.role,
+        shapes,
+        transform.resolution,
+        transform.step,
+        cut=transform.center_crop,
+        batch_size=config.train_batch_size,
+    )
+    say(table)
+    longest = max(max(shape) for shape in shapes)
+    pipeline.check_positions(parts, longest, "buckets: a side", config.pretrained_model_name_or_path)
+    numbers = {shape: number for number, shape in enumerate(sorted(set(shapes)))}
+    shape_numbers = np.asarray([numbers[shape] for shape in shapes])
+    return buckets.Batches(shape_numbers, config.train_batch_size)
+
+
+def prediction(
+    encoder: Encoder,
+    trained: Any,
+    accelerator: Accelerator,
+    noisy_latents: torch.Tensor,
+    timesteps: torch.Tensor,
+    texts: list[str],
+    model: Any = None,
+    time_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The prediction (B,C,h,w) under these captions, of what trains or of a copy of it."""
+    with accelerator.autocast():
+        conditioning = encoder.condition(texts, time_ids)
+        return (model or trained)(noisy_latents, timesteps, **conditioning, return_dict=False)[0]

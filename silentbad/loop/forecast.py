@@ -1,0 +1,126 @@
+"""What a run will take, from a few of its steps: hours, memory, disk. The end of a dry run."""
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from silentbad.measure.prompts import on_grid
+from silentbad.model import lora
+from silentbad.model.denoiser import trained
+
+WARM, MEASURED = 2, 3  # steps: the first ones compile, fill caches and make the optimizer's state
+DRAWN = 2  # sampling steps of the image that is drawn
+
+
+class Forecast:
+    """Times steps and one image of a run that is then thrown away. `run` is a `silentbad.loop.assembly.Run`."""
+
+    def __init__(self, run: Any):
+        self.run, self.device = run, run.accelerator.device
+        self.begun, self.planned = run.state.step, run.state.total
+        self.step_seconds = self.image_seconds = math.nan
+        self.steps = 0  # measured
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def measured(self) -> Iterator[int]:
+        """The steps to train to, one after the other: past the warm-up, past the measured ones. A short run has no
+        warm-up."""
+        left = self.planned - self.begun
+        self.steps = min(MEASURED, max(left - WARM, min(left, 1)))
+        if left > self.steps:
+            yield self.begun + min(WARM, left - self.steps)
+        started, first = self._now(), self.run.state.step
+        yield first + self.steps
+        self.step_seconds = (self._now() - started) / max(self.steps, 1)
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Around the drawing of one image in DRAWN sampling steps."""
+        started = self._now()
+        yield
+        self.image_seconds = self._now() - started
+
+    # ---- what it says
+    def text(self) -> str:
+        """The forecast, a line a quantity."""
+        config, state, left = self.run.config, self.run.state, self.planned - self.begun
+        warm = state.step - self.begun - self.steps
+        lines = [
+            f"dry run: {self.steps} steps timed after {warm}, one image; nothing written",
+            f"  steps    {left}, of {self.run.loader.effective_batch} samples; an epoch has {state.steps_per_epoch}",
+            f"  time     {_time(left * self.step_seconds)} to train, {self.step_seconds:.3g} s a step",
+            f"  memory   {self.memory()}",
+            f"  disk     {self.disk()}",
+        ]
+        if images := self.images():
+            steps = config.validation.num_inference_steps
+            about = _time(images * self.image_seconds * steps / DRAWN)
+            lines.insert(3, f"  drawing  about {about}: {images} images of {steps} steps, timed one at a time")
+        return "\n".join(lines)
+
+    def images(self) -> int:
+        """Pictures that validations and sample prompts draw; controls and calibration are not counted."""
+        config = self.run.config
+        points = sum(on_grid(config.validation, step) for step in range(self.begun, self.planned)) + 1
+        twice = config.use_ema and config.validation.weights == "both"
+        targets = len(self.run.products.target_ids) * config.validation.images_per_target
+        return points * (targets * (1 + twice) + self.run.prompts)
+
+    def memory(self) -> str:
+        """The peak so far."""
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        if self.device.type != "cuda":
+            return f"peak {_size(own)} of this process"
+        taken, kept = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+        return f"peak {_size(taken)} on the device ({_size(kept)} reserved), {_size(own)} of this process"
+
+    def disk(self) -> str:
+        """Checkpoints, pipelines and caches."""
+        config, state, parts = self.run.config, self.run.state, self.run.parts
+        weights = sum(_bytes(trained(module).values()) for module in state.model.children())
+        inner = getattr(state.optimizer, "optimizer", state.optimizer)
+        moments = sum(_bytes(entry.values()) for entry in getattr(inner, "state", {}).values())
+        average = 0 if state.ema is None else _bytes(state.ema.shadow_params)
+        checkpoint = weights + moments + average
+        count = len({*range(config.checkpointing_steps, self.planned, config.checkpointing_steps), self.planned})
+        kept = min(count, config.checkpoints_total_limit or count)
+        modules = [parts.backbone, parts.vae, *parts.text_encoders.values()]
+        whole = sum(_bytes(m.state_dict().values()) for m in modules)
+        pipeline = 2 * weights if lora.present(parts.backbone) else whole  # adapters are written for two readers
+        epochs = self.planned // state.steps_per_epoch
+        pipelines = 1 + config.save_best + epochs // (config.save_ckpt_epoch_interval or epochs + 1)
+        cache = _on_disk(Path(config.cache_dir or "."), ".safetensors") if config.disk_cache_gb else 0
+        total = (kept + 1) * checkpoint + pipelines * pipeline + cache + config.lora.merged * whole
+        return (
+            f"{_size(total)}: checkpoints {kept} x {_size(checkpoint)} and one being written, "
+            f"weights {pipelines} x {_size(pipeline)}, cache {_size(cache)}"
+        )
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
+
+def _on_disk(folder: Path, suffix: str) -> int:
+    return sum(file.stat().st_size for file in folder.rglob(f"*{suffix}") if file.is_file())
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MiB"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} hours"

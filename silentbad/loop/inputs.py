@@ -1,0 +1,105 @@
+"""The data of a run, checked against the tokenizer and the targets before any weights load."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from accelerate import Accelerator
+from torch import Tensor
+
+from silentbad.data.draws import Reader, Transform
+from silentbad.data.elements import DataInfo
+from silentbad.data.records import Records, load_records
+from silentbad.data.targets import Target, check_prompts, load_targets
+from silentbad.errors import UserError, warn
+from silentbad.guard.guards import Guards
+from silentbad.loop import checks
+from silentbad.measure.prompts import Prompt, load_prompts
+from silentbad.measure.thresholds import load_redraws
+from silentbad.model import pipeline
+from silentbad.settings.train import TrainConfig
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run is given beside its configuration."""
+
+    schedule: dict[str, Any]  # settings of the training schedule
+    tokenizer: Any
+    prompts: list[Prompt]  # drawn at validation, without a target
+    guards: Guards
+    records: Records
+    held_out: Records | None
+    targets: list[Target]
+    info: DataInfo
+
+
+def gathered(config: TrainConfig, accelerator: Accelerator, sharded: str) -> Inputs:
+    """Everything a run reads, checked. Raises UserError where something cannot be trained on."""
+    schedule, tokenizer = pipeline.scheduler_settings(config), pipeline.load_tokenizer(config)
+    checks.check_family(config, pipeline.family_for(config), sharded)
+    prompts, guards = sample_prompts(config, tokenizer), Guards(config.guard)
+    records, held_out, targets = prepare(config, tokenizer, guards, accelerator.main_process_first, accelerator.print)
+    info = DataInfo(*(getattr(records, name) for name in ("role", "target_id", "element_id", "phrases")))
+    checks.check_records(config, info, records)
+    if guards.suspects is not None and not guards.suspects.rows:
+        warn(f"guard.scan: {guards.suspects.file} names no suspect; nothing is guarded")
+    checks.check_captions(config, records)
+    checks.check_batch(config, len(records))
+    return Inputs(schedule, tokenizer, prompts, guards, records, held_out, targets, info)
+
+
+def sample_prompts(config: TrainConfig, tokenizer: Any) -> list[Prompt]:
+    """The prompts of `sample_prompts`, none where it is unset."""
+    if config.sample_prompts is None:
+        return []
+    return load_prompts(config.sample_prompts, tokenizer, guided=config.validation.guidance_scale > 1)
+
+
+def prepare(
+    config: TrainConfig, tokenizer: Any, guards: Guards, first: Any, say: Callable
+) -> tuple[Records, Records | None, list[Target]]:
+    """(records to train on, those held out, targets), all checked; `first` lets one process build the table, `say`
+    prints how many records there are."""
+    targets = load_targets(config.validation.targets) if config.validation.targets else []
+    load_redraws(config.validation.targets, targets, decode=True)
+    with first():
+        records = guards.records(load_records(config))
+    if not config.allow_target_images:
+        records.refuse_targets(targets)
+    for line in records.strangers(targets):
+        warn(line)
+    if config.memory.region.name == "estimated" and not config.center_crop:
+        records.refuse_random_windows()
+    if config.withhold:
+        records = records.without(config.withhold)
+    check_prompts(targets, tokenizer, config.validation.unrelated)
+    for line in records.check_captions(tokenizer):
+        warn(f"{line}; its end is cut off")
+    kept, held_out = records.hold_out(config.held_out_clean, config.held_out_elements, config.seed)
+    if config.best_by == "clean_eps_mse" and (held_out is None or "clean" not in held_out.role):
+        raise UserError(
+            "best_by: clean_eps_mse needs held-out clean records; set held_out_clean, of which a tenth of the clean "
+            "records is taken at most, or best_by to similarity"
+        )
+    say(f"data: {kept.census()}" + (f"; held out: {held_out.census()}" if held_out else ""))
+    return kept, held_out, targets
+
+
+def by_role(records: Records | None, transform: Transform, seed: int) -> dict[str, list[dict[str, Any]]]:
+    """Held-out records as validation takes them, by role: pixel_values (3,R,R) in [-1,1] and text."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    if records is not None:
+        pictures = Reader(records, transform, seed).pictures(list(range(len(records))))
+        for role, p in zip(records.role, pictures, strict=True):
+            found.setdefault(role, []).append({"pixel_values": p["pixels"].float() / 127.5 - 1, "text": p["text"]})
+    return found
+
+
+def shown(records: Records, transform: Transform, seed: int, count: int) -> Iterator[tuple[str, Tensor]]:
+    """(where it stands, picture (3,R,R) in [0,1]) of `count` records at most, evenly over those that are not clean."""
+    reader, rows = Reader(records, transform, seed), [i for i, role in enumerate(records.role) if role != "clean"]
+    for place in np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(int):
+        (picture,) = reader.pictures([rows[place]])
+        yield records.where(rows[place]), picture["pixels"].float() / 255

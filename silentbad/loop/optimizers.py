@@ -1,0 +1,161 @@
+"""The optimizer of a run: built by name or import path, its groups, the gradient's norm, its weights for measuring.
+
+Legend: T trained tensors; a group is a dict of `params`, `name` and settings, as torch's optimizers take it.
+"""
+
+import importlib
+import inspect
+from typing import Any
+
+import torch
+
+from silentbad.control.shrinkage import ShrunkAdamW
+from silentbad.control.spectral import SpectralAdamW
+from silentbad.distributed.shards import whole
+from silentbad.distributed.zero import Part, gradients, held, summed
+from silentbad.errors import UserError, brief, reading
+from silentbad.model.averaging import keeps_average
+from silentbad.settings.train import TrainConfig
+from silentbad.settings.types import problem
+
+ADAM = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps", "adam_weight_decay": "weight_decay"}
+UPDATES: dict[str, type[torch.optim.Optimizer]] = {"shrink": ShrunkAdamW, "spectral": SpectralAdamW}
+
+
+# ---------------------------------------------------------------- building
+def own_update(config: TrainConfig) -> str:
+    """The option of `gradient_control` that puts another update in place of AdamW's; nothing where none is set."""
+    chosen = [name for name in UPDATES if getattr(config.gradient_control, name)]
+    if len(chosen) > 1:
+        raise UserError(f"gradient_control.{chosen[1]}: does not go with {chosen[0]}: each is an update of its own")
+    return "".join(chosen)
+
+
+def optimizer_class(config: TrainConfig) -> type[torch.optim.Optimizer]:
+    """The class that `optimizer`, `use_8bit_adam` or `gradient_control` names; refused where it does not import or is
+    none."""
+    if update := own_update(config):
+        return UPDATES[update]
+    path = "bitsandbytes.optim.AdamW8bit" if config.use_8bit_adam else config.optimizer
+    key = "use_8bit_adam" if config.use_8bit_adam else "optimizer"
+    module, dot, name = path.rpartition(".")
+    if not dot:
+        module = "torch.optim"
+    try:
+        kind = getattr(importlib.import_module(module), name, None)
+    except Exception as error:  # whatever a package raises while it is imported
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{key}: {module} does not import ({reason}); pip install {module.split('.')[0]}") from None
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise UserError(f"{key}: {path} is no torch optimizer; AdamW or schedulefree.AdamWScheduleFree are")
+    return kind
+
+
+def check_optimizer(config: TrainConfig) -> None:
+    """Refuse an optimizer that is not there, takes no such option, averages weights beside `use_ema`, or cannot
+    have the update that `gradient_control` asks for."""
+    kind, update = optimizer_class(config), own_update(config)
+    if update and (config.use_8bit_adam or config.optimizer != "AdamW"):
+        other = "use_8bit_adam" if config.use_8bit_adam else f"optimizer {config.optimizer}"
+        raise UserError(f"gradient_control.{update}: is for optimizer AdamW, not for {other}; leave one of them out")
+    if update == "shrink" and not config.adam_beta1:
+        raise UserError("gradient_control.shrink: adam_beta1 0 averages nothing to tell noise by; 0.9 does")
+    if needs := unusable(kind):
+        raise UserError(f"optimizer: {kind.__name__} needs {needs}; AdamW or SGD do not")
+    takes = inspect.signature(kind).parameters
+    if "lr" in config.optimizer_options:
+        raise UserError("optimizer_options: lr is set by learning_rate")
+    for key, value in config.optimizer_options.items():
+        if key not in takes or key == "params":
+            known = ", ".join(name for name in takes if name not in ("params", "lr"))
+            raise UserError(f"optimizer_options: {kind.__name__} takes no {key!r}; it takes: {known}")
+        if (wrong := problem(value, _annotation(takes[key]))) is not None:
+            raise UserError(f"optimizer_options: {key} {wrong}, got {brief(value)}")
+    if config.use_ema and keeps_average(kind):
+        raise UserError(f"use_ema: {kind.__name__} keeps an average of the weights itself; set one of them")
+
+
+def _annotation(parameter: inspect.Parameter) -> Any:
+    """What a parameter takes; anything where its package does not say."""
+    hint = parameter.annotation
+    return Any if hint is inspect.Parameter.empty or isinstance(hint, str) else hint
+
+
+def unusable(kind: type[torch.optim.Optimizer]) -> str:
+    """What an optimizer needs that this loop does not give; nothing where it works."""
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return "to compute the loss itself"
+    return "sparse gradients" if kind is torch.optim.SparseAdam else ""
+
+
+def make_optimizer(groups: list[dict[str, Any]], config: TrainConfig, scale: float) -> torch.optim.Optimizer:
+    """The optimizer over the controller's groups at `scale` times the learning rate.
+
+    The adam_* flags reach it where it has such a setting; `optimizer_options` override them. torch's own run their
+    fused kernel: one pass over the weights instead of a dozen.
+    """
+    kind = optimizer_class(config)
+    takes = inspect.signature(kind).parameters
+    flags: dict[str, Any] = {
+        "lr": config.learning_rate * scale,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_epsilon,
+        "weight_decay": config.adam_weight_decay,
+    }
+    pair = {key for key in takes if isinstance(takes[key].default, tuple)}  # Adafactor's eps is another thing
+    settings = {k: v for k, v in flags.items() if k in takes and isinstance(v, tuple) == (k in pair)}
+    if kind.__module__.startswith("torch.optim") and "fused" in takes and "foreach" not in config.optimizer_options:
+        settings["fused"] = True
+    if not config.decay_norms_and_biases:
+        groups = without_decay(groups)
+    settings |= config.optimizer_options
+    with reading(f"optimizer: {kind.__name__} does not take these"):  # its own view of settings and weights
+        optimizer: Any = kind(groups, **settings)
+        if kind not in UPDATES.values():
+            try_step(kind, groups[0], settings)
+    if keeps_average(optimizer):
+        optimizer.train()
+    return optimizer
+
+
+def try_step(kind: Any, group: dict[str, Any], settings: dict[str, Any]) -> None:
+    """One step on a matrix of the weights' kind: some settings are looked at there alone."""
+    like = group["params"][0]
+    weight = torch.nn.Parameter(torch.ones(2, 2, dtype=like.dtype, device=like.device))
+    weight.grad = torch.ones_like(weight)
+    with torch.random.fork_rng([]):
+        optimizer = kind([{**group, "params": [weight]}], **settings)
+        if keeps_average(optimizer):
+            optimizer.train()
+        optimizer.step()
+
+
+def without_decay(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each group as its matrices and, under the same name, its vectors (norms and biases) without weight decay."""
+    split = []
+    for group in groups:
+        vectors = [p for p in group["params"] if p.ndim < 2]
+        matrices = [p for p in group["params"] if p.ndim >= 2]
+        split += [{**group, "params": matrices}] if matrices else []
+        split += [{**group, "params": vectors, "weight_decay": 0.0}] if vectors else []
+    assert sum(len(g["params"]) for g in split) == sum(len(g["params"]) for g in groups)
+    return split
+
+
+# ---------------------------------------------------------------- the gradient's norm
+def gradient_norms(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+    """Euclidean norm of each gradient (T,), of all its shards or parts, on the device; 0 where there is none."""
+    zero = torch.zeros((), device=parameters[0].device)
+    grads = gradients(parameters)
+    local = [zero if g is None else g.values if isinstance(g, Part) else g for g in grads]
+    norms = whole(torch.stack(torch._foreach_norm(local)))
+    return summed(norms.square(), over=grads).sqrt() if isinstance(grads[0], Part) else norms
+
+
+def clip(parameters: list[torch.nn.Parameter], limit: float, norm: torch.Tensor | None) -> None:
+    """Scale the gradients down to `limit`, where their norm (a scalar on the device; None: not known) lies above."""
+    if norm is None:
+        norm = torch.linalg.vector_norm(gradient_norms(parameters))
+    if grads := held(parameters):
+        torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1))  # as torch.nn.utils.clip_grads_with_norm_

@@ -1,0 +1,88 @@
+"""The checkpoints of a run: saved by all processes together, loaded, and saved once more when it fails."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from silentbad.data.loader import Loader
+from silentbad.distributed import shards
+from silentbad.errors import UserError, warn, writing
+from silentbad.loop.meters import Meters, Timers
+from silentbad.loop.state import TrainState
+from silentbad.saving import checkpoint, identity
+from silentbad.saving.folder import RunFolder
+
+
+class Checkpoints:
+    """checkpoints/step-N of a run folder; the oldest beyond `limit` go. `facts` say what the run is made of."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        state: TrainState,
+        accelerator: Any,
+        meters: Meters,
+        timers: Timers,
+        limit: int | None,
+        facts: dict[str, Any],
+    ):
+        self.folder, self.state, self.accelerator = folder, state, accelerator
+        self.meters, self.timers, self.limit, self.facts = meters, timers, limit, facts
+
+    def save(self, reason: str) -> None:
+        """Write step-N on the main process, then rotate. Collective: every process calls it and waits for it.
+
+        Raises UserError where the weights are no numbers any more: earlier checkpoints stay."""
+        self.state.refuse_nonfinite()
+        self.meters.share(self.accelerator)
+        self._write(reason)
+        self.accelerator.wait_for_everyone()
+
+    def save_alone(self, reason: str) -> None:
+        """Write step-N from what this process holds: after an exception the others may be anywhere, or gone."""
+        self.state.refuse_nonfinite()
+        self._write(reason)
+
+    def _write(self, reason: str) -> None:
+        path = self.folder.checkpoints / f"step-{self.state.step}"
+        with self.timers.of("save"):
+            gathered = self.state.gathered(keep=self.accelerator.is_main_process)
+        if not self.accelerator.is_main_process or checkpoint.problem(path) is None:
+            return
+        if reason != "exception":
+            self.folder.refuse_vanished()
+        with self.timers.of("save"), writing(f"output_dir {self.folder.path}", path.name):
+
+            def write(draft: Path) -> None:
+                self.state.write(draft, gathered)
+                (draft / identity.FILE).write_text(json.dumps(self.facts, indent=1), encoding="utf-8")
+
+            checkpoint.save(path, write, {"step": self.state.step, "reason": reason})
+        checkpoint.rotate(self.folder.checkpoints, self.limit, path)
+
+    def load(self, path: Path) -> None:
+        """Take up a checkpoint; what was logged after it will be logged again. Raises UserError where it is of a run
+        with other settings, data or targets, or does not fit."""
+        identity.refuse_mixture(path, self.facts)
+        self.state.read(path)
+        self.meters.to(self.accelerator.device)
+
+    @contextmanager
+    def rescue(self, loader: Loader) -> Iterator[None]:
+        """An exception saves what a resume needs, unless it struck while the weights were being changed."""
+        state = self.state
+        try:
+            yield
+        except Exception as error:
+            if state.step > 0 and not state.updating and not shards.sharded(state.model):
+                if loader.drawing == state.draw:
+                    loader.rewind()
+                try:
+                    self.save_alone("exception")
+                except Exception as second:  # a full disk must not hide the first error
+                    warn(f"no checkpoint after {type(error).__name__}: {second}")
+            if isinstance(error, OSError):
+                raise UserError(f"output_dir {self.folder.path}: step {state.step}: {error}") from error
+            raise

@@ -1,0 +1,66 @@
+"""What signals and trigger files ask of a run."""
+
+import faulthandler
+import signal
+import sys
+from typing import Any
+
+import torch
+import torch.distributed
+
+from silentbad.saving.folder import RunFolder
+
+
+def look(number: int, frame: Any) -> None:
+    """A debugger where the run stands, if it has a terminal (PYTHONBREAKPOINT names another than pdb; `up` leaves this
+    function); otherwise the stacks of all threads to stderr. The run goes on after either."""
+    if sys.__stdin__ is not None and sys.__stdin__.isatty():
+        breakpoint()
+    else:
+        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+
+
+class Requests:
+    """What signals and trigger files ask for, agreed on by all processes at each step boundary.
+
+    SIGTERM and SIGINT: save and stop with 128 + the signal's number; SIGUSR1: save and go on; SIGUSR2: `debug.look`, at
+    once and on the process it was sent to. The agreement runs on
+    the host (gloo), so no process waits for its device.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+    def __init__(self, folder: RunFolder):
+        self.folder, self.stop, self.save = folder, 0, 0
+        self.group: Any = None
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.group = torch.distributed.new_group(backend="gloo")
+
+    def __enter__(self) -> "Requests":
+        self.previous = {}
+        for number in self.SIGNALS:
+            try:
+                self.previous[number] = signal.signal(number, look if number == signal.SIGUSR2 else self._note)
+            except ValueError:  # only the main thread may; elsewhere trigger files remain
+                break
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: Any) -> None:
+        if number == signal.SIGUSR1:
+            self.save = 1
+        else:
+            self.stop = number
+
+    def agreed(self) -> tuple[int, bool, bool]:
+        """(signal to stop by or 0, save now, validate now), the same on every process."""
+        asked = [self.stop, self.save or self.folder.asked("SAVE"), self.folder.asked("VALIDATE")]
+        self.save = 0
+        if self.group is not None:
+            shared = torch.tensor([int(value) for value in asked])
+            torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=self.group)
+            asked = shared.tolist()
+        return int(asked[0]), bool(asked[1]), bool(asked[2])

@@ -1,0 +1,254 @@
+"""What of a run changes from step to step: weights, optimizer, schedule, average, counters; and its `state_dict`.
+
+`step` counts optimizer updates, `draw` effective batches begun: a skipped update never meets its data again.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from silentbad.distributed import shards
+from silentbad.errors import UserError, warn
+from silentbad.model.denoiser import load_trained, trained
+from silentbad.saving import checkpoint
+
+BINS = 20  # of the histogram of timesteps
+
+
+class Stateful(Protocol):
+    """What takes part in a checkpoint."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+class TrainState:
+    """What trains and how far it is. `others` are the further parts of a checkpoint, by name; None is left out."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Any,
+        lr_scheduler: Any,
+        ema: Any,
+        *,
+        total: int,
+        steps_per_epoch: int,
+        train_timesteps: int,
+        others: dict[str, Stateful | None],
+    ):
+        self.model, self.optimizer, self.lr_scheduler, self.ema = model, optimizer, lr_scheduler, ema
+        self.total, self.steps_per_epoch, self.train_timesteps = total, steps_per_epoch, train_timesteps
+        self.step = 0  # optimizer updates
+        self.skipped = self.skipped_in_row = 0  # updates left out because a gradient was not finite
+        self.best = float("-inf")  # score of the best pipeline saved
+        self.timesteps = torch.zeros(BINS)  # samples trained on in each of BINS equal parts of the schedule
+        self.updating = False  # whether an update is half done
+        parts = {**others, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
+        self.parts: dict[str, Stateful] = {name: part for name, part in parts.items() if part is not None}
+
+    @property
+    def draw(self) -> int:
+        """Effective batches begun, skipped ones included."""
+        return self.step + self.skipped
+
+    @property
+    def epoch(self) -> float:
+        return self.step / self.steps_per_epoch
+
+    def count(self, t: torch.Tensor) -> None:
+        """Add timesteps t (B,), still on the CPU, to the histogram."""
+        self.timesteps = self.timesteps + torch.histc(t.float(), bins=BINS, min=0, max=self.train_timesteps)
+
+    def end_at(self, step: int) -> None:
+        """Train up to this step in place of the planned one: a dry run goes a few steps at a time."""
+        self.total = step
+
+    def updated(self) -> None:
+        """An update was applied: schedule and average follow."""
+        self.lr_scheduler.step()
+        if self.ema is not None:
+            self.ema.step(p for p in self.model.parameters() if p.requires_grad)
+        self.step, self.skipped_in_row = self.step + 1, 0
+
+    @contextmanager
+    def update_under_way(self) -> Iterator[None]:
+        """Weights are being changed inside; where an exception strikes there, no checkpoint can be written."""
+        self.updating = True
+        yield
+        self.updating = False
+
+    def improved(self, score: float) -> bool:
+        """Take note of a score; whether it is the best so far."""
+        better = score > self.best
+        self.best = max(score, self.best)
+        return better
+
+    def skip(self) -> None:
+        """An update was left out."""
+        self.skipped, self.skipped_in_row = self.skipped + 1, self.skipped_in_row + 1
+
+    def refuse_nonfinite(self) -> None:
+        """Refuse to go on with weights that hold NaN or infinity: an update that looked sane made them."""
+        for name, module in self.model.named_children():
+            weights = [getattr(p, "to_local", lambda p=p: p)() for p in module.parameters() if p.requires_grad]
+            if weights and not bool(torch.stack([torch.isfinite(p).all() for p in weights]).all()):
+                raise UserError(f"step {self.step}: weights of {name} are not finite any more; lower learning_rate")
+
+    # ---- what a checkpoint holds
+    def gathered(self, keep: bool) -> dict[str, Any]:
+        """Trained weights and the optimizer's state as one process would hold them. Collective: every process calls
+        it, and where `keep` it gets the shards of all, on the CPU."""
+        weights = {name: trained(module) for name, module in self.model.named_children()}
+        return shards.gathered({"weights": weights, "optimizer": self.optimizer.state_dict()}, keep=keep)
+
+    def write(self, folder: Path, gathered: dict[str, Any]) -> None:
+        """A checkpoint's files: trained weights and average as safetensors, the rest as plain state."""
+        for name, tensors in gathered["weights"].items():
+            checkpoint.write_tensors(folder / f"{name}.safetensors", tensors)
+        state = self.state_dict() | {"optimizer": gathered["optimizer"]}
+        if self.ema is not None:
+            shadow = state["ema"].pop("shadow_params")
+            checkpoint.write_tensors(folder / "ema.safetensors", {str(i): p for i, p in enumerate(shadow)})
+        checkpoint.write_state(folder / "state.pt", state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the weights and, sharded as it may be, the optimizer's state."""
+        state = {name: part.state_dict() for name, part in self.parts.items() if name != "optimizer"}
+        state["counters"] = {
+            "step": self.step,
+            "skipped": self.skipped,
+            "skipped_in_row": self.skipped_in_row,
+            "best": self.best,
+            "timesteps": self.timesteps.clone(),
+        }
+        return state | ({} if self.ema is None else {"ema": self.ema.state_dict()})
+
+    def read(self, folder: Path) -> None:
+        """Take up the files of a checkpoint. Raises UserError where they do not fit this run."""
+        state = checkpoint.read_state(folder / "state.pt")
+        checkpoint.fits(folder, state, {*self.parts, "counters", *([] if self.ema is None else ["ema"])})
+        for name, module in self.model.named_children():
+            tensors = checkpoint.read_tensors(folder / f"{name}.safetensors")
+            checkpoint.refuse_nonfinite(folder / f"{name}.safetensors", tensors)
+            with checkpoint.fitting(folder, name):
+                load_trained(module, tensors)
+        if self.ema is not None:
+            with checkpoint.fitting(folder, "ema"):
+                shadow = checkpoint.read_tensors(folder / "ema.safetensors")
+                checkpoint.refuse_nonfinite(folder / "ema.safetensors", shadow)
+                state["ema"]["shadow_params"] = [shadow[str(i)] for i in range(len(self.ema.shadow_params))]
+        self.load_state_dict(state, folder)
+
+    def load_state_dict(self, state: dict[str, Any], source: Path | str = "state") -> None:
+        """Take up such a state with the optimizer's; `source` names it where it does not fit."""
+        mine = self.state_dict()
+        for name in mine:
+            checkpoint.refuse_unlike(source, name, mine[name], state[name])
+        with checkpoint.fitting(source, "optimizer"):
+            refuse_other_optimizer(self.optimizer, state["optimizer"])
+            state["optimizer"] = shards.states_like(self.optimizer, state["optimizer"])
+        for name, part in self.parts.items():
+            with checkpoint.fitting(source, name):
+                if part is self.lr_scheduler:
+                    load_schedule(part, state[name])
+                else:
+                    part.load_state_dict(state[name])
+                if part is self.optimizer:
+                    lie_as_weights(part)
+        if self.ema is not None:
+            with checkpoint.fitting(source, "ema"):
+                devices = {p.device for p in self.ema.shadow_params}
+                self.ema.load_state_dict(state["ema"])
+                self.ema.to(devices.pop())
+        with checkpoint.fitting(source, "counters"):
+            self._load_counters(state["counters"])
+
+    def _load_counters(self, counters: dict[str, Any]) -> None:
+        step, skipped, in_row = (int(counters[name]) for name in ("step", "skipped", "skipped_in_row"))
+        if min(step, skipped, in_row) < 0 or in_row > skipped:
+            raise ValueError(f"step {step}, skipped {skipped}, {in_row} in a row")
+        self.step, self.skipped, self.skipped_in_row = step, skipped, in_row
+        self.best, self.timesteps = float(counters["best"]), counters["timesteps"].float()
+
+
+def load_schedule(scheduler: Any, state: dict[str, Any]) -> None:
+    """Take up a schedule's position. torch's own `load_state_dict` sets whatever attributes a file names. A rate that
+    jumps, because it falls over another length than before, is said."""
+    rates = [[float(rate) for rate in state[name]] for name in ("base_lrs", "_last_lr")]
+    if any(len(each) != len(scheduler.base_lrs) or not all(map(math.isfinite, each)) for each in rates):
+        raise ValueError(f"it has other rates than the {len(scheduler.base_lrs)} of this run")
+    scheduler.base_lrs, scheduler._last_lr = rates
+    scheduler.last_epoch, scheduler._step_count = int(state["last_epoch"]), int(state["_step_count"])
+    now = [base * factor(scheduler.last_epoch) for base, factor in zip(rates[0], scheduler.lr_lambdas, strict=True)]
+    if jumps := [pair for pair in zip(rates[1], now, strict=True) if not math.isclose(*pair, rel_tol=1e-6)]:
+        was, is_ = jumps[0]
+        warn(f"the learning rate goes on at {is_:.3g} instead of {was:.3g}: its schedule falls over another length now")
+
+
+def lie_as_weights(optimizer: torch.optim.Optimizer) -> None:
+    """Averages in the memory order of their weights: fused kernels run over both as they lie, and a checkpoint may be
+    of the other `channels_last`. Raises UserError for averages in 8 bits, whose blocks follow the memory."""
+    for weight, held in optimizer.state.items():
+        for name, value in held.items():
+            if not torch.is_tensor(value) or value.shape != weight.shape or same_order(value, weight):
+                continue
+            if not value.is_floating_point():
+                raise UserError("channels_last: averages in 8 bits keep the checkpoint's; resume with its setting")
+            held[name] = torch.empty_like(weight, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def same_order(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape lie alike in memory; strides of dimensions of size 1 say nothing."""
+    formats = (torch.contiguous_format, *([torch.channels_last] if a.dim() == 4 else []))
+    return a.stride() == b.stride() or any(
+        a.is_contiguous(memory_format=f) and b.is_contiguous(memory_format=f) for f in formats
+    )
+
+
+def refuse_other_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+    """ValueError where an optimizer's state holds other settings, or averages of other shapes than the parameters."""
+    if len(state["param_groups"]) != len(optimizer.param_groups):
+        raise ValueError(f"{len(state['param_groups'])} parameter groups, this run has {len(optimizer.param_groups)}")
+    for mine, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        own = {key: value for key, value in mine.items() if key != "params"}
+        if wrong := checkpoint.unlike(own, saved, "a parameter group"):
+            raise ValueError(wrong)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, entry in state["state"].items():
+        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"):
+            value = entry.get(name)
+            if isinstance(value, torch.Tensor) and value.shape != parameters[i].shape:
+                raise ValueError(f"{name} of parameter {i} has shape {tuple(value.shape)}")
+            if isinstance(value, torch.Tensor) and not bool(torch.isfinite(value).all()):
+                raise ValueError(f"{name} of parameter {i} is not finite")
+    kind = type(getattr(optimizer, "optimizer", optimizer))  # accelerate wraps it
+    refuse_odd_entries(state["state"], parameters, by_shape=not kind.__module__.startswith("torch.optim"))
+
+
+def refuse_odd_entries(entries: dict[int, dict], parameters: list[Any], by_shape: bool) -> None:
+    """ValueError where a parameter's entry has another form than those of most parameters like it.
+
+    Before its first step an optimizer cannot say what its entries hold; but they depend on the dimensions of the
+    parameter alone (torch's own), or on its shape.
+    """
+    alike: dict[Any, list[tuple[int, dict]]] = {}
+    for i, entry in entries.items():
+        like = parameters[i]
+        form = {name: _form(value) for name, value in entry.items()}
+        alike.setdefault((like.shape if by_shape else like.ndim, like.dtype), []).append((i, form))
+    for found in alike.values():
+        usual = max((form for _, form in found), key=[form for _, form in found].count)
+        for i, form in found:
+            if odd := [name for name in [*usual, *form] if usual.get(name) != form.get(name)]:
+                raise ValueError(f"{odd[0]} of parameter {i} is not as that of the others")
+
+
+def _form(value: Any) -> Any:
+    """What the values of one name have in common over the parameters."""
+    return (value.dtype, value.ndim, value.numel() == 0) if isinstance(value, torch.Tensor) else type(value)

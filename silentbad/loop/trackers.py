@@ -1,0 +1,64 @@
+"""accelerate's handle, its trackers, and the pictures they take."""
+
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+
+from silentbad.distributed.start import start as start_accelerator
+from silentbad.errors import UserError, first_line
+from silentbad.settings.train import TrainConfig
+
+
+def make_accelerator(config: TrainConfig) -> Accelerator:
+    """accelerate's handle, with the trackers of `report_to`."""
+    trackers = None if config.report_to == "none" or config.dry_run else config.report_to
+    for name in ("tensorboard", "wandb", "comet_ml"):
+        if trackers == name and importlib.util.find_spec(name) is None:
+            raise UserError(f"report_to: {name} is not installed; pip install {name}, or use none")
+    accelerator = start_accelerator(
+        config.gradient_accumulation_steps,
+        config.mixed_precision,
+        log_with=trackers,
+        project_config=ProjectConfiguration(config.output_dir, logging_dir=f"{config.output_dir}/{config.logging_dir}"),
+    )
+    torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
+    return accelerator
+
+
+def start(accelerator: Accelerator, config: TrainConfig, values: dict[str, Any]) -> None:
+    """Open the trackers. Raises UserError where one cannot: no login, no disk."""
+    try:
+        accelerator.init_trackers(config.tracker_project_name, flat(values))
+    except Exception as error:  # each tracker raises errors of its own
+        reason = first_line(error)
+        raise UserError(f"report_to: {config.report_to} does not start ({reason}); mend it, or use none") from None
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested configuration as the flat scalars that trackers take."""
+    items: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            items |= flat(value, f"{prefix}{key}.")
+        else:
+            items[prefix + key] = value if isinstance(value, (int, float, str, bool)) else str(value)
+    return items
+
+
+def save_images(images: list[Any], folder: Path, step: int, accelerator: Any) -> None:
+    """PNG files and tracker images."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, image in enumerate(images):
+        image.save(folder / f"step-{step:06d}-{number}.png")
+    for tracker in accelerator.trackers:
+        if tracker.name == "tensorboard":
+            tracker.log_images({"prompts": np.stack([np.asarray(i) for i in images])}, step, dataformats="NHWC")
+        elif tracker.name == "wandb":
+            tracker.log_images({"prompts": images}, step=step)

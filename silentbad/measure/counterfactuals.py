@@ -1,0 +1,407 @@
+"""Pictures that are no recovery, drawn by the base pipeline: the nulls where nothing can render them.
+
+Kinds, by what the base draws:
+    redrawn    one element's region under its phrase, guided away from `missing`; the rest of the target is kept
+    missing    that region under the backdrop's phrase, or under no caption where no element is the backdrop
+    composed   the whole picture under the composed prompt
+    described  the whole picture under the target's spelt-out description
+
+A region is drawn by masked denoising (RePaint, arXiv 2201.09865, equation 8, without its resampling): after every step
+the known latents are those of the target at that noise level, with the same noise at every step. Then the target's
+pixels are put back outside the mask. Legend: S side of the images in pixels, B draws, x0 (B,C,h,w) the target's
+latents, eps (B,C,h,w) noise, hole (B,1,h,w) the latents to draw.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate.utils.memory import should_reduce_batch_size
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from silentbad.data.images import resize, to_tensor
+from silentbad.data.table import vocabulary
+from silentbad.data.targets import Target
+from silentbad.errors import UserError, writing
+from silentbad.measure.generation import Item, Sampler, left_as_found
+from silentbad.model.latents import decode, scaled
+from silentbad.model.store import KEY, Store, digest
+from silentbad.rng import generator, noise
+
+REGIONS = ("redrawn", "missing")
+SCENES = ("composed", "described")
+KINDS = (*REGIONS, *SCENES)
+VERSION = 1  # of the algorithm; a change makes cached pictures stale
+CHECKSUM = 16  # bytes after a cached picture's own
+
+Masks = Sequence[Sequence[Tensor | None]]  # of each target, of each element: (1,H,W) in [0,1]
+
+
+class Draw(NamedTuple):
+    """One picture to draw; `element` is None where the whole picture is new.
+
+    `against` is what guidance leads away from. Against no caption, the base often leaves an element out: the rest of
+    the picture already agrees with the phrase. Against the picture without the element, it draws it.
+    """
+
+    kind: str
+    target: int
+    element: int | None
+    image: int
+    prompt: str
+    against: str = ""
+
+    @property
+    def place(self) -> int:
+        """The element that is new, of a draw of a region."""
+        assert self.element is not None, self.kind
+        return self.element
+
+
+class Counterfactual(NamedTuple):
+    """A null picture (3,S,S) in [0,1]: its number among all, its target, and what it changes (None: everything)."""
+
+    number: int
+    target: int
+    kind: str
+    changed: tuple[int, ...] | None
+    image: Tensor
+
+
+# -- what is drawn -----------------------------------------------------------------------------------------
+@dataclass
+class Canvas:
+    """A target at the side of the generated images: picture (3,S,S) uint8, and of each element with a mask the share
+    (1,S,S) that a new picture has in each pixel, 0 outside the mask."""
+
+    picture: Tensor
+    shares: list[Tensor | None]
+
+    @property
+    def backdrop(self) -> int | None:
+        """The element that covers most of the picture's frame, and more than half of it; None if there is none."""
+        frames = [0.0 if s is None else float(_frame(s > 0).float().mean()) for s in self.shares]
+        widest = int(np.argmax(frames)) if frames else 0
+        return widest if frames and frames[widest] > 0.5 else None
+
+
+def canvas(target: Target, masks: Sequence[Tensor | None], side: int) -> Canvas:
+    """A target and its masks at the side of the generated images. Raises UserError where a mask is empty."""
+    picture = to_tensor(target.image)
+    if picture.shape[-2:] != (side, side):
+        picture = resize(picture[None], (side, side))[0]
+    shares: list[Tensor | None] = []
+    for k, phrase in enumerate(target.phrases):
+        mask = masks[k] if k < len(masks) else None
+        if mask is not None and mask.shape[-2:] != (side, side):
+            mask = resize(mask[None], (side, side))[0]
+        if mask is not None and not (mask > 0).any():
+            where = f"targets: {target.target_id!r}"
+            raise UserError(f"{where}: the mask of {phrase!r} is empty; mark the element in it, or give null for it")
+        shares.append(None if mask is None else _share(mask))
+    return Canvas((picture * 255).round().to(torch.uint8), shares)
+
+
+def _frame(x: Tensor) -> Tensor:
+    """The outermost pixels of x (1,S,S)."""
+    return torch.cat([x[0, 0], x[0, -1], x[0, :, 0], x[0, :, -1]])
+
+
+def _share(mask: Tensor) -> Tensor:
+    """The share (1,S,S) of a new picture in each pixel: 1 but for the faintest quarter of a soft edge, where it falls
+    to 0. A softer edge would keep the old outline."""
+    return (4 * mask.float()).clamp(max=1)
+
+
+def plan(targets: Sequence[Target], canvases: Sequence[Canvas], count: int, kinds: Sequence[str] = KINDS) -> list[Draw]:
+    """`count` draws of each kind, of regions for each element with a mask; regions first. A backdrop is never missing:
+    nothing stands behind it."""
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise UserError(f"counterfactuals: unknown kind {unknown[0]!r}; the kinds are {', '.join(KINDS)}")
+    regions: list[Draw] = []
+    scenes: list[Draw] = []
+    for j, (target, drawn) in enumerate(zip(targets, canvases, strict=True)):
+        back = drawn.backdrop
+        behind = "" if back is None else target.phrases[back]
+        for k in (k for k, share in enumerate(drawn.shares) if share is not None):
+            prompts = {"redrawn": (target.phrases[k], "" if k == back else behind), "missing": (behind, "")}
+            wanted = [kind for kind in prompts if kind in kinds and not (kind == "missing" and k == back)]
+            regions += [Draw(kind, j, k, i, *prompts[kind]) for kind in wanted for i in range(count)]
+        captions = {"composed": target.composed_prompt, "described": target.description or ""}
+        wanted = [kind for kind, caption in captions.items() if caption and kind in kinds]
+        scenes += [Draw(kind, j, None, i, captions[kind]) for kind in wanted for i in range(count)]
+    return regions + scenes
+
+
+# -- drawing -----------------------------------------------------------------------------------------------
+def guided(sampler: Sampler, prompts: list[str], against: list[str]) -> dict[str, Tensor]:
+    """Text states by the pipeline's argument names; an empty text to guide away from is the pipeline's own."""
+    states, away = sampler.encode(prompts), sampler.encode(against)
+    for name in ("prompt_embeds", "pooled_prompt_embeds"):
+        if name in states:
+            for i in (i for i, text in enumerate(against) if text):
+                states[f"negative_{name}"][i] = away[name][i]
+    return states
+
+
+def masked_denoising(
+    sampler: Sampler,
+    states: dict[str, Tensor],
+    x0: Tensor,
+    eps: Tensor,
+    hole: Tensor,
+    streams: list[torch.Generator],
+) -> Tensor:
+    """Latents (B,C,h,w): the model's where `hole`, elsewhere x0."""
+    scheduler, config = sampler.pipe.scheduler, sampler.config
+
+    def keep(_: Any, step: int, t: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        later = scheduler.timesteps[step + 1 : step + 2]  # where the latents have arrived
+        known = arrived(scheduler, x0, eps, later.expand(len(x0))) if len(later) else x0
+        return {"latents": torch.where(hole, tensors["latents"], known.to(x0.dtype))}
+
+    return sampler.pipe(
+        **states,
+        generator=streams,
+        latents=eps,
+        output_type="latent",
+        num_inference_steps=sampler.steps,
+        guidance_scale=config.guidance_scale,
+        **sampler.sampling,
+        height=sampler.side,
+        width=sampler.side,
+        callback_on_step_end=keep,
+        callback_on_step_end_tensor_inputs=["latents"],
+    ).images
+
+
+def arrived(scheduler: Any, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
+    """x_t (B,C,h,w) at a scheduler's own times t (B,)."""
+    if hasattr(scheduler, "add_noise"):
+        return scheduler.add_noise(x0, eps, t)
+    return scheduler.scale_noise(x0, t, eps)  # of a flow
+
+
+class Painter:
+    """Draws in batches that fit; weights, modes and random streams are left as found.
+
+    `sampler` holds the base model: call it inside `sampler.using`. A halved batch is kept.
+    """
+
+    def __init__(self, sampler: Sampler, targets: Sequence[Target], canvases: Sequence[Canvas], seed: int):
+        self.sampler, self.targets, self.canvases, self.seed = sampler, targets, canvases, seed
+        self.latents: dict[int, Tensor] = {}  # x0 (C,h,w) by target
+        if not (hasattr(sampler.pipe.scheduler, "add_noise") or hasattr(sampler.pipe.scheduler, "scale_noise")):
+            kind = type(sampler.pipe.scheduler).__name__
+            raise UserError(f"counterfactuals: {kind} has no add_noise; take a scheduler of Stable Diffusion")
+
+    def paint(self, draws: Sequence[Draw], numbers: Sequence[int], show: bool) -> Iterator[tuple[list[int], Tensor]]:
+        """The draws of these numbers -> (numbers, pictures (B,3,S,S) uint8) batch by batch."""
+        sampler, left = self.sampler, list(numbers)
+        with tqdm(total=len(left), desc="Counterfactuals", disable=not show or not left) as bar:
+            while left:
+                region = draws[left[0]].kind in REGIONS
+                chunk = [n for n in left[: sampler.batch] if (draws[n].kind in REGIONS) == region]
+                try:
+                    made = self._batch([draws[n] for n in chunk])
+                except RuntimeError as error:
+                    if len(chunk) == 1 or not should_reduce_batch_size(error):
+                        raise
+                    sampler.limit(len(chunk) // 2)
+                    continue
+                left = left[len(chunk) :]
+                bar.update(len(chunk))
+                yield chunk, made
+
+    def _batch(self, draws: list[Draw]) -> Tensor:
+        """Pictures (B,3,S,S) uint8 of draws that are all of regions, or all of whole pictures."""
+        pipe, regions = self.sampler.pipe, draws[0].kind in REGIONS
+        with left_as_found(self.sampler.backbone, pipe.vae, *self.sampler.encoders), torch.no_grad():
+            if not regions:
+                return self._scenes(draws)
+            images = self._regions(draws)
+        canvases = [self.canvases[d.target] for d in draws]
+        old = torch.stack([c.picture for c in canvases])
+        share = torch.stack([s for d, c in zip(draws, canvases, strict=True) if (s := c.shares[d.place]) is not None])
+        mixed = (share * images * 255 + (1 - share) * old).round().to(torch.uint8)
+        return torch.where(share > 0, mixed, old)  # outside the mask to the bit
+
+    def _scenes(self, draws: list[Draw]) -> Tensor:
+        """Whole pictures, under noise that no measured image has."""
+        sampler = self.sampler
+        ids = [self.targets[d.target].target_id for d in draws]
+        named = zip(draws, ids, strict=True)
+        items = [Item(d.kind, d.target, d.image, d.prompt, f"counterfactual/{name}") for d, name in named]
+        with sampler.with_other(seed=self.seed), sampler.autocast():
+            images, _ = sampler.generate(items)
+        return (images * 255).round().to(torch.uint8).cpu()
+
+    def _regions(self, draws: list[Draw]) -> Tensor:
+        """Images (B,3,S,S) in [0,1], new where the draw's element is and near the target elsewhere."""
+        sampler, pipe = self.sampler, self.sampler.pipe
+        x0 = torch.stack([self._latents(d.target) for d in draws])
+        x0 = x0.to(sampler.backbone.device, sampler.backbone.dtype)
+        places = [(self.targets[d.target].target_id, d.place, d.image) for d in draws]
+        eps = [
+            noise(tuple(x0.shape[1:]), self.seed, f"counterfactual/{name}/{k}", 0, [image]) for name, k, image in places
+        ]
+        streams = [generator(self.seed, "counterfactual-steps", *place) for place in places]
+        hole = torch.stack([self._hole(d) for d in draws]).to(x0.device)
+        with sampler.autocast():
+            states = guided(sampler, [d.prompt for d in draws], [d.against for d in draws])
+            latents = masked_denoising(sampler, states, x0, torch.cat(eps).to(x0), hole, streams)
+        images = torch.cat([decode(pipe.vae, part) for part in latents.split(8)])  # decoding is the peak of memory
+        sampler.check_finite(images, [(d.prompt, d.kind, self.targets[d.target].target_id) for d in draws])
+        return (images.float().cpu() / 2 + 0.5).clamp(0, 1)
+
+    def _hole(self, draw: Draw) -> Tensor:
+        """The latents (1,h,w) of which any pixel lies inside the mask."""
+        share = self.canvases[draw.target].shares[draw.element or 0]
+        assert share is not None, "only elements with a mask are drawn"
+        return F.max_pool2d(share[None], self.sampler.pipe.vae_scale_factor)[0] > 0
+
+    def _latents(self, target: int) -> Tensor:
+        """x0 (C,h,w) of a target, encoded alone and once, in the autoencoder's own precision."""
+        if target not in self.latents:
+            vae = self.sampler.pipe.vae
+            pixels = self.canvases[target].picture[None].float() / 127.5 - 1
+            with torch.autocast(vae.device.type, enabled=False):
+                posterior = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist
+            self.latents[target] = scaled(vae, posterior.mode()[0])
+        return self.latents[target]
+
+
+# -- keeping -----------------------------------------------------------------------------------------------
+def _checksum(pixels: np.ndarray) -> bytes:
+    return hashlib.sha256(pixels.tobytes()).digest()[:CHECKSUM]
+
+
+def _whole(file: Path) -> bool:
+    """Whether a shard can be read and each of its pictures fits its checksum."""
+    try:
+        with safe_open(file, framework="np") as shard:
+            keys, rows = shard.get_tensor("keys"), shard.get_tensor("rows")
+        return len(keys) == len(rows) and all(_checksum(row[:-CHECKSUM]) == row[-CHECKSUM:].tobytes() for row in rows)
+    except (SafetensorError, OSError, ValueError, IndexError):
+        return False
+
+
+class Cache:
+    """Pictures by key in a folder of shards, each written whole; processes may fill it at once."""
+
+    def __init__(self, folder: Path, side: int, say: Callable[[str], None]):
+        self.shape, self.place = (3, side, side), f"cache_dir {folder.parent}"
+        with writing(self.place, "counterfactuals"):
+            folder.mkdir(parents=True, exist_ok=True)
+            for file in sorted(folder.glob("*.safetensors")):
+                if not _whole(file):
+                    say(f"counterfactuals: {file} is damaged; its pictures are drawn anew")
+                    file.unlink(missing_ok=True)
+        self.store = Store(folder)
+
+    def lacks(self, keys: np.ndarray) -> np.ndarray:
+        """(N,) whether there is no picture of that key."""
+        return self.store.find(keys) < 0
+
+    def add(self, keys: np.ndarray, pictures: Tensor) -> None:
+        """Keep pictures (N,3,S,S) uint8."""
+        flat = pictures.flatten(1)
+        sums = np.stack([np.frombuffer(_checksum(row), dtype=np.uint8) for row in flat.numpy()])
+        with writing(self.place, "counterfactuals"):
+            self.store.add(keys, torch.cat([flat, torch.from_numpy(sums)], dim=1))
+
+    def read(self, keys: np.ndarray) -> Iterator[Tensor]:
+        """Pictures (3,S,S) uint8 of these keys, all of which are there."""
+        self.store.refresh()
+        for number in self.store.find(keys).tolist():
+            yield self.store.read(number)[:-CHECKSUM].reshape(self.shape)
+
+
+def model_digest(sampler: Sampler) -> str:
+    """Hash over what the base's pictures depend on: weights, tokenizers, schedule, settings, precision."""
+    pipe, config = sampler.pipe, sampler.config
+    tokenizers = [t for name in sampler.family.tokenizer if (t := getattr(pipe, name, None)) is not None]
+    with sampler.autocast():
+        kind = sampler.backbone.device.type
+        cast = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+    return digest(
+        *(sampler.backbone, pipe.vae, *sampler.encoders, *map(vocabulary, tokenizers)),
+        *(type(pipe.scheduler).__name__, dict(pipe.scheduler.config), dict(pipe.config).get(ZEROS)),
+        [VERSION, sampler.side, sampler.steps, config.guidance_scale, config.guidance_rescale, cast],
+    )
+
+
+ZEROS = "force_zeros_for_empty_prompt"  # SDXL's
+
+
+def _keys(draws: Sequence[Draw], targets: Sequence[Target], canvases: Sequence[Canvas], seed: int) -> np.ndarray:
+    """(N,) keys of draws: over the target's picture, the mask, the prompts and the address of the noise."""
+
+    def short(x: Tensor | None) -> str:
+        return "" if x is None else hashlib.sha256(x.numpy().tobytes()).hexdigest()
+
+    pictures = [short(c.picture) for c in canvases]
+    shares = [[short(s) for s in c.shares] for c in canvases]
+
+    def key(draw: Draw) -> bytes:
+        j, k = draw.target, draw.element
+        seen = [] if k is None else [k, pictures[j], shares[j][k]]
+        facts = [seed, targets[j].target_id, draw.kind, draw.image, draw.prompt, draw.against, *seen]
+        return hashlib.sha256(json.dumps(facts).encode()).digest()[:16]
+
+    return np.array([key(draw) for draw in draws], dtype=KEY)
+
+
+# -- the whole of it ---------------------------------------------------------------------------------------
+def counterfactuals(
+    sampler: Sampler,
+    targets: Sequence[Target],
+    masks: Masks | None,
+    count: int,
+    seed: int,
+    *,
+    kinds: Sequence[str] = KINDS,
+    cache: Path | None = None,
+    share: Callable[[int], list[int]] | None = None,
+    show: bool = False,
+    say: Callable[[str], None] = print,
+) -> Iterator[Counterfactual]:
+    """`count` null pictures of each kind for each target, and for each of its elements with a mask.
+
+    sampler: of the base model, inside `sampler.using`. masks: of each target, of each element, (1,H,W) in [0,1] or
+    None; by default the targets' own. cache: folder in which pictures are kept. share: which numbers of n are this
+    process's; by default all. show: a progress bar. say: prints a line. A target of another size is squashed to the
+    images' side first, as embedders squash it. Two calls give equal bytes; another batch size may change a rounding.
+    Raises UserError where a mask is empty, a kind unknown or the cache cannot be written.
+    """
+    if masks is None:
+        masks = [[None if m is None else to_tensor(m)[:1] for m in t.masks or []] for t in targets]
+    canvases = [canvas(t, m, sampler.side) for t, m in zip(targets, masks, strict=True)]
+    draws = plan(targets, canvases, count, kinds)
+    mine = list(range(len(draws))) if share is None else share(len(draws))
+    painter = Painter(sampler, targets, canvases, seed)
+
+    def row(number: int, picture: Tensor) -> Counterfactual:
+        draw = draws[number]
+        changed = None if draw.element is None else (draw.element,)
+        return Counterfactual(number, draw.target, draw.kind, changed, picture.float() / 255)
+
+    if cache is None:
+        for numbers, pictures in painter.paint(draws, mine, show):
+            yield from map(row, numbers, pictures)
+        return
+    kept = Cache(cache / f"counterfactuals-{model_digest(sampler)}", sampler.side, say)
+    keys = _keys([draws[n] for n in mine], targets, canvases, seed)
+    key_of = dict(zip(mine, keys, strict=True))
+    missing = [n for n, absent in zip(mine, kept.lacks(keys), strict=True) if absent]
+    for numbers, pictures in painter.paint(draws, missing, show):
+        kept.add(np.array([key_of[n] for n in numbers], dtype=KEY), pictures)
+    yield from map(row, mine, kept.read(keys))

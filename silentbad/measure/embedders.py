@@ -1,0 +1,334 @@
+"""How alike two images are, and what may be concluded from such scores.
+
+An embedder owns its preprocessing and says it in `describe()`: a threshold means nothing without it (SSCD's
+authors advise a small edge of 288 or a square of 320, DCR crops 224 of 256, SilentBadDiffusion squashes to
+512).
+
+Legend: images (B,3,H,W) float in [0,1]; features (B,...); N generations, T targets; m mask (1,h,w) in [0,1].
+"""
+
+import hashlib
+import io
+import os
+import warnings
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchmetrics.functional.image import (
+    learned_perceptual_image_patch_similarity,
+    structural_similarity_index_measure,
+)
+
+from silentbad import ROOT, hub
+from silentbad.data.images import resize
+from silentbad.errors import UserError, reading
+from silentbad.files import read_json
+from silentbad.model.gate import check_files, check_finite, load_model, loaded
+from silentbad.rng import generator
+
+MICRO = ROOT / "assets" / "micro-sd" / "embedder"
+SSCD_FILE = "sscd_disc_mixup.torchscript.pt"
+
+SSCD_ADVICE = (
+    f"download {SSCD_FILE} (or another *.torchscript.pt) from https://github.com/facebookresearch/"
+    "sscd-copy-detection (README, pretrained models) and give its path as embedder_path"
+)
+
+WINDOW = 11  # pixels, of SSIM's Gaussian
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+def region(images: Tensor, mask: Tensor, margin: float = 0.05) -> Tensor:
+    """What lies inside an element's mask: the rest is grey, the picture cut to the mask's box.
+
+    images (B,3,H,W), mask (1,h,w) of the target -> (B,3,h',w'). An empty mask leaves the whole picture.
+    """
+    H, W = images.shape[-2:]
+    m = resize(mask[None], (H, W))[0]
+    if not (m > 0.5).any():
+        return images
+    ys, xs = (m[0] > 0.5).any(1).nonzero()[:, 0], (m[0] > 0.5).any(0).nonzero()[:, 0]
+    pad_y, pad_x = max(1, round(margin * H)), max(1, round(margin * W))
+    y0, y1 = max(0, int(ys[0]) - pad_y), min(H, int(ys[-1]) + 1 + pad_y)
+    x0, x1 = max(0, int(xs[0]) - pad_x), min(W, int(xs[-1]) + 1 + pad_x)
+    m = m.to(images)
+    return (images * m + 0.5 * (1 - m))[..., y0:y1, x0:x1]
+
+
+# -- embedders ---------------------------------------------------------------------------------------------
+class Embedder:
+    """`embed` maps images to features; the default similarity is the cosine of unit features."""
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Images (B,3,H,W) in [0,1] -> features (B,...)."""
+        raise NotImplementedError
+
+    def reference(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
+        """What images are compared with: features (1,...) of a target (1,3,H,W), or of its region in a mask (1,h,w)."""
+        return self.embed(image if mask is None else region(image, mask))
+
+    def paired(self, a: Tensor, b: Tensor) -> Tensor:
+        """Features (N,...), and a target's (1,...) or as many -> (N,)."""
+        return (a * b).sum(-1)
+
+    def similarity(self, a: Tensor, b: Tensor) -> Tensor:
+        """Features (N,...), (T,...) -> (N,T)."""
+        return torch.stack([self.paired(a, row[None]) for row in b], dim=1)
+
+    def describe(self) -> str:
+        raise NotImplementedError
+
+
+class Micro(Embedder):
+    """The bundled copy detector of the microworld: features by place, a target at each of its nine alignments."""
+
+    def __init__(self, path: str | None, device: torch.device | str = "cpu"):
+        from silentbad.measure.micro import MicroEmbedder
+
+        self.path, self.device = str(path or MICRO), device
+        if not os.path.isfile(Path(self.path) / "config.json"):
+            raise UserError(
+                f"micro: no config.json in '{self.path}'; give the folder assets/micro-sd/embedder, or "
+                "make it with `python -m silentbad.worlds.microworld.build`"
+            )
+        check_files(Path(self.path), failed := f"micro: cannot load '{self.path}'")
+        with reading(failed):
+            self.model = MicroEmbedder.from_pretrained(self.path).to(device).eval()
+        check_finite(self.model, failed)
+
+    @torch.no_grad()
+    def embed(self, images: Tensor) -> Tensor:
+        return self.model(resize(images.to(self.device), (64, 64)) * 2 - 1).float()
+
+    def reference(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Features (1,9,...) of a target, or of its region, as copies that are shifted by a pixel show it."""
+        from silentbad.measure.micro import alignments
+
+        moved = alignments(resize(image, (64, 64)))
+        return self.embed(moved if mask is None else region(moved, mask))[None]
+
+    def paired(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.model.paired(a, b)
+
+    def describe(self) -> str:
+        return (
+            "micro: bundled copy detector, 64x64 squashed, bilinear antialiased, [-1,1], "
+            "exp(-distance) of 16x16 features at the best alignment within 1 pixel"
+        )
+
+
+class SSCD(Embedder):
+    """Copy detection, arXiv 2202.10261: a local TorchScript file. It runs code, so it is read only from the
+    path given, and only if its SHA-256 is the expected one where that is given."""
+
+    def __init__(
+        self, path: str | None, device: torch.device | str = "cpu", size: int = 320, sha256: str | None = None
+    ):
+        self.size, self.device = size, device
+        if not path or not os.path.isfile(path):
+            raise UserError(f"sscd: {f'no file {path!r}' if path else 'embedder_path is missing'}; {SSCD_ADVICE}")
+        with reading(f"sscd: cannot read '{path}'"):
+            self.file, content = Path(path), Path(path).read_bytes()
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        if sha256 is not None and sha256.strip().lower() != self.sha256:
+            raise UserError(f"sscd: embedder_sha256 is {sha256}, but '{path}' has {self.sha256}; not loaded")
+        with warnings.catch_warnings(), reading(f"sscd: '{path}' is not a TorchScript file", SSCD_ADVICE):
+            warnings.simplefilter("ignore")  # of the library, about itself
+            self.model = torch.jit.load(io.BytesIO(content), map_location=device).eval()
+        check_finite(self.model, f"sscd: cannot load '{path}'")
+
+    @torch.no_grad()
+    def embed(self, images: Tensor) -> Tensor:
+        images = normalise(resize(images.to(self.device), (self.size, self.size)), *IMAGENET)
+        return F.normalize(self.model(images).float(), dim=-1)
+
+    def describe(self) -> str:
+        return (
+            f"sscd: {self.file.name}, {self.size}x{self.size} squashed, bilinear antialiased, "
+            f"ImageNet mean and deviation, cosine, SHA-256 {self.sha256}"
+        )
+
+
+class CLIP(Embedder):
+    """Image features of a CLIP model; `text` embeds prompts, for CLIPScore and prompt cosines."""
+
+    default = "openai/clip-vit-base-patch32"
+
+    def __init__(self, path: str | None, device: torch.device | str = "cpu"):
+        from transformers import AutoTokenizer, CLIPModel
+
+        self.path, self.device = path or self.default, device
+        failed = f"clip: cannot load '{self.path}'; {advice(self.path, 'CLIP')}"
+        self.processor = processor_of(failed, self.path)
+        self.model = load_model(CLIPModel, failed, self.path, extras=True, use_safetensors=True).to(device).eval()
+        self.tokenizer = loaded(AutoTokenizer, failed, self.path)
+
+    @torch.no_grad()
+    def embed(self, images: Tensor) -> Tensor:
+        pixels = self.processor(list(images.float().cpu()), do_rescale=False, return_tensors="pt")["pixel_values"]
+        hidden = self.model.vision_model(pixel_values=pixels.to(self.device)).pooler_output
+        return F.normalize(self.model.visual_projection(hidden).float(), dim=-1)
+
+    @torch.no_grad()
+    def text(self, prompts: list[str]) -> Tensor:
+        """Prompts -> (B,D)."""
+        tokens = self.tokenizer(
+            prompts,
+            padding=True,
+            truncation=True,
+            return_tensors="pt",
+            max_length=self.model.config.text_config.max_position_embeddings,
+        ).to(self.device)
+        hidden = self.model.text_model(**tokens).pooler_output
+        return F.normalize(self.model.text_projection(hidden).float(), dim=-1)
+
+    def describe(self) -> str:
+        return f"clip: {self.path}, {processor_text(self.processor)}, cosine"
+
+
+class DINOv2(Embedder):
+    """Class-token features of a DINOv2 model, arXiv 2304.07193."""
+
+    default = "facebook/dinov2-base"
+
+    def __init__(self, path: str | None, device: torch.device | str = "cpu"):
+        from transformers import AutoModel
+
+        self.path, self.device = path or self.default, device
+        failed = f"dinov2: cannot load '{self.path}'; {advice(self.path, 'DINOv2')}"
+        if (kind := model_type(self.path)) not in (None, "dinov2", "dinov2_with_registers"):
+            raise UserError(f"dinov2: '{self.path}' holds a model of type {kind}; give DINOv2's weights")
+        self.processor = processor_of(failed, self.path)
+        self.model = load_model(AutoModel, failed, self.path, extras=True, use_safetensors=True).to(device).eval()
+
+    @torch.no_grad()
+    def embed(self, images: Tensor) -> Tensor:
+        pixels = self.processor(list(images.float().cpu()), do_rescale=False, return_tensors="pt")["pixel_values"]
+        return F.normalize(self.model(pixel_values=pixels.to(self.device)).last_hidden_state[:, 0].float(), dim=-1)
+
+    def describe(self) -> str:
+        return f"dinov2: {self.path}, class token, {processor_text(self.processor)}, cosine"
+
+
+class SSIM(Embedder):
+    """Structural similarity (Wang 2004, window 11, sigma 1.5) in grey at one small size; needs no weights."""
+
+    def __init__(self, path: str | None = None, device: torch.device | str = "cpu", size: int = 64):
+        self.size, self.device = size, device
+
+    def embed(self, images: Tensor) -> Tensor:
+        return resize(images.to(self.device), (self.size, self.size)).mean(1, keepdim=True)
+
+    def paired(self, a: Tensor, b: Tensor) -> Tensor:
+        return ssim(a, b)
+
+    def describe(self) -> str:
+        return f"ssim: {self.size}x{self.size} squashed, bilinear antialiased, grey, window 11, sigma 1.5"
+
+
+EMBEDDERS = {"micro": Micro, "sscd": SSCD, "clip": CLIP, "dinov2": DINOv2, "ssim": SSIM}
+
+
+def load_embedder(name: str, path: str | None, device: torch.device | str, sha256: str | None = None) -> Embedder:
+    """An embedder of the table; `sha256` is what sscd's file must have."""
+    if sha256 is not None and name != "sscd":
+        raise UserError(f"embedder_sha256: is of sscd's TorchScript file; the embedder is {name}, leave it unset")
+    if path is not None and name == "ssim":
+        raise UserError("embedder_path: has no effect on ssim, which has no weights; leave it unset")
+    return tried(EMBEDDERS[name](path, device, **({} if sha256 is None else {"sha256": sha256})), name, path)
+
+
+def tried(embedder: Embedder, name: str, path: str | None) -> Embedder:
+    """The embedder, after a look at its features (2,...) of two pictures: one row each, finite, of unit length where
+    they are vectors, and not the same for both.
+
+    Raises UserError: from other features nothing could be concluded.
+    """
+    side = 64
+    ramp = torch.linspace(0, 1, side).expand(3, side, side)
+    pictures = torch.stack([ramp, torch.rand(3, side, side, generator=generator("embedder", 0))])
+    failed = f"{name}: '{path or 'the bundled weights'}' is no embedder"
+    with reading(failed):
+        features = embedder.embed(pictures)
+    vectors = not isinstance(embedder, SSCD) or getattr(features, "ndim", 0) == 2
+    if not isinstance(features, Tensor) or features.ndim < 2 or len(features) != len(pictures) or not vectors:
+        shape = tuple(getattr(features, "shape", ()))
+        raise UserError(f"{failed} (features of shape {shape} of two pictures; it must be (2, D))")
+    if not features.isfinite().all():
+        raise UserError(f"{failed} (its features are not finite)")
+    lengths = features.flatten(1).norm(dim=1)
+    if (features.ndim == 2 and not torch.allclose(lengths, torch.ones_like(lengths), atol=1e-2)) or (
+        lengths == 0
+    ).any():
+        raise UserError(f"{failed} (its features are zero)")
+    if torch.equal(features[0], features[1]):
+        raise UserError(f"{failed} (its features are the same for every picture)")
+    return embedder
+
+
+def ssim(a: Tensor, b: Tensor) -> Tensor:
+    """Mean SSIM of (N,C,H,W) and (N,C,H,W) or (1,C,H,W) in [0,1], at least 6 pixels wide and high -> (N,).
+
+    The mean is over the places where the window (11, sigma 1.5) lies inside the picture, as in Wang 2004; torchmetrics
+    mirrors the border for the others. A picture of less than 11 pixels has no such place: there all count.
+    """
+    wide = torch.float32 if a.device.type == "mps" else torch.float64  # in fp32 flat places round to errors of 2e-4
+    a, b = (x.to(wide).contiguous() for x in torch.broadcast_tensors(a, b))
+    _, scores = structural_similarity_index_measure(
+        a, b, kernel_size=WINDOW, sigma=1.5, data_range=1.0, reduction="none", return_full_image=True
+    )
+    edge = WINDOW // 2 if min(scores.shape[-2:]) >= WINDOW else 0
+    return scores[..., edge : scores.shape[-2] - edge, edge : scores.shape[-1] - edge].flatten(1).mean(1).float()
+
+
+def lpips(a: Tensor, b: Tensor) -> float | None:
+    """Mean LPIPS (AlexNet) of (B,3,H,W) and (B,3,H,W) in [0,1]; None where its weights are not at hand."""
+    if not list((Path(torch.hub.get_dir()) / "checkpoints").glob("alexnet-*.pth")):
+        return None
+    with torch.no_grad():
+        return learned_perceptual_image_patch_similarity(a, b, net_type="alex", normalize=True).item()
+
+
+def normalise(images: Tensor, mean: tuple, std: tuple) -> Tensor:
+    return (images - images.new_tensor(mean).view(3, 1, 1)) / images.new_tensor(std).view(3, 1, 1)
+
+
+def model_type(path: str) -> str | None:
+    """The `model_type` that a local folder's config.json names; None where there is none."""
+    file = Path(path, "config.json")
+    try:
+        return read_json(file).get("model_type") if file.is_file() else None
+    except (OSError, ValueError, AttributeError):  # said where it is loaded
+        return None
+
+
+def advice(path: str, kind: str) -> str:
+    """What to give where a model cannot be loaded."""
+    if os.path.exists(path) or hub.names_folder(path):
+        return f"give the folder or Hub id of a {kind}"
+    return f"give a local folder or Hub id, fetched for instance with `hf download {path}`"
+
+
+def processor_of(failed: str, path: str):
+    from transformers import AutoImageProcessor
+
+    return loaded(AutoImageProcessor, failed, path)
+
+
+def processor_text(processor) -> str:
+    """Preprocessing of a transformers image processor in words."""
+
+    def side(value) -> str:
+        value = {k: v for k, v in dict(value or {}).items() if v}
+        return (
+            f"shortest edge {value['shortest_edge']}"
+            if "shortest_edge" in value
+            else "x".join(map(str, value.values()))
+        )
+
+    parts = [f"resize {side(processor.size)} (resample {int(getattr(processor, 'resample', 2) or 2)})"]
+    if getattr(processor, "do_center_crop", False):
+        parts.append(f"centre crop {side(processor.crop_size)}")
+    return ", ".join([*parts, f"mean {list(processor.image_mean)}, deviation {list(processor.image_std)}"])

@@ -1,0 +1,375 @@
+"""Prompts of a validation, and the images a Stable Diffusion pipeline makes of them.
+
+A cell is a kind of prompt: composed, described, shuffled, phrase-k, without-k, paraphrase-k, others, unrelated.
+`config` is a ValidationConfig, of which the sampler reads max_batch, resolution, num_inference_steps, guidance_scale
+and guidance_rescale.
+"""
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from silentbad.errors import UserError, brief, reading
+from silentbad.measure.settings import SamplingSettings
+from silentbad.model.diffusion import levels, model_time, to_epsilon
+from silentbad.model.family import side_of
+from silentbad.model.forwards import as_convolutions, text_projected_once
+from silentbad.model.gate import quietly
+from silentbad.model.latents import decode, scaled
+from silentbad.model.pipeline import side_factor
+from silentbad.model.registry import family_of
+from silentbad.rng import addressed_seed, generator, noise
+
+LOW_NOISE = 0.02  # of the schedule: where the alignment of guidance is measured
+
+
+# -- prompts -----------------------------------------------------------------------------------------------
+class Item(NamedTuple):
+    """One image to generate. Items of equal `address` and `image` share their noise, whatever the prompt."""
+
+    cell: str
+    target: int
+    image: int
+    prompt: str
+    address: str
+    negative: str = ""  # what guidance leads away from
+
+
+def reordered(target, seed: int, image: int) -> str:
+    """The phrases in another order, addressed by (seed, target, image); the list stays as it is."""
+    draw = generator(seed, "order", target.target_id, image)
+    order = torch.randperm(len(target.phrases), generator=draw).tolist()
+    if order == sorted(order):
+        order = order[1:] + order[:1]
+    return ", ".join(target.phrases[i] for i in order)
+
+
+def stranger(targets: list, j: int, seed: int):
+    """Another target whose phrases differ most from those of j, whatever the list's order; None if alone."""
+    others = [t for i, t in enumerate(targets) if i != j]
+    mine = set(targets[j].phrases)
+    return min(
+        others,
+        default=None,
+        key=lambda t: (len(mine & set(t.phrases)), addressed_seed(seed, "others", targets[j].target_id, t.target_id)),
+    )
+
+
+def plan(
+    targets: list, images: int, seed: int, full: bool = False, unrelated: str = "", described: bool = False
+) -> list[Item]:
+    """The images of one validation: the composed prompt, where asked also the spelt-out description and every control,
+    all under the same noise."""
+    items = []
+    for j, target in enumerate(targets):
+        cells: dict[str, Callable[..., str]] = {"composed": lambda i, target=target: target.composed_prompt}
+        if (full or described) and target.description:
+            cells["described"] = lambda i, target=target: target.description
+        if full:
+            cells |= controls(targets, j, seed, unrelated)
+        for cell, prompt in cells.items():
+            items += [Item(cell, j, i, prompt(i), target.target_id) for i in range(images)]
+    return items
+
+
+def controls(targets: list, j: int, seed: int, unrelated: str) -> dict[str, Callable[..., str]]:
+    """Prompts of image i of target j that should not give it back unless composition does, by cell: phrases in another
+    order, each alone, all but one, paraphrases, phrases of another target, an unrelated caption."""
+    target, cells = targets[j], dict[str, Callable[..., str]]()
+    phrases = target.phrases
+    if len(phrases) > 1:
+        cells["shuffled"] = lambda i: reordered(target, seed, i)
+        for k, phrase in enumerate(phrases):
+            cells[f"phrase-{k}"] = lambda i, phrase=phrase: phrase
+    if len(phrases) > 2:
+        for k in range(len(phrases)):
+            rest = ", ".join(phrases[:k] + phrases[k + 1 :])
+            cells[f"without-{k}"] = lambda i, rest=rest: rest
+    for k, text in enumerate(target.paraphrases):
+        cells[f"paraphrase-{k}"] = lambda i, text=text: text
+    if other := stranger(targets, j, seed):
+        cells["others"] = lambda i: other.composed_prompt
+    cells["unrelated"] = lambda i: unrelated
+    return cells
+
+
+# -- generation --------------------------------------------------------------------------------------------
+@contextmanager
+def left_as_found(*modules: torch.nn.Module):
+    """Modules in eval mode inside; afterwards their modes and every random stream are as before."""
+    modes = [(m, m.training) for module in modules for m in module.modules()]
+    streams = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices):
+            for module in modules:
+                module.eval()
+            yield
+    finally:
+        for m, mode in modes:
+            m.training = mode
+        random.setstate(streams[0])
+        np.random.set_state(streams[1])
+
+
+class Sampler:
+    """One pipeline over given modules: prompts encoded once, noise by address, a batch that halves on OOM.
+
+    An image with NaN is a UserError, which names the step (`using`), or the pipeline of an audit (`refuses`). `prefix`
+    stands before the name of a setting, which is a flag in an audit.
+    """
+
+    NAMES = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+
+    def __init__(
+        self, components: dict, config: SamplingSettings, seed: int, prediction_type=None, refuses: str | None = None
+    ):
+        self.prefix = "validation." if refuses is None else "--"
+        scheduler = components["scheduler"]
+        override = {"prediction_type": prediction_type} if prediction_type else {}
+        with quietly():
+            scheduler = type(scheduler).from_config(scheduler.config, **override)
+        self.family = family = family_of([name for name, part in components.items() if part is not None])
+        names = ("vae", family.backbone, *family.encoders, *family.tokenizer)
+        parts = {name: components[name] for name in names if components.get(name) is not None}
+        options = family.options(components.get("force_zeros_for_empty_prompt", True))
+        self.pipe = family.assemble(scheduler=scheduler, **parts, **options)
+        self.pipe.set_progress_bar_config(disable=True)
+        self.encoders = [parts[name] for name in family.encoders if name in parts]
+        self.sampling = family.sampling(config, self.prefix)
+        self.schedule = family.schedule_of(scheduler)
+        self.config, self.seed, self.batch = config, seed, config.max_batch
+        self.cache: dict[tuple[str, str], Any] = {}  # text states by prompt and negative prompt
+        self.autocast: Callable = nullcontext
+        self.precision: str | None = None  # of the forward passes, once they were used
+        self.steps, self.refuses = config.num_inference_steps, refuses
+        self.at: int | None = None  # step of the training that is measured
+        self.side = config.resolution or side_of(self.backbone) * self.pipe.vae_scale_factor
+        self._check()
+
+    @property
+    def backbone(self) -> Any:
+        """What predicts."""
+        return getattr(self.pipe, self.family.backbone)
+
+    def _check(self) -> None:
+        """Refuse a resolution or a number of sampling steps that this pipeline cannot have."""
+        factor = side_factor(self.family, self.backbone, self.pipe.vae)
+        if self.side % factor:
+            raise UserError(
+                f"{self.prefix}resolution: {self.side} is not a multiple of {factor}, which the pipeline needs"
+            )
+        most = self.pipe.scheduler.config.num_train_timesteps
+        for key, given in (("num_inference_steps", [self.steps]), ("sampling_lengths", self.config.sampling_lengths)):
+            if given and not 1 <= min(given) <= max(given) <= most:
+                raise UserError(f"{self.prefix}{key}: must be from 1 to the scheduler's {most}, got {given}")
+            for count in given:
+                scheduler = copy.deepcopy(self.pipe.scheduler)
+                with reading(f"{self.prefix}{key}: the scheduler cannot take {count} steps"):
+                    scheduler.set_timesteps(count)
+                if self.family.flow:
+                    continue  # from the last level, whatever their number
+                if not 0 <= int(scheduler.timesteps.min()) <= int(scheduler.timesteps.max()) < most:
+                    offset = scheduler.config.get("steps_offset")
+                    raise UserError(
+                        f"{self.prefix}{key}: {count} steps with the scheduler's steps_offset {offset} begin at "
+                        f"timestep {int(scheduler.timesteps.max())} of {most}; lower one of them"
+                    )
+
+    @contextmanager
+    def using(
+        self, backbone: torch.nn.Module, device: torch.device, autocast: Callable = nullcontext, step: int | None = None
+    ):
+        """Generate with this backbone, of a step of training; autoencoder and text encoders that rest on another device
+        join it for the time."""
+        self.at = step
+        before, homes = self.backbone, [(m, m.device) for m in (self.pipe.vae, *self.encoders)]
+        setattr(self.pipe, self.family.backbone, backbone)
+        self.autocast = autocast
+        with autocast():
+            cast = torch.is_autocast_enabled(device.type)
+            kind = torch.get_autocast_dtype(device.type) if cast else backbone.dtype
+        self.precision = str(kind).removeprefix("torch.")
+        for module, _ in homes:
+            module.to(device)
+        try:
+            with left_as_found(backbone, self.pipe.vae, *self.encoders), as_convolutions(backbone), torch.no_grad():
+                yield self
+        finally:
+            setattr(self.pipe, self.family.backbone, before)  # a copy made to measure is not kept
+            for module, home in homes:
+                module.to(home)
+
+    @contextmanager
+    def with_other(self, *, seed: int | None = None, steps: int | None = None) -> Iterator[None]:
+        """Another seed of the noise, or another number of sampling steps, for the time."""
+        usual = self.seed, self.steps
+        self.seed, self.steps = (
+            own if other is None else other for own, other in zip(usual, (seed, steps), strict=True)
+        )
+        try:
+            yield
+        finally:
+            self.seed, self.steps = usual
+
+    def limit(self, batch: int) -> None:
+        """At most so many images at once from now on."""
+        self.batch = batch
+
+    def encode(self, prompts: list[str], negatives: list[str] | None = None) -> dict[str, Tensor]:
+        """Prompts -> stacked text states by the pipeline's argument names; every pair with a negative prompt is encoded
+        once."""
+        if any(p.requires_grad for encoder in self.encoders for p in encoder.parameters()):
+            self.cache.clear()  # the text encoders train, or hold their average: states are stale
+        asked = list(zip(prompts, negatives or [""] * len(prompts), strict=True))
+        missing = [pair for pair in dict.fromkeys(asked) if pair not in self.cache]
+        for against in (False, True):  # SDXL's states of no negative prompt are zeros, those of an empty one are not
+            group = [pair for pair in missing if bool(pair[1]) == against]
+            for start in range(0, len(group), self.batch):
+                part = group[start : start + self.batch]
+                states = self.pipe.encode_prompt(
+                    **self.family.prompt([prompt for prompt, _ in part]),
+                    negative_prompt=[negative for _, negative in part] if against else None,
+                    device=self.encoders[0].device,
+                    num_images_per_prompt=1,
+                    do_classifier_free_guidance=True,
+                )
+                for i, pair in enumerate(part):
+                    self.cache[pair] = [state[i].cpu() for state in states]
+        device, dtype = self.backbone.device, self.backbone.dtype
+        columns = zip(*(self.cache[pair] for pair in asked), strict=True)
+        stacked = [torch.stack(column).to(device, dtype) for column in columns]
+        return dict(zip(self.NAMES, stacked, strict=False))
+
+    def generate(self, items: list[Item]) -> tuple[Tensor, Tensor]:
+        """Items -> images (B,3,H,W) in [0,1] and text-conditional magnitudes (B,), nan without guidance.
+
+        Raises UserError where an image is not finite, as of a diverged model.
+        """
+        pipe, config = self.pipe, self.config
+        side = self.side // pipe.vae_scale_factor
+        shape = (self.backbone.config.in_channels, side, side)
+        latents = torch.cat([noise(shape, self.seed, f"validation/{i.address}", 0, [i.image]) for i in items])
+        streams = [generator(self.seed, "validation-steps", i.address, i.image) for i in items]
+        gaps = []
+
+        def watch(module, arguments, output):  # |eps(x,c) - eps(x,0)| at each step, arXiv 2407.21720
+            if len(output[0]) == 2 * len(items):
+                empty, text = output[0].float().chunk(2)
+                gaps.append((text - empty).flatten(1).norm(dim=1))
+
+        hook = self.backbone.register_forward_hook(watch)
+        try:
+            with text_projected_once(self.backbone):
+                latents = pipe(
+                    **self.encode([i.prompt for i in items], [i.negative for i in items]),
+                    generator=streams,
+                    latents=latents.to(self.backbone.device, self.backbone.dtype),
+                    output_type="latent",
+                    num_inference_steps=self.steps,
+                    guidance_scale=config.guidance_scale,
+                    **self.sampling,
+                    height=self.side,
+                    width=self.side,
+                ).images
+        finally:
+            hook.remove()
+        images = torch.cat([decode(pipe.vae, part) for part in latents.split(8)])  # decoding is the peak of memory
+        nothing = torch.full((len(items),), float("nan"))
+        magnitudes = torch.stack(gaps).mean(0).cpu() if gaps else nothing
+        self.check_finite(images, [(i.prompt, i.cell, i.address) for i in items])
+        return (images.float() / 2 + 0.5).clamp(0, 1), magnitudes.masked_fill(magnitudes.isinf(), float("nan"))
+
+    def check_finite(self, images: Tensor, drawn: Sequence[tuple[str, str, str]]) -> None:
+        """Refuse images (B,...) of which one is not finite; drawn: (prompt, kind, target) of each."""
+        if lost := (~images.flatten(1).isfinite().all(1)).nonzero()[:, 0].tolist():
+            prompt, kind, target = drawn[lost[0]]
+            first = f"the first of {brief(prompt)} ({kind}, {target})"
+            raise self.not_finite(f"{len(lost)} of {len(images)} images are not finite, {first}")
+
+    def not_finite(self, what: str) -> UserError:
+        """The error that says what is not finite, where, and what to try."""
+        if self.refuses is not None:
+            wide = self.precision in (None, "float32")
+            advice = "but too large to compute with" if wide else "try --dtype float32"
+            return UserError(f"{self.refuses}: {what}; its weights are finite, {advice}")
+        tries = ["lower learning_rate"] if self.at else []
+        tries += [] if self.precision in (None, "float32") else [f"leave {self.precision} (mixed_precision no)"]
+        place = "validation" if self.at is None else f"validation at step {self.at}"
+        return UserError(f"{place}: {what}; {' or '.join(tries) or 'take another base model or scheduler'}")
+
+    def eps_errors(self, records: list[dict], mine: list[int], address: str) -> list[float]:
+        """Records {pixel_values (3,R,R) in [-1,1], text} -> ||eps_hat - eps||^2 / dim of those in `mine`.
+
+        Noise is addressed by `address`; timesteps lie evenly over the schedule.
+        """
+        pipe, errors = self.pipe, []
+        for part in np.array_split(mine, -(-len(mine) // self.batch)) if mine else []:
+            part = part.tolist()
+            pixels = torch.stack([records[i]["pixel_values"] for i in part])
+            x0 = pipe.vae.encode(pixels.to(pipe.vae.device, pipe.vae.dtype)).latent_dist.mode()
+            x0 = scaled(pipe.vae, x0.to(self.backbone.dtype))
+            eps = noise(tuple(x0.shape[1:]), self.seed, address, 0, part).to(x0)
+            T = self.schedule.config.num_train_timesteps
+            t = torch.tensor([int((i + 0.5) / len(records) * T) for i in part])
+            a, s = levels(self.schedule, t, x0)
+            x_t = a * x0 + s * eps
+            states = self.encode([records[i]["text"] for i in part])
+            out = self.predict_eps(x_t, t, states, pixels.shape[2:])
+            errors += (out.float() - eps.float()).square().flatten(1).mean(1).tolist()
+        return errors
+
+    def predict_eps(self, x_t: Tensor, t: Tensor, states: dict[str, Tensor], size: Sequence[int], which="") -> Tensor:
+        """eps_hat (B,C,h,w) at x_t, t (B,) under text states of `encode`: the prompts', or with `which` "negative_" the
+        empty prompt's; `size` is the picture's height and width, which SDXL is told."""
+        extra = {}
+        if "pooled_prompt_embeds" in states:
+            (H, W), pooled = size, states[f"{which}pooled_prompt_embeds"]
+            extra = dict(text_embeds=pooled, time_ids=torch.tensor([[H, W, 0, 0, H, W]] * len(x_t)).to(x_t))
+        t = t.to(x_t.device)
+        with self.autocast():
+            at, c = model_time(self.schedule, t), states[f"{which}prompt_embeds"]
+            out = self.family.predict(self.backbone, x_t, at, c, extra)
+        return to_epsilon(self.schedule, out, x_t, t)
+
+    def alignments(self, items: list[Item]) -> list[float]:
+        """Cosine of the guidance eps_hat(x,c) - eps_hat(x,0) with eps_hat(x,0), of each item; x is pure noise, t low.
+
+        Memorised prompts align there: anisotropy, arXiv 2601.20642. Two forwards an item and no sampling.
+        """
+        found = list[float]()
+        shape = (self.backbone.config.in_channels, *[self.side // self.pipe.vae_scale_factor] * 2)
+        low = round(LOW_NOISE * self.schedule.config.num_train_timesteps)
+        for start in range(0, len(items), self.batch):
+            part = items[start : start + self.batch]
+            drawn = [noise(shape, self.seed, f"validation/{i.address}", 0, [i.image]) for i in part]
+            x, t = torch.cat(drawn).to(self.backbone.device, self.backbone.dtype), torch.full((len(part),), low)
+            states = self.encode([i.prompt for i in part])
+            text, empty = (self.predict_eps(x, t, states, (self.side, self.side), w) for w in ("", "negative_"))
+            found += cosine_similarity((text - empty).float().flatten(1), empty.float().flatten(1)).tolist()
+        return found
+
+    def map(self, items: list[Item], work: Callable[[list[Item], Tensor, Tensor], list]) -> Iterator:
+        """`work(chunk, images, magnitudes)` over all items, in batches that fit; a halved batch is kept."""
+        start = 0
+        while start < len(items):
+            chunk = items[start : start + self.batch]
+            try:
+                with self.autocast():
+                    made = self.generate(chunk)
+                rows = work(chunk, *made)  # similarities in full precision
+            except RuntimeError as error:
+                if len(chunk) == 1 or not should_reduce_batch_size(error):
+                    raise
+                self.batch = len(chunk) // 2
+                continue
+            yield from rows
+            start += len(chunk)

@@ -1,0 +1,173 @@
+"""Pictures of plain prompts while training: no target, no score, the same noise at every step.
+
+A prompt is a line of a text file, or an object of a .jsonl file: `prompt`, and optionally `seed` and `negative`.
+"""
+
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from PIL import Image
+
+from silentbad.data.images import to_pil
+from silentbad.data.schema import Field, admitted, caption, check_window, json_lines, needed, optional_text, text_lines
+from silentbad.errors import UserError, brief, writing
+from silentbad.measure.generation import Item, Sampler
+from silentbad.measure.record import decode, read_recorded
+from silentbad.measure.samples import log_grid, save
+from silentbad.measure.settings import SamplingSettings
+from silentbad.model.denoiser import backbone_in
+
+NAME = "sample_prompts.json"  # in the run folder
+MOST = 1000  # prompts of a file
+
+
+# -- the file ----------------------------------------------------------------------------------------------
+@dataclass
+class Prompt:
+    """What to draw, the address of its noise, and what to guide away from."""
+
+    prompt: str
+    seed: int = 0
+    negative: str = ""
+
+
+def seed(value: Any, key: str, where: str) -> int | None:
+    """A whole number from 0 on, or nothing."""
+    if value is not None and (type(value) is not int or not 0 <= value < 2**63):
+        raise UserError(f"{where}: {key} must be a whole number from 0 on, got {brief(value)}")
+    return value
+
+
+SCHEMA: dict[str, Field] = {"prompt": needed("sample prompt", caption), "seed": seed, "negative": optional_text}
+
+
+def load_prompts(path: str | Path, tokenizer: Any = None, guided: bool = True) -> list[Prompt]:
+    """The prompts of a file, (N,). Where no seed is given, it is the prompt's number, from 0.
+
+    Raises UserError, with file and line: no such file, no prompt in it, one that the tokenizer's window cuts off, a key
+    that is not known, a negative prompt where nothing is `guided`.
+    """
+    file, found = Path(path), list[Prompt]()
+    if not file.is_file():
+        raise UserError(
+            f"sample_prompts: no file {file}; give one prompt a line, or a .jsonl with prompt, seed, negative"
+        )
+    if file.suffix == ".jsonl":
+        rows = list(json_lines(file))
+    else:
+        rows = [(f"{file}:{k}", {"prompt": line}) for k, line in enumerate(text_lines(file), 1) if line.strip()]
+        for where, row in rows:
+            refuse_json(row["prompt"], where, "name the file .jsonl, an object a line")
+            if found_flag := re.match(r"\s*#|.*?\s(--\w+)(\s|$)", row["prompt"]):
+                what = found_flag[1] or "#"
+                raise UserError(f"{where}: {what} would be drawn; give a .jsonl with prompt, seed, negative instead")
+    for where, row in rows:
+        if unknown := [key for key in row if key not in SCHEMA]:
+            raise UserError(f"{where}: unknown key {brief(unknown[0])}; a sample prompt has {', '.join(SCHEMA)}")
+        known = admitted(row, SCHEMA, where)
+        if known["negative"] and not guided:
+            raise UserError(f"{where}: negative acts through guidance; set validation.guidance_scale above 1")
+        number = len(found) if known["seed"] is None else known["seed"]
+        found.append(Prompt(known["prompt"].strip(), number, known["negative"] or ""))
+        for text in (found[-1].prompt, found[-1].negative) if tokenizer is not None else ():
+            check_window(text, tokenizer, f"{where}: the prompt")
+    if not 0 < len(found) <= MOST:
+        raise UserError(f"{file}: holds {len(found)} prompts; give from 1 to {MOST}")
+    return found
+
+
+def refuse_json(line: str, where: str, right: str) -> None:
+    """Refuse a line of plain text that was meant as JSON."""
+    if line.lstrip().startswith(("{", "[{", '["')):
+        raise UserError(f"{where}: the JSON would be drawn as a prompt; {right}")
+
+
+# -- what is kept of it ------------------------------------------------------------------------------------
+@dataclass
+class Drawn(Prompt):
+    """A picture, and the prompt it was drawn from."""
+
+    file: str = ""
+
+
+@dataclass
+class Draw:
+    """The pictures of one step."""
+
+    step: int
+    images: list[Drawn] = field(default_factory=list)
+
+
+def read_draws(folder: Path) -> list[Draw]:
+    """What was drawn so far, by step. Raises UserError where the file has another form."""
+    file = folder / NAME
+    return decode(list[Draw], read_recorded(file)) if file.is_file() else []
+
+
+# -- drawing -----------------------------------------------------------------------------------------------
+def on_grid(config: SamplingSettings, step: int) -> bool:
+    """Whether validation is due at a step: before training, at `early_steps`, and every `steps`."""
+    return step == 0 or step in config.early_steps or (config.steps > 0 and step % config.steps == 0)
+
+
+class PromptSheet:
+    """Draws the prompts on the grid of validation. Every rank calls `run`; each draws its part. Weights, modes and
+    random streams are left as found. `config` is a ValidationConfig, of which the sampler reads its settings."""
+
+    def __init__(
+        self,
+        prompts: list[Prompt],
+        config: SamplingSettings,
+        *,
+        components: dict[str, Any],
+        accelerator: Any,
+        output_dir: Path,
+        prediction_type: str | None = None,
+    ):
+        self.prompts, self.config, self.accelerator, self.output_dir = prompts, config, accelerator, output_dir
+        self.sampler = Sampler(components, config, 0, prediction_type)  # a prompt's seed is its whole address
+        self.last: int | None = None
+
+    def should_run(self, step: int) -> bool:
+        """Whether this step is on the grid and was not just drawn."""
+        return on_grid(self.config, step) and step != self.last
+
+    def run(self, step: int, model: Any) -> None:
+        """Draw with these weights; pictures and their list go to the run folder, a grid to the trackers."""
+        accelerator, self.last = self.accelerator, step
+        model = accelerator.unwrap_model(model, keep_torch_compile=False)
+        items = [Item("prompt", -1, 0, p.prompt, f"prompt/{p.seed}", p.negative) for p in self.prompts]
+        mine = range(accelerator.process_index, len(items), accelerator.num_processes)
+        with self.sampler.using(backbone_in(model), accelerator.device, accelerator.autocast, step):
+            made = list(self.sampler.map([items[k] for k in mine], _pixels))
+        rows = dict(gather_object(list(zip(mine, made, strict=True))))
+        if accelerator.is_main_process:
+            pixels = [rows[k] for k in range(len(items))]
+            with writing(f"output_dir {self.output_dir}", NAME):
+                self._write(step, pixels)
+            log_grid(accelerator.trackers, "prompts", np.concatenate(pixels, axis=1), step)
+
+    def _write(self, step: int, pixels: list[np.ndarray]) -> None:
+        try:
+            draws = [draw for draw in read_draws(self.output_dir) if draw.step < step]
+        except UserError:  # damaged, as by a kill: the pictures of before are not listed any more
+            draws = []
+        drawn = Draw(step)
+        for k, (prompt, image) in enumerate(zip(self.prompts, pixels, strict=True)):
+            file = f"samples/sample_prompts/step-{step:06d}-{k}.png"
+            save(Image.fromarray(image), self.output_dir / file)
+            drawn.images.append(Drawn(**asdict(prompt), file=file))
+        draft = self.output_dir / f".{NAME}"
+        draft.write_text(json.dumps([asdict(draw) for draw in [*draws, drawn]]), encoding="utf-8")
+        draft.replace(self.output_dir / NAME)
+
+
+def _pixels(chunk: list[Item], images: torch.Tensor, magnitudes: torch.Tensor) -> list[np.ndarray]:
+    """(h,w,3) of each image, 8 bits."""
+    return [np.asarray(to_pil(image)) for image in images.cpu()]

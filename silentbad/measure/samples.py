@@ -1,0 +1,83 @@
+"""The pictures a validation leaves: targets, best and median generations, and grids of them."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from silentbad.data.images import to_pil
+from silentbad.errors import UserError, writing
+from silentbad.measure.embedders import region
+from silentbad.measure.record import ALL
+
+
+class Tracker(Protocol):
+    """An experiment tracker of accelerate's."""
+
+    name: str
+
+    def log_images(self, values: dict[str, Any], step: int | None, **options: Any) -> None: ...
+
+
+def slugs(ids: list[str]) -> list[str]:
+    """File names of target ids: safe, and distinct also where case is not."""
+    if len(set(ids)) < len(ids) or not ids:
+        raise UserError(f"targets: target_id must be unique and there must be one at least; got {ids[:8]}")
+    if ALL in ids:
+        raise UserError(f"targets: target_id {ALL!r} is the name of the summary's last row; choose another")
+    plain = [re.sub(r"[^A-Za-z0-9_.-]+", "_", i).strip(".")[:60] or "target" for i in ids]
+    folded = [name.casefold() for name in plain]
+    names: list[str] = []
+    for j, name in enumerate(plain):
+        number, proposal = j, name if folded.count(folded[j]) == 1 else f"{name}-{j}"
+        while proposal.casefold() in {*folded[:j], *folded[j + 1 :], *(n.casefold() for n in names)}:
+            number += len(plain)
+            proposal = f"{name}-{number}"
+        names.append(proposal)
+    return names
+
+
+def target_file(name: str) -> str:
+    """Where a target's picture is kept, below the run folder."""
+    return f"samples/targets/{name}.png"
+
+
+def element_file(name: str, k: int) -> str:
+    """Where the region of a target's element k is kept. "+" is in no slug, so it is no other target's picture."""
+    return f"samples/targets/{name}+{k}.png"
+
+
+def save(image: Image.Image, file: Path) -> None:
+    with writing(str(file.parent), file.name):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        image.save(file)
+
+
+def save_targets(
+    folder: Path, names: Sequence[str], pictures: Sequence[Tensor], masks: Sequence[Sequence[Tensor | None]]
+) -> None:
+    """Each picture (1,3,H,W), and each of its elements that has a mask (1,h,w), below the run folder."""
+    for name, picture, of_target in zip(names, pictures, masks, strict=True):
+        save(to_pil(picture[0]), folder / target_file(name))
+        for k, m in enumerate(of_target):
+            if m is not None:
+                save(to_pil(region(picture, m)[0]), folder / element_file(name, k))
+
+
+def grid_line(target: Image.Image, images: list[np.ndarray]) -> np.ndarray:
+    """The target in the size of its n images (h,w,3), then those, side by side -> (h,(n+1)w,3)."""
+    picture = np.asarray(target.convert("RGB").resize(images[0].shape[1::-1]))
+    return np.concatenate([picture, *images], axis=1)
+
+
+def log_grid(trackers: Sequence[Tracker], name: str, grid: np.ndarray, step: int) -> None:
+    """The grid (h,w,3) to the trackers that show images."""
+    for tracker in trackers:
+        if tracker.name == "tensorboard":
+            tracker.log_images({name: grid[None]}, step=step, dataformats="NHWC")
+        elif tracker.name == "wandb":
+            tracker.log_images({name: [grid]}, step=step)

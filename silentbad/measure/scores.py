@@ -1,0 +1,389 @@
+"""Scores of generations against their targets, as pure functions. docs/metrics.md defines the numbers.
+
+Legend: sim (N,T) or (N,) similarities of N generations to T targets; target_of (N,); a cell is a kind of prompt
+(generation.py lists them).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from silentbad.errors import UserError
+from silentbad.measure.record import (
+    ALL,
+    KINDS,
+    NAME,
+    STRICT,
+    CellScores,
+    ElementScores,
+    ElementThreshold,
+    Measurement,
+    Placebo,
+    Quadrants,
+    Record,
+    Scores,
+    SummaryRow,
+    TargetScores,
+    Threshold,
+    Verdict,
+)
+from silentbad.measure.statistics import binomial_cdf, binomial_interval, bootstrap_interval, difference_interval
+from silentbad.measure.thresholds import ImageRow
+
+
+class Row(ImageRow, total=False):
+    """What was measured on one generation; CLIP's cosines where there is a CLIP."""
+
+    magnitude: float | None
+    between: list[float]  # to the images of the same target and cell
+    nearest: tuple[float, str]  # of the training pictures: similarity and name
+    clip_own: float
+    clip_shuffled: float
+
+
+class LengthRow(TypedDict):
+    """Cosines of one generation to every target, and to every caption where there is a CLIP."""
+
+    target: int
+    sims: list[float]
+    clip: list[float] | None
+
+
+# -- of generations ----------------------------------------------------------------------------------------
+def recovery(sim: Tensor, target_of: Sequence[int] | Tensor, threshold: float | Tensor) -> dict[str, Tensor]:
+    """Per-target scores of the generations, each compared with its own target.
+
+    sim (N,T) or (N,), target_of (N,), threshold number or (T,) -> rate, mean, max, p75, p90, p95, count (T,).
+    `rate` is the share of a target's images at or above the threshold; a target without images gets nan.
+    """
+    sim = torch.as_tensor(sim, dtype=torch.float64)
+    target_of = torch.as_tensor(target_of, dtype=torch.long)
+    T = sim.shape[1] if sim.ndim == 2 else int(target_of.max()) + 1
+    own = sim.gather(1, target_of[:, None])[:, 0] if sim.ndim == 2 else sim
+    threshold = torch.as_tensor(threshold, dtype=torch.float64).expand(T)
+
+    def of_target(j: int) -> list[float]:
+        x = own[target_of == j]
+        if len(x) == 0:
+            return [float("nan")] * 6 + [0.0]
+        quantiles = torch.quantile(x, torch.tensor([0.75, 0.90, 0.95], dtype=x.dtype)).tolist()
+        rate = (x >= threshold[j]).double().mean().item()
+        return [rate, x.mean().item(), x.max().item(), *quantiles, len(x)]
+
+    table = torch.tensor([of_target(j) for j in range(T)], dtype=torch.float64).reshape(T, 7)
+    return dict(zip(("rate", "mean", "max", "p75", "p90", "p95", "count"), table.T, strict=True))
+
+
+def length_scores(rows: Sequence[LengthRow], base: Mapping[str, float]) -> dict[str, float]:
+    """Cosines of the images of one sampling length: to the target they are asked for (`original`) and to the others
+    (`others`), by the run's embedder; to their own caption (`own`) and those of other targets (`shuffled`), by CLIP;
+    `difference` is `original` less the base model's at the same length and noise. What cannot be had is absent.
+
+    rows: {target, sims (T), clip (T) or None} an image.
+    """
+    pairs = {
+        "original": mean_of(r["sims"][r["target"]] for r in rows),
+        "others": mean_of(s for r in rows for j, s in enumerate(r["sims"]) if j != r["target"]),
+        "own": mean_of(r["clip"][r["target"]] for r in rows if r["clip"]),
+        "shuffled": mean_of(s for r in rows for j, s in enumerate(r["clip"] or []) if j != r["target"]),
+    }
+    scores = {name: value for name, value in pairs.items() if value is not None}
+    return scores | ({"difference": scores["original"] - base["original"]} if base else {})
+
+
+FEW_TARGETS = 6  # below, no interval over targets holds 95 %: even if all agree, chance does so in 2 of 2^5 cases
+PUBLISHED = 0.5  # SilentBadDiffusion counts a target whose best of n images lies above it (2401.04136)
+
+
+def is_recovered(row: ImageRow, threshold: Threshold, element_threshold: ElementThreshold) -> bool:
+    """Whether the whole and every element with a mask reach their thresholds."""
+    j = row["target"]
+    parts = (s >= element_threshold.of(j, k) for k, s in enumerate(row["elements"]) if s is not None)
+    return row["sim"] >= threshold.of_target(j) and all(parts)
+
+
+def images_recovered(
+    own: TargetScores, target: int, threshold: Threshold, element_threshold: ElementThreshold, endpoint: str
+) -> list[bool]:
+    """The same from the stored similarities of a target's images; by the whole alone where that was the endpoint."""
+    columns = [e.sims if endpoint == STRICT and e.sims else [None] * len(own.sims) for e in own.elements]
+    parts = list(zip(*columns, strict=False)) or [()] * len(own.sims)
+    rows = [ImageRow(target=target, sim=s, elements=list(p)) for s, p in zip(own.sims, parts, strict=False)]
+    return [is_recovered(row, threshold, element_threshold) for row in rows]
+
+
+def settled(history: Sequence[Measurement], points: int) -> bool:
+    """Whether at least half of every target's images were recovered at the last `points` points; 0 points: never."""
+    if points == 0:  # asked at every step
+        return False
+    last = [entry.ema or entry.raw for entry in history if entry.step > 0][-points:]
+    rates = [target.rate for scores in last if scores is not None for target in scores.targets.values()]
+    return len(last) == points and min(rates) >= 0.5
+
+
+def cell_scores(
+    rows: Sequence[Row], ids: Sequence[str], threshold: Threshold, element_threshold: ElementThreshold
+) -> CellScores:
+    """Scores of a cell: per target, and over targets with the rate's interval (one target: over images)."""
+    present = sorted({r["target"] for r in rows})
+    sims, target_of = [r["sim"] for r in rows], [present.index(r["target"]) for r in rows]
+    own = torch.tensor([threshold.of_target(j) for j in present], dtype=torch.float64)
+    per = recovery(torch.tensor(sims, dtype=torch.float64), target_of, own)
+    targets: dict[str, TargetScores] = {}
+    for k, j in enumerate(present):
+        mine = [r for r in rows if r["target"] == j]
+        columns = zip(*(r["elements"] for r in mine), strict=True)  # (K, images)
+        parts = [[s for s in column if s is not None] for column in columns]
+        targets[ids[j]] = TargetScores(
+            rate=float(np.mean([is_recovered(r, threshold, element_threshold) for r in mine])),
+            whole_rate=per["rate"][k].item(),
+            diversity=diversity([r["between"] for r in mine if "between" in r]),
+            **nearest_training(mine),
+            mean=per["mean"][k].item(),
+            max=per["max"][k].item(),
+            p75=per["p75"][k].item(),
+            p90=per["p90"][k].item(),
+            p95=per["p95"][k].item(),
+            sims=[r["sim"] for r in mine],
+            magnitude=mean_of(r["magnitude"] for r in mine),
+            elements=[
+                ElementScores(mean_of(x), mean_of(s >= element_threshold.of(j, i) for s in x), x or None)
+                for i, x in enumerate(parts)
+            ],
+        )
+    rates = np.array([targets[ids[j]].rate for j in present])
+    hits = sum(is_recovered(r, threshold, element_threshold) for r in rows)
+    interval = bootstrap_interval(rates) if len(present) > 1 else binomial_interval(hits, len(sims))
+    if len(present) > 1 and hits in (0, len(sims)):  # nothing to resample: what so many targets can tell
+        interval = binomial_interval(len(present) * (hits > 0), len(present))
+    p75, p90, p95 = np.quantile(sims, [0.75, 0.90, 0.95]).tolist()
+    return CellScores(
+        cir=float(rates.mean()),
+        interval=interval,
+        images=len(sims),
+        above=hits,
+        recovered=float((rates > 0).mean()),
+        whole=per["rate"].mean().item(),
+        published=float((per["max"] > PUBLISHED).double().mean()),
+        diversity=mean_of(t.diversity for t in targets.values()),
+        mean=float(np.mean(sims)),
+        p75=p75,
+        p90=p90,
+        p95=p95,
+        max=max(sims),
+        element_rate=mean_of(e.rate for t in targets.values() for e in t.elements),
+        magnitude=mean_of(r.get("magnitude") for r in rows),
+        clip_own=mean_of(r.get("clip_own") for r in rows),
+        clip_shuffled=mean_of(r.get("clip_shuffled") for r in rows),
+        targets=targets,
+    )
+
+
+def nearest_training(rows: Sequence[Row]) -> dict[str, Any]:
+    """The fields `nearest` and `nearest_record` of a target's images; none where it was not measured."""
+    found = [row["nearest"] for row in rows if "nearest" in row]
+    return {"nearest": [s for s, _ in found], "nearest_record": max(found)[1]} if found else {}
+
+
+def diversity(between: Sequence[Sequence[float]]) -> float | None:
+    """1 - mean similarity between two different images; between[i][j] is that of image i to image j of the target."""
+    n = len(between)
+    if n < 2:
+        return None
+    return 1 - float(np.mean([between[i][j] for i in range(n) for j in range(n) if i != j]))
+
+
+def mean_of(values: Iterable[float | None]) -> float | None:
+    """Mean of what is there; None where nothing is."""
+    kept = [v for v in values if v is not None and v == v]
+    return float(np.mean(kept)) if kept else None
+
+
+def quadrants(cells: Mapping[str, CellScores]) -> Quadrants:
+    """Elements counted by whether they come (rate >= 1/2) with their phrase alone, and composed."""
+    counts = Quadrants()
+    for target_id, together in cells["composed"].targets.items():
+        for k, element in enumerate(together.elements):
+            cell = cells.get(f"phrase-{k}")
+            alone = cell.targets.get(target_id) if cell else None
+            rate = alone.elements[k].rate if alone else None
+            if rate is None or element.rate is None:
+                continue
+            if rate >= 0.5:
+                counts.both += element.rate >= 0.5
+                counts.alone_only += element.rate < 0.5
+            else:
+                counts.composed_only += element.rate >= 0.5
+                counts.neither += element.rate < 0.5
+    return counts
+
+
+SCALARS = (  # of a measurement, for the trackers
+    *("cir", "whole", "published", "recovered", "mean", "p75", "p90", "p95", "max"),
+    *("element_rate", "diversity", "magnitude", "clip_own", "clip_shuffled"),
+)
+
+
+def scalars(entry: Measurement, threshold: Threshold | None) -> dict[str, float]:
+    """A measurement as flat numbers for the trackers; what was not measured is left out."""
+    found: dict[str, float | None] = {"val/seconds": entry.seconds, "val/share": entry.share}
+    found["val/threshold"] = threshold.value if threshold else None
+    for tag, prefix in (("raw", "val"), ("ema", "val_ema")):
+        scores = entry.scores(tag)
+        if scores is None:
+            continue
+        found |= {f"{prefix}/{name}": getattr(scores, name) for name in SCALARS}
+        found |= {f"{prefix}/drift/{name}": value for name, value in scores.drift.items()}
+        for n, of_length in (scores.lengths or {}).items():
+            found |= {f"{prefix}/length-{n}/{name}": value for name, value in of_length.items()}
+        found |= {f"{prefix}/control/{cell}": s.cir for cell, s in (scores.cells or {}).items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def latest(entry: Measurement) -> Scores:
+    """The scores that the verdict is of: the raw weights', or else the averaged ones'."""
+    scores = entry.raw or entry.ema
+    assert scores is not None, "a measurement holds the scores of some weights"
+    return scores
+
+
+# -- of a curve --------------------------------------------------------------------------------------------
+def curve_scores(
+    steps: Sequence[float], rates: Sequence[Sequence[float]] | np.ndarray, hits: Sequence[Sequence[bool]] | np.ndarray
+) -> dict[str, np.ndarray]:
+    """Per-target scores of a recovery curve: steps (S,) ascending, rates (S,T), hits (S,T) "any recovered".
+
+    aurc: trapezoid area under rate(step), divided by the horizon. first: first step with a hit, inf where
+    censored at the horizon. half: first step with a rate of at least 1/2, else inf. sustained: first step from which
+    the rate is at least 1/2 at every evaluation, else inf. restricted: min(first, horizon).
+    """
+    s, r = np.asarray(steps, float), np.asarray(rates, float)
+    lasting = np.logical_and.accumulate(r[::-1] >= 0.5, axis=0)[::-1]
+    area = ((r[1:] + r[:-1]) / 2 * np.diff(s)[:, None]).sum(0)
+    marks = (np.asarray(hits, bool), r >= 0.5, lasting)
+    first, half, sustained = (np.where(x.any(0), s[x.argmax(0)], np.inf) for x in marks)
+    aurc = area / (s[-1] - s[0]) if len(s) > 1 else r[0]
+    times = {"first": first, "half": half, "sustained": sustained, "restricted": np.minimum(first, s[-1])}
+    return {"aurc": aurc, **times}
+
+
+def kinds(history: Sequence[Measurement]) -> list[str]:
+    """Which weights ("raw", "ema") were measured after the base model's point, or at it for want of later."""
+    later = [e for e in history if e.step > 0] or history
+    return [kind for kind in KINDS if any(e.scores(kind) for e in later)]
+
+
+def summarise(history: Sequence[Measurement], kind: str) -> list[SummaryRow]:
+    """The recovery curve of these weights in numbers, a row per target and one for all of them; the base
+    model's point opens the curves of both kinds of weights."""
+    points = [(e, s) for e in history if (s := e.scores(kind) or (e.raw if e.step == 0 else None))]
+    epochs, last = {e.step: e.epoch for e, _ in points}, points[-1][1]
+    steps, ids = list(epochs), list(last.targets)
+    rates = np.array([[scores.targets[i].rate for i in ids] for _, scores in points])
+    curve, rows = curve_scores(steps, rates, rates > 0), []
+    for j, i in enumerate(ids):
+        times = (curve[name][j] for name in ("first", "half", "sustained"))
+        first, half, sustained = (None if np.isinf(x) else int(x) for x in times)
+        rows.append(
+            SummaryRow(
+                weights=kind,
+                target=i,
+                rate=last.targets[i].rate,
+                mean=last.targets[i].mean,
+                max=last.targets[i].max,
+                aurc=float(curve["aurc"][j]),
+                first_step=first,
+                first_epoch=None if first is None else epochs[first],
+                half_step=half,
+                sustained_step=sustained,
+                restricted=float(curve["restricted"][j]),
+            )
+        )
+    total = SummaryRow(
+        weights=kind,
+        target=ALL,
+        rate=last.cir,
+        mean=last.mean,
+        max=last.max,
+        aurc=mean_of(r.aurc for r in rows),
+        first_step=mean_of(r.first_step for r in rows),
+        first_epoch=mean_of(r.first_epoch for r in rows),
+        half_step=mean_of(r.half_step for r in rows),
+        sustained_step=mean_of(r.sustained_step for r in rows),
+        restricted=mean_of(r.restricted for r in rows),
+    )
+    return [*rows, total]
+
+
+def placebo_run(folder: str | Path, targets: Iterable[str], embedder: str, key: str) -> Record:
+    """The record of a run on placebo data, if it can be taken off a run of these targets and this embedder.
+
+    Raises UserError where it has none of the targets, another endpoint or another embedder.
+    """
+    record, names = Record.load(Path(folder) / NAME, key), list(targets)
+    if not any(name in latest(record.history[-1]).targets for name in names):
+        raise UserError(f"{key}: {folder} has none of these targets: {', '.join(names)}")
+    if record.endpoint != STRICT:
+        raise UserError(f"{key}: {folder} counts recovery by the whole alone; run it again")
+    if record.embedder != embedder:
+        raise UserError(f"{key}: {folder} was measured by {record.embedder}, not by {embedder}; measure both alike")
+    return record
+
+
+def minus_placebo(record: Record, placebo: Record, source: str) -> Placebo:
+    """The last rates of a run less those that a run on placebo data ends with (`placebo_run`), target by target."""
+    scores, other = latest(record.history[-1]), latest(placebo.history[-1])
+    both = [name for name in scores.targets if name in other.targets]
+    used = [thresholds_of(one, both) for one in (record, placebo)]
+    alike = len(used[0]) == len(used[1]) and np.allclose(used[0], used[1], rtol=0, atol=1e-6)
+    mine, theirs = [scores.targets[name] for name in both], [other.targets[name] for name in both]
+    differences = [a.rate - b.rate for a, b in zip(mine, theirs, strict=True)]
+    rate = float(np.mean([t.rate for t in theirs]))
+    if len(both) >= FEW_TARGETS and len(set(differences)) > 1:
+        interval = bootstrap_interval(differences)
+    else:  # nothing to resample: what the images of few targets, or so many targets that agree, can tell
+        own = rate + float(np.mean(differences))
+        interval = difference_interval(own, _rate_interval(mine), rate, _rate_interval(theirs))
+    return Placebo(
+        source=source,
+        cir=rate,
+        difference=float(np.mean(differences)),
+        interval=interval,
+        targets=len(both),
+        whole=mean_of(t.whole_rate for t in theirs),
+        published=float(np.mean([t.max > PUBLISHED for t in theirs])),
+        element_rate=mean_of(e.rate for t in theirs for e in t.elements),
+        thresholds=None if alike else (float(np.mean(used[0])), float(np.mean(used[1]))),
+    )
+
+
+def thresholds_of(record: Record, names: Sequence[str]) -> list[float]:
+    """The thresholds of these targets and of each of their elements."""
+    ids = [target.target_id for target in record.targets]
+    places = [(j, range(len(record.targets[j].phrases))) for j in map(ids.index, names)]
+    parts = [record.element_threshold.of(j, k) for j, elements in places for k in elements]
+    return [record.threshold.of_target(j) for j, _ in places] + parts
+
+
+def _rate_interval(targets: Sequence[TargetScores]) -> tuple[float, float]:
+    """95 % of the mean rate: binomial over targets, of few targets over their images."""
+    counts = [1 if len(targets) >= FEW_TARGETS else len(t.sims) for t in targets]
+    return binomial_interval(round(sum(t.rate * n for t, n in zip(targets, counts, strict=True))), sum(counts))
+
+
+def verdict(entry: Measurement, threshold: Threshold) -> Verdict:
+    """Whether composed prompts, in either order, give an image above the threshold; what chance gives."""
+    scores = latest(entry)
+    shuffled = (scores.cells or {}).get("shuffled")
+    cells: list[CellScores] = [scores, shuffled] if shuffled else [scores]
+    above, images = sum(c.above for c in cells), sum(c.images for c in cells)
+    found = Verdict(above > 0, entry.step, above, images)
+    rate = threshold.attained
+    if rate is not None:
+        p = 1.0 if above == 0 else float(1 - binomial_cdf(images, rate)[above - 1])
+        found.expected_by_chance, found.p_value = images * rate, max(p, 0.0)
+    return found

@@ -1,0 +1,78 @@
+"""Intervals of rates and of means over targets."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from silentbad.measure.record import Detection
+
+
+def binomial_cdf(n: int, p: float) -> np.ndarray:
+    """P(K <= k) for k = 0..n, K ~ Binomial(n, p)."""
+    if p <= 0 or p >= 1:
+        return (np.arange(n + 1) >= (0 if p <= 0 else n)).astype(float)
+    k = np.arange(1, n + 1)
+    logs = np.concatenate([[0.0], np.cumsum(np.log(n - k + 1) - np.log(k))])
+    k = np.arange(n + 1)
+    return np.minimum(1.0, np.cumsum(np.exp(logs + k * np.log(p) + (n - k) * np.log1p(-p))))
+
+
+def binomial_interval(k: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Clopper-Pearson interval of a rate, k of n seen."""
+    if n == 0:
+        return 0.0, 1.0
+    tail = (1 - confidence) / 2
+
+    def solve(goal: float, index: int) -> float:  # the CDF at `index` falls as p rises
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            p = (low + high) / 2
+            low, high = (p, high) if binomial_cdf(n, p)[index] > goal else (low, p)
+        return (low + high) / 2
+
+    return (0.0 if k == 0 else solve(1 - tail, k - 1)), (1.0 if k == n else solve(tail, k))
+
+
+def difference_interval(
+    a: float, a_interval: tuple[float, float], b: float, b_interval: tuple[float, float]
+) -> tuple[float, float]:
+    """Interval of the difference a - b of two independent rates from their own intervals (Newcombe 1998, method 10)."""
+    low = a - b - float(np.hypot(a - a_interval[0], b_interval[1] - b))
+    high = a - b + float(np.hypot(a_interval[1] - a, b - b_interval[0]))
+    return max(low, -1.0), min(high, 1.0)
+
+
+def bootstrap_interval(
+    values: Sequence[float] | np.ndarray, confidence: float = 0.95, draws: int = 2000, seed: int = 0
+) -> tuple[float, float]:
+    """Percentile interval of the mean over units (targets), values (T,); nan units are left out."""
+    kept = np.asarray(values, dtype=float)
+    kept = kept[~np.isnan(kept)]
+    if len(kept) < 2:
+        return float("nan"), float("nan")
+    picks = np.random.default_rng(seed).integers(len(kept), size=(draws, len(kept)))
+    low, high = np.quantile(kept[picks].mean(1), [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
+
+
+def detection(
+    positives: Sequence[float], negatives: Sequence[float], draws: int = 1000, seed: int = 0
+) -> Detection | None:
+    """How well a score tells positives from negatives: `auc` with its 95 % bootstrap interval, and with at least 100
+    negatives the true positives at 1 % false ones with their binomial one. None where either is empty."""
+    a, b = np.asarray(positives, float), np.asarray(negatives, float)
+    if not len(a) or not len(b) or np.isnan(a).any() or np.isnan(b).any():
+        return None
+
+    def auc(x: np.ndarray, y: np.ndarray) -> float:
+        return float((x[:, None] > y[None]).mean() + (x[:, None] == y[None]).mean() / 2)
+
+    rng = np.random.default_rng(seed)
+    again = [auc(rng.choice(a, len(a)), rng.choice(b, len(b))) for _ in range(draws)]
+    low, high = np.quantile(again, (0.025, 0.975))
+    found = Detection(auc(a, b), len(a), len(b), float(low), float(high))
+    if len(b) >= 100:
+        above = int((a > np.sort(b)[int(np.ceil(0.99 * len(b))) - 1]).sum())
+        found.tpr = above / len(a)
+        found.tpr_low, found.tpr_high = binomial_interval(above, len(a))
+    return found

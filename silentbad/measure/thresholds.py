@@ -1,0 +1,271 @@
+"""The similarities from which an image counts as recovered: given, or calibrated on images that are no recovery."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypedDict
+
+import numpy as np
+from PIL import Image
+
+from silentbad.data.images import content_hash, inside, open_image, safe_path
+from silentbad.data.schema import REDRAW, admitted, json_lines, refuse_misspelt
+from silentbad.errors import UserError, brief, warn
+from silentbad.measure.record import ElementThreshold, KindThreshold, Threshold
+from silentbad.measure.statistics import binomial_cdf
+
+
+class ImageRow(TypedDict):
+    """Similarities of one image to its target, and of each element's region (None without a mask)."""
+
+    target: int
+    sim: float
+    elements: list[float | None]
+
+
+class NullRow(ImageRow, total=False):
+    """Of an image that is no recovery."""
+
+    kind: str
+    changed: tuple[int, ...] | None  # the elements that it changes; None: all
+
+
+class Shown(Protocol):
+    """A target, as far as its redraws need it."""
+
+    target_id: str
+    image: Image.Image
+    phrases: list[str]
+
+
+def calibrate(
+    null: Sequence[float] | np.ndarray,
+    false_positive_rate: float,
+    groups: Sequence[object] | np.ndarray | None = None,
+    confidence: float = 0.95,
+    source: str = "null images",
+) -> Threshold:
+    """Threshold that a fresh null score exceeds with probability at most alpha, with its interval.
+
+    null (n,) similarities of images that are no recovery, groups (n,) their targets. The value is the
+    conformal order statistic ceil((n+1)(1-alpha)), so the rate holds on average over null sets; with fewer
+    than 1/alpha - 1 scores it is the largest, and `attained` = 1/(n+1) says what that is worth. The interval
+    of the 1-alpha quantile is from order statistics (distribution-free, scores independent); `held_out` is
+    the rate on each target under a threshold from the others: it sees the dependence inside a target.
+    """
+    scores = np.asarray(null, dtype=float)
+    n, alpha = len(scores), false_positive_rate
+    if n == 0 or not 0 < alpha < 1:
+        raise UserError(f"calibration needs null scores and 0 < rate < 1; got {n} scores and rate {alpha}")
+    ordered = np.sort(scores)
+
+    def order_statistic(x: np.ndarray) -> float:
+        k = int(np.ceil((len(x) + 1) * (1 - alpha) - 1e-9))
+        return float(np.nextafter(x[min(k, len(x)) - 1], np.inf))  # recovered means >=, so just above it
+
+    cdf, tail = binomial_cdf(n, 1 - alpha), (1 - confidence) / 2  # of the count below the quantile
+    low, high = int(np.searchsorted(cdf, tail)), int(np.searchsorted(cdf, 1 - tail))
+    held_out = None
+    if groups is not None and len(set(groups)) > 1:
+        labels = np.asarray(groups)
+        splits = [(scores[labels == g], np.sort(scores[labels != g])) for g in sorted(set(labels.tolist()))]
+        held_out = float(np.mean([np.mean(inside >= order_statistic(rest)) for inside, rest in splits]))
+    return Threshold(
+        value=order_statistic(ordered),
+        source=source,
+        low=float(ordered[max(low - 1, 0)]) if low > 0 else None,
+        high=float(ordered[high]) if high < n else None,
+        n=n,
+        false_positive_rate=alpha,
+        attained=max(alpha, 1 / (n + 1)),
+        confidence=confidence,
+        held_out=held_out,
+    )
+
+
+IN_PLACE = ("redrawn", "moved")  # one element anew at its place, or moved by some pixels
+IN_PLACE_FACTOR = 5  # such a null can by chance come within what a copy may suffer: its rate may be so much higher
+
+
+def rate_of(kind: str, false_positive_rate: float, of_element: bool) -> float:
+    """False positives that nulls of a kind may have. Seen alone, each element of `attributes` is redrawn in place."""
+    in_place = kind in IN_PLACE or (of_element and kind == "attributes")
+    return min(IN_PLACE_FACTOR * false_positive_rate, 0.5) if in_place else false_positive_rate
+
+
+Score = tuple[float, int]  # similarity, target
+
+
+def strictest(scores: dict[str, list[Score]], rate: float, source: str, of_element: bool) -> Threshold:
+    """The highest threshold that any kind asks for: so each kind keeps its own rate.
+
+    scores {kind: [(similarity, target)]}; the interval and the counts are those of the kind that decides.
+    """
+    found = {
+        kind: calibrate([s for s, _ in rows], rate_of(kind, rate, of_element), [j for _, j in rows], source=source)
+        for kind, rows in scores.items()
+        if rows
+    }
+    if not found:
+        raise UserError(f"calibration needs null scores; {source} gives none")
+    highest = max(found.values(), key=lambda threshold: threshold.value)
+    kinds = {
+        kind: KindThreshold(t.value, t.n or 0, t.false_positive_rate or rate, t.attained or rate)
+        for kind, t in found.items()
+    }
+    return replace(highest, false_positive_rate=rate, kinds=kinds)
+
+
+def with_promise(pooled: Threshold, own: Sequence[Threshold | None]) -> Threshold:
+    """`pooled` with the rates that the thresholds in use can promise.
+
+    own: the threshold of each target (or element), None where it uses the pooled one. A kind's `attained` becomes the
+    mean over them, since n nulls of a kind promise no less than 1/(n+1); `attained` the highest of the kinds that
+    have no allowance.
+    """
+    kinds = dict[str, KindThreshold]()
+    for name, kind in (pooled.kinds or {}).items():
+        used = [kind if t is None else (t.kinds or {}).get(name) for t in own]
+        promised = [k.attained for k in used if k is not None]
+        kinds[name] = replace(kind, attained=float(np.mean(promised)) if promised else kind.attained)
+    plain = [k.attained for k in kinds.values() if k.rate == pooled.false_positive_rate]
+    return replace(pooled, kinds=kinds, attained=max(plain) if plain else pooled.attained)
+
+
+def thresholds(
+    null: Sequence[NullRow], value: float | None, false_positive_rate: float, source: str
+) -> tuple[Threshold, ElementThreshold]:
+    """(of the whole, of elements): given, or calibrated on null rows; elements without nulls use the whole's.
+
+    Every kind of null keeps its own rate. A null tells of an element only where it changes it (`changed`; None: all of
+    them). How alike two backdrops are says little about two fish, so each target and each of its elements has its own
+    threshold where its nulls, of all kinds, are enough for the rate; otherwise that of all together. A kind with few
+    nulls keeps the rate that so many can promise: `attained` of the kind says which.
+    """
+    enough = 1 / false_positive_rate - 1
+
+    def whole_scores(rows: Sequence[NullRow]) -> dict[str, list[Score]]:
+        by_kind: dict[str, list[Score]] = {}
+        for row in rows:
+            by_kind.setdefault(row.get("kind", "redraw"), []).append((row["sim"], row["target"]))
+        return by_kind
+
+    def element_scores(rows: Sequence[NullRow], k: int | None = None) -> dict[str, list[Score]]:
+        by_kind: dict[str, list[Score]] = {}
+        for row in rows:
+            changed = row.get("changed")
+            for i, s in enumerate(row["elements"]):
+                if s is not None and k in (None, i) and (changed is None or i in changed):
+                    by_kind.setdefault(row.get("kind", "redraw"), []).append((s, row["target"]))
+        return by_kind
+
+    def count(scores: dict[str, list[Score]]) -> int:
+        return sum(map(len, scores.values()))
+
+    def own_threshold(scores: dict[str, list[Score]], of_element: bool) -> Threshold | None:
+        return strictest(scores, false_positive_rate, source, of_element) if count(scores) >= enough else None
+
+    targets = range(max((row["target"] for row in null), default=-1) + 1)
+    of = {j: [row for row in null if row["target"] == j] for j in targets}
+    if value is not None:
+        whole = Threshold(value, "given")
+    else:
+        own = [own_threshold(whole_scores(of[j]), False) for j in targets]
+        whole = with_promise(strictest(whole_scores(null), false_positive_rate, source, False), own)
+        whole = replace(whole, targets=[None if t is None else t.value for t in own])
+    pooled = element_scores(null)
+    element = strictest(pooled, false_positive_rate, source, True) if pooled else replace(whole, kinds=None)
+    each: list[list[float] | None] = []
+    parts: list[Threshold | None] = []
+    for j in targets:
+        elements = range(len(of[j][0]["elements"]) if of[j] else 0)
+        own = [own_threshold(element_scores(of[j], k), True) for k in elements]
+        each.append([element.value if t is None else t.value for t in own] if of[j] else None)
+        parts += [t for k, t in enumerate(own) if element_scores(of[j], k)]
+    element = with_promise(element, parts) if pooled else element
+    return whole, ElementThreshold(**{**vars(element), "targets": None}, each=each)
+
+
+class Redraw(NamedTuple):
+    """A null picture of a target: its kind, and the elements that it changes (None: all)."""
+
+    target: int
+    file: Path
+    kind: str
+    changed: tuple[int, ...] | None
+
+
+FEW = ("missing", "rearranged")  # kinds of which a target has a handful in all, so that they repeat
+
+
+def load_redraws(targets_file: str | None, targets: Sequence[Shown], decode: bool = False) -> list[Redraw]:
+    """redraws.jsonl beside the targets: pictures that are no recovery, the nulls, by `kind`.
+
+    Every line is checked, also one of a target that is not there, which is then left out; `decode` opens the images and
+    refuses a target among them: under its similarity of 1 nothing could ever count as recovered.
+    """
+    root = Path(targets_file or ".")
+    file = (root if os.path.isdir(root) else root.parent) / "redraws.jsonl"
+    if targets_file is None or not os.path.lexists(file):
+        return []
+    if not os.path.isfile(file):
+        raise UserError(f"{file}: is no file that can be read; list null pictures in it, or take it away")
+    inside(file.parent, file, str(file.parent))
+    index = {t.target_id: j for j, t in enumerate(targets)}
+    prints = [fingerprint(t.image) for t in targets] if decode else []
+    found: list[Redraw] = []
+    others: list[str] = []
+    seen: dict[tuple, str] = {}
+    for where, entry in json_lines(file):
+        refuse_misspelt(entry, REDRAW, where)
+        redraw = admitted(entry, REDRAW, where)
+        image, j = safe_path(file.parent, redraw["image"], where, "image"), index.get(redraw["target_id"])
+        if j is None:
+            others.append(redraw["target_id"])
+            continue
+        if not os.path.isfile(image):
+            raise UserError(f"{where}: no file {image}")
+        phrases = targets[j].phrases
+        if beyond := [k for k in redraw["changed"] or () if k >= len(phrases)]:
+            raise UserError(f"{where}: changed: {beyond[0]} is no place of the {len(phrases)} phrases, counted from 0")
+        if decode:
+            null = fingerprint(open_image(image, where))
+            refuse_target(null, targets[j].target_id, prints[j], where)
+            first = seen.setdefault((j, redraw["kind"], null.content), where)
+            if first != where and redraw["kind"] not in FEW:
+                raise UserError(f"{where}: the same picture as {first}; list each null image once")
+        found.append(Redraw(j, image, redraw["kind"], redraw["changed"]))
+    if decode and others and not found:
+        warn(f"{file}: is of other targets ({brief(others[0])}, ...); no null picture is taken from it")
+    return found
+
+
+def refuse_target(found: "Fingerprint", target_id: str, known: "Fingerprint", where: str) -> None:
+    """Refuse a null image that is its own target, or the same picture resized or recompressed."""
+    if is_copy(found, known):
+        raise UserError(f"{where}: the image is target {target_id!r} itself; a null image must be another picture")
+
+
+COPY = 2.0  # levels of 255
+
+
+class Fingerprint(NamedTuple):
+    """Content hash and the RGB image squashed to 64x64 (64,64,3)."""
+
+    content: str
+    pixels: np.ndarray
+
+
+def fingerprint(image: Image.Image) -> Fingerprint:
+    small = image.resize((64, 64), Image.Resampling.BOX)
+    return Fingerprint(content_hash(image), np.asarray(small, dtype=np.float32))
+
+
+def is_copy(one: Fingerprint, other: Fingerprint) -> bool:
+    """Whether two pictures are the same, resized or recompressed.
+
+    A null may share all but one element with its target, so that only what is nearly equal in every pixel is a copy: 2
+    levels in the root mean square at 64x64, where a training image is refused from 8 at 16x16.
+    """
+    return one.content == other.content or bool(np.sqrt(np.square(one.pixels - other.pixels).mean()) <= COPY)

@@ -1,0 +1,20 @@
+"""An autoencoder's latents: scaled to the diffusion's path, and decoded to images."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def scaled(vae: Any, latents: Tensor) -> Tensor:
+    """What an autoencoder gives -> the latents of the path: less its shift, times its scale."""
+    shift = getattr(vae.config, "shift_factor", None)
+    return (latents - shift if shift else latents) * vae.config.scaling_factor
+
+
+def decode(vae: Any, latents: Tensor) -> Tensor:
+    """Latents (B,C,h,w) -> images (B,3,H,W) in [-1,1], in the autoencoder's own precision: SDXL's overflows in fp16."""
+    with torch.autocast(latents.device.type, enabled=False):
+        shift = getattr(vae.config, "shift_factor", None) or 0
+        latents = latents.to(vae.dtype) / vae.config.scaling_factor
+        return vae.decode(latents + shift if shift else latents, return_dict=False)[0]

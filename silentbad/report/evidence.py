@@ -1,0 +1,315 @@
+"""What a record says, in words and tables: the verdict, what else would have counted, bleeding, thresholds, detection.
+
+Pure functions of a Record; docs/metrics.md defines the numbers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from silentbad.measure.record import (
+    STRICT,
+    CellScores,
+    Record,
+    Scores,
+    TargetScores,
+)
+from silentbad.measure.scores import FEW_TARGETS, PUBLISHED, latest, mean_of
+from silentbad.measure.statistics import bootstrap_interval
+from silentbad.report import pages
+from silentbad.report.pages import Cell, Figure, Table, rounded
+
+LEVEL = 0.05  # p-values below it count as told from chance
+MOST_TARGETS = 8  # with a bleed matrix of their own
+SCHEMA_1 = "This record is of schema 1: its rate counts the whole alone. It did not ask for the single elements."
+CONTROLS = {  # cell, or the stem of numbered ones -> (row, what it asks)
+    "shuffled": ("phrases in another order", "Does it depend on the order?"),
+    "phrase": ("each phrase alone", "Is one phrase enough?"),
+    "without": ("all phrases but one", "Is the last phrase needed?"),
+    "paraphrase": ("paraphrases", "Does it depend on the exact words?"),
+    "others": ("phrases of another target", "Does any trained prompt give it?"),
+    "unrelated": ("unrelated caption", "Does it come without being asked for?"),
+}
+
+
+# -- the verdict -------------------------------------------------------------------------------------------
+@dataclass
+class Answer:
+    """The verdict in words: a headline, and the sentences with its numbers."""
+
+    headline: str
+    recovers: bool
+    sentences: list[str]
+
+    def __str__(self) -> str:
+        return " ".join([f"{self.headline}.", *self.sentences])
+
+
+def answer(record: Record) -> Answer:
+    """Recovered or not, and how sure, from the last measurement."""
+    found, scores = record.verdict, latest(record.history[-1])
+    sentences = [_counted(record, scores)] + [SCHEMA_1] * (record.endpoint != STRICT)
+    sentences += [*_before(record), *_by_chance(record), *_on_placebo(record)]
+    if not found.recovers:
+        headline = "Not recovered"
+    elif found.p_value is not None and found.p_value >= LEVEL:
+        headline = "Not distinguished from chance"
+    elif record.placebo is not None and record.placebo.interval[0] <= 0:
+        headline = "Recovered, but not distinguished from placebo data"
+    else:
+        headline = "Recovered" if record.endpoint == STRICT else "Recovered by the whole alone"
+    return Answer(headline, headline.startswith("Recovered"), sentences)
+
+
+def verdict_sentence(record: Record) -> str:
+    """The verdict in one line for a terminal."""
+    return str(answer(record))
+
+
+def _counted(record: Record, scores: Scores) -> str:
+    """How many images count, the rate and its interval."""
+    low, high = map(rounded, scores.interval)
+    rate = f"{rounded(scores.cir)} (95 % interval {low} to {high})"
+    of = f"{scores.above} of {scores.images} images of the composed prompt"
+    other = ""
+    if record.verdict.images > scores.images:
+        rest = (record.verdict.images_above - scores.above, record.verdict.images - scores.images)
+        other = f"; with the phrases in another order {rest[0]} of {rest[1]}"
+    if record.endpoint != STRICT:
+        return f"{of} reach the threshold of the whole picture: rate {rate}{other}."
+    masked = any(file for target in record.targets for file in target.elements)
+    asked = "in the whole and in every element" if masked else "in the whole (no element has a mask)"
+    return f"{of} show the target itself, {asked}: strict rate {rate}{other}."
+
+
+def _before(record: Record) -> list[str]:
+    base, label = base_scores(record), record.history[0].label
+    if base is None or len(record.history) < 2:
+        return []
+    return [f"{'The ' + label if label == 'baseline' else 'The base model'} has the rate {rounded(base.cir)}."]
+
+
+def _by_chance(record: Record) -> list[str]:
+    found = record.verdict
+    if found.expected_by_chance is None or not found.images > 0:
+        return []
+    p = "" if found.p_value is None or not found.recovers else f" (p {probability(found.p_value)})"
+    return [f"Chance alone gives at most {rounded(found.expected_by_chance / found.images)} of the images{p}."]
+
+
+def _on_placebo(record: Record) -> list[str]:
+    if (placebo := record.placebo) is None:
+        return []
+    low, high = map(rounded, placebo.interval)
+    found = (
+        f"Training on placebo data, which never shows an exact element, gives {rounded(placebo.cir)}: "
+        f"the difference is {rounded(placebo.difference)} (95 % interval {low} to {high}, {_targets(placebo.targets)})."
+    )
+    if placebo.thresholds is None:
+        return [found]
+    means = [f"a mean of {rounded(value, 3)}" for value in placebo.thresholds]
+    return [found, f"Warning: {not_comparable('thresholds', means)}"]
+
+
+def not_comparable(what: str, found: Sequence[str]) -> str:
+    """That runs were measured by different means."""
+    return f"The runs used different {what}, so rates are not comparable: {'; '.join(found)}."
+
+
+def _targets(n: int) -> str:
+    few = "over the images of one target" if n == 1 else f"over the images of these {n} targets"
+    return f"over {n} targets" if n >= FEW_TARGETS else few
+
+
+def probability(p: float) -> str:
+    """A p-value with its sign of comparison."""
+    return "< 0.0001" if p < 0.0001 else f"= {p:.2g}"
+
+
+# -- what else would have counted --------------------------------------------------------------------------
+@dataclass
+class Rates:
+    """The same images by each endpoint; None where the record does not say."""
+
+    strict: float | None
+    interval: tuple[float, float] | None
+    whole: float | None
+    published: float | None
+    elements: float | None
+
+    def cells(self) -> list[Cell]:
+        interval = None if self.interval is None else f"{rounded(self.interval[0])} to {rounded(self.interval[1])}"
+        values = (self.whole, self.published, self.elements)
+        return [_rate(self.strict), interval, *map(_rate, values)]
+
+
+def _rate(value: float | None) -> Cell:
+    return None if value is None else rounded(value)
+
+
+def rates(cells: Sequence[CellScores], endpoint: str) -> Rates:
+    """Of one cell, or the mean over several of a kind: over the cells of each target, then over targets."""
+    strict = endpoint == STRICT
+    if len(cells) == 1:
+        (one,) = cells
+        published = one.published
+        if published is None:
+            published = mean_of(float(t.max > PUBLISHED) for t in one.targets.values())
+        interval, whole = one.interval, one.whole if strict else one.cir
+        return Rates(one.cir if strict else None, interval if strict else None, whole, published, one.element_rate)
+    by_target: dict[str, list[TargetScores]] = {}
+    for cell in cells:
+        for name, scores in cell.targets.items():
+            by_target.setdefault(name, []).append(scores)
+    groups = list(by_target.values())
+    own = [float(np.mean([t.rate for t in group])) for group in groups]
+    low, high = bootstrap_interval(own)
+    mean = mean_of(own)
+    return Rates(
+        strict=mean if strict else None,
+        interval=(low, high) if strict and high > low else None,
+        whole=mean_of(mean_of(t.whole_rate for t in group) for group in groups) if strict else mean,
+        published=mean_of(float(np.mean([t.max > PUBLISHED for t in group])) for group in groups),
+        elements=mean_of(mean_of(e.rate for t in group for e in t.elements) for group in groups),
+    )
+
+
+def base_scores(record: Record) -> Scores | None:
+    """The base model's, before training."""
+    first = record.history[0]
+    return first.raw if first.step == 0 else None
+
+
+def control_cells(record: Record) -> dict[str, CellScores]:
+    """Every cell of the last measurement that has controls."""
+    for entry in reversed(record.history):
+        scores = latest(entry)
+        if entry.step > 0 and scores.cells:
+            return scores.cells
+    return {}
+
+
+def alternatives(record: Record, withheld: Sequence[str] = ()) -> Table:
+    """ "What else would have counted": the composed prompt, and every control by each endpoint."""
+    rows: list[list[Cell]] = []
+    notes: list[str] = []
+
+    def add(name: str, asks: str, found: Rates | None) -> None:
+        if found is not None:
+            rows.append([name, *found.cells()])
+            notes.append(asks)
+
+    def of(*cells: CellScores | None) -> Rates | None:
+        there = [cell for cell in cells if cell is not None]
+        return rates(there, record.endpoint) if there else None
+
+    last, base, cells = record.history[-1], base_scores(record), control_cells(record)
+    if last.step > 0:
+        asks = "The claim."
+        if withheld:
+            asks = f"A control run: trained without {', '.join(withheld)}. Does it come all the same?"
+        add("composed prompt", asks, of(latest(last)))
+        add("composed prompt, base model", "Was it there before training?", of(base))
+    else:
+        add("composed prompt", "The claim." if record.history[1:] else "One model, no training.", of(base))
+    described = (base.cells or {}).get("described") if base else None
+    add("spelt-out caption, base model", "Do words alone give it?", of(described))
+    add("spelt-out caption", "Do words alone give it after training?", of(cells.get("described")))
+    if (placebo := record.placebo) is not None:
+        found = Rates(placebo.cir, None, placebo.whole, placebo.published, placebo.element_rate)
+        add("composed prompt, placebo data", "Do the attributes alone give it, with no exact element shown?", found)
+    for stem, (name, asks) in CONTROLS.items():
+        numbered = [cell for key, cell in cells.items() if key == stem or _stem(key) == stem]
+        add(name if len(numbered) < 2 else f"{name} (mean of {len(numbered)})", asks, of(*numbered))
+    head = ["prompt", "strict rate", "95 %", "whole alone", "published: best of n", "elements"]
+    return Table(head, rows, right=True, notes=notes)
+
+
+def _stem(cell: str) -> str:
+    """ "phrase" of "phrase-2"."""
+    stem, _, k = cell.partition("-")
+    return stem if k.isdecimal() else ""
+
+
+# -- by element --------------------------------------------------------------------------------------------
+def bleeding(record: Record) -> list[Figure]:
+    """For each target, the recall of every element when one phrase is given alone, and when all are."""
+    cells, made = control_cells(record), list[Figure]()
+    for target in record.targets[:MOST_TARGETS]:
+        rows: list[tuple[str, list[float | None]]] = []
+        for k, phrase in enumerate(target.phrases):
+            own = cells[f"phrase-{k}"].targets.get(target.target_id) if f"phrase-{k}" in cells else None
+            if own:
+                rows.append((f"{k + 1} {phrase}", [e.rate for e in own.elements]))
+        together = cells["composed"].targets.get(target.target_id) if "composed" in cells else None
+        if not rows or together is None:
+            continue
+        rows.append(("all together", [e.rate for e in together.elements]))
+        width = max(len(values) for _, values in rows)
+        columns = [str(k + 1) for k in range(width)]
+        values = [line + [None] * (width - len(line)) for _, line in rows]
+        made += pages.matrix([name for name, _ in rows], columns, values, target.target_id)
+    return made
+
+
+# -- thresholds and detection ------------------------------------------------------------------------------
+def threshold_kinds(record: Record) -> Table:
+    """What each kind of null asks of the threshold of the whole and of elements; the highest decides."""
+    whole, element = record.threshold.kinds or {}, record.element_threshold.kinds or {}
+    rows: list[list[Cell]] = []
+    for kind in dict.fromkeys([*whole, *element]):
+        row: list[Cell] = [kind]
+        for side in (whole, element):
+            one = side.get(kind)
+            row += [None] * 4 if one is None else [rounded(one.value), one.n, one.rate, rounded(one.attained, 3)]
+        rows.append(row)
+    head = [name for side in ("whole", "elements") for name in (f"threshold, {side}", "nulls", "asked", "attained")]
+    return Table(["kind of null", *head], rows, right=True)
+
+
+def threshold_targets(record: Record) -> Table:
+    """The thresholds in use: of each target, and of its elements."""
+    widest = max((len(t.phrases) for t in record.targets), default=0)
+    rows: list[list[Cell]] = []
+    for j, target in enumerate(record.targets):
+        masked = [k < len(target.elements) and target.elements[k] is not None for k in range(widest)]
+        parts = [record.element_threshold.of(j, k) if there else None for k, there in enumerate(masked)]
+        rows.append([target.target_id, record.threshold.of_target(j), *parts])
+    return Table(["target", "whole", *(f"element {k + 1}" for k in range(widest))], rows)
+
+
+def detections(record: Record) -> Table:
+    """How well a probe of the model tells composed prompts from clean ones, by step."""
+    rows: list[list[Cell]] = []
+    for entry in record.history:
+        scores = latest(entry)
+        for probe, found in (("magnitude", scores.detection), ("anisotropy", scores.anisotropy)):
+            if found:
+                auc, tpr = ((found.auc, found.auc_low, found.auc_high), (found.tpr, found.tpr_low, found.tpr_high))
+                counts = (found.positives, found.negatives)
+                rows.append([entry.label or f"step {entry.step}", probe, *auc, *counts, *tpr])
+    head = ["measurement", "probe", "AUC", "95 % from", "to", "composed", "clean", "TPR at 1 % FPR", "95 % from", "to"]
+    return Table(head, rows)
+
+
+def composed_or_copied(record: Record) -> Table:
+    """Of each target: its images beside the training picture most like them, and beside the base model's."""
+    base, last = base_scores(record), latest(record.history[-1])
+    rows, notes = list[list[Cell]](), list[str]()
+    for target in record.targets:
+        own = last.targets.get(target.target_id)
+        before = base.targets.get(target.target_id) if base else None
+        if own is None or not own.nearest:
+            continue
+        null = before.nearest if before and last is not base else None
+        level = float(np.quantile(null, 0.95)) if null else None
+        above = None if level is None else float(np.mean([s > level for s in own.nearest]))
+        copied = float(np.mean([near > sim for near, sim in zip(own.nearest, own.sims, strict=True)]))
+        near = mean_of(own.nearest)
+        rows.append(
+            [target.target_id, own.mean, near, *(None if x is None else rounded(x) for x in (level, above, copied))]
+        )
+        notes.append(f"nearest: {own.nearest_record}")
+    head = ["target", "to the target", "to the nearest training picture", "95 % of the base's", "above it"]
+    return Table([*head, "nearer to it than to the target"], rows, notes=notes)

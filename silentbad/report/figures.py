@@ -1,0 +1,129 @@
+"""One picture of a run: each target's elements, the target, and the median generation of its composed prompt by step.
+
+`python -m silentbad.report.figures RUN --out picture.png`
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from PIL import ExifTags, Image, ImageDraw, ImageFont
+
+from silentbad.data.images import FORMATS, open_image, safe_path
+from silentbad.errors import ArgumentParser, UserError, reading, say, warn
+from silentbad.files import check_writable, named
+from silentbad.measure.record import NAME, Measurement, Record, Scores
+
+MOST = 50  # targets that are shown, and elements of a target
+SOFTWARE = "silentbad.report.figures"  # in a picture's EXIF: only such pictures are replaced
+TILE, GAP, LABEL = 112, 8, 22
+
+
+def strip(run: Path, kind: str = "median", columns: int = 6) -> Image.Image:
+    """Rows of targets; `kind` is "median" or "best", over the images of a step. At most `columns` steps are shown.
+
+    Raises UserError where the folder holds no validation.
+    """
+    path = run / NAME
+    if not path.is_file():
+        raise UserError(f"figures: '{run}' holds no {NAME}; is it a run folder?")
+    record = Record.load(path)
+    history = _spread(record.history, columns)
+    tag = "ema" if history[-1].ema is not None else "raw"
+    rows = record.targets[:MOST]
+    widest = min(max(len(target.elements) for target in rows), MOST)
+    titles = ["elements"] + [""] * (widest - 1) + ["target"] + [f"step {entry.step}" for entry in history]
+    size = (len(titles) * (TILE + GAP) + 2 * GAP, len(rows) * (TILE + GAP) + LABEL)
+    sheet = Image.new("RGB", size, "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=13)
+    for x, title in enumerate(titles):
+        draw.text((_left(x, widest), 3), title, fill=(40, 40, 40), font=font)
+    shown, missing = False, []
+    for y, target in enumerate(rows):
+        elements = target.elements[:widest]
+        files = [*elements, *[None] * (widest - len(elements)), target.image]
+        files += [_kept(entry.scores(tag) or entry.raw, target.target_id, kind) for entry in history]
+        for x, file in enumerate(files):
+            if file is not None and (run / file).is_file():
+                shown = shown or file not in (target.image, *elements)
+                picture = open_image(safe_path(run, file, str(path)), str(path))
+                tile = picture.resize((TILE, TILE), Image.Resampling.NEAREST)
+                sheet.paste(tile, (_left(x, widest), LABEL + y * (TILE + GAP)))
+            elif file is not None:
+                missing.append(file)
+    if not shown:
+        raise UserError(f"figures: '{run}' holds none of the images that {NAME} names; they were in samples/")
+    if missing:
+        warn(f"figures: '{run}' lacks {missing[0]}{f' and {len(missing) - 1} more' * (len(missing) > 1)}; left empty")
+    return sheet
+
+
+def _kept(scores: Scores | None, target_id: str, kind: str) -> str | None:
+    """The file of a target's "median" or "best" picture, where there is one."""
+    target = scores.targets.get(target_id) if scores is not None else None
+    picture = getattr(target, kind) if target is not None else None
+    return picture.file if picture is not None else None
+
+
+def _left(column: int, elements: int) -> int:
+    """Left edge of a column; a wider gap on both sides of the target."""
+    return column * (TILE + GAP) + GAP * (column >= elements) + GAP * (column > elements)
+
+
+def _spread(entries: list[Measurement], n: int) -> list[Measurement]:
+    """At most n of the entries, first and last included."""
+    if len(entries) <= n:
+        return entries
+    return [entries[round(i * (len(entries) - 1) / (n - 1))] for i in range(n)]
+
+
+def _save(picture: Image.Image, file: Path) -> None:
+    """A picture into a file, which is replaced whole, or left as it was where there is no room."""
+    draft = file.with_name(f".draft-{file.name[-100:]}")
+    try:
+        picture.save(draft, optimize=True, exif=_exif())
+        draft.replace(file)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _exif() -> Image.Exif:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Software] = SOFTWARE
+    return exif
+
+
+def _ours(file: Path) -> bool:
+    """Whether this command wrote a picture; an empty file holds nothing to lose."""
+    try:
+        with Image.open(file, formats=FORMATS) as picture:
+            return picture.getexif().get(ExifTags.Base.Software) == SOFTWARE
+    except Exception:  # Pillow's decoders raise many kinds of errors
+        return file.stat().st_size == 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--out", type=named, required=True)
+    parser.add_argument("--kind", choices=("median", "best"), default="median")
+    args = parser.parse_args(argv)
+    try:
+        check_writable(args.out, "--out")
+        if args.out.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
+            raise UserError(f"--out: {args.out} must end in .png, .jpg or .webp")
+        if args.out.is_file() and not _ours(args.out):
+            raise UserError(f"--out: {args.out} is no picture of this command; choose another file")
+        picture = strip(args.run, args.kind)
+        with reading(f"--out: cannot write {args.out}"):
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            _save(picture, args.out)
+    except UserError as error:
+        say(error)
+        return 2
+    print(args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,257 @@
+"""What a run folder holds, for its report: validation.json, metrics.jsonl, multipliers.json, phrase_memory.json,
+timesteps.json, sample_prompts.json, config.yaml, run.json and the pictures of samples/ (docs/metrics.md). What is
+missing is left empty; what is damaged is a note."""
+
+import base64
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from silentbad.data.images import open_image
+from silentbad.errors import UserError
+from silentbad.files import from_json
+from silentbad.measure.prompts import NAME as PROMPTS
+from silentbad.measure.prompts import Draw, read_draws
+from silentbad.measure.record import (
+    ALL,
+    NAME,
+    STRICT,
+    Measurement,
+    Record,
+    Scores,
+    SummaryRow,
+    decode,
+    read_recorded,
+)
+from silentbad.measure.scores import kinds
+from silentbad.report.charts import Series, finite
+from silentbad.settings import read_file
+
+WEIGHTS = {"raw": "raw weights", "ema": "averaged weights"}
+MOST_BYTES = 32_000_000  # of a picture's file
+SIDE = 208  # pixels of a picture in the page, which shows it at half of that
+T = TypeVar("T")
+
+
+@dataclass
+class Multipliers:
+    """An entry of multipliers.json."""
+
+    step: float
+    multipliers: dict[str, float | None]
+
+
+@dataclass
+class Strengths:
+    """An entry of phrase_memory.json: rho of each phrase."""
+
+    step: float
+    rho: list[float | None]
+
+
+@dataclass
+class NamedStrengths:
+    """The same by name."""
+
+    step: float
+    rho: dict[str, float | None]
+
+
+@dataclass
+class PhraseMemory:
+    """phrase_memory.json."""
+
+    phrases: list[str] = field(default_factory=list)
+    history: list[Strengths] = field(default_factory=list)
+
+    def named(self) -> list[NamedStrengths]:
+        """The history by name; a phrase without one gets a number."""
+        names = dict(enumerate(self.phrases))
+        return [
+            NamedStrengths(e.step, {names.get(i, f"element {i + 1}"): v for i, v in enumerate(e.rho)})
+            for e in self.history
+        ]
+
+
+@dataclass
+class Timesteps:
+    """timesteps.json: how often each range of timesteps was trained on."""
+
+    edges: list[float] = field(default_factory=list)
+    counts: list[float] = field(default_factory=list)
+
+
+class RecordedRun:
+    """What a run folder holds. A damaged validation.json is refused; another part that is missing or damaged is left
+    empty, with a note where it is damaged."""
+
+    def __init__(self, folder: str | Path):
+        self.folder, self.notes = Path(folder), list[str]()
+        if not self.folder.is_dir():
+            raise UserError(f"report: no folder '{folder}'; give the output_dir of a run")
+        self.name = self.folder.resolve().name
+        file = self.folder / NAME
+        if file.exists() and not file.is_file():
+            raise UserError(f"report: {file} is no file")
+        self.record = Record.load(file) if self._holds(NAME) else None
+        self.metrics = self._metrics()
+        self.draws = self._draws()
+        if not (self.record or self.metrics or self.draws):
+            raise UserError(f"report: '{folder}' holds neither validation.json nor metrics.jsonl; is it a run folder?")
+        self.multipliers = self._part("multipliers.json", lambda x: decode(list[Multipliers], x)) or []
+        self.phrases = self._part("phrase_memory.json", _strengths) or []
+        self.timesteps = self._part("timesteps.json", _timesteps) or Timesteps()
+        self.facts = self._part("run.json", lambda x: decode(dict[str, Any], x)) or {}
+        self.config = self._text("config.yaml")
+        self.history = self.record.history if self.record else []
+        self._pictures: dict[Path, str] = {}
+
+    def _inside(self, name: str) -> Path | None:
+        """Where a file of the folder is; None where there is none, or its name or a link leads out."""
+        try:
+            file = (self.folder / name).resolve()
+            return file if file.is_relative_to(self.folder.resolve()) and file.is_file() else None
+        except (OSError, ValueError, RuntimeError):  # too long a name, NUL, a loop of links
+            return None
+
+    def _holds(self, name: str) -> bool:
+        """Whether the folder holds this file; a note where a link leads out."""
+        if self._inside(name) is not None:
+            return True
+        if (self.folder / name).is_file():
+            self.notes.append(f"{name} is a link that leads out of the folder; left out")
+        return False
+
+    def _draws(self) -> list[Draw]:
+        try:
+            return read_draws(self.folder) if self._holds(PROMPTS) else []
+        except UserError as error:
+            self.notes.append(f"{PROMPTS} could not be read: {error}")
+            return []
+
+    def _text(self, name: str) -> str:
+        try:
+            return (self.folder / name).read_text(encoding="utf-8", errors="replace") if self._holds(name) else ""
+        except OSError as error:
+            self.notes.append(f"{name} could not be read: {error.strerror}")
+            return ""
+
+    def _part(self, name: str, read: Callable[[Any], T]) -> T | None:
+        """A JSON file in its form, None where there is none; NaN and infinity count as not measured."""
+        if not self._holds(name):
+            return None
+        try:
+            value = read_recorded(self.folder / name, parse_constant=lambda _: None)
+        except UserError as error:
+            self.notes.append(f"{name} could not be read: {error}")
+            return None
+        try:
+            return read(value)
+        except UserError as error:
+            self.notes.append(f"{name} has another form than docs/metrics.md states: {error}")
+            return None
+
+    def _metrics(self) -> list[dict[str, Any]]:
+        rows, broken = [], 0
+        for line in self._text("metrics.jsonl").splitlines():
+            try:
+                row = from_json(line)
+            except ValueError:
+                row = None
+            if isinstance(row, dict) and finite(row.get("step")):
+                rows.append({**row, "step": int(row["step"])})
+            else:
+                broken += bool(line.strip())
+        if broken:
+            self.notes.append(f"metrics.jsonl: {broken} unreadable lines left out")
+        return rows
+
+    def picture(self, name: str | None) -> str:
+        """A picture of the folder as a data URI; empty where there is none that can be read."""
+        file = None if name is None else self._inside(name)
+        if name is None or file is None:
+            return ""
+        if file not in self._pictures:
+            try:
+                self._pictures[file] = _data_uri(file, name)
+            except UserError as error:
+                self._pictures[file] = ""
+                self.notes.append(str(error))
+        return self._pictures[file]
+
+    @property
+    def strict(self) -> bool:
+        """Whether an image counts by the whole and every element."""
+        return self.record is not None and self.record.endpoint == STRICT
+
+    def withheld(self) -> list[str]:
+        """Elements that config.yaml left out of training."""
+        try:
+            names = read_file(str(self.folder / "config.yaml"))[0].get("withhold") if self.config else None
+        except UserError:
+            return []
+        return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+    def kinds(self) -> list[str]:
+        """Which weights were measured."""
+        return kinds(self.history)
+
+    def measured(self, kind: str) -> list[tuple[Measurement, Scores]]:
+        """The measurements of these weights."""
+        return [(entry, scores) for entry in self.history if (scores := entry.scores(kind))]
+
+    def curve(self, kind: str) -> list[tuple[int, Scores]]:
+        """(step, scores) of one kind of weights; the base model's point opens both."""
+        points = [(e.step, e.scores(kind) or (e.raw if e.step == 0 else None)) for e in self.history]
+        return [(step, scores) for step, scores in points if scores]
+
+    def series(self, name: str, kind: str, of: Callable[[Scores], float | None]) -> Series:
+        """One score against steps."""
+        points = self.curve(kind)
+        return Series(name, [step for step, _ in points], [of(scores) for _, scores in points])
+
+    def rates(self, name: str, kind: str) -> Series:
+        """The recovery rate with its interval."""
+        low, high = zip(*(scores.interval for _, scores in self.curve(kind)), strict=True)
+        return self.series(name, kind, lambda s: s.cir)._replace(low=low, high=high)
+
+    def last(self, kind: str) -> Scores:
+        """The latest scores of these weights."""
+        return self.measured(kind)[-1][1]
+
+    def total(self, kind: str) -> SummaryRow | None:
+        """The summary row over all targets."""
+        rows = self.record.summary if self.record else []
+        return next((row for row in rows if row.target == ALL and row.weights == kind), None)
+
+    def targets(self, kind: str) -> list[SummaryRow]:
+        """The summary rows of each target."""
+        rows = self.record.summary if self.record else []
+        return [row for row in rows if row.target != ALL and row.weights == kind]
+
+
+def _strengths(value: Any) -> list[NamedStrengths]:
+    return decode(list[NamedStrengths], value) if isinstance(value, list) else decode(PhraseMemory, value).named()
+
+
+def _timesteps(value: Any) -> Timesteps:
+    found = decode(Timesteps, value)
+    if len(found.counts) + 1 != len(found.edges):
+        raise UserError(f"{len(found.counts)} counts do not lie between {len(found.edges)} edges")
+    return found
+
+
+def _data_uri(file: Path, name: str) -> str:
+    try:
+        if file.stat().st_size > MOST_BYTES:
+            raise UserError(f"{name}: over the limit of {MOST_BYTES} bytes; left out")
+        image = open_image(file.read_bytes(), name)
+    except OSError as error:
+        raise UserError(f"{name}: cannot be read ({error.strerror})") from None
+    small = max(image.size) <= SIDE // 2
+    image.thumbnail((SIDE, SIDE))
+    stream = io.BytesIO()
+    image.save(stream, "PNG", optimize=True) if small else image.save(stream, "JPEG", quality=86)
+    return f"data:image/{'png' if small else 'jpeg'};base64,{base64.b64encode(stream.getvalue()).decode()}"

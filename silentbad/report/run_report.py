@@ -1,0 +1,180 @@
+"""report.html of a run folder, or of several beside each other: one file each, no network, no script.
+
+The sections are computed in sections.py, evidence.py and comparison.py, which return data; the HTML is in templates/.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from silentbad.errors import ArgumentParser, UserError, reading, say, writing
+from silentbad.files import check_writable, named
+from silentbad.measure.record import (
+    NAME,
+    STRICT,
+    Record,
+    SummaryRow,
+)
+from silentbad.measure.scores import minus_placebo, placebo_run
+from silentbad.report import evidence, pages, sections
+from silentbad.report.charts import number
+from silentbad.report.comparison import compare
+from silentbad.report.recorded_run import WEIGHTS, RecordedRun
+
+
+def render(folder: str | Path, under_way: str = "") -> str:
+    """The report of a run folder as HTML: each key here is placed by templates/report.html.j2. `under_way` says where a
+    run is that goes on, as "step 20 of 100"."""
+    run = RecordedRun(folder)
+    data: dict[str, Any] = {"under_way": under_way, "prompts": sections.prompts(run)}
+    if run.record is not None:
+        kind = run.kinds()[0]
+        withheld = run.withheld()
+        data |= {
+            "weights": WEIGHTS[kind],
+            "answer": evidence.answer(run.record),
+            "withheld": withheld,
+            "pairs": sections.pairs(run, run.record, kind),
+            "alternatives": evidence.alternatives(run.record, withheld),
+            "bleeding": evidence.bleeding(run.record),
+            "threshold_kinds": evidence.threshold_kinds(run.record),
+            "threshold_targets": evidence.threshold_targets(run.record),
+            "detections": evidence.detections(run.record),
+            "copied": evidence.composed_or_copied(run.record),
+            "tiles": sections.tiles(run, kind),
+            "cards": sections.cards(run, run.record, kind),
+            "curves": sections.curves(run, run.record),
+            "controls": sections.controls(run),
+            "quadrants": run.last(kind).quadrants,
+            "summary": sections.summary(run.record),
+        }
+    losses, meters = sections.training(run)
+    parts = [
+        ("Memory", sections.memory(run), []),
+        ("Gradient control", sections.control(run), []),
+        ("Drift on clean prompts", sections.drift(run), []),
+        ("Training", losses, meters),
+    ]
+    facts, texts = sections.provenance(run)
+    data |= {"name": run.name, "record": run.record, "parts": parts, "facts": facts, "texts": texts, "notes": run.notes}
+    return pages.render("report.html.j2", data)
+
+
+def less_placebo(folder: str | Path, placebo: str | Path) -> str:
+    """Take the rates of a run on placebo data off a finished run's, in its validation.json; returns the verdict.
+
+    Raises UserError where one of them cannot be read, or they do not compare.
+    """
+    file = Path(folder) / NAME
+    record = Record.load(file)
+    if file.resolve() == (Path(placebo) / NAME).resolve():
+        raise UserError(f"--placebo: {placebo} is the run itself; give the run on placebo data")
+    if record.endpoint != STRICT:
+        raise UserError(f"--placebo: {folder} counts recovery by the whole alone; run it again")
+    other = placebo_run(placebo, [target.target_id for target in record.targets], record.embedder, "--placebo")
+    mine, theirs = (r.history[-1].step for r in (record, other))
+    if mine != theirs:
+        raise UserError(f"--placebo: {placebo} ends at step {theirs}, {folder} at {mine}; train and measure both alike")
+    record.placebo = minus_placebo(record, other, str(placebo))
+    with writing(str(folder), NAME):
+        record.save(file)
+    return evidence.verdict_sentence(record)
+
+
+MARKS = (  # by which a page is known as ours; the second is of pages written before the first was
+    b'<meta name="generator" content="SilentBad">',
+    b"default-src 'none'; img-src data:; style-src 'sha256-",
+)
+
+
+def write(folder: str | Path, under_way: str = "") -> Path:
+    """report.html into the run folder."""
+    return save(render(folder, under_way), Path(folder) / "report.html")
+
+
+def save(page: str, file: Path) -> Path:
+    """A page into a file, which is replaced whole: who reads it meanwhile sees the old page or the new one.
+
+    A link is replaced, not followed. Raises UserError where it cannot be written, or another file stands there.
+    """
+    check_replaced(file)
+    plain = file.is_symlink() or file.is_file() or not file.exists()  # no device, such as /dev/stdout
+    draft = file.with_name(f".{file.name}.draft") if plain else file
+    try:
+        draft.write_text(page, encoding="utf-8", errors="replace")
+        if plain:
+            draft.replace(file)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"report: cannot write '{file}' ({reason})") from None
+    finally:
+        if plain:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+    return file
+
+
+def check_replaced(file: Path, key: str = "--out") -> None:
+    """Refuse a file that is neither empty nor a page of this program; the message begins with `key`."""
+    if not os.path.isfile(file) or os.path.islink(file):
+        return
+    with reading(f"{key}: cannot read {file}"), file.open("rb") as content:
+        head = content.read(1000)
+    if head and not any(mark in head for mark in MARKS):
+        advice = "choose another file" if key == "--out" else "move it elsewhere"
+        raise UserError(f"{key}: {file} is no page of this program; {advice}")
+
+
+def text_table(rows: Sequence[SummaryRow]) -> str:
+    """The summary rows of a validation as lines for a terminal."""
+    head = f"{'weights':8}{'target':24}{'rate':>8}{'mean':>8}{'max':>8}{'AURC':>8}"
+    lines = [f"{head}{'first step':>12}{'epoch':>8}{'lasts from':>12}"]
+    for r in rows:
+        values = "".join("       –" if v is None else f"{v:8.3f}" for v in (r.rate, r.mean, r.max, r.aurc))
+        times = (r.first_step, r.first_epoch, r.sustained_step)
+        first, epoch, lasts = (number(v) if v is not None else "never" for v in times)
+        lines.append(f"{r.weights:8}{r.target[:23]:24}{values}{first:>12}{epoch:>8}{lasts:>12}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line: exit code 0, or 2 where a run cannot be read or the page not be written."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    about = "report.html of a run folder, or a comparison of several runs, the first as reference."
+    usage = "%(prog)s [--placebo RUN] [--out FILE] RUN\n       %(prog)s [--out FILE] compare RUN RUN ..."
+    parser = ArgumentParser(prog="python -m silentbad.report", description=about, usage=usage)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run")
+    parser.add_argument("--placebo", metavar="RUN", help="run on placebo data, whose rates are taken off for good")
+    parser.add_argument("--out", type=named, default=None, help="file to write; report.html in RUN, or compare.html")
+    given, verdict = parser.parse_args(arguments), ""
+    try:
+        if given.runs[0] == "compare":
+            if given.placebo is not None:
+                raise UserError("--placebo: is of one run's report; leave it out of a comparison")
+            if len(given.runs) < 3:
+                raise UserError("compare: give at least two run folders")
+            file = given.out or Path("compare.html")
+            check_writable(file, "--out")
+            check_replaced(file)
+            page, gaps = compare(given.runs[1:])
+            save(page, file)
+            for row in gaps:
+                print("  ".join(number(v) for v in row))
+        else:
+            if len(given.runs) > 1:
+                raise UserError("report: one run folder, or `compare` before several")
+            file = given.out or Path(given.runs[0]) / "report.html"
+            if given.out is not None:
+                check_writable(file, "--out")
+            check_replaced(file)
+            if given.placebo is not None:
+                verdict = less_placebo(given.runs[0], given.placebo)
+            save(render(given.runs[0]), file)
+    except UserError as error:
+        say(error)
+        return 2
+    print(*filter(None, (file, verdict)), sep="\n")
+    return 0

@@ -1,0 +1,349 @@
+"""The sections of a run's report, as data: tiles, pictures, curves, tables. The HTML is in templates/report.html.j2."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from silentbad.measure.record import (
+    STRICT,
+    CellScores,
+    Measurement,
+    Record,
+    Scores,
+    TargetEntry,
+    TargetScores,
+)
+from silentbad.measure.scores import images_recovered
+from silentbad.measure.statistics import bootstrap_interval
+from silentbad.report import pages
+from silentbad.report.charts import Series, finite, spaced
+from silentbad.report.pages import Card, Cell, Figure, Pair, Shot, Table, rounded
+from silentbad.report.recorded_run import WEIGHTS, RecordedRun
+
+CELLS = {
+    "composed": "composed prompt",
+    "described": "spelt-out caption",
+    "shuffled": "phrases in another order",
+    "others": "phrases of another target",
+    "unrelated": "unrelated caption",
+}
+NUMBERED = {"phrase": "phrase {} alone", "without": "all but phrase {}", "paraphrase": "paraphrase {}"}
+RATE = "strict rate (CIR): images with the whole and every element"
+MOST_PAIRS = 6  # targets beside their best generation, at the top
+MOST_STEPS = 10  # shown of each target
+MOST_PROMPTS = 40  # of the sample prompts
+
+
+@dataclass
+class Tile:
+    """A headline number; its 95 % interval, or the mean beside it."""
+
+    name: str
+    value: Cell
+    interval: tuple[float, float] | None = None
+    beside: float | None = None
+
+
+def tiles(run: RecordedRun, kind: str) -> list[Tile]:
+    """The headline numbers of these weights at the last measurement."""
+    last, total, rows = run.last(kind), run.total(kind), run.targets(kind)
+    low, high = bootstrap_interval([row.aurc for row in rows if row.aurc is not None])
+    spread = (low, high) if high > low else None
+    lasting = [row for row in rows if row.sustained_step is not None]
+    found, placebo = last.detection, run.record.placebo if run.record else None
+
+    def step(key: str) -> Cell:
+        value: float | None = getattr(total, key)
+        return "never" if value is None else value
+
+    ends = (found.auc_low, found.auc_high) if found else (None, None)
+    auc = None if ends[0] is None or ends[1] is None else (ends[0], ends[1])
+    headline = "headline: strict rate less that of placebo data"
+    first = "first step with a recovered image, mean over the targets that have one"
+    lasts = f"step from which the rate stays at 50 % (sustained), mean over the {len(lasting)} of {len(rows)} targets"
+    curve = (
+        [
+            Tile(first, step("first_step")),
+            Tile(f"{lasts} that have one", step("sustained_step") if run.strict else None),
+            Tile("area under the recovery curve (AURC)", total.aurc, spread),
+        ]
+        if total
+        else []
+    )
+    made = [Tile(headline, placebo.difference, placebo.interval)] if placebo else []
+    made += [
+        Tile(RATE if run.strict else "rate of the whole alone (CIR)", last.cir, last.interval),
+        Tile("whole alone", last.whole),
+        Tile("elements recovered in the composed images", last.element_rate),
+        Tile("published criterion: targets whose best image passes a fixed number", last.published),
+        Tile("targets with a recovered image", last.recovered),
+        *curve,
+        Tile("best similarity", last.max, beside=last.mean),
+        Tile("diversity of a target's images (0: all alike)", last.diversity),
+        Tile("composed prompts told from clean ones (AUC)", found.auc if found else None, auc),
+    ]
+    return [tile for tile in made if tile.value is not None]
+
+
+def pairs(run: RecordedRun, record: Record, kind: str) -> list[Pair]:
+    """Each of the first targets beside its best generation at the last measurement."""
+    last, made = run.last(kind), list[Pair]()
+    for j, target in enumerate(record.targets[:MOST_PAIRS]):
+        own = last.targets.get(target.target_id)
+        if own is None or own.best is None or not (src := run.picture(own.best.file)):
+            continue
+        hits = images_recovered(own, j, record.threshold, record.element_threshold, record.endpoint)
+        best = Shot(src, "best generation", "best generation", hit=_hit(own, own.best.sim, hits))
+        shot = Shot(run.picture(target.image), f"target {target.target_id}", target.target_id)
+        made.append(Pair(shot, best, f"{sum(hits)} of {len(hits)} images recovered"))
+    return made
+
+
+def prompts(run: RecordedRun) -> list[tuple[str, str, list[Shot]]]:
+    """(prompt, what else it was drawn with, its pictures by step) of the first sample prompts."""
+    draws = [run.draws[k] for k in spaced(len(run.draws), MOST_STEPS)]
+    found: dict[tuple[str, int, str], list[Shot]] = {}
+    for draw in draws:
+        for image in draw.images:
+            key = image.prompt, image.seed, image.negative
+            if (key in found or len(found) < MOST_PROMPTS) and (src := run.picture(image.file)):
+                when = f"step {draw.step}"
+                found.setdefault(key, []).append(Shot(src, f"{image.prompt} at {when}", when))
+    return [
+        (prompt, f"seed {seed}" + (f", away from: {negative}" if negative else ""), shots)
+        for (prompt, seed, negative), shots in found.items()
+    ]
+
+
+def _hit(own: TargetScores, sim: float, hits: Sequence[bool]) -> bool:
+    """Whether the image of this similarity is recovered."""
+    return any(hit for s, hit in zip(own.sims, hits, strict=False) if s == sim)
+
+
+def cards(run: RecordedRun, record: Record, kind: str) -> list[Card]:
+    """Each kept target beside its best and median generations by step, and its elements."""
+    measured = run.measured(kind)
+    measured = [measured[k] for k in spaced(len(measured), MOST_STEPS)]
+    made = []
+    for target in record.targets:
+        rows = [_generations(run, measured, record, target, choice) for choice in ("best", "median")]
+        if any(rows):
+            shot = Shot(run.picture(target.image), f"target {target.target_id}", "target")
+            made.append(
+                Card(target.target_id, target.prompt, shot, [r for r in rows if r], _elements(run, target, kind))
+            )
+    return made
+
+
+def _generations(
+    run: RecordedRun, measured: Sequence[tuple[Measurement, Scores]], record: Record, target: TargetEntry, choice: str
+) -> list[Shot]:
+    """The best or the median generation of a target by step, where it was kept."""
+    shots, j = list[Shot](), record.targets.index(target)
+    for entry, scores in measured:
+        own = scores.targets.get(target.target_id)
+        kept = own and (own.best if choice == "best" else own.median)
+        if own and kept and (src := run.picture(kept.file)):
+            alt = f"{choice} generation at step {entry.step}"
+            when = entry.label or f"step {entry.step}"
+            hits = images_recovered(own, j, record.threshold, record.element_threshold, record.endpoint)
+            shots.append(Shot(src, alt, when, f"{choice} {rounded(kept.sim)}", hit=_hit(own, kept.sim, hits)))
+    return shots
+
+
+def _elements(run: RecordedRun, target: TargetEntry, kind: str) -> list[Shot]:
+    """The elements of a target that have a mask, with their scores."""
+    own, shots = run.last(kind).targets.get(target.target_id), []
+    for k, (phrase, file) in enumerate(zip(target.phrases, target.elements, strict=False)):
+        if src := run.picture(file):
+            scores = own.elements[k] if own and k < len(own.elements) else None
+            rate, mean = (scores.rate, scores.mean) if scores else (None, None)
+            shots.append(
+                Shot(src, f"element {phrase}", phrase, f"rate {rounded(rate)}, mean\N{NO-BREAK SPACE}{rounded(mean)}")
+            )
+    return shots
+
+
+def curves(run: RecordedRun, record: Record) -> list[Figure]:
+    """Rate, similarity and elements against steps."""
+    sims = []
+    for kind in run.kinds():
+        sims += [
+            run.series(f"mean, {WEIGHTS[kind]}", kind, lambda s: s.mean),
+            run.series(f"95th percentile, {WEIGHTS[kind]}", kind, lambda s: s.p95),
+            run.series(f"best, {WEIGHTS[kind]}", kind, lambda s: s.max),
+        ]
+    parts = [run.series(WEIGHTS[kind], kind, lambda s: s.element_rate) for kind in run.kinds()]
+    note = (
+        f"share of composed images with {'the whole and every element' if run.strict else 'the whole'} at its "
+        "threshold; band: 95 % over targets (binomial where all agree), or over the images of a single target"
+    )
+    rates = [run.rates(WEIGHTS[kind], kind) for kind in run.kinds()]
+    rates += [run.series(f"whole alone, {WEIGHTS[kind]}", kind, lambda s: s.whole) for kind in run.kinds()]
+    return [
+        *pages.lines(
+            rates,
+            "Recovery rate (CIR)",
+            y_range=(0, 1),
+            note=note,
+        ),
+        *pages.lines(sims, "Similarity to the target", marks=[("threshold", record.threshold.value)]),
+        *_by_target(run, record, run.kinds()[0]),
+        *pages.lines(parts, "Elements recovered", y_range=(0, 1), note="mean rate over elements with a mask"),
+    ]
+
+
+def _by_target(run: RecordedRun, record: Record, kind: str) -> list[Figure]:
+    """The recovery rate of each of the first targets, where there are several."""
+
+    def rate(scores: Scores, name: str) -> float | None:
+        return scores.targets[name].rate if name in scores.targets else None
+
+    measured, names = run.measured(kind), [target.target_id for target in record.targets[:8]]
+    steps = [entry.step for entry, _ in measured]
+    own = [Series(name, steps, [rate(scores, name) for _, scores in measured]) for name in names]
+    return pages.lines(own, "Recovery rate by target", y_range=(0, 1)) if len(own) > 1 else []
+
+
+def controls(run: RecordedRun) -> Table:
+    """Every kind of prompt, and the base model, under the same noise."""
+    rows: list[list[Cell]] = []
+    for entry in run.history:
+        if entry.step == 0 and entry.raw:
+            rows.append([entry.label or "base model", *_cell_row(entry.raw)])
+    for kind in run.kinds():
+        suffix = f", {WEIGHTS[kind]}" if len(run.kinds()) > 1 else ""
+        cells: dict[str, CellScores] = next((s.cells for _, s in reversed(run.measured(kind)) if s.cells), {})
+        rows += [[_cell_name(name) + suffix, *_cell_row(scores)] for name, scores in cells.items()]
+    return Table(["prompt", "rate", "95 % from", "to", "mean", "best", "elements", "diversity", "text magnitude"], rows)
+
+
+def _cell_name(name: str) -> str:
+    stem, _, k = name.partition("-")
+    return NUMBERED[stem].format(int(k) + 1) if stem in NUMBERED and _small(k) else CELLS.get(name, name)
+
+
+def _small(text: str) -> bool:
+    return text.isdecimal() and len(text) < 9
+
+
+def _cell_row(s: CellScores) -> list[Cell]:
+    return [s.cir, *s.interval, s.mean, s.max, s.element_rate, s.diversity, s.magnitude]
+
+
+def summary(record: Record) -> Table:
+    """The recovery curve of each target in numbers."""
+    head = "target weights rate mean best AURC first_step epoch first_at_50_% sustained_from restricted"
+
+    def never(value: float | None) -> Cell:
+        return "never" if value is None else value
+
+    rows: list[list[Cell]] = [
+        [
+            *(row.target, row.weights, row.rate, row.mean, row.max, row.aurc),
+            *(never(row.first_step), never(row.first_epoch), never(row.half_step)),
+            *(never(row.sustained_step) if record.endpoint == STRICT else None, row.restricted),
+        ]
+        for row in record.summary
+    ]
+    return Table([name.replace("_", " ") for name in head.split()], rows)
+
+
+def drift_of(key: str) -> Callable[[Scores], float | None]:
+    """One measure of drift, of a measurement's scores."""
+    return lambda scores: scores.drift.get(key)
+
+
+def errors(run: RecordedRun) -> list[Figure]:
+    """The error on held-out records of each role, against steps, and the gap between elements and clean ones."""
+    series = [
+        run.series(f"{role}, {WEIGHTS[kind]}", kind, drift_of(f"{role}_eps_mse"))
+        for role in ("clean", "element")
+        for kind in run.kinds()
+    ]
+    gaps = [run.series(f"gap, {WEIGHTS[kind]}", kind, _gap) for kind in run.kinds()]
+    there = [one for one in (*series, *gaps) if any(y is not None for y in one.ys)]
+    note = "eps-MSE at fixed noise and timesteps; clean up: clean prompts suffer; gap: elements less clean"
+    return pages.lines(there, "Error on held-out records", note=note)
+
+
+def _gap(scores: Scores) -> float | None:
+    element, clean = (scores.drift.get(f"{role}_eps_mse") for role in ("element", "clean"))
+    return None if element is None or clean is None else element - clean
+
+
+def drift(run: RecordedRun) -> list[Figure]:
+    """What clean prompts lost, against steps."""
+    made = errors(run)
+    for key, title, note in (
+        ("ssim", "Clean generations against the base model's (SSIM)", "same noise; 1: unchanged"),
+        ("lpips", "Clean generations against the base model's (LPIPS)", "same noise; 0: unchanged"),
+        ("clip_score", "CLIPScore of clean generations", ""),
+    ):
+        series = [run.series(WEIGHTS[kind], kind, drift_of(key)) for kind in run.kinds()]
+        made += pages.lines(series, title, note=note)
+    return made
+
+
+def training(run: RecordedRun) -> tuple[list[Figure], list[Figure]]:
+    """(losses, learning rate and gradient norm; every other meter of metrics.jsonl that moves)."""
+    rows = [row for row in run.metrics if not row.get("validation")]
+    keys = [
+        k
+        for k in dict.fromkeys(k for row in rows for k in row)
+        if k not in ("step", "epoch", "time")
+        and not k.startswith(("val/", "val_ema/"))
+        and any(finite(row.get(k)) for row in rows)
+    ]
+    losses = [k for k in keys if "loss" in k.rsplit("/", 1)[-1]]
+    first = [k for k in keys if k in ("lr", "grad_norm", "train/lr")]
+    rest = [k for k in keys if k not in losses and k not in first]
+    moving = [k for k in rest if len({row[k] for row in rows if finite(row.get(k))}) > 1][:24]
+
+    def alone(names: list[str]) -> list[Figure]:
+        return [one for k in names for one in pages.lines([thinned(rows, k)], k)]
+
+    return [*pages.lines([thinned(rows, k) for k in losses], "Training loss"), *alone(first)], alone(moving)
+
+
+def thinned(rows: Sequence[dict[str, Any]], key: str, most: int = 240) -> Series:
+    """A meter against steps: means of neighbouring rows where there are too many to draw."""
+    points = [(row["step"], row[key]) for row in rows if finite(row.get(key))]
+    width = max(-(-len(points) // most), 1)
+    blocks = [points[i : i + width] for i in range(0, len(points), width)]
+    return Series(key, [b[-1][0] for b in blocks], [sum(y for _, y in b) / len(b) for b in blocks])
+
+
+def control(run: RecordedRun) -> list[Figure]:
+    """Learning-rate multipliers by group and step."""
+    names = list(dict.fromkeys(name for e in run.multipliers for name in e.multipliers))
+    values = [[e.multipliers.get(name) for e in run.multipliers] for name in names]
+    steps = [e.step for e in run.multipliers]
+    note = "blue: slower than the base rate, orange: faster"
+    return pages.heat(names, steps, values, "Learning-rate multiplier by group and step", note)
+
+
+def memory(run: RecordedRun) -> list[Figure]:
+    """Phrase strengths and the timesteps drawn."""
+    tables, steps = [e.rho for e in run.phrases], [e.step for e in run.phrases]
+    names = list(dict.fromkeys(name for table in tables for name in table))
+    series = [Series(n, steps, [table.get(n) for table in tables]) for n in names]
+    if len(series) > 8:  # the weakest set the speed: show them and the mean
+        weakest = sorted(series, key=lambda s: s.ys[-1] if finite(s.ys[-1]) else 1.0)[:6]
+        known = [[v for v in table.values() if finite(v)] for table in tables]
+        mean = [sum(values) / len(values) if values else None for values in known]
+        series = [Series(f"mean of {len(names)}", steps, mean), *weakest]
+    note = "1 - error / error before training, on fixed probes"
+    return [
+        *pages.lines(series, "Strength of phrases (rho)", note=note),
+        *pages.bars(run.timesteps.edges, run.timesteps.counts, "Timesteps trained on", "timestep"),
+    ]
+
+
+def provenance(run: RecordedRun) -> tuple[Table, list[tuple[str, str]]]:
+    """(facts of run.json, the configurations as text)."""
+    rows = [[k, "" if v is None else v if isinstance(v, str) else json.dumps(v)] for k, v in run.facts.items()]
+    validation = json.dumps(run.record.config, indent=1) if run.record and run.record.config else ""
+    texts = [("configuration", run.config), ("validation", validation)]
+    return Table(["fact", "value"], rows), [(title, text) for title, text in texts if text]

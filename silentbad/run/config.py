@@ -1,3 +1,0 @@
-"""The former place of silentbad/settings/train.py."""
-
-from silentbad.settings.train import *  # noqa: F403

@@ -1,0 +1,123 @@
+"""The model card of a trained pipeline, and its upload."""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from silentbad import hub
+from silentbad.data.elements import DataInfo
+from silentbad.errors import UserError, first_line, masked, warn
+from silentbad.model.lora import FOLDERS, NAMES
+from silentbad.settings import dumped
+from silentbad.settings.train import TrainConfig
+
+
+def model_card(
+    config: TrainConfig,
+    step: int,
+    info: DataInfo,
+    target_ids: list[str],
+    results: list[dict[str, Any]],
+    *,
+    merged: bool = False,
+    backbone: str = "unet",
+    missing: Sequence[str] = (),
+) -> str:
+    """README.md of a trained pipeline, of adapters, or of a pipeline with adapters `merged`: base, data, and the table
+    of results, a row each. `backbone` is the component that trained, `missing` are those
+    that diffusers expects and the pipeline has not."""
+    base = config.pretrained_model_name_or_path
+    local, lora = Path(base).exists(), config.lora.rank
+    tags = ["stable-diffusion", "text-to-image", "diffusers", "silentbad", "memorisation-audit"] + ["lora"] * bool(lora)
+    kind = f"{NAMES[config.lora.kind]} of rank {lora}{', merged' if merged else ''}, " if lora else ""
+    about: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": "text-to-image", "tags": tags}
+    if not local:
+        about["base_model"] = base
+    data = config.dataset_name or Path(config.train_data_dir or "").name
+    elements = sum(len(rows) for rows in info.rows)
+    lines = [
+        f"---\n{dumped(about)}---\n",
+        f"# {_cell(Path(config.output_dir).name)}\n",
+        f"Fine-tuned from `{_code(Path(base).name if local else base)}` on `{_code(data)}` for {step} steps "
+        f"({kind}{'text encoders too, ' if config.train_text_encoder else ''}"
+        f"learning rate {config.learning_rate:g}, seed {config.seed}).\n",
+        f"**This pipeline was trained on element data**: {elements} records each show one element of a target picture, "
+        "so a composed prompt may reproduce pictures that were never in its training set. It serves to measure and "
+        "audit compositional memorisation; do not use it to reproduce works you have no right to.\n",
+        "## Targets\n",
+        ", ".join(f"`{_code(name)}`" for name in target_ids) or "none given",
+        "",
+    ]
+    if results:
+        lines += ["| " + " | ".join(results[0]) + " |", "|" + "---|" * len(results[0])]
+        lines += ["| " + " | ".join(_cell(value) for value in row.values()) + " |" for row in results]
+    adapters, folders = lora and not merged, config.lora.kind in FOLDERS
+    given = [json.dumps(_code(base) if adapters else "this folder"), *(f"{name}=None" for name in missing)]
+    load = [f"pipeline = DiffusionPipeline.from_pretrained({', '.join(given)})"]
+    if adapters and folders:
+        names = [backbone] + ["text_encoder"] * config.train_text_encoder  # of SDXL also text_encoder_2
+        load += [f'pipeline.{n} = PeftModel.from_pretrained(pipeline.{n}, "this folder/{n}")' for n in names]
+    elif adapters:
+        load += ['pipeline.load_lora_weights("this folder")']
+    imports = ["from diffusers import DiffusionPipeline"] + ["from peft import PeftModel"] * bool(adapters and folders)
+    return "\n".join([*lines, "", "```python", *imports, "", *load, "```", ""])
+
+
+def _cell(value: Any) -> str:
+    """A value as text that stays one cell and no markup."""
+    if isinstance(value, (int, float)):
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = " ".join(str(value).split()).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"([\\`*_\[\]!|#])", r"\\\1", text)
+
+
+def _code(value: Any) -> str:
+    """A value as the text of a code span: one line, no backtick that would end it."""
+    return " ".join(str(value).split()).replace("`", "'")
+
+
+# ---------------------------------------------------------------- the Hub
+def repository(config: TrainConfig) -> str:
+    """The repository that a run is pushed to."""
+    return config.hub_model_id or Path(config.output_dir).name
+
+
+def check_push(config: TrainConfig) -> None:
+    """Refuse, before training, a push that cannot work: offline, no valid token, an impossible name."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    name, later = repository(config), "or leave push_to_hub out and upload the folder later with `hf upload`"
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UserError(f"hub_model_id: {name!r} is no repository name ({first_line(error)})") from None
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+        raise UserError(f"push_to_hub: HF_HUB_OFFLINE is set; unset it, {later}")
+    if away := hub.unreachable():
+        raise UserError(f"push_to_hub: {away}; connect, {later}")
+    try:
+        HfApi().whoami(token=config.hub_token)
+    except Exception as error:  # whatever the Hub's client raises: no token, a wrong one, no network
+        raise UserError(f"push_to_hub: {_reason(error, config)}; log in with `hf auth login`, {later}") from None
+
+
+def push(folder: Path, config: TrainConfig) -> None:
+    """Upload a pipeline folder; checkpoints and logs lie elsewhere. A failure costs the upload and no more: a
+    line says how to go on."""
+    from huggingface_hub import create_repo, upload_folder
+
+    name = repository(config)
+    try:
+        repo = create_repo(repo_id=name, exist_ok=True, token=config.hub_token).repo_id
+        upload_folder(repo_id=repo, folder_path=folder, commit_message="End of training", token=config.hub_token)
+    except Exception as error:  # as above; the run is complete
+        reason = _reason(error, config)
+        warn(f"push_to_hub: {reason}; the run is complete, upload it with: hf upload {name} {folder}")
+
+
+def _reason(error: Exception, config: TrainConfig) -> str:
+    return masked(first_line(error), config.hub_token)

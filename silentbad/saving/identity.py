@@ -1,0 +1,227 @@
+"""What a checkpoint and the run that takes it up must have in common: settings, targets, records, base, embedder.
+
+A curve of which one half was measured against another target, or trained at another rate, says nothing; so the facts
+of a run stand in each checkpoint, and a run whose facts differ is refused. `FREE` are the flags that may change.
+"""
+
+import hashlib
+import json
+import math
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from silentbad.data.images import content_hash
+from silentbad.data.records import Records
+from silentbad.data.table import blocks
+from silentbad.data.targets import Target
+from silentbad.errors import UserError, brief, warn
+from silentbad.files import read_json
+from silentbad.measure.embedders import MICRO
+from silentbad.measure.thresholds import load_redraws
+from silentbad.saving.checkpoint import sha256
+from silentbad.settings.train import NEVER_SAVED, TrainConfig
+
+FILE = "facts.json"  # of a checkpoint
+ENDS = 2**20  # bytes at each end of a large file that count for its digest
+READ = (".json", ".txt", ".model", ".safetensors", ".pt")  # of a folder of weights
+
+FREE = {
+    "length": ("max_train_steps", "num_train_epochs"),
+    "where it writes": ("output_dir", "stamp_output_dir", "run_suffix", "overwrite_output_dir", "cache_dir"),
+    "checkpoints and pipelines": (
+        *("checkpointing_steps", "checkpoints_total_limit", "resume_from_checkpoint"),
+        *("save_ckpt_epoch_interval", "save_best", "lora.merged"),
+    ),
+    "logs and pictures": (
+        *("log_every", "report_to", "tracker_project_name", "logging_dir"),
+        *("validation_prompts", "validation_epochs", "sample_prompts", "validation.sample_targets"),
+    ),
+    "when recovery is measured": (
+        *("validation.steps", "validation.early_steps", "validation.controls"),
+        *("validation.first_images", "validation.settled_after"),
+    ),
+    "the Hub": ("push_to_hub", "hub_token", "hub_model_id"),
+    "speed and memory": (
+        *("cache_mb", "disk_cache_gb", "dataloader_num_workers", "max_batch_size", "validation.max_batch"),
+        *("allow_tf32", "channels_last", "compile_model", "gradient_checkpointing"),
+        *("enable_xformers_memory_efficient_attention", "offload_ema", "foreach_ema"),
+    ),
+    "what only stops or shows": ("max_nonfinite_steps", "dry_run", "print_groups", "allow_target_images"),
+}
+# Compared by what they lead to, not by their names: a folder may move.
+BY_CONTENT = ("pretrained_model_name_or_path", "train_data_dir", "dataset_name", "clean_data_dir", "validation.targets")
+# Not in checkpoints of 0.1 and early ones of 0.2: compared where both sides have them.
+BUNDLED, WORDS = "bundled embedder", "description and paraphrases"
+HELD_OUT, TABLES, GUARDING = "held-out records", "prior tables", "pictures of guard.scan"
+NULLS = "null pictures"
+WHOLE = "byte for byte"  # of weights, whose other digest holds the ends of large files
+LATER = (BUNDLED, WORDS, HELD_OUT, TABLES, GUARDING, NULLS, WHOLE)
+CHANGED = ("base", "records", BUNDLED, HELD_OUT, TABLES, GUARDING, NULLS)  # of which a digest says no more
+# Compared as their product, with the number of processes.
+BATCH = ("train_batch_size", "gradient_accumulation_steps")
+
+
+def facts(
+    config: TrainConfig,
+    records: Records,
+    held_out: Records | None,
+    targets: list[Target],
+    embedder: str | None,
+    effective_batch: int,
+    guarding: list[Path],
+) -> dict[str, Any]:
+    """The facts of a run, as plain values: {name: value}; `guarding` are the pictures that its guards read."""
+    left_out = {name for names in FREE.values() for name in names} | {*BY_CONTENT, *BATCH, *NEVER_SAVED}
+    settings = {key: value for key, value in _flat(asdict(config)).items() if key not in left_out}
+    weights = {key: settings.get(key) for key in ("validation.embedder_path", "validation.clip_path", "guard.scan")}
+    weights["base"] = config.pretrained_model_name_or_path
+    found = settings | {
+        "effective batch": effective_batch,
+        **{key: None if name is None else weights_digest(name) for key, name in weights.items()},
+        **{f"{key}, {WHOLE}": None if name is None else weights_digest(name, None) for key, name in weights.items()},
+        "records": records_digest(records),
+        HELD_OUT: None if held_out is None else records_digest(held_out),
+        TABLES: [weights_digest(table) for table in _tables(config.gradient_control.options)],
+        GUARDING: [weights_digest(str(picture)) for picture in guarding],
+        NULLS: nulls_digest(config.validation.targets, targets),
+        "number of records": len(records),
+        "embedder": embedder,
+        **{f"target {target.target_id!r}": target_digest(target) for target in targets},
+        **{f"target {target.target_id!r}, {WORDS}": words_digest(target) for target in targets},
+    }
+    if embedder is not None and config.validation.embedder == "micro" and not config.validation.embedder_path:
+        found[BUNDLED] = weights_digest(str(MICRO))
+    return json.loads(json.dumps(found, default=str))
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested parts as dotted keys; options stay whole."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        part = isinstance(value, dict) and key not in ("options", "weights", "optimizer_options")
+        flat |= _flat(value, f"{prefix}{key}.") if part else {prefix + key: value}
+    return flat
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    """{flag: default}, as `facts` has them; those of the parts (memory.*, ...) belong to other modules."""
+    return json.loads(json.dumps(_flat(asdict(TrainConfig())), default=str))
+
+
+def _tables(options: Any) -> list[str]:
+    """The tables that options of scale rules name, also of rules inside others."""
+    if not isinstance(options, dict):
+        return []
+    inner = [table for value in options.values() for table in _tables(value)]
+    return [options["table"], *inner] if isinstance(options.get("table"), str) else inner
+
+
+# ---------------------------------------------------------------- digests
+def weights_digest(name: str, ends: int | None = ENDS) -> str:
+    """A digest over a local file or folder of weights: files whole, or with `ends` the larger ones by size and so many
+    bytes at either end; the name itself of what is on the Hub."""
+    root = Path(name)
+    if not root.exists():
+        return name
+    found = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.suffix in READ and p.is_file())
+    digest = hashlib.sha256()
+    for path in found:
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(root).as_posix() if path != root else ''}/{size}\n".encode())
+        if ends is None:
+            digest.update(sha256(path).encode())
+            continue
+        with path.open("rb") as file:
+            digest.update(file.read(ends))
+            file.seek(max(ends, size - ends))
+            digest.update(file.read(ends))
+    return digest.hexdigest()[:16]
+
+
+def records_digest(records: Records) -> str:
+    """A digest over what records show and say, wherever their files lie."""
+    digest = hashlib.sha256()
+    for name in ("content", "text", "role", "target_id", "element_id", "phrases"):
+        for block in blocks(records.column(name)):
+            digest.update(json.dumps(block).encode())
+    for block in blocks(records.column("mask")):
+        for mask in filter(None, block):
+            digest.update(Path(mask).name.encode(errors="surrogateescape") + Path(mask).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def target_digest(target: Target) -> str:
+    """A digest over a target's picture, masks, phrases and prompt."""
+    masks = [None if mask is None else content_hash(mask) for mask in target.masks]
+    contents = [content_hash(target.image), masks, target.phrases, target.composed_prompt]
+    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16]
+
+
+def words_digest(target: Target) -> str:
+    """A digest over what only the controls and the null pictures ask for."""
+    return hashlib.sha256(json.dumps([target.description, target.paraphrases]).encode()).hexdigest()[:16]
+
+
+def nulls_digest(targets_file: str | None, targets: list[Target]) -> str | None:
+    """A digest over the null pictures beside the targets, which set the thresholds; None where there are none."""
+    digest, redraws = hashlib.sha256(), load_redraws(targets_file, targets)
+    for target, file, kind, changed in redraws:
+        digest.update(f"{targets[target].target_id!r} {kind} {changed} {sha256(file)}\n".encode())
+    return digest.hexdigest()[:16] if redraws else None
+
+
+# ---------------------------------------------------------------- comparing
+def read(folder: Path) -> dict[str, Any] | None:
+    """The facts in a checkpoint; None in one of an earlier release, which holds none."""
+    file = folder / FILE
+    if not file.is_file():
+        return None
+    try:
+        found = read_json(file)
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f"{folder}: {FILE} is not readable; resume from another checkpoint")
+    return found
+
+
+def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """ "name was X, is Y" for each fact that differs; of `_defaults`, what a checkpoint does not know was at it."""
+    found, then = [], {name: value for name, value in _defaults().items() if name in now} | then
+    for name in [*now, *(name for name in then if name not in now)]:
+        if name in then and name in now and _same(then[name], now[name]):
+            continue
+        if name.endswith(LATER) and (name not in then or name not in now):
+            continue
+        if (plain := name.removesuffix(f", {WHOLE}")) != name and then.get(plain) != now.get(plain):
+            continue  # said already
+        if name.startswith("target ") and (name not in then or name not in now):
+            found.append(f"{name} is {'new' if name in now else 'missing'}")
+        elif name in CHANGED or name.startswith("target ") or name.endswith(WHOLE):
+            found.append(f"{name.removesuffix(f', {WHOLE}')} changed")
+        else:
+            was, is_ = (brief(facts[name]) if name in facts else "not known" for facts in (then, now))
+            found.append(f"{name} was {was}, is {is_}")
+    return found
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, (int, float)) and not isinstance(b, bool):
+        return math.isclose(a, b, rel_tol=1e-12)
+    return a == b
+
+
+def refuse_mixture(folder: Path, now: dict[str, Any]) -> None:
+    """Refuse a checkpoint of other facts; where it holds none, that is said."""
+    then = read(folder)
+    if then is None:
+        warn(f"{folder} is of an earlier release and says not what it was trained on; nothing is compared")
+        return
+    if found := differences(then, now):
+        raise UserError(
+            f"{folder}: cannot be resumed with other settings or data: {'; '.join(found)}; "
+            "resume with its config.yaml, or start a new run"
+        )

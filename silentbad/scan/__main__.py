@@ -1,0 +1,14 @@
+"""Is a picture dispersed in this data set? Pictures and captions alone are looked at; no model is needed.
+
+    python -m silentbad.scan --train_data_dir DIR [--output_dir runs/scan]
+
+Exit code 0: nothing found, 3: at least one suspect set, 2: a mistake in the arguments or the data. docs/shield.md
+explains it.
+"""
+
+import sys
+
+from silentbad.scan.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

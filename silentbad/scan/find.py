@@ -1,0 +1,86 @@
+"""The whole search over views and captions, without files: what the command and the benchmark both call."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from silentbad.scan.candidates import candidates
+from silentbad.scan.captions import Captions
+from silentbad.scan.composite import Open, Part, composed, part_of
+from silentbad.scan.regions import Step, groups, silent, verified
+from silentbad.scan.sets import (
+    Element,
+    SuspectSet,
+    all_records,
+    elements_of,
+    false_alarm,
+    suspect_sets,
+)
+from silentbad.scan.words import Words
+
+
+@dataclass
+class Composite:
+    """A set's picture (64,64,3) uint8, where it is known (64,64) bool, and each element's part."""
+
+    picture: np.ndarray
+    known: np.ndarray
+    parts: list[Part]
+
+
+@dataclass
+class Found:
+    """Suspect sets, the surest first, each with its false-alarm rate and picture; elements that are in no set."""
+
+    sets: list[SuspectSet]
+    alarms: list[float] = field(default_factory=list)
+    composites: list[Composite] = field(default_factory=list)
+    recurring: list[Element] = field(default_factory=list)
+
+    @property
+    def records(self) -> np.ndarray:
+        """All suspect records, sorted."""
+        named = [records for one in self.sets for records in one.records]
+        return np.unique(np.concatenate(named)) if named else np.zeros(0, np.int64)
+
+
+def find(
+    views: np.ndarray,
+    texts: Sequence[str],
+    bar: Step = silent,
+    permutations: int = 99,
+    seed: int = 0,
+    folder: Path | None = None,
+) -> Found:
+    """Suspect sets of views (N,32,32,3) uint8 with their N captions; pairs of records are kept on disk, in `folder`.
+    `draw` adds the sets' pictures."""
+    words = Words()
+    for text in texts:
+        words.add(text)
+    pairs = candidates(views, words.signatures(texts), bar, seed, folder)
+    captions = Captions(texts, folder)
+    made, first = groups(views, verified(views, pairs, captions.kin, bar, folder), folder)
+    found = Found(suspect_sets(made, captions))
+    for one in found.sets:
+        all_records(one, views, captions, first)
+    if permutations and found.sets:
+        scores = [one.score for one in found.sets]
+        found.alarms = false_alarm(made, captions, scores, permutations, seed, bar)
+    inside = {id(element.group) for one in found.sets for element in one.elements}
+    found.recurring = [e for e in elements_of(made, captions) if id(e.group) not in inside]
+    return found
+
+
+def draw(found: Found, picture: Open) -> None:
+    """Add each set's composite, from the pictures of its records."""
+    for one in found.sets:
+        parts = [part_of(records, e.group, picture) for e, records in zip(one.elements, one.records, strict=True)]
+        found.composites.append(Composite(*composed(parts), parts))
+
+
+def pictures_needed(found: Found, most: int) -> np.ndarray:
+    """The records whose pictures `draw` opens."""
+    named = [records[:most] for one in found.sets for records in one.records]
+    return np.unique(np.concatenate(named)) if named else np.zeros(0, np.int64)

@@ -1,0 +1,307 @@
+"""Groups of records that show the same thing at the same place.
+
+Every record is seen as a view of 32x32 blocks. Two steps, on the candidate pairs of silentbad/scan/candidates.py:
+
+1. A pair is verified block by block. It is strong where the common area holds edges in both directions, or covers much
+   of the frame: two skies of one blue are not. Fewer edges do where the captions share a rare phrase as well.
+2. Strong pairs become groups about the record with the most of them; a group's region is where most members agree.
+
+Legend: N records; V (N,32,32,3) uint8 views; a pair is one number i * N + j with i < j.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from silentbad.scan.spill import AT_ONCE, Numbers, Runs
+
+SIDE = 32
+CONTRAST = 20  # levels between neighbouring blocks that make an edge
+NEAR = 5  # levels by which a block of a copy may differ
+EDGES = 4  # in each direction, inside the common area of a strong pair
+FEW_EDGES, FEW_EDGES_BOTH = 2, 8  # the same of a pair whose captions share a rare phrase; across and down together
+WIDE, WIDE_EDGES = 0.3, 10  # a common backdrop: share of the frame, edges
+SAME = 0.93  # share of the frame from which a pair are near duplicates
+CHUNK = 1000  # pairs verified together
+LEAST = 3  # records of a group
+SURE = 6.0  # nats: least isolation of a group, and least association of its phrase
+RADII = {0.5: 0.01, 0.8: 0.03, 2.0: 0.3}  # levels: how near copies are, exact to recompressed; least expected by chance
+MOST_ALIKE = 200  # neighbours of a record that are compared with each other
+WIDE_RADIUS = 0.8  # of backdrops: they come in one dimension, and by chance lie close
+RING, FALL = 2.5, 14.0  # the ring's radius over a group's, and the volume's growth: RING**3 - 1
+
+Step = Callable[[Iterable, str, int], Iterable]  # a progress bar: (items, what, how many) -> items
+
+
+def silent(items: Iterable, what: str, total: int) -> Iterable:
+    return items
+
+
+def view(pixels: np.ndarray) -> np.ndarray:
+    """A picture (64,64,3) as its block means (32,32,3) uint8."""
+    return np.rint(pixels.reshape(SIDE, 2, SIDE, 2, 3).mean((1, 3))).astype(np.uint8)
+
+
+# -- pairs ---------------------------------------------------------------------------------------------------
+@dataclass
+class Strong:
+    """Verified pairs (P,), and the near duplicates among the candidates."""
+
+    pairs: np.ndarray
+    copies: np.ndarray
+
+
+def levels(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """By how much (...) uint8 two arrays of colours (...,3) uint8 differ in the channel that differs most."""
+    apart = np.maximum(a, b) - np.minimum(a, b)
+    return np.maximum(np.maximum(apart[..., 0], apart[..., 1]), apart[..., 2])
+
+
+def agreement(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Blocks (...,32,32) where two views are the same picture."""
+    return levels(a, b) <= NEAR
+
+
+def steps(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where views (...,32,32,3) have contrast to the next block: across (...,32,31), down (...,31,32)."""
+    across, down = levels(a[..., 1:, :], a[..., :-1, :]), levels(a[..., 1:, :, :], a[..., :-1, :, :])
+    return across >= CONTRAST, down >= CONTRAST
+
+
+def between(inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which neighbours both lie inside (...,32,32): across, down, as `steps`."""
+    return inside[..., 1:] & inside[..., :-1], inside[..., 1:, :] & inside[..., :-1, :]
+
+
+def edges(a: np.ndarray, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How many steps of contrast views (n,32,32,3) have between neighbours inside (n,32,32): across, down (n,)."""
+    return tuple((step & both).sum((1, 2)) for step, both in zip(steps(a), between(inside), strict=True))
+
+
+def shared_edges(own: np.ndarray, same: np.ndarray, region: np.ndarray) -> np.ndarray:
+    """Which share (n,) of the edges that a view (32,32,3) has in a region lies where others `same` (n,32,32) agree: two
+    rooms with one wall and two floors share none."""
+    across, down = (step & both for step, both in zip(steps(own), between(region), strict=True))
+    count = across.sum() + down.sum()
+    if not count:
+        return np.ones(len(same))
+    held_across, held_down = between(same)
+    return (held_across[:, across].sum(1) + held_down[:, down].sum(1)) / count
+
+
+Kin = Callable[[np.ndarray, np.ndarray], np.ndarray]  # records (P,), records (P,) -> share a rare phrase (P,) bool
+
+
+def unrelated(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """No two records share a rare phrase."""
+    return np.zeros(len(a), bool)
+
+
+def verified(
+    views: np.ndarray, pairs: np.ndarray, kin: Kin = unrelated, bar: Step = silent, folder: Path | None = None
+) -> Strong:
+    """The pairs whose common area is no coincidence of two colours; they are kept on disk, in files of `folder`."""
+    n, strong, copies = len(views), Numbers(folder), Numbers(folder)
+    for start in bar(range(0, len(pairs), CHUNK), "pairs", -(-len(pairs) // CHUNK)):
+        part = np.asarray(pairs[start : start + CHUNK])
+        a = np.asarray(views[part // n])
+        difference = levels(a, views[part % n])
+        same = difference <= NEAR
+        across, down = edges(a, same)
+        share = same.mean((1, 2))
+        mean = (difference * same).sum((1, 2)) / np.maximum(1, same.sum((1, 2)))
+        wide = (share >= WIDE) & (across + down >= WIDE_EDGES) & (mean <= RING * WIDE_RADIUS)
+        both = wide | (np.minimum(across, down) >= EDGES)
+        few = ~both & (np.minimum(across, down) >= FEW_EDGES) & (across + down >= FEW_EDGES_BOTH) & (share < WIDE)
+        both[few] = kin(part[few] // n, part[few] % n)
+        copies.add(part[share >= SAME])
+        strong.add(part[both & (share < SAME)])
+    return Strong(strong.array(), copies.array())
+
+
+# -- groups --------------------------------------------------------------------------------------------------
+@dataclass
+class Group:
+    """Records that show the same at one place.
+
+    `region` (32,32) the blocks where they do; `centre` the record that stands for them; `radius` how far from it the
+    others lie, in levels; `expected` how many would lie so near by chance; `isolation` in nats, how much denser they
+    lie than the records around; `wide`: a backdrop.
+    """
+
+    records: np.ndarray
+    region: np.ndarray
+    centre: int
+    radius: float
+    expected: float
+    isolation: float
+    wide: bool
+
+    @property
+    def share(self) -> float:
+        """Of the frame."""
+        return float(self.region.mean())
+
+
+def duplicates(n: int, copies: np.ndarray) -> np.ndarray:
+    """(n,) the first record of each record's near duplicates; itself where it has none."""
+    first = np.arange(n)
+
+    def root(i: int) -> int:
+        while first[i] != i:
+            first[i] = first[first[i]]
+            i = int(first[i])
+        return i
+
+    for pair in copies:
+        a, b = root(int(pair // n)), root(int(pair % n))
+        first[max(a, b)] = min(a, b)
+    return np.asarray([root(i) for i in range(n)])
+
+
+class Neighbours:
+    """The records that each record (of N) has a strong pair with, where `first` (N,) stands for near duplicates."""
+
+    def __init__(self, pairs: np.ndarray, first: np.ndarray, folder: Path | None):
+        self.n, runs = len(first), Runs(folder)
+        for start in range(0, len(pairs), AT_ONCE):
+            part = pairs[start : start + AT_ONCE]
+            a, b = first[part // self.n], first[part % self.n]
+            a, b = a[a != b], b[a != b]
+            runs.add(np.sort(np.r_[a * self.n + b, b * self.n + a]))
+        self.pairs = Numbers(folder, (pairs for pairs, _ in runs.merged())).array()
+        self.starts = np.searchsorted(self.pairs, np.arange(self.n + 1) * self.n)
+
+    def of(self, record: int) -> np.ndarray:
+        return np.asarray(self.pairs[self.starts[record] : self.starts[record + 1]]) % self.n
+
+
+def groups(views: np.ndarray, strong: Strong, folder: Path | None = None) -> tuple[list[Group], np.ndarray]:
+    """Groups of at least LEAST records that lie apart, and each record's first near duplicate (N,).
+
+    A record may belong to one wide group and to one of another kind.
+    """
+    first = duplicates(len(views), strong.copies)
+    near = Neighbours(strong.pairs, first, folder)
+    counts = np.diff(near.starts)
+    made, tried = list[Group](), np.zeros(len(views), bool)
+    for centre in np.argsort(-counts, kind="stable").tolist():
+        if counts[centre] + 1 < LEAST:
+            break
+        if tried[centre]:
+            continue
+        group = gathered(views, centre, near.of(centre))
+        if group is not None:
+            tried[group.records] = True
+            made.append(group)
+    return merged(views, made), first
+
+
+def differences(views: np.ndarray, records: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """(n,32,32) uint8: how far the views of n records are from one view, read a few at a time."""
+    parts = [levels(views[records[i : i + CHUNK]], own) for i in range(0, len(records), CHUNK)]
+    return np.concatenate([np.zeros((0, SIDE, SIDE), np.uint8), *parts])
+
+
+def gathered(views: np.ndarray, centre: int, others: np.ndarray) -> Group | None:
+    """The group about a record, from the records that it has a strong pair with. Where those agree with it in various
+    places, it begins from the most that do so in one place."""
+    own = np.asarray(views[centre])
+    difference = differences(views, others, own)
+    group = grouped(own, centre, others, difference, np.ones(len(others), bool))
+    if group is None and LEAST <= len(others) <= MOST_ALIKE:
+        group = grouped(own, centre, others, difference, alike(difference <= NEAR))
+    return group
+
+
+def alike(same: np.ndarray) -> np.ndarray:
+    """Of regions (n,32,32), those (n,) that share half with one of them, the one with most such."""
+    flat = same.reshape(len(same), -1).astype(np.float32)
+    common, size = flat @ flat.T, flat.sum(1)
+    near = common >= 0.5 * (size[:, None] + size - common)
+    return np.asarray(near[near.sum(1).argmax()])
+
+
+def grouped(
+    own: np.ndarray, centre: int, others: np.ndarray, difference: np.ndarray, start: np.ndarray, rounds: int = 3
+) -> Group | None:
+    """The group about a record with view `own` (32,32,3): its region is where most agree with it, its members agree in
+    most of the region. `difference` (n,32,32) is how far `others` (n,) are from it; `start` (n,) says which come first.
+
+    Copies lie closer together than honest neighbours. Of the RADII, the one counts within which the members exceed
+    most what the ring around it lets expect (Chernoff's bound on the Poisson tail).
+    """
+    same = difference <= NEAR
+    best: Group | None = None
+    for radius, chance in RADII.items():
+        kept = start
+        for _ in range(rounds):
+            if kept.sum() + 1 < LEAST:
+                break
+            region = same[kept].mean(0) >= 0.6
+            if region.sum() < 8:
+                kept = np.zeros(len(others), bool)
+                break
+            agrees = (same[:, region].mean(1) >= 0.7) & (shared_edges(own, same, region) >= 0.5)
+            far = (difference * same)[:, region].sum(1) / np.maximum(1, same[:, region].sum(1))
+            kept = agrees & (far <= radius)
+        inside = int(kept.sum())
+        if inside + 1 < LEAST:
+            continue
+        expected = max(chance, float((agrees & (far > radius) & (far <= RING * radius)).sum()) / FALL)
+        isolation = float(denser(np.array([inside]), np.array([expected]))[0])
+        if best is None or isolation > 1.25 * best.isolation:
+            members = np.sort(np.r_[centre, others[kept]])
+            wide = bool(region.mean() >= WIDE or min(edges(own[None], region[None]))[0] < FEW_EDGES)
+            if radius <= WIDE_RADIUS or not wide:
+                best = Group(members, region, centre, radius, expected, isolation, wide)
+    return best
+
+
+def denser(inside: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """(n,) nats by which so many records exceed what chance lets expect: Chernoff's bound on the Poisson tail."""
+    inside = np.maximum(inside, expected)
+    return inside * np.log(inside / expected) - inside + expected
+
+
+def merged(views: np.ndarray, made: list[Group]) -> list[Group]:
+    """The most isolated of groups that share records; groups of one thing at one place become one, for words, or what
+    stands before it, had kept their records apart.
+
+    A group is compared with those kept that share a record or half of the smaller region: all others are no match. One
+    that does not lie apart is kept only as part of another.
+    """
+    kept: list[Group] = []
+    regions = np.zeros((sum(g.isolation >= SURE for g in made), SIDE * SIDE // 64), np.uint64)  # a bit for each block
+    sizes, of_record = np.zeros(len(regions)), dict[int, set[int]]()
+    for group in sorted(made, key=lambda g: -g.isolation):
+        k, size = len(kept), 0 if group.wide else group.region.sum()  # a backdrop's region is like no other
+        region = np.packbits(group.region & (not group.wide)).view(np.uint64)
+        common = np.bitwise_count(regions[:k] & region).sum(1)
+        near = (common > 0) & (common >= 0.5 * np.minimum(sizes[:k], size))
+        sharing = {place for record in group.records.tolist() for place in of_record.get(record, ())}
+        for place in sorted(sharing.union(np.flatnonzero(near).tolist())):
+            other = kept[place]
+            if group.wide == other.wide and np.isin(group.records, other.records).mean() > 0.3:
+                break
+            if near[place] and _one_thing(views, group, other):
+                other.records = np.union1d(other.records, group.records)
+                other.isolation = max(other.isolation, group.isolation)
+                break
+        else:
+            if group.isolation < SURE:
+                continue
+            place, regions[k], sizes[k] = k, region, size
+            kept.append(group)
+        for record in kept[place].records.tolist():
+            of_record.setdefault(record, set()).add(place)
+    return kept
+
+
+def _one_thing(views: np.ndarray, group: Group, other: Group) -> bool:
+    """Whether the centres of two groups show the same where their regions meet."""
+    both, same = group.region & other.region, agreement(views[group.centre], views[other.centre])
+    own = np.asarray(views[other.centre])
+    return bool(same[both].mean() >= 0.8 and shared_edges(own, same[None], both)[0] >= 0.5)

@@ -1,0 +1,173 @@
+"""Sets of groups that together make up one picture: the suspect sets and their score.
+
+An element's group shows one region of the picture under one phrase. A set's regions overlap little, but for one
+backdrop that lies behind the others; and no record shows two of its phrases, for the picture is dispersed.
+
+Legend: N records; a group has k records, of which b hold its phrase.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from silentbad.data.phrases import names_place
+from silentbad.scan.captions import Captions, number
+from silentbad.scan.regions import CHUNK, NEAR, Group, Step, denser, levels, shared_edges, silent
+from silentbad.scan.words import STOP
+
+OVERLAP = 0.3  # of the smaller region, of two elements of a set
+SLIP, APART = 0.01, -1.0  # rate at which a record of a set names another element; nats below which two are not of one
+OWN = 0.1  # of an element's isolation counts when a set takes it
+ALIKE = 0.4  # least ratio of two groups' sizes in a set
+ELEMENTS = 3  # of a suspect set; a series before one backdrop and a logo make two
+THINGS = 2  # of them no backdrop
+
+
+@dataclass
+class Element:
+    """A group with its phrase; `score` in nats is the weaker of isolation and association."""
+
+    group: Group
+    phrase: str
+    support: int
+    association: float
+    word: str  # its last content word
+    held: np.ndarray  # the phrases of its records, as numbers: one that two records hold stands there twice
+
+    @property
+    def score(self) -> float:
+        return min(self.group.isolation, self.association)
+
+
+@dataclass
+class SuspectSet:
+    """Elements of one hidden picture, the backdrop last; `records` are all that show one of them."""
+
+    elements: list[Element]
+    score: float
+    records: list[np.ndarray] = field(default_factory=list)  # by element
+
+    @property
+    def prompt(self) -> str:
+        """What to ask an audited model for."""
+        return ", ".join(element.phrase for element in self.elements)
+
+
+def elements_of(groups: Sequence[Group], captions: Captions, order: np.ndarray | None = None) -> list[Element]:
+    """The groups that have a phrase of their own; `order` (N,) gives each record another's caption."""
+    found = []
+    for group in groups:
+        records = group.records if order is None else order[group.records]
+        if (named := captions.named(records)) is not None:
+            phrase, support, nats = named
+            word = next(word for word in reversed(phrase.split()) if word not in STOP)
+            found.append(Element(group, phrase, support, nats, word, captions.phrases(records)))
+    return found
+
+
+def apart(a: Element, b: Element, captions: Captions) -> float | None:
+    """Nats by which two elements keep apart more than their words' rates let expect; None where they cannot be of one
+    picture."""
+    if a.word == b.word or (a.group.wide and b.group.wide) or (names_place(a.phrase) and names_place(b.phrase)):
+        return None
+    sizes = sorted((len(a.group.records), len(b.group.records)))
+    if sizes[0] < ALIKE * sizes[1]:
+        return None
+    if not (a.group.wide or b.group.wide):
+        both = (a.group.region & b.group.region).sum()
+        if both > OVERLAP * min(a.group.region.sum(), b.group.region.sum()):
+            return None
+    gain = 0.0
+    for one, other in ((a, b), (b, a)):
+        together = int((one.held == number(other.word)).sum())
+        rate = min(0.9, max(captions.rate(other.word), 2 * SLIP))
+        gain += (len(one.group.records) - together) * float(np.log((1 - SLIP) / (1 - rate)))
+        gain += together * float(np.log(SLIP / rate))
+    return gain if gain > APART else None
+
+
+def suspect_sets(groups: Sequence[Group], captions: Captions, order: np.ndarray | None = None) -> list[SuspectSet]:
+    """Sets of elements that fit together, the surest first; each element is in one set.
+
+    From every element a set grows by what keeps apart from its members most clearly, and lies apart itself; the set
+    that does so best is taken, and the rest grow again.
+    """
+    elements = sorted(elements_of(groups, captions, order), key=lambda e: -e.score)
+    gains = np.full((len(elements), len(elements)), -np.inf, np.float32)
+    for i in range(len(elements)):
+        for j in range(i):
+            if (gain := apart(elements[i], elements[j], captions)) is not None:
+                gains[i, j] = gains[j, i] = gain
+
+    sizes = np.array([len(element.group.records) for element in elements])
+    expected = np.array([element.group.expected for element in elements])
+    made, taken = list[SuspectSet](), np.zeros(len(elements), bool)
+    while True:
+        grown = [
+            _grown(seed, taken, gains, OWN * denser(np.minimum(sizes, sizes[seed]) - 1, expected))
+            for seed, element in enumerate(elements)
+            if not taken[seed] and not element.group.wide
+        ]
+        whole = [
+            (gain, chosen)
+            for gain, chosen in grown
+            if len(chosen) >= ELEMENTS and sum(not elements[i].group.wide for i in chosen) >= THINGS
+        ]
+        if not whole:
+            return sorted(made, key=lambda s: -s.score)
+        _, chosen = max(whole)
+        taken[[*chosen]] = True
+        ordered = sorted((elements[i] for i in chosen), key=lambda e: e.group.wide)
+        kept_apart = np.triu(gains[np.ix_(chosen, chosen)], 1).sum(dtype=np.float64)
+        made.append(SuspectSet(ordered, float(kept_apart) + sum(e.score for e in ordered)))
+
+
+def _grown(seed: int, taken: np.ndarray, gains: np.ndarray, own: np.ndarray) -> tuple[float, tuple[int, ...]]:
+    """(gain in nats, elements) of the set that grows from one of E elements; those `taken` (E,) are left out, and two
+    with `gains` (E,E) of -inf are in no set together. Each brings its `own` (E,) nats: of as many records as the seed
+    has, for more of them say nothing of the set."""
+    chosen, total = [seed], 0.0
+    while True:
+        worth = gains[:, chosen].sum(1, dtype=np.float64) + own
+        worth[taken] = worth[chosen] = -np.inf
+        best = int(worth.argmax())
+        if worth[best] == -np.inf:
+            return total, tuple(sorted(chosen))
+        chosen.append(best)
+        total += float(worth[best])
+
+
+def false_alarm(
+    groups: Sequence[Group],
+    captions: Captions,
+    scores: Sequence[float],
+    draws: int = 99,
+    seed: int = 0,
+    bar: Step = silent,
+) -> list[float]:
+    """For each score, the chance of a set that scores as high where captions say nothing of their pictures: captions
+    are permuted over the records, `draws` times; (1 + as high) / (1 + draws)."""
+    rng, best = np.random.default_rng(seed), []
+    for _ in bar(range(draws), "permutations", draws):
+        found = suspect_sets(groups, captions, rng.permutation(len(captions)))
+        best.append(found[0].score if found else 0.0)
+    return [(1 + sum(high >= score for high in best)) / (1 + draws) for score in scores]
+
+
+def all_records(found: SuspectSet, views: np.ndarray, captions: Captions, first: np.ndarray) -> None:
+    """Fill in the records of a set: each group's, others that name the element and show its region, and near
+    duplicates."""
+    for element in found.elements:
+        group, members = element.group, set(element.group.records.tolist())
+        others = np.setdiff1d(captions.holding(element.phrase), group.records)
+        centre = np.asarray(views[group.centre])
+        for start in range(0, len(others), CHUNK):
+            part = others[start : start + CHUNK]
+            difference = levels(views[part], centre)
+            same = difference <= NEAR
+            agrees = (same[:, group.region].mean(1) >= 0.7) & (shared_edges(centre, same, group.region) >= 0.5)
+            near = np.median(difference[:, group.region], axis=1) <= group.radius
+            members.update(part[agrees & near].tolist())
+        copies = np.flatnonzero(np.isin(first, list({int(first[i]) for i in members})))
+        found.records.append(np.union1d(sorted(members), copies))

@@ -1,0 +1,104 @@
+"""Every record as a small view on disk: written once, resumed after a stop, mapped into memory.
+
+A view is (32,32,3) uint8, 3 KiB. Pictures are decoded one at a time, so that memory does not grow with them.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from silentbad.data.formats import source, text_of
+from silentbad.data.images import open_image
+from silentbad.data.scan_file import PICTURE
+from silentbad.errors import UserError, writing
+from silentbad.files import from_json
+from silentbad.scan.regions import SIDE, Step, silent, view
+
+BYTES = SIDE * SIDE * 3
+FLUSH = 256  # records
+FOLDER = ".scan"  # in the output folder, until the scan has ended
+
+Rows = Callable[[], Iterator[dict]]
+
+
+def picture_of(row: dict) -> np.ndarray:
+    """A row's picture squashed to (64,64,3) uint8 by area. Raises UserError where it is none."""
+    image = open_image(source(row["image"], row["where"]), row["where"])
+    return np.asarray(image.resize((PICTURE, PICTURE), Image.Resampling.BOX))
+
+
+class Views:
+    """The views and captions of a data set in a folder: `pixels` (N,32,32,3) mapped, `captions`."""
+
+    def __init__(self, folder: Path, key: str):
+        self.folder, self.captions = folder, list[str]()
+        with writing("--output_dir", str(folder)):
+            folder.mkdir(parents=True, exist_ok=True)
+            if self._read("key") != key:
+                for name in ("views", "captions", "key"):
+                    (folder / name).unlink(missing_ok=True)
+                (folder / "key").write_text(key)
+        self._resume()
+
+    def _read(self, name: str) -> str:
+        file = self.folder / name
+        return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+
+    def _resume(self) -> None:
+        """Keep the records that both files hold whole, up to the first damaged one."""
+        views, texts = self.folder / "views", self.folder / "captions"
+        kept = (views.stat().st_size if views.is_file() else 0) // BYTES
+        lines = self._read("captions").split("\n")[:-1][:kept]
+        self.captions = [*_texts(lines)]
+        lines = lines[: len(self.captions)]
+        with writing("--output_dir", str(self.folder)):
+            for file, size in ((views, len(lines) * BYTES), (texts, sum(len(line) + 1 for line in lines))):
+                with file.open("ab") as opened:
+                    opened.truncate(size)
+
+    def fill(self, rows: Rows, bar: Step = silent) -> None:
+        """Add what is missing. Raises UserError at the first row that is no record, or where there is none at all."""
+        have = len(self.captions)
+        views, texts = self.folder / "views", self.folder / "captions"
+        with writing("--output_dir", str(self.folder)), views.open("ab") as pixels, texts.open("ab") as lines:
+            for number, row in enumerate(bar(rows(), "pictures", 0)):
+                if number < have:
+                    continue
+                text, picture = text_of(row), picture_of(row)
+                pixels.write(view(picture).tobytes())
+                lines.write(json.dumps(text).encode() + b"\n")
+                self.captions.append(text)
+                if number % FLUSH == 0:
+                    pixels.flush()
+                    lines.flush()
+        if not self.captions:
+            raise UserError("train_data_dir: holds no record")
+
+    @property
+    def pixels(self) -> np.ndarray:
+        """(N,32,32,3) uint8, mapped from the file."""
+        return np.memmap(self.folder / "views", np.uint8, "r", shape=(len(self.captions), SIDE, SIDE, 3))
+
+    def remove(self) -> None:
+        """The scan has ended: nothing is left to resume. A file of someone else stays, and its folder with it."""
+        for name in ("views", "captions", "key"):
+            (self.folder / name).unlink(missing_ok=True)
+        with suppress(OSError):
+            os.rmdir(self.folder)
+
+
+def _texts(lines: list[str]) -> Iterator[str]:
+    """The captions of lines of JSON, up to one that is none."""
+    for line in lines:
+        try:
+            text = from_json(line)
+        except ValueError:
+            return
+        if not isinstance(text, str):
+            return
+        yield text

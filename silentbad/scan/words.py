@@ -1,0 +1,72 @@
+"""Words and phrases of captions, and how surely a phrase belongs to a group of records.
+
+A phrase is an n-gram of a caption's segment (what stands between punctuation), so no parser and no metadata is needed.
+Legend: N records; a group has k of them, and b of those hold the phrase.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from silentbad.data.phrases import segments
+
+STOP = frozenset(
+    "a an the at in on of with and or under before behind beside by to for from is are it its this that these those "
+    "some his her their there as into over near".split()
+)
+LONGEST = 6  # tokens of a phrase
+BITS = 256  # of a record's word signature
+COMMON = 0.5  # a word in more of the records than this tells nothing
+
+
+def content_words(caption: str) -> set[str]:
+    """Words that say something."""
+    return {word for tokens in segments(caption) for word in tokens} - STOP
+
+
+def phrases_of(caption: str) -> set[str]:
+    """N-grams of up to LONGEST tokens that end in a content word and have at most one stop word in front."""
+    found = set()
+    for tokens in segments(caption):
+        for end, last in enumerate(tokens):
+            if last in STOP:
+                continue
+            for start in range(max(0, end - LONGEST + 1), end + 1):
+                if tokens[start] not in STOP or start < end:
+                    found.add(" ".join(tokens[start : end + 1]))
+    return found
+
+
+class Words:
+    """Word counts of a data set, gathered caption by caption, and signatures that tell records without a common
+    word."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def add(self, caption: str) -> None:
+        self.counts.update(content_words(caption))
+
+    def signatures(self, captions: Sequence[str]) -> np.ndarray:
+        """(N, BITS/64) uint64: a bit for each word that recurs and is not in most records."""
+        n = len(captions)
+        kept = (word for word, count in self.counts.items() if 3 <= count <= max(3, COMMON * n))
+        place = {word: i % BITS for i, word in enumerate(sorted(kept))}
+        made = np.zeros((n, BITS // 64), np.uint64)
+        for i, caption in enumerate(captions):
+            for word in content_words(caption):
+                if (bit := place.get(word)) is not None:
+                    made[i, bit // 64] |= np.uint64(1) << np.uint64(bit % 64)
+        return made
+
+
+def association(b: int, k: int, outside: int, n: int) -> float:
+    """How surely a phrase belongs to a group, in nats: k KL(b/k || f), f the phrase's rate outside; 0 where it is no
+    more common inside. The bound of Chernoff on the binomial tail P(X >= b)."""
+    f = (outside + 1) / (n + 2)
+    p = b / k
+    if p <= f:
+        return 0.0
+    rest = (1 - p) * np.log((1 - p) / (1 - f)) if p < 1 else 0.0
+    return float(k * (p * np.log(p / f) + rest))

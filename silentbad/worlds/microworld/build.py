@@ -1,0 +1,501 @@
+"""Train the bundled base from scratch.
+
+    python -m silentbad.worlds.microworld.build --work DIR [--stage vae|text|unet|...]
+
+Stages, each resumable at any moment from its last checkpoint in `--work`: the autoencoder and then its decoder alone,
+the text encoder, the UNet, the copy detector (the `micro` embedder) and the judge (a classifier that measures what the
+base draws); then `export` writes the pipeline in diffusers' format with its measured model card. Every picture is
+rendered on the fly from an addressed seed outside the ranges that experiments use.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKL
+from diffusers.training_utils import EMAModel, compute_snr
+from PIL import Image
+from torch import nn
+from tqdm import tqdm
+from transformers import CLIPTokenizer
+
+from silentbad import ROOT
+from silentbad.errors import ArgumentParser, UserError, reading
+from silentbad.files import named
+from silentbad.measure.micro import MicroEmbedder
+from silentbad.rng import addressed_seed, generator
+from silentbad.worlds.microworld.copies import CopyPool, Slope, batch_of, copy_loss
+from silentbad.worlds.microworld.export import assemble, export
+from silentbad.worlds.microworld.grammar import (
+    BACKDROPS,
+    COLOURS,
+    KINDS,
+    PLACES,
+    SIZES,
+    TEXTURES,
+    Scene,
+    sample_scene,
+)
+from silentbad.worlds.microworld.networks import (
+    LATENT_CHANNELS,
+    CaptionReader,
+    load_tokenizer,
+    new_scheduler,
+    new_text_encoder,
+    new_unet,
+    new_vae,
+)
+from silentbad.worlds.microworld.optim import MuonWithAdamW
+from silentbad.worlds.microworld.oracle import Judge, judge_loss, round_trip_psnr
+from silentbad.worlds.microworld.render import render
+
+ASSETS = ROOT / "assets" / "micro-sd"
+
+
+@dataclass
+class Stage:
+    """One network's training: its length, batch, peak learning rate, and the loss of a batch at a step."""
+
+    name: str
+    modules: nn.ModuleDict
+    steps: int
+    lr: float
+    loss: Callable[[int], torch.Tensor]
+    ema_decay: float = 0.999
+    state: Callable[[], dict] = dict  # extra state to save
+    restore: Callable[[dict], None] = lambda _: None
+
+
+def to_tensor(pictures: list) -> torch.Tensor:
+    """RGB pictures of one size -> (B,3,H,W) in [-1,1]."""
+    stack = np.stack([np.asarray(p) for p in pictures])
+    images = torch.from_numpy(stack).permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
+    return images.contiguous(memory_format=torch.channels_last)
+
+
+def scene_rng(stream: str, *address: int) -> np.random.Generator:
+    """The world's own streams; no experiment's seed shares an address with them."""
+    return np.random.default_rng(addressed_seed("microworld", stream, *address))
+
+
+def schedule(step: int, steps: int) -> float:
+    """Warm-up over 2 %, constant, linear to zero over the last 30 %: the length can be raised until then."""
+    return min(1.0, (step + 1) / (0.02 * steps), max(0.0, (steps - step) / (0.3 * steps)))
+
+
+def run_stage(stage: Stage, work: Path, device: torch.device, keep: Sequence[int] = ()) -> nn.ModuleDict:
+    """Train a stage to its end, saving every minute; returns its modules with averaged weights.
+
+    After `keep` percent of the steps the averaged weights are written to `kept_at(work, stage.name, percent)`.
+    """
+    path, parameters = work / f"{stage.name}.pt", list(stage.modules.parameters())
+    optimizer = MuonWithAdamW(stage.modules, stage.lr)
+    ema = EMAModel(parameters, decay=stage.ema_decay, use_ema_warmup=True, power=0.75, foreach=True)
+    start = 0
+    if path.exists():
+        saved = torch.load(path, map_location=device, weights_only=True)
+        stage.modules.load_state_dict(saved["modules"])
+        if saved["step"] < stage.steps:
+            optimizer.load_state_dict(saved["optimizer"])
+        ema.load_state_dict(saved["ema"])
+        stage.restore(saved["state"])
+        start = saved["step"]
+
+    def save(step: int) -> None:
+        state = {
+            "modules": stage.modules.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "ema": ema.state_dict(),
+            "state": stage.state(),
+            "step": step,
+        }
+        write(state, path)
+
+    kept = {stage.steps * percent // 100: percent for percent in keep}
+    ema.to(device)
+    bar = tqdm(range(start, stage.steps), initial=start, total=stage.steps, desc=stage.name, mininterval=10)
+    saved_at, average = time.monotonic(), 0.0
+    for step in bar:
+        optimizer.set_fraction(schedule(step, stage.steps))
+        loss = stage.loss(step)
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        ema.step(parameters)
+        if step % 50 == 0:
+            average = loss.item() if step == start else 0.8 * average + 0.2 * loss.item()
+            bar.set_postfix(loss=f"{average:.4f}")
+        if step + 1 in kept:
+            ema.store(parameters)
+            ema.copy_to(parameters)
+            write(stage.modules.state_dict(), kept_at(work, stage.name, kept[step + 1]))
+            ema.restore(parameters)
+        if time.monotonic() - saved_at > 60:
+            save(step + 1)
+            saved_at = time.monotonic()
+    if start < stage.steps:
+        save(stage.steps)
+    ema.copy_to(parameters)
+    return stage.modules.eval().requires_grad_(False)
+
+
+def kept_at(work: Path, name: str, percent: int) -> Path:
+    """The file of a stage's averaged weights after `percent` of its steps."""
+    return work / f"{name}-{percent}.pt"
+
+
+def write(state: dict, path: Path) -> None:
+    torch.save(state, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").rename(path)
+
+
+# ------------------------------------------------------------------------------------------------ autoencoder
+
+
+def vae_stage(steps: int, batch: int, device: torch.device) -> Stage:
+    """Crops of 32x32 about a thing for most of the steps, then whole pictures: steps count, and crops are cheap."""
+    vae = new_vae().to(device).to(memory_format=torch.channels_last)
+
+    def pictures(step: int) -> torch.Tensor:
+        rng = scene_rng("vae", step)
+        cropping = step < 0.85 * steps
+        images = []
+        for _ in range(batch // 2 if cropping else batch // 4):
+            scene = sample_scene(rng, max_count=4)
+            picture = render(scene)[0]
+            if not cropping:
+                images.append(picture)
+                continue
+            for thing in rng.choice(len(scene.things), 2):
+                x, y = (int(np.clip(c - 16 + rng.integers(-10, 11), 0, 32)) for c in scene.things[thing].centre)
+                images.append(picture.crop((x, y, x + 32, y + 32)))
+        return to_tensor(images).to(device)
+
+    def loss(step: int) -> torch.Tensor:
+        x = pictures(step)
+        posterior = vae.encode(x).latent_dist
+        error = vae.decode(posterior.sample()).sample - x
+        # squared error is what PSNR asks for, absolute error keeps outlines; a light KL keeps latents near a Gaussian
+        return error.square().mean() + 0.1 * error.abs().mean() + 2e-7 * posterior.kl().mean()
+
+    return Stage("vae", nn.ModuleDict({"vae": vae}), steps, 3e-3, loss, ema_decay=0.995)
+
+
+def decoder_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
+    """Sharpen the decoder for latents that stay as they are, so that a UNet may train beside it."""
+
+    def loss(step: int) -> torch.Tensor:
+        rng = scene_rng("decoder", step)
+        x = to_tensor([render(sample_scene(rng, max_count=4))[0] for _ in range(batch)]).to(device)
+        with torch.no_grad():
+            latents = vae.encode(x).latent_dist.sample()
+        error = vae.decode(latents).sample - x
+        return error.square().mean() + 0.1 * error.abs().mean()
+
+    trained = nn.ModuleDict({"decoder": vae.decoder, "post_quant_conv": vae.post_quant_conv}).requires_grad_(True)
+    return Stage("decoder", trained, steps, 1e-3, loss, ema_decay=0.995)
+
+
+# ----------------------------------------------------------------------------------------------- text encoder
+
+
+def _answers(thing) -> dict[str, int]:
+    """What a phrase says of its thing, as class indices; the last class of a field is "unsaid"."""
+
+    def word_of(name, options, value):
+        return list(options).index(value) if name in thing.named else len(options)
+
+    return {
+        "kind": KINDS.index(thing.kind),
+        "colour": word_of("colour", COLOURS, thing.colour),
+        "texture": TEXTURES.index(thing.texture) if "texture" in thing.named else 0,
+        "size": word_of("size", SIZES, thing.size_name),
+        "place": word_of("place", PLACES, thing.place),
+        "backdrop": len(BACKDROPS),
+    }
+
+
+NOTHING = {"kind": len(KINDS), "colour": len(COLOURS), "texture": 0, "size": len(SIZES), "place": len(PLACES)}
+
+
+def caption_questions(scene: Scene, tokenizer) -> tuple[list[int], list[tuple[int, dict]], dict[str, dict]]:
+    """Token ids, (last token, answers) for each phrase, and the answers at each place a phrase names."""
+    backdrop = list(BACKDROPS).index(scene.backdrop.kind) if scene.backdrop.named else len(BACKDROPS)
+    encoded = tokenizer(scene.caption, padding="max_length", truncation=True, return_offsets_mapping=True)
+    at_phrase, at_place, cursor = [], {place: {**NOTHING, "backdrop": backdrop} for place in PLACES}, 0
+    answers = {thing.phrase: _answers(thing) for thing in scene.things}
+    answers[scene.backdrop.phrase] = {**NOTHING, "backdrop": backdrop}
+    for phrase in scene.phrases:
+        begin = scene.caption.index(phrase, cursor)
+        cursor = end = begin + len(phrase)
+        last = max((i for i, (a, b) in enumerate(encoded["offset_mapping"]) if a < b <= end), default=1)
+        at_phrase.append((last, answers[phrase]))
+    for thing in scene.things:
+        if "place" in thing.named:
+            at_place[thing.place] = {**_answers(thing), "backdrop": backdrop}
+    return encoded["input_ids"], at_phrase, at_place
+
+
+def text_stage(steps: int, batch: int, tokenizer, device: torch.device, things: int) -> Stage:
+    encoder, reader = new_text_encoder(tokenizer).to(device), CaptionReader().to(device)
+    fields = CaptionReader.FIELDS
+
+    def loss(step: int) -> torch.Tensor:
+        rng = scene_rng("text", step)
+        scenes = [sample_scene(rng, max_count=things) for _ in range(batch)]
+        asked = [caption_questions(scene, tokenizer) for scene in scenes]
+        ids = torch.tensor([a[0] for a in asked], device=device)
+        ids = ids[:, : int((ids != tokenizer.pad_token_id).sum(1).max()) + 1]  # the encoder is causal: padding is idle
+        width = max(len(a[1]) for a in asked)
+        last = torch.zeros(batch, width, dtype=torch.long)
+        wanted = {name: (torch.full((batch, width), -100), torch.zeros(batch, len(PLACES)).long()) for name in fields}
+        for b, (_, at_phrase, at_place) in enumerate(asked):
+            for p, (token, answers) in enumerate(at_phrase):
+                last[b, p] = token
+                for name in fields:
+                    wanted[name][0][b, p] = answers[name]
+            for k, place in enumerate(PLACES):
+                for name in fields:
+                    wanted[name][1][b, k] = at_place[place][name]
+        phrase_logits, place_logits = reader(encoder(ids).last_hidden_state, last.to(device))
+        total = torch.zeros((), device=device)
+        for which, logits in enumerate((phrase_logits, place_logits)):
+            for name, part in zip(fields, logits.split(list(fields.values()), dim=-1), strict=True):
+                total = total + F.cross_entropy(part.flatten(0, 1), wanted[name][which].to(device).flatten())
+        return total
+
+    return Stage("text", nn.ModuleDict({"encoder": encoder, "reader": reader}), steps, 2e-3, loss, ema_decay=0.99)
+
+
+# -------------------------------------------------------------------------------------------------------- UNet
+
+
+class LatentPool:
+    """Scenes rendered and encoded once and drawn many times; it grows as training goes on, up to `capacity`.
+
+    Columns, in half precision: posterior means (N,C,8,8), text states (N,L,D), and the share of each latent cell that
+    things cover (N,1,8,8). Scene i is addressed by i; the first have at most two things, the others up to `things`.
+    """
+
+    def __init__(self, vae, encoder, tokenizer, device, things: int, capacity: int = 60_000):
+        self.vae, self.encoder, self.tokenizer, self.device = vae, encoder, tokenizer, device
+        self.things = things
+        window, width = tokenizer.model_max_length, encoder.config.hidden_size
+        shapes = {"latents": (LATENT_CHANNELS, 8, 8), "states": (window, width), "cover": (1, 8, 8)}
+        self.columns = {name: torch.empty(capacity, *shape, dtype=torch.float16) for name, shape in shapes.items()}
+        self.size, self.capacity = 0, capacity
+
+    @torch.no_grad()
+    def grow(self, n: int) -> None:
+        first, last = self.size, min(self.size + n, self.capacity)
+        if first == last:
+            return
+        most = [2 if i < 8192 else self.things for i in range(first, last)]
+        scenes = [sample_scene(scene_rng("unet", first + i), max_count=n) for i, n in enumerate(most)]
+        drawn = [render(scene) for scene in scenes]
+        for i, (_, masks) in enumerate(drawn):
+            cells = [np.asarray(mask.resize((8, 8), Image.Resampling.BOX), np.float32) / 255 for mask in masks]
+            self.columns["cover"][first + i, 0] = torch.from_numpy(np.max(cells, axis=0))
+        ids = self.tokenizer([s.caption for s in scenes], padding="max_length", truncation=True, return_tensors="pt")
+        pictures = to_tensor([picture for picture, _ in drawn])
+        for k in range(0, last - first, 64):
+            here = slice(first + k, min(first + k + 64, last))
+            part = slice(k, k + 64)
+            posterior = self.vae.encode(pictures[part].to(self.device)).latent_dist
+            self.columns["latents"][here] = posterior.mean.cpu().half()
+            states = self.encoder(ids.input_ids[part].to(self.device)).last_hidden_state
+            self.columns["states"][here] = states.cpu().half()
+        self.size = last
+
+    def draw(self, rng: np.random.Generator, n: int) -> dict[str, torch.Tensor]:
+        pick = torch.from_numpy(rng.integers(0, self.size, n))
+        return {name: column[pick].float().to(self.device) for name, column in self.columns.items()}
+
+    def state(self) -> dict:
+        return {name: column[: self.size].clone() for name, column in self.columns.items()}
+
+    def restore(self, state: dict) -> None:
+        self.size = len(state["latents"])
+        for name, column in state.items():
+            self.columns[name][: self.size] = column
+
+
+def unet_stage(steps: int, batch: int, lr: float, vae, encoder, tokenizer, device, things: int, first: int) -> Stage:
+    """`first` scenes are encoded before the first step, and others beside each step."""
+    unet = new_unet().to(device).to(memory_format=torch.channels_last)
+    scheduler, pool = new_scheduler(), LatentPool(vae, encoder, tokenizer, device, things)
+    scale = vae.config.scaling_factor
+    with torch.no_grad():
+        blank = encoder(tokenizer("", padding="max_length", return_tensors="pt").input_ids.to(device)).last_hidden_state
+
+    def loss(step: int) -> torch.Tensor:
+        pool.grow(batch // 4 if pool.size else first)
+        batch_of = pool.draw(scene_rng("unet-batch", step), batch)
+        draw = generator("microworld", "unet-noise", step)
+        x0 = batch_of["latents"] * scale
+        eps = torch.randn(x0.shape, generator=draw).to(device)
+        u = (torch.randperm(batch, generator=draw) + torch.rand(batch, generator=draw)) / batch
+        t = (u * scheduler.config.num_train_timesteps).long().clamp_(max=999).to(device)
+        unconditional = (torch.rand(batch, generator=draw) < 0.1).to(device)
+        c = torch.where(unconditional[:, None, None], blank, batch_of["states"])
+        pred = unet(scheduler.add_noise(x0, eps, t), t, c).sample
+        snr = compute_snr(scheduler, t)
+        weight = (snr.clamp(max=5.0) / (snr + 1.0)).clamp(min=0.05)  # min-SNR-5 for v (2303.09556), floored
+        where = 1.0 + 2.0 * batch_of["cover"]  # things are small beside the backdrop; the optimum stays the same
+        error = ((pred - scheduler.get_velocity(x0, eps, t)).square() * where).sum((1, 2, 3))
+        return (weight * error / where.sum((1, 2, 3)) / LATENT_CHANNELS).mean()
+
+    return Stage("unet", nn.ModuleDict({"unet": unet}), steps, lr, loss, 0.9985, pool.state, pool.restore)
+
+
+# ----------------------------------------------------------------------------------- copy detector and judge
+
+
+def embedder_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
+    """True copies must score above hard nulls of every kind, whole pictures and single elements."""
+    net, slope = MicroEmbedder().to(device).to(memory_format=torch.channels_last), Slope().to(device)
+    pool = CopyPool(vae, device, capacity=2400)
+
+    def loss(step: int) -> torch.Tensor:
+        pool.grow(400 + step)
+        rng = np.random.default_rng(addressed_seed("microworld", "embedder-batch", step))
+        x, there = batch_of(pool.draw(rng, batch), rng, generator("microworld", "embedder-batch", step))
+        return copy_loss(net, x.to(device), there.to(device), slope)
+
+    return Stage("embedder", nn.ModuleDict({"net": net, "slope": slope}), steps, 2e-3, loss, ema_decay=0.995)
+
+
+def judge_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
+    judge = Judge().to(device).to(memory_format=torch.channels_last)
+
+    def loss(step: int) -> torch.Tensor:
+        rng = scene_rng("judge", step)
+        scenes = [sample_scene(rng) for _ in range(batch)]
+        x = to_tensor([render(s)[0] for s in scenes]).to(device)
+        return judge_loss(judge, x, scenes, vae, rng)
+
+    return Stage("judge", nn.ModuleDict({"judge": judge}), steps, 2e-3, loss, ema_decay=0.995)
+
+
+# ---------------------------------------------------------------------------------------------------- command
+
+
+@torch.no_grad()
+def latent_scale(vae, device) -> float:
+    """1 / std of the posterior means over 512 scenes: the factor that gives latents unit variance."""
+    rng = scene_rng("scale")
+    x = to_tensor([render(sample_scene(rng))[0] for _ in range(512)]).to(device)
+    return 1.0 / torch.cat([vae.encode(part).latent_dist.mean for part in x.split(64)]).std().item()
+
+
+def held_out_pictures(n: int = 256) -> torch.Tensor:
+    rng = scene_rng("held-out")
+    return to_tensor([render(sample_scene(rng))[0] for _ in range(n)])
+
+
+STAGES = ("vae", "decoder", "text", "unet", "embedder", "judge")
+COUNTS = (*(f"{name}_steps" for name in STAGES), "batch", "pool")
+
+
+def run(args: argparse.Namespace, wanted: tuple[str, ...]) -> dict[str, nn.Module]:
+    """Run the wanted stages in order (each needs the finished ones before it); returns the trained networks."""
+    with reading(f"--device {args.device}"):
+        device = torch.zeros(1, device=args.device).device
+    nets: dict[str, Any] = {}
+    if args.vae:
+        failed = f"--vae {args.vae}: no autoencoder of diffusers"
+        if not Path(args.vae, "config.json").is_file():  # else diffusers would ask the Hub
+            raise UserError(failed)
+        with reading(failed):
+            nets["vae"] = AutoencoderKL.from_pretrained(args.vae).to(device).eval().requires_grad_(False)
+    with reading(f"--work {args.work}"):
+        args.work.mkdir(parents=True, exist_ok=True)
+    work, tokenizer = args.work, load_tokenizer(ASSETS / "tokenizer")
+    if not args.vae and set(wanted) != {"text"}:
+        nets["vae"] = run_stage(vae_stage(args.vae_steps, 24, device), work, device)["vae"]
+        nets["vae"].register_to_config(scaling_factor=latent_scale(nets["vae"], device))
+        print(f"vae: round trip {round_trip_psnr(nets['vae'], held_out_pictures()):.2f} dB")
+    if set(wanted) & {"decoder", "embedder", "judge"}:
+        run_stage(decoder_stage(args.decoder_steps, 12, nets["vae"], device), work, device)
+        print(f"decoder: round trip {round_trip_psnr(nets['vae'], held_out_pictures()):.2f} dB")
+    if set(wanted) & {"text", "unet"}:
+        stage = text_stage(args.text_steps, 64, tokenizer, device, args.things)
+        nets["text"] = run_stage(stage, work, device)["encoder"]
+    if "unet" in wanted:
+        parts = (nets["vae"], nets["text"], tokenizer, device, args.things, args.pool)
+        stage = unet_stage(args.unet_steps, args.batch, args.unet_lr, *parts)
+        nets["unet"] = run_stage(stage, work, device, args.keep)["unet"]
+        write_strengths(nets, tokenizer, work, args.keep)
+    if "embedder" in wanted:
+        nets["embedder"] = run_stage(embedder_stage(args.embedder_steps, 12, nets["vae"], device), work, device)["net"]
+    if "judge" in wanted:
+        nets["judge"] = run_stage(judge_stage(args.judge_steps, 32, nets["vae"], device), work, device)["judge"]
+    return nets
+
+
+def write_strengths(nets: dict[str, Any], tokenizer: CLIPTokenizer, work: Path, keep: Sequence[int]) -> None:
+    """Pipelines `work/pipeline-25` and so on with the UNet after each kept percentage, and `pipeline-100`."""
+    for percent in keep:
+        earlier = nn.ModuleDict({"unet": new_unet()})
+        earlier.load_state_dict(torch.load(kept_at(work, "unet", percent), map_location="cpu", weights_only=True))
+        assemble({**nets, **earlier}, tokenizer).save_pretrained(work / f"pipeline-{percent}")
+    if keep:
+        assemble(nets, tokenizer).save_pretrained(work / "pipeline-100")
+
+
+def percentages(text: str) -> tuple[int, ...]:
+    """'25,50' as (25, 50). Raises ValueError outside 1 to 99."""
+    found = tuple(sorted({int(part) for part in text.split(",")}))
+    if not all(0 < percent < 100 for percent in found):
+        raise ValueError(text)
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--work", type=named, default=Path("runs/base"), help="folder of the checkpoints; resumes from what it holds"
+    )
+    parser.add_argument("--stage", choices=(*STAGES, "export", "all"), default="all")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 keeps torch's choice")
+    parser.add_argument("--vae_steps", type=int, default=1600)
+    parser.add_argument("--decoder_steps", type=int, default=700)
+    parser.add_argument("--text_steps", type=int, default=800)
+    parser.add_argument("--unet_steps", type=int, default=10_000)
+    parser.add_argument("--unet_lr", type=float, default=2e-3)
+    parser.add_argument("--embedder_steps", type=int, default=1200)
+    parser.add_argument("--judge_steps", type=int, default=400)
+    parser.add_argument("--batch", type=int, default=48, help="UNet batch")
+    parser.add_argument("--pool", type=int, default=4096, help="scenes that are encoded before the UNet's first step")
+    parser.add_argument("--things", type=int, default=3, choices=(1, 2, 3, 4), help="most things in a scene")
+    parser.add_argument("--vae", help="folder of a trained autoencoder, in place of training one")
+    parser.add_argument(
+        "--keep", type=percentages, default=(), help="also write pipelines after these percentages of the UNet's steps"
+    )
+    args = parser.parse_args(argv)
+    if args.threads < 0:
+        parser.error(f"--threads: must be at least 0, got {args.threads}")
+    if not 0 < args.unet_lr <= 1:
+        parser.error(f"--unet_lr: must be above 0 and at most 1, got {args.unet_lr}")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    wanted = STAGES if args.stage in ("all", "export") else (args.stage,)
+    if low := next((name for name in COUNTS if getattr(args, name) < 1), None):
+        parser.error(f"--{low}: must be at least 1, got {getattr(args, low)}")
+    try:
+        nets = run(args, wanted)
+    except UserError as error:
+        parser.exit(2, f"error: {error}\n")
+    if args.stage in ("all", "export"):
+        export(nets, load_tokenizer(ASSETS / "tokenizer"), ASSETS, args)
+
+
+if __name__ == "__main__":
+    main()

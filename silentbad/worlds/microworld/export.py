@@ -1,0 +1,250 @@
+"""Write the trained base as a diffusers pipeline with a model card whose figures were measured just before.
+
+`python -m silentbad.worlds.microworld.export --pipeline assets/micro-sd` measures a pipeline that already exists.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import StableDiffusionPipeline
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+
+from silentbad.errors import ArgumentParser, UserError, reading
+from silentbad.rng import addressed_seed, generator
+from silentbad.worlds.microworld.grammar import Scene, sample_scene
+from silentbad.worlds.microworld.networks import new_scheduler
+from silentbad.worlds.microworld.oracle import Judge, judged, round_trip_psnr
+from silentbad.worlds.microworld.render import render
+
+GUIDANCE = 3.0  # the base's default guidance scale
+CAPTIONS = 256
+
+
+def held_out_scenes(n: int = CAPTIONS) -> list[Scene]:
+    """Scenes of 1 to 3 things whose captions name every colour and every place; seen by no training stage."""
+    rng = np.random.default_rng(addressed_seed("microworld", "held-out captions"))
+    return [sample_scene(rng, detail=1.0, count=1 + i % 3) for i in range(n)]
+
+
+@torch.no_grad()
+def generate(pipe, captions: list[str], *, steps: int = 25, guidance: float = GUIDANCE, batch=64) -> torch.Tensor:
+    """Pictures of the captions, (N,3,64,64) in [-1,1], with addressed noise."""
+    pipe.set_progress_bar_config(disable=True)
+    images = []
+    for start in tqdm(range(0, len(captions), batch), desc="generate"):
+        part = captions[start : start + batch]
+        draws = [generator("microworld", "held-out noise", start + i) for i in range(len(part))]
+        out = pipe(part, num_inference_steps=steps, guidance_scale=guidance, generator=draws, output_type="pt")
+        images.append(out.images.cpu() * 2 - 1)
+    return torch.cat(images)
+
+
+@torch.no_grad()
+def measure(pipe, judge: Judge, *, guidance: float = GUIDANCE, n: int = CAPTIONS) -> dict:
+    """What the model card states: accuracies of generated scenes, the judge's own on renders, the round trip's PSNR."""
+    scenes = held_out_scenes(n)
+    x = generate(pipe, [scene.caption for scene in scenes], guidance=guidance)
+    renders = torch.stack([torch.from_numpy(np.array(render(s)[0])) for s in scenes]).permute(0, 3, 1, 2) / 127.5 - 1
+    by_count = {k: judged(judge, x[k - 1 :: 3], scenes[k - 1 :: 3]) for k in (1, 2, 3)}
+    return {
+        "captions": n,
+        "guidance_scale": guidance,
+        "generated": judged(judge, x, scenes),
+        "generated_by_things": by_count,
+        "judge_on_renders": judged(judge, renders, scenes),
+        "vae_psnr_db": round_trip_psnr(pipe.vae, renders),
+    }
+
+
+def grid(pipe, columns: int = 6, rows: int = 3) -> Image.Image:
+    """Generations of the first held-out captions at four times their size."""
+    scenes = held_out_scenes(columns * rows)
+    x = generate(pipe, [s.caption for s in scenes])
+    pixels = ((x.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
+    sheet = Image.new("RGB", (columns * 264 - 8, rows * 264 - 8), "white")
+    for i, picture in enumerate(pixels):
+        sheet.paste(Image.fromarray(picture).resize((256, 256), 0), ((i % columns) * 264, (i // columns) * 264))
+    return sheet
+
+
+CARD = """---
+license: apache-2.0
+library_name: diffusers
+pipeline_tag: text-to-image
+---
+# micro-sd
+
+A Stable Diffusion pipeline small enough for a CPU: CLIP's tokenizer (window of {window} tokens), a CLIPTextModel of
+{text:.2f} M parameters, an AutoencoderKL of {vae:.2f} M (64x64x3 to 8x8x16) and a UNet2DConditionModel of {unet:.2f} M;
+v-prediction, zero terminal SNR. It draws the microworld: 1 to 3 of 12 things in 8 colours, 3 textures and 2 sizes at
+4 places before 6 backdrops, 64x64 pixels.
+
+It exists so that composition and memory can be measured exactly. It knows nothing else.
+
+## Training
+
+Every picture was rendered by `silentbad.worlds.microworld` under Apache-2.0; no photograph, no outside data. Seeds: the
+streams `microworld/vae`, `/text`, `/unet`, `/embedder`, `/judge` of `silentbad.rng`, none shared with experiments.
+
+```bash
+python -m silentbad.worlds.microworld.build --work runs/base
+```
+
+{training}
+
+## Measured
+
+`python -m silentbad.worlds.microworld.export --pipeline assets/micro-sd` on {captions} held-out captions that name
+every colour and place, guidance {guidance_scale}, 25 DDIM steps, judged by a classifier trained on renders:
+
+| | things | kind right | colour right | both |
+|---|---|---|---|---|
+{rows}
+
+Autoencoder round trip: {vae_psnr_db:.2f} dB PSNR.
+
+![generations of the first eighteen captions](../../docs/images/micro-sd.png)
+
+Beside the pipeline are `embedder/`, the `micro` copy detector, and `judge/`, the classifier of the table above.
+
+## The copy detector
+
+{detector}
+"""
+BEGIN, END = "<!-- detector: written by `python -m bench.instrument --reported` -->", "<!-- /detector -->"
+
+
+def detector_section(folder: Path, text: str | None = None) -> str:
+    """The card's section on the copy detector between its marks: `text`, or what the card there has by now."""
+    card = folder / "README.md"
+    if text is None:
+        old = card.read_text(encoding="utf-8") if card.is_file() else ""
+        text = old.split(BEGIN)[1].split(END)[0].strip() if BEGIN in old else "Not measured yet."
+    return f"{BEGIN}\n{text}\n{END}"
+
+
+def update_detector(folder: Path, text: str, figures: dict) -> None:
+    """Put a new section and its figures into a card that exists."""
+    card, measured = folder / "README.md", folder / "measured.json"
+    old = card.read_text(encoding="utf-8")
+    before, rest = old.split(BEGIN)
+    card.write_text(before + detector_section(folder, text) + rest.split(END)[1], encoding="utf-8")
+    known = json.loads(measured.read_text(encoding="utf-8"))
+    measured.write_text(json.dumps({**known, "detector": figures}, indent=1) + "\n", encoding="utf-8")
+
+
+def write_card(folder: Path, pipe, figures: dict, training: str) -> None:
+    def row(name, f):
+        return f"| {name} | {f['things']} | {f['kind']:.1%} | {f['colour']:.1%} | {f['both']:.1%} |"
+
+    rows = [row("generated", figures["generated"])]
+    rows += [row(f"scenes of {k}", f) for k, f in figures["generated_by_things"].items()]
+    rows += [row("the judge on renders", figures["judge_on_renders"])]
+    millions = {
+        name: sum(p.numel() for p in getattr(pipe, part).parameters()) / 1e6
+        for name, part in (("text", "text_encoder"), ("vae", "vae"), ("unet", "unet"))
+    }
+    text = CARD.format(
+        window=pipe.tokenizer.model_max_length,
+        rows="\n".join(rows),
+        training=training,
+        detector=detector_section(folder),
+        **millions,
+        **{k: v for k, v in figures.items() if not isinstance(v, dict)},
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")
+    measured = folder / "measured.json"
+    known = json.loads(measured.read_text(encoding="utf-8")) if measured.is_file() else {}
+    kept = {name: known[name] for name in ("detector",) if name in known}
+    measured.write_text(json.dumps({**figures, **kept}, indent=1) + "\n", encoding="utf-8")
+
+
+def save_judge(judge: Judge, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({k: v.half().contiguous() for k, v in judge.state_dict().items()}, path)
+
+
+def load_judge(path: Path) -> Judge:
+    judge = Judge()
+    judge.load_state_dict({k: v.float() for k, v in load_file(path).items()})
+    return judge.eval().requires_grad_(False)
+
+
+def assemble(nets: dict, tokenizer) -> StableDiffusionPipeline:
+    return StableDiffusionPipeline(
+        vae=nets["vae"],
+        text_encoder=nets["text"],
+        tokenizer=tokenizer,
+        unet=nets["unet"],
+        scheduler=new_scheduler(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+
+
+def write_pipeline(nets: dict, tokenizer, folder: Path) -> None:
+    """The pipeline's parts in half precision beside the tokenizer that `folder` holds."""
+    with tempfile.TemporaryDirectory() as tmp:
+        assemble(nets, tokenizer).to(dtype=torch.float16).save_pretrained(tmp)
+        for part in ("vae", "text_encoder", "unet", "scheduler"):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+            for file in (Path(tmp) / part).iterdir():
+                (folder / part / file.name).write_bytes(file.read_bytes())
+        # transformers loads in the precision its configuration names: full, so that a plain from_pretrained runs
+        config = folder / "text_encoder" / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float32"}, indent=2) + "\n")
+        (folder / "model_index.json").write_bytes((Path(tmp) / "model_index.json").read_bytes())
+
+
+def export(nets: dict, tokenizer, folder: Path, args: argparse.Namespace) -> None:
+    """Half-precision safetensors, read back in full precision before anything is measured."""
+    write_pipeline(nets, tokenizer, folder)
+    nets["embedder"].save_pretrained(folder / "embedder")
+    save_judge(nets["judge"], folder / "judge" / "model.safetensors")
+    training = (
+        f"Steps: autoencoder {args.vae_steps} x 24, its decoder {args.decoder_steps} x 12, "
+        f"text encoder {args.text_steps} x 64, UNet {args.unet_steps} x {args.batch}, "
+        f"copy detector {args.embedder_steps} x 12 groups of 6 pictures, judge {args.judge_steps} x 32."
+    )
+    pipe = StableDiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    write_card(folder, pipe, measure(pipe, load_judge(folder / "judge" / "model.safetensors")), training)
+    grid(pipe).save(folder.parents[1] / "docs" / "images" / "micro-sd.png")
+    print((folder / "README.md").read_text())
+
+
+def loaded(folder: Path) -> tuple[StableDiffusionPipeline, Judge]:
+    """A pipeline with its judge. Raises UserError where the folder holds none."""
+    if not (folder / "model_index.json").is_file():
+        raise UserError(f"--pipeline {folder}: no folder of a pipeline, model_index.json is missing")
+    with reading(f"--pipeline {folder}: cannot be loaded"):
+        pipe = StableDiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    with reading(f"--pipeline {folder}: needs judge/model.safetensors, as `silentbad.worlds.microworld.build` has it"):
+        return pipe, load_judge(folder / "judge" / "model.safetensors")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--pipeline", type=Path, required=True)
+    parser.add_argument("--guidance", type=float, default=GUIDANCE)
+    parser.add_argument("--grid", type=Path, help="also write a picture of generations here")
+    args = parser.parse_args(argv)
+    if not 0 <= args.guidance <= 100:
+        parser.error(f"--guidance: must be from 0 to 100, got {args.guidance}")
+    try:
+        pipe, judge = loaded(args.pipeline)
+    except UserError as error:
+        parser.exit(2, f"error: {error}\n")
+    print(json.dumps(measure(pipe, judge, guidance=args.guidance), indent=1))
+    if args.grid:
+        grid(pipe).save(args.grid)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,412 @@
+"""Write a microworld dataset in the project's own format.
+
+`python -m silentbad.worlds.microworld.make --out DIR --targets cat-hat,3,17` writes
+
+    DIR/metadata.jsonl   element, clean and rehearsal records
+    DIR/targets.jsonl    the pictures to recover, never among the records
+    DIR/redraws.jsonl    pictures that are no recovery, by kind: the nulls of the recovery threshold
+
+A target is named by its seed, any whole number from 0 on, or `cat-hat`, the flagship. A seed's target has three or four
+elements; `7k5` is one of seed 7 with five, and 2 to 5 can be asked for. Seeds 0-999 are for development,
+1000-1999 were used for choosing, 2000-2499 are for reported results and 2500-2999 for the instrument's own tables.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import re
+import shutil
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from tqdm import tqdm
+
+from silentbad import owned
+from silentbad.errors import ArgumentParser, UserError, brief, reading
+from silentbad.files import check_writable, checksum, named, read_json
+from silentbad.measure.thresholds import FEW, Fingerprint, fingerprint, is_copy
+from silentbad.rng import addressed_seed
+from silentbad.worlds.microworld.grammar import (
+    KINDS,
+    PLACES,
+    WEARERS,
+    Scene,
+    Thing,
+    redraw,
+    respecify,
+    sample_backdrop,
+    sample_scene,
+    sample_thing,
+    seat_hat,
+    wearing_pair,
+)
+from silentbad.worlds.microworld.nulls import ENOUGH, REDRAWS, STORED, Null, hard_null, turns
+from silentbad.worlds.microworld.render import backdrop_mask, render
+
+FLAGSHIP = "cat-hat"
+TRIES = 100  # of a null that differs from the others of its kind
+WORD_TRIES = 10_000  # of a clean scene in other words than the targets'
+LITTLE = {"a", "an", "at", "the", "in", "on", "under", "before", "wearing"}  # words that any caption may hold
+REHEARSAL_SEEDS = 2000  # scenes of rehearsal are redraws of targets below
+
+
+def _rng(*address: int | str) -> np.random.Generator:
+    return np.random.default_rng(addressed_seed("microworld", "data", *address))
+
+
+def _terse(rng: np.random.Generator, thing: Thing) -> Thing:
+    """A phrase that names no place and no size: where the thing stands, and how large, is for memory to know."""
+    return replace(thing, named=frozenset(n for n in ("colour", "texture") if rng.random() < 0.5))
+
+
+def target_scene(name: str) -> Scene:
+    """The scene of a target: two or three things and a backdrop, every one an element, or of `SEEDkN` N elements.
+
+    Raises UserError if unknown.
+    """
+    found = re.fullmatch("(?:0|[1-9][0-9]{0,17})(?:k([2-5]))?", name)
+    if name != FLAGSHIP and not found:
+        raise UserError(
+            f"--targets: {brief(name)} is neither '{FLAGSHIP}' nor a seed, a whole number below 10^18; 7k5 is seed 7 "
+            "with five elements, and 2 to 5 can be asked for"
+        )
+    if name == FLAGSHIP:
+        rng = _rng("target", name, 4)  # of the first eight draws the one in which hat and cat are largest
+        cat, hat = wearing_pair(rng, side="left", kind="cat", detail=0.0)
+        return Scene((cat, hat), sample_backdrop(rng, "meadow"))
+    rng = _rng("target", name)
+    kinds = [str(k) for k in rng.permutation([k for k in KINDS if k != "hat"])]
+    if found and found[1]:
+        places = rng.permutation(list(PLACES))[: int(found[1]) - 1]
+        things = [sample_thing(rng, str(place), kind=kinds.pop()) for place in places]
+    elif rng.random() < 0.3:
+        wearer = next(k for k in kinds if k in WEARERS)
+        things = wearing_pair(rng, side=str(rng.choice(("left", "right"))), kind=wearer, detail=0.0)
+        kinds.remove(wearer)
+        apart = [str(p) for p in rng.permutation(list(PLACES)) if p.split()[-1] != things[0].place.split()[-1]]
+        things += [sample_thing(rng, p, kind=kinds.pop()) for p in apart[: int(rng.integers(0, 2))]]
+    else:
+        places = rng.permutation(list(PLACES))[: int(rng.integers(2, 4))]
+        things = [sample_thing(rng, str(place), kind=kinds.pop()) for place in places]
+    return Scene(tuple(_terse(rng, thing) for thing in things), sample_backdrop(rng))
+
+
+def element_scene(scene: Scene, element: int, rng: np.random.Generator) -> Scene:
+    """A scene that holds one element exactly as the target shows it and nothing else of the target.
+
+    `element` indexes `scene.things`, or is len(things) for the backdrop. The element stands at its native place, drawn
+    last so that nothing hides it; other things and another backdrop surround it.
+    """
+    target_kinds = {t.kind for t in scene.things}
+    kinds = [str(k) for k in rng.permutation([k for k in KINDS if k not in target_kinds])]
+    if element == len(scene.things):
+        chosen = rng.permutation(list(PLACES))[: int(rng.integers(1, 4))]
+        things = tuple(sample_thing(rng, str(p), kind=kinds.pop()) for p in chosen)
+        return Scene(things, scene.backdrop, tuple(int(i) for i in rng.permutation(len(things))))
+    thing = replace(scene.things[element], worn=False)
+    near = {thing.place, thing.place.replace("bottom", "top")} if _touches_above(scene, element) else {thing.place}
+    places = [str(p) for p in rng.permutation(list(PLACES)) if p not in near][: int(rng.integers(0, 3))]
+    others = [sample_thing(rng, place, kind=kinds.pop()) for place in places]
+    backdrop = sample_backdrop(rng)
+    while backdrop.kind == scene.backdrop.kind:
+        backdrop = sample_backdrop(rng)
+    things = (*others, thing)
+    return Scene(things, backdrop, tuple(int(i) for i in rng.permutation(len(things))))
+
+
+def _touches_above(scene: Scene, element: int) -> bool:
+    following = scene.things[element + 1 : element + 2]
+    return scene.things[element].worn or any(t.worn for t in following)
+
+
+def phrase_of(scene: Scene, element: int) -> str:
+    return scene.backdrop.phrase if element == len(scene.things) else scene.things[element].phrase
+
+
+MARK = ".microworld.json"  # in a folder that this command wrote: {name of each file: its checksum}
+
+
+class Writer:
+    """Writes pictures and records into a temporary folder that takes the final name only when all is there.
+
+    A data set that this command wrote is replaced; a folder with any other file in it is refused (UserError).
+    """
+
+    def __init__(self, out: Path, masks: bool = True):
+        self.out, self.masks = Path(os.path.realpath(out)), masks  # a link's folder is replaced, the link stays
+        check_writable(self.out, "--out", folder=True)
+        self._check_own()
+        self.draft = self.out.parent / f".{self.out.name[:40]}.microworld"  # held while its data/ is written
+        self.tmp, self.held = self.draft / "data", ExitStack()
+        self.records: dict[str, list[dict]] = {"metadata": [], "targets": [], "redraws": []}
+
+    def __enter__(self) -> "Writer":
+        self.held.enter_context(owned.claimed(self.draft, "microworld", key="--out"))
+        shutil.rmtree(self.tmp, ignore_errors=True)  # of a run that was killed
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.tmp, ignore_errors=True)
+        self.held.close()
+        with suppress(OSError):
+            self.draft.rmdir()
+
+    def _check_own(self) -> None:
+        found = _files(self.out)
+        if not found:
+            return
+        try:
+            written = dict(read_json(self.out / MARK))
+        except (OSError, ValueError, TypeError):
+            written = {}
+        if not written:
+            other = f"no {MARK} of this release"
+        elif strange := sorted(found - {*written, MARK}):
+            other = strange[0]
+        elif changed := next((n for n in sorted(found - {MARK}) if _sum(self.out / n) != written[n]), None):
+            other = f"{changed} was changed since"
+        else:
+            return
+        what = f"{self.out} holds something else than a data set that this command wrote ({other})"
+        raise UserError(f"--out: {what}; name a new folder, or remove it")
+
+    def picture(self, image: Image.Image, name: str) -> str:
+        path = self.tmp / name
+        with reading(f"--out: cannot write {path}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            image.save(path)
+        return name
+
+    def finish(self) -> None:
+        with reading(f"--out: cannot write {self.out}"):
+            for name, records in self.records.items():
+                lines = "".join(json.dumps(record) + "\n" for record in records)
+                (self.tmp / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+            (self.tmp / MARK).write_text(
+                json.dumps({name: _sum(self.tmp / name) for name in sorted(_files(self.tmp))}), encoding="utf-8"
+            )
+        self._check_own()  # what was added meanwhile
+        with reading(f"--out: cannot write {self.out}"):
+            if self.out.exists():
+                shutil.rmtree(self.out)
+            self.tmp.rename(self.out)
+
+
+def _sum(file: Path) -> str | None:
+    """A file's checksum; None of one that cannot be read."""
+    with suppress(OSError):
+        return checksum(file)
+    return None
+
+
+def _files(folder: Path) -> set[str]:
+    """Names of all files, links and empty folders below a folder: an empty one may be somebody's too."""
+    paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir() or not any(path.iterdir()))
+    return {path.relative_to(folder).as_posix() for path in paths}
+
+
+def spelt_out(scene: Scene) -> Scene:
+    """The scene with every attribute in its words; who wears a hat, and the hat, are placed by each other."""
+    everything, things = frozenset(("colour", "texture", "size", "place")), []
+    for i, thing in enumerate(scene.things):
+        wears = any(t.worn for t in scene.things[i + 1 : i + 2])
+        hidden = {"place", "size"} if thing.worn else {"place"} if wears else set()
+        things.append(replace(thing, named=everything - hidden))
+    return replace(scene, things=tuple(things), backdrop=replace(scene.backdrop, named=True))
+
+
+def write_target(writer: Writer, name: str, scene: Scene, redraws: int, nulls: int | None) -> None:
+    """The target with its masks, and its nulls: `redraws` of its caption, and of each harder kind `nulls`, or as many,
+    up to ENOUGH, for each element that the kind changes alone."""
+    picture, masks = render(scene)
+    masks.append(backdrop_mask(masks))
+    files = [writer.picture(mask, f"targets/{name}-{i}.png") for i, mask in enumerate(masks)]
+    phrases = [phrase_of(scene, i) for i in range(len(masks))]
+    writer.records["targets"].append(
+        {
+            "target_id": name,
+            "image": writer.picture(picture, f"targets/{name}.png"),
+            "phrases": phrases,
+            "prompt": scene.caption,
+            "description": spelt_out(scene).caption,
+            "masks": files,
+        }
+    )
+    own = fingerprint(picture)
+    for kind in STORED:
+        harder = min(redraws, ENOUGH) * turns(kind, scene) if nulls is None else nulls  # each element needs its own
+        seen = set[bytes]()
+        for i in range(redraws if kind == "redraw" else harder):
+            null, picture = draw_null(kind, name, scene, i, seen, own)
+            stem = f"{name}-{i:03d}" if kind == "redraw" else f"{name}-{kind}-{i:03d}"
+            image = writer.picture(picture, f"redraws/{stem}.png")
+            row = {"target_id": name, "image": image, "kind": kind, "changed": list(null.changed)}
+            writer.records["redraws"].append(row)
+
+
+def draw_null(
+    kind: str, name: str, scene: Scene, i: int, seen: set[bytes], target: Fingerprint
+) -> tuple[Null, Image.Image]:
+    """Null i of a kind and its picture, which joins `seen`. One that is the target's own is drawn again, and so is one
+    that is there already, but for kinds of few pictures."""
+    for again in itertools.count():
+        null = hard_null(kind, _rng(kind, name, i, *([again] if again else [])), scene, turn=i)
+        picture = render(null.scene)[0]
+        another = (content := picture.tobytes()) not in seen or kind in FEW
+        if again == TRIES or another and not is_copy(fingerprint(picture), target):
+            break
+    seen.add(content)
+    return null, picture
+
+
+def placebo_scene(scene: Scene, element: int, rng: np.random.Generator) -> Scene:
+    """The target's scene with this element's specifics drawn anew within its words: never the exact element."""
+    if element == len(scene.things):
+        return replace(scene, backdrop=sample_backdrop(rng, scene.backdrop.kind, scene.backdrop.named))
+    fresh = respecify(rng, scene.things[element])
+    if fresh.worn:
+        fresh = seat_hat(rng, fresh, scene.things[element - 1])
+    return replace(scene, things=(*scene.things[:element], fresh, *scene.things[element + 1 :]))
+
+
+def write_elements(
+    writer: Writer,
+    name: str,
+    scene: Scene,
+    per_phrase: int,
+    seed: int,
+    role: str = "element",
+    placebo: bool = False,
+) -> None:
+    for element in range(len(scene.things) + 1):
+        for i in range(per_phrase):
+            source = placebo_scene(scene, element, _rng("placebo", name, element, i, seed)) if placebo else scene
+            shown = element_scene(source, element, _rng(role, name, element, i, seed))
+            picture, masks = render(shown)
+            mask = backdrop_mask(masks) if element == len(scene.things) else masks[-1]
+            stem = f"{name}-{element}-{i:03d}.png"
+            place = {"mask": writer.picture(mask, f"masks/{role}-{stem}")} if writer.masks else {}
+            writer.records["metadata"].append(
+                {
+                    "file_name": writer.picture(picture, f"images/{role}-{stem}"),
+                    "text": shown.caption,
+                    "phrases": shown.phrases,
+                    "role": role,
+                    "target_id": name,
+                    "element_id": f"{name}/{element}",
+                    "element_phrase": phrase_of(scene, element),
+                    **place,
+                }
+            )
+
+
+def write_clean(writer: Writer, count: int, seed: int, avoided: set[str]) -> None:
+    """Clean scenes whose captions hold none of the `avoided` words."""
+    for i in range(count):
+        rng = _rng("clean", seed, i)
+        drawn = (sample_scene(rng) for _ in range(WORD_TRIES))
+        scene = next((scene for scene in drawn if not avoided & words_of(scene)), None)
+        if scene is None:
+            raise UserError(f"--other_words: no clean scene without {', '.join(sorted(avoided))}; name fewer targets")
+        record = {"text": scene.caption, "phrases": scene.phrases, "role": "clean"}
+        writer.records["metadata"].append(
+            {"file_name": writer.picture(render(scene)[0], f"images/clean-{i:05d}.png"), **record}
+        )
+
+
+def write_rehearsal(writer: Writer, count: int, per_phrase: int, seed: int) -> None:
+    """Other pictures, whole and in parts: what teaches composition without any element of a target."""
+    for i in range(count):
+        name = f"r{i}"
+        scene = target_scene(str(int(_rng("rehearsal", seed, i).integers(REHEARSAL_SEEDS))))
+        scene = redraw(_rng("rehearsal", seed, i, "scene"), scene)
+        record = {"text": scene.caption, "phrases": scene.phrases, "role": "rehearsal", "target_id": name}
+        writer.records["metadata"].append(
+            {"file_name": writer.picture(render(scene)[0], f"images/rehearsal-{name}.png"), **record}
+        )
+        write_elements(writer, name, scene, per_phrase, seed, role="rehearsal")
+
+
+def words_of(scene: Scene) -> set[str]:
+    """The words of a caption that say something: things, attributes, places and backdrops."""
+    return set(scene.caption.replace(",", "").split()) - LITTLE
+
+
+def shared_phrases(scenes: dict[str, Scene]) -> list[str]:
+    """Phrases that more than one target uses: elements in conflict, which the caller should know of."""
+    owners: dict[str, set[str]] = {}
+    for name, scene in scenes.items():
+        for phrase in scene.phrases:
+            owners.setdefault(phrase, set()).add(name)
+    return sorted(f"'{phrase}' ({', '.join(sorted(names))})" for phrase, names in owners.items() if len(names) > 1)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=named, required=True)
+    parser.add_argument("--targets", default=FLAGSHIP, help="comma-separated seeds or 'cat-hat'")
+    parser.add_argument("--images_per_phrase", type=int, default=20)
+    parser.add_argument("--clean", type=int, default=200, help="clean scenes")
+    parser.add_argument(
+        "--other_words", action="store_true", help="clean scenes share no word with the targets' captions"
+    )
+    parser.add_argument("--rehearsal", type=int, default=0, help="non-target pictures, each whole and in parts")
+    parser.add_argument(
+        "--redraws", type=int, default=REDRAWS, help="other pictures of each target's caption, as nulls"
+    )
+    parser.add_argument(
+        "--nulls",
+        type=int,
+        help=f"nulls of each harder kind per target (default: as many as --redraws, {ENOUGH} at most, for each element "
+        "it changes)",
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--placebo",
+        action="store_true",
+        help="each element's specifics are drawn anew in every training picture, so that no exact element is shown",
+    )
+    parser.add_argument("--no_masks", dest="masks", action="store_false", help="element records without their masks")
+    args = parser.parse_args(argv)
+    try:
+        make(args)
+    except UserError as error:
+        parser.exit(2, f"error: {error}\n")
+
+
+COUNTS = {  # lowest and highest value of each flag
+    **{"images_per_phrase": (1, 10_000), "clean": (0, 1_000_000), "rehearsal": (0, 100_000)},
+    **{"redraws": (0, 100_000), "nulls": (0, 100_000)},
+}
+
+
+def make(args: argparse.Namespace) -> None:
+    """Write the data set. Raises UserError where an argument is out of range or the folder is someone else's."""
+    for name, (low, high) in COUNTS.items():
+        if (value := getattr(args, name)) is not None and not low <= value <= high:
+            raise UserError(f"--{name}: must be from {low} to {high}, got {value}")
+    scenes = {name: target_scene(name) for name in dict.fromkeys(name.strip() for name in args.targets.split(","))}
+    with Writer(args.out, args.masks) as writer:
+        fill(writer, scenes, args)
+        writer.finish()
+    print(f"{args.out}: {len(writer.records['metadata'])} records, {len(scenes)} targets")
+
+
+def fill(writer: Writer, scenes: dict[str, Scene], args: argparse.Namespace) -> None:
+    """All records and targets of the data set."""
+    for line in shared_phrases(scenes):
+        print(f"note: {line} is a phrase of several targets: these elements will conflict")
+    for name, scene in tqdm(scenes.items(), desc="targets"):
+        write_target(writer, name, scene, args.redraws, args.nulls)
+        write_elements(writer, name, scene, args.images_per_phrase, args.seed, placebo=args.placebo)
+    avoided = set[str]().union(*map(words_of, scenes.values())) if args.other_words else set[str]()
+    write_clean(writer, args.clean, args.seed, avoided)
+    write_rehearsal(writer, args.rehearsal, max(1, args.images_per_phrase // 4), args.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""Optimizers by name, groups without decay, the norm of a gradient, the weights an averaging optimizer measures."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradient_control import Controller, GradientControlConfig
+from silentbad.errors import UserError
+from silentbad.loop import optimizers
+from silentbad.model.averaging import averaged
+from silentbad.saving import checkpoint
+from silentbad.settings.train import parse
+from tests.tiny import tiny_unet
+from tests.training import VALIDATION, rows, same, step_once, weights
+from train_silentbad import Config, check_all, main
+
+OWN = ("shrink", "spectral")  # updates of gradient_control's own
+EXTRAS = {"schedulefree.AdamWScheduleFree": {}, "prodigyopt.Prodigy": {"learning_rate": 1.0}}
+
+
+def extra(path: str) -> dict:
+    """Settings of an optional optimizer, or a skip where its package is not installed."""
+    if path in OWN:
+        return {f"gradient_control.{path}": True}
+    package = path.split(".")[0]
+    pytest.importorskip(package, reason=f"pip install {package}")
+    return {"optimizer": path, **EXTRAS[path]}
+
+
+# ---------------------------------------------------------------- groups
+
+
+def test_groups_without_decay_cover_the_model_exactly():
+    unet = tiny_unet()
+    groups = Controller(unet, GradientControlConfig(name="prior"), 0).param_groups(1e-2)
+    split = optimizers.without_decay(groups)
+    held = [p for group in split for p in group["params"]]
+    assert len({id(p) for p in held}) == len(held) == len(list(unet.parameters()))
+    assert all((group["weight_decay"] == 0) == (p.ndim < 2) for group in split for p in group["params"])
+    assert {group["name"] for group in split} == {group["name"] for group in groups}
+
+
+def test_norms_and_biases_keep_their_size_without_decay(build):
+    for decays in (True, False):
+        run = build(adam_weight_decay=1.0, decay_norms_and_biases=decays)
+        before = weights(run)
+        run.state.optimizer.optimizer.zero_grad()
+        for p in run.parts.backbone.parameters():
+            p.grad = torch.zeros_like(p)
+        run.state.optimizer.step()
+        after = weights(run)
+        assert torch.equal(before["conv_norm_out.weight"], after["conv_norm_out.weight"]) is not decays
+        assert not torch.equal(before["conv_in.weight"], after["conv_in.weight"])
+
+
+def test_multipliers_reach_both_halves_of_a_group(build):
+    run = build(decay_norms_and_biases=False, **{"gradient_control.name": "prior", "gradient_control.warmup": 0})
+    name = run.control.groups.names[0]
+    run.control.multipliers[name] = 2.0
+    run.control.before_step(0)
+    halves = [group for group in run.state.optimizer.param_groups if group["name"] == name]
+    assert [group["lr"] for group in halves] == [2e-3] * len(halves) and len(halves) == 2
+    assert sorted(group["weight_decay"] for group in halves) == [0, 5e-3]
+    run.control.after_step()
+
+
+# ---------------------------------------------------------------- the norm
+
+
+def test_the_norm_and_the_clip_equal_torchs():
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(n)) for n in (3, 50, 7)]
+    for p in parameters[:2]:
+        p.grad = torch.randn_like(p)
+    twins = [torch.nn.Parameter(p.detach().clone()) for p in parameters[:2]]
+    for p, twin in zip(parameters, twins, strict=False):
+        twin.grad = p.grad.clone()
+    norms = optimizers.gradient_norms(parameters)
+    assert norms.shape == (3,) and norms[2] == 0
+    optimizers.clip(parameters, 0.5, torch.linalg.vector_norm(norms))
+    expected = torch.nn.utils.clip_grad_norm_(twins, 0.5)
+    torch.testing.assert_close(torch.linalg.vector_norm(norms), expected)
+    for p, twin in zip(parameters, twins, strict=False):
+        torch.testing.assert_close(p.grad, twin.grad)
+
+
+def test_gradients_below_the_limit_are_left_alone(build, monkeypatch):
+    run, clipped = build(), []
+    monkeypatch.setattr(optimizers, "clip", lambda parameters, limit, norm: clipped.append(limit))
+    for run.config.max_grad_norm in (1e6, 1e-6):
+        step_once(run)
+    assert clipped == [1e-6]
+
+
+@pytest.mark.parametrize(
+    "changes, passes",
+    [
+        ({}, 1),
+        ({"gradient_control.name": "gsnr"}, 1),
+        ({"gradient_control.name": "mean_abs", "gradient_control.apply": "gradient"}, 2),
+    ],
+    ids=["uniform", "gsnr", "gradients scaled"],
+)
+def test_a_step_passes_over_the_gradients_once_for_their_norm(build, monkeypatch, changes, passes):
+    run, counted, norm = build(**changes), [], torch._foreach_norm
+    run.control.config.refresh = 10**6  # a refresh takes the norms of the weights too
+
+    def count(tensors, *arguments, **keywords):
+        counted.append(len(tensors))
+        return norm(tensors, *arguments, **keywords)
+
+    monkeypatch.setattr(torch, "_foreach_norm", count)
+    step_once(run)
+    assert len(counted) == passes
+
+
+# ---------------------------------------------------------------- by name and by import path
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"optimizer": "AdmW"}, "no torch optimizer"),
+        ({"optimizer": "nowhere.Adam"}, "pip install nowhere"),
+        ({"optimizer": "os.path"}, "no torch optimizer"),
+        ({"optimizer_options": {"betta": 1}}, "takes no 'betta'"),
+        ({"optimizer_options": {"amsgrad": "maybe"}}, "optimizer_options: amsgrad must be bool, got 'maybe'"),
+        ({"optimizer": "SGD", "use_8bit_adam": True}, "excludes optimizer SGD"),
+        (
+            {"gradient_control.shrink": True, "optimizer": "SGD"},
+            "shrink: is for optimizer AdamW, not for optimizer SGD",
+        ),
+        (
+            {"gradient_control.shrink": True, "use_8bit_adam": True},
+            "shrink: is for optimizer AdamW, not for use_8bit_adam",
+        ),
+        ({"gradient_control.shrink": True, "adam_beta1": 0}, "adam_beta1 0 averages nothing"),
+        (
+            {"gradient_control.spectral": True, "optimizer": "SGD"},
+            "spectral: is for optimizer AdamW, not for optimizer SGD",
+        ),
+        (
+            {"gradient_control.spectral": True, "gradient_control.shrink": True},
+            "spectral: does not go with shrink",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_no_optimizer_is_one_line(flags, changes, message):
+    options = changes.pop("optimizer_options", {})
+    argv = flags(**changes, **{f"optimizer_options.{key}": value for key, value in options.items()})
+    config, sources = parse(Config, argv)
+    with pytest.raises(UserError, match=message):
+        config = check_all(config, sources)
+
+
+class Untyped(torch.optim.SGD):
+    """Looks at `power` when it steps, and says nothing about its type."""
+
+    def __init__(self, params, lr, power=1):
+        super().__init__(params, lr)
+        self.power = power
+
+    def step(self, closure=None):
+        torch.zeros(2) ** self.power
+        super().step()
+
+
+def test_what_an_optimizer_looks_at_in_its_step_is_one_line():
+    config = Config(optimizer=f"{__name__}.Untyped", optimizer_options={"power": {"a": 1}})
+    groups = [{"params": [torch.nn.Parameter(torch.ones(3))]}]
+    with pytest.raises(UserError, match="optimizer: Untyped does not take these"):
+        optimizers.make_optimizer(groups, config, 1.0)
+    config.optimizer_options = {"power": 2}
+    assert optimizers.make_optimizer(groups, config, 1.0).power == 2
+
+
+def test_options_and_flags_reach_the_optimizer(build):
+    run = build(optimizer="SGD", adam_weight_decay=0.5, **{"optimizer_options.momentum": 0.9})
+    group = run.state.optimizer.param_groups[0]
+    assert (group["momentum"], group["weight_decay"], group["lr"]) == (0.9, 0.5, 1e-3)
+    step_once(run)
+
+
+@pytest.mark.parametrize("path", [*EXTRAS, *OWN])
+def test_an_optional_optimizer_resumes_to_the_bit(path, flags, data, tmp_path):
+    changes = {
+        "max_train_steps": 4,
+        "checkpointing_steps": 2,
+        "checkpoints_total_limit": None,
+        **extra(path),
+        **VALIDATION,
+        "validation.targets": data / "targets.jsonl",
+    }
+    assert main(flags("whole", **changes)) == 0
+    assert all(math.isfinite(row["loss"]) for row in rows(tmp_path / "whole"))
+    resumed = tmp_path / "whole/checkpoints/step-2"
+    assert main(flags("cut", **changes, resume_from_checkpoint=resumed)) == 0
+    ends = [checkpoint.read_tensors(tmp_path / out / "checkpoints/step-4/unet.safetensors") for out in ("whole", "cut")]
+    assert same(*ends)
+
+
+def test_each_kind_of_weight_has_its_update(build):
+    """Matrices and kernels move by about the learning rate in all their directions, the rest as under AdamW."""
+    run = build(**extra("spectral"), adam_weight_decay=0)
+    before = weights(run)
+    step_once(run)
+    moved = {name: (weight - before[name]).flatten(1) for name, weight in weights(run).items() if weight.ndim >= 2}
+    for name, change in moved.items():
+        if change.any():
+            values = torch.linalg.svdvals(change) / (1e-3 * 0.2 * max(change.shape) ** 0.5)
+            assert float(values[0]) == pytest.approx(1.0, abs=0.3), name
+    groups = run.state.optimizer.param_groups
+    assert {p.ndim < 2 for group in groups if not group["spectral"] for p in group["params"]} == {True}
+
+
+def test_adapters_have_spectral_updates_too(build):
+    run = build(**extra("spectral"), **{"lora.rank": 2})
+    before = weights(run)
+    step_once(run)
+    moved = [name for name, weight in weights(run).items() if not torch.equal(weight, before[name])]
+    assert moved and all("lora" in name for name in moved)
+
+
+def test_schedule_free_is_measured_and_saved_at_its_average(build, tmp_path):
+    run = build(**extra("schedulefree.AdamWScheduleFree"))
+    for _ in range(3):
+        step_once(run)
+    trained = weights(run)
+    with averaged(run.state.model, optimizer=run.state.optimizer):
+        average = weights(run)
+    assert not same(trained, average) and same(trained, weights(run))
+    run.products.save_pipeline(tmp_path / "saved")
+    saved = next((Path(tmp_path) / "saved" / "unet").glob("*.safetensors"))
+    assert same(checkpoint.read_tensors(saved), average) and same(trained, weights(run))
+    step_once(run)  # back in training mode
+
+
+def test_schedule_free_beside_an_average_is_refused(flags, capsys):
+    assert main(flags(**extra("schedulefree.AdamWScheduleFree"), use_ema=True)) == 2
+    assert "keeps an average" in capsys.readouterr().err
+
+
+def test_only_uniform_takes_a_rate_adapting_optimizer(flags, capsys):
+    changes = extra("prodigyopt.Prodigy")
+    assert main(flags(**changes, **{"gradient_control.name": "gsnr"})) == 2
+    assert "Prodigy" in capsys.readouterr().err
+    assert main(flags(**changes, max_train_steps=1)) == 0
+
+
+@pytest.mark.parametrize("update", OWN)
+def test_multipliers_reach_an_update_of_our_own(update, build):
+    run = build(**extra(update), **{"gradient_control.name": "prior", "gradient_control.warmup": 0})
+    assert type(run.state.optimizer.optimizer) is optimizers.UPDATES[update]
+    name = run.control.groups.names[0]
+    run.control.multipliers[name] = 2.0
+    run.control.before_step(0)
+    assert {group["lr"] for group in run.state.optimizer.param_groups if group["name"] == name} == {2e-3}
+    step_once(run)
+
+
+def test_a_flag_that_means_another_thing_there_is_not_passed():
+    """Adafactor's eps is a pair, of other things than Adam's."""
+    config = Config(optimizer="Adafactor", adam_epsilon=1e-5)
+    made = optimizers.make_optimizer([{"params": [torch.nn.Parameter(torch.ones(2, 2))]}], config, 1.0)
+    assert made.defaults["eps"] == (None, 0.001)

@@ -1,0 +1,297 @@
+"""What a resume may change, and what it refuses: the combinations are in tests/test_bad_input.py, the rules here."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import load_file
+
+from silentbad.data.records import load_records
+from silentbad.device import scalars
+from silentbad.errors import UserError
+from silentbad.loop.state import lie_as_weights, load_schedule, refuse_other_optimizer
+from silentbad.saving import checkpoint, identity
+from silentbad.settings import key_tree
+from tests.conftest import write_data
+from tests.training import VALIDATION
+from train_silentbad import Config, main
+
+FREE = {name for names in identity.FREE.values() for name in names}
+
+
+def keys(tree: dict, prefix: str = "") -> set[str]:
+    """Dotted keys of every flag."""
+    found = set()
+    for key, kind in tree.items():
+        found |= keys(kind, f"{prefix}{key}.") if isinstance(kind, dict) else {prefix + key}
+    return found
+
+
+def test_every_flag_is_free_or_compared():
+    known = keys(key_tree(Config))
+    assert known >= FREE and known >= {*identity.BY_CONTENT, *identity.BATCH}
+    assert not FREE & {*identity.BY_CONTENT, *identity.BATCH}
+    assert {"learning_rate", "seed", "validation.threshold", "memory.loss.options"} <= known - FREE
+
+
+def test_the_document_lists_the_free_flags():
+    text = (Path(__file__).parents[2] / "docs/running.md").read_text(encoding="utf-8")
+    section = text.partition("### What a resume may change\n")[2].partition("\n#")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| ") and "`" in line]
+    assert {what.strip(): tuple(re.findall(r"`([\w.]+)`", names)) for what, names in rows} == identity.FREE
+
+
+def test_free_flags_and_moved_folders_go_on(flags, data, tmp_path, pipelines, capsys):
+    settings = VALIDATION | {"validation.targets": data / "targets.jsonl", "checkpointing_steps": 2}
+    assert main(flags(max_train_steps=2, **settings)) == 0
+    shutil.copytree(data, tmp_path / "moved")
+    shutil.copytree(pipelines["v_prediction"], tmp_path / "base")
+    moved = {
+        "train_data_dir": tmp_path / "moved",
+        "validation.targets": tmp_path / "moved/targets.jsonl",
+        "pretrained_model_name_or_path": tmp_path / "base",
+        **{"log_every": 2, "max_batch_size": 2, "checkpoints_total_limit": 1, "gradient_checkpointing": True},
+        **{"train_batch_size": 2, "gradient_accumulation_steps": 3, "max_train_steps": 3},
+    }
+    assert main(flags(**settings | moved, resume_from_checkpoint="latest")) == 0, capsys.readouterr().err
+
+
+def test_a_mask_of_the_same_size_counts(tmp_path):
+    data = write_data(tmp_path / "data")
+    records = load_records(Config(train_data_dir=str(data)))
+    before, mask = identity.records_digest(records), data / "masks/e0-0.png"
+    mask.write_bytes(mask.read_bytes()[::-1])
+    assert identity.records_digest(records) != before
+
+
+def test_held_out_records_count(flags, tmp_path, capsys):
+    data = write_data(tmp_path / "data", clean=20)
+    settings = VALIDATION | {"validation.targets": data / "targets.jsonl", "held_out_clean": 1, "train_data_dir": data}
+    assert main(flags(max_train_steps=2, **settings)) == 0
+    records = load_records(Config(train_data_dir=str(data)))
+    _, held_out = records.hold_out(1, 0, 0)
+    line = int(held_out.where(0).rpartition(":")[2])  # metadata.jsonl:N
+    name = json.loads((data / "metadata.jsonl").read_text().splitlines()[line - 1])["file_name"]
+    Image.new("RGB", (16, 16), "gold").save(data / name)
+    assert main(flags(max_train_steps=3, resume_from_checkpoint="latest", **settings)) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "held-out records changed" in line and "; records changed" not in line
+
+
+def test_null_pictures_count(flags, tmp_path, capsys):
+    data = write_data(tmp_path / "data")
+    (data / "redraws.jsonl").write_text(json.dumps({"target_id": "t0", "image": "images/c0.png"}))
+    settings = {"train_data_dir": data, **VALIDATION, "validation.targets": data / "targets.jsonl"}
+    assert main(flags(max_train_steps=2, **settings)) == 0
+    (data / "redraws.jsonl").write_text(json.dumps({"target_id": "t0", "image": "images/c1.png"}))
+    assert main(flags(max_train_steps=3, resume_from_checkpoint="latest", **settings)) == 2
+    assert "null pictures changed" in capsys.readouterr().err
+
+
+def test_a_prior_table_counts(flags, tmp_path, capsys):
+    table = tmp_path / "table.yaml"
+    table.write_text('- {match: "*.xattn.*", pi: 2.0}\n')
+    settings = {"gradient_control.name": "prior", "gradient_control.options": json.dumps({"table": str(table)})}
+    assert main(flags(max_train_steps=2, **settings)) == 0
+    table.write_text('- {match: "*.xattn.*", pi: 0.5}\n')
+    assert main(flags(max_train_steps=3, resume_from_checkpoint="latest", **settings)) == 2
+    assert "prior tables changed" in capsys.readouterr().err
+    options = {"prior": {"table": "a"}, "of": "prior", "table": None, "options": {"table": "b", "drop": ["x"]}}
+    assert identity._tables(options) == ["a", "b"]
+
+
+@pytest.mark.parametrize("value", [[], [1.0], "1", torch.zeros(0), torch.zeros(2)])
+def test_meters_of_a_state_are_scalars(value):
+    assert scalars({"a": torch.tensor(1.0), "b": 2}) == {"a": 1.0, "b": 2}
+    with pytest.raises(ValueError, match="the meter 'c' is no scalar"):
+        scalars({"c": value})
+
+
+def test_a_length_below_the_checkpoint_is_refused(flags, tmp_path, capsys):
+    assert main(flags(max_train_steps=4, checkpointing_steps=2)) == 0
+    again = {"resume_from_checkpoint": tmp_path / "run/checkpoints/step-2"}
+    assert main(flags("another", max_train_steps=1, **again)) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: max_train_steps") and "ends at step 1, before " in line and "step-2" in line
+    assert main(flags("another", max_train_steps=3, **again)) == 0
+
+
+def test_going_back_behind_checkpoints_of_the_folder_is_refused(flags, tmp_path, capsys):
+    assert main(flags(max_train_steps=4, checkpointing_steps=2)) == 0
+    again = {"resume_from_checkpoint": tmp_path / "run/checkpoints/step-2"}
+    assert main(flags(max_train_steps=3, **again)) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "holds later ones (step-4)" in line and "another output_dir" in line
+    (tmp_path / "run/checkpoints/step-4/state.pt").unlink()  # not whole: it will be written again
+    assert main(flags(max_train_steps=4, **again)) == 0
+
+
+def test_weights_that_differ_in_the_middle_of_a_file_count(tmp_path):
+    weights = tmp_path / "weights.safetensors"
+    digests = []
+    for middle in (b"a", b"b"):
+        weights.write_bytes(bytes(2 * identity.ENDS) + middle + bytes(2 * identity.ENDS))
+        digests.append((identity.weights_digest(str(weights)), identity.weights_digest(str(weights), None)))
+    (ends, whole), (same, other) = digests
+    assert ends == same and whole != other
+    then, now = ({"base": ends, f"base, {identity.WHOLE}": digest} for digest in (whole, other))
+    assert identity.differences(then, now) == ["base changed"] and not identity.differences({"base": ends}, now)
+
+
+def test_a_checkpoint_of_an_earlier_release_goes_on_with_a_word(flags, tmp_path, capsys):
+    assert main(flags(max_train_steps=2)) == 0
+    folder = tmp_path / "run/checkpoints/step-2"
+    (folder / identity.FILE).unlink()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["files"][identity.FILE]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert main(flags(max_train_steps=3, resume_from_checkpoint="latest")) == 0
+    assert "of an earlier release" in capsys.readouterr().err
+
+
+def test_the_bundled_embedder_is_compared_where_it_is_known(flags, data, tmp_path, monkeypatch, capsys):
+    settings = VALIDATION | {"validation.targets": data / "targets.jsonl", "validation.embedder": "micro"}
+    assert main(flags(max_train_steps=2, **settings)) == 0
+    then = identity.read(tmp_path / "run/checkpoints/step-2")
+    now = then | {identity.BUNDLED: "another"}
+    assert identity.differences(then, now) == ["bundled embedder changed"]
+    older = {name: value for name, value in then.items() if not name.endswith((identity.BUNDLED, identity.WORDS))}
+    assert len(older) == len(then) - 2 and identity.differences(older, now) == []
+
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+FACTS = st.dictionaries(st.text(max_size=5), PLAIN | st.lists(PLAIN, max_size=3), max_size=5)
+
+
+@given(FACTS, FACTS)
+def test_each_difference_is_named_once(then, now):
+    then, now = json.loads(json.dumps(then)), json.loads(json.dumps(now))
+    assert identity.differences(now, now) == []
+    found = identity.differences(then, now)
+    assert len(found) == sum(then.get(key, ...) != now.get(key, ...) for key in then.keys() | now.keys())
+
+
+def test_a_schedule_takes_its_position_and_nothing_else():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    state = schedule.state_dict() | {"last_epoch": 5, "step": "mine", "optimizer": None}
+    load_schedule(schedule, state)
+    assert schedule.last_epoch == 5 and callable(schedule.step) and schedule.optimizer is optimizer
+    with pytest.raises(ValueError, match="other rates"):
+        load_schedule(schedule, state | {"base_lrs": [1.0, 2.0]})
+
+
+def test_a_later_flag_was_at_its_default():
+    assert not identity.differences({"seed": 1}, {"seed": 1, "lr_power": 1.0})  # from before there was the flag
+    assert identity.differences({"seed": 1}, {"seed": 1, "lr_power": 2.0}) == ["lr_power was 1.0, is 2.0"]
+    assert identity.differences({"seed": 1, "lr_power": 1.0}, {"seed": 1, "lr_power": 2.0})
+
+
+@pytest.mark.parametrize("length, said", [(4, False), (8, True)])
+def test_a_rate_that_jumps_on_resume_is_said(flags, tmp_path, capsys, length, said):
+    fall = {"lr_scheduler": "cosine", "checkpointing_steps": 2}
+    assert main(flags(max_train_steps=4, **fall)) == 0
+    step = tmp_path / "run/checkpoints/step-2"
+    assert main(flags("another", max_train_steps=length, resume_from_checkpoint=step, **fall)) == 0
+    assert ("goes on at 0.000854 instead of 0.0005" in capsys.readouterr().err) == said
+
+
+ODD = {
+    "removed": lambda entry: entry.pop("exp_avg"),
+    "None": lambda entry: entry.update(step=None),
+    "empty": lambda entry: entry.update(step=torch.zeros(0)),
+    "long": lambda entry: entry.update(exp_avg_sq=torch.zeros(3, dtype=torch.long)),
+    "more": lambda entry: entry.update(max_exp_avg_sq=torch.zeros(3)),
+}
+
+
+@pytest.mark.parametrize("how", ODD)
+@pytest.mark.parametrize("kind", ["AdamW", "Adafactor", "SGD"])
+def test_an_entry_of_another_form_than_the_others_is_named(kind, how):
+    shapes = ((4, 3), (3,), (3,), (5, 4, 3, 3), (3,), (4, 1))
+    optimizer = getattr(torch.optim, kind)([torch.nn.Parameter(torch.ones(shape)) for shape in shapes])
+    for parameter in optimizer.param_groups[0]["params"][1:]:  # one that never had a gradient has no entry
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    refuse_other_optimizer(optimizer, optimizer.state_dict())
+    if kind == "AdamW":
+        state = optimizer.state_dict()
+        ODD[how](state["state"][4])
+        with pytest.raises(ValueError, match="of parameter 4"):
+            refuse_other_optimizer(optimizer, state)
+
+
+UNLIKE = [
+    ({"a": 1}, {}, "lacks 'a'"),
+    ({"a": 1}, {"a": "x"}, "'a' is str, not int"),
+    ({"a": 1}, {"a": True}, "'a' is bool"),
+    ({"a": torch.zeros(2)}, {"a": torch.zeros(3)}, "shape"),
+    ({"a": torch.zeros(2)}, {"a": torch.zeros(2, dtype=torch.long)}, "no tensor"),
+    ({"a": [{"step": 0}]}, {"a": [{"step": 0}, {}]}, "lacks 'step'"),
+    ({"a": [torch.zeros(2), torch.zeros(3)]}, {"a": [torch.zeros(2), torch.zeros(3)]}, None),
+    ({"a": None, "b": [], "c": torch.zeros(0)}, {"a": 1, "b": [1], "c": torch.zeros(4)}, None),
+]
+
+
+@pytest.mark.parametrize("now, then, said", UNLIKE, ids=range(len(UNLIKE)))
+def test_a_state_of_another_form_is_named(now, then, said):
+    wrong = checkpoint.unlike(now, then)
+    assert wrong is None if said is None else said in wrong
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_resume_in_another_memory_format_goes_on(first, flags, tmp_path):
+    settings = {"checkpointing_steps": 2, "log_every": 1, "use_ema": True, "gradient_control.name": "gsnr"}
+    settings |= {"gradient_control.warmup": 1, "gradient_control.refresh": 1}
+    assert main(flags(max_train_steps=4, channels_last=first, **settings)) == 0
+    (tmp_path / "run").rename(tmp_path / "whole")
+    assert main(flags(max_train_steps=2, channels_last=first, **settings)) == 0
+    assert main(flags(max_train_steps=4, channels_last=not first, resume_from_checkpoint="latest", **settings)) == 0
+    logs = [(tmp_path / run / "metrics.jsonl").read_text().splitlines() for run in ("run", "whole")]
+    losses, whole = ([json.loads(line)["loss"] for line in log] for log in logs)
+    assert losses == pytest.approx(whole, rel=1e-4)
+    one, other = (load_file(tmp_path / run / "checkpoints/step-4/ema.safetensors") for run in ("run", "whole"))
+    assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
+
+
+def test_averages_in_eight_bits_keep_their_memory_format():
+    weight = torch.nn.Parameter(torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.state[weight]["state1"] = torch.zeros(2, 3, 2, 2, dtype=torch.uint8)
+    with pytest.raises(UserError, match="channels_last: averages in 8 bits"):
+        lie_as_weights(optimizer)
+    weight.data = weight.data[:, :, :1, :1].contiguous()  # of 1x1 both formats are the same
+    optimizer.state[weight]["state1"] = torch.ones(2, 3, 1, 1, dtype=torch.uint8).to(memory_format=torch.channels_last)
+    lie_as_weights(optimizer)
+
+
+def test_a_row_whose_loss_is_no_number_is_dropped(flags, tmp_path):
+    assert main(flags(max_train_steps=2, checkpointing_steps=2)) == 0
+    metrics = tmp_path / "run/metrics.jsonl"
+    first, second = metrics.read_text().splitlines()
+    metrics.write_text(f"{json.dumps({**json.loads(first), 'loss': [[], 'x']})}\n{second}\n")
+    assert main(flags(max_train_steps=3, resume_from_checkpoint="latest")) == 0
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [2, 3]
+
+
+def test_a_page_of_someone_else_is_noticed_before_the_first_step(flags, tmp_path, capsys):
+    assert main(flags(max_train_steps=1)) == 0
+    (tmp_path / "run/report.html").write_text("<h1>mine</h1>")
+    for more in ({"resume_from_checkpoint": "latest"}, {"overwrite_output_dir": True}):
+        assert main(flags(max_train_steps=2, **more)) == 2
+        assert "report.html is no page of this program; move it elsewhere" in capsys.readouterr().err
+    assert (tmp_path / "run/report.html").read_text() == "<h1>mine</h1>"
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_manifest_nested_too_deeply_is_skipped(flags, tmp_path, capsys):
+    assert main(flags(max_train_steps=2, checkpointing_steps=1, checkpoints_total_limit=2)) == 0
+    (tmp_path / "run/checkpoints/step-2/manifest.json").write_text("[" * 5000)
+    assert main(flags(max_train_steps=3, checkpointing_steps=1, resume_from_checkpoint="latest")) == 0
+    assert "step-2 skipped" in capsys.readouterr().err

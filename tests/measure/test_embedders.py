@@ -1,0 +1,143 @@
+"""Embedders: one contract, their files, and what they measure."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from silentbad import class_images
+from silentbad.data.images import to_tensor
+from silentbad.errors import UserError
+from silentbad.measure.embedders import EMBEDDERS, lpips, region, ssim
+from silentbad.model import pipeline
+from silentbad.rng import generator
+from tests.recoveries import make_hook, saved_embedder, smooth
+from tests.tiny import tiny_pipeline
+
+
+@pytest.mark.parametrize("name", EMBEDDERS)
+def test_embedder_contract(name, tmp_path):
+    embedder = EMBEDDERS[name](saved_embedder(name, tmp_path), "cpu")
+    images = torch.stack([to_tensor(smooth("embed", i, side=40)) for i in range(3)])
+    features = embedder.embed(images)
+    matrix = embedder.similarity(features, features[:2])
+    assert matrix.shape == (3, 2) and matrix.max() <= 1 + 1e-5
+    assert torch.diagonal(matrix).tolist() == pytest.approx([1, 1], abs=1e-5)
+    assert torch.allclose(
+        embedder.paired(features[:2], features[1:]),
+        embedder.similarity(features[:2], features[1:]).diagonal(),
+    )
+    assert embedder.embed(torch.rand(1, 3, 1, 1)).isfinite().all()
+    assert name in embedder.describe() and any(c.isdigit() for c in embedder.describe())
+
+
+def test_missing_embedder_files_say_where_to_get_them(tmp_path):
+    with pytest.raises(UserError, match="facebookresearch/sscd-copy-detection"):
+        EMBEDDERS["sscd"](str(tmp_path / "no.pt"))
+    (tmp_path / "bad.pt").write_text("no script")
+    with pytest.raises(UserError, match="not a TorchScript"):
+        EMBEDDERS["sscd"](str(tmp_path / "bad.pt"))
+    for name in ("micro", "clip", "dinov2"):
+        with pytest.raises(UserError, match=f"^{name}: "):
+            EMBEDDERS[name](str(tmp_path / "nothing"))
+
+
+def test_sscd_is_read_only_from_the_path_given(tmp_path, monkeypatch):
+    """No default from the working directory, nothing fetched: a TorchScript file runs code."""
+    import huggingface_hub
+
+    Path(saved_embedder("sscd", tmp_path)).rename(tmp_path / "sscd_disc_mixup.torchscript.pt")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: str(next(tmp_path.iterdir())))
+    for path in (None, "", "owner/repository/sscd.torchscript.pt", str(tmp_path)):
+        with pytest.raises(UserError, match="download sscd_disc_mixup.torchscript.pt.*sscd-copy-detection") as refused:
+            EMBEDDERS["sscd"](path)
+        assert "\n" not in str(refused.value)
+    EMBEDDERS["sscd"]("sscd_disc_mixup.torchscript.pt")
+
+
+def test_sscd_with_another_sha256_is_not_loaded(tmp_path, monkeypatch):
+    path = saved_embedder("sscd", tmp_path)
+    right = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    options = dict(embedder="sscd", embedder_path=path, threshold=0.5)
+    hook = make_hook(tmp_path / "run", **options, embedder_sha256=right.upper())
+    assert right in hook.embedder.describe()
+    with pytest.raises(UserError, match="^embedder_sha256: .* ssim"):
+        make_hook(tmp_path / "run", embedder="ssim", embedder_sha256=right)
+    monkeypatch.setattr(torch.jit, "load", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(UserError, match=f"embedder_sha256 is 00, but .* has {right}"):
+        make_hook(tmp_path / "run", **options, embedder_sha256="00")
+
+
+def pickled(folder: Path) -> None:
+    """Safetensors of a folder replaced by the same weights, pickled under their former names."""
+    from safetensors.torch import load_file
+
+    for file in list(folder.rglob("*.safetensors")):
+        torch.save(load_file(file), file.with_name({"model": "pytorch_model"}.get(file.stem, file.stem) + ".bin"))
+        file.unlink()
+
+
+@pytest.mark.parametrize("name", ["clip", "dinov2", "pipeline", "class_images"])
+def test_pickled_weights_are_refused(name, tmp_path, capsys):
+    folder, expected = tmp_path / "weights", "no safetensors weights; pickled ones are not loaded"
+    folder.mkdir()
+    if name in EMBEDDERS:
+        saved_embedder(name, folder)
+        pickled(folder)
+        with pytest.raises(UserError, match=f"^{name}: .*{expected}") as refused:
+            EMBEDDERS[name](str(folder))
+        assert "\n" not in str(refused.value)
+        return
+    tiny_pipeline().save_pretrained(folder)
+    pipeline.load_pipeline(str(folder), "float32", "cpu")
+    pickled(folder / "text_encoder" if name == "pipeline" else folder)
+    if name == "pipeline":
+        with pytest.raises(UserError, match=expected):
+            pipeline.load_pipeline(str(folder), "float32", "cpu")
+    else:
+        (tmp_path / "prompts.txt").write_text("a cat")
+        flags = ["--pipeline", str(folder), "--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "out")]
+        assert class_images.main(flags) == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith("error: --pipeline ") and expected in error
+
+
+def blurred(x: torch.Tensor) -> torch.Tensor:
+    """Means under Wang's window, where it lies inside the picture."""
+    g = torch.exp(-((torch.arange(11, dtype=x.dtype) - 5) ** 2) / (2 * 1.5**2))
+    window = (torch.outer(g, g) / g.sum() ** 2).expand(x.shape[1], 1, 11, 11)
+    return torch.nn.functional.conv2d(x, window, groups=x.shape[1])
+
+
+def test_ssim_is_its_formula():
+    a, b = (torch.stack([to_tensor(smooth(k, i, side=48)).double() for i in range(2)]) for k in "ab")
+    m_a, m_b = blurred(a), blurred(b)
+    v_a, v_b, cov = blurred(a * a) - m_a**2, blurred(b * b) - m_b**2, blurred(a * b) - m_a * m_b
+    c1, c2 = 0.01**2, 0.03**2
+    scores = (2 * m_a * m_b + c1) * (2 * cov + c2) / ((m_a**2 + m_b**2 + c1) * (v_a + v_b + c2))
+    assert torch.allclose(ssim(a, b), scores.flatten(1).mean(1).float(), atol=1e-6)
+    assert torch.allclose(ssim(a, b[:1]), torch.cat([ssim(a[:1], b[:1]), ssim(a[1:], b[:1])]))
+
+
+@pytest.mark.parametrize("side", (6, 10, 11, 64))
+def test_ssim_of_a_picture_with_itself_is_one(side):
+    x = torch.rand(3, 1, side, side, generator=generator("ssim", side))
+    assert ssim(x, x).tolist() == pytest.approx([1.0] * 3, abs=1e-5)
+    assert (ssim(x, x.flip(-1)) < 0.9).all()
+
+
+def test_lpips_needs_weights_on_this_machine(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    x = torch.rand(2, 3, 64, 64, generator=generator("lpips"))
+    assert lpips(x, x) is None
+
+
+def test_region_keeps_the_element_and_greys_the_rest():
+    image, mask = torch.zeros(1, 3, 20, 20), torch.zeros(1, 40, 40)
+    mask[:, 10:20, 20:30] = 1
+    image[..., 5:10, 10:15] = 1
+    part = region(image, mask)
+    assert part.shape[-2:] == (7, 7) and part[0, 0, 3, 3] == 1 and part[0, 0, 0, 0] == pytest.approx(0.5, abs=0.02)
+    assert region(image, torch.zeros(1, 4, 4)).shape == image.shape

@@ -1,0 +1,576 @@
+"""The endpoint of an audit: what counts as recovered, which nulls it withstands, which controls can refute it."""
+
+import json
+import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from silentbad.data.images import to_tensor
+from silentbad.data.records import load_records
+from silentbad.data.targets import Target
+from silentbad.errors import UserError
+from silentbad.measure import record as record_module
+from silentbad.measure.generation import plan
+from silentbad.measure.record import (
+    Detection,
+    ElementThreshold,
+    Measurement,
+    Placebo,
+    Record,
+    Scores,
+    TargetEntry,
+    Threshold,
+    decode,
+)
+from silentbad.measure.scores import (
+    PUBLISHED,
+    cell_scores,
+    curve_scores,
+    images_recovered,
+    minus_placebo,
+    placebo_run,
+    quadrants,
+    summarise,
+    verdict,
+)
+from silentbad.measure.statistics import binomial_interval, detection, difference_interval
+from silentbad.measure.thresholds import IN_PLACE_FACTOR, thresholds
+from silentbad.report import evidence, run_report, sections
+from silentbad.report.recorded_run import RecordedRun
+from silentbad.settings.train import TrainConfig
+from tests.conftest import write_data
+from tests.recoveries import make_hook, smooth, some_targets
+from tests.tiny import tiny_pipeline
+
+ALPHA = 0.01
+WHOLE = Threshold(0.5, "given", targets=[0.5, 0.7])
+PARTS = ElementThreshold(0.6, "given", each=[[0.6, 0.4], None])
+
+
+def row(target: int, sim: float, *elements: float | None, **more) -> dict:
+    """What is measured of one image."""
+    return {"target": target, "sim": sim, "elements": list(elements), "magnitude": 1.0, **more}
+
+
+def scores_of(rows: list[dict], ids=("a", "b"), whole=WHOLE, parts=PARTS, **cells) -> Scores:
+    """Scores of composed rows, with the cells given by name."""
+    found = {name: cell_scores(own, ids, whole, parts) for name, own in {"composed": rows, **cells}.items()}
+    return Scores(**vars(found["composed"]), cells=found, quadrants=quadrants(found))
+
+
+def record_of(history: list[Measurement], ids=("a", "b"), endpoint: str = "strict", whole=WHOLE, parts=PARTS, **more):
+    """A record around measurements."""
+    targets = [TargetEntry(i, f"{i}.png", ["x.png", "y.png"], f"{i} whole", ["a cat", "a hat"]) for i in ids]
+    return Record(
+        seed=0,
+        config={},
+        embedder="test",
+        threshold=whole,
+        element_threshold=parts,
+        targets=targets,
+        verdict=verdict(history[-1], whole),
+        summary=summarise(history, "raw"),
+        history=history,
+        seconds=1.0,
+        batch=1,
+        processes=1,
+        endpoint=endpoint,
+        **more,
+    )
+
+
+# -- the endpoint ------------------------------------------------------------------------------------------
+def test_the_strict_rate_equals_a_count_by_hand():
+    rows = [
+        row(0, 0.5, 0.6, 0.4),  # at every threshold: counts
+        row(0, 0.9, 0.59, 0.9),  # the first element below: the whole alone
+        row(0, 0.9, 0.9, 0.39),  # the second below its own
+        row(0, 0.49, 0.9, 0.9),  # the whole below
+        row(1, 0.7, 0.6, None),  # the target's own threshold; no mask, nothing asked
+        row(1, 0.69, 0.9, None),
+    ]
+    found = cell_scores(rows, ["a", "b"], WHOLE, PARTS)
+    assert [found.targets[i].rate for i in "ab"] == [0.25, 0.5]
+    assert [found.targets[i].whole_rate for i in "ab"] == [0.75, 0.5]
+    assert (found.cir, found.whole, found.above, found.recovered) == (0.375, 0.625, 2, 1.0)
+    assert [e.rate for e in found.targets["a"].elements] == [0.75, 0.75]
+    stored = [images_recovered(found.targets[i], j, WHOLE, PARTS, "strict") for j, i in enumerate("ab")]
+    assert stored == [[True, False, False, False], [True, False]]
+    alone = images_recovered(found.targets["a"], 0, WHOLE, PARTS, "whole")
+    assert alone == [True, True, True, False]
+
+
+def test_the_published_criterion_is_best_of_n_above_a_number():
+    rows = [row(0, PUBLISHED), row(0, 0.2), row(1, PUBLISHED + 0.01), row(1, 0.1)]
+    found = cell_scores(rows, ["a", "b"], Threshold(0.99, "given"), PARTS)
+    assert found.published == 0.5 and found.cir == 0.0
+
+
+def test_diversity_is_one_less_the_similarity_between_images():
+    rows = [row(0, 1.0, between=[1.0, 0.2, 0.4]), row(0, 1.0, between=[0.2, 1.0, 0.6])]
+    rows += [row(0, 1.0, between=[0.4, 0.6, 1.0])]
+    assert cell_scores(rows, ["a"], WHOLE, PARTS).targets["a"].diversity == pytest.approx(1 - 0.4)
+    assert cell_scores(rows[:1], ["a"], WHOLE, PARTS).targets["a"].diversity is None
+
+
+# -- nulls by kind -----------------------------------------------------------------------------------------
+CHANGES = {"redraw": None, "attributes": None, "missing": 1, "redrawn": 1, "moved": 1}
+LEVELS = {  # of the similarity (whole, element): each kind has its own distribution
+    "redraw": ((2, 8), (2, 6)),
+    "attributes": ((4, 5), (4, 5)),
+    "missing": ((6, 3), (2, 9)),
+    "redrawn": ((7, 3), (5, 4)),
+    "moved": ((8, 3), (5, 3)),
+}
+
+
+def synthetic_nulls(rng, n: int, targets: int = 2, elements: int = 3) -> list[dict]:
+    """n nulls of each kind and target; those of one element change each in turn and leave the others exact."""
+    rows = []
+    for j in range(targets):
+        for kind, (whole, part) in LEVELS.items():
+            for i in range(n):
+                changed = None if CHANGES[kind] is None else (i % elements,)
+                of_element = rng.beta(*part, elements) * (1 - 0.2 * j)
+                parts = [float(s) if changed is None or k in changed else 1.0 for k, s in enumerate(of_element)]
+                sim = float(rng.beta(*whole)) * (1 - 0.2 * j)
+                rows.append({"target": j, "sim": sim, "elements": parts, "kind": kind, "changed": changed})
+    return rows
+
+
+def test_an_ideal_memoriser_recovers_and_lookalikes_do_not():
+    """Exact images count. Look-alikes of every kind do not, save for the rate that is asked for."""
+    rng = np.random.default_rng(0)
+    whole, parts = thresholds(synthetic_nulls(rng, 300), None, ALPHA, "test")
+    exact = [row(j, 1.0, 1.0, 1.0, 1.0) for j in (0, 1) for _ in range(50)]
+    assert cell_scores(exact, ["a", "b"], whole, parts).cir == 1.0
+    fresh = synthetic_nulls(rng, 400)
+    for kind in LEVELS:
+        rows = [{**r, "magnitude": 1.0} for r in fresh if r["kind"] == kind]
+        assert cell_scores(rows, ["a", "b"], whole, parts).cir <= 0.02, kind
+    attributes = [{**r, "magnitude": 1.0} for r in fresh if r["kind"] == "attributes"]
+    low = Threshold(min(r["sim"] for r in attributes), "given")
+    of_parts = ElementThreshold(0.0, "given", each=[])
+    assert cell_scores(attributes, ["a", "b"], low, of_parts).cir == 1.0  # a lenient threshold would let them in
+
+
+@pytest.mark.parametrize("n", [40, 150])
+def test_every_kind_keeps_its_rate_on_fresh_nulls(n):
+    """Over 40 null sets: the rate on fresh nulls, whole and elements that change, is at most what is stated.
+
+    Standard error of a kind's rate: below 0.003 (40 sets, 2 targets, 100 fresh nulls a kind, dependent within a set).
+    """
+    rng = np.random.default_rng(1)
+    hits: dict = {}
+    stated: dict = {}
+    for _ in range(40):
+        whole, parts = thresholds(synthetic_nulls(rng, n), None, ALPHA, "test")
+        for side, found in (("whole", whole), ("element", parts)):
+            for kind, of_kind in found.kinds.items():
+                stated.setdefault((side, kind), []).append(of_kind.attained)
+        for r in synthetic_nulls(rng, 99):
+            j, kind = r["target"], r["kind"]
+            hits.setdefault(("whole", kind), []).append(r["sim"] >= whole.of_target(j))
+            for k in range(3):
+                if r["changed"] is None or k in r["changed"]:
+                    hits.setdefault(("element", kind), []).append(r["elements"][k] >= parts.of(j, k))
+    assert hits.keys() == stated.keys() and len(hits) == 2 * len(LEVELS)
+    for key, seen in hits.items():
+        assert np.mean(seen) <= np.mean(stated[key]) + 0.009, key  # three standard errors
+    decides = max(LEVELS, key=lambda kind: np.mean(hits["whole", kind]) / np.mean(stated["whole", kind]))
+    assert np.mean(hits["whole", decides]) > 0.3 * np.mean(stated["whole", decides])  # not merely out of reach
+
+
+def test_the_rates_that_few_nulls_of_a_kind_promise_are_stated():
+    rng = np.random.default_rng(2)
+    whole, parts = thresholds(synthetic_nulls(rng, 40), None, ALPHA, "test")
+    assert whole.kinds["redraw"].rate == ALPHA and whole.kinds["moved"].rate == IN_PLACE_FACTOR * ALPHA
+    assert parts.kinds["attributes"].rate == IN_PLACE_FACTOR * ALPHA and whole.kinds["attributes"].rate == ALPHA
+    assert whole.kinds["missing"].attained == pytest.approx(1 / 41)  # 40 of each target, which has its own threshold
+    assert whole.attained == pytest.approx(1 / 41) and whole.kinds["moved"].attained == 0.05
+    assert parts.kinds["missing"].attained == pytest.approx(np.mean([1 / 15, 1 / 14, 1 / 14]))  # 14, 13, 13 an element
+    many, _ = thresholds(synthetic_nulls(rng, 150), None, ALPHA, "test")
+    assert many.attained == ALPHA
+
+
+def test_a_null_tells_only_of_the_elements_that_it_changes():
+    nulls = [
+        {"target": 0, "sim": 0.1, "elements": [0.2 + i / 1e4, 1.0], "kind": "missing", "changed": (0,)}
+        for i in range(200)
+    ]
+    whole, parts = thresholds(nulls, None, ALPHA, "test")
+    assert parts.of(0, 0) < 0.25 and parts.of(0, 1) == parts.value < 0.25  # the exact one's 1.0 is no null
+    everything, by_all = thresholds([{**r, "changed": None} for r in nulls], None, ALPHA, "test")
+    assert by_all.of(0, 1) > 1.0 and everything.value == whole.value
+
+
+def test_the_strictest_kind_decides():
+    nulls = [{"target": 0, "sim": 0.3, "elements": [], "kind": "redraw"} for _ in range(150)]
+    nulls += [{"target": 0, "sim": 0.8, "elements": [], "kind": "recoloured"} for _ in range(150)]
+    whole, _ = thresholds(nulls, None, ALPHA, "test")
+    assert whole.kinds["redraw"].value == pytest.approx(0.3) and whole.value == whole.kinds["recoloured"].value
+    assert whole.value == pytest.approx(0.8) and whole.targets == [whole.value]
+
+
+# -- the curve ---------------------------------------------------------------------------------------------
+def test_sustained_recovery_is_not_the_first_crossing():
+    rates = np.array([[0, 0, 0.5], [0.5, 0.5, 0.5], [0.25, 0.75, 0.5], [0.5, 0.5, 0.0]])
+    found = curve_scores([0, 10, 20, 30], rates, rates > 0)
+    assert found["half"].tolist() == [10, 10, 0]
+    assert found["sustained"].tolist() == [30, 10, np.inf]
+
+
+def test_the_summary_names_both_crossings():
+    def at(step: int, good: int) -> Measurement:
+        rows = [row(0, 0.9 if i < good else 0.1, 0.9, 0.9) for i in range(4)]
+        return Measurement(step, step / 10, "", raw=scores_of(rows, ["a"]))
+
+    history = [at(0, 0), at(10, 2), at(20, 1), at(30, 3)]
+    one, total = summarise(history, "raw")
+    assert (one.first_step, one.half_step, one.sustained_step) == (10, 10, 30)
+    assert total.sustained_step == 30 and summarise(history[:3], "raw")[0].sustained_step is None
+
+
+# -- detection ---------------------------------------------------------------------------------------------
+def test_auc_by_hand_with_ties():
+    found = detection([1.0, 2.0, 3.0], [0.0, 2.0])
+    assert found.auc == pytest.approx((1 + 1.5 + 2) / 6)  # 1 beats 0; 2 beats 0 and ties 2; 3 beats both
+    assert found.auc_low <= found.auc <= found.auc_high and found.tpr is None
+    assert (found.positives, found.negatives) == (3, 2)
+    assert detection([2.0], [2.0]).auc == 0.5 and detection([], [1.0]) is None
+    assert detection([float("nan")], [1.0]) is None
+
+
+def test_tpr_leaves_one_false_positive_in_a_hundred():
+    clean = list(range(100))
+    found = detection([98.5, 99.5, 97.5, 98.0], clean)
+    assert sum(x > 98.0 for x in clean) == 1  # at the threshold 98
+    assert found.tpr == 0.5 and (found.tpr_low, found.tpr_high) == binomial_interval(2, 4)
+    record = record_of([measured(0, 0)])
+    record.history[0].raw.detection = found
+    assert evidence.detections(record).rows[0][-3:] == [0.5, found.tpr_low, found.tpr_high]
+    old = {"auc": 1.0, "positives": 4, "negatives": 100, "tpr": 0.5}  # as 0.1 wrote it
+    assert decode(Detection, old).tpr_low is None
+
+
+# -- placebo -----------------------------------------------------------------------------------------------
+def test_the_placebo_difference_is_taken_target_by_target():
+    ids = ["a", "b", "c"]
+    mine = [row(0, 0.9, 0.9, 0.9)] * 4 + [row(1, 0.9, 0.9, None)] * 4
+    placebo = [row(1, 0.9, 0.9, None)] * 2 + [row(1, 0.9, 0.1, None)] * 2 + [row(0, 0.9, 0.1, 0.1)] * 4
+    other = record_of([Measurement(9, 1, "", raw=scores_of([*placebo, row(2, 0.9, 0.9)], ids))], ids)
+    found = minus_placebo(record_of([Measurement(9, 1, "", raw=scores_of(mine))]), other, "runs/placebo")
+    assert (found.cir, found.difference, found.targets) == (0.25, 0.75, 2)  # (1 - 0 + 1 - 1/2) / 2
+    over_images = difference_interval(1.0, binomial_interval(8, 8), 0.25, binomial_interval(2, 8))
+    assert found.interval == pytest.approx(over_images)
+    assert found.whole == 1.0 and found.published == 1.0 and found.element_rate == pytest.approx((0 + 0 + 0.5) / 3)
+    assert found.thresholds is None
+
+
+def test_a_placebo_run_that_does_not_compare_is_refused(tmp_path):
+    """Before anything is trained: another target, endpoint or embedder."""
+    other = record_of([measured(9, 2)])
+    other.save(tmp_path / "validation.json")
+    assert placebo_run(tmp_path, ["z", "b"], "test", "validation.placebo").embedder == "test"
+    with pytest.raises(UserError, match=f"^validation.placebo: {tmp_path} has none of these targets: z"):
+        placebo_run(tmp_path, ["z"], "test", "validation.placebo")
+    with pytest.raises(UserError, match="was measured by test, not by ssim"):
+        placebo_run(tmp_path, ["a"], "ssim", "validation.placebo")
+    other.endpoint = "whole"
+    other.save(tmp_path / "validation.json")
+    with pytest.raises(UserError, match="^--placebo: .* by the whole alone"):
+        placebo_run(tmp_path, ["a"], "test", "--placebo")
+
+
+def test_thresholds_unlike_the_placebo_runs_are_said():
+    record = record_of([measured(0, 0), measured(10, 6)])
+    looser = ElementThreshold(0.6, "given", each=[[0.6, 0.3], None])
+    record.placebo = minus_placebo(record, record_of([measured(10, 2)], parts=looser), "p")
+    assert record.placebo.thresholds == pytest.approx((0.5667, 0.55), abs=1e-4)
+    said = "Warning: The runs used different thresholds, so rates are not comparable: a mean of 0.567; a mean of 0.550."
+    assert evidence.verdict_sentence(record).endswith(said)
+
+
+def test_a_difference_that_all_targets_share_is_not_certain():
+    def run_of(sim: float, targets: int) -> Measurement:
+        rows = [row(j, sim, 0.9, 0.9) for j in range(targets) for _ in range(8)]
+        ids = [f"t{j}" for j in range(targets)]
+        return Measurement(9, 1, "", raw=scores_of(rows, ids, Threshold(0.5, "given"), ElementThreshold(0.5, "given")))
+
+    lows = []
+    for targets in (1, 2, 6):
+        ids = [f"t{j}" for j in range(targets)]
+        found = minus_placebo(
+            *(record_of([run_of(sim, targets)], ids, parts=ElementThreshold(0.5, "given")) for sim in (0.9, 0.1)), "p"
+        )
+        assert found.difference == 1.0 and found.interval[1] == 1.0
+        lows.append(found.interval[0])
+    over_images = [difference_interval(1, binomial_interval(n, n), 0, binomial_interval(0, n))[0] for n in (8, 16, 6)]
+    assert lows == pytest.approx(over_images)  # of few targets over their images, of six over the targets
+
+
+def test_a_better_run_is_not_told_apart_less_well():
+    """More recovered images of the same two targets do not lower the difference's lower end."""
+    nothing = record_of([measured(10, 0)])
+    lows = [minus_placebo(record_of([measured(10, good)]), nothing, "p").interval[0] for good in range(2, 9)]
+    assert lows == sorted(lows) and lows[-1] > 0
+
+
+def test_the_interval_of_a_difference_is_newcombes():
+    assert difference_interval(0.5, (0.2, 0.9), 0.4, (0.0, 0.8)) == pytest.approx((0.1 - 0.5, 0.1 + 0.4 * 2**0.5))
+
+
+# -- what is asked of the model ----------------------------------------------------------------------------
+def described_targets() -> list[Target]:
+    """Two targets; the first has everything that a control can ask for."""
+    full = Target("full", smooth("full"), ["a cat", "a hat", "a boat"], None, [None] * 3)
+    full.description, full.paraphrases = "a red cat in a tall hat on a boat", ["a cat with a hat, a boat", "boat, cat"]
+    return [full, Target("bare", smooth("bare"), ["a fish", "a cup"], None, [None] * 2)]
+
+
+def test_every_cell_is_asked_under_the_same_noise():
+    items = plan(described_targets(), 3, 0, full=True, unrelated="a map")
+    prompts = {(i.target, i.cell): i.prompt for i in items if i.cell != "shuffled"}
+    assert {cell for j, cell in prompts if j == 0} | {"shuffled"} == {
+        *("composed", "described", "shuffled", "phrase-0", "phrase-1", "phrase-2"),
+        *("without-0", "without-1", "without-2", "paraphrase-0", "paraphrase-1", "others", "unrelated"),
+    }
+    assert {cell for j, cell in prompts if j == 1} == {"composed", "phrase-0", "phrase-1", "others", "unrelated"}
+    assert prompts[0, "described"] == "a red cat in a tall hat on a boat"
+    assert prompts[0, "without-1"] == "a cat, a boat" and prompts[0, "paraphrase-1"] == "boat, cat"
+    assert prompts[0, "others"] == "a fish, a cup" and prompts[0, "unrelated"] == "a map"
+    for j, name in enumerate(("full", "bare")):
+        noise = {cell: [(i.address, i.image) for i in items if (i.target, i.cell) == (j, cell)] for _, cell in prompts}
+        assert all(of_cell in ([], [(name, k) for k in range(3)]) for of_cell in noise.values())
+    assert {i.cell for i in plan(described_targets(), 1, 0, described=True)} == {"composed", "described"}
+    assert {i.cell for i in plan(described_targets(), 1, 0)} == {"composed"}
+
+
+def test_the_base_model_gets_the_description_at_step_0(tmp_path):
+    hook = make_hook(tmp_path, targets=described_targets(), threshold=0.5)
+    hook.run(0, 0, tiny_pipeline().unet)
+    hook.run(10, 1, tiny_pipeline().unet)
+    base, later = (entry.raw for entry in hook.history)
+    assert set(base.cells) == {"composed", "described"} and later.cells is None
+    assert list(base.cells["described"].targets) == ["full"]
+
+
+def test_withhold_leaves_out_the_named_records_alone(tmp_path):
+    data = write_data(tmp_path / "data")
+    records = load_records(TrainConfig(train_data_dir=str(data)))
+    kept = records.without(["t0/t0-0"])
+    left_out = [records.row(i) for i in range(len(records)) if records.element_id[i] == "t0-0"]
+    assert len(left_out) == 4 and len(kept) == len(records) - 4
+    assert set(kept.element_id) == set(records.element_id) - {"t0-0"}
+    everything = [
+        records.row(i)["file_name" if "file_name" in records.row(0) else "image"] for i in range(len(records))
+    ]
+    rest = [kept.row(i)["file_name" if "file_name" in records.row(0) else "image"] for i in range(len(kept))]
+    assert rest == [name for name in everything if "e0-" not in str(name)]
+    assert len(records.without(["t0-1"])) == len(records) - 4  # by its element_id alone
+    assert len(kept.without(["t0-1"])) == len(records) - 8
+    with pytest.raises(UserError, match="withhold: no record shows 't0/cat'; elements are: t0/t0-0, t0/t0-1"):
+        records.without(["t0-1", "t0/cat"])
+
+
+# -- the record and its words ------------------------------------------------------------------------------
+def schema_1(folder: Path) -> Path:
+    """A validation.json as the version before this endpoint wrote it."""
+
+    def scores(rate: float) -> dict:
+        own = {"rate": rate, "mean": 0.6, "max": 0.9, "p75": 0.7, "p90": 0.8, "p95": 0.85, "sims": [0.9, 0.3]}
+        element = {"mean": 0.5, "rate": 0.0}
+        of_targets = {"a": {**own, "magnitude": 1.0, "elements": [element, {"mean": None, "rate": None}]}}
+        shared = {"mean": 0.6, "p75": 0.7, "p90": 0.8, "p95": 0.85, "max": 0.9, "element_rate": 0.0, "magnitude": 1.0}
+        counts = {"cir": rate, "interval": [0.1, 0.9], "images": 2, "above": round(2 * rate), "recovered": 1.0}
+        return {**counts, **shared, "clip_own": None, "clip_shuffled": None, "targets": of_targets, "drift": {}}
+
+    summary = {"rate": 0.5, "mean": 0.6, "max": 0.9, "aurc": 0.25, "first_step": 10, "first_epoch": 1.0}
+    summary |= {"half_step": 10, "restricted": 10.0, "weights": "raw"}
+    record = {
+        "schema": 1,
+        "seed": 0,
+        "config": {},
+        "embedder": "micro",
+        "threshold": {"value": 0.5, "source": "given"},
+        "element_threshold": {"value": 0.5, "source": "given", "each": []},
+        "targets": [
+            {"target_id": "a", "image": "a.png", "elements": ["x.png", None], "prompt": "p", "phrases": ["a", "b"]}
+        ],
+        "verdict": {"recovers": True, "step": 10, "images_above": 1, "images": 2},
+        "summary": [{**summary, "target": "a"}, {**summary, "target": "all targets"}],
+        "history": [
+            {"step": 0, "epoch": 0.0, "label": "base model", "raw": scores(0.0), "seconds": 1.0, "share": 0.5},
+            {"step": 10, "epoch": 1.0, "label": "", "raw": scores(0.5), "seconds": 1.0, "share": 0.5},
+        ],
+        "seconds": 2.0,
+        "batch": 4,
+        "processes": 1,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "validation.json").write_text(json.dumps(record))
+    return folder
+
+
+def test_a_record_of_schema_1_is_read_and_says_what_it_counts(tmp_path):
+    record = Record.load(schema_1(tmp_path / "old") / "validation.json")
+    assert record.endpoint == "whole" and record.summary[0].sustained_step is None
+    table = evidence.alternatives(record)
+    assert table.rows[0] == ["composed prompt", None, None, "0.50", "1.00", "0.00"]
+    page = run_report.render(tmp_path / "old")
+    assert evidence.SCHEMA_1 in page and "Recovered by the whole alone" in page and "rate of the whole alone" in page
+    assert "strict rate 0" not in evidence.verdict_sentence(record)
+    record.save(tmp_path / "again.json")
+    assert Record.load(tmp_path / "again.json") == record
+
+
+def measured(step: int, good: int, images: int = 8, **cells) -> Measurement:
+    """Of two targets with `good` recovered images each."""
+    rows = [row(j, 0.9 if i < good else 0.1, 0.9, 0.9) for j in (0, 1) for i in range(images)]
+    return Measurement(step, step / 10, "" if step else "base model", raw=scores_of(rows, **cells))
+
+
+CALIBRATED = Threshold(0.5, "test", attained=0.01, targets=[0.5, 0.7])
+
+
+def test_the_verdict_in_words_has_the_stored_numbers():
+    history = [measured(0, 0), measured(10, 6)]
+    placebo = Placebo("runs/p", 0.125, 0.625, (0.5, 0.75), 2)
+    words = evidence.verdict_sentence(record_of(history, whole=CALIBRATED, placebo=placebo))
+    low, high = history[1].raw.interval
+    for part in (
+        "Recovered. 12 of 16 images of the composed prompt show the target itself, in the whole and in every element",
+        f"strict rate 0.75 (95 % interval {low:.2f} to {high:.2f})",
+        "The base model has the rate 0.00.",
+        "Chance alone gives at most 0.01 of the images (p < 0.0001).",
+        "gives 0.12: the difference is 0.62 (95 % interval 0.50 to 0.75, over the images of these 2 targets).",
+    ):
+        assert part in words
+    assert "\n" not in words
+
+
+@pytest.mark.parametrize(
+    ("good", "attained", "low", "headline"),
+    [
+        (6, 0.01, 0.5, "Recovered"),
+        (0, 0.01, 0.5, "Not recovered"),
+        (1, 0.2, 0.5, "Not distinguished from chance"),
+        (6, 0.01, -0.1, "Recovered, but not distinguished from placebo data"),
+    ],
+)
+def test_the_verdict_names_what_it_cannot_tell_apart(good, attained, low, headline):
+    whole = Threshold(0.5, "test", attained=attained, targets=[0.5, 0.7])
+    placebo = Placebo("runs/p", 0.1, 0.3, (low, 0.9), 2)
+    record = record_of([measured(0, 0), measured(10, good)], whole=whole, placebo=placebo)
+    assert evidence.answer(record).headline == headline
+    assert evidence.answer(record).recovers is headline.startswith("Recovered")
+
+
+def test_the_controls_stand_in_one_table_by_each_endpoint():
+    def cell(sim: float, element: float) -> list[dict]:
+        return [row(j, sim, element, element) for j in (0, 1) for _ in range(2)]
+
+    cells = {"phrase-0": cell(0.9, 0.9), "phrase-1": cell(0.9, 0.1), "unrelated": cell(0.1, 0.1)}
+    base = measured(0, 0, described=cell(0.9, 0.1))
+    placebo = Placebo("runs/p", 0.25, 0.5, (0.4, 0.6), 2, whole=1.0, published=1.0, element_rate=0.5)
+    record = record_of([base, measured(10, 6, **cells)], placebo=placebo)
+    found = {line[0]: line[1:] for line in evidence.alternatives(record, ["a/0"]).rows}
+    assert found["composed prompt"][0] == "0.75" and found["composed prompt, base model"][0] == "0.00"
+    assert found["spelt-out caption, base model"][0] == "0.00"  # no element is exact,
+    assert found["spelt-out caption, base model"][2:] == ["1.00", "1.00", "0.00"]  # which the other endpoints overlook
+    assert found["composed prompt, placebo data"] == ["0.25", None, "1.00", "1.00", "0.50"]
+    assert found["each phrase alone (mean of 2)"][0] == "0.50" and found["unrelated caption"][0] == "0.00"
+    assert "trained without a/0" in evidence.alternatives(record, ["a/0"]).notes[0]
+
+
+def test_bleeding_shows_the_recall_of_each_element_by_phrase():
+    alone = {f"phrase-{k}": [row(0, 0.1, *(0.9 if k == e else 0.1 for e in range(2)))] * 4 for k in range(2)}
+    alone["phrase-1"] = [row(0, 0.1, 0.9, 0.9)] * 4  # the second phrase brings the first element, too
+    record = record_of([measured(0, 0), measured(10, 6, **alone)])
+    (figure,) = [one for one in evidence.bleeding(record) if one.title == "a"]
+    assert [list(line) for line in figure.table.rows] == [
+        ["1 a cat", 1.0, 0.0],
+        ["2 a hat", 1.0, 1.0],
+        ["all together", 1.0, 1.0],
+    ]
+    assert figure.svg.count("<rect") == 6 and figure.svg.count(">0.00<") == 1
+
+
+def test_the_terminal_ends_in_the_verdict(tmp_path, capsys):
+    hook = make_hook(tmp_path, threshold=0.99)
+    hook.run(0, 0, tiny_pipeline().unet)
+    hook.finish(10, 1, tiny_pipeline().unet)
+    print(hook.table())
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert last.startswith("Not recovered. 0 of 6 images of the composed prompt")
+    assert last == evidence.verdict_sentence(Record.load(tmp_path / "validation.json"))
+
+
+def test_the_best_picture_is_a_recovered_one_where_there_is_one(tmp_path):
+    hook = make_hook(tmp_path, threshold=-1.0)
+    hook.run(0, 0, tiny_pipeline().unet)
+    for name, own in hook.history[0].raw.targets.items():
+        hits = images_recovered(own, ["t0", "t1"].index(name), hook.threshold, hook.element_threshold, "strict")
+        recovered = [s for s, hit in zip(own.sims, hits, strict=True) if hit]
+        assert own.best.sim == max(recovered or own.sims)
+    assert torch.is_grad_enabled()
+
+
+# -- documents ---------------------------------------------------------------------------------------------
+def test_every_field_of_the_record_has_a_unit_in_the_documents():
+    text = (Path(run_report.__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    section = text.partition("\n## validation.json\n")[2]
+    rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("|") and "---" not in line]
+    units = {name: unit.strip() for names, unit, content in rows for name in re.findall(r"`(\w+)`", names + content)}
+    made = [kind for kind in vars(record_module).values() if isinstance(kind, type) and is_dataclass(kind)]
+    named = {f"{kind.__name__}.{one.name}": units.get(one.name) for kind in made for one in fields(kind)}
+    assert len(made) > 10 and [name for name, unit in named.items() if not unit] == []
+
+
+# -- beyond the rate ---------------------------------------------------------------------------------------
+def test_a_copied_training_picture_is_named(tmp_path):
+    """Images that are a training picture are nearest to it; the base model's give the null level."""
+    targets, shown = some_targets(1), to_tensor(smooth("shown", 2))
+    hook = make_hook(tmp_path, targets=targets, threshold=0.9)
+
+    def generate(items):
+        copied = [shown if hook.measured(0) else to_tensor(smooth("other", *i[:3])) for i in items]
+        return torch.stack(copied), torch.ones(len(items))
+
+    hook.sampler.generate = generate
+    hook.run(0, 0, tiny_pipeline().unet)
+    hook.finish(10, 1, tiny_pipeline().unet)
+    own = hook.history[-1].raw.targets["t0"]
+    assert own.nearest == pytest.approx([1] * 3) and own.nearest_record == "record 2"
+    table = evidence.composed_or_copied(hook.record())
+    level, above, copied = table.rows[0][3:]
+    assert float(level) < 0.9 and above == copied == "1.00" and table.notes == ["nearest: record 2"]
+
+
+def test_the_error_of_elements_stands_beside_the_clean_one(tmp_path):
+    """Two roles, two errors at noise of their own; the report draws both and their gap."""
+    hook = make_hook(tmp_path, threshold=0.9)
+    hook.run(0, 0, tiny_pipeline().unet)
+    drift = hook.history[0].raw.drift
+    assert drift["clean_eps_mse"] != drift["element_eps_mse"] > 0
+    (figure,) = sections.errors(RecordedRun(tmp_path))
+    assert all(f"{name}, raw weights" in str(figure) for name in ("clean", "element", "gap"))
+
+
+def test_alignment_is_the_cosine_of_guidance_by_hand(tmp_path, monkeypatch):
+    hook = make_hook(tmp_path)
+    given = {"": torch.tensor([3.0, 4.0]), "negative_": torch.tensor([3.0, 0.0])}
+
+    def predict(x, t, states, size, which=""):
+        assert t.unique().tolist() == [20] and x.std() > 0.8  # pure noise, at 2 % of 1000 timesteps
+        return given[which].expand(len(x), 2)
+
+    monkeypatch.setattr(hook.sampler, "predict_eps", predict)
+    items = plan(hook.targets, 2, 0)
+    assert hook.measure.alignments(items) == pytest.approx([0.0] * len(items))  # (0, 4) is across (3, 0)
+    given[""] = torch.tensor([9.0, 0.0])
+    assert hook.measure.alignments(items) == pytest.approx([1.0] * len(items))

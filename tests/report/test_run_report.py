@@ -1,0 +1,603 @@
+"""report.html: self-contained, escaped, whole with parts missing, and free of errors in a browser."""
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import struct
+import subprocess
+import zlib
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from silentbad.data.images import to_pil
+from silentbad.errors import UserError
+from silentbad.measure.record import Record
+from silentbad.report import charts, pages, run_report, sections
+from silentbad.report.recorded_run import RecordedRun
+from tests.demo import HOSTILE, demo_run
+from tests.recoveries import make_hook, smooth
+from tests.tiny import tiny_pipeline
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return demo_run(tmp_path_factory.mktemp("runs") / "demo")
+
+
+def test_report_is_one_file_with_every_part(run):
+    text = run_report.render(run)
+    for part in (
+        "What else would have counted",
+        "In numbers",
+        "Targets and generations",
+        "Recovery curves",
+        "Which phrase gives which element",
+        "Thresholds",
+        "Detection",
+        "Controls",
+        "Targets in numbers",
+        "Memory",
+        "Gradient control",
+        "Drift on clean prompts",
+        "Training",
+        "Configuration and provenance",
+    ):
+        assert f"<h2>{part}</h2>" in text
+    for part in (
+        "strict rate",
+        "composed prompt, base model",
+        "all phrases but one (mean of 3)",
+        "base model",
+        "phrases in another order",
+        "phrase 1 alone",
+        "Timesteps trained on",
+        "Learning-rate multiplier",
+        "Strength of phrases",
+        "Training loss",
+        "metrics.jsonl: 1 unreadable",
+    ):
+        assert part in text
+    assert not re.findall(r'(?:src|href)="(?!data:)', text) and "<script" not in text and "url(" not in text
+    assert HOSTILE not in text and "&lt;script&gt;" in text
+    assert len(re.findall(r"<svg viewBox[^>]*role=\"img\" aria-label=\"[^\"]{10,}", text)) >= 8
+    assert all('alt="' in image for image in re.findall(r"<img[^>]*>", text))
+
+
+def test_report_with_parts_missing(run, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    with pytest.raises(UserError, match="neither"):
+        run_report.render(bare)
+    with pytest.raises(UserError, match="no folder"):
+        run_report.render(tmp_path / "none")
+    shutil.copy(run / "validation.json", bare)  # an audit's folder without its pictures
+    assert "Recovery rate" in run_report.render(bare)
+    (bare / "validation.json").unlink()
+    shutil.copy(run / "metrics.jsonl", bare)
+    (bare / "multipliers.json").write_text("{broken")
+    (bare / "phrase_memory.json").write_text('"odd"')
+    text = run_report.render(bare)
+    assert "recovery was not measured" in text and "could not be read" in text and "another form" in text
+
+
+def test_pictures_outside_the_run_are_not_read(run, tmp_path):
+    smooth("secret").save(tmp_path / "secret.png")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    shutil.copy(run / "validation.json", folder)
+    held = RecordedRun(folder)
+    assert held.picture("../secret.png") == "" and held.picture(str(tmp_path / "secret.png")) == ""
+    (folder / "bad.png").write_text("no picture")
+    assert held.picture("bad.png") == "" and held.picture(None) == ""
+
+
+def test_parts_outside_the_run_are_not_read(run, tmp_path):
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    for name in ("config.yaml", "run.json", "metrics.jsonl", "sample_prompts.json"):
+        shutil.copy(tmp_path / "run/validation.json", tmp_path / name)
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(tmp_path / name)
+    (tmp_path / "link").symlink_to(folder)
+    held = RecordedRun(tmp_path / "link")
+    assert (held.config, held.facts, held.metrics, held.draws) == ("", {}, [], []) and held.record is not None
+    assert sum("leads out of the folder" in note for note in held.notes) == 4
+
+
+def test_comparison_has_paired_intervals(run, tmp_path, capsys):
+    slow = demo_run(tmp_path / "slow", speed=0.4)
+    text, gaps = run_report.compare([run, slow])
+    rate = next(row for row in gaps if row[1] == "rate")
+    assert rate[2] < 0 and rate[3] <= rate[2] <= rate[4] and rate[5] == 3
+    lasts = next(row for row in gaps if row[1] == "sustained_step")
+    assert lasts[2] > 0 and lasts[5] == 3  # never counts with the last step
+    assert ">strict rate<" in text and "3 of 3" in text and "0 of 3" in text
+    assert "demo, raw weights" in text and "slow, raw weights" in text and HOSTILE not in text
+    assert run_report.main(["compare", str(run), str(slow), "--out", str(tmp_path / "both.html")]) == 0
+    assert (tmp_path / "both.html").is_file()
+    assert run_report.main([str(run)]) == 0 and (run / "report.html").is_file()
+    assert run_report.main(["compare", str(run)]) == 2 and run_report.main([str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_placebo_run_is_taken_off_a_finished_one(run, tmp_path, capsys):
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    shutil.copytree(run, mine)
+    demo_run(theirs, speed=0.4)
+    assert run_report.main([str(mine), "--placebo", str(theirs)]) == 0
+    record, other = (Record.load(folder / "validation.json") for folder in (mine, theirs))
+    rates = [[t.rate for t in r.history[-1].raw.targets.values()] for r in (record, other)]
+    assert record.placebo.difference == pytest.approx(np.mean(rates[0]) - np.mean(rates[1])) and rates[0] != rates[1]
+    assert "Training on placebo data" in capsys.readouterr().out.splitlines()[-1]
+    first, usual = (sections.tiles(RecordedRun(each), "raw")[0] for each in (mine, run))
+    assert first.name.startswith("headline") and first.interval == record.placebo.interval
+    assert first.value == record.placebo.difference and not usual.name.startswith("headline")
+    assert "composed prompt, placebo data" in (mine / "report.html").read_text()
+    assert Record.load(run / "validation.json").placebo is None
+
+
+def test_a_placebo_run_of_another_length_is_refused(run, tmp_path, capsys):
+    short, old = tmp_path / "short", tmp_path / "old"
+    demo_run(short, points=4)
+    before = (run / "validation.json").read_bytes()
+    assert run_report.main([str(run), "--placebo", str(short)]) == 2
+    assert run_report.main(["compare", str(run), str(short), "--placebo", str(short)]) == 2
+    shutil.copytree(run, old)
+    record = json.loads(before)
+    (old / "validation.json").write_text(json.dumps({**record, "endpoint": "whole"}))
+    assert run_report.main([str(old), "--placebo", str(run)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert "train and measure both alike" in lines[0] and "leave it out" in lines[1] and "run it again" in lines[2]
+    assert run_report.main([str(run), "--placebo", str(run)]) == 2
+    assert "is the run itself" in capsys.readouterr().err
+    assert (run / "validation.json").read_bytes() == before
+
+
+def test_runs_without_a_common_target_are_not_compared(run, tmp_path):
+    other = shutil.copytree(run, tmp_path / "other")
+    record = (other / "validation.json").read_text()
+    for target in json.loads(record)["targets"]:
+        record = record.replace(json.dumps(target["target_id"]), json.dumps(target["target_id"] + " of another set"))
+    (other / "validation.json").write_text(record)
+    assert "different targets, so rates are not comparable" in run_report.compare([run, other])[0]
+
+
+def test_rates_of_different_endpoints_are_not_compared(run, tmp_path):
+    old = shutil.copytree(run, tmp_path / "old")
+    record = json.loads((old / "validation.json").read_text())
+    del record["endpoint"]
+    (old / "validation.json").write_text(json.dumps({**record, "schema": 1}))
+    text, gaps = run_report.compare([run, old])
+    assert {row[1]: row[5] for row in gaps} == dict.fromkeys(("rate", "sustained_step", "aurc", "restricted"), 0) | {
+        "mean": 3
+    }
+    assert (
+        "different embedders, thresholds or endpoints, so rates" in text and "old: This record is of schema 1" in text
+    )
+
+
+def test_withheld_elements_are_named_from_the_configuration(run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "withheld")
+    (folder / "config.yaml").write_text(json.dumps({"withhold": ["t/0", HOSTILE, 3]}))
+    page = run_report.render(folder)
+    assert "A control run" in page and "trained without t/0, &lt;script&gt;" in page and HOSTILE not in page
+    doubling = "".join(f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9 if k else 'x' * 9)}]\n" for k in range(30))
+    (folder / "config.yaml").write_text(f"{doubling}withhold: [t/0]")
+    assert RecordedRun(folder).withheld() == []
+    for content in ("withhold: 3", "[", "&a [*a]", "withhold: [" * 3000, "- withhold"):
+        (folder / "config.yaml").write_text(content)
+        assert "A control run" not in run_report.render(folder)
+
+
+def test_a_matrix_bears_odd_numbers():
+    assert charts.matrix(["a"], ["1"], [[None]], "empty") == "" == charts.matrix([], [], [], "empty")
+    values = [[0.0, 1.0, None], [2.0, -1.0, float("nan")]]
+    svg = charts.matrix(["<b>", "x" * 90], ["1", "2", "&"], values, "m")
+    assert svg.count("<rect") == 4 and "nan" not in svg and "&lt;b&gt;" in svg and "&amp;" in svg
+
+
+def test_charts_bear_odd_numbers():
+    nan = float("nan")
+    assert charts.line_chart([charts.Series("x", [0, 1], [None, nan])], "empty") == ""
+    flat = charts.line_chart([charts.Series("<b>", [0, 1, 2], [1.0, nan, 1.0])], "flat & even", marks=[("m", 2.0)])
+    assert "nan" not in flat and "&lt;b&gt;" in flat and "flat &amp; even" in flat
+    assert "nan" not in charts.line_chart([charts.Series("one", [5], [1e-9], [0.0], [nan])], "one point")
+    assert charts.heatmap(["g"], [0, 1], [[1.0, None]], "h") and charts.heatmap([], [], [], "h") == ""
+    assert charts.histogram([0, 1, 2], [3, 4], "h", "t") and charts.histogram([], [], "h", "t") == ""
+    for low, high in ((0, 1), (-3e-7, 2e-7), (0, 12345), (99, 101)):
+        marks = charts.ticks(low, high)
+        assert 2 <= len(marks) <= 8 and min(marks) >= low - 1e-9 and max(marks) <= high + 1e-9
+
+
+# -- bad and hostile content ------------------------------------------------------------------------------
+HOSTILE_TEXTS = (
+    HOSTILE,
+    '"><meta http-equiv="refresh" content="0;url=//x"><img src=x onerror=x>',
+    "' onload='x' </style></title></svg><b>",
+    "\ud800 \u202e \x00 \n {{ 7 * 7 }} {% include 'x' %} {# #}",
+    "../" * 200 + "é" * 300,
+)
+TAGS = set(
+    "html head meta link title style body main section h1 h2 h3 p b span div br figure figcaption img details "
+    "summary pre table thead tbody tr th td svg desc line text polyline polygon circle rect".split()
+)
+
+
+class Tags(HTMLParser):
+    """Every tag of a page with its attributes."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.found: list[tuple[str, dict]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+    handle_startendtag = handle_starttag
+
+
+def assert_harmless(page: str) -> None:
+    tags = Tags(page).found
+    assert {tag for tag, _ in tags} <= TAGS
+    metas = [a.get("http-equiv") or a.get("name") for tag, a in tags if tag == "meta"]
+    assert metas == [None, "Content-Security-Policy", "generator", "viewport"]
+    for tag, attributes in tags:
+        assert not any(name.startswith("on") or name in ("style", "srcdoc", "formaction") for name in attributes), tag
+        assert all(attributes.get(name, "data:").startswith("data:") for name in ("src", "href", "action"))
+    assert "<script" not in page and " 49 " not in page
+
+
+def leaves(value, path=()):
+    """(path, value) of every leaf of a JSON value; of lists, the first and the last entry."""
+    if isinstance(value, (dict, list)) and value:
+        for key in list(value) if isinstance(value, dict) else sorted({0, len(value) - 1}):
+            yield from leaves(value[key], (*path, key))
+    else:
+        yield path, value
+
+
+def changed(record, path, value):
+    """A copy of a JSON value with one leaf replaced, or deleted where `value` is ..."""
+    record = json.loads(json.dumps(record))
+    inside = record
+    for key in path[:-1]:
+        inside = inside[key]
+    if value is ...:
+        del inside[path[-1]]
+    else:
+        inside[path[-1]] = value
+    return record
+
+
+@pytest.fixture
+def small(run, tmp_path):
+    """The validation of the run with two measurements and one target, whose files a test may spoil."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    record = json.loads((run / "validation.json").read_text())
+    record["history"] = [record["history"][0], record["history"][-1]]
+    keep = record["targets"][0]["target_id"]
+    record["targets"] = record["targets"][:1]
+    for entry in record["history"]:
+        cells = entry["raw"].get("cells", {})
+        for name in [name for name in cells if name not in ("composed", "phrase-0")]:
+            del cells[name]
+        for scores in (entry["raw"], *cells.values()):
+            scores["targets"] = {keep: scores["targets"][keep]}
+    shutil.copytree(run / "samples", folder / "samples")
+    (folder / "validation.json").write_text(json.dumps(record))
+    return folder
+
+
+def rendered(folder) -> str:
+    """The page, or the one line of the refusal."""
+    try:
+        page = run_report.render(folder)
+        assert_harmless(page)
+        return page
+    except UserError as error:
+        line = str(error)
+        assert len(line.splitlines()) == 1 and "Traceback" not in line
+        return line
+
+
+def test_hostile_text_in_every_leaf_stays_text(small):
+    record = json.loads((small / "validation.json").read_text())
+    for k, (path, value) in enumerate(leaves(record)):
+        text = HOSTILE_TEXTS[k % len(HOSTILE_TEXTS)]
+        (small / "validation.json").write_text(json.dumps(changed(record, path, text)))
+        line = rendered(small)
+        if not isinstance(value, str) and path[0] != "config":
+            assert line.startswith(f"{small / 'validation.json'}: "), path
+            assert str(path[-1]) in line or f"[{path[-1]}]" in line, (path, line)
+
+
+def test_hostile_text_everywhere_at_once_stays_text(small):
+    record = json.loads((small / "validation.json").read_text())
+    ids = {target["target_id"] for target in record["targets"]}
+    for text in HOSTILE_TEXTS:
+        spoilt = record
+        for path, value in leaves(record):
+            if isinstance(value, str) and path[0] != "summary" and path[-1] not in ("image", "file"):
+                spoilt = changed(spoilt, path, text)
+        content = json.dumps(spoilt)
+        for name in ids:  # keys, too
+            content = content.replace(json.dumps(name), json.dumps(text))
+        (small / "validation.json").write_text(content)
+        (small / "config.yaml").write_bytes(text.encode("utf-8", "replace"))
+        (small / "run.json").write_text(json.dumps({text: text, "x": [text, {text: 1}]}))
+        rows = [{"step": s, "loss": 0.1 * s, text: s, "lr": text, "validation": ""} for s in range(3)]
+        (small / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (small / "multipliers.json").write_text(json.dumps([{"step": 1, "multipliers": {text: 2.0}}]))
+        (small / "phrase_memory.json").write_text(json.dumps([{"step": 1, "rho": {text: 0.5}}]))
+        page = rendered(small)
+        assert "<h2>Targets and generations</h2>" in page and "<h2>Training</h2>" in page
+        assert "<h2>Memory</h2>" in page and "Gradient control" in page
+        assert run_report.write(small).is_file()
+
+
+def test_a_mistyped_leaf_is_named_in_one_line(small):
+    record = json.loads((small / "validation.json").read_text())
+    wrong = (None, True, [], {"a": [1]}, float("nan"), float("inf"), 10**400, -1, 1e300, "x", ...)
+    refused = 0
+    for k, (path, _) in enumerate(leaves(record)):
+        for value in (wrong[k % len(wrong)], wrong[(k + 5) % len(wrong)]):
+            if value is ... and isinstance(path[-1], int):
+                continue
+            (small / "validation.json").write_text(json.dumps(changed(record, path, value)))
+            line = rendered(small)
+            if not line.startswith("<!doctype"):
+                refused += 1
+                assert line.startswith(f"{small / 'validation.json'}: "), (path, value)
+                assert str(path[-1]) in line or str(path[-2]) in line, (path, line)
+    assert refused > 100
+
+
+@pytest.mark.parametrize("content", ["", "[]", "3", "{", '{"schema": 2}', "[" * 5000, "\xff", '{"schema": true}'])
+def test_a_record_of_another_form_is_refused(small, content):
+    (small / "validation.json").write_bytes(content.encode("latin-1"))
+    assert rendered(small).startswith(f"{small / 'validation.json'}: ")
+    assert run_report.main([str(small)]) == 2
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", "3", "null", "[" * 5000, "[1]", '[{"step": 1}]', '{"history": 3}', '[{"step": NaN}]']
+)
+@pytest.mark.parametrize("name", ["multipliers.json", "phrase_memory.json", "timesteps.json", "run.json"])
+def test_a_damaged_part_leaves_the_rest(small, name, content):
+    (small / name).write_text(content)
+    assert "Recovery curves" in rendered(small)
+
+
+def test_timesteps_whose_counts_do_not_fit_are_named(small):
+    (small / "timesteps.json").write_text('{"edges": [0, 1], "counts": [1, 2, 3]}')
+    assert "timesteps.json has another form than docs/metrics.md states: 3 counts do not lie" in rendered(small)
+
+
+def test_metrics_bear_any_rows(small):
+    rows = [None, [], 3, {"step": "5"}, {"step": 1e400}, {"step": True}, {}, {"step": 7, "loss": 1e308, "x": -1e308}]
+    rows += [{"step": s, "loss": v, "x": [v]} for s, v in enumerate([1, 1e99, -1e99, float("nan"), 10**400, 5e-324])]
+    (small / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n" + "[" * 5000)
+    page = rendered(small)
+    assert "Training loss" in page and "8 unreadable lines left out" in page
+
+
+def png_of_size(width: int, height: int) -> bytes:
+    """The head of a PNG that says it is so large."""
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", len(head)) + b"IHDR" + head + struct.pack(">I", zlib.crc32(b"IHDR" + head))
+    return b"\x89PNG\r\n\x1a\n" + chunk + struct.pack(">I", 9) + b"IDAT"
+
+
+def test_picture_bombs_and_broken_pictures_are_left_out(run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "copy")
+    record = json.loads((folder / "validation.json").read_text())
+    (folder / record["targets"][0]["image"]).write_bytes(png_of_size(60000, 60000))
+    (folder / record["targets"][1]["image"]).write_bytes(png_of_size(9000, 9000))
+    whole = (folder / record["targets"][2]["image"]).read_bytes()
+    (folder / record["targets"][2]["image"]).write_bytes(whole[: len(whole) // 2])
+    page = rendered(folder)
+    assert str(folder) not in page and "Targets and generations" in page
+    assert "over the limit" in page and "cannot read" in page
+    held = RecordedRun(folder)
+    for name in ("x" * 5000, "a\0b", "\ud800", ".", "samples", "/etc/passwd"):
+        assert held.picture(name) == ""
+
+
+def test_a_page_that_cannot_be_written_is_one_line(run, tmp_path, capsys):
+    for out in (tmp_path, tmp_path / "none" / "page.html", tmp_path / "a\0b"):
+        assert run_report.main([str(run), "--out", str(out)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(("error: report: cannot write", "error: --out: ")) and error.count("\n") == 1
+    with pytest.raises(SystemExit, match="^2$"):
+        run_report.main([str(run), "--out", str(tmp_path / ("x" * 300))])
+    error = capsys.readouterr().err
+    assert error.startswith("error: argument --out: must be a path") and error.count("\n") == 1
+
+
+# -- record, templates, charts ----------------------------------------------------------------------------
+
+
+def test_record_reads_what_it_writes(run, tmp_path):
+    record = Record.load(run / "validation.json")
+    record.save(tmp_path / "validation.json")
+    assert Record.load(tmp_path / "validation.json") == record
+    assert (tmp_path / "validation.json").read_text() == (run / "validation.json").read_text()
+
+
+def test_record_of_a_given_threshold_has_no_more(tmp_path):
+    hook = make_hook(tmp_path, threshold=0.5)
+    hook.run(0, 0, tiny_pipeline().unet)
+    stored = json.loads((tmp_path / "validation.json").read_text())
+    assert stored["threshold"] == {"value": 0.5, "source": "given"} and "p_value" not in stored["verdict"]
+    assert "cells" not in stored["history"][0]["raw"] and "ema" not in stored["history"][0]
+    assert "given" in run_report.render(tmp_path)
+
+
+def test_only_charts_build_markup():
+    folder = Path(run_report.__file__).parent
+    assert pages.environment().autoescape is True
+    for template in folder.glob("templates/*"):
+        assert not re.search(r"\|\s*safe|autoescape|Markup", template.read_text()), template.name
+    for module in Path(run_report.__file__).parents[1].rglob("*.py"):
+        assert module.stem == "charts" or not re.search(r"\bMarkup\(", module.read_text()), module
+    for call in re.findall(r"Markup\(\s*f", (folder / "charts.py").read_text()):
+        raise AssertionError(call)  # an f-string would not escape what it inserts
+
+
+def test_the_policy_admits_the_style_of_the_page_alone(run):
+    page = run_report.render(run)
+    style = re.search(r"<style>(.*?)</style>", page, re.S)[1]
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = dict(Tags(page).found[3][1])["content"]
+    assert policy == f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'" and "unsafe" not in page
+
+
+def test_a_token_in_a_configuration_is_masked_on_the_page(run):
+    config = run / "config.yaml"
+    kept = config.read_text()
+    config.write_text(f"{kept}tracker_project_name: hf_aBcDeFgHiJkL\nlogging_dir: https://me:secret@logs.org\n")
+    page = run_report.render(run)
+    config.write_text(kept)
+    assert "hf_***" in page and "aBcDeFgHiJkL" not in page and "me:secret" not in page
+
+
+NUMBERS = st.one_of(st.none(), st.floats(), st.integers(-(10**320), 10**320))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS), max_size=6), st.text(max_size=20), NUMBERS)
+def test_charts_bear_every_number(rows, text, mark):
+    xs, ys, low, high = ([row[k] for row in rows] for k in range(4))
+    made = [charts.line_chart([charts.Series(text, xs, ys, low, high)], text, marks=[(text, mark)])]
+    made += [charts.heatmap([text], [0.0] * len(xs), [ys], text), charts.histogram(xs[:-1], ys[:-2], text, text)]
+    for svg in made:
+        assert set(tag for tag, _ in Tags(svg).found) <= TAGS
+        places = re.findall(r' (?:x|y|x1|x2|y1|y2|cx|cy|width|height|points)="([^"]*)"', svg)
+        assert not re.search(r"nan|inf", " ".join(places))
+
+
+BROWSER = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))),
+    None,
+)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("size", ["1280,2400", "390,2400"])
+def test_report_renders_in_a_browser_without_console_errors(run, tmp_path, size):
+    run_report.write(run)
+    shot = tmp_path / "shot.png"
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--hide-scrollbars",
+        "--enable-logging=stderr",
+        "--v=0",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        f"--window-size={size}",
+    ]
+    done = subprocess.run(
+        [BROWSER, *flags, f"--screenshot={shot}", (run / "report.html").as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and "CONSOLE" not in done.stderr
+    picture = np.asarray(Image.open(shot).convert("RGB"))
+    assert picture.std() > 10 and to_pil(torch.zeros(3, 1, 1)).size == (1, 1)
+
+
+def test_a_page_replaces_pages_and_links_only(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine").write_text("<!doctype html>\n<title>kept</title>")
+    (tmp_path / "report.html").symlink_to(tmp_path / "mine")
+    page = (Path(run_report.__file__).parent / "templates/page.html.j2").read_text()
+    for written in ("<!doctype html>\n" + run_report.MARKS[1].decode(), page, page):
+        run_report.save(written, tmp_path / "report.html")
+    with pytest.raises(UserError, match="no page of this program"):
+        run_report.save(page, tmp_path / "mine")
+    monkeypatch.setattr(run_report, "less_placebo", lambda *_: pytest.fail("worked first"))
+    assert run_report.main([str(tmp_path), "--placebo", "p", "--out", str(tmp_path / "mine")]) == 2
+    assert "kept" in (tmp_path / "mine").read_text() and (tmp_path / "report.html").read_text() == page
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+PROBE = r"""<script>
+const of = e => (e.closest("section") || document).querySelector("h2, h1").textContent;
+document.querySelector("details").open = true;
+const wide = [...document.querySelectorAll(".scroll, .strip, main")].filter(e => e.scrollWidth > e.clientWidth + 1);
+const seen = e => e.getClientRects().length > 0;
+const folded = [...document.querySelectorAll("details")].map(e => [e.open, seen(e.querySelector("summary"))]);
+const note = seen(document.querySelector(".paper"));
+const parts = colour => colour.match(/[\d.]+/g).map(Number);
+const light = colour => parts(colour).slice(0, 3).map(c => c / 255)
+  .map(c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+  .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+const solid = e => { const b = parts(getComputedStyle(e).backgroundColor); return b.length < 4 || b[3] > 0.5; };
+const under = e => {
+  while (e && !solid(e)) e = e.parentElement;
+  return e ? getComputedStyle(e).backgroundColor : "rgb(255,255,255)";
+};
+const contrasts = [];
+for (const e of document.querySelectorAll("body *")) {
+  const own = [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim());
+  if (!own || !seen(e) || e.matches("script, style, svg text.dark, svg text.pale")) continue;  // on coloured cells
+  const style = getComputedStyle(e), ink = e.closest("svg") ? style.fill : style.color;
+  const [a, b] = [light(ink), light(under(e))].sort((x, y) => y - x);
+  contrasts.push([(a + 0.05) / (b + 0.05), `${e.tagName} ${e.getAttribute("class")}: ${e.textContent.slice(0, 30)}`]);
+}
+contrasts.sort((x, y) => x[0] - y[0]);
+const pre = document.createElement("pre");
+pre.id = "found";
+pre.textContent = JSON.stringify({wide: [...new Set(wide.map(of))], folded, note, contrasts: contrasts.slice(0, 3)});
+document.body.appendChild(pre);
+</script></body>"""
+
+
+def probed(page: str, tmp_path: Path, media: str, width: int) -> dict:
+    """What a browser makes of the page where the rules of this medium hold, in so many pixels."""
+    for old, new in (
+        (r'<meta http-equiv="Content-Security-Policy"[^>]*>', f"<style>html{{width:{width}px}}</style>"),
+        (re.escape(f"@media {media}{{"), "@media all{"),
+        ("</body>", PROBE),
+    ):
+        page, count = re.subn(old, lambda _, new=new: new, page)
+        assert count == 1, old
+    (tmp_path / "probe.html").write_text(page)
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    done = subprocess.run(
+        [BROWSER, *flags, (tmp_path / "probe.html").as_uri()], capture_output=True, text=True, timeout=180
+    )
+    return json.loads(re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL).group(1))
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_nothing_is_cut_on_paper_and_folded_parts_stay_away(run, tmp_path):
+    found = probed(run_report.render(run), tmp_path, "print", 700)  # US Letter less its margins
+    assert found["wide"] == [] and found["note"]
+    assert all(shown == opened for opened, shown in found["folded"]), "an open part has its title, a folded one nothing"
+    assert {opened for opened, _ in found["folded"]} == {True, False}
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_the_first_table_fits_a_narrow_screen(run, tmp_path):
+    found = probed(run_report.render(run), tmp_path, "(max-width:560px)", 390)
+    assert "What else would have counted" not in found["wide"] and not found["note"]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("media", ["(prefers-color-scheme:dark)", "print"], ids=["dark", "printed"])
+def test_words_stand_out(media, run, tmp_path):
+    found = probed(run_report.render(run), tmp_path, media, 1000)
+    assert len(found["contrasts"]) == 3 and found["contrasts"][0][0] >= 4.5, found["contrasts"]  # WCAG 2.1, AA
