@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from tqdm.auto import tqdm
 
 import gradient_control
 import memory_reinforce
@@ -43,6 +42,7 @@ from silentbad.loop.signals import Requests
 from silentbad.measure.scores import settled
 from silentbad.model import denoiser, diffusion, lora, pipeline
 from silentbad.model.averaging import averaged
+from silentbad.progress import Bar
 from silentbad.rng import addressed_seed
 from silentbad.saving import card
 from silentbad.saving.folder import RunFolder, facts, stamped
@@ -165,11 +165,18 @@ def update(run: Run) -> bool:
 def train(run: Run) -> int:
     """Returns 0, or 128 + the number of the signal that stopped it at a step boundary."""
     config, accelerator, state = run.config, run.accelerator, run.state
-    bar = tqdm(total=state.total, initial=state.step, desc="Steps", disable=not accelerator.is_local_main_process)
+    bar = Bar(
+        total=state.total,
+        initial=state.step,
+        desc="Steps",
+        unit="step",
+        disable=not accelerator.is_local_main_process,
+    )
     with Requests(run.folder) as requests, run.checkpoints.rescue(run.loader), bar:
         while state.step < state.total:
             if any(part is not None and part.should_run(state.step) for part in (run.hook, run.sheet)):
-                validate(run)
+                with bar.paused("measuring" if state.step else "measuring the base model"):
+                    validate(run)
             if run.hook is not None and settled(run.hook.history, points := config.validation.settled_after):
                 run.log.say(
                     f"recovery has lasted for {points} points of the curve; training stops at step {state.step}"
@@ -187,16 +194,19 @@ def train(run: Run) -> int:
                 continue
             run.meters.add({"loss": torch.stack(losses).mean()})
             bar.update()
-            if stop := boundary(run, requests):
+            with bar.paused():
+                stop = boundary(run, requests, bar)
+            if stop:
                 return 128 + stop
     return 0
 
 
-def boundary(run: Run, requests: Requests) -> int:
+def boundary(run: Run, requests: Requests, bar: Bar) -> int:
     """Between two steps: log, save and validate what is due or asked for; the signal to stop by, or 0."""
     state, config = run.state, run.config
     if state.step % config.log_every == 0 or state.step == state.total:
-        run.log.training(run.control.meters(), run.memory.meters())
+        means = run.log.training(run.control.meters(), run.memory.meters())
+        bar.set_postfix(loss=f"{means['loss']:.4g}", refresh=False)
     if state.step % state.steps_per_epoch == 0:
         end_of_epoch(run, state.step // state.steps_per_epoch)
     stop, save, asked_to_validate = requests.agreed()
@@ -205,7 +215,8 @@ def boundary(run: Run, requests: Requests) -> int:
     if stop:
         run.log.say(f"stopped by {signal.Signals(stop).name}; resume with --resume_from_checkpoint latest")
     elif asked_to_validate:
-        validate(run)
+        with bar.paused("measuring"):
+            validate(run)
     return stop
 
 

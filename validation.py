@@ -120,7 +120,8 @@ class RecoveryHook:
         self.history: list[Measurement] = []
         self.threshold: Threshold | None = None  # until calibrated
         self.element_threshold: ElementThreshold | None = None
-        self.seconds, self.born = 0.0, time.perf_counter()
+        self.seconds = 0.0  # of measuring
+        self.born = time.perf_counter()  # less what a run before this one took
 
     # what the training loop calls
     def should_run(self, step: int) -> bool:
@@ -152,10 +153,14 @@ class RecoveryHook:
         self.history = [e for e in self.history if e.step < step] + [entry]
         entry.seconds = time.perf_counter() - started
         self.seconds += entry.seconds
-        entry.share = self.seconds / (time.perf_counter() - self.born)
+        entry.share = self.seconds / self.elapsed()
         if self.accelerator.is_main_process:
             self.write()
         return scalars(entry, self.threshold)
+
+    def elapsed(self) -> float:
+        """Seconds since the hook was set up, those before a resume included."""
+        return time.perf_counter() - self.born
 
     def take(self, components: dict[str, Any], refuses: str | None = None) -> None:
         """Measure another pipeline from now on, with the thresholds found."""
@@ -173,12 +178,15 @@ class RecoveryHook:
     def state_dict(self) -> dict[str, Any]:
         """History, thresholds and batch, as plain values."""
         names = ("history", "threshold", "element_threshold", "seconds")
-        return json.loads(json.dumps({**{n: encode(getattr(self, n)) for n in names}, "batch": self.sampler.batch}))
+        state = {name: encode(getattr(self, name)) for name in names}
+        state |= {"elapsed": self.elapsed(), "batch": self.sampler.batch}
+        return json.loads(json.dumps(state))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up such a state; the targets' features are computed anew."""
         self.sampler.limit(state["batch"])
-        self.seconds, self.born = state["seconds"], time.perf_counter() - state["seconds"]
+        self.seconds = state["seconds"]
+        self.born = time.perf_counter() - state["elapsed"]
         self.history = decode(list[Measurement], state["history"], "history")
         calibrated = bool(state["threshold"])
         self.threshold = decode(Threshold, state["threshold"], "threshold") if calibrated else None

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 THREE = {"gradient_control", "memory_reinforce", "validation"}
 MODULES = [*ROOT.glob("*.py"), *ROOT.glob("silentbad/**/*.py")]
-GROUND = {f"silentbad.{name}" for name in ("errors", "rng", "settings", "owned", "device", "files", "hub")}
+GROUND = {f"silentbad.{name}" for name in ("errors", "progress", "rng", "settings", "owned", "device", "files", "hub")}
 GROUND |= {f"silentbad.settings.{path.stem}" for path in ROOT.glob("silentbad/settings/*.py")}
 LAST = {"scan", "prepare", "worlds", "experiments"}  # rooms that no other imports
 # Room -> the rooms it may import beside the ground and itself.

@@ -272,14 +272,28 @@ def test_resume_with_validation_repeats_no_row(flags, data, tmp_path):
         assert timeless[0] == timeless[1]
 
 
+def test_a_log_of_a_training_has_lines_and_no_carriage_returns(flags, data, capsys, monkeypatch):
+    monkeypatch.setattr("silentbad.progress.FIRST", 0.0)
+    settings = VALIDATION | {"validation.steps": 2, "validation.targets": data / "targets.jsonl"}
+    assert main(flags(max_train_steps=3, **settings)) == 0
+    log = capsys.readouterr().err
+    lines = log.splitlines()
+    assert "\r" not in log and "\x1b" not in log
+    assert [line for line in lines if "measuring" in line] == ["Steps: measuring the base model", "Steps: measuring"]
+    steps = [line for line in lines if line.startswith("Steps: ") and " of 3, " in line]
+    assert steps[0].startswith("Steps: 1 of 3, ") and steps[-1].startswith("Steps: 3 of 3, ")
+    assert "to go" in steps[0] and "loss=" in steps[-1]
+
+
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 0)])
 def test_signals_save_at_the_next_step_boundary(number, code, flags, tmp_path, monkeypatch):
     log = Log.training
 
     def log_and_signal(self, *scalars):
-        log(self, *scalars)
+        means = log(self, *scalars)
         if self.state.step == 2:
             os.kill(os.getpid(), number)
+        return means
 
     main(flags("whole"))
     monkeypatch.setattr(Log, "training", log_and_signal)
@@ -314,10 +328,11 @@ def test_trigger_files_save_and_validate(flags, data, tmp_path, monkeypatch):
     log = Log.training
 
     def log_and_ask(self, *scalars):
-        log(self, *scalars)
+        means = log(self, *scalars)
         if self.state.step == 3:
             (self.folder.path / "SAVE").touch()
             (self.folder.path / "VALIDATE").touch()
+        return means
 
     monkeypatch.setattr(Log, "training", log_and_ask)
     settings = VALIDATION | {"validation.steps": 0, "validation.targets": data / "targets.jsonl"}

@@ -210,6 +210,17 @@ def test_grid_of_steps_and_state(tmp_path):
         late.run(10, 1, pipe.unet)
 
 
+def test_the_share_of_time_counts_what_passed_before_a_resume(tmp_path):
+    hook = make_hook(tmp_path, threshold=0.5, targets=some_targets(1), images_per_target=1)
+    hook.run(0, 0.0, tiny_pipeline().unet)
+    hook.born -= 5000  # seconds of training
+    resumed = make_hook(tmp_path, threshold=0.5, targets=some_targets(1), images_per_target=1)
+    resumed.load_state_dict(json.loads(json.dumps(hook.state_dict())))
+    resumed.run(10, 1.0, tiny_pipeline().unet)
+    assert resumed.elapsed() >= 5000 and resumed.seconds > hook.seconds
+    assert resumed.history[-1].share == pytest.approx(resumed.seconds / resumed.elapsed(), rel=0.01)
+
+
 def test_first_recovery_and_record(tmp_path, monkeypatch):
     """A model that turns into an ideal memoriser of one target."""
     targets = some_targets(2)

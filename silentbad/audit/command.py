@@ -17,7 +17,6 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from silentbad import owned
 from silentbad.audit.returned import LEVEL, SHARE, Drafts, Extrapolated, Null, compared, drafting
@@ -34,6 +33,7 @@ from silentbad.measure.embedders import load_embedder
 from silentbad.measure.generation import Sampler
 from silentbad.measure.settings import MeasureSettings
 from silentbad.model.pipeline import load_pipeline
+from silentbad.progress import Bar
 from silentbad.report import pages
 from silentbad.report.pages import Table
 from silentbad.rng import addressed_seed
@@ -250,7 +250,7 @@ def _audited(options: AuditSettings, phrases: list[str], fixed: list[list[str]],
         )
 
     def bar(items: Sequence, what: str) -> Any:
-        return tqdm(items, desc=what, disable=None, mininterval=0.5)
+        return Bar(items, desc=what)
 
     known = [*phrases, *(phrase for prompt in fixed for phrase in prompt)]
     usual: dict[int, np.ndarray] = {}

@@ -22,8 +22,8 @@ class Log:
         self.folder, self.state, self.accelerator = folder, state, accelerator
         self.meters, self.timers, self.effective_batch = meters, timers, effective_batch
 
-    def training(self, *scalars: dict[str, Any]) -> None:
-        """The means since the last row, and further `scalars`. Collective."""
+    def training(self, *scalars: dict[str, Any]) -> dict[str, float]:
+        """Write the means since the last row, and further `scalars`; returns the means. Collective."""
         state = self.state
         self.meters.share(self.accelerator)
         for values in scalars:
@@ -34,6 +34,7 @@ class Log:
         self.folder.log({"step": state.step, "epoch": state.epoch, **values})
         self.folder.log({"step": state.step, **timings}, "timings.jsonl")
         self.accelerator.log(values | timings, step=state.step)
+        return values
 
     def validation(self, scores: dict[str, float]) -> None:
         """What a validation measured."""

@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from accelerate.utils.memory import should_reduce_batch_size
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from silentbad.data.images import resize, to_tensor
 from silentbad.data.table import vocabulary
@@ -34,6 +33,7 @@ from silentbad.errors import UserError, writing
 from silentbad.measure.generation import Item, Sampler, left_as_found
 from silentbad.model.latents import decode, scaled
 from silentbad.model.store import KEY, Store, digest
+from silentbad.progress import Bar
 from silentbad.rng import generator, noise
 
 REGIONS = ("redrawn", "missing")
@@ -206,7 +206,7 @@ class Painter:
     def paint(self, draws: Sequence[Draw], numbers: Sequence[int], show: bool) -> Iterator[tuple[list[int], Tensor]]:
         """The draws of these numbers -> (numbers, pictures (B,3,S,S) uint8) batch by batch."""
         sampler, left = self.sampler, list(numbers)
-        with tqdm(total=len(left), desc="Counterfactuals", disable=not show or not left) as bar:
+        with Bar(total=len(left), desc="Counterfactuals", disable=not show or not left) as bar:
             while left:
                 region = draws[left[0]].kind in REGIONS
                 chunk = [n for n in left[: sampler.batch] if (draws[n].kind in REGIONS) == region]

@@ -26,6 +26,7 @@ from silentbad.model.gate import quietly
 from silentbad.model.latents import decode, scaled
 from silentbad.model.pipeline import side_factor
 from silentbad.model.registry import family_of
+from silentbad.progress import Bar
 from silentbad.rng import addressed_seed, generator, noise
 
 LOW_NOISE = 0.02  # of the schedule: where the alignment of guidance is measured
@@ -357,19 +358,26 @@ class Sampler:
             found += cosine_similarity((text - empty).float().flatten(1), empty.float().flatten(1)).tolist()
         return found
 
-    def map(self, items: list[Item], work: Callable[[list[Item], Tensor, Tensor], list]) -> Iterator:
-        """`work(chunk, images, magnitudes)` over all items, in batches that fit; a halved batch is kept."""
+    def map(
+        self, items: list[Item], work: Callable[[list[Item], Tensor, Tensor], list], show: bool = False
+    ) -> Iterator:
+        """`work(chunk, images, magnitudes)` over all items, in batches that fit; a halved batch is kept.
+
+        show: a progress bar.
+        """
         start = 0
-        while start < len(items):
-            chunk = items[start : start + self.batch]
-            try:
-                with self.autocast():
-                    made = self.generate(chunk)
-                rows = work(chunk, *made)  # similarities in full precision
-            except RuntimeError as error:
-                if len(chunk) == 1 or not should_reduce_batch_size(error):
-                    raise
-                self.batch = len(chunk) // 2
-                continue
-            yield from rows
-            start += len(chunk)
+        with Bar(total=len(items), desc="Images", unit="image", leave=False, disable=not show) as bar:
+            while start < len(items):
+                chunk = items[start : start + self.batch]
+                try:
+                    with self.autocast():
+                        made = self.generate(chunk)
+                    rows = work(chunk, *made)  # similarities in full precision
+                except RuntimeError as error:
+                    if len(chunk) == 1 or not should_reduce_batch_size(error):
+                        raise
+                    self.batch = len(chunk) // 2
+                    continue
+                bar.update(len(chunk))
+                yield from rows
+                start += len(chunk)

@@ -111,7 +111,9 @@ class Measure:
     def spread(self, items: list[Item], work: Callable[..., Any]) -> list[Any]:
         """`work` on this rank's share of the items; the rows of all ranks, in the items' order."""
         mine = self.share(len(items))
-        return self.gather(list(zip(mine, self.sampler.map([items[i] for i in mine], work), strict=True)))
+        show = self.accelerator.is_local_main_process
+        rows = self.sampler.map([items[i] for i in mine], work, show)
+        return self.gather(list(zip(mine, rows, strict=True)))
 
     def share(self, n: int) -> list[int]:
         """Which of n pieces of work are this rank's."""

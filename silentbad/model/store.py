@@ -19,13 +19,13 @@ import torch
 from filelock import FileLock
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tqdm.auto import tqdm
 
 from silentbad.data.table import blocks
 from silentbad.device import send
 from silentbad.errors import UserError, reading
 from silentbad.files import intact, sealed
 from silentbad.model.settings import ModelSettings
+from silentbad.progress import Bar
 
 KEY = "S16"  # the first 16 bytes of a SHA-256
 SHARD = 64 * 2**20  # bytes of a shard, and so of what a killed build loses
@@ -127,7 +127,7 @@ class Store:
                 leftover.unlink()
             held: list[torch.Tensor] = []
             done = 0
-            for part in tqdm(np.array_split(missing, -(-len(missing) // batch)), desc=label, disable=not show):
+            for part in Bar(np.array_split(missing, -(-len(missing) // batch)), desc=label, disable=not show):
                 held.append(encode(part.tolist()).cpu())
                 count = sum(map(len, held))
                 if count * held[0][0].nbytes >= SHARD:

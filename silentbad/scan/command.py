@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from silentbad import owned
 from silentbad.data import scan_file
@@ -25,6 +24,7 @@ from silentbad.data.records import PUBLISHED_FLAGS, row_source
 from silentbad.data.schema import csv_lines, json_lines
 from silentbad.errors import ArgumentParser, UserError, say, writing
 from silentbad.files import check_writable, named, replace_text
+from silentbad.progress import Bar
 from silentbad.report import pages
 from silentbad.report.pages import Table, png, shot
 from silentbad.scan.composite import MOST
@@ -45,8 +45,8 @@ PUBLISHED = {flag: (HINTS[flag], getattr(TrainConfig, flag)) for flag in PUBLISH
 
 
 def progress(items: Iterable, what: str, total: int) -> Iterable:
-    """A bar on stderr, where that is a terminal."""
-    return tqdm(items, desc=what, total=total or None, disable=None, mininterval=0.5)
+    """A bar on stderr."""
+    return Bar(items, desc=what, total=total or None)
 
 
 # -- what was found, as data -----------------------------------------------------------------------------------

@@ -75,8 +75,8 @@ def test_prompts_are_drawn_and_training_sees_nothing(flags, tmp_path, file, monk
     pages, log = {}, Log.training
 
     def log_and_read(self, *scalars):
-        log(self, *scalars)
         pages[self.state.step] = (self.folder.path / "report.html").read_text(encoding="utf-8")
+        return log(self, *scalars)
 
     settings = {"max_train_steps": 4, "use_ema": True}
     assert main(flags("plain", **settings)) == 0

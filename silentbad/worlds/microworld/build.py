@@ -22,13 +22,13 @@ from diffusers import AutoencoderKL
 from diffusers.training_utils import EMAModel, compute_snr
 from PIL import Image
 from torch import nn
-from tqdm import tqdm
 from transformers import CLIPTokenizer
 
 from silentbad import ROOT
 from silentbad.errors import ArgumentParser, UserError, reading
 from silentbad.files import named
 from silentbad.measure.micro import MicroEmbedder
+from silentbad.progress import Bar
 from silentbad.rng import addressed_seed, generator
 from silentbad.worlds.microworld.copies import CopyPool, Slope, batch_of, copy_loss
 from silentbad.worlds.microworld.export import assemble, export
@@ -119,7 +119,7 @@ def run_stage(stage: Stage, work: Path, device: torch.device, keep: Sequence[int
 
     kept = {stage.steps * percent // 100: percent for percent in keep}
     ema.to(device)
-    bar = tqdm(range(start, stage.steps), initial=start, total=stage.steps, desc=stage.name, mininterval=10)
+    bar = Bar(range(start, stage.steps), initial=start, total=stage.steps, desc=stage.name)
     saved_at, average = time.monotonic(), 0.0
     for step in bar:
         optimizer.set_fraction(schedule(step, stage.steps))
@@ -130,7 +130,7 @@ def run_stage(stage: Stage, work: Path, device: torch.device, keep: Sequence[int
         ema.step(parameters)
         if step % 50 == 0:
             average = loss.item() if step == start else 0.8 * average + 0.2 * loss.item()
-            bar.set_postfix(loss=f"{average:.4f}")
+            bar.set_postfix(loss=f"{average:.4f}", refresh=False)
         if step + 1 in kept:
             ema.store(parameters)
             ema.copy_to(parameters)

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tqdm import tqdm
 
 from silentbad.data.images import resize
 from silentbad.measure.embedders import region
 from silentbad.measure.micro import MicroEmbedder, alignments
+from silentbad.progress import Bar
 from silentbad.rng import addressed_seed, generator
 from silentbad.worlds.microworld.grammar import Scene, sample_scene
 from silentbad.worlds.microworld.nulls import ELEMENT_NULLS, SCENE_NULLS, hard_null
@@ -125,7 +125,7 @@ class CopyPool:
 
     def grow(self, size: int) -> None:
         missing = range(len(self.groups), min(size, self.capacity))
-        for index in tqdm(missing, desc="copies and nulls", mininterval=10, disable=len(missing) < 2):
+        for index in Bar(missing, desc="copies and nulls", disable=len(missing) < 2):
             self.groups.append(make_group(index, self.vae, self.device))
 
     def draw(self, rng: np.random.Generator, n: int) -> list[Group]:

@@ -13,9 +13,9 @@ import torch
 from diffusers import StableDiffusionPipeline
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tqdm import tqdm
 
 from silentbad.errors import ArgumentParser, UserError, reading
+from silentbad.progress import Bar
 from silentbad.rng import addressed_seed, generator
 from silentbad.worlds.microworld.grammar import Scene, sample_scene
 from silentbad.worlds.microworld.networks import new_scheduler
@@ -37,7 +37,7 @@ def generate(pipe, captions: list[str], *, steps: int = 25, guidance: float = GU
     """Pictures of the captions, (N,3,64,64) in [-1,1], with addressed noise."""
     pipe.set_progress_bar_config(disable=True)
     images = []
-    for start in tqdm(range(0, len(captions), batch), desc="generate"):
+    for start in Bar(range(0, len(captions), batch), desc="generate"):
         part = captions[start : start + batch]
         draws = [generator("microworld", "held-out noise", start + i) for i in range(len(part))]
         out = pipe(part, num_inference_steps=steps, guidance_scale=guidance, generator=draws, output_type="pt")

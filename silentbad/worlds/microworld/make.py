@@ -23,12 +23,12 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from tqdm import tqdm
 
 from silentbad import owned
 from silentbad.errors import ArgumentParser, UserError, brief, reading
 from silentbad.files import check_writable, checksum, named, read_json
 from silentbad.measure.thresholds import FEW, Fingerprint, fingerprint, is_copy
+from silentbad.progress import Bar
 from silentbad.rng import addressed_seed
 from silentbad.worlds.microworld.grammar import (
     KINDS,
@@ -400,7 +400,7 @@ def fill(writer: Writer, scenes: dict[str, Scene], args: argparse.Namespace) -> 
     """All records and targets of the data set."""
     for line in shared_phrases(scenes):
         print(f"note: {line} is a phrase of several targets: these elements will conflict")
-    for name, scene in tqdm(scenes.items(), desc="targets"):
+    for name, scene in Bar(scenes.items(), desc="targets"):
         write_target(writer, name, scene, args.redraws, args.nulls)
         write_elements(writer, name, scene, args.images_per_phrase, args.seed, placebo=args.placebo)
     avoided = set[str]().union(*map(words_of, scenes.values())) if args.other_words else set[str]()

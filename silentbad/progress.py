@@ -1,0 +1,70 @@
+"""Progress bars of every command: a bar on a terminal, plain lines in a log."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm import tqdm
+
+FIRST, LONGEST = 5.0, 60.0  # seconds between two lines of a log: they double from the first on
+LINE = "{desc}: {n_fmt} of {total_fmt}, {elapsed} so far, {remaining} to go, {rate_fmt}{postfix}"
+
+
+class Bar(tqdm):
+    """tqdm's bar where stderr is a terminal. Elsewhere plain lines without carriage returns: the first after
+    `FIRST` seconds, then in growing intervals, and one at the end unless `leave` is False.
+
+    Example: "Steps: 120 of 350, 01:05 so far, 02:05 to go, 1.84step/s, loss=0.0712".
+    """
+
+    def __init__(self, *args: Any, **options: Any):
+        self.lines = not (options.get("file") or sys.stderr).isatty()
+        if self.lines:
+            options |= {"bar_format": LINE, "mininterval": FIRST, "miniters": 1, "delay": 1e-9}
+        super().__init__(*args, **options)
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        """Draw the bar, or print a line."""
+        if not self.lines:
+            return super().display(msg, pos)
+        if msg is None:  # tqdm wipes a bar out with an empty text
+            self.say(" ".join(str(self).split()))  # tqdm pads its numbers
+            self.mininterval = min(2 * self.mininterval, LONGEST)
+        return False
+
+    def say(self, line: str) -> None:
+        """A line of a log."""
+        print(line, file=self.fp, flush=True)
+
+    def close(self) -> None:
+        """The last state, once; nothing in a log where it came before the first line was due."""
+        if self.lines and not self.disable:
+            if self.leave is not False and self._time() - self.start_t >= FIRST:
+                self.display()
+            self.leave = False  # the line stands already
+        super().close()
+
+    @contextmanager
+    def paused(self, what: str = "") -> Iterator[None]:
+        """Leave the time inside out of rate and forecast; `what` is done meanwhile and stands in the description."""
+        if self.disable:
+            yield
+            return
+        description = self.desc
+        name = description.removesuffix(": ")
+        began = self._time()
+        start = self.start_t
+        last = self.last_print_t
+        if what and self.lines:
+            self.say(f"{name}: {what}")
+        elif what:
+            self.set_description(f"{name}: {what}")
+        try:
+            yield
+        finally:
+            away = self._time() - began
+            self.start_t = start + away  # from the values before: one pause may lie in another
+            self.last_print_t = last + away
+            if what and not self.lines:
+                self.set_description_str(description)
