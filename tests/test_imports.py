@@ -34,7 +34,7 @@ BELOW: dict[str, set[str]] = {
 }
 REGISTRIES = {"gradient_control", "memory_reinforce"}  # that find experiments by name
 COMMANDS = {"silentbad.report.figures", "silentbad.class_images"}  # started with `python -m`
-FLAT = 8  # files that lie in silentbad/ itself, at most
+FLAT = 9  # files that lie in silentbad/ itself, at most
 
 
 class AtRunTime(ast.NodeTransformer):
