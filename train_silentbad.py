@@ -33,7 +33,7 @@ from silentbad.distributed import shards
 from silentbad.distributed.shards import world_size
 from silentbad.errors import UserError, reader_may_leave, say, warn
 from silentbad.guard.guards import check_guard
-from silentbad.loop import checks, launched, optimizers, trackers
+from silentbad.loop import checks, launched, optimizers, trackers, trains
 from silentbad.loop.assembly import Run
 from silentbad.loop.assembly import build as connect
 from silentbad.loop.forecast import Forecast
@@ -42,6 +42,7 @@ from silentbad.loop.signals import Requests
 from silentbad.measure.scores import settled
 from silentbad.model import denoiser, diffusion, lora, pipeline
 from silentbad.model.averaging import averaged
+from silentbad.model.layers import check_patterns
 from silentbad.progress import Bar
 from silentbad.rng import addressed_seed
 from silentbad.saving import card
@@ -69,6 +70,7 @@ def check_all(config: Config, sources: dict[str, str]) -> Config:
     checks.check_first_images(config)
     checks.check_places(config)
     checks.check_buckets(config)
+    check_patterns(config.train_layers)
     lora.check(config)
     checks.check_machine(config)
     shards.check(config)
@@ -355,7 +357,8 @@ def main(argv: list[str] | None = None) -> int:
             settings = pipeline.scheduler_settings(config)
             checks.check_family(config, pipeline.family_for(config))
             parts = pipeline.load_parts(config, settings, None)
-            print(Controller(parts.model, config.gradient_control, config.seed).groups.table())
+            control = Controller(parts.model, config.gradient_control, config.seed)
+            print(trains.table(config, parts, control.groups, control.param_groups(config.adam_weight_decay)))
             return 0
         with reader_may_leave(), tempfile.TemporaryDirectory() if config.dry_run else nullcontext() as scratch:
             if scratch is not None:

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
+from silentbad.loop.trains import file_bytes, memory, share, size, weight_bytes, whole_bytes
 from silentbad.measure.prompts import on_grid
-from silentbad.model import lora
-from silentbad.model.denoiser import trained
 
 WARM, MEASURED = 2, 3  # steps: the first ones compile, fill caches and make the optimizer's state
 DRAWN = 2  # sampling steps of the image that is drawn
@@ -60,6 +59,7 @@ class Forecast:
             f"dry run: {self.steps} steps timed after {warm}, one image; nothing written",
             f"  steps    {left}, of {self.run.loader.effective_batch} samples; an epoch has {state.steps_per_epoch}",
             f"  time     {_time(left * self.step_seconds)} to train, {self.step_seconds:.3g} s a step",
+            f"  trains   {share(self.run.parts)}; {memory(self.moments())} of optimizer",
             f"  memory   {self.memory()}",
             f"  disk     {self.disk()}",
         ]
@@ -81,43 +81,36 @@ class Forecast:
         """The peak so far."""
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         if self.device.type != "cuda":
-            return f"peak {_size(own)} of this process"
+            return f"peak {memory(own)} of this process"
         taken, kept = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
-        return f"peak {_size(taken)} on the device ({_size(kept)} reserved), {_size(own)} of this process"
+        return f"peak {memory(taken)} on the device ({memory(kept)} reserved), {memory(own)} of this process"
+
+    def moments(self) -> int:
+        """Bytes of the optimizer's state."""
+        optimizer = self.run.state.optimizer
+        inner = getattr(optimizer, "optimizer", optimizer)
+        return sum(size(entry.values()) for entry in getattr(inner, "state", {}).values())
 
     def disk(self) -> str:
         """Checkpoints, pipelines and caches."""
         config, state, parts = self.run.config, self.run.state, self.run.parts
-        weights = sum(_bytes(trained(module).values()) for module in state.model.children())
-        inner = getattr(state.optimizer, "optimizer", state.optimizer)
-        moments = sum(_bytes(entry.values()) for entry in getattr(inner, "state", {}).values())
-        average = 0 if state.ema is None else _bytes(state.ema.shadow_params)
-        checkpoint = weights + moments + average
+        average = 0 if state.ema is None else size(state.ema.shadow_params)
+        checkpoint = weight_bytes(parts) + self.moments() + average
         count = len({*range(config.checkpointing_steps, self.planned, config.checkpointing_steps), self.planned})
         kept = min(count, config.checkpoints_total_limit or count)
-        modules = [parts.backbone, parts.vae, *parts.text_encoders.values()]
-        whole = sum(_bytes(m.state_dict().values()) for m in modules)
-        pipeline = 2 * weights if lora.present(parts.backbone) else whole  # adapters are written for two readers
+        pipeline = file_bytes(parts)
         epochs = self.planned // state.steps_per_epoch
         pipelines = 1 + config.save_best + epochs // (config.save_ckpt_epoch_interval or epochs + 1)
         cache = _on_disk(Path(config.cache_dir or "."), ".safetensors") if config.disk_cache_gb else 0
-        total = (kept + 1) * checkpoint + pipelines * pipeline + cache + config.lora.merged * whole
+        total = (kept + 1) * checkpoint + pipelines * pipeline + cache + config.lora.merged * whole_bytes(parts)
         return (
-            f"{_size(total)}: checkpoints {kept} x {_size(checkpoint)} and one being written, "
-            f"weights {pipelines} x {_size(pipeline)}, cache {_size(cache)}"
+            f"{memory(total)}: checkpoints {kept} x {memory(checkpoint)} and one being written, "
+            f"weights {pipelines} x {memory(pipeline)}, cache {memory(cache)}"
         )
-
-
-def _bytes(tensors: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
 
 def _on_disk(folder: Path, suffix: str) -> int:
     return sum(file.stat().st_size for file in folder.rglob(f"*{suffix}") if file.is_file())
-
-
-def _size(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MiB"
 
 
 def _time(seconds: float) -> str:

@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from silentbad.distributed.shards import like
 from silentbad.model import diffusion, lora
 from silentbad.model.family import Family
 from silentbad.model.forwards import convolve
+from silentbad.model.groups import group_of
+from silentbad.model.layers import narrowed
 from silentbad.model.registry import FAMILIES
 from silentbad.model.settings import ModelSettings
 
@@ -74,19 +77,50 @@ def make_trainable(
     trained = {family.backbone: backbone, **(encoders if config.train_text_encoder else {})}
     for module in encoders.values():
         module.requires_grad_(False).eval()
+    layers = layers_to_train(config, family, trained)
     for name, module in trained.items():
         if config.lora.rank is not None:
-            lora.add(name, module, config.lora, config.seed)
+            lora.add(name, module, config.lora, config.seed, list(layers[name]))
         else:
-            module.requires_grad_(True)
+            for path, parameter in module.named_parameters():
+                parameter.requires_grad_(path in layers[name])
         for parameter in family.unused(name, module):
             parameter.requires_grad_(False)
         module.train()
         if config.gradient_checkpointing and module is backbone:
-            module.enable_gradient_checkpointing()
+            module.enable_gradient_checkpointing(recomputed)
         elif config.gradient_checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
     return Denoiser(trained.pop(family.backbone), family, schedule, **trained)
+
+
+def recomputed(module: nn.Module, *inputs: Any) -> Any:
+    """A block whose activations are computed again in backward; where nothing in it or below it trains there are none
+    to keep, and checkpointing would keep its inputs."""
+    tensors = [*module.parameters(), *(x for x in inputs if isinstance(x, Tensor))]
+    if any(x.requires_grad for x in tensors):
+        return checkpoint(module, *inputs, use_reentrant=False)
+    return module(*inputs)
+
+
+def layers_to_train(
+    config: ModelSettings, family: Family, components: dict[str, nn.Module]
+) -> dict[str, dict[str, str]]:
+    """{component: {name: group}} of the parameters that train, or of the layers that adapters are put on."""
+    if config.lora.rank is not None:
+        layers = {name: lora.target_layers(name, module, config.lora) for name, module in components.items()}
+        could = "those that lora.targets choose"
+    else:
+        layers = {name: parameter_groups(family, name, module) for name, module in components.items()}
+        could = "this model"
+    return layers if config.train_layers is None else narrowed(layers, config.train_layers, could)
+
+
+def parameter_groups(family: Family, name: str, module: nn.Module) -> dict[str, str]:
+    """{parameter: group} of a component, without those that get no gradient."""
+    unused = {id(parameter) for parameter in family.unused(name, module)}
+    paths = [path for path, parameter in module.named_parameters() if id(parameter) not in unused]
+    return {path: group_of(f"{name}.{path}") for path in paths}
 
 
 def placed(model: torch.nn.Module, config: ModelSettings, device: torch.device) -> torch.nn.Module:

@@ -102,14 +102,6 @@ class Groups:
         """Name of each group: how many parameters it has."""
         return dict(zip(self.names, self.sizes, strict=True))
 
-    def table(self) -> str:
-        """Group, tensors, parameters and share, one row a group."""
-        total = max(sum(self.sizes), 1)
-        rows = [(n, len(m), s) for (n, m), s in zip(self.members.items(), self.sizes, strict=True)]
-        rows.append(("total", sum(row[1] for row in rows), sum(self.sizes)))
-        lines = [f"{'group':<22}{'tensors':>8}{'parameters':>15}{'share':>9}"]
-        return "\n".join(lines + [f"{n:<22}{t:>8}{s:>15,}{s / total:>9.2%}" for n, t, s in rows])
-
 
 def group_of(name: str) -> str:
     """Group of a parameter by its module path, LoRA and wrapper prefixes allowed: "mid.xattn.v"."""

@@ -10,7 +10,6 @@ W stays frozen; what is added trains in fp32 and begins as nothing. s = alpha / 
 import copy
 import os
 import re
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from silentbad import hub
 from silentbad.errors import UserError, brief, reading
 from silentbad.model.gate import check_finite, check_settings, finite, number, quietly
 from silentbad.model.groups import ROLE_ORDER, group_of
+from silentbad.model.layers import STAGE_ORDER, chosen
 from silentbad.model.registry import FAMILIES, family_of_pipeline
 from silentbad.model.settings import LoraSettings, ModelSettings
 from silentbad.rng import addressed_seed
@@ -36,21 +36,7 @@ NAMES = {"lora": "LoRA", "dora": "DoRA", "loha": "LoHa", "lokr": "LoKr"}
 FOLDERS = ("loha", "lokr")  # diffusers has no file for these: a folder of peft's for each component
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 COMPONENTS = list(dict.fromkeys(name for family in FAMILIES.values() for name in (family.backbone, *family.encoders)))
-STAGES = (
-    "stem",
-    *(f"{part}{i}" for part in ("down", "up") for i in range(4)),
-    "mid",
-    "text1",
-    "text2",
-    *(f"block{i}" for i in range(64)),
-)
 ROLES = [role for role in ROLE_ORDER if role not in ("norm", "embed")]  # what peft can adapt
-
-
-def chosen(targets: list[str], group: str) -> bool:
-    """Whether a target names the group stage.role: by role ("attn", "xattn.v"), stage ("mid") or both ("up1.ff")."""
-    names = (group, group.partition(".")[2])
-    return any(fnmatchcase(name, pattern) for name in names for t in targets for pattern in (t, f"{t}.*"))
 
 
 def check(config: ModelSettings) -> None:
@@ -64,21 +50,26 @@ def check(config: ModelSettings) -> None:
         if (value := getattr(lora, key)) is not None and value < 1:
             raise UserError(f"lora.{key}: must be at least 1, got {value}")
     for target in lora.targets:
-        if not any(chosen([target], f"{stage}.{role}") for stage in STAGES for role in ROLES):
+        if not any(chosen([target], f"{stage}.{role}") for stage in STAGE_ORDER for role in ROLES):
             raise UserError(f"lora.targets: {target!r} names no layer; roles are {', '.join(ROLES)}")
     if not lora.targets:
         raise UserError("lora.targets: names no layer; attn and xattn are the default")
 
 
-def add(name: str, module: Any, lora: LoraSettings, seed: int) -> None:
-    """Freeze a component of the pipeline and put adapters on the layers that `lora.targets` choose."""
-    layers = [
-        path
-        for path, layer in module.named_modules()
-        if isinstance(layer, (nn.Linear, nn.Conv2d)) and chosen(lora.targets, group_of(f"{name}.{path}.weight"))
-    ]
+def target_layers(name: str, module: nn.Module, lora: LoraSettings) -> dict[str, str]:
+    """{path: group} of the layers of a component that `lora.targets` choose."""
+    paths = [path for path, layer in module.named_modules() if isinstance(layer, (nn.Linear, nn.Conv2d))]
+    groups = {path: group_of(f"{name}.{path}.weight") for path in paths}
+    layers = {path: group for path, group in groups.items() if chosen(lora.targets, group)}
     if not layers:
         raise UserError(f"lora.targets: {', '.join(lora.targets)} names no layer of {name}")
+    return layers
+
+
+def add(name: str, module: Any, lora: LoraSettings, seed: int, layers: list[str] | None = None) -> None:
+    """Freeze a component of the pipeline and put adapters on layers of it: on all that `lora.targets` choose where
+    `layers` is None."""
+    layers = list(target_layers(name, module, lora)) if layers is None else layers
     if name.startswith("text_encoder") and not any("self_attn" in path for path in layers):
         raise UserError(f"lora.targets: {name} needs attn among them; diffusers loads no adapters without")
     module.requires_grad_(False)

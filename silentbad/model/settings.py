@@ -20,6 +20,7 @@ class ModelSettings(Protocol):
     resolution: int | None
     # what trains
     train_text_encoder: bool
+    train_layers: list[str] | None
     lora: LoraSettings
     gradient_checkpointing: bool
     channels_last: bool | None

@@ -73,6 +73,9 @@ class TrainConfig:
 
     # What trains beside the UNet, and how
     train_text_encoder: bool = flag(False, "train the text encoders too, through LoRA where the UNet is")
+    train_layers: list[str] | None = flag(
+        None, "layers that train, as patterns over --print_groups (up*, *.resnet.*, mid.attn); unset: all", HERE
+    )
     lora: LoraSettings = field(default_factory=LoraSettings)
 
     # Data

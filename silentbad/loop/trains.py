@@ -1,0 +1,101 @@
+"""What trains, and what that takes: the table of --print_groups, and the sizes of files that a forecast names."""
+
+from typing import Any
+
+import torch
+
+from silentbad.loop.optimizers import make_optimizer
+from silentbad.model import lora
+from silentbad.model.denoiser import trained
+from silentbad.model.groups import Groups
+from silentbad.model.pipeline import Parts
+from silentbad.settings.train import TrainConfig
+
+PROBE = 64  # largest side of the tensors that an optimizer's memory is counted on
+
+
+def table(config: TrainConfig, parts: Parts, groups: Groups, param_groups: list[dict[str, Any]]) -> str:
+    """Group, tensors, parameters, share and the optimizer's memory, one row a group; what is frozen; the files.
+
+    `param_groups` are those of the controller, as the optimizer takes them.
+    """
+    states = optimizer_bytes(config, param_groups)
+    rows = [
+        (name, len(members), sum(p.numel() for p in members.values()), sum(states[id(p)] for p in members.values()))
+        for name, members in groups.members.items()
+    ]
+    total = sum(row[2] for row in rows)
+    rows.append(("total", sum(row[1] for row in rows), total, sum(states.values())))
+    lines = [f"{'group':<22}{'tensors':>8}{'parameters':>15}{'share':>9}{'optimizer':>12}"]
+    for name, tensors, count, state in rows:
+        lines.append(f"{name:<22}{tensors:>8}{count:>15,}{count / max(total, 1):>9.2%}{memory(state):>12}")
+    average = weight_bytes(parts) if config.use_ema else 0
+    checkpoint = weight_bytes(parts) + sum(states.values()) + average
+    what = "adapters" if lora.present(parts.backbone) else "the whole pipeline"
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"trains      {share(parts)}",
+            f"optimizer   {memory(sum(states.values()))}",
+            f"checkpoint  {memory(checkpoint)}",
+            f"file        {memory(file_bytes(parts))}, {what}",
+        ]
+    )
+
+
+def share(parts: Parts) -> str:
+    """How many of the parameters of the components that train do."""
+    count = sum(p.numel() for p in parts.model.parameters() if p.requires_grad)
+    every = sum(p.numel() for p in parts.model.parameters())
+    return f"{count:,} of {every:,} parameters ({count / every:.1%})"
+
+
+def weight_bytes(parts: Parts) -> int:
+    """What trains, once."""
+    return sum(size(trained(module).values()) for module in parts.model.children())
+
+
+def whole_bytes(parts: Parts) -> int:
+    """A whole pipeline."""
+    return sum(size(m.state_dict().values()) for m in (parts.backbone, parts.vae, *parts.text_encoders.values()))
+
+
+def file_bytes(parts: Parts) -> int:
+    """What a run leaves: a whole pipeline, or adapters, which are written for two readers."""
+    return 2 * weight_bytes(parts) if lora.present(parts.backbone) else whole_bytes(parts)
+
+
+def optimizer_bytes(config: TrainConfig, param_groups: list[dict[str, Any]]) -> dict[int, float]:
+    """{id of a parameter: what the optimizer keeps of it}, counted on smaller tensors of as many dimensions: averages
+    are as large as their parameter, the rest is a few bytes."""
+    probes, likes = [], []
+    for group in param_groups:
+        largest = {p.ndim: p for p in sorted(group["params"], key=torch.numel)}
+        shapes = [[min(side, PROBE) for side in p.shape] for p in largest.values()]
+        own = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+        likes.append(dict(zip(largest, own, strict=True)))
+        probes.append({**group, "params": own})
+    optimizer = make_optimizer(probes, config, 1.0)
+    for probe in (p for group in probes for p in group["params"]):
+        probe.grad = torch.ones_like(probe)
+    optimizer.step()
+
+    found: dict[int, float] = {}
+    for group, like in zip(param_groups, likes, strict=True):
+        for p in group["params"]:
+            probe = like[p.ndim]
+            state = [value for value in optimizer.state[probe].values() if isinstance(value, torch.Tensor)]
+            averages = size(value for value in state if value.shape == probe.shape)
+            found[id(p)] = averages * p.numel() / probe.numel() + size(state) - averages
+    return found
+
+
+def size(tensors: Any) -> int:
+    """Bytes of the tensors among these."""
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
+
+def memory(count: float) -> str:
+    """Bytes as MiB or GiB."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,67 @@
+"""Which layers train: patterns over the groups of parameters. The others stay as the base has them."""
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from silentbad.errors import UserError, brief
+from silentbad.model.groups import OTHER, ROLE_ORDER
+from silentbad.settings.types import nearest
+
+STAGE_ORDER = (
+    "stem",
+    *(f"{part}{i}" for part in ("down", "up") for i in range(4)),
+    "mid",
+    "text1",
+    "text2",
+    *(f"block{i}" for i in range(64)),
+)
+EVERY_GROUP = (*(f"{stage}.{role}" for stage in STAGE_ORDER for role in ROLE_ORDER), OTHER)
+
+
+def chosen(patterns: Iterable[str], group: str) -> bool:
+    """Whether a pattern names the group stage.role: by role ("attn", "xattn.v"), stage ("mid", "up*") or both
+    ("up1.ff"). A pattern also names what it is the beginning of: "mid.attn" is mid.attn.q, k, v and o."""
+    names = (group, group.partition(".")[2])
+    return any(fnmatchcase(name, match) for name in names for p in patterns for match in (p, f"{p}.*"))
+
+
+def check_patterns(patterns: list[str] | None) -> None:
+    """Refuse a pattern of `train_layers` that names no layer of any model, before any weights load."""
+    if patterns is None:
+        return
+    if not patterns:
+        raise UserError("train_layers: is empty; give patterns such as up*, or leave it out")
+    for pattern in patterns:
+        _refuse_unmatched(pattern, EVERY_GROUP, "any model")
+
+
+def narrowed(layers: dict[str, dict[str, str]], patterns: list[str], could: str) -> dict[str, dict[str, str]]:
+    """Those of the layers that a pattern chooses.
+
+    layers: {component: {layer or parameter: its group}}; `could` says in messages what they have in common. Raises
+    UserError where a pattern chooses nothing, a component has nothing left, or everything is chosen.
+    """
+    groups = {name: sorted(set(part.values())) for name, part in layers.items()}
+    for pattern in patterns:
+        _refuse_unmatched(pattern, [group for names in groups.values() for group in names], could)
+    for name, own in groups.items():
+        if not any(chosen(patterns, group) for group in own):
+            more = ", or leave out train_text_encoder" if name.startswith("text_encoder") else ""
+            raise UserError(f"train_layers: {' '.join(patterns)} names nothing of {name}; name a layer of it{more}")
+    if all(chosen(patterns, group) for own in groups.values() for group in own):
+        raise UserError(f"train_layers: {' '.join(patterns)} names every layer of {could}; leave it out")
+    return {
+        name: {layer: group for layer, group in part.items() if chosen(patterns, group)}
+        for name, part in layers.items()
+    }
+
+
+def _refuse_unmatched(pattern: str, groups: Iterable[str], could: str) -> None:
+    """Refuse a pattern that names none of these groups, and name the nearest that does."""
+    groups = list(groups)
+    if any(chosen([pattern], group) for group in groups):
+        return
+    stages, _, roles = zip(*(group.partition(".") for group in groups), strict=True)
+    known = dict.fromkeys([*stages, *filter(None, roles), *groups])
+    advice = nearest(pattern.strip("*."), known) or "; --print_groups lists the groups"
+    raise UserError(f"train_layers: {brief(pattern)} names no layer of {could}{advice}")
