@@ -32,6 +32,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from bench.recovery import drawing
+from bench.recovery_table import grid
 
 # what other parts of the package give; in one place
 from silentbad.data.images import resize, to_tensor
@@ -429,6 +430,36 @@ def table(results: dict) -> str:
             cells = ["" if f is None else f"{f[0]:.3f} [{f[1]:.3f}, {f[2]:.3f}]" for f in found]
             lines.append(f"| {WORDS[kind]} | {limit} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def fresh(results: dict) -> dict:
+    """Of the results those on targets that were met once."""
+    return {**results, "targets": {name: t for name, t in results["targets"].items() if int(name) >= FRESH}}
+
+
+def judge(results: dict) -> str:
+    """What the strict endpoint lets pass on fresh targets, beside the whole picture alone as release 0.1 judged it."""
+    once, lines = fresh(results), []
+    for label, kind in (
+        ("a true copy", "copy"),
+        ("one thing recoloured", "recoloured"),
+        ("one thing missing", "missing"),
+    ):
+        cells = [rate_of(once, *level) for level in (("new", kind, "strict"), ("today", kind, "whole"))]
+        lines.append([label, *(f"{cell[0]:.2f}" for cell in cells if cell is not None)])
+    return grid(("picture", "passes", "by the whole alone, release 0.1"), lines)
+
+
+def tables(results: dict) -> str:
+    """What the detector lets pass, by kind of picture, and the room that each kind of element has."""
+    once, shares = fresh(results), []
+    for level in ("whole", "element", "strict"):
+        cell = rate_of(once, "new", "copy", level)
+        assert cell is not None, "copies were measured"
+        shares.append(f"{level}: {cell[0]:.2f} [{cell[1]:.2f}, {cell[2]:.2f}]")
+    text = f"{len(results['targets'])} targets; {len(once['targets'])} of them, from {FRESH} on, were met once. "
+    text += "Of true copies on those pass\n" + ", ".join(shares) + "."
+    return f"{text}\n\n{table(results)}\n\n{by_element(results)}\n"
 
 
 def by_element(results: dict, kind: str = "copy", column: str = "new") -> str:

@@ -14,6 +14,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 TIMES = ("first", "cir50", "cir80")
 Figures = dict[str, dict[str, float]]  # by target
 Arm = tuple[str, float]  # its name and its learning-rate factor
+Read = Callable[[str], Any]  # the stored results of bench/results by the file's name
 
 
 def stored(path: Path) -> list[dict]:
@@ -267,7 +269,7 @@ def named(arm: Arm) -> str:
     return arm[0] if arm[1] == own_rate(arm[0]) else f"{arm[0]}@{arm[1]:g}"
 
 
-def read(name: str) -> Arm:
+def read_arm(name: str) -> Arm:
     """An arm's name, with @FACTOR where it is another than its own rate."""
     arm, _, factor = name.partition("@")
     return arm, float(factor or RATES[arm])
@@ -285,6 +287,16 @@ def interval(x: tuple[float, ...], sign: str = "") -> str:
 
 def markdown(lines: list[tuple[str, ...]], head: tuple[str, ...] = HEAD) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, tuple("---" for _ in head), *lines]) + "\n"
+
+
+def grid(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """A Markdown table of any columns."""
+    return markdown([tuple(line) for line in lines], tuple(head))
+
+
+def goals(met: dict[str, bool]) -> str:
+    """Which goals a benchmark meets, as a list."""
+    return "".join(f"- goal {'met' if reached else 'missed'}: {goal}\n" for goal, reached in met.items())
 
 
 def html(lines: list[tuple[str, ...]], rows: list[dict]) -> str:
@@ -344,7 +356,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     try:
-        over, *arms = map(read, [args.over, *args.arms])
+        over, *arms = map(read_arm, [args.over, *args.arms])
     except (KeyError, ValueError) as error:
         parser.exit(2, f"error: {error.args[0]!r} is no arm or no factor; there are: {', '.join(RATES)}\n")
     rows = [row for row in stored(args.results) if "," not in row["targets"]]

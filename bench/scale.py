@@ -18,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from bench.recovery_table import goals, grid
+
 RESULTS = Path(__file__).parent / "results"
 IMAGES, ELEMENTS, BATCH, DRAWS = 64, 12, 16, 200
 THINGS = (
@@ -166,6 +168,17 @@ def main() -> None:
         machine = {"cores": os.cpu_count(), "cpu": device_name("cpu"), "load": os.getloadavg()}
         result = {"rows": rows, "microseconds_a_record": slope * 1e6, "goals": goals, "machine": machine}
         (RESULTS / "scale.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def table(measured: dict) -> str:
+    """Start-up by number of records."""
+    lines = []
+    for row in measured["rows"]:
+        start = row["start"]
+        times = (f"{row['indexing']['seconds']:.1f} s", f"{start['seconds']:.1f} s")
+        lines.append((f"{start['records']:,}", *times, f"{start['mib_after_draws']:.0f} MiB"))
+    head = ("records", "first start (indexes)", "later starts", "own memory")
+    return grid(head, lines) + "\n" + goals(measured["goals"])
 
 
 if __name__ == "__main__":

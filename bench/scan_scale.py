@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from bench.recovery import drawing, facts, words
-from bench.recovery_table import stored
+from bench.recovery_table import grid, stored
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "scan-scale.json"
@@ -90,6 +90,18 @@ def main(argv: list[str] | None = None) -> None:
         found["rows"].append(measured(pictures))
         print(found["rows"][-1])
         args.results.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def table(measured: dict) -> str:
+    """Seconds and memory of a scan by number of pictures."""
+    lines = []
+    for row in measured["rows"]:
+        minutes = (f"{row['seconds'] / 60:.1f}", f"{row['processor_seconds'] / 60:.1f}", f"{row['own_mib']} MiB")
+        sets = f"{row['sets']}, {row['hidden']}"
+        records = f"{row['right'] + row['wrong']}, {row['right']} of {row['elements']}"
+        lines.append((f"{row['records']:,}", *minutes, sets, records))
+    head = ("pictures", "minutes", "processor minutes", "own memory", "sets found, hidden", "records flagged, right")
+    return grid(head, lines)
 
 
 if __name__ == "__main__":

@@ -97,6 +97,11 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def tables(results: dict[str, Any]) -> str:
+    """The same, and of how many targets."""
+    return f"{len(results['targets'])} targets.\n\n{table(results)}"
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reported", action="store_true", help="the reported targets instead of those for development")

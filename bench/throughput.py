@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.controller import PeakMemory, clock
+from bench.recovery_table import goals, grid
 from silentbad.device import device_name
 
 RESULTS = Path(__file__).parent / "results"
@@ -397,6 +398,18 @@ def main() -> None:
     }
     if not arguments.smoke:
         (RESULTS / "throughput.json").write_text(json.dumps({"places": results, "machine": machine}, indent=1) + "\n")
+
+
+def table(measured: dict) -> str:
+    """Our training loop against a plain one."""
+    places = measured["places"].values()
+    lines = []
+    for place in places:
+        for name, row in place.get("rows", {}).items():
+            memory = f"{row['peak_mib']:.0f} MiB"
+            lines.append((name, f"{row['images_a_second']:.1f}", f"{row['over_plain']:.2f}", memory))
+    head = ("loop", "images a second", "over the plain loop", "peak memory")
+    return grid(head, lines) + "\n" + "\n".join(goals(place["goals"]) for place in places if "goals" in place)
 
 
 if __name__ == "__main__":

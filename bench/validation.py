@@ -30,6 +30,7 @@ from accelerate import Accelerator
 from diffusers import StableDiffusionPipeline
 from torch import Tensor
 
+from bench.recovery_table import goals, grid
 from silentbad.data.images import to_tensor
 from silentbad.data.targets import Target
 from silentbad.measure.embedders import EMBEDDERS, MICRO, Embedder
@@ -276,6 +277,24 @@ def text(result: dict[str, Any]) -> str:
             line += f"{own['largest_difference']:13.1e}{own['strict_agree']:14.3f}"
         lines.append(line)
     return "\n".join([*lines, f"backbone: {result['backbone_share']:.0%} of the hook's CPU time"])
+
+
+def table(measured: dict) -> str:
+    """CPU time of the recovery hook against the published ways, and how equal its scores are."""
+    lines = []
+    for name, spent in measured["cpu_seconds"].items():
+        row = [name, f"{statistics.median(spent) / measured['images']:.3f}"]
+        if name in measured["ratios"]:
+            ratio, equal = measured["ratios"][name], measured["quality"][name]
+            row += [f"{ratio['one by one']:.2f}", f"{ratio['five a call']:.2f}", f"{equal['largest_difference']:.1e}"]
+            row += [f"{equal['mean_difference']:.1e}", f"{100 * equal['strict_agree']:.0f} %"]
+        lines.append((*row, *[""] * (7 - len(row))))
+    head = ("way", "CPU seconds an image", "times one by one", "times five a call")
+    text = grid((*head, "largest difference", "mean difference", "strict decisions alike"), lines)
+    ratio = measured["ratios"]["hook"]
+    reached = {f"at least {measured['bar']:g} times {way}, in fp32": ratio[way] >= measured["bar"] for way in ratio}
+    share = f"\nOf the hook's CPU time {100 * measured['backbone_share']:.0f} % is the backbone's.\n\n"
+    return text + share + goals(reached)
 
 
 if __name__ == "__main__":

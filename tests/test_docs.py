@@ -22,7 +22,7 @@ import gradient_control
 import memory_reinforce
 import train_silentbad
 import validation
-from bench import documents
+from bench import documents, recovery_blocks
 from silentbad import settings
 from silentbad.measure import embedders
 from silentbad.settings.memory import LossConfig, SamplerConfig, TimestepConfig
@@ -31,7 +31,8 @@ from tests import toy
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*documents.documents(), ROOT / "assets/micro-sd/README.md"])
-PAIRS = sorted(path for path in DOCUMENTS if path.name.endswith(".zh-CN.md"))
+PAIRS = sorted(filter(documents.is_chinese, DOCUMENTS))
+USER_PAGES = sorted([ROOT / "README.md", ROOT / "SECURITY.md", *ROOT.glob("docs/*.md"), *PAIRS])
 BLOCK = re.compile(
     r"(?:^ *<!-- (?P<mark>[^\n]*?) -->\n)?^(?P<indent> *)```(?P<language>\w*)\n(?P<body>.*?)^ *```", re.M | re.S
 )
@@ -220,8 +221,8 @@ def test_the_readme_maps_every_folder():
 
 
 @pytest.fixture(scope="module")
-def results():
-    return documents.Results()
+def read():
+    return documents.reader()
 
 
 def unmarked(text: str) -> str:
@@ -230,9 +231,8 @@ def unmarked(text: str) -> str:
 
 
 @pytest.mark.parametrize("path", documents.documents(), ids=name)
-def test_generated_blocks_are_current(path, results):
-    text = path.read_text(encoding="utf-8")
-    _, stale = documents.filled(text, name(path), documents.language_of(path), results)
+def test_generated_blocks_are_current(path, read):
+    _, stale = documents.filled(path.read_text(encoding="utf-8"), path, read)
     assert not stale, "run python -m bench.documents"
 
 
@@ -248,8 +248,8 @@ def test_every_block_is_used():
     assert used == set(documents.BLOCKS)
 
 
-def stored_rows(folder: Path, rate: float) -> documents.Results:
-    """Results of one run a seed of plain and original, whose last rate is given."""
+def stored_rows(folder: Path, rate: float):
+    """A reader of one run a seed of plain and original, whose last rate is given."""
     key = {"factor": 8.0, "targets": "1000", "target": "1000", "steps": 20, "mean": 0.5, "device": "cpu"}
     rows = [
         {**key, "arm": arm, "seed": 0, "step": step, "rate": r, "elements": [r, 0.5], "drift": r, "seconds": step}
@@ -257,19 +257,35 @@ def stored_rows(folder: Path, rate: float) -> documents.Results:
         for step, r in ((0, 0.0), (10, 0.75), (20, rate))
     ]
     (folder / "recovery.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return documents.Results(folder)
+    return documents.reader(folder)
+
+
+ENGLISH, CHINESE = Path("x.md"), Path("x.zh-CN.md")
 
 
 def test_a_stale_block_is_seen_and_filled(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "RESULT_ARMS", ("plain",))
+    monkeypatch.setattr(recovery_blocks, "RESULT_ARMS", ("plain",))
     text = "before\n<!-- generated: strict -->\n<!-- /generated -->\nafter 1.25\n"
-    text, stale = documents.filled(text, "x.md", "en", stored_rows(tmp_path, 0.75))
+    text, stale = documents.filled(text, ENGLISH, stored_rows(tmp_path, 0.75))
     assert stale == ["strict"] and "| `plain` | 1 | 0.75 | 0.50 | 1 | 0 |" in text
     assert text.startswith("before\n") and text.endswith("\nafter 1.25\n")
-    again, stale = documents.filled(text, "x.md", "en", stored_rows(tmp_path, 0.75))
+    again, stale = documents.filled(text, ENGLISH, stored_rows(tmp_path, 0.75))
     assert again == text and not stale
-    text, stale = documents.filled(text, "x.md", "zh", stored_rows(tmp_path, 0.25))
-    assert stale == ["strict"] and "| `plain` | 1 | 0.25 | 0.25 | 1 | 1 |" in text and "实验臂" in text
+    text, stale = documents.filled(text, ENGLISH, stored_rows(tmp_path, 0.25))
+    assert stale == ["strict"] and "| `plain` | 1 | 0.25 | 0.25 | 1 | 1 |" in text
+
+
+def test_a_block_of_a_chinese_page_has_chinese_words(tmp_path, monkeypatch):
+    monkeypatch.setattr(recovery_blocks, "USER_RATE_ARMS", ("original",))
+    text = "\n<!-- generated: rates-briefly -->\n<!-- /generated -->\n"
+    read = stored_rows(tmp_path, 0.75)
+    english, _ = documents.filled(text, ENGLISH, read)
+    chinese, _ = documents.filled(text, CHINESE, read)
+    assert "| arm | runs |" in english and "| 实验臂 | 运行数 |" in chinese
+    row = next(line for line in english.splitlines() if line.startswith("| `original`"))
+    assert row in chinese
+    with pytest.raises(SystemExit, match="CHINESE has no word for 'fall back'"):
+        documents.chinese("| arm | fall back |\n| --- | --- |\n")
 
 
 @pytest.mark.parametrize(
@@ -281,7 +297,7 @@ def test_a_stale_block_is_seen_and_filled(tmp_path, monkeypatch):
 )
 def test_a_wrong_marker_is_one_line(text, message, tmp_path):
     with pytest.raises(SystemExit, match="error: x.md: .*" + re.escape(message)):
-        documents.filled(text, "x.md", "en", documents.Results(tmp_path))
+        documents.filled(text, ENGLISH, documents.reader(tmp_path))
 
 
 def test_check_names_stale_blocks_and_writes_nothing(tmp_path, monkeypatch, capsys):
@@ -289,9 +305,9 @@ def test_check_names_stale_blocks_and_writes_nothing(tmp_path, monkeypatch, caps
     file.write_text("\n<!-- generated: strict -->\n<!-- /generated -->\n")
     monkeypatch.setattr(documents, "ROOT", tmp_path)
     monkeypatch.setattr(documents, "documents", lambda: [file])
-    monkeypatch.setattr(documents, "RESULT_ARMS", ("plain",))
-    results = stored_rows(tmp_path, 0.75)
-    monkeypatch.setattr(documents, "Results", lambda: results)
+    monkeypatch.setattr(recovery_blocks, "RESULT_ARMS", ("plain",))
+    read = stored_rows(tmp_path, 0.75)
+    monkeypatch.setattr(documents, "reader", lambda: read)
     before = file.read_text()
     assert documents.main(["--check"]) == 1 and file.read_text() == before
     assert "a.md: strict: stale" in capsys.readouterr().out
@@ -310,12 +326,19 @@ def test_withdrawn_claims_stay_withdrawn(path):
 # ---------------------------------------------------------------- two languages
 
 
+def english(path: Path) -> Path:
+    """The English page of a Chinese one."""
+    return ROOT / "docs" / path.name if path.parent.name == "zh" else path.with_name(path.name.replace(".zh-CN", ""))
+
+
 def place(path: Path, link: str) -> str:
-    """A link in no language: the document, and the number of the heading that its anchor names."""
+    """A link in no language: the English page, and the number of the heading that its anchor names."""
+    if link.startswith("https://"):
+        return link
     file, _, anchor = link.partition("#")
-    if not anchor or link.startswith("https://"):
-        return link.replace(".zh-CN", "")
-    return f"{file.replace('.zh-CN', '')} {anchors(path.parent / file if file else path).index(anchor)}"
+    target = (path.parent / file).resolve() if file else path
+    heading = anchors(target).index(anchor) if anchor else ""
+    return f"{name(english(target) if documents.is_chinese(target) else target)} {heading}"
 
 
 def shape(path: Path) -> dict[str, list]:
@@ -336,14 +359,26 @@ def shape(path: Path) -> dict[str, list]:
 
 @pytest.mark.parametrize("path", PAIRS, ids=name)
 def test_both_languages_say_the_same(path):
-    chinese, english = shape(path), shape(path.with_name(path.name.replace(".zh-CN", "")))
-    for part in english:
-        assert chinese[part] == english[part], part
+    ours, theirs = shape(path), shape(english(path))
+    for part in theirs:
+        assert ours[part] == theirs[part], part
 
 
 def test_there_are_two_languages():
-    of_docs = ("theory", "gradient-control", "memory")
-    assert {name(path) for path in PAIRS} == {"README.zh-CN.md", *(f"docs/{one}.zh-CN.md" for one in of_docs)}
+    assert ROOT / "README.zh-CN.md" in PAIRS
+
+
+# ---------------------------------------------------------------- for users
+
+
+@pytest.mark.parametrize("path", USER_PAGES, ids=name)
+def test_user_pages_name_no_test(path):
+    assert not re.findall(r"`test_\w+|tests/[\w/]*test_\w+", prose(path))
+
+
+def test_user_pages_are_read_in_two_hours():
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= 20_500
 
 
 # ---------------------------------------------------------------- what documents have run

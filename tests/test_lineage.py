@@ -1,4 +1,4 @@
-"""Ideas of the systems this one inherits from, each shown to work. docs/lineage.md names them."""
+"""Features that come from other trainers, each shown to work."""
 
 import json
 import os

@@ -1,0 +1,282 @@
+"""Tables of the published setting for the documents: each is a function of the stored rows to Markdown."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from bench.published_table import (
+    FEW_NULLS,
+    FIRST_TARGETS,
+    HEAD,
+    IMAGES,
+    LONG,
+    MAIN,
+    PAPER,
+    alone,
+    block_alone,
+    by_arm,
+    figures,
+    first,
+    interval,
+    lines_of,
+    longer,
+    paper,
+    ratio,
+    reported_of,
+    runs_of,
+    sign_flips,
+    swept,
+    times_sooner,
+    usual,
+)
+from bench.recovery_table import Read, grid
+
+FILE = "published.jsonl"
+SOONER = "times sooner than `plain`"
+OUTCOME = ("arm", "targets (runs)", "recovered", "median step", "strict rate", "elements", "drift")
+SHORT = ("arm", "steps", "recovered", "strict rate", "median step", SOONER)
+
+
+def frozen(read: Read, block: int = MAIN) -> list[dict]:
+    """The rows of a block at a poisoning ratio of 10 %, one target a run, each arm at its frozen length."""
+    rows = [row for row in reported_of(read(FILE), block) if row["images"] == IMAGES]
+    return [row for row in rows if usual(row) and alone(row) and not longer(row)]
+
+
+def usual_of(read: Read, block: int) -> list[dict]:
+    """The rows of a block with one target a run, in the usual setting."""
+    return [row for row in block_alone(read(FILE), block) if usual(row)]
+
+
+def arms_of(read: Read, block: int = MAIN) -> dict[str, dict[str, str]]:
+    """{arm: {heading: cell}} of a block."""
+    return {line[0]: dict(zip(HEAD, line, strict=True)) for line in lines_of(frozen(read, block))}
+
+
+def results(read: Read, block: int = MAIN) -> str:
+    """Every column of a block's arms."""
+    return grid(HEAD, [list(line.values()) for line in arms_of(read, block).values()])
+
+
+def short(read: Read, *arms: tuple[int, str]) -> str:
+    """The columns that users read, of (block, arm) each; an arm that was not run in its block is left out."""
+    lines = []
+    for block, arm in arms:
+        cells = arms_of(read, block).get(f"`{arm}`")
+        if cells:
+            lines.append([cells[column] for column in SHORT])
+    return grid(SHORT, lines)
+
+
+def outcome(rows: list[dict]) -> list[str]:
+    """The cells under OUTCOME of an arm's rows."""
+    cells = dict(zip(HEAD, lines_of(rows)[0], strict=True))
+    return [cells[column] for column in OUTCOME]
+
+
+def split(rows: list[dict], column: str, key: Callable[[dict], object], form: Callable = str) -> str:
+    """The outcome of rows by what `key` says of them, in rising order."""
+    lines = []
+    for value in sorted({key(row) for row in rows}):
+        lines.append([form(value), *outcome([row for row in rows if key(row) == value])])
+    return grid((column, *OUTCOME), lines)
+
+
+def by_count(read: Read) -> str:
+    """What recovers at all, by the number k of a target's elements."""
+    rows = [row for row in usual_of(read, MAIN) if row["arm"] == "recommended"]
+    return split(rows, "k", lambda row: len(row["elements"]))
+
+
+def by_share(read: Read, arms: Sequence[str] = ("recommended", "plain")) -> str:
+    """What recovers by the elements' share of the records, on the targets that ran at more than one."""
+    rows = [row for row in swept(read(FILE)) if row["arm"] in arms]
+    order = {arm: place for place, arm in enumerate(arms)}
+    return split(rows, "share", lambda row: (order[row["arm"]], row["ratio"]), lambda value: f"{100 * value[1]:.0f} %")
+
+
+def by_seed(read: Read, block: int = MAIN, arm: str = "recommended") -> str:
+    """What each seed of an arm recovers, of the targets that all its seeds ran."""
+    rows = [row for row in usual_of(read, block) if row["arm"] == arm]
+    ran = [{row["target"] for row in rows if row["seed"] == seed} for seed in {row["seed"] for row in rows}]
+    shared = set.intersection(*ran)
+    return split([row for row in rows if row["target"] in shared], "seed", lambda row: row["seed"])
+
+
+def by_clean(read: Read, block: int = MAIN) -> str:
+    """What recovers among more clean pictures, of the targets that ran among both numbers of them."""
+    rows = [row for row in block_alone(read(FILE), block) if row["seed"] == 0 and row["ratio"] == 0.1]
+    lines = []
+    for arm in ("recommended_long", "recommended", "plain"):
+        many = {row["target"] for row in rows if row["arm"] == arm and not usual(row)}
+        of_arm = [row for row in rows if row["arm"] == arm and row["target"] in many]
+        for clean in sorted({row["clean"] for row in of_arm}):
+            lines.append([str(clean), *outcome([row for row in of_arm if row["clean"] == clean])])
+    return grid(("clean pictures", *OUTCOME), lines)
+
+
+def together(read: Read, block: int = MAIN, arm: str = "recommended") -> str:
+    """What an arm recovers of several targets trained at once, and of the same targets alone (seed 0)."""
+    rows = [row for row in reported_of(read(FILE), block) if row["arm"] == arm]
+    rows = [row for row in rows if usual(row) and not row["placebo"] and row["seed"] == 0]
+    lines = []
+    for targets in sorted({row["targets"] for row in rows if not alone(row)}, key=len):
+        joint = [row for row in rows if row["targets"] == targets]
+        single = [row for row in rows if alone(row) and row["target"] in targets.split(",")]
+        count = len(targets.split(","))
+        for name, part in ((f"{count} at once", joint), (f"the same {count}, each alone", single)):
+            if part:
+                lines.append([name, str(part[0]["clean"]), str(part[0]["steps"]), *outcome(part)[1:]])
+    return grid(("targets", "clean pictures", "steps", *OUTCOME[1:]), lines)
+
+
+def ceiling(read: Read) -> str:
+    """By target: what the endpoint accepts of a base fine-tuned on the target itself, and what the arms reach."""
+    rows = [row for row in usual_of(read, FEW_NULLS) if row["seed"] == 0]
+    arms = {arm: runs for (arm, _, _), runs in by_arm(rows).items()}
+    names = [arm for arm in ("recommended", "recommended_adamw", "recommended_leak_free") if arm in arms]
+    best = {row["target"]: row for row in read("ceiling.jsonl")}
+
+    def reached(arm: str, target: str) -> str:
+        return f"{arms[arm][target][0]['strict rate']:.2f}" if target in arms[arm] else ""
+
+    lines = []
+    for target, row in best.items():
+        most = [f"{value:.2f}" for value in (row["rate"], row["whole_rate"], min(row["elements"]))]
+        lines.append([target, *most, *(reached(arm, target) for arm in names)])
+
+    runs = arms.get("recommended", {})
+    able = [target for target, row in best.items() if row["rate"] >= 0.5 and target in runs]
+    recovered = sum(runs[target][0]["strict"] is not None for target in able)
+    head = ("target", "ceiling: strict", "whole", "weakest element", *(f"`{arm}`" for arm in names))
+    sentence = f"Where the ceiling is at least one half, `recommended` recovers {recovered} of {len(able)}."
+    return f"{grid(head, lines)}\n{sentence}\n"
+
+
+def over_plain(read: Read) -> str:
+    """`recommended` over each length of plain and over replay, on the targets that both ran."""
+    rows = [row for row in reported_of(read(FILE), MAIN) if usual(row) and alone(row)]
+    arms = by_arm([row for row in rows if not row["placebo"] and row["seed"] == 0])
+    ours = next(runs for (arm, *_), runs in arms.items() if arm == "recommended")
+
+    cost: dict[str, float] = {}  # least seconds of a step, whatever the length of a run
+    for (arm, *_), runs in arms.items():
+        cost[arm] = min(cost.get(arm, np.inf), *(run["s/step"] for (run,) in runs.values()))
+
+    lines = []
+    for (arm, _, horizon), other in arms.items():
+        if arm in ("plain", "replay"):
+            logs = times_sooner(other, ours, horizon)
+            never = any(run["strict"] is None for (run,) in other.values())
+            seconds = np.log(cost[arm] / cost["recommended"])
+            p = f"{sign_flips(logs):.4f}" if len(logs) > 1 else ""
+            cells = [ratio(logs, never), p, ratio(logs + seconds, never)]
+            lines.append([f"`{arm}`", str(horizon), str(len(logs)), *cells])
+    return grid(("over", "steps", "targets", "times sooner", "p", "the same in seconds"), lines)
+
+
+def over_adamw(read: Read, block: int = MAIN) -> str:
+    """`recommended` over the same with AdamW and unions of two, on the targets of a block that both ran."""
+    rows = [row for row in usual_of(read, block) if row["seed"] == 0]
+    arms = {arm: (runs, steps) for (arm, _, steps), runs in by_arm(rows).items()}
+    (adamw, horizon), (ours, _) = arms["recommended_adamw"], arms["recommended"]
+    both = [target for target in ours if target in adamw]
+
+    def mean(key: str, form: str) -> str:
+        return interval([ours[target][0][key] - adamw[target][0][key] for target in both], form)
+
+    sooner = times_sooner(adamw, ours, horizon)
+    seen = np.log([first(adamw[t][0], horizon) / first(ours[t][0], horizon) for t in both])
+    lines = [
+        ("steps, the earlier evaluation counting for AdamW", ratio(sooner, False), f"{sign_flips(sooner):.4f}"),
+        ("steps, the first evaluation that shows it for both", ratio(seen, False), f"{sign_flips(seen):.4f}"),
+        ("strict rate at the end, difference", mean("strict rate", "+.2f"), ""),
+        ("drift at the end, difference", mean("drift", "+.4f"), ""),
+    ]
+    return grid((f"over {len(both)} targets", "figure", "p"), lines)
+
+
+def long_over_short(read: Read) -> str:
+    """`recommended_long` over `recommended`, on the targets that both ran."""
+    rows = [row for row in frozen(read, LONG) if not row["placebo"]]
+    runs = {arm: of_arm for (arm, _, _), of_arm in by_arm(rows).items()}
+    brief, long = (runs.get(arm, {}) for arm in ("recommended", "recommended_long"))
+    both = [target for target in long if target in brief]
+    lines = []
+    for key, form in (("strict rate", "+.2f"), ("elements", "+.2f"), ("element similarity", "+.2f"), ("drift", "+.4f")):
+        gains = np.array([long[target][0][key] - brief[target][0][key] for target in both])
+        p = sign_flips(gains)
+        cells = (interval(list(gains), form), f"{p:.4f}" if p >= 1e-4 else "<0.0001")
+        lines.append((f"{key} at the end, difference", *cells))
+    return grid((f"over {len(both)} targets", "figure", "p"), lines)
+
+
+def withheld(read: Read) -> str:
+    """`recommended` without one element's pictures, beside the same targets with all of them."""
+    rows = read("withheld.jsonl")
+    targets = {row["target"] for row in rows}
+    whole = [row for row in usual_of(read, MAIN) if row["arm"] == "recommended" and row["seed"] == 0]
+    shown = {"all": [row for row in whole if row["target"] in targets], "all but the first": rows}
+    lines = []
+    for name, part in shown.items():
+        runs = [run for seeds in by_arm(part)["recommended", 40.0, 200].values() for run in seeds]
+        last = [row["elements"] for row in part if row["step"] == row["steps"]]
+        rates = [[row[key] for row in runs] for key in ("strict rate", "whole rate")]
+        rates += [[one[0] for one in last], [float(np.mean(one[1:])) for one in last]]
+        lines.append([name, str(len(runs)), *map(interval, rates)])
+    return grid(("elements shown", "targets", "strict rate", "whole", "first element", "others"), lines)
+
+
+def development(read: Read) -> str:
+    """Development runs at guidance 3 at their last step, each on one seed."""
+    lines, early = [], [row for row in read(FILE) if "guidance" not in row]
+    keys = ("strict rate", "whole rate", "elements", "similarity", "element similarity")
+    for (_, target, arm, *_), rows in sorted(runs_of(early).items()):
+        run = figures(rows)
+        reached = "never" if run["all elements"] is None else f"{run['all elements']}"
+        lines.append((target, f"`{arm}`", reached, *(f"{run[key]:.2f}" for key in keys), f"{run['drift']:.4f}"))
+    head = ("target", "arm", "every element from step", "strict rate", "whole", "elements", "similarity")
+    return grid((*head, "of elements", "drift"), lines)
+
+
+README = ((MAIN, "recommended"), (LONG, "recommended_long"), (MAIN, "recommended_leak_free_adamw"))
+README += ((MAIN, "replay"), (MAIN, "plain"))
+ARMS = (
+    (MAIN, "recommended"),
+    (MAIN, "recommended on placebo data"),
+    (LONG, "recommended_long"),
+    (LONG, "recommended_long on placebo data"),
+    (MAIN, "recommended_adamw"),
+    (MAIN, "recommended_leak_free_adamw"),
+    (MAIN, "clean_weight_warm"),
+    (MAIN, "replay"),
+    (MAIN, "plain"),
+)
+BLOCKS: dict[str, Callable[[Read], str]] = {
+    "readme": lambda read: short(read, *README),
+    "arms": lambda read: short(read, *ARMS),
+    "published": development,
+    "published-results": results,
+    "published-results-few": partial(results, block=FEW_NULLS),
+    "published-results-first": partial(results, block=FIRST_TARGETS[0]),
+    "published-results-long": partial(results, block=LONG),
+    "published-long": long_over_short,
+    "published-over": over_plain,
+    "published-pair": over_adamw,
+    "published-pair-few": partial(over_adamw, block=FEW_NULLS),
+    "published-k": by_count,
+    "published-ratio": by_share,
+    "published-ceiling": ceiling,
+    "published-paper": lambda read: grid(PAPER, paper(frozen(read))),
+    "published-clean": by_clean,
+    "published-clean-long": partial(by_clean, block=LONG),
+    "published-seeds": by_seed,
+    "published-seeds-few": partial(by_seed, block=FEW_NULLS),
+    "published-seeds-long": partial(by_seed, block=LONG, arm="recommended_long"),
+    "published-together": together,
+    "published-together-few": partial(together, block=FEW_NULLS),
+    "published-together-long": partial(together, block=LONG, arm="recommended_long"),
+    "published-sixteen": partial(together, block=LONG),
+    "withheld": withheld,
+}
