@@ -59,14 +59,14 @@ def results(read: Read, block: int = MAIN) -> str:
     return grid(HEAD, [list(line.values()) for line in arms_of(read, block).values()])
 
 
-def short(read: Read, *arms: tuple[int, str]) -> str:
+def short(read: Read, arms: Sequence[tuple[int, str]], columns: Sequence[str] = SHORT) -> str:
     """The columns that users read, of (block, arm) each; an arm that was not run in its block is left out."""
     lines = []
     for block, arm in arms:
         cells = arms_of(read, block).get(f"`{arm}`")
         if cells:
-            lines.append([cells[column] for column in SHORT])
-    return grid(SHORT, lines)
+            lines.append([cells[column] for column in columns])
+    return grid(columns, lines)
 
 
 def outcome(rows: list[dict]) -> list[str]:
@@ -254,8 +254,8 @@ ARMS = (
     (MAIN, "plain"),
 )
 BLOCKS: dict[str, Callable[[Read], str]] = {
-    "readme": lambda read: short(read, *README),
-    "arms": lambda read: short(read, *ARMS),
+    "readme": partial(short, arms=README, columns=[column for column in SHORT if column != "median step"]),
+    "arms": partial(short, arms=ARMS),
     "published": development,
     "published-results": results,
     "published-results-few": partial(results, block=FEW_NULLS),
