@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from silentbad import experiments
-from silentbad.control.between import SOURCE_RULES, Between
+from silentbad.control.between import SOURCE_RULES, SourceWeights
 from silentbad.control.multipliers import Multipliers
 from silentbad.control.original import adjust_gradient_scale
 from silentbad.control.rates import Rates, check_optimizer, scale_gradients
@@ -37,6 +37,7 @@ from silentbad.distributed.zero import gradients
 from silentbad.errors import UserError
 from silentbad.experiments import TRANSFORMS
 from silentbad.experiments.rules import Transfer
+from silentbad.loop.hooks import Hook, Hooks
 from silentbad.model.groups import OTHER, Groups, group_parameters, prior_table, warn_of_idle_rows
 from silentbad.settings.control import GradientControlConfig, RuleTable, check_control, rules_of
 from silentbad.settings.types import Positive, Range, Weight
@@ -47,6 +48,9 @@ __all__ = [
     "TRANSFORMS",
     "Controller",
     "GradientControlConfig",
+    "LayerRates",
+    "SourceConflict",
+    "SourceWeights",
     "adjust_gradient_scale",
     "check_config",
     "group_parameters",
@@ -119,201 +123,310 @@ def check_config(config: GradientControlConfig) -> RuleTable:
     return rules
 
 
-# -------------------------------------------------------------------------------------------- the controller
-class Controller:
-    """Measures gradients, multiplies learning rates. `uniform` without sources does nothing at all.
+# ----------------------------------------------------------------------------------------------- the hooks
+class Samples:
+    """The coordinates of the gradients that are looked at, chosen at the first use: by then the model is on its
+    device."""
 
-    Order in a step: `after_backward` after each micro-step's backward (reads only; needed only for sources);
-    at the synchronised step, on unscaled gradients, `before_step`, clip once, `optimizer.step()`,
-    `after_step`, and only then the scheduler.
+    def __init__(self, groups: Groups, config: GradientControlConfig):
+        self.groups = list(groups)
+        self.device_of = self.groups[0][0]
+        self.whole_gradients = config.transform != "none"
+        self.as_many = config.conflict or self.whole_gradients
+        self.count = config.sample
+
+    @functools.cached_property
+    def gradients(self) -> Sample:
+        """Of the statistics."""
+        return Sample(self.groups, self.count, self.device_of.device)
+
+    @functools.cached_property
+    def sources(self) -> Sample:
+        """Of what sources and updates are compared on; the hypergradient's cosine takes a quarter of them."""
+        if self.as_many:
+            return self.gradients
+        return Sample(self.groups, max(self.count // 4, 1), self.device_of.device)
+
+
+class LayerRates(Hook):
+    """Multiplies the learning rate of each group by what the rules make of the statistics of its gradients.
+
+    Multipliers are computed on the device and read by the host one refresh later. `meters` is the controller's.
     """
 
-    def __init__(self, model: nn.Module, config: GradientControlConfig, seed: int = 0, groups: Groups | None = None):
-        self.config, self.seed = config, seed
-        self.rules = check_config(config)
-        self.groups = groups or group_parameters(model)
-        self.params = [p for group in self.groups for p in group]
-        self.multipliers = dict.fromkeys(self.groups.names, 1.0)  # in force
-        self.active = [*self.rules] != ["uniform"]
+    def __init__(
+        self,
+        config: GradientControlConfig,
+        groups: Groups,
+        rules: RuleTable,
+        samples: Samples,
+        meters: dict[str, Tensor],
+        *,
+        seed: int,
+        sdxl: bool,
+    ):
+        self.config = config
+        self.groups = groups
+        self.rules = rules
+        self.samples = samples
+        self.seed = seed
+        self.sdxl = sdxl
+        self.params = [p for group in groups for p in group]
+        self.modifies_gradients = config.apply == "gradient"
+        self.uses_hypergradient = config.learns
+        self.optimizer: Any = None  # set by `Controller.attach`
+        self.rates = Rates()
+        self.multipliers = dict.fromkeys(groups.names, 1.0)  # in force
+        self.history = [{"step": 0, "multipliers": dict(self.multipliers)}]
         self.updates = 0
-        self.history = [{"step": 0, "multipliers": dict(self.multipliers)}] if self.active else []
-        self.edits = config.transform != "none" or self.active and config.apply == "gradient"  # the gradients
-        self.learns = config.learns
-        self.banking = config.conflict or config.transform != "none" or self.learns
-        self._model, self._optimizer, self._rates, self._step = model, None, Rates(), 0
-        self._sdxl = sdxl = any("add_embedding." in name for name, _ in model.named_parameters())
-        self._meters: dict[str, Tensor] = {}
-        self._between = Between(config.between, self.groups, seed, sdxl)
-        warn_of_idle_rows(**self.rules.get("prior", (0.0, {}))[1], names=self.groups.names, sdxl=sdxl)
-        self.apart = config.between.layerwise  # whether each backward must be of one source
-
-    # ---- set-up
-    def param_groups(self, weight_decay: float | None = None) -> list[dict[str, Any]]:
-        """Parameter groups for the optimizer: one a group, or a single one where no rate will ever differ."""
-        decay = {} if weight_decay is None else {"weight_decay": weight_decay}
-        named = {"all": [p for p in self._model.parameters() if p.requires_grad]}
-        if self.active and self.config.apply != "gradient":
-            named = dict(zip(self.groups.names, self.groups, strict=True))
-        groups = [{"params": params, "name": name, **decay} for name, params in named.items()]
-        return split(groups, self._model) if self.config.spectral else groups
-
-    def attach(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
-        """Take the optimizer, wrapped or not. Refuses those a multiplier cannot work with."""
-        names = self.groups.names if self.active else None
-        self._optimizer = check_optimizer(optimizer, lr_scheduler, names, self.config.apply)
+        self.step = 0
+        self.latest = meters
 
     @functools.cached_property
-    def _sample(self) -> Sample:
-        return Sample(list(self.groups), self.config.sample, self.params[0].device)
+    def statistics(self) -> Statistics:
+        """Running averages over the gradients."""
+        return Statistics(self.samples.gradients, self.config.momentum, self.config.averaging)
 
     @functools.cached_property
-    def _compared(self) -> Sample:
-        """Coordinates on which sources and updates are compared; the hypergradient's cosine takes a quarter of them."""
-        if self.config.conflict or self.config.transform != "none":
-            return self._sample
-        return Sample(list(self.groups), max(self.config.sample // 4, 1), self.params[0].device)
+    def computed(self) -> Multipliers:
+        """The multipliers (G,) on their way to the host."""
+        limits = (self.config.bound, self.config.max_log_step)
+        return Multipliers(len(self.groups), *limits, self.params[0].device)
 
     @functools.cached_property
-    def _statistics(self) -> Statistics:
-        return Statistics(self._sample, self.config.momentum, self.config.averaging)
-
-    @functools.cached_property
-    def _multipliers(self) -> Multipliers:
-        return Multipliers(len(self.groups), self.config.bound, self.config.max_log_step, self.params[0].device)
-
-    @functools.cached_property
-    def _transfer(self) -> Transfer:
-        return Transfer(self._compared, self.config.averaging)
-
-    @functools.cached_property
-    def _sources(self) -> SourceBank:
-        return SourceBank(self._compared, full=self.config.transform != "none")
-
-    # ---- the step
-    def weighed(self, losses: Tensor, sources: list[str]) -> Tensor:
-        """losses (B,), each times the factor of its source where that is the same in all layers."""
-        return self._between.weighed(losses, sources)
-
-    def before_backward(self, losses: Tensor, sources: list[str], scale: float = 1.0) -> str:
-        """Bank each source's own gradient of a mixed micro-batch; returns the source that `after_backward` takes.
-
-        losses (B,) with their graph, sources of the B samples; `scale` is what the backward to come multiplies
-        their mean by. Every source but the last costs one more backward, taken beside the accumulated gradient
-        (so DDP's hooks do not see it); where nothing is banked nothing happens.
-        """
-        self._between.begin(sources, scale)
-        if not self.banking:
-            return MIXED
-        if not (self.config.conflict or self._sources.full):  # the hypergradient asks for one source alone
-            sources = [source if source == REHEARSAL else MIXED for source in sources]
-        names = sorted(set(sources))
-        self._sources.split(names[:-1], losses, sources, scale)
-        return names[-1]
+    def transfer(self) -> Transfer:
+        """How well the updates served rehearsals, for the hypergradient."""
+        return Transfer(self.samples.sources, self.config.averaging)
 
     @torch.no_grad()
-    def after_backward(self, sync: bool = True, source: str | None = None) -> None:
-        """Bank what this micro-step added to the gradient, under its source; the gradient stays as it is."""
-        self._between.end()
-        if self.banking:
-            self._sources.take(sync, source)
-
-    @torch.no_grad()
-    def before_step(self, step: int, finite: Tensor | None = None, norms: Tensor | None = None) -> None:
-        """Measure, then set the step's learning rates (or scale the gradients). Call before clipping.
-
-        `norms` (T,) of the gradients of `params`, where known, save the statistics a pass over them.
-        """
-        self._rates.restore()
-        self._step = step
-        if self.banking and self._sources.parts:
-            self._use_sources()
-        self._between.before_step(finite)
-        if not self.active:
-            return
-        grads = gradients(self.params)
-        self._statistics.update(grads, finite, norms if self.config.transform == "none" else None)
-        if self.learns:
-            self._transfer.before_step()
+    def before_step(self, step: int, finite: Tensor | None = None, norms: Tensor | None = None) -> dict[str, Tensor]:
+        """Measure, then set the step's learning rates, or scale the gradients."""
+        self.rates.restore()
+        self.step = step
+        recombined = self.config.transform != "none"  # then the norms are of other gradients
+        self.statistics.update(gradients(self.params), finite, None if recombined else norms)
+        if self.uses_hypergradient:
+            self.transfer.before_step()
         if self.config.apply == "gradient":
             scale_gradients(self.groups, list(self.multipliers.values()))
-            return
-        if self._optimizer is None:
+            return {}
+        if self.optimizer is None:
             raise UserError("gradient_control: call Controller.attach(optimizer) before the first step")
-        self._rates.multiply(self._optimizer, self.multipliers)
+        self.rates.multiply(self.optimizer, self.multipliers)
+        return {}
 
     @torch.no_grad()
-    def after_step(self, skipped: bool = False) -> None:
+    def after_step(self, step: int, skipped: bool = False) -> None:
         """Give the schedule its own rates back; every `refresh` updates compute new multipliers."""
-        self._rates.restore()
-        self._between.after_step(skipped)
-        if self.banking:
-            self._sources.parts.clear()
-        if self.learns:
-            self._transfer.after_step(skipped)
-        if skipped or not self.active:
+        self.rates.restore()
+        if self.uses_hypergradient:
+            self.transfer.after_step(skipped)
+        if skipped:
             return
         self.updates += 1
         if self.updates % self.config.refresh == 0:
-            self._land()
+            self.apply_multipliers()
             if self.updates >= self.config.warmup:
-                self._launch()
+                self.compute_multipliers()
 
-    # ---- multipliers: computed on the device, read by the host one refresh later
-    def _land(self) -> None:
-        if (host := self._multipliers.receive()) is None:
+    def apply_multipliers(self) -> None:
+        """Put the multipliers in force that were computed one refresh before."""
+        if (host := self.computed.receive()) is None:
             return
         self.multipliers = dict(zip(self.groups.names, host, strict=True))
-        self.history.append({"step": self._step + 1, "multipliers": dict(self.multipliers)})
+        self.history.append({"step": self.step + 1, "multipliers": dict(self.multipliers)})
 
-    def _launch(self) -> None:
-        """Multipliers from the statistics so far: rule, fade-in, bounds, quadratic mean one."""
+    def compute_multipliers(self) -> None:
+        """From the statistics so far: rule, fade-in, bounds, quadratic mean one."""
         c = self.config
-        names, transfer = tuple(self.groups.names), self._transfer.value
-        stats = self._statistics.groups(names=names, transfer=transfer, seed=self.seed, sdxl=self._sdxl)
+        stats = self.statistics.groups(
+            names=tuple(self.groups.names), transfer=self.transfer.value, seed=self.seed, sdxl=self.sdxl
+        )
         fade = min(1.0, (self.updates - c.warmup) / c.warmup) if c.warmup else 1.0
-        a = self._multipliers.send(fade * combine(stats, self.rules), stats)
+        a = self.computed.send(fade * combine(stats, self.rules), stats)
         p = (stats.S / stats.E).clamp(0, 1)
-        self._meters |= {
+        self.latest |= {
             "control/a_min": a.min(),
             "control/a_max": a.max(),
             "control/a_log_std": a.log().std(correction=0),
             "control/gsnr_median": (p / (1 - p)).nanmedian(),
         }
 
-    def _use_sources(self) -> None:
-        """What the step's sources are for: the hypergradient, the meters, a transform."""
-        bank = self._sources
-        if self.learns and REHEARSAL in bank.parts:
-            self._transfer.learn(bank.sampled(REHEARSAL))
+    def meters(self) -> dict[str, Tensor]:
+        """Norm of the gradient, and steps whose gradient was not finite."""
+        return {
+            "control/grad_norm": self.statistics.norm.clone(),
+            "control/ignored_steps": self.statistics.ignored.clone(),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Statistics, multipliers and their history."""
+        return {
+            "updates": self.updates,
+            "multipliers": dict(self.multipliers),
+            "history": [dict(entry) for entry in self.history],
+            **self.computed.state_dict(),
+            "statistics": self.statistics.state_dict(),
+            "transfer": self.transfer.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up such a state."""
+        self.updates = state["updates"]
+        self.multipliers = dict(state["multipliers"])
+        self.history = [dict(entry) for entry in state["history"]]
+        self.computed.load_state_dict(state)
+        self.statistics.load_state_dict(state["statistics"])
+        self.transfer.load_state_dict(state["transfer"])
+
+
+class SourceConflict(Hook):
+    """Keeps what each source adds to the gradient of a step: meters their cosines, recombines them by a transform, and
+    gives the rehearsals' to the hypergradient of `layer_rates`. `meters` is the controller's."""
+
+    def __init__(
+        self,
+        config: GradientControlConfig,
+        samples: Samples,
+        layer_rates: LayerRates,
+        meters: dict[str, Tensor],
+    ):
+        self.config = config
+        self.samples = samples
+        self.layer_rates = layer_rates
+        self.modifies_gradients = config.transform != "none"
+        self.remaining = MIXED  # the source of what the next backward adds
+        self.latest = meters
+
+    @functools.cached_property
+    def bank(self) -> SourceBank:
+        """The gradients by source."""
+        return SourceBank(self.samples.sources, full=self.modifies_gradients)
+
+    def before_backward(self, losses: Tensor, sources: list[str], scale: float = 1.0) -> None:
+        """Keep each source's own gradient of a mixed micro-batch; the last source gets what the backward adds.
+
+        Every source but the last costs one more backward, beside the accumulated gradient: DDP's hooks do not see it.
+        """
+        if not (self.config.conflict or self.bank.full):  # the hypergradient asks for one source alone
+            sources = [source if source == REHEARSAL else MIXED for source in sources]
+        names = sorted(set(sources))
+        self.bank.split(names[:-1], losses, sources, scale)
+        self.remaining = names[-1]
+
+    @torch.no_grad()
+    def after_backward(self, last: bool = True) -> None:
+        """Give the remaining source what the backward added; the gradient stays as it is."""
+        self.bank.take(last, self.remaining)
+        self.remaining = MIXED
+
+    @torch.no_grad()
+    def before_step(self, step: int, finite: Tensor | None = None, norms: Tensor | None = None) -> dict[str, Tensor]:
+        """Use the step's sources: the hypergradient, the meters, the transform."""
+        bank = self.bank
+        if self.layer_rates.uses_hypergradient and REHEARSAL in bank.parts:
+            self.layer_rates.transfer.learn(bank.sampled(REHEARSAL))
         if len(bank.parts) > 1:
-            self._meters |= bank.compare(TRANSFORMS[self.config.transform], each=self.config.sources == "role")
+            transform = TRANSFORMS[self.config.transform]
+            self.latest |= bank.compare(transform, each=self.config.sources == "role")
         bank.parts.clear()
+        return {}
+
+    def after_step(self, step: int, skipped: bool = False) -> None:
+        """Forget the step's sources."""
+        self.bank.parts.clear()
+
+
+class Controller(Hooks):
+    """Gradient control as one hook, of the parts that its configuration turns on; `uniform` alone does nothing.
+
+    Order in a step: `weight_losses`, `before_backward` and `after_backward` around each backward (only where sources
+    count); then, on the whole and unscaled gradient, `before_step`, clip once, `optimizer.step()`, `after_step`, and
+    only then the scheduler.
+    """
+
+    def __init__(self, model: nn.Module, config: GradientControlConfig, seed: int = 0, groups: Groups | None = None):
+        self.config = config
+        self.rules = check_config(config)
+        self.groups = groups or group_parameters(model)
+        self.params = [p for group in self.groups for p in group]
+        self.rates_differ = [*self.rules] != ["uniform"]
+        self._model = model
+        self._latest: dict[str, Tensor] = {}  # the meters that a checkpoint keeps
+
+        sdxl = any("add_embedding." in name for name, _ in model.named_parameters())
+        warn_of_idle_rows(**self.rules.get("prior", (0.0, {}))[1], names=self.groups.names, sdxl=sdxl)
+        samples = Samples(self.groups, config)
+        self.source_weights = SourceWeights(config.between, self.groups, seed, sdxl)
+        self.layer_rates = LayerRates(config, self.groups, self.rules, samples, self._latest, seed=seed, sdxl=sdxl)
+        self.source_conflict = SourceConflict(config, samples, self.layer_rates, self._latest)
+
+        uses_sources = config.conflict or config.transform != "none" or config.learns
+        chosen = (
+            (self.source_weights, self.source_weights.on),
+            (self.source_conflict, uses_sources),
+            (self.layer_rates, self.rates_differ),
+        )
+        super().__init__([hook for hook, is_on in chosen if is_on])
+
+    @property
+    def multipliers(self) -> dict[str, float]:
+        """{group: what multiplies its learning rate now}."""
+        return self.layer_rates.multipliers
+
+    @property
+    def updates(self) -> int:
+        """Updates applied."""
+        return self.layer_rates.updates
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """[{"step", "multipliers"}], one entry a change; empty where all rates are one."""
+        return self.layer_rates.history if self.rates_differ else []
+
+    # ---- the optimizer
+    def param_groups(self, weight_decay: float | None = None) -> list[dict[str, Any]]:
+        """Parameter groups for the optimizer: one a group, or a single one where no rate will ever differ."""
+        decay = {} if weight_decay is None else {"weight_decay": weight_decay}
+        named = {"all": [p for p in self._model.parameters() if p.requires_grad]}
+        if self.rates_differ and self.config.apply != "gradient":
+            named = dict(zip(self.groups.names, self.groups, strict=True))
+        groups = [{"params": params, "name": name, **decay} for name, params in named.items()]
+        return split(groups, self._model) if self.config.spectral else groups
+
+    def attach(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
+        """Take the optimizer, wrapped or not. Refuses those a multiplier cannot work with."""
+        names = self.groups.names if self.rates_differ else None
+        self.layer_rates.optimizer = check_optimizer(optimizer, lr_scheduler, names, self.config.apply)
+
+    # ---- the step, as a loop of your own calls it
+    def after_backward(self, last: bool = True, source: str | None = None) -> None:
+        """`source` names whose gradient it was, where `before_backward` was not called."""
+        if source is not None:
+            self.source_conflict.remaining = source
+        super().after_backward(last)
+
+    def after_step(self, step: int = 0, skipped: bool = False) -> None:
+        """Call it before the scheduler's step."""
+        super().after_step(step, skipped)
 
     # ---- records
     def meters(self) -> dict[str, Tensor]:
         """Device scalars for the tracker; empty for `uniform`."""
-        meters = self._meters | self._between.meters
-        if not self.active:
-            return meters
-        s = self._statistics
-        return meters | {"control/grad_norm": s.norm.clone(), "control/ignored_steps": s.ignored.clone()}
+        return self._latest | super().meters()
 
     def state_dict(self) -> dict[str, Any]:
         """All that a bit-exact resume needs; call between steps."""
-        meters = {name: value.clone() for name, value in self._meters.items()}
-        state = {"groups": self.groups.parameters, "rule": self.config.name, "meters": meters}
-        if self._between.on:
-            state["between"] = self._between.state_dict()
-        if not self.active:
-            return state
-        return state | {
-            "updates": self.updates,
-            "multipliers": dict(self.multipliers),
-            "history": [dict(entry) for entry in self.history],
-            **self._multipliers.state_dict(),
-            "statistics": self._statistics.state_dict(),
-            "transfer": self._transfer.state_dict(),
+        state: dict[str, Any] = {
+            "groups": self.groups.parameters,
+            "rule": self.config.name,
+            "meters": {name: value.clone() for name, value in self._latest.items()},
         }
+        if self.source_weights.on:
+            state["between"] = self.source_weights.state_dict()
+        if self.rates_differ:
+            state |= self.layer_rates.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state. Raises UserError where it is of another rule or of other groups."""
@@ -321,17 +434,14 @@ class Controller:
             if state[key] != now:
                 what = f"{key}: {shown(state[key])}, now {shown(now)}"
                 raise UserError(f"gradient_control: the checkpoint was written with other {what}")
-        self._meters = scalars(state["meters"])
-        if self._between.on:
-            self._between.load_state_dict(state["between"])
-        if not self.active:
-            return
-        self.updates, self.multipliers = state["updates"], dict(state["multipliers"])
-        self.history = [dict(entry) for entry in state["history"]]
-        self._multipliers.load_state_dict(state)
-        self._statistics.load_state_dict(state["statistics"])
-        self._transfer.load_state_dict(state["transfer"])
+        self._latest.clear()
+        self._latest |= scalars(state["meters"])
+        if self.source_weights.on:
+            self.source_weights.load_state_dict(state["between"])
+        if self.rates_differ:
+            self.layer_rates.load_state_dict(state)
 
 
 def shown(value: str | dict[str, int]) -> str:
+    """A rule by its name, groups by their size."""
     return f"{len(value)} groups, {sum(value.values())} parameters" if isinstance(value, dict) else repr(value)

@@ -20,8 +20,9 @@ from silentbad import experiments
 from silentbad.data.elements import ORDERS, DataInfo, Epochs
 from silentbad.experiments.attention import record_maps
 from silentbad.experiments.timesteps import ErrorByTimestep
+from silentbad.loop.hooks import Hook, MicroStep
 from silentbad.memory import masks, probes, roles
-from silentbad.memory.auxiliary import Access, Auxiliaries, SelfDistillation, Setting, Step, fixed
+from silentbad.memory.auxiliary import Auxiliaries, ModelAccess, RunFacts, SelfDistillation, fixed
 from silentbad.memory.masks import REGION
 from silentbad.memory.rehearsal import REHEARSAL, Rehearsal, Rehearsed
 from silentbad.memory.samplers import weakest_first
@@ -142,12 +143,12 @@ def check(config: MemoryConfig) -> None:
     REGION[region.name](blank, torch.tensor([True]), blank, (1, 1), **region.options)
 
 
-class Memory:
-    """The parts the configuration names, in the order a step calls them.
+class Memory(Hook):
+    """The parts the configuration names.
 
-    epochs.epoch, rehearse (while drawing) -> timesteps -> rectify -> watch (around the UNet's forward) ->
-    loss_per_sample -> auxiliary -> took -> after_step. Built from the weights before training, also before a
-    checkpoint loads. `reduce` sums a tensor over the ranks.
+    While drawing: `epochs.epoch` and `rehearse`. In a step: `timesteps`, `apply_dream`, `record_attention` around the
+    forward, `loss_per_sample`, `extra_loss`, `count_rehearsals`, `after_step`. Built from the weights before training,
+    also before a checkpoint loads. `reduce` sums a tensor over the ranks.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class Memory:
         config: MemoryConfig,
         info: DataInfo,
         scheduler: Any,
-        access: Access,
+        access: ModelAccess,
         *,
         seed: int,
         effective_batch: int,
@@ -165,138 +166,169 @@ class Memory:
         reduce: Callable[..., Any] | None = None,
     ):
         check(config)
-        self.config, self.info, self.scheduler, self.seed, self.max_steps = config, info, scheduler, seed, max_steps
+        self.config = config
+        self.info = info
+        self.scheduler = scheduler
+        self.access = access
+        self.seed = seed
+        self.max_steps = max_steps
         snr = diffusion.signal_to_noise(scheduler)
-        self.snr, self.snr_numpy = snr.to(next(access.unet.parameters()).device), snr.double().numpy()
+        self.snr = snr.to(next(access.unet.parameters()).device)
+        self.snr_numpy = snr.double().numpy()
+
+        # Pictures of each element, and the masks estimated from them
         bank = self._bank(access)
-        self.estimated = probes.mask_table(bank) if config.region.name == "estimated" else None
-        n, process = len(info.keys), {"seed": seed, "rank": rank, "world": world, "reduce": reduce}
-        probed, share = n if config.phrase_memory.enabled else 0, config.phrase_memory.share
-        self.phrases = probes.PhraseMemory(probed, snr, bank, share=share, effective_batch=effective_batch, **process)
-        sampler = config.sampler
-        shares = partial(SAMPLERS[sampler.name], **sampler.options)
-        self.epochs = Epochs(shares, info, seed, sampler.clean_ratio, self.phrases.rows, sampler.order)
-        found = {i: masks.mask_to_image(e.found) for i, e in enumerate(bank) if e.found is not None}
-        shown = found if config.region.name == "estimated" else {}
-        rehearsal = config.rehearsal
-        self.rehearse = Rehearsal(rehearsal.name, rehearsal.options, info, seed, access.load, shown)
+        self.estimated_masks = None
+        mask_images = {}
+        if config.region.name == "estimated":
+            self.estimated_masks = probes.mask_table(bank)
+            mask_images = {i: masks.mask_to_image(e.found) for i, e in enumerate(bank) if e.found is not None}
+
+        # What is shown, and how often
+        self.phrases = probes.PhraseMemory(
+            len(info.keys) if config.phrase_memory.enabled else 0,
+            snr,
+            bank,
+            share=config.phrase_memory.share,
+            effective_batch=effective_batch,
+            seed=seed,
+            rank=rank,
+            world=world,
+            reduce=reduce,
+        )
+        shares = partial(SAMPLERS[config.sampler.name], **config.sampler.options)
+        self.epochs = Epochs(shares, info, seed, config.sampler.clean_ratio, self.phrases.rows, config.sampler.order)
+        self.rehearse = Rehearsal(config.rehearsal.name, config.rehearsal.options, info, seed, access.load, mask_images)
         self.rehearsed = Rehearsed()
+
+        # At which noise level, and how an error counts
         self.policies = roles.policies(config)
-        learns = "learning_progress" in {config.timesteps.name, *(part.name for part in self.policies.values())}
-        self.errors = ErrorByTimestep(len(self.snr), reduce) if learns else None
-        self.weights = {role: own.loss_weight for role, own in roles.by_role(config).items()}
-        setting = Setting(info, bank, self.phrases, scheduler, access.tokenizer, seed, rank, world)
+        policy_names = {config.timesteps.name, *(policy.name for policy in self.policies.values())}
+        self.errors = None
+        if "learning_progress" in policy_names:
+            self.errors = ErrorByTimestep(len(self.snr), reduce)
+        self.role_weights = {role: settings.loss_weight for role, settings in roles.by_role(config).items()}
+
+        # Losses beside the diffusion loss
         balance = partial(LOSS_BALANCE[config.loss_balance.name], **config.loss_balance.options)
-        parts = {slot: getattr(config, slot) for slot in AUXILIARY}
-        self.auxiliaries = Auxiliaries(balance, AUXILIARY, parts, access.unet, setting)
+        choices = {slot: getattr(config, slot) for slot in AUXILIARY}
+        facts = RunFacts(info, bank, self.phrases, scheduler, access.tokenizer, seed, rank, world)
+        self.auxiliaries = Auxiliaries(balance, AUXILIARY, choices, access.unet, facts)
+
         if config.phrase_memory.enabled:
             self.phrases.start(access.predict, scheduler)
 
-    def _bank(self, access: Access) -> list[probes.Element]:
+    def _bank(self, access: ModelAccess) -> list[probes.Element]:
         """Pictures and masks of each element, where a part looks at them."""
         c = self.config
         if not (c.phrase_memory.enabled or c.region.name == "estimated" or c.distillation.name != "none"):
             return []
         return probes.build_bank(self.info, access.encode, access.pictures, c.phrase_memory.images, self.snr.device)
 
+    # ---- the step
     def timesteps(
-        self, draw: int, positions: list[int], n: int, of: list[str] | None = None
+        self, draw: int, positions: list[int], count: int, roles: list[str] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(t (B,), w (B,)) on the CPU for these positions of the draw's effective batch of n, whose roles are `of`."""
-        c, error = self.config.timesteps, self.errors.relative() if self.errors else None
+        """(timesteps (B,), weights (B,)) on the CPU, by the policy of each sample's role."""
+        timesteps, weights = self._drawn(self.config.timesteps, draw, list(positions), count)
+        for role, policy in self.policies.items():
+            rows = [row for row, its_role in enumerate(roles or ()) if its_role == role]
+            if rows:
+                places = [positions[row] for row in rows]
+                timesteps[rows], weights[rows] = self._drawn(policy, draw, places, count)
+        return timesteps, weights
 
-        def drawn(part: Part, at: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-            p = TIMESTEPS[part.name](self.snr_numpy, self.progress(draw), error, **part.options)
-            return draw_timesteps(p, self.seed, draw, at, n, c.importance, c.sequence)
-
-        t, w = drawn(c, list(positions))
-        for role, part in self.policies.items():
-            if own := [k for k, its in enumerate(of or ()) if its == role]:
-                t[own], w[own] = drawn(part, [positions[k] for k in own])
-        return t, w
+    def _drawn(self, policy: Part, draw: int, positions: list[int], count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same by one policy."""
+        error = self.errors.relative() if self.errors else None
+        density = TIMESTEPS[policy.name](self.snr_numpy, self.progress(draw), error, **policy.options)
+        importance = self.config.timesteps.importance
+        sequence = self.config.timesteps.sequence
+        return draw_timesteps(density, self.seed, draw, positions, count, importance, sequence)
 
     def progress(self, count: int) -> float:
         """Share of the run that is over after so many steps, or draws, in [0, 1]."""
         return min(1.0, count / max(self.max_steps, 1))
 
-    def rectify(
+    def apply_dream(
         self,
         model: Callable[..., Any],
-        x0: torch.Tensor,
-        eps: torch.Tensor,
-        t: torch.Tensor,
-        x_t: torch.Tensor,
+        latents: torch.Tensor,
+        noise: torch.Tensor,
+        timesteps: torch.Tensor,
+        noisy_latents: torch.Tensor,
         target: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x_t, target), by DREAM where it is on; model(x_t, t) -> prediction under the batch's captions."""
+        """(noisy_latents, target), by DREAM (2312.00210) where it is on; `model` maps noisy latents and timesteps to
+        the prediction under the batch's captions."""
         if self.config.loss.dream is None:
-            return x_t, target
-        return diffusion.dream(model, self.scheduler, x0, eps, t, x_t, self.config.loss.dream)
+            return noisy_latents, target
+        power = self.config.loss.dream
+        return diffusion.dream(model, self.scheduler, latents, noise, timesteps, noisy_latents, power)
 
-    def watch(self, unet: torch.nn.Module, step: int) -> AbstractContextManager[Any]:
-        """A context for the UNet's forward: its attention maps when binding wants them, else None."""
+    def record_attention(self, model: torch.nn.Module, step: int) -> AbstractContextManager[Any]:
+        """A context for the forward: its attention maps where binding wants them, else None."""
         binding = self.auxiliaries.get("attention_binding")
         if binding is None or self.progress(step) < binding.start:
             return nullcontext()
-        return record_maps(unet, binding.side)
+        return record_maps(model, binding.side)
 
     def loss_per_sample(
-        self, pred: torch.Tensor, target: torch.Tensor, t: torch.Tensor, w: torch.Tensor, batch: dict[str, Any]
+        self,
+        model_pred: torch.Tensor,
+        target: torch.Tensor,
+        timesteps: torch.Tensor,
+        weights: torch.Tensor,
+        batch: dict[str, Any],
     ) -> torch.Tensor:
-        """(B,): region-weighted error, times the loss weight of its SNR, the importance w and the role's weight."""
+        """(B,): region-weighted error, times the loss weight of its SNR, the importance weight and the role's."""
         c = self.config
-        err = ERRORS[c.loss.error](pred.float(), target.float(), c.loss.huber_delta)
+        error = ERRORS[c.loss.error](model_pred.float(), target.float(), c.loss.huber_delta)
+
         estimated = None
-        if self.estimated is not None:
-            rows = torch.tensor(self.info.of_batch(batch)).to(pred.device, non_blocking=True)
-            estimated = self.estimated[rows]
-        size = tuple(pred.shape[-2:])
+        if self.estimated_masks is not None:
+            rows = torch.tensor(self.info.of_batch(batch)).to(model_pred.device, non_blocking=True)
+            estimated = self.estimated_masks[rows]
+        size = tuple(model_pred.shape[-2:])
         region = REGION[c.region.name](batch["mask"], batch["has_mask"], estimated, size, **c.region.options)
         if "counted" in batch:
             region = masks.counted_only(region, batch["counted"])
-        raw = (err * region).mean(dim=(1, 2, 3))
+        loss = (error * region).mean(dim=(1, 2, 3))
         if self.errors is not None:
-            self.errors.observe(t, raw.detach())
-        weight = LOSSES[c.loss.name](self.snr[t], self.scheduler.config.prediction_type, **c.loss.options)
-        of_role = torch.tensor([self.weights[role] for role in batch["role"]])
-        return raw * weight * w * of_role.to(pred.device, non_blocking=True)
+            self.errors.observe(timesteps, loss.detach())
 
-    def auxiliary(
-        self,
-        loss: torch.Tensor,
-        *,
-        step: int,
-        micro: int,
-        batch: dict[str, Any],
-        x_t: torch.Tensor,
-        t: torch.Tensor,
-        pred: torch.Tensor,
-        maps: Any,
-        unet: torch.nn.Module,
-        predict: Callable[..., Any],
-    ) -> torch.Tensor | None:
-        """The weighted sum of the auxiliaries that are on in this micro-step, to be added to `loss`; or None."""
-        now = Step(step, micro, self.progress(step), batch, x_t, t, pred, maps, unet, predict)
+        prediction_type = self.scheduler.config.prediction_type
+        snr_weights = LOSSES[c.loss.name](self.snr[timesteps], prediction_type, **c.loss.options)
+        role_weights = torch.tensor([self.role_weights[role] for role in batch["role"]])
+        return loss * snr_weights * weights * role_weights.to(loss.device, non_blocking=True)
+
+    def extra_loss(self, loss: torch.Tensor, now: MicroStep) -> torch.Tensor | None:
+        """The weighted sum of the auxiliaries that are on in this micro-step, or None."""
         return self.auxiliaries(loss, now)
 
-    def took(self, united: list[tuple[int, int] | None]) -> None:
+    def count_rehearsals(self, united: list[tuple[int, int] | None]) -> None:
         """Count the rehearsals of a batch that training has taken."""
         self.rehearsed.add(united)
 
-    def after_step(self, step: int, predict: Callable[..., Any]) -> None:
-        """At a synchronised step: probe what the budget allows, pass the timestep statistics on."""
-        self.phrases.after_step(step, predict, self.scheduler)
+    def after_step(self, step: int, skipped: bool = False) -> None:
+        """Probe what the budget allows, pass the timestep statistics on."""
+        if skipped:
+            return
+        self.phrases.after_step(step, self.access.predict, self.scheduler)
         if self.errors is not None:
             self.errors.after_step(step)
 
+    # ---- records
     def meters(self) -> dict[str, Any]:
-        """Scalars for the log; what was made on the device stays there."""
-        made = dict(self.auxiliaries.meters)
+        """Auxiliary losses, strengths, rehearsals."""
+        meters = dict(self.auxiliaries.meters)
         if self.phrases.n:
-            made |= {"memory/rho_min": self.phrases.rho.min(), "memory/rho_mean": self.phrases.rho.mean()}
+            meters["memory/rho_min"] = self.phrases.rho.min()
+            meters["memory/rho_mean"] = self.phrases.rho.mean()
         if self.config.rehearsal.name != "none":
-            made |= {"memory/rehearsals": self.rehearsed.count, "memory/largest_union": self.rehearsed.largest[0]}
-        return made
+            meters["memory/rehearsals"] = self.rehearsed.count
+            meters["memory/largest_union"] = self.rehearsed.largest[0]
+        return meters
 
     @property
     def history(self) -> list[dict[str, Any]]:

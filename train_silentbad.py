@@ -4,8 +4,9 @@
 
 Exit code 0: finished; 2: a mistake in what was given; 130, 143: stopped by SIGINT, SIGTERM with a checkpoint saved;
 under `accelerate launch` every code but 0 is 1 (docs/running.md).
-Legend: x0 (B,C,h,w) latents, eps noise, t (B,), w (B,) importance weights, c what the captions say to the model. `step`
-counts optimizer updates, `draw` effective batches: a skipped update never meets its data again.
+Names are those of diffusers' scripts: latents, noise, noisy_latents, target and model_pred are (B,C,h,w), timesteps
+and their importance weights (B,), conditioning is what the captions say to the model. `step` counts optimizer updates,
+`draw` effective batches: a skipped update never meets its data again.
 """
 
 import math
@@ -37,7 +38,8 @@ from silentbad.loop import checks, launched, optimizers, trackers, trains
 from silentbad.loop.assembly import Run
 from silentbad.loop.assembly import build as connect
 from silentbad.loop.forecast import Forecast
-from silentbad.loop.products import goodness
+from silentbad.loop.hooks import MicroStep
+from silentbad.loop.products import best_score
 from silentbad.loop.signals import Requests
 from silentbad.measure.scores import settled
 from silentbad.model import denoiser, diffusion, lora, pipeline
@@ -81,8 +83,8 @@ def build(config: Config, accelerator: Accelerator, folder: RunFolder, sharded: 
     """The parts of a run, connected (`silentbad.loop.assembly`)."""
     if config.validation.targets is not None:
         validation.check_embedder(config.validation)
-    kinds = {"controller": Controller, "memory_of": Memory, "hook_of": RecoveryHook}
-    return connect(config, accelerator, folder, sharded, **kinds)
+    classes = {"controller": Controller, "memory_class": Memory, "recovery_class": RecoveryHook}
+    return connect(config, accelerator, folder, sharded, **classes)
 
 
 # ---------------------------------------------------------------- one step
@@ -91,38 +93,77 @@ def build(config: Config, accelerator: Accelerator, folder: RunFolder, sharded: 
 @fitting("train_batch_size", "lower it, or set max_batch_size to the samples that fit")
 def micro_step(run: Run, batch: dict[str, Any], micro: int) -> torch.Tensor:
     """Forward and backward of one micro-batch, in the parts that fit; returns its loss."""
-    *parts, (share, part) = chunks(batch, run.config.max_batch_size, run.control.apart)
+    *parts, last_part = chunks(batch, run.config.max_batch_size, run.hooks.one_source_per_backward)
     with run.accelerator.no_sync(run.model):
-        losses = [part_step(run, *each, micro, last=False) for each in parts]
-    return torch.stack([*losses, part_step(run, share, part, micro, last=True)]).sum()
+        losses = [part_step(run, share, part, micro, last=False) for share, part in parts]
+    share, part = last_part
+    losses.append(part_step(run, share, part, micro, last=True))
+    return torch.stack(losses).sum()
 
 
 def part_step(run: Run, share: float, batch: dict[str, Any], micro: int, *, last: bool) -> torch.Tensor:
     """Forward and backward of a `share` of a micro-batch; returns its part of the loss. Nothing here waits for the
     device."""
-    config, memory, scheduler, device = run.config, run.memory, run.parts.noise_scheduler, run.accelerator.device
-    positions, step, draw, model = batch["position"].tolist(), run.state.step, run.state.draw, run.parts.model
+    config = run.config
+    hooks = run.hooks
+    memory = run.memory
+    scheduler = run.parts.noise_scheduler
+    device = run.accelerator.device
+    step = run.state.step
+    draw = run.state.draw
+    positions = batch["position"].tolist()
     torch.manual_seed(addressed_seed(config.seed, "torch", draw, positions[0]))  # dropout, where a UNet has it
-    x0, c = run.encoder.latents(batch, draw), run.encoder.condition(batch["text"], batch["time_ids"])
-    t, w = memory.timesteps(draw, positions, run.loader.effective_batch, batch["role"])
-    run.state.count(t)
-    t, w = send(t, device), send(w, device)
-    eps, x_t = diffusion.noised(scheduler, x0, t, config, draw, positions)
-    target = diffusion.prediction_target(scheduler, x0, eps, t)
-    x_t, target = memory.rectify(lambda x, t: run.forward(x, t, **c, return_dict=False)[0], x0, eps, t, x_t, target)
-    known = [key for key in ("mask", "has_mask", "counted", "time_ids") if key in batch]
-    batch = batch | {key: send(batch[key], device) for key in known}
-    with memory.watch(model, step) as maps:
-        pred = run.forward(x_t, t, **c, return_dict=False)[0]
+
+    # Latents, conditioning, noise level
+    latents = run.encoder.latents(batch, draw)
+    conditioning = run.encoder.condition(batch["text"], batch["time_ids"])
+    drawn = hooks.timesteps(draw, positions, run.loader.effective_batch, batch["role"])
+    assert drawn is not None, "memory draws them where no other hook does"
+    timesteps, weights = drawn
+    run.state.count(timesteps)
+    timesteps = send(timesteps, device)
+    weights = send(weights, device)
+    for key in ("mask", "has_mask", "counted", "time_ids"):
+        if key in batch:
+            batch = batch | {key: send(batch[key], device)}
+
+    # Forward
+    def model(noisy_latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+        return run.forward(noisy_latents, timesteps, **conditioning, return_dict=False)[0]
+
+    noise, noisy_latents = diffusion.noised(scheduler, latents, timesteps, config, draw, positions)
+    target = diffusion.prediction_target(scheduler, latents, noise, timesteps)
+    noisy_latents, target = memory.apply_dream(model, latents, noise, timesteps, noisy_latents, target)
+    with memory.record_attention(run.parts.model, step) as maps:
+        model_pred = model(noisy_latents, timesteps)
+
+    # Loss
+    losses = memory.loss_per_sample(model_pred, target, timesteps, weights, batch)
     sources = sources_of(batch, config.gradient_control.sources)
-    losses = run.control.weighed(memory.loss_per_sample(pred, target, t, w, batch), sources)
+    losses = hooks.weight_losses(losses, sources)
     loss = losses.mean()
-    now = {"step": step, "micro": micro, "batch": batch, "x_t": x_t, "t": t, "pred": pred, "maps": maps}
-    extra = memory.auxiliary(loss, **now, unet=model, predict=run.predict)
-    source = run.control.before_backward(losses, sources, share * denoiser.backward_scale(run.accelerator))
+    extra = hooks.extra_loss(
+        loss,
+        MicroStep(
+            step=step,
+            micro=micro,
+            progress=memory.progress(step),
+            batch=batch,
+            noisy_latents=noisy_latents,
+            timesteps=timesteps,
+            model_pred=model_pred,
+            maps=maps,
+            model=run.parts.model,
+            predict=run.predict,
+        ),
+    )
+    total = loss if extra is None else loss + extra
+
+    # Backward
+    hooks.before_backward(losses, sources, share * denoiser.backward_scale(run.accelerator))
     last = last and run.accelerator.sync_gradients
-    backward(run, share * (loss if extra is None else loss + extra), last)
-    run.control.after_backward(last, source)
+    backward(run, share * total, last)
+    hooks.after_backward(last)
     return share * loss.detach()
 
 
@@ -136,27 +177,35 @@ def backward(run: Run, loss: torch.Tensor, last: bool) -> None:
 
 def update(run: Run) -> bool:
     """One optimizer update from the accumulated gradients; False where they are not finite and it is skipped."""
-    state, control, optimizer = run.state, run.control, run.state.optimizer
+    state = run.state
+    optimizer = state.optimizer
+    hooks = run.hooks
+    params = run.control.params
     run.accelerator.unscale_gradients(optimizer)
-    norms = optimizers.gradient_norms(control.params)
+
+    # Gradient control, guards
+    norms = optimizers.gradient_norms(params)
     norm = torch.linalg.vector_norm(norms)
-    control.before_step(state.step, finite=torch.isfinite(norm), norms=norms)
-    run.meters.add(run.guards.before_step(state.step))
+    run.meters.add(hooks.before_step(state.step, torch.isfinite(norm), norms))
     size = norm.item()  # the one host sync of a step: what is not finite must not be applied
-    finite, edited, limit = math.isfinite(size), control.edits or run.guards.edits, run.config.max_grad_norm
-    if limit and (edited or not size < limit - 1e-5):  # below it a clip would multiply by one
-        optimizers.clip(control.params, limit, None if edited else norm)
+    finite = math.isfinite(size)
+
+    # Clip; below the limit it would multiply by one
+    limit = run.config.max_grad_norm
+    modified = hooks.modifies_gradients
+    if limit and (modified or not size < limit - 1e-5):
+        optimizers.clip(params, limit, None if modified else norm)
+
     with state.update_under_way():
         if finite or run.accelerator.scaler is not None:  # the scaler must see an overflow to lower its scale
             optimizer.step()
         skipped = not finite or run.accelerator.optimizer_step_was_skipped
-        control.after_step(skipped=skipped)
         optimizer.zero_grad(set_to_none=True)
+        hooks.after_step(state.step + (not skipped), skipped)
         if skipped:
             state.skip()
             return False
         state.updated()
-        run.memory.after_step(state.step, run.predict)
         run.meters.add({"grad_norm": norm})
     return True
 
@@ -166,7 +215,9 @@ def update(run: Run) -> bool:
 
 def train(run: Run) -> int:
     """Returns 0, or 128 + the number of the signal that stopped it at a step boundary."""
-    config, accelerator, state = run.config, run.accelerator, run.state
+    config = run.config
+    accelerator = run.accelerator
+    state = run.state
     bar = Bar(
         total=state.total,
         initial=state.step,
@@ -176,23 +227,23 @@ def train(run: Run) -> int:
     )
     with Requests(run.folder) as requests, run.checkpoints.rescue(run.loader), bar:
         while state.step < state.total:
-            if any(part is not None and part.should_run(state.step) for part in (run.hook, run.sheet)):
+            if is_due(run):
                 with bar.paused("measuring" if state.step else "measuring the base model"):
                     validate(run)
-            if run.hook is not None and settled(run.hook.history, points := config.validation.settled_after):
-                run.log.say(
-                    f"recovery has lasted for {points} points of the curve; training stops at step {state.step}"
-                )
+            if has_settled(run):
                 break
-            drawn, losses = [], []
+
+            batches = []
+            losses = []
             for micro, batch in enumerate(run.timers.waiting("data", run.loader.draw(state.draw))):
-                drawn.append(batch)
+                batches.append(batch)
                 with accelerator.accumulate(run.model), run.timers.of("forward"):
                     losses.append(micro_step(run, batch, micro))
-            run.memory.took([united for batch in drawn for united in batch["united"]])
+            run.memory.count_rehearsals([united for batch in batches for united in batch["united"]])
+
             if not update(run):
                 if state.skipped_in_row >= config.max_nonfinite_steps:
-                    raise UserError(not_finite(run, [i for batch in drawn for i in batch["index"].tolist()]))
+                    raise UserError(not_finite(run, [i for batch in batches for i in batch["index"].tolist()]))
                 continue
             run.meters.add({"loss": torch.stack(losses).mean()})
             bar.update()
@@ -205,9 +256,10 @@ def train(run: Run) -> int:
 
 def boundary(run: Run, requests: Requests, bar: Bar) -> int:
     """Between two steps: log, save and validate what is due or asked for; the signal to stop by, or 0."""
-    state, config = run.state, run.config
+    state = run.state
+    config = run.config
     if state.step % config.log_every == 0 or state.step == state.total:
-        means = run.log.training(run.control.meters(), run.memory.meters())
+        means = run.log.training(run.hooks.meters())
         bar.set_postfix(loss=f"{means['loss']:.4g}", refresh=False)
     if state.step % state.steps_per_epoch == 0:
         end_of_epoch(run, state.step // state.steps_per_epoch)
@@ -218,7 +270,7 @@ def boundary(run: Run, requests: Requests, bar: Bar) -> int:
         run.log.say(f"stopped by {signal.Signals(stop).name}; resume with --resume_from_checkpoint latest")
     elif asked_to_validate:
         with bar.paused("measuring"):
-            validate(run)
+            validate(run, asked=True)
     return stop
 
 
@@ -231,21 +283,42 @@ def end_of_epoch(run: Run, epoch: int) -> None:
         run.products.save_pipeline(run.folder.path / "epochs" / f"epoch-{epoch}")
 
 
-def validate(run: Run, final: bool = False) -> None:
+def is_due(run: Run) -> bool:
+    """Whether something is to be measured or drawn before the next step."""
+    step = run.state.step
+    return any(hook.should_run(step) for hook in run.hooks) or (run.sheet is not None and run.sheet.should_run(step))
+
+
+def has_settled(run: Run) -> bool:
+    """Whether recovery has lasted for so many points that training ends here; says so."""
+    points = run.config.validation.settled_after
+    if run.recovery is None or not settled(run.recovery.history, points):
+        return False
+    run.log.say(f"recovery has lasted for {points} points of the curve; training stops at step {run.state.step}")
+    return True
+
+
+def validate(run: Run, asked: bool = False, final: bool = False) -> None:
     """Sample prompts, recovery and the report so far, on all processes; with save_best the better pipeline is written
     before the old one goes."""
-    state, timed = run.state, run.timers.of
+    state = run.state
     if run.sheet is not None:
-        with timed("validate"), averaged(state.model, state.ema, state.optimizer):
+        with run.timers.of("validate"), averaged(state.model, state.ema, state.optimizer):
             run.sheet.run(state.step, pipeline.whole_parts(run.parts).model)
-    if run.hook is not None and (final or not run.hook.measured(state.step)):
-        measure = run.hook.finish if final else run.hook.run
-        with timed("validate"), averaged(state.model, optimizer=state.optimizer):
-            scores = measure(state.step, state.epoch, pipeline.whole_parts(run.parts).model, state.ema)
+
+    due = [hook for hook in run.hooks if hook.should_run(state.step, asked, final)]
+    scores: dict[str, Any] = {}
+    if due:
+        with run.timers.of("validate"), averaged(state.model, optimizer=state.optimizer):
+            model = pipeline.whole_parts(run.parts).model
+            for hook in due:
+                scores |= hook.run(state.step, state.epoch, model, state.ema, final=final)
         run.log.validation(scores)
-        if state.improved(goodness(scores, run.config.best_by)) and run.config.save_best:
+    if run.recovery in due:
+        if state.improved(best_score(scores, run.config.best_by)) and run.config.save_best:
             run.products.save_pipeline(run.folder.path / "best")
-    if not final and (run.hook is not None or run.sheet is not None):
+
+    if not final and (run.recovery is not None or run.sheet is not None):
         report(run, under_way=True)
 
 
@@ -266,18 +339,18 @@ def finish(run: Run) -> None:
         run.products.save_pipeline(run.folder.pipeline)
         report(run)
         run.folder.write("finished.json", {"step": run.state.step})
-    if run.hook is not None:
-        run.accelerator.print(run.hook.table())
+    if run.recovery is not None:
+        run.accelerator.print(run.recovery.table())
     if run.config.push_to_hub:
         run.products.push()
 
 
 def not_finite(run: Run, indices: list[int]) -> str:
     """What stops a run whose gradients stay NaN or infinite: the records that were drawn."""
-    named = ", ".join(dict.fromkeys(run.records.where(index) for index in indices[:8]))
+    places = ", ".join(dict.fromkeys(run.records.where(index) for index in indices[:8]))
     return (
         f"max_nonfinite_steps: {run.state.skipped_in_row} gradients in a row were not finite at step {run.state.step}; "
-        f"last drawn records {indices[:8]} ({named}); lower learning_rate or mend them"
+        f"last drawn records {indices[:8]} ({places}); lower learning_rate or mend them"
     )
 
 
@@ -321,7 +394,8 @@ def try_out(run: Run) -> int:
 def take_up(run: Run, checkpoint: Path) -> bool:
     """Load a checkpoint; True where the run it belongs to is finished."""
     run.checkpoints.load(checkpoint)
-    step, total = run.state.step, run.state.total
+    step = run.state.step
+    total = run.state.total
     done = step >= total and run.folder.finished() == step
     if step > total and not done:
         length = "max_train_steps" if run.config.max_train_steps else "num_train_epochs"
@@ -335,10 +409,11 @@ def take_up(run: Run, checkpoint: Path) -> bool:
 
 def open_folder(run: Run) -> None:
     """Make the run's folder and its trackers: from here on it writes."""
-    settings, state = to_dict(run.config), run.state
+    settings = to_dict(run.config)
+    state = run.state
     about = facts(run.accelerator.device, run.accelerator.num_processes)
     run.folder.open(settings, about | {"sharded": shards.sharded(state.model)})
-    validated = run.hook is None or run.hook.measured(state.step)
+    validated = run.recovery is None or run.recovery.measured(state.step)
     run.folder.truncate(state.step, validated)
     trackers.start(run.accelerator, run.config, settings)
 

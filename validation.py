@@ -25,6 +25,7 @@ from silentbad.data.targets import Target, check_prompts, load_targets
 from silentbad.distributed.start import start
 from silentbad.errors import UserError, say
 from silentbad.files import check_writable
+from silentbad.loop.hooks import Hook
 from silentbad.measure.embedders import CLIP, load_embedder, tried
 from silentbad.measure.generation import Sampler
 from silentbad.measure.measure import Measure, null_source
@@ -83,7 +84,7 @@ def check_embedder(config: ValidationConfig, prefix: str = "validation.") -> Non
 
 
 # -- the hook ----------------------------------------------------------------------------------------------
-class RecoveryHook:
+class RecoveryHook(Hook):
     """Recovery against training steps. Every rank calls `run` at step 0 (the base model) and whenever `should_run`, and
     `finish` at the end. Training sees nothing of it: weights, modes and random streams are left as found."""
 
@@ -124,9 +125,9 @@ class RecoveryHook:
         self.born = time.perf_counter()  # less what a run before this one took
 
     # what the training loop calls
-    def should_run(self, step: int) -> bool:
-        """Whether this step stands on the grid and has not been measured (it has, after a resume)."""
-        return on_grid(self.config, step) and not self.measured(step)
+    def should_run(self, step: int, asked: bool = False, final: bool = False) -> bool:
+        """On the grid or where `asked`, unless it has been measured (it has, after a resume); always at the end."""
+        return final or (asked or on_grid(self.config, step)) and not self.measured(step)
 
     def measured(self, step: int) -> bool:
         """Whether this step was measured."""

@@ -279,7 +279,7 @@ def share_of_method(step: Any, steps: int, device: torch.device) -> float:
 
     names = {
         run.control: ("before_backward", "after_backward", "before_step", "after_step"),
-        run.memory: ("timesteps", "rectify", "watch", "loss_per_sample", "auxiliary", "after_step"),
+        run.memory: ("timesteps", "apply_dream", "record_attention", "loss_per_sample", "extra_loss", "after_step"),
     }
     for part, methods in names.items():
         for name in methods:

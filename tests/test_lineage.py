@@ -15,7 +15,7 @@ from memory_reinforce import LOSSES
 from silentbad.errors import UserError
 from silentbad.loop import signals
 from silentbad.loop.meters import Timers
-from silentbad.loop.products import goodness
+from silentbad.loop.products import best_score
 from silentbad.measure.scores import length_scores
 from silentbad.saving import folder
 from silentbad.settings.train import parse
@@ -156,7 +156,7 @@ def test_length_scores_by_hand():
 
 def test_the_best_may_be_chosen_by_the_held_out_loss(flags, data, tmp_path, capsys):
     scores = {"val/mean": 0.5, "val_ema/mean": 0.6, "val/drift/clean_eps_mse": 0.2}
-    assert goodness(scores, "similarity") == 0.6 and goodness(scores, "clean_eps_mse") == -0.2
+    assert best_score(scores, "similarity") == 0.6 and best_score(scores, "clean_eps_mse") == -0.2
     validation = {
         "validation.targets": data / "targets.jsonl",
         "validation.embedder": "ssim",

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 
 import memory_reinforce as mr
 from silentbad.errors import UserError
+from silentbad.loop.hooks import MicroStep
 from silentbad.memory import rehearsal
 from tests.tiny import tiny_unet
 from tests.world import PROBED, Trainer, config
@@ -118,12 +119,10 @@ def test_the_step_never_waits_for_the_device(region):
         fake = {k: mode.from_tensor(v) if torch.is_tensor(v) else v for k, v in batch.items()}
         m.errors.step, t, w = torch.zeros(2, 20), mode.from_tensor(t), mode.from_tensor(w)
         x_t = torch.randn(4, 4, 8, 8)
-        with m.watch(unet, 0) as maps:
+        with m.record_attention(unet, 0) as maps:
             pred = predict(x_t, t, fake["text"])
         loss = m.loss_per_sample(pred, torch.randn(4, 4, 8, 8), t, w, fake).mean()
-        extra = m.auxiliary(
-            loss, step=1, micro=0, batch=fake, x_t=x_t, t=t, pred=pred, maps=maps, unet=unet, predict=predict
-        )
+        extra = m.extra_loss(loss, MicroStep(1, 0, m.progress(1), fake, x_t, t, pred, maps, unet, predict))
         (loss + extra).backward()
     assert {"memory/attention_binding", "memory/distillation", "memory/retention"} <= set(m.meters())
 

@@ -571,15 +571,15 @@ def test_defect_09_a_failing_validation_leaves_raw_weights(build, data, monkeypa
     for _ in range(2):
         step_once(run)
     before = weights(run)
-    run.hook.threshold, run.hook.element_threshold = Threshold(0.5, "given"), ElementThreshold(0.5, "given")
-    score = run.hook.measure.score
+    run.recovery.threshold, run.recovery.element_threshold = Threshold(0.5, "given"), ElementThreshold(0.5, "given")
+    score = run.recovery.measure.score
 
     def fails_on_the_average(*arguments, **options):
         if not same(before, weights(run)):
             raise RuntimeError("no")
         return score(*arguments, **options)
 
-    monkeypatch.setattr(run.hook.measure, "score", fails_on_the_average)
+    monkeypatch.setattr(run.recovery.measure, "score", fails_on_the_average)
     with pytest.raises(RuntimeError, match="no"):
         train_silentbad.validate(run)
     assert same(before, weights(run))
@@ -759,7 +759,7 @@ def test_defect_19_validation_leaves_training_bit_equal(build, data):
             step_once(run)
         ends.append(weights(run))
         if validated:
-            assert run.hook.targets[0].phrases == ["a red cat", "a blue hat"]
+            assert run.recovery.targets[0].phrases == ["a red cat", "a blue hat"]
     assert same(*ends)
 
 

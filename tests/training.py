@@ -17,7 +17,7 @@ def step_once(run: Run) -> list[torch.Tensor]:
     """Draw, micro-steps, update."""
     losses = []
     for micro, batch in enumerate(run.loader.draw(run.state.draw)):
-        run.memory.took(batch["united"])
+        run.memory.count_rehearsals(batch["united"])
         with run.accelerator.accumulate(run.model):
             losses.append(micro_step(run, batch, micro))
     update(run)

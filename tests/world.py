@@ -11,8 +11,9 @@ import memory_reinforce as mr
 from silentbad import rng
 from silentbad.data.elements import DataInfo
 from silentbad.data.loader import collate
+from silentbad.loop.hooks import MicroStep
 from silentbad.memory import probes, rehearsal
-from silentbad.memory.auxiliary import Access
+from silentbad.memory.auxiliary import ModelAccess
 from silentbad.model import diffusion
 from tests.tiny import tiny_pipeline
 
@@ -74,7 +75,7 @@ class Trainer:
         if checkpointing:
             self.unet.enable_gradient_checkpointing()
         world, tokenizer = self.world, self.pipe.tokenizer
-        access = Access(self.unet, self.predict, self.encode, world.pictures, world.load, tokenizer)
+        access = ModelAccess(self.unet, self.predict, self.encode, world.pictures, world.load, tokenizer)
         self.memory = mr.Memory(
             config, world.info, self.scheduler, access, seed=1, effective_batch=batch, max_steps=steps
         )
@@ -107,27 +108,17 @@ class Trainer:
                 self.scheduler.add_noise(x0, eps, t),
                 diffusion.prediction_target(self.scheduler, x0, eps, t),
             )
-            x_t, target = m.rectify(lambda x, t, b=batch: self.predict(x, t, b["text"]), x0, eps, t, x_t, target)
-            with m.watch(self.unet, step) as maps:
+            x_t, target = m.apply_dream(lambda x, t, b=batch: self.predict(x, t, b["text"]), x0, eps, t, x_t, target)
+            with m.record_attention(self.unet, step) as maps:
                 pred = self.predict(x_t, t, batch["text"])
             loss = m.loss_per_sample(pred, target, t, w, batch).mean()
-            extra = m.auxiliary(
-                loss,
-                step=step,
-                micro=0,
-                batch=batch,
-                x_t=x_t,
-                t=t,
-                pred=pred,
-                maps=maps,
-                unet=self.unet,
-                predict=self.predict,
-            )
+            now = MicroStep(step, 0, m.progress(step), batch, x_t, t, pred, maps, self.unet, self.predict)
+            extra = m.extra_loss(loss, now)
             total = loss if extra is None else loss + extra
             total.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-            m.after_step(step, self.predict)
+            m.after_step(step)
             self.losses.append((loss.item(), None if extra is None else extra.item()))
             self.step += 1
 

@@ -21,6 +21,7 @@ from silentbad.control.multipliers import Multipliers
 from silentbad.control.statistics import WIDTH, GroupStats, Sample, Statistics, centred
 from silentbad.device import scalars, send
 from silentbad.distributed.shards import world_size
+from silentbad.loop.hooks import Hook
 from silentbad.model.groups import OTHER, Groups
 from silentbad.settings.control import BetweenConfig
 from silentbad.settings.types import Positive, Range
@@ -61,23 +62,29 @@ SOURCE_RULES: dict[str, Callable[..., Tensor]] = {
 
 
 # ------------------------------------------------------------------------------------------------- the shell
-class Between:
+class SourceWeights(Hook):
     """Holds the factors and puts them into losses (layer-uniform) or into gradients (layer-wise).
 
-    Order in a step: `weighed`, then `begin` and `end` around each backward, `before_step` once the gradient is whole,
-    `after_step`. Nothing here waits for the device but a refresh, for what was sent one refresh before.
+    Nothing here waits for the device but a refresh, for what was sent one refresh before.
     """
 
     def __init__(self, config: BetweenConfig, groups: Groups, seed: int, sdxl: bool):
-        self.config, self.groups, self.seed, self.sdxl = config, groups, seed, sdxl
-        self.on, self.layerwise = config.name != "none", config.layerwise
+        self.config = config
+        self.groups = groups
+        self.seed = seed
+        self.sdxl = sdxl
+        self.on = config.name != "none"
+        self.layerwise = config.layerwise
+        self.one_source_per_backward = config.layerwise
         self.names = [ELEMENT, *sorted(config.levels)]
         self.updates = 0
         self.layers = {name: [1.0] * len(groups.names) for name in self.names}  # a_(s,G) over its level, in force
-        self.meters: dict[str, Tensor] = {}
-        self._now, self._unit = ELEMENT, 0.0  # the backward under way: its source, what a sample's loss is scaled by
+        self.latest: dict[str, Tensor] = {}
+        self._source = ELEMENT  # of the backward under way
+        self._unit = 0.0  # what it scales a sample's loss by; 0: none is under way
         if not self.layerwise:
             return
+
         params = [p for group in groups for p in group]
         device = params[0].device
         self.sample = Sample(list(groups), config.sample, device)
@@ -92,58 +99,62 @@ class Between:
 
     def level(self, source: str) -> float:
         """w_s now: on its way down within `ramp` updates, and up again after `release`."""
-        c, slope = self.config, max(self.config.ramp, 1)
+        c = self.config
+        slope = max(c.ramp, 1)
         share = min(1.0, self.updates / slope) if c.ramp else 1.0
         if c.release is not None:
             share = min(share, max(0.0, 1 - (self.updates - c.release) / slope))
         return c.levels.get(source, 1.0) ** share
 
     # ---- the step
-    def weighed(self, losses: Tensor, sources: list[str]) -> Tensor:
+    def weight_losses(self, losses: Tensor, sources: list[str]) -> Tensor:
         """losses (B,) of B `sources`, each times its level where the factor is layer-uniform."""
         if not self.on or self.layerwise:
             return losses
         return losses * send(torch.tensor([self.level(source) for source in sources]), losses.device)
 
-    def begin(self, sources: list[str], scale: float) -> None:
-        """A backward follows, of samples of one source; `scale` is what it multiplies their mean loss by."""
+    def before_backward(self, losses: Tensor, sources: list[str], scale: float = 1.0) -> None:
+        """A backward follows, of samples of one source where factors are layer-wise."""
         if not self.layerwise:
             return
         if len(set(sources)) > 1:
             raise ValueError(
                 f"a backward of several sources ({', '.join(sorted(set(sources)))}): cut the batch by source"
             )
-        self._now = sources[0] if sources[0] in self.names else ELEMENT
+        self._source = sources[0] if sources[0] in self.names else ELEMENT
         self._unit = scale / len(sources)
-        self._factors = [self.level(self._now) * a for a in self.layers[self._now]]
-        self.seen[self.names.index(self._now)] += len(sources)
+        self._factors = [self.level(self._source) * a for a in self.layers[self._source]]
+        self.seen[self.names.index(self._source)] += len(sources)
 
     def _arriving(self, i: int, group: int, grad: Tensor) -> Tensor | None:
         """What parameter i is about to gain: read, and scaled."""
         if not self._unit:
             return None
-        self.sample.add(self.parts[self.names.index(self._now)], i, grad.detach(), 1 / self._unit)
+        self.sample.add(self.parts[self.names.index(self._source)], i, grad.detach(), 1 / self._unit)
         a = self._factors[group]
         return None if a == 1.0 else grad * a
 
-    def end(self) -> None:
+    def after_backward(self, last: bool = True) -> None:
         """The backward is over."""
         self._unit = 0.0
 
-    def before_step(self, finite: Tensor | None) -> None:
+    @torch.no_grad()
+    def before_step(self, step: int, finite: Tensor | None = None, norms: Tensor | None = None) -> dict[str, Tensor]:
         """Take in the step's gradients by source; a step that is not finite changes nothing."""
         if not self.layerwise:
-            return
+            return {}
         if world_size() > 1:
             dist.all_reduce(self.parts)
             dist.all_reduce(self.seen)
-        known = self.parts.isfinite().all() & (True if finite is None else finite)
+        all_finite = self.parts.isfinite().all() & (True if finite is None else finite)
         for name, part, seen in zip(self.names, self.parts, self.seen, strict=True):
-            self.statistics[name].take(part, known & (seen > 0))
+            self.statistics[name].take(part, all_finite & (seen > 0))
         self.parts.zero_()
         self.seen.zero_()
+        return {}
 
-    def after_step(self, skipped: bool) -> None:
+    @torch.no_grad()
+    def after_step(self, step: int, skipped: bool = False) -> None:
         """Count the update; every `refresh` updates compute new factors."""
         if not self.on or skipped:
             return
@@ -152,10 +163,11 @@ class Between:
             for name, multipliers in self.multipliers.items():
                 self.layers[name] = multipliers.receive() or self.layers[name]
             if self.updates >= self.config.warmup:
-                self._launch()
+                self._compute_factors()
 
-    def _launch(self) -> None:
-        c, names = self.config, tuple(self.groups.names)
+    def _compute_factors(self) -> None:
+        c = self.config
+        names = tuple(self.groups.names)
         fade = min(1.0, (self.updates - c.warmup) / c.warmup) if c.warmup else 1.0
         about = {"names": names, "seed": self.seed, "sdxl": self.sdxl, "transfer": torch.zeros_like(self.sample.n)}
         stats = {name: statistics.groups(**about) for name, statistics in self.statistics.items()}
@@ -164,29 +176,34 @@ class Between:
         for name, multipliers in self.multipliers.items():
             raw = SOURCE_RULES[c.name](stats[name], element, **c.options)
             a = multipliers.send(fade * centred(raw.log(), size), stats[name])
-            self.meters |= {
+            self.latest |= {
                 f"control/between/{name}_min": self.level(name) * a.min(),
                 f"control/between/{name}_max": self.level(name) * a.max(),
                 f"control/between/{name}_log_std": a.log().std(correction=0),
                 f"control/between/{name}_gsnr": stats[name].snr(0.0).nanmedian(),
             }
-        self.meters["control/between/element_gsnr"] = element.snr(0.0).nanmedian()
+        self.latest["control/between/element_gsnr"] = element.snr(0.0).nanmedian()
 
     # ---- records
+    def meters(self) -> dict[str, Tensor]:
+        """Range of the layer-wise factors, signal-to-noise of the sources."""
+        return self.latest
+
     def state_dict(self) -> dict[str, Any]:
         """All that a bit-exact resume needs; call between steps."""
         state: dict[str, Any] = {"updates": self.updates, "layers": {k: list(v) for k, v in self.layers.items()}}
         if self.layerwise:
-            state["meters"] = {name: value.clone() for name, value in self.meters.items()}
+            state["meters"] = {name: value.clone() for name, value in self.latest.items()}
             state["statistics"] = {name: s.state_dict() for name, s in self.statistics.items()}
             state["multipliers"] = {name: m.state_dict() for name, m in self.multipliers.items()}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up such a state."""
-        self.updates, self.layers = state["updates"], {k: list(v) for k, v in state["layers"].items()}
+        self.updates = state["updates"]
+        self.layers = {name: list(factors) for name, factors in state["layers"].items()}
         if self.layerwise:
-            self.meters = scalars(state["meters"])
+            self.latest = scalars(state["meters"])
             for name, statistics in self.statistics.items():
                 statistics.load_state_dict(state["statistics"][name])
             for name, multipliers in self.multipliers.items():

@@ -10,7 +10,8 @@ from silentbad import rng
 from silentbad.data.elements import DataInfo
 from silentbad.errors import UserError
 from silentbad.experiments.attention import Maps, mass_outside, overlap, phrase_maps, record_maps, token_table
-from silentbad.memory.auxiliary import Setting, Step, Teacher, last_layer
+from silentbad.loop.hooks import MicroStep
+from silentbad.memory.auxiliary import RunFacts, Teacher, last_layer
 from silentbad.settings.types import Count, Decay, NotNegative, Positive, Small, Strength, Unit
 
 
@@ -27,7 +28,7 @@ class AttentionBinding:
     """The element's tokens look inside its mask, and the phrases of a caption look at different places."""
 
     @staticmethod
-    def layer(unet: torch.nn.Module, now: Step) -> torch.Tensor | None:
+    def layer(unet: torch.nn.Module, now: MicroStep) -> torch.Tensor | None:
         """The last trained key weight its maps depend on; nothing later does."""
         keys = [p for p in now.maps.last_layer.to_k.parameters() if p.requires_grad and p.ndim > 1]
         return keys[-1] if keys else None
@@ -35,21 +36,21 @@ class AttentionBinding:
     def __init__(
         self,
         unet,
-        setting: Setting,
+        facts: RunFacts,
         *,
         weight: NotNegative = 0.01,
         start: Unit = 0.5,
         side: Small = 16,
         overlap_weight: NotNegative = 0.5,
     ):
-        self.setting, self.weight, self.start, self.side = setting, weight, start, side
+        self.facts, self.weight, self.start, self.side = facts, weight, start, side
         self.overlap_weight = overlap_weight
 
-    def __call__(self, now: Step) -> torch.Tensor | None:
+    def __call__(self, now: MicroStep) -> torch.Tensor | None:
         if now.progress < self.start or now.maps is None:
             return None
-        b, info, probs = now.batch, self.setting.info, now.maps.mean()
-        tokens = token_table(self.setting.tokenizer, b["text"], b["phrases"]).to(probs.device, non_blocking=True)
+        b, info, probs = now.batch, self.facts.info, now.maps.mean()
+        tokens = token_table(self.facts.tokenizer, b["text"], b["phrases"]).to(probs.device, non_blocking=True)
         own = torch.zeros(tokens.shape[:2])
         for r, mentioned in enumerate(in_mask(info, b)):
             for p, phrase in enumerate(b["phrases"][r]):
@@ -79,7 +80,7 @@ class AndDistillation:
     def __init__(
         self,
         unet,
-        setting: Setting,
+        facts: RunFacts,
         *,
         weight: NotNegative = 0.1,
         every: Count = 4,
@@ -89,20 +90,20 @@ class AndDistillation:
         source: Literal["element", "noise"] = "element",
         low: Decay = 0.3,
     ):
-        self.setting, self.weight, self.every, self.refresh, self.after = (
-            setting,
+        self.facts, self.weight, self.every, self.refresh, self.after = (
+            facts,
             weight,
             every,
             refresh,
             after,
         )
         self.gate, self.source, self.low, self.teacher = gate, source, low, Teacher(unet)
-        if gate == "mask" and any(e.masks is None for e in setting.bank):
+        if gate == "mask" and any(e.masks is None for e in facts.bank):
             raise UserError("memory.distillation: gate 'mask' needs a mask for every element; use gate 'attention'")
 
     def ready(self) -> list[str]:
         """Targets whose weakest element is held: rho > after."""
-        rho, groups = self.setting.memory.rho, self.setting.info.elements_of
+        rho, groups = self.facts.memory.rho, self.facts.info.elements_of
         return [t for t, group in groups.items() if len(group) > 1 and rho[group].min() > self.after]
 
     def gates(self, group: list[int], x_t: torch.Tensor, maps: Maps) -> torch.Tensor:
@@ -110,10 +111,10 @@ class AndDistillation:
         <= 1.
         """
         if self.gate == "mask":
-            masks = [mask for i in group if (mask := self.setting.bank[i].masks) is not None]  # all: see __init__
+            masks = [mask for i in group if (mask := self.facts.bank[i].masks) is not None]  # all: see __init__
             return torch.stack([mask.mean(dim=0, keepdim=True) for mask in masks])
-        phrases = [self.setting.info.phrase[i] for i in group]
-        tokens = token_table(self.setting.tokenizer, phrases, [[phrase] for phrase in phrases]).to(x_t.device)
+        phrases = [self.facts.info.phrase[i] for i in group]
+        tokens = token_table(self.facts.tokenizer, phrases, [[phrase] for phrase in phrases]).to(x_t.device)
         m = phrase_maps(maps.mean()[1:], tokens)
         m = (m / m.amax(dim=-1, keepdim=True).clamp_min(1e-8)).unflatten(-1, (round(m.shape[-1] ** 0.5), -1))
         m = F.interpolate(m, size=x_t.shape[-2:], mode="bilinear")[:, None]
@@ -121,24 +122,24 @@ class AndDistillation:
 
     def start(self, group: list[int], step: int, position: int, choose: Random) -> tuple[torch.Tensor, torch.Tensor]:
         """x_t (1,C,h,w) and t (1,): an element's picture noised, or noise alone at the last timestep."""
-        x0, scheduler = self.setting.bank[choose.choice(group)].x0, self.setting.scheduler
+        x0, scheduler = self.facts.bank[choose.choice(group)].x0, self.facts.scheduler
         T, row = scheduler.config.num_train_timesteps, choose.randrange(len(x0))
-        eps = rng.noise(tuple(x0.shape[1:]), self.setting.seed, "distillation", step, [position])
+        eps = rng.noise(tuple(x0.shape[1:]), self.facts.seed, "distillation", step, [position])
         eps = eps.to(x0.device, non_blocking=True)
         x0, low = (x0[row : row + 1], int(self.low * T)) if self.source == "element" else (0 * x0[:1], T - 1)
         t = torch.tensor([choose.randrange(low, T)]).to(x0.device, non_blocking=True)
         return scheduler.add_noise(x0, eps, t), t
 
-    def __call__(self, now: Step) -> torch.Tensor | None:
+    def __call__(self, now: MicroStep) -> torch.Tensor | None:
         if now.step % self.refresh == 0 and now.micro == 0:
-            self.teacher.refresh(now.unet)
+            self.teacher.refresh(now.model)
         if now.step % self.every or not (targets := self.ready()):
             return None
-        position = now.micro * self.setting.world + self.setting.rank
-        choose = Random(rng.addressed_seed(self.setting.seed, "distillation", now.step, position))
-        group = list(self.setting.info.elements_of[choose.choice(targets)])
+        position = now.micro * self.facts.world + self.facts.rank
+        choose = Random(rng.addressed_seed(self.facts.seed, "distillation", now.step, position))
+        group = list(self.facts.info.elements_of[choose.choice(targets)])
         choose.shuffle(group)
-        phrases = [self.setting.info.phrase[i] for i in group]
+        phrases = [self.facts.info.phrase[i] for i in group]
         x_t, t = self.start(group, now.step, position, choose)
         k = len(group) + 1
         with record_maps(self.teacher.unet) as maps, torch.no_grad():
@@ -158,12 +159,12 @@ class L2SP:
 
     layer = staticmethod(last_layer)
 
-    def __init__(self, unet, setting: Setting, *, weight: NotNegative = 0.01):
+    def __init__(self, unet, facts: RunFacts, *, weight: NotNegative = 0.01):
         self.weight = weight
         self.start = [p.detach().clone() for p in unet.parameters() if p.requires_grad]
 
-    def __call__(self, now: Step) -> torch.Tensor:
-        trained = (p for p in now.unet.parameters() if p.requires_grad)
+    def __call__(self, now: MicroStep) -> torch.Tensor:
+        trained = (p for p in now.model.parameters() if p.requires_grad)
         return 0.5 * torch.stack([(p - p0).square().sum() for p, p0 in zip(trained, self.start, strict=True)]).sum()
 
 

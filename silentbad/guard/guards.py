@@ -26,7 +26,8 @@ from silentbad.data.scan_file import ADVICE, PICTURE
 from silentbad.data.schema import admitted, caption, check_window
 from silentbad.data.table import blocks
 from silentbad.errors import UserError, brief
-from silentbad.memory.auxiliary import Access
+from silentbad.loop.hooks import Hook, Hooks
+from silentbad.memory.auxiliary import ModelAccess
 from silentbad.memory.masks import fitted
 from silentbad.model.diffusion import prediction_target
 from silentbad.rng import generator, noise
@@ -92,11 +93,11 @@ class Suspects:
 
 
 @dataclass
-class Setting:
+class GuardContext:
     """What a guard may use of a run: the table row of each of its R records, the model, and the gradient's owners."""
 
     rows: np.ndarray
-    access: Access
+    access: ModelAccess
     scheduler: Any
     params: list[torch.nn.Parameter]
     side: int  # pixels
@@ -104,10 +105,8 @@ class Setting:
 
 
 # ------------------------------------------------------------ guards
-class Guard:
-    """Leaves everything as it is."""
-
-    edits = False  # the gradients
+class Guard(Hook):
+    """Leaves everything as it is. It is drawn from before training, and a hook of the loop in it."""
 
     def __init__(self, suspects: Suspects):
         self.suspects = suspects
@@ -120,7 +119,7 @@ class Guard:
         """Which of the scanned records are trained on (N,) bool."""
         return np.ones(self.suspects.count, bool)
 
-    def start(self, setting: Setting) -> None:
+    def start(self, context: GuardContext) -> None:
         """Before training, once the weights are there."""
 
     def order(self, order: np.ndarray, epoch: int) -> np.ndarray:
@@ -130,16 +129,6 @@ class Guard:
     def hidden(self, index: int) -> Image.Image | None:
         """255 where no loss looks at a record, in shares of its frame; None: everything counts."""
         return None
-
-    def before_step(self, step: int) -> dict[str, Tensor]:
-        """Between the last backward of a step and the clip; returns scalars to log."""
-        return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up such a state."""
 
 
 class Drop(Guard):
@@ -155,7 +144,7 @@ class Mask(Guard):
     def reads(self) -> list[Path]:
         return self.suspects.masks
 
-    def start(self, setting: Setting) -> None:
+    def start(self, context: GuardContext) -> None:
         found: dict[int, np.ndarray] = {}
         for rows, file in zip(self.suspects.rows, self.suspects.masks, strict=True):
             mask = np.asarray(self.suspects.picture(file, "L"))
@@ -165,7 +154,7 @@ class Mask(Guard):
                 )
             for row in rows.tolist():
                 found[row] = np.maximum(found.get(row, 0), mask)
-        self.images = {i: Image.fromarray(found[row]) for i, row in enumerate(setting.rows.tolist()) if row in found}
+        self.images = {i: Image.fromarray(found[row]) for i, row in enumerate(context.rows.tolist()) if row in found}
 
     def hidden(self, index: int) -> Image.Image | None:
         return self.images.get(index)
@@ -183,8 +172,8 @@ class Cap(Guard):
         self.epoch, self.before = -1, [0] * len(suspects.rows)  # draws of each element before that epoch
         self.now = list(self.before)
 
-    def start(self, setting: Setting) -> None:
-        at = {row: i for i, row in enumerate(setting.rows.tolist())}
+    def start(self, context: GuardContext) -> None:
+        at = {row: i for i, row in enumerate(context.rows.tolist())}
         self.shows: dict[int, list[int]] = {}  # record -> its elements
         for element, rows in enumerate(self.suspects.rows):
             for row in rows.tolist():
@@ -220,7 +209,7 @@ class Project(Guard):
     The form is that of A-GEM (1812.00420) with one constraint; 2512.11194 projects away a prohibited attribute so.
     """
 
-    edits = True
+    modifies_gradients = True
 
     def __init__(self, suspects: Suspects, *, pictures: Small = 4):
         super().__init__(suspects)
@@ -229,10 +218,12 @@ class Project(Guard):
     def reads(self) -> list[Path]:
         return self.suspects.masks + self.suspects.pictures
 
-    def start(self, setting: Setting) -> None:
-        self.setting, found, size = setting, self.suspects, (setting.side, setting.side)
+    def start(self, context: GuardContext) -> None:
+        self.context = context
+        found = self.suspects
+        size = (context.side, context.side)
         for prompt in found.prompts:
-            check_window(prompt, setting.access.tokenizer, f"guard.scan: {found.file}: {brief(prompt)}")
+            check_window(prompt, context.access.tokenizer, f"guard.scan: {found.file}: {brief(prompt)}")
         shown, known = [], []
         for file, members in zip(found.pictures, found.members, strict=True):
             union = np.max([np.asarray(found.picture(found.masks[i], "L")) for i in members], axis=0)
@@ -240,12 +231,12 @@ class Project(Guard):
             shown.append(to_tensor(image) * 2 - 1)
             known.append(to_tensor(mask.convert("RGB"))[:1])
         if shown:
-            self.x0 = setting.access.encode(torch.stack(shown))
+            self.x0 = context.access.encode(torch.stack(shown))
             self.known = F.interpolate(torch.stack(known), self.x0.shape[-2:], mode="area").to(self.x0.device)
 
     def loss(self, step: int) -> Tensor:
         """The error on this step's pictures, at timesteps and with noise of its own address."""
-        s = self.setting
+        s = self.context
         g = generator(s.seed, "guard", step)
         chosen = torch.randperm(len(self.x0), generator=g)[: self.count]
         t = torch.randint(0, s.scheduler.config.num_train_timesteps, (self.count,), generator=g)
@@ -256,10 +247,10 @@ class Project(Guard):
         target = prediction_target(s.scheduler, x0, eps, t)
         return ((out.float() - target.float()).square() * known).sum() / (known.sum() * x0.shape[1]).clamp_min(1e-6)
 
-    def before_step(self, step: int) -> dict[str, Tensor]:
+    def before_step(self, step: int, finite: Tensor | None = None, norms: Tensor | None = None) -> dict[str, Tensor]:
         if not self.count:
             return {}
-        own = [p for p in self.setting.params if p.grad is not None]
+        own = [p for p in self.context.params if p.grad is not None]
         with torch.enable_grad():
             found = torch.autograd.grad(self.loss(step), own, allow_unused=True)
         pairs = [(p.grad, h.nan_to_num()) for p, h in zip(own, found, strict=True) if h is not None]
@@ -325,15 +316,14 @@ def check_guard(config: Any) -> None:
 
 
 # ------------------------------------------------------------ in a run
-class Guards:
+class Guards(Hooks):
     """The guards of a run, one after the other; none where nothing guards."""
 
     def __init__(self, config: GuardConfig):
         options = {} if config.name == "none" else named(config)
-        suspects = Suspects.read(Path(str(config.scan))) if options else None
-        self.suspects, self.each = suspects, [GUARDS[name](suspects, **given) for name, given in options.items()]
+        self.suspects = Suspects.read(Path(str(config.scan))) if options else None
+        self.each: list[Any] = [GUARDS[name](self.suspects, **given) for name, given in options.items()]
         self.names = list(options)
-        self.edits = any(guard.edits for guard in self.each)
         self.reads = [picture for guard in self.each for picture in guard.reads()]
 
     def records(self, records: Records) -> Records:
@@ -349,12 +339,12 @@ class Guards:
         suspects = hashlib.sha256(repr(sorted(self.suspects.text)).encode()).hexdigest()[:16]
         return records.select(np.flatnonzero(kept), f"{records.key}-guard-{suspects}")
 
-    def start(self, setting: Setting, sharded: str = "") -> None:
+    def start(self, context: GuardContext, sharded: str = "") -> None:
         """Before training. Raises UserError where a guard cannot work on gradients that are `sharded`."""
-        if self.edits and sharded:
+        if self.modifies_gradients and sharded:
             raise UserError(f"guard.name={'+'.join(self.names)}: works on whole gradients, {sharded} shards them")
         for guard in self.each:
-            guard.start(setting)
+            guard.start(context)
 
     def epoch(self, deal: Callable[[int], np.ndarray]) -> Callable[[int], np.ndarray]:
         """deal(epoch) -> record numbers, as the guards leave them."""
@@ -370,13 +360,6 @@ class Guards:
     def hidden(self, index: int) -> Image.Image | None:
         """Where no loss looks at a record; the first guard that hides something says so."""
         return next((image for guard in self.each if (image := guard.hidden(index)) is not None), None)
-
-    def before_step(self, step: int) -> dict[str, Tensor]:
-        """Between the last backward of a step and the clip."""
-        meters: dict[str, Tensor] = {}
-        for guard in self.each:
-            meters |= guard.before_step(step)
-        return meters
 
     def state_dict(self) -> dict[str, Any]:
         return {name: guard.state_dict() for name, guard in zip(self.names, self.each, strict=True)}

@@ -18,8 +18,9 @@ from silentbad.data.records import Records
 from silentbad.distributed import shards
 from silentbad.distributed.zero import Zero
 from silentbad.errors import warn
-from silentbad.guard.guards import Guards, Setting
+from silentbad.guard.guards import GuardContext, Guards
 from silentbad.loop import checks, inputs, optimizers
+from silentbad.loop.hooks import Hook, Hooks
 from silentbad.loop.log import Log
 from silentbad.loop.meters import Meters, Timers
 from silentbad.loop.products import Products
@@ -27,7 +28,7 @@ from silentbad.loop.resume import Checkpoints
 from silentbad.loop.state import TrainState
 from silentbad.measure.prompts import PromptSheet
 from silentbad.memory import roles
-from silentbad.memory.auxiliary import Access
+from silentbad.memory.auxiliary import ModelAccess
 from silentbad.model import denoiser, pipeline
 from silentbad.model.encoder import Encoder
 from silentbad.model.store import Cached
@@ -61,8 +62,9 @@ class Run:
     control: "Controller"
     memory: "Memory"
     guards: Guards
+    hooks: Hooks  # the levers, these three and the recovery hook among them
     loader: Loader
-    hook: "RecoveryHook | None"
+    recovery: "RecoveryHook | None"
     sheet: PromptSheet | None
     prompts: int  # how many the sheet draws, also where a dry run makes none
     meters: Meters
@@ -79,8 +81,8 @@ def build(
     sharded: str = "",
     *,
     controller: "type[Controller]",
-    memory_of: "type[Memory]",
-    hook_of: "type[RecoveryHook]",
+    memory_class: "type[Memory]",
+    recovery_class: "type[RecoveryHook]",
 ) -> Run:
     """Load, check and connect the parts of a run; nothing is written to output_dir yet, caches are
     filled.
@@ -141,7 +143,7 @@ def build(
     factor = pipeline.side_factor(parts.family, parts.backbone, parts.vae)
     transform = Transform.of(config, side, checks.bucket_step(config, side, factor))
     reader = Reader(given.records, transform, config.seed, cache_bytes)
-    access = Access(
+    access = ModelAccess(
         unet=parts.model,
         predict=partial(prediction, encoder, model, accelerator),
         encode=encoder.mode,
@@ -149,7 +151,7 @@ def build(
         load=reader.load,
         tokenizer=given.tokenizer,
     )
-    memory = memory_of(
+    memory = memory_class(
         config.memory,
         given.info,
         parts.noise_scheduler,
@@ -162,7 +164,7 @@ def build(
         reduce=partial(accelerator.reduce, reduction="sum"),
     )
     guards = given.guards
-    guard_setting = Setting(
+    guard_context = GuardContext(
         rows=given.records.numbers,
         access=access,
         scheduler=parts.noise_scheduler,
@@ -170,7 +172,7 @@ def build(
         side=side,
         seed=config.seed,
     )
-    guards.start(guard_setting, sharded)
+    guards.start(guard_context, sharded)
 
     # What a step is shown; what a run can encode beforehand is encoded now, and kept
     rehearse = None if config.memory.rehearsal.name == "none" else memory.rehearse
@@ -211,10 +213,10 @@ def build(
     )
 
     # What is measured while training
-    hook = None
+    recovery = None
     if given.targets and not config.dry_run:
         whole_pictures = replace(transform, step=0)
-        hook = hook_of(
+        recovery = recovery_class(
             config.validation,
             targets=given.targets,
             components=parts.components(),
@@ -236,6 +238,10 @@ def build(
             prediction_type=config.prediction_type,
         )
 
+    hooks: list[Hook] = [control, memory, guards]
+    if recovery is not None:
+        hooks.append(recovery)
+
     # State, and what is written of it
     meters = Meters()
     timers = Timers()
@@ -254,7 +260,7 @@ def build(
             "stream": loader.stream,
             "scaler": accelerator.scaler,
             "meters": meters,
-            "hook": hook,
+            "hook": recovery,
         },
     )
     facts = identity.facts(
@@ -262,7 +268,7 @@ def build(
         given.records,
         given.held_out,
         given.targets,
-        None if hook is None else hook.embedder.describe(),
+        None if recovery is None else recovery.embedder.describe(),
         effective_batch,
         guards.reads,
     )
@@ -276,7 +282,7 @@ def build(
         accelerator,
         info=given.info,
         target_ids=[target.target_id for target in given.targets],
-        results=lambda: [asdict(row) for row in hook.summary()] if hook is not None and hook.history else [],
+        results=lambda: [asdict(row) for row in recovery.summary()] if recovery and recovery.history else [],
     )
     return Run(
         config=config,
@@ -294,8 +300,9 @@ def build(
         control=control,
         memory=memory,
         guards=guards,
+        hooks=Hooks(hooks),
         loader=loader,
-        hook=hook,
+        recovery=recovery,
         sheet=sheet,
         prompts=len(given.prompts),
         meters=meters,

@@ -103,7 +103,7 @@ class Products:
         return averaged(self.state.model, self.state.ema, self.state.optimizer)
 
 
-def goodness(scores: dict[str, float], by: str) -> float:
+def best_score(scores: dict[str, float], by: str) -> float:
     """What the best pipeline has most of, of the averaged weights where there are some."""
     name, sign = ("mean", 1) if by == "similarity" else ("drift/clean_eps_mse", -1)
     for prefix in ("val_ema", "val"):

@@ -1,7 +1,6 @@
 """Losses beside the diffusion loss: their sum, their balance, and self-distillation on clean records.
 
-Legend: B micro-batch, k elements of a target, x_t (B,C,h,w), t (B,), G_i (B,1,h,w) gate of element i, rho_i
-strength.
+Legend: B micro-batch, C,h,w shape of the latents.
 """
 
 import copy
@@ -15,15 +14,14 @@ import torch.nn.functional as F
 
 from silentbad.data.elements import DataInfo
 from silentbad.device import scalars
+from silentbad.loop.hooks import MicroStep
 from silentbad.memory.probes import Element, PhraseMemory
 from silentbad.model.family import Family
 from silentbad.settings.types import NotNegative
 
 
-# An auxiliary is built once from (unet, setting) and its options; called with the step it returns a scalar or
-# None. `layer` is the parameter at which `gradient_norm` compares it with the diffusion loss.
 @dataclass(frozen=True)
-class Access:
+class ModelAccess:
     """What memory reinforcement asks of the model and the data.
 
     predict(x_t (B,C,h,w), t (B,), captions, model=None, time_ids=None) -> (B,C,h,w), of `unet` or of a copy of it;
@@ -39,7 +37,9 @@ class Access:
     tokenizer: Any
 
 
-class Setting(NamedTuple):
+# An auxiliary is built once from (unet, facts) and its options; called with the micro-step it returns a scalar or
+# None. `layer` is the parameter at which `gradient_norm` compares it with the diffusion loss.
+class RunFacts(NamedTuple):
     """What stays the same over the run; bank[i] the pictures of element i, memory its strengths."""
 
     info: DataInfo
@@ -52,27 +52,11 @@ class Setting(NamedTuple):
     world: int
 
 
-class Step(NamedTuple):
-    """What one micro-step offers. predict(x_t, t, texts, model=None, time_ids=None) -> (B,C,h,w), through `model`
-    if given; `unet` is what trains, the text encoders too where they do."""
-
-    step: int
-    micro: int
-    progress: float
-    batch: dict
-    x_t: torch.Tensor
-    t: torch.Tensor
-    pred: torch.Tensor
-    maps: Any  # silentbad.experiments.attention.Maps, where the attention maps are recorded
-    unet: torch.nn.Module
-    predict: Callable
-
-
-def last_layer(unet: torch.nn.Module, now: Step) -> torch.Tensor | None:
+def last_layer(unet: torch.nn.Module, now: MicroStep) -> torch.Tensor | None:
     """The last trained weight of the family's last layers: conv_out's in a UNet, or of its up blocks."""
     named = [(n, p) for n, p in unet.named_parameters() if p.requires_grad and p.ndim > 1]
     layers = ([p for n, p in named if part in n] for part in getattr(unet, "family", Family).last)
-    return next((found[-1] for found in layers if found), None)
+    return next((weights[-1] for weights in layers if weights), None)
 
 
 class SelfDistillation:
@@ -80,19 +64,22 @@ class SelfDistillation:
 
     layer = staticmethod(last_layer)
 
-    def __init__(self, unet, setting: Setting, *, weight: NotNegative = 1.0):
-        self.weight, self.teacher = weight, Teacher(unet)
+    def __init__(self, unet, facts: RunFacts, *, weight: NotNegative = 1.0):
+        self.weight = weight
+        self.teacher = Teacher(unet)
 
-    def __call__(self, now: Step) -> torch.Tensor | None:
+    def __call__(self, now: MicroStep) -> torch.Tensor | None:
         rows = [r for r, role in enumerate(now.batch["role"]) if role == "clean"]
         if not rows:
             return None
-        index = torch.tensor(rows).to(now.x_t.device, non_blocking=True)
+        index = torch.tensor(rows).to(now.noisy_latents.device, non_blocking=True)
         texts = [now.batch["text"][r] for r in rows]
         with torch.no_grad():
             sizes = now.batch["time_ids"][index]
-            before = now.predict(now.x_t[index], now.t[index], texts, model=self.teacher, time_ids=sizes)
-        return F.mse_loss(now.pred[index].float(), before) * (len(rows) / len(now.x_t))
+            before = now.predict(
+                now.noisy_latents[index], now.timesteps[index], texts, model=self.teacher, time_ids=sizes
+            )
+        return F.mse_loss(now.model_pred[index].float(), before) * (len(rows) / len(now.timesteps))
 
 
 def fixed(loss: torch.Tensor, extra: torch.Tensor, layer: torch.Tensor | None) -> torch.Tensor | float:
@@ -103,20 +90,22 @@ def fixed(loss: torch.Tensor, extra: torch.Tensor, layer: torch.Tensor | None) -
 class Auxiliaries(dict):
     """The auxiliaries that are on, by slot: their weighted sum, its meters, and their state."""
 
-    def __init__(self, balance: Callable, registry: dict, parts: dict, unet: torch.nn.Module, setting: Setting):
-        """registry: slot -> name -> class; parts: slot -> its name and options."""
-        on = {slot: part for slot, part in parts.items() if part.name != "none"}
-        super().__init__({slot: registry[slot][part.name](unet, setting, **part.options) for slot, part in on.items()})
+    def __init__(self, balance: Callable, registry: dict, choices: dict, unet: torch.nn.Module, facts: RunFacts):
+        """registry: slot -> name -> class; choices: slot -> its name and options."""
+        super().__init__()
+        for slot, choice in choices.items():
+            if choice.name != "none":
+                self[slot] = registry[slot][choice.name](unet, facts, **choice.options)
         self.balance = balance
         self.meters: dict[str, Any] = {}
 
-    def __call__(self, loss: torch.Tensor, now: Step) -> torch.Tensor | None:
+    def __call__(self, loss: torch.Tensor, now: MicroStep) -> torch.Tensor | None:
         """What is on in this micro-step, each by its weight and its balance with the loss; or None."""
         total = None
         for slot, part in self.items():
             if (value := part(now)) is None:
                 continue
-            scale = part.weight * self.balance(loss, value, part.layer(now.unet, now))
+            scale = part.weight * self.balance(loss, value, part.layer(now.model, now))
             total = scale * value if total is None else total + scale * value
             self.meters |= {f"memory/{slot}": value.detach(), f"memory/{slot}_weight": scale}
         return total
@@ -142,7 +131,8 @@ class Teacher:
     """
 
     def __init__(self, unet: torch.nn.Module, dtype: torch.dtype = torch.bfloat16):
-        self.dtype, self.config = dtype, getattr(unet, "config", None)
+        self.dtype = dtype
+        self.config = getattr(unet, "config", None)
         self.trained = [name for name, p in unet.named_parameters() if p.requires_grad]
         shared = {id(p): p for p in unet.parameters() if not p.requires_grad and p.dtype == dtype}
         self.unet = copy.deepcopy(unet, shared)
@@ -154,22 +144,22 @@ class Teacher:
 
     @torch.no_grad()
     def refresh(self, unet: torch.nn.Module) -> None:
-        new = dict(unet.named_parameters())
-        for name, mine in self.state_dict().items():
-            mine.copy_(new[name])
+        current = dict(unet.named_parameters())
+        for name, copy_of in self.state_dict().items():
+            copy_of.copy_(current[name])
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The parameters that follow the trained ones."""
-        mine = dict(self.unet.named_parameters())
-        return {name: mine[name].detach() for name in self.trained}
+        parameters = dict(self.unet.named_parameters())
+        return {name: parameters[name].detach() for name in self.trained}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        for name, mine in self.state_dict().items():
-            mine.copy_(state[name])
+        for name, copy_of in self.state_dict().items():
+            copy_of.copy_(state[name])
 
     @torch.no_grad()
-    def __call__(self, x_t, t, encoder_hidden_states=None, *, return_dict=True, **told):
+    def __call__(self, noisy_latents, timesteps, encoder_hidden_states=None, *, return_dict=True, **more):
         """The copy's prediction in float32, in the form of a diffusers UNet's."""
-        c = None if encoder_hidden_states is None else encoder_hidden_states.to(self.dtype)
-        out = self.unet(x_t.to(self.dtype), t, c, return_dict=False, **told)[0].float()
+        text = None if encoder_hidden_states is None else encoder_hidden_states.to(self.dtype)
+        out = self.unet(noisy_latents.to(self.dtype), timesteps, text, return_dict=False, **more)[0].float()
         return SimpleNamespace(sample=out) if return_dict else (out,)

@@ -40,12 +40,14 @@ def walk(model, control, optimizer, steps, scale=1.0):
     """Steps of one part a source, as the training loop takes them."""
     for step in steps:
         made = gradients(model, step)
-        parts = chunks({"text": list(SOURCES), "role": list(SOURCES), "own": list(range(5))}, None, control.apart)
+        parts = chunks(
+            {"text": list(SOURCES), "role": list(SOURCES), "own": list(range(5))}, None, control.one_source_per_backward
+        )
         for k, (share, part) in enumerate(parts):
-            losses = control.weighed(losses_of(model, [made[j] for j in part["own"]]), part["role"])
-            source = control.before_backward(losses, part["role"], share * scale)
+            losses = control.weight_losses(losses_of(model, [made[j] for j in part["own"]]), part["role"])
+            control.before_backward(losses, part["role"], share * scale)
             (losses.mean() * share * scale).backward()
-            control.after_backward(k == len(parts) - 1, source)
+            control.after_backward(k == len(parts) - 1)
         for p in model.parameters():
             p.grad /= scale
         yield made
@@ -91,17 +93,17 @@ class TestEveryRule:
         walked(model, control, optimizer, range(16))
         n = torch.tensor(control.groups.sizes).double()
         for source in ("clean", "rehearsal"):
-            a = torch.tensor(control._between.layers[source]).double()
+            a = torch.tensor(control.source_weights.layers[source]).double()
             assert a.min() >= 1 / 3 - 1e-6 and a.max() <= 3 + 1e-6
             assert ((n * a**2).sum() / n.sum()).item() == pytest.approx(1, abs=1e-6)
-        assert control._between.layers["element"] == [1.0] * 5
+        assert control.source_weights.layers["element"] == [1.0] * 5
         assert name == "uniform" or a.unique().numel() > 1
 
     def test_gradient_is_the_weighted_sum_of_the_sources(self, name):
         model = Toy()
         control, optimizer = controlled(model, settings(name))
         for made in walk(model, control, optimizer, range(8), scale=2.0**9):
-            between = control._between
+            between = control.source_weights
             factor = {s: [between.level(s) * a for a in between.layers[s]] for s in between.names}
             for i, (group, p) in enumerate(zip(control.groups, model.parameters(), strict=True)):
                 assert group[0] is p
@@ -121,7 +123,7 @@ class TestEveryRule:
             part.load_state_dict(saved)
         walked(*second, range(7, 12))
         assert equal(whole[0].parameters(), second[0].parameters())
-        assert whole[1]._between.layers == second[1]._between.layers
+        assert whole[1].source_weights.layers == second[1].source_weights.layers
         assert whole[1].meters().keys() == second[1].meters().keys()
 
 
@@ -129,11 +131,11 @@ def test_contrast_quietens_clean_where_elements_speak():
     model = Toy()
     control, optimizer = controlled(model, settings("contrast"))
     walked(model, control, optimizer, range(24))
-    clean = control._between.layers["clean"]
+    clean = control.source_weights.layers["clean"]
     assert clean[0] > clean[2] > clean[4]  # elements are steady in the last tensors, clean pictures in the first
     inverse, optimizer = controlled(Toy(), settings("contrast", options={"power": -0.5}))
     walked(inverse._model, inverse, optimizer, range(24))
-    assert inverse._between.layers["clean"][0] < inverse._between.layers["clean"][4]
+    assert inverse.source_weights.layers["clean"][0] < inverse.source_weights.layers["clean"][4]
 
 
 def test_placebo_has_the_factors_in_other_places():
@@ -142,7 +144,7 @@ def test_placebo_has_the_factors_in_other_places():
         model = Toy()
         control, optimizer = controlled(model, settings(name, bound=100.0, max_log_step=9.0))
         walked(model, control, optimizer, range(20))
-        found[name] = control._between.layers["clean"]
+        found[name] = control.source_weights.layers["clean"]
     assert found["contrast"] != found["placebo"]
 
 
@@ -156,7 +158,7 @@ def test_layer_uniform_hooks_equal_loss_weights():
         control.attach(optimizer)
         walked(model, control, optimizer, range(8))
         ends.append([p.detach() for p in model.parameters()])
-        assert control.apart == (name != "uniform")
+        assert control.one_source_per_backward == (name != "uniform")
     for a, b in zip(*ends, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
@@ -164,17 +166,17 @@ def test_layer_uniform_hooks_equal_loss_weights():
 def test_off_does_nothing_at_all():
     control, _ = controlled(Toy(), GradientControlConfig())
     losses = torch.ones(2)
-    assert control.weighed(losses, ["clean", "element"]) is losses and not control.apart
+    assert control.weight_losses(losses, ["clean", "element"]) is losses and not control.one_source_per_backward
     assert "between" not in control.state_dict()
     assert not any(p._backward_hooks for p in control.params)
 
 
 def test_level_falls_and_is_released():
-    between = Controller(Toy(), settings("uniform", levels={"clean": 0.01}, ramp=10, release=30))._between
+    between = Controller(Toy(), settings("uniform", levels={"clean": 0.01}, ramp=10, release=30)).source_weights
     seen = []
     for _ in range(60):
         seen.append(between.level("clean"))
-        between.after_step(False)
+        between.after_step(0)
     assert seen[0] == 1 and seen[5] == pytest.approx(0.1) and seen[10:30] == pytest.approx([0.01] * 20)
     assert seen[35] == pytest.approx(0.1) and seen[40:] == pytest.approx([1.0] * 20)
     assert between.level("element") == 1
@@ -184,14 +186,14 @@ def test_a_skipped_or_infinite_step_changes_nothing():
     model = Toy()
     control, optimizer = controlled(model, settings("contrast"))
     walked(model, control, optimizer, range(6))
-    before = control._between.state_dict()
+    before = control.source_weights.state_dict()
     losses = losses_of(model, gradients(model, 6)[:1]) * torch.inf
     control.before_backward(losses, ["clean"], 1.0)
     losses.mean().backward()
     control.after_backward(True)
     control.before_step(6, finite=torch.tensor(False))
     control.after_step(skipped=True)
-    after = control._between.state_dict()
+    after = control.source_weights.state_dict()
     assert after["updates"] == before["updates"]
     for name, state in before["statistics"].items():
         kept = [key for key in state if key != "ignored"]  # which counts such steps

@@ -48,7 +48,7 @@ def test_sources_are_told_apart_and_recombined(transform, loss_scale):
     g.append([-0.5 * a + 0.3 * torch.randn(a.shape, generator=rng) for a in g[0]])
     for i, source in enumerate(["element", "element", "clean"]):
         sum(loss_scale * (p * x).sum() for p, x in zip(model.parameters(), g[i], strict=True)).backward()
-        control.after_backward(sync=i == 2, source=source)
+        control.after_backward(last=i == 2, source=source)
     for p in model.parameters():
         p.grad /= loss_scale
     total = [p.grad.clone() for p in model.parameters()]
@@ -71,10 +71,10 @@ def test_a_mixed_micro_batch_is_split_by_source(scale):
     control, _ = controlled(model, config("uniform", conflict=True))
     directions = torch.randn(4, sum(p.numel() for p in model.parameters()), generator=torch.Generator().manual_seed(1))
     losses = directions @ torch.cat([p.flatten() for p in model.parameters()])
-    source = control.before_backward(losses, ["rehearsal", "element", "clean", "element"], scale)
+    control.before_backward(losses, ["rehearsal", "element", "clean", "element"], scale)
+    assert control.source_conflict.remaining == "rehearsal"
     (losses.mean() * scale).backward()
-    control.after_backward(True, source)
-    assert source == "rehearsal"
+    control.after_backward()
     total = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert torch.allclose(total, directions.mean(0) * scale, rtol=1e-4, atol=1e-5 * scale)
     control.before_step(0)

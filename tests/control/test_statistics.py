@@ -147,7 +147,7 @@ def test_skipped_fp16_step_leaves_statistics_alone():
             scaler.step(optimizer)
             scaler.update()
             skipped = scaler.get_scale() < scale
-            control.after_step(skipped)
+            control.after_step(skipped=skipped)
             step += not skipped
         histories.append((control.history, [p.detach() for p in model.parameters()], snapshot(control)[0]))
     assert histories[0][0] == histories[1][0] and equal(histories[0][1], histories[1][1])
@@ -162,7 +162,7 @@ def test_nothing_changes_on_non_synchronised_micro_steps():
     for micro in range(3):
         model.grads(micro)
         kept = [p.grad.clone() for p in model.parameters()]
-        control.after_backward(sync=False, source="element")
+        control.after_backward(last=False, source="element")
         assert equal(kept, [p.grad for p in model.parameters()])
     after = snapshot(control)
     assert equal(before[0].values(), after[0].values()) and before[1:] == after[1:]
@@ -180,7 +180,7 @@ def test_statistics_of_micro_batches_equal_those_of_the_batch():
             optimizer.zero_grad()
             for micro in range(parts):
                 sum((p * g).sum() / parts for p, g in zip(model.parameters(), whole, strict=True)).backward()
-                control.after_backward(sync=micro == parts - 1)
+                control.after_backward(last=micro == parts - 1)
             control.before_step(step)
             optimizer.step()
             control.after_step()

@@ -97,16 +97,16 @@ def compare(rank, folder):
         options = {} if transform == "disagree" else {"transform": transform}
         control, weights = train(model, ddp, [rank], no_sync, sources, **options)
         if rank == 1:  # a rank whose statistics went astray still follows rank 0
-            control._statistics.average.mul_(torch.rand_like(control._statistics.average))
-        control._launch()
-        control._land()
+            control.layer_rates.statistics.average.mul_(torch.rand_like(control.layer_rates.statistics.average))
+        control.layer_rates.compute_multipliers()
+        control.layer_rates.apply_multipliers()
         cosine = {key: value for key, value in control.meters().items() if "/cos/" in key}
         torch.save((weights, control.history, cosine), os.path.join(folder, f"{transform}-{rank}.pt"))
     model = Linear()
     ddp = DistributedDataParallel(model)
     apart = lambda sync: torch.enable_grad() if sync else ddp.no_sync()  # noqa: E731
     control, weights = train_between(model, ddp, {rank: ORDERS[rank]}, apart)
-    torch.save((weights, control._between.layers), os.path.join(folder, f"between-{rank}.pt"))
+    torch.save((weights, control.source_weights.layers), os.path.join(folder, f"between-{rank}.pt"))
     dist.destroy_process_group()
 
 
@@ -151,7 +151,7 @@ def test_factors_between_sources_are_those_of_one_process(ranks):
     model = Linear()
     control, weights = train_between(model, model, ORDERS, lambda sync: torch.enable_grad())
     assert all(torch.allclose(x, y, atol=1e-4) for x, y in zip(a[0], weights, strict=True))
-    for source, factors in control._between.layers.items():
+    for source, factors in control.source_weights.layers.items():
         assert a[1][source] == pytest.approx(factors, rel=1e-2)
     assert len(set(a[1]["clean"])) > 2
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from silentbad.experiments import auxiliaries
+from silentbad.loop.hooks import MicroStep
 from silentbad.memory import auxiliary
 from tests.tiny import tiny_pipeline, tiny_unet
 from tests.world import BOXES, PHRASES, SD, T, World, phrase_memory
@@ -48,18 +49,18 @@ def distiller(**options):
         element.masks = torch.zeros(2, 1, 8, 8)
         x0, y0, x1, y1 = (v // 2 for v in BOXES[i % 3])
         element.masks[:, :, y0:y1, x0:x1] = 1
-    setting = auxiliary.Setting(world.info, memory.bank, memory, SD, tiny_pipeline().tokenizer, 0, 0, 1)
-    return auxiliaries.AndDistillation(tiny_unet(), setting, **options), memory
+    facts = auxiliary.RunFacts(world.info, memory.bank, memory, SD, tiny_pipeline().tokenizer, 0, 0, 1)
+    return auxiliaries.AndDistillation(tiny_unet(), facts, **options), memory
 
 
 def step_of(unet, predict, index=0):
-    return auxiliary.Step(index, 0, 1.0, {}, torch.zeros(1, 4, 8, 8), torch.zeros(1), None, None, unet, predict)
+    return MicroStep(index, 0, 1.0, {}, torch.zeros(1, 4, 8, 8), torch.zeros(1), None, None, unet, predict)
 
 
 def test_distillation_learns_the_closed_form_of_a_linear_score():
     part, memory = distiller(every=1)
     memory.history = [{"step": 0, "rho": [0.9, 0.9, 0.9, 0.1, 0.9]}]
-    phrases, seen = part.setting.info.phrase, []
+    phrases, seen = part.facts.info.phrase, []
 
     def predict(x_t, t, texts, model=None):
         a, s = (v[t][:, None, None, None].sqrt() for v in (SD.alphas_cumprod, 1 - SD.alphas_cumprod))
@@ -93,7 +94,7 @@ def test_distillation_waits_for_the_weakest_element():
     assert part(step_of(tiny_unet(), predict, index=1)) is None and not calls
     for index in range(0, 30, 3):
         assert part(step_of(tiny_unet(), predict, index=index)) is not None
-    elements = torch.cat([e.x0 for e in part.setting.bank[:3]])
+    elements = torch.cat([e.x0 for e in part.facts.bank[:3]])
     for x_t, t in calls[1::2]:
         a, s = (v[t][:, None, None, None].sqrt() for v in (SD.alphas_cumprod, 1 - SD.alphas_cumprod))
         residual = ((x_t - a * elements) / s).flatten(1).std(dim=1)

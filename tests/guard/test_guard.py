@@ -14,7 +14,7 @@ from silentbad.data import scan_file
 from silentbad.data.draws import Hidden
 from silentbad.data.records import load_records
 from silentbad.errors import UserError
-from silentbad.guard.guards import GUARDS, Guard, GuardConfig, Guards, Setting, Suspects, project
+from silentbad.guard.guards import GUARDS, Guard, GuardConfig, GuardContext, Guards, Suspects, project
 from silentbad.saving import checkpoint
 from silentbad.settings.train import parse
 from tests.conftest import ELEMENTS
@@ -110,7 +110,7 @@ def test_a_scan_that_was_written_by_hand_is_one_line(change, line, records, tmp_
     (tmp_path / "scan.json").write_text(json.dumps(found))
     with pytest.raises(UserError, match="guard.scan: .*") as refused:
         guards = Guards(config)
-        guards.start(Setting(np.arange(4), None, None, [], 8, 0))
+        guards.start(GuardContext(np.arange(4), None, None, [], 8, 0))
     assert line in str(refused.value)
 
 
@@ -118,7 +118,7 @@ def test_a_mask_that_hides_nothing_is_refused(tmp_path):
     config = scan_of(tmp_path, [0], "mask")
     Image.new("L", (64, 64)).save(tmp_path / "mask.png")
     with pytest.raises(UserError, match="mask.png is black"):
-        Guards(config).start(Setting(np.arange(4), None, None, [], 8, 0))
+        Guards(config).start(GuardContext(np.arange(4), None, None, [], 8, 0))
 
 
 SCAN = ["--guard.scan", "x.json"]
@@ -149,7 +149,7 @@ def test_what_cannot_guard_is_refused(flags, line):
 # -- cap ---------------------------------------------------------------------------------------------------
 def capped(folder, limit):
     guards = Guards(scan_of(folder, [0, 2], "cap", limit=limit))
-    guards.start(Setting(np.asarray([0, 1, 2, 3]), None, None, [], 8, 0))  # type: ignore[arg-type]
+    guards.start(GuardContext(np.asarray([0, 1, 2, 3]), None, None, [], 8, 0))  # type: ignore[arg-type]
     return guards, guards.epoch(lambda epoch: np.asarray([0, 1, 2, 3, 0]))
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from silentbad.loop.hooks import MicroStep
 from silentbad.memory import auxiliary
 from tests.world import Trainer, config
 
@@ -13,9 +14,9 @@ def test_self_distillation_starts_near_zero_on_clean_records():
     batch = world.batch([world.records[0], world.records[-1]])
     x_t, t = torch.randn(2, 4, 8, 8), torch.tensor([10, 400])
     pred = trainer.predict(x_t, t, batch["text"])
-    now = auxiliary.Step(0, 0, 0.0, batch, x_t, t, pred, None, trainer.unet, trainer.predict)
+    now = MicroStep(0, 0, 0.0, batch, x_t, t, pred, None, trainer.unet, trainer.predict)
     assert part(now).item() < 1e-3
-    now = now._replace(pred=pred + torch.tensor([100.0, 1.0])[:, None, None, None])
+    now = now._replace(model_pred=pred + torch.tensor([100.0, 1.0])[:, None, None, None])
     assert part(now).item() == pytest.approx(0.5, rel=0.05)
     assert part(now._replace(batch=world.batch(world.records[:2]))) is None
 

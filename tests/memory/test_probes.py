@@ -71,7 +71,7 @@ def test_probing_changes_no_generator_and_no_weights():
     trainer = Trainer(config(phrase_memory=PROBED))
     state, weights = torch.get_rng_state(), [p.detach().clone() for p in trainer.unet.parameters()]
     for step in range(1, 8):
-        trainer.memory.after_step(step, trainer.predict)
+        trainer.memory.after_step(step)
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(a, b) for a, b in zip(weights, trainer.unet.parameters(), strict=True))
     assert all(p.grad is None for p in trainer.unet.parameters())

@@ -410,7 +410,8 @@ def test_the_prior_names_sdxls_blocks_by_their_place():
     for sdxl, expected in ((False, [1, 1.25, 1.25**2]), (True, [1.25, 1, 1.25**2])):
         assert prior(stats_of(groups=3, names=names, sdxl=sdxl)).tolist() == pytest.approx(expected)
     config = GradientControlConfig(name="prior")
-    assert Controller(published("SDXL"), config)._sdxl and not Controller(published("SD2"), config)._sdxl
+    sdxl = [Controller(published(name), config).layer_rates.sdxl for name in ("SDXL", "SD2")]
+    assert sdxl == [True, False]
 
 
 # ---------------------------------------------------------------- shipped configurations

@@ -1,0 +1,145 @@
+"""A lever of the training loop: one class whose methods do nothing; a subclass overrides those that it needs.
+
+In one step the loop calls `timesteps`, `weight_losses`, `extra_loss`, `before_backward` and `after_backward` of each
+part of a micro-batch; then, once an update, `before_step`, the clip, the optimizer's step, `after_step`.
+CONTRIBUTING.md shows a hook of your own.
+
+Legend: B samples, T trained tensors, C,h,w shape of the latents.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class MicroStep(NamedTuple):
+    """What the forward of one part of a micro-batch leaves, for `Hook.extra_loss`."""
+
+    step: int  # optimizer updates so far
+    micro: int  # which micro-batch of the update
+    progress: float  # share of the run that is over, in [0, 1]
+    batch: dict[str, Any]  # columns of the B samples (silentbad.data.loader.collate)
+    noisy_latents: Tensor  # (B,C,h,w)
+    timesteps: Tensor  # (B,)
+    model_pred: Tensor  # (B,C,h,w), with its graph
+    maps: Any  # silentbad.experiments.attention.Maps, where the attention maps are recorded
+    model: torch.nn.Module  # what trains: the backbone, and the text encoders where they train too
+    predict: Callable[..., Tensor]  # (noisy_latents, timesteps, captions, model=None, time_ids=None) -> (B,C,h,w)
+
+
+class Hook:
+    """Changes nothing.
+
+    Nothing that a step calls may wait for the device (`.item()`, `.tolist()`): return tensors, the log reads them.
+    """
+
+    modifies_gradients = False  # between the backward and the clip, which then measures their norm again
+    one_source_per_backward = False  # whether each backward must be of samples of one role
+
+    def timesteps(self, draw: int, positions: list[int], count: int, roles: list[str]) -> tuple[Tensor, Tensor] | None:
+        """(timesteps (B,), importance weights (B,)) on the CPU, in place of those of the hooks before; None keeps
+        them. `positions` (B,) lie in effective batch number `draw` of `count` samples, whose roles are `roles`."""
+        return None
+
+    def weight_losses(self, losses: Tensor, sources: list[str]) -> Tensor:
+        """The losses (B,) to train on, from those of samples of B `sources`."""
+        return losses
+
+    def extra_loss(self, loss: Tensor, now: MicroStep) -> Tensor | None:
+        """A scalar to add to `loss`, their mean; or None."""
+        return None
+
+    def before_backward(self, losses: Tensor, sources: list[str], scale: float = 1.0) -> None:
+        """losses (B,) with their graph; the backward to come multiplies their mean by `scale`."""
+
+    def after_backward(self, last: bool = True) -> None:
+        """Gradients have been accumulated, and are only read; `last` of an update or not."""
+
+    def before_step(self, step: int, finite: Tensor | None = None, norms: Tensor | None = None) -> dict[str, Tensor]:
+        """The gradient of update number `step` is whole and unscaled. `finite` () says whether it may be applied;
+        `norms` (T,) are of its tensors. Returns scalars of this step, which the log averages."""
+        return {}
+
+    def after_step(self, step: int, skipped: bool = False) -> None:
+        """The optimizer has stepped: `step` updates are done. `skipped`: it has not, for the gradient was not
+        finite."""
+
+    def should_run(self, step: int, asked: bool = False, final: bool = False) -> bool:
+        """Whether `run` measures the weights between two steps: on its own grid, because the user has `asked`, or as
+        the `final` point. Collective: the same on every process."""
+        return False
+
+    def run(self, step: int, epoch: float, unet: Any, ema: Any = None, final: bool = False) -> dict[str, Any]:
+        """Measure the weights of `unet`, and of their average where there is one; returns scalars for the log.
+        Leaves weights, modes and random streams as they are."""
+        return {}
+
+    def meters(self) -> dict[str, Any]:
+        """Scalars for a row of the log, on the device where they are."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values: what a bit-exact resume needs."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up such a state."""
+
+
+class Hooks(Hook):
+    """Several hooks as one, called in their order."""
+
+    def __init__(self, hooks: Sequence[Hook]):
+        self.each = list(hooks)
+
+    def __iter__(self) -> Iterator[Hook]:
+        return iter(self.each)
+
+    @property
+    def modifies_gradients(self) -> bool:  # type: ignore[override]
+        return any(hook.modifies_gradients for hook in self)
+
+    @property
+    def one_source_per_backward(self) -> bool:  # type: ignore[override]
+        return any(hook.one_source_per_backward for hook in self)
+
+    def timesteps(self, draw: int, positions: list[int], count: int, roles: list[str]) -> tuple[Tensor, Tensor] | None:
+        drawn = None
+        for hook in self:
+            drawn = hook.timesteps(draw, positions, count, roles) or drawn
+        return drawn
+
+    def weight_losses(self, losses: Tensor, sources: list[str]) -> Tensor:
+        for hook in self:
+            losses = hook.weight_losses(losses, sources)
+        return losses
+
+    def extra_loss(self, loss: Tensor, now: MicroStep) -> Tensor | None:
+        total = None
+        for hook in self:
+            if (extra := hook.extra_loss(loss, now)) is not None:
+                total = extra if total is None else total + extra
+        return total
+
+    def before_backward(self, losses: Tensor, sources: list[str], scale: float = 1.0) -> None:
+        for hook in self:
+            hook.before_backward(losses, sources, scale)
+
+    def after_backward(self, last: bool = True) -> None:
+        for hook in self:
+            hook.after_backward(last)
+
+    def before_step(self, step: int, finite: Tensor | None = None, norms: Tensor | None = None) -> dict[str, Tensor]:
+        scalars: dict[str, Tensor] = {}
+        for hook in self:
+            scalars |= hook.before_step(step, finite, norms)
+        return scalars
+
+    def after_step(self, step: int, skipped: bool = False) -> None:
+        for hook in self:
+            hook.after_step(step, skipped)
+
+    def meters(self) -> dict[str, Any]:
+        return {name: value for hook in self for name, value in hook.meters().items()}
