@@ -17,6 +17,7 @@ signal-to-noise ratio; x (G,) raw multipliers of a rule; a (G,) the multipliers 
 
 import fnmatch
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -34,11 +35,12 @@ from silentbad.control.spectral import split
 from silentbad.control.statistics import GroupStats, Sample, Statistics, centred
 from silentbad.device import scalars
 from silentbad.distributed.zero import gradients
-from silentbad.errors import UserError
+from silentbad.errors import UserError, first_line
 from silentbad.experiments import TRANSFORMS
 from silentbad.experiments.rules import Transfer
 from silentbad.loop.hooks import Hook, Hooks
 from silentbad.model.groups import OTHER, Groups, group_parameters, prior_table, warn_of_idle_rows
+from silentbad.settings import user_code
 from silentbad.settings.control import GradientControlConfig, RuleTable, check_control, rules_of
 from silentbad.settings.types import Positive, Range, Weight
 
@@ -94,7 +96,9 @@ def placebo(
     options: dict[str, Any] | None = None,
 ) -> Tensor:
     """The multipliers of the rule `of`, shuffled over the groups by the run's seed: a control."""
-    return combine(stats, rules_of(of, options or {}, weights or {}, SCALE_RULES)).exp()[stats.shuffled()]
+    own_rules = {name: rule_named(name) for name in of.split("+") if user_code.is_place(name)}
+    rules = rules_of(of, options or {}, weights or {}, {**SCALE_RULES, **own_rules})
+    return combine(stats, rules).exp()[stats.shuffled()]
 
 
 SCALE_RULES: dict[str, Callable[..., Tensor]] = {
@@ -103,12 +107,21 @@ SCALE_RULES: dict[str, Callable[..., Tensor]] = {
 }
 
 
+def rule_named(name: str) -> Callable[..., Tensor]:
+    """The rule of SCALE_RULES, or of a file of your own (PATH.py:NAME)."""
+    rule: Callable[..., Tensor] = user_code.get(name) if user_code.is_place(name) else SCALE_RULES[name]
+    return rule
+
+
 # ------------------------------------------------------------------------------- combining and projecting
 def combine(stats: GroupStats, rules: RuleTable) -> Tensor:
     """log x (G,) = sum over rules of weight * [log rule]_centred."""
     size = stats.constant(name != OTHER for name in stats.names) * stats.n
-    raw = {rule: SCALE_RULES[rule](stats, **options) for rule, (_, options) in rules.items()}
-    return torch.stack([weight * centred(raw[rule].log(), size) for rule, (weight, _) in rules.items()]).sum(0)
+    logs = []
+    for name, (weight, options) in rules.items():
+        raw = rule_named(name)(stats, **options)
+        logs.append(weight * centred(raw.log(), size))
+    return torch.stack(logs).sum(0)
 
 
 # ------------------------------------------------------------------------------------- checks of the config
@@ -117,10 +130,44 @@ REHEARSAL = "rehearsal"  # the source whose gradients feed the hypergradient
 
 def check_config(config: GradientControlConfig) -> RuleTable:
     """Rules of the config, or a UserError naming the key; loads no weights."""
-    rules = check_control(config, SCALE_RULES, SOURCE_RULES, TRANSFORMS)
+    own_rules = {place: load_rule(place) for place in config.own_rules}
+    rules = check_control(config, {**SCALE_RULES, **own_rules}, SOURCE_RULES, TRANSFORMS)
+    for place, (_, options) in rules.items():
+        if place in own_rules:
+            try_rule(place, options)
     if "prior" in rules:
         prior_table(**rules["prior"][1])
     return rules
+
+
+def load_rule(place: str) -> Callable[..., Tensor]:
+    """A rule of a file of your own, PATH.py:NAME. Raises UserError where it does not take `GroupStats` alone."""
+    key = "gradient_control.name"
+    rule: Callable[..., Tensor] = user_code.load(key, place)
+    if not callable(rule):
+        raise UserError(f"{key}: {place} is no function")
+    parameters = inspect.signature(rule).parameters.values()
+    if [p.kind for p in parameters if p.kind is not p.KEYWORD_ONLY] != [inspect.Parameter.POSITIONAL_OR_KEYWORD]:
+        raise UserError(
+            f"{key}: {place} takes {inspect.signature(rule)}; a rule takes stats (a GroupStats) alone, "
+            "and after a * its options"
+        )
+    return rule
+
+
+def try_rule(place: str, options: dict[str, Any]) -> None:
+    """Refuse a rule of your own that fails on statistics of three groups, or does not return three numbers."""
+    ones = torch.ones(3, dtype=torch.float64)
+    names = ("down0.ff", "mid.xattn.k", "up1.norm")
+    stats = GroupStats(names, n=100 * ones, S=0.1 * ones, E=ones, Q=2 * ones, L1=ones, theta=ones, transfer=0 * ones)
+    key = "gradient_control.name"
+    try:
+        raw = rule_named(place)(stats, **options)
+    except Exception as error:
+        raise UserError(f"{key}: {place} fails ({type(error).__name__}: {first_line(error)})") from None
+    if not isinstance(raw, Tensor) or raw.shape != ones.shape:
+        shape = f"a tensor of shape {tuple(raw.shape)}" if isinstance(raw, Tensor) else type(raw).__name__
+        raise UserError(f"{key}: {place} returns {shape} for 3 groups, not a tensor of shape (3,)")
 
 
 # ----------------------------------------------------------------------------------------------- the hooks
@@ -419,7 +466,7 @@ class Controller(Hooks):
         """All that a bit-exact resume needs; call between steps."""
         state: dict[str, Any] = {
             "groups": self.groups.parameters,
-            "rule": self.config.name,
+            "rule": user_code.short(self.config.name),
             "meters": {name: value.clone() for name, value in self._latest.items()},
         }
         if self.source_weights.on:
@@ -430,7 +477,7 @@ class Controller(Hooks):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state. Raises UserError where it is of another rule or of other groups."""
-        for key, now in (("rule", self.config.name), ("groups", self.groups.parameters)):
+        for key, now in (("rule", user_code.short(self.config.name)), ("groups", self.groups.parameters)):
             if state[key] != now:
                 what = f"{key}: {shown(state[key])}, now {shown(now)}"
                 raise UserError(f"gradient_control: the checkpoint was written with other {what}")

@@ -38,7 +38,7 @@ from silentbad.loop import checks, launched, optimizers, trackers, trains
 from silentbad.loop.assembly import Run
 from silentbad.loop.assembly import build as connect
 from silentbad.loop.forecast import Forecast
-from silentbad.loop.hooks import MicroStep
+from silentbad.loop.hooks import MicroStep, hook_classes
 from silentbad.loop.products import best_score
 from silentbad.loop.signals import Requests
 from silentbad.measure.scores import settled
@@ -49,8 +49,8 @@ from silentbad.progress import Bar
 from silentbad.rng import addressed_seed
 from silentbad.saving import card
 from silentbad.saving.folder import RunFolder, facts, stamped
-from silentbad.settings import placed
-from silentbad.settings.train import TrainConfig, check, parse, to_dict
+from silentbad.settings import placed, user_code
+from silentbad.settings.train import TrainConfig, check, own_code, parse, to_dict
 from validation import RecoveryHook
 
 Config = TrainConfig  # every setting of a run
@@ -65,6 +65,7 @@ def check_all(config: Config, sources: dict[str, str]) -> Config:
     if config.validation.targets is not None:
         validation.check_validation(config.validation)
     gradient_control.check_config(config.gradient_control)
+    hook_classes(config.hooks)
     memory_reinforce.check(config.memory)
     check_guard(config)
     interpolation_mode(config.image_interpolation_mode)
@@ -412,7 +413,8 @@ def open_folder(run: Run) -> None:
     settings = to_dict(run.config)
     state = run.state
     about = facts(run.accelerator.device, run.accelerator.num_processes)
-    run.folder.open(settings, about | {"sharded": shards.sharded(state.model)})
+    about |= {"sharded": shards.sharded(state.model), "own_code": user_code.record(own_code(run.config))}
+    run.folder.open(settings, about)
     validated = run.recovery is None or run.recovery.measured(state.step)
     run.folder.truncate(state.step, validated)
     trackers.start(run.accelerator, run.config, settings)

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,17 +23,22 @@ from tests.toy import Toy, config, controlled, equal, run, stats_of
 
 # ------------------------------------------------------------------------------------------------- helpers
 ACTIVE = [name for name in SCALE_RULES if name != "uniform"]
+MINE = f"{Path(__file__).parents[1]}/docs/example/mine.py:quieter"  # of CONTRIBUTING.md
 
 # ---------------------------------------------------------------------------------- contract: every rule
 
 
-@pytest.mark.parametrize("name", SCALE_RULES)
+@pytest.mark.parametrize("name", [*SCALE_RULES, pytest.param(MINE, id="mine")])
 class TestEveryRule:
+    @pytest.fixture(autouse=True)
+    def loaded(self):
+        gc.load_rule(MINE)
+
     def settings(self, name):
         return config(name, options={"of": "gsnr"} if name == "placebo" else {})
 
     def test_is_short_and_says_what_it_is(self, name):
-        rule = SCALE_RULES[name]
+        rule = gc.rule_named(name)
         assert len(inspect.getsource(rule).rstrip().split("\n")) <= 15 and rule.__doc__
 
     @pytest.mark.parametrize("scale", [1e-12, 1e-6, 1.0, 1e6, 1e12])
@@ -49,7 +55,7 @@ class TestEveryRule:
 
     def test_leaves_its_statistics_alone(self, name):
         stats, same = stats_of(), stats_of()
-        SCALE_RULES[name](stats)
+        gc.rule_named(name)(stats)
         assert all(torch.equal(getattr(stats, k), getattr(same, k)) for k in ("n", "S", "E", "Q", "theta"))
 
     def test_refuses_an_unknown_option_by_name(self, name):

@@ -20,7 +20,7 @@ from silentbad.distributed.zero import Zero
 from silentbad.errors import warn
 from silentbad.guard.guards import GuardContext, Guards
 from silentbad.loop import checks, inputs, optimizers
-from silentbad.loop.hooks import Hook, Hooks
+from silentbad.loop.hooks import Hook, HookContext, Hooks, OwnHooks, hook_classes
 from silentbad.loop.log import Log
 from silentbad.loop.meters import Meters, Timers
 from silentbad.loop.products import Products
@@ -238,7 +238,21 @@ def build(
             prediction_type=config.prediction_type,
         )
 
-    hooks: list[Hook] = [control, memory, guards]
+    context = HookContext(
+        config=config,
+        model=parts.model,
+        params=control.params,
+        scheduler=parts.noise_scheduler,
+        predict=access.predict,
+        device=device,
+        rank=rank,
+        world=world,
+        effective_batch=effective_batch,
+        max_steps=total,
+        output_dir=folder.path,
+    )
+    own_hooks = OwnHooks(hook_classes(config.hooks), context)
+    hooks: list[Hook] = [control, memory, guards, *own_hooks]
     if recovery is not None:
         hooks.append(recovery)
 
@@ -257,6 +271,7 @@ def build(
             "control": control,
             "memory": memory,
             "guards": guards if guards.names else None,
+            "hooks": own_hooks if config.hooks else None,
             "stream": loader.stream,
             "scaler": accelerator.scaler,
             "meters": meters,

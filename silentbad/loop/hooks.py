@@ -7,11 +7,17 @@ CONTRIBUTING.md shows a hook of your own.
 Legend: B samples, T trained tensors, C,h,w shape of the latents.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from silentbad.errors import UserError
+from silentbad.settings import user_code
 
 
 class MicroStep(NamedTuple):
@@ -92,7 +98,7 @@ class Hooks(Hook):
     """Several hooks as one, called in their order."""
 
     def __init__(self, hooks: Sequence[Hook]):
-        self.each = list(hooks)
+        self.each: list[Any] = list(hooks)
 
     def __iter__(self) -> Iterator[Hook]:
         return iter(self.each)
@@ -143,3 +149,93 @@ class Hooks(Hook):
 
     def meters(self) -> dict[str, Any]:
         return {name: value for hook in self for name, value in hook.meters().items()}
+
+
+# ------------------------------------------------------------ hooks of your own
+@dataclass(frozen=True)
+class HookContext:
+    """What the constructor of a hook of your own is given."""
+
+    config: Any  # every setting of the run (silentbad.settings.train.TrainConfig)
+    model: torch.nn.Module  # what trains: the backbone, and the text encoders where they train too
+    params: list[torch.nn.Parameter]  # the T trained tensors
+    scheduler: Any  # the noise schedule of training
+    predict: Callable[..., Tensor]  # (noisy_latents, timesteps, captions, model=None, time_ids=None) -> (B,C,h,w)
+    device: torch.device
+    rank: int
+    world: int
+    effective_batch: int  # samples of an update
+    max_steps: int
+    output_dir: Path  # of the run; it is there from the first step on
+
+
+def hook_classes(places: Sequence[str]) -> dict[str, type[Hook]]:
+    """{PATH.py:CLASS: the class}. Raises UserError where a file does not run, or a class is no hook that fits."""
+    names = [user_code.short(place) for place in places]
+    classes = {}
+    for place, name in zip(places, names, strict=True):
+        if not user_code.is_place(place):
+            raise UserError(f"hooks: {place!r} is not PATH.py:CLASS, such as docs/example/mine.py:LossByRole")
+        if names.count(name) > 1:
+            raise UserError(f"hooks: {name} is given twice")
+        kind = user_code.load("hooks", place)
+        check_hook(place, kind)
+        classes[place] = kind
+    return classes
+
+
+def check_hook(place: str, kind: Any) -> None:
+    """Refuse what is no class of hooks, overrides nothing, or overrides a method with other parameters."""
+    if not (isinstance(kind, type) and issubclass(kind, Hook)):
+        raise UserError(f"hooks: {place} is no subclass of silentbad.loop.hooks.Hook")
+    methods = [name for name, member in vars(Hook).items() if callable(member) and not name.startswith("_")]
+    overridden = [name for name in methods if getattr(kind, name) is not getattr(Hook, name)]
+    if not overridden:
+        raise UserError(f"hooks: {place} overrides no method of a hook; there are: {', '.join(methods)}")
+    if not takes(kind, 1):
+        raise UserError(f"hooks: {place}.__init__ must take (self, context), a HookContext")
+    for name in overridden:
+        given = inspect.signature(getattr(Hook, name))
+        if not takes(getattr(kind, name), len(given.parameters)):
+            own = inspect.signature(getattr(kind, name))
+            raise UserError(f"hooks: {place}.{name} takes {own}, and is called as {name}{given}")
+
+
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether a function can be called with so many arguments."""
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
+class OwnHooks(Hooks):
+    """Hooks of your own, and their states by name."""
+
+    def __init__(self, classes: Mapping[str, type[Hook]], context: HookContext):
+        super().__init__([kind(context) for kind in classes.values()])  # type: ignore[call-arg]
+        self.names = [user_code.short(place) for place in classes]
+        self.state_dict()  # refused now, not at the first checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raises UserError where a state could not be read back."""
+        states = {name: hook.state_dict() for name, hook in zip(self.names, self.each, strict=True)}
+        for name, state in states.items():
+            if not is_plain(state):
+                raise UserError(f"hooks: the state_dict of {name} holds more than tensors, numbers, text, lists, dicts")
+        return states
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up the states of the same hooks."""
+        for name, hook in zip(self.names, self.each, strict=True):
+            hook.load_state_dict(state[name])
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a checkpoint can hold a value: what it reads back runs no code."""
+    if isinstance(value, dict):
+        return all(isinstance(key, (str, int)) and is_plain(each) for key, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, (Tensor, bool, int, float, str))

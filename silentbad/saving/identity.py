@@ -21,7 +21,8 @@ from silentbad.files import read_json
 from silentbad.measure.embedders import MICRO
 from silentbad.measure.thresholds import load_redraws
 from silentbad.saving.checkpoint import sha256
-from silentbad.settings.train import NEVER_SAVED, TrainConfig
+from silentbad.settings import user_code
+from silentbad.settings.train import NEVER_SAVED, TrainConfig, own_code
 
 FILE = "facts.json"  # of a checkpoint
 ENDS = 2**20  # bytes at each end of a large file that count for its digest
@@ -56,6 +57,7 @@ BY_CONTENT = ("pretrained_model_name_or_path", "train_data_dir", "dataset_name",
 BUNDLED, WORDS = "bundled embedder", "description and paraphrases"
 HELD_OUT, TABLES, GUARDING = "held-out records", "prior tables", "pictures of guard.scan"
 NULLS = "null pictures"
+CODE = "the file of "  # of the user's own code
 WHOLE = "byte for byte"  # of weights, whose other digest holds the ends of large files
 LATER = (BUNDLED, WORDS, HELD_OUT, TABLES, GUARDING, NULLS, WHOLE)
 CHANGED = ("base", "records", BUNDLED, HELD_OUT, TABLES, GUARDING, NULLS)  # of which a digest says no more
@@ -77,7 +79,13 @@ def facts(
     settings = {key: value for key, value in _flat(asdict(config)).items() if key not in left_out}
     weights = {key: settings.get(key) for key in ("validation.embedder_path", "validation.clip_path", "guard.scan")}
     weights["base"] = config.pretrained_model_name_or_path
+    code = user_code.record(own_code(config))
+    settings |= {
+        "gradient_control.name": user_code.short(config.gradient_control.name),
+        "hooks": [user_code.short(place) for place in config.hooks],
+    }
     found = settings | {
+        **{f"{CODE}{user_code.short(place)}": entry["sha256"] for place, entry in code.items()},
         "effective batch": effective_batch,
         **{key: None if name is None else weights_digest(name) for key, name in weights.items()},
         **{f"{key}, {WHOLE}": None if name is None else weights_digest(name, None) for key, name in weights.items()},
@@ -200,7 +208,7 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
             continue  # said already
         if name.startswith("target ") and (name not in then or name not in now):
             found.append(f"{name} is {'new' if name in now else 'missing'}")
-        elif name in CHANGED or name.startswith("target ") or name.endswith(WHOLE):
+        elif name in CHANGED or name.startswith(("target ", CODE)) or name.endswith(WHOLE):
             found.append(f"{name.removesuffix(f', {WHOLE}')} changed")
         else:
             was, is_ = (brief(facts[name]) if name in facts else "not known" for facts in (then, now))

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from silentbad.errors import UserError
+from silentbad.settings import user_code
 from silentbad.settings.types import (
     Count,
     Decay,
@@ -68,12 +69,21 @@ class GradientControlConfig:
     spectral: bool = False  # move each matrix equally far in all its directions (Muon): the rare ones as fast
 
     @property
+    def own_rules(self) -> list[str]:
+        """The rules that are code of the user's own, PATH.py:NAME; those that a placebo copies among them."""
+        named = [*self.name.split("+"), *self._copied()]
+        return [rule for rule in dict.fromkeys(named) if user_code.is_place(rule)]
+
+    @property
     def learns(self) -> bool:
         """Whether a rule learns from rehearsals: the hypergradient, or its placebo."""
+        return "hypergradient" in [*self.name.split("+"), *self._copied()]
+
+    def _copied(self) -> list[str]:
+        """The rules that a placebo shuffles."""
         rules = self.name.split("+")
         options = self.options if len(rules) == 1 else self.options.get("placebo", {})
-        copied = str(options.get("of", "")).split("+") if "placebo" in rules else []
-        return "hypergradient" in [*rules, *copied]
+        return str(options.get("of", "")).split("+") if "placebo" in rules else []
 
 
 RuleTable = dict[str, tuple[float, dict[str, Any]]]  # {rule: (its weight, its options)}

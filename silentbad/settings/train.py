@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from silentbad.errors import UserError
-from silentbad.settings import reader
+from silentbad.settings import reader, user_code
 from silentbad.settings.control import GradientControlConfig
 from silentbad.settings.guard import GuardConfig
 from silentbad.settings.memory import MemoryConfig
@@ -77,6 +77,9 @@ class TrainConfig:
         None, "layers that train, as patterns over --print_groups (up*, *.resnet.*, mid.attn); unset: all", HERE
     )
     lora: LoraSettings = field(default_factory=LoraSettings)
+
+    # Levers of your own
+    hooks: list[str] = flag([], "hooks of your own, each PATH.py:CLASS (CONTRIBUTING.md)", HERE)
 
     # Data
     train_data_dir: Location | None = flag(
@@ -266,6 +269,11 @@ def parse(cls: type, argv: list[str] | None = None, description: str | None = No
     return config, sources
 
 
+def own_code(config: TrainConfig) -> list[str]:
+    """The code of the user's own that a run takes in: PATH.py:NAME."""
+    return [*config.gradient_control.own_rules, *config.hooks]
+
+
 def to_dict(config: TrainConfig) -> dict[str, Any]:
     """The resolved configuration as plain values, secrets left out."""
     return {key: value for key, value in dataclasses.asdict(config).items() if key not in NEVER_SAVED}
@@ -301,6 +309,10 @@ def check(config: TrainConfig, sources: dict[str, str], data: bool = True) -> No
         check_data(config, refuse)
     check_learning(config, refuse)
     check_run(config, refuse)
+    for place in config.gradient_control.own_rules:
+        user_code.check_place("gradient_control.name", place)
+    for place in config.hooks:
+        user_code.check_place("hooks", place)
 
 
 def check_data(config: TrainConfig, refuse: Callable[[str, str], None]) -> None:

@@ -1,0 +1,96 @@
+"""Code of your own by its place, PATH.py:NAME, where a setting takes a registered name.
+
+    --gradient_control.name mine.py:my_rule    --hooks mine.py:MyHook
+
+`check_place` looks at the file alone; `load` runs it. Each file is read once a start: the bytes that run are the ones
+whose SHA-256 is recorded. What the file imports is not.
+"""
+
+import hashlib
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from silentbad.errors import UserError, first_line
+
+PLACE = re.compile(r"(?P<file>.+\.py):(?P<name>\w+)")
+
+_modules: dict[Path, tuple[str, ModuleType]] = {}  # file -> (SHA-256 of its bytes, what they define)
+
+
+def is_place(name: str) -> bool:
+    """Whether a name is PATH.py:NAME."""
+    return PLACE.fullmatch(name) is not None
+
+
+def check_place(key: str, place: str) -> None:
+    """Refuse a place whose file is not there; runs nothing. `key` is the setting that names it."""
+    file = _file(place)
+    if not file.is_file():
+        raise UserError(f"{key}: no file {file}; PATH.py:NAME names what a Python file defines")
+
+
+def load(key: str, place: str) -> Any:
+    """What the file defines under that name. Raises UserError where it cannot be read or run, or defines none."""
+    file = _file(place).resolve()
+    try:
+        source = file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{key}: {file}: {error.strerror}") from None
+    digest = hashlib.sha256(source).hexdigest()
+    if _modules.get(file, ("",))[0] != digest:
+        _modules[file] = (digest, _run(key, file, source, digest))
+    return get(place, key)
+
+
+def get(place: str, key: str = "") -> Any:
+    """The same of a file that `load` has run."""
+    file = _file(place).resolve()
+    _, module = _modules[file]
+    name = place.rpartition(":")[2]
+    if not hasattr(module, name):
+        raise UserError(f"{key}: {file} defines no {name}")
+    return getattr(module, name)
+
+
+def record(places: list[str]) -> dict[str, dict[str, str]]:
+    """{place: its file and that file's SHA-256}, of files that `load` has run."""
+    files = {place: _file(place).resolve() for place in places}
+    return {place: {"file": str(file), "sha256": _modules[file][0]} for place, file in files.items()}
+
+
+def short(name: str) -> str:
+    """The name without the folders of its files: a file may move."""
+    return "+".join(Path(part).name if is_place(part) else part for part in name.split("+"))
+
+
+def _file(place: str) -> Path:
+    return Path(place.rpartition(":")[0])
+
+
+def _run(key: str, file: Path, source: bytes, digest: str) -> ModuleType:
+    module = ModuleType(f"{file.stem}_{digest[:8]}")
+    module.__file__ = str(file)
+    sys.modules[module.__name__] = module  # dataclasses and annotations look it up there
+    try:
+        exec(compile(source, str(file), "exec"), vars(module))
+    except (Exception, SystemExit) as error:
+        del sys.modules[module.__name__]
+        line = _line_of(error, str(file))
+        raise UserError(f"{key}: {file}{line} does not run ({type(error).__name__}: {first_line(error)})") from None
+    return module
+
+
+def _line_of(error: BaseException, file: str) -> str:
+    """ ", line N", where the file itself raised."""
+    if isinstance(error, SyntaxError):
+        return f", line {error.lineno}"
+    line = 0
+    step = error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code.co_filename == file:
+            line = step.tb_lineno
+        step = step.tb_next
+    return f", line {line}" if line else ""

@@ -1,0 +1,239 @@
+"""Rules and hooks in a file of one's own: what they do in a run, and the one line of each mistake."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradient_control import check_config
+from silentbad.errors import UserError
+from silentbad.loop import hooks
+from silentbad.loop.hooks import Hook, Hooks
+from silentbad.settings.control import GradientControlConfig
+from tests.training import rows, same, step_once, weights
+from train_silentbad import main
+
+MINE = Path(__file__).parents[1] / "docs/example/mine.py"
+
+COUNTS = '''
+import torch
+from silentbad.loop.hooks import Hook
+
+
+class Counts(Hook):
+    """Counts what the loop calls, and adds a loss of nothing."""
+
+    def __init__(self, context):
+        self.context, self.calls, self.total = context, [], 0
+
+    def extra_loss(self, loss, now):
+        self.calls.append("extra_loss")
+        return 0 * loss
+
+    def before_backward(self, losses, sources, scale=1.0):
+        self.calls.append("before_backward")
+
+    def after_backward(self, last=True):
+        self.calls.append(f"after_backward {last}")
+
+    def before_step(self, step, finite=None, norms=None):
+        self.calls.append(f"before_step {step}")
+        assert len(norms) == len(self.context.params) and bool(finite)
+        return {"mine/step": torch.tensor(float(step))}
+
+    def after_step(self, step, skipped=False):
+        self.calls.append(f"after_step {step}")
+        self.total = step
+
+    def should_run(self, step, asked=False, final=False):
+        return step == 2 or final
+
+    def run(self, step, epoch, unet, ema=None, final=False):
+        return {"mine/measured": step}
+
+    def state_dict(self):
+        return {"total": self.total}
+
+    def load_state_dict(self, state):
+        self.total = state["total"]
+'''
+
+
+@pytest.fixture
+def counts(tmp_path) -> str:
+    (tmp_path / "counts.py").write_text(COUNTS)
+    return f"{tmp_path}/counts.py:Counts"
+
+
+# ---------------------------------------------------------------- in a run
+
+
+def test_the_documented_rule_and_hook_train_and_are_recorded(flags, tmp_path):
+    own = {"gradient_control.name": f"{MINE}:quieter", "hooks": f"{MINE}:LossByRole"}
+    soon = {"gradient_control.warmup": 0, "gradient_control.refresh": 1, "max_train_steps": 4}
+    assert main(flags(**own, **soon)) == 0
+    folder = tmp_path / "run"
+    logged = rows(folder)
+    assert any("mine/loss_element" in row for row in logged)
+    multipliers = json.loads((folder / "multipliers.json").read_text())
+    assert len(set(multipliers[-1]["multipliers"].values())) > 1
+    digest = hashlib.sha256(MINE.read_bytes()).hexdigest()
+    entries = json.loads((folder / "run.json").read_text())["own_code"]
+    assert entries == {place: {"file": str(MINE), "sha256": digest} for place in own.values()}
+
+
+def test_a_hook_is_called_in_the_order_of_a_step(build, counts):
+    run = build(hooks=counts)
+    step_once(run)
+    (hook,) = [hook for hook in run.hooks if type(hook).__name__ == "Counts"]
+    assert hook.calls == [
+        *("extra_loss", "before_backward", "after_backward False"),
+        *("extra_loss", "before_backward", "after_backward True"),
+        *("before_step 0", "after_step 1"),
+    ]
+    assert run.meters.read()["mine/step"] == 0
+
+
+def test_a_hook_that_changes_nothing_changes_no_weight(build, counts):
+    plain, hooked = build("plain"), build("hooked", hooks=counts)
+    for _ in range(2):
+        step_once(plain)
+        step_once(hooked)
+    assert same(weights(plain), weights(hooked))
+
+
+def test_a_hook_measures_on_its_own_grid_and_at_the_end(flags, counts, tmp_path):
+    assert main(flags(max_train_steps=3, hooks=counts)) == 0
+    measured = [(row["step"], row["mine/measured"]) for row in rows(tmp_path / "run", validation=True)]
+    assert measured == [(2, 2), (3, 3)]
+
+
+def test_a_resume_takes_up_the_hook_and_refuses_a_changed_file(flags, counts, tmp_path, capsys):
+    assert main(flags(max_train_steps=2, hooks=counts)) == 0
+    again = flags(max_train_steps=3, hooks=counts, resume_from_checkpoint="latest")
+    assert main(again) == 0
+    state = torch.load(tmp_path / "run/checkpoints/step-3/state.pt", weights_only=True)
+    assert state["hooks"] == {"counts.py:Counts": {"total": 3}}
+    (tmp_path / "counts.py").write_text(COUNTS.replace("0 * loss", "0.0 * loss"))
+    capsys.readouterr()
+    assert main(flags(max_train_steps=4, hooks=counts, resume_from_checkpoint="latest")) == 2
+    assert "the file of counts.py:Counts changed" in capsys.readouterr().err
+
+
+def test_a_file_that_moved_resumes(flags, counts, tmp_path):
+    assert main(flags(max_train_steps=1, hooks=counts)) == 0
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "counts.py").rename(tmp_path / "elsewhere/counts.py")
+    moved = f"{tmp_path}/elsewhere/counts.py:Counts"
+    assert main(flags(max_train_steps=2, hooks=moved, resume_from_checkpoint="latest")) == 0
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    "text, name, said",
+    [
+        ("x = 1 +\n", "rule", "line 1 does not run (SyntaxError"),
+        ("import torch\nimport nothing_of_that_name\n", "rule", "line 2 does not run (ModuleNotFoundError"),
+        ("raise SystemExit(3)\n", "rule", "line 1 does not run (SystemExit"),
+        ("def rule(stats):\n    return stats.n\n", "rules", "defines no rules"),
+        ("rule = 3\n", "rule", "is no function"),
+        ("def rule(stats, beta):\n    return stats.n\n", "rule", "takes (stats, beta); a rule takes stats"),
+        ("def rule():\n    return 1\n", "rule", "takes (); a rule takes stats"),
+        ("def rule(stats):\n    return stats.nothing\n", "rule", "fails (AttributeError"),
+        ("def rule(stats):\n    return stats.n.sum()\n", "rule", "a tensor of shape () for 3 groups"),
+        ("def rule(stats):\n    return 1.0\n", "rule", "returns float for 3 groups"),
+    ],
+)
+def test_a_rule_that_cannot_work_is_one_line(text, name, said, tmp_path):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(UserError) as error:
+        check_config(GradientControlConfig(name=f"{tmp_path}/mine.py:{name}"))
+    assert said in str(error.value) and "\n" not in str(error.value)
+    assert str(error.value).startswith("gradient_control.name: ")
+
+
+def test_options_of_a_rule_are_checked_as_those_of_the_project():
+    place = f"{MINE}:quieter"
+    with pytest.raises(UserError, match="unknown option 'powr'; did you mean 'power'?"):
+        check_config(GradientControlConfig(name=place, options={"powr": 1.0}))
+    with pytest.raises(UserError, match="option 'power' must be float"):
+        check_config(GradientControlConfig(name=place, options={"power": "high"}))
+    combined = check_config(GradientControlConfig(name=f"prior+{place}", options={place: {"power": 1.0}}))
+    assert combined[place] == (1.0, {"power": 1.0})
+
+
+HOOK = "from silentbad.loop.hooks import Hook\nclass Mine(Hook):\n"
+
+
+@pytest.mark.parametrize(
+    "text, name, said",
+    [
+        ("class Mine:\n    pass\n", "Mine", "is no subclass of silentbad.loop.hooks.Hook"),
+        (HOOK + "    def __init__(self, context): pass\n", "Mine", "overrides no method of a hook"),
+        (HOOK + "    def after_step(self, step, skipped=False): pass\n", "Mine", "must take (self, context)"),
+        (
+            HOOK + "    def __init__(self, context): pass\n    def after_step(self, step): pass\n",
+            "Mine",
+            "after_step takes (self, step), and is called as after_step(self, step: int, skipped: bool = False)",
+        ),
+        (HOOK + "    def meters(self): return {}\n", "Other", "defines no Other"),
+    ],
+)
+def test_a_hook_that_cannot_work_is_one_line(text, name, said, tmp_path):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(UserError) as error:
+        hooks.hook_classes([f"{tmp_path}/mine.py:{name}"])
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_names_of_hooks_are_places_and_given_once(counts):
+    with pytest.raises(UserError, match="'Counts' is not PATH.py:CLASS"):
+        hooks.hook_classes(["Counts"])
+    with pytest.raises(UserError, match="counts.py:Counts is given twice"):
+        hooks.hook_classes([counts, counts])
+
+
+@pytest.mark.parametrize("key, name", [("hooks", "Mine"), ("gradient_control.name", "my_rule")])
+def test_a_file_that_is_not_there_is_named_before_anything_loads(key, name, flags, tmp_path, capsys):
+    assert main(flags(**{key: f"{tmp_path}/nowhere.py:{name}"})) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert key in line and f"no file {tmp_path}/nowhere.py" in line
+
+
+def test_a_state_that_would_not_load_is_refused_at_once(build, tmp_path):
+    text = HOOK + "    def __init__(self, context): pass\n    def state_dict(self): return {'self': self}\n"
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(UserError, match="the state_dict of mine.py:Mine holds more than tensors"):
+        build(hooks=f"{tmp_path}/mine.py:Mine")
+
+
+# ---------------------------------------------------------------- the base class
+
+
+def test_a_hook_does_nothing():
+    hook, losses = Hook(), torch.ones(2)
+    assert hook.timesteps(0, [0, 1], 2, ["clean", "element"]) is None
+    assert hook.weight_losses(losses, ["clean", "element"]) is losses
+    assert hook.extra_loss(losses.mean(), None) is None  # type: ignore[arg-type]
+    assert hook.before_step(0) == hook.run(0, 0.0, None) == hook.meters() == hook.state_dict() == {}
+    assert not (hook.should_run(0, True, True) or hook.modifies_gradients or hook.one_source_per_backward)
+
+
+def test_hooks_are_called_one_after_the_other():
+    class Doubles(Hook):
+        modifies_gradients = True
+
+        def weight_losses(self, losses, sources):
+            return 2 * losses
+
+        def extra_loss(self, loss, now):
+            return loss
+
+    both = Hooks([Doubles(), Hook(), Doubles()])
+    assert both.weight_losses(torch.ones(1), ["clean"]).item() == 4
+    assert both.extra_loss(torch.tensor(3.0), None).item() == 6  # type: ignore[arg-type]
+    assert both.modifies_gradients and not both.one_source_per_backward
