@@ -29,7 +29,7 @@ from silentbad import experiments
 from silentbad.control.between import SOURCE_RULES, SourceWeights
 from silentbad.control.multipliers import Multipliers
 from silentbad.control.original import adjust_gradient_scale
-from silentbad.control.rates import Rates, check_optimizer, scale_gradients
+from silentbad.control.rates import LearningRates, check_optimizer, scale_gradients
 from silentbad.control.sources import MIXED, SourceBank
 from silentbad.control.spectral import split
 from silentbad.control.statistics import GroupStats, Sample, Statistics, centred
@@ -222,7 +222,7 @@ class LayerRates(Hook):
         self.modifies_gradients = config.apply == "gradient"
         self.uses_hypergradient = config.learns
         self.optimizer: Any = None  # set by `Controller.attach`
-        self.rates = Rates()
+        self.rates = LearningRates()
         self.multipliers = dict.fromkeys(groups.names, 1.0)  # in force
         self.history = [{"step": 0, "multipliers": dict(self.multipliers)}]
         self.updates = 0

@@ -137,7 +137,8 @@ def check(config: MemoryConfig) -> None:
     named = {"loss.error": ERRORS, "sampler.order": ORDERS, "timesteps.sequence": SEQUENCES}
     check_memory(config, {**REGISTRIES, **named})
     # The functions judge their own values, such as how two options add up.
-    timesteps, region = config.timesteps, config.region
+    timesteps = config.timesteps
+    region = config.region
     TIMESTEPS[timesteps.name](np.geomspace(1e3, 1e-3, 100), 0.0, None, **timesteps.options)
     blank = torch.ones(1, 1, 1, 1)
     REGION[region.name](blank, torch.tensor([True]), blank, (1, 1), **region.options)
@@ -182,7 +183,7 @@ class Memory(Hook):
         mask_images = {}
         if config.region.name == "estimated":
             self.estimated_masks = probes.mask_table(bank)
-            mask_images = {i: masks.mask_to_image(e.found) for i, e in enumerate(bank) if e.found is not None}
+            mask_images = {i: masks.mask_to_image(e.estimated) for i, e in enumerate(bank) if e.estimated is not None}
 
         # What is shown, and how often
         self.phrases = probes.PhraseMemory(

@@ -442,7 +442,8 @@ def main(argv: list[str] | None = None) -> int:
                 config = checks.for_trial(config, scratch)
             return start(config)
     except UserError as error:
-        line, rank = placed(str(error), sources), os.environ.get("RANK", "0")
+        line = placed(str(error), sources)
+        rank = os.environ.get("RANK", "0")
         if os.environ.get("LOCAL_RANK", "0") == "0" or world_size() > 1:
             say(line if rank == "0" else f"rank {rank}: {line}")
         if rank == "0":

@@ -21,7 +21,8 @@ class Multipliers:
     """
 
     def __init__(self, groups: int, bound: float, max_log_step: float, device: torch.device):
-        self.bound, self.max_log_step = bound, max_log_step
+        self.bound = bound
+        self.max_log_step = max_log_step
         self.last = torch.ones(groups, device=device)  # (G,) last computed
         self._mail = Mailbox()
 

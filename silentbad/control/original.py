@@ -31,5 +31,5 @@ def adjust_gradient_scale(
     means = torch._foreach_div(torch._foreach_norm(grads, 1, dtype=wide), [float(g.numel()) for g in grads])
     mean = torch.stack([x.to(zero.device) for x in means])
     f = (mean / mean.sum()).to(layer_scales)
-    known = mean.sum().isfinite() & (mean.sum() > 0)
-    return torch.where(known, layer_scales * beta + f * (1 - beta), layer_scales)
+    usable = mean.sum().isfinite() & (mean.sum() > 0)
+    return torch.where(usable, layer_scales * beta + f * (1 - beta), layer_scales)

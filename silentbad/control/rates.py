@@ -28,7 +28,8 @@ def check_optimizer(optimizer: Any, lr_scheduler: Any, names: list[str] | None, 
 
     `names` is None where no multiplier will ever differ from one; `apply` is lr or gradient.
     """
-    inner, scheduler = unwrapped(optimizer, "optimizer"), unwrapped(lr_scheduler, "scheduler")
+    inner = unwrapped(optimizer, "optimizer")
+    scheduler = unwrapped(lr_scheduler, "scheduler")
     name = type(inner).__name__
     if scheduler is not None and unwrapped(getattr(scheduler, "optimizer", inner), "optimizer") is not inner:
         raise UserError("gradient_control: the learning-rate scheduler drives another optimizer")
@@ -60,29 +61,31 @@ def scale_gradients(groups: Iterable[list[torch.nn.Parameter]], multipliers: lis
             torch._foreach_mul_(present, a)
 
 
-class Rates:
-    """The schedule's learning rates, held while a step runs with others."""
+class LearningRates:
+    """The schedule's learning rates, kept while a step runs with others."""
 
     def __init__(self) -> None:
-        self.held: list[tuple[dict[str, Any], float, float, float | None]] = []
+        self.replaced: list[tuple[dict[str, Any], float, float, float | None]] = []
 
     def multiply(self, optimizer: Any, multipliers: dict[str, float]) -> None:
         """lr * a for each named group. AdamW decays by lr * weight_decay: that product is kept."""
         for group in optimizer.param_groups:
-            a, decay = multipliers.get(group.get("name"), 1.0), group.get("weight_decay")
-            self.held.append((group, group["lr"], group["lr"] * a, decay))
-            group["lr"] = self.held[-1][2]
+            a = multipliers.get(group.get("name"), 1.0)
+            decay = group.get("weight_decay")
+            rate = group["lr"] * a
+            self.replaced.append((group, group["lr"], rate, decay))
+            group["lr"] = rate
             if decay is not None:
                 group["weight_decay"] = decay / a
 
     def restore(self) -> None:
         """The schedule's own rates again. Raises RuntimeError where they changed inside the step."""
-        for group, base, used, decay in self.held:
+        for group, scheduled, used, decay in self.replaced:
             if group["lr"] is not used:
                 raise RuntimeError(
                     "the learning rate changed inside the step: call after_step before lr_scheduler.step"
                 )
-            group["lr"] = base
+            group["lr"] = scheduled
             if decay is not None:
                 group["weight_decay"] = decay
-        self.held.clear()
+        self.replaced.clear()

@@ -47,10 +47,12 @@ class ShrunkAdamW(Updates):
             self._update_together(group, part)
 
     def _update_together(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        (beta1, beta2), lr = group["betas"], group["lr"]
+        beta1, beta2 = group["betas"]
+        lr = group["lr"]
         states = [self._averages(p) for p in parameters]
         gradients = [grad for p in parameters if (grad := p.grad) is not None]  # all have one: see `Updates.step`
-        first, second = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
+        first = [state["exp_avg"] for state in states]
+        second = [state["exp_avg_sq"] for state in states]
         for state in states:
             state["step"] += 1
         done = [int(state["step"]) for state in states]
@@ -71,11 +73,13 @@ class ShrunkAdamW(Updates):
 def batches(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
     """What is updated in one go: on an accelerator, where launches cost, TOGETHER elements; on a CPU one tensor, which
     stays in its cache."""
-    batch, size = list[Tensor](), 0
+    batch: list[Tensor] = []
+    size = 0
     for parameter in parameters:
         if batch and (size + parameter.numel() > TOGETHER or parameter.device.type == "cpu"):
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
         batch.append(parameter)
         size += parameter.numel()
     if batch:

@@ -22,7 +22,8 @@ class SourceBank:
     """
 
     def __init__(self, sample: Sample, full: bool):
-        self.sample, self.full = sample, full
+        self.sample = sample
+        self.full = full
         self.parts: dict[str, list[Tensor]] = {}
 
     def take(self, sync: bool, source: str | None) -> None:
@@ -31,7 +32,8 @@ class SourceBank:
         At the last micro-step DDP has averaged the whole gradient. So the others are averaged here, and
         `source` gets the rest, its own earlier share included.
         """
-        part, source = self._read([p.grad for p in self.sample.params]), source or MIXED
+        part = self._read([p.grad for p in self.sample.params])
+        source = source or MIXED
         if sync and world_size() > 1:
             source = self._average(source)
         if sync:
@@ -43,8 +45,9 @@ class SourceBank:
     def split(self, names: list[str], losses: Tensor, sources: list[str], scale: float) -> None:
         """Bank the gradients of these sources of a mixed micro-batch: losses (B,) with their graph, of B `sources`."""
         for name in names:
-            own = losses[[i for i, source in enumerate(sources) if source == name]].sum() * (scale / len(losses))
-            grads = torch.autograd.grad(own, self.sample.params, retain_graph=True, allow_unused=True)
+            rows = [i for i, source in enumerate(sources) if source == name]
+            loss = losses[rows].sum() * (scale / len(losses))
+            grads = torch.autograd.grad(loss, self.sample.params, retain_graph=True, allow_unused=True)
             self.give(name, list(grads))
 
     def give(self, source: str, grads: list[Tensor | None]) -> None:
@@ -63,11 +66,11 @@ class SourceBank:
 
         The names travel between hosts: the one wait of a step, under several ranks and with a bank alone.
         """
-        known: list = [None] * world_size()
-        dist.all_gather_object(known, (source, list(self.parts)))
-        last = {name for name, _ in known}
+        of_ranks: list = [None] * world_size()
+        dist.all_gather_object(of_ranks, (source, list(self.parts)))
+        last = {name for name, _ in of_ranks}
         source = last.pop() if len(last) == 1 else MIXED
-        for name in sorted(set().union(*(names for _, names in known)) - {source}):
+        for name in sorted(set().union(*(names for _, names in of_ranks)) - {source}):
             self.parts.setdefault(name, [torch.zeros_like(t) for t in self._read([None] * len(self.sample.params))])
             for tensor in self.parts[name]:
                 dist.all_reduce(tensor)

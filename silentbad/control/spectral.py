@@ -45,11 +45,13 @@ def directly(x: Tensor, steps: int) -> Tensor:
 def by_gram(x: Tensor, steps: int) -> Tensor:
     """The same polynomial of the same matrix: each step is a factor F(XX') on the left, so for wide matrices the small
     square ones are multiplied and X once."""
-    gram, left = x @ x.mT, torch.eye(len(x), dtype=x.dtype, device=x.device)
+    gram = x @ x.mT
+    left = torch.eye(len(x), dtype=x.dtype, device=x.device)
     for _ in range(steps):
         factor = torch.addmm(gram, gram, gram, beta=B, alpha=C)
         factor.diagonal().add_(A)
-        left, gram = left @ factor, factor @ gram @ factor
+        left = left @ factor
+        gram = factor @ gram @ factor
     return left @ x
 
 
@@ -84,8 +86,15 @@ class SpectralAdamW(Updates):
     ):
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum: must lie in [0, 1), got {momentum}")
-        own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
-        super().__init__(params, own | {"spectral": False})
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "spectral": False,
+        }
+        super().__init__(params, defaults)
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         change = self._orthogonal if group["spectral"] else self._adam
@@ -105,7 +114,8 @@ class SpectralAdamW(Updates):
         return (size * orthogonalise(ahead)).reshape(parameter.shape).to(parameter.dtype)
 
     def _adam(self, group: dict[str, Any], parameter: Tensor, gradient: Any) -> Tensor:
-        state, (beta1, beta2) = self._averages(parameter), group["betas"]
+        state = self._averages(parameter)
+        beta1, beta2 = group["betas"]
         state["step"] += 1
         t = int(state["step"])
         mean = state["exp_avg"].lerp_(gradient, 1 - beta1) / (1 - beta1**t)

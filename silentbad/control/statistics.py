@@ -36,7 +36,8 @@ class Sample:
         rows = [-(-k // WIDTH) for k in self.count]
         self.rows = sum(rows)
         # index (T,R): rows of each tensor; past its end, the row of zeros that per_group appends
-        first, column = torch.tensor([0, *rows]).cumsum(0)[:-1, None], torch.arange(max(rows))
+        first = torch.tensor([0, *rows]).cumsum(0)[:-1, None]
+        column = torch.arange(max(rows))
         self.first = [WIDTH * sum(rows[:t]) for t in range(len(rows))]  # where each tensor's coordinates begin
         self.index = torch.where(column < torch.tensor(rows)[:, None], first + column, self.rows).to(device)
         owner = torch.tensor([g for g, group in enumerate(group_params) for _ in group])
@@ -57,7 +58,8 @@ class Sample:
 
     def add(self, into: Tensor, i: int, tensor: Tensor, scale: float) -> None:
         """Add the sampled coordinates of tensor i, times `scale`, to the sum (rows, WIDTH) of such readings."""
-        first, count = self.first[i], self.count[i]
+        first = self.first[i]
+        count = self.count[i]
         into.view(-1)[first : first + count].add_(_strided(tensor, count, self.stride[i]), alpha=scale)
 
     def per_group(self, rows: Tensor) -> Tensor:
@@ -146,11 +148,15 @@ class Statistics:
     KEPT = ("m", "average", "weight", "count", "ignored", "norm")  # in a state
 
     def __init__(self, sample: Sample, momentum: float, averaging: float):
-        self.sample, self.momentum, self.averaging = sample, momentum, averaging
+        self.sample = sample
+        self.momentum = momentum
+        self.averaging = averaging
         zeros = functools.partial(torch.zeros, device=sample.owner.device, dtype=sample.owner.dtype)
         self.m = torch.zeros(sample.rows, WIDTH, device=sample.owner.device)
         self.average = zeros(4, sample.owner.shape[1])
-        self.weight, self.count, self.ignored = zeros(()), zeros(()), zeros(())
+        self.weight = zeros(())
+        self.count = zeros(())
+        self.ignored = zeros(())
         self.norm = zeros(())  # of the last gradient; a meter
         self.cache: dict[tuple, Tensor] = {}
 
@@ -195,11 +201,11 @@ class Statistics:
 
 def centred(log_x: Tensor, size: Tensor) -> Tensor:
     """log_x (G,) minus its size-weighted median; non-finite entries become 0, that is, neutral."""
-    known = log_x.isfinite()
-    value, order = torch.where(known, log_x, torch.inf).sort()
-    mass = (size * known)[order].cumsum(0)
+    finite = log_x.isfinite()
+    value, order = torch.where(finite, log_x, torch.inf).sort()
+    mass = (size * finite)[order].cumsum(0)
     median = value.gather(0, (mass < mass[-1:] / 2).sum(0, keepdim=True).clamp(max=len(value) - 1))
-    return torch.where(known, log_x - median, 0.0)
+    return torch.where(finite, log_x - median, 0.0)
 
 
 def project(log_x: Tensor, n: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -208,8 +214,10 @@ def project(log_x: Tensor, n: Tensor, low: Tensor, high: Tensor) -> Tensor:
     Exact and without a loop: the quadratic mean rises with c, with corners where a group meets or leaves a
     bound. Needs sum n low^2 <= sum n <= sum n high^2.
     """
-    x, p = (log_x - log_x.max()).clamp(min=-40).exp(), n / n.sum()
-    enter, leave = low / x, high / x
+    x = (log_x - log_x.max()).clamp(min=-40).exp()
+    p = n / n.sum()
+    enter = low / x
+    leave = high / x
     corner = torch.cat([enter, leave]).sort().values  # (2G,)
     square = (p * (corner[:, None] * x).clamp(low, high).square()).sum(1)
     last = corner.gather(0, ((square <= 1).sum(0, keepdim=True) - 1).clamp(min=0))

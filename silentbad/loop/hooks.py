@@ -197,8 +197,8 @@ def check_hook(place: str, kind: Any) -> None:
     for name in overridden:
         given = inspect.signature(getattr(Hook, name))
         if not takes(getattr(kind, name), len(given.parameters)):
-            own = inspect.signature(getattr(kind, name))
-            raise UserError(f"hooks: {place}.{name} takes {own}, and is called as {name}{given}")
+            taken = inspect.signature(getattr(kind, name))
+            raise UserError(f"hooks: {place}.{name} takes {taken}, and is called as {name}{given}")
 
 
 def takes(function: Callable[..., Any], count: int) -> bool:

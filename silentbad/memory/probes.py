@@ -19,15 +19,14 @@ from silentbad.model.diffusion import prediction_target
 
 @dataclass
 class Element:
-    """What a probe of one element needs: x0 (m,C,h,w), masks (m,1,h,w) in [0,1] or None, captions (m), rows
-    (m);
-    `found` (1,H,W) is the estimated mask at the pixels, where there was no given one."""
+    """What a probe of one element needs: x0 (m,C,h,w), masks (m,1,h,w) in [0,1] or None, captions (m), rows (m);
+    `estimated` (1,H,W) is the mask estimated at the pixels, where none was given."""
 
     x0: torch.Tensor
     masks: torch.Tensor | None
     texts: list[str]
     rows: list[int]
-    found: torch.Tensor | None = None
+    estimated: torch.Tensor | None = None
 
 
 def probe_timesteps(snr: torch.Tensor, edges: tuple[float, ...] = (10, 2, 0.5, 0.1, 0.02)) -> torch.Tensor:
@@ -56,11 +55,17 @@ class PhraseMemory:
     """
 
     def __init__(self, n: int, snr, bank: list[Element], *, share, effective_batch, seed, rank=0, world=1, reduce=None):
-        self.n, self.bank, self.seed = n, bank, seed
-        self.rank, self.world, self.reduce = rank, world, reduce or (lambda x: x)
+        self.n = n
+        self.bank = bank
+        self.seed = seed
+        self.rank = rank
+        self.world = world
+        self.reduce = reduce or (lambda x: x)
         self.t = probe_timesteps(snr)
         self.income = 3 * effective_batch * share
-        self.credit, self.next, self.sweep = 0.0, 0, 0
+        self.credit = 0.0  # forwards that are paid for
+        self.next = 0  # the element to probe
+        self.sweep = 0  # the step at which the last sweep ended
         self.errors: torch.Tensor | None = None  # (n,P), and its first value
         self.first: torch.Tensor | None = None
         self.mail = Mailbox()
@@ -78,19 +83,21 @@ class PhraseMemory:
     @torch.no_grad()
     def probe(self, i: int, predict: Callable, scheduler) -> torch.Tensor:
         """e_i (P,): the masked squared error of element i's probes, the same noise every time."""
-        P, bank = len(self.t), self.bank[i]
-        mine = [j % P for j in range(self.rank, -(-P // self.world) * self.world, self.world)]
-        own = [j for k, j in enumerate(mine) if self.rank + k * self.world < P]
+        P = len(self.t)
+        bank = self.bank[i]
+        of_rank = [j % P for j in range(self.rank, -(-P // self.world) * self.world, self.world)]
+        counted = [j for k, j in enumerate(of_rank) if self.rank + k * self.world < P]  # the rest fills up
         device = bank.x0.device
-        pictures = [j % len(bank.x0) for j in mine]
-        x0, t = bank.x0[pictures], self.t[mine].to(device)
-        eps = rng.noise(tuple(x0.shape[1:]), self.seed, f"probe/{i}", 0, mine).to(device)
+        pictures = [j % len(bank.x0) for j in of_rank]
+        x0 = bank.x0[pictures]
+        t = self.t[of_rank].to(device)
+        eps = rng.noise(tuple(x0.shape[1:]), self.seed, f"probe/{i}", 0, of_rank).to(device)
         pred = predict(scheduler.add_noise(x0, eps, t), t, [bank.texts[j] for j in pictures])
         err = (pred.float() - prediction_target(scheduler, x0, eps, t)).square().mean(dim=1, keepdim=True)
         w = torch.ones_like(err) if bank.masks is None else bank.masks[pictures]
         err = (err * w).sum(dim=(1, 2, 3)) / w.sum(dim=(1, 2, 3)).clamp_min(1e-8)
         e = torch.zeros(P, device=device)
-        e[own] = err[: len(own)]
+        e[counted] = err[: len(counted)]
         return self.reduce(e)
 
     def start(self, predict: Callable, scheduler) -> None:
@@ -98,7 +105,8 @@ class PhraseMemory:
         if not self.n:
             return
         self.first = torch.stack([self.probe(i, predict, scheduler) for i in range(self.n)])
-        self.errors, self.credit = self.first.clone(), -float(self.n * len(self.t))
+        self.errors = self.first.clone()
+        self.credit = -float(self.n * len(self.t))
         self.history = [{"step": 0, "rho": [0.0] * self.n}]
 
     def after_step(self, step: int, predict: Callable, scheduler) -> None:
@@ -129,9 +137,12 @@ class PhraseMemory:
 
     def load_state_dict(self, state: dict) -> None:
         device = self.first.device if self.first is not None else "cpu"
-        self.credit, self.next, self.sweep = state["credit"], state["next"], state["sweep"]
+        self.credit = state["credit"]
+        self.next = state["next"]
+        self.sweep = state["sweep"]
         self.history = list(state["history"])
-        self.errors, self.first = (None if state[k] is None else state[k].to(device) for k in ("errors", "first"))
+        for key in ("errors", "first"):
+            setattr(self, key, None if state[key] is None else state[key].to(device))
         self.mail.restore(state["mail"])
 
 
@@ -142,22 +153,23 @@ def latent_mask(mask: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
 
 @torch.no_grad()
 def build_bank(info, encode: Callable, pictures: Callable, count: int, device, most: int = 12) -> list[Element]:
-    """Each element's first `count` pictures, with their masks or else the one up to `most` of its pictures
-    agree on
-    (on their pixels: latents of small pictures are too coarse), where it has four."""
+    """Each element's first `count` pictures, with their masks or else the one that up to `most` of its pictures agree
+    on (on their pixels: latents of small pictures are too coarse), where it has four."""
     bank = []
     for rows in info.rows:
         rows = [int(r) for r in rows[:most]]
         batch = pictures(rows[:count])
-        x0, masks, found = encode(batch["pixel_values"].to(device)).float(), None, None
+        x0 = encode(batch["pixel_values"].to(device)).float()
+        masks = None
+        estimated = None
         if bool(batch["has_mask"].all()):
             masks = batch["mask"]
         elif len(rows) >= 4:
-            found = estimate_mask(pictures(rows)["pixel_values"])
-            masks = found.expand(len(x0), -1, -1, -1)
+            estimated = estimate_mask(pictures(rows)["pixel_values"])
+            masks = estimated.expand(len(x0), -1, -1, -1)
         if masks is not None:
             masks = latent_mask(masks.to(device), tuple(x0.shape[-2:]))
-        bank.append(Element(x0, masks, batch["text"], rows[:count], found))
+        bank.append(Element(x0, masks, batch["text"], rows[:count], estimated))
     return bank
 
 

@@ -95,16 +95,17 @@ def pairwise(
     siblings = info.elements_of[info.target[i]]
     others = shuffled([j for j in siblings if j != i], g)[: min(elements or len(siblings), len(siblings) - 1) - 1]
     record = load(record["index"])
-    own = record["mask"] or masks.get(i)
-    if not others or own is None:
+    mask = record["mask"] or masks.get(i)
+    if not others or mask is None:
         return None
-    layers = {i: (record, own)}
+    layers = {i: (record, mask)}
     for j in others:
         other = load(any_record(info, j, g))
         if other.get("shape") != record.get("shape"):
             continue  # it would be stretched, and the element moved
-        if (mask := other["mask"] or masks.get(j)) is not None:
-            layers[j] = (other, mask)
+        other_mask = other["mask"] or masks.get(j)
+        if other_mask is not None:
+            layers[j] = (other, other_mask)
     check_union(len(layers), len(siblings), info.target[i])
     if len(layers) < 2:
         return None
@@ -136,23 +137,24 @@ def joint_captions(
     i = info.element_of(record["index"])
     if i is None or float(torch.rand((), generator=g)) >= share:
         return None
-    siblings, own = info.elements_of[info.target[i]], record["mask"] or masks.get(i)
-    if len(siblings) < 3 or own is None:
+    siblings = info.elements_of[info.target[i]]
+    mask = record["mask"] or masks.get(i)
+    if len(siblings) < 3 or mask is None:
         return None
-    own = fitted_mask(own, record["image"].size)
+    mask = fitted_mask(mask, record["image"].size)
     others = int(torch.randint(1, len(siblings) - 1, (), generator=g))
     said = [i, *shuffled([j for j in siblings if j != i], g)[:others]]
     check_union(len(said), len(siblings), info.target[i])
-    counted = Image.new("L", own.size, 255)
+    counted = Image.new("L", mask.size, 255)
     for j in said[1:]:
         other = load(any_record(info, j, g), picture=False)
         if other.get("shape") != record.get("shape") or (place := other["mask"] or masks.get(j)) is None:
             return None
-        counted.paste(0, mask=fitted_mask(place, own.size))
+        counted.paste(0, mask=fitted_mask(place, mask.size))
     phrases = shuffled([info.phrase[j] for j in said], g)
     return {
         **record,
-        "mask": Image.merge("LA", (own, ImageChops.lighter(counted, own))),
+        "mask": Image.merge("LA", (mask, ImageChops.lighter(counted, mask))),
         "phrases": phrases,
         "text": ", ".join(phrases),
         "element_id": info.keys[i].removeprefix(f"{info.target[i]}/"),
@@ -197,8 +199,12 @@ class Rehearsal:
     def __init__(
         self, name: str, options: dict, info: DataInfo, seed: int, load: Callable, masks: dict[int, Image.Image]
     ):
-        self.function, self.options, self.info, self.seed = REHEARSAL[name], options, info, seed
-        self.load, self.masks = load, masks
+        self.function = REHEARSAL[name]
+        self.options = options
+        self.info = info
+        self.seed = seed
+        self.load = load
+        self.masks = masks
         if name in PLACED and not any(len(e) > 2 for e in info.elements_of.values()):
             raise UserError(
                 f"memory.rehearsal.name={name}: no target has three elements, so no two may be shown or named "
@@ -224,7 +230,8 @@ class Rehearsed:
     """
 
     def __init__(self) -> None:
-        self.count, self.largest = 0, (0, 0)
+        self.count = 0
+        self.largest = (0, 0)
 
     def add(self, united: list[tuple[int, int] | None]) -> None:
         """Take in the `united` of a batch."""
@@ -236,4 +243,6 @@ class Rehearsed:
         return {"count": self.count, "largest": list(self.largest)}
 
     def load_state_dict(self, state: dict) -> None:
-        self.count, self.largest = state["count"], (state["largest"][0], state["largest"][1])
+        elements, of = state["largest"]
+        self.count = state["count"]
+        self.largest = (elements, of)
