@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart quickstart-training quickstart-placebo test test-kill test-thorough test-fuzz test-distributed test-deepspeed test-fast lint documents bench bench-controller bench-recovery bench-validation bench-throughput bench-scale bench-shield bench-published bench-strength shield base clean
+.PHONY: quickstart quickstart-training quickstart-placebo test test-kill test-thorough test-fuzz test-distributed test-fast lint documents bench bench-controller bench-recovery bench-validation bench-throughput bench-scale bench-shield bench-published bench-strength shield base clean
 
 $(STAMP): requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -57,10 +57,6 @@ test-fuzz: $(STAMP)  ## generated and mutated inputs: half an hour on one core; 
 
 test-distributed: $(STAMP)  ## two gloo processes on the CPU, started as a user would
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --thorough tests/distributed
-
-test-deepspeed: $(STAMP)  ## ZeRO over the same two processes; installs the extra
-	$(BIN)/python -m pip install --quiet 'deepspeed==0.19.*'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --thorough tests/distributed/test_zero.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -34,7 +34,6 @@ from silentbad.control.sources import MIXED, SourceBank
 from silentbad.control.spectral import split
 from silentbad.control.statistics import GroupStats, Sample, Statistics, centred
 from silentbad.device import scalars
-from silentbad.distributed.zero import gradients
 from silentbad.errors import UserError, first_line
 from silentbad.experiments import TRANSFORMS
 from silentbad.experiments.rules import Transfer
@@ -251,7 +250,8 @@ class LayerRates(Hook):
         self.rates.restore()
         self.step = step
         recombined = self.config.transform != "none"  # then the norms are of other gradients
-        self.statistics.update(gradients(self.params), finite, None if recombined else norms)
+        gradients = [p.grad for p in self.params]
+        self.statistics.update(gradients, finite, None if recombined else norms)
         if self.uses_hypergradient:
             self.transfer.before_step()
         if self.config.apply == "gradient":

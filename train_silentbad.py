@@ -80,7 +80,7 @@ def check_all(config: Config, sources: dict[str, str]) -> Config:
     return config
 
 
-def build(config: Config, accelerator: Accelerator, folder: RunFolder, sharded: str = "") -> Run:
+def build(config: Config, accelerator: Accelerator, folder: RunFolder, sharded: bool = False) -> Run:
     """The parts of a run, connected (`silentbad.loop.assembly`)."""
     if config.validation.targets is not None:
         validation.check_embedder(config.validation)
@@ -163,17 +163,9 @@ def part_step(run: Run, share: float, batch: dict[str, Any], micro: int, *, last
     # Backward
     hooks.before_backward(losses, sources, share * denoiser.backward_scale(run.accelerator))
     last = last and run.accelerator.sync_gradients
-    backward(run, share * total, last)
+    run.accelerator.backward(share * total)
     hooks.after_backward(last)
     return share * loss.detach()
-
-
-def backward(run: Run, loss: torch.Tensor, last: bool) -> None:
-    """Add a loss's gradients to the accumulated ones; `last` of an update or not."""
-    if run.zero is None:
-        run.accelerator.backward(loss)
-    else:
-        run.zero.backward(loss * denoiser.backward_scale(run.accelerator), last)
 
 
 def update(run: Run) -> bool:

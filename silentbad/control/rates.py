@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from silentbad.distributed.zero import held
 from silentbad.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -57,7 +56,7 @@ def check_optimizer(optimizer: Any, lr_scheduler: Any, names: list[str] | None, 
 def scale_gradients(groups: Iterable[list[torch.nn.Parameter]], multipliers: list[float]) -> None:
     """Multiply the gradients of each group in place; parameters without a gradient stay without."""
     for group, a in zip(groups, multipliers, strict=True):
-        if present := held(group):
+        if present := [p.grad for p in group if p.grad is not None]:
             torch._foreach_mul_(present, a)
 
 

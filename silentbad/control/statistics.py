@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from silentbad.distributed.shards import cut_up, whole
-from silentbad.distributed.zero import Part, summed
 from silentbad.model.groups import OTHER
 from silentbad.rng import addressed_seed
 
@@ -48,13 +47,12 @@ class Sample:
         self.zeros = torch.zeros(max(per_tensor, WIDTH), device=device, dtype=self.params[0].dtype)
 
     def read(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """The sampled coordinates (rows, WIDTH) in float32; a missing tensor reads as zeros, shards are gathered and
-        parts put together."""
+        """The sampled coordinates (rows, WIDTH) in float32; a missing tensor reads as zeros, shards are gathered."""
         pieces = []
         for tensor, k, stride in zip(tensors, self.count, self.stride, strict=True):
             pieces.append(self.zeros[:k] if tensor is None else _strided(tensor, k, stride))
             pieces.append(self.zeros[: -k % WIDTH])
-        return summed(torch.cat(pieces).float().view(-1, WIDTH), over=tensors)
+        return torch.cat(pieces).float().view(-1, WIDTH)
 
     def add(self, into: Tensor, i: int, tensor: Tensor, scale: float) -> None:
         """Add the sampled coordinates of tensor i, times `scale`, to the sum (rows, WIDTH) of such readings."""
@@ -90,8 +88,6 @@ def _coprime(stride: int, size: int) -> int:
 
 
 def _strided(tensor: Any, count: int, stride: int) -> Tensor:
-    if isinstance(tensor, Part):
-        return tensor.strided(count, stride)
     if cut_up(tensor):
         return _strided(whole(tensor), count, stride).clone()  # a view would keep every tensor gathered until the last
     tensor = tensor.detach()

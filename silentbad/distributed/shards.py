@@ -2,7 +2,7 @@
 
 accelerate is asked for it (configs/accelerate/fsdp.yaml), but accelerate 1.15 makes FSDP on a CPU data parallel without
 a word, so it is done here. Forwards, backwards and whatever gathers shards are collective: all processes call them.
-What launches ask for is sorted out here too, ZeRO's (`silentbad.distributed.zero`) included.
+What launches ask for is sorted out here too.
 """
 
 import os
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from silentbad.distributed.zero import RELEASE, STAGE, parted, release
 from silentbad.errors import UserError
 
 UNITS = ("BasicTransformerBlock", "ResnetBlock2D")  # gathered one at a time; what is beside them, once a step
@@ -29,14 +28,11 @@ def launched(name: str) -> bool:
     return os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("1", "true")
 
 
-def take_over() -> str:
-    """FSDP or DEEPSPEED where one was asked for, else nothing; accelerate and transformers, which would act on it in
-    their own way, do not see it any more."""
-    asked = next((name for name in OURS if launched(name)), "")
-    for name in OURS:
-        os.environ.pop(f"ACCELERATE_USE_{name}", None)
-    if asked == "DEEPSPEED":  # its launcher sets this too, over our own setting
-        os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
+def take_over() -> bool:
+    """Whether FSDP was asked for; accelerate and transformers, which would act on it in their own way, do not see it
+    any more."""
+    asked = launched("FSDP")
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
     return asked
 
 
@@ -56,22 +52,27 @@ class ShardSettings(Protocol):
 
 
 def check(config: ShardSettings) -> None:
-    """Refuse launches that are none of ours and, in ours, what does not work in parts; before anything loads."""
-    if launched("MEGATRON_LM"):
-        raise UserError(
-            "accelerate: MEGATRON_LM takes the optimizer's step away from the loop; use configs/accelerate/ddp.yaml, "
-            "fsdp.yaml or deepspeed.yaml"
-        )
-    for name, unfit in OURS.items():
+    """Refuse launches that are none of ours and, in ours, what does not work in shards; before anything loads."""
+    for name in ("DEEPSPEED", "MEGATRON_LM"):
         if launched(name):
-            for key, wrong, why in unfit(config):
-                if wrong:
-                    raise UserError(f"{key}: {why}")
+            raise UserError(
+                f"accelerate: {name} takes the optimizer's step away from the loop; use configs/accelerate/ddp.yaml, "
+                "or fsdp.yaml for weights and states in shards"
+            )
+    if launched("FSDP"):
+        for key, wrong, why in unfit_fsdp(config):
+            if wrong:
+                raise UserError(f"{key}: {why}")
 
 
 def unfit_fsdp(config: ShardSettings) -> list[tuple[str, bool, str]]:
     """(key, whether it was set so, why FSDP cannot have it and what can) of what does not work in shards."""
     memory, environment = config.memory, os.environ.get
+    control = config.gradient_control
+    precision = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    optimizer = "AdamW8bit" if config.use_8bit_adam else config.optimizer.removeprefix("torch.optim.")
+    takes = f"gives each process a shard of a tensor, {optimizer} may need it whole; take {', '.join(ELEMENTWISE)}"
+    reads = f"takes gradients apart before FSDP has reduced them; turn it off, or {INSTEAD}"
     copies = f"keeps a second UNet beside the shards, whole; turn it off, or {INSTEAD}"
     return [
         (
@@ -84,7 +85,27 @@ def unfit_fsdp(config: ShardSettings) -> list[tuple[str, bool, str]]:
             environment("FSDP_OFFLOAD_PARAMS", "").lower() == "true",
             "shards stay on their device; set false",
         ),
-        *unfit_either(config, "FSDP"),
+        (
+            "num_processes",
+            int(os.environ.get("WORLD_SIZE", "1")) < 2,
+            "FSDP has nothing to shard in one process; use configs/accelerate/gpu.yaml",
+        ),
+        (
+            "mixed_precision",
+            precision not in ("no", "bf16"),
+            f"FSDP trains in bf16 or no here, not in {precision}, whose loss scale does not know shards",
+        ),
+        ("optimizer", optimizer not in ELEMENTWISE, f"FSDP {takes}"),
+        ("lora.rank", config.lora.rank is not None, f"FSDP shards what trains, and adapters are small; {INSTEAD}"),
+        ("train_text_encoder", config.train_text_encoder, f"FSDP shards the UNet alone; {INSTEAD}"),
+        ("compile_model", config.compile_model, "FSDP acts inside a step's passes, untested compiled; leave it off"),
+        ("channels_last", bool(config.channels_last), "FSDP shards contiguous weights only; leave it off"),
+        ("gradient_control.conflict", control.conflict, reads),
+        ("gradient_control.transform", control.transform != "none", reads),
+        ("gradient_control.name", control.learns, reads),
+        ("gradient_control.between.name", control.between.layerwise, reads),
+        ("gradient_control.spectral", control.spectral, "takes a matrix whole, FSDP in shards; turn it off"),
+        ("memory.loss_balance.name", config.memory.loss_balance.name != "fixed", reads),
         ("use_ema", config.use_ema, copies),
         ("memory.distillation.name", memory.distillation.name != "none", copies),
         ("memory.retention.name", memory.retention.name != "none", copies),
@@ -94,74 +115,6 @@ def unfit_fsdp(config: ShardSettings) -> list[tuple[str, bool, str]]:
             f"reads layers inside what FSDP gathers, untested; leave it none, or {INSTEAD}",
         ),
     ]
-
-
-def unfit_zero(config: ShardSettings) -> list[tuple[str, bool, str]]:
-    """The same of ZeRO: weights are whole on each process, so less is refused."""
-    environment = os.environ.get
-    prefix = "ACCELERATE_DEEPSPEED_"
-    return [
-        (
-            "deepspeed",
-            not release().startswith(RELEASE),
-            f"release {RELEASE}x is needed, {release()} is installed; "
-            f"pip install 'deepspeed=={RELEASE}*', or {INSTEAD}",
-        ),
-        (
-            "deepspeed_config_file",
-            bool(environment(f"{prefix}CONFIG_FILE")),
-            "is not read; leave it out, as configs/accelerate/deepspeed.yaml does",
-        ),
-        (
-            "zero_stage",
-            environment(f"{prefix}ZERO_STAGE", "2") != str(STAGE),
-            f"only ZeRO {STAGE} runs here; set {STAGE}, or for weights in shards use configs/accelerate/fsdp.yaml",
-        ),
-        *(
-            (
-                f"offload_{what}_device",
-                environment(f"{prefix}OFFLOAD_{what.upper()}_DEVICE", "none") != "none",
-                "states stay on their device; set none",
-            )
-            for what in ("optimizer", "param")
-        ),
-        *unfit_either(config, "ZeRO"),
-    ]
-
-
-def unfit_either(config: ShardSettings, name: str) -> list[tuple[str, bool, str]]:
-    """The rows that both have; `name` is FSDP or ZeRO."""
-    control = config.gradient_control
-    precision = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    optimizer = "AdamW8bit" if config.use_8bit_adam else config.optimizer.removeprefix("torch.optim.")
-    takes = f"gives each process a shard of a tensor, {optimizer} may need it whole; take {', '.join(ELEMENTWISE)}"
-    reads = f"takes gradients apart before {name} has reduced them; turn it off, or {INSTEAD}"
-    return [
-        (
-            "num_processes",
-            int(os.environ.get("WORLD_SIZE", "1")) < 2,
-            f"{name} has nothing to shard in one process; use configs/accelerate/gpu.yaml",
-        ),
-        (
-            "mixed_precision",
-            precision not in ("no", "bf16"),
-            f"{name} trains in bf16 or no here, not in {precision}, whose loss scale does not know shards",
-        ),
-        ("optimizer", optimizer not in ELEMENTWISE, f"{name} {takes}"),
-        ("lora.rank", config.lora.rank is not None, f"{name} shards what trains, and adapters are small; {INSTEAD}"),
-        ("train_text_encoder", config.train_text_encoder, f"{name} shards the UNet alone; {INSTEAD}"),
-        ("compile_model", config.compile_model, f"{name} acts inside a step's passes, untested compiled; leave it off"),
-        ("channels_last", bool(config.channels_last), f"{name} shards contiguous weights only; leave it off"),
-        ("gradient_control.conflict", control.conflict, reads),
-        ("gradient_control.transform", control.transform != "none", reads),
-        ("gradient_control.name", control.learns, reads),
-        ("gradient_control.between.name", control.between.layerwise, reads),
-        ("gradient_control.spectral", control.spectral, f"takes a matrix whole, {name} in shards; turn it off"),
-        ("memory.loss_balance.name", config.memory.loss_balance.name != "fixed", reads),
-    ]
-
-
-OURS = {"FSDP": unfit_fsdp, "DEEPSPEED": unfit_zero}
 
 
 # ---------------------------------------------------------------- sharding
@@ -186,13 +139,12 @@ def shard(model: Any, device: torch.device, precision: str) -> None:
 
 # ---------------------------------------------------------------- whole again, and back
 def sharded(model: nn.Module) -> bool:
-    """Whether this process holds a part alone of what a checkpoint needs: of the weights, or under ZeRO of states."""
-    return any(cut_up(p) or parted(p) for p in model.parameters())
+    """Whether this process holds a part alone of the weights."""
+    return any(map(cut_up, model.parameters()))
 
 
 def cut_up(tensor: Any) -> bool:
-    """Whether it is a DTensor, asked so that a torch built without distributed need not know what that is, or a part
-    under ZeRO."""
+    """Whether it is a DTensor, asked so that a torch built without distributed need not know what that is."""
     return hasattr(tensor, "full_tensor")
 
 

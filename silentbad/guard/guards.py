@@ -339,10 +339,10 @@ class Guards(Hooks):
         suspects = hashlib.sha256(repr(sorted(self.suspects.text)).encode()).hexdigest()[:16]
         return records.select(np.flatnonzero(kept), f"{records.key}-guard-{suspects}")
 
-    def start(self, context: GuardContext, sharded: str = "") -> None:
+    def start(self, context: GuardContext, sharded: bool = False) -> None:
         """Before training. Raises UserError where a guard cannot work on gradients that are `sharded`."""
         if self.modifies_gradients and sharded:
-            raise UserError(f"guard.name={'+'.join(self.names)}: works on whole gradients, {sharded} shards them")
+            raise UserError(f"guard.name={'+'.join(self.names)}: works on whole gradients, FSDP shards them")
         for guard in self.each:
             guard.start(context)
 

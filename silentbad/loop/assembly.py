@@ -16,7 +16,6 @@ from silentbad.data.elements import DataInfo, epoch_length
 from silentbad.data.loader import Loader, Stream, collate
 from silentbad.data.records import Records
 from silentbad.distributed import shards
-from silentbad.distributed.zero import Zero
 from silentbad.errors import warn
 from silentbad.guard.guards import GuardContext, Guards
 from silentbad.loop import checks, inputs, optimizers
@@ -55,9 +54,8 @@ class Run:
     parts: pipeline.Parts
     encoder: Encoder
     model: Any  # what trains, as accelerate prepared it
-    forward: Callable[..., Any]  # its forward in a step: compiled, or through ZeRO's engine
+    forward: Callable[..., Any]  # its forward in a step, compiled where asked
     predict: Callable[..., torch.Tensor]  # `prediction` of what trains
-    zero: Zero | None
     state: TrainState
     control: "Controller"
     memory: "Memory"
@@ -78,7 +76,7 @@ def build(
     config: TrainConfig,
     accelerator: Accelerator,
     folder: RunFolder,
-    sharded: str = "",
+    sharded: bool = False,
     *,
     controller: "type[Controller]",
     memory_class: "type[Memory]",
@@ -87,7 +85,7 @@ def build(
     """Load, check and connect the parts of a run; nothing is written to output_dir yet, caches are
     filled.
 
-    `sharded` is FSDP, DEEPSPEED or nothing.
+    `sharded`: by FSDP 2.
     """
     rank = accelerator.process_index
     world = accelerator.num_processes
@@ -108,7 +106,7 @@ def build(
     cache_bytes = config.cache_mb * 2**20
     encoder = Encoder(parts, accelerator, side=side, cache_bytes=cache_bytes, seed=config.seed)
     denoiser.placed(parts.model, config, device)
-    if sharded == "FSDP":
+    if sharded:
         shards.shard(parts.model, device, accelerator.mixed_precision)
 
     # Gradient control, and the optimizer over its groups
@@ -128,16 +126,9 @@ def build(
     control.attach(optimizer, lr_scheduler)
 
     # The same as this number of processes needs it
-    zero = None
-    if sharded == "DEEPSPEED":
-        zero = Zero(parts.model, optimizer)
-        optimizer = zero
-        model = accelerator.prepare_model(parts.model, evaluation_mode=True)  # its autocast, no DDP
-        forward: Any = zero.engine
-    else:
-        model = parts.model if sharded else accelerator.prepare(parts.model)
-        forward = denoiser.training_forward(model, config, accelerator.mixed_precision)
-        optimizer = accelerator.prepare(optimizer)
+    model = parts.model if sharded else accelerator.prepare(parts.model)
+    forward = denoiser.training_forward(model, config, accelerator.mixed_precision)
+    optimizer = accelerator.prepare(optimizer)
 
     # Memory and guards, which may ask the model and the data
     factor = pipeline.side_factor(parts.family, parts.backbone, parts.vae)
@@ -310,7 +301,6 @@ def build(
         model=model,
         forward=forward,
         predict=access.predict,
-        zero=zero,
         state=state,
         control=control,
         memory=memory,

@@ -296,7 +296,7 @@ def check_captions(config: TrainConfig, records: Records) -> None:
 OF_EPSILON = ("min_snr", "soft_min_snr", "debiased", "p2")  # losses whose papers weigh the error of a noise estimate
 
 
-def check_family(config: TrainConfig, family: Family, sharded: str = "") -> None:
+def check_family(config: TrainConfig, family: Family, sharded: bool = False) -> None:
     """Refuse what has no meaning on a family's path, or is not there for its layers; `sharded` as in `build`."""
     rows = unfit_flow(config, family.name) if family.flow else []
     rows += unfit_transformer(config, family, sharded) if family.backbone != "unet" else []
@@ -326,7 +326,7 @@ def unfit_flow(config: TrainConfig, family: str) -> list[tuple[str, bool, str]]:
     ]
 
 
-def unfit_transformer(config: TrainConfig, kind: Family, sharded: str) -> list[tuple[str, bool, str]]:
+def unfit_transformer(config: TrainConfig, kind: Family, sharded: bool) -> list[tuple[str, bool, str]]:
     """(key, whether it is set so, why and what can) of what reads layers of a UNet, or is untested without one."""
     memory, control = config.memory, config.gradient_control
     rules = control.name.split("+")
@@ -353,8 +353,8 @@ def unfit_transformer(config: TrainConfig, kind: Family, sharded: str) -> list[t
         ),
         (
             "accelerate",
-            bool(sharded),
-            f"{sharded} is tested on UNets alone, not on {family}; use configs/accelerate/ddp.yaml",
+            sharded,
+            f"FSDP is tested on UNets alone, not on {family}; use configs/accelerate/ddp.yaml",
         ),
         (
             "enable_xformers_memory_efficient_attention",

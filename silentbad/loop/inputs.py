@@ -35,7 +35,7 @@ class Inputs:
     info: DataInfo
 
 
-def gathered(config: TrainConfig, accelerator: Accelerator, sharded: str) -> Inputs:
+def gathered(config: TrainConfig, accelerator: Accelerator, sharded: bool) -> Inputs:
     """Everything a run reads, checked. Raises UserError where something cannot be trained on."""
     schedule, tokenizer = pipeline.scheduler_settings(config), pipeline.load_tokenizer(config)
     checks.check_family(config, pipeline.family_for(config), sharded)

@@ -12,7 +12,6 @@ import torch
 from silentbad.control.shrinkage import ShrunkAdamW
 from silentbad.control.spectral import SpectralAdamW
 from silentbad.distributed.shards import whole
-from silentbad.distributed.zero import Part, gradients, held, summed
 from silentbad.errors import UserError, brief, reading
 from silentbad.model.averaging import keeps_average
 from silentbad.settings.train import TrainConfig
@@ -145,17 +144,15 @@ def without_decay(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 # ---------------------------------------------------------------- the gradient's norm
 def gradient_norms(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
-    """Euclidean norm of each gradient (T,), of all its shards or parts, on the device; 0 where there is none."""
+    """Euclidean norm of each gradient (T,), of all its shards, on the device; 0 where there is none."""
     zero = torch.zeros((), device=parameters[0].device)
-    grads = gradients(parameters)
-    local = [zero if g is None else g.values if isinstance(g, Part) else g for g in grads]
-    norms = whole(torch.stack(torch._foreach_norm(local)))
-    return summed(norms.square(), over=grads).sqrt() if isinstance(grads[0], Part) else norms
+    gradients = [zero if p.grad is None else p.grad for p in parameters]
+    return whole(torch.stack(torch._foreach_norm(gradients)))
 
 
 def clip(parameters: list[torch.nn.Parameter], limit: float, norm: torch.Tensor | None) -> None:
     """Scale the gradients down to `limit`, where their norm (a scalar on the device; None: not known) lies above."""
     if norm is None:
         norm = torch.linalg.vector_norm(gradient_norms(parameters))
-    if grads := held(parameters):
-        torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1))  # as torch.nn.utils.clip_grads_with_norm_
+    if gradients := [p.grad for p in parameters if p.grad is not None]:
+        torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1))  # as torch.nn.utils.clip_grads_with_norm_

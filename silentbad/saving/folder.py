@@ -31,7 +31,7 @@ from silentbad.settings import dumped
 from silentbad.settings.train import TrainConfig
 
 KIND = "training"  # of folder, beside audits and what else this program makes
-PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "datasets", "safetensors", "numpy", "deepspeed")
+PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "datasets", "safetensors", "numpy")
 
 
 SAMPLES = re.compile(r"step-\d{6}(-.+)?|targets|drift|prompts|sample_prompts")  # folders in samples/

@@ -130,6 +130,7 @@ def test_the_shipped_configuration_shards(inputs, tmp_path):
 
 
 REFUSED = {  # what is asked for -> the key that the line names
+    ("ACCELERATE_USE_DEEPSPEED=true",): "accelerate: DEEPSPEED",
     ("ACCELERATE_USE_MEGATRON_LM=true",): "accelerate: MEGATRON_LM",
     ("FSDP_VERSION=1",): "fsdp_version",
     ("FSDP_OFFLOAD_PARAMS=true",): "fsdp_offload_params",

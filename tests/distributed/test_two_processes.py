@@ -140,7 +140,7 @@ def one(inputs: dict, out: Path, prepare=watch, **changes) -> int:
     return finish(start(argv, out.parent / f"{out.name}-0.log", prepare=prepare))
 
 
-# ---------------------------------------------------------------- what the tests of shards and of ZeRO share
+# ---------------------------------------------------------------- what the tests of shards share
 
 
 def whole(inputs: dict, out: Path, prepare=watch, **changes) -> None:
