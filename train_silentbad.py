@@ -12,7 +12,6 @@ and their importance weights (B,), conditioning is what the captions say to the 
 import math
 import os
 import signal
-import sys
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -32,9 +31,9 @@ from silentbad.data.loader import chunks
 from silentbad.device import fitting, send
 from silentbad.distributed import shards
 from silentbad.distributed.shards import world_size
-from silentbad.errors import UserError, reader_may_leave, say, warn
+from silentbad.errors import UserError, exit_with, say, warn
 from silentbad.guard.guards import check_guard
-from silentbad.loop import checks, launched, optimizers, trackers, trains
+from silentbad.loop import checks, optimizers, trackers, trains
 from silentbad.loop.assembly import Run
 from silentbad.loop.assembly import build as connect
 from silentbad.loop.forecast import Forecast
@@ -429,7 +428,7 @@ def main(argv: list[str] | None = None) -> int:
             control = Controller(parts.model, config.gradient_control, config.seed)
             print(trains.table(config, parts, control.groups, control.param_groups(config.adam_weight_decay)))
             return 0
-        with reader_may_leave(), tempfile.TemporaryDirectory() if config.dry_run else nullcontext() as scratch:
+        with tempfile.TemporaryDirectory() if config.dry_run else nullcontext() as scratch:
             if scratch is not None:
                 config = checks.for_trial(config, scratch)
             return start(config)
@@ -438,10 +437,8 @@ def main(argv: list[str] | None = None) -> int:
         rank = os.environ.get("RANK", "0")
         if os.environ.get("LOCAL_RANK", "0") == "0" or world_size() > 1:
             say(line if rank == "0" else f"rank {rank}: {line}")
-        if rank == "0":
-            launched.say_again(line)
         return 2
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

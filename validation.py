@@ -23,7 +23,7 @@ from silentbad.audit.command import asks_for_search, searched
 from silentbad.data.images import to_tensor
 from silentbad.data.targets import Target, check_prompts, load_targets
 from silentbad.distributed.start import start
-from silentbad.errors import UserError, say
+from silentbad.errors import UserError, exit_with, say
 from silentbad.files import check_writable
 from silentbad.loop.hooks import Hook
 from silentbad.measure.embedders import CLIP, load_embedder, tried
@@ -354,4 +354,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from PIL import Image
 from silentbad import owned, rng
 from silentbad.data.images import inside, to_pil
 from silentbad.data.schema import caption, check_window, json_lines, text_lines
-from silentbad.errors import ArgumentParser, UserError, brief, reading, say
+from silentbad.errors import ArgumentParser, UserError, brief, exit_with, reading, say
 from silentbad.files import check_writable, named
 from silentbad.measure.prompts import refuse_json
 from silentbad.model.family import side_of
@@ -171,4 +170,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

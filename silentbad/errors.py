@@ -5,7 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 
 from safetensors import SafetensorError
@@ -40,7 +40,8 @@ def masked(text: str, *secrets: str | None) -> str:
 
 def say(error: UserError | str) -> None:
     """The line on stderr, after what stdout holds back: in a log of both streams it stands last."""
-    sys.stdout.flush()
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()
     print(f"error: {error}", file=sys.stderr, flush=True)
 
 
@@ -50,38 +51,16 @@ def warn(line: str) -> None:
         print(f"warning: {masked(printable(line))}", file=sys.stderr, flush=True)
 
 
-@contextmanager
-def reader_may_leave() -> Iterator[None]:
-    """Inside, a closed stdout (`| head -1`) costs the run nothing: what is printed from then on goes nowhere."""
-    out = sys.stdout
-    sys.stdout = _Patient(out)
+def exit_with(main: Callable[[], int]) -> NoReturn:
+    """Run a command and exit with its code. Where the reader of stdout has left (`| head -1`), it ends without a
+    traceback."""
+    code = 1
     try:
-        yield
-    finally:
-        sys.stdout = out
-
-
-class _Patient:
-    """A stream that goes on into nothing when its reader has left."""
-
-    def __init__(self, stream: Any):
-        self.stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        self._tried(lambda: self.stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        self._tried(self.stream.flush)
-
-    def _tried(self, act: Callable[[], Any]) -> None:
-        try:
-            act()
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at the end
+    raise SystemExit(code)
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -5,13 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
 from silentbad.distributed.start import start
-from silentbad.errors import reader_may_leave
-from silentbad.loop import launched
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")
@@ -32,10 +29,9 @@ def test_python_ends_with_the_line_and_code_2():
     assert (done.returncode, done.stderr.splitlines(), done.stdout) == (2, [LINE], "")
 
 
-def test_accelerate_launch_ends_with_the_line_and_code_1():
+def test_accelerate_launch_says_the_line_and_ends_with_code_1():
     done = run(ONE)
-    lines = done.stderr.splitlines()
-    assert done.returncode == 1 and lines[-1] == LINE and lines.count(LINE) == 2
+    assert done.returncode == 1 and done.stderr.splitlines().count(LINE) == 1
 
 
 @pytest.mark.thorough
@@ -45,41 +41,17 @@ def test_accelerate_launch_quiet_says_the_line_and_no_traceback():
 
 
 @pytest.mark.thorough
-def test_two_processes_end_with_the_line_and_code_1():
+def test_two_processes_say_the_line_and_end_with_code_1():
     done = run(TWO, ACCELERATE_USE_CPU="true")
-    assert done.returncode == 1 and done.stderr.splitlines()[-1] == LINE
+    assert done.returncode == 1 and done.stderr.splitlines().count(LINE) == 1
 
 
-def test_a_launcher_is_known_by_its_command(monkeypatch):
-    class Parent:
-        pid = 7
-
-        def __init__(self, *words):
-            self.words = words
-
-        def cmdline(self):
-            return list(self.words)
-
-    def found(*words):
-        monkeypatch.setattr(psutil.Process, "parents", lambda self: [Parent(*words)])
-        return launched.launcher()
-
-    assert found("python", "/venv/bin/accelerate", "launch", "train_silentbad.py") == 7
-    assert found("python3", "-m", "accelerate.commands.launch", "train_silentbad.py") == 7
-    assert found("/usr/bin/python", "/venv/bin/torchrun", "--nproc_per_node", "2") == 7
-    assert found("bash") is None and found("python", "-m", "pytest", "accelerate") is None and found() is None
-
-
-def test_a_reader_that_leaves_costs_the_run_nothing(monkeypatch):
+def test_a_reader_that_leaves_costs_no_traceback():
     """As in `train_silentbad.py ... | head -1`."""
-    read, write = os.pipe()
-    os.close(read)
-    with os.fdopen(write, "w") as unread:
-        monkeypatch.setattr(sys, "stdout", unread)
-        with reader_may_leave():
-            for _ in range(3):
-                print("a line", flush=True)
-        assert sys.stdout is unread
+    command = "import sys; from silentbad.errors import exit_with; exit_with(lambda: print('x' * 99999) or 3)"
+    with subprocess.Popen((sys.executable, "-c", command), cwd=ROOT, stdout=-1, stderr=-1) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 1
 
 
 @pytest.mark.parametrize(

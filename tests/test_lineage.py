@@ -1,10 +1,7 @@
 """Features that come from other trainers, each shown to work."""
 
 import json
-import os
 import re
-import signal
-import sys
 import time
 
 import pytest
@@ -13,11 +10,9 @@ from diffusers.training_utils import compute_loss_weighting_for_sd3
 
 from memory_reinforce import LOSSES
 from silentbad.errors import UserError
-from silentbad.loop import signals
 from silentbad.loop.meters import Timers
 from silentbad.loop.products import best_score
 from silentbad.measure.scores import length_scores
-from silentbad.saving import folder
 from silentbad.settings.train import parse
 from tests.recoveries import make_hook, saved_embedder, shifted, some_targets
 from tests.tiny import tiny_pipeline
@@ -57,18 +52,6 @@ def test_a_run_folder_named_by_time_and_suffix(flags, tmp_path, capsys):
     ]:
         with pytest.raises(UserError, match=told):
             check_all(*parse(Config, flags(**wrong)))
-
-
-def test_sigusr2_shows_the_stacks_or_opens_a_debugger(tmp_path, capfd, monkeypatch):
-    with signals.Requests(folder.RunFolder(tmp_path, True)) as requests:
-        os.kill(os.getpid(), signal.SIGUSR2)
-        assert requests.agreed() == (0, False, False)  # neither stops nor saves
-        assert "test_sigusr2_shows_the_stacks" in capfd.readouterr().err
-        opened = []
-        monkeypatch.setattr(sys, "breakpointhook", lambda *_: opened.append(True))
-        monkeypatch.setattr(signals.sys, "__stdin__", type("Terminal", (), {"isatty": lambda self: True})())
-        os.kill(os.getpid(), signal.SIGUSR2)
-        assert opened == [True]
 
 
 def test_early_points_may_stand_at_powers_of_two(tmp_path):

@@ -1,8 +1,6 @@
 """What signals and trigger files ask of a run."""
 
-import faulthandler
 import signal
-import sys
 from typing import Any
 
 import torch
@@ -11,24 +9,14 @@ import torch.distributed
 from silentbad.saving.folder import RunFolder
 
 
-def look(number: int, frame: Any) -> None:
-    """A debugger where the run stands, if it has a terminal (PYTHONBREAKPOINT names another than pdb; `up` leaves this
-    function); otherwise the stacks of all threads to stderr. The run goes on after either."""
-    if sys.__stdin__ is not None and sys.__stdin__.isatty():
-        breakpoint()
-    else:
-        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
-
-
 class Requests:
     """What signals and trigger files ask for, agreed on by all processes at each step boundary.
 
-    SIGTERM and SIGINT: save and stop with 128 + the signal's number; SIGUSR1: save and go on; SIGUSR2: `debug.look`, at
-    once and on the process it was sent to. The agreement runs on
-    the host (gloo), so no process waits for its device.
+    SIGTERM and SIGINT: save and stop with 128 + the signal's number; SIGUSR1: save and go on. The
+    agreement runs on the host (gloo), so no process waits for its device.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
     def __init__(self, folder: RunFolder):
         self.folder, self.stop, self.save = folder, 0, 0
@@ -40,7 +28,7 @@ class Requests:
         self.previous = {}
         for number in self.SIGNALS:
             try:
-                self.previous[number] = signal.signal(number, look if number == signal.SIGUSR2 else self._note)
+                self.previous[number] = signal.signal(number, self._note)
             except ValueError:  # only the main thread may; elsewhere trigger files remain
                 break
         return self

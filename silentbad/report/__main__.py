@@ -4,9 +4,8 @@ python -m silentbad.report RUN [--placebo RUN]
 python -m silentbad.report compare RUN RUN ... [--out compare.html]
 """
 
-import sys
-
+from silentbad.errors import exit_with
 from silentbad.report.run_report import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -4,13 +4,12 @@
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 from PIL import ExifTags, Image, ImageDraw, ImageFont
 
 from silentbad.data.images import FORMATS, open_image, safe_path
-from silentbad.errors import ArgumentParser, UserError, reading, say, warn
+from silentbad.errors import ArgumentParser, UserError, exit_with, reading, say, warn
 from silentbad.files import check_writable, named
 from silentbad.measure.record import NAME, Measurement, Record, Scores
 
@@ -126,4 +125,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

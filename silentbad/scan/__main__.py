@@ -6,9 +6,8 @@ Exit code 0: nothing found, 3: at least one suspect set, 2: a mistake in the arg
 explains it.
 """
 
-import sys
-
+from silentbad.errors import exit_with
 from silentbad.scan.command import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)
