@@ -11,7 +11,7 @@ from typing import Any
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from transformers import CLIPTextModel
 
-from silentbad import owned, settings
+from silentbad import settings
 from silentbad.data.formats import checked_row, folder_rows
 from silentbad.data.images import open_mask
 from silentbad.data.records import load_records
@@ -149,7 +149,6 @@ READERS = {
     "multipliers.json, report": Reader("held/multipliers.json", lambda root: run_report.render(root / "held"), 1),
     "run.json, report": Reader("held/run.json", lambda root: run_report.render(root / "held"), 1),
     "config.yaml, report": Reader("held/config.yaml", lambda root: run_report.render(root / "held"), 1),
-    "run.json": Reader("held/run.json", lambda root: owned.kind_of(root / "held")),
     "manifest.json": Reader(f"{STEP}/manifest.json", lambda root: checkpoint.problem(root / STEP)),
     "facts.json": Reader(f"{STEP}/facts.json", lambda root: identity.read(root / STEP)),
     "state.pt": Reader(f"{STEP}/state.pt", lambda root: checkpoint.read_state(root / STEP / "state.pt")),
