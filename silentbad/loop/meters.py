@@ -47,13 +47,8 @@ class Meters:
         return {"sums": {name: value.cpu() for name, value in self.sums.items()}, "counts": dict(self.counts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up such a state. Raises ValueError where a sum is no scalar, or has no count."""
-        sums, counts = dict(state["sums"]), dict(state["counts"])
-        for name, value in sums.items():
-            count = counts.get(name)
-            if not isinstance(value, torch.Tensor) or value.ndim or type(count) is not int or count < 1:
-                raise ValueError(f"the meter {name!r} is no scalar with a count")
-        self.sums, self.counts = {name: value.float() for name, value in sums.items()}, counts
+        self.sums = {name: value.float() for name, value in state["sums"].items()}
+        self.counts = dict(state["counts"])
 
 
 class Timers:

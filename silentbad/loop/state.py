@@ -132,56 +132,50 @@ class TrainState:
     def read(self, folder: Path) -> None:
         """Take up the files of a checkpoint. Raises UserError where they do not fit this run."""
         state = checkpoint.read_state(folder / "state.pt")
-        checkpoint.fits(folder, state, {*self.parts, "counters", *([] if self.ema is None else ["ema"])})
+        checkpoint.check_parts(folder, state, {*self.parts, "counters", *([] if self.ema is None else ["ema"])})
         for name, module in self.model.named_children():
             tensors = checkpoint.read_tensors(folder / f"{name}.safetensors")
-            checkpoint.refuse_nonfinite(folder / f"{name}.safetensors", tensors)
-            with checkpoint.fitting(folder, name):
+            with checkpoint.explain_mismatch(folder, name):
                 load_trained(module, tensors)
         if self.ema is not None:
-            with checkpoint.fitting(folder, "ema"):
+            with checkpoint.explain_mismatch(folder, "ema"):
                 shadow = checkpoint.read_tensors(folder / "ema.safetensors")
-                checkpoint.refuse_nonfinite(folder / "ema.safetensors", shadow)
                 state["ema"]["shadow_params"] = [shadow[str(i)] for i in range(len(self.ema.shadow_params))]
         self.load_state_dict(state, folder)
 
     def load_state_dict(self, state: dict[str, Any], source: Path | str = "state") -> None:
         """Take up such a state with the optimizer's; `source` names it where it does not fit."""
-        mine = self.state_dict()
-        for name in mine:
-            checkpoint.refuse_unlike(source, name, mine[name], state[name])
-        with checkpoint.fitting(source, "optimizer"):
-            refuse_other_optimizer(self.optimizer, state["optimizer"])
+        with checkpoint.explain_mismatch(source, "optimizer"):
             state["optimizer"] = shards.states_like(self.optimizer, state["optimizer"])
         for name, part in self.parts.items():
-            with checkpoint.fitting(source, name):
+            with checkpoint.explain_mismatch(source, name):
                 if part is self.lr_scheduler:
                     load_schedule(part, state[name])
                 else:
                     part.load_state_dict(state[name])
                 if part is self.optimizer:
-                    lie_as_weights(part)
+                    match_memory_format(part)
         if self.ema is not None:
-            with checkpoint.fitting(source, "ema"):
+            with checkpoint.explain_mismatch(source, "ema"):
                 devices = {p.device for p in self.ema.shadow_params}
                 self.ema.load_state_dict(state["ema"])
                 self.ema.to(devices.pop())
-        with checkpoint.fitting(source, "counters"):
+        with checkpoint.explain_mismatch(source, "counters"):
             self._load_counters(state["counters"])
 
     def _load_counters(self, counters: dict[str, Any]) -> None:
-        step, skipped, in_row = (int(counters[name]) for name in ("step", "skipped", "skipped_in_row"))
-        if min(step, skipped, in_row) < 0 or in_row > skipped:
-            raise ValueError(f"step {step}, skipped {skipped}, {in_row} in a row")
-        self.step, self.skipped, self.skipped_in_row = step, skipped, in_row
-        self.best, self.timesteps = float(counters["best"]), counters["timesteps"].float()
+        self.step = int(counters["step"])
+        self.skipped = int(counters["skipped"])
+        self.skipped_in_row = int(counters["skipped_in_row"])
+        self.best = float(counters["best"])
+        self.timesteps = counters["timesteps"].float()
 
 
 def load_schedule(scheduler: Any, state: dict[str, Any]) -> None:
     """Take up a schedule's position. torch's own `load_state_dict` sets whatever attributes a file names. A rate that
     jumps, because it falls over another length than before, is said."""
     rates = [[float(rate) for rate in state[name]] for name in ("base_lrs", "_last_lr")]
-    if any(len(each) != len(scheduler.base_lrs) or not all(map(math.isfinite, each)) for each in rates):
+    if any(len(each) != len(scheduler.base_lrs) for each in rates):
         raise ValueError(f"it has other rates than the {len(scheduler.base_lrs)} of this run")
     scheduler.base_lrs, scheduler._last_lr = rates
     scheduler.last_epoch, scheduler._step_count = int(state["last_epoch"]), int(state["_step_count"])
@@ -191,7 +185,7 @@ def load_schedule(scheduler: Any, state: dict[str, Any]) -> None:
         warn(f"the learning rate goes on at {is_:.3g} instead of {was:.3g}: its schedule falls over another length now")
 
 
-def lie_as_weights(optimizer: torch.optim.Optimizer) -> None:
+def match_memory_format(optimizer: torch.optim.Optimizer) -> None:
     """Averages in the memory order of their weights: fused kernels run over both as they lie, and a checkpoint may be
     of the other `channels_last`. Raises UserError for averages in 8 bits, whose blocks follow the memory."""
     for weight, held in optimizer.state.items():
@@ -209,46 +203,3 @@ def same_order(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.stride() == b.stride() or any(
         a.is_contiguous(memory_format=f) and b.is_contiguous(memory_format=f) for f in formats
     )
-
-
-def refuse_other_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """ValueError where an optimizer's state holds other settings, or averages of other shapes than the parameters."""
-    if len(state["param_groups"]) != len(optimizer.param_groups):
-        raise ValueError(f"{len(state['param_groups'])} parameter groups, this run has {len(optimizer.param_groups)}")
-    for mine, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        own = {key: value for key, value in mine.items() if key != "params"}
-        if wrong := checkpoint.unlike(own, saved, "a parameter group"):
-            raise ValueError(wrong)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for i, entry in state["state"].items():
-        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"):
-            value = entry.get(name)
-            if isinstance(value, torch.Tensor) and value.shape != parameters[i].shape:
-                raise ValueError(f"{name} of parameter {i} has shape {tuple(value.shape)}")
-            if isinstance(value, torch.Tensor) and not bool(torch.isfinite(value).all()):
-                raise ValueError(f"{name} of parameter {i} is not finite")
-    kind = type(getattr(optimizer, "optimizer", optimizer))  # accelerate wraps it
-    refuse_odd_entries(state["state"], parameters, by_shape=not kind.__module__.startswith("torch.optim"))
-
-
-def refuse_odd_entries(entries: dict[int, dict], parameters: list[Any], by_shape: bool) -> None:
-    """ValueError where a parameter's entry has another form than those of most parameters like it.
-
-    Before its first step an optimizer cannot say what its entries hold; but they depend on the dimensions of the
-    parameter alone (torch's own), or on its shape.
-    """
-    alike: dict[Any, list[tuple[int, dict]]] = {}
-    for i, entry in entries.items():
-        like = parameters[i]
-        form = {name: _form(value) for name, value in entry.items()}
-        alike.setdefault((like.shape if by_shape else like.ndim, like.dtype), []).append((i, form))
-    for found in alike.values():
-        usual = max((form for _, form in found), key=[form for _, form in found].count)
-        for i, form in found:
-            if odd := [name for name in [*usual, *form] if usual.get(name) != form.get(name)]:
-                raise ValueError(f"{odd[0]} of parameter {i} is not as that of the others")
-
-
-def _form(value: Any) -> Any:
-    """What the values of one name have in common over the parameters."""
-    return (value.dtype, value.ndim, value.numel() == 0) if isinstance(value, torch.Tensor) else type(value)

@@ -201,54 +201,15 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def fits(folder: Path, state: dict[str, Any], wanted: set[str]) -> None:
+def check_parts(folder: Path, state: dict[str, Any], wanted: set[str]) -> None:
     """Refuse a checkpoint of a run that held other parts than this one."""
     for name in sorted(wanted ^ set(state)):
         had, has = ("lacks", "has") if name in wanted else ("holds", "lacks")
         raise UserError(f"{folder}: {had} the state of {name!r}, which this run {has}; resume with its config.yaml")
 
 
-def refuse_unlike(folder: Path | str, name: str, now: Any, then: Any) -> None:
-    """Refuse a part's state `then` that is of another form than this run's own, `now`."""
-    if (wrong := unlike(now, then)) is not None:
-        raise UserError(f"{folder}: the state of {name!r} does not fit this run ({wrong}); resume with its config.yaml")
-
-
-def unlike(now: Any, then: Any, where: str = "it") -> str | None:
-    """How `then` differs in form from `now`: a key that is missing, a value of another type, a tensor of another
-    shape. What is None or empty in `now` may be anything."""
-    if now is None:
-        return None
-    if isinstance(now, torch.Tensor):
-        if not isinstance(then, torch.Tensor) or then.is_floating_point() != now.is_floating_point():
-            return f"{where} is no tensor of {now.dtype}"
-        fits = not now.numel() or now.shape == then.shape
-        return None if fits else f"{where} has shape {tuple(then.shape)}, not {tuple(now.shape)}"
-    kinds = next((k for k in ((bool,), (int, float), (str,), (dict,), (list, tuple)) if isinstance(now, k)), (object,))
-    if not isinstance(then, kinds) or isinstance(then, bool) and kinds != (bool,):
-        return f"{where} is {type(then).__name__}, not {type(now).__name__}"
-    if isinstance(now, dict) and isinstance(then, dict):
-        for key, value in now.items():
-            if key not in then:
-                return f"{where} lacks {key!r}"
-            if wrong := unlike(value, then[key], f"{key!r}"):
-                return wrong
-    if isinstance(now, (list, tuple)) and isinstance(then, (list, tuple)) and now:
-        mine = now if len(now) == len(then) else [now[0]] * len(then)  # a history grows, its entries stay alike
-        pairs = zip(mine, then, strict=True)
-        return next((wrong for a, b in pairs if (wrong := unlike(a, b, f"an entry of {where}"))), None)
-    return None
-
-
-def refuse_nonfinite(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Refuse weights with NaN or infinity."""
-    for name, value in tensors.items():
-        if not bool(torch.isfinite(value).all()):
-            raise UserError(f"{path}: {name} holds a value that is not finite; resume from an earlier checkpoint")
-
-
 @contextmanager
-def fitting(folder: Path | str, name: str):
+def explain_mismatch(folder: Path | str, name: str):
     """A state of other shapes or parts than this run's is one line, not a traceback."""
     try:
         yield
@@ -264,37 +225,19 @@ TEXTS = {"README.md", "merges.txt", "vocab.txt"}
 
 
 def foreign_files(folder: Path) -> list[Path]:
-    """Files of a pipeline's or checkpoint's folder that no run writes: someone put them there."""
+    """Files of a pipeline's folder that no run writes: someone put them there."""
     files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
     return [path for path in files if path.suffix not in WRITTEN and path.name not in TEXTS]
 
 
-def remove(folder: Path) -> None:
-    """Remove a folder that runs wrote; files of someone else stay, and their folders with them."""
-    if not (kept := foreign_files(folder)):
-        shutil.rmtree(folder)
-        return
-    for path in sorted(folder.rglob("*"), reverse=True):
-        if path.is_dir() and not path.is_symlink():
-            with suppress(OSError):
-                path.rmdir()
-        elif path not in kept:
-            path.unlink()
-
-
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Write a folder (a pipeline) whole, then put it in place of the old one; files of someone else stay in it."""
-    temporary, old = begin(folder), folder.parent / f".{folder.name}.old"
+    """Write a folder (a pipeline) whole, then put it in place of the old one."""
+    temporary = begin(folder)
+    old = folder.parent / f".{folder.name}.old"
     try:
         write(temporary)
-        for path in foreign_files(folder):
-            place = temporary / path.relative_to(folder)
-            if not place.exists():
-                place.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(path, place, follow_symlinks=False)
         for path in temporary.rglob("*"):
-            if not path.is_symlink():
-                _sync(path)
+            _sync(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

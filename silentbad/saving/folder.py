@@ -125,6 +125,9 @@ class RunFolder:
             self.refuse_other_run(config.overwrite_output_dir, resuming=bool(asked))
             if asked:
                 say(f"no checkpoint in {self.checkpoints} to resume from; starting anew")
+        for name in ("pipeline", "lora", "best", "epochs"):
+            if added := checkpoint.foreign_files(self.path / name):
+                raise UserError(f"output_dir {self.path}: no run wrote {added[0]}, which would be replaced; move it")
         return found
 
     def refuse_later(self, found: Path) -> None:
@@ -171,7 +174,7 @@ class RunFolder:
                 elif name == "samples":
                     remove_samples(path)
                 else:
-                    checkpoint.remove(path)
+                    shutil.rmtree(path)
             (self.path / "finished.json").unlink(missing_ok=True)
             for name in ("pipeline", "best"):
                 checkpoint.put_back(self.path / name)

@@ -8,14 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from hypothesis import strategies as st
 
 import train_silentbad
 import validation
 from silentbad.report import run_report
-from silentbad.saving import checkpoint
 from tests.fuzz import strategies as some
 from tests.fuzz.judge import Tally, audited, judge, marked, trained
 from tests.fuzz.mutations import mutated
@@ -170,68 +168,11 @@ ASKED = st.sampled_from(["report", "report", "report", "compare", "compare", "pl
 
 
 # ---------------------------------------------------------------- checkpoints
-def sealed_again(folder: Path) -> None:
-    """A manifest that fits the files, as someone who means harm would write it."""
-    manifest = json.loads((folder / checkpoint.MANIFEST).read_text())
-    for name, entry in manifest["files"].items():
-        if (folder / name).is_file():
-            entry.update(size=(folder / name).stat().st_size, sha256=checkpoint.sha256(folder / name))
-    (folder / checkpoint.MANIFEST).write_text(json.dumps(manifest))
-
-
-TENSORS = st.sampled_from(
-    ["zeros", "nan", "inf", "huge", "other shape", "long", "bool", "empty", "scalar", "complex", "half"]
-)
-
-
-def tensor(kind: str, like: Any) -> torch.Tensor:
-    like = like if isinstance(like, torch.Tensor) else torch.zeros(2)
-    plain = torch.zeros(like.shape)
-    return {
-        "zeros": lambda: plain,
-        "nan": lambda: plain.fill_(float("nan")),
-        "inf": lambda: plain.fill_(float("inf")),
-        "huge": lambda: plain.fill_(1e30),
-        "other shape": lambda: torch.zeros(*like.shape, 2),
-        "long": lambda: plain.long(),
-        "bool": lambda: plain.bool(),
-        "empty": lambda: torch.zeros(0),
-        "scalar": lambda: torch.tensor(3.0),
-        "complex": lambda: plain.to(torch.complex64),
-        "half": lambda: plain.half(),
-    }[kind]()
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """A value of a state: a tensor of that kind in the place of what is there."""
-
-    kind: str
-
-
-def in_state(found: Tally, case: list[some.Edit], root: Path) -> None:
-    """An edited state.pt behind a manifest that fits it."""
-    folder = root / STEP
-    state = torch.load(folder / "state.pt", weights_only=True)
-    for edit in case:
-        places = [*some._places(state)]
-        holder, key = places[edit.place % len(places)]
-        if isinstance(holder, tuple):
-            continue
-        value = tensor(edit.value.kind, holder[key]) if isinstance(edit.value, Tensor) else edit.value
-        dataclasses.replace(edit, value=value).of(state)
-    torch.save(state, folder / "state.pt")
-    sealed_again(folder)
-    resume(found, case, root)
-
-
-def in_checkpoint(found: Tally, case: tuple[str, list[some.Edit], bool], root: Path) -> None:
+def in_checkpoint(found: Tally, case: tuple[str, list[some.Edit]], root: Path) -> None:
     """An edited facts.json or manifest.json."""
-    name, edits, again = case
+    name, edits = case
     file = root / STEP / name
     file.write_text(some.edited(file.read_text(), edits))
-    if again and name != checkpoint.MANIFEST:
-        sealed_again(root / STEP)
     resume(found, case, root)
 
 
@@ -263,8 +204,6 @@ def in_bytes(found: Tally, case: tuple[str, int], root: Path) -> None:
     if part[0] == "pipeline":
         train(found, case, root) if seed % 3 == 0 else audit(found, case, root)
     elif part[0] == "held" and "checkpoints" in part:
-        if seed % 2 and part[-1] != checkpoint.MANIFEST:
-            sealed_again(root / STEP)
         resume(found, case, root)
     elif part[0] == "held":
         given(found, case, root, random.Random(seed).choice(["report", "compare", "placebo", "resume", "config"]))
@@ -290,34 +229,10 @@ KINDS = {
     "run folders": Kind(
         st.tuples(st.sampled_from(RUN_FILES + LINE_FILES), st.integers(0, 50), some.EDITS, ASKED), in_run
     ),
-    "states": Kind(
-        st.lists(
-            st.builds(
-                some.Edit,
-                st.one_of(st.integers(0, 60), st.integers(0, 5000)),
-                st.sampled_from(["replace", "replace", "remove", "add", "double", "wrap"]),
-                st.one_of(some.VALUES.filter(lambda v: not _too_long(v)), st.builds(Tensor, TENSORS)),
-            ),
-            min_size=1,
-            max_size=2,
-        ),
-        in_state,
-    ),
-    "facts and manifests": Kind(
-        st.tuples(st.sampled_from(["facts.json", "manifest.json"]), some.EDITS, st.booleans()), in_checkpoint
-    ),
+    "facts and manifests": Kind(st.tuples(st.sampled_from(["facts.json", "manifest.json"]), some.EDITS), in_checkpoint),
     "pipelines": Kind(st.tuples(st.sampled_from(MODEL_FILES), some.EDITS, st.booleans()), in_model),
     "bytes of any input": Kind(st.tuples(st.sampled_from(NAMES), st.integers(0, 10**9)), in_bytes),
 }
-
-
-def _too_long(value: Any) -> bool:
-    """Whether pickle could not write it as the file of a checkpoint holds it."""
-    try:
-        json.dumps(value).encode()
-        return "\\ud83d" in json.dumps(value)
-    except ValueError:
-        return True
 
 
 def copied(good: Path, root: Path) -> Path:

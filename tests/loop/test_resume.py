@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from silentbad.data.records import load_records
 from silentbad.device import scalars
 from silentbad.errors import UserError
-from silentbad.loop.state import lie_as_weights, load_schedule, refuse_other_optimizer
-from silentbad.saving import checkpoint, identity
+from silentbad.loop.state import load_schedule, match_memory_format
+from silentbad.saving import identity
 from silentbad.settings import key_tree
 from tests.conftest import write_data
 from tests.training import VALIDATION
@@ -202,49 +202,6 @@ def test_a_rate_that_jumps_on_resume_is_said(flags, tmp_path, capsys, length, sa
     assert ("goes on at 0.000854 instead of 0.0005" in capsys.readouterr().err) == said
 
 
-ODD = {
-    "removed": lambda entry: entry.pop("exp_avg"),
-    "None": lambda entry: entry.update(step=None),
-    "empty": lambda entry: entry.update(step=torch.zeros(0)),
-    "long": lambda entry: entry.update(exp_avg_sq=torch.zeros(3, dtype=torch.long)),
-    "more": lambda entry: entry.update(max_exp_avg_sq=torch.zeros(3)),
-}
-
-
-@pytest.mark.parametrize("how", ODD)
-@pytest.mark.parametrize("kind", ["AdamW", "Adafactor", "SGD"])
-def test_an_entry_of_another_form_than_the_others_is_named(kind, how):
-    shapes = ((4, 3), (3,), (3,), (5, 4, 3, 3), (3,), (4, 1))
-    optimizer = getattr(torch.optim, kind)([torch.nn.Parameter(torch.ones(shape)) for shape in shapes])
-    for parameter in optimizer.param_groups[0]["params"][1:]:  # one that never had a gradient has no entry
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    refuse_other_optimizer(optimizer, optimizer.state_dict())
-    if kind == "AdamW":
-        state = optimizer.state_dict()
-        ODD[how](state["state"][4])
-        with pytest.raises(ValueError, match="of parameter 4"):
-            refuse_other_optimizer(optimizer, state)
-
-
-UNLIKE = [
-    ({"a": 1}, {}, "lacks 'a'"),
-    ({"a": 1}, {"a": "x"}, "'a' is str, not int"),
-    ({"a": 1}, {"a": True}, "'a' is bool"),
-    ({"a": torch.zeros(2)}, {"a": torch.zeros(3)}, "shape"),
-    ({"a": torch.zeros(2)}, {"a": torch.zeros(2, dtype=torch.long)}, "no tensor"),
-    ({"a": [{"step": 0}]}, {"a": [{"step": 0}, {}]}, "lacks 'step'"),
-    ({"a": [torch.zeros(2), torch.zeros(3)]}, {"a": [torch.zeros(2), torch.zeros(3)]}, None),
-    ({"a": None, "b": [], "c": torch.zeros(0)}, {"a": 1, "b": [1], "c": torch.zeros(4)}, None),
-]
-
-
-@pytest.mark.parametrize("now, then, said", UNLIKE, ids=range(len(UNLIKE)))
-def test_a_state_of_another_form_is_named(now, then, said):
-    wrong = checkpoint.unlike(now, then)
-    assert wrong is None if said is None else said in wrong
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_a_resume_in_another_memory_format_goes_on(first, flags, tmp_path):
     settings = {"checkpointing_steps": 2, "log_every": 1, "use_ema": True, "gradient_control.name": "gsnr"}
@@ -265,10 +222,10 @@ def test_averages_in_eight_bits_keep_their_memory_format():
     optimizer = torch.optim.SGD([weight], lr=0.1)
     optimizer.state[weight]["state1"] = torch.zeros(2, 3, 2, 2, dtype=torch.uint8)
     with pytest.raises(UserError, match="channels_last: averages in 8 bits"):
-        lie_as_weights(optimizer)
+        match_memory_format(optimizer)
     weight.data = weight.data[:, :, :1, :1].contiguous()  # of 1x1 both formats are the same
     optimizer.state[weight]["state1"] = torch.ones(2, 3, 1, 1, dtype=torch.uint8).to(memory_format=torch.channels_last)
-    lie_as_weights(optimizer)
+    match_memory_format(optimizer)
 
 
 def test_a_row_whose_loss_is_no_number_is_dropped(flags, tmp_path):
