@@ -6,15 +6,14 @@
 import argparse
 from pathlib import Path
 
-from PIL import ExifTags, Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont
 
-from silentbad.data.images import FORMATS, open_image, safe_path
+from silentbad.data.images import open_image, safe_path
 from silentbad.errors import ArgumentParser, UserError, exit_with, reading, say, warn
 from silentbad.files import check_writable, named
 from silentbad.measure.record import NAME, Measurement, Record, Scores
 
 MOST = 50  # targets that are shown, and elements of a target
-SOFTWARE = "silentbad.report.figures"  # in a picture's EXIF: only such pictures are replaced
 TILE, GAP, LABEL = 112, 8, 22
 
 
@@ -80,25 +79,10 @@ def _save(picture: Image.Image, file: Path) -> None:
     """A picture into a file, which is replaced whole, or left as it was where there is no room."""
     draft = file.with_name(f".draft-{file.name[-100:]}")
     try:
-        picture.save(draft, optimize=True, exif=_exif())
+        picture.save(draft, optimize=True)
         draft.replace(file)
     finally:
         draft.unlink(missing_ok=True)
-
-
-def _exif() -> Image.Exif:
-    exif = Image.Exif()
-    exif[ExifTags.Base.Software] = SOFTWARE
-    return exif
-
-
-def _ours(file: Path) -> bool:
-    """Whether this command wrote a picture; an empty file holds nothing to lose."""
-    try:
-        with Image.open(file, formats=FORMATS) as picture:
-            return picture.getexif().get(ExifTags.Base.Software) == SOFTWARE
-    except Exception:  # Pillow's decoders raise many kinds of errors
-        return file.stat().st_size == 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -111,8 +95,6 @@ def main(argv: list[str] | None = None) -> int:
         check_writable(args.out, "--out")
         if args.out.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
             raise UserError(f"--out: {args.out} must end in .png, .jpg or .webp")
-        if args.out.is_file() and not _ours(args.out):
-            raise UserError(f"--out: {args.out} is no picture of this command; choose another file")
         picture = strip(args.run, args.kind)
         with reading(f"--out: cannot write {args.out}"):
             args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -3,15 +3,13 @@
 The sections are computed in sections.py, evidence.py and comparison.py, which return data; the HTML is in templates/.
 """
 
-import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from silentbad.errors import ArgumentParser, UserError, reading, say, writing
-from silentbad.files import check_writable, named
+from silentbad.errors import ArgumentParser, UserError, say, writing
+from silentbad.files import check_writable, named, replace_text
 from silentbad.measure.record import (
     NAME,
     STRICT,
@@ -84,12 +82,6 @@ def less_placebo(folder: str | Path, placebo: str | Path) -> str:
     return evidence.verdict_sentence(record)
 
 
-MARKS = (  # by which a page is known as ours; the second is of pages written before the first was
-    b'<meta name="generator" content="SilentBad">',
-    b"default-src 'none'; img-src data:; style-src 'sha256-",
-)
-
-
 def write(folder: str | Path, under_way: str = "") -> Path:
     """report.html into the run folder."""
     return save(render(folder, under_way), Path(folder) / "report.html")
@@ -98,34 +90,11 @@ def write(folder: str | Path, under_way: str = "") -> Path:
 def save(page: str, file: Path) -> Path:
     """A page into a file, which is replaced whole: who reads it meanwhile sees the old page or the new one.
 
-    A link is replaced, not followed. Raises UserError where it cannot be written, or another file stands there.
+    Raises UserError where it cannot be written.
     """
-    check_replaced(file)
-    plain = file.is_symlink() or file.is_file() or not file.exists()  # no device, such as /dev/stdout
-    draft = file.with_name(f".{file.name}.draft") if plain else file
-    try:
-        draft.write_text(page, encoding="utf-8", errors="replace")
-        if plain:
-            draft.replace(file)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"report: cannot write '{file}' ({reason})") from None
-    finally:
-        if plain:
-            with suppress(OSError):
-                draft.unlink(missing_ok=True)
+    with writing(str(file.parent), file.name):
+        replace_text(file, page.encode("utf-8", "replace").decode())
     return file
-
-
-def check_replaced(file: Path, key: str = "--out") -> None:
-    """Refuse a file that is neither empty nor a page of this program; the message begins with `key`."""
-    if not os.path.isfile(file) or os.path.islink(file):
-        return
-    with reading(f"{key}: cannot read {file}"), file.open("rb") as content:
-        head = content.read(1000)
-    if head and not any(mark in head for mark in MARKS):
-        advice = "choose another file" if key == "--out" else "move it elsewhere"
-        raise UserError(f"{key}: {file} is no page of this program; {advice}")
 
 
 def text_table(rows: Sequence[SummaryRow]) -> str:
@@ -158,7 +127,6 @@ def main(arguments: list[str] | None = None) -> int:
                 raise UserError("compare: give at least two run folders")
             file = given.out or Path("compare.html")
             check_writable(file, "--out")
-            check_replaced(file)
             page, gaps = compare(given.runs[1:])
             save(page, file)
             for row in gaps:
@@ -169,7 +137,6 @@ def main(arguments: list[str] | None = None) -> int:
             file = given.out or Path(given.runs[0]) / "report.html"
             if given.out is not None:
                 check_writable(file, "--out")
-            check_replaced(file)
             if given.placebo is not None:
                 verdict = less_placebo(given.runs[0], given.placebo)
             save(render(given.runs[0]), file)

@@ -25,7 +25,6 @@ from silentbad import owned
 from silentbad.device import device_name
 from silentbad.errors import UserError, first_line, writing
 from silentbad.files import from_json, read_json
-from silentbad.report.run_report import check_replaced
 from silentbad.saving import checkpoint
 from silentbad.settings import dumped
 from silentbad.settings.train import TrainConfig
@@ -111,7 +110,6 @@ class RunFolder:
     def resumed(self, config: TrainConfig, say: Callable[[str], None]) -> Path | None:
         """The checkpoint to go on from, or None for a new run, whose folder is then refused if it holds another."""
         owned.refuse_foreign(self.path, KIND, ())
-        check_replaced(self.path / "report.html", "output_dir")
         asked = config.resume_from_checkpoint
         found = checkpoint.resolve(asked, self.checkpoints) if asked else None
         if found is not None:

@@ -237,16 +237,6 @@ def test_a_row_whose_loss_is_no_number_is_dropped(flags, tmp_path):
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [2, 3]
 
 
-def test_a_page_of_someone_else_is_noticed_before_the_first_step(flags, tmp_path, capsys):
-    assert main(flags(max_train_steps=1)) == 0
-    (tmp_path / "run/report.html").write_text("<h1>mine</h1>")
-    for more in ({"resume_from_checkpoint": "latest"}, {"overwrite_output_dir": True}):
-        assert main(flags(max_train_steps=2, **more)) == 2
-        assert "report.html is no page of this program; move it elsewhere" in capsys.readouterr().err
-    assert (tmp_path / "run/report.html").read_text() == "<h1>mine</h1>"
-    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 1
-
-
 def test_a_manifest_nested_too_deeply_is_skipped(flags, tmp_path, capsys):
     assert main(flags(max_train_steps=2, checkpointing_steps=1, checkpoints_total_limit=2)) == 0
     (tmp_path / "run/checkpoints/step-2/manifest.json").write_text("[" * 5000)

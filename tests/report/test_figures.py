@@ -81,17 +81,6 @@ def test_a_picture_outside_the_run_is_refused(tmp_path):
         strip(run)
 
 
-def test_only_own_pictures_are_replaced(tmp_path, capsys):
-    run = validated(tmp_path / "run", 1)
-    for suffix in ("png", "jpg", "webp"):
-        out = tmp_path / f"sheet.{suffix}"
-        assert main([str(run), "--out", str(out)]) == main([str(run), "--out", str(out)]) == 0
-        Image.new("RGB", (8, 8)).save(out)
-        mine = out.read_bytes()
-        assert main([str(run), "--out", str(out)]) == 2 and out.read_bytes() == mine
-        assert "no picture of this command" in capsys.readouterr().err
-
-
 def test_a_disk_that_is_full_leaves_the_earlier_picture(tmp_path, monkeypatch, capsys):
     run, out = validated(tmp_path / "run", 1), tmp_path / "sheet.png"
     assert main([str(run), "--out", str(out)]) == 0
