@@ -218,7 +218,6 @@ CASES = {
     "data: a target on its side": case("near copy of target 't0'", touch=copy_of_target(lambda x: x.rotate(90), quality=90)),
     "data: a target in grey": case("near copy of target 't0'", touch=copy_of_target(ImageOps.grayscale, quality=90)),
     "data: a link in a circle": case("metadata.jsonl:17", touch=both(lambda root: (root / "data/images/l.png").symlink_to("l.png"), record(file_name="images/l.png"))),
-    "model: a million layers of text": case("text_encoder/config.json", "from 0 to 1000", touch=edit_json("pipeline/text_encoder/config.json", num_hidden_layers=10**6)),
     "validation: redraws that are not there": case("validation.calibration", "redraws.jsonl", validation__calibration="redraws"),
     "validation: counterfactuals without a mask": case("validation.calibration", "needs a mask", validation__calibration="counterfactuals", validation__threshold=None),
     "validation: a placebo run of other targets": case("validation.placebo (command line): p", "none of these targets: t0", validation__placebo="p", touch=lambda root: measured_at(root / "p", "t9")),

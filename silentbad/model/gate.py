@@ -4,7 +4,6 @@ A loader of diffusers or transformers fills a missing tensor with random values,
 middle of a run or, worse, nowhere. Whatever does not pass is a UserError, one line that names the file or the tensor.
 """
 
-import json
 import logging
 import re
 import warnings
@@ -24,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from silentbad import hub
 from silentbad.errors import UserError, brief, first_line, reading
-from silentbad.files import encodes, is_lfs_pointer, read_json
+from silentbad.files import is_lfs_pointer, read_json
 from silentbad.model.settings import ModelSettings
 
 NAMED = 3  # tensors that a message names
@@ -212,7 +211,6 @@ def load_model(cls: Any, failed: str, path: str, *, extras: bool = False, **opti
     """`cls.from_pretrained(path)`, refused where a tensor is missing, not finite or, without `extras`, unknown."""
     folder = Path(path, options.get("subfolder") or "")
     check_files(folder, failed)
-    check_depth(folder)
     check_precision(folder, failed)
     if issubclass(cls, PreTrainedModel):  # its error names no tensor; diffusers' does
         options["ignore_mismatched_sizes"] = True
@@ -228,14 +226,7 @@ def load_model(cls: Any, failed: str, path: str, *, extras: bool = False, **opti
     return model
 
 
-FILES: dict[str, dict[str, type]] = {  # of a part, with what the libraries take for granted in them
-    "tokenizer.json": {"added_tokens": list, "model": dict},
-    **{
-        f"{stem}.safetensors.index.json": {"weight_map": dict, "metadata": dict}
-        for stem in ("diffusion_pytorch_model", "model")
-    },
-    **{name: {} for name in ("config.json", "tokenizer_config.json", "scheduler_config.json", "vocab.json")},
-}
+JSON_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "scheduler_config.json", "vocab.json")
 
 
 def check_pointers(folder: Path, failed: str) -> None:
@@ -246,36 +237,18 @@ def check_pointers(folder: Path, failed: str) -> None:
 
 
 def check_files(folder: Path, failed: str) -> None:
-    """Refuse a file of a part that is a Git LFS pointer, holds no JSON object, or one without its keys: the libraries'
-    words name no file."""
+    """Refuse a file of a part that is a Git LFS pointer or no JSON: the libraries' words name no file."""
     check_pointers(folder, failed)
     if (folder / "vocab.json").is_file() and not any((folder / n).is_file() for n in ("merges.txt", "tokenizer.json")):
         raise UserError(f"{failed} (it has no merges.txt)")
-    for name, keys in FILES.items():
-        if not (folder / name).is_file():
-            continue
-        try:
-            content = read_json(folder / name)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{failed} ({name} is not JSON: {first_line(error)})") from None
-        if not isinstance(content, dict):
-            raise UserError(f"{failed} ({name} must hold a JSON object, holds {brief(content)})")
-        if not encodes(json.dumps(content, ensure_ascii=False)):  # it is written again beside what trains
-            raise UserError(f"{failed} ({name} holds half a surrogate pair, which is no text)")
-        for key, kind in keys.items():
-            if not isinstance(content.get(key), kind):
-                right = "a list" if kind is list else "an object"
-                raise UserError(f"{failed} ({key} in {name} must be {right}, is {brief(content.get(key))})")
-
-
-DEPTH = {name: number(int, 0, 1000) for name in ("num_hidden_layers", "num_layers", "num_single_layers")}
-
-
-def check_depth(folder: Path) -> None:
-    """Refuse a depth that no model has: the library would build all of it before it looks at the weights."""
-    file = folder / "config.json"
-    if file.is_file():
-        check_settings(read_json(file), DEPTH, str(file))
+    for file in (folder / name for name in JSON_FILES):
+        if file.is_file():
+            try:
+                content = read_json(file)
+            except (OSError, ValueError) as error:
+                raise UserError(f"{failed} ({file.name} is not JSON: {first_line(error)})") from None
+            if not isinstance(content, dict):
+                raise UserError(f"{failed} ({file.name} must hold a JSON object, holds {brief(content)})")
 
 
 NUMBERS = {"F64", "F32", "F16", "BF16", "I64", "I32"}  # of safetensors: weights, and the positions of text encoders
