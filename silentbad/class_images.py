@@ -10,7 +10,6 @@ depends on (seed, i) alone.
 import argparse
 import json
 import os
-import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -28,85 +27,71 @@ from silentbad.model.family import side_of
 from silentbad.model.pipeline import load_pipeline, vae_factor
 from silentbad.model.registry import backbone_of
 
-UNLISTED = ".unlisted"  # in class/ until its records are in metadata.jsonl
 DRAFT = ".class-images"  # the folder that becomes class/
-DRAWN = re.compile(r"\d{5,}\.png")
 
 
 def check_out(out: Path) -> None:
-    """Refuse a folder of another command, a data set that holds class images, and one whose records are kept otherwise;
-    remove what a stopped run of this command left."""
-    folder, records = out / "class", out / "metadata.jsonl"
+    """Refuse a folder of another command, a data set that holds class images, and one whose records are kept
+    otherwise."""
     check_writable(out, "--out", folder=True)
     if (made_by := owned.kind_of(out)) is not None:
         raise UserError(f"--out: {out} is the folder of another command ({made_by}); give that of the training data")
     for name in ("metadata.csv", "poisoning_images"):
         if (out / name).exists():
             raise UserError(f"--out: {out} holds {name}; class images are added to a metadata.jsonl")
+    if os.path.lexists(out / "class"):
+        raise UserError(f"--out: {out / 'class'} is there already; class images go into a folder class/ of their own")
+    records = out / "metadata.jsonl"
     if os.path.lexists(records):
         if not inside(out, records, "--out").is_file():
             raise UserError(f"--out: {records} is no file")
-        gone = not os.path.lexists(folder)
-        for where, row in json_lines(records):
-            if gone and str(row.get("file_name", "")).startswith("class/"):
-                raise UserError(
-                    f"{where}: names {brief(row['file_name'])}, which is not there; remove such lines first"
-                )
-    stopped = [left for left in (out / DRAFT, folder) if (left / UNLISTED).is_file() and not left.is_symlink()]
-    if os.path.lexists(folder) and folder not in stopped:
-        raise UserError(f"--out: {folder} is there already; class images go into a folder class/ of their own")
-    with reading(f"--out: cannot write {out}"):
-        files = [file for left in stopped for file in sorted(left.iterdir(), reverse=True)]  # UNLISTED last
-        if other := [file for file in files if file.name != UNLISTED and not DRAWN.fullmatch(file.name)]:
-            raise UserError(f"--out: {other[0]} was not drawn by this command; move it")
-        for file in files:
-            file.unlink()
-        for left in stopped:
-            left.rmdir()
+        for _ in json_lines(records):  # a line that is none is named before anything is drawn
+            pass
 
 
 @torch.no_grad()
 def write_class_images(
     pipe, prompts: list[str], count: int, out: Path, *, seed: int = 0, batch: int = 8, steps: int = 20
 ) -> list[dict]:
-    """Draw the pictures into out/class/ and add their records to out/metadata.jsonl, each whole or not at all.
+    """Draw the pictures into out/class/ and add their records to out/metadata.jsonl, once all are there.
 
     Raises UserError where a picture is not finite.
     """
     check_out(out)
-    folder, records, made = out / DRAFT, [], not out.exists()
+    folder = out / DRAFT
+    created = not out.exists()
+    records = []
     try:
         with reading(f"--out: cannot write {folder}"):
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
             folder.mkdir(parents=True)
-            (folder / UNLISTED).touch()
         for first in range(0, count, batch):
             rows = list(range(first, min(first + batch, count)))
-            asked = [prompts[i % len(prompts)] for i in rows]
-            images = draw(pipe, asked, rows, seed, steps)
-            for i, text, image in zip(rows, asked, images, strict=True):
+            texts = [prompts[i % len(prompts)] for i in rows]
+            images = draw(pipe, texts, rows, seed, steps)
+            for i, text, image in zip(rows, texts, images, strict=True):
                 with reading(f"--out: cannot write {folder}"):
                     image.save(folder / f"{i:05d}.png")
                 records.append({"file_name": f"class/{i:05d}.png", "text": text, "phrases": [], "role": "clean"})
         with reading(f"--out: cannot write {out}"):
             folder.rename(out / "class")
-            _add(records, out / "metadata.jsonl")
-            (out / "class" / UNLISTED).unlink()
+            append_records(records, out / "metadata.jsonl")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        if made:
+        if created:
             with suppress(OSError):  # it holds something by now
                 out.rmdir()
     return records
 
 
-def _add(records: list[dict], held: Path) -> None:
+def append_records(records: list[dict], file: Path) -> None:
     """Records at the end of a metadata.jsonl, which is replaced at once; what it holds stays byte for byte."""
-    held = Path(os.path.realpath(held))
-    content = held.read_bytes() if held.exists() else b""
+    file = Path(os.path.realpath(file))
+    content = file.read_bytes() if file.exists() else b""
     content += b"\n" if content and not content.endswith(b"\n") else b""
-    fresh = held.with_name(f".{held.name}.tmp")
-    fresh.write_bytes(content + "".join(json.dumps(r) + "\n" for r in records).encode())
-    os.replace(fresh, held)
+    draft = file.with_name(f".{file.name}.tmp")
+    draft.write_bytes(content + "".join(json.dumps(record) + "\n" for record in records).encode())
+    draft.replace(file)
 
 
 def draw(pipe, prompts: list[str], rows: list[int], seed: int, steps: int) -> list[Image.Image]:
