@@ -16,7 +16,7 @@ from silentbad.data.images import content_hash
 from silentbad.data.records import Records
 from silentbad.data.table import blocks
 from silentbad.data.targets import Target
-from silentbad.errors import UserError, brief, warn
+from silentbad.errors import UserError, brief
 from silentbad.files import read_json
 from silentbad.measure.embedders import MICRO
 from silentbad.measure.thresholds import load_redraws
@@ -25,7 +25,6 @@ from silentbad.settings import user_code
 from silentbad.settings.train import NEVER_SAVED, TrainConfig, own_code
 
 FILE = "facts.json"  # of a checkpoint
-ENDS = 2**20  # bytes at each end of a large file that count for its digest
 READ = (".json", ".txt", ".model", ".safetensors", ".pt")  # of a folder of weights
 
 FREE = {
@@ -53,14 +52,11 @@ FREE = {
 }
 # Compared by what they lead to, not by their names: a folder may move.
 BY_CONTENT = ("pretrained_model_name_or_path", "train_data_dir", "dataset_name", "clean_data_dir", "validation.targets")
-# Not in checkpoints of 0.1 and early ones of 0.2: compared where both sides have them.
 BUNDLED, WORDS = "bundled embedder", "description and paraphrases"
 HELD_OUT, TABLES, GUARDING = "held-out records", "prior tables", "pictures of guard.scan"
 NULLS = "null pictures"
 CODE = "the file of "  # of the user's own code
-WHOLE = "byte for byte"  # of weights, whose other digest holds the ends of large files
-LATER = (BUNDLED, WORDS, HELD_OUT, TABLES, GUARDING, NULLS, WHOLE)
-CHANGED = ("base", "records", BUNDLED, HELD_OUT, TABLES, GUARDING, NULLS)  # of which a digest says no more
+DIGESTS = ("base", "records", BUNDLED, HELD_OUT, TABLES, GUARDING, NULLS)  # that say no more than "changed"
 # Compared as their product, with the number of processes.
 BATCH = ("train_batch_size", "gradient_accumulation_steps")
 
@@ -84,11 +80,10 @@ def facts(
         "gradient_control.name": user_code.short(config.gradient_control.name),
         "hooks": [user_code.short(place) for place in config.hooks],
     }
-    found = settings | {
+    of_run = settings | {
         **{f"{CODE}{user_code.short(place)}": entry["sha256"] for place, entry in code.items()},
         "effective batch": effective_batch,
         **{key: None if name is None else weights_digest(name) for key, name in weights.items()},
-        **{f"{key}, {WHOLE}": None if name is None else weights_digest(name, None) for key, name in weights.items()},
         "records": records_digest(records),
         HELD_OUT: None if held_out is None else records_digest(held_out),
         TABLES: [weights_digest(table) for table in _tables(config.gradient_control.options)],
@@ -100,8 +95,8 @@ def facts(
         **{f"target {target.target_id!r}, {WORDS}": words_digest(target) for target in targets},
     }
     if embedder is not None and config.validation.embedder == "micro" and not config.validation.embedder_path:
-        found[BUNDLED] = weights_digest(str(MICRO))
-    return json.loads(json.dumps(found, default=str))
+        of_run[BUNDLED] = weights_digest(str(MICRO))
+    return json.loads(json.dumps(of_run, default=str))
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -128,24 +123,15 @@ def _tables(options: Any) -> list[str]:
 
 
 # ---------------------------------------------------------------- digests
-def weights_digest(name: str, ends: int | None = ENDS) -> str:
-    """A digest over a local file or folder of weights: files whole, or with `ends` the larger ones by size and so many
-    bytes at either end; the name itself of what is on the Hub."""
+def weights_digest(name: str) -> str:
+    """A digest over a local file or folder of weights; the name itself of what is on the Hub."""
     root = Path(name)
     if not root.exists():
         return name
-    found = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.suffix in READ and p.is_file())
+    files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.suffix in READ and p.is_file())
     digest = hashlib.sha256()
-    for path in found:
-        size = path.stat().st_size
-        digest.update(f"{path.relative_to(root).as_posix() if path != root else ''}/{size}\n".encode())
-        if ends is None:
-            digest.update(sha256(path).encode())
-            continue
-        with path.open("rb") as file:
-            digest.update(file.read(ends))
-            file.seek(max(ends, size - ends))
-            digest.update(file.read(ends))
+    for path in files:
+        digest.update(f"{'' if path == root else path.relative_to(root).as_posix()} {sha256(path)}\n".encode())
     return digest.hexdigest()[:16]
 
 
@@ -182,38 +168,35 @@ def nulls_digest(targets_file: str | None, targets: list[Target]) -> str | None:
 
 
 # ---------------------------------------------------------------- comparing
-def read(folder: Path) -> dict[str, Any] | None:
-    """The facts in a checkpoint; None in one of an earlier release, which holds none."""
-    file = folder / FILE
-    if not file.is_file():
-        return None
+def read(folder: Path) -> dict[str, Any]:
+    """The facts in a checkpoint."""
     try:
-        found = read_json(file)
+        facts = read_json(folder / FILE)
     except (OSError, ValueError):
-        found = None
-    if not isinstance(found, dict):
+        facts = None
+    if not isinstance(facts, dict):
         raise UserError(f"{folder}: {FILE} is not readable; resume from another checkpoint")
-    return found
+    return facts
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """ "name was X, is Y" for each fact that differs; of `_defaults`, what a checkpoint does not know was at it."""
-    found, then = [], {name: value for name, value in _defaults().items() if name in now} | then
-    for name in [*now, *(name for name in then if name not in now)]:
-        if name in then and name in now and _same(then[name], now[name]):
+    then = {name: value for name, value in _defaults().items() if name in now} | then
+    lines = []
+    for name in dict.fromkeys([*now, *then]):
+        in_both = name in then and name in now
+        if in_both and _same(then[name], now[name]):
             continue
-        if name.endswith(LATER) and (name not in then or name not in now):
-            continue
-        if (plain := name.removesuffix(f", {WHOLE}")) != name and then.get(plain) != now.get(plain):
-            continue  # said already
-        if name.startswith("target ") and (name not in then or name not in now):
-            found.append(f"{name} is {'new' if name in now else 'missing'}")
-        elif name in CHANGED or name.startswith(("target ", CODE)) or name.endswith(WHOLE):
-            found.append(f"{name.removesuffix(f', {WHOLE}')} changed")
+        if name.endswith(WORDS) and not in_both:
+            continue  # of a target that is new or missing
+        if name.startswith("target ") and not in_both:
+            lines.append(f"{name} is {'new' if name in now else 'missing'}")
+        elif name.startswith(("target ", CODE)) or name in DIGESTS:
+            lines.append(f"{name} changed")
         else:
             was, is_ = (brief(facts[name]) if name in facts else "not known" for facts in (then, now))
-            found.append(f"{name} was {was}, is {is_}")
-    return found
+            lines.append(f"{name} was {was}, is {is_}")
+    return lines
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -223,13 +206,9 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def refuse_mixture(folder: Path, now: dict[str, Any]) -> None:
-    """Refuse a checkpoint of other facts; where it holds none, that is said."""
-    then = read(folder)
-    if then is None:
-        warn(f"{folder} is of an earlier release and says not what it was trained on; nothing is compared")
-        return
-    if found := differences(then, now):
+    """Refuse a checkpoint of other facts."""
+    if lines := differences(read(folder), now):
         raise UserError(
-            f"{folder}: cannot be resumed with other settings or data: {'; '.join(found)}; "
+            f"{folder}: cannot be resumed with other settings or data: {'; '.join(lines)}; "
             "resume with its config.yaml, or start a new run"
         )

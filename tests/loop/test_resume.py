@@ -13,7 +13,6 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from silentbad.data.records import load_records
-from silentbad.device import scalars
 from silentbad.errors import UserError
 from silentbad.loop.state import load_schedule, match_memory_format
 from silentbad.saving import identity
@@ -106,13 +105,6 @@ def test_a_prior_table_counts(flags, tmp_path, capsys):
     assert identity._tables(options) == ["a", "b"]
 
 
-@pytest.mark.parametrize("value", [[], [1.0], "1", torch.zeros(0), torch.zeros(2)])
-def test_meters_of_a_state_are_scalars(value):
-    assert scalars({"a": torch.tensor(1.0), "b": 2}) == {"a": 1.0, "b": 2}
-    with pytest.raises(ValueError, match="the meter 'c' is no scalar"):
-        scalars({"c": value})
-
-
 def test_a_length_below_the_checkpoint_is_refused(flags, tmp_path, capsys):
     assert main(flags(max_train_steps=4, checkpointing_steps=2)) == 0
     again = {"resume_from_checkpoint": tmp_path / "run/checkpoints/step-2"}
@@ -134,35 +126,18 @@ def test_going_back_behind_checkpoints_of_the_folder_is_refused(flags, tmp_path,
 
 def test_weights_that_differ_in_the_middle_of_a_file_count(tmp_path):
     weights = tmp_path / "weights.safetensors"
-    digests = []
+    digests = set()
     for middle in (b"a", b"b"):
-        weights.write_bytes(bytes(2 * identity.ENDS) + middle + bytes(2 * identity.ENDS))
-        digests.append((identity.weights_digest(str(weights)), identity.weights_digest(str(weights), None)))
-    (ends, whole), (same, other) = digests
-    assert ends == same and whole != other
-    then, now = ({"base": ends, f"base, {identity.WHOLE}": digest} for digest in (whole, other))
-    assert identity.differences(then, now) == ["base changed"] and not identity.differences({"base": ends}, now)
+        weights.write_bytes(bytes(3 * 2**20) + middle + bytes(3 * 2**20))
+        digests.add(identity.weights_digest(str(weights)))
+    assert len(digests) == 2
 
 
-def test_a_checkpoint_of_an_earlier_release_goes_on_with_a_word(flags, tmp_path, capsys):
-    assert main(flags(max_train_steps=2)) == 0
-    folder = tmp_path / "run/checkpoints/step-2"
-    (folder / identity.FILE).unlink()
-    manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["files"][identity.FILE]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert main(flags(max_train_steps=3, resume_from_checkpoint="latest")) == 0
-    assert "of an earlier release" in capsys.readouterr().err
-
-
-def test_the_bundled_embedder_is_compared_where_it_is_known(flags, data, tmp_path, monkeypatch, capsys):
+def test_the_bundled_embedder_is_compared(flags, data, tmp_path):
     settings = VALIDATION | {"validation.targets": data / "targets.jsonl", "validation.embedder": "micro"}
     assert main(flags(max_train_steps=2, **settings)) == 0
     then = identity.read(tmp_path / "run/checkpoints/step-2")
-    now = then | {identity.BUNDLED: "another"}
-    assert identity.differences(then, now) == ["bundled embedder changed"]
-    older = {name: value for name, value in then.items() if not name.endswith((identity.BUNDLED, identity.WORDS))}
-    assert len(older) == len(then) - 2 and identity.differences(older, now) == []
+    assert identity.differences(then, then | {identity.BUNDLED: "another"}) == ["bundled embedder changed"]
 
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
