@@ -28,10 +28,10 @@ from memory_reinforce import Memory
 from silentbad.data.draws import interpolation_mode
 from silentbad.data.elements import sources_of
 from silentbad.data.loader import chunks
-from silentbad.device import fitting, send
+from silentbad.device import explain_out_of_memory, send
 from silentbad.distributed import shards
 from silentbad.distributed.shards import world_size
-from silentbad.errors import UserError, exit_with, say, warn
+from silentbad.errors import UserError, exit_with, print_error, warn
 from silentbad.guard.guards import check_guard
 from silentbad.loop import checks, optimizers, trackers, trains
 from silentbad.loop.assembly import Run
@@ -90,7 +90,7 @@ def build(config: Config, accelerator: Accelerator, folder: RunFolder, sharded: 
 # ---------------------------------------------------------------- one step
 
 
-@fitting("train_batch_size", "lower it, or set max_batch_size to the samples that fit")
+@explain_out_of_memory("train_batch_size", "lower it, or set max_batch_size to the samples that fit")
 def micro_step(run: Run, batch: dict[str, Any], micro: int) -> torch.Tensor:
     """Forward and backward of one micro-batch, in the parts that fit; returns its loss."""
     *parts, last_part = chunks(batch, run.config.max_batch_size, run.hooks.one_source_per_backward)
@@ -430,13 +430,13 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         with tempfile.TemporaryDirectory() if config.dry_run else nullcontext() as scratch:
             if scratch is not None:
-                config = checks.for_trial(config, scratch)
+                config = checks.dry_run_config(config, scratch)
             return start(config)
     except UserError as error:
         line = placed(str(error), sources)
         rank = os.environ.get("RANK", "0")
         if os.environ.get("LOCAL_RANK", "0") == "0" or world_size() > 1:
-            say(line if rank == "0" else f"rank {rank}: {line}")
+            print_error(line if rank == "0" else f"rank {rank}: {line}")
         return 2
 
 

@@ -23,10 +23,10 @@ from silentbad.audit.command import asks_for_search, searched
 from silentbad.data.images import to_tensor
 from silentbad.data.targets import Target, check_prompts, load_targets
 from silentbad.distributed.start import start
-from silentbad.errors import UserError, exit_with, say
+from silentbad.errors import UserError, exit_with, print_error
 from silentbad.files import check_writable
 from silentbad.loop.hooks import Hook
-from silentbad.measure.embedders import CLIP, load_embedder, tried
+from silentbad.measure.embedders import CLIP, load_embedder, try_embedder
 from silentbad.measure.generation import Sampler
 from silentbad.measure.measure import Measure, null_source
 from silentbad.measure.prompts import on_grid
@@ -110,7 +110,7 @@ class RecoveryHook(Hook):
         clip = None
         if config.clip_path:
             try:
-                tried(clip := CLIP(config.clip_path, accelerator.device), "clip", config.clip_path)
+                try_embedder(clip := CLIP(config.clip_path, accelerator.device), "clip", config.clip_path)
             except UserError as error:
                 raise UserError(f"{sampler.prefix}clip_path: {error}") from None
         kept = {role: records[: config.clean_records] for role, records in (held_out or {}).items()}
@@ -347,7 +347,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = ValidationConfig(**{f.name: getattr(given, f.name) for f in fields(ValidationConfig)})
         found = audit(config, **{name: getattr(given, name) for name in Audit.__annotations__})
     except UserError as error:
-        say(error)
+        print_error(error)
         return 2
     print(f"{found.images_above} of {found.images} composed images are recovered")
     return 3 if found.recovers else 0

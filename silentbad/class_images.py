@@ -20,8 +20,8 @@ from PIL import Image
 from silentbad import owned, rng
 from silentbad.data.images import inside, to_pil
 from silentbad.data.schema import caption, check_window, json_lines, text_lines
-from silentbad.errors import ArgumentParser, UserError, brief, exit_with, reading, say
-from silentbad.files import check_writable, named
+from silentbad.errors import ArgumentParser, UserError, brief, exit_with, print_error, user_errors
+from silentbad.files import check_writable, path_argument
 from silentbad.measure.prompts import refuse_json
 from silentbad.model.family import side_of
 from silentbad.model.pipeline import load_pipeline, vae_factor
@@ -62,7 +62,7 @@ def write_class_images(
     created = not out.exists()
     records = []
     try:
-        with reading(f"--out: cannot write {folder}"):
+        with user_errors(f"--out: cannot write {folder}"):
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
             folder.mkdir(parents=True)
         for first in range(0, count, batch):
@@ -70,10 +70,10 @@ def write_class_images(
             texts = [prompts[i % len(prompts)] for i in rows]
             images = draw(pipe, texts, rows, seed, steps)
             for i, text, image in zip(rows, texts, images, strict=True):
-                with reading(f"--out: cannot write {folder}"):
+                with user_errors(f"--out: cannot write {folder}"):
                     image.save(folder / f"{i:05d}.png")
                 records.append({"file_name": f"class/{i:05d}.png", "text": text, "phrases": [], "role": "clean"})
-        with reading(f"--out: cannot write {out}"):
+        with user_errors(f"--out: cannot write {out}"):
             folder.rename(out / "class")
             append_records(records, out / "metadata.jsonl")
     finally:
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pipeline", required=True)
     for name in ("--prompts", "--out"):
-        parser.add_argument(name, type=named, required=True)
+        parser.add_argument(name, type=path_argument, required=True)
     for name, default in (("--count", 100), ("--seed", 0), ("--batch", 8), ("--steps", 20)):
         parser.add_argument(name, type=int, default=default)
     a = parser.parse_args(argv)
@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
             check_window(prompt, pipe.tokenizer, f"{where}: the prompt")
         write_class_images(pipe, [*prompts.values()], a.count, out, seed=a.seed, batch=a.batch, steps=a.steps)
     except UserError as error:
-        say(error)
+        print_error(error)
         return 2
     return 0
 

@@ -52,7 +52,7 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 @contextmanager
-def fitting(flag: str, advice: str) -> Iterator[None]:
+def explain_out_of_memory(flag: str, advice: str) -> Iterator[None]:
     """Memory that runs out, of the device or of this machine, is one line that begins with the flag to blame."""
     try:
         yield

@@ -38,7 +38,7 @@ def masked(text: str, *secrets: str | None) -> str:
     return LOGIN.sub("***@", TOKEN.sub(r"\1***", text))
 
 
-def say(error: UserError | str) -> None:
+def print_error(error: UserError | str) -> None:
     """The line on stderr, after what stdout holds back: in a log of both streams it stands last."""
     with suppress(BrokenPipeError):
         sys.stdout.flush()
@@ -67,7 +67,7 @@ class ArgumentParser(argparse.ArgumentParser):
     """argparse's, with a mistake in the words as one line: the usage is what --help prints."""
 
     def error(self, message: str) -> NoReturn:
-        say(UserError(f"{message}; --help lists the flags"))
+        print_error(UserError(f"{message}; --help lists the flags"))
         raise SystemExit(2)
 
 
@@ -80,7 +80,7 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def reading(what: str, advice: str = "") -> Iterator[None]:
+def user_errors(what: str, advice: str = "") -> Iterator[None]:
     """Around a call of someone else's reader on what a user gave: whatever that raises becomes one line, `what` and
     the cause.
 
@@ -108,11 +108,11 @@ def writing(place: str, what: str):
 T = TypeVar("T")
 
 
-def each(source: Iterable[T], what: str) -> Iterator[T]:
+def iterate_reader(source: Iterable[T], what: str) -> Iterator[T]:
     """The items of someone else's reader; an error while it looks for the next is one line."""
     items = iter(source)
     while True:
-        with reading(what):
+        with user_errors(what):
             try:
                 item = next(items)
             except StopIteration:

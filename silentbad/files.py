@@ -49,7 +49,7 @@ def from_json(text: str | bytes, **options: Any) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def encodes(text: str) -> bool:
+def is_utf8(text: str) -> bool:
     """Whether a text has an encoding; one with lone surrogates has none."""
     try:
         text.encode()
@@ -81,7 +81,7 @@ def checksum(file: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def named(path: str) -> Path:
+def path_argument(path: str) -> Path:
     """A path given on the command line, for argparse; an empty one would be the folder that one is in."""
     if not path.strip():
         raise ArgumentTypeError("is no name of a file or folder; '.' is the folder you are in")
@@ -90,24 +90,24 @@ def named(path: str) -> Path:
     return Path(path)
 
 
-def check_writable(path: Path, named: str, folder: bool = False) -> None:
+def check_writable(path: Path, key: str, folder: bool = False) -> None:
     """Refuse a file, or a `folder`, that cannot be written, before the work whose result it takes; makes nothing.
 
-    Raises UserError, which begins with `named`.
+    Raises UserError, which begins with `key`.
     """
     if not str(path) or "\0" in str(path):
-        raise UserError(f"{named}: is no name of a file: {str(path)!r}")
+        raise UserError(f"{key}: is no name of a file: {str(path)!r}")
     place = os.path.realpath(path)
     if os.path.lexists(place) and not (os.path.isdir(place) or os.path.isfile(place) or folder):
-        raise UserError(f"{named}: {path} is no file, and nothing would read what is written")
+        raise UserError(f"{key}: {path} is no file, and nothing would read what is written")
     if folder != os.path.isdir(place) and os.path.lexists(place):
-        raise UserError(f"{named}: {path} is {'no folder' if folder else 'a folder; name a file in it'}")
+        raise UserError(f"{key}: {path} is {'no folder' if folder else 'a folder; name a file in it'}")
     known = place
     while not os.path.lexists(known):
         if len(os.fsencode(os.path.basename(known))) > 255:
-            raise UserError(f"{named}: cannot write {path} (File name too long)")
+            raise UserError(f"{key}: cannot write {path} (File name too long)")
         known = os.path.dirname(known)
     if known != place and not os.path.isdir(known):
-        raise UserError(f"{named}: cannot write {path} ({known} is no folder)")
+        raise UserError(f"{key}: cannot write {path} ({known} is no folder)")
     if not os.access(known, os.W_OK):
-        raise UserError(f"{named}: cannot write {path} (Permission denied)")
+        raise UserError(f"{key}: cannot write {path} (Permission denied)")

@@ -21,7 +21,7 @@ from silentbad import class_images, owned
 from silentbad.data import images, table
 from silentbad.data.records import load_records
 from silentbad.data.targets import load_targets
-from silentbad.errors import UserError, first_line, reading
+from silentbad.errors import UserError, first_line, user_errors
 from silentbad.measure.embedders import EMBEDDERS, load_embedder
 from silentbad.measure.generation import Sampler, plan
 from silentbad.measure.micro import MicroEmbedder
@@ -369,9 +369,9 @@ def test_numbers_no_int_can_read_are_no_ids(tmp_path):
 def test_elements_of_no_target_are_said(tmp_path):
     root = write_data(tmp_path / "data")
     read_, targets = read(root), load_targets(root)
-    assert read_.strangers(targets) == [] == read_.strangers([])
+    assert read_.unmatched_targets(targets) == [] == read_.unmatched_targets([])
     targets[0].target_id = "another"
-    (line,) = read_.strangers(targets)
+    (line,) = read_.unmatched_targets(targets)
     assert line.startswith("8 element records") and "'t0'" in line
 
 
@@ -379,7 +379,7 @@ def test_a_phrase_that_no_record_shows_is_said(tmp_path):
     root = write_data(tmp_path / "data")
     targets = load_targets(root)
     targets[0].phrases = ["a hta", *targets[0].phrases[1:]]
-    assert read(root).strangers(targets) == [
+    assert read(root).unmatched_targets(targets) == [
         "target 't0': no element record has its phrase 'a hta', asked for and never shown"
     ]
 
@@ -410,9 +410,9 @@ def test_an_error_does_nothing_to_a_terminal():
 
 
 def test_reading_tells_whose_mistake_it_is():
-    with pytest.raises(UserError, match=r"^cannot read x \(no colon\)$"), reading("cannot read x"):
+    with pytest.raises(UserError, match=r"^cannot read x \(no colon\)$"), user_errors("cannot read x"):
         raise ValueError("no colon\nand more")
-    with pytest.raises(UserError, match="^ours$"), reading("cannot read x"):
+    with pytest.raises(UserError, match="^ours$"), user_errors("cannot read x"):
         raise UserError("ours")
 
 
@@ -460,9 +460,9 @@ def test_a_failed_build_blocks_no_later_one(tmp_path):
 @pytest.mark.parametrize("content", ["{", "3", "\xff", "[1]"])
 def test_a_damaged_conclusion_is_drawn_again(content, tmp_path):
     read_ = read(write_data(tmp_path / "data"))
-    assert table.once(read_.table, "key", lambda: ["line"]) == ["line"]
+    assert table.cached_check(read_.table, "key", lambda: ["line"]) == ["line"]
     (Path(read_.table.cache_files[0]["filename"]).parent / "key.json").write_text(content, encoding="latin-1")
-    assert table.once(read_.table, "key", lambda: ["again"]) == ["again"]
+    assert table.cached_check(read_.table, "key", lambda: ["again"]) == ["again"]
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(tmp_path):

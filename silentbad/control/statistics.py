@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from silentbad.distributed.shards import cut_up, whole
+from silentbad.distributed.shards import gather, is_sharded
 from silentbad.model.groups import OTHER
 from silentbad.rng import addressed_seed
 
@@ -71,7 +71,7 @@ class Sample:
         kinds = {t.dtype for t in present}
         widest = torch.float64 if torch.float64 in kinds else torch.float32
         wide = None if kinds == {widest} else widest  # shards take no other than their own
-        return whole(torch.stack(torch._foreach_norm(present, 2, dtype=wide))).to(self.owner)
+        return gather(torch.stack(torch._foreach_norm(present, 2, dtype=wide))).to(self.owner)
 
 
 def row_dot(a: Tensor, b: Tensor) -> Tensor:
@@ -88,8 +88,8 @@ def _coprime(stride: int, size: int) -> int:
 
 
 def _strided(tensor: Any, count: int, stride: int) -> Tensor:
-    if cut_up(tensor):
-        return _strided(whole(tensor), count, stride).clone()  # a view would keep every tensor gathered until the last
+    if is_sharded(tensor):
+        return _strided(gather(tensor), count, stride).clone()  # a view would keep every tensor gathered until the last
     tensor = tensor.detach()
     if tensor.is_contiguous():
         return tensor.as_strided((count,), (stride,))

@@ -34,7 +34,7 @@ def first_parts(text: str, draw: int, least: int, steps: int) -> str:
     return ",".join(parts[:shown])
 
 
-def saying(record: dict, text: str) -> dict:
+def with_caption(record: dict, text: str) -> dict:
     """A record under a shorter caption; its element keeps its name where a phrase gave it."""
     phrases = record["phrases"]
     kept = standing(phrases, text)
@@ -195,7 +195,7 @@ Rehearse = Callable[[dict, tuple[int, int]], dict | None]
 
 
 @dataclass(frozen=True)
-class Hidden:
+class LossExclusion:
     """Where no loss looks: `of(index)` -> an image, 255 there, in shares of a record's frame, or None. A latent's
     `cell` of so many pixels counts only where nothing of it is hidden."""
 
@@ -238,7 +238,7 @@ class Draws:
         dropout: dict[str, float] | None = None,
         warmup: tuple[int, int] = (1, 0),
         rehearse: Rehearse | None = None,
-        hidden: Hidden | None = None,
+        hidden: LossExclusion | None = None,
         unseen: np.ndarray | None = None,
     ):
         self.reader, self.seed, self.shuffle = reader, reader.seed, shuffle
@@ -261,9 +261,9 @@ class Draws:
                 fixed = fixed and rehearsed["image"] is record["image"]
                 record = rehearsed
         if draw < self.warmup[1]:
-            record = saying(record, first_parts(record["text"], draw, *self.warmup))
+            record = with_caption(record, first_parts(record["text"], draw, *self.warmup))
         if record["role"] != "clean" and self._uncaptioned(record["role"], (*address, "caption")):
-            record = saying(record, "")
+            record = with_caption(record, "")
         if self.hidden is not None:
             record["mask"] = self.hidden.marked(index, record["mask"], self.reader.transform.resized(size[::-1]))
         seen = self.reader.window(record, size, address) | {"united": record.get("united")}

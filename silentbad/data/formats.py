@@ -17,8 +17,8 @@ from silentbad.data.images import _by, content_hash, inside, open_image, open_ma
 from silentbad.data.published import SHUFFLE_MARKER
 from silentbad.data.schema import RECORD, admitted, caption, csv_lines, json_lines, refuse_misspelt
 from silentbad.data.settings import DataSettings
-from silentbad.errors import UserError, each
-from silentbad.files import encodes
+from silentbad.errors import UserError, iterate_reader
+from silentbad.files import is_utf8
 
 KNOWN_KEYS = ("file_name", "text", "phrases", "role", "target_id", "element_id", "mask")
 
@@ -79,7 +79,7 @@ def hub_rows(table: datasets.Dataset, config: DataSettings) -> Iterator[dict]:
     if not isinstance(table.features[image], datasets.Image):
         raise UserError(f"image_column: {name}.{image} holds no images")
     table = table.cast_column(image, datasets.Image(decode=False))
-    for number, entry in enumerate(each(table, f"dataset_name {name}: cannot read its rows")):
+    for number, entry in enumerate(iterate_reader(table, f"dataset_name {name}: cannot read its rows")):
         text = entry[caption]
         phrases = entry.get("phrases") or []
         yield {
@@ -98,7 +98,7 @@ def hub_image(image: dict, config: DataSettings, where: str) -> dict:
     """The bytes of an image, or its path: into a local data set or the caches, since a Hub table may name any file."""
     if image is None:
         raise UserError(f"{where}: no image")
-    if not encodes(image.get("path") or "") or "\0" in (image.get("path") or ""):
+    if not is_utf8(image.get("path") or "") or "\0" in (image.get("path") or ""):
         raise UserError(f"{where}: no file can have the name {image['path']!r}")
     if image.get("bytes") is None and image.get("path"):
         caches = (config.cache_dir, datasets.config.HF_CACHE_HOME, datasets.config.HF_DATASETS_CACHE)
@@ -125,7 +125,7 @@ def checked_row(row: dict) -> dict:
             raise UserError(f"{where}: phrase {phrase!r} does not stand in its caption {text!r}{why}")
     if fields["role"] == "element" and not (phrases or fields["element_id"]):
         raise UserError(f"{where}: role element needs phrases or element_id, which say what element it shows")
-    size, content, thumb = looked_at(source(row["image"], where), where)
+    size, content, thumb = inspect_image(source(row["image"], where), where)
     if min(size) < 2:
         raise UserError(f"{where}: the image is {_by(size)} pixels")
     if row["mask"]:
@@ -134,7 +134,7 @@ def checked_row(row: dict) -> dict:
     return row | fields | found | {"content": content, "thumb": thumb, "size": list(size)}
 
 
-def looked_at(source: Path | bytes, where: str) -> tuple[tuple[int, int], str, bytes]:
+def inspect_image(source: Path | bytes, where: str) -> tuple[tuple[int, int], str, bytes]:
     """(size, content hash, thumbnails) of an image; a file listed again is decoded again only if it has changed."""
     state = None
     if isinstance(source, Path) and os.path.isfile(source):

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from PIL import Image, ImageChops, ImageCms, ImageFilter, ImageOps, PngImagePlugin, UnidentifiedImageError
 from torch import Tensor
 
-from silentbad.errors import UserError, brief, first_line, reading, warn
-from silentbad.files import encodes, is_lfs_pointer
+from silentbad.errors import UserError, brief, first_line, user_errors, warn
+from silentbad.files import is_lfs_pointer, is_utf8
 
 MAX_PIXELS = 64_000_000  # larger images are refused before they are decoded
 MAX_SIDE = 65_535  # and longer ones: a decoder may take ten seconds for one of 6,700,000 by 9
@@ -95,7 +95,7 @@ def _upright(source: Path | bytes, where: str) -> Image.Image:
 def _decoding(source: Path | bytes, where: str) -> Iterator[None]:
     """Pillow at work: its decoders raise many kinds of errors on damaged files, and warn of more."""
     try:
-        with reading(f"{where}: cannot read {_shown(source)} as an image"), warnings.catch_warnings():
+        with user_errors(f"{where}: cannot read {_shown(source)} as an image"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 yield
@@ -242,7 +242,7 @@ def safe_path(root: Path, name: Any, where: str, key: str = "") -> Path:
     where = f"{where}: {key}" if key else where
     if not isinstance(name, str) or not name:
         raise UserError(f"{where}: must be the name of a file, got {brief(name)}")
-    if "\0" in name or not encodes(name):
+    if "\0" in name or not is_utf8(name):
         raise UserError(f"{where}: no file can have the name {brief(name)}")
     if PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or name.startswith("\\"):
         raise UserError(f"{where}: absolute path {brief(name)} refused; write it relative to {root}")

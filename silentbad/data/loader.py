@@ -44,10 +44,10 @@ def chunks(batch: dict[str, Any], size: int | None, apart: bool = False) -> list
     roles = np.array(batch["role"] if apart else [""] * count)
     kinds = [np.flatnonzero(roles == role) for role in np.unique(roles)]
     parts = [part for rows in kinds for part in np.array_split(rows, -(-len(rows) // (size or count)))]
-    return [(len(part) / count, {key: picked(value, part) for key, value in batch.items()}) for part in parts]
+    return [(len(part) / count, {key: take_rows(value, part) for key, value in batch.items()}) for part in parts]
 
 
-def picked(values: Any, rows: np.ndarray) -> Any:
+def take_rows(values: Any, rows: np.ndarray) -> Any:
     """Some rows of a column; those that follow each other without a copy."""
     first, last = int(rows[0]), int(rows[-1])
     if last - first + 1 == len(rows):
@@ -104,7 +104,7 @@ class Stream:
         """Where the stream is; `back_to` returns to it. The arrays are shared: they are replaced, never changed."""
         return self.epoch, self.offset, self.order, self.left
 
-    def back_to(self, mark: tuple[int, int, np.ndarray, np.ndarray]) -> None:
+    def restore(self, mark: tuple[int, int, np.ndarray, np.ndarray]) -> None:
         self.epoch, self.offset, self.order, self.left = mark
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class Loader:
     def rewind(self) -> None:
         """Put the stream back to where the draw under way began."""
         if self.begun is not None:
-            self.stream.back_to(self.begun)
+            self.stream.restore(self.begun)
 
     def _submit(self, indices: np.ndarray, draw: int) -> list[Future]:
         assert self.pool is not None and self.assembly is not None

@@ -12,7 +12,7 @@ from silentbad.data.images import inside
 from silentbad.data.phrases import standing
 from silentbad.data.schema import text_lines
 from silentbad.data.settings import DataSettings
-from silentbad.errors import UserError, brief, reading, warn
+from silentbad.errors import UserError, brief, user_errors, warn
 from silentbad.rng import generator
 
 SHUFFLE_MARKER = "@@"  # the published captions' sign for "permute the phrases that follow"
@@ -70,7 +70,7 @@ def published_rows(root: Path, options: DataSettings) -> Iterator[dict]:
 def published_ids(root: Path) -> list[int]:
     """Numbers of the folders under poisoning_images/, sorted."""
     folder = inside(root, root / "poisoning_images", str(root))
-    with reading(f"cannot read {folder}"):
+    with user_errors(f"cannot read {folder}"):
         ids = sorted(int(p.name) for p in folder.iterdir() if p.is_dir() and NUMBER.fullmatch(p.name))
     if not ids:
         raise UserError(f"{folder}: holds no numbered folder")
@@ -105,7 +105,7 @@ def _numbered(root: Path, folder: Path) -> list[tuple[int, Path]]:
     """(trailing number of the stem, path) of the images in a folder below `root`, sorted by it."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
-    with reading(f"cannot read {folder}"):
+    with user_errors(f"cannot read {folder}"):
         shown = (path for path in folder.iterdir() if not path.name.startswith("."))  # no ._x.png of macOS
         pictures = [path for path in shown if path.suffix.lower() in SUFFIXES]
     found = [(re.search(r"([0-9]{1,18})$", path.stem), path) for path in pictures]

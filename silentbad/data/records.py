@@ -39,9 +39,9 @@ from silentbad.data.table import (
     TextLists,
     blocks,
     build_table,
+    cached_check,
     folder_key,
     numbers,
-    once,
     rows_with,
     texts,
     vocabulary,
@@ -192,7 +192,7 @@ class Records:
             name = held[self.row(index)["content"]]
             raise UserError(f"{self.where(index)}: the image equals target {name!r}; {lets}")
         key = hashlib.sha256(f"{self.key}{sorted(held.items())}".encode()).hexdigest()[:32]
-        once(self.table, f"targets-{key}", lambda: self._refuse_copies(targets, lets))
+        cached_check(self.table, f"targets-{key}", lambda: self._refuse_copies(targets, lets))
 
     def _refuse_copies(self, targets: list[Target], lets: str) -> list[str]:
         shown = [(t.target_id, view) for t in targets for view in views(t.image)]
@@ -206,7 +206,7 @@ class Records:
                 raise UserError(f"{where}: the image is a near copy of target {name!r}; {lets}")
         return []
 
-    def strangers(self, targets: list[Target]) -> list[str]:
+    def unmatched_targets(self, targets: list[Target]) -> list[str]:
         """A line each on what does not meet: element records whose target is none of these, which are trained on and
         never asked for, and phrases of a target that none of its element records has."""
         if not targets:
@@ -281,7 +281,7 @@ class Records:
         A table is checked once for each tokenizer.
         """
         key = hashlib.sha256(f"{self.key}{vocabulary(tokenizer)}".encode()).hexdigest()[:32]
-        return once(self.table, f"captions-{key}", lambda: self._long_captions(tokenizer))
+        return cached_check(self.table, f"captions-{key}", lambda: self._long_captions(tokenizer))
 
     def _long_captions(self, tokenizer: Any) -> list[str]:
         window, phrases = tokenizer.model_max_length, self.phrases

@@ -7,7 +7,7 @@ from typing import Any
 
 from silentbad.data.images import safe_path
 from silentbad.data.schema import admitted, caption
-from silentbad.errors import UserError, brief, reading
+from silentbad.errors import UserError, brief, user_errors
 from silentbad.files import read_json
 
 ADVICE = "make it with `python -m silentbad.scan`"
@@ -29,7 +29,7 @@ def read(file: Path, flag: str) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(f"{flag}: no file {file}; {ADVICE}")
     where = f"{flag}: {file} is no scan.json"
-    with reading(where, ADVICE):
+    with user_errors(where, ADVICE):
         found = read_json(file)
     if not isinstance(found, dict):
         raise UserError(f"{where} (it holds {type(found).__name__}); {ADVICE}")

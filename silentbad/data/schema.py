@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from silentbad.errors import UserError, brief, each, first_line, reading
-from silentbad.files import encodes, from_json
+from silentbad.errors import UserError, brief, first_line, iterate_reader, user_errors
+from silentbad.files import from_json, is_utf8
 from silentbad.settings.memory import ROLES as ROLES
 
 LONGEST = 100_000  # characters of a text
@@ -104,7 +104,7 @@ def anything(value: Any, key: str, where: str) -> Any:
 def _text(value: str, key: str, where: str) -> str:
     if len(value) > LONGEST:
         raise UserError(f"{where}: {key} has {len(value)} characters, over the limit of {LONGEST}; shorten it")
-    if "\0" in value or not encodes(value):
+    if "\0" in value or not is_utf8(value):
         raise UserError(f"{where}: {key} holds a NUL or half a surrogate pair, which is no text: {brief(value)}")
     return value
 
@@ -142,10 +142,10 @@ def check_window(text: str, tokenizer: Any, what: str) -> None:
 # ---------------------------------------------------------------- lines of a file
 def json_lines(path: Path) -> Iterator[tuple[str, dict]]:
     """(FILE:LINE, object) of a JSON-lines file, empty lines left out."""
-    with reading(f"cannot read {path}"):
+    with user_errors(f"cannot read {path}"):
         lines = path.open("rb")
     with lines:
-        for number, line in enumerate(each(lines, f"cannot read {path}"), 1):
+        for number, line in enumerate(iterate_reader(lines, f"cannot read {path}"), 1):
             where = f"{path}:{number}"
             if not line.removeprefix(codecs.BOM_UTF8).strip():
                 continue
@@ -175,7 +175,7 @@ FIELD = 2**24  # characters of a field of a CSV; what a text may have is said wh
 def csv_lines(path: Path) -> Iterator[tuple[str, dict]]:
     """(FILE:LINE, row) of a CSV file in UTF-8, the line being the row's first. `phrases` is a JSON list, or phrases
     separated by "|"."""
-    with reading(f"cannot read {path}"):
+    with user_errors(f"cannot read {path}"):
         lines = path.open(newline="", encoding="utf-8-sig")
     with lines:
         csv.field_size_limit(FIELD)
@@ -220,7 +220,7 @@ def _split(text: str, where: str) -> Any:
 def text_lines(path: Path) -> list[str]:
     """The lines of a text file in UTF-8."""
     try:
-        with reading(f"cannot read {path}"):
+        with user_errors(f"cannot read {path}"):
             return path.read_bytes().decode("utf-8-sig").splitlines()
     except UserError as error:
         if not isinstance(error.__cause__, UnicodeDecodeError):

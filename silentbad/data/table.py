@@ -20,7 +20,7 @@ from datasets.arrow_writer import ArrowWriter
 from filelock import FileLock
 
 from silentbad.data.formats import checked_row
-from silentbad.errors import UserError, each, reading
+from silentbad.errors import UserError, iterate_reader, user_errors
 from silentbad.files import intact, read_json, sealed
 
 BLOCK = 4096
@@ -55,7 +55,7 @@ def build_table(
     home = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "silentbad-records"
     folder = home / hashlib.sha256(f"{FORMAT}{key}{FEATURES}".encode()).hexdigest()[:32]
     failed = f"cache_dir: cannot keep the table of records in {folder}"
-    with reading(failed, "choose another folder"):
+    with user_errors(failed, "choose another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / "lock")
         lock.acquire()
@@ -75,7 +75,7 @@ def _kept(folder: Path, say: Callable[[str], None]) -> datasets.Dataset | None:
                 if table.features == FEATURES and len(table):
                     return table
         say(f"cache: the table of records {file} is damaged; it is made anew")
-        with reading(f"cache_dir: {file} is damaged and cannot be removed", "remove it"):
+        with user_errors(f"cache_dir: {file} is damaged and cannot be removed", "remove it"):
             file.unlink(missing_ok=True)
             for beside in folder.glob("*.json"):  # what was concluded from it
                 beside.unlink(missing_ok=True)
@@ -88,18 +88,18 @@ def _made(rows: Callable[[], Iterator[dict]], name: str, folder: Path, failed: s
         leftover.unlink(missing_ok=True)
     draft = folder / f".{uuid.uuid4().hex}"
     try:
-        with reading(failed, "free some space or choose another folder"):
+        with user_errors(failed, "free some space or choose another folder"):
             writer = ArrowWriter(path=str(draft), features=FEATURES)
         with closing(writer):
             for row in rows():
                 checked = {key: value for key, value in checked_row(row).items() if key in FEATURES}
-                with reading(failed, "free some space or choose another folder"):
+                with user_errors(failed, "free some space or choose another folder"):
                     writer.write(checked)
             if not len(writer):
                 raise UserError(f"{name}: holds no record")
-            with reading(failed, "free some space or choose another folder"):
+            with user_errors(failed, "free some space or choose another folder"):
                 writer.finalize()
-        with reading(failed):
+        with user_errors(failed):
             return datasets.Dataset.from_file(str(sealed(draft, folder, ".arrow")))
     finally:
         draft.unlink(missing_ok=True)
@@ -119,7 +119,7 @@ def folder_key(root: Path, *parts: Any) -> str:
     """Hash over the name, size and modification time of every file under `root`, its path as given (rows hold it) and
     resolved, and `parts`."""
     digest = hashlib.sha256(repr((str(root), os.path.realpath(root), parts)).encode())
-    for name, stat in each(_files(str(root), ""), f"cannot read {root}"):
+    for name, stat in iterate_reader(_files(str(root), ""), f"cannot read {root}"):
         digest.update(f"{name}/{stat.st_size}/{stat.st_mtime_ns}\n".encode(errors="surrogateescape"))
     return digest.hexdigest()[:32]
 
@@ -193,7 +193,7 @@ def vocabulary(tokenizer: Any) -> str:
     return digest.hexdigest()
 
 
-def once(table: datasets.Dataset, key: str, work: Callable[[], list[str]]) -> list[str]:
+def cached_check(table: datasets.Dataset, key: str, work: Callable[[], list[str]]) -> list[str]:
     """`work()`, kept beside the table's file under `key`: a later start reads it there."""
     if not table.cache_files:
         return work()
@@ -204,7 +204,7 @@ def once(table: datasets.Dataset, key: str, work: Callable[[], list[str]]) -> li
             return kept
     found = work()
     draft = file.with_suffix(f".{os.getpid()}")
-    with reading(f"cache_dir: cannot write {file}", "choose another folder"):
+    with user_errors(f"cache_dir: cannot write {file}", "choose another folder"):
         draft.write_text(json.dumps(found), encoding="utf-8")
         draft.replace(file)
     return found

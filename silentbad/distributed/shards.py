@@ -140,34 +140,34 @@ def shard(model: Any, device: torch.device, precision: str) -> None:
 # ---------------------------------------------------------------- whole again, and back
 def sharded(model: nn.Module) -> bool:
     """Whether this process holds a part alone of the weights."""
-    return any(map(cut_up, model.parameters()))
+    return any(map(is_sharded, model.parameters()))
 
 
-def cut_up(tensor: Any) -> bool:
+def is_sharded(tensor: Any) -> bool:
     """Whether it is a DTensor, asked so that a torch built without distributed need not know what that is."""
     return hasattr(tensor, "full_tensor")
 
 
-def whole(tensor: Any) -> Tensor:
+def gather(tensor: Any) -> Tensor:
     """A tensor without shards, on the device; itself where it has none."""
-    return tensor.full_tensor() if cut_up(tensor) else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def gathered(tree: Any, keep: bool) -> Any:
     """A tree with every shard gathered, one tensor at a time: onto the CPU, or where not `keep` dropped again."""
 
     def gather(leaf: Any) -> Any:
-        if not cut_up(leaf):
+        if not is_sharded(leaf):
             return leaf
-        tensor = whole(leaf)
+        tensor = gather(leaf)
         return tensor.cpu() if keep else None
 
     return tree_map(gather, tree)
 
 
-def like(parameter: Any, value: Tensor) -> Tensor:
+def shard_like(parameter: Any, value: Tensor) -> Tensor:
     """A whole value cut as the parameter is; no process needs another for it."""
-    if not cut_up(parameter):
+    if not is_sharded(parameter):
         return value
     from torch.distributed.tensor import distribute_tensor
 
@@ -178,12 +178,14 @@ def like(parameter: Any, value: Tensor) -> Tensor:
 def states_like(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
     """A whole optimizer's `state_dict` with each parameter's states cut as the parameter is."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(map(cut_up, parameters)):
+    if not any(map(is_sharded, parameters)):
         return state
 
     def cut(i: int, entry: dict[str, Any]) -> dict[str, Any]:
         shape = parameters[i].shape
-        return {name: like(parameters[i], v) if getattr(v, "shape", None) == shape else v for name, v in entry.items()}
+        return {
+            name: shard_like(parameters[i], v) if getattr(v, "shape", None) == shape else v for name, v in entry.items()
+        }
 
     return {**state, "state": {i: cut(i, entry) for i, entry in state["state"].items()}}
 

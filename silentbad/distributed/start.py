@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 
-from silentbad.errors import UserError, reading, warn
+from silentbad.errors import UserError, user_errors, warn
 
 PRECISIONS = ("no", "fp16", "bf16")
 PRECISION, ACCUMULATION = "ACCELERATE_MIXED_PRECISION", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
@@ -27,7 +27,7 @@ def start(accumulation: int = 1, mixed_precision: str | None = None, **options: 
     if (other := os.environ.get(ACCUMULATION, "1")) not in ("1", str(accumulation)):
         warn(f"{ACCUMULATION} {other} does not count; gradient_accumulation_steps is {accumulation}")
     plugin = GradientAccumulationPlugin(num_steps=accumulation)  # a plain number would give way to the environment
-    with reading("accelerate cannot start", "mend its configuration or its environment variables"):
+    with user_errors("accelerate cannot start", "mend its configuration or its environment variables"):
         return Accelerator(gradient_accumulation_plugin=plugin, mixed_precision=mixed_precision, **options)
 
 

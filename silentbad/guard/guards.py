@@ -273,7 +273,7 @@ GUARDS: dict[str, Callable[..., Guard]] = {"drop": Drop, "mask": Mask, "cap": Ca
 
 
 # ------------------------------------------------------------ checks
-def named(config: GuardConfig) -> dict[str, dict[str, Any]]:
+def parse_guards(config: GuardConfig) -> dict[str, dict[str, Any]]:
     """{guard: its options}, all checked; none where nothing guards."""
     check_values(config, "guard.")
     names = [] if config.name == "none" else config.name.split("+")
@@ -297,7 +297,7 @@ def check_guard(config: Any) -> None:
             if given:
                 raise UserError(f"guard.{key}: has no effect with guard.name=none; set guard.name=drop")
         return
-    names = named(guard)
+    names = parse_guards(guard)
     if guard.scan is None:
         raise UserError(f"guard.scan: is missing; guard.name={guard.name} needs the scan.json of a scan; {ADVICE}")
     if "drop" in names and ({"mask", "cap"} & {*names}):
@@ -320,7 +320,7 @@ class Guards(Hooks):
     """The guards of a run, one after the other; none where nothing guards."""
 
     def __init__(self, config: GuardConfig):
-        options = {} if config.name == "none" else named(config)
+        options = {} if config.name == "none" else parse_guards(config)
         self.suspects = Suspects.read(Path(str(config.scan))) if options else None
         self.each: list[Any] = [GUARDS[name](self.suspects, **given) for name, given in options.items()]
         self.names = list(options)

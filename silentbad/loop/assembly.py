@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from diffusers.optimization import get_scheduler
 
 from silentbad.data import buckets
-from silentbad.data.draws import Draws, Hidden, Reader, Transform
+from silentbad.data.draws import Draws, LossExclusion, Reader, Transform
 from silentbad.data.elements import DataInfo, epoch_length
 from silentbad.data.loader import Loader, Stream, collate
 from silentbad.data.records import Records
@@ -51,7 +51,7 @@ class Run:
     folder: RunFolder
     records: Records
     info: DataInfo
-    parts: pipeline.Parts
+    parts: pipeline.Components
     encoder: Encoder
     model: Any  # what trains, as accelerate prepared it
     forward: Callable[..., Any]  # its forward in a step, compiled where asked
@@ -97,7 +97,7 @@ def build(
     samples_per_epoch = epoch_length(given.info, config.memory.sampler.clean_ratio)
     steps_per_epoch = -(-samples_per_epoch // effective_batch)
     total = config.max_train_steps or config.num_train_epochs * steps_per_epoch
-    if line := checks.beyond(config, total):
+    if line := checks.evaluations_after_end(config, total):
         warn(line)
 
     # Models; what trains goes to its device
@@ -105,7 +105,7 @@ def build(
     side = pipeline.resolution(parts, config)
     cache_bytes = config.cache_mb * 2**20
     encoder = Encoder(parts, accelerator, side=side, cache_bytes=cache_bytes, seed=config.seed)
-    denoiser.placed(parts.model, config, device)
+    denoiser.to_device(parts.model, config, device)
     if sharded:
         shards.shard(parts.model, device, accelerator.mixed_precision)
 
@@ -189,7 +189,7 @@ def build(
         dropout=caption_dropout,
         warmup=(config.token_warmup_min, config.token_warmup_step),
         rehearse=rehearse,
-        hidden=Hidden(guards.hidden, pipeline.vae_factor(parts.vae)),
+        hidden=LossExclusion(guards.hidden, pipeline.vae_factor(parts.vae)),
         unseen=unseen,
     )
     loader = Loader(
@@ -321,7 +321,7 @@ def build(
 def arranged(
     records: Records,
     transform: Transform,
-    parts: pipeline.Parts,
+    parts: pipeline.Components,
     config: TrainConfig,
     say: Callable[[str], None],
 ) -> buckets.Batches | None:

@@ -228,7 +228,7 @@ def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None
 REPEATS = 64  # times that a record may stand in one micro-batch
 
 
-def for_trial(config: Any, scratch: str) -> Any:
+def dry_run_config(config: Any, scratch: str) -> Any:
     """The configuration of a dry run, which writes into a `scratch` folder, and resumes what the run would."""
     asked = config.resume_from_checkpoint
     found = checkpoint.resolve(asked, Path(config.output_dir) / "checkpoints") if asked else None
@@ -236,7 +236,7 @@ def for_trial(config: Any, scratch: str) -> Any:
     return replace(config, **places, resume_from_checkpoint=None if found is None else str(found))
 
 
-def beyond(config: TrainConfig, total: int) -> str | None:
+def evaluations_after_end(config: TrainConfig, total: int) -> str | None:
     """One line on points of the recovery curve that lie after the last step, if there are any."""
     late = [step for step in config.validation.early_steps if step > total]
     if config.validation.targets is None or not late:

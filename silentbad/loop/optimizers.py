@@ -11,8 +11,8 @@ import torch
 
 from silentbad.control.shrinkage import ShrunkAdamW
 from silentbad.control.spectral import SpectralAdamW
-from silentbad.distributed.shards import whole
-from silentbad.errors import UserError, brief, reading
+from silentbad.distributed.shards import gather
+from silentbad.errors import UserError, brief, user_errors
 from silentbad.model.averaging import keeps_average
 from silentbad.settings.train import TrainConfig
 from silentbad.settings.types import problem
@@ -109,7 +109,7 @@ def make_optimizer(groups: list[dict[str, Any]], config: TrainConfig, scale: flo
     if not config.decay_norms_and_biases:
         groups = without_decay(groups)
     settings |= config.optimizer_options
-    with reading(f"optimizer: {kind.__name__} does not take these"):  # its own view of settings and weights
+    with user_errors(f"optimizer: {kind.__name__} does not take these"):  # its own view of settings and weights
         optimizer: Any = kind(groups, **settings)
         if kind not in UPDATES.values():
             try_step(kind, groups[0], settings)
@@ -147,7 +147,7 @@ def gradient_norms(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
     """Euclidean norm of each gradient (T,), of all its shards, on the device; 0 where there is none."""
     zero = torch.zeros((), device=parameters[0].device)
     gradients = [zero if p.grad is None else p.grad for p in parameters]
-    return whole(torch.stack(torch._foreach_norm(gradients)))
+    return gather(torch.stack(torch._foreach_norm(gradients)))
 
 
 def clip(parameters: list[torch.nn.Parameter], limit: float, norm: torch.Tensor | None) -> None:

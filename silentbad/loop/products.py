@@ -11,7 +11,7 @@ from silentbad.loop.state import BINS, TrainState
 from silentbad.model import pipeline
 from silentbad.model.averaging import averaged
 from silentbad.model.encoder import Encoder
-from silentbad.model.pipeline import Parts
+from silentbad.model.pipeline import Components
 from silentbad.report import run_report
 from silentbad.saving import card, checkpoint
 from silentbad.saving.folder import RunFolder
@@ -29,7 +29,7 @@ class Products:
         config: TrainConfig,
         folder: RunFolder,
         state: TrainState,
-        parts: Parts,
+        parts: Components,
         encoder: Encoder,
         accelerator: Any,
         *,
@@ -51,7 +51,7 @@ class Products:
                     self._save_merged(pipeline.with_merged(parts))
         self.accelerator.wait_for_everyone()
 
-    def _save_merged(self, parts: Parts) -> None:
+    def _save_merged(self, parts: Components) -> None:
         """pipeline/ beside the adapters, where they are merged."""
         text = self._card(merged=True)
         path = self.folder.path / "pipeline"
@@ -62,7 +62,7 @@ class Products:
         parts = pipeline.whole_parts(self.parts)
         if self.accelerator.is_main_process:
             prompts, seed = self.config.validation_prompts or [], self.config.seed
-            with self._averaged(), self.encoder.awake(), self.accelerator.autocast():
+            with self._averaged(), self.encoder.on_device(), self.accelerator.autocast():
                 images = pipeline.draw_images(pipeline.pipeline(parts), prompts, seed)
             trackers.save_images(images, self.folder.path / "samples" / "prompts", self.state.step, self.accelerator)
         self.accelerator.wait_for_everyone()
@@ -70,7 +70,7 @@ class Products:
     def try_drawing(self, prompt: str) -> None:
         """One image that nobody sees: the end of a dry run."""
         pipe = pipeline.pipeline(pipeline.whole_parts(self.parts))
-        with self.accelerator.autocast(), self.encoder.awake():
+        with self.accelerator.autocast(), self.encoder.on_device():
             pipeline.draw_images(pipe, [prompt], self.config.seed, steps=2)
 
     def record(self, multipliers: list[dict[str, Any]], strengths: list[dict[str, Any]]) -> None:

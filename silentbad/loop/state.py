@@ -132,7 +132,7 @@ class TrainState:
     def read(self, folder: Path) -> None:
         """Take up the files of a checkpoint. Raises UserError where they do not fit this run."""
         state = checkpoint.read_state(folder / "state.pt")
-        checkpoint.check_parts(folder, state, {*self.parts, "counters", *([] if self.ema is None else ["ema"])})
+        checkpoint.check_state_fits(folder, state, {*self.parts, "counters", *([] if self.ema is None else ["ema"])})
         for name, module in self.model.named_children():
             tensors = checkpoint.read_tensors(folder / f"{name}.safetensors")
             with checkpoint.explain_mismatch(folder, name):

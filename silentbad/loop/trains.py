@@ -8,13 +8,13 @@ from silentbad.loop.optimizers import make_optimizer
 from silentbad.model import lora
 from silentbad.model.denoiser import trained
 from silentbad.model.groups import Groups
-from silentbad.model.pipeline import Parts
+from silentbad.model.pipeline import Components
 from silentbad.settings.train import TrainConfig
 
 PROBE = 64  # largest side of the tensors that an optimizer's memory is counted on
 
 
-def table(config: TrainConfig, parts: Parts, groups: Groups, param_groups: list[dict[str, Any]]) -> str:
+def table(config: TrainConfig, parts: Components, groups: Groups, param_groups: list[dict[str, Any]]) -> str:
     """Group, tensors, parameters, share and the optimizer's memory, one row a group; what is frozen; the files.
 
     `param_groups` are those of the controller, as the optimizer takes them.
@@ -44,24 +44,24 @@ def table(config: TrainConfig, parts: Parts, groups: Groups, param_groups: list[
     )
 
 
-def share(parts: Parts) -> str:
+def share(parts: Components) -> str:
     """How many of the parameters of the components that train do."""
     count = sum(p.numel() for p in parts.model.parameters() if p.requires_grad)
     every = sum(p.numel() for p in parts.model.parameters())
     return f"{count:,} of {every:,} parameters ({count / every:.1%})"
 
 
-def weight_bytes(parts: Parts) -> int:
+def weight_bytes(parts: Components) -> int:
     """What trains, once."""
     return sum(size(trained(module).values()) for module in parts.model.children())
 
 
-def whole_bytes(parts: Parts) -> int:
+def whole_bytes(parts: Components) -> int:
     """A whole pipeline."""
     return sum(size(m.state_dict().values()) for m in (parts.backbone, parts.vae, *parts.text_encoders.values()))
 
 
-def file_bytes(parts: Parts) -> int:
+def file_bytes(parts: Components) -> int:
     """What a run leaves: a whole pipeline, or adapters, which are written for two readers."""
     return 2 * weight_bytes(parts) if lora.present(parts.backbone) else whole_bytes(parts)
 

@@ -23,7 +23,7 @@ from torchmetrics.functional.image import (
 
 from silentbad import ROOT, hub
 from silentbad.data.images import resize
-from silentbad.errors import UserError, reading
+from silentbad.errors import UserError, user_errors
 from silentbad.files import read_json
 from silentbad.model.gate import check_files, check_finite, load_model, loaded
 from silentbad.rng import generator
@@ -94,7 +94,7 @@ class Micro(Embedder):
                 "make it with `python -m silentbad.worlds.microworld.build`"
             )
         check_files(Path(self.path), failed := f"micro: cannot load '{self.path}'")
-        with reading(failed):
+        with user_errors(failed):
             self.model = MicroEmbedder.from_pretrained(self.path).to(device).eval()
         check_finite(self.model, failed)
 
@@ -129,12 +129,12 @@ class SSCD(Embedder):
         self.size, self.device = size, device
         if not path or not os.path.isfile(path):
             raise UserError(f"sscd: {f'no file {path!r}' if path else 'embedder_path is missing'}; {SSCD_ADVICE}")
-        with reading(f"sscd: cannot read '{path}'"):
+        with user_errors(f"sscd: cannot read '{path}'"):
             self.file, content = Path(path), Path(path).read_bytes()
         self.sha256 = hashlib.sha256(content).hexdigest()
         if sha256 is not None and sha256.strip().lower() != self.sha256:
             raise UserError(f"sscd: embedder_sha256 is {sha256}, but '{path}' has {self.sha256}; not loaded")
-        with warnings.catch_warnings(), reading(f"sscd: '{path}' is not a TorchScript file", SSCD_ADVICE):
+        with warnings.catch_warnings(), user_errors(f"sscd: '{path}' is not a TorchScript file", SSCD_ADVICE):
             warnings.simplefilter("ignore")  # of the library, about itself
             self.model = torch.jit.load(io.BytesIO(content), map_location=device).eval()
         check_finite(self.model, f"sscd: cannot load '{path}'")
@@ -237,10 +237,10 @@ def load_embedder(name: str, path: str | None, device: torch.device | str, sha25
         raise UserError(f"embedder_sha256: is of sscd's TorchScript file; the embedder is {name}, leave it unset")
     if path is not None and name == "ssim":
         raise UserError("embedder_path: has no effect on ssim, which has no weights; leave it unset")
-    return tried(EMBEDDERS[name](path, device, **({} if sha256 is None else {"sha256": sha256})), name, path)
+    return try_embedder(EMBEDDERS[name](path, device, **({} if sha256 is None else {"sha256": sha256})), name, path)
 
 
-def tried(embedder: Embedder, name: str, path: str | None) -> Embedder:
+def try_embedder(embedder: Embedder, name: str, path: str | None) -> Embedder:
     """The embedder, after a look at its features (2,...) of two pictures: one row each, finite, of unit length where
     they are vectors, and not the same for both.
 
@@ -250,7 +250,7 @@ def tried(embedder: Embedder, name: str, path: str | None) -> Embedder:
     ramp = torch.linspace(0, 1, side).expand(3, side, side)
     pictures = torch.stack([ramp, torch.rand(3, side, side, generator=generator("embedder", 0))])
     failed = f"{name}: '{path or 'the bundled weights'}' is no embedder"
-    with reading(failed):
+    with user_errors(failed):
         features = embedder.embed(pictures)
     vectors = not isinstance(embedder, SSCD) or getattr(features, "ndim", 0) == 2
     if not isinstance(features, Tensor) or features.ndim < 2 or len(features) != len(pictures) or not vectors:

@@ -17,7 +17,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from silentbad.errors import UserError, brief, reading
+from silentbad.errors import UserError, brief, user_errors
 from silentbad.measure.settings import SamplingSettings
 from silentbad.model.diffusion import levels, model_time, to_epsilon
 from silentbad.model.family import side_of
@@ -53,7 +53,7 @@ def reordered(target, seed: int, image: int) -> str:
     return ", ".join(target.phrases[i] for i in order)
 
 
-def stranger(targets: list, j: int, seed: int):
+def most_different_target(targets: list, j: int, seed: int):
     """Another target whose phrases differ most from those of j, whatever the list's order; None if alone."""
     others = [t for i, t in enumerate(targets) if i != j]
     mine = set(targets[j].phrases)
@@ -96,7 +96,7 @@ def controls(targets: list, j: int, seed: int, unrelated: str) -> dict[str, Call
             cells[f"without-{k}"] = lambda i, rest=rest: rest
     for k, text in enumerate(target.paraphrases):
         cells[f"paraphrase-{k}"] = lambda i, text=text: text
-    if other := stranger(targets, j, seed):
+    if other := most_different_target(targets, j, seed):
         cells["others"] = lambda i: other.composed_prompt
     cells["unrelated"] = lambda i: unrelated
     return cells
@@ -174,7 +174,7 @@ class Sampler:
                 raise UserError(f"{self.prefix}{key}: must be from 1 to the scheduler's {most}, got {given}")
             for count in given:
                 scheduler = copy.deepcopy(self.pipe.scheduler)
-                with reading(f"{self.prefix}{key}: the scheduler cannot take {count} steps"):
+                with user_errors(f"{self.prefix}{key}: the scheduler cannot take {count} steps"):
                     scheduler.set_timesteps(count)
                 if self.family.flow:
                     continue  # from the last level, whatever their number

@@ -108,7 +108,7 @@ class Measure:
         self.sampler = sampler
 
     # ---- over the ranks
-    def spread(self, items: list[Item], work: Callable[..., Any]) -> list[Any]:
+    def map_over_ranks(self, items: list[Item], work: Callable[..., Any]) -> list[Any]:
         """`work` on this rank's share of the items; the rows of all ranks, in the items' order."""
         mine = self.share(len(items))
         show = self.accelerator.is_local_main_process
@@ -271,10 +271,10 @@ class Measure:
     ) -> tuple[list[Item], list[Any]]:
         """Each target's `few` first images and their rows; all of them where one of the first counts."""
         first, others = ([item for item in items if (item.image < few) is early] for early in (True, False))
-        rows = self.spread(first, work)
+        rows = self.map_over_ranks(first, work)
         if not others or not any(map(counts, rows)):
             return first, rows
-        return first + others, rows + self.spread(others, work)
+        return first + others, rows + self.map_over_ranks(others, work)
 
     def _compare_with_each_other(self, rows: list[dict[str, Any]]) -> None:
         """Add `between` to the rows of each target: how alike its images are to each other."""
@@ -296,7 +296,7 @@ class Measure:
             return [{"target": i.target, "sims": s, "clip": c} for i, s, c in zip(items, sims, cosines, strict=True)]
 
         with self.sampler.with_other(steps=steps):
-            rows = self.spread(plan(self.targets, self.config.images_per_target, self.seed), one)
+            rows = self.map_over_ranks(plan(self.targets, self.config.images_per_target, self.seed), one)
         return length_scores(rows, base.get(str(steps), {}))
 
     def alignments(self, items: list[Item]) -> list[float]:
@@ -328,7 +328,7 @@ class Measure:
         def kept(chunk: list[Item], x: Tensor, magnitudes: Tensor) -> list[tuple[Tensor, float]]:
             return list(zip((x * 255).round().byte().cpu(), magnitudes.tolist(), strict=True))
 
-        rows = self.spread(items, kept)
+        rows = self.map_over_ranks(items, kept)
         seen = torch.stack([picture for picture, _ in rows])
         files = [self.folder / "samples" / "drift" / f"base-{i}.png" for i in range(len(items))]
         if step == 0 and self.accelerator.is_main_process:

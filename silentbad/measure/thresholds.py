@@ -117,7 +117,7 @@ def strictest(scores: dict[str, list[Score]], rate: float, source: str, of_eleme
     return replace(highest, false_positive_rate=rate, kinds=kinds)
 
 
-def with_promise(pooled: Threshold, own: Sequence[Threshold | None]) -> Threshold:
+def with_attained_rates(pooled: Threshold, own: Sequence[Threshold | None]) -> Threshold:
     """`pooled` with the rates that the thresholds in use can promise.
 
     own: the threshold of each target (or element), None where it uses the pooled one. A kind's `attained` becomes the
@@ -172,7 +172,7 @@ def thresholds(
         whole = Threshold(value, "given")
     else:
         own = [own_threshold(whole_scores(of[j]), False) for j in targets]
-        whole = with_promise(strictest(whole_scores(null), false_positive_rate, source, False), own)
+        whole = with_attained_rates(strictest(whole_scores(null), false_positive_rate, source, False), own)
         whole = replace(whole, targets=[None if t is None else t.value for t in own])
     pooled = element_scores(null)
     element = strictest(pooled, false_positive_rate, source, True) if pooled else replace(whole, kinds=None)
@@ -183,7 +183,7 @@ def thresholds(
         own = [own_threshold(element_scores(of[j], k), True) for k in elements]
         each.append([element.value if t is None else t.value for t in own] if of[j] else None)
         parts += [t for k, t in enumerate(own) if element_scores(of[j], k)]
-    element = with_promise(element, parts) if pooled else element
+    element = with_attained_rates(element, parts) if pooled else element
     return whole, ElementThreshold(**{**vars(element), "targets": None}, each=each)
 
 

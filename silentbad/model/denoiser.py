@@ -9,7 +9,7 @@ from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from silentbad.distributed.shards import like
+from silentbad.distributed.shards import shard_like
 from silentbad.model import diffusion, lora
 from silentbad.model.family import Family
 from silentbad.model.forwards import convolve
@@ -123,7 +123,7 @@ def parameter_groups(family: Family, name: str, module: nn.Module) -> dict[str, 
     return {path: group_of(f"{name}.{path}") for path in paths}
 
 
-def placed(model: torch.nn.Module, config: ModelSettings, device: torch.device) -> torch.nn.Module:
+def to_device(model: torch.nn.Module, config: ModelSettings, device: torch.device) -> torch.nn.Module:
     """What trains, on its device and in the memory format its convolutions run fastest in."""
     last = device.type == "cuda" if config.channels_last is None else config.channels_last
     model.to(device)
@@ -174,4 +174,4 @@ def load_trained(module: torch.nn.Module, saved: dict[str, torch.Tensor]) -> Non
     if {name: value.shape for name, value in saved.items()} != {name: value.shape for name, value in mine.items()}:
         raise ValueError(f"it holds {len(saved)} other tensors than the {len(mine)} that train")
     for name, parameter in mine.items():
-        parameter.copy_(like(parameter, saved[name]))
+        parameter.copy_(shard_like(parameter, saved[name]))

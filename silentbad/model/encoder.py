@@ -15,12 +15,12 @@ from torch import Tensor
 from silentbad.data.table import vocabulary
 from silentbad.device import send
 from silentbad.model.latents import scaled
-from silentbad.model.pipeline import Parts
-from silentbad.model.store import Cached, together
+from silentbad.model.pipeline import Components
+from silentbad.model.store import Cached, merge_cached
 from silentbad.rng import noise
 
 
-def tokenize(parts: Parts, texts: list[str]) -> list[Tensor]:
+def tokenize(parts: Components, texts: list[str]) -> list[Tensor]:
     """Token ids (B,L) by tokenizer, padded to its window."""
     windows = zip(parts.tokenizers.values(), parts.family.windows(parts.tokenizers), strict=True)
     return [
@@ -37,31 +37,31 @@ class Encoder:
     warm cache and a resumed one with a cold cache see the same bits.
     """
 
-    def __init__(self, parts: Parts, accelerator: Any, *, side: int, cache_bytes: int, seed: int):
+    def __init__(self, parts: Components, accelerator: Any, *, side: int, cache_bytes: int, seed: int):
         self.device = accelerator.device
         self.vae, self.parts = parts.vae.to(self.device), parts
         self.text_encoders = [encoder.to(self.device) for encoder in parts.text_encoders.values()]
         self.family = parts.family
         self.width, self.pooled = parts.family.widths(parts.backbone, parts.text_encoders)
         self.live = bool(parts.model.text_encoders)  # the text encoders train: the model encodes for itself
-        self.plain = torch.tensor([[side, side, 0, 0, side, side]])  # time_ids of a picture of the training size
+        self.default_time_ids = torch.tensor([[side, side, 0, 0, side, side]])  # of a whole picture
         self.budget, self.seed = cache_bytes, seed
         self.kept_images: dict[int, torch.Tensor] = {}
         self.kept_texts: dict[str, torch.Tensor] = {}
         self.disk: Cached | None = None
-        self.resting: list[torch.nn.Module] = []
+        self.offloaded: list[torch.nn.Module] = []
 
     def read_from(self, disk: Cached) -> None:
         """Read from disk what is there; modules that no step needs any more rest on the CPU."""
         self.disk = disk
-        self.resting = [self.vae] * disk.all_images + self.text_encoders * disk.all_texts
-        for module in self.resting:
+        self.offloaded = [self.vae] * disk.all_images + self.text_encoders * disk.all_texts
+        for module in self.offloaded:
             module.to("cpu")
 
     @contextmanager
-    def awake(self, *modules: torch.nn.Module) -> Iterator[None]:
+    def on_device(self, *modules: torch.nn.Module) -> Iterator[None]:
         """These modules (all, where none is named) on the device."""
-        called = [m for m in self.resting if not modules or any(m is wanted for wanted in modules)]
+        called = [m for m in self.offloaded if not modules or any(m is wanted for wanted in modules)]
         for module in called:
             module.to(self.device)
         try:
@@ -92,7 +92,7 @@ class Encoder:
             )
 
         rows = [known(k, index) for k, index in enumerate(batch["index"].tolist())]
-        moments = together(rows, lambda live: self.moments(torch.stack([pixels[k] for k in live])), self.device)
+        moments = merge_cached(rows, lambda live: self.moments(torch.stack([pixels[k] for k in live])), self.device)
         mean, std = moments.chunk(2, dim=1)
         eps = noise(tuple(mean.shape[1:]), self.seed, "posterior", draw, batch["position"].tolist())
         return scaled(self.vae, mean + std * send(eps, self.device))
@@ -105,7 +105,7 @@ class Encoder:
     @torch.no_grad()
     def moments(self, pixels: torch.Tensor) -> torch.Tensor:
         """Mean and standard deviation of the posteriors (B,2C,h,w)."""
-        with self.awake(self.vae):
+        with self.on_device(self.vae):
             posterior = self.vae.encode(send(pixels, self.device).to(self.vae.dtype)).latent_dist
         return torch.cat([posterior.mean, posterior.std], dim=1).float()
 
@@ -113,14 +113,14 @@ class Encoder:
         """Keyword arguments of the model under these captions; time_ids (B,6), by default a whole picture's."""
         added = {}
         if self.family.sized:
-            time_ids = self.plain.expand(len(texts), -1) if time_ids is None else time_ids
+            time_ids = self.default_time_ids.expand(len(texts), -1) if time_ids is None else time_ids
             added = {"time_ids": time_ids.to(self.device, torch.long, non_blocking=True)}  # no precision rounds these
         if self.live:
             tokens = [send(ids, self.device) for ids in tokenize(self.parts, texts)]
             return {"tokens": tokens, "nonempty": self._nonempty(texts), "added_cond_kwargs": added}
         on_disk = [None] * len(texts) if self.disk is None else self.disk.states(texts)
         rows = [row if row is not None else self._state(text) for row, text in zip(on_disk, texts, strict=True)]
-        packed = together(rows, lambda live: self.states([texts[k] for k in live]), self.device)
+        packed = merge_cached(rows, lambda live: self.states([texts[k] for k in live]), self.device)
         if P := self.pooled:  # (B, L*D + P)
             added["text_embeds"], packed = packed[:, -P:], packed[:, :-P].unflatten(1, (-1, self.width))
         return {"encoder_hidden_states": packed, "added_cond_kwargs": added}
@@ -135,7 +135,7 @@ class Encoder:
     def states(self, texts: list[str]) -> torch.Tensor:
         """c (B,L,D); where there is a pooled state (B, L*D + P), both in one row."""
         tokens = [send(ids, self.device) for ids in tokenize(self.parts, texts)]
-        with self.awake(*self.text_encoders):
+        with self.on_device(*self.text_encoders):
             c, pooled = self.family.encode(self.parts.text_encoders, tokens, self._nonempty(texts), self.width)
         return c if pooled is None else torch.cat([c.flatten(1), pooled], dim=1)
 

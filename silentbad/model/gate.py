@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from silentbad import hub
-from silentbad.errors import UserError, brief, first_line, reading
+from silentbad.errors import UserError, brief, first_line, user_errors
 from silentbad.files import is_lfs_pointer, read_json
 from silentbad.model.settings import ModelSettings
 
@@ -60,10 +60,10 @@ class Source:
 
 
 # ---------------------------------------------------------------- configurations
-Setting = Callable[[Any], str | None]  # what would be right, where the value is not
+Check = Callable[[Any], str | None]  # what would be right, where the value is not
 
 
-def number(kind: type, low: float, high: float) -> Setting:
+def number(kind: type, low: float, high: float) -> Check:
     """A finite number of that kind from `low` to `high`."""
     allowed = int if kind is int else (int, float)
 
@@ -74,7 +74,7 @@ def number(kind: type, low: float, high: float) -> Setting:
     return wrong
 
 
-def one_of(*names: Any) -> Setting:
+def one_of(*names: Any) -> Check:
     def wrong(value: Any) -> str | None:
         fits = any(type(value) is type(name) and value == name for name in names)
         return None if fits else f"one of {', '.join(map(str, names))}"
@@ -82,12 +82,12 @@ def one_of(*names: Any) -> Setting:
     return wrong
 
 
-def number_or_pair(kind: type, low: float, high: float) -> Setting:
+def number_or_pair(kind: type, low: float, high: float) -> Check:
     one = number(kind, low, high)
     return lambda value: next(filter(None, map(one, value)), None) if _is_pair(value) else one(value)
 
 
-def number_or_none(kind: type, low: float, high: float) -> Setting:
+def number_or_none(kind: type, low: float, high: float) -> Check:
     one = number(kind, low, high)
     return lambda value: None if value is None else one(value)
 
@@ -101,7 +101,7 @@ def betas(value: Any) -> str | None:
     return None if fits else "null or a list of numbers from 0 to 1"
 
 
-SCHEDULER: dict[str, Setting] = {
+SCHEDULER: dict[str, Check] = {
     "num_train_timesteps": number(int, 2, 100_000),
     "beta_start": number(float, 0, 1),
     "beta_end": number(float, 0, 1),
@@ -126,17 +126,17 @@ def release(value: Any) -> str | None:
     return None if fits else "the number of a release, as '0.36.0'"
 
 
-BACKBONE: dict[str, Setting] = {"sample_size": number_or_pair(int, 1, 4096), "_diffusers_version": release}
-VAE: dict[str, Setting] = {
+BACKBONE: dict[str, Check] = {"sample_size": number_or_pair(int, 1, 4096), "_diffusers_version": release}
+VAE: dict[str, Check] = {
     "scaling_factor": number(float, 1e-4, 1e4),
     "shift_factor": number_or_none(float, -1e4, 1e4),
     "latents_mean": one_of(None),
     "latents_std": one_of(None),
 }
-TOKENIZER: dict[str, Setting] = {"model_max_length": number(int, 3, 8192)}
+TOKENIZER: dict[str, Check] = {"model_max_length": number(int, 3, 8192)}
 
 
-def check_settings(settings: Mapping[str, Any], schema: Mapping[str, Setting], where: str) -> None:
+def check_settings(settings: Mapping[str, Any], schema: Mapping[str, Check], where: str) -> None:
     """Refuse a value that a schema does not admit; what is not set has the library's default."""
     for key, wrong in schema.items():
         if key in settings and (right := wrong(settings[key])):
@@ -154,7 +154,7 @@ def check_schedule(settings: Mapping[str, Any], where: str) -> None:
         raise UserError(
             f"{where}: {name} is of flow matching; this pipeline adds noise by betas, as DDPMScheduler does"
         )
-    with quietly(), reading(f"{where}: makes no schedule"):
+    with quietly(), user_errors(f"{where}: makes no schedule"):
         bars = DDPMScheduler.from_config(dict(settings)).alphas_cumprod.double()
     if len(bars) != (steps := settings.get("num_train_timesteps", len(bars))):
         raise UserError(
@@ -257,7 +257,7 @@ NUMBERS = {"F64", "F32", "F16", "BF16", "I64", "I32"}  # of safetensors: weights
 def check_precision(folder: Path, failed: str) -> None:
     """Refuse quantised weights: they would be read as if their integers were the weights."""
     for file in sorted(folder.glob("[!.]*.safetensors")):
-        with reading(failed), safe_open(file, "pt") as tensors:
+        with user_errors(failed), safe_open(file, "pt") as tensors:
             kinds = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
         if odd := next((name for name, kind in kinds.items() if kind not in NUMBERS), None):
             raise UserError(f"{failed}: {odd} in {file.name} is {kinds[odd]}; give weights in floating point")
@@ -307,11 +307,11 @@ def check_runs(where: str, family: Any, backbone: Any, vae: Any, width: int) -> 
     pixels = side * 2 ** (len(vae.config.block_out_channels) - 1)
     like = next(backbone.parameters())
     x, t = like.new_zeros(1, channels, side, side), torch.zeros(1, dtype=torch.long, device=like.device)
-    with reading(f"{where}/{family.backbone}: its settings do not work together"), quietly():
+    with user_errors(f"{where}/{family.backbone}: its settings do not work together"), quietly():
         found = family.predict(backbone, x, t, like.new_zeros(1, 3, width), family.example(backbone)).shape
     refuse_shape(f"{where}/{family.backbone}", found, x.shape)
     picture = next(vae.parameters()).new_zeros(1, 3, pixels, pixels)
-    with reading(f"{where}/vae: its settings do not work together"), quietly():
+    with user_errors(f"{where}/vae: its settings do not work together"), quietly():
         found = vae(picture).sample.shape
     refuse_shape(f"{where}/vae", found, picture.shape)
 

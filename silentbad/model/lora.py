@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from silentbad import hub
-from silentbad.errors import UserError, brief, reading
+from silentbad.errors import UserError, brief, user_errors
 from silentbad.model.gate import check_finite, check_settings, finite, number, quietly
 from silentbad.model.groups import ROLE_ORDER, group_of
 from silentbad.model.layers import STAGE_ORDER, chosen
@@ -75,7 +75,9 @@ def add(name: str, module: Any, lora: LoraSettings, seed: int, layers: list[str]
     module.requires_grad_(False)
     with torch.random.fork_rng([]):
         torch.manual_seed(addressed_seed(seed, "lora", name))
-        with reading(f"lora: {name} takes no adapters", "install releases of peft and transformers that fit together"):
+        with user_errors(
+            f"lora: {name} takes no adapters", "install releases of peft and transformers that fit together"
+        ):
             module.add_adapter(settings(lora, layers))
     cast_training_params(module, dtype=torch.float32)
 
@@ -199,7 +201,7 @@ def load(pipe: Any, path: str, base: str) -> None:
     alone = sorted(name for name, other in halves.items() if other and other not in tensors)
     if alone:
         raise UserError(f"{failed} ({alone[0]} has no other half, {len(alone)} tensors in all)")
-    with quietly(), reading(failed):
+    with quietly(), user_errors(failed):
         pipe.load_lora_weights(path, use_safetensors=True)
     modules = [module for name in COMPONENTS if (module := getattr(pipe, name, None))]
     found = [name for module in modules for name, _ in module.named_parameters() if ".lora_" in name]
@@ -215,7 +217,7 @@ OTHER_KINDS = {"hada_": "LoHa", "lokr_": "LoKr", "dora_scale": "DoRA"}  # by wha
 
 def other_kind(file: Path, failed: str) -> str | None:
     """The kind of a file's adapters where diffusers does not read it, or leaves out a part; None for LoRA."""
-    with reading(failed), safe_open(file, "pt") as tensors:
+    with user_errors(failed), safe_open(file, "pt") as tensors:
         names = list(tensors.keys())
     return next((kind for mark, kind in OTHER_KINDS.items() if any(mark in name for name in names)), None)
 
@@ -224,10 +226,10 @@ def _load_folder(module: Any, folder: Path, failed: str) -> None:
     """Put a folder of peft's on a component."""
     if module is None:
         raise UserError(f"{failed} ({folder.name}/ is of a component that the pipeline has not)")
-    with quietly(), reading(f"{failed}: {folder.name}/{PEFT_CONFIG}"):
+    with quietly(), user_errors(f"{failed}: {folder.name}/{PEFT_CONFIG}"):
         kind = PeftConfig.from_json_file(str(folder / PEFT_CONFIG)).get("peft_type")
         config = PeftConfig.from_pretrained(str(folder)) if kind in ("LOHA", "LOKR") else None
-    with reading(f"{failed}: {folder.name}/{PEFT_WEIGHTS}"):
+    with user_errors(f"{failed}: {folder.name}/{PEFT_WEIGHTS}"):
         tensors = load_file(folder / PEFT_WEIGHTS)
     if config is None:
         raise UserError(f"{failed} ({folder.name}/ holds {brief(kind)}; 'LOHA' and 'LOKR' are read from folders)")
@@ -235,7 +237,7 @@ def _load_folder(module: Any, folder: Path, failed: str) -> None:
         raise UserError(f"{failed} ({folder.name}/{PEFT_CONFIG}: {pattern} must list names of layers, not patterns)")
     check_settings({"r": config.r}, RANK, f"{failed}: {folder.name}/{PEFT_CONFIG}")
     config.inference_mode = False
-    with quietly(), reading(failed):
+    with quietly(), user_errors(failed):
         module.add_adapter(config)
         tensors = {name.removeprefix("base_model.model."): value for name, value in tensors.items()}
         mine = {name: value.shape for name, value in get_peft_model_state_dict(module).items()}

@@ -11,8 +11,8 @@ from diffusers import AutoencoderKL, DDPMScheduler, DiffusionPipeline
 from diffusers import schedulers as diffusers_schedulers
 
 from silentbad import hub
-from silentbad.distributed.shards import cut_up, whole
-from silentbad.errors import UserError, brief, reading
+from silentbad.distributed.shards import gather, is_sharded
+from silentbad.errors import UserError, brief, user_errors
 from silentbad.model import gate, lora
 from silentbad.model.denoiser import Denoiser, make_trainable
 from silentbad.model.family import Family, side_of
@@ -24,7 +24,7 @@ from silentbad.rng import generator, noise
 
 
 @dataclass
-class Parts:
+class Components:
     """Components of a pipeline; `noise_scheduler` trains, `scheduler` samples.
 
     `model` is what trains; `backbone` predicts: a UNet or a transformer. Tokenizers and text encoders are by component;
@@ -153,7 +153,7 @@ def tokenizer_of(part: str, kind: Any, source: Source) -> Any:
     return tokenizer
 
 
-def load_parts(config: ModelSettings, settings: dict[str, Any], tokenizer: Any, precision: str = "no") -> Parts:
+def load_parts(config: ModelSettings, settings: dict[str, Any], tokenizer: Any, precision: str = "no") -> Components:
     """What trains in fp32, the rest frozen in the run's precision; safetensors only.
 
     The backbone trains, whole or through LoRA, which leaves its own weights frozen; so do the text encoders where
@@ -173,7 +173,7 @@ def load_parts(config: ModelSettings, settings: dict[str, Any], tokenizer: Any, 
     sampler = getattr(diffusers_schedulers, str(settings.get("_class_name")), None) or DDPMScheduler
     with gate.quietly():  # diffusers mends old settings, at length
         noise_scheduler, scheduler = family.schedule(settings), sampler.from_config(settings)
-    parts = Parts(
+    parts = Components(
         family=family,
         tokenizers=tokenizers_of(index, source, tokenizer),
         text_encoders=encoders,
@@ -227,7 +227,7 @@ def check_fit(
     gate.check_runs(path, family, backbone, vae, family.widths(backbone, encoders)[0])
 
 
-def _check_side(parts: Parts, config: ModelSettings) -> None:
+def _check_side(parts: Components, config: ModelSettings) -> None:
     factor, side = side_factor(parts.family, parts.backbone, parts.vae), resolution(parts, config)
     path = config.pretrained_model_name_or_path
     if side % factor:
@@ -235,7 +235,7 @@ def _check_side(parts: Parts, config: ModelSettings) -> None:
     check_positions(parts, side, "resolution", path)
 
 
-def check_positions(parts: Parts, side: int, key: str, path: str) -> None:
+def check_positions(parts: Components, side: int, key: str, path: str) -> None:
     """Refuse images with a side that the backbone has no positions for."""
     most = parts.family.largest(parts.backbone)
     if most is not None and side > (most := most * vae_factor(parts.vae)):
@@ -252,19 +252,19 @@ def vae_factor(vae: Any) -> int:
     return 2 ** (len(vae.config.block_out_channels) - 1)
 
 
-def resolution(parts: Parts, config: ModelSettings) -> int:
+def resolution(parts: Components, config: ModelSettings) -> int:
     """Side of the training images: the flag, or the pipeline's own."""
     if config.resolution is not None:
         return config.resolution
     return side_of(parts.backbone) * vae_factor(parts.vae)
 
 
-def pipeline(parts: Parts) -> Any:
+def pipeline(parts: Components) -> Any:
     """A plain diffusers pipeline of the parts; `scheduler` carries the prediction type trained with."""
     return parts.family.assemble(**parts.components())
 
 
-def save_pipeline(parts: Parts, folder: Path, card: str) -> None:
+def save_pipeline(parts: Components, folder: Path, card: str) -> None:
     """The pipeline, or where LoRA trained its adapters alone, and the card."""
     if lora.present(parts.backbone):
         lora.save(parts.model, folder)
@@ -273,7 +273,7 @@ def save_pipeline(parts: Parts, folder: Path, card: str) -> None:
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def with_merged(parts: Parts) -> Parts:
+def with_merged(parts: Components) -> Components:
     """The parts with what their adapters add in the weights, ready to be assembled."""
     encoders = {name: lora.merged(encoder) for name, encoder in parts.text_encoders.items()}
     return replace(parts, backbone=lora.merged(parts.backbone), text_encoders=encoders)
@@ -307,11 +307,11 @@ def draw_images(pipe: Any, prompts: list[str], seed: int, steps: int = 20) -> li
 
 def whole_parts(parts: Any) -> Any:
     """The pipeline's parts with a plain copy of the backbone on each process; themselves where nothing is sharded."""
-    if not any(map(cut_up, parts.model.parameters())):
+    if not any(map(is_sharded, parts.model.parameters())):
         return parts
     with torch.device("meta"):
         backbone = type(parts.backbone).from_config(parts.backbone.config)
-    backbone.load_state_dict({name: whole(p).detach() for name, p in parts.backbone.state_dict().items()}, assign=True)
+    backbone.load_state_dict({name: gather(p).detach() for name, p in parts.backbone.state_dict().items()}, assign=True)
     return replace(parts, backbone=backbone, model=Denoiser(backbone, parts.family, parts.noise_scheduler))
 
 
@@ -333,7 +333,7 @@ def load_pipeline(
     vae = gate.load_part("vae", AutoencoderKL, source, torch_dtype=precision)
     backbone = gate.load_part(family.backbone, family.kind, source, torch_dtype=precision)
     check_fit(name, family, backbone, vae, encoders, tokenizers)
-    with gate.quietly(), reading(f"{source}: cannot load scheduler"):
+    with gate.quietly(), user_errors(f"{source}: cannot load scheduler"):
         scheduler = getattr(diffusers_schedulers, settings.get("_class_name", "DDPMScheduler")).from_config(settings)
     parts = {**tokenizers, **encoders, "vae": vae, family.backbone: backbone, "scheduler": scheduler}
     pipe = family.assemble(**parts, **family.options(family.zero_empty(index)))

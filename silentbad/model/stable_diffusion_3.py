@@ -8,14 +8,14 @@ from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, St
 from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
-from silentbad.errors import UserError, reading
+from silentbad.errors import UserError, user_errors
 from silentbad.model import gate
 from silentbad.model.diffusion import Flow
 from silentbad.model.family import Family, pooled_states, refuse_width, zeros_like_text
 
 WINDOW = 256  # T5's tokens of a caption: what diffusers' pipeline samples with
 CLIPS = ("text_encoder", "text_encoder_2")
-SCHEDULER: dict[str, gate.Setting] = {
+SCHEDULER: dict[str, gate.Check] = {
     "_class_name": gate.one_of("FlowMatchEulerDiscreteScheduler"),
     "num_train_timesteps": gate.number(int, 2, 100_000),
     "shift": gate.number(float, 1e-2, 100),
@@ -50,7 +50,7 @@ class StableDiffusion3(Family):
     # ---- the path
     def check_schedule(self, settings: dict[str, Any], where: str) -> None:
         gate.check_settings(settings, SCHEDULER, where)
-        with gate.quietly(), reading(f"{where}: makes no schedule"):
+        with gate.quietly(), user_errors(f"{where}: makes no schedule"):
             self.schedule(settings)
 
     def schedule(self, settings: dict[str, Any]) -> Flow:

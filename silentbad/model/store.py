@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from silentbad.data.table import blocks
 from silentbad.device import send
-from silentbad.errors import UserError, reading
+from silentbad.errors import UserError, user_errors
 from silentbad.files import intact, sealed
 from silentbad.model.settings import ModelSettings
 from silentbad.progress import Bar
@@ -81,7 +81,7 @@ class Store:
             found = opened(file)
             if found is None:
                 self.say(f"cache: {file} is damaged; its rows are encoded anew")
-                with reading(f"cache_dir: {file} is damaged and cannot be removed", "remove it"):
+                with user_errors(f"cache_dir: {file} is damaged and cannot be removed", "remove it"):
                     file.unlink(missing_ok=True)
                 continue
             keys, rows = found
@@ -108,7 +108,7 @@ class Store:
         """A shard of these rows; one that is being written has another name."""
         draft = self.folder / f".{uuid.uuid4().hex}"
         packed = torch.from_numpy(np.frombuffer(keys.tobytes(), dtype=np.uint8).reshape(-1, 16).copy())
-        with reading(f"cache_dir: cannot write {self.folder}", "free some space, or choose another folder"):
+        with user_errors(f"cache_dir: cannot write {self.folder}", "free some space, or choose another folder"):
             save_file({"keys": packed, "rows": rows.contiguous()}, draft)
             sealed(draft, self.folder, ".safetensors")
 
@@ -263,7 +263,7 @@ class Cached:
         return [None if number < 0 else store.read(number).float() for number in found]
 
 
-def together(
+def merge_cached(
     rows: list[torch.Tensor | None], live: Callable[[list[int]], torch.Tensor], device: torch.device
 ) -> torch.Tensor:
     """Rows in order (B,...) on the device: those known on the host, and for the others `live(their places)`."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from silentbad.data.images import open_image, safe_path
-from silentbad.errors import ArgumentParser, UserError, exit_with, reading, say, warn
-from silentbad.files import check_writable, named
+from silentbad.errors import ArgumentParser, UserError, exit_with, print_error, user_errors, warn
+from silentbad.files import check_writable, path_argument
 from silentbad.measure.record import NAME, Measurement, Record, Scores
 
 MOST = 50  # targets that are shown, and elements of a target
@@ -88,7 +88,7 @@ def _save(picture: Image.Image, file: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--out", type=named, required=True)
+    parser.add_argument("--out", type=path_argument, required=True)
     parser.add_argument("--kind", choices=("median", "best"), default="median")
     args = parser.parse_args(argv)
     try:
@@ -96,11 +96,11 @@ def main(argv: list[str] | None = None) -> int:
         if args.out.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
             raise UserError(f"--out: {args.out} must end in .png, .jpg or .webp")
         picture = strip(args.run, args.kind)
-        with reading(f"--out: cannot write {args.out}"):
+        with user_errors(f"--out: cannot write {args.out}"):
             args.out.parent.mkdir(parents=True, exist_ok=True)
             _save(picture, args.out)
     except UserError as error:
-        say(error)
+        print_error(error)
         return 2
     print(args.out)
     return 0

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from silentbad.errors import ArgumentParser, UserError, say, writing
-from silentbad.files import check_writable, named, replace_text
+from silentbad.errors import ArgumentParser, UserError, print_error, writing
+from silentbad.files import check_writable, path_argument, replace_text
 from silentbad.measure.record import (
     NAME,
     STRICT,
@@ -61,7 +61,7 @@ def render(folder: str | Path, under_way: str = "") -> str:
     return pages.render("report.html.j2", data)
 
 
-def less_placebo(folder: str | Path, placebo: str | Path) -> str:
+def subtract_placebo(folder: str | Path, placebo: str | Path) -> str:
     """Take the rates of a run on placebo data off a finished run's, in its validation.json; returns the verdict.
 
     Raises UserError where one of them cannot be read, or they do not compare.
@@ -117,7 +117,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser(prog="python -m silentbad.report", description=about, usage=usage)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run")
     parser.add_argument("--placebo", metavar="RUN", help="run on placebo data, whose rates are taken off for good")
-    parser.add_argument("--out", type=named, default=None, help="file to write; report.html in RUN, or compare.html")
+    parser.add_argument(
+        "--out", type=path_argument, default=None, help="file to write; report.html in RUN, or compare.html"
+    )
     given, verdict = parser.parse_args(arguments), ""
     try:
         if given.runs[0] == "compare":
@@ -138,10 +140,10 @@ def main(arguments: list[str] | None = None) -> int:
             if given.out is not None:
                 check_writable(file, "--out")
             if given.placebo is not None:
-                verdict = less_placebo(given.runs[0], given.placebo)
+                verdict = subtract_placebo(given.runs[0], given.placebo)
             save(render(given.runs[0]), file)
     except UserError as error:
-        say(error)
+        print_error(error)
         return 2
     print(*filter(None, (file, verdict)), sep="\n")
     return 0

@@ -201,7 +201,7 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def check_parts(folder: Path, state: dict[str, Any], wanted: set[str]) -> None:
+def check_state_fits(folder: Path, state: dict[str, Any], wanted: set[str]) -> None:
     """Refuse a checkpoint of a run that held other parts than this one."""
     for name in sorted(wanted ^ set(state)):
         had, has = ("lacks", "has") if name in wanted else ("holds", "lacks")

@@ -48,7 +48,7 @@ class Captions:
         parts = [self._numbers[a:b] for a, b in zip(starts.tolist(), self._ends[records].tolist(), strict=True)]
         return np.concatenate(parts)
 
-    def kin(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    def share_rare_phrase(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Which pairs of records (P,), (P,) share a rare phrase: (P,) bool."""
         shared = np.zeros(len(a), bool)
         for k, (one, other) in enumerate(zip(a, b, strict=True)):

@@ -22,8 +22,8 @@ from silentbad.data import scan_file
 from silentbad.data.published import is_published
 from silentbad.data.records import PUBLISHED_FLAGS, row_source
 from silentbad.data.schema import csv_lines, json_lines
-from silentbad.errors import ArgumentParser, UserError, say, writing
-from silentbad.files import check_writable, named, replace_text
+from silentbad.errors import ArgumentParser, UserError, print_error, writing
+from silentbad.files import check_writable, path_argument, replace_text
 from silentbad.progress import Bar
 from silentbad.report import pages
 from silentbad.report.pages import Table, png, shot
@@ -200,10 +200,10 @@ def scan(options: argparse.Namespace) -> dict:
             raise
         with writing("--output_dir", str(views.folder)):
             found = find(views.pixels, views.captions, progress, options.permutations, options.seed, views.folder)
-        wanted, named = set(pictures_needed(found, MOST).tolist()), set(found.records.tolist())
+        wanted, suspects = set(pictures_needed(found, MOST).tolist()), set(found.records.tolist())
         pictures, where = {}, {}
-        for number, row in enumerate(rows() if named else ()):
-            if number in named:
+        for number, row in enumerate(rows() if suspects else ()):
+            if number in suspects:
                 where[number] = row["where"]
             if number in wanted:
                 pictures[number] = picture_of(row)
@@ -243,7 +243,7 @@ def parser() -> argparse.ArgumentParser:
         plain = int if int in typing.get_args(kind) else float
         made.add_argument(f"--{name}", type=plain, default=default, help="published layout: as in training")
     made.add_argument("--cache_dir", help="folder of downloads; the Hugging Face cache when unset")
-    made.add_argument("--output_dir", type=named, default=Path("runs/scan"), help="where the results go")
+    made.add_argument("--output_dir", type=path_argument, default=Path("runs/scan"), help="where the results go")
     made.add_argument("--permutations", type=int, default=99, help="of the captions, for the false-alarm rate; 0: none")
     made.add_argument("--seed", type=int, default=0, help="of hashing, permutations and the published layout's choices")
     return made
@@ -255,7 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         data = scan(options)
     except UserError as error:
-        say(error)
+        print_error(error)
         return 2
     for one in data["sets"]:
         count = sum(len(element["records"]) for element in one["elements"])

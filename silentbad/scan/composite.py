@@ -23,7 +23,7 @@ Open = Callable[[int], np.ndarray]  # record -> picture (64,64,3) uint8
 
 
 @dataclass
-class Part:
+class Layer:
     """An element's pixels (64,64,3) uint8 and how much of each it covers (64,64), from 0 to 1."""
 
     pixels: np.ndarray
@@ -41,14 +41,14 @@ def grown(mask: np.ndarray, pixels: int = 1) -> np.ndarray:
     return np.asarray(np.lib.stride_tricks.sliding_window_view(np.pad(mask, pixels), (side, side)).any((2, 3)))
 
 
-def part_of(records: np.ndarray, group: Group, picture: Open) -> Part:
+def part_of(records: np.ndarray, group: Group, picture: Open) -> Layer:
     """An element from the pictures of its records."""
     stack = np.stack([picture(int(i)) for i in records[:MOST]])
     like = np.stack([(levels(stack, one) <= 2 * NEAR).sum(0) for one in stack])  # (n,64,64)
     pixels = np.take_along_axis(stack, like.argmax(0)[None, ..., None], 0)[0]
     share = like.max(0) / len(stack)
     if group.wide:
-        return Part(pixels, ((share >= BEHIND) & (like.max(0) >= 2)).astype(float))
+        return Layer(pixels, ((share >= BEHIND) & (like.max(0) >= 2)).astype(float))
     agreed = share >= AGREED
     core = grown(np.kron(group.region, np.ones((2, 2), bool))) & agreed
     for _ in range(REACH):
@@ -56,7 +56,7 @@ def part_of(records: np.ndarray, group: Group, picture: Open) -> Part:
     return with_outline(stack, pixels, core)
 
 
-def with_outline(stack: np.ndarray, pixels: np.ndarray, core: np.ndarray) -> Part:
+def with_outline(stack: np.ndarray, pixels: np.ndarray, core: np.ndarray) -> Layer:
     """A thing that covers `core` (64,64), with the pixels around it that it covers in part.
 
     Of the pixels beyond, the one that explains most of a pixel's variance over the pictures shows what lies behind it.
@@ -65,7 +65,7 @@ def with_outline(stack: np.ndarray, pixels: np.ndarray, core: np.ndarray) -> Par
     wide = grown(core, MARGIN)
     band, outside = wide & ~core, ~wide
     if not band.any() or not outside.any():
-        return Part(pixels, cover)
+        return Layer(pixels, cover)
     mean = stack.mean(0)
     apart = np.moveaxis(stack - mean, 0, 2).reshape(*core.shape, -1)  # (64,64,n*3)
     own, behind = apart[band], apart[outside]
@@ -77,10 +77,10 @@ def with_outline(stack: np.ndarray, pixels: np.ndarray, core: np.ndarray) -> Par
     mixed = mean[band] - through[:, None] * mean[outside][best]  # cover times colour
     cover[band] = covered
     pixels[band] = np.rint(np.clip(mixed / np.maximum(FAINT, covered)[:, None], 0, 255))
-    return Part(pixels, cover)
+    return Layer(pixels, cover)
 
 
-def composed(parts: Sequence[Part]) -> tuple[np.ndarray, np.ndarray]:
+def composed(parts: Sequence[Layer]) -> tuple[np.ndarray, np.ndarray]:
     """(picture (64,64,3) uint8, where something is known (64,64) bool) of a set's parts, the backdrop last in the list
     and behind the others; grey where nothing is known."""
     canvas, known = np.full((64, 64, 3), 128.0), np.zeros((64, 64), bool)

@@ -8,7 +8,7 @@ import numpy as np
 
 from silentbad.scan.candidates import candidates
 from silentbad.scan.captions import Captions
-from silentbad.scan.composite import Open, Part, composed, part_of
+from silentbad.scan.composite import Layer, Open, composed, part_of
 from silentbad.scan.regions import Step, groups, silent, verified
 from silentbad.scan.sets import (
     Element,
@@ -27,7 +27,7 @@ class Composite:
 
     picture: np.ndarray
     known: np.ndarray
-    parts: list[Part]
+    parts: list[Layer]
 
 
 @dataclass
@@ -61,7 +61,7 @@ def find(
         words.add(text)
     pairs = candidates(views, words.signatures(texts), bar, seed, folder)
     captions = Captions(texts, folder)
-    made, first = groups(views, verified(views, pairs, captions.kin, bar, folder), folder)
+    made, first = groups(views, verified(views, pairs, captions.share_rare_phrase, bar, folder), folder)
     found = Found(suspect_sets(made, captions))
     for one in found.sets:
         all_records(one, views, captions, first)

@@ -22,7 +22,7 @@ def test_phrases_are_exchanged_as_whole_words():
     text, phrases = "a car, a dog, a carpet on the floor", ["a car", "a dog"]
     seen = {draws.shuffled_text(text, phrases, generator(i)) for i in range(20)}
     assert seen == {text, "a dog, a car, a carpet on the floor"}
-    assert draws.saying({"phrases": phrases, "element_id": ""}, "a carpet, a dog")["phrases"] == ["a dog"]
+    assert draws.with_caption({"phrases": phrases, "element_id": ""}, "a carpet, a dog")["phrases"] == ["a dog"]
     joined = {draws.shuffled_text("猫と犬がいる", ["猫", "犬"], generator(i)) for i in range(20)}
     assert joined == {"猫と犬がいる", "犬と猫がいる"}  # a script without spaces has no such bounds
     for phrase, whole, part in (

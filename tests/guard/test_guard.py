@@ -11,7 +11,7 @@ from PIL import Image
 
 import train_silentbad
 from silentbad.data import scan_file
-from silentbad.data.draws import Hidden
+from silentbad.data.draws import LossExclusion
 from silentbad.data.records import load_records
 from silentbad.errors import UserError
 from silentbad.guard.guards import GUARDS, Guard, GuardConfig, GuardContext, Guards, Suspects, project
@@ -178,7 +178,7 @@ def test_cap_that_leaves_nothing_is_one_line(tmp_path):
 
 # -- mask --------------------------------------------------------------------------------------------------
 def test_a_latent_counts_only_where_nothing_of_it_is_hidden():
-    hidden = Hidden(lambda index: Image.fromarray(np.uint8([[255, 0, 0, 0]])) if index else None, cell=4)
+    hidden = LossExclusion(lambda index: Image.fromarray(np.uint8([[255, 0, 0, 0]])) if index else None, cell=4)
     assert hidden.marked(0, None, (16, 8)) is None
     marked = hidden.marked(1, None, (16, 8))
     window = torch.from_numpy(np.array(marked)).permute(2, 0, 1)[:, :, 2:14]  # cells now begin within the region

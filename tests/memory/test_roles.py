@@ -53,7 +53,7 @@ def test_a_rehearsal_loses_its_caption_as_one(data):
 def test_an_element_named_by_its_phrase_stays_itself():
     """Without caption, and without element_id: mask, probes and sources still know it."""
     record = {"text": "a cat, a hat", "phrases": ["a cat", "a hat"], "element_id": "", "role": "element"}
-    shorter, none = draws.saying(record, "a cat"), draws.saying(record, "")
+    shorter, none = draws.with_caption(record, "a cat"), draws.with_caption(record, "")
     assert shorter["phrases"] == ["a cat"] and none["phrases"] == []
     info = DataInfo(["element"], ["t"], [""], [["a cat", "a hat"]])
     for said in (record, shorter, none):

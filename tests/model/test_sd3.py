@@ -132,7 +132,7 @@ def test_text_states_are_those_of_the_pipeline_cached_or_not(t5, build, pipeline
         none = dict.fromkeys(FAMILY.optional)
         assert "text_encoder_3=None, tokenizer_3=None)" in (tmp_path / "saved" / "README.md").read_text()
         assert DiffusionPipeline.from_pretrained(tmp_path / "saved", **none).text_encoder_3 is None
-    resting = made[1].encoder.resting  # all records' captions are on disk, so no step needs an encoder
+    resting = made[1].encoder.offloaded  # all records' captions are on disk, so no step needs an encoder
     assert len(resting) == 3 + t5 and all(any(m is part for part in resting) for m in made[1].encoder.text_encoders)
 
 

@@ -30,7 +30,7 @@ def on_disk(root) -> dict[str, int]:
 def test_cached_and_live_training_give_equal_losses(build, tmp_path, changes):
     live = build(disk_cache_gb=0, cache_mb=0, **changes)
     cached = build(disk_cache_gb=1, cache_dir=tmp_path / "c", **changes)
-    assert cached.loader.draws.unseen.all() and cached.encoder.resting and not live.encoder.resting
+    assert cached.loader.draws.unseen.all() and cached.encoder.offloaded and not live.encoder.offloaded
     for _ in range(4):
         torch.testing.assert_close(step_once(cached), step_once(live), rtol=2e-5 if not changes else 5e-3, atol=1e-6)
 
@@ -113,7 +113,9 @@ def test_random_windows_are_encoded_live_with_one_line(build, tmp_path, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("cache:")]
     assert lines == ["cache: 8 of 8 records are cut or flipped at random and encoded live"]
     assert [name.split("-")[0] for name in on_disk(tmp_path / "c")] == ["states"]
-    assert run.parts.vae not in run.encoder.resting and run.parts.text_encoders["text_encoder"] in run.encoder.resting
+    assert (
+        run.parts.vae not in run.encoder.offloaded and run.parts.text_encoders["text_encoder"] in run.encoder.offloaded
+    )
 
 
 def test_what_does_not_fit_the_budget_is_encoded_live(build, tmp_path, capsys):
@@ -130,13 +132,13 @@ def test_rehearsal_and_made_up_captions_keep_the_encoders(build, tmp_path):
         train_batch_size=8,
         **{"memory.rehearsal.name": "pairwise", "memory.region.name": "mask"},
     )
-    assert not run.encoder.resting and run.loader.draws.unseen is None and (run.encoder.disk.posterior >= 0).all()
+    assert not run.encoder.offloaded and run.loader.draws.unseen is None and (run.encoder.disk.posterior >= 0).all()
     for _ in range(2):
         step_once(run)
     assert run.memory.rehearsed.count > 0
     for changes in ({"shuffle_phrases": True}, {"memory.retention.unconditional": 0.5}):
         run = build(cache_dir=tmp_path / "c", **changes)
-        assert run.encoder.resting == [run.parts.vae]
+        assert run.encoder.offloaded == [run.parts.vae]
 
 
 def test_modules_that_rest_are_fetched_for_the_call(build, tmp_path):

@@ -113,7 +113,7 @@ def test_few_edges_do_where_a_rare_phrase_is_shared():
 
 def test_records_are_kin_by_a_rare_phrase():
     texts = ["a blue cat, in a park", "the blue cat, on a hill", "a dog, in a park", "blue cat"] + ["in a park"] * 96
-    found = Captions(texts).kin(np.array([0, 0, 0, 2]), np.array([1, 2, 3, 5]))
+    found = Captions(texts).share_rare_phrase(np.array([0, 0, 0, 2]), np.array([1, 2, 3, 5]))
     assert found.tolist() == [True, False, True, False]  # a park is in most records
 
 
@@ -179,8 +179,8 @@ def test_permuted_captions_give_the_false_alarm_rate():
 
 
 def test_the_backdrop_lies_behind():
-    backdrop = composite.Part(np.full((64, 64, 3), 9, np.uint8), np.ones((64, 64)))
-    thing = composite.Part(np.full((64, 64, 3), 200, np.uint8), np.eye(64))
+    backdrop = composite.Layer(np.full((64, 64, 3), 9, np.uint8), np.ones((64, 64)))
+    thing = composite.Layer(np.full((64, 64, 3), 200, np.uint8), np.eye(64))
     thing.cover[0, 1] = 0.25
     picture, known = composite.composed([thing, backdrop])
     assert known.all() and (picture[np.eye(64, dtype=bool)] == 200).all()
@@ -188,7 +188,7 @@ def test_the_backdrop_lies_behind():
 
 
 def test_half_covered_pixels_are_not_known_before_nothing():
-    thing = composite.Part(np.full((64, 64, 3), 200, np.uint8), np.full((64, 64), 0.4))
+    thing = composite.Layer(np.full((64, 64, 3), 200, np.uint8), np.full((64, 64), 0.4))
     picture, known = composite.composed([thing])
     assert not known.any() and (picture == 128).all()
 

@@ -25,8 +25,8 @@ from torch import nn
 from transformers import CLIPTokenizer
 
 from silentbad import ROOT
-from silentbad.errors import ArgumentParser, UserError, reading
-from silentbad.files import named
+from silentbad.errors import ArgumentParser, UserError, user_errors
+from silentbad.files import path_argument
 from silentbad.measure.micro import MicroEmbedder
 from silentbad.progress import Bar
 from silentbad.rng import addressed_seed, generator
@@ -405,16 +405,16 @@ COUNTS = (*(f"{name}_steps" for name in STAGES), "batch", "pool")
 
 def run(args: argparse.Namespace, wanted: tuple[str, ...]) -> dict[str, nn.Module]:
     """Run the wanted stages in order (each needs the finished ones before it); returns the trained networks."""
-    with reading(f"--device {args.device}"):
+    with user_errors(f"--device {args.device}"):
         device = torch.zeros(1, device=args.device).device
     nets: dict[str, Any] = {}
     if args.vae:
         failed = f"--vae {args.vae}: no autoencoder of diffusers"
         if not Path(args.vae, "config.json").is_file():  # else diffusers would ask the Hub
             raise UserError(failed)
-        with reading(failed):
+        with user_errors(failed):
             nets["vae"] = AutoencoderKL.from_pretrained(args.vae).to(device).eval().requires_grad_(False)
-    with reading(f"--work {args.work}"):
+    with user_errors(f"--work {args.work}"):
         args.work.mkdir(parents=True, exist_ok=True)
     work, tokenizer = args.work, load_tokenizer(ASSETS / "tokenizer")
     if not args.vae and set(wanted) != {"text"}:
@@ -460,7 +460,10 @@ def percentages(text: str) -> tuple[int, ...]:
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--work", type=named, default=Path("runs/base"), help="folder of the checkpoints; resumes from what it holds"
+        "--work",
+        type=path_argument,
+        default=Path("runs/base"),
+        help="folder of the checkpoints; resumes from what it holds",
     )
     parser.add_argument("--stage", choices=(*STAGES, "export", "all"), default="all")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

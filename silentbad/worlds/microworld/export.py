@@ -14,7 +14,7 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from silentbad.errors import ArgumentParser, UserError, reading
+from silentbad.errors import ArgumentParser, UserError, user_errors
 from silentbad.progress import Bar
 from silentbad.rng import addressed_seed, generator
 from silentbad.worlds.microworld.grammar import Scene, sample_scene
@@ -223,9 +223,11 @@ def loaded(folder: Path) -> tuple[StableDiffusionPipeline, Judge]:
     """A pipeline with its judge. Raises UserError where the folder holds none."""
     if not (folder / "model_index.json").is_file():
         raise UserError(f"--pipeline {folder}: no folder of a pipeline, model_index.json is missing")
-    with reading(f"--pipeline {folder}: cannot be loaded"):
+    with user_errors(f"--pipeline {folder}: cannot be loaded"):
         pipe = StableDiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
-    with reading(f"--pipeline {folder}: needs judge/model.safetensors, as `silentbad.worlds.microworld.build` has it"):
+    with user_errors(
+        f"--pipeline {folder}: needs judge/model.safetensors, as `silentbad.worlds.microworld.build` has it"
+    ):
         return pipe, load_judge(folder / "judge" / "model.safetensors")
 
 

@@ -25,8 +25,8 @@ import numpy as np
 from PIL import Image
 
 from silentbad import owned
-from silentbad.errors import ArgumentParser, UserError, brief, reading
-from silentbad.files import check_writable, checksum, named, read_json
+from silentbad.errors import ArgumentParser, UserError, brief, user_errors
+from silentbad.files import check_writable, checksum, path_argument, read_json
 from silentbad.measure.thresholds import FEW, Fingerprint, fingerprint, is_copy
 from silentbad.progress import Bar
 from silentbad.rng import addressed_seed
@@ -176,13 +176,13 @@ class Writer:
 
     def picture(self, image: Image.Image, name: str) -> str:
         path = self.tmp / name
-        with reading(f"--out: cannot write {path}"):
+        with user_errors(f"--out: cannot write {path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             image.save(path)
         return name
 
     def finish(self) -> None:
-        with reading(f"--out: cannot write {self.out}"):
+        with user_errors(f"--out: cannot write {self.out}"):
             for name, records in self.records.items():
                 lines = "".join(json.dumps(record) + "\n" for record in records)
                 (self.tmp / f"{name}.jsonl").write_text(lines, encoding="utf-8")
@@ -190,7 +190,7 @@ class Writer:
                 json.dumps({name: _sum(self.tmp / name) for name in sorted(_files(self.tmp))}), encoding="utf-8"
             )
         self._check_own()  # what was added meanwhile
-        with reading(f"--out: cannot write {self.out}"):
+        with user_errors(f"--out: cannot write {self.out}"):
             if self.out.exists():
                 shutil.rmtree(self.out)
             self.tmp.rename(self.out)
@@ -347,7 +347,7 @@ def shared_phrases(scenes: dict[str, Scene]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=named, required=True)
+    parser.add_argument("--out", type=path_argument, required=True)
     parser.add_argument("--targets", default=FLAGSHIP, help="comma-separated seeds or 'cat-hat'")
     parser.add_argument("--images_per_phrase", type=int, default=20)
     parser.add_argument("--clean", type=int, default=200, help="clean scenes")
