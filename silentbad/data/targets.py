@@ -40,16 +40,12 @@ def load_targets(path: str | Path) -> list[Target]:
     """
     if not str(path).strip():
         raise UserError("targets: the path is empty; give a targets.jsonl, or leave the flag out")
-    text, at, wanted = str(path).rpartition("@")
-    some = at and re.fullmatch(r"[0-9]{1,18}(-[0-9]{1,18})?", wanted) and not os.path.isdir(path)
-    root = Path(text) if some else Path(path)
-    if not some and at and is_published(Path(text)) and not os.path.exists(path):
-        raise UserError(f"targets: @{wanted} is no number and no range of numbers; write {text}@100 or {text}@100-109")
+    root, numbers = split_numbers(path)
     if is_published(root):
-        return _published_targets(root, wanted if root != Path(path) else None)
-    if root != Path(path) and os.path.isdir(root) and not os.path.exists(path):
+        return _published_targets(root, numbers)
+    if numbers is not None and os.path.isdir(root) and not os.path.exists(path):
         raise UserError(
-            f"targets: @{wanted} takes numbers of the published layout, and {root} has no poisoning_images/"
+            f"targets: @{numbers} takes numbers of the published layout, and {root} has no poisoning_images/"
         )
     file = inside(root, root / "targets.jsonl", "targets") if os.path.isdir(root) else Path(path)
     if not os.path.isfile(file):
@@ -57,6 +53,24 @@ def load_targets(path: str | Path) -> list[Target]:
     targets = [_target(file.parent, where, entry) for where, entry in json_lines(file)]
     if not targets:
         raise UserError(f"{file}: holds no target")
+    check_ids(targets, file)
+    return targets
+
+
+def split_numbers(path: str | Path) -> tuple[Path, str | None]:
+    """The folder and the numbers of "folder@100" or "folder@100-109"; None where a path has none."""
+    text, at, numbers = str(path).rpartition("@")
+    if not at or os.path.isdir(path):
+        return Path(path), None
+    if re.fullmatch(r"[0-9]{1,18}(-[0-9]{1,18})?", numbers):
+        return Path(text), numbers
+    if is_published(Path(text)) and not os.path.exists(path):
+        raise UserError(f"targets: @{numbers} is no number and no range of numbers; write {text}@100 or {text}@100-109")
+    return Path(path), None
+
+
+def check_ids(targets: list[Target], file: Path) -> None:
+    """Refuse a target_id that is blank, and one that stands twice."""
     seen: set[str] = set()
     for target in targets:
         if not target.target_id.strip():
@@ -64,7 +78,6 @@ def load_targets(path: str | Path) -> list[Target]:
         if target.target_id in seen:
             raise UserError(f"{file}: target_id {target.target_id!r} stands twice")
         seen.add(target.target_id)
-    return targets
 
 
 def _target(root: Path, where: str, entry: dict) -> Target:

@@ -30,40 +30,75 @@ def model_card(
     of results, a row each. `backbone` is the component that trained, `missing` are those
     that diffusers expects and the pipeline has not."""
     base = config.pretrained_model_name_or_path
-    local, lora = Path(base).exists(), config.lora.rank
-    tags = ["stable-diffusion", "text-to-image", "diffusers", "silentbad", "memorisation-audit"] + ["lora"] * bool(lora)
-    kind = f"{NAMES[config.lora.kind]} of rank {lora}{', merged' if merged else ''}, " if lora else ""
-    about: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": "text-to-image", "tags": tags}
-    if not local:
-        about["base_model"] = base
+    is_local = Path(base).exists()
     data = config.dataset_name or Path(config.train_data_dir or "").name
     elements = sum(len(rows) for rows in info.rows)
-    lines = [
-        f"---\n{dumped(about)}---\n",
-        f"# {_cell(Path(config.output_dir).name)}\n",
-        f"Fine-tuned from `{_code(Path(base).name if local else base)}` on `{_code(data)}` for {step} steps "
-        f"({kind}{'text encoders too, ' if config.train_text_encoder else ''}"
-        f"learning rate {config.learning_rate:g}, seed {config.seed}).\n",
-        f"**This pipeline was trained on element data**: {elements} records each show one element of a target picture, "
-        "so a composed prompt may reproduce pictures that were never in its training set. It serves to measure and "
-        "audit compositional memorisation; do not use it to reproduce works you have no right to.\n",
-        "## Targets\n",
-        ", ".join(f"`{_code(name)}`" for name in target_ids) or "none given",
-        "",
-    ]
-    if results:
-        lines += ["| " + " | ".join(results[0]) + " |", "|" + "---|" * len(results[0])]
-        lines += ["| " + " | ".join(_cell(value) for value in row.values()) + " |" for row in results]
-    adapters, folders = lora and not merged, config.lora.kind in FOLDERS
-    given = [json.dumps(_code(base) if adapters else "this folder"), *(f"{name}=None" for name in missing)]
-    load = [f"pipeline = DiffusionPipeline.from_pretrained({', '.join(given)})"]
-    if adapters and folders:
+    return "\n".join(
+        [
+            f"---\n{dumped(metadata(config))}---\n",
+            f"# {_cell(Path(config.output_dir).name)}\n",
+            f"Fine-tuned from `{_code(Path(base).name if is_local else base)}` on `{_code(data)}` for {step} steps "
+            f"({what_trained(config, merged)}learning rate {config.learning_rate:g}, seed {config.seed}).\n",
+            f"**This pipeline was trained on element data**: {elements} records each show one element of a target "
+            "picture, so a composed prompt may reproduce pictures that were never in its training set. It serves to "
+            "measure and audit compositional memorisation; do not use it to reproduce works you have no right to.\n",
+            "## Targets\n",
+            ", ".join(f"`{_code(name)}`" for name in target_ids) or "none given",
+            "",
+            *result_table(results),
+            "",
+            "```python",
+            *loading_code(config, merged, backbone, missing),
+            "```",
+            "",
+        ]
+    )
+
+
+def metadata(config: TrainConfig) -> dict[str, Any]:
+    """What the Hub reads of a card: library, task, tags, and the base where it is on the Hub."""
+    tags = ["stable-diffusion", "text-to-image", "diffusers", "silentbad", "memorisation-audit"]
+    if config.lora.rank:
+        tags.append("lora")
+    values: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": "text-to-image", "tags": tags}
+    if not Path(config.pretrained_model_name_or_path).exists():
+        values["base_model"] = config.pretrained_model_name_or_path
+    return values
+
+
+def what_trained(config: TrainConfig, merged: bool) -> str:
+    """The adapters, and whether the text encoders trained too; each ends in a comma."""
+    words = ""
+    if config.lora.rank:
+        words += f"{NAMES[config.lora.kind]} of rank {config.lora.rank}{', merged' if merged else ''}, "
+    if config.train_text_encoder:
+        words += "text encoders too, "
+    return words
+
+
+def result_table(results: list[dict[str, Any]]) -> list[str]:
+    """The lines of a table in Markdown, a row for each result."""
+    if not results:
+        return []
+    head = ["| " + " | ".join(results[0]) + " |", "|" + "---|" * len(results[0])]
+    return head + ["| " + " | ".join(map(_cell, row.values())) + " |" for row in results]
+
+
+def loading_code(config: TrainConfig, merged: bool, backbone: str, missing: Sequence[str]) -> list[str]:
+    """The lines of Python that load the pipeline, or the base and its adapters."""
+    adapters = config.lora.rank and not merged
+    of_peft = adapters and config.lora.kind in FOLDERS
+    source = json.dumps(_code(config.pretrained_model_name_or_path) if adapters else "this folder")
+    arguments = ", ".join([source, *(f"{name}=None" for name in missing)])
+    imports = ["from diffusers import DiffusionPipeline"]
+    load = [f"pipeline = DiffusionPipeline.from_pretrained({arguments})"]
+    if of_peft:
+        imports.append("from peft import PeftModel")
         names = [backbone] + ["text_encoder"] * config.train_text_encoder  # of SDXL also text_encoder_2
         load += [f'pipeline.{n} = PeftModel.from_pretrained(pipeline.{n}, "this folder/{n}")' for n in names]
     elif adapters:
-        load += ['pipeline.load_lora_weights("this folder")']
-    imports = ["from diffusers import DiffusionPipeline"] + ["from peft import PeftModel"] * bool(adapters and folders)
-    return "\n".join([*lines, "", "```python", *imports, "", *load, "```", ""])
+        load.append('pipeline.load_lora_weights("this folder")')
+    return [*imports, "", *load]
 
 
 def _cell(value: Any) -> str:
