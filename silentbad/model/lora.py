@@ -184,32 +184,45 @@ def load(pipe: Any, path: str, base: str) -> None:
         for name in folders:
             _load_folder(getattr(pipe, name, None), Path(path) / name, failed)
         return
-    if Path(path).is_fifo():
+    check_adapter_file(path, failed)
+    with quietly(), hub.fetching(path, failed):
+        tensors = family_of_pipeline(pipe).lora_tensors(pipe, path)
+    expected = check_adapter_tensors(tensors, failed)
+    with quietly(), user_errors(failed):
+        pipe.load_lora_weights(path, use_safetensors=True)
+
+    modules = [module for name in COMPONENTS if (module := getattr(pipe, name, None))]
+    on_layers = sum(".lora_" in name for module in modules for name, _ in module.named_parameters())
+    if on_layers != expected or not expected:
+        raise UserError(f"{failed} ({expected} tensors in the file, {on_layers} on its layers)")
+    for module in modules:
+        check_finite(module, failed, "lora_")
+
+
+def check_adapter_file(path: str, failed: str) -> None:
+    """Refuse a path that holds no adapters of a kind that diffusers reads; one on the Hub is not looked at."""
+    file = Path(path)
+    if file.is_fifo():
         raise UserError(f"{failed} (it is a pipe, no file)")
     if not os.path.exists(path) and ("/" not in path or hub.names_folder(path)):
         raise UserError(f"--lora {path}: no such folder or file")
-    if Path(path).is_file() and not path.endswith(".safetensors"):
+    if not file.is_file():
+        return
+    if not path.endswith(".safetensors"):
         raise UserError(f"{failed} (only .safetensors is read)")
-    if Path(path).is_file() and (kind := other_kind(Path(path), failed)):
+    if kind := other_kind(file, failed):
         raise UserError(f"{failed} ({kind} is read from the folder that training saved, not from one file)")
-    with quietly(), hub.fetching(path, failed):
-        tensors = family_of_pipeline(pipe).lora_tensors(pipe, path)
-    bad = sorted(name for name, values in tensors.items() if not finite(values))
-    if bad:
+
+
+def check_adapter_tensors(tensors: dict[str, torch.Tensor], failed: str) -> int:
+    """How many tensors a file puts on layers. Raises UserError where one is not finite, or has no other half."""
+    if bad := sorted(name for name, values in tensors.items() if not finite(values)):
         raise UserError(f"{failed} (NaN or infinite values in {bad[0]}, {len(bad)} tensors in all)")
-    halves = {name: _other_half(name) for name in tensors if "magnitude" not in name}
-    alone = sorted(name for name, other in halves.items() if other and other not in tensors)
-    if alone:
+    magnitudes = [name for name in tensors if "magnitude" in name]
+    other_half = {name: other for name in tensors if name not in magnitudes and (other := _other_half(name))}
+    if alone := sorted(name for name, other in other_half.items() if other not in tensors):
         raise UserError(f"{failed} ({alone[0]} has no other half, {len(alone)} tensors in all)")
-    with quietly(), user_errors(failed):
-        pipe.load_lora_weights(path, use_safetensors=True)
-    modules = [module for name in COMPONENTS if (module := getattr(pipe, name, None))]
-    found = [name for module in modules for name, _ in module.named_parameters() if ".lora_" in name]
-    wanted = sum(other is not None for other in halves.values()) + sum("magnitude" in name for name in tensors)
-    if len(found) != wanted or not wanted:
-        raise UserError(f"{failed} ({wanted} tensors in the file, {len(found)} on its layers)")
-    for module in modules:
-        check_finite(module, failed, "lora_")
+    return len(other_half) + len(magnitudes)
 
 
 OTHER_KINDS = {"hada_": "LoHa", "lokr_": "LoKr", "dora_scale": "DoRA"}  # by what names of tensors hold

@@ -94,36 +94,49 @@ def schedule(source: Source, family: Family) -> dict[str, Any]:
 def read_index(source: Source, kinds: tuple[str, ...] | None = None) -> dict[str, Any]:
     """A pipeline's model_index.json, of one of these classes (of any that has the parts, where none are given) and
     with its parts in place."""
-    path, local = source.path, Path(source.path)
-    if not path.strip() or "\0" in path:
-        raise UserError(f"{source}: no folder {brief(path)}")
-    is_folder = os.path.isdir(local)
-    if is_folder and not (local / "model_index.json").is_file():
-        raise UserError(f"{source}: no model_index.json; not a diffusers pipeline")
-    if os.path.isfile(local):
-        raise UserError(f"{source.flag}: {path} is one file; convert it to a diffusers folder, and give that")
-    if not is_folder and (hub.names_folder(path) or "/" not in path):
-        raise UserError(f"{source.flag}: no folder {path}")
+    check_place(source)
+    is_folder = os.path.isdir(source.path)
     wrong = f"{source}: " + ("model_index.json is not a JSON object" if is_folder else "no model_index.json")
-    with gate.quietly(), hub.fetching(path, wrong):
-        index = DiffusionPipeline.load_config(path, **source.hub)
+    with gate.quietly(), hub.fetching(source.path, wrong):
+        index = DiffusionPipeline.load_config(source.path, **source.hub)
         kind = index.get("_class_name")  # another JSON value has no `get`
     if kind is None:
-        raise UserError(f"{path}/model_index.json: no _class_name, which says what pipeline it is")
+        raise UserError(f"{source.path}/model_index.json: no _class_name, which says what pipeline it is")
     if kinds and kind not in kinds:
-        raise UserError(f"{path}/model_index.json: a {kind}; this trains {', '.join(kinds)}")
+        raise UserError(f"{source.path}/model_index.json: a {kind}; this trains {', '.join(kinds)}")
+    check_components(index, source)
+    return index
+
+
+def check_place(source: Source) -> None:
+    """Refuse a path that is neither a pipeline's folder nor a name on the Hub."""
+    path = source.path
+    if not path.strip() or "\0" in path:
+        raise UserError(f"{source}: no folder {brief(path)}")
+    if os.path.isfile(path):
+        raise UserError(f"{source.flag}: {path} is one file; convert it to a diffusers folder, and give that")
+    if os.path.isdir(path):
+        if not os.path.isfile(os.path.join(path, "model_index.json")):
+            raise UserError(f"{source}: no model_index.json; not a diffusers pipeline")
+    elif hub.names_folder(path) or "/" not in path:
+        raise UserError(f"{source.flag}: no folder {path}")
+
+
+def check_components(index: dict[str, Any], source: Source) -> None:
+    """Refuse a pipeline that lacks a component of its family, or has one of another class."""
+    path, kind = source.path, index["_class_name"]
     family = family_in(index)
-    for part in (*family.parts, *(name for name in family.optional if has(index, name))):
+    optional = [name for name in family.optional if has(index, name)]
+    for part in (*family.parts, *optional):
         if not has(index, part):
             raise UserError(f"'{path}' is a {kind} without {part}; give {KNOWN}")
-        if is_folder and not (local / part).is_dir():
+        if os.path.isdir(path) and not os.path.isdir(os.path.join(path, part)):
             raise UserError(f"{source}: no {part}/")
-    if len({has(index, name) for name in family.optional}) > 1:
+    if optional and len(optional) < len(family.optional):
         raise UserError(f"'{path}' is a {kind} with one of {' and '.join(family.optional)}; give both, or neither")
     for part, wanted in ((family.backbone, family.kind.__name__), ("vae", "AutoencoderKL")):
         if index[part][1] != wanted:
             raise UserError(f"{path}/model_index.json: {part} is {brief(index[part][1])}, not {wanted}; give {KNOWN}")
-    return index
 
 
 def family_in(index: dict[str, Any]) -> Family:
