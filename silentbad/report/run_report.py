@@ -92,7 +92,7 @@ def save(page: str, file: Path) -> Path:
 
     Raises UserError where it cannot be written.
     """
-    with writing(str(file.parent), file.name):
+    with writing("report", str(file)):
         replace_text(file, page.encode("utf-8", "replace").decode())
     return file
 
