@@ -137,7 +137,7 @@ def audit(*said: str, touch=None, more=()) -> Case:
 SPOILED = {  # name: (spoil, what the line says), in training and in an audit alike
     "a UNet with NaN": (tensors(WEIGHTS["unet"], with_nan), ("load unet", "NaN or infinite values in conv_in.bias")),
     "a scheduler of flow matching": (edit_json(SCHEDULE, _class_name="FlowMatchEulerDiscreteScheduler"), ("of flow matching",)),
-    "an index of shards that lists none": (write("pipeline/unet/diffusion_pytorch_model.safetensors.index.json", '{"weight_map": [1]}'), ("weight_map in diffusion_pytorch_model.safetensors.index.json must be an object",)),
+    "an index of shards that lists none": (write("pipeline/unet/diffusion_pytorch_model.safetensors.index.json", '{"weight_map": [1]}'), ("cannot load unet",)),
     "a shard that is not there": (both(remove(WEIGHTS["unet"]), write("pipeline/unet/diffusion_pytorch_model.safetensors.index.json", '{"metadata": {}, "weight_map": {"a": "part-1.safetensors"}}')), ("index.json names part-1.safetensors, which is not there",)),
     "an index without a class": (write("pipeline/model_index.json", "{}"), ("model_index.json: no _class_name",)),
     "a UNet of zeros": (tensors(WEIGHTS["unet"], zeroed), ("load unet", "all of its weights are 0")),
