@@ -3,7 +3,7 @@
     python validation.py --pipeline DIR_OR_ID --targets targets.jsonl [--baseline DIR_OR_ID]
     python validation.py --pipeline DIR_OR_ID --phrases FILE | --scan scan.json | --train_data_dir DIR
 
-Exit code 0: no image is recovered; 3: at least one; 2: a mistake. Numbers: docs/metrics.md; search: docs/shield.md.
+Exit code 0: not recovered; 3: recovered; 4: undecided; 2: a mistake. Numbers: docs/metrics.md; search: docs/shield.md.
 """
 
 import json
@@ -29,10 +29,14 @@ from silentbad.loop.hooks import Hook
 from silentbad.measure.embedders import CLIP, load_embedder, try_embedder
 from silentbad.measure.generation import Sampler
 from silentbad.measure.measure import Measure, null_source
+from silentbad.measure.nearest import Shown
 from silentbad.measure.prompts import on_grid
 from silentbad.measure.record import (
     NAME,
+    NOT_RECOVERED,
+    RECOVERED,
     STRICT,
+    UNDECIDED,
     ElementThreshold,
     Measurement,
     Picture,
@@ -40,6 +44,7 @@ from silentbad.measure.record import (
     Scores,
     SummaryRow,
     TargetEntry,
+    TargetRange,
     TargetScores,
     Threshold,
     Verdict,
@@ -47,16 +52,19 @@ from silentbad.measure.record import (
     encode,
 )
 from silentbad.measure.samples import element_file, grid_line, log_grid, save, save_targets, slugs, target_file
-from silentbad.measure.scores import kinds, minus_placebo, placebo_run, recovery, scalars, summarise, verdict
+from silentbad.measure.scores import kinds, minus_placebo, placebo_run, recovery, scalars, summarise
 from silentbad.measure.thresholds import load_redraws
+from silentbad.measure.verdict import verdict_of
 from silentbad.model.averaging import averaged, extrapolated
 from silentbad.model.denoiser import backbone_in
 from silentbad.model.pipeline import load_pipeline
 from silentbad.model.registry import backbone_of
 from silentbad.report import run_report
-from silentbad.report.evidence import verdict_sentence
+from silentbad.report.evidence import range_lines, verdict_sentence
 from silentbad.settings.types import check_values
 from silentbad.settings.validation import Audit, ValidationConfig
+
+EXIT_CODES = {NOT_RECOVERED: 0, RECOVERED: 3, UNDECIDED: 4}
 
 __all__ = ["Audit", "RecoveryHook", "ValidationConfig", "audit", "averaged", "recovery"]
 
@@ -79,7 +87,7 @@ def check_embedder(config: ValidationConfig, prefix: str = "validation.") -> Non
     path = config.embedder_path
     if config.embedder == "sscd" and not Path(path or "").is_file():
         raise UserError(f"{prefix}embedder_path: no file {path}; sscd needs its TorchScript file, see docs/models.md")
-    if config.embedder == "micro" and path and not (Path(path) / "config.json").is_file():
+    if config.embedder in ("auto", "copy", "micro") and path and not (Path(path) / "config.json").is_file():
         raise UserError(f"{prefix}embedder_path: no config.json in {path}; leave it out for the bundled embedder")
 
 
@@ -98,14 +106,16 @@ class RecoveryHook(Hook):
         output_dir: str | Path,
         seed: int,
         held_out: dict[str, list[dict[str, Any]]] | None = None,  # records that are not trained on, by role
-        training: Iterable[tuple[str, Any]] = (),  # names and pictures (3,R,R) in [0,1] of some that are
+        training: Iterable[Shown] = (),  # some that are
         prediction_type: str | None = None,
         refuses: str | None = None,  # the pipeline's name in an audit, for the line on images that are not finite
     ):
         self.config, self.targets, self.accelerator, self.seed = config, list(targets), accelerator, seed
         self.names = slugs([t.target_id for t in self.targets])
         self.output_dir = Path(output_dir)
-        self.embedder = load_embedder(config.embedder, config.embedder_path, accelerator.device, config.embedder_sha256)
+        redraws = bool(load_redraws(config.targets, self.targets))
+        name = ("micro" if redraws else "copy") if config.embedder == "auto" else config.embedder
+        self.embedder = load_embedder(name, config.embedder_path, accelerator.device, config.embedder_sha256)
         sampler = Sampler(components, config, seed, prediction_type, refuses)
         clip = None
         if config.clip_path:
@@ -121,6 +131,7 @@ class RecoveryHook(Hook):
         self.history: list[Measurement] = []
         self.threshold: Threshold | None = None  # until calibrated
         self.element_threshold: ElementThreshold | None = None
+        self.ranges: list[TargetRange] = []
         self.seconds = 0.0  # of measuring
         self.born = time.perf_counter()  # less what a run before this one took
 
@@ -144,7 +155,9 @@ class RecoveryHook(Hook):
         entry = Measurement(step, epoch, label or "base model" * (step == 0))
         with self.sampler.using(unet, self.accelerator.device, self.accelerator.autocast, step):
             if self.threshold is None:
-                self.threshold, self.element_threshold = self.measure.calibrate(step)
+                self.threshold, self.element_threshold, self.ranges = self.measure.calibrate(step)
+                for line in range_lines(self.ranges):
+                    self.accelerator.print(line)
             choice = self.config.weights
             if ema is None or step == 0 or choice != "ema":
                 entry.raw = self._evaluate(step, "raw", full, full or step == 0)
@@ -178,7 +191,7 @@ class RecoveryHook(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         """History, thresholds and batch, as plain values."""
-        names = ("history", "threshold", "element_threshold", "seconds")
+        names = ("history", "threshold", "element_threshold", "ranges", "seconds")
         state = {name: encode(getattr(self, name)) for name in names}
         state |= {"elapsed": self.elapsed(), "batch": self.sampler.batch}
         return json.loads(json.dumps(state))
@@ -192,6 +205,7 @@ class RecoveryHook(Hook):
         calibrated = bool(state["threshold"])
         self.threshold = decode(Threshold, state["threshold"], "threshold") if calibrated else None
         self.element_threshold = decode(ElementThreshold, state["element_threshold"]) if calibrated else None
+        self.ranges = decode(list[TargetRange], state.get("ranges", []), "ranges")
 
     def _evaluate(self, step: int, tag: str, full: bool, drift: bool) -> Scores:
         """Scores of the weights in place; the best and the median picture are kept."""
@@ -234,8 +248,7 @@ class RecoveryHook(Hook):
 
     def verdict(self) -> Verdict:
         """What the last measurement says of the weights."""
-        assert self.threshold is not None, "calibrated by run"
-        return verdict(self.history[-1], self.threshold)
+        return self.record().verdict
 
     def record(self) -> Record:
         """Everything the report needs, beside samples/."""
@@ -257,7 +270,7 @@ class RecoveryHook(Hook):
             threshold=self.threshold,
             element_threshold=self.element_threshold,
             targets=targets,
-            verdict=self.verdict(),
+            verdict=Verdict(False, self.history[-1].step, 0, 0),  # judged below, from all else
             summary=self.summary(),
             history=self.history,
             seconds=self.seconds,
@@ -265,9 +278,12 @@ class RecoveryHook(Hook):
             processes=self.accelerator.num_processes,
             endpoint=STRICT,
             precision=self.sampler.precision,
+            ranges=self.ranges or None,
+            reference=self.measure.reference,
         )
         if self.placebo is not None:
             record.placebo = minus_placebo(record, self.placebo, str(self.config.placebo))
+        record.verdict = verdict_of(record)
         return record
 
     def write(self) -> None:
@@ -345,12 +361,12 @@ def main(arguments: list[str] | None = None) -> int:
         if asks_for_search(given):
             return searched(given)
         config = ValidationConfig(**{f.name: getattr(given, f.name) for f in fields(ValidationConfig)})
-        found = audit(config, **{name: getattr(given, name) for name in Audit.__annotations__})
+        verdict = audit(config, **{name: getattr(given, name) for name in Audit.__annotations__})
     except UserError as error:
         print_error(error)
         return 2
-    print(f"{found.images_above} of {found.images} composed images are recovered")
-    return 3 if found.recovers else 0
+    print(f"{verdict.images_above} of {verdict.images} composed images reach every threshold")
+    return EXIT_CODES[verdict.word]
 
 
 if __name__ == "__main__":

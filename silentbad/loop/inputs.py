@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
-from torch import Tensor
 
 from silentbad.data.draws import Reader, Transform
 from silentbad.data.elements import DataInfo
@@ -15,6 +14,7 @@ from silentbad.data.targets import Target, check_prompts, load_targets
 from silentbad.errors import UserError, warn
 from silentbad.guard.guards import Guards
 from silentbad.loop import checks
+from silentbad.measure.nearest import Shown
 from silentbad.measure.prompts import Prompt, load_prompts
 from silentbad.measure.thresholds import load_redraws
 from silentbad.model import pipeline
@@ -97,9 +97,11 @@ def by_role(records: Records | None, transform: Transform, seed: int) -> dict[st
     return found
 
 
-def shown(records: Records, transform: Transform, seed: int, count: int) -> Iterator[tuple[str, Tensor]]:
-    """(where it stands, picture (3,R,R) in [0,1]) of `count` records at most, evenly over those that are not clean."""
-    reader, rows = Reader(records, transform, seed), [i for i, role in enumerate(records.role) if role != "clean"]
+def shown(records: Records, transform: Transform, seed: int, count: int) -> Iterator[Shown]:
+    """`count` training pictures at most, evenly over those that show an element."""
+    reader = Reader(records, transform, seed)
+    rows = [i for i, role in enumerate(records.role) if role != "clean"]
     for place in np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(int):
         (picture,) = reader.pictures([rows[place]])
-        yield records.where(rows[place]), picture["pixels"].float() / 255
+        phrases = tuple(records.phrases[rows[place]])
+        yield Shown(records.where(rows[place]), picture["pixels"].float() / 255, phrases)

@@ -25,6 +25,8 @@ from silentbad import ROOT, hub
 from silentbad.data.images import resize
 from silentbad.errors import UserError, user_errors
 from silentbad.files import read_json
+from silentbad.measure.micro import MicroEmbedder, alignments
+from silentbad.measure.structure import detail, structure
 from silentbad.model.gate import check_files, check_finite, load_model, loaded
 from silentbad.rng import generator
 
@@ -65,9 +67,14 @@ class Embedder:
         """Images (B,3,H,W) in [0,1] -> features (B,...)."""
         raise NotImplementedError
 
+    def of_region(self, images: Tensor, mask: Tensor) -> Tensor:
+        """Features (B,...) of what lies inside a mask (1,h,w) of images (B,3,H,W)."""
+        return self.embed(region(images, mask))
+
     def reference(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
-        """What images are compared with: features (1,...) of a target (1,3,H,W), or of its region in a mask (1,h,w)."""
-        return self.embed(image if mask is None else region(image, mask))
+        """What images are compared with: features (1,...) of a target (1,3,H,W), or of its region
+        in a mask (1,h,w)."""
+        return self.embed(image) if mask is None else self.of_region(image, mask)
 
     def paired(self, a: Tensor, b: Tensor) -> Tensor:
         """Features (N,...), and a target's (1,...) or as many -> (N,)."""
@@ -85,8 +92,6 @@ class Micro(Embedder):
     """The bundled copy detector of the microworld: features by place, a target at each of its nine alignments."""
 
     def __init__(self, path: str | None, device: torch.device | str = "cpu"):
-        from silentbad.measure.micro import MicroEmbedder
-
         self.path, self.device = str(path or MICRO), device
         if not os.path.isfile(Path(self.path) / "config.json"):
             raise UserError(
@@ -104,8 +109,6 @@ class Micro(Embedder):
 
     def reference(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
         """Features (1,9,...) of a target, or of its region, as copies that are shifted by a pixel show it."""
-        from silentbad.measure.micro import alignments
-
         moved = alignments(resize(image, (64, 64)))
         return self.embed(moved if mask is None else region(moved, mask))[None]
 
@@ -117,6 +120,54 @@ class Micro(Embedder):
             "micro: bundled copy detector, 64x64 squashed, bilinear antialiased, [-1,1], "
             "exp(-distance) of 16x16 features at the best alignment within 1 pixel"
         )
+
+
+class Copy(Micro):
+    """The bundled copy detector and fine structure (`structure.py`), whichever is lower.
+
+    The detector was trained on drawn scenes: it forgives a photograph its texture. Features (B,1,D)
+    hold both: the detector's map, then the detail of the picture or of the region.
+    """
+
+    SIDE = 64
+    PIXELS = 3 * SIDE * SIDE
+    MAP = (16, 16)  # places of the detector's features
+
+    @torch.no_grad()
+    def embed(self, images: Tensor) -> Tensor:
+        everywhere = torch.ones(1, self.SIDE, self.SIDE)
+        return self._both(super().embed(images), images, everywhere)
+
+    @torch.no_grad()
+    def of_region(self, images: Tensor, mask: Tensor) -> Tensor:
+        small = resize(mask[None].float(), (self.SIDE, self.SIDE))[0]
+        return self._both(super().embed(region(images, mask)), images, small)
+
+    def _both(self, features: Tensor, images: Tensor, mask: Tensor) -> Tensor:
+        pixels = resize(images.to(self.device), (self.SIDE, self.SIDE))
+        parts = [features.flatten(1), detail(pixels, mask.to(self.device)).flatten(1)]
+        return torch.cat(parts, dim=1)[:, None]
+
+    def reference(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Features (1,9,D) of a target, or of its region, at its nine alignments."""
+        moved = alignments(resize(image, (self.SIDE, self.SIDE)))
+        features = self.embed(moved) if mask is None else self.of_region(moved, mask)
+        return features.transpose(0, 1)
+
+    def paired(self, a: Tensor, b: Tensor) -> Tensor:
+        """Features (N,1,D), and (1 or N,A,D) at A alignments -> (N,): the lower score, each at its
+        best alignment."""
+        scores = [self._scores(a[:, 0], one) for one in b.unbind(1)]
+        looks, details = (torch.stack(column).amax(0) for column in zip(*scores, strict=True))
+        return torch.minimum(looks, details)
+
+    def _scores(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        maps = [x[:, : -self.PIXELS].unflatten(1, (-1, *self.MAP)) for x in (a, b)]
+        pixels = [x[:, -self.PIXELS :].unflatten(1, (3, self.SIDE, self.SIDE)) for x in (a, b)]
+        return self.model.paired(*maps), structure(*pixels)
+
+    def describe(self) -> str:
+        return f"copy: the lower of two scores; {super().describe()}; detail at sigma 2 of 64x64"
 
 
 class SSCD(Embedder):
@@ -228,7 +279,7 @@ class SSIM(Embedder):
         return f"ssim: {self.size}x{self.size} squashed, bilinear antialiased, grey, window 11, sigma 1.5"
 
 
-EMBEDDERS = {"micro": Micro, "sscd": SSCD, "clip": CLIP, "dinov2": DINOv2, "ssim": SSIM}
+EMBEDDERS = {"auto": Micro, "micro": Micro, "copy": Copy, "sscd": SSCD, "clip": CLIP, "dinov2": DINOv2, "ssim": SSIM}
 
 
 def load_embedder(name: str, path: str | None, device: torch.device | str, sha256: str | None = None) -> Embedder:

@@ -289,6 +289,18 @@ class Sampler:
         self.check_finite(images, [(i.prompt, i.cell, i.address) for i in items])
         return (images.float() / 2 + 0.5).clamp(0, 1), magnitudes.masked_fill(magnitudes.isinf(), float("nan"))
 
+    def round_trip(self, images: Tensor) -> Tensor:
+        """What the autoencoder leaves of images (B,3,S,S) in [0,1], on their own device."""
+        vae = self.pipe.vae
+        parts = []
+        for part in images.split(min(self.batch, 8)):  # decoding is the peak of memory
+            pixels = part.to(vae.device, vae.dtype) * 2 - 1
+            with torch.autocast(vae.device.type, enabled=False), torch.no_grad():
+                latents = vae.encode(pixels).latent_dist.mode()
+                decoded = vae.decode(latents, return_dict=False)[0]
+            parts.append((decoded.float().to(images.device) / 2 + 0.5).clamp(0, 1))
+        return torch.cat(parts)
+
     def check_finite(self, images: Tensor, drawn: Sequence[tuple[str, str, str]]) -> None:
         """Refuse images (B,...) of which one is not finite; drawn: (prompt, kind, target) of each."""
         if lost := (~images.flatten(1).isfinite().all(1)).nonzero()[:, 0].tolist():

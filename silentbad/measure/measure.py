@@ -1,11 +1,11 @@
 """What a validation measures of the weights in place: similarities of generations, controls, drift."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -13,14 +13,23 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from silentbad.data.images import open_image, to_pil, to_tensor
+from silentbad.data.images import open_image, resize, to_pil, to_tensor
 from silentbad.data.targets import Target
 from silentbad.errors import UserError, warn
-from silentbad.measure.counterfactuals import KINDS, SCENES, Masks, counterfactuals
-from silentbad.measure.embedders import CLIP, Embedder, lpips, region, ssim
+from silentbad.measure import nulls
+from silentbad.measure.counterfactuals import (
+    KINDS,
+    SCENES,
+    Canvas,
+    Masks,
+    canvas,
+    counterfactuals,
+)
+from silentbad.measure.embedders import CLIP, Embedder, lpips, ssim
 from silentbad.measure.generation import Item, Sampler, left_as_found, plan, reordered
-from silentbad.measure.nearest import TrainingPictures
-from silentbad.measure.record import ElementThreshold, Scores, Threshold
+from silentbad.measure.nearest import Shown, TrainingPictures
+from silentbad.measure.ranges import target_ranges
+from silentbad.measure.record import ElementThreshold, Scores, TargetRange, Threshold
 from silentbad.measure.samples import save
 from silentbad.measure.scores import cell_scores, is_recovered, length_scores, quadrants
 from silentbad.measure.settings import MeasureSettings
@@ -32,39 +41,42 @@ from silentbad.settings.types import off_default
 REDRAWS = "redraws of the captions"
 COUNTERFACTUALS = "counterfactuals drawn by the base model"
 BASE = "base model's images of the prompts"
+FAILURES = "failures made from the target"
+RAW, DECODED = "raw", "decoded"  # references: the target's file, and what the autoencoder leaves of it
+MOST_SHOWN = 64  # training pictures that are nulls
 
 
 def null_source(
     config: MeasureSettings, targets: Sequence[Target], redraws: bool, base: bool = True, prefix: str = "validation."
 ) -> str:
-    """Where the null pictures come from; "" where the threshold is given and there are none.
+    """Where the null pictures come from that set the threshold.
 
-    `redraws`: whether there are some; `base`: whether the base model is at hand, which alone can draw nulls. Raises
-    UserError, which begins with `prefix`, where what `calibration` asks for is not there.
+    `redraws`: whether there are some; `base`: whether the base model is at hand, which alone can
+    draw nulls. Raises UserError, which begins with `prefix`, where what `calibration` asks for is
+    not there, or a setting has no effect.
     """
-    asked, masked = config.calibration, any(m is not None for t in targets for m in t.masks or [])
+    asked = config.calibration
+    masked = any(mask is not None for target in targets for mask in target.masks or [])
     if asked == "redraws" and not redraws:
         raise UserError(f"{prefix}calibration: redraws needs a redraws.jsonl beside the targets")
     if asked == "counterfactuals" and not masked:
         raise UserError(f"{prefix}calibration: counterfactuals needs a mask for an element in targets.jsonl")
     if asked == "redraws" and "null_images" in off_default(config):
         raise UserError(f"{prefix}null_images: has no effect, since calibration redraws draws no nulls; leave it out")
-    none = config.threshold is not None and asked == "auto" and not redraws
-    idle = {"false_positive_rate", "null_images"} & {*off_default(config)}
-    if idle and config.threshold is not None and (none or not masked):  # else elements are calibrated
-        raise UserError(f"{prefix}{min(idle)}: calibrates a threshold, and one is given; leave one out")
+    if "false_positive_rate" in off_default(config) and config.threshold is not None and not masked:
+        raise UserError(f"{prefix}false_positive_rate: calibrates a threshold, and one is given; leave one out")
+    if asked in ("counterfactuals", "base") and not base:
+        raise UserError(f"{prefix}calibration: {asked} needs the base model: --baseline, or in training step 0")
     if redraws and asked in ("auto", "redraws"):
         return REDRAWS
-    if none:
-        return ""
-    if not base and asked != "auto":
-        raise UserError(f"{prefix}calibration: {asked} needs the base model: --baseline, or in training step 0")
-    if not base:
-        raise UserError(
-            f"{prefix}threshold: nothing to calibrate on; give a number, --baseline, or a redraws.jsonl beside the "
-            "targets (in training: run the hook at step 0)"
-        )
-    return COUNTERFACTUALS if asked == "counterfactuals" or (asked == "auto" and masked) else BASE
+    return {"counterfactuals": COUNTERFACTUALS, "base": BASE}.get(asked, FAILURES)
+
+
+class References(NamedTuple):
+    """Features (1,...) of each target, and of each of its elements (None without a mask)."""
+
+    wholes: list[Tensor]
+    elements: list[list[Tensor | None]]
 
 
 class Measure:
@@ -84,7 +96,7 @@ class Measure:
         accelerator: Any,
         seed: int,
         held_out: dict[str, list[dict[str, Any]]],
-        training: Iterable[tuple[str, Tensor]],
+        training: Iterable[Shown],
         folder: Path,
     ):
         self.config, self.targets, self.sampler, self.embedder, self.clip = config, targets, sampler, embedder, clip
@@ -94,14 +106,11 @@ class Measure:
         if source == REDRAWS and "null_images" in off_default(config):
             warn(f"{sampler.prefix}null_images: has no effect beside redraws.jsonl, which holds the null pictures")
         self.masks = [[None if m is None else to_tensor(m)[:1] for m in t.masks or []] for t in targets]
-        pictures = [to_tensor(t.image)[None] for t in targets]
-        with left_as_found():
-            self.features = [embedder.reference(x) for x in pictures]
-            self.training = TrainingPictures(training, embedder, sampler.side)
-            self.elements = [
-                [None if m is None else embedder.reference(x, m) for m in masks]
-                for x, masks in zip(pictures, self.masks, strict=True)
-            ]
+        self.reference = config.reference
+        if self.reference == "auto":
+            self.reference = RAW if source == REDRAWS else DECODED
+        self.training = TrainingPictures(training, embedder, sampler.side)
+        self._references: dict[str, References] = {}
 
     def take(self, sampler: Sampler) -> None:
         """Generate with another pipeline from now on."""
@@ -124,17 +133,43 @@ class Measure:
         return [row for _, row in sorted(gather_object(rows), key=itemgetter(0))]
 
     # ---- similarities
+    def references(self, kind: str) -> "References":
+        """Features of the targets and of their elements: of their files, or of what the autoencoder
+        leaves of them at the side of the images."""
+        if kind not in self._references:
+            pictures = [to_tensor(target.image)[None] for target in self.targets]
+            if kind == DECODED:
+                pictures = [self.sampler.round_trip(self._at_side(picture)) for picture in pictures]
+            with left_as_found():
+                wholes = [self.embedder.reference(picture) for picture in pictures]
+                elements = [
+                    [None if m is None else self.embedder.reference(picture, m) for m in masks]
+                    for picture, masks in zip(pictures, self.masks, strict=True)
+                ]
+            self._references[kind] = References(wholes, elements)
+        return self._references[kind]
+
+    def _at_side(self, pictures: Tensor) -> Tensor:
+        """Pictures (B,3,H,W) at the side of the images, as training sees them."""
+        side = (self.sampler.side, self.sampler.side)
+        return pictures if pictures.shape[-2:] == side else resize(pictures, side)
+
     def similar(self, images: Tensor, target_of: list[int]) -> list[dict[str, Any]]:
         """Images (B,3,H,W) -> {target, sim, elements} each, against its own target and that target's elements."""
         rows: list[dict[str, Any]] = [{} for _ in target_of]
         for j in set(target_of):
             mine = [i for i, k in enumerate(target_of) if k == j]
             seen = self.embedder.embed(images[mine])
-            sims = self.embedder.paired(seen, self.features[j]).double().tolist()
-            columns = [self._of_element(images[mine], j, k) for k in range(len(self.elements[j]))]
+            both = {
+                kind: self.embedder.paired(seen, self.references(kind).wholes[j]).double().tolist()
+                for kind in (RAW, DECODED)
+            }
+            sims = both[self.reference]
+            columns = [self._of_element(images[mine], j, k) for k in range(len(self.masks[j]))]
             parts = [list(x) for x in zip(*columns, strict=True)] if columns else [[] for _ in mine]
-            for i, s, p in zip(mine, sims, parts, strict=True):
+            for place, (i, s, p) in enumerate(zip(mine, sims, parts, strict=True)):
                 rows[i] = {"target": j, "sim": s, "elements": p}
+                rows[i] |= {kind: of_kind[place] for kind, of_kind in both.items()}
                 if not np.isfinite([x for x in (s, *p) if x is not None]).all():
                     name = self.targets[j].target_id
                     raise UserError(f"{self.embedder.describe()}: a similarity to target {name!r} is not finite")
@@ -142,10 +177,10 @@ class Measure:
 
     def _of_element(self, images: Tensor, j: int, k: int) -> list[float | None]:
         """Similarities of the images' region to element k of target j; None without a mask."""
-        mask, feature = self.masks[j][k], self.elements[j][k]
+        mask, feature = self.masks[j][k], self.references(self.reference).elements[j][k]
         if mask is None or feature is None:
             return [None] * len(images)
-        seen = self.embedder.embed(region(images, mask.to(images.device)))
+        seen = self.embedder.of_region(images, mask.to(images.device))
         return self.embedder.paired(seen, feature).double().tolist()
 
     def between(self, images: Tensor) -> list[list[float]]:
@@ -162,9 +197,12 @@ class Measure:
             row.update(cell=item.cell, image=item.image, magnitude=magnitude)
             if item.cell == "composed" and item.target < self.config.sample_targets:
                 row["pixels"] = np.asarray(to_pil(image))
-        if nearest and self.training and (own := [k for k, i in enumerate(items) if i.cell == "composed"]):
-            for k, found in zip(own, self.training.nearest(images[own]), strict=True):
-                rows[k]["nearest"] = found
+        composed = [k for k, item in enumerate(items) if item.cell == "composed"]
+        if nearest and self.training and composed:
+            trip = self.sampler.round_trip if self.reference == DECODED else None
+            most_alike = self.training.nearest(images[composed], trip)
+            for k, named in zip(composed, most_alike, strict=True):
+                rows[k]["nearest"] = named
         if self.clip is not None:
             seen = self.clip.embed(images)
             order = [reordered(self.targets[i.target], self.seed, i.image) for i in items]
@@ -175,17 +213,90 @@ class Measure:
         return rows
 
     # ---- thresholds
-    def calibrate(self, step: int) -> tuple[Threshold, ElementThreshold]:
-        """Thresholds of the whole and of elements: given, or from the null set; the same on all ranks."""
-        config, rows = self.config, list[Any]()
+    def calibrate(self, step: int) -> tuple[Threshold, ElementThreshold, list[TargetRange]]:
+        """Thresholds of the whole and of elements, given or from the nulls, and the ranges that they
+        lie in; the same on all ranks."""
+        config = self.config
         source = null_source(config, self.targets, bool(self.redraws), step == 0, self.sampler.prefix)
-        if source == REDRAWS:
-            rows = self._of_redraws(self.redraws)
-        elif source == COUNTERFACTUALS:
-            rows = self._of_counterfactuals(self.masks, KINDS)
+        drawn: list[Any] = []
+        if source == COUNTERFACTUALS or (source == FAILURES and step == 0):
+            masked = any(mask is not None for masks in self.masks for mask in masks)
+            drawn = self._of_counterfactuals(self.masks, KINDS if masked else SCENES)
         elif source == BASE:
-            rows = self._of_counterfactuals([[] for _ in self.targets], SCENES)
-        return thresholds(rows, config.threshold, config.false_positive_rate, source)
+            drawn = self._of_counterfactuals([[] for _ in self.targets], SCENES)
+        canvases = [
+            canvas(target, masks, self.sampler.side) for target, masks in zip(self.targets, self.masks, strict=True)
+        ]
+        rows = self._of_redraws(self.redraws) if source == REDRAWS else self._of_failures(canvases) + drawn
+        calibrated = None
+        if source == REDRAWS:
+            calibrated = thresholds(rows, config.threshold, config.false_positive_rate, source)
+        elif source in (COUNTERFACTUALS, BASE):
+            calibrated = thresholds(drawn, config.threshold, config.false_positive_rate, source)
+        named = [(target.target_id, target.image.size) for target in self.targets]
+        ranges, whole, element = target_ranges(
+            named,
+            self.sampler.side,
+            rows,
+            self._of_copies(canvases),
+            calibrated,
+            is_recovered,
+            given=config.threshold,
+            calibrated=source == REDRAWS,
+        )
+        return whole, element, ranges
+
+    def _of_copies(self, canvases: Sequence[Canvas]) -> list[Any]:
+        """Rows of true copies of each target, through the autoencoder; the plain one first."""
+        rows: list[Any] = []
+        for j, drawn in enumerate(canvases):
+            copies = self.sampler.round_trip(nulls.true_copies(drawn.picture.float() / 255))
+            rows += self.similar(copies.to(self.accelerator.device), [j] * len(copies))
+        return rows
+
+    def _of_failures(self, canvases: Sequence[Canvas]) -> list[Any]:
+        """Null rows of each target's failures and of the training pictures, through the autoencoder."""
+        rows: list[tuple[int, Any]] = []
+        pictures = list(self._failures(canvases))
+        mine = self.share(len(pictures))
+        for start in range(0, len(mine), self.config.max_batch):
+            part = mine[start : start + self.config.max_batch]
+            batch = torch.stack([pictures[i][1].picture for i in part])
+            seen = self.sampler.round_trip(batch).to(self.accelerator.device)
+            similar = self.similar(seen, [pictures[i][0] for i in part])
+            for i, row in zip(part, similar, strict=True):
+                j, null = pictures[i]
+                rows.append((i, self._told_by(row, null, canvases[j])))
+        return self.gather(rows)
+
+    def _failures(self, canvases: Sequence[Canvas]) -> Iterator[tuple[int, nulls.Null]]:
+        """(target, null) of each target: made from it, and the training pictures."""
+        shown = self.training.pictures(MOST_SHOWN)
+        others = [picture for _, picture in shown]
+        for j, (target, drawn) in enumerate(zip(self.targets, canvases, strict=True)):
+            picture = drawn.picture.float() / 255
+            for null in nulls.failures(picture, drawn.shares, drawn.backdrop, others):
+                yield j, null
+            for training, other in shown:
+                changed = tuple(k for k, phrase in enumerate(target.phrases) if phrase not in training.phrases)
+                if changed:
+                    yield j, nulls.Null("training picture", changed, other)
+
+    def _told_by(self, row: dict[str, Any], null: nulls.Null, drawn: Canvas) -> dict[str, Any]:
+        """A null's row, without the parts that nobody would see changed."""
+        picture = drawn.picture.float() / 255
+        elements = [
+            score if score is not None and nulls.differs(picture, null.picture, share) else None
+            for score, share in zip(row["elements"], drawn.shares, strict=False)
+        ]
+        of_whole = null.changed is None or null.kind == "training picture"
+        return {
+            **row,
+            "elements": elements,
+            "kind": null.kind,
+            "changed": null.changed,
+            "of_whole": of_whole and nulls.differs(picture, null.picture),
+        }
 
     def _of_counterfactuals(self, masks: Masks, kinds: Sequence[str]) -> list[Any]:
         """Null rows of pictures that the base draws, whole ones and elements inside their masks; kept in the cache."""
@@ -289,7 +400,9 @@ class Measure:
         clip, captions = self.clip, [t.composed_prompt for t in self.targets]
 
         def one(items: list[Item], images: Tensor, _: Tensor) -> list[dict[str, Any]]:
-            sims = self.embedder.similarity(self.embedder.embed(images), torch.cat(self.features)).tolist()
+            sims = self.embedder.similarity(
+                self.embedder.embed(images), torch.cat(self.references(self.reference).wholes)
+            ).tolist()
             cosines = [None] * len(items)
             if clip is not None:
                 cosines = clip.similarity(clip.embed(images), clip.text(captions)).tolist()

@@ -2,11 +2,14 @@
 
 A composed prompt that brings back one training picture has not composed anything. So each image is compared with the
 pictures of the training set; how similar the base model's images are to them, which it never saw, is the null
-(data copying, arXiv 2212.03860, takes the nearest training picture too).
+(data copying, arXiv 2212.03860, takes the nearest training picture too). Each is a null itself: it shows all but one
+element missing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,21 +17,56 @@ from silentbad.data.images import resize
 from silentbad.measure.embedders import Embedder
 
 
-class TrainingPictures:
-    """Features of pictures (3,H,W) in [0,1] with their names, embedded as they come: the pictures are not kept."""
+class Shown(NamedTuple):
+    """A training picture (3,H,W) in [0,1]: its place in the data, and the phrases of what it shows."""
 
-    def __init__(self, pictures: Iterable[tuple[str, Tensor]], embedder: Embedder, side: int):
-        self.embedder, self.names, features = embedder, list[str](), list[Tensor]()
-        for name, picture in pictures:
-            self.names.append(name)
-            features.append(embedder.embed(resize(picture[None], (side, side))))
-        self.features = torch.cat(features) if features else None
+    name: str
+    picture: Tensor
+    phrases: tuple[str, ...]
+
+
+class Known(NamedTuple):
+    """What is kept of it once its pixels are not needed."""
+
+    name: str
+    phrases: tuple[str, ...]
+
+
+class TrainingPictures:
+    """Some training pictures at the side of the images; embedded when first compared."""
+
+    def __init__(self, shown: Iterable[Shown], embedder: Embedder, side: int):
+        self.embedder = embedder
+        self.known: list[Known] = []
+        self._pixels: list[Tensor] = []  # (3,S,S) uint8
+        for training in shown:
+            self.known.append(Known(training.name, training.phrases))
+            small = resize(training.picture[None], (side, side))[0]
+            self._pixels.append((small * 255).round().to(torch.uint8).cpu())
+        self.features: Tensor | None = None
 
     def __bool__(self) -> bool:
-        return self.features is not None
+        return bool(self.known)
 
-    def nearest(self, images: Tensor) -> list[tuple[float, str]]:
-        """Images (B,3,H,W) in [0,1] -> (similarity, name) of the most similar training picture, of each."""
-        assert self.features is not None, "asked where there are no pictures"
+    def pictures(self, most: int) -> list[tuple[Known, Tensor]]:
+        """At most so many, evenly over all, with their pictures (3,S,S) in [0,1]."""
+        places = np.linspace(0, len(self.known) - 1, min(most, len(self.known))).round().astype(int)
+        return [(self.known[i], self._pixels[i].float() / 255) for i in places.tolist() if self._pixels]
+
+    def nearest(self, images: Tensor, trip: Callable[[Tensor], Tensor] | None) -> list[tuple[float, str]]:
+        """Images (B,3,H,W) in [0,1] -> (similarity, name) of the most similar training picture, of each.
+
+        trip: what each training picture goes through first, as the target did that images are compared with.
+        """
+        if self.features is None:
+            self.features = torch.cat([self._embedded(part, trip) for part in self._batches()])
         best = self.embedder.similarity(self.embedder.embed(images), self.features).double().max(dim=1)
-        return [(s, self.names[i]) for s, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
+        names = [self.known[i].name for i in best.indices.tolist()]
+        return list(zip(best.values.tolist(), names, strict=True))
+
+    def _batches(self) -> list[Tensor]:
+        return [torch.stack(self._pixels[i : i + 8]) for i in range(0, len(self._pixels), 8)]
+
+    def _embedded(self, pixels: Tensor, trip: Callable[[Tensor], Tensor] | None) -> Tensor:
+        pictures = pixels.float() / 255
+        return self.embedder.embed(pictures if trip is None else trip(pictures))

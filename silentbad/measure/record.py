@@ -19,6 +19,9 @@ from silentbad.files import from_json
 SCHEMA = 2  # of what is written; schema 1 counted an image as recovered by its whole alone
 READS = (1, 2)
 STRICT, WHOLE = "strict", "whole"  # endpoints
+RECOVERED = "recovered"  # the states of a verdict
+NOT_RECOVERED = "not recovered"
+UNDECIDED = "undecided"
 NAME = "validation.json"
 ALL = "all targets"  # the summary row over all targets
 KINDS = ("raw", "ema")  # of weights: as trained, averaged
@@ -81,6 +84,47 @@ class ElementThreshold(Threshold):
 
 
 @dataclass
+class NullScores:
+    """What one kind of null scores: the highest of n pictures, and their mean."""
+
+    highest: float
+    mean: float
+    n: int
+
+
+@dataclass
+class Range:
+    """Between what a picture can score that is no recovery, and what one that is a copy scores.
+
+    floor: the highest null, of kind `nearest`. ceiling: what all but 5 % of true copies reach.
+    `parts`: whether the two are far enough apart for the detector to tell.
+    """
+
+    threshold: float
+    floor: float | None  # None: there is no null
+    nearest: str
+    ceiling: float
+    perfect: float  # the target through the pipeline's own autoencoder
+    parts: bool
+    kinds: dict[str, NullScores] = field(default_factory=dict)
+
+
+@dataclass
+class TargetRange:
+    """The ranges of a target and of its elements (None without a mask)."""
+
+    target_id: str
+    size: tuple[int, int]  # of the target's file, width and height
+    side: int  # of the images it is compared with
+    whole: Range
+    elements: list[Range | None]
+    nulls: int  # pictures
+    nulls_passing: int  # that reach every threshold
+    copies: int
+    copies_passing: int
+
+
+@dataclass
 class Picture:
     """A kept generation: its file below the run folder, its similarity to the target."""
 
@@ -115,6 +159,8 @@ class TargetScores:
     diversity: float | None = absent()  # 1 - mean similarity between two images of the target
     nearest: list[float] | None = absent()  # similarity of each image to the training picture most like it
     nearest_record: str | None = absent()  # the training picture that any image is most like
+    raw: list[float] | None = absent()  # similarities to the target's file,
+    decoded: list[float] | None = absent()  # and to what the autoencoder leaves of it
     best: Picture | None = absent()
     median: Picture | None = absent()
 
@@ -211,7 +257,7 @@ class TargetEntry:
 
 @dataclass
 class Verdict:
-    """Whether any image of the composed prompt is recovered, and what chance alone gives."""
+    """Whether composed prompts recover a target, as far as it can be told, and what chance gives."""
 
     recovers: bool
     step: int
@@ -219,6 +265,15 @@ class Verdict:
     images: int
     expected_by_chance: float | None = absent()
     p_value: float | None = absent()
+    state: str | None = absent()  # RECOVERED, NOT_RECOVERED or UNDECIDED; None: `recovers` says it
+    reasons: list[str] | None = absent()  # why it is undecided
+
+    @property
+    def word(self) -> str:
+        """The state, of an older record too."""
+        if self.state is not None:
+            return self.state
+        return RECOVERED if self.recovers else NOT_RECOVERED
 
 
 @dataclass
@@ -272,6 +327,8 @@ class Record:
     endpoint: str = WHOLE  # what the rates count: "strict", or in records of schema 1 "whole"
     placebo: Placebo | None = absent()
     precision: str | None = absent()  # of the forward passes: that of autocast, else of the weights
+    ranges: list[TargetRange] | None = absent()
+    reference: str | None = absent()  # what images are compared with: the target "raw" or "decoded"
 
     @classmethod
     def load(cls, path: str | Path, flag: str = "") -> "Record":

@@ -29,9 +29,8 @@ from silentbad.measure.record import (
     SummaryRow,
     TargetScores,
     Threshold,
-    Verdict,
 )
-from silentbad.measure.statistics import binomial_cdf, binomial_interval, bootstrap_interval, difference_interval
+from silentbad.measure.statistics import binomial_interval, bootstrap_interval, difference_interval
 from silentbad.measure.thresholds import ImageRow
 
 
@@ -373,17 +372,3 @@ def _rate_interval(targets: Sequence[TargetScores]) -> tuple[float, float]:
     """95 % of the mean rate: binomial over targets, of few targets over their images."""
     counts = [1 if len(targets) >= FEW_TARGETS else len(t.sims) for t in targets]
     return binomial_interval(round(sum(t.rate * n for t, n in zip(targets, counts, strict=True))), sum(counts))
-
-
-def verdict(entry: Measurement, threshold: Threshold) -> Verdict:
-    """Whether composed prompts, in either order, give an image above the threshold; what chance gives."""
-    scores = latest(entry)
-    shuffled = (scores.cells or {}).get("shuffled")
-    cells: list[CellScores] = [scores, shuffled] if shuffled else [scores]
-    above, images = sum(c.above for c in cells), sum(c.images for c in cells)
-    found = Verdict(above > 0, entry.step, above, images)
-    rate = threshold.attained
-    if rate is not None:
-        p = 1.0 if above == 0 else float(1 - binomial_cdf(images, rate)[above - 1])
-        found.expected_by_chance, found.p_value = images * rate, max(p, 0.0)
-    return found

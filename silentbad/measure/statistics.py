@@ -1,5 +1,6 @@
 """Intervals of rates and of means over targets."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -76,3 +77,11 @@ def detection(
         found.tpr = above / len(a)
         found.tpr_low, found.tpr_high = binomial_interval(above, len(a))
     return found
+
+
+def fewer_by_chance(hits: int, n: int, other_hits: int, other_n: int) -> float:
+    """Fisher's exact test, one-sided: how likely `hits` of n or fewer are, if both groups have one
+    rate and `hits` + `other_hits` in all."""
+    total = hits + other_hits
+    ways = [math.comb(n, k) * math.comb(other_n, total - k) for k in range(hits + 1) if total - k <= other_n]
+    return sum(ways) / math.comb(n + other_n, total)

@@ -29,6 +29,7 @@ class NullRow(ImageRow, total=False):
 
     kind: str
     changed: tuple[int, ...] | None  # the elements that it changes; None: all
+    of_whole: bool  # whether it tells of the whole; by default where it changes all
 
 
 class Shown(Protocol):

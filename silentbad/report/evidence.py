@@ -9,10 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from silentbad.measure.record import (
+    RECOVERED,
     STRICT,
+    UNDECIDED,
     CellScores,
+    Range,
     Record,
     Scores,
+    TargetRange,
     TargetScores,
 )
 from silentbad.measure.scores import FEW_TARGETS, PUBLISHED, latest, mean_of
@@ -39,7 +43,7 @@ class Answer:
     """The verdict in words: a headline, and the sentences with its numbers."""
 
     headline: str
-    recovers: bool
+    state: str  # RECOVERED, NOT_RECOVERED or UNDECIDED
     sentences: list[str]
 
     def __str__(self) -> str:
@@ -47,19 +51,28 @@ class Answer:
 
 
 def answer(record: Record) -> Answer:
-    """Recovered or not, and how sure, from the last measurement."""
-    found, scores = record.verdict, latest(record.history[-1])
-    sentences = [_counted(record, scores)] + [SCHEMA_1] * (record.endpoint != STRICT)
+    """Recovered, not recovered or undecided, why, and the numbers, of the last measurement."""
+    scores = latest(record.history[-1])
+    state, reasons = _state(record)
+    sentences = [f"Reason: {reason}." for reason in reasons]
+    sentences += [_counted(record, scores)] + [SCHEMA_1] * (record.endpoint != STRICT)
     sentences += [*_before(record), *_by_chance(record), *_on_placebo(record)]
-    if not found.recovers:
-        headline = "Not recovered"
-    elif found.p_value is not None and found.p_value >= LEVEL:
-        headline = "Not distinguished from chance"
-    elif record.placebo is not None and record.placebo.interval[0] <= 0:
-        headline = "Recovered, but not distinguished from placebo data"
-    else:
-        headline = "Recovered" if record.endpoint == STRICT else "Recovered by the whole alone"
-    return Answer(headline, headline.startswith("Recovered"), sentences)
+    headline = state.capitalize()
+    if state == RECOVERED and record.endpoint != STRICT:
+        headline = "Recovered by the whole alone"
+    return Answer(headline, state, sentences)
+
+
+def _state(record: Record) -> tuple[str, list[str]]:
+    """The state of a verdict and its reasons; those of a record that has none, by today's rule."""
+    verdict = record.verdict
+    if verdict.state is not None or not verdict.recovers:
+        return verdict.word, verdict.reasons or []
+    if verdict.p_value is not None and verdict.p_value >= LEVEL:
+        return UNDECIDED, ["so few images may pass by chance"]
+    if record.placebo is not None and record.placebo.interval[0] <= 0:
+        return UNDECIDED, ["training on placebo data gives as much"]
+    return RECOVERED, []
 
 
 def verdict_sentence(record: Record) -> str:
@@ -78,9 +91,9 @@ def _counted(record: Record, scores: Scores) -> str:
         other = f"; with the phrases in another order {rest[0]} of {rest[1]}"
     if record.endpoint != STRICT:
         return f"{of} reach the threshold of the whole picture: rate {rate}{other}."
-    masked = any(file for target in record.targets for file in target.elements)
-    asked = "in the whole and in every element" if masked else "in the whole (no element has a mask)"
-    return f"{of} show the target itself, {asked}: strict rate {rate}{other}."
+    if not any(file for target in record.targets for file in target.elements):
+        return f"{of} reach the threshold of the whole picture; no element was looked at: rate {rate}{other}."
+    return f"{of} reach the threshold of the whole and of every element: strict rate {rate}{other}."
 
 
 def _before(record: Record) -> list[str]:
@@ -95,7 +108,8 @@ def _by_chance(record: Record) -> list[str]:
     if found.expected_by_chance is None or not found.images > 0:
         return []
     p = "" if found.p_value is None or not found.recovers else f" (p {probability(found.p_value)})"
-    return [f"Chance alone gives at most {rounded(found.expected_by_chance / found.images)} of the images{p}."]
+    share = rounded(found.expected_by_chance / found.images)
+    return [f"Of pictures like the nulls at most {share} pass by chance{p}."]
 
 
 def _on_placebo(record: Record) -> list[str]:
@@ -125,6 +139,33 @@ def _targets(n: int) -> str:
 def probability(p: float) -> str:
     """A p-value with its sign of comparison."""
     return "< 0.0001" if p < 0.0001 else f"= {p:.2g}"
+
+
+# -- the range -----------------------------------------------------------------------------------------------
+def range_lines(ranges: Sequence[TargetRange]) -> list[str]:
+    """What a perfect copy and the nearest null score, of each target: a line each."""
+    lines: list[str] = []
+    for target in ranges:
+        width, height = target.size
+        size = f"{width}x{height}"
+        if target.size != (target.side, target.side):
+            size += f" becomes {target.side}x{target.side}"
+        lines.append(f"{target.target_id}: {size}; the whole: {range_text(target.whole)}")
+        for k, part in enumerate(target.elements):
+            if part is not None:
+                lines.append(f"{target.target_id}: element {k + 1}: {range_text(part)}")
+    return lines
+
+
+def range_text(one: Range) -> str:
+    """A range in words."""
+    if one.floor is None:
+        return f"a perfect copy scores {one.perfect:.2f}; there is no null, threshold {one.threshold:.2f}"
+    text = (
+        f"a perfect copy scores {one.perfect:.2f}, the nearest null ({one.nearest}) {one.floor:.2f}; "
+        f"threshold {one.threshold:.2f}"
+    )
+    return text if one.parts else f"{text}: the detector cannot tell them apart"
 
 
 # -- what else would have counted --------------------------------------------------------------------------

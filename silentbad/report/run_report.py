@@ -17,6 +17,7 @@ from silentbad.measure.record import (
     SummaryRow,
 )
 from silentbad.measure.scores import minus_placebo, placebo_run
+from silentbad.measure.verdict import verdict_of
 from silentbad.report import evidence, pages, sections
 from silentbad.report.charts import number
 from silentbad.report.comparison import compare
@@ -77,6 +78,7 @@ def subtract_placebo(folder: str | Path, placebo: str | Path) -> str:
     if mine != theirs:
         raise UserError(f"--placebo: {placebo} ends at step {theirs}, {folder} at {mine}; train and measure both alike")
     record.placebo = minus_placebo(record, other, str(placebo))
+    record.verdict = verdict_of(record)
     with writing(str(folder), NAME):
         record.save(file)
     return evidence.verdict_sentence(record)

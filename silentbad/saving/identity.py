@@ -94,7 +94,8 @@ def facts(
         **{f"target {target.target_id!r}": target_digest(target) for target in targets},
         **{f"target {target.target_id!r}, {WORDS}": words_digest(target) for target in targets},
     }
-    if embedder is not None and config.validation.embedder == "micro" and not config.validation.embedder_path:
+    bundled = config.validation.embedder in ("auto", "copy", "micro") and not config.validation.embedder_path
+    if embedder is not None and bundled:
         of_run[BUNDLED] = weights_digest(str(MICRO))
     return json.loads(json.dumps(of_run, default=str))
 

@@ -23,14 +23,19 @@ class ValidationConfig:
     guidance_scale: Annotated[float, Range(0, 1e4)] = 7.5
     guidance_rescale: Unit = 0.0
     resolution: Side | None = None  # of the images; unset: the UNet's own
-    embedder: Literal["micro", "sscd", "clip", "dinov2", "ssim"] = "micro"
+    # auto: micro beside redraws.jsonl, else copy, which sees the texture of photographs too
+    embedder: Literal["auto", "copy", "micro", "sscd", "clip", "dinov2", "ssim"] = "auto"
+    # what images are compared with: the target's file, or what the autoencoder leaves of it;
+    # auto: raw beside redraws.jsonl, else decoded
+    reference: Literal["auto", "raw", "decoded"] = "auto"
     embedder_path: Location | None = None  # sscd: its TorchScript file; others: local folder or Hub id of the weights
     embedder_sha256: str | None = None  # sscd: refuse a file with another SHA-256
     clip_path: Location | None = None  # a CLIP for CLIPScore and prompt cosines; unset: not measured
-    threshold: Cosine | None = None  # unset: calibrated on redraws.jsonl beside the targets, or the base
+    threshold: Cosine | None = None  # unset: from the null pictures
     false_positive_rate: Rate = 0.01  # of the calibrated threshold, per image
-    calibration: Literal["auto", "redraws", "counterfactuals", "base"] = "auto"  # null pictures; auto: what is at hand
-    null_images: Small = 32  # base-model images per target to calibrate on where there is no redraws.jsonl
+    # null pictures; auto: redraws.jsonl, else failures made from the target
+    calibration: Literal["auto", "redraws", "failures", "counterfactuals", "base"] = "auto"
+    null_images: Small = 8  # that the base draws of each kind for a target without redraws.jsonl
     controls: Literal["final", "always", "never"] = "final"  # when the control prompts are measured
     weights: Literal["raw", "ema", "both"] = "both"  # which weights, where an average is kept
     unrelated: str = "a page of printed text"  # caption that names no element

@@ -1,0 +1,210 @@
+"""Pictures made from a target alone: true copies, which must count, and failures, which must not.
+
+A threshold for somebody's own photographs lies between the two (`ranges.py`). The failures look
+like what a model does that has not recovered the target: an element missing, replaced, mirrored,
+turned, moved, recoloured; the backdrop flattened or replaced; no picture at all.
+
+Legend: picture (3,S,S) in [0,1]; share (1,S,S) in [0,1], what an element's mask covers; a box is
+(top, bottom, left, right), the last of each excluded. All functions are pure.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from silentbad.measure.structure import blur
+from silentbad.rng import generator
+
+SAME = 0.02  # root mean square difference in a region, of [0,1], below which nobody sees a change
+NOISE = 0.02  # standard deviation, of a copy's noise
+GAIN = 0.06  # a copy's contrast and brightness differ by at most so much
+FAR = 1 / 8  # of the side: how far an element is moved
+TINT = (-0.15, 0.0, 0.15)
+FILLS = 4  # training pictures that fill each element's region
+TURNS = {"upside down": (1,), "turned by 180 degrees": (1, 2)}  # axes that are flipped
+
+
+class Null(NamedTuple):
+    """A picture that is no recovery: its kind, and the elements that it changes (None: all)."""
+
+    kind: str
+    changed: tuple[int, ...] | None
+    picture: Tensor
+
+
+# -- true copies -------------------------------------------------------------------------------
+def true_copies(picture: Tensor) -> Tensor:
+    """A picture as a copy may show it -> (9,3,S,S): as it is, moved by a pixel of 64 each way, with
+    more and less contrast and light, with noise."""
+    step = max(1, round(picture.shape[-1] / 64))
+    moved = [shifted(picture, *move) for move in ((step, 0), (-step, 0), (0, step), (0, -step))]
+    gained = [(picture - 0.5) * (1 + gain) + 0.5 for gain in (-GAIN, GAIN)]
+    lit = [picture + GAIN / 2]
+    noise = torch.randn(picture.shape, generator=generator("true copies", 0)).to(picture)
+    return torch.stack([picture, *moved, *gained, *lit, picture + NOISE * noise]).clamp(0, 1)
+
+
+def shifted(picture: Tensor, down: int, right: int) -> Tensor:
+    """A picture moved by so many pixels, its edge repeated."""
+    height, width = picture.shape[-2:]
+    reach = max(abs(down), abs(right))
+    padded = F.pad(picture[None], (reach,) * 4, mode="replicate")[0]
+    top, left = reach - down, reach - right
+    return padded[:, top : top + height, left : left + width]
+
+
+# -- failures ----------------------------------------------------------------------------------
+def failures(
+    picture: Tensor, shares: Sequence[Tensor | None], backdrop: int | None, others: Sequence[Tensor] = ()
+) -> Iterator[Null]:
+    """Every failure of a target, with `others` (training pictures) to fill its regions from.
+
+    backdrop: the element that the others stand on, if any; it is flattened and replaced, never
+    moved.
+    """
+    yield from empty(picture)
+    for k, share in enumerate(shares):
+        if share is None or not (share > 0.5).any():
+            continue
+        changes = of_backdrop if k == backdrop else of_thing
+        for kind, changed in changes(picture, share):
+            yield Null(kind, (k,), changed)
+        for other in others[:: max(1, len(others) // FILLS)][:FILLS]:
+            yield Null("filled from a training picture", (k,), mixed(picture, other, share))
+        for other, place in enumerate(shares):
+            if other not in (k, backdrop) and place is not None and k != backdrop:
+                yield Null("another element", (k,), replaced(picture, share, place))
+
+
+def empty(picture: Tensor) -> Iterator[Null]:
+    """Pictures that show nothing of the target, or not enough."""
+    grey = torch.full_like(picture, 0.5)
+    mean = picture.mean((1, 2), keepdim=True).expand_as(picture)
+    yield Null("plain grey", None, grey)
+    yield Null("the mean colour", None, mean)
+    yield Null("blurred", None, blurred(picture))
+    yield Null("the whole mirrored", None, picture.flip(2))
+    yield Null("the whole upside down", None, picture.flip(1))
+
+
+def of_thing(picture: Tensor, share: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """An element that is missing, mirrored, turned, moved, recoloured, blurred."""
+    missing = mixed(picture, surroundings(picture, share), share)
+    yield "missing", missing
+    yield "its mean colour", mixed(picture, mean_inside(picture, share), share)
+    yield "blurred inside", mixed(picture, blurred(picture), share)
+    yield "recoloured", mixed(picture, recoloured(picture), share)
+    box = box_of(share)
+    yield "mirrored", put(missing, crop(picture, box).flip(2), crop(share, box).flip(2), box)
+    for kind, axes in TURNS.items():
+        yield kind, put(missing, crop(picture, box).flip(axes), crop(share, box).flip(axes), box)
+    yield "moved", moved(picture, missing, share)
+
+
+def of_backdrop(picture: Tensor, share: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A backdrop that is flat, blurred, mirrored, upside down, recoloured."""
+    yield "flattened", mixed(picture, mean_inside(picture, share), share)
+    yield "blurred inside", mixed(picture, blurred(picture), share)
+    yield "recoloured", mixed(picture, recoloured(picture), share)
+    around = surroundings(picture, 1 - share)  # the things filled from the backdrop
+    whole = mixed(picture, around, 1 - share)
+    yield "mirrored", mixed(picture, whole.flip(2), share)
+    yield "upside down", mixed(picture, whole.flip(1), share)
+
+
+# -- how they are made -------------------------------------------------------------------------
+def mixed(picture: Tensor, other: Tensor, share: Tensor) -> Tensor:
+    """`other` where a share (1,S,S) is one, the picture where it is nought."""
+    return picture * (1 - share) + other * share
+
+
+def blurred(picture: Tensor) -> Tensor:
+    """The picture under a wide window (an eighth of its side), its edges as bright as the rest."""
+    wide = picture.shape[-1] / 8
+    ones = torch.ones_like(picture)[None]
+    return (blur(picture[None], wide) / blur(ones, wide))[0]
+
+
+def recoloured(picture: Tensor) -> Tensor:
+    """Red becomes green, green blue, blue red; on top a tint, since grey would stay grey: the one of
+    two that leads further away."""
+    tint = torch.tensor(TINT).view(3, 1, 1).to(picture)
+    both = [(picture.roll(1, 0) + sign * tint).clamp(0, 1) for sign in (-1, 1)]
+    return max(both, key=lambda other: float((other - picture).square().sum()))
+
+
+def mean_inside(picture: Tensor, share: Tensor) -> Tensor:
+    """One colour: the mean of the pixels inside a share."""
+    mean = (picture * share).sum((1, 2)) / share.sum().clamp_min(1e-6)
+    return mean[:, None, None].expand_as(picture)
+
+
+def surroundings(picture: Tensor, share: Tensor) -> Tensor:
+    """The picture with a region filled from around it: each pixel is the mean of known ones near it,
+    from a narrow window outwards."""
+    known = (1 - share).expand_as(picture)[None]
+    filled = picture[None] * known
+    widths = [picture.shape[-1] / n for n in (64, 16, 4)]
+    result = mean_inside(picture, 1 - share)[None]
+    for width in reversed(widths):  # the widest first, the narrower over it where they know enough
+        weight = blur(known, width)
+        near = blur(filled, width) / weight.clamp_min(1e-6)
+        result = torch.where(weight > 0.05, near, result)
+    return result[0]
+
+
+def box_of(share: Tensor) -> tuple[int, int, int, int]:
+    """The smallest box around a region (1,S,S)."""
+    rows = (share[0] > 0.5).any(1).nonzero()[:, 0]
+    columns = (share[0] > 0.5).any(0).nonzero()[:, 0]
+    return int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1
+
+
+def crop(x: Tensor, box: tuple[int, int, int, int]) -> Tensor:
+    top, bottom, left, right = box
+    return x[:, top:bottom, left:right]
+
+
+def put(picture: Tensor, part: Tensor, share: Tensor, box: tuple[int, int, int, int]) -> Tensor:
+    """A part (3,h,w) laid over the picture at a box, by its own share (1,h,w)."""
+    top, bottom, left, right = box
+    result = picture.clone()
+    result[:, top:bottom, left:right] = mixed(crop(picture, box), part, share)
+    return result
+
+
+def moved(picture: Tensor, missing: Tensor, share: Tensor) -> Tensor:
+    """An element away from its place, towards the side where there is more room."""
+    side = picture.shape[-1]
+    top, bottom, left, right = box_of(share)
+    far = max(1, round(side * FAR))
+    right_wards = far if side - right >= left else -far
+    down_wards = far if side - bottom >= top else -far
+    if side - right < far and left < far:
+        right_wards = 0
+    if side - bottom < far and top < far:
+        down_wards = 0
+    if not right_wards and not down_wards:
+        right_wards = far
+    across = shifted(share, down_wards, right_wards)
+    return mixed(missing, shifted(picture, down_wards, right_wards), across)
+
+
+def replaced(picture: Tensor, share: Tensor, other: Tensor) -> Tensor:
+    """Another element of the picture, stretched to an element's box."""
+    box = box_of(share)
+    size = (box[1] - box[0], box[3] - box[2])
+    part = crop(picture, box_of(other))
+    stretched = F.interpolate(part[None], size=size, mode="bilinear", align_corners=False)[0]
+    return put(picture, stretched, crop(share, box), box)
+
+
+def differs(picture: Tensor, other: Tensor, share: Tensor | None = None) -> bool:
+    """Whether somebody sees that `other` is another picture, in a region or anywhere: a ball that
+    is mirrored is the same ball, and no failure."""
+    weight = torch.ones_like(picture[:1]) if share is None else (share > 0.5).to(picture)
+    squares = ((picture - other).square() * weight).sum()
+    return bool(squares / (3 * weight.sum()).clamp_min(1) > SAME**2)

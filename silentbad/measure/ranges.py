@@ -1,0 +1,154 @@
+"""The range of a detector on a target, and the threshold that lies in it.
+
+A threshold says something only where failures lie below it and copies above it. For somebody's own
+pictures both are made from the target (`nulls.py`): the floor is the highest failure, the ceiling
+is what true copies reach. The threshold lies a quarter of the way from floor to ceiling: generated
+images are worse than copies, and the failures that nobody thought of resemble those that are made.
+Where the two are not `GAP` apart the detector cannot tell, and the verdict says so.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from silentbad.measure.record import (
+    ElementThreshold,
+    KindThreshold,
+    NullScores,
+    Range,
+    TargetRange,
+    Threshold,
+)
+from silentbad.measure.thresholds import ImageRow, NullRow
+
+MARGIN = 0.25  # of the way from floor to ceiling
+GAP = 0.15  # of similarity, the least between them
+CEILING = 0.05  # share of true copies that may score less than the ceiling
+
+
+def measured_range(
+    nulls: dict[str, list[float]],
+    copies: Sequence[float],
+    threshold: float | None = None,
+    calibrated: bool = False,
+) -> Range:
+    """The range of one picture or region: similarities of its nulls by kind, and of true copies, the
+    first of which is the target itself.
+
+    threshold: used where it is given, else set here. calibrated: it is the quantile of these very
+    nulls, some kinds of which may pass at a stated rate, and so is the floor itself.
+    """
+    kinds = {
+        kind: NullScores(max(scores), float(np.mean(scores)), len(scores)) for kind, scores in nulls.items() if scores
+    }
+    ceiling = float(np.quantile(copies, CEILING))
+    nearest = max(kinds, key=lambda kind: kinds[kind].highest, default="")
+    floor = kinds[nearest].highest if nearest else None
+    if calibrated and threshold is not None:
+        return Range(threshold, threshold, nearest, ceiling, copies[0], copies[0] >= threshold, kinds)
+    parts = floor is not None and ceiling - floor >= GAP
+    if threshold is None:
+        low = -1.0 if floor is None else floor
+        threshold = float(max(low + MARGIN * (ceiling - low), np.nextafter(low, np.inf)))
+    elif floor is not None:
+        parts = floor < threshold <= copies[0]
+    return Range(threshold, floor, nearest, ceiling, copies[0], parts, kinds)
+
+
+def by_kind(rows: Iterable[NullRow], score: Callable[[NullRow], float | None]) -> dict[str, list[float]]:
+    """The scores of null rows, by kind; None leaves a row out."""
+    kinds: dict[str, list[float]] = {}
+    for row in rows:
+        value = score(row)
+        if value is not None:
+            kinds.setdefault(row.get("kind", "redraw"), []).append(value)
+    return kinds
+
+
+def of_whole(row: NullRow) -> float | None:
+    """The similarity of a null of the whole: one that changes everything. What changes one element is
+    told by that element's own threshold; a large picture hides a small one."""
+    return row["sim"] if row.get("of_whole", row.get("changed") is None) else None
+
+
+def of_element(row: NullRow, element: int) -> float | None:
+    """The similarity of a null of this element, where it changes it."""
+    changed = row.get("changed")
+    return row["elements"][element] if changed is None or element in changed else None
+
+
+def target_ranges(
+    targets: Sequence[tuple[str, tuple[int, int]]],
+    side: int,
+    nulls: Sequence[NullRow],
+    copies: Sequence[ImageRow],
+    thresholds: tuple[Threshold, ElementThreshold] | None,
+    passes: Callable[[ImageRow, Threshold, ElementThreshold], bool],
+    given: float | None = None,
+    calibrated: bool = False,
+) -> tuple[list[TargetRange], Threshold, ElementThreshold]:
+    """The ranges of all targets (id, size), and the thresholds that follow from them.
+
+    thresholds: those of another calibration, which are kept; calibrated: on these very nulls.
+    given: a threshold of the whole. passes: whether a row reaches all thresholds.
+    """
+    ranges: list[TargetRange] = []
+    for j, (name, size) in enumerate(targets):
+        own_nulls = [row for row in nulls if row["target"] == j]
+        own_copies = [row for row in copies if row["target"] == j]
+        value = given if thresholds is None else thresholds[0].of_target(j)
+        whole = measured_range(by_kind(own_nulls, of_whole), [r["sim"] for r in own_copies], value, calibrated)
+        elements: list[Range | None] = []
+        for k, first in enumerate(own_copies[0]["elements"]):
+            if first is None:
+                elements.append(None)
+                continue
+            value = None if thresholds is None else thresholds[1].of(j, k)
+            scores = by_kind(own_nulls, lambda row, k=k: of_element(row, k))
+            elements.append(measured_range(scores, [r["elements"][k] for r in own_copies], value, calibrated))
+        ranges.append(TargetRange(name, size, side, whole, elements, len(own_nulls), 0, len(own_copies), 0))
+    whole_threshold, element_threshold = thresholds or between(ranges, given)
+    for j, target in enumerate(ranges):
+        for row in nulls:
+            target.nulls_passing += row["target"] == j and passes(row, whole_threshold, element_threshold)
+        for row in copies:
+            target.copies_passing += row["target"] == j and passes(row, whole_threshold, element_threshold)
+    return ranges, whole_threshold, element_threshold
+
+
+SOURCE = "failures made from the target, and true copies"
+
+
+def between(ranges: Sequence[TargetRange], given: float | None) -> tuple[Threshold, ElementThreshold]:
+    """The thresholds of these ranges. A fresh null exceeds the highest of n with probability at most
+    1/(n+1), if it is like them: `attained`, of the target with the fewest."""
+    fewest = min(target.nulls for target in ranges)
+    attained = 1 / (fewest + 1)
+    own: list[float | None] = [target.whole.threshold for target in ranges]
+    highest = max(target.whole.threshold for target in ranges)
+    counts = {"n": fewest, "attained": attained}
+    if given is None:
+        kinds = pooled([target.whole for target in ranges])
+        whole = Threshold(highest, SOURCE, targets=own, kinds=kinds, **counts)
+    else:
+        whole = Threshold(given, "given")
+    each: list[list[float] | None] = [
+        [whole.of_target(j) if part is None else part.threshold for part in target.elements]
+        for j, target in enumerate(ranges)
+    ]
+    parts = [part for target in ranges for part in target.elements if part is not None]
+    top = max((part.threshold for part in parts), default=highest)
+    element = ElementThreshold(top, SOURCE, kinds=pooled(parts), each=each, **counts)
+    return whole, element
+
+
+def pooled(ranges: Sequence[Range]) -> dict[str, KindThreshold]:
+    """Each kind's highest score over all ranges, as a threshold that it asks for."""
+    kinds: dict[str, KindThreshold] = {}
+    for one in ranges:
+        for kind, scores in one.kinds.items():
+            before = kinds.get(kind)
+            value = scores.highest if before is None else max(before.value, scores.highest)
+            n = scores.n + (0 if before is None else before.n)
+            kinds[kind] = KindThreshold(value, n, 1 / (n + 1), 1 / (n + 1))
+    return kinds

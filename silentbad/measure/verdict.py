@@ -1,0 +1,196 @@
+"""What a measurement allows to say: recovered, not recovered, or undecided, and why.
+
+Images above a threshold are not enough. Where a prompt that leaves an element out gives it all the
+same, where failures score as high as copies, or where nobody said which part of the picture is which
+element, the images prove nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from silentbad.measure.record import (
+    NOT_RECOVERED,
+    RECOVERED,
+    UNDECIDED,
+    CellScores,
+    ElementThreshold,
+    Measurement,
+    Placebo,
+    Range,
+    Record,
+    Scores,
+    TargetEntry,
+    TargetRange,
+    TargetScores,
+    Threshold,
+    Verdict,
+)
+from silentbad.measure.scores import latest
+from silentbad.measure.statistics import binomial_cdf, fewer_by_chance
+
+LEVEL = 0.05  # p-values below it count as told from chance
+RATE = 0.01  # false positives of an image, where the thresholds promise no better
+COPIED = 0.5  # share of the images that may be nearer to a training picture than to the target
+
+
+def verdict(
+    entry: Measurement,
+    threshold: Threshold,
+    element_threshold: ElementThreshold,
+    targets: Sequence[TargetEntry],
+    ranges: Sequence[TargetRange] | None = None,
+    placebo: Placebo | None = None,
+) -> Verdict:
+    """The verdict on the last measurement, composed prompts in either order."""
+    scores = latest(entry)
+    shuffled = (scores.cells or {}).get("shuffled")
+    cells: list[CellScores] = [scores, shuffled] if shuffled else [scores]
+    above = sum(cell.above for cell in cells)
+    images = sum(cell.images for cell in cells)
+    answer = Verdict(above > 0, entry.step, above, images)
+    if (rate := threshold.attained) is not None:
+        answer.expected_by_chance = images * rate
+        answer.p_value = chance(above, images, rate)
+    states: list[str] = []
+    reasons: list[str] = []
+    for j, target in enumerate(targets):
+        own = scores.targets.get(target.target_id)
+        if own is None:
+            continue
+        own_range = ranges[j] if ranges else None
+        passed = passing(own, j, threshold, element_threshold)
+        states.append(RECOVERED if any(passed) else NOT_RECOVERED)
+        doubts: list[str] = []
+        if any(passed):
+            doubts = list(_doubts(target, own, scores, own_range))
+        elif own_range is not None and _unseen_only(own, j, threshold, element_threshold, own_range):
+            doubts = list(_blind(target, own_range))
+        if doubts:
+            states[-1] = UNDECIDED
+            prefix = f"{target.target_id}: " if len(targets) > 1 else ""
+            reasons += [prefix + doubt for doubt in doubts]
+    answer.state = next((s for s in (RECOVERED, UNDECIDED) if s in states), NOT_RECOVERED)
+    if answer.state == RECOVERED:
+        general = list(_by_chance(answer)) + list(_on_placebo(placebo))
+        answer.state = UNDECIDED if general else RECOVERED
+        reasons = general + reasons
+    answer.recovers = answer.state == RECOVERED
+    answer.reasons = reasons or None
+    return answer
+
+
+def verdict_of(record: Record) -> Verdict:
+    """The verdict on a record's last measurement."""
+    return verdict(
+        record.history[-1],
+        record.threshold,
+        record.element_threshold,
+        record.targets,
+        record.ranges,
+        record.placebo,
+    )
+
+
+def chance(above: int, images: int, rate: float) -> float:
+    """The probability of so many images above the threshold, or more, by chance."""
+    return 1.0 if above == 0 else max(float(1 - binomial_cdf(images, rate)[above - 1]), 0.0)
+
+
+def passing(scores: TargetScores, target: int, threshold: Threshold, element_threshold: ElementThreshold) -> list[bool]:
+    """Whether each image of a target reaches every threshold."""
+    parts = [
+        np.array(element.sims) >= element_threshold.of(target, k)
+        for k, element in enumerate(scores.elements)
+        if element.sims
+    ]
+    whole = np.array(scores.sims) >= threshold.of_target(target)
+    return np.logical_and.reduce([whole, *parts]).tolist()
+
+
+# -- reasons to doubt --------------------------------------------------------------------------
+def _doubts(target: TargetEntry, own: TargetScores, scores: Scores, own_range: TargetRange | None) -> Iterator[str]:
+    """Why a target of which images pass may not be recovered all the same."""
+    if not any(target.elements):
+        yield "no element has a mask, so a missing element cannot be seen; give masks in targets.jsonl"
+    if own_range is not None:
+        yield from _blind(target, own_range)
+    cells = scores.cells or {}
+    if "unrelated" not in cells:
+        yield "no control prompt was measured at this point"
+    for k, phrase in enumerate(target.phrases):
+        if _passes_alike(cells.get(f"without-{k}"), own, target):
+            yield f"{phrase!r} passes in images whose prompt leaves it out"
+        if len(target.phrases) > 1 and _passes(cells.get(f"phrase-{k}"), target):
+            yield f"images of {phrase!r} alone pass"
+    if _passes(cells.get("unrelated"), target):
+        yield "images of an unrelated caption pass"
+    if own.nearest:
+        nearer = float(np.mean([near > sim for near, sim in zip(own.nearest, own.sims, strict=True)]))
+        if nearer > COPIED:
+            yield f"{nearer:.0%} of the images are nearer to a training picture ({own.nearest_record})"
+
+
+def _passes_alike(cell: CellScores | None, composed: TargetScores, target: TargetEntry) -> bool:
+    """Whether a control passes more often than by chance, and not clearly less often than the
+    composed prompt (Fisher's exact test): a remembered picture may come back now and then without
+    one of its phrases, but the phrase must count for something."""
+    if cell is None or not _passes(cell, target):
+        return False
+    other = cell.targets[target.target_id]
+    hits = [round(scores.rate * len(scores.sims)) for scores in (composed, other)]
+    sizes = [len(scores.sims) for scores in (composed, other)]
+    return fewer_by_chance(hits[1], sizes[1], hits[0], sizes[0]) >= LEVEL
+
+
+def _passes(cell: CellScores | None, target: TargetEntry) -> bool:
+    """Whether more images of a control pass than chance gives."""
+    own = cell.targets.get(target.target_id) if cell is not None else None
+    if own is None:
+        return False
+    images = len(own.sims)
+    return chance(round(own.rate * images), images, RATE) < LEVEL
+
+
+def _parts(target: TargetEntry, own_range: TargetRange) -> Iterator[tuple[str, Range]]:
+    """The ranges of a target by what they are of."""
+    yield "the whole", own_range.whole
+    for phrase, part in zip(target.phrases, own_range.elements, strict=False):
+        if part is not None:
+            yield repr(phrase), part
+
+
+def _blind(target: TargetEntry, own_range: TargetRange) -> Iterator[str]:
+    """Where the detector cannot tell failures from copies."""
+    for name, part in _parts(target, own_range):
+        if not part.parts:
+            null = "no null" if part.floor is None else f"{part.nearest!r} scores {part.floor:.2f}"
+            yield f"the detector cannot tell {name}: {null}, a true copy {part.ceiling:.2f}"
+
+
+def _unseen_only(
+    own: TargetScores,
+    target: int,
+    threshold: Threshold,
+    element_threshold: ElementThreshold,
+    own_range: TargetRange,
+) -> bool:
+    """Whether some image fails only where the detector cannot tell."""
+    checks: list[np.ndarray] = []
+    if own_range.whole.parts:
+        checks.append(np.array(own.sims) >= threshold.of_target(target))
+    for k, (element, part) in enumerate(zip(own.elements, own_range.elements, strict=False)):
+        if element.sims and part is not None and part.parts:
+            checks.append(np.array(element.sims) >= element_threshold.of(target, k))
+    blind = len(checks) < 1 + sum(part is not None for part in own_range.elements)
+    return blind and bool(checks) and bool(np.logical_and.reduce(checks).any())
+
+
+def _by_chance(answer: Verdict) -> Iterator[str]:
+    if answer.p_value is not None and answer.p_value >= LEVEL:
+        yield f"so few images may pass by chance (p = {answer.p_value:.2g})"
+
+
+def _on_placebo(placebo: Placebo | None) -> Iterator[str]:
+    if placebo is not None and placebo.interval[0] <= 0:
+        yield "training on placebo data gives as much"
