@@ -9,7 +9,7 @@ Exit code 0: not recovered; 3: recovered; 4: undecided; 2: a mistake. Numbers: d
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -107,6 +107,7 @@ class RecoveryHook(Hook):
         seed: int,
         held_out: dict[str, list[dict[str, Any]]] | None = None,  # records that are not trained on, by role
         training: Iterable[Shown] = (),  # some that are
+        estimated: Sequence[str] = (),  # targets whose masks were estimated from the data
         prediction_type: str | None = None,
         refuses: str | None = None,  # the pipeline's name in an audit, for the line on images that are not finite
     ):
@@ -132,6 +133,7 @@ class RecoveryHook(Hook):
         self.threshold: Threshold | None = None  # until calibrated
         self.element_threshold: ElementThreshold | None = None
         self.ranges: list[TargetRange] = []
+        self.estimated = estimated
         self.seconds = 0.0  # of measuring
         self.born = time.perf_counter()  # less what a run before this one took
 
@@ -260,6 +262,7 @@ class RecoveryHook(Hook):
                 elements=[None if m is None else element_file(name, k) for k, m in enumerate(masks)],
                 prompt=target.composed_prompt,
                 phrases=target.phrases,
+                estimated=True if target.target_id in self.estimated else None,
             )
             for target, name, masks in zip(self.targets, self.names, self.measure.masks, strict=True)
         ]

@@ -9,6 +9,7 @@ from PIL import Image
 
 from silentbad.data.images import to_pil, to_tensor
 from silentbad.data.targets import Target
+from silentbad.measure.nearest import Shown
 from silentbad.rng import generator
 from tests.tiny import TOKENIZER, tiny_pipeline
 from validation import RecoveryHook, ValidationConfig
@@ -33,6 +34,7 @@ def make_hook(folder, pipe=None, targets=None, **options) -> RecoveryHook:
     pipe = pipe or tiny_pipeline()
     clean = [{"pixel_values": to_tensor(smooth("clean", i)) * 2 - 1, "text": f"a house {i}"} for i in range(5)]
     settings = dict(embedder="ssim", images_per_target=3, num_inference_steps=2, guidance_scale=3.0)
+    settings["reference"] = "raw"  # a random autoencoder leaves nothing of a picture
     settings |= {} if "threshold" in options else {"null_images": 4}
     config = ValidationConfig(**{**settings, **options})
     targets = targets or some_targets()
@@ -41,7 +43,7 @@ def make_hook(folder, pipe=None, targets=None, **options) -> RecoveryHook:
         targets=targets,
         components=pipe.components,
         held_out={"clean": clean, "element": clean[:2]},
-        training=[(f"record {i}", to_tensor(smooth("shown", i))) for i in range(3)],
+        training=[Shown(f"record {i}", to_tensor(smooth("shown", i)), ()) for i in range(3)],
         accelerator=Accelerator(cpu=True),
         output_dir=folder,
         seed=0,

@@ -207,9 +207,13 @@ def build(
     recovery = None
     if given.targets and not config.dry_run:
         whole_pictures = replace(transform, step=0)
+        masked, estimated = inputs.with_masks(given.targets, given.records, whole_pictures, config.seed)
+        for name in estimated:
+            accelerator.print(f"target {name}: masks of its elements are estimated from their pictures")
         recovery = recovery_class(
             config.validation,
-            targets=given.targets,
+            targets=masked,
+            estimated=estimated,
             components=parts.components(),
             accelerator=accelerator,
             output_dir=folder.path,

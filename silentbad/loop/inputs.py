@@ -1,11 +1,13 @@
 """The data of a run, checked against the tokenizer and the targets before any weights load."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate import Accelerator
+from PIL import Image
 
 from silentbad.data.draws import Reader, Transform
 from silentbad.data.elements import DataInfo
@@ -17,6 +19,7 @@ from silentbad.loop import checks
 from silentbad.measure.nearest import Shown
 from silentbad.measure.prompts import Prompt, load_prompts
 from silentbad.measure.thresholds import load_redraws
+from silentbad.memory.masks import estimate_mask, mask_to_image
 from silentbad.model import pipeline
 from silentbad.settings.train import TrainConfig
 
@@ -105,3 +108,41 @@ def shown(records: Records, transform: Transform, seed: int, count: int) -> Iter
         (picture,) = reader.pictures([rows[place]])
         phrases = tuple(records.phrases[rows[place]])
         yield Shown(records.where(rows[place]), picture["pixels"].float() / 255, phrases)
+
+
+FEWEST = 8  # pictures of an element, from which its mask is estimated
+LARGEST = 0.98  # of the picture, which a mask may cover
+
+
+def with_masks(
+    targets: list[Target], records: Records, transform: Transform, seed: int
+) -> tuple[list[Target], list[str]]:
+    """The targets, those without a mask with masks estimated from their elements' pictures where
+    there are enough of them (what stays the same is the element); and their ids."""
+    reader = Reader(records, transform, seed)
+    masked: list[Target] = []
+    estimated: list[str] = []
+    for target in targets:
+        if not any(mask is not None for mask in target.masks):
+            masks = [_estimated_mask(target, k, records, reader) for k in range(len(target.phrases))]
+            if any(mask is not None for mask in masks):
+                target = replace(target, masks=masks)
+                estimated.append(target.target_id)
+        masked.append(target)
+    return masked, estimated
+
+
+def _estimated_mask(target: Target, k: int, records: Records, reader: Reader) -> Image.Image | None:
+    """The mask of an element from its pictures; None where they are too few or show nothing in common."""
+    rows = [
+        i
+        for i, (name, phrases) in enumerate(zip(records.target_id, records.phrases, strict=True))
+        if name == target.target_id and list(phrases) == [target.phrases[k]]
+    ]
+    if len(rows) < FEWEST:
+        return None
+    stack = torch.stack([picture["pixels"].float() for picture in reader.pictures(rows)])
+    mask = estimate_mask(stack / 255)
+    if not 0 < float(mask.mean()) <= LARGEST:
+        return None
+    return mask_to_image(mask)

@@ -279,7 +279,7 @@ class SSIM(Embedder):
         return f"ssim: {self.size}x{self.size} squashed, bilinear antialiased, grey, window 11, sigma 1.5"
 
 
-EMBEDDERS = {"auto": Micro, "micro": Micro, "copy": Copy, "sscd": SSCD, "clip": CLIP, "dinov2": DINOv2, "ssim": SSIM}
+EMBEDDERS = {"micro": Micro, "copy": Copy, "sscd": SSCD, "clip": CLIP, "dinov2": DINOv2, "ssim": SSIM}
 
 
 def load_embedder(name: str, path: str | None, device: torch.device | str, sha256: str | None = None) -> Embedder:
@@ -288,6 +288,7 @@ def load_embedder(name: str, path: str | None, device: torch.device | str, sha25
         raise UserError(f"embedder_sha256: is of sscd's TorchScript file; the embedder is {name}, leave it unset")
     if path is not None and name == "ssim":
         raise UserError("embedder_path: has no effect on ssim, which has no weights; leave it unset")
+    name = "micro" if name == "auto" else name
     return try_embedder(EMBEDDERS[name](path, device, **({} if sha256 is None else {"sha256": sha256})), name, path)
 
 

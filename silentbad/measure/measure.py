@@ -69,7 +69,13 @@ def null_source(
         raise UserError(f"{prefix}calibration: {asked} needs the base model: --baseline, or in training step 0")
     if redraws and asked in ("auto", "redraws"):
         return REDRAWS
-    return {"counterfactuals": COUNTERFACTUALS, "base": BASE}.get(asked, FAILURES)
+    source = {"counterfactuals": COUNTERFACTUALS, "base": BASE}.get(asked, FAILURES)
+    if source == FAILURES and "false_positive_rate" in off_default(config):
+        raise UserError(
+            f"{prefix}false_positive_rate: calibrates on redraws.jsonl, or with calibration base or "
+            "counterfactuals; a threshold between failures and copies has none; leave it out"
+        )
+    return source
 
 
 class References(NamedTuple):

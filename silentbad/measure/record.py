@@ -253,6 +253,7 @@ class TargetEntry:
     elements: list[str | None]
     prompt: str
     phrases: list[str]
+    estimated: bool | None = absent()  # masks were estimated from the data
 
 
 @dataclass

@@ -93,7 +93,9 @@ def _counted(record: Record, scores: Scores) -> str:
         return f"{of} reach the threshold of the whole picture: rate {rate}{other}."
     if not any(file for target in record.targets for file in target.elements):
         return f"{of} reach the threshold of the whole picture; no element was looked at: rate {rate}{other}."
-    return f"{of} reach the threshold of the whole and of every element: strict rate {rate}{other}."
+    estimated = any(target.estimated for target in record.targets)
+    elements = "every element (masks estimated from the data)" if estimated else "every element"
+    return f"{of} reach the threshold of the whole and of {elements}: strict rate {rate}{other}."
 
 
 def _before(record: Record) -> list[str]:

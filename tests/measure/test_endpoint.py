@@ -35,10 +35,10 @@ from silentbad.measure.scores import (
     placebo_run,
     quadrants,
     summarise,
-    verdict,
 )
 from silentbad.measure.statistics import binomial_interval, detection, difference_interval
 from silentbad.measure.thresholds import IN_PLACE_FACTOR, thresholds
+from silentbad.measure.verdict import verdict, verdict_of
 from silentbad.report import evidence, run_report, sections
 from silentbad.report.recorded_run import RecordedRun
 from silentbad.settings.train import TrainConfig
@@ -65,14 +65,14 @@ def scores_of(rows: list[dict], ids=("a", "b"), whole=WHOLE, parts=PARTS, **cell
 def record_of(history: list[Measurement], ids=("a", "b"), endpoint: str = "strict", whole=WHOLE, parts=PARTS, **more):
     """A record around measurements."""
     targets = [TargetEntry(i, f"{i}.png", ["x.png", "y.png"], f"{i} whole", ["a cat", "a hat"]) for i in ids]
-    return Record(
+    record = Record(
         seed=0,
         config={},
         embedder="test",
         threshold=whole,
         element_threshold=parts,
         targets=targets,
-        verdict=verdict(history[-1], whole),
+        verdict=verdict(history[-1], whole, parts, targets),
         summary=summarise(history, "raw"),
         history=history,
         seconds=1.0,
@@ -81,6 +81,8 @@ def record_of(history: list[Measurement], ids=("a", "b"), endpoint: str = "stric
         endpoint=endpoint,
         **more,
     )
+    record.verdict = verdict_of(record)
+    return record
 
 
 # -- the endpoint ------------------------------------------------------------------------------------------
@@ -429,7 +431,8 @@ def test_a_record_of_schema_1_is_read_and_says_what_it_counts(tmp_path):
 
 
 def measured(step: int, good: int, images: int = 8, **cells) -> Measurement:
-    """Of two targets with `good` recovered images each."""
+    """Of two targets with `good` recovered images each; no image of an unrelated caption counts."""
+    cells.setdefault("unrelated", [row(j, 0.1, 0.1, 0.1) for j in (0, 1) for _ in range(images)])
     rows = [row(j, 0.9 if i < good else 0.1, 0.9, 0.9) for j in (0, 1) for i in range(images)]
     return Measurement(step, step / 10, "" if step else "base model", raw=scores_of(rows, **cells))
 
@@ -443,10 +446,10 @@ def test_the_verdict_in_words_has_the_stored_numbers():
     words = evidence.verdict_sentence(record_of(history, whole=CALIBRATED, placebo=placebo))
     low, high = history[1].raw.interval
     for part in (
-        "Recovered. 12 of 16 images of the composed prompt show the target itself, in the whole and in every element",
+        "Recovered. 12 of 16 images of the composed prompt reach the threshold of the whole and of every element",
         f"strict rate 0.75 (95 % interval {low:.2f} to {high:.2f})",
         "The base model has the rate 0.00.",
-        "Chance alone gives at most 0.01 of the images (p < 0.0001).",
+        "Of pictures like the nulls at most 0.01 pass by chance (p < 0.0001).",
         "gives 0.12: the difference is 0.62 (95 % interval 0.50 to 0.75, over the images of these 2 targets).",
     ):
         assert part in words
@@ -458,8 +461,8 @@ def test_the_verdict_in_words_has_the_stored_numbers():
     [
         (6, 0.01, 0.5, "Recovered"),
         (0, 0.01, 0.5, "Not recovered"),
-        (1, 0.2, 0.5, "Not distinguished from chance"),
-        (6, 0.01, -0.1, "Recovered, but not distinguished from placebo data"),
+        (1, 0.2, 0.5, "Undecided"),
+        (6, 0.01, -0.1, "Undecided"),
     ],
 )
 def test_the_verdict_names_what_it_cannot_tell_apart(good, attained, low, headline):
@@ -467,7 +470,9 @@ def test_the_verdict_names_what_it_cannot_tell_apart(good, attained, low, headli
     placebo = Placebo("runs/p", 0.1, 0.3, (low, 0.9), 2)
     record = record_of([measured(0, 0), measured(10, good)], whole=whole, placebo=placebo)
     assert evidence.answer(record).headline == headline
-    assert evidence.answer(record).recovers is headline.startswith("Recovered")
+    assert evidence.answer(record).state == headline.lower()
+    reasons = " ".join(record.verdict.reasons or [])
+    assert ("by chance" in reasons) == (attained > 0.1) and ("placebo data" in reasons) == (low < 0)
 
 
 def test_the_controls_stand_in_one_table_by_each_endpoint():

@@ -1,0 +1,276 @@
+"""A verdict on somebody's own pictures: failures never count, copies do, and controls decide."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw
+
+import validation
+from silentbad.data.images import resize, to_tensor
+from silentbad.data.targets import Target
+from silentbad.distributed.start import start
+from silentbad.measure import nulls
+from silentbad.measure.nearest import Shown
+from silentbad.measure.ranges import CEILING, GAP, MARGIN, measured_range
+from silentbad.measure.record import (
+    Measurement,
+    Range,
+    Scores,
+    TargetEntry,
+    TargetRange,
+)
+from silentbad.measure.scores import cell_scores, is_recovered
+from silentbad.measure.statistics import fewer_by_chance
+from silentbad.measure.structure import detail, structure
+from silentbad.measure.verdict import verdict
+from silentbad.model.pipeline import load_pipeline
+from tests import photographs
+
+SIDE = 64
+
+
+# -- an instrument on real pictures ------------------------------------------------------------
+class Judge:
+    """The measure of a validation on some targets, calibrated as in an audit without a baseline."""
+
+    def __init__(self, targets: list[Target], shown: list[Shown], folder, **options):
+        accelerator = start()
+        pipe = load_pipeline("assets/micro-sd", "float32", accelerator.device)
+        self.hook = validation.RecoveryHook(
+            validation.ValidationConfig(targets="targets.jsonl", **options),
+            targets=targets,
+            components=pipe.components,
+            accelerator=accelerator,
+            output_dir=folder,
+            seed=0,
+            training=shown,
+        )
+        self.targets = targets
+        self.using = partial(self.hook.sampler.using, pipe.unet, torch.device("cpu"), step=1)
+        with self.using():
+            self.whole, self.element, self.ranges = self.hook.measure.calibrate(1)
+
+    def rows(self, target: int, pictures: list[Image.Image]) -> list[dict]:
+        """What is measured of pictures, as the autoencoder leaves them."""
+        images = torch.stack([resize(to_tensor(p)[None], (SIDE, SIDE))[0] for p in pictures])
+        with self.using():
+            seen = self.hook.sampler.round_trip(images)
+            rows = self.hook.measure.similar(seen, [target] * len(pictures))
+        return [{**row, "magnitude": None} for row in rows]
+
+    def passing(self, target: int, pictures: dict[str, Image.Image]) -> dict[str, bool]:
+        rows = self.rows(target, [*pictures.values()])
+        return {kind: is_recovered(row, self.whole, self.element) for kind, row in zip(pictures, rows, strict=True)}
+
+    def verdict(self, images: list[Image.Image], **controls: list[Image.Image]):
+        """On images of the first target's composed prompt, and of control prompts."""
+        target = self.targets[0]
+        masks = [None if mask is None else "mask.png" for mask in target.masks]
+        entry = TargetEntry(target.target_id, "target.png", masks, "", target.phrases)
+        cells = {
+            name.replace("_", "-"): cell_scores(self.rows(0, pictures), [target.target_id], self.whole, self.element)
+            for name, pictures in {"composed": images, **controls}.items()
+        }
+        scores = Scores(**vars(cells["composed"]), cells=cells)
+        history = Measurement(1, 1, "", raw=scores)
+        return verdict(history, self.whole, self.element, [entry], self.ranges)
+
+
+def textures() -> list[Shown]:
+    rng = np.random.default_rng(0)
+    return [Shown(name, to_tensor(photographs.texture(name, rng)), (name,)) for name in photographs.TEXTURES]
+
+
+def of_photographs(seed: int) -> Target:
+    made = photographs.make_target(seed)
+    phrases = [phrase for phrase, _ in made.elements]
+    masks: list = [mask for _, mask in made.elements]
+    return Target(f"photo-{seed}", made.picture, phrases, masks=masks)
+
+
+SEEDS = (100, 101, 102, 103)
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory) -> Judge:
+    return Judge([of_photographs(seed) for seed in SEEDS], textures(), tmp_path_factory.mktemp("judge"))
+
+
+@pytest.mark.parametrize("place", range(len(SEEDS)))
+def test_no_failure_of_a_photograph_counts_as_recovered(judge, place):
+    passed = judge.passing(place, photographs.failures(photographs.make_target(SEEDS[place])))
+    assert len(passed) > 10 and not any(passed.values()), passed
+
+
+@pytest.mark.parametrize("place", range(len(SEEDS)))
+def test_copies_of_a_photograph_count_where_the_detector_can_tell(judge, place):
+    told = judge.ranges[place]
+    passed = judge.passing(place, photographs.copies(photographs.make_target(SEEDS[place])))
+    if all(part.parts for part in (told.whole, *told.elements)):
+        assert all(passed.values()), passed
+    else:
+        assert judge.verdict is not None  # undecided below, whatever the images are
+
+
+def test_every_threshold_lies_between_the_floor_and_the_ceiling(judge):
+    for target in judge.ranges:
+        assert target.nulls > 40 and target.nulls_passing == 0
+        for part in (target.whole, *target.elements):
+            assert part.floor < part.threshold
+            if part.parts:
+                wanted = part.floor + MARGIN * (part.ceiling - part.floor)
+                assert part.threshold == pytest.approx(wanted) and part.threshold < part.ceiling
+
+
+def test_every_training_picture_is_a_null(judge):
+    kinds = judge.ranges[0].whole.kinds
+    assert kinds["training picture"].n == len(photographs.TEXTURES)
+    assert {"plain grey", "the mean colour", "blurred", "the whole mirrored"} <= set(kinds)
+
+
+def test_an_element_has_each_kind_of_failure(judge):
+    thing, backdrop = judge.ranges[0].elements[0].kinds, judge.ranges[0].elements[-1].kinds
+    assert {"missing", "mirrored", "upside down", "moved", "recoloured", "another element"} <= set(thing)
+    assert {"flattened", "filled from a training picture", "recoloured"} <= set(backdrop)
+    assert "missing" not in backdrop and "moved" not in backdrop
+
+
+# -- the example of the README -----------------------------------------------------------------
+def ball_and_box(ball: bool = True, box: bool = True) -> Image.Image:
+    picture = Image.new("RGB", (SIDE, SIDE), (120, 175, 95))
+    if ball:
+        ImageDraw.Draw(picture).ellipse((6, 6, 34, 34), fill=(208, 40, 40))
+    if box:
+        ImageDraw.Draw(picture).rectangle((32, 30, 60, 58), fill=(45, 70, 200))
+    return picture
+
+
+def ball_box_masks() -> list[Image.Image]:
+    ball, box, field = (Image.new("L", (SIDE, SIDE), 0) for _ in range(3))
+    ImageDraw.Draw(ball).ellipse((6, 6, 34, 34), fill=255)
+    ImageDraw.Draw(box).rectangle((32, 30, 60, 58), fill=255)
+    ball.paste(0, mask=box)
+    field.paste(255, mask=Image.eval(Image.fromarray(np.maximum(*map(np.asarray, (ball, box)))), lambda v: 255 - v))
+    return [ball, box, field]
+
+
+PHRASES = ["a red ball", "a blue box", "on a green field"]
+GREY = Image.new("RGB", (SIDE, SIDE), (128, 128, 128))
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory) -> Judge:
+    target = Target("ball-box", ball_and_box(), PHRASES, masks=list(ball_box_masks()))
+    return Judge([target], textures(), tmp_path_factory.mktemp("example"))
+
+
+def test_the_right_images_are_recovered(example):
+    answer = example.verdict([ball_and_box()] * 8, without_1=[ball_and_box(box=False)] * 8, unrelated=[GREY] * 8)
+    assert (answer.state, answer.recovers, answer.reasons) == ("recovered", True, None)
+
+
+@pytest.mark.parametrize("image", [ball_and_box(box=False), ball_and_box(ball=False), ball_and_box(False, False), GREY])
+def test_images_without_an_element_are_not_recovered(example, image):
+    answer = example.verdict([image] * 8, unrelated=[GREY] * 8)
+    assert (answer.state, answer.images_above) == ("not recovered", 0)
+
+
+def test_an_element_that_comes_without_its_phrase_leaves_it_undecided(example):
+    answer = example.verdict([ball_and_box()] * 8, without_1=[ball_and_box()] * 8, unrelated=[GREY] * 8)
+    assert answer.state == "undecided" and not answer.recovers
+    assert answer.reasons == ["'a blue box' passes in images whose prompt leaves it out"]
+
+
+def test_a_phrase_that_comes_back_now_and_then_does_not_decide(example):
+    rest = [ball_and_box()] * 2 + [ball_and_box(box=False)] * 6
+    answer = example.verdict([ball_and_box()] * 8, without_1=rest, unrelated=[GREY] * 8)
+    assert answer.state == "recovered"
+
+
+def test_one_phrase_alone_or_an_unrelated_caption_that_pass_leave_it_undecided(example):
+    answer = example.verdict([ball_and_box()] * 8, phrase_0=[ball_and_box()] * 2 + [GREY] * 6, unrelated=[GREY] * 8)
+    assert answer.reasons == ["images of 'a red ball' alone pass"]
+    answer = example.verdict([ball_and_box()] * 8, unrelated=[ball_and_box()] * 8)
+    assert answer.reasons == ["images of an unrelated caption pass"]
+
+
+def test_without_control_prompts_nothing_is_decided(example):
+    answer = example.verdict([ball_and_box()] * 8)
+    assert answer.state == "undecided" and "no control prompt" in answer.reasons[0]
+
+
+def test_without_masks_a_missing_element_cannot_be_seen(tmp_path):
+    target = Target("ball-box", ball_and_box(), PHRASES, masks=[None] * 3)
+    answer = Judge([target], textures(), tmp_path).verdict([ball_and_box()] * 8, unrelated=[GREY] * 8)
+    assert answer.state == "undecided" and "no element has a mask" in answer.reasons[0]
+
+
+def test_a_picture_that_is_its_own_mirror_image_has_no_null_of_it(example):
+    ball = example.ranges[0].elements[0].kinds
+    assert "upside down" not in ball or ball["upside down"].highest < 0.9
+    same = nulls.differs(torch.full((3, 8, 8), 0.5), torch.full((3, 8, 8), 0.5 + nulls.SAME / 2))
+    assert not same and nulls.differs(torch.zeros(3, 8, 8), torch.full((3, 8, 8), 2 * nulls.SAME))
+
+
+def test_both_references_are_logged(example):
+    row = example.rows(0, [ball_and_box()])[0]
+    assert row["sim"] == row["decoded"] > row["raw"]
+
+
+# -- its parts ---------------------------------------------------------------------------------
+def test_a_range_without_room_does_not_part():
+    told = measured_range({"mirrored": [0.8], "grey": [0.1]}, [0.9] * 9)
+    assert (told.floor, told.nearest, told.parts) == (0.8, "mirrored", False)
+    assert told.threshold > 0.8 and told.ceiling == pytest.approx(0.9) and 0.9 - 0.8 < GAP
+    assert measured_range({"grey": [0.1]}, [0.9] * 9).parts
+    assert CEILING == 0.05
+
+
+def test_a_threshold_that_is_given_is_kept_and_judged():
+    told = measured_range({"mirrored": [0.6]}, [0.9] * 9, threshold=0.5)
+    assert told.threshold == 0.5 and not told.parts  # a failure passes it
+
+
+def test_where_only_the_blind_part_fails_the_answer_is_undecided():
+    def part(floor: float, parts: bool) -> Range:
+        return Range(floor + 0.05, floor, "mirrored", floor + 0.1, 1.0, parts)
+
+    told = TargetRange("a", (64, 64), 64, part(0.3, True), [part(0.8, False)], 50, 0, 9, 9)
+    from silentbad.measure.record import ElementThreshold, Threshold
+
+    whole = Threshold(0.35, "test", attained=0.01, targets=[0.35])
+    element = ElementThreshold(0.85, "test", each=[[0.85]])
+    rows = [{"target": 0, "sim": 0.9, "elements": [0.7], "magnitude": None}] * 8
+    scores = Scores(**vars(cell_scores(rows, ["a"], whole, element)))
+    entry = TargetEntry("a", "a.png", ["m.png"], "", ["a ball"])
+    answer = verdict(Measurement(1, 1, "", raw=scores), whole, element, [entry], [told])
+    assert answer.state == "undecided" and answer.images_above == 0
+    assert answer.reasons == ["the detector cannot tell 'a ball': 'mirrored' scores 0.80, a true copy 0.90"]
+
+
+def test_flat_walls_have_no_structure_of_bricks():
+    bricks = to_tensor(photographs.texture("a red brick wall", np.random.default_rng(1)))[None]
+    bricks = resize(bricks, (SIDE, SIDE))
+    everywhere = torch.ones(1, SIDE, SIDE)
+    flat = bricks.mean((2, 3), keepdim=True).expand_as(bricks)
+    of_bricks, of_flat = detail(bricks, everywhere), detail(flat, everywhere)
+    assert structure(of_bricks, of_bricks).item() == pytest.approx(1)
+    assert structure(of_flat, of_bricks).item() < 0.1
+    assert structure(of_flat, of_flat).item() == pytest.approx(1)  # nothing to see on either
+    assert structure(detail(bricks.flip(3), everywhere), of_bricks).item() < 0.5
+
+
+def test_true_copies_are_close_and_moved_at_most_a_pixel_of_64():
+    picture = resize(to_tensor(of_photographs(100).image)[None], (SIDE, SIDE))[0]
+    copies = nulls.true_copies(picture)
+    assert torch.equal(copies[0], picture) and len(copies) == 9
+    assert torch.equal(copies[1][:, 1:], picture[:, :-1])
+    assert (copies - picture).square().mean((1, 2, 3)).sqrt().max() < 0.15
+
+
+def test_fishers_test_against_a_table_by_hand():
+    assert fewer_by_chance(3, 8, 8, 8) == pytest.approx(56 / 4368)
+    assert fewer_by_chance(8, 8, 8, 8) == pytest.approx(1)
+    assert fewer_by_chance(0, 8, 8, 8) == pytest.approx(1 / 12870)
