@@ -56,7 +56,7 @@ def test_a_log_has_lines_in_growing_intervals_and_the_last_state(log, clock):
     assert lines[0] == "Steps: 5 of 200, 00:05 so far, 03:15 to go, 1.00step/s, loss=0.5"
 
 
-def test_what_is_done_before_the_first_line_is_due_leaves_a_log_alone(log, clock):
+def test_what_is_done_before_a_line_is_due_leaves_no_line(log, clock):
     assert list(Bar(range(3), desc="targets", file=log)) == [0, 1, 2]
     assert log.getvalue() == ""
 
@@ -74,7 +74,7 @@ def test_a_terminal_has_a_bar(screen):
 
 
 @pytest.mark.parametrize("stream", ["log", "screen"])
-def test_a_pause_counts_neither_for_the_rate_nor_for_the_forecast(stream, request, clock):
+def test_a_pause_counts_neither_for_rate_nor_forecast(stream, request, clock):
     stream = request.getfixturevalue(stream)
     bar = Bar(total=100, desc="Steps", file=stream, unit="step")
     with bar.paused("measuring the base model"):

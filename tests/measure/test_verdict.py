@@ -105,7 +105,7 @@ def test_no_failure_of_a_photograph_counts_as_recovered(judge, place):
 
 
 @pytest.mark.parametrize("place", range(len(SEEDS)))
-def test_copies_of_a_photograph_count_where_the_detector_can_tell(judge, place):
+def test_copies_of_a_photograph_count_where_it_can_be_told(judge, place):
     told = judge.ranges[place]
     passed = judge.passing(place, photographs.copies(photographs.make_target(SEEDS[place])))
     if all(part.parts for part in (told.whole, *told.elements)):
@@ -177,7 +177,7 @@ def test_images_without_an_element_are_not_recovered(example, image):
     assert (answer.state, answer.images_above) == ("not recovered", 0)
 
 
-def test_an_element_that_comes_without_its_phrase_leaves_it_undecided(example):
+def test_an_element_without_its_phrase_is_undecided(example):
     answer = example.verdict([ball_and_box()] * 8, without_1=[ball_and_box()] * 8, unrelated=[GREY] * 8)
     assert answer.state == "undecided" and not answer.recovers
     assert answer.reasons == ["'a blue box' passes in images whose prompt leaves it out"]
@@ -189,7 +189,7 @@ def test_a_phrase_that_comes_back_now_and_then_does_not_decide(example):
     assert answer.state == "recovered"
 
 
-def test_one_phrase_alone_or_an_unrelated_caption_that_pass_leave_it_undecided(example):
+def test_one_phrase_or_an_unrelated_caption_is_undecided(example):
     answer = example.verdict([ball_and_box()] * 8, phrase_0=[ball_and_box()] * 2 + [GREY] * 6, unrelated=[GREY] * 8)
     assert answer.reasons == ["images of 'a red ball' alone pass"]
     answer = example.verdict([ball_and_box()] * 8, unrelated=[ball_and_box()] * 8)
@@ -207,7 +207,7 @@ def test_without_masks_a_missing_element_cannot_be_seen(tmp_path):
     assert answer.state == "undecided" and "no element has a mask" in answer.reasons[0]
 
 
-def test_a_picture_that_is_its_own_mirror_image_has_no_null_of_it(example):
+def test_what_nobody_sees_changed_is_no_null(example):
     ball = example.ranges[0].elements[0].kinds
     assert "upside down" not in ball or ball["upside down"].highest < 0.9
     same = nulls.differs(torch.full((3, 8, 8), 0.5), torch.full((3, 8, 8), 0.5 + nulls.SAME / 2))
