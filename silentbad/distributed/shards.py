@@ -156,13 +156,13 @@ def gather(tensor: Any) -> Tensor:
 def gathered(tree: Any, keep: bool) -> Any:
     """A tree with every shard gathered, one tensor at a time: onto the CPU, or where not `keep` dropped again."""
 
-    def gather(leaf: Any) -> Any:
+    def gather_leaf(leaf: Any) -> Any:
         if not is_sharded(leaf):
             return leaf
         tensor = gather(leaf)
         return tensor.cpu() if keep else None
 
-    return tree_map(gather, tree)
+    return tree_map(gather_leaf, tree)
 
 
 def shard_like(parameter: Any, value: Tensor) -> Tensor:
