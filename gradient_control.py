@@ -1,4 +1,5 @@
-"""Gradient control: how fast each part of the UNet learns, chosen by measurement. Theory: docs/gradient-control.md.
+"""Gradient control: how fast each part of the UNet learns, chosen by measurement. Theory:
+docs/gradient-control.md.
 
     control = Controller(unet, GradientControlConfig(name="prior+gsnr"))
     optimizer = torch.optim.AdamW(control.param_groups(weight_decay=1e-2), lr=1e-5)
@@ -6,12 +7,13 @@
     loss.backward(); control.before_step(step)     # then clip, then:
     optimizer.step(); control.after_step()         # then lr_scheduler.step(), zero_grad()
 
-Under Adam the scale of a gradient cancels (1412.6980), so a multiplier acts on the learning rate. To add a
-rule, write one function of `GroupStats` and enter it in `SCALE_RULES`; the contract test picks it up. Within a
-group, `shrink` acts on each weight: the optimizer is then `silentbad.control.shrinkage.ShrunkAdamW`.
+Under Adam the scale of a gradient cancels (1412.6980), so a multiplier acts on the learning rate.
+To add a rule, write one function of `GroupStats` and enter it in `SCALE_RULES`; the contract test
+picks it up. Within a group, `shrink` acts on each weight: the optimizer is then
+`silentbad.control.shrinkage.ShrunkAdamW`.
 
-Symbols: G groups; n (G,) parameters of a group; g_t gradient; m_t its EMA, m̂ bias-corrected;
-S = <g_t, m̂_(t-1)>; E = ||g_t||^2 on the coordinates of S; Q = ||g_t||^2 on all; r = S+ / (E - S+) the
+Symbols: G groups; n (G,) parameters of a group; g_t gradient; m_t its EMA, m̂ bias-corrected; S =
+<g_t, m̂_(t-1)>; E = ||g_t||^2 on the coordinates of S; Q = ||g_t||^2 on all; r = S+ / (E - S+) the
 signal-to-noise ratio; x (G,) raw multipliers of a rule; a (G,) the multipliers applied.
 """
 
@@ -59,7 +61,8 @@ __all__ = [
 
 
 # ------------------------------------------------------------------------------------------------- rules
-# A rule maps GroupStats to raw multipliers (G,), any positive scale. Non-finite entries count as neutral.
+# A rule maps GroupStats to raw multipliers (G,), any positive scale. Non-finite entries count as
+# neutral.
 
 
 def uniform(stats: GroupStats) -> Tensor:
@@ -68,12 +71,14 @@ def uniform(stats: GroupStats) -> Tensor:
 
 
 def mean_abs(stats: GroupStats) -> Tensor:
-    """mean |g|: the rule of `adjust_gradient_scale`, as a learning rate; a baseline of doubtful sign."""
+    """mean |g|: the rule of `adjust_gradient_scale`, as a learning rate; a baseline of doubtful
+    sign."""
     return stats.L1 / stats.n
 
 
 def gsnr(stats: GroupStats, *, beta: Annotated[float, Range(-8, 8)] = 1.0, floor: Positive = 4e-4) -> Tensor:
-    """sqrt(r / RMS^beta), r = S+ / (E - S+): gradient signal-to-noise (GSNR 2001.07384; MoLS 2605.05794).
+    """sqrt(r / RMS^beta), r = S+ / (E - S+): gradient signal-to-noise (GSNR 2001.07384; MoLS
+    2605.05794).
 
     Below `floor`, r is mostly estimation error. The half powers are ours.
     """
@@ -81,7 +86,8 @@ def gsnr(stats: GroupStats, *, beta: Annotated[float, Range(-8, 8)] = 1.0, floor
 
 
 def prior(stats: GroupStats, *, table: str | None = None, drop: list[str] | None = None) -> Tensor:
-    """pi_G of configs/prior.yaml, each row with its evidence; `drop` leaves rows out, for ablation."""
+    """pi_G of configs/prior.yaml, each row with its evidence; `drop` leaves rows out, for
+    ablation."""
     rows = prior_table(table, drop, stats.sdxl).items()
     match = fnmatch.fnmatch
     return stats.constant(math.prod(x for row, x in rows if match(name, row)) for name in stats.names)
@@ -140,7 +146,8 @@ def check_config(config: GradientControlConfig) -> RuleTable:
 
 
 def load_rule(place: str) -> Callable[..., Tensor]:
-    """A rule of a file of your own, PATH.py:NAME. Raises UserError where it does not take `GroupStats` alone."""
+    """A rule of a file of your own, PATH.py:NAME. Raises UserError where it does not take
+    `GroupStats` alone."""
     key = "gradient_control.name"
     rule: Callable[..., Tensor] = user_code.load(key, place)
     if not callable(rule):
@@ -155,7 +162,8 @@ def load_rule(place: str) -> Callable[..., Tensor]:
 
 
 def try_rule(place: str, options: dict[str, Any]) -> None:
-    """Refuse a rule of your own that fails on statistics of three groups, or does not return three numbers."""
+    """Refuse a rule of your own that fails on statistics of three groups, or does not return three
+    numbers."""
     ones = torch.ones(3, dtype=torch.float64)
     names = ("down0.ff", "mid.xattn.k", "up1.norm")
     stats = GroupStats(names, n=100 * ones, S=0.1 * ones, E=ones, Q=2 * ones, L1=ones, theta=ones, transfer=0 * ones)
@@ -171,8 +179,8 @@ def try_rule(place: str, options: dict[str, Any]) -> None:
 
 # ----------------------------------------------------------------------------------------------- the hooks
 class Samples:
-    """The coordinates of the gradients that are looked at, chosen at the first use: by then the model is on its
-    device."""
+    """The coordinates of the gradients that are looked at, chosen at the first use: by then the
+    model is on its device."""
 
     def __init__(self, groups: Groups, config: GradientControlConfig):
         self.groups = list(groups)
@@ -188,16 +196,19 @@ class Samples:
 
     @functools.cached_property
     def sources(self) -> Sample:
-        """Of what sources and updates are compared on; the hypergradient's cosine takes a quarter of them."""
+        """Of what sources and updates are compared on; the hypergradient's cosine takes a quarter
+        of them."""
         if self.as_many:
             return self.gradients
         return Sample(self.groups, max(self.count // 4, 1), self.device_of.device)
 
 
 class LayerRates(Hook):
-    """Multiplies the learning rate of each group by what the rules make of the statistics of its gradients.
+    """Multiplies the learning rate of each group by what the rules make of the statistics of its
+    gradients.
 
-    Multipliers are computed on the device and read by the host one refresh later. `meters` is the controller's.
+    Multipliers are computed on the device and read by the host one refresh later. `meters` is the
+    controller's.
     """
 
     def __init__(
@@ -219,7 +230,7 @@ class LayerRates(Hook):
         self.sdxl = sdxl
         self.params = [p for group in groups for p in group]
         self.modifies_gradients = config.apply == "gradient"
-        self.uses_hypergradient = config.learns
+        self.uses_hypergradient = config.uses_hypergradient
         self.optimizer: Any = None  # set by `Controller.attach`
         self.rates = LearningRates()
         self.multipliers = dict.fromkeys(groups.names, 1.0)  # in force
@@ -328,8 +339,9 @@ class LayerRates(Hook):
 
 
 class SourceConflict(Hook):
-    """Keeps what each source adds to the gradient of a step: meters their cosines, recombines them by a transform, and
-    gives the rehearsals' to the hypergradient of `layer_rates`. `meters` is the controller's."""
+    """Keeps what each source adds to the gradient of a step: meters their cosines, recombines them
+    by a transform, and gives the rehearsals' to the hypergradient of `layer_rates`. `meters` is the
+    controller's."""
 
     def __init__(
         self,
@@ -351,9 +363,11 @@ class SourceConflict(Hook):
         return SourceBank(self.samples.sources, full=self.modifies_gradients)
 
     def before_backward(self, losses: Tensor, sources: list[str], scale: float = 1.0) -> None:
-        """Keep each source's own gradient of a mixed micro-batch; the last source gets what the backward adds.
+        """Keep each source's own gradient of a mixed micro-batch; the last source gets what the
+        backward adds.
 
-        Every source but the last costs one more backward, beside the accumulated gradient: DDP's hooks do not see it.
+        Every source but the last costs one more backward, beside the accumulated gradient: DDP's
+        hooks do not see it.
         """
         if not (self.config.conflict or self.bank.full):  # the hypergradient asks for one source alone
             sources = [source if source == REHEARSAL else MIXED for source in sources]
@@ -385,11 +399,12 @@ class SourceConflict(Hook):
 
 
 class Controller(Hooks):
-    """Gradient control as one hook, of the parts that its configuration turns on; `uniform` alone does nothing.
+    """Gradient control as one hook, of the parts that its configuration turns on; `uniform` alone
+    does nothing.
 
-    Order in a step: `weight_losses`, `before_backward` and `after_backward` around each backward (only where sources
-    count); then, on the whole and unscaled gradient, `before_step`, clip once, `optimizer.step()`, `after_step`, and
-    only then the scheduler.
+    Order in a step: `weight_losses`, `before_backward` and `after_backward` around each backward
+    (only where sources count); then, on the whole and unscaled gradient, `before_step`, clip once,
+    `optimizer.step()`, `after_step`, and only then the scheduler.
     """
 
     def __init__(self, model: nn.Module, config: GradientControlConfig, seed: int = 0, groups: Groups | None = None):
@@ -408,7 +423,7 @@ class Controller(Hooks):
         self.layer_rates = LayerRates(config, self.groups, self.rules, samples, self._latest, seed=seed, sdxl=sdxl)
         self.source_conflict = SourceConflict(config, samples, self.layer_rates, self._latest)
 
-        uses_sources = config.conflict or config.transform != "none" or config.learns
+        uses_sources = config.conflict or config.transform != "none" or config.uses_hypergradient
         chosen = (
             (self.source_weights, self.source_weights.on),
             (self.source_conflict, uses_sources),
@@ -433,7 +448,8 @@ class Controller(Hooks):
 
     # ---- the optimizer
     def param_groups(self, weight_decay: float | None = None) -> list[dict[str, Any]]:
-        """Parameter groups for the optimizer: one a group, or a single one where no rate will ever differ."""
+        """Parameter groups for the optimizer: one a group, or a single one where no rate will ever
+        differ."""
         decay = {} if weight_decay is None else {"weight_decay": weight_decay}
         named = {"all": [p for p in self._model.parameters() if p.requires_grad]}
         if self.rates_differ and self.config.apply != "gradient":

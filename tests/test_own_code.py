@@ -1,4 +1,5 @@
-"""Rules and hooks in a file of one's own: what they do in a run, and the one line of each mistake."""
+"""Rules and hooks in a file of one's own: what they do in a run, and the one line of each
+mistake."""
 
 import hashlib
 import json
@@ -7,16 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradient_control import check_config
+from gradient_control import check_config, combine
 from silentbad.errors import UserError
 from silentbad.loop import hooks
 from silentbad.loop.hooks import Hook, Hooks
 from silentbad.settings.control import GradientControlConfig
+from tests.toy import stats_of
 from tests.training import rows, same, step_once, weights
 from train_silentbad import main
 
 MINE = Path(__file__).parents[1] / "docs/example/mine.py"
 
+HOOK = "from silentbad.loop.hooks import Hook\nclass Mine(Hook):\n"
 COUNTS = '''
 import torch
 from silentbad.loop.hooks import Hook
@@ -130,6 +133,34 @@ def test_a_file_that_moved_resumes(flags, counts, tmp_path):
     assert main(flags(max_train_steps=2, hooks=moved, resume_from_checkpoint="latest")) == 0
 
 
+def test_a_hook_chooses_the_noise_level_and_modifies_gradients(build, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        HOOK + "    modifies_gradients = True\n"
+        "    def __init__(self, context): self.params = context.params\n"
+        "    def timesteps(self, draw, positions, count, roles):\n"
+        "        import torch\n"
+        "        return torch.full((len(positions),), 999), torch.ones(len(positions))\n"
+        "    def before_step(self, step, finite=None, norms=None):\n"
+        "        for p in self.params: p.grad.mul_(1e6)\n"
+        "        return {}\n"
+    )
+    run = build(
+        hooks=f"{tmp_path}/mine.py:Mine", max_grad_norm=1.0, optimizer="SGD", learning_rate=1.0, adam_weight_decay=0
+    )
+    before = weights(run)
+    step_once(run)
+    assert run.state.timesteps[-1] == run.state.timesteps.sum() == 6
+    moved = torch.cat([(after - before[name]).flatten() for name, after in weights(run).items()])
+    assert moved.norm().item() == pytest.approx(1.0, rel=1e-3)  # the clip has seen the gradients as they are now
+
+
+def test_a_placebo_shuffles_a_rule_of_ones_own():
+    place = f"{MINE}:quieter"
+    rules = check_config(GradientControlConfig(name="placebo", options={"of": place}))
+    x = combine(stats_of(), rules)
+    assert x.isfinite().all() and x.unique().numel() > 1
+
+
 # ---------------------------------------------------------------- mistakes
 
 
@@ -164,9 +195,6 @@ def test_options_of_a_rule_are_checked_as_those_of_the_project():
         check_config(GradientControlConfig(name=place, options={"power": "high"}))
     combined = check_config(GradientControlConfig(name=f"prior+{place}", options={place: {"power": 1.0}}))
     assert combined[place] == (1.0, {"power": 1.0})
-
-
-HOOK = "from silentbad.loop.hooks import Hook\nclass Mine(Hook):\n"
 
 
 @pytest.mark.parametrize(

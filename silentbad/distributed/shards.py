@@ -102,7 +102,7 @@ def unfit_fsdp(config: ShardSettings) -> list[tuple[str, bool, str]]:
         ("channels_last", bool(config.channels_last), "FSDP shards contiguous weights only; leave it off"),
         ("gradient_control.conflict", control.conflict, reads),
         ("gradient_control.transform", control.transform != "none", reads),
-        ("gradient_control.name", control.learns, reads),
+        ("gradient_control.name", control.uses_hypergradient, reads),
         ("gradient_control.between.name", control.between.layerwise, reads),
         ("gradient_control.spectral", control.spectral, "takes a matrix whole, FSDP in shards; turn it off"),
         ("memory.loss_balance.name", config.memory.loss_balance.name != "fixed", reads),

@@ -1,10 +1,12 @@
-"""What stands between a scan's suspects and training: `--guard.name mask+cap --guard.scan runs/scan/scan.json`.
+"""What stands between a scan's suspects and training: `--guard.name mask+cap --guard.scan
+runs/scan/scan.json`.
 
-A guard overrides those methods of `Guard` that it needs, and has an entry in `GUARDS`; its keyword-only parameters are
-its options. docs/shield.md says what each one keeps from training, and what it costs.
+A guard overrides those methods of `Guard` that it needs, and has an entry in `GUARDS`; its
+keyword-only parameters are its options. docs/shield.md says what each one keeps from training, and
+what it costs.
 
-Legend: N scanned records, R records in training, E elements of all suspect sets; a row is a record's number in the
-scan, which is its row in the table.
+Legend: N scanned records, R records in training, E elements of all suspect sets; a row is a
+record's number in the scan, which is its row in the table.
 """
 
 import hashlib
@@ -40,7 +42,8 @@ SUSPECT = {"index": scan_file.number, "text": caption}
 # ------------------------------------------------------------ what a scan found
 @dataclass
 class Suspects:
-    """A scan.json: N, the suspect rows' captions, the elements' rows and masks, the sets' prompts and pictures."""
+    """A scan.json: N, the suspect rows' captions, the elements' rows and masks, the sets' prompts
+    and pictures."""
 
     file: Path
     count: int
@@ -94,7 +97,8 @@ class Suspects:
 
 @dataclass
 class GuardContext:
-    """What a guard may use of a run: the table row of each of its R records, the model, and the gradient's owners."""
+    """What a guard may use of a run: the table row of each of its R records, the model, and the
+    gradient's owners."""
 
     rows: np.ndarray
     access: ModelAccess
@@ -106,7 +110,8 @@ class GuardContext:
 
 # ------------------------------------------------------------ guards
 class Guard(Hook):
-    """Leaves everything as it is. It is drawn from before training, and a hook of the loop in it."""
+    """Leaves everything as it is. It is drawn from before training, and a hook of the loop in
+    it."""
 
     def __init__(self, suspects: Suspects):
         self.suspects = suspects
@@ -161,9 +166,11 @@ class Mask(Guard):
 
 
 class Cap(Guard):
-    """Each element is drawn at most `limit` times in the whole run, whichever of its records shows it.
+    """Each element is drawn at most `limit` times in the whole run, whichever of its records shows
+    it.
 
-    What exceeds it leaves the epoch; the run has as many steps as without, so the other records take its place.
+    What exceeds it leaves the epoch; the run has as many steps as without, so the other records
+    take its place.
     """
 
     def __init__(self, suspects: Suspects, *, limit: Count = 20):
@@ -203,10 +210,12 @@ class Cap(Guard):
 
 
 class Project(Guard):
-    """No gradient lowers the loss of the hidden pictures, to first order: g - max(0, <g,h>) / <h,h> h.
+    """No gradient lowers the loss of the hidden pictures, to first order: g - max(0, <g,h>) / <h,h>
+    h.
 
-    h is the gradient of that loss on `pictures` of the scan's composites under their prompts, where they are known.
-    The form is that of A-GEM (1812.00420) with one constraint; 2512.11194 projects away a prohibited attribute so.
+    h is the gradient of that loss on `pictures` of the scan's composites under their prompts, where
+    they are known. The form is that of A-GEM (1812.00420) with one constraint; 2512.11194 projects
+    away a prohibited attribute so.
     """
 
     modifies_gradients = True
@@ -258,7 +267,8 @@ class Project(Guard):
 
 
 def project(grads: list[Tensor], away: list[Tensor]) -> Tensor:
-    """Take from gradients, in place, what points along `away`; returns their cosine before. Waits for no device."""
+    """Take from gradients, in place, what points along `away`; returns their cosine before. Waits
+    for no device."""
 
     def inner(a: list[Tensor], b: list[Tensor]) -> Tensor:
         return torch.stack([(x.float() * y.float()).sum() for x, y in zip(a, b, strict=True)]).sum()
@@ -290,7 +300,8 @@ def parse_guards(config: GuardConfig) -> dict[str, dict[str, Any]]:
 
 
 def check_guard(config: Any) -> None:
-    """Refuse a guard without its scan, or what undoes it, before anything loads; `config` is the run's."""
+    """Refuse a guard without its scan, or what undoes it, before anything loads; `config` is the
+    run's."""
     guard, memory = config.guard, config.memory
     if guard.name == "none":
         for key, given in (("scan", guard.scan), ("options", guard.options)):
@@ -327,7 +338,8 @@ class Guards(Hooks):
         self.reads = [picture for guard in self.each for picture in guard.reads()]
 
     def records(self, records: Records) -> Records:
-        """The records to train on. Raises UserError where the scan is of other data, or leaves nothing."""
+        """The records to train on. Raises UserError where the scan is of other data, or leaves
+        nothing."""
         if self.suspects is None:
             return records
         self.suspects.check(records)
@@ -340,7 +352,8 @@ class Guards(Hooks):
         return records.select(np.flatnonzero(kept), f"{records.key}-guard-{suspects}")
 
     def start(self, context: GuardContext, sharded: bool = False) -> None:
-        """Before training. Raises UserError where a guard cannot work on gradients that are `sharded`."""
+        """Before training. Raises UserError where a guard cannot work on gradients that are
+        `sharded`."""
         if self.modifies_gradients and sharded:
             raise UserError(f"guard.name={'+'.join(self.names)}: works on whole gradients, FSDP shards them")
         for guard in self.each:

@@ -167,7 +167,7 @@ def build(
 
     # What a step is shown; what a run can encode beforehand is encoded now, and kept
     rehearse = None if config.memory.rehearsal.name == "none" else memory.rehearse
-    batches = arranged(given.records, transform, parts, config, accelerator.print)
+    batches = batches_by_shape(given.records, transform, parts, config, accelerator.print)
     caption_dropout = roles.dropout(config.memory)
     unseen = None
     if config.disk_cache_gb:
@@ -322,7 +322,7 @@ def build(
     )
 
 
-def arranged(
+def batches_by_shape(
     records: Records,
     transform: Transform,
     parts: pipeline.Components,

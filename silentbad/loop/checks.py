@@ -218,7 +218,7 @@ def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None
                 "has two"
             )
     rehearsed = memory.rehearsal.name in REHEARSED
-    if config.gradient_control.learns and not (rehearsed or "rehearsal" in info.roles):
+    if config.gradient_control.uses_hypergradient and not (rehearsed or "rehearsal" in info.roles):
         raise UserError(
             f"gradient_control.name={config.gradient_control.name}: learns from rehearsals, of which there are none; "
             "set memory.rehearsal.name to leak_free or pairwise, or give records of role rehearsal"

@@ -75,7 +75,7 @@ class GradientControlConfig:
         return [rule for rule in dict.fromkeys(named) if user_code.is_place(rule)]
 
     @property
-    def learns(self) -> bool:
+    def uses_hypergradient(self) -> bool:
         """Whether a rule learns from rehearsals: the hypergradient, or its placebo."""
         return "hypergradient" in [*self.name.split("+"), *self._copied()]
 
@@ -130,7 +130,7 @@ def check_control(config: GradientControlConfig, rules: Registry, sources: Regis
     readers = {
         "conflict": config.conflict,
         "transform": config.transform != "none",
-        "name": config.learns,
+        "name": config.uses_hypergradient,
     }
     check_between(config.between, [key for key, on in readers.items() if on], sources)
     return table
