@@ -1,10 +1,12 @@
 """Memory reinforcement: what to show, at which noise level, where to look, and what to keep.
 
-A target is a picture of k elements; the data shows each element alone, at its native place, beside its phrase. Every
-part below is usable alone and off by default; docs/memory.md says what each is for and when it harms.
+A target is a picture of k elements; the data shows each element alone, at its native place, beside
+its phrase. Every part below is usable alone and off by default; docs/memory.md says what each is
+for and when it harms.
 
-Legend: R records, n elements (a key is "target/element"), T training timesteps, N effective batch, B micro-batch,
-x0 (B,C,h,w) latents, t (B,), rho_i strength of element i, q_i its share of the exposures, p (T,) timestep density.
+Legend: R records, n elements (a key is "target/element"), T training timesteps, N effective batch,
+B micro-batch, x0 (B,C,h,w) latents, t (B,), rho_i strength of element i, q_i its share of the
+exposures, p (T,) timestep density.
 """
 
 import math
@@ -40,8 +42,9 @@ Registry = dict[str, Callable[..., Any]]
 
 
 # ------------------------------------------------------------ samplers
-# A sampler gives each element its share q (n,) of the epoch's element exposures, from the probe history
-# rho (H,n), the number of records of each element (n,) and the epoch. `epoch_order` deals the records.
+# A sampler gives each element its share q (n,) of the epoch's element exposures, from the probe
+# history rho (H,n), the number of records of each element (n,) and the epoch. `epoch_order` deals
+# the records.
 
 
 def uniform(rho: np.ndarray, records: np.ndarray, epoch: int) -> np.ndarray:
@@ -53,9 +56,9 @@ SAMPLERS: Registry = {"uniform": uniform, "weakest_first": weakest_first, **expe
 
 
 # ------------------------------------------------------------ timestep policies
-# A policy is a density p (T,) from the schedule's snr (T,), the progress of the run in [0,1] and the relative
-# error by timestep (bins,) or None. At least 0.3 of every density is uniform. `silentbad/memory/timesteps.py`
-# has the densities of Stable Diffusion 3.
+# A policy is a density p (T,) from the schedule's snr (T,), the progress of the run in [0,1] and
+# the relative error by timestep (bins,) or None. At least 0.3 of every density is uniform.
+# `silentbad/memory/timesteps.py` has the densities of Stable Diffusion 3.
 
 
 def uniform_t(snr: np.ndarray, progress: float, error: np.ndarray | None) -> np.ndarray:
@@ -74,9 +77,9 @@ def snr_mixture(
     high: Unit = 0.15,
     above: Decay = 0.7,
 ) -> np.ndarray:
-    """`middle` of a logistic in log-SNR around SNR `centre`, `high` of a uniform above t = above*T, the rest
-    uniform. The middle noise levels are where memory forms (2602.17846), the high ones hold the guidance
-    basin (2411.16738)."""
+    """`middle` of a logistic in log-SNR around SNR `centre`, `high` of a uniform above t = above*T,
+    the rest uniform. The middle noise levels are where memory forms (2602.17846), the high ones
+    hold the guidance basin (2411.16738)."""
     T = len(snr)
     log_snr = np.log(np.maximum(snr, 1e-20))
     edges = np.concatenate([[np.inf], (log_snr[1:] + log_snr[:-1]) / 2, [-np.inf]])
@@ -95,8 +98,8 @@ TIMESTEPS: Registry = {
 
 
 # ------------------------------------------------------------ losses
-# A loss weight is a function of snr (B,) for the epsilon error, finite at snr = 0; `in_prediction` carries it over to
-# what the model predicts. More are in silentbad/experiments/losses.py.
+# A loss weight is a function of snr (B,) for the epsilon error, finite at snr = 0; `in_prediction`
+# carries it over to what the model predicts. More are in silentbad/experiments/losses.py.
 
 
 def no_weight(snr: torch.Tensor, prediction_type: str) -> torch.Tensor:
@@ -114,8 +117,8 @@ ERRORS: Registry = {"mse": mse, **experiments.ERRORS}
 
 
 # ------------------------------------------------------------ the shell
-# Regions are registered in `silentbad.memory.masks`, rehearsal in `silentbad.memory.rehearsal`; the parts of auxiliary
-# losses are in `silentbad.memory.auxiliary`.
+# Regions are registered in `silentbad.memory.masks`, rehearsal in `silentbad.memory.rehearsal`; the
+# parts of auxiliary losses are in `silentbad.memory.auxiliary`.
 
 
 AUXILIARY: dict[str, Registry] = {
@@ -147,9 +150,10 @@ def check(config: MemoryConfig) -> None:
 class Memory(Hook):
     """The parts the configuration names.
 
-    While drawing: `epochs.epoch` and `rehearse`. In a step: `timesteps`, `apply_dream`, `record_attention` around the
-    forward, `loss_per_sample`, `extra_loss`, `count_rehearsals`, `after_step`. Built from the weights before training,
-    also before a checkpoint loads. `reduce` sums a tensor over the ranks.
+    While drawing: `epochs.epoch` and `rehearse`. In a step: `timesteps`, `apply_dream`,
+    `record_attention` around the forward, `loss_per_sample`, `extra_loss`, `count_rehearsals`,
+    `after_step`. Built from the weights before training, also before a checkpoint loads. `reduce`
+    sums a tensor over the ranks.
     """
 
     def __init__(
@@ -260,8 +264,8 @@ class Memory(Hook):
         noisy_latents: torch.Tensor,
         target: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(noisy_latents, target), by DREAM (2312.00210) where it is on; `model` maps noisy latents and timesteps to
-        the prediction under the batch's captions."""
+        """(noisy_latents, target), by DREAM (2312.00210) where it is on; `model` maps noisy latents
+        and timesteps to the prediction under the batch's captions."""
         if self.config.loss.dream is None:
             return noisy_latents, target
         power = self.config.loss.dream
@@ -282,7 +286,8 @@ class Memory(Hook):
         weights: torch.Tensor,
         batch: dict[str, Any],
     ) -> torch.Tensor:
-        """(B,): region-weighted error, times the loss weight of its SNR, the importance weight and the role's."""
+        """(B,): region-weighted error, times the loss weight of its SNR, the importance weight and
+        the role's."""
         c = self.config
         error = ERRORS[c.loss.error](model_pred.float(), target.float(), c.loss.huber_delta)
 

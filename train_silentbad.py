@@ -1,12 +1,13 @@
-"""Fine-tune Stable Diffusion on element data, control its layers, and watch it recover what was never shown.
+"""Fine-tune Stable Diffusion on element data, control its layers, and watch it recover what was
+never shown.
 
     accelerate launch train_silentbad.py --config configs/quickstart.yaml [--config more.yaml] [--flag value ...]
 
-Exit code 0: finished; 2: a mistake in what was given; 130, 143: stopped by SIGINT, SIGTERM with a checkpoint saved;
-under `accelerate launch` every code but 0 is 1 (docs/running.md).
-Names are those of diffusers' scripts: latents, noise, noisy_latents, target and model_pred are (B,C,h,w), timesteps
-and their importance weights (B,), conditioning is what the captions say to the model. `step` counts optimizer updates,
-`draw` effective batches: a skipped update never meets its data again.
+Exit code 0: finished; 2: a mistake in what was given; 130, 143: stopped by SIGINT, SIGTERM with a
+checkpoint saved; under `accelerate launch` every code but 0 is 1 (docs/running.md). Names are those
+of diffusers' scripts: latents, noise, noisy_latents, target and model_pred are (B,C,h,w), timesteps
+and their importance weights (B,), conditioning is what the captions say to the model. `step` counts
+optimizer updates, `draw` effective batches: a skipped update never meets its data again.
 """
 
 import math
@@ -56,8 +57,8 @@ Config = TrainConfig  # every setting of a run
 
 
 def check_all(config: Config, sources: dict[str, str]) -> Config:
-    """Refuse what cannot run, before any weights load; returns the configuration with the flat loss flags in the
-    parts of `memory` that they name."""
+    """Refuse what cannot run, before any weights load; returns the configuration with the flat loss
+    flags in the parts of `memory` that they name."""
     check(config, sources, data=not config.print_groups)
     checks.check_idle(config, sources)
     config = checks.joined(config)
@@ -102,8 +103,8 @@ def micro_step(run: Run, batch: dict[str, Any], micro: int) -> torch.Tensor:
 
 
 def part_step(run: Run, share: float, batch: dict[str, Any], micro: int, *, last: bool) -> torch.Tensor:
-    """Forward and backward of a `share` of a micro-batch; returns its part of the loss. Nothing here waits for the
-    device."""
+    """Forward and backward of a `share` of a micro-batch; returns its part of the loss. Nothing
+    here waits for the device."""
     config = run.config
     hooks = run.hooks
     memory = run.memory
@@ -168,7 +169,8 @@ def part_step(run: Run, share: float, batch: dict[str, Any], micro: int, *, last
 
 
 def update(run: Run) -> bool:
-    """One optimizer update from the accumulated gradients; False where they are not finite and it is skipped."""
+    """One optimizer update from the accumulated gradients; False where they are not finite and it
+    is skipped."""
     state = run.state
     optimizer = state.optimizer
     hooks = run.hooks
@@ -247,7 +249,8 @@ def train(run: Run) -> int:
 
 
 def boundary(run: Run, requests: Requests, bar: Bar) -> int:
-    """Between two steps: log, save and validate what is due or asked for; the signal to stop by, or 0."""
+    """Between two steps: log, save and validate what is due or asked for; the signal to stop by, or
+    0."""
     state = run.state
     config = run.config
     if state.step % config.log_every == 0 or state.step == state.total:
@@ -291,8 +294,8 @@ def has_settled(run: Run) -> bool:
 
 
 def validate(run: Run, asked: bool = False, final: bool = False) -> None:
-    """Sample prompts, recovery and the report so far, on all processes; with save_best the better pipeline is written
-    before the old one goes."""
+    """Sample prompts, recovery and the report so far, on all processes; with save_best the better
+    pipeline is written before the old one goes."""
     state = run.state
     if run.sheet is not None:
         with run.timers.of("validate"), averaged(state.model, state.ema, state.optimizer):
@@ -414,8 +417,8 @@ def open_folder(run: Run) -> None:
 def main(argv: list[str] | None = None) -> int:
     """The command line; a UserError is one line on stderr and exit code 2.
 
-    Before the processes know of each other they make the same mistakes, and the first of each node says them; then
-    each says its own.
+    Before the processes know of each other they make the same mistakes, and the first of each node
+    says them; then each says its own.
     """
     sources: dict[str, str] = {}
     try:

@@ -1,3 +1,5 @@
-"""Gradient control below its rules: statistics of gradients by group, sources, rates, shrinkage, resumable state.
+"""Gradient control below its rules: statistics of gradients by group, sources, rates, shrinkage,
+resumable state.
 
-The rules and the controller are in `gradient_control.py`. Nothing here knows records or captions."""
+The rules and the controller are in `gradient_control.py`. Nothing here knows records or
+captions."""

@@ -1,12 +1,15 @@
-"""A factor between sources: a_(s,G) on what source s adds to the gradient of group G. Theory: docs/gradient-control.md.
+"""A factor between sources: a_(s,G) on what source s adds to the gradient of group G. Theory:
+docs/gradient-control.md.
 
-A factor common to a whole gradient cancels under Adam. A factor between the sources does not: with g = sum_s a_s g_s
-their ratio stays. Elements are the reference, a = 1. The layer-uniform form weighs each sample's loss, which is free.
-The layer-wise form needs micro-batches of one source each (`silentbad.data.loader.chunks` cuts them): a hook on every
-parameter scales what a backward is about to add, before it is accumulated or averaged over processes. So accumulation,
-parts and DDP need nothing else, and no accumulated gradient is ever edited.
+A factor common to a whole gradient cancels under Adam. A factor between the sources does not: with
+g = sum_s a_s g_s their ratio stays. Elements are the reference, a = 1. The layer-uniform form
+weighs each sample's loss, which is free. The layer-wise form needs micro-batches of one source each
+(`silentbad.data.loader.chunks` cuts them): a hook on every parameter scales what a backward is
+about to add, before it is accumulated or averaged over processes. So accumulation, parts and DDP
+need nothing else, and no accumulated gradient is ever edited.
 
-Symbols: s source; w_s level; g_s its gradient, summed over samples; r_(s,G) signal-to-noise of g_s in group G.
+Symbols: s source; w_s level; g_s its gradient, summed over samples; r_(s,G) signal-to-noise of g_s
+in group G.
 """
 
 import functools
@@ -30,8 +33,9 @@ ELEMENT = "element"  # the source that the factors of the others are relative to
 
 
 # ------------------------------------------------------------------------------------------------- rules
-# A rule maps the statistics of a source and of the elements to raw factors (G,) on that source's gradient, on any
-# positive scale: the level sets their quadratic mean. Non-finite entries count as neutral.
+# A rule maps the statistics of a source and of the elements to raw factors (G,) on that source's
+# gradient, on any positive scale: the level sets their quadratic mean. Non-finite entries count as
+# neutral.
 
 
 def uniform(own: GroupStats, element: GroupStats) -> Tensor:
@@ -42,7 +46,8 @@ def uniform(own: GroupStats, element: GroupStats) -> Tensor:
 def contrast(
     own: GroupStats, element: GroupStats, *, power: Annotated[float, Range(-4, 4)] = 0.5, floor: Positive = 4e-4
 ) -> Tensor:
-    """(r_own / r_element)^power: quiet where the elements have something to say, kept where only this source has."""
+    """(r_own / r_element)^power: quiet where the elements have something to say, kept where only
+    this source has."""
     return (own.snr(floor) / element.snr(floor)) ** power
 
 

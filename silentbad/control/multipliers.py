@@ -1,4 +1,5 @@
-"""Multipliers (G,) on their way: bounded, projected to quadratic mean one, read by the host one refresh later."""
+"""Multipliers (G,) on their way: bounded, projected to quadratic mean one, read by the host one
+refresh later."""
 
 import math
 from typing import Any
@@ -14,10 +15,11 @@ from silentbad.model.groups import OTHER
 
 
 class Multipliers:
-    """Computed on the device, broadcast from rank 0 (reductions may differ by a bit between ranks), then sent.
+    """Computed on the device, broadcast from rank 0 (reductions may differ by a bit between ranks),
+    then sent.
 
-    Every multiplier stays in [1/bound, bound] and moves by at most `max_log_step` in log space between two refreshes;
-    groups named `other` stay at 1.
+    Every multiplier stays in [1/bound, bound] and moves by at most `max_log_step` in log space
+    between two refreshes; groups named `other` stay at 1.
     """
 
     def __init__(self, groups: int, bound: float, max_log_step: float, device: torch.device):
@@ -27,7 +29,8 @@ class Multipliers:
         self._mail = Mailbox()
 
     def send(self, log_x: Tensor, stats: GroupStats) -> Tensor:
-        """Start the way of the multipliers nearest to log_x (G,); returns them as they are on the device."""
+        """Start the way of the multipliers nearest to log_x (G,); returns them as they are on the
+        device."""
         past = self.last.to(stats.n)
         low = (past * math.exp(-self.max_log_step)).clamp(min=1 / self.bound)
         high = (past * math.exp(min(self.max_log_step, 100))).clamp(max=self.bound)

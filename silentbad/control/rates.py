@@ -1,4 +1,5 @@
-"""Learning rates of an optimizer's groups, multiplied for one step and given back; and which optimizers allow that."""
+"""Learning rates of an optimizer's groups, multiplied for one step and given back; and which
+optimizers allow that."""
 
 import logging
 import re
@@ -23,7 +24,8 @@ def unwrapped(wrapper: Any, attribute: str) -> Any:
 
 
 def check_optimizer(optimizer: Any, lr_scheduler: Any, names: list[str] | None, apply: str) -> Any:
-    """The bare optimizer, or a UserError where multipliers of the groups `names` cannot work with it.
+    """The bare optimizer, or a UserError where multipliers of the groups `names` cannot work with
+    it.
 
     `names` is None where no multiplier will ever differ from one; `apply` is lr or gradient.
     """
@@ -78,7 +80,8 @@ class LearningRates:
                 group["weight_decay"] = decay / a
 
     def restore(self) -> None:
-        """The schedule's own rates again. Raises RuntimeError where they changed inside the step."""
+        """The schedule's own rates again. Raises RuntimeError where they changed inside the
+        step."""
         for group, scheduled, used, decay in self.replaced:
             if group["lr"] is not used:
                 raise RuntimeError(

@@ -29,8 +29,8 @@ class SourceBank:
     def take(self, sync: bool, source: str | None) -> None:
         """Give `source` what the gradient gained since the last call; None is "mixed".
 
-        At the last micro-step DDP has averaged the whole gradient. So the others are averaged here, and
-        `source` gets the rest, its own earlier share included.
+        At the last micro-step DDP has averaged the whole gradient. So the others are averaged here,
+        and `source` gets the rest, its own earlier share included.
         """
         part = self._read([p.grad for p in self.sample.params])
         source = source or MIXED
@@ -43,7 +43,8 @@ class SourceBank:
         self.add(source, part)
 
     def split(self, names: list[str], losses: Tensor, sources: list[str], scale: float) -> None:
-        """Bank the gradients of these sources of a mixed micro-batch: losses (B,) with their graph, of B `sources`."""
+        """Bank the gradients of these sources of a mixed micro-batch: losses (B,) with their graph,
+        of B `sources`."""
         for name in names:
             rows = [i for i, source in enumerate(sources) if source == name]
             loss = losses[rows].sum() * (scale / len(losses))
@@ -61,10 +62,11 @@ class SourceBank:
             self.parts[source] = part
 
     def _average(self, source: str) -> str:
-        """Average the parts over the ranks; returns whose the rest is: "mixed" where ranks name different
-        sources.
+        """Average the parts over the ranks; returns whose the rest is: "mixed" where ranks name
+        different sources.
 
-        The names travel between hosts: the one wait of a step, under several ranks and with a bank alone.
+        The names travel between hosts: the one wait of a step, under several ranks and with a bank
+        alone.
         """
         of_ranks: list = [None] * world_size()
         dist.all_gather_object(of_ranks, (source, list(self.parts)))
@@ -99,7 +101,8 @@ class SourceBank:
         return torch.stack([torch.dot(x.flatten(), y.flatten()) for x, y in pairs]).to(self.sample.owner).sum()
 
     def compare(self, transform: Callable[[Tensor], Tensor], each: bool) -> dict[str, Tensor]:
-        """Meters of the sources' cosines, `each` pair's too; the gradients recombined by `transform` if `full`."""
+        """Meters of the sources' cosines, `each` pair's too; the gradients recombined by
+        `transform` if `full`."""
         names, gram = self.gram()
         cosine = gram / (gram.diagonal()[:, None] * gram.diagonal()).sqrt()
         pairs = list(itertools.combinations(range(len(names)), 2))

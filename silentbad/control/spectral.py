@@ -1,15 +1,18 @@
-"""Muon on weights, AdamW on the rest: each matrix moves by an orthogonal matrix, equally far in every direction.
+"""Muon on weights, AdamW on the rest: each matrix moves by an orthogonal matrix, equally far in
+every direction.
 
-A linear layer is an associative memory: its weight is a sum of outer products, one for each pair of what is looked up
-and what comes back. Adam's update of it has a few large singular values, those of what the data shows most. Muon sets
-all singular values of the averaged gradient to about one, G = U S V' -> U V', so what is rare is written as fast as the
-rest (2509.26030: balanced learning over classes of unequal frequency, whatever their embeddings; the gain lies in the
-value, output and feed-forward weights). A picture's elements are such a tail among clean pictures.
+A linear layer is an associative memory: its weight is a sum of outer products, one for each pair of
+what is looked up and what comes back. Adam's update of it has a few large singular values, those of
+what the data shows most. Muon sets all singular values of the averaged gradient to about one, G = U
+S V' -> U V', so what is rare is written as fast as the rest (2509.26030: balanced learning over
+classes of unequal frequency, whatever their embeddings; the gain lies in the value, output and
+feed-forward weights). A picture's elements are such a tail among clean pictures.
 
     m_t = mu m_(t-1) + (1 - mu) g_t                     W <- W - lr 0.2 sqrt(max(out, in)) orth((1 - mu) g_t + mu m_t)
 
-The factor 0.2 sqrt(max) gives the update the size of AdamW's, so its learning rates keep their meaning (2502.16982,
-equation 4). Kernels are flattened to (out, in*kh*kw). Tables of embeddings, biases and norms have AdamW.
+The factor 0.2 sqrt(max) gives the update the size of AdamW's, so its learning rates keep their
+meaning (2502.16982, equation 4). Kernels are flattened to (out, in*kh*kw). Tables of embeddings,
+biases and norms have AdamW.
 """
 
 from typing import Any
@@ -25,8 +28,9 @@ Groups = list[dict[str, Any]]
 
 
 def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
-    """The semi-orthogonal matrix nearest `matrix` (out, in), about: singular values end between 0.7 and 1.2, those
-    below 1e-2 of the norm less. By Newton and Schulz's iteration X <- (A + B XX' + C (XX')²) X."""
+    """The semi-orthogonal matrix nearest `matrix` (out, in), about: singular values end between 0.7
+    and 1.2, those below 1e-2 of the norm less. By Newton and Schulz's iteration X <- (A + B XX' + C
+    (XX')²) X."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.mT if tall else matrix
     x = x / (x.norm() + 1e-7)
@@ -43,8 +47,8 @@ def directly(x: Tensor, steps: int) -> Tensor:
 
 
 def by_gram(x: Tensor, steps: int) -> Tensor:
-    """The same polynomial of the same matrix: each step is a factor F(XX') on the left, so for wide matrices the small
-    square ones are multiplied and X once."""
+    """The same polynomial of the same matrix: each step is a factor F(XX') on the left, so for wide
+    matrices the small square ones are multiplied and X once."""
     gram = x @ x.mT
     left = torch.eye(len(x), dtype=x.dtype, device=x.device)
     for _ in range(steps):
@@ -56,7 +60,8 @@ def by_gram(x: Tensor, steps: int) -> Tensor:
 
 
 def split(groups: Groups, model: nn.Module) -> Groups:
-    """Each group as its weights, `spectral`, and under the same name the rest: embeddings, norms and biases."""
+    """Each group as its weights, `spectral`, and under the same name the rest: embeddings, norms
+    and biases."""
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     parts = []
     for group in groups:
@@ -69,10 +74,12 @@ def split(groups: Groups, model: nn.Module) -> Groups:
 
 
 class SpectralAdamW(Updates):
-    """Muon on groups marked `spectral`, AdamW (1711.05101) on the others; both decay weights by lr * weight_decay.
+    """Muon on groups marked `spectral`, AdamW (1711.05101) on the others; both decay weights by lr
+    * weight_decay.
 
-    momentum: mu above. betas and eps: AdamW's. Averages are in the weights' precision; the iteration runs in bf16 on
-    CUDA, as torch.optim.Muon's does everywhere, and in the weights' precision on a CPU.
+    momentum: mu above. betas and eps: AdamW's. Averages are in the weights' precision; the
+    iteration runs in bf16 on CUDA, as torch.optim.Muon's does everywhere, and in the weights'
+    precision on a CPU.
     """
 
     def __init__(

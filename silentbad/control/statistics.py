@@ -1,4 +1,5 @@
-"""Sampled gradient statistics of each group, and the projection of multipliers to quadratic mean one.
+"""Sampled gradient statistics of each group, and the projection of multipliers to quadratic mean
+one.
 
 Everything stays on the device; nothing here waits for it. Symbols as in `gradient_control`.
 """
@@ -22,9 +23,11 @@ WIDTH = 128  # coordinates a row; rows keep the sums short and the padding small
 
 
 class Sample:
-    """Fixed coordinates of every tensor, at most `per_tensor` each, read without copying the tensors.
+    """Fixed coordinates of every tensor, at most `per_tensor` each, read without copying the
+    tensors.
 
-    The stride of a tensor is coprime to its size, so no row or column of a matrix is missed by design.
+    The stride of a tensor is coprime to its size, so no row or column of a matrix is missed by
+    design.
     """
 
     def __init__(self, group_params: list[list[nn.Parameter]], per_tensor: int, device: torch.device):
@@ -47,7 +50,8 @@ class Sample:
         self.zeros = torch.zeros(max(per_tensor, WIDTH), device=device, dtype=self.params[0].dtype)
 
     def read(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """The sampled coordinates (rows, WIDTH) in float32; a missing tensor reads as zeros, shards are gathered."""
+        """The sampled coordinates (rows, WIDTH) in float32; a missing tensor reads as zeros, shards
+        are gathered."""
         pieces = []
         for tensor, k, stride in zip(tensors, self.count, self.stride, strict=True):
             pieces.append(self.zeros[:k] if tensor is None else _strided(tensor, k, stride))
@@ -55,7 +59,8 @@ class Sample:
         return torch.cat(pieces).float().view(-1, WIDTH)
 
     def add(self, into: Tensor, i: int, tensor: Tensor, scale: float) -> None:
-        """Add the sampled coordinates of tensor i, times `scale`, to the sum (rows, WIDTH) of such readings."""
+        """Add the sampled coordinates of tensor i, times `scale`, to the sum (rows, WIDTH) of such
+        readings."""
         first = self.first[i]
         count = self.count[i]
         into.view(-1)[first : first + count].add_(_strided(tensor, count, self.stride[i]), alpha=scale)
@@ -75,7 +80,8 @@ class Sample:
 
 
 def row_dot(a: Tensor, b: Tensor) -> Tensor:
-    """Sums of a * b over each row (rows,); in pieces, so that the product is never whole in memory."""
+    """Sums of a * b over each row (rows,); in pieces, so that the product is never whole in
+    memory."""
     return torch.cat([(x * y).sum(1) for x, y in zip(a.chunk(8), b.chunk(8), strict=True)])
 
 
@@ -99,7 +105,8 @@ def _strided(tensor: Any, count: int, stride: int) -> Tensor:
 
 @dataclass(frozen=True)
 class GroupStats:
-    """What a scale rule may look at: tensors (G,), bias-corrected averages over the recent steps."""
+    """What a scale rule may look at: tensors (G,), bias-corrected averages over the recent
+    steps."""
 
     names: tuple[str, ...]
     n: Tensor  # parameters
@@ -119,7 +126,8 @@ class GroupStats:
         return (self.Q / self.n).sqrt()
 
     def snr(self, floor: float) -> Tensor:
-        """r = S+ / (E - S+) of each group (G,), at least `floor`: below it r is mostly estimation error."""
+        """r = S+ / (E - S+) of each group (G,), at least `floor`: below it r is mostly estimation
+        error."""
         p = (self.S / self.E).clamp(0, 0.999)
         return (p / (1 - p)).clamp(min=floor)
 
@@ -139,7 +147,8 @@ class GroupStats:
 
 
 class Statistics:
-    """Running S, E, Q, L1 of each group. A non-finite step changes nothing; nothing reaches the host."""
+    """Running S, E, Q, L1 of each group. A non-finite step changes nothing; nothing reaches the
+    host."""
 
     KEPT = ("m", "average", "weight", "count", "ignored", "norm")  # in a state
 
@@ -157,8 +166,8 @@ class Statistics:
         self.cache: dict[tuple, Tensor] = {}
 
     def update(self, grads: list[Tensor | None], finite: Tensor | None = None, norms: Tensor | None = None) -> None:
-        """Take in the gradients of one optimizer step: synchronised, unscaled, not yet clipped; their norms (T,),
-        where known.
+        """Take in the gradients of one optimizer step: synchronised, unscaled, not yet clipped;
+        their norms (T,), where known.
         """
         g = self.sample.read(grads)
         norms = self.sample.norms(grads) if norms is None else norms.to(self.sample.owner)
@@ -167,8 +176,8 @@ class Statistics:
         self.take(g, finite, norms.square() @ self.sample.owner)
 
     def take(self, g: Tensor, finite: Tensor, Q: Tensor | None = None) -> None:
-        """Take in the sampled gradient g (rows, WIDTH) of one step where it is `finite`; Q (G,) is estimated on it
-        where not given."""
+        """Take in the sampled gradient g (rows, WIDTH) of one step where it is `finite`; Q (G,) is
+        estimated on it where not given."""
         g.nan_to_num_(0, 0, 0)
         s = row_dot(g, self.m) / (1 - self.momentum**self.count)
         rows = torch.stack([s, torch.linalg.vector_norm(g, dim=1).to(s).square(), torch.linalg.vector_norm(g, 1, 1)])
@@ -205,10 +214,11 @@ def centred(log_x: Tensor, size: Tensor) -> Tensor:
 
 
 def project(log_x: Tensor, n: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """a_G = clip(c x_G, low_G, high_G), all (G,), with the one c > 0 for which sum n a^2 / sum n = 1.
+    """a_G = clip(c x_G, low_G, high_G), all (G,), with the one c > 0 for which sum n a^2 / sum n =
+    1.
 
-    Exact and without a loop: the quadratic mean rises with c, with corners where a group meets or leaves a
-    bound. Needs sum n low^2 <= sum n <= sum n high^2.
+    Exact and without a loop: the quadratic mean rises with c, with corners where a group meets or
+    leaves a bound. Needs sum n low^2 <= sum n <= sum n high^2.
     """
     x = (log_x - log_x.max()).clamp(min=-40).exp()
     p = n / n.sum()

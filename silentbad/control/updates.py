@@ -24,7 +24,8 @@ class Updates(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _averages(self, parameter: Tensor) -> dict[str, Tensor]:
-        """AdamW's state of a parameter: the updates it had, and the averages of its gradient and of the square."""
+        """AdamW's state of a parameter: the updates it had, and the averages of its gradient and of
+        the square."""
         state = self.state[parameter]
         if not state:
             state |= {

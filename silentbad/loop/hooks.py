@@ -1,8 +1,9 @@
-"""A lever of the training loop: one class whose methods do nothing; a subclass overrides those that it needs.
+"""A lever of the training loop: one class whose methods do nothing; a subclass overrides those that
+it needs.
 
-In one step the loop calls `timesteps`, `weight_losses`, `extra_loss`, `before_backward` and `after_backward` of each
-part of a micro-batch; then, once an update, `before_step`, the clip, the optimizer's step, `after_step`.
-CONTRIBUTING.md shows a hook of your own.
+In one step the loop calls `timesteps`, `weight_losses`, `extra_loss`, `before_backward` and
+`after_backward` of each part of a micro-batch; then, once an update, `before_step`, the clip, the
+optimizer's step, `after_step`. CONTRIBUTING.md shows a hook of your own.
 
 Legend: B samples, T trained tensors, C,h,w shape of the latents.
 """
@@ -38,15 +39,17 @@ class MicroStep(NamedTuple):
 class Hook:
     """Changes nothing.
 
-    Nothing that a step calls may wait for the device (`.item()`, `.tolist()`): return tensors, the log reads them.
+    Nothing that a step calls may wait for the device (`.item()`, `.tolist()`): return tensors, the
+    log reads them.
     """
 
     modifies_gradients = False  # between the backward and the clip, which then measures their norm again
     one_source_per_backward = False  # whether each backward must be of samples of one role
 
     def timesteps(self, draw: int, positions: list[int], count: int, roles: list[str]) -> tuple[Tensor, Tensor] | None:
-        """(timesteps (B,), importance weights (B,)) on the CPU, in place of those of the hooks before; None keeps
-        them. `positions` (B,) lie in effective batch number `draw` of `count` samples, whose roles are `roles`."""
+        """(timesteps (B,), importance weights (B,)) on the CPU, in place of those of the hooks
+        before; None keeps them. `positions` (B,) lie in effective batch number `draw` of `count`
+        samples, whose roles are `roles`."""
         return None
 
     def weight_losses(self, losses: Tensor, sources: list[str]) -> Tensor:
@@ -64,22 +67,23 @@ class Hook:
         """Gradients have been accumulated, and are only read; `last` of an update or not."""
 
     def before_step(self, step: int, finite: Tensor | None = None, norms: Tensor | None = None) -> dict[str, Tensor]:
-        """The gradient of update number `step` is whole and unscaled. `finite` () says whether it may be applied;
-        `norms` (T,) are of its tensors. Returns scalars of this step, which the log averages."""
+        """The gradient of update number `step` is whole and unscaled. `finite` () says whether it
+        may be applied; `norms` (T,) are of its tensors. Returns scalars of this step, which the log
+        averages."""
         return {}
 
     def after_step(self, step: int, skipped: bool = False) -> None:
-        """The optimizer has stepped: `step` updates are done. `skipped`: it has not, for the gradient was not
-        finite."""
+        """The optimizer has stepped: `step` updates are done. `skipped`: it has not, for the
+        gradient was not finite."""
 
     def should_run(self, step: int, asked: bool = False, final: bool = False) -> bool:
-        """Whether `run` measures the weights between two steps: on its own grid, because the user has `asked`, or as
-        the `final` point. Collective: the same on every process."""
+        """Whether `run` measures the weights between two steps: on its own grid, because the user
+        has `asked`, or as the `final` point. Collective: the same on every process."""
         return False
 
     def run(self, step: int, epoch: float, unet: Any, ema: Any = None, final: bool = False) -> dict[str, Any]:
-        """Measure the weights of `unet`, and of their average where there is one; returns scalars for the log.
-        Leaves weights, modes and random streams as they are."""
+        """Measure the weights of `unet`, and of their average where there is one; returns scalars
+        for the log. Leaves weights, modes and random streams as they are."""
         return {}
 
     def meters(self) -> dict[str, Any]:
@@ -170,7 +174,8 @@ class HookContext:
 
 
 def hook_classes(places: Sequence[str]) -> dict[str, type[Hook]]:
-    """{PATH.py:CLASS: the class}. Raises UserError where a file does not run, or a class is no hook that fits."""
+    """{PATH.py:CLASS: the class}. Raises UserError where a file does not run, or a class is no hook
+    that fits."""
     names = [user_code.short(place) for place in places]
     classes = {}
     for place, name in zip(places, names, strict=True):
@@ -185,7 +190,8 @@ def hook_classes(places: Sequence[str]) -> dict[str, type[Hook]]:
 
 
 def check_hook(place: str, kind: Any) -> None:
-    """Refuse what is no class of hooks, overrides nothing, or overrides a method with other parameters."""
+    """Refuse what is no class of hooks, overrides nothing, or overrides a method with other
+    parameters."""
     if not (isinstance(kind, type) and issubclass(kind, Hook)):
         raise UserError(f"hooks: {place} is no subclass of silentbad.loop.hooks.Hook")
     methods = [name for name, member in vars(Hook).items() if callable(member) and not name.startswith("_")]

@@ -1,5 +1,6 @@
-"""Memory reinforcement below its registries: probes of phrases, masks, rehearsal, shares, timesteps, loss weights.
+"""Memory reinforcement below its registries: probes of phrases, masks, rehearsal, shares,
+timesteps, loss weights.
 
-`memory_reinforce.py` collects the registries (those of regions, rehearsal and sequences are defined here) and has
-`Memory`, the object that each step calls. Parts that did not earn their place live
-in `silentbad.experiments`."""
+`memory_reinforce.py` collects the registries (those of regions, rehearsal and sequences are defined
+here) and has `Memory`, the object that each step calls. Parts that did not earn their place live in
+`silentbad.experiments`."""

@@ -1,4 +1,5 @@
-"""Losses beside the diffusion loss: their sum, their balance, and self-distillation on clean records.
+"""Losses beside the diffusion loss: their sum, their balance, and self-distillation on clean
+records.
 
 Legend: B micro-batch, C,h,w shape of the latents.
 """
@@ -24,9 +25,9 @@ from silentbad.settings.types import NotNegative
 class ModelAccess:
     """What memory reinforcement asks of the model and the data.
 
-    predict(x_t (B,C,h,w), t (B,), captions, model=None, time_ids=None) -> (B,C,h,w), of `unet` or of a copy of it;
-    encode(pixel_values (B,3,R,R)) -> x0 (B,C,h,w) without sampling noise; pictures(rows) -> a collated batch of plain
-    records; load(row) -> a whole record, decoded.
+    predict(x_t (B,C,h,w), t (B,), captions, model=None, time_ids=None) -> (B,C,h,w), of `unet` or
+    of a copy of it; encode(pixel_values (B,3,R,R)) -> x0 (B,C,h,w) without sampling noise;
+    pictures(rows) -> a collated batch of plain records; load(row) -> a whole record, decoded.
     """
 
     unet: torch.nn.Module
@@ -37,8 +38,9 @@ class ModelAccess:
     tokenizer: Any
 
 
-# An auxiliary is built once from (unet, facts) and its options; called with the micro-step it returns a scalar or
-# None. `layer` is the parameter at which `gradient_norm` compares it with the diffusion loss.
+# An auxiliary is built once from (unet, facts) and its options; called with the micro-step it
+# returns a scalar or None. `layer` is the parameter at which `gradient_norm` compares it with the
+# diffusion loss.
 class RunFacts(NamedTuple):
     """What stays the same over the run; bank[i] the pictures of element i, memory its strengths."""
 
@@ -53,14 +55,16 @@ class RunFacts(NamedTuple):
 
 
 def last_layer(unet: torch.nn.Module, now: MicroStep) -> torch.Tensor | None:
-    """The last trained weight of the family's last layers: conv_out's in a UNet, or of its up blocks."""
+    """The last trained weight of the family's last layers: conv_out's in a UNet, or of its up
+    blocks."""
     named = [(n, p) for n, p in unet.named_parameters() if p.requires_grad and p.ndim > 1]
     layers = ([p for n, p in named if part in n] for part in getattr(unet, "family", Family).last)
     return next((weights[-1] for weights in layers if weights), None)
 
 
 class SelfDistillation:
-    """||eps - eps_0||^2 on the clean records of the batch, eps_0 the model before training, in bf16."""
+    """||eps - eps_0||^2 on the clean records of the batch, eps_0 the model before training, in
+    bf16."""
 
     layer = staticmethod(last_layer)
 
@@ -100,7 +104,8 @@ class Auxiliaries(dict):
         self.meters: dict[str, Any] = {}
 
     def __call__(self, loss: torch.Tensor, now: MicroStep) -> torch.Tensor | None:
-        """What is on in this micro-step, each by its weight and its balance with the loss; or None."""
+        """What is on in this micro-step, each by its weight and its balance with the loss; or
+        None."""
         total = None
         for slot, part in self.items():
             if (value := part(now)) is None:
@@ -126,8 +131,8 @@ class Teacher:
 
     Frozen parameters that are bf16 already (those under LoRA) are shared, not copied.
 
-    accelerate binds its autocast wrapper to the instance, where a copy would still call the original's
-    weights; the copy goes back to the class's own forward.
+    accelerate binds its autocast wrapper to the instance, where a copy would still call the
+    original's weights; the copy goes back to the class's own forward.
     """
 
     def __init__(self, unet: torch.nn.Module, dtype: torch.dtype = torch.bfloat16):

@@ -1,4 +1,5 @@
-"""Masks of elements: pasted together, estimated from a stack of pictures, and turned into weights of the loss.
+"""Masks of elements: pasted together, estimated from a stack of pictures, and turned into weights
+of the loss.
 
 Pure functions of PIL images and tensors. `paste` never blurs one element into another.
 """
@@ -16,10 +17,12 @@ from silentbad.settings.types import Share
 def paste(
     base: Image.Image, base_mask: Image.Image, other: Image.Image, other_mask: Image.Image, feather: float
 ) -> tuple[Image.Image, Image.Image]:
-    """Put `other`'s element at its own place onto `base` -> (picture, union mask); RGB and L images of one size.
+    """Put `other`'s element at its own place onto `base` -> (picture, union mask); RGB and L images
+    of one size.
 
-    Inside `other_mask` the pixels are other's, inside the rest of `base_mask` they are base's; the feather
-    (Gaussian radius in pixels) runs outside both masks, so neither element bleeds into the other.
+    Inside `other_mask` the pixels are other's, inside the rest of `base_mask` they are base's; the
+    feather (Gaussian radius in pixels) runs outside both masks, so neither element bleeds into the
+    other.
     """
     soft = other_mask.filter(ImageFilter.GaussianBlur(feather))
     alpha = ImageChops.lighter(other_mask, ImageChops.multiply(soft, ImageChops.invert(base_mask)))
@@ -29,8 +32,9 @@ def paste(
 def overlaid(
     layers: dict[int, tuple[Image.Image, Image.Image]], feather: float
 ) -> tuple[int, Image.Image, Image.Image]:
-    """Pictures (RGB) with masks (L), all of one size, pasted by size of their elements: the largest lies behind, or a
-    backdrop would cover the thing that stands before it -> (what lies behind, picture, union mask)."""
+    """Pictures (RGB) with masks (L), all of one size, pasted by size of their elements: the largest
+    lies behind, or a backdrop would cover the thing that stands before it -> (what lies behind,
+    picture, union mask)."""
     behind, *before = sorted(layers, key=lambda k: -ImageStat.Stat(layers[k][1]).sum[0])
     image, mask = layers[behind]
     for k in before:
@@ -50,8 +54,8 @@ def fitted_mask(mask: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 
 def otsu(values: torch.Tensor) -> torch.Tensor:
-    """The threshold that maximises the variance between two classes (Otsu 1979), exact over the sorted
-    values."""
+    """The threshold that maximises the variance between two classes (Otsu 1979), exact over the
+    sorted values."""
     v = values.flatten().double().sort().values
     n0 = torch.arange(1, v.numel(), dtype=v.dtype)
     n1 = v.numel() - n0
@@ -62,13 +66,14 @@ def otsu(values: torch.Tensor) -> torch.Tensor:
 
 
 def estimate_mask(stack: torch.Tensor, smooth: int = 3, floor: float = 1e-3) -> torch.Tensor:
-    """What stays the same across an element's pictures is the element: (n>=4,C,H,W) -> mask (1,H,W) in {0,1}.
+    """What stays the same across an element's pictures is the element: (n>=4,C,H,W) -> mask (1,H,W)
+    in {0,1}.
 
-    The spread at a place is the squared distance from the median picture that two thirds of the pictures
-    keep to, so that things standing before a backdrop in some of them do not cut it up, as they do with the
-    variance. Its logarithm is box-smoothed and split in two by Otsu's threshold; `floor` (of the mean
-    variance) keeps exact repeats from dominating. Pictures that are all the same have nothing to split and
-    give ones.
+    The spread at a place is the squared distance from the median picture that two thirds of the
+    pictures keep to, so that things standing before a backdrop in some of them do not cut it up, as
+    they do with the variance. Its logarithm is box-smoothed and split in two by Otsu's threshold;
+    `floor` (of the mean variance) keeps exact repeats from dominating. Pictures that are all the
+    same have nothing to split and give ones.
     """
     if len(stack) < 4:
         raise UserError(f"memory.region: estimating a mask takes at least 4 pictures of a phrase, found {len(stack)}")
@@ -100,8 +105,8 @@ def region_weight(mask: torch.Tensor, size: tuple[int, int], outside: float) -> 
 
 
 def counted_only(weight: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """A region weight (B,1,h,w) that is nought where `counted` (B,1,H,W) is, of mean one again; nought where nothing
-    counts, as in a random window without the element."""
+    """A region weight (B,1,h,w) that is nought where `counted` (B,1,H,W) is, of mean one again;
+    nought where nothing counts, as in a random window without the element."""
     w = weight * F.interpolate(counted, size=weight.shape[-2:], mode="area")
     return w / w.mean(dim=(2, 3), keepdim=True).clamp_min(1e-6)
 
@@ -118,7 +123,8 @@ def given_mask(mask, has_mask, estimated, size, *, outside: Share = 0.2):
 
 
 def estimated_mask(mask, has_mask, estimated, size, *, outside: Share = 0.2):
-    """The record's own mask, or the one estimated from its element's pictures, estimated (B,1,h,w)."""
+    """The record's own mask, or the one estimated from its element's pictures, estimated
+    (B,1,h,w)."""
     given = F.interpolate(mask.float(), size=size, mode="area")
     mask = torch.where(has_mask[:, None, None, None], given, estimated)
     return region_weight(mask, size, checked_outside(outside))

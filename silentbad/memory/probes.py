@@ -1,6 +1,7 @@
 """How well the model reproduces each element: a fixed probe bank and the strength rho_i.
 
-Legend: n elements, P probes of an element, m pictures of an element, x0 (.,C,h,w), e (n,P) probe errors.
+Legend: n elements, P probes of an element, m pictures of an element, x0 (.,C,h,w), e (n,P) probe
+errors.
 """
 
 from collections.abc import Callable
@@ -19,8 +20,8 @@ from silentbad.model.diffusion import prediction_target
 
 @dataclass
 class Element:
-    """What a probe of one element needs: x0 (m,C,h,w), masks (m,1,h,w) in [0,1] or None, captions (m), rows (m);
-    `estimated` (1,H,W) is the mask estimated at the pixels, where none was given."""
+    """What a probe of one element needs: x0 (m,C,h,w), masks (m,1,h,w) in [0,1] or None, captions
+    (m), rows (m); `estimated` (1,H,W) is the mask estimated at the pixels, where none was given."""
 
     x0: torch.Tensor
     masks: torch.Tensor | None
@@ -30,8 +31,8 @@ class Element:
 
 
 def probe_timesteps(snr: torch.Tensor, edges: tuple[float, ...] = (10, 2, 0.5, 0.1, 0.02)) -> torch.Tensor:
-    """Two timesteps in each of the strata between `edges`, at a quarter and three quarters in log-SNR ->
-    (P,)."""
+    """Two timesteps in each of the strata between `edges`, at a quarter and three quarters in
+    log-SNR -> (P,)."""
     logs = torch.tensor(edges, dtype=torch.float64).log()
     wanted = torch.stack([logs[:-1] * (1 - f) + logs[1:] * f for f in (0.25, 0.75)], dim=1).flatten()
     return (snr.double().clamp_min(1e-20).log()[None] - wanted[:, None]).abs().argmin(dim=1)
@@ -40,8 +41,8 @@ def probe_timesteps(snr: torch.Tensor, edges: tuple[float, ...] = (10, 2, 0.5, 0
 def strength(e: torch.Tensor, e0: torch.Tensor) -> torch.Tensor:
     """rho (n,) = 1 - mean over probes of e/e0, e and e0 (n,P).
 
-    Each probe is divided by its own first error, so no timestep dominates and the strength is the same
-    whether the model predicts epsilon, v or x0 (their errors differ by a factor of t alone).
+    Each probe is divided by its own first error, so no timestep dominates and the strength is the
+    same whether the model predicts epsilon, v or x0 (their errors differ by a factor of t alone).
     """
     return 1 - (e / e0.clamp_min(1e-12)).mean(dim=1)
 
@@ -49,9 +50,10 @@ def strength(e: torch.Tensor, e0: torch.Tensor) -> torch.Tensor:
 class PhraseMemory:
     """rho_i by element, refreshed one element at a time within a share of the step budget.
 
-    A training step of N samples costs about 3 N UNet forwards; `share` of them is credited to probing, and an
-    element is probed when its P forwards are paid for. The P probes are split over the ranks and their errors
-    summed, so rho is the same number everywhere. History grows by one row a sweep.
+    A training step of N samples costs about 3 N UNet forwards; `share` of them is credited to
+    probing, and an element is probed when its P forwards are paid for. The P probes are split over
+    the ranks and their errors summed, so rho is the same number everywhere. History grows by one
+    row a sweep.
     """
 
     def __init__(self, n: int, snr, bank: list[Element], *, share, effective_batch, seed, rank=0, world=1, reduce=None):
@@ -153,8 +155,9 @@ def latent_mask(mask: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
 
 @torch.no_grad()
 def build_bank(info, encode: Callable, pictures: Callable, count: int, device, most: int = 12) -> list[Element]:
-    """Each element's first `count` pictures, with their masks or else the one that up to `most` of its pictures agree
-    on (on their pixels: latents of small pictures are too coarse), where it has four."""
+    """Each element's first `count` pictures, with their masks or else the one that up to `most` of
+    its pictures agree on (on their pixels: latents of small pictures are too coarse), where it has
+    four."""
     bank = []
     for rows in info.rows:
         rows = [int(r) for r in rows[:most]]
@@ -174,6 +177,7 @@ def build_bank(info, encode: Callable, pictures: Callable, count: int, device, m
 
 
 def mask_table(bank: list[Element]) -> torch.Tensor:
-    """(n+1,1,h,w): each element's mask, ones where it has none and, last, for records of no element."""
+    """(n+1,1,h,w): each element's mask, ones where it has none and, last, for records of no
+    element."""
     ones = torch.ones_like(bank[0].x0[:1, :1])
     return torch.cat([*(ones if e.masks is None else e.masks[:1] for e in bank), ones])

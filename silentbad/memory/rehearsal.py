@@ -1,6 +1,7 @@
 """Rehearsal of composition: a drawn record is replaced by another that joins phrases or elements.
 
-`check_union` is the one place that decides how much of a target a picture may show, and it takes no option.
+`check_union` is the one place that decides how much of a target a picture may show, and it takes no
+option.
 """
 
 from collections.abc import Callable
@@ -17,8 +18,8 @@ from silentbad.settings.types import NotNegative, Small, Unit
 
 
 def check_union(elements: int, of: int, target_id: str) -> None:
-    """Refuse a picture or caption with more than k - 1 of a target's k elements: it would be the target
-    itself."""
+    """Refuse a picture or caption with more than k - 1 of a target's k elements: it would be the
+    target itself."""
     if elements > max(of - 1, 1):
         raise UserError(
             f"memory.rehearsal: a union of {elements} elements rebuilds target '{target_id}', which has "
@@ -27,8 +28,8 @@ def check_union(elements: int, of: int, target_id: str) -> None:
 
 
 # A rehearsal looks at a drawn record {"index", "role"} and returns another in its place, or None.
-# `load(index)` gives a whole record: image, mask, text, phrases, role, target_id, element_id; `masks` holds
-# estimated ones by element.
+# `load(index)` gives a whole record: image, mask, text, phrases, role, target_id, element_id;
+# `masks` holds estimated ones by element.
 def no_rehearsal(record: dict, g: torch.Generator, info: DataInfo, load: Callable, masks: dict) -> dict | None:
     return None
 
@@ -52,8 +53,8 @@ def leak_free(
     share: Unit = 0.5,
     parts: Unit = 0.5,
 ) -> dict | None:
-    """A non-target picture captioned by its own phrases in shuffled order: all of them, or with probability
-    `parts` a proper subset. No caption names more than k-1 phrases of a target."""
+    """A non-target picture captioned by its own phrases in shuffled order: all of them, or with
+    probability `parts` a proper subset. No caption names more than k-1 phrases of a target."""
     if record["role"] == "element" or float(torch.rand((), generator=g)) >= share:
         return None
     record = load(record["index"])
@@ -83,11 +84,11 @@ def pairwise(
     elements: Small | None = 2,
     feather: NotNegative = 1.5,
 ) -> dict | None:
-    """Pictures of `elements` elements of one target laid over each other at their native places, null: as many as may
-    be, k-1; the mask is their union.
+    """Pictures of `elements` elements of one target laid over each other at their native places,
+    null: as many as may be, k-1; the mask is their union.
 
-    The larger element lies behind. The caption names the elements in shuffled order, then what else the picture behind
-    shows, since that is still to be seen.
+    The larger element lies behind. The caption names the elements in shuffled order, then what else
+    the picture behind shows, since that is still to be seen.
     """
     i = info.element_of(record["index"])
     if i is None or float(torch.rand((), generator=g)) >= share:
@@ -129,10 +130,11 @@ def pairwise(
 def joint_captions(
     record: dict, g: torch.Generator, info: DataInfo, load: Callable, masks: dict, *, share: Unit = 0.5
 ) -> dict | None:
-    """An element's own picture under a caption that names more of its target: two to k-1 phrases in shuffled order.
+    """An element's own picture under a caption that names more of its target: two to k-1 phrases in
+    shuffled order.
 
-    Nothing of the others is shown, and their places do not count (the mask's second band): so the caption is learnt
-    where its element stands, and does not learn that the others are absent.
+    Nothing of the others is shown, and their places do not count (the mask's second band): so the
+    caption is learnt where its element stands, and does not learn that the others are absent.
     """
     i = info.element_of(record["index"])
     if i is None or float(torch.rand((), generator=g)) >= share:
@@ -190,10 +192,11 @@ REHEARSAL: dict[str, Callable] = {
 
 
 class Rehearsal:
-    """What replaces a drawn record: a pure function of (record, (draw, position)), or None where it stays.
+    """What replaces a drawn record: a pure function of (record, (draw, position)), or None where it
+    stays.
 
-    `load(index)` opens a whole record; `masks` holds estimated masks by element. A replaced record says under
-    `united` how many of a target's k elements or phrases it joins: (n, k).
+    `load(index)` opens a whole record; `masks` holds estimated masks by element. A replaced record
+    says under `united` how many of a target's k elements or phrases it joins: (n, k).
     """
 
     def __init__(
@@ -224,7 +227,8 @@ class Rehearsal:
 
 
 class Rehearsed:
-    """How many rehearsals training has taken, and the largest union among them, (n, k); part of the checkpoint.
+    """How many rehearsals training has taken, and the largest union among them, (n, k); part of the
+    checkpoint.
 
     Counted where a step takes its batches: loader threads run ahead of it.
     """

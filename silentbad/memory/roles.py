@@ -1,4 +1,5 @@
-"""What is particular to the records of one role; the settings are in silentbad/settings/memory.py."""
+"""What is particular to the records of one role; the settings are in
+silentbad/settings/memory.py."""
 
 from silentbad.settings.memory import (
     OF_CLEAN,

@@ -14,15 +14,17 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 def random_comb(seed: int, draw: int, n: int) -> np.ndarray:
-    """u (n,): a comb of n teeth with one random offset (2107.00630), dealt out anew at every draw."""
+    """u (n,): a comb of n teeth with one random offset (2107.00630), dealt out anew at every
+    draw."""
     g = rng.generator(seed, "timesteps", draw)
     perm = torch.randperm(n, generator=g).numpy()
     return (perm + torch.rand((), generator=g, dtype=torch.float64).item()) / n
 
 
 def golden_comb(seed: int, draw: int, n: int) -> np.ndarray:
-    """u (n,): a comb dealt out once and turned by the golden ratio at every draw, so that each position of the batch
-    walks evenly through all noise levels too (a Kronecker sequence); uniform over the seeds."""
+    """u (n,): a comb dealt out once and turned by the golden ratio at every draw, so that each
+    position of the batch walks evenly through all noise levels too (a Kronecker sequence); uniform
+    over the seeds."""
     return (random_comb(seed, 0, n) + draw * GOLDEN) % 1.0
 
 
@@ -32,8 +34,8 @@ SEQUENCES = {"random": random_comb, "golden": golden_comb}
 def draw_timesteps(
     p: np.ndarray, seed: int, draw: int, positions: list[int], n: int, importance: bool, sequence: str = "random"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(t (B,), w (B,)) at `positions` of the draw's effective batch: the inverse CDF of the density p (T,) at an
-    even comb u of SEQUENCES; w = 1/(T p) or 1."""
+    """(t (B,), w (B,)) at `positions` of the draw's effective batch: the inverse CDF of the density
+    p (T,) at an even comb u of SEQUENCES; w = 1/(T p) or 1."""
     u = SEQUENCES[sequence](seed, draw, n)[np.asarray(positions)]
     cdf = np.cumsum(p)
     t = np.minimum(np.searchsorted(cdf / cdf[-1], u, side="right"), len(p) - 1)
@@ -72,8 +74,8 @@ def mode(
     scale: Annotated[float, Range(-1, 2 / (math.pi - 2))] = 1.29,
     uniform: Unit = 0.3,
 ) -> np.ndarray:
-    """t/T = 1 - u - scale (cos^2(pi u / 2) - 1 + u), u uniform (2403.03206, eq. 20): the mass of each bin. The map is
-    monotone in the range of `scale`."""
+    """t/T = 1 - u - scale (cos^2(pi u / 2) - 1 + u), u uniform (2403.03206, eq. 20): the mass of
+    each bin. The map is monotone in the range of `scale`."""
     u = np.linspace(1, 0, 20 * len(snr) + 1)
     x = 1 - u - scale * (np.cos(math.pi / 2 * u) ** 2 - 1 + u)
     return mixed(np.diff(1 - np.interp(np.linspace(0, 1, len(snr) + 1), x, u)), uniform)

@@ -2,8 +2,8 @@
 
     --gradient_control.name mine.py:my_rule    --hooks mine.py:MyHook
 
-`check_place` looks at the file alone; `load` runs it. Each file is read once a start: the bytes that run are the ones
-whose SHA-256 is recorded. What the file imports is not.
+`check_place` looks at the file alone; `load` runs it. Each file is read once a start: the bytes
+that run are the ones whose SHA-256 is recorded. What the file imports is not.
 """
 
 import hashlib
@@ -33,7 +33,8 @@ def check_place(key: str, place: str) -> None:
 
 
 def load(key: str, place: str) -> Any:
-    """What the file defines under that name. Raises UserError where it cannot be read or run, or defines none."""
+    """What the file defines under that name. Raises UserError where it cannot be read or run, or
+    defines none."""
     file = _file(place).resolve()
     try:
         source = file.read_bytes()
