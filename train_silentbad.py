@@ -307,7 +307,7 @@ def validate(run: Run, asked: bool = False, final: bool = False) -> None:
         with run.timers.of("validate"), averaged(state.model, optimizer=state.optimizer):
             model = pipeline.whole_parts(run.parts).model
             for hook in due:
-                scores |= hook.run(state.step, state.epoch, model, state.ema, final=final)
+                scores |= hook.run(state.step, state.epoch, model, state.ema, final)
         run.log.validation(scores)
     if run.recovery in due:
         if state.improved(best_score(scores, run.config.best_by)) and run.config.save_best:

@@ -142,7 +142,6 @@ def test_a_hook_chooses_the_noise_level_and_modifies_gradients(build, tmp_path):
         "        return torch.full((len(positions),), 999), torch.ones(len(positions))\n"
         "    def before_step(self, step, finite=None, norms=None):\n"
         "        for p in self.params: p.grad.mul_(1e6)\n"
-        "        return {}\n"
     )
     run = build(
         hooks=f"{tmp_path}/mine.py:Mine", max_grad_norm=1.0, optimizer="SGD", learning_rate=1.0, adam_weight_decay=0
@@ -247,7 +246,8 @@ def test_a_hook_does_nothing():
     assert hook.timesteps(0, [0, 1], 2, ["clean", "element"]) is None
     assert hook.weight_losses(losses, ["clean", "element"]) is losses
     assert hook.extra_loss(losses.mean(), None) is None  # type: ignore[arg-type]
-    assert hook.before_step(0) == hook.run(0, 0.0, None) == hook.meters() == hook.state_dict() == {}
+    assert hook.before_step(0) is None
+    assert hook.run(0, 0.0, None) == hook.meters() == hook.state_dict() == {}
     assert not (hook.should_run(0, True, True) or hook.modifies_gradients or hook.one_source_per_backward)
 
 

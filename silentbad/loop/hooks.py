@@ -66,11 +66,13 @@ class Hook:
     def after_backward(self, last: bool = True) -> None:
         """Gradients have been accumulated, and are only read; `last` of an update or not."""
 
-    def before_step(self, step: int, finite: Tensor | None = None, norms: Tensor | None = None) -> dict[str, Tensor]:
+    def before_step(
+        self, step: int, finite: Tensor | None = None, norms: Tensor | None = None
+    ) -> dict[str, Tensor] | None:
         """The gradient of update number `step` is whole and unscaled. `finite` () says whether it
         may be applied; `norms` (T,) are of its tensors. Returns scalars of this step, which the log
-        averages."""
-        return {}
+        averages, or None."""
+        return None
 
     def after_step(self, step: int, skipped: bool = False) -> None:
         """The optimizer has stepped: `step` updates are done. `skipped`: it has not, for the
@@ -144,7 +146,7 @@ class Hooks(Hook):
     def before_step(self, step: int, finite: Tensor | None = None, norms: Tensor | None = None) -> dict[str, Tensor]:
         scalars: dict[str, Tensor] = {}
         for hook in self:
-            scalars |= hook.before_step(step, finite, norms)
+            scalars |= hook.before_step(step, finite, norms) or {}
         return scalars
 
     def after_step(self, step: int, skipped: bool = False) -> None:
