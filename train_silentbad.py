@@ -115,49 +115,51 @@ def part_step(run: Run, share: float, batch: dict[str, Any], micro: int, *, last
     positions = batch["position"].tolist()
     torch.manual_seed(addressed_seed(config.seed, "torch", draw, positions[0]))  # dropout, where a UNet has it
 
-    # Latents, conditioning, noise level
+    # Latents and conditioning, from the cache where they are in it
     latents = run.encoder.latents(batch, draw)
     conditioning = run.encoder.condition(batch["text"], batch["time_ids"])
+    for key in ("mask", "has_mask", "counted", "time_ids"):
+        if key in batch:
+            batch = batch | {key: send(batch[key], device)}
+
+    # Noise level of each sample
     drawn = hooks.timesteps(draw, positions, run.loader.effective_batch, batch["role"])
     assert drawn is not None, "memory draws them where no other hook does"
     timesteps, weights = drawn
     run.state.count(timesteps)
     timesteps = send(timesteps, device)
     weights = send(weights, device)
-    for key in ("mask", "has_mask", "counted", "time_ids"):
-        if key in batch:
-            batch = batch | {key: send(batch[key], device)}
 
-    # Forward
+    # Noise, and what the model is to predict
     def model(noisy_latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
         return run.forward(noisy_latents, timesteps, **conditioning, return_dict=False)[0]
 
     noise, noisy_latents = diffusion.noised(scheduler, latents, timesteps, config, draw, positions)
     target = diffusion.prediction_target(scheduler, latents, noise, timesteps)
     noisy_latents, target = memory.apply_dream(model, latents, noise, timesteps, noisy_latents, target)
+
+    # Prediction
     with memory.record_attention(run.parts.model, step) as maps:
         model_pred = model(noisy_latents, timesteps)
 
-    # Loss
+    # Loss of each sample, their mean, and losses beside it
     losses = memory.loss_per_sample(model_pred, target, timesteps, weights, batch)
     sources = sources_of(batch, config.gradient_control.sources)
     losses = hooks.weight_losses(losses, sources)
     loss = losses.mean()
-    extra = hooks.extra_loss(
-        loss,
-        MicroStep(
-            step=step,
-            micro=micro,
-            progress=memory.progress(step),
-            batch=batch,
-            noisy_latents=noisy_latents,
-            timesteps=timesteps,
-            model_pred=model_pred,
-            maps=maps,
-            model=run.parts.model,
-            predict=run.predict,
-        ),
+    now = MicroStep(
+        step=step,
+        micro=micro,
+        progress=memory.progress(step),
+        batch=batch,
+        noisy_latents=noisy_latents,
+        timesteps=timesteps,
+        model_pred=model_pred,
+        maps=maps,
+        model=run.parts.model,
+        predict=run.predict,
     )
+    extra = hooks.extra_loss(loss, now)
     total = loss if extra is None else loss + extra
 
     # Backward
