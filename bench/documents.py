@@ -3,10 +3,10 @@
     python -m bench.documents            fill every block again
     python -m bench.documents --check    name the stale blocks; exit code 1 if there is one
 
-A block is the text between two lines of a document, `<!-- generated: NAME -->` and `<!-- /generated -->`. NAME is a
-key of BLOCKS: a function from the stored results to Markdown, which the benchmark that wrote them defines. In Chinese
-documents the words of CHINESE replace headings and labels of the same table. tests/test_docs.py fails if a block is
-stale.
+A block is the text between `<!-- generated: NAME -->` and `<!-- /generated -->`. NAME is a key of
+BLOCKS: a function from the stored results to Markdown, which the benchmark that wrote them defines.
+In Chinese documents the words of CHINESE replace headings and labels of the same table.
+tests/test_docs.py fails if a block is stale.
 """
 
 import argparse
@@ -51,10 +51,8 @@ CHINESE = {
     "recovered": "已还原",
     "strict rate": "严格还原率",
     "whole": "整图",
-    "elements": "元素",
     "first element": "第一个元素",
     "others": "其余元素",
-    "weakest element": "最弱元素",
     "elements shown": "展示的元素",
     "all": "全部",
     "all but the first": "除第一个外全部",
@@ -63,8 +61,6 @@ CHINESE = {
     "times sooner than `plain`": "比 `plain` 快几倍",
     "speed-up": "加速",
     "CIR, difference": "CIR 之差",
-    "training": "基础模型的训练",
-    "kind and colour right": "种类和颜色正确",
     "picture": "图像",
     "passes": "通过率",
     "by the whole alone, release 0.1": "只看整图（0.1 版）",
@@ -76,7 +72,7 @@ CHINESE = {
 
 
 def reader(folder: Path = RESULTS.parent) -> Read:
-    """Gives the stored results of a folder by file name, and reads each file once: rows of .jsonl, else the JSON."""
+    """Reads the stored results of a folder by file name, each once: rows of .jsonl, else JSON."""
 
     @cache
     def read(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Tables of the published setting for the documents: each is a function of the stored rows to Markdown."""
+"""Tables of the published setting for the documents: stored rows to Markdown."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -39,7 +39,7 @@ SHORT = ("arm", "steps", "recovered", "strict rate", "median step", SOONER)
 
 
 def frozen(read: Read, block: int = MAIN) -> list[dict]:
-    """The rows of a block at a poisoning ratio of 10 %, one target a run, each arm at its frozen length."""
+    """The rows of a block at a ratio of 10 %, one target a run, each arm at its frozen length."""
     rows = [row for row in reported_of(read(FILE), block) if row["images"] == IMAGES]
     return [row for row in rows if usual(row) and alone(row) and not longer(row)]
 
@@ -60,7 +60,7 @@ def results(read: Read, block: int = MAIN) -> str:
 
 
 def short(read: Read, arms: Sequence[tuple[int, str]], columns: Sequence[str] = SHORT) -> str:
-    """The columns that users read, of (block, arm) each; an arm that was not run in its block is left out."""
+    """The columns that users read, of each (block, arm); an arm without runs is left out."""
     lines = []
     for block, arm in arms:
         cells = arms_of(read, block).get(f"`{arm}`")
@@ -90,10 +90,15 @@ def by_count(read: Read) -> str:
 
 
 def by_share(read: Read, arms: Sequence[str] = ("recommended", "plain")) -> str:
-    """What recovers by the elements' share of the records, on the targets that ran at more than one."""
+    """What recovers by the elements' share, on the targets that ran at more than one."""
     rows = [row for row in swept(read(FILE)) if row["arm"] in arms]
     order = {arm: place for place, arm in enumerate(arms)}
-    return split(rows, "share", lambda row: (order[row["arm"]], row["ratio"]), lambda value: f"{100 * value[1]:.0f} %")
+    return split(
+        rows,
+        "share",
+        lambda row: (order[row["arm"]], row["ratio"]),
+        lambda value: f"{100 * value[1]:.0f} %",
+    )
 
 
 def by_seed(read: Read, block: int = MAIN, arm: str = "recommended") -> str:
@@ -105,7 +110,7 @@ def by_seed(read: Read, block: int = MAIN, arm: str = "recommended") -> str:
 
 
 def by_clean(read: Read, block: int = MAIN) -> str:
-    """What recovers among more clean pictures, of the targets that ran among both numbers of them."""
+    """What recovers among more clean pictures, of the targets that ran among both numbers."""
     rows = [row for row in block_alone(read(FILE), block) if row["seed"] == 0 and row["ratio"] == 0.1]
     lines = []
     for arm in ("recommended_long", "recommended", "plain"):
@@ -117,7 +122,7 @@ def by_clean(read: Read, block: int = MAIN) -> str:
 
 
 def together(read: Read, block: int = MAIN, arm: str = "recommended") -> str:
-    """What an arm recovers of several targets trained at once, and of the same targets alone (seed 0)."""
+    """What an arm recovers of several targets at once, and of the same targets alone (seed 0)."""
     rows = [row for row in reported_of(read(FILE), block) if row["arm"] == arm]
     rows = [row for row in rows if usual(row) and not row["placebo"] and row["seed"] == 0]
     lines = []
@@ -132,7 +137,7 @@ def together(read: Read, block: int = MAIN, arm: str = "recommended") -> str:
 
 
 def ceiling(read: Read) -> str:
-    """By target: what the endpoint accepts of a base fine-tuned on the target itself, and what the arms reach."""
+    """By target: what passes of a base fine-tuned on the target itself, and what the arms reach."""
     rows = [row for row in usual_of(read, FEW_NULLS) if row["seed"] == 0]
     arms = {arm: runs for (arm, _, _), runs in by_arm(rows).items()}
     names = [arm for arm in ("recommended", "recommended_adamw", "recommended_leak_free") if arm in arms]
@@ -150,7 +155,8 @@ def ceiling(read: Read) -> str:
     able = [target for target, row in best.items() if row["rate"] >= 0.5 and target in runs]
     recovered = sum(runs[target][0]["strict"] is not None for target in able)
     head = ("target", "ceiling: strict", "whole", "weakest element", *(f"`{arm}`" for arm in names))
-    sentence = f"Where the ceiling is at least one half, `recommended` recovers {recovered} of {len(able)}."
+    share = f"{recovered} of {len(able)}"
+    sentence = f"Where the ceiling is at least one half, `recommended` recovers {share}."
     return f"{grid(head, lines)}\n{sentence}\n"
 
 
@@ -177,7 +183,7 @@ def over_plain(read: Read) -> str:
 
 
 def over_adamw(read: Read, block: int = MAIN) -> str:
-    """`recommended` over the same with AdamW and unions of two, on the targets of a block that both ran."""
+    """`recommended` over the same with AdamW and unions of two, on the targets that both ran."""
     rows = [row for row in usual_of(read, block) if row["seed"] == 0]
     arms = {arm: (runs, steps) for (arm, _, steps), runs in by_arm(rows).items()}
     (adamw, horizon), (ours, _) = arms["recommended_adamw"], arms["recommended"]
@@ -189,8 +195,16 @@ def over_adamw(read: Read, block: int = MAIN) -> str:
     sooner = times_sooner(adamw, ours, horizon)
     seen = np.log([first(adamw[t][0], horizon) / first(ours[t][0], horizon) for t in both])
     lines = [
-        ("steps, the earlier evaluation counting for AdamW", ratio(sooner, False), f"{sign_flips(sooner):.4f}"),
-        ("steps, the first evaluation that shows it for both", ratio(seen, False), f"{sign_flips(seen):.4f}"),
+        (
+            "steps, the earlier evaluation counting for AdamW",
+            ratio(sooner, False),
+            f"{sign_flips(sooner):.4f}",
+        ),
+        (
+            "steps, the first evaluation that shows it for both",
+            ratio(seen, False),
+            f"{sign_flips(seen):.4f}",
+        ),
         ("strict rate at the end, difference", mean("strict rate", "+.2f"), ""),
         ("drift at the end, difference", mean("drift", "+.4f"), ""),
     ]
@@ -204,7 +218,12 @@ def long_over_short(read: Read) -> str:
     brief, long = (runs.get(arm, {}) for arm in ("recommended", "recommended_long"))
     both = [target for target in long if target in brief]
     lines = []
-    for key, form in (("strict rate", "+.2f"), ("elements", "+.2f"), ("element similarity", "+.2f"), ("drift", "+.4f")):
+    for key, form in (
+        ("strict rate", "+.2f"),
+        ("elements", "+.2f"),
+        ("element similarity", "+.2f"),
+        ("drift", "+.4f"),
+    ):
         gains = np.array([long[target][0][key] - brief[target][0][key] for target in both])
         p = sign_flips(gains)
         cells = (interval(list(gains), form), f"{p:.4f}" if p >= 1e-4 else "<0.0001")
@@ -235,8 +254,24 @@ def development(read: Read) -> str:
     for (_, target, arm, *_), rows in sorted(runs_of(early).items()):
         run = figures(rows)
         reached = "never" if run["all elements"] is None else f"{run['all elements']}"
-        lines.append((target, f"`{arm}`", reached, *(f"{run[key]:.2f}" for key in keys), f"{run['drift']:.4f}"))
-    head = ("target", "arm", "every element from step", "strict rate", "whole", "elements", "similarity")
+        lines.append(
+            (
+                target,
+                f"`{arm}`",
+                reached,
+                *(f"{run[key]:.2f}" for key in keys),
+                f"{run['drift']:.4f}",
+            )
+        )
+    head = (
+        "target",
+        "arm",
+        "every element from step",
+        "strict rate",
+        "whole",
+        "elements",
+        "similarity",
+    )
     return grid((*head, "of elements", "drift"), lines)
 
 

@@ -1,4 +1,4 @@
-"""Tables of the earlier benchmark (bench/recovery.py) for the documents: stored rows to Markdown."""
+"""Tables of the earlier benchmark (bench/recovery.py) for the documents."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -43,7 +43,14 @@ RESULT_ARMS = (
     "auto_rgn",
     "original",
 )
-SEED_ARMS = ("recommended", "recommended_leak_free", "recommended+gsnr", "pairwise", "joint_captions", "keys_values")
+SEED_ARMS = (
+    "recommended",
+    "recommended_leak_free",
+    "recommended+gsnr",
+    "pairwise",
+    "joint_captions",
+    "keys_values",
+)
 RATE_ARMS = (
     "keys_values",
     "keys_values_placebo",
@@ -170,7 +177,8 @@ def over(read: Read, arm: Arm, base: Arm) -> dict[str, str]:
 def with_every_element(rows: list[dict], arm: Arm) -> float:
     """Upper bound of the share of images at the budget that pass as a whole and in every element.
 
-    A row has rates, not images: an image that passes everything counts in each rate, so the least of them bounds it.
+    A row has rates, not images: an image that passes everything counts in each rate, so the least
+    of them bounds it.
     """
     of_target = []
     for seeds in runs_of(rows, *arm).values():
@@ -180,7 +188,7 @@ def with_every_element(rows: list[dict], arm: Arm) -> float:
 
 
 def fall_back(rows: list[dict], arm: Arm, level: float = 0.5) -> tuple[int, int]:
-    """Runs whose rate reaches `level` at some step, and how many of them are below it at a later one."""
+    """Runs whose rate reaches `level` at some step, and how many fall below it later."""
     reached = again = 0
     for seeds in runs_of(rows, *arm).values():
         for run in seeds.values():
@@ -192,7 +200,17 @@ def fall_back(rows: list[dict], arm: Arm, level: float = 0.5) -> tuple[int, int]
 
 def result_table(read: Read) -> str:
     """The arms that say most, and the runs with eight targets at once."""
-    head = ("arm", "runs", "CIR 50 %", "CIR", "plain's CIR", "elements", "drift", "speed-up", "in seconds")
+    head = (
+        "arm",
+        "runs",
+        "CIR 50 %",
+        "CIR",
+        "plain's CIR",
+        "elements",
+        "drift",
+        "speed-up",
+        "in seconds",
+    )
     measures = ("runs", "CIR 50 %", "CIR", "plain's CIR there", "elements", "drift, equal CIR")
     keys = (*measures, "speed-up to CIR 50 %", "the same in seconds")
     chosen = [(code(arm), line(read, arm)) for arm in map(read_arm, RESULT_ARMS)]
@@ -237,7 +255,16 @@ def counted(cells: dict[str, str]) -> list[str]:
 
 def over_plain(read: Read, arms: Sequence[str]) -> str:
     """Arms over plain."""
-    head = ("arm", "runs", "speed-up", "sooner, later", "CIR", "CIR, difference", "elements, difference", "drift")
+    head = (
+        "arm",
+        "runs",
+        "speed-up",
+        "sooner, later",
+        "CIR",
+        "CIR, difference",
+        "elements, difference",
+        "drift",
+    )
     table = []
     for arm in map(read_arm, arms):
         cells = counted(over(read, arm, PLAIN))
@@ -256,7 +283,16 @@ def briefly(read: Read, arms: Sequence[str]) -> str:
 
 def over_arms(read: Read, couples: Sequence[tuple[str, str]]) -> str:
     """(arm, base) by (arm, base)."""
-    head = ("arm", "over", "runs", "speed-up", "sooner, later", "CIR, difference", "elements, difference", "drift")
+    head = (
+        "arm",
+        "over",
+        "runs",
+        "speed-up",
+        "sooner, later",
+        "CIR, difference",
+        "elements, difference",
+        "drift",
+    )
     table = []
     for arm, base in couples:
         ours, other = read_arm(arm), read_arm(base)
