@@ -46,6 +46,7 @@ from silentbad.model import denoiser, diffusion, lora, pipeline
 from silentbad.model.averaging import averaged
 from silentbad.model.layers import check_patterns
 from silentbad.progress import Bar
+from silentbad.report.preview import write_preview
 from silentbad.rng import addressed_seed
 from silentbad.saving import card
 from silentbad.saving.folder import RunFolder, facts, stamped
@@ -368,6 +369,9 @@ def start(config: Config) -> int:
         if resumed is not None and take_up(run, resumed):
             return 0
         open_folder(run)
+        if config.preview:
+            print(write_preview(run, config.preview))
+            return try_out(run) if config.dry_run else 0
         code = try_out(run) if config.dry_run else train(run)
         if code == 0 and not config.dry_run:
             finish(run)
@@ -433,7 +437,7 @@ def main(argv: list[str] | None = None) -> int:
             control = Controller(parts.model, config.gradient_control, config.seed)
             print(trains.table(config, parts, control.groups, control.param_groups(config.adam_weight_decay)))
             return 0
-        with tempfile.TemporaryDirectory() if config.dry_run else nullcontext() as scratch:
+        with tempfile.TemporaryDirectory() if config.dry_run or config.preview else nullcontext() as scratch:
             if scratch is not None:
                 config = checks.dry_run_config(config, scratch)
             return start(config)

@@ -146,6 +146,17 @@ class RecoveryHook(Hook):
         """Whether this step was measured."""
         return any(entry.step == step for entry in self.history)
 
+    def using(self, model: Any, step: int = 0) -> Any:
+        """The sampler with this model's backbone."""
+        backbone = backbone_in(self.accelerator.unwrap_model(model, keep_torch_compile=False))
+        return self.sampler.using(backbone, self.accelerator.device, self.accelerator.autocast, step)
+
+    def calibrate(self, model: Any) -> list[TargetRange]:
+        """The thresholds and ranges before training, which a preview shows."""
+        with self.using(model):
+            self.threshold, self.element_threshold, self.ranges = self.measure.calibrate(0)
+        return self.ranges
+
     def run(
         self, step: int, epoch: float, unet: Any, ema: Any = None, final: bool = False, label: str = ""
     ) -> dict[str, Any]:

@@ -205,7 +205,7 @@ def build(
 
     # What is measured while training
     recovery = None
-    if given.targets and not config.dry_run:
+    if given.targets and (config.preview or not config.dry_run):
         whole_pictures = replace(transform, step=0)
         masked, estimated = inputs.with_masks(given.targets, given.records, whole_pictures, config.seed)
         for name in estimated:

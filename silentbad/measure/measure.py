@@ -275,18 +275,35 @@ class Measure:
                 rows.append((i, self._told_by(row, null, canvases[j])))
         return self.gather(rows)
 
-    def _failures(self, canvases: Sequence[Canvas]) -> Iterator[tuple[int, nulls.Null]]:
+    def _failures(self, canvases: Sequence[Canvas | None]) -> Iterator[tuple[int, nulls.Null]]:
         """(target, null) of each target: made from it, and the training pictures."""
         shown = self.training.pictures(MOST_SHOWN)
-        others = [picture for _, picture in shown]
         for j, (target, drawn) in enumerate(zip(self.targets, canvases, strict=True)):
+            if drawn is None:
+                continue
             picture = drawn.picture.float() / 255
+            others = [
+                nulls.Other(
+                    other, frozenset(k for k, phrase in enumerate(target.phrases) if phrase in training.phrases)
+                )
+                for training, other in shown
+            ]
             for null in nulls.failures(picture, drawn.shares, drawn.backdrop, others):
                 yield j, null
-            for training, other in shown:
-                changed = tuple(k for k, phrase in enumerate(target.phrases) if phrase not in training.phrases)
+            for other in others:
+                changed = tuple(k for k in range(len(target.phrases)) if k not in other.shows)
                 if changed:
-                    yield j, nulls.Null("training picture", changed, other)
+                    yield j, nulls.Null("training picture", changed, other.picture)
+
+    def one_null_of_each_kind(self, target: int) -> list[nulls.Null]:
+        """Of a target, as the autoencoder leaves them."""
+        drawn = canvas(self.targets[target], self.masks[target], self.sampler.side)
+        first: dict[str, nulls.Null] = {}
+        for j, null in self._failures([drawn if i == target else None for i in range(len(self.targets))]):
+            if j == target:
+                first.setdefault(null.kind, null)
+        pictures = self.sampler.round_trip(torch.stack([null.picture for null in first.values()]))
+        return [null._replace(picture=seen) for null, seen in zip(first.values(), pictures, strict=True)]
 
     def _told_by(self, row: dict[str, Any], null: nulls.Null, drawn: Canvas) -> dict[str, Any]:
         """A null's row, without the parts that nobody would see changed."""

@@ -35,6 +35,13 @@ class Null(NamedTuple):
     picture: Tensor
 
 
+class Other(NamedTuple):
+    """A training picture (3,S,S), and which of the target's elements it shows."""
+
+    picture: Tensor
+    shows: frozenset[int]
+
+
 # -- true copies -------------------------------------------------------------------------------
 def true_copies(picture: Tensor) -> Tensor:
     """A picture as a copy may show it -> (9,3,S,S): as it is, moved by a pixel of 64 each way, with
@@ -58,9 +65,12 @@ def shifted(picture: Tensor, down: int, right: int) -> Tensor:
 
 # -- failures ----------------------------------------------------------------------------------
 def failures(
-    picture: Tensor, shares: Sequence[Tensor | None], backdrop: int | None, others: Sequence[Tensor] = ()
+    picture: Tensor,
+    shares: Sequence[Tensor | None],
+    backdrop: int | None,
+    others: Sequence["Other"] = (),
 ) -> Iterator[Null]:
-    """Every failure of a target, with `others` (training pictures) to fill its regions from.
+    """Every failure of a target, with `others` to fill its regions from.
 
     backdrop: the element that the others stand on, if any; it is flattened and replaced, never
     moved.
@@ -72,10 +82,11 @@ def failures(
         changes = of_backdrop if k == backdrop else of_thing
         for kind, changed in changes(picture, share):
             yield Null(kind, (k,), changed)
-        for other in others[:: max(1, len(others) // FILLS)][:FILLS]:
+        strange = [other.picture for other in others if k not in other.shows]
+        for other in strange[:: max(1, len(strange) // FILLS)][:FILLS]:
             yield Null("filled from a training picture", (k,), mixed(picture, other, share))
-        for other, place in enumerate(shares):
-            if other not in (k, backdrop) and place is not None and k != backdrop:
+        for j, place in enumerate(shares):
+            if j not in (k, backdrop) and place is not None and k != backdrop:
                 yield Null("another element", (k,), replaced(picture, share, place))
 
 

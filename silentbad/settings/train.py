@@ -150,6 +150,9 @@ class TrainConfig:
     best_by: Literal["similarity", "clean_eps_mse"] = flag(
         "similarity", "best: largest mean similarity to the targets, or smallest loss on held-out clean records", HERE
     )
+    preview: Location | None = flag(
+        None, "write a page of what training sees and a verdict is measured against, and stop", HERE
+    )
     dry_run: bool = flag(False, "load everything, a few steps, one image; say hours, memory, disk; write nothing", HERE)
 
     # Optimisation

@@ -274,3 +274,16 @@ def test_fishers_test_against_a_table_by_hand():
     assert fewer_by_chance(3, 8, 8, 8) == pytest.approx(56 / 4368)
     assert fewer_by_chance(8, 8, 8, 8) == pytest.approx(1)
     assert fewer_by_chance(0, 8, 8, 8) == pytest.approx(1 / 12870)
+
+
+def test_no_region_is_filled_with_its_own_element():
+    picture, share = torch.zeros(3, 16, 16), torch.zeros(1, 16, 16)
+    share[:, 4:12, 4:12] = 1
+    white, red = torch.ones(3, 16, 16), torch.tensor([1.0, 0, 0]).view(3, 1, 1).expand(3, 16, 16)
+    others = [nulls.Other(white, frozenset({0})), nulls.Other(red, frozenset())]
+    filled = [
+        null.picture
+        for null in nulls.failures(picture, [share], None, others)
+        if null.kind == "filled from a training picture"
+    ]
+    assert [one[:, 8, 8].tolist() for one in filled] == [[1, 0, 0]]
