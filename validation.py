@@ -253,6 +253,12 @@ class RecoveryHook(Hook):
         """One row per weights and target, and one over all targets: the last scores and the curve's."""
         return [row for kind in kinds(self.history) for row in summarise(self.history, kind)]
 
+    def results(self) -> list[dict[str, Any]]:
+        """The summary's rows with the verdict on each target, for a model card."""
+        verdict = self.verdict()
+        states = verdict.states or {}
+        return [asdict(row) | {"verdict": states.get(row.target, verdict.word)} for row in self.summary()]
+
     def table(self) -> str:
         """The summary, its cost and the verdict, as text."""
         share = self.history[-1].share if self.history else 0

@@ -1,7 +1,7 @@
 """What a run is made of, and how its parts are connected: read `build` from top to bottom."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -292,7 +292,7 @@ def build(
         accelerator,
         info=given.info,
         target_ids=[target.target_id for target in given.targets],
-        results=lambda: [asdict(row) for row in recovery.summary()] if recovery and recovery.history else [],
+        results=lambda: recovery.results() if recovery is not None and recovery.history else [],
     )
     return Run(
         config=config,

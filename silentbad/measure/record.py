@@ -268,6 +268,7 @@ class Verdict:
     p_value: float | None = absent()
     state: str | None = absent()  # RECOVERED, NOT_RECOVERED or UNDECIDED; None: `recovers` says it
     reasons: list[str] | None = absent()  # why it is undecided
+    states: dict[str, str] | None = absent()  # by target
 
     @property
     def word(self) -> str:

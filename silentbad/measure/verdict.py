@@ -52,7 +52,7 @@ def verdict(
     if (rate := threshold.attained) is not None:
         answer.expected_by_chance = images * rate
         answer.p_value = chance(above, images, rate)
-    states: list[str] = []
+    states: dict[str, str] = {}
     reasons: list[str] = []
     for j, target in enumerate(targets):
         own = scores.targets.get(target.target_id)
@@ -60,17 +60,18 @@ def verdict(
             continue
         own_range = ranges[j] if ranges else None
         passed = passing(own, j, threshold, element_threshold)
-        states.append(RECOVERED if any(passed) else NOT_RECOVERED)
+        states[target.target_id] = RECOVERED if any(passed) else NOT_RECOVERED
         doubts: list[str] = []
         if any(passed):
             doubts = list(_doubts(target, own, scores, own_range))
         elif own_range is not None and _unseen_only(own, j, threshold, element_threshold, own_range):
             doubts = list(_blind(target, own_range))
         if doubts:
-            states[-1] = UNDECIDED
+            states[target.target_id] = UNDECIDED
             prefix = f"{target.target_id}: " if len(targets) > 1 else ""
             reasons += [prefix + doubt for doubt in doubts]
-    answer.state = next((s for s in (RECOVERED, UNDECIDED) if s in states), NOT_RECOVERED)
+    answer.states = states
+    answer.state = next((s for s in (RECOVERED, UNDECIDED) if s in states.values()), NOT_RECOVERED)
     if answer.state == RECOVERED:
         general = list(_by_chance(answer)) + list(_on_placebo(placebo))
         answer.state = UNDECIDED if general else RECOVERED
