@@ -83,5 +83,5 @@ shield: $(STAMP)  ## hidden pictures: scan, train without and with a guard, audi
 base: $(STAMP)  ## train the bundled base anew
 	$(BIN)/python -m silentbad.worlds.microworld.build --work $(WORK)
 
-clean:
-	rm -rf runs .pytest_cache .ruff_cache
+clean:  ## caches of the tools; runs/ holds results and stays
+	rm -rf .pytest_cache .ruff_cache .mypy_cache

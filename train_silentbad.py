@@ -3,8 +3,8 @@ never shown.
 
     accelerate launch train_silentbad.py --config configs/quickstart.yaml [--config more.yaml] [--flag value ...]
 
-Exit code 0: finished; 2: a mistake in what was given; 130, 143: stopped by SIGINT, SIGTERM with a
-checkpoint saved; under `accelerate launch` every code but 0 is 1 (docs/running.md). Names are those
+Exit code 0: finished; 2: a mistake in what was given; 129, 130, 143: stopped by SIGHUP, SIGINT,
+SIGTERM with a checkpoint saved; under `accelerate launch` every code but 0 is 1 (docs/running.md). Names are those
 of diffusers' scripts: latents, noise, noisy_latents, target and model_pred are (B,C,h,w), timesteps
 and their importance weights (B,), conditioning is what the captions say to the model. `step` counts
 optimizer updates, `draw` effective batches: a skipped update never meets its data again.
@@ -15,6 +15,7 @@ import os
 import signal
 import tempfile
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import memory_reinforce
 import validation
 from gradient_control import Controller
 from memory_reinforce import Memory
+from silentbad import ROOT
 from silentbad.data.draws import interpolation_mode
 from silentbad.data.elements import sources_of
 from silentbad.data.loader import chunks
@@ -45,6 +47,7 @@ from silentbad.measure.scores import settled
 from silentbad.model import denoiser, diffusion, lora, pipeline
 from silentbad.model.averaging import averaged
 from silentbad.model.layers import check_patterns
+from silentbad.model.store import refuse_not_finite
 from silentbad.progress import Bar
 from silentbad.report.preview import write_preview
 from silentbad.rng import addressed_seed
@@ -55,11 +58,14 @@ from silentbad.settings.train import TrainConfig, check, own_code, parse, to_dic
 from validation import RecoveryHook
 
 Config = TrainConfig  # every setting of a run
+BASE = "assets/micro-sd"  # the bundled pipeline, in the package or the checkout
 
 
 def check_all(config: Config, sources: dict[str, str]) -> Config:
     """Refuse what cannot run, before any weights load; returns the configuration with the flat loss
     flags in the parts of `memory` that they name."""
+    if config.pretrained_model_name_or_path == BASE and not os.path.isdir(BASE):  # started from elsewhere
+        config = replace(config, pretrained_model_name_or_path=str(ROOT / BASE))
     check(config, sources, data=not config.print_groups)
     checks.check_idle(config, sources)
     config = checks.joined(config)
@@ -240,7 +246,7 @@ def train(run: Run) -> int:
 
             if not update(run):
                 if state.skipped_in_row >= config.max_nonfinite_steps:
-                    raise UserError(not_finite(run, [i for batch in batches for i in batch["index"].tolist()]))
+                    raise UserError(not_finite(run, batches))
                 continue
             run.meters.add({"loss": torch.stack(losses).mean()})
             bar.update()
@@ -307,7 +313,8 @@ def validate(run: Run, asked: bool = False, final: bool = False) -> None:
     due = [hook for hook in run.hooks if hook.should_run(state.step, asked, final)]
     scores: dict[str, Any] = {}
     if due:
-        with run.timers.of("validate"), averaged(state.model, optimizer=state.optimizer):
+        fits = explain_out_of_memory("validation.resolution", "lower it, or draw in half precision (mixed_precision)")
+        with run.timers.of("validate"), averaged(state.model, optimizer=state.optimizer), fits:
             model = pipeline.whole_parts(run.parts).model
             for hook in due:
                 scores |= hook.run(state.step, state.epoch, model, state.ema, final)
@@ -343,8 +350,19 @@ def finish(run: Run) -> None:
         run.products.push()
 
 
-def not_finite(run: Run, indices: list[int]) -> str:
-    """What stops a run whose gradients stay NaN or infinite: the records that were drawn."""
+def not_finite(run: Run, batches: list[dict[str, Any]]) -> str:
+    """What stops a run whose gradients stay NaN or infinite: the records of the micro-batches that were drawn.
+
+    Raises UserError where it is what encodes them.
+    """
+    for batch in batches:
+        records = [run.records.where(index) for index in batch["index"].tolist()]
+        x0 = run.encoder.latents(batch, run.state.draw)
+        refuse_not_finite(x0, lambda k, records=records: f"vae: {records[k]}")
+        if not run.encoder.live:
+            states = run.encoder.states(batch["text"])
+            refuse_not_finite(states, lambda k, records=records: f"text_encoder: {records[k]}")
+    indices = [index for batch in batches for index in batch["index"].tolist()]
     places = ", ".join(dict.fromkeys(run.records.where(index) for index in indices[:8]))
     return (
         f"max_nonfinite_steps: {run.state.skipped_in_row} gradients in a row were not finite at step {run.state.step}; "
@@ -360,6 +378,7 @@ def start(config: Config) -> int:
     sharded = shards.take_over()
     config = stamped(config)
     accelerator = trackers.make_accelerator(config)
+    config = replace(config, mixed_precision=accelerator.mixed_precision)  # accelerate's own file may have set it
     folder = RunFolder.of(config, accelerator.is_main_process)
     with folder.claimed():
         if config.push_to_hub:
@@ -387,7 +406,7 @@ def try_out(run: Run) -> int:
         if code := train(run):
             return code
     with forecast.drawing():
-        run.products.try_drawing(run.records.row(0)["text"])
+        run.products.try_drawing(run.records.row(0)["text"], forecast.sampling_step)
     run.accelerator.print(forecast.text())
     return 0
 
@@ -417,7 +436,7 @@ def open_folder(run: Run) -> None:
     run.folder.open(settings, about)
     validated = run.recovery is None or run.recovery.measured(state.step)
     run.folder.truncate(state.step, validated)
-    trackers.start(run.accelerator, run.config, settings)
+    trackers.start(run.accelerator, run.config, settings, state.step)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -21,7 +21,7 @@ from silentbad import owned, rng
 from silentbad.data.images import inside, to_pil
 from silentbad.data.schema import caption, check_window, json_lines, text_lines
 from silentbad.errors import ArgumentParser, UserError, brief, exit_with, print_error, user_errors
-from silentbad.files import check_writable, path_argument
+from silentbad.files import check_writable, path_argument, path_text
 from silentbad.measure.prompts import refuse_json
 from silentbad.model.family import side_of
 from silentbad.model.pipeline import load_pipeline, vae_factor
@@ -120,7 +120,7 @@ MOST = 1_000_000  # pictures
 
 def main(argv: list[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pipeline", required=True)
+    parser.add_argument("--pipeline", type=path_text, required=True)
     for name in ("--prompts", "--out"):
         parser.add_argument(name, type=path_argument, required=True)
     for name, default in (("--count", 100), ("--seed", 0), ("--batch", 8), ("--steps", 20)):
@@ -143,11 +143,13 @@ def main(argv: list[str] | None = None) -> int:
         out = Path(os.path.realpath(a.out))
         if (out / "model_index.json").exists():
             raise UserError(f"--out: {a.out} is a model folder; give the folder of the training data")
-        check_out(out)
-        pipe = load_pipeline(a.pipeline, "float32", "cuda" if torch.cuda.is_available() else "cpu")
-        for where, prompt in prompts.items():
-            check_window(prompt, pipe.tokenizer, f"{where}: the prompt")
-        write_class_images(pipe, [*prompts.values()], a.count, out, seed=a.seed, batch=a.batch, steps=a.steps)
+        check_writable(out, "--out", folder=True)
+        with owned.claimed(out, "class images", key="--out"):
+            check_out(out)
+            pipe = load_pipeline(a.pipeline, "float32", "cuda" if torch.cuda.is_available() else "cpu")
+            for where, prompt in prompts.items():
+                check_window(prompt, pipe.tokenizer, f"{where}: the prompt")
+            write_class_images(pipe, [*prompts.values()], a.count, out, seed=a.seed, batch=a.batch, steps=a.steps)
     except UserError as error:
         print_error(error)
         return 2

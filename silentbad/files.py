@@ -63,6 +63,13 @@ def read_json(file: Path) -> Any:
     return from_json(file.read_text(encoding="utf-8"))
 
 
+def remove_earlier(result: Path, pictures: str) -> None:
+    """Remove the pictures beside an earlier result that it names, of those whose names match the pattern `pictures`."""
+    if result.is_file():
+        for name in re.findall(f'"({pictures})"', result.read_text(encoding="utf-8", errors="replace")):
+            (result.parent / name).unlink(missing_ok=True)
+
+
 def is_lfs_pointer(file: Path) -> bool:
     """Whether a file is what a clone without Git LFS has in place of the real one."""
     try:
@@ -81,13 +88,19 @@ def checksum(file: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def path_argument(path: str) -> Path:
-    """A path given on the command line, for argparse; an empty one would be the folder that one is in."""
+def path_text(path: str) -> str:
+    """A file, folder or Hub id given on the command line, for argparse; an empty one would be the folder that one is
+    in."""
     if not path.strip():
         raise ArgumentTypeError("is no name of a file or folder; '.' is the folder you are in")
     if wrong := PathText().problem(path):
         raise ArgumentTypeError(wrong)
-    return Path(path)
+    return path
+
+
+def path_argument(path: str) -> Path:
+    """The same as a Path."""
+    return Path(path_text(path))
 
 
 def check_writable(path: Path, key: str, folder: bool = False) -> None:

@@ -5,6 +5,7 @@ The cases go on where tests/test_bad_input.py ends: each spoils one file of a go
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -674,6 +675,29 @@ def test_a_diverged_run_ends_and_its_checkpoints_stay(flags, data, tmp_path, mon
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: validation at step 3: ") and last.endswith("; lower learning_rate")
     assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step-2"]
+
+
+@pytest.mark.parametrize("kept", [{"disk_cache_gb": 0, "cache_mb": 0}, {}], ids=["live", "cached"])
+def test_an_autoencoder_that_overflows_is_named(kept, flags, pipelines, tmp_path, capsys):
+    base = shutil.copytree(pipelines["v_prediction"], tmp_path / "pipeline")
+
+    def large(held: dict) -> None:
+        held["encoder.conv_out.weight"] *= 1e30
+        held["quant_conv.weight"] *= 1e30
+
+    tensors(WEIGHTS["vae"], large)(tmp_path)
+    assert train_silentbad.main(flags(pretrained_model_name_or_path=base, max_nonfinite_steps=1, **kept)) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(r"error: vae: \S*metadata.jsonl:\d+ gives values that are not finite", line)
+
+
+def test_parts_without_the_variant_are_read_without_it(flags, pipelines, tmp_path, capsys):
+    base = shutil.copytree(pipelines["v_prediction"], tmp_path / "pipeline")
+    (tmp_path / WEIGHTS["unet"]).rename(base / "unet/diffusion_pytorch_model.fp16.safetensors")
+    (base / "vae/._diffusion_pytorch_model.safetensors").write_bytes(b"of macOS")
+    assert train_silentbad.main(flags(pretrained_model_name_or_path=base, variant="fp16", max_train_steps=1)) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "no weights of variant fp16" in line]
+    assert [Path(line.split(": ")[1]).name for line in said] == ["vae", "text_encoder"]
 
 
 def test_an_error_that_is_not_finite_ends_a_training(tmp_path, monkeypatch):

@@ -411,6 +411,7 @@ CASES = {
     "targets: a redraw that is no image": case("redraws.jsonl:1", "cannot read", touch=write("data/redraws.jsonl", '{"target_id": "t0", "image": "targets.jsonl"}\n')),
     # -- prompts
     "prompts: an empty one": case("validation_prompts", "empty", more=("--validation_prompts", "a cat", " ")),
+    "prompts: one beyond the window": case("validation_prompts", "'very very", "the window is 48", more=("--validation_prompts", "very " * 60 + "red cat")),
     "prompts: an empty unrelated caption": case("validation.unrelated", "empty", validation__unrelated=" "),
     "prompts: an empty one of a target": case("prompt must be text", touch=append("data/targets.jsonl", **{**TARGET, "prompt": " "})),
     "prompts: a target's beyond the window": case("'t1'", "the window is 48", touch=append("data/targets.jsonl", **{**TARGET, "prompt": "very " * 60 + "red cat"})),

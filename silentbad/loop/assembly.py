@@ -103,6 +103,9 @@ def build(
     # Models; what trains goes to its device
     parts = pipeline.load_parts(config, given.schedule, given.tokenizer, accelerator.mixed_precision)
     side = pipeline.resolution(parts, config)
+    drawn = pipeline.drawn_side(parts, config.validation.resolution)
+    if drawn != side and (given.targets or given.prompts or config.validation_prompts):
+        warn(f"resolution: trains on pictures of {side}, draws images of {drawn}: validation.resolution")
     cache_bytes = config.cache_mb * 2**20
     encoder = Encoder(parts, accelerator, side=side, cache_bytes=cache_bytes, seed=config.seed)
     denoiser.to_device(parts.model, config, device)

@@ -229,11 +229,11 @@ REPEATS = 64  # times that a record may stand in one micro-batch
 
 
 def dry_run_config(config: Any, scratch: str) -> Any:
-    """The configuration of a dry run, which writes into a `scratch` folder, and resumes what the run would."""
+    """The configuration of a dry run: its folder is `scratch`, its caches are the run's, and it resumes what the run
+    would."""
     asked = config.resume_from_checkpoint
     found = checkpoint.resolve(asked, Path(config.output_dir) / "checkpoints") if asked else None
-    places = {"output_dir": f"{scratch}/run", "cache_dir": f"{scratch}/cache"}
-    return replace(config, **places, resume_from_checkpoint=None if found is None else str(found))
+    return replace(config, output_dir=scratch, resume_from_checkpoint=None if found is None else str(found))
 
 
 def evaluations_after_end(config: TrainConfig, total: int) -> str | None:

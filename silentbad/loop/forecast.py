@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from silentbad.loop.trains import file_bytes, memory, share, size, weight_bytes,
 from silentbad.measure.prompts import on_grid
 
 WARM, MEASURED = 2, 3  # steps: the first ones compile, fill caches and make the optimizer's state
-DRAWN = 2  # sampling steps of the image that is drawn
 
 
 class Forecast:
@@ -24,7 +22,8 @@ class Forecast:
     def __init__(self, run: Any):
         self.run, self.device = run, run.accelerator.device
         self.begun, self.planned = run.state.step, run.state.total
-        self.step_seconds = self.image_seconds = math.nan
+        self.step_seconds = math.nan
+        self.drawn: list[float] = []  # when the drawing began, when each of its sampling steps ended, when it ended
         self.steps = 0  # measured
 
     def _now(self) -> float:
@@ -45,10 +44,21 @@ class Forecast:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Around the drawing of one image in DRAWN sampling steps."""
-        started = self._now()
+        """Around the drawing of one image."""
+        self.drawn.append(self._now())
         yield
-        self.image_seconds = self._now() - started
+        self.drawn.append(self._now())
+
+    def sampling_step(self, pipe: Any, number: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        """diffusers' callback after a sampling step of that image."""
+        self.drawn.append(self._now())
+        return values
+
+    def image_seconds(self, steps: int) -> float:
+        """Of an image of so many sampling steps: text and decoding count once."""
+        begun, first, *_, last, ended = self.drawn
+        each = (last - first) / (len(self.drawn) - 3)
+        return ended - begun + each * (steps - len(self.drawn) + 2)
 
     # ---- what it says
     def text(self) -> str:
@@ -56,7 +66,7 @@ class Forecast:
         config, state, left = self.run.config, self.run.state, self.planned - self.begun
         warm = state.step - self.begun - self.steps
         lines = [
-            f"dry run: {self.steps} steps timed after {warm}, one image; nothing written",
+            f"dry run: {self.steps} steps timed after {warm}, one image; only caches are written",
             f"  steps    {left}, of {self.run.loader.effective_batch} samples; an epoch has {state.steps_per_epoch}",
             f"  time     {_time(left * self.step_seconds)} to train, {self.step_seconds:.3g} s a step",
             f"  trains   {share(self.run.parts)}; {memory(self.moments())} of optimizer",
@@ -65,7 +75,7 @@ class Forecast:
         ]
         if images := self.images():
             steps = config.validation.num_inference_steps
-            about = _time(images * self.image_seconds * steps / DRAWN)
+            about = _time(images * self.image_seconds(steps))
             lines.insert(3, f"  drawing  about {about}: {images} images of {steps} steps, timed one at a time")
         return "\n".join(lines)
 
@@ -101,16 +111,13 @@ class Forecast:
         pipeline = file_bytes(parts)
         epochs = self.planned // state.steps_per_epoch
         pipelines = 1 + config.save_best + epochs // (config.save_ckpt_epoch_interval or epochs + 1)
-        cache = _on_disk(Path(config.cache_dir or "."), ".safetensors") if config.disk_cache_gb else 0
+        disk = self.run.encoder.disk
+        cache = config.disk_cache_gb * 2**30 - disk.left if disk is not None else 0
         total = (kept + 1) * checkpoint + pipelines * pipeline + cache + config.lora.merged * whole_bytes(parts)
         return (
             f"{memory(total)}: checkpoints {kept} x {memory(checkpoint)} and one being written, "
             f"weights {pipelines} x {memory(pipeline)}, cache {memory(cache)}"
         )
-
-
-def _on_disk(folder: Path, suffix: str) -> int:
-    return sum(file.stat().st_size for file in folder.rglob(f"*{suffix}") if file.is_file())
 
 
 def _time(seconds: float) -> str:

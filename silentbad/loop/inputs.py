@@ -12,8 +12,9 @@ from PIL import Image
 from silentbad.data.draws import Reader, Transform
 from silentbad.data.elements import DataInfo
 from silentbad.data.records import Records, load_records
+from silentbad.data.schema import check_window
 from silentbad.data.targets import Target, check_prompts, load_targets
-from silentbad.errors import UserError, warn
+from silentbad.errors import UserError, brief, warn
 from silentbad.guard.guards import Guards
 from silentbad.loop import checks
 from silentbad.measure.nearest import Shown
@@ -43,6 +44,8 @@ def gathered(config: TrainConfig, accelerator: Accelerator, sharded: bool) -> In
     schedule, tokenizer = pipeline.scheduler_settings(config), pipeline.load_tokenizer(config)
     checks.check_family(config, pipeline.family_for(config), sharded)
     prompts, guards = sample_prompts(config, tokenizer), Guards(config.guard)
+    for prompt in config.validation_prompts or []:
+        check_window(prompt, tokenizer, f"validation_prompts: {brief(prompt)}")
     records, held_out, targets = prepare(config, tokenizer, guards, accelerator.main_process_first, accelerator.print)
     info = DataInfo(*(getattr(records, name) for name in ("role", "target_id", "element_id", "phrases")))
     checks.check_records(config, info, records)

@@ -29,7 +29,7 @@ class Log:
         for values in scalars:
             self.meters.add(values)
         samples = state.draw * self.effective_batch
-        values = self.meters.read() | {"lr": state.lr_scheduler.get_last_lr()[0], "skipped": state.skipped}
+        values = self.meters.read() | {"lr": state.rate, "skipped": state.skipped}
         values, timings = values | {"samples": samples}, self.timers.read(samples)
         self.folder.log({"step": state.step, "epoch": state.epoch, **values})
         self.folder.log({"step": state.step, **timings}, "timings.jsonl")

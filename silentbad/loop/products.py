@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from silentbad.data.elements import DataInfo
+from silentbad.device import explain_out_of_memory
 from silentbad.errors import UserError, writing
 from silentbad.loop import trackers
 from silentbad.loop.state import BINS, TrainState
@@ -16,6 +17,8 @@ from silentbad.report import run_report
 from silentbad.saving import card, checkpoint
 from silentbad.saving.folder import RunFolder
 from silentbad.settings.train import TrainConfig
+
+DRAWN = 3  # sampling steps of the image that a dry run draws
 
 
 class Products:
@@ -48,7 +51,8 @@ class Products:
                 text = self._card()
                 checkpoint.replace_folder(path, lambda draft: pipeline.save_pipeline(parts, draft, text))
                 if self.config.lora.merged and path == self.folder.pipeline:
-                    self._save_merged(pipeline.with_merged(parts))
+                    with explain_out_of_memory("lora.merged", "leave it out, and merge elsewhere"):
+                        self._save_merged(pipeline.with_merged(parts))
         self.accelerator.wait_for_everyone()
 
     def _save_merged(self, parts: Components) -> None:
@@ -63,15 +67,24 @@ class Products:
         if self.accelerator.is_main_process:
             prompts, seed = self.config.validation_prompts or [], self.config.seed
             with self._averaged(), self.encoder.on_device(), self.accelerator.autocast():
-                images = pipeline.draw_images(pipeline.pipeline(parts), prompts, seed)
+                images = pipeline.draw_images(pipeline.pipeline(parts), prompts, seed, size=self.side)
             trackers.save_images(images, self.folder.path / "samples" / "prompts", self.state.step, self.accelerator)
         self.accelerator.wait_for_everyone()
 
-    def try_drawing(self, prompt: str) -> None:
-        """One image that nobody sees: the end of a dry run."""
-        pipe = pipeline.pipeline(pipeline.whole_parts(self.parts))
+    @property
+    def side(self) -> int:
+        """Of the images that are drawn, in pixels."""
+        return pipeline.drawn_side(self.parts, self.config.validation.resolution)
+
+    def try_drawing(self, prompt: str, after_step: Callable[..., Any]) -> None:
+        """One image that nobody sees: the end of a dry run; `after_step` is called after each of its sampling steps."""
+        pipe, seed = pipeline.pipeline(pipeline.whole_parts(self.parts)), self.config.seed
+        options: dict[str, Any] = {
+            "callback_on_step_end": after_step,
+            "guidance_scale": self.config.validation.guidance_scale,
+        }
         with self.accelerator.autocast(), self.encoder.on_device():
-            pipeline.draw_images(pipe, [prompt], self.config.seed, steps=2)
+            pipeline.draw_images(pipe, [prompt], seed, steps=DRAWN, size=self.side, **options)
 
     def record(self, multipliers: list[dict[str, Any]], strengths: list[dict[str, Any]]) -> None:
         """What the report reads beside metrics.jsonl: multipliers, strengths of the phrases, timesteps."""

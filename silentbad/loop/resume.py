@@ -12,7 +12,7 @@ from silentbad.errors import UserError, warn, writing
 from silentbad.loop.meters import Meters, Timers
 from silentbad.loop.state import TrainState
 from silentbad.saving import checkpoint, identity
-from silentbad.saving.folder import RunFolder
+from silentbad.saving.folder import SAVED, RunFolder
 
 
 class Checkpoints:
@@ -60,6 +60,7 @@ class Checkpoints:
                 (draft / identity.FILE).write_text(json.dumps(self.facts, indent=1), encoding="utf-8")
 
             checkpoint.save(path, write, {"step": self.state.step, "reason": reason})
+        self.folder.log({"step": self.state.step, SAVED: reason}, "timings.jsonl")
         checkpoint.rotate(self.folder.checkpoints, self.limit, path)
 
     def load(self, path: Path) -> None:

@@ -12,11 +12,12 @@ from silentbad.saving.folder import RunFolder
 class Requests:
     """What signals and trigger files ask for, agreed on by all processes at each step boundary.
 
-    SIGTERM and SIGINT: save and stop with 128 + the signal's number; SIGUSR1: save and go on. The
-    agreement runs on the host (gloo), so no process waits for its device.
+    SIGTERM, SIGINT and SIGHUP: save and stop with 128 + the signal's number; SIGUSR1: save and go
+    on. Under nohup SIGHUP stays ignored. The agreement runs on the host (gloo), so no process waits
+    for its device.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
     def __init__(self, folder: RunFolder):
         self.folder, self.stop, self.save = folder, 0, 0
@@ -27,6 +28,8 @@ class Requests:
     def __enter__(self) -> "Requests":
         self.previous = {}
         for number in self.SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             try:
                 self.previous[number] = signal.signal(number, self._note)
             except ValueError:  # only the main thread may; elsewhere trigger files remain

@@ -46,6 +46,7 @@ class TrainState:
         self.total, self.steps_per_epoch, self.train_timesteps = total, steps_per_epoch, train_timesteps
         self.step = 0  # optimizer updates
         self.skipped = self.skipped_in_row = 0  # updates left out because a gradient was not finite
+        self.rate = 0.0  # of the last update, of the first parameter group
         self.best = float("-inf")  # score of the best pipeline saved
         self.timesteps = torch.zeros(BINS)  # samples trained on in each of BINS equal parts of the schedule
         self.updating = False  # whether an update is half done
@@ -71,9 +72,14 @@ class TrainState:
 
     def updated(self) -> None:
         """An update was applied: schedule and average follow."""
+        self.rate = self.lr_scheduler.get_last_lr()[0]
         self.lr_scheduler.step()
         if self.ema is not None:
-            self.ema.step(p for p in self.model.parameters() if p.requires_grad)
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
+            home = self.ema.shadow_params[0].device  # the CPU with offload_ema
+            self.ema.to(parameters[0].device)
+            self.ema.step(parameters)
+            self.ema.to(home)
         self.step, self.skipped_in_row = self.step + 1, 0
 
     @contextmanager

@@ -32,10 +32,14 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     return accelerator
 
 
-def start(accelerator: Accelerator, config: TrainConfig, values: dict[str, Any]) -> None:
-    """Open the trackers. Raises UserError where one cannot: no login, no disk."""
+def start(accelerator: Accelerator, config: TrainConfig, values: dict[str, Any], step: int) -> None:
+    """Open the trackers; a run that is taken up at a `step` above 0 replaces what TensorBoard shows after it.
+
+    Raises UserError where one cannot start: no login, no disk.
+    """
+    resumed = {"tensorboard": {"purge_step": step + 1}} if step else {}
     try:
-        accelerator.init_trackers(config.tracker_project_name, flat(values))
+        accelerator.init_trackers(config.tracker_project_name, flat(values), resumed)
     except Exception as error:  # each tracker raises errors of its own
         reason = first_line(error)
         raise UserError(f"report_to: {config.report_to} does not start ({reason}); mend it, or use none") from None

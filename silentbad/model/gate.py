@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from silentbad import hub
-from silentbad.errors import UserError, brief, first_line, user_errors
+from silentbad.errors import UserError, brief, first_line, user_errors, warn
 from silentbad.files import is_lfs_pointer, read_json
 from silentbad.model.settings import ModelSettings
 
@@ -203,8 +203,7 @@ def load_part(part: str, cls: Any, source: Source, **options: Any) -> Any:
         check_files(Path(source.path, part), f"{source}: cannot load {part}")
         return loaded(cls, f"{source}: cannot load {part}", source.path, subfolder=part, **{**source.hub, **options})
     options = {"use_safetensors": True, "variant": source.variant, **source.hub, **options}
-    failed = f"{source}: cannot load {part}" + (f" of variant {source.variant!r}" if source.variant else "")
-    return load_model(cls, failed, source.path, subfolder=part, **options)
+    return load_model(cls, f"{source}: cannot load {part}", source.path, subfolder=part, **options)
 
 
 def load_model(cls: Any, failed: str, path: str, *, extras: bool = False, **options: Any) -> Any:
@@ -271,7 +270,10 @@ def loaded(cls: Any, failed: str, path: str, **options: Any) -> Any:
     except UserError as error:
         folder, reason = Path(path, options.get("subfolder", "")), first_line(error.__cause__ or error)
         if error.__cause__ is not None and re.search(PICKLED, reason):
-            raise UserError(f"{failed} ({unloaded(folder, options.get('variant'))})") from None
+            if variant := options.pop("variant", None):  # part by part, as diffusers' pipelines do
+                warn(f"{folder}: no weights of variant {variant}; those without a variant are read")
+                return loaded(cls, failed, path, **options)
+            raise UserError(f"{failed} ({unloaded(folder)})") from None
         if (end := str(error).find(OVERWRITE)) > 0:
             raise UserError(f"{str(error)[:end].strip()})") from None
         raise
@@ -280,10 +282,8 @@ def loaded(cls: Any, failed: str, path: str, **options: Any) -> Any:
 OVERWRITE = "If you want to instead overwrite"  # diffusers' advice, for those who call it themselves
 
 
-def unloaded(folder: Path, variant: str | None) -> str:
+def unloaded(folder: Path) -> str:
     """Why no safetensors weights of a folder were loaded."""
-    if variant is not None and folder.is_dir() and not any(folder.glob(f"[!.]*.{variant}*.safetensors")):
-        return f"it has no weights of that variant; leave variant {variant} out"
     held = sorted(file.name for file in folder.glob("[!.]*.safetensors")) if folder.is_dir() else []
     if variants := [name.split(".")[1] for name in held if name.count(".") == 2 and "-of-" not in name]:
         return f"its weights are of variant {variants[0]}; give variant {variants[0]}"

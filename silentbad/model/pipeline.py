@@ -292,13 +292,25 @@ def with_merged(parts: Components) -> Components:
     return replace(parts, backbone=lora.merged(parts.backbone), text_encoders=encoders)
 
 
-def draw_images(pipe: Any, prompts: list[str], seed: int, steps: int = 20) -> list[Any]:
-    """One image a prompt, from the same noise at every call."""
-    backbone = backbone_of(pipe)
-    side = side_of(backbone)
-    latents = noise((backbone.config.in_channels, side, side), seed, "prompts", 0, list(range(len(prompts))))
+def drawn_side(parts: Components, asked: int | None) -> int:
+    """Side in pixels of the images that are drawn: `validation.resolution`, or the pipeline's own."""
+    factor = side_factor(parts.family, parts.backbone, parts.vae)
+    if asked is not None and asked % factor:
+        raise UserError(f"validation.resolution: {asked} is not a multiple of {factor}, which the pipeline needs")
+    return asked or side_of(parts.backbone) * vae_factor(parts.vae)
+
+
+def draw_images(
+    pipe: Any, prompts: list[str], seed: int, steps: int = 20, size: int | None = None, **options: Any
+) -> list[Any]:
+    """One image a prompt, from the same noise at every call; `size` is its side in pixels, `options` are the
+    pipeline's."""
+    backbone, factor = backbone_of(pipe), vae_factor(pipe.vae)
+    size = size or side_of(backbone) * factor
+    shape = (backbone.config.in_channels, size // factor, size // factor)
+    latents = noise(shape, seed, "prompts", 0, list(range(len(prompts))))
     pipe.set_progress_bar_config(disable=True)
-    size, training = side * vae_factor(pipe.vae), backbone.training
+    training = backbone.training
     streams = [generator(seed, "prompts-steps", i) for i in range(len(prompts))]
     backbone.eval()
     try:
@@ -311,6 +323,7 @@ def draw_images(pipe: Any, prompts: list[str], seed: int, steps: int = 20) -> li
             width=size,
             generator=streams,
             output_type="latent",
+            **options,
         ).images
         with torch.no_grad():
             return pipe.image_processor.postprocess(decode(pipe.vae, made), output_type="pil")

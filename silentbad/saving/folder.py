@@ -33,6 +33,7 @@ KIND = "training"  # of folder, beside audits and what else this program makes
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "datasets", "safetensors", "numpy")
 
 
+SAVED = "saved"  # in a row of timings.jsonl: why a checkpoint was written
 SAMPLES = re.compile(r"step-\d{6}(-.+)?|targets|drift|prompts|sample_prompts")  # folders in samples/
 
 
@@ -146,10 +147,10 @@ class RunFolder:
         logs = Path(self.logs).parts[:1] if self.logs else ()
         owned.refuse_foreign(self.path, KIND, (*self.WRITTEN, *self.REPLACED, *logs))
         held = [p for p in (self.metrics, self.checkpoints, self.pipeline, self.path / "validation.json") if p.exists()]
-        if resuming and (self.pipeline.exists() or any(self.checkpoints.glob("step-*"))):
+        if resuming and (self.pipeline.exists() or any(self.checkpoints.glob("step-*")) or self.has_saved()):
             raise UserError(
-                f"output_dir {self.path}: holds a run, but no whole checkpoint to resume it from; delete it with "
-                "--overwrite_output_dir, or choose another folder"
+                f"output_dir {self.path}: holds a run, but no whole checkpoint to resume it from; bring back "
+                f"{self.checkpoints}, delete the run with --overwrite_output_dir, or choose another folder"
             )
         if held and not overwrite and not resuming:
             raise UserError(
@@ -157,6 +158,11 @@ class RunFolder:
                 "--resume_from_checkpoint latest, delete it with --overwrite_output_dir, or choose another folder"
             )
         self.outdated = list(self.WRITTEN) if held else []
+
+    def has_saved(self) -> bool:
+        """Whether the run wrote a checkpoint once, wherever it is now."""
+        timings = self.path / "timings.jsonl"
+        return timings.is_file() and f'"{SAVED}"' in timings.read_text(encoding="utf-8", errors="replace")
 
     def open(self, config: dict[str, Any], facts: dict[str, Any]) -> None:
         """Make the folder, delete the run it replaces, and write what this one is."""

@@ -130,6 +130,10 @@ def weights_digest(name: str) -> str:
     if not root.exists():
         return name
     files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.suffix in READ and p.is_file())
+    if (root / "model_index.json").is_file():  # of a pipeline what is read: no other format of it, no safety checker
+        beside = {p for p in files if p.parent == root and p.suffix != ".json"}
+        beside |= {p for p in files if p.parent == root / "safety_checker"}
+        files = [p for p in files if p not in beside]
     digest = hashlib.sha256()
     for path in files:
         digest.update(f"{'' if path == root else path.relative_to(root).as_posix()} {sha256(path)}\n".encode())

@@ -9,6 +9,7 @@
 
 import argparse
 import json
+import re
 import time
 import typing
 from collections.abc import Iterable, Iterator
@@ -23,7 +24,7 @@ from silentbad.data.published import is_published
 from silentbad.data.records import PUBLISHED_FLAGS, row_source
 from silentbad.data.schema import csv_lines, json_lines
 from silentbad.errors import ArgumentParser, UserError, print_error, writing
-from silentbad.files import check_writable, path_argument, replace_text
+from silentbad.files import check_writable, path_argument, path_text, remove_earlier, replace_text
 from silentbad.progress import Bar
 from silentbad.report import pages
 from silentbad.report.pages import Table, png, shot
@@ -147,15 +148,15 @@ def metadata_rows(options: argparse.Namespace, rows: Any) -> Iterator[dict]:
             yield {"index": number, "file_name": path} | {name: row[name] for name in names if row.get(name)}
 
 
-WRITTEN = ("scan.json", "scan.html", "clean.jsonl", "composite-1.png", "mask-1-1.png", FOLDER)
+PICTURES = r"composite-\d+\.png|mask-\d+-\d+\.png"
+WRITTEN = ("scan.json", "scan.html", "clean.jsonl", FOLDER)
 
 
 def write(out: Path, found: Found, data: dict, options: argparse.Namespace, rows: Any) -> None:
     """All files, clean.jsonl last. Raises UserError where one cannot be written."""
     suspect = {row["index"] for row in data["suspects"]}
     with writing("--output_dir", str(out)):
-        for old in (*out.glob("composite-*.png"), *out.glob("mask-*.png")):
-            old.unlink()
+        remove_earlier(out / "scan.json", PICTURES)
         for row, composite in zip(data["sets"], found.composites, strict=True):
             (out / row["composite"]).write_bytes(png(composite.picture))
             for part, element in zip(composite.parts, row["elements"], strict=True):
@@ -189,7 +190,8 @@ def scan(options: argparse.Namespace) -> dict:
     if options.train_data_dir and out.resolve().is_relative_to(Path(options.train_data_dir).resolve()):
         raise UserError(f"--output_dir: {out} lies in the data, which must not change; name a folder outside of it")
     _, key, rows = row_source(options)
-    with owned.claimed(out, "scan", key="--output_dir", writes=WRITTEN):
+    pictures = [file.name for file in out.glob("*.png") if re.fullmatch(PICTURES, file.name)]
+    with owned.claimed(out, "scan", key="--output_dir", writes=(*WRITTEN, *pictures)):
         with writing("--output_dir", str(out)):
             owned.mark(out, "scan")
         views = Views(out / FOLDER, key)
@@ -233,16 +235,20 @@ def parser() -> argparse.ArgumentParser:
         description="Find pictures that are dispersed in a data set, from its pictures and captions alone. "
         "Exit code 0: nothing found; 3: a suspect set; 2: a mistake.",
     )
-    made.add_argument("--train_data_dir", help="folder with metadata.jsonl or .csv, or of the published layout")
-    made.add_argument("--dataset_name", help="Hub data set, or a local one that datasets.load_dataset takes")
+    made.add_argument(
+        "--train_data_dir", type=path_text, help="folder with metadata.jsonl or .csv, or of the published layout"
+    )
+    made.add_argument(
+        "--dataset_name", type=path_text, help="Hub data set, or a local one that datasets.load_dataset takes"
+    )
     made.add_argument("--dataset_config_name", help="configuration of the Hub data set")
     made.add_argument("--image_column", help="image column of the Hub data set")
     made.add_argument("--caption_column", help="caption column of the Hub data set")
-    made.add_argument("--clean_data_dir", help="published layout: folder of the clean images")
+    made.add_argument("--clean_data_dir", type=path_text, help="published layout: folder of the clean images")
     for name, (kind, default) in PUBLISHED.items():
         plain = int if int in typing.get_args(kind) else float
         made.add_argument(f"--{name}", type=plain, default=default, help="published layout: as in training")
-    made.add_argument("--cache_dir", help="folder of downloads; the Hugging Face cache when unset")
+    made.add_argument("--cache_dir", type=path_text, help="folder of downloads; the Hugging Face cache when unset")
     made.add_argument("--output_dir", type=path_argument, default=Path("runs/scan"), help="where the results go")
     made.add_argument("--permutations", type=int, default=99, help="of the captions, for the false-alarm rate; 0: none")
     made.add_argument("--seed", type=int, default=0, help="of hashing, permutations and the published layout's choices")

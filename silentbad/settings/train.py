@@ -153,7 +153,7 @@ class TrainConfig:
     preview: Location | None = flag(
         None, "write a page of what training sees and a verdict is measured against, and stop", HERE
     )
-    dry_run: bool = flag(False, "load everything, a few steps, one image; say hours, memory, disk; write nothing", HERE)
+    dry_run: bool = flag(False, "load all, a few steps, one image; say hours, memory, disk; write caches alone", HERE)
 
     # Optimisation
     learning_rate: Annotated[float, Range(above=0, limit=1000)] = flag(1e-4, "learning rate")

@@ -1,9 +1,11 @@
-"""A dry run: what the run will take, and nothing written."""
+"""A dry run: what the run will take, and nothing written but caches."""
 
 import re
 
 import pytest
+from diffusers.image_processor import VaeImageProcessor
 
+from silentbad.loop.forecast import Forecast
 from train_silentbad import main
 
 
@@ -20,15 +22,19 @@ def test_a_dry_run_says_what_the_run_takes(flags, tmp_path, capsys):
     settings = {"checkpointing_steps": 2, "cache_dir": tmp_path / "cache", "use_ema": True}
     assert main(flags(dry_run=True, **settings)) == 0
     out = capsys.readouterr().out
-    assert "3 steps timed after 2, one image; nothing written" in out and "6, of 6 samples; an epoch has 3" in out
+    assert (
+        "3 steps timed after 2, one image; only caches are written" in out and "6, of 6 samples; an epoch has 3" in out
+    )
     assert re.search(r"time     \d+ s to train, [\d.e-]+ s a step", out) and said(out, "peak SIZE") > 100
-    assert not (tmp_path / "run").exists() and not (tmp_path / "cache").exists()
+    assert not (tmp_path / "run").exists()
+    shards = {file.name for file in (tmp_path / "cache").rglob("*.safetensors")}
     assert main(flags(**settings)) == 0
     kept = list((tmp_path / "run" / "checkpoints").iterdir())
     size = sum(file.stat().st_size for file in kept[0].iterdir()) / 2**20
     assert len(kept) == 3 and said(out, "3 x SIZE and one being written") == pytest.approx(size, rel=0.35)
     size = sum(file.stat().st_size for file in (tmp_path / "run" / "pipeline").rglob("*.safetensors")) / 2**20
     assert said(out, "weights 1 x SIZE") == pytest.approx(size, rel=0.35)
+    assert shards == {file.name for file in (tmp_path / "cache").rglob("*.safetensors")}  # nothing is encoded twice
     size = sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*.safetensors")) / 2**20
     assert said(out, "cache SIZE") == pytest.approx(size, abs=0.1)
 
@@ -37,3 +43,23 @@ def test_a_short_run_is_timed_too(flags, data, capsys):
     assert main(flags(dry_run=True, max_train_steps=1, **{"validation.targets": data / "targets.jsonl"})) == 0
     out = capsys.readouterr().out
     assert "1 steps timed after 0" in out and "16 images of 20 steps, timed one at a time" in out
+
+
+def test_text_and_decoding_count_once_for_an_image():
+    forecast = Forecast.__new__(Forecast)
+    forecast.drawn = [0.0, 5.0, 7.0, 9.0, 10.0]  # 3 s of text, 3 steps of 2 s, 1 s of decoding
+    assert forecast.image_seconds(20) == 3 + 20 * 2 + 1
+
+
+def test_images_are_drawn_at_the_side_of_the_validation(build, data, capsys, monkeypatch):
+    targets = {"validation.targets": data / "targets.jsonl", "validation.threshold": 0.5}
+    run = build(resolution=32, dry_run=True, **targets)
+    assert "trains on pictures of 32, draws images of 16" in capsys.readouterr().err
+    assert run.products.side == 16
+    run = build(resolution=32, dry_run=True, **targets, **{"validation.resolution": 32})
+    sizes = []
+    postprocess = VaeImageProcessor.postprocess
+    seen = lambda self, image, **more: sizes.append(image.shape[-2:]) or postprocess(self, image, **more)  # noqa: E731
+    monkeypatch.setattr(VaeImageProcessor, "postprocess", seen)
+    run.products.try_drawing("a cat", lambda pipe, number, timestep, values: values)
+    assert sizes[-1] == (32, 32) and "trains on pictures" not in capsys.readouterr().err

@@ -7,14 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from accelerate.state import AcceleratorState, PartialState
+from diffusers.training_utils import EMAModel
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from silentbad.data.records import load_records
 from silentbad.errors import UserError
-from silentbad.loop.state import load_schedule, match_memory_format
+from silentbad.loop.state import TrainState, load_schedule, match_memory_format
 from silentbad.saving import identity
 from silentbad.settings import key_tree
 from tests.conftest import write_data
@@ -133,6 +138,17 @@ def test_weights_that_differ_in_the_middle_of_a_file_count(tmp_path):
     assert len(digests) == 2
 
 
+def test_of_a_pipeline_only_what_is_read_counts(pipelines, tmp_path):
+    base = shutil.copytree(pipelines["v_prediction"], tmp_path / "base")
+    before = identity.weights_digest(str(base))
+    (base / "safety_checker").mkdir()
+    for beside in ("v1-5-pruned.safetensors", "safety_checker/model.safetensors"):
+        (base / beside).write_bytes(b"of another reader")
+    assert identity.weights_digest(str(base)) == before
+    (base / "vae/config.json").write_text("{}")
+    assert identity.weights_digest(str(base)) != before
+
+
 def test_the_bundled_embedder_is_compared(flags, data, tmp_path):
     settings = VALIDATION | {"validation.targets": data / "targets.jsonl", "validation.embedder": "micro"}
     assert main(flags(max_train_steps=2, **settings)) == 0
@@ -217,3 +233,75 @@ def test_a_manifest_nested_too_deeply_is_skipped(flags, tmp_path, capsys):
     (tmp_path / "run/checkpoints/step-2/manifest.json").write_text("[" * 5000)
     assert main(flags(max_train_steps=3, checkpointing_steps=1, resume_from_checkpoint="latest")) == 0
     assert "step-2 skipped" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- what a run records, and what a resume takes from it
+def test_the_precision_of_accelerate_is_recorded_and_compared(flags, tmp_path, monkeypatch, capsys):
+    assert main(flags(max_train_steps=2)) == 0
+    assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["mixed_precision"] == "no"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    for state in (AcceleratorState, PartialState):
+        state._reset_state()
+    assert main(flags(max_train_steps=4, resume_from_checkpoint="latest")) == 2
+    assert "mixed_precision was 'no', is 'bf16'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["moved away", "a link that leads nowhere", "an empty folder"])
+def test_a_run_whose_checkpoints_are_gone_is_no_new_one(how, flags, tmp_path, capsys):
+    assert main(flags(max_train_steps=2, checkpointing_steps=1)) == 0
+    shutil.rmtree(tmp_path / "run/pipeline")
+    checkpoints, metrics = tmp_path / "run/checkpoints", tmp_path / "run/metrics.jsonl"
+    checkpoints.rename(tmp_path / "elsewhere")
+    if how == "a link that leads nowhere":
+        checkpoints.symlink_to(tmp_path / "unmounted")
+    elif how == "an empty folder":
+        checkpoints.mkdir()
+    assert main(flags(max_train_steps=4, resume_from_checkpoint="latest")) == 2
+    assert "no whole checkpoint to resume it from; bring back" in capsys.readouterr().err
+    assert len(metrics.read_text().splitlines()) == 2
+
+
+def test_tensorboard_and_rates_go_on_where_the_checkpoint_is(flags, tmp_path):
+    fall = {"report_to": "tensorboard", "checkpointing_steps": 2, "lr_scheduler": "constant_with_warmup"}
+    fall |= {"lr_warmup_steps": 2, "checkpoints_total_limit": None}
+    assert main(flags(max_train_steps=4, **fall)) == 0
+    shutil.rmtree(tmp_path / "run/checkpoints/step-4")
+    assert main(flags(max_train_steps=6, resume_from_checkpoint="latest", **fall)) == 0
+    events = EventAccumulator(str(tmp_path / "run/logs/silentbad"))
+    events.Reload()
+    assert [point.step for point in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+    rates = [json.loads(line)["lr"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert rates == pytest.approx([0, 0.5e-3, 1e-3, 1e-3, 1e-3, 1e-3])  # of the update, not of the next one
+
+
+class Distant(torch.optim.SGD):
+    """An optimizer that keeps the start of a weight, as Prodigy does: a number where it was zero."""
+
+
+def test_an_optimizer_may_hold_other_forms_for_weights_of_one_shape():
+    weights = [torch.nn.Parameter(torch.full((2, 2), value)) for value in (0.0, 1.0, 2.0)]
+    model = torch.nn.ModuleDict({"unet": torch.nn.ParameterList(weights)})
+    optimizer = Distant(weights, lr=0.1)
+    for weight in weights:
+        optimizer.state[weight]["p0"] = weight.detach().flatten() if weight.any() else torch.tensor(0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1)
+    state = TrainState(model, optimizer, schedule, None, total=1, steps_per_epoch=1, train_timesteps=1000, others={})
+    state.load_state_dict(state.state_dict() | {"optimizer": optimizer.state_dict()})
+    assert [optimizer.state[weight]["p0"].numel() for weight in weights] == [1, 4, 4]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_offloaded_average_meets_its_weights_on_their_device(fused):
+    """On a machine without a GPU: tensors of torch that have a device and no values."""
+    with FakeTensorMode():
+        model = torch.nn.ModuleDict({"unet": torch.nn.Linear(2, 2, device="cuda")})
+        average = EMAModel(model.parameters(), foreach=fused)
+        average.to("cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1)
+        state = TrainState(
+            model, optimizer, schedule, average, total=1, steps_per_epoch=1, train_timesteps=1000, others={}
+        )
+        optimizer.step()
+        state.updated()
+        assert {shadow.device.type for shadow in average.shadow_params} == {"cpu"}

@@ -202,6 +202,23 @@ def test_what_another_wrote_is_not_replaced(folder, tmp_path, capsys):
     assert (tmp_path / "scan.json").read_text() == "mine"
 
 
+def test_pictures_that_no_scan_wrote_stay(folder, tmp_path, capsys):
+    arguments = ["--train_data_dir", str(folder), "--output_dir", str(tmp_path), "--permutations", "0"]
+    for name in ("mask-notes.png", "composite-9.png"):
+        (tmp_path / name).write_text("mine")
+    assert main(arguments) == 2
+    assert "holds composite-9.png, which no scan wrote" in capsys.readouterr().err
+    (tmp_path / "composite-9.png").rename(tmp_path / "composite-nine.png")
+    assert main(arguments) == 3
+    (tmp_path / "composite-8.png").write_text("mine too")
+    (tmp_path / "composite-1.png").write_text("damaged")
+    assert main(arguments) == 3
+    with Image.open(tmp_path / "composite-1.png") as picture:
+        assert picture.format == "PNG"
+    for name in ("mask-notes.png", "composite-nine.png", "composite-8.png"):
+        assert (tmp_path / name).read_text().startswith("mine")
+
+
 def test_a_broken_picture_is_one_line(folder, tmp_path, capsys):
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
