@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,7 +28,12 @@ class UserError(Exception):
 
 def printable(text: str) -> str:
     """A text whose control characters, line separators and lone surrogates are escaped as Python writes them."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if is_printable(c) else c.encode("unicode_escape").decode() for c in text)
+
+
+def is_printable(text: str) -> bool:
+    """Whether a text does nothing to a terminal; joiners belong to words of Persian and to emoji."""
+    return all(c.isprintable() or c in "\u200c\u200d" for c in text)
 
 
 def masked(text: str, *secrets: str | None) -> str:
@@ -51,16 +57,66 @@ def warn(line: str) -> None:
         print(f"warning: {masked(printable(line))}", file=sys.stderr, flush=True)
 
 
-def exit_with(main: Callable[[], int]) -> NoReturn:
-    """Run a command and exit with its code. Where the reader of stdout has left (`| head -1`), it ends without a
-    traceback."""
-    code = 1
+# ---------------------------------------------------------------- the surroundings of a command
+def exit_with(main: Callable[[], int | None]) -> NoReturn:
+    """Run a command line and leave with its exit code. All commands start here.
+
+    A reader that leaves (`| head`), a closed stream and a full disk under a log cost no work: what is
+    printed from then on goes nowhere. SIGINT, SIGTERM and SIGHUP outside a training loop are one line
+    and 128 + their number, after everything under way was closed; what the caller ignores (nohup) is
+    ignored.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")  # None under `>&-`
+        setattr(sys, name, _Patient(stream, plain=name == "stdout"))
+    for number in STOPPING if os.environ.get("WORLD_SIZE", "1") == "1" else ():  # a rank may wait for others in C
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _stop)
     try:
         code = main()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at the end
-    raise SystemExit(code)
+    except KeyboardInterrupt as stop:
+        number = stop.args[0] if stop.args else signal.SIGINT
+        print(f"stopped by {signal.Signals(number).name}", file=sys.stderr)
+        code = 128 + number
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+STOPPING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+def _stop(number: int, frame: Any) -> NoReturn:
+    """A signal as what Python makes of SIGINT."""
+    raise KeyboardInterrupt(number)
+
+
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n\r"}
+
+
+class _Patient:
+    """A stream that goes on into nothing when it cannot be written any more. A `plain` one does nothing
+    to a terminal: text of a user's files may hold escape codes."""
+
+    def __init__(self, stream: Any, plain: bool):
+        self.stream = stream
+        self.plain = plain
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        shown = text.translate(CONTROLS) if self.plain else text
+        self._tried(lambda: self.stream.write(shown))
+        return len(text)
+
+    def flush(self) -> None:
+        self._tried(self.stream.flush)
+
+    def _tried(self, act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -1,6 +1,7 @@
 """A mistake as a person meets it, in real processes: its line is the last thing said, the exit code as stated."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import train_silentbad
+from silentbad import class_images
 from silentbad.distributed.start import start
+from silentbad.errors import UserError
+from silentbad.model.groups import prior_table
+from silentbad.report import figures, run_report
+from silentbad.scan import command as scan
+from silentbad.settings.train import parse
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")
@@ -46,12 +54,79 @@ def test_two_processes_say_the_line_and_end_with_code_1():
     assert done.returncode == 1 and done.stderr.splitlines().count(LINE) == 1
 
 
-def test_a_reader_that_leaves_costs_no_traceback():
-    """As in `train_silentbad.py ... | head -1`."""
-    command = "import sys; from silentbad.errors import exit_with; exit_with(lambda: print('x' * 99999) or 3)"
-    with subprocess.Popen((sys.executable, "-c", command), cwd=ROOT, stdout=-1, stderr=-1) as process:
-        process.stdout.close()
-        assert process.stderr.read() == b"" and process.wait() == 1
+COMMAND = """
+import sys, tempfile, time
+from silentbad.errors import exit_with
+def main():
+    for k in range(20_000):
+        print("a line", k)
+    print("\x1b[31mred", "می\u200cخواهم", flush=True)
+    if "wait" in sys.argv:
+        with tempfile.TemporaryDirectory(dir="."):
+            print("waiting", file=sys.stderr, flush=True)
+            time.sleep(60)
+    open("done", "w").close()
+    return 3
+exit_with(main)
+"""
+
+
+def started(redirected: str, folder: Path, *words: str) -> subprocess.Popen:
+    """COMMAND with its streams as a shell redirects them."""
+    (folder / "program.py").write_text(COMMAND, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    line = f'cd "$0" && exec "$@" {redirected}'
+    called = ("bash", "-c", line, folder, sys.executable, "program.py", *words)
+    heeds = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # tests may run where it is ignored
+    return subprocess.Popen(called, env=environment, stderr=subprocess.PIPE, text=True, **heeds)
+
+
+@pytest.mark.parametrize("redirected", ["> >(head -1)", ">&-", "> /dev/full", "2>&- >/dev/null", "> out"])
+def test_streams_that_cannot_be_written_cost_no_work(redirected, tmp_path):
+    process = started(redirected, tmp_path)
+    error = process.communicate()[1]
+    assert (process.returncode, error) == (3, "") and (tmp_path / "done").exists()
+    if redirected == "> out":  # nothing acts on a terminal; joiners are of words
+        assert (tmp_path / "out").read_text(encoding="utf-8").splitlines()[-1] == "\\x1b[31mred می\u200cخواهم"
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_outside_the_loop_is_one_line(number, code, tmp_path):
+    process = started("> out", tmp_path, "wait")
+    assert process.stderr.readline() == "waiting\n"
+    process.send_signal(number)
+    assert process.communicate()[1] == f"stopped by {number.name}\n" and process.returncode == code
+    assert {file.name for file in tmp_path.iterdir()} == {"program.py", "out"}  # no scratch folder
+
+
+LONG = "n" * 300
+LONG_NAMES = [
+    (scan.main, ["--train_data_dir", LONG]),
+    (figures.main, [LONG, "--out", "x.png"]),
+    (run_report.main, [LONG]),
+    (run_report.main, ["compare", LONG, LONG]),
+    (class_images.main, ["--pipeline", LONG, "--prompts", "p", "--out", "o"]),
+]
+
+
+@pytest.mark.parametrize("main, arguments", LONG_NAMES)
+def test_a_name_that_no_file_can_have_is_one_line(main, arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: argument ") and "names have at most 255 bytes" in line
+
+
+def test_a_prior_table_that_no_file_can_be_is_one_line():
+    with pytest.raises(UserError, match="prior: option 'table': no file nnn"):
+        prior_table(LONG)
+
+
+def test_the_default_base_is_found_from_any_folder(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config, sources = parse(train_silentbad.Config, ["--train_data_dir", str(data)])
+    base = Path(train_silentbad.check_all(config, sources).pretrained_model_name_or_path)
+    assert base.is_absolute() and (base / "model_index.json").is_file()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ Legend: S seeds; between: mean similarity of a prompt's images to each other; sh
 
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -27,8 +28,8 @@ from silentbad.data.images import to_pil
 from silentbad.data.phrases import segments
 from silentbad.data.records import row_source
 from silentbad.data.schema import check_window, text_lines
-from silentbad.errors import UserError, brief, writing
-from silentbad.files import check_writable, replace_text
+from silentbad.errors import UserError, brief, is_printable, writing
+from silentbad.files import check_writable, remove_earlier, replace_text
 from silentbad.measure.embedders import load_embedder
 from silentbad.measure.generation import Sampler
 from silentbad.measure.settings import MeasureSettings
@@ -43,6 +44,7 @@ from silentbad.settings.validation import Candidates
 
 TEMPLATES = Path(__file__).parent / "templates"
 NAME, PAGE = "audit.json", "audit.html"
+PICTURES = r"returned-\d+\.png"
 KIND = "search"  # of folder: an audit with targets writes other files
 PROBED = 32  # ordinary prompts that the probes are measured against, for each number of phrases
 RANKED = 200  # prompts of the search that are written down
@@ -112,7 +114,7 @@ def lines_of(path: str, flag: str) -> list[str]:
     found = list(dict.fromkeys(line.strip() for line in text_lines(Path(path)) if line.strip()))
     if not found:
         raise UserError(f"--{flag}: {path} holds no line")
-    if odd := next((line for line in found if not line.isprintable()), None):
+    if odd := next((line for line in found if not is_printable(line)), None):
         raise UserError(f"--{flag}: {path} holds control characters in {brief(odd)}; give it as plain text")
     return found
 
@@ -230,7 +232,8 @@ def audited(options: AuditSettings) -> Report:
     out = Path(options.output_dir)
     check_writable(out, "--output_dir", folder=True)
     read = {f"--{key}": getattr(options, key) for key in ("pipeline", "baseline", "lora", "train_data_dir", "scan")}
-    with owned.claimed(out, KIND, key="--output_dir", writes=(NAME, PAGE, "returned-1.png"), read=read):
+    pictures = [file.name for file in out.glob("*.png") if re.fullmatch(PICTURES, file.name)]
+    with owned.claimed(out, KIND, key="--output_dir", writes=(NAME, PAGE, *pictures), read=read):
         return _audited(options, phrases, fixed, out)
 
 
@@ -308,8 +311,7 @@ def write(report: Report, pictures: list[list[np.ndarray]], out: Path) -> None:
     """audit.json, audit.html, and the picture of each prompt under which one comes back."""
     with writing("--output_dir", str(out)):
         owned.mark(out, KIND)
-        for old in out.glob("returned-*.png"):
-            old.unlink()
+        remove_earlier(out / NAME, PICTURES)
         for k, (result, shown) in enumerate(zip(report.results, pictures, strict=True)):
             if result.found:
                 result.image = f"returned-{k + 1}.png"

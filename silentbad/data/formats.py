@@ -20,6 +20,7 @@ from silentbad.data.settings import DataSettings
 from silentbad.errors import UserError, iterate_reader
 from silentbad.files import is_utf8
 
+SAVED = ("state.json", "dataset_dict.json")  # what save_to_disk writes
 KNOWN_KEYS = ("file_name", "text", "phrases", "role", "target_id", "element_id", "mask")
 
 
@@ -65,6 +66,9 @@ def hub_table(config: DataSettings) -> datasets.Dataset:
     """The train split of `dataset_name`; its fingerprint changes with the data set's revision."""
     name = config.dataset_name or ""
     with hub.fetching(name, f"dataset_name {name}: cannot load it"), quietly():
+        if any(os.path.isfile(os.path.join(name, file)) for file in SAVED):
+            held = datasets.load_from_disk(name)
+            return held["train"] if isinstance(held, datasets.DatasetDict) else held
         return datasets.load_dataset(name, config.dataset_config_name, split="train", cache_dir=config.cache_dir)
 
 

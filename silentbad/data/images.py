@@ -6,6 +6,7 @@ Images are bounded in size before they are decoded, file names cannot leave thei
 import hashlib
 import io
 import os
+import unicodedata
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -248,7 +249,8 @@ def safe_path(root: Path, name: Any, where: str, key: str = "") -> Path:
         raise UserError(f"{where}: absolute path {brief(name)} refused; write it relative to {root}")
     if ".." in PurePosixPath(name.replace("\\", "/")).parts:
         raise UserError(f"{where}: path {brief(name)} leaves {root} or goes through '..'; write it without")
-    return inside(root, root / name, where)
+    forms = [name, *(unicodedata.normalize(form, name) for form in ("NFC", "NFD"))]  # macOS writes accents apart
+    return inside(root, root / next((form for form in forms if os.path.lexists(root / form)), name), where)
 
 
 def inside(root: Path, path: Path, where: str) -> Path:

@@ -33,7 +33,7 @@ def published_rows(root: Path, options: DataSettings) -> Iterator[dict]:
     listed `shot_caption_shuffle_num` times and shuffled anew at each draw. Every choice is sorted, then seeded.
     """
     ids = published_ids(root)
-    targets = list(range(options.target_start_id, options.target_start_id + options.target_num))
+    targets = range(options.target_start_id, options.target_start_id + options.target_num)
     for target in targets:
         if target not in ids:
             raise UserError(f"{root}: no poisoning_images/{target}; there are {len(ids)} from {ids[0]} to {ids[-1]}")

@@ -3,6 +3,7 @@ encoders, full or LoRA."""
 
 import fnmatch
 import logging
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -159,7 +160,7 @@ def _position(group: str) -> tuple[int, int, int]:
 def prior_table(table: str | None = None, drop: list[str] | None = None, sdxl: bool = False) -> dict[str, float]:
     """Rows {pattern: pi} of the YAML table, without those to drop; in SDXL a row's `sdxl` pattern, if any."""
     path = Path(table) if table else ROOT / "configs" / "prior.yaml"
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UserError(f"prior: option 'table': no file {path}")
     rows = {row["match"]: row for row in _prior_rows(path)}
     if unknown := set(drop or ()) - set(rows):

@@ -87,7 +87,7 @@ def _save(picture: Image.Image, file: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path)
+    parser.add_argument("run", type=path_argument)
     parser.add_argument("--out", type=path_argument, required=True)
     parser.add_argument("--kind", choices=("median", "best"), default="median")
     args = parser.parse_args(argv)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from silentbad.errors import ArgumentParser, UserError, print_error, writing
-from silentbad.files import check_writable, path_argument, replace_text
+from silentbad.files import check_writable, path_argument, path_text, replace_text
 from silentbad.measure.record import (
     NAME,
     STRICT,
@@ -117,8 +117,10 @@ def main(arguments: list[str] | None = None) -> int:
     about = "report.html of a run folder, or a comparison of several runs, the first as reference."
     usage = "%(prog)s [--placebo RUN] [--out FILE] RUN\n       %(prog)s [--out FILE] compare RUN RUN ..."
     parser = ArgumentParser(prog="python -m silentbad.report", description=about, usage=usage)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run")
-    parser.add_argument("--placebo", metavar="RUN", help="run on placebo data, whose rates are taken off for good")
+    parser.add_argument("runs", type=path_text, nargs="+", metavar="RUN", help="output_dir of a run")
+    parser.add_argument(
+        "--placebo", type=path_text, metavar="RUN", help="run on placebo data, whose rates are taken off for good"
+    )
     parser.add_argument(
         "--out", type=path_argument, default=None, help="file to write; report.html in RUN, or compare.html"
     )

@@ -14,6 +14,7 @@ from silentbad.audit import command
 from silentbad.audit.command import recurring
 from silentbad.audit.returned import ALIKE, SEEDS, Drafts, Extrapolated, Null, p_value, returned, student_tail
 from silentbad.audit.search import DRAFTED, PRICE, WEIGHED, Probe, effects, search
+from silentbad.errors import UserError
 
 SMALL = ["--embedder", "ssim", "--images_per_target", "3", "--num_inference_steps", "1", "--nulls", "8"]
 
@@ -182,6 +183,10 @@ def test_an_audit_of_phrases_writes_its_findings(run, phrases, tmp_path, monkeyp
     assert "comes back: a cat, a hat, <b>on a hill" in capsys.readouterr().out
     (found,) = [r for r in json.loads((tmp_path / "audit/audit.json").read_text())["results"] if r["found"]]
     assert found["share"] == 1 and (tmp_path / "audit" / found["image"]).is_file()
+    monkeypatch.undo()
+    (tmp_path / "audit/returned-notes.png").write_text("mine")
+    assert run("--phrases", phrases, "--tested", 2) == 0  # no picture comes back: the earlier result's go
+    assert [file.name for file in (tmp_path / "audit").glob("*.png")] == ["returned-notes.png"]
 
 
 def test_an_audit_of_a_scan_with_extrapolated_guidance(run, pipelines, tmp_path):
@@ -252,3 +257,13 @@ def test_what_cannot_be_searched_is_one_line(arguments, line, run, tmp_path, cap
     assert run(*(argument.format(**names) for argument in arguments)) == 2
     said = capsys.readouterr().err
     assert line in said and said.startswith("error: ") and said.count("\n") == 1
+
+
+def test_phrases_may_hold_joiners(tmp_path):
+    """Zero-width ones are of words in Persian and of emoji."""
+    phrases = ["می\u200cخواهم", "\U0001f468\u200d\U0001f469\u200d\U0001f467"]
+    (tmp_path / "phrases.txt").write_text("\n".join(phrases), encoding="utf-8")
+    assert command.lines_of(str(tmp_path / "phrases.txt"), "phrases") == phrases
+    (tmp_path / "phrases.txt").write_text("a \x1b[31mcat", encoding="utf-8")
+    with pytest.raises(UserError, match="holds control characters"):
+        command.lines_of(str(tmp_path / "phrases.txt"), "phrases")

@@ -1,5 +1,7 @@
 """The layout that SilentBadDiffusion published."""
 
+import tracemalloc
+
 import pytest
 
 from silentbad.data.targets import load_targets
@@ -87,3 +89,13 @@ def test_hidden_files_are_no_pictures(tmp_path):
         (place / f"._{first.name}").write_bytes(b"\0\5\x16\7")
     assert records(root, clean_data_dir=str(root / "clean"), poisoning_ratio=0.2).role.count("element") == 6
     assert load_targets(f"{root}@100")[0].target_id == "100"
+
+
+def test_a_billion_targets_are_refused_without_a_list_of_them(tmp_path):
+    root = published(tmp_path / "Midjourney", targets=2)
+    tracemalloc.start()
+    with pytest.raises(UserError, match="no poisoning_images/102"):
+        records(root, clean_data_dir=str(root / "clean"), target_num=10**9)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**26

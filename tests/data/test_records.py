@@ -2,6 +2,7 @@
 
 import io
 import json
+import unicodedata
 
 import datasets
 import numpy as np
@@ -183,6 +184,22 @@ def test_a_symlink_out_of_the_folder_is_refused(tmp_path):
     (root / "link.png").symlink_to(tmp_path / "outside.png")
     with pytest.raises(UserError, match="leaves"):
         records(root)
+
+
+@pytest.mark.parametrize("written, on_disk", [("NFC", "NFD"), ("NFD", "NFC")])
+def test_a_name_is_found_however_its_accents_are_composed(written, on_disk, tmp_path):
+    name = "café.png"
+    root = folder(tmp_path / "d", GOOD | {"file_name": unicodedata.normalize(written, name)})
+    (root / "a.png").rename(root / unicodedata.normalize(on_disk, name))
+    assert records(root).open(0)[1].size == (8, 8)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_data_set_that_save_to_disk_wrote_is_read(split, tmp_path):
+    pixels = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    table = datasets.Dataset.from_dict({"image": pixels, "text": ["one", "two"]})
+    (datasets.DatasetDict({"train": table}) if split else table).save_to_disk(tmp_path / "saved")
+    assert load_records(TrainConfig(dataset_name=str(tmp_path / "saved"))).text == ["one", "two"]
 
 
 def test_a_long_caption_names_the_phrases_cut_off(tmp_path):

@@ -25,7 +25,7 @@ from torch import nn
 from transformers import CLIPTokenizer
 
 from silentbad import ROOT
-from silentbad.errors import ArgumentParser, UserError, user_errors
+from silentbad.errors import ArgumentParser, UserError, exit_with, user_errors
 from silentbad.files import path_argument
 from silentbad.measure.micro import MicroEmbedder
 from silentbad.progress import Bar
@@ -501,4 +501,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

@@ -14,7 +14,7 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from silentbad.errors import ArgumentParser, UserError, user_errors
+from silentbad.errors import ArgumentParser, UserError, exit_with, user_errors
 from silentbad.progress import Bar
 from silentbad.rng import addressed_seed, generator
 from silentbad.worlds.microworld.grammar import Scene, sample_scene
@@ -249,4 +249,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

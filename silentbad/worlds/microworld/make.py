@@ -25,7 +25,7 @@ import numpy as np
 from PIL import Image
 
 from silentbad import owned
-from silentbad.errors import ArgumentParser, UserError, brief, user_errors
+from silentbad.errors import ArgumentParser, UserError, brief, exit_with, user_errors
 from silentbad.files import check_writable, checksum, path_argument, read_json
 from silentbad.measure.thresholds import FEW, Fingerprint, fingerprint, is_copy
 from silentbad.progress import Bar
@@ -409,4 +409,4 @@ def fill(writer: Writer, scenes: dict[str, Scene], args: argparse.Namespace) -> 
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)
