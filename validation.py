@@ -110,6 +110,7 @@ class RecoveryHook(Hook):
         estimated: Sequence[str] = (),  # targets whose masks were estimated from the data
         prediction_type: str | None = None,
         refuses: str | None = None,  # the pipeline's name in an audit, for the line on images that are not finite
+        cache_dir: str | None = None,  # of null pictures; the Hugging Face cache when unset
     ):
         self.config, self.targets, self.accelerator, self.seed = config, list(targets), accelerator, seed
         self.names = slugs([t.target_id for t in self.targets])
@@ -125,7 +126,7 @@ class RecoveryHook(Hook):
             except UserError as error:
                 raise UserError(f"{sampler.prefix}clip_path: {error}") from None
         kept = {role: records[: config.clean_records] for role, records in (held_out or {}).items()}
-        own = (accelerator, seed, kept, training, self.output_dir)
+        own = (accelerator, seed, kept, training, self.output_dir, cache_dir)
         self.measure = Measure(config, self.targets, sampler, self.embedder, clip, *own)
         described = [t.target_id for t in targets], self.embedder.describe(), f"{sampler.prefix}placebo"
         self.placebo = None if config.placebo is None else placebo_run(config.placebo, *described)

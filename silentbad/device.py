@@ -1,16 +1,19 @@
 """What a step needs so that the host never waits for the device: values on their way to it and back."""
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
 from accelerate.utils.memory import should_reduce_batch_size
 
 from silentbad.errors import UserError, first_line
+
+T = TypeVar("T")
+Made = TypeVar("Made")
 
 
 class Mailbox:
@@ -51,13 +54,41 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
 
 
+def in_batches(
+    items: list[T],
+    size: int,
+    work: Callable[[list[T]], Made],
+    halved: Callable[[int], Any] = lambda size: None,
+) -> Iterator[tuple[list[T], Made]]:
+    """(chunk, `work(chunk)`) over all items, `size` at once; where memory runs out the size is
+    halved, stays so, and `halved` is called with it."""
+    start = 0
+    while start < len(items):
+        chunk = items[start : start + size]
+        try:
+            made = work(chunk)
+        except (RuntimeError, MemoryError) as error:
+            if len(chunk) == 1 or not ran_out(error):
+                raise
+            size = len(chunk) // 2
+            halved(size)
+            continue
+        start += len(chunk)
+        yield chunk, made
+
+
+def ran_out(error: Exception) -> bool:
+    """Whether memory ran out, of the device or of this machine."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or should_reduce_batch_size(error)
+
+
 @contextmanager
 def explain_out_of_memory(flag: str, advice: str) -> Iterator[None]:
     """Memory that runs out, of the device or of this machine, is one line that begins with the flag to blame."""
     try:
         yield
     except Exception as error:
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not should_reduce_batch_size(error):
+        if not ran_out(error):
             raise
         raise UserError(f"{flag}: memory ran out ({first_line(error)}); {advice}") from error
 

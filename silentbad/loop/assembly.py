@@ -221,6 +221,7 @@ def build(
             accelerator=accelerator,
             output_dir=folder.path,
             seed=config.seed,
+            cache_dir=config.cache_dir,
             held_out=inputs.by_role(given.held_out, whole_pictures, config.seed),
             training=inputs.shown(given.records, whole_pictures, config.seed, config.validation.nearest),
             prediction_type=config.prediction_type,

@@ -402,6 +402,8 @@ def counterfactuals(
     keys = _keys([draws[n] for n in mine], targets, canvases, seed)
     key_of = dict(zip(mine, keys, strict=True))
     missing = [n for n, absent in zip(mine, kept.lacks(keys), strict=True) if absent]
+    if missing:
+        say(f"calibration: {len(missing)} null pictures are drawn first; null_images sets how many of each kind")
     for numbers, pictures in painter.paint(draws, missing, show):
         kept.add(np.array([key_of[n] for n in numbers], dtype=KEY), pictures)
     yield from map(row, mine, kept.read(keys))

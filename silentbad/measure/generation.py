@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from silentbad.device import in_batches
 from silentbad.errors import UserError, brief, user_errors
 from silentbad.measure.settings import SamplingSettings
 from silentbad.model.diffusion import levels, model_time, to_epsilon
@@ -324,12 +324,12 @@ class Sampler:
 
         Noise is addressed by `address`; timesteps lie evenly over the schedule.
         """
-        pipe, errors = self.pipe, []
-        for part in np.array_split(mine, -(-len(mine) // self.batch)) if mine else []:
-            part = part.tolist()
-            pixels = torch.stack([records[i]["pixel_values"] for i in part])
-            x0 = pipe.vae.encode(pixels.to(pipe.vae.device, pipe.vae.dtype)).latent_dist.mode()
-            x0 = scaled(pipe.vae, x0.to(self.backbone.dtype))
+        vae = self.pipe.vae
+
+        def of(part: list[int]) -> list[float]:
+            pixels = torch.stack([records[i]["pixel_values"] for i in part]).to(vae.device, vae.dtype)
+            x0 = torch.cat([vae.encode(some).latent_dist.mode() for some in pixels.split(8)])  # the peak of memory
+            x0 = scaled(vae, x0.to(self.backbone.dtype))
             eps = noise(tuple(x0.shape[1:]), self.seed, address, 0, part).to(x0)
             T = self.schedule.config.num_train_timesteps
             t = torch.tensor([int((i + 0.5) / len(records) * T) for i in part])
@@ -337,7 +337,12 @@ class Sampler:
             x_t = a * x0 + s * eps
             states = self.encode([records[i]["text"] for i in part])
             out = self.predict_eps(x_t, t, states, pixels.shape[2:])
-            errors += (out.float() - eps.float()).square().flatten(1).mean(1).tolist()
+            return (out.float() - eps.float()).square().flatten(1).mean(1).tolist()
+
+        errors: list[float] = []
+        for part in np.array_split(mine, -(-len(mine) // self.batch)) if mine else []:
+            for _, found in in_batches(part.tolist(), self.batch, of, self.limit):
+                errors += found
         return errors
 
     def predict_eps(self, x_t: Tensor, t: Tensor, states: dict[str, Tensor], size: Sequence[int], which="") -> Tensor:
@@ -377,19 +382,13 @@ class Sampler:
 
         show: a progress bar.
         """
-        start = 0
+
+        def drawn(chunk: list[Item]) -> list:
+            with self.autocast():
+                made = self.generate(chunk)
+            return work(chunk, *made)  # similarities in full precision
+
         with Bar(total=len(items), desc="Images", unit="image", leave=False, disable=not show) as bar:
-            while start < len(items):
-                chunk = items[start : start + self.batch]
-                try:
-                    with self.autocast():
-                        made = self.generate(chunk)
-                    rows = work(chunk, *made)  # similarities in full precision
-                except RuntimeError as error:
-                    if len(chunk) == 1 or not should_reduce_batch_size(error):
-                        raise
-                    self.batch = len(chunk) // 2
-                    continue
+            for chunk, rows in in_batches(items, self.batch, drawn, self.limit):
                 bar.update(len(chunk))
                 yield from rows
-                start += len(chunk)

@@ -104,9 +104,11 @@ class Measure:
         held_out: dict[str, list[dict[str, Any]]],
         training: Iterable[Shown],
         folder: Path,
+        cache_dir: str | None = None,
     ):
         self.config, self.targets, self.sampler, self.embedder, self.clip = config, targets, sampler, embedder, clip
         self.accelerator, self.seed, self.held_out, self.folder = accelerator, seed, held_out, folder
+        self.cache_dir = cache_dir
         self.redraws = load_redraws(config.targets, targets)
         source = null_source(config, targets, bool(self.redraws), prefix=sampler.prefix)
         if source == REDRAWS and "null_images" in off_default(config):
@@ -330,7 +332,7 @@ class Measure:
             self.config.null_images,
             self.seed,
             kinds=kinds,
-            cache=Path(datasets.config.HF_DATASETS_CACHE) / "silentbad",
+            cache=Path(self.cache_dir or datasets.config.HF_DATASETS_CACHE) / "silentbad",
             share=self.share,
             show=self.accelerator.is_local_main_process,
             say=self.accelerator.print,

@@ -162,11 +162,11 @@ def merged(module: Any) -> Any:
         return module
     layers = [path for path, layer in module.named_modules() if isinstance(layer, BaseTunerLayer)]
     dtype = module.get_submodule(layers[0]).get_base_layer().weight.dtype
-    whole = copy.deepcopy(module).float()
-    for path in layers:
-        layer = whole.get_submodule(path)
+    whole = copy.deepcopy(module)
+    for path in layers:  # one at a time: the whole in fp32 would take twice the memory
+        layer = whole.get_submodule(path).float()
         layer.merge()
-        whole.set_submodule(path, layer.get_base_layer())
+        whole.set_submodule(path, layer.get_base_layer().to(dtype))
     del whole.peft_config
     whole._hf_peft_config_loaded = False
     with quietly():

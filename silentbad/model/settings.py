@@ -39,3 +39,4 @@ class ModelSettings(Protocol):
     disk_cache_gb: float
     shuffle_phrases: bool
     train_batch_size: int
+    max_batch_size: int | None

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from silentbad.data.table import blocks
-from silentbad.device import send
+from silentbad.device import explain_out_of_memory, in_batches, send
 from silentbad.errors import UserError, user_errors
 from silentbad.files import intact, sealed
 from silentbad.model.settings import ModelSettings
@@ -127,8 +127,10 @@ class Store:
                 leftover.unlink()
             held: list[torch.Tensor] = []
             done = 0
+            sizes = [batch]
             for part in Bar(np.array_split(missing, -(-len(missing) // batch)), desc=label, disable=not show):
-                held.append(encode(part.tolist()).cpu())
+                found = in_batches(part.tolist(), sizes[-1], encode, sizes.append)
+                held += [rows.cpu() for _, rows in found]
                 count = sum(map(len, held))
                 if count * held[0][0].nbytes >= SHARD:
                     self.add(keys[missing[done : done + count]], torch.cat(held))
@@ -166,6 +168,7 @@ class Cached:
     and captions, so under it both stay; an empty (`blank`) or shortened caption is no record's.
     """
 
+    @explain_out_of_memory("resolution", "lower it, or encode in half precision (mixed_precision)")
     def __init__(
         self,
         encoder: Any,
@@ -179,6 +182,7 @@ class Cached:
     ):
         self.encoder, self.records, self.config, self.show, self.say = encoder, reader.records, config, show, say
         self.left = config.disk_cache_gb * 2**30
+        self.batch = min(config.train_batch_size, config.max_batch_size or config.train_batch_size)
         self.posterior = np.full(len(self.records), -1)
         self.images: dict[tuple[int, int], Store] = {}  # by width and height of what a step sees
         step = reader.transform.step
@@ -232,7 +236,7 @@ class Cached:
         store = self._open("posteriors", facts, keys, encode([0])[0])
         if store is not None:
             label = "Posteriors" if shape is None else f"Posteriors {shape[0]}x{shape[1]}"
-            store.fill(keys, encode, batch=self.config.train_batch_size, label=label, show=self.show)
+            store.fill(keys, encode, batch=self.batch, label=label, show=self.show)
             self.posterior[rows] = store.find(keys)
             self.images[shape or (0, 0)] = store
 
@@ -247,7 +251,7 @@ class Cached:
         keys = np.concatenate([text_keys(block) for block in blocks(texts)])[rows]
         self.texts = self._open("states", self.encoder.text_facts, keys, encode([0])[0])
         if self.texts is not None:
-            self.texts.fill(keys, encode, batch=self.config.train_batch_size, label="Text states", show=self.show)
+            self.texts.fill(keys, encode, batch=self.batch, label="Text states", show=self.show)
 
     def image(self, index: int) -> torch.Tensor | None:
         """Mean and deviation of a record's posterior (2C,h,w), or None."""

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from diffusers import UNet2DConditionModel
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from silentbad.control.spectral import SpectralAdamW, by_gram, directly, orthogonalise, split
 
@@ -93,3 +95,15 @@ def test_the_rare_is_learnt_as_fast_as_the_frequent():
 def test_a_momentum_out_of_range_is_refused():
     with pytest.raises(ValueError, match="momentum"):
         SpectralAdamW([nn.Parameter(torch.zeros(2, 2))], momentum=1.0)
+
+
+@pytest.mark.parametrize("dtype, tflop", [(torch.float32, 12.0), (torch.bfloat16, 22.4)])
+def test_the_cost_at_the_size_of_stable_diffusion(dtype, tflop):
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768)
+    assert round(sum(p.numel() for p in unet.parameters()) / 1e6, 1) == 859.5
+    with FlopCounterMode(display=False) as counter:
+        for parameter in unet.parameters():
+            if parameter.ndim > 1:
+                orthogonalise(parameter.detach().to(dtype).flatten(1))
+    assert counter.get_total_flops() / 1e12 == pytest.approx(tflop, abs=0.05)

@@ -53,6 +53,30 @@ def test_xl_pipeline_generates():
     assert images.shape == (2, 3, 16, 16) and images.isfinite().all() and errors[0] > 0
 
 
+def test_the_error_on_held_out_records_is_measured_in_batches_that_fit(monkeypatch):
+    """The autoencoder sees at most 8 pictures, the model fewer where memory runs out."""
+    pipe = tiny_pipeline()
+    noises = torch.randn(20, 3, 16, 16, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
+    records = [{"pixel_values": pixels, "text": f"a cat {i}"} for i, pixels in enumerate(noises)]
+    encode = pipe.vae.encode
+    predict = Sampler.predict_eps
+    seen = []
+
+    def tight(self, x_t, *more):
+        if len(x_t) > 5:
+            raise RuntimeError("CUDA out of memory.")
+        return predict(self, x_t, *more)
+
+    monkeypatch.setattr(pipe.vae, "encode", lambda x: seen.append(len(x)) or encode(x))
+    sampler = Sampler(pipe.components, ValidationConfig(max_batch=20), 0)
+    with sampler.using(pipe.unet, torch.device("cpu")):
+        whole = sampler.eps_errors(records, list(range(20)), "validation/clean")
+        assert max(seen) == 8 and sampler.batch == 20
+        monkeypatch.setattr(Sampler, "predict_eps", tight)
+        parts = sampler.eps_errors(records, list(range(20)), "validation/clean")
+    assert sampler.batch == 5 and parts == pytest.approx(whole, rel=1e-4)
+
+
 def test_sampling_scheduler_respects_prediction_type_override():
     pipe = tiny_pipeline("epsilon")
     sampler = Sampler(pipe.components, ValidationConfig(), 0, prediction_type="v_prediction")
