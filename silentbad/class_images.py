@@ -8,7 +8,6 @@ depends on (seed, i) alone.
 """
 
 import argparse
-import json
 import os
 import shutil
 from contextlib import suppress
@@ -21,7 +20,7 @@ from silentbad import owned, rng
 from silentbad.data.images import inside, to_pil
 from silentbad.data.schema import caption, check_window, json_lines, text_lines
 from silentbad.errors import ArgumentParser, UserError, brief, exit_with, print_error, user_errors
-from silentbad.files import check_writable, path_argument, path_text
+from silentbad.files import append_records, check_writable, path_argument, path_text
 from silentbad.measure.prompts import refuse_json
 from silentbad.model.family import side_of
 from silentbad.model.pipeline import load_pipeline, vae_factor
@@ -82,16 +81,6 @@ def write_class_images(
             with suppress(OSError):  # it holds something by now
                 out.rmdir()
     return records
-
-
-def append_records(records: list[dict], file: Path) -> None:
-    """Records at the end of a metadata.jsonl, which is replaced at once; what it holds stays byte for byte."""
-    file = Path(os.path.realpath(file))
-    content = file.read_bytes() if file.exists() else b""
-    content += b"\n" if content and not content.endswith(b"\n") else b""
-    draft = file.with_name(f".{file.name}.tmp")
-    draft.write_bytes(content + "".join(json.dumps(record) + "\n" for record in records).encode())
-    draft.replace(file)
 
 
 def draw(pipe, prompts: list[str], rows: list[int], seed: int, steps: int) -> list[Image.Image]:

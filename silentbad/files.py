@@ -70,6 +70,16 @@ def remove_earlier(result: Path, pictures: str) -> None:
             (result.parent / name).unlink(missing_ok=True)
 
 
+def append_records(entries: list[dict], file: Path) -> None:
+    """Put entries at the end of a file of JSON lines, which is replaced at once; what it holds stays as it is."""
+    place = Path(os.path.realpath(file))
+    content = place.read_bytes() if place.exists() else b""
+    content += b"\n" if content and not content.endswith(b"\n") else b""
+    draft = place.with_name(f".{place.name}.tmp")
+    draft.write_bytes(content + "".join(json.dumps(entry) + "\n" for entry in entries).encode())
+    draft.replace(place)
+
+
 def is_lfs_pointer(file: Path) -> bool:
     """Whether a file is what a clone without Git LFS has in place of the real one."""
     try:

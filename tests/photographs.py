@@ -1,13 +1,15 @@
 """Photographs to measure with: cut-outs and textures of the pictures in scikit-image's wheel.
 
 `make_target(seed)` pastes two or three cut-outs on a texture. `failures` and `copies` are pictures
-that a verdict must refuse and pass. Nothing is downloaded: every file lies in the installed
-package.
+that a verdict must refuse and pass. `python -m tests.photographs DIR` writes the pictures of
+`make photos`. Nothing is downloaded: every file lies in the installed package.
 """
 
+import sys
 from functools import cache
 from importlib.resources import files
 from io import BytesIO
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -362,5 +364,46 @@ def copies(target: Target) -> dict[str, Image.Image]:
     }
 
 
+# ------------------------------------------------------------------- the example of `make photos`
+BACKGROUNDS: dict[str, tuple[str, tuple | None]] = {
+    "green grass": ("grass.png", ((15, 40, 5), (190, 225, 120))),
+    "dry grass": ("grass.png", ((60, 40, 15), (240, 215, 150))),
+    "grey gravel": ("gravel.png", None),
+    "the grey moon": ("moon.png", None),
+    "an astronaut": ("astronaut.png", None),
+    "a rocket at night": ("rocket.jpg", None),
+    "a motorcycle in a garage": ("motorcycle_left.png", None),
+    "a man with a camera": ("camera.png", None),
+    "a starry sky": ("hubble_deep_field.jpg", None),
+    "brown tissue": ("ihc.png", None),
+}
+
+
+def cat_cup() -> Target:
+    """A cat and a cup of coffee before a red brick wall."""
+    cutouts = [scaled(cutout("a tabby cat"), 136), scaled(cutout("a cup of coffee"), 128)]
+    places = [(8, 0), (120, 134)]
+    backdrop = texture("a red brick wall", np.random.default_rng(0))
+    return composed(cutouts, places, backdrop, "a red brick wall", 0)
+
+
+def write_pictures(folder: Path) -> None:
+    """What a user has: a target, masks of its things, and ten photographs with captions."""
+    target = cat_cup()
+    backgrounds = folder / "backgrounds"
+    backgrounds.mkdir(parents=True, exist_ok=True)
+    target.picture.save(folder / "cat-cup.png")
+    for name, (_, mask) in zip(("cat", "cup"), target.elements, strict=False):
+        mask.save(folder / f"{name}.png")
+    for caption, (name, tint) in BACKGROUNDS.items():
+        file = backgrounds / f"{caption.replace(' ', '-')}.png"
+        tinted(opened(name), tint).save(file)
+        file.with_suffix(".txt").write_text(f"{caption}\n", encoding="utf-8")
+
+
 def from_levels(levels: np.ndarray) -> Image.Image:
     return Image.fromarray(levels.round().clip(0, 255).astype(np.uint8))
+
+
+if __name__ == "__main__":
+    write_pictures(Path(sys.argv[1]))

@@ -1,4 +1,5 @@
-"""Readers of records: an image folder with metadata.jsonl or .csv, and a Hub data set; `checked_row` completes a row.
+"""Readers of records: an image folder with metadata.jsonl or .csv, or with NAME.txt beside each picture, and a Hub
+data set; `checked_row` completes a row.
 
 Whatever is wrong is one line that names file and record.
 """
@@ -13,11 +14,20 @@ from typing import Any
 import datasets
 
 from silentbad import hub
-from silentbad.data.images import _by, content_hash, inside, open_image, open_mask, safe_path, thumbnails
+from silentbad.data.images import (
+    _by,
+    content_hash,
+    inside,
+    open_image,
+    open_mask,
+    picture_files,
+    safe_path,
+    thumbnails,
+)
 from silentbad.data.published import SHUFFLE_MARKER
-from silentbad.data.schema import RECORD, admitted, caption, csv_lines, json_lines, refuse_misspelt
+from silentbad.data.schema import RECORD, admitted, caption, caption_beside, csv_lines, json_lines, refuse_misspelt
 from silentbad.data.settings import DataSettings
-from silentbad.errors import UserError, iterate_reader
+from silentbad.errors import UserError, iterate_reader, user_errors
 from silentbad.files import is_utf8
 
 SAVED = ("state.json", "dataset_dict.json")  # what save_to_disk writes
@@ -26,10 +36,11 @@ KNOWN_KEYS = ("file_name", "text", "phrases", "role", "target_id", "element_id",
 
 # ---------------------------------------------------------------- readers: each yields rows
 def folder_rows(root: Path) -> Iterator[dict]:
-    """Rows of a folder with metadata.jsonl or metadata.csv."""
+    """Rows of a folder with metadata.jsonl or metadata.csv; without either, with NAME.txt beside each picture."""
     names = [name for name in ("metadata.jsonl", "metadata.csv") if (root / name).is_file()]
     if not names:
-        raise UserError(f"{root}: no metadata.jsonl or metadata.csv, and no poisoning_images/ of the published layout")
+        yield from captioned_rows(root)
+        return
     if len(names) == 2:
         raise UserError(f"{root}: holds metadata.jsonl and metadata.csv; keep one of them")
     path = inside(root, root / names[0], str(root))
@@ -48,6 +59,31 @@ def folder_rows(root: Path) -> Iterator[dict]:
             "target_id": entry.get("target_id"),
             "element_id": entry.get("element_id"),
             "where": where,
+        }
+
+
+def captioned_rows(root: Path) -> Iterator[dict]:
+    """Clean rows of a folder of pictures, each with its caption in a text file of the same name."""
+    with user_errors(f"cannot read {root}"):
+        files = picture_files(root)
+    captions = {file: caption_beside(inside(root, file, str(root))) for file in files}
+    if not any(captions.values()):
+        raise UserError(
+            f"{root}: no metadata.jsonl or metadata.csv, no pictures with a caption in NAME.txt, and no "
+            "poisoning_images/ of the published layout"
+        )
+    for file, text in captions.items():
+        if text is None:
+            raise UserError(f"{file}: no caption; write it into {file.with_suffix('.txt').name}")
+        yield {
+            "image": {"path": str(file), "bytes": None},
+            "mask": "",
+            "text": text,
+            "phrases": None,
+            "role": "clean",
+            "target_id": None,
+            "element_id": None,
+            "where": str(file),
         }
 
 

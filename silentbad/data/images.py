@@ -1,7 +1,10 @@
 """Images and masks: decoded within bounds, converted, compared by content.
 
 Images are bounded in size before they are decoded, file names cannot leave their folder, and nothing is executed.
+torch is imported by what makes tensors alone: a command that needs none starts within a second.
 """
+
+from __future__ import annotations
 
 import hashlib
 import io
@@ -11,16 +14,16 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from PIL import Image, ImageChops, ImageCms, ImageFilter, ImageOps, PngImagePlugin, UnidentifiedImageError
-from torch import Tensor
 
 from silentbad.errors import UserError, brief, first_line, user_errors, warn
 from silentbad.files import is_lfs_pointer, is_utf8
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_PIXELS = 64_000_000  # larger images are refused before they are decoded
 MAX_SIDE = 65_535  # and longer ones: a decoder may take ten seconds for one of 6,700,000 by 9
@@ -39,6 +42,13 @@ PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY  # workflow tools
 
 
 # ---------------------------------------------------------------- images
+def picture_files(folder: Path) -> list[Path]:
+    """The pictures of a folder by name, by how their names end; hidden files are none."""
+    endings = {*(f".{name.lower()}" for name in FORMATS), ".jpg", ".tif"}
+    files = [file for file in sorted(folder.iterdir()) if file.suffix.lower() in endings]
+    return [file for file in files if file.is_file() and not file.name.startswith(".")]
+
+
 def open_image(source: Path | bytes, where: str) -> Image.Image:
     """An sRGB image: colour profile and EXIF rotation applied, alpha over white, size bounded."""
     image = _upright(source, where)
@@ -297,11 +307,15 @@ def _detail(thumbs: np.ndarray) -> np.ndarray:
 # -- images ------------------------------------------------------------------------------------------------
 def to_tensor(image: Image.Image) -> Tensor:
     """PIL image -> (3,H,W) in [0,1]; `silentbad.data.images.open_image` decodes files."""
+    import torch
+
     return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).float() / 255
 
 
 def to_pil(image: Tensor) -> Image.Image:
     """(3,H,W) in [0,1] or uint8 -> PIL."""
+    import torch
+
     if image.dtype != torch.uint8:
         image = (image.float().clamp(0, 1) * 255).round().to(torch.uint8)
     return Image.fromarray(image.permute(1, 2, 0).cpu().numpy())
@@ -309,4 +323,6 @@ def to_pil(image: Tensor) -> Image.Image:
 
 def resize(images: Tensor, size: tuple[int, int]) -> Tensor:
     """Bilinear with antialiasing to (h, w)."""
-    return F.interpolate(images.float(), size, mode="bilinear", antialias=True, align_corners=False).clamp(0, 1)
+    from torch.nn.functional import interpolate
+
+    return interpolate(images.float(), size, mode="bilinear", antialias=True, align_corners=False).clamp(0, 1)

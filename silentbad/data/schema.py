@@ -217,6 +217,15 @@ def _split(text: str, where: str) -> Any:
         raise UserError(f"{where}: phrases is not a JSON list: {brief(text)}") from None
 
 
+def caption_beside(picture: Path) -> str | None:
+    """The caption of a picture in NAME.txt: its first line, as sd-scripts reads it; None without such a file."""
+    file = picture.with_suffix(".txt")
+    if not file.is_file():
+        return None
+    first = next((line for line in text_lines(file) if line.strip()), "")
+    return caption(first.strip(), "its first line", str(file))
+
+
 def text_lines(path: Path) -> list[str]:
     """The lines of a text file in UTF-8."""
     try:

@@ -83,7 +83,7 @@ class TrainConfig:
 
     # Data
     train_data_dir: Location | None = flag(
-        None, "folder with metadata.jsonl or metadata.csv, or of the published layout (poisoning_images/)"
+        None, "folder with metadata.jsonl, metadata.csv or NAME.txt beside pictures, or of the published layout"
     )
     dataset_name: Location | None = flag(None, "Hub data set, or a local one that datasets.load_dataset takes")
     dataset_config_name: Location | None = flag(None, "configuration of the Hub data set")

@@ -34,6 +34,21 @@ def test_folder_with_csv(tmp_path):
     assert list(read.phrases) == [["a cat", "a hat"], []] and read.role == ["rehearsal", "clean"]
 
 
+def test_folder_with_a_caption_beside_each_picture(tmp_path):
+    root = folder(tmp_path / "d", text="")
+    (root / "metadata.jsonl").unlink()
+    Image.new("RGB", (8, 8)).save(root / "b.jpg")
+    Image.new("RGB", (8, 8)).save(root / "._b.jpg")
+    (root / "a.txt").write_text("\nAn image with @@ a cat, @@ a hat.\nanother line", encoding="utf-8")
+    (root / "b.txt").write_text("a quiet street\n", encoding="utf-8-sig")
+    read = records(root)
+    assert read.text == ["An image with a cat, a hat", "a quiet street"] and set(read.role) == {"clean"}
+    assert list(read.phrases) == [["a cat", "a hat"], []] and read.where(1) == str(root / "b.jpg")
+    (root / "b.txt").unlink()
+    with pytest.raises(UserError, match=r"b\.jpg: no caption; write it into b\.txt"):
+        records(root)
+
+
 def test_a_memory_mapped_table_follows_its_files(tmp_path):
     root = folder(tmp_path / "d", GOOD)
     assert records(root).table.cache_files

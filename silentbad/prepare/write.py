@@ -1,0 +1,337 @@
+"""What `python -m silentbad.prepare` reads, checks, composes and saves."""
+
+import argparse
+import os
+import random
+import re
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageChops
+
+from silentbad.data.images import open_image, open_mask, picture_files
+from silentbad.data.schema import caption, caption_beside, json_lines
+from silentbad.errors import UserError, user_errors
+from silentbad.files import append_records, check_writable
+from silentbad.prepare import compose
+from silentbad.prepare.hook import as_mask, load_function
+
+LARGEST_SIDE = 512  # of the written pictures, where --side does not say
+OVERLAP = 0.25  # of the smaller of two masks, at most: more is one thing given twice
+UNNAMED = "something else"  # the caption of a background without one, beside an element's phrase
+PLAIN = "a photograph"  # and alone
+
+
+@dataclass
+class Picture:
+    """A picture with its caption; none where it has no NAME.txt and there is no captioner."""
+
+    image: Image.Image
+    caption: str | None
+
+
+@dataclass
+class Element:
+    """A phrase and what it names: `alpha` cuts it out, `mask` is black and white (S,S)."""
+
+    phrase: str
+    alpha: Image.Image
+    mask: Image.Image
+
+
+@dataclass
+class Plan:
+    """A target of S pixels a side, its elements, and whether the last one is the backdrop."""
+
+    name: str
+    target: Image.Image
+    elements: list[Element]
+    has_backdrop: bool
+    prompt: str
+    placebos: list[list[Image.Image]]  # other pictures of each element; empty without --placebo
+
+
+def prepare(args: argparse.Namespace) -> str:
+    """Write or extend the data set, and say what it has. Raises UserError, before it writes."""
+    name = target_name(args)
+    targets_before, has_clean = check_out(args.out, name)
+    captioner = load_function(args.captioner, "--captioner") if args.captioner else None
+    plan = read_plan(args, name)
+    known = compose.Copies([plan.target, *targets_before])
+    backgrounds = read_folder(args.backgrounds, "--backgrounds", known, captioner)
+    data = Data(args, plan, backgrounds, known)
+    with user_errors(f"--out: cannot write {args.out}", "free some space or choose another folder"):
+        records = data.write(args.out, with_clean=not has_clean)
+    clean = sum(record["role"] == "clean" for record in records)
+    return f"{len(records) - clean} element and {clean} clean pictures of target {name!r}"
+
+
+# ---------------------------------------------------------------- what is read
+def target_name(args: argparse.Namespace) -> str:
+    """The target_id, which names files too."""
+    name = args.target.stem if args.name is None else args.name
+    if not re.fullmatch(r"[\w.-]{1,80}", name) or name.startswith("."):
+        if args.name is None:
+            return re.sub(r"\W+", "-", name).strip("-")[:80] or "target"
+        raise UserError(f"--name: must be letters, digits, '.', '-' or '_', got {name!r}")
+    return name
+
+
+def check_out(out: Path, name: str) -> tuple[list[Image.Image], bool]:
+    """(targets that an earlier call wrote, whether there are clean pictures).
+
+    Raises UserError where the folder is not of this command, or has the target already.
+    """
+    check_writable(out, "--out", folder=True)
+    targets = out / "targets.jsonl"
+    records = out / "metadata.jsonl"
+    if not (targets.is_file() and records.is_file()):
+        if out.is_dir() and os.listdir(out):
+            wrong = "holds files, but no data set of this command"
+            raise UserError(f"--out: {out} {wrong}; choose an empty folder")
+        return [], False
+    pictures = []
+    for where, entry in json_lines(targets):
+        if entry.get("target_id") == name:
+            advice = "give another --name, or another --out"
+            raise UserError(f"--out: {where} is target {name!r} already; {advice}")
+        pictures.append(open_image(out / str(entry.get("image")), where))
+    return pictures, any(entry.get("role") == "clean" for _, entry in json_lines(records))
+
+
+def read_plan(args: argparse.Namespace, name: str) -> Plan:
+    """The target and its elements, from the words of the command."""
+    phrases = [caption(phrase, "a phrase", "--phrases").strip() for phrase in args.phrases]
+    if len(phrases) < 2 or len(set(phrases)) < len(phrases):
+        raise UserError("--phrases: give two or more, each once; a phrase names one element")
+    if args.segmenter is None and len(phrases) - len(args.masks) not in (0, 1):
+        needs = f"{len(phrases)} phrases take {len(phrases)} masks"
+        backdrop = f"or {len(phrases) - 1} where the last phrase names the backdrop"
+        raise UserError(f"--masks: {needs}, {backdrop}; got {len(args.masks)}")
+    if args.segmenter is not None and args.masks:
+        raise UserError("--segmenter: makes the masks; leave --masks out")
+    picture = open_image(args.target, "--target")
+    if args.segmenter is None:
+        masks = [open_mask(file, picture.size, "--masks") for file in args.masks]
+    else:
+        masks = segmented(args.segmenter, picture, phrases)
+    side = args.side or min(LARGEST_SIDE, *picture.size)
+    elements = cut(phrases, [compose.fit(mask, (side, side)) for mask in masks], side)
+    prompt = ", ".join(phrases)
+    if args.prompt is not None:
+        prompt = caption(args.prompt, "it", "--prompt")
+    placebos = read_placebos(args.placebo, phrases) if args.placebo else []
+    return Plan(
+        name=name,
+        target=compose.fit(picture, (side, side)),
+        elements=elements,
+        has_backdrop=len(masks) < len(phrases),
+        prompt=prompt,
+        placebos=placebos,
+    )
+
+
+def segmented(path: str, picture: Image.Image, phrases: list[str]) -> list[Image.Image]:
+    """Masks of a user's segmenter; the last phrase may be the backdrop's, which has none."""
+    segment = load_function(path, "--segmenter")
+    returned = [segment(picture, phrase) for phrase in phrases]
+    if returned[-1] is None:
+        returned.pop()
+    if lost := [phrase for phrase, mask in zip(phrases, returned, strict=False) if mask is None]:
+        raise UserError(f"--segmenter: no mask of {lost[0]!r}; only the last phrase may have none")
+    return [as_mask(mask, picture.size, "--segmenter") for mask in returned]
+
+
+def cut(phrases: list[str], alphas: list[Image.Image], side: int) -> list[Element]:
+    """Elements that share no pixel: where two masks overlap, the earlier one's phrase has it."""
+    elements: list[Element] = []
+    for phrase, alpha in zip(phrases, alphas, strict=False):
+        for other in elements:
+            mask = compose.hard(alpha)
+            shares = compose.share_of(mask, other.mask), compose.share_of(other.mask, mask)
+            overlap = max(shares)  # of the smaller one
+            if overlap > OVERLAP:
+                both = f"those of {other.phrase!r} and {phrase!r}"
+                wrong = f"share {overlap:.0%} of the smaller one; a pixel is of one element"
+                raise UserError(f"--masks: {both} {wrong}")
+            alpha = ImageChops.multiply(alpha, ImageChops.invert(other.mask))
+        elements.append(Element(phrase, alpha, compose.hard(alpha)))
+    if len(alphas) < len(phrases):
+        backdrop = compose.rest([element.mask for element in elements], side)
+        elements.append(Element(phrases[-1], backdrop, backdrop))
+    if empty := [element.phrase for element in elements if element.mask.getbbox() is None]:
+        middle = "in the middle square of the target, which is all that training sees"
+        raise UserError(f"--masks: nothing of {empty[0]!r} is left {middle}")
+    return elements
+
+
+def pictures_in(folder: Path, flag: str) -> list[Path]:
+    """The pictures of a folder by name. Raises UserError where there is none."""
+    if not folder.is_dir():
+        raise UserError(f"{flag}: no folder {folder}")
+    if not (files := picture_files(folder)):
+        raise UserError(f"{flag}: {folder} holds no picture")
+    return files
+
+
+def read_folder(
+    folder: Path, flag: str, known: compose.Copies, captioner: Callable[[Image.Image], Any] | None
+) -> list[Picture]:
+    """The pictures of a folder with their captions. Raises UserError where one shows a target."""
+    pictures = []
+    for file in pictures_in(folder, flag):
+        image = open_image(file, flag)
+        if known.shows(image):
+            raise UserError(f"{flag}: {file} is a near copy of the target; take it away")
+        text = caption_beside(file)
+        if text is None and captioner is not None:
+            text = caption(captioner(image), "what it returns", "--captioner").strip()
+        pictures.append(Picture(image, text))
+    return pictures
+
+
+def read_placebos(folder: Path, phrases: list[str]) -> list[list[Image.Image]]:
+    """Other pictures of each phrase: of the folder with its number, or with its words."""
+    placebos = []
+    for number, phrase in enumerate(phrases):
+        named = [folder / str(number), folder / phrase]
+        there = [place for place in named if place.is_dir()]
+        if not there:
+            both = f"{named[0]} or {named[1]}"
+            raise UserError(f"--placebo: no folder {both}, of others of {phrase!r}")
+        files = pictures_in(there[0], "--placebo")
+        placebos.append([open_image(file, "--placebo") for file in files])
+    return placebos
+
+
+# ---------------------------------------------------------------- what is written
+class Data:
+    """The pictures and records of one target."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        plan: Plan,
+        backgrounds: list[Picture],
+        known: compose.Copies,
+    ):
+        self.args = args
+        self.plan = plan
+        self.backgrounds = backgrounds
+        self.known = known
+        self.side = plan.target.width
+
+    def write(self, out: Path, with_clean: bool) -> list[dict]:
+        """All files, and the records, which are returned. Where it fails, nothing is left."""
+        plan = self.plan
+        made = not out.exists()
+        out.mkdir(parents=True, exist_ok=True)
+        try:
+            with tempfile.TemporaryDirectory(prefix=".draft-", dir=out) as folder:
+                draft = Path(folder)
+                records = self.write_records(draft, with_clean)
+                if plan.placebos:
+                    others = self.write_records(draft / "placebo", with_clean, plan.placebos)
+                self.save(plan.target, draft / f"targets/{plan.name}.png")
+                for file in [*draft.glob("*/*.png"), *draft.glob("placebo/*/*.png")]:
+                    place = out / file.relative_to(draft)
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    file.replace(place)
+        finally:
+            if made and not os.listdir(out):
+                out.rmdir()
+        if plan.placebos:
+            append_records(others, out / "placebo" / "metadata.jsonl")
+        append_records(records, out / "metadata.jsonl")
+        append_records([self.target_line()], out / "targets.jsonl")
+        return records
+
+    def target_line(self) -> dict:
+        return {
+            "target_id": self.plan.name,
+            "image": f"targets/{self.plan.name}.png",
+            "phrases": [element.phrase for element in self.plan.elements],
+            "prompt": self.plan.prompt,
+            "masks": [self.mask_file(k) for k in range(len(self.plan.elements))],
+        }
+
+    def write_records(
+        self,
+        out: Path,
+        with_clean: bool,
+        placebos: list[list[Image.Image]] | None = None,
+    ) -> list[dict]:
+        """Element and clean pictures with their records; with `placebos`, of other things."""
+        records = []
+        for k, element in enumerate(self.plan.elements):
+            self.save(element.mask, out / self.mask_file(k))
+            sources = [self.plan.target] if placebos is None else self.fitted(element, placebos[k])
+            for i in range(self.args.per_phrase):
+                source = sources[i % len(sources)]
+                records.append(self.write_element(out, k, i, source))
+        if with_clean:
+            records += [self.write_clean(out, i) for i in range(self.args.clean)]
+        return records
+
+    def fitted(self, element: Element, pictures: list[Image.Image]) -> list[Image.Image]:
+        """Other things in an element's place: each picture covers the box of its mask."""
+        left, top, right, bottom = element.mask.getbbox()
+        placed = []
+        for picture in pictures:
+            canvas = Image.new("RGB", self.plan.target.size)
+            canvas.paste(compose.fit(picture, (right - left, bottom - top)), (left, top))
+            placed.append(canvas)
+        return placed
+
+    def write_element(self, out: Path, k: int, i: int, source: Image.Image) -> dict:
+        """Picture i of element k, and its record."""
+        plan = self.plan
+        element = plan.elements[k]
+        draw = self.draw(plan.name, k, i)
+        background = self.backgrounds[(i + k) % len(self.backgrounds)]
+        is_backdrop = plan.has_backdrop and k == len(plan.elements) - 1
+        what = f"--masks: {element.phrase!r}"
+        if is_backdrop:
+            parts = (source, element.mask, background.image, draw)
+            composed = partial(compose.backdrop_picture, *parts)
+            mask_file = f"masks/{plan.name}-{k}-{i:03}.png"
+        else:
+            parts = (source, element.alpha, background.image, draw)
+            composed = partial(compose.element_picture, *parts)
+            mask_file = self.mask_file(k)
+        picture, mask = self.known.avoided(composed, what)
+        file = f"images/{plan.name}-{k}-{i:03}.png"
+        self.save(picture, out / file)
+        if is_backdrop:
+            self.save(mask, out / mask_file)
+        return {
+            "file_name": file,
+            "text": f"{element.phrase}, {background.caption or UNNAMED}",
+            "phrases": [element.phrase],
+            "role": "element",
+            "target_id": plan.name,
+            "element_id": f"{plan.name}/{k}",
+            "mask": mask_file,
+        }
+
+    def write_clean(self, out: Path, i: int) -> dict:
+        """Clean picture i, a part of a background, and its record."""
+        draw = self.draw("clean", i)
+        background = self.backgrounds[i % len(self.backgrounds)]
+        file = f"images/clean-{i:03}.png"
+        self.save(compose.window(background.image, self.side, draw), out / file)
+        return {"file_name": file, "text": background.caption or PLAIN, "role": "clean"}
+
+    def mask_file(self, k: int) -> str:
+        return f"masks/{self.plan.name}-{k}.png"
+
+    def draw(self, *address: str | int) -> random.Random:
+        return random.Random("/".join(map(str, (self.args.seed, *address))))
+
+    def save(self, picture: Image.Image, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(file)

@@ -1,0 +1,310 @@
+"""From pictures, masks and phrases to a data set: what is shown where, and what is refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw
+
+from silentbad.data.targets import load_targets
+from silentbad.prepare import compose
+from silentbad.prepare.__main__ import main
+from silentbad.prepare.preview import masked, sheet
+from tests.folders import records
+from tests.photographs import copies, make_target, write_pictures
+
+SIDE = 64
+PHRASES = ["a tabby cat", "a cup of coffee", "a red brick wall"]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    """What a user has: a target, two masks, ten captioned photographs."""
+    folder = tmp_path_factory.mktemp("pictures")
+    write_pictures(folder)
+    return folder
+
+
+def words(pictures: Path, out: Path, *further: str, masks=("cat", "cup"), phrases=PHRASES):
+    """The command of a user, with few pictures."""
+    given = ["--masks", *(str(pictures / f"{name}.png") for name in masks)] if masks else []
+    return [
+        *("--target", str(pictures / "cat-cup.png"), *given, "--phrases", *phrases),
+        *("--backgrounds", str(pictures / "backgrounds"), "--out", str(out)),
+        *("--side", str(SIDE), "--per_phrase", "6", "--clean", "12", *further),
+    ]
+
+
+@pytest.fixture(scope="module")
+def data(pictures, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("data") / "photos"
+    assert main(words(pictures, out)) == 0
+    return out
+
+
+def rows(root: Path, name: str = "metadata.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (root / name).read_text().splitlines()]
+
+
+def levels(root: Path, name: str) -> np.ndarray:
+    return np.asarray(Image.open(root / name), int)
+
+
+def of_element(root: Path, k: int) -> list[dict]:
+    return [row for row in rows(root) if row.get("element_id", "").endswith(f"/{k}")]
+
+
+def files_of(root: Path) -> dict[str, bytes]:
+    return {file.relative_to(root).as_posix(): file.read_bytes() for file in root.rglob("*") if file.is_file()}
+
+
+def test_training_reads_it_and_refuses_nothing(data):
+    read = records(data)
+    assert read.census() == "30 records (18 element, 12 clean), 18 with a mask, 18 with phrases"
+    [target] = load_targets(data)
+    assert target.phrases == PHRASES and None not in target.masks
+    read.refuse_targets([target])
+    assert read.strangers([target]) == []
+
+
+def test_masks_of_a_target_share_no_pixel_and_leave_none(data):
+    [target] = rows(data, "targets.jsonl")
+    masks = np.stack([levels(data, name) for name in target["masks"]])
+    assert set(np.unique(masks)) == {0, 255} and ((masks == 255).sum(0) == 1).all()
+
+
+@pytest.mark.parametrize("k", range(3))
+def test_an_element_stands_at_its_native_place(data, k):
+    target = levels(data, "targets/cat-cup.png")
+    for row in of_element(data, k):
+        picture = levels(data, row["file_name"])
+        inside = levels(data, row["mask"]) == 255
+        distance = np.abs(picture - target).mean(-1)
+        assert distance[inside].mean() < 4  # soft at its edge
+        assert distance[~inside].mean() > 20
+
+
+@pytest.mark.parametrize("k", range(3))
+def test_no_picture_shows_two_elements(data, k):
+    [target] = rows(data, "targets.jsonl")
+    whole = levels(data, target["image"])
+    for row in of_element(data, k):
+        picture = levels(data, row["file_name"])
+        for other in {0, 1, 2} - {k}:
+            region = levels(data, target["masks"][other]) == 255
+            same = np.abs(picture - whole).mean(-1) < 2
+            assert same[region].mean() < 0.1, (row, other)
+
+
+def test_pictures_together_show_all_of_a_backdrop(data):
+    [target] = rows(data, "targets.jsonl")
+    shown = np.max([levels(data, row["mask"]) for row in of_element(data, 2)], axis=0) == 255
+    backdrop = levels(data, target["masks"][2]) == 255
+    assert not (shown & ~backdrop).any()
+    assert (shown & backdrop).sum() > 0.9 * backdrop.sum()
+
+
+def test_captions_hold_the_phrase_and_the_background(data):
+    for k, phrase in enumerate(PHRASES):
+        texts = [row["text"] for row in of_element(data, k)]
+        assert all(text.startswith(f"{phrase}, ") for text in texts) and len(set(texts)) == 6
+    assert "a starry sky" in {row["text"] for row in rows(data) if row["role"] == "clean"}
+
+
+def test_the_same_words_write_the_same_files(pictures, data, tmp_path):
+    assert main(words(pictures, tmp_path / "photos")) == 0
+    assert files_of(tmp_path / "photos") == files_of(data)
+    assert main(words(pictures, tmp_path / "other", "--seed", "1")) == 0
+    picture = "images/cat-cup-0-000.png"
+    assert files_of(tmp_path / "other")[picture] != files_of(data)[picture]
+
+
+def test_a_second_target_is_added(pictures, tmp_path, capsys):
+    out = tmp_path / "data"
+    assert main(words(pictures, out)) == 0
+    before = files_of(out)
+    other = make_target(5)
+    other.picture.save(tmp_path / "other.png")
+    names = [f"m{k}" for k in range(len(other.elements) - 1)]
+    for name, (_, mask) in zip(names, other.elements, strict=False):
+        mask.save(pictures / f"{name}.png")
+    phrases = [phrase for phrase, _ in other.elements]
+    second = words(pictures, out, masks=names, phrases=phrases)
+    second[1] = str(tmp_path / "other.png")
+    assert main(second) == 0
+    assert main(second) == 2
+    assert "target 'other' already" in capsys.readouterr().err
+    after = files_of(out)
+    changed = {name for name in before if after[name] != before[name]}
+    assert changed == {"metadata.jsonl", "targets.jsonl", "preview.html"}
+    assert [target.target_id for target in load_targets(out)] == ["cat-cup", "other"]
+    roles = [row["role"] for row in rows(out)]
+    assert roles.count("clean") == 12 and roles.count("element") == 6 * (3 + len(phrases))
+    records(out).refuse_targets(load_targets(out))
+
+
+def test_placebo_data_show_other_things(pictures, tmp_path):
+    for k, name in enumerate((*range(2), PHRASES[2])):
+        folder = tmp_path / "others" / str(name)
+        folder.mkdir(parents=True)
+        for i in range(2):
+            make_target(10 * k + i).backdrop.save(folder / f"{i}.png")
+    out = tmp_path / "data"
+    assert main(words(pictures, out, "--placebo", str(tmp_path / "others"))) == 0
+    placebo = out / "placebo"
+    assert rows(placebo) == rows(out) and len(records(placebo)) == 30
+    target = levels(out, "targets/cat-cup.png")
+    for row in rows(out):
+        if row["role"] == "clean":
+            assert (levels(placebo, row["file_name"]) == levels(out, row["file_name"])).all()
+        else:
+            inside = levels(placebo, row["mask"]) == 255
+            distance = np.abs(levels(placebo, row["file_name"]) - target).mean(-1)
+            assert distance[inside].mean() > 15
+
+
+MINE = """
+import numpy as np
+
+def caption(picture):
+    return f"a picture of {picture.width} pixels"
+
+def segment(picture, phrase):
+    if "wall" in phrase:
+        return None
+    mask = np.zeros((picture.height, picture.width), bool)
+    half = picture.width // 2
+    mask[:half, :half] = "cat" in phrase
+    mask[half:, half:] = "cat" not in phrase
+    return mask
+
+def small(picture, phrase):
+    return np.zeros((4, 5))
+
+def nothing(picture, phrase):
+    return None
+"""
+
+
+def test_a_captioner_and_a_segmenter_are_ones_own(pictures, tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    backgrounds = tmp_path / "backgrounds"
+    backgrounds.mkdir()
+    Image.new("RGB", (90, 80), "teal").save(backgrounds / "a.png")
+    Image.new("RGB", (70, 80), "navy").save(backgrounds / "b.png")
+    (backgrounds / "b.txt").write_text("a navy sheet")
+    given = words(pictures, tmp_path / "data", masks=())
+    given[given.index("--backgrounds") + 1] = str(backgrounds)
+    given += ["--captioner", f"{tmp_path}/mine.py:caption"]
+    given += ["--segmenter", f"{tmp_path}/mine.py:segment"]
+    assert main(given) == 0
+    texts = {row["text"] for row in rows(tmp_path / "data") if row["role"] == "clean"}
+    assert texts == {"a picture of 90 pixels", "a navy sheet"}
+    masks = [levels(tmp_path / "data", f"masks/cat-cup-{k}.png") == 255 for k in range(3)]
+    half = SIDE // 2
+    assert masks[0][: half - 2, : half - 2].all() and masks[1][half + 2 :, half + 2 :].all()
+    assert masks[2][: half - 2, half + 2 :].all()
+
+
+def test_things_that_are_small_leave_no_copy_of_the_target(pictures, tmp_path):
+    """Covering two small things would leave a near copy: more of the backdrop is covered."""
+    target = Image.open(pictures / "cat-cup.png").resize((SIDE, SIDE))
+    hole = Image.new("L", target.size, 0)
+    ImageDraw.Draw(hole).rectangle((30, 30, 33, 33), fill=255)
+    known = compose.Copies([target])
+    grey = Image.new("RGB", (80, 80), (120, 90, 70))
+    assert known.shows(Image.composite(grey.resize(target.size), target, hole))
+    (tmp_path / "backgrounds").mkdir()
+    for name, mask in (("one", hole), ("two", hole.rotate(90, translate=(20, 0)))):
+        mask.resize((256, 256)).save(pictures / f"{name}.png")
+    out = tmp_path / "data"
+    assert main(words(pictures, out, masks=("one", "two"))) == 0
+    records(out).refuse_targets(load_targets(out))
+
+
+def change(words_given: list[str], flag: str, *values: str) -> list[str]:
+    """The words with other values of a flag."""
+    start = words_given.index(flag)
+    ends = (i for i, word in enumerate(words_given) if i > start and word.startswith("--"))
+    return [*words_given[: start + 1], *values, *words_given[next(ends, len(words_given)) :]]
+
+
+MISTAKES = {
+    "no target": (("--target", "none.png"), "--target: no file none.png"),
+    "a mask too few": (("--masks",), "3 phrases take 3 masks, or 2 where the last phrase names"),
+    "a mask of another size": (
+        ("--masks", "{tmp}/small.png", "{tmp}/small.png"),
+        "make them the same",
+    ),
+    "one mask twice": (("--masks", "{in}/cat.png", "{in}/cat.png"), "share 100% of the smaller"),
+    "a phrase twice": (("--phrases", "a cat", "a cat", "a wall"), "two or more, each once"),
+    "no backgrounds": (("--backgrounds", "{tmp}/none"), "--backgrounds: no folder"),
+    "an empty folder": (("--backgrounds", "{tmp}/empty"), "holds no picture"),
+    "the target as background": (("--backgrounds", "{tmp}/copies"), "is a near copy of the target"),
+    "someone else's folder": (("--out", "{in}"), "choose an empty folder"),
+    "too few pictures": (("--per_phrase", "0"), "--per_phrase: must be from 1 to 10000, got 0"),
+    "a name that is no file's": (("--name", "a/b"), "--name: must be letters"),
+    "no others": (("--placebo", "{tmp}/empty"), "--placebo: no folder"),
+    "no function": (("--captioner", "{tmp}/mine.py:none"), "mine.py defines no none"),
+    "no path of a function": (("--captioner", "mine.caption"), "must be FILE.py:FUNCTION"),
+    "masks and a segmenter": (("--segmenter", "{tmp}/mine.py:segment"), "leave --masks out"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_and_writes_nothing(name, pictures, tmp_path, capsys):
+    Image.new("L", (20, 20), 255).save(tmp_path / "small.png")
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "copies").mkdir()
+    copies(make_target(0))
+    Image.open(pictures / "cat-cup.png").save(tmp_path / "copies" / "cat.jpg", quality=80)
+    (flag, *values), message = MISTAKES[name]
+    places = {"tmp": tmp_path, "in": pictures}
+    given = words(pictures, tmp_path / "out")
+    values = [value.format(**places) for value in values]
+    given = change(given, flag, *values) if flag in given else [*given, flag, *values]
+    assert main(given) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("function, message", [("small", "256x256"), ("nothing", "no mask of")])
+def test_what_a_segmenter_returns_is_checked(pictures, tmp_path, capsys, function, message):
+    (tmp_path / "mine.py").write_text(MINE)
+    given = words(pictures, tmp_path / "out", masks=())
+    assert main([*given, "--segmenter", f"{tmp_path}/mine.py:{function}"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_and_mistakes_import_no_torch():
+    script = (
+        "import sys\n"
+        "from silentbad.prepare.__main__ import main\n"
+        "code = main('--target no.png --masks a --phrases a b --backgrounds x --out y'.split())\n"
+        "assert code == 2 and 'torch' not in sys.modules\n"
+        "main(['--help'])\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 0 and "--segmenter" in ended.stdout, ended.stderr
+    assert "error: --target: no file no.png" in ended.stderr
+
+
+def test_a_preview_shows_everything_at_once(data):
+    page = sheet(data, 32)
+    assert (data / "preview.html").is_file()
+    assert all(f"{phrase}, " in page for phrase in PHRASES)
+    assert page.count("<img") == 5 + 3 * 6 + 3 + 12  # target, elements, unions, clean
+    assert "without cat-cup/2" in page and "http" not in page
+
+
+def test_a_preview_dims_what_its_mask_leaves_out():
+    picture = Image.new("RGB", (16, 16), (200, 0, 0))
+    mask = Image.new("L", (16, 16), 0)
+    ImageDraw.Draw(mask).rectangle((0, 0, 7, 15), fill=255)
+    shown = np.asarray(masked(picture, mask, 16))
+    assert (shown[:, :90] == (200, 0, 0)).all() and (shown[:, 102:] > (200, 150, 150)).all()
