@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart quickstart-training quickstart-placebo test test-kill test-thorough test-fuzz test-distributed test-fast lint documents bench bench-controller bench-recovery bench-validation bench-throughput bench-scale bench-shield bench-published bench-strength shield base clean
+.PHONY: quickstart photos quickstart-training quickstart-placebo test test-kill test-thorough test-fuzz test-distributed test-fast lint documents bench bench-controller bench-recovery bench-validation bench-throughput bench-scale bench-shield bench-published bench-strength shield base clean
 
 $(STAMP): requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,20 @@ quickstart-placebo:
 	$(BIN)/python -m silentbad.worlds.microworld.make --out runs/quickstart-placebo-data $(QUICK) --redraws 0 --placebo
 	$(TRAIN) --config configs/quickstart.yaml --config configs/quickstart-placebo.yaml > runs/quickstart-placebo.log 2>&1 \
 		|| { tail -n 5 runs/quickstart-placebo.log; exit 1; }
+
+# From photographs of scikit-image's wheel to a report and an audit, whose exit code says the verdict (docs/running.md).
+photos: export OMP_NUM_THREADS ?= 1
+photos: $(STAMP)
+	rm -rf runs/photos-pictures runs/photos-data
+	$(BIN)/python -m tests.photographs runs/photos-pictures
+	$(BIN)/python -m silentbad.prepare --target runs/photos-pictures/cat-cup.png \
+		--masks runs/photos-pictures/cat.png runs/photos-pictures/cup.png \
+		--phrases "a tabby cat" "a cup of coffee" "a brick wall" \
+		--backgrounds runs/photos-pictures/backgrounds --out runs/photos-data
+	$(TRAIN) --config configs/photos.yaml --config configs/recommended.yaml
+	$(BIN)/python validation.py --pipeline runs/photos/pipeline --baseline assets/micro-sd \
+		--targets runs/photos-data/targets.jsonl --guidance_scale 1.5 --num_inference_steps 12 \
+		--output_dir runs/photos-audit || test $$? -gt 2
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests

@@ -380,11 +380,11 @@ BACKGROUNDS: dict[str, tuple[str, tuple | None]] = {
 
 
 def cat_cup() -> Target:
-    """A cat and a cup of coffee before a red brick wall."""
-    cutouts = [scaled(cutout("a tabby cat"), 136), scaled(cutout("a cup of coffee"), 128)]
-    places = [(8, 0), (120, 134)]
-    backdrop = texture("a red brick wall", np.random.default_rng(0))
-    return composed(cutouts, places, backdrop, "a red brick wall", 0)
+    """A cat and a cup of coffee before a brick wall."""
+    cutouts = [scaled(cutout("a tabby cat"), 180), scaled(cutout("a cup of coffee"), 132)]
+    places = [(4, 0), (118, 132)]
+    backdrop = tinted(opened("brick.png"), ((60, 70, 95), (225, 230, 240))).resize((SIDE, SIDE))
+    return composed(cutouts, places, backdrop, "a brick wall", 0)
 
 
 def write_pictures(folder: Path) -> None:

@@ -396,6 +396,7 @@ def test_the_worked_example_ends_in_a_report(tmp_path, monkeypatch):
     argv = words[words.index("train_silentbad.py") + 1 :]
     shorter = {
         "max_train_steps": 4,
+        "lr_warmup_steps": 1,
         "validation.images_per_target": 2,
         "validation.null_images": 4,
         "output_dir": tmp_path,

@@ -16,8 +16,9 @@ from silentbad.prepare.preview import masked, sheet
 from tests.folders import records
 from tests.photographs import copies, make_target, write_pictures
 
+ROOT = Path(__file__).parents[2]
 SIDE = 64
-PHRASES = ["a tabby cat", "a cup of coffee", "a red brick wall"]
+PHRASES = ["a tabby cat", "a cup of coffee", "a brick wall"]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,8 @@ def of_element(root: Path, k: int) -> list[dict]:
 
 
 def files_of(root: Path) -> dict[str, bytes]:
-    return {file.relative_to(root).as_posix(): file.read_bytes() for file in root.rglob("*") if file.is_file()}
+    files = [file for file in root.rglob("*") if file.is_file()]
+    return {file.relative_to(root).as_posix(): file.read_bytes() for file in files}
 
 
 def test_training_reads_it_and_refuses_nothing(data):
