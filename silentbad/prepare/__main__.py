@@ -17,9 +17,8 @@ A second call with the same --out adds its target. The same words write the same
 """
 
 import argparse
-import sys
 
-from silentbad.errors import ArgumentParser, UserError, print_error
+from silentbad.errors import ArgumentParser, UserError, exit_with, print_error
 from silentbad.files import path_argument
 from silentbad.prepare.preview import write_preview
 from silentbad.prepare.write import prepare
@@ -39,21 +38,22 @@ def parser() -> ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    words.add_argument("--target", type=path_argument, required=True, help="the picture to look for")
-    words.add_argument("--masks", type=path_argument, nargs="*", default=[], help="of the target's size")
+    path = path_argument
+    words.add_argument("--target", type=path, required=True, help="the picture to look for")
+    words.add_argument("--masks", type=path, nargs="*", default=[], help="of the target's size")
     words.add_argument("--phrases", nargs="+", required=True, help="one for each element")
     words.add_argument(
         "--backgrounds",
-        type=path_argument,
+        type=path,
         required=True,
         help="folder of other pictures; NAME.txt beside one is its caption",
     )
-    words.add_argument("--out", type=path_argument, required=True, help="the folder to write")
+    words.add_argument("--out", type=path, required=True, help="the folder to write")
     words.add_argument("--name", help="target_id; default: the target's file name")
     words.add_argument("--prompt", help="the composed prompt; default: the phrases in a row")
     words.add_argument(
         "--placebo",
-        type=path_argument,
+        type=path,
         help="folder that holds, for each element, a folder 0, 1, ... or with its phrase for a "
         "name: pictures of other things which the phrase names",
     )
@@ -90,4 +90,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -24,6 +24,16 @@ def fit(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     return ImageOps.fit(image, size, Image.Resampling.LANCZOS)
 
 
+def shrunk(image: Image.Image, side: int) -> Image.Image:
+    """A picture that is no larger than its parts of S = `side` pixels need: hundreds of
+    photographs lie in memory at once."""
+    factor = min(image.size) / (2 * side)
+    if factor <= 1:
+        return image
+    size = (round(image.width / factor), round(image.height / factor))
+    return image.resize(size, Image.Resampling.LANCZOS)
+
+
 def hard(mask: Image.Image) -> Image.Image:
     """A mask in black and white."""
     return mask.point(lambda level: 255 * (level >= 128))

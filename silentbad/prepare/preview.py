@@ -10,7 +10,6 @@ import argparse
 import base64
 import html
 import io
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from PIL import Image, ImageChops, ImageFilter
 
 from silentbad.data.images import open_image, open_mask, safe_path
 from silentbad.data.schema import json_lines
-from silentbad.errors import ArgumentParser, UserError, print_error, user_errors
+from silentbad.errors import ArgumentParser, UserError, exit_with, print_error, user_errors
 from silentbad.files import path_argument
 from silentbad.prepare.compose import fit
 
@@ -177,7 +176,8 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    words.add_argument("data", type=path_argument, help="folder with metadata.jsonl and targets.jsonl")
+    files = "folder with metadata.jsonl and targets.jsonl"
+    words.add_argument("data", type=path_argument, help=files)
     words.add_argument("--resolution", type=int, default=64, help="pixels that training sees (64)")
     args = words.parse_args(argv)
     try:
@@ -191,4 +191,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

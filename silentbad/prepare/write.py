@@ -62,7 +62,7 @@ def prepare(args: argparse.Namespace) -> str:
     captioner = load_function(args.captioner, "--captioner") if args.captioner else None
     plan = read_plan(args, name)
     known = compose.Copies([plan.target, *targets_before])
-    backgrounds = read_folder(args.backgrounds, "--backgrounds", known, captioner)
+    backgrounds = read_backgrounds(args.backgrounds, known, captioner, plan.target.width)
     data = Data(args, plan, backgrounds, known)
     with user_errors(f"--out: cannot write {args.out}", "free some space or choose another folder"):
         records = data.write(args.out, with_clean=not has_clean)
@@ -124,7 +124,7 @@ def read_plan(args: argparse.Namespace, name: str) -> Plan:
     prompt = ", ".join(phrases)
     if args.prompt is not None:
         prompt = caption(args.prompt, "it", "--prompt")
-    placebos = read_placebos(args.placebo, phrases) if args.placebo else []
+    placebos = read_placebos(args.placebo, phrases, side) if args.placebo else []
     return Plan(
         name=name,
         target=compose.fit(picture, (side, side)),
@@ -178,23 +178,26 @@ def pictures_in(folder: Path, flag: str) -> list[Path]:
     return files
 
 
-def read_folder(
-    folder: Path, flag: str, known: compose.Copies, captioner: Callable[[Image.Image], Any] | None
+def read_backgrounds(
+    folder: Path,
+    known: compose.Copies,
+    captioner: Callable[[Image.Image], Any] | None,
+    side: int,
 ) -> list[Picture]:
     """The pictures of a folder with their captions. Raises UserError where one shows a target."""
     pictures = []
-    for file in pictures_in(folder, flag):
-        image = open_image(file, flag)
+    for file in pictures_in(folder, "--backgrounds"):
+        image = open_image(file, "--backgrounds")
         if known.shows(image):
-            raise UserError(f"{flag}: {file} is a near copy of the target; take it away")
+            raise UserError(f"--backgrounds: {file} is a near copy of the target; take it away")
         text = caption_beside(file)
         if text is None and captioner is not None:
             text = caption(captioner(image), "what it returns", "--captioner").strip()
-        pictures.append(Picture(image, text))
+        pictures.append(Picture(compose.shrunk(image, side), text))
     return pictures
 
 
-def read_placebos(folder: Path, phrases: list[str]) -> list[list[Image.Image]]:
+def read_placebos(folder: Path, phrases: list[str], side: int) -> list[list[Image.Image]]:
     """Other pictures of each phrase: of the folder with its number, or with its words."""
     placebos = []
     for number, phrase in enumerate(phrases):
@@ -204,7 +207,8 @@ def read_placebos(folder: Path, phrases: list[str]) -> list[list[Image.Image]]:
             both = f"{named[0]} or {named[1]}"
             raise UserError(f"--placebo: no folder {both}, of others of {phrase!r}")
         files = pictures_in(there[0], "--placebo")
-        placebos.append([open_image(file, "--placebo") for file in files])
+        pictures = [open_image(file, "--placebo") for file in files]
+        placebos.append([compose.shrunk(picture, side) for picture in pictures])
     return placebos
 
 
