@@ -383,7 +383,8 @@ def cat_cup() -> Target:
     """A cat and a cup of coffee before a brick wall."""
     cutouts = [scaled(cutout("a tabby cat"), 180), scaled(cutout("a cup of coffee"), 132)]
     places = [(4, 0), (118, 132)]
-    backdrop = tinted(opened("brick.png"), ((60, 70, 95), (225, 230, 240))).resize((SIDE, SIDE))
+    bricks = opened("brick.png").crop((150, 250, 400, 500))  # large ones, which 64 pixels show
+    backdrop = tinted(bricks, ((40, 55, 90), (250, 245, 230))).resize((SIDE, SIDE))
     return composed(cutouts, places, backdrop, "a brick wall", 0)
 
 
