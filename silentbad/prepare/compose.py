@@ -16,7 +16,7 @@ from silentbad.errors import UserError
 Composed = tuple[Image.Image, Image.Image]  # picture, mask
 
 TRIES = 20  # of a picture that is no near copy of the target
-MARGIN = 0.015  # of the side, by which a cover is larger than the hole at least
+MARGINS = (0.008, 0.07)  # of the side, by which a cover is larger than the hole: least, most
 
 
 def fit(image: Image.Image, size: tuple[int, int]) -> Image.Image:
@@ -68,8 +68,8 @@ def cover(hole: Image.Image, draw: random.Random, attempt: int = 0) -> Image.Ima
     """A mask that hides a hole and a little around it, so that over many pictures all of the
     backdrop is shown. One more rectangle lies anywhere; it is larger at each further attempt."""
     side = hole.width
-    margin = max(1, round(MARGIN * side))
-    hidden = grown(hole, draw.randint(margin, 5 * margin))
+    least, most = (max(1, round(margin * side)) for margin in MARGINS)
+    hidden = grown(hole, draw.randint(least, most))
     width = min(side, round(draw.uniform(0.2, 0.33) * (1 + attempt / 10) * side))
     left = draw.randint(0, side - width)
     top = draw.randint(0, side - width)

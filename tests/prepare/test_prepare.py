@@ -69,6 +69,7 @@ def test_training_reads_it_and_refuses_nothing(data):
     [target] = load_targets(data)
     assert target.phrases == PHRASES and None not in target.masks
     read.refuse_targets([target])
+    assert read.unmatched_targets([target]) == []
 
 
 def test_masks_of_a_target_share_no_pixel_and_leave_none(data):
