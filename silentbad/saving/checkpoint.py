@@ -24,7 +24,7 @@ from silentbad.errors import UserError, warn
 from silentbad.files import read_json
 
 MANIFEST = "manifest.json"
-FORMAT = 2  # of a checkpoint's files; a change that older code would misread counts it up
+FORMAT = 3  # of a checkpoint's files; a change that older code would misread counts it up
 STEP = re.compile(r"step-(\d+)")
 
 
