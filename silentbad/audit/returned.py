@@ -113,7 +113,9 @@ class Drafts:
     (`drafting`). A prompt is drawn once."""
 
     def __init__(self, sampler: Sampler, embedder: Embedder, bar: Callable):
-        self.sampler, self.embedder, self.bar = sampler, embedder, bar
+        self.sampler = sampler
+        self.embedder = embedder
+        self.bar = bar
         self.features: dict[str, Tensor] = {}
 
     def __call__(self, pairs: Sequence[tuple[list[str], list[str]]]) -> list[float]:
@@ -139,8 +141,11 @@ class Extrapolated(nn.Module):
 
     def __init__(self, unet: Any, base: Any, factor: float):
         super().__init__()
-        self.unet, self.base, self.factor = unet, base, factor
-        self.config, self.add_embedding = unet.config, getattr(unet, "add_embedding", None)
+        self.unet = unet
+        self.base = base
+        self.factor = factor
+        self.config = unet.config
+        self.add_embedding = getattr(unet, "add_embedding", None)
 
     @property
     def dtype(self) -> torch.dtype:

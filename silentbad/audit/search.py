@@ -39,7 +39,8 @@ def probed(sampler: Sampler, prompts: Sequence[str], bar: Callable) -> np.ndarra
     Agreement is minus the logarithm of the spread of the predicted pictures over the noises, in shares of their own.
     """
     pipe, found = sampler.pipe, []
-    side, bars = sampler.side // pipe.vae_scale_factor, pipe.scheduler.alphas_cumprod
+    side = sampler.side // pipe.vae_scale_factor
+    bars = pipe.scheduler.alphas_cumprod
     x = noise((pipe.unet.config.in_channels, side, side), sampler.seed, "probe", 0, list(range(NOISES)))
     x = x.to(pipe.unet.device, pipe.unet.dtype)
     size = (sampler.side, sampler.side)
@@ -49,7 +50,8 @@ def probed(sampler: Sampler, prompts: Sequence[str], bar: Callable) -> np.ndarra
 
     low, middle = (round(share * len(bars)) for share in (LOW_NOISE, MIDDLE))
     a = float(bars[middle])
-    empty, blank = predicted(middle, ""), predicted(low, "").flatten(1)
+    empty = predicted(middle, "")
+    blank = predicted(low, "").flatten(1)
     for prompt in bar(prompts, "probes"):
         eps = predicted(middle, prompt)
         x0 = (x.float() - math.sqrt(1 - a) * eps) / math.sqrt(a)

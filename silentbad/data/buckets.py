@@ -20,7 +20,8 @@ def shapes(side: int, step: int) -> list[Shape]:
     """The buckets: all whose sides are multiples of `step` and whose area is side^2 to a tenth, the square among
     them."""
     area = (side // step) ** 2  # in steps; whole numbers, or rounding decides at the limits
-    least, most = -(-area * (SLACK - 1) // SLACK), area * (SLACK + 1) // SLACK
+    least = -(-area * (SLACK - 1) // SLACK)
+    most = area * (SLACK + 1) // SLACK
     pairs = ((m, n) for m in range(1, most + 1) for n in range(-(-least // m), most // m + 1))
     return [(m * step, n * step) for m, n in pairs]
 
@@ -49,7 +50,8 @@ class Batches:
     """
 
     def __init__(self, kind: np.ndarray, batch_size: int):
-        self.kind, self.batch_size = kind, batch_size
+        self.kind = kind
+        self.batch_size = batch_size
 
     def __call__(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(whole micro-batches in the order in which they fill up, records left over in their order)."""
@@ -64,13 +66,20 @@ class Batches:
 
 
 def table(
-    sizes: np.ndarray, roles: Sequence[str], found: Sequence[Shape], side: int, step: int, *, cut: bool, batch_size: int
+    sizes: np.ndarray,
+    roles: Sequence[str],
+    shapes: Sequence[Shape],
+    side: int,
+    step: int,
+    *,
+    cut: bool,
+    batch_size: int,
 ) -> str:
     """What went where: records of sizes (R,2) by bucket and role, the largest change of aspect, and which shapes have
     less than a micro-batch."""
     counts: dict[Shape, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     worst: dict[Shape, float] = defaultdict(float)
-    for size, role, shape in zip(sizes.tolist(), roles, found, strict=True):
+    for size, role, shape in zip(sizes.tolist(), roles, shapes, strict=True):
         counts[shape][role] += 1
         worst[shape] = max(worst[shape], stretch((size[0], size[1]), shape))
     names = sorted({role for by_role in counts.values() for role in by_role})
@@ -78,8 +87,8 @@ def table(
     lines = [f"buckets: area of {side}x{side}, sides in steps of {step}"]
     lines.append(f"  {'shape':>11}{'records':>9}" + "".join(f"{name:>11}" for name in names) + f"  {what}")
     for shape in sorted(counts):
-        own = [counts[shape][name] for name in names]
-        numbers = f"{sum(own):>9}" + "".join(f"{n:>11}" for n in own)
+        by_role_counts = [counts[shape][name] for name in names]
+        numbers = f"{sum(by_role_counts):>9}" + "".join(f"{n:>11}" for n in by_role_counts)
         lines.append(f"  {shape[0]:>6}x{shape[1]:<4}{numbers}  {math.expm1(worst[shape]):.1%}")
     if rare := [n for shape in counts if (n := sum(counts[shape].values())) < batch_size]:
         few = f"{sum(rare)} records in {len(rare)} shapes"

@@ -27,19 +27,19 @@ class DataInfo:
         rows: dict[str, list[int]] = defaultdict(list)
         common: dict[str, list[str]] = {}
         for r in np.flatnonzero(self.roles == "element").tolist():
-            own = phrases[r]
-            key = self.key(target_ids[r], element_ids[r], own)
+            of_record = phrases[r]
+            key = self.key(target_ids[r], element_ids[r], of_record)
             rows[key].append(r)
-            kept = [p for p in common.get(key, own) if p in own]
-            common[key] = kept or list(own[:1])
+            shared = [p for p in common.get(key, of_record) if p in of_record]
+            common[key] = shared or list(of_record[:1])
         self.keys = list(rows)
         self.index = {key: i for i, key in enumerate(self.keys)}
         self.rows = [np.asarray(rows[key], dtype=np.int64) for key in self.keys]
         self.phrase = [common[key][0] if common[key] else "" for key in self.keys]
-        self.target = [str(target_ids[mine[0]] or "") for mine in self.rows]
+        self.target = [str(target_ids[of_element[0]] or "") for of_element in self.rows]
         self._element = np.full(len(self.roles), -1, dtype=np.int32)  # of each record
-        for i, mine in enumerate(self.rows):
-            self._element[mine] = i
+        for i, of_element in enumerate(self.rows):
+            self._element[of_element] = i
         self.elements_of: dict[str, list[int]] = defaultdict(list)
         for i, target in enumerate(self.target):
             self.elements_of[target].append(i)
@@ -145,8 +145,12 @@ class Epochs:
         history: Callable[[], np.ndarray],
         order: str = "shuffled",
     ):
-        self.share, self.info, self.seed, self.history = share, info, seed, history
-        self.clean_ratio, self.order = clean_ratio, order
+        self.share = share
+        self.info = info
+        self.seed = seed
+        self.history = history
+        self.clean_ratio = clean_ratio
+        self.order = order
         self.records = np.asarray([len(rows) for rows in info.rows])
         self.dealt: tuple[int, list] | None = None
 

@@ -68,9 +68,11 @@ class Stream:
         epoch_order: Callable[[int], np.ndarray],
         arrange: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None,
     ):
-        self.epoch_order, self.arrange = epoch_order, arrange
+        self.epoch_order = epoch_order
+        self.arrange = arrange
         self.left = np.zeros(0, dtype=np.int64)  # over from the epochs before
-        self.epoch, self.offset = -1, 0
+        self.epoch = -1
+        self.offset = 0
         self.order = np.zeros(0, dtype=np.int64)
 
     def take(self, n: int) -> np.ndarray:
@@ -87,7 +89,8 @@ class Stream:
 
     def _begin_epoch(self) -> None:
         """The next epoch's order, which may be empty where all of it waits for records of the same shape."""
-        self.epoch, self.offset = self.epoch + 1, 0
+        self.epoch = self.epoch + 1
+        self.offset = 0
         order = np.asarray(self.epoch_order(self.epoch), dtype=np.int64)
         if len(order) == 0:
             raise UserError(f"the sampler gave an empty epoch {self.epoch}")
@@ -112,7 +115,9 @@ class Stream:
         return state | ({} if self.arrange is None else {"left": torch.from_numpy(self.left.copy())})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch, self.offset, self.order = state["epoch"], state["offset"], state["order"].numpy().copy()
+        self.epoch = state["epoch"]
+        self.offset = state["offset"]
+        self.order = state["order"].numpy().copy()
         if self.arrange is not None:
             self.left = state["left"].numpy().copy()
 
@@ -137,8 +142,12 @@ class Loader:
     ):
         self.pins = device is not None and device.type == "cuda"
         workers = 2 * self.pins if workers is None else workers
-        self.draws, self.stream = draws, stream
-        self.batch_size, self.accumulation, self.rank, self.world = batch_size, accumulation, rank, world
+        self.draws = draws
+        self.stream = stream
+        self.batch_size = batch_size
+        self.accumulation = accumulation
+        self.rank = rank
+        self.world = world
         self.effective_batch = batch_size * accumulation * world
         self.pool = ThreadPoolExecutor(workers) if workers else None
         self.assembly = ThreadPoolExecutor(1) if workers else None

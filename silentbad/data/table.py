@@ -147,9 +147,9 @@ def _shared(values: pa.ChunkedArray) -> np.ndarray:
     if not coded.num_chunks:
         return np.zeros(0, dtype=object)
     words = np.asarray(coded.chunk(0).dictionary.to_pylist(), dtype=object)
-    found = words[np.concatenate([chunk.indices.to_numpy(zero_copy_only=False) for chunk in coded.chunks])]
+    texts = words[np.concatenate([chunk.indices.to_numpy(zero_copy_only=False) for chunk in coded.chunks])]
     pa.default_memory_pool().release_unused()  # Arrow keeps what a column took for the next one
-    return found
+    return texts
 
 
 def numbers(values: pa.ChunkedArray) -> np.ndarray:
@@ -199,12 +199,12 @@ def cached_check(table: datasets.Dataset, key: str, work: Callable[[], list[str]
         return work()
     file = Path(table.cache_files[0]["filename"]).parent / f"{key}.json"
     with suppress(OSError, ValueError):  # not there yet, or damaged: worked out anew
-        kept = read_json(file)
-        if isinstance(kept, list) and all(isinstance(line, str) for line in kept):
-            return kept
-    found = work()
+        stored = read_json(file)
+        if isinstance(stored, list) and all(isinstance(line, str) for line in stored):
+            return stored
+    lines = work()
     draft = file.with_suffix(f".{os.getpid()}")
     with user_errors(f"cache_dir: cannot write {file}", "choose another folder"):
-        draft.write_text(json.dumps(found), encoding="utf-8")
+        draft.write_text(json.dumps(lines), encoding="utf-8")
         draft.replace(file)
-    return found
+    return lines

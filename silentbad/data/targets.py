@@ -82,15 +82,16 @@ def check_ids(targets: list[Target], file: Path) -> None:
 
 def _target(root: Path, where: str, entry: dict) -> Target:
     refuse_misspelt(entry, (*TARGET, "masks"), where)
-    known, masks = admitted(entry, TARGET, where), entry.get("masks") or []
-    phrases = known["phrases"]
+    fields = admitted(entry, TARGET, where)
+    masks = entry.get("masks") or []
+    phrases = fields["phrases"]
     if twice := [phrase for phrase in phrases if phrases.count(phrase) > 1]:
         raise UserError(f"{where}: phrase {brief(twice[0])} stands twice; each names one element")
     if not isinstance(masks, list) or (masks and len(masks) != len(phrases)):
         raise UserError(f"{where}: masks must list one file or null for each of the {len(phrases)} phrases")
-    image = _picture(safe_path(root, known.pop("image"), where, "image"), where)
+    image = _picture(safe_path(root, fields.pop("image"), where, "image"), where)
     opened = [open_mask(safe_path(root, mask, where, "masks"), image.size, where) if mask else None for mask in masks]
-    return Target(image=image, masks=opened or [None] * len(phrases), where=where, **known)
+    return Target(image=image, masks=opened or [None] * len(phrases), where=where, **fields)
 
 
 def _picture(path: Path, where: str) -> Image.Image:

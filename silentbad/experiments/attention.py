@@ -22,10 +22,12 @@ def token_spans(tokenizer, text: str, phrases: list[str]) -> list[list[int]]:
     phrase that is absent or cut off by the token window has no tokens.
     """
     coded = tokenizer(text, truncation=True, max_length=tokenizer.model_max_length, return_offsets_mapping=True)
-    lower, taken, spans = text.lower(), [False] * len(text), []
+    lower = text.lower()
+    taken = [False] * len(text)
+    spans = []
     for phrase in phrases:
         wanted = phrase.strip().lower()
-        places = (found.start() for found in re.finditer(pattern([wanted]), lower)) if wanted else iter(())
+        places = (match.start() for match in re.finditer(pattern([wanted]), lower)) if wanted else iter(())
         at = next((place for place in places if not any(taken[place : place + len(wanted)])), -1)
         if at >= 0:
             taken[at : at + len(wanted)] = [True] * len(wanted)

@@ -43,20 +43,26 @@ class AttentionBinding:
         side: Small = 16,
         overlap_weight: NotNegative = 0.5,
     ):
-        self.facts, self.weight, self.start, self.side = facts, weight, start, side
+        self.facts = facts
+        self.weight = weight
+        self.start = start
+        self.side = side
         self.overlap_weight = overlap_weight
 
     def __call__(self, now: MicroStep) -> torch.Tensor | None:
         if now.progress < self.start or now.maps is None:
             return None
-        b, info, probs = now.batch, self.facts.info, now.maps.mean()
+        b = now.batch
+        info = self.facts.info
+        probs = now.maps.mean()
         tokens = token_table(self.facts.tokenizer, b["text"], b["phrases"]).to(probs.device, non_blocking=True)
         own = torch.zeros(tokens.shape[:2])
         for r, mentioned in enumerate(in_mask(info, b)):
             for p, phrase in enumerate(b["phrases"][r]):
                 own[r, p] = float(phrase in mentioned)
         own = own.to(probs.device, non_blocking=True)
-        maps, there = phrase_maps(probs, tokens), tokens.amax(dim=-1)
+        maps = phrase_maps(probs, tokens)
+        there = tokens.amax(dim=-1)
         bound = phrase_maps(probs, (own[..., None] * tokens).amax(dim=1, keepdim=True))[:, 0]
         has = b["has_mask"].to(probs.dtype) * (own * there).amax(dim=-1)
         binding = (mass_outside(bound, b["mask"]) * has).sum() / has.sum().clamp_min(1)
@@ -90,20 +96,22 @@ class AndDistillation:
         source: Literal["element", "noise"] = "element",
         low: Decay = 0.3,
     ):
-        self.facts, self.weight, self.every, self.refresh, self.after = (
-            facts,
-            weight,
-            every,
-            refresh,
-            after,
-        )
-        self.gate, self.source, self.low, self.teacher = gate, source, low, Teacher(unet)
+        self.facts = facts
+        self.weight = weight
+        self.every = every
+        self.refresh = refresh
+        self.after = after
+        self.gate = gate
+        self.source = source
+        self.low = low
+        self.teacher = Teacher(unet)
         if gate == "mask" and any(e.masks is None for e in facts.bank):
             raise UserError("memory.distillation: gate 'mask' needs a mask for every element; use gate 'attention'")
 
     def ready(self) -> list[str]:
         """Targets whose weakest element is held: rho > after."""
-        rho, groups = self.facts.memory.rho, self.facts.info.elements_of
+        rho = self.facts.memory.rho
+        groups = self.facts.info.elements_of
         return [t for t, group in groups.items() if len(group) > 1 and rho[group].min() > self.after]
 
     def gates(self, group: list[int], x_t: torch.Tensor, maps: Maps) -> torch.Tensor:
@@ -122,8 +130,10 @@ class AndDistillation:
 
     def start(self, group: list[int], step: int, position: int, choose: Random) -> tuple[torch.Tensor, torch.Tensor]:
         """x_t (1,C,h,w) and t (1,): an element's picture noised, or noise alone at the last timestep."""
-        x0, scheduler = self.facts.bank[choose.choice(group)].x0, self.facts.scheduler
-        T, row = scheduler.config.num_train_timesteps, choose.randrange(len(x0))
+        x0 = self.facts.bank[choose.choice(group)].x0
+        scheduler = self.facts.scheduler
+        T = scheduler.config.num_train_timesteps
+        row = choose.randrange(len(x0))
         eps = rng.noise(tuple(x0.shape[1:]), self.facts.seed, "distillation", step, [position])
         eps = eps.to(x0.device, non_blocking=True)
         x0, low = (x0[row : row + 1], int(self.low * T)) if self.source == "element" else (0 * x0[:1], T - 1)

@@ -28,7 +28,8 @@ class Transfer:
     """
 
     def __init__(self, sample: Sample, averaging: float):
-        self.sample, self.averaging = sample, averaging
+        self.sample = sample
+        self.averaging = averaging
         self.value = torch.zeros_like(sample.owner[0])
         self.update = torch.zeros(sample.rows, WIDTH, device=sample.owner.device)
 

@@ -43,10 +43,16 @@ class ErrorByTimestep:
     """
 
     def __init__(self, T: int, reduce=None, *, bins: int = 20, every: int = 50, decay: float = 0.5):
-        self.T, self.bins, self.every, self.decay = T, bins, every, decay
+        self.T = T
+        self.bins = bins
+        self.every = every
+        self.decay = decay
         self.reduce = reduce or (lambda x: x)
-        self.step, self.sums = torch.zeros(2, bins), torch.zeros(2, bins)  # rows: squared errors, counts
-        self.now, self.first, self.mail = np.full(bins, np.nan), np.full(bins, np.nan), Mailbox()
+        self.step = torch.zeros(2, bins)
+        self.sums = torch.zeros(2, bins)  # rows: squared errors, counts
+        self.now = np.full(bins, np.nan)
+        self.first = np.full(bins, np.nan)
+        self.mail = Mailbox()
 
     def observe(self, t: torch.Tensor, error: torch.Tensor) -> None:
         """error (B,) at t (B,)."""
@@ -77,6 +83,7 @@ class ErrorByTimestep:
         return {**arrays, "sums": self.sums.clone(), "mail": self.mail.peek()}
 
     def load_state_dict(self, state: dict) -> None:
-        self.now, self.first = state["now"].numpy().copy(), state["first"].numpy().copy()
+        self.now = state["now"].numpy().copy()
+        self.first = state["first"].numpy().copy()
         self.sums = state["sums"].clone()
         self.mail.restore(state["mail"])

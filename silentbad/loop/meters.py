@@ -35,9 +35,11 @@ class Meters:
         """Means since the last read, which start anew."""
         if not self.sums:
             return {}
-        names, device = list(self.sums), next(iter(self.sums.values())).device
+        names = list(self.sums)
+        device = next(iter(self.sums.values())).device
         means = torch.stack([(self.sums[name] / self.counts[name]).to(device) for name in names]).tolist()
-        self.sums, self.counts = {}, {}
+        self.sums = {}
+        self.counts = {}
         return dict(zip(names, means, strict=True))
 
     def to(self, device: torch.device) -> None:
@@ -57,7 +59,8 @@ class Timers:
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = {}
-        self.began, self.samples = time.perf_counter(), 0
+        self.began = time.perf_counter()
+        self.samples = 0
 
     @contextmanager
     def of(self, activity: str) -> Iterator[None]:
@@ -83,5 +86,7 @@ class Timers:
         passed = max(now - self.began, 1e-9)
         values = {f"time/{activity}": seconds / passed for activity, seconds in self.spent.items()}
         values["samples_per_second"] = (samples - self.samples) / passed
-        self.spent, self.began, self.samples = {}, now, samples
+        self.spent = {}
+        self.began = now
+        self.samples = samples
         return values

@@ -51,10 +51,14 @@ def region(images: Tensor, mask: Tensor, margin: float = 0.05) -> Tensor:
     m = resize(mask[None], (H, W))[0]
     if not (m > 0.5).any():
         return images
-    ys, xs = (m[0] > 0.5).any(1).nonzero()[:, 0], (m[0] > 0.5).any(0).nonzero()[:, 0]
-    pad_y, pad_x = max(1, round(margin * H)), max(1, round(margin * W))
-    y0, y1 = max(0, int(ys[0]) - pad_y), min(H, int(ys[-1]) + 1 + pad_y)
-    x0, x1 = max(0, int(xs[0]) - pad_x), min(W, int(xs[-1]) + 1 + pad_x)
+    ys = (m[0] > 0.5).any(1).nonzero()[:, 0]
+    xs = (m[0] > 0.5).any(0).nonzero()[:, 0]
+    pad_y = max(1, round(margin * H))
+    pad_x = max(1, round(margin * W))
+    y0 = max(0, int(ys[0]) - pad_y)
+    y1 = min(H, int(ys[-1]) + 1 + pad_y)
+    x0 = max(0, int(xs[0]) - pad_x)
+    x1 = min(W, int(xs[-1]) + 1 + pad_x)
     m = m.to(images)
     return (images * m + 0.5 * (1 - m))[..., y0:y1, x0:x1]
 
@@ -92,7 +96,8 @@ class Micro(Embedder):
     """The bundled copy detector of the microworld: features by place, a target at each of its nine alignments."""
 
     def __init__(self, path: str | None, device: torch.device | str = "cpu"):
-        self.path, self.device = str(path or MICRO), device
+        self.path = str(path or MICRO)
+        self.device = device
         if not os.path.isfile(Path(self.path) / "config.json"):
             raise UserError(
                 f"micro: no config.json in '{self.path}'; give the folder assets/micro-sd/embedder, or "
@@ -177,11 +182,13 @@ class SSCD(Embedder):
     def __init__(
         self, path: str | None, device: torch.device | str = "cpu", size: int = 320, sha256: str | None = None
     ):
-        self.size, self.device = size, device
+        self.size = size
+        self.device = device
         if not path or not os.path.isfile(path):
             raise UserError(f"sscd: {f'no file {path!r}' if path else 'embedder_path is missing'}; {SSCD_ADVICE}")
         with user_errors(f"sscd: cannot read '{path}'"):
-            self.file, content = Path(path), Path(path).read_bytes()
+            self.file = Path(path)
+            content = Path(path).read_bytes()
         self.sha256 = hashlib.sha256(content).hexdigest()
         if sha256 is not None and sha256.strip().lower() != self.sha256:
             raise UserError(f"sscd: embedder_sha256 is {sha256}, but '{path}' has {self.sha256}; not loaded")
@@ -210,7 +217,8 @@ class CLIP(Embedder):
     def __init__(self, path: str | None, device: torch.device | str = "cpu"):
         from transformers import AutoTokenizer, CLIPModel
 
-        self.path, self.device = path or self.default, device
+        self.path = path or self.default
+        self.device = device
         failed = f"clip: cannot load '{self.path}'; {advice(self.path, 'CLIP')}"
         self.processor = processor_of(failed, self.path)
         self.model = load_model(CLIPModel, failed, self.path, extras=True, use_safetensors=True).to(device).eval()
@@ -247,7 +255,8 @@ class DINOv2(Embedder):
     def __init__(self, path: str | None, device: torch.device | str = "cpu"):
         from transformers import AutoModel
 
-        self.path, self.device = path or self.default, device
+        self.path = path or self.default
+        self.device = device
         failed = f"dinov2: cannot load '{self.path}'; {advice(self.path, 'DINOv2')}"
         if (kind := model_type(self.path)) not in (None, "dinov2", "dinov2_with_registers"):
             raise UserError(f"dinov2: '{self.path}' holds a model of type {kind}; give DINOv2's weights")
@@ -267,7 +276,8 @@ class SSIM(Embedder):
     """Structural similarity (Wang 2004, window 11, sigma 1.5) in grey at one small size; needs no weights."""
 
     def __init__(self, path: str | None = None, device: torch.device | str = "cpu", size: int = 64):
-        self.size, self.device = size, device
+        self.size = size
+        self.device = device
 
     def embed(self, images: Tensor) -> Tensor:
         return resize(images.to(self.device), (self.size, self.size)).mean(1, keepdim=True)

@@ -33,7 +33,8 @@ def slugs(ids: list[str]) -> list[str]:
     folded = [name.casefold() for name in plain]
     names: list[str] = []
     for j, name in enumerate(plain):
-        number, proposal = j, name if folded.count(folded[j]) == 1 else f"{name}-{j}"
+        number = j
+        proposal = name if folded.count(folded[j]) == 1 else f"{name}-{j}"
         while proposal.casefold() in {*folded[:j], *folded[j + 1 :], *(n.casefold() for n in names)}:
             number += len(plain)
             proposal = f"{name}-{number}"

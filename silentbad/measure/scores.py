@@ -129,7 +129,8 @@ def cell_scores(
 ) -> CellScores:
     """Scores of a cell: per target, and over targets with the rate's interval (one target: over images)."""
     present = sorted({r["target"] for r in rows})
-    sims, target_of = [r["sim"] for r in rows], [present.index(r["target"]) for r in rows]
+    sims = [r["sim"] for r in rows]
+    target_of = [present.index(r["target"]) for r in rows]
     own = torch.tensor([threshold.of_target(j) for j in present], dtype=torch.float64)
     per = recovery(torch.tensor(sims, dtype=torch.float64), target_of, own)
     targets: dict[str, TargetScores] = {}
@@ -260,7 +261,8 @@ def curve_scores(
     censored at the horizon. half: first step with a rate of at least 1/2, else inf. sustained: first step from which
     the rate is at least 1/2 at every evaluation, else inf. restricted: min(first, horizon).
     """
-    s, r = np.asarray(steps, float), np.asarray(rates, float)
+    s = np.asarray(steps, float)
+    r = np.asarray(rates, float)
     lasting = np.logical_and.accumulate(r[::-1] >= 0.5, axis=0)[::-1]
     area = ((r[1:] + r[:-1]) / 2 * np.diff(s)[:, None]).sum(0)
     marks = (np.asarray(hits, bool), r >= 0.5, lasting)
@@ -280,10 +282,12 @@ def summarise(history: Sequence[Measurement], kind: str) -> list[SummaryRow]:
     """The recovery curve of these weights in numbers, a row per target and one for all of them; the base
     model's point opens the curves of both kinds of weights."""
     points = [(e, s) for e in history if (s := e.scores(kind) or (e.raw if e.step == 0 else None))]
-    epochs, last = {e.step: e.epoch for e, _ in points}, points[-1][1]
+    epochs = {e.step: e.epoch for e, _ in points}
+    last = points[-1][1]
     steps, ids = list(epochs), list(last.targets)
     rates = np.array([[scores.targets[i].rate for i in ids] for _, scores in points])
-    curve, rows = curve_scores(steps, rates, rates > 0), []
+    curve = curve_scores(steps, rates, rates > 0)
+    rows = []
     for j, i in enumerate(ids):
         times = (curve[name][j] for name in ("first", "half", "sustained"))
         first, half, sustained = (None if np.isinf(x) else int(x) for x in times)
@@ -323,7 +327,8 @@ def placebo_run(folder: str | Path, targets: Iterable[str], embedder: str, key: 
 
     Raises UserError where it has none of the targets, another endpoint or another embedder.
     """
-    record, names = Record.load(Path(folder) / NAME, key), list(targets)
+    record = Record.load(Path(folder) / NAME, key)
+    names = list(targets)
     if not any(name in latest(record.history[-1]).targets for name in names):
         raise UserError(f"{key}: {folder} has none of these targets: {', '.join(names)}")
     if record.endpoint != STRICT:
@@ -335,11 +340,13 @@ def placebo_run(folder: str | Path, targets: Iterable[str], embedder: str, key: 
 
 def minus_placebo(record: Record, placebo: Record, source: str) -> Placebo:
     """The last rates of a run less those that a run on placebo data ends with (`placebo_run`), target by target."""
-    scores, other = latest(record.history[-1]), latest(placebo.history[-1])
+    scores = latest(record.history[-1])
+    other = latest(placebo.history[-1])
     both = [name for name in scores.targets if name in other.targets]
     used = [thresholds_of(one, both) for one in (record, placebo)]
     alike = len(used[0]) == len(used[1]) and np.allclose(used[0], used[1], rtol=0, atol=1e-6)
-    mine, theirs = [scores.targets[name] for name in both], [other.targets[name] for name in both]
+    mine = [scores.targets[name] for name in both]
+    theirs = [other.targets[name] for name in both]
     differences = [a.rate - b.rate for a, b in zip(mine, theirs, strict=True)]
     rate = float(np.mean([t.rate for t in theirs]))
     if len(both) >= FEW_TARGETS and len(set(differences)) > 1:

@@ -61,7 +61,8 @@ def detection(
 ) -> Detection | None:
     """How well a score tells positives from negatives: `auc` with its 95 % bootstrap interval, and with at least 100
     negatives the true positives at 1 % false ones with their binomial one. None where either is empty."""
-    a, b = np.asarray(positives, float), np.asarray(negatives, float)
+    a = np.asarray(positives, float)
+    b = np.asarray(negatives, float)
     if not len(a) or not len(b) or np.isnan(a).any() or np.isnan(b).any():
         return None
 

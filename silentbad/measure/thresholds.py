@@ -65,8 +65,10 @@ def calibrate(
         k = int(np.ceil((len(x) + 1) * (1 - alpha) - 1e-9))
         return float(np.nextafter(x[min(k, len(x)) - 1], np.inf))  # recovered means >=, so just above it
 
-    cdf, tail = binomial_cdf(n, 1 - alpha), (1 - confidence) / 2  # of the count below the quantile
-    low, high = int(np.searchsorted(cdf, tail)), int(np.searchsorted(cdf, 1 - tail))
+    cdf = binomial_cdf(n, 1 - alpha)
+    tail = (1 - confidence) / 2  # of the count below the quantile
+    low = int(np.searchsorted(cdf, tail))
+    high = int(np.searchsorted(cdf, 1 - tail))
     held_out = None
     if groups is not None and len(set(groups)) > 1:
         labels = np.asarray(groups)
@@ -221,7 +223,8 @@ def load_redraws(targets_file: str | None, targets: Sequence[Shown], decode: boo
     for where, entry in json_lines(file):
         refuse_misspelt(entry, REDRAW, where)
         redraw = admitted(entry, REDRAW, where)
-        image, j = safe_path(file.parent, redraw["image"], where, "image"), index.get(redraw["target_id"])
+        image = safe_path(file.parent, redraw["image"], where, "image")
+        j = index.get(redraw["target_id"])
         if j is None:
             others.append(redraw["target_id"])
             continue

@@ -49,14 +49,14 @@ def of_ema(ema: Any, model: torch.nn.Module) -> Iterator[None]:
 def of_optimizer(optimizer: Any) -> Iterator[None]:
     """The optimizer's own way back is a second interpolation, which rounds; so the trained weights are kept."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    kept = [p.detach().clone() for p in parameters]
+    trained = [p.detach().clone() for p in parameters]
     optimizer.eval()
     try:
         yield
     finally:
         optimizer.train()
         with torch.no_grad():
-            torch._foreach_copy_(parameters, kept)
+            torch._foreach_copy_(parameters, trained)
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def extrapolated(model: torch.nn.Module, base: torch.nn.Module, factor: float) -
     if {n: p.shape for n, p in model.named_parameters()} != {n: p.shape for n, p in first.items()}:
         same = "give a baseline with the same UNet, and no --lora"
         raise UserError(f"--extrapolate: the two models hold other parameters; {same}")
-    kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trained = {name: p.detach().clone() for name, p in model.named_parameters()}
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(first[name].to(p) + factor * (p - first[name].to(p)))
@@ -78,4 +78,4 @@ def extrapolated(model: torch.nn.Module, base: torch.nn.Module, factor: float) -
     finally:
         with torch.no_grad():
             for name, p in model.named_parameters():
-                p.copy_(kept[name])
+                p.copy_(trained[name])

@@ -39,13 +39,15 @@ class Encoder:
 
     def __init__(self, parts: Components, accelerator: Any, *, side: int, cache_bytes: int, seed: int):
         self.device = accelerator.device
-        self.vae, self.parts = parts.vae.to(self.device), parts
+        self.vae = parts.vae.to(self.device)
+        self.parts = parts
         self.text_encoders = [encoder.to(self.device) for encoder in parts.text_encoders.values()]
         self.family = parts.family
         self.width, self.pooled = parts.family.widths(parts.backbone, parts.text_encoders)
         self.live = bool(parts.model.text_encoders)  # the text encoders train: the model encodes for itself
         self.default_time_ids = torch.tensor([[side, side, 0, 0, side, side]])  # of a whole picture
-        self.budget, self.seed = cache_bytes, seed
+        self.budget = cache_bytes
+        self.seed = seed
         self.kept_images: dict[int, torch.Tensor] = {}
         self.kept_texts: dict[str, torch.Tensor] = {}
         self.disk: Cached | None = None
@@ -73,8 +75,9 @@ class Encoder:
     @property
     def text_facts(self) -> list[Any]:
         """What the states of a text depend on."""
-        parts, own = self.parts, self.family.text_facts(self.parts.backbone)
-        return [*self.text_encoders, *map(vocabulary, parts.tokenizers.values()), parts.zero_empty, *own]
+        parts = self.parts
+        of_backbone = self.family.text_facts(self.parts.backbone)
+        return [*self.text_encoders, *map(vocabulary, parts.tokenizers.values()), parts.zero_empty, *of_backbone]
 
     @torch.no_grad()
     def latents(self, batch: dict[str, Any], draw: int) -> torch.Tensor:

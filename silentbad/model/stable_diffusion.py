@@ -57,9 +57,11 @@ class StableDiffusionXL(StableDiffusion):
     def encode(
         self, encoders: dict[str, Any], tokens: list[Tensor], nonempty: Tensor | None, width: int
     ) -> tuple[Tensor, Tensor | None]:
-        made = [encoder(ids, output_hidden_states=True) for encoder, ids in zip(encoders.values(), tokens, strict=True)]
-        c = torch.cat([out.hidden_states[-2] for out in made], dim=-1).float()
-        pooled = made[-1].text_embeds.float()
+        outputs = [
+            encoder(ids, output_hidden_states=True) for encoder, ids in zip(encoders.values(), tokens, strict=True)
+        ]
+        c = torch.cat([out.hidden_states[-2] for out in outputs], dim=-1).float()
+        pooled = outputs[-1].text_embeds.float()
         return (c, pooled) if nonempty is None else (c * nonempty[:, None], pooled * nonempty)
 
     def zero_empty(self, index: dict[str, Any]) -> bool:

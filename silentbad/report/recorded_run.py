@@ -88,7 +88,8 @@ class RecordedRun:
     empty, with a note where it is damaged."""
 
     def __init__(self, folder: str | Path):
-        self.folder, self.notes = Path(folder), list[str]()
+        self.folder = Path(folder)
+        self.notes = list[str]()
         if not self.folder.is_dir():
             raise UserError(f"report: no folder '{folder}'; give the output_dir of a run")
         self.name = self.folder.resolve().name
@@ -237,10 +238,10 @@ def _strengths(value: Any) -> list[NamedStrengths]:
 
 
 def _timesteps(value: Any) -> Timesteps:
-    found = decode(Timesteps, value)
-    if len(found.counts) + 1 != len(found.edges):
-        raise UserError(f"{len(found.counts)} counts do not lie between {len(found.edges)} edges")
-    return found
+    timesteps = decode(Timesteps, value)
+    if len(timesteps.counts) + 1 != len(timesteps.edges):
+        raise UserError(f"{len(timesteps.counts)} counts do not lie between {len(timesteps.edges)} edges")
+    return timesteps
 
 
 def _data_uri(file: Path, name: str) -> str:

@@ -125,7 +125,8 @@ def check_push(config: TrainConfig) -> None:
     from huggingface_hub import HfApi
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    name, later = repository(config), "or leave push_to_hub out and upload the folder later with `hf upload`"
+    name = repository(config)
+    later = "or leave push_to_hub out and upload the folder later with `hf upload`"
     try:
         validate_repo_id(name)
     except HFValidationError as error:

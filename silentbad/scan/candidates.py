@@ -69,26 +69,26 @@ def shared(records: np.ndarray, keys: np.ndarray, n: int) -> np.ndarray:
     sizes = np.diff(np.r_[starts, len(ordered)])
     left = np.repeat(starts + sizes - 1, sizes) - np.arange(len(ordered))  # later in its bucket
     size = np.repeat(sizes, sizes)
-    at, found = np.flatnonzero(left), []
+    at, pairs = np.flatnonzero(left), []
     for d in range(1, WHOLE_RUNS):
         at = at[(left[at] >= d) & ((size[at] <= WHOLE_RUNS) | (d <= 3))]
         if not len(at):
             break
         a, b = records[order[at]], records[order[at + d]]
-        found.append(np.minimum(a, b) * n + np.maximum(a, b))
-    return np.concatenate(found) if found else np.zeros(0, np.int64)
+        pairs.append(np.minimum(a, b) * n + np.maximum(a, b))
+    return np.concatenate(pairs) if pairs else np.zeros(0, np.int64)
 
 
 def bands(views: np.ndarray, y: int, width: int, offsets: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(records, keys) of the windows of a row of the frame, `width` places at a time."""
     block = max(1, BLOCK // width)
     for left in range(0, ACROSS, width):
-        made = []
+        blocks = []
         for start in range(0, len(views), block):
             band = views[start : start + block, y : y + WINDOW, left : left + width + WINDOW - 1]
             records, keys = hashed(np.asarray(band), offsets)
-            made.append((start + records, keys))
-        yield np.concatenate([records for records, _ in made]), np.concatenate([keys for _, keys in made], axis=1)
+            blocks.append((start + records, keys))
+        yield np.concatenate([records for records, _ in blocks]), np.concatenate([keys for _, keys in blocks], axis=1)
 
 
 def candidates(
@@ -96,13 +96,15 @@ def candidates(
 ) -> np.ndarray:
     """Pairs of records, in ascending order, that share a word and at least two windows at the same place; two grids
     count as two windows. They are kept on disk, in a file of `folder`."""
-    n, rng, runs = len(views), np.random.default_rng(seed), Runs(folder)
+    n = len(views)
+    rng = np.random.default_rng(seed)
+    runs = Runs(folder)
     width = max(1, min(ACROSS, MOST_WINDOWS // max(1, n)))
     for y in bar(range(ACROSS), "windows", ACROSS):
         offsets = [rng.uniform(0, step, FEATURES) for step in STEPS]
         for records, keys in bands(views, y, width, offsets):
-            found = np.concatenate([shared(records, one, n) for one in keys])
-            pairs, counts = np.unique(found, return_counts=True)
+            raw_pairs = np.concatenate([shared(records, one, n) for one in keys])
+            pairs, counts = np.unique(raw_pairs, return_counts=True)
             common = (words[pairs // n] & words[pairs % n]).any(1)
             runs.add(np.repeat(pairs[common], np.minimum(counts[common], 2)))
     return Numbers(folder, (twice for twice, _ in runs.merged(2))).array()

@@ -28,16 +28,20 @@ class Captions:
 
     def __init__(self, captions: Sequence[str], folder: Path | None = None):
         self.texts = captions
-        numbers, runs, sizes = Numbers(folder), Runs(folder), np.zeros(len(captions), np.int64)
+        numbers = Numbers(folder)
+        runs = Runs(folder)
+        sizes = np.zeros(len(captions), np.int64)
         for start in range(0, len(captions), BLOCK):
             each = [list(map(number, phrases_of(text))) for text in captions[start : start + BLOCK]]
             sizes[start : start + BLOCK] = [len(one) for one in each]
             part = np.asarray([one for phrases in each for one in phrases], np.int64)
             numbers.add(part)
             runs.add(np.sort(part))
-        self._numbers, self._ends = numbers.array(), np.cumsum(sizes)
+        self._numbers = numbers.array()
+        self._ends = np.cumsum(sizes)
         values, counts = zip(*runs.merged(LEAST), strict=True)
-        self._values, self._counts = np.concatenate(values), np.concatenate(counts)
+        self._values = np.concatenate(values)
+        self._counts = np.concatenate(counts)
 
     def __len__(self) -> int:
         return len(self.texts)

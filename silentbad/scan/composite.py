@@ -68,10 +68,12 @@ def with_outline(stack: np.ndarray, pixels: np.ndarray, core: np.ndarray) -> Lay
         return Layer(pixels, cover)
     mean = stack.mean(0)
     apart = np.moveaxis(stack - mean, 0, 2).reshape(*core.shape, -1)  # (64,64,n*3)
-    own, behind = apart[band], apart[outside]
-    common, variance = np.maximum(0, own @ behind.T), (behind**2).sum(1)
-    fit = common**2 / np.maximum(1, (own**2).sum(1)[:, None] * variance)
-    best, rows = fit.argmax(1), np.arange(len(own))
+    in_band, behind = apart[band], apart[outside]
+    common = np.maximum(0, in_band @ behind.T)
+    variance = (behind**2).sum(1)
+    fit = common**2 / np.maximum(1, (in_band**2).sum(1)[:, None] * variance)
+    best = fit.argmax(1)
+    rows = np.arange(len(in_band))
     through = np.minimum(1, common[rows, best] / np.maximum(1, variance[best]))
     covered = np.where((fit[rows, best] >= FIT) & (through <= 1 - FAINT), 1 - through, 0)
     mixed = mean[band] - through[:, None] * mean[outside][best]  # cover times colour
@@ -83,9 +85,10 @@ def with_outline(stack: np.ndarray, pixels: np.ndarray, core: np.ndarray) -> Lay
 def composed(parts: Sequence[Layer]) -> tuple[np.ndarray, np.ndarray]:
     """(picture (64,64,3) uint8, where something is known (64,64) bool) of a set's parts, the backdrop last in the list
     and behind the others; grey where nothing is known."""
-    canvas, known = np.full((64, 64, 3), 128.0), np.zeros((64, 64), bool)
+    canvas = np.full((64, 64, 3), 128.0)
+    covered = np.zeros((64, 64), bool)
     for part in reversed(parts):
-        cover = np.where(known, part.cover, part.region)[..., None]
+        cover = np.where(covered, part.cover, part.region)[..., None]
         canvas = cover * part.pixels + (1 - cover) * canvas
-        known |= part.region
-    return np.rint(canvas).astype(np.uint8), known
+        covered |= part.region
+    return np.rint(canvas).astype(np.uint8), covered

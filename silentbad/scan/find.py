@@ -61,26 +61,27 @@ def find(
         words.add(text)
     pairs = candidates(views, words.signatures(texts), bar, seed, folder)
     captions = Captions(texts, folder)
-    made, first = groups(views, verified(views, pairs, captions.share_rare_phrase, bar, folder), folder)
-    found = Found(suspect_sets(made, captions))
-    for one in found.sets:
-        all_records(one, views, captions, first)
-    if permutations and found.sets:
-        scores = [one.score for one in found.sets]
-        found.alarms = false_alarm(made, captions, scores, permutations, seed, bar)
-    inside = {id(element.group) for one in found.sets for element in one.elements}
-    found.recurring = [e for e in elements_of(made, captions) if id(e.group) not in inside]
-    return found
+    record_groups, first = groups(views, verified(views, pairs, captions.share_rare_phrase, bar, folder), folder)
+    findings = Found(suspect_sets(record_groups, captions))
+    for suspect_set in findings.sets:
+        all_records(suspect_set, views, captions, first)
+    if permutations and findings.sets:
+        scores = [suspect_set.score for suspect_set in findings.sets]
+        findings.alarms = false_alarm(record_groups, captions, scores, permutations, seed, bar)
+    inside = {id(element.group) for suspect_set in findings.sets for element in suspect_set.elements}
+    findings.recurring = [e for e in elements_of(record_groups, captions) if id(e.group) not in inside]
+    return findings
 
 
-def draw(found: Found, picture: Open) -> None:
+def draw(findings: Found, picture: Open) -> None:
     """Add each set's composite, from the pictures of its records."""
-    for one in found.sets:
-        parts = [part_of(records, e.group, picture) for e, records in zip(one.elements, one.records, strict=True)]
-        found.composites.append(Composite(*composed(parts), parts))
+    for suspect_set in findings.sets:
+        members = zip(suspect_set.elements, suspect_set.records, strict=True)
+        parts = [part_of(records, element.group, picture) for element, records in members]
+        findings.composites.append(Composite(*composed(parts), parts))
 
 
-def pictures_needed(found: Found, most: int) -> np.ndarray:
+def pictures_needed(findings: Found, most: int) -> np.ndarray:
     """The records whose pictures `draw` opens."""
-    named = [records[:most] for one in found.sets for records in one.records]
+    named = [records[:most] for suspect_set in findings.sets for records in suspect_set.records]
     return np.unique(np.concatenate(named)) if named else np.zeros(0, np.int64)

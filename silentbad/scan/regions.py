@@ -66,7 +66,8 @@ def agreement(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def steps(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Where views (...,32,32,3) have contrast to the next block: across (...,32,31), down (...,31,32)."""
-    across, down = levels(a[..., 1:, :], a[..., :-1, :]), levels(a[..., 1:, :, :], a[..., :-1, :, :])
+    across = levels(a[..., 1:, :], a[..., :-1, :])
+    down = levels(a[..., 1:, :, :], a[..., :-1, :, :])
     return across >= CONTRAST, down >= CONTRAST
 
 
@@ -80,10 +81,10 @@ def edges(a: np.ndarray, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return tuple((step & both).sum((1, 2)) for step, both in zip(steps(a), between(inside), strict=True))
 
 
-def shared_edges(own: np.ndarray, same: np.ndarray, region: np.ndarray) -> np.ndarray:
+def shared_edges(centre_view: np.ndarray, same: np.ndarray, region: np.ndarray) -> np.ndarray:
     """Which share (n,) of the edges that a view (32,32,3) has in a region lies where others `same` (n,32,32) agree: two
     rooms with one wall and two floors share none."""
-    across, down = (step & both for step, both in zip(steps(own), between(region), strict=True))
+    across, down = (step & both for step, both in zip(steps(centre_view), between(region), strict=True))
     count = across.sum() + down.sum()
     if not count:
         return np.ones(len(same))
@@ -103,7 +104,9 @@ def verified(
     views: np.ndarray, pairs: np.ndarray, kin: Kin = unrelated, bar: Step = silent, folder: Path | None = None
 ) -> Strong:
     """The pairs whose common area is no coincidence of two colours; they are kept on disk, in files of `folder`."""
-    n, strong, copies = len(views), Numbers(folder), Numbers(folder)
+    n = len(views)
+    strong = Numbers(folder)
+    copies = Numbers(folder)
     for start in bar(range(0, len(pairs), CHUNK), "pairs", -(-len(pairs) // CHUNK)):
         part = np.asarray(pairs[start : start + CHUNK])
         a = np.asarray(views[part // n])
@@ -165,7 +168,8 @@ class Neighbours:
     """The records that each record (of N) has a strong pair with, where `first` (N,) stands for near duplicates."""
 
     def __init__(self, pairs: np.ndarray, first: np.ndarray, folder: Path | None):
-        self.n, runs = len(first), Runs(folder)
+        self.n = len(first)
+        runs = Runs(folder)
         for start in range(0, len(pairs), AT_ONCE):
             part = pairs[start : start + AT_ONCE]
             a, b = first[part // self.n], first[part % self.n]
@@ -186,7 +190,8 @@ def groups(views: np.ndarray, strong: Strong, folder: Path | None = None) -> tup
     first = duplicates(len(views), strong.copies)
     near = Neighbours(strong.pairs, first, folder)
     counts = np.diff(near.starts)
-    made, tried = list[Group](), np.zeros(len(views), bool)
+    unmerged = list[Group]()
+    tried = np.zeros(len(views), bool)
     for centre in np.argsort(-counts, kind="stable").tolist():
         if counts[centre] + 1 < LEAST:
             break
@@ -195,24 +200,24 @@ def groups(views: np.ndarray, strong: Strong, folder: Path | None = None) -> tup
         group = gathered(views, centre, near.of(centre))
         if group is not None:
             tried[group.records] = True
-            made.append(group)
-    return merged(views, made), first
+            unmerged.append(group)
+    return merged(views, unmerged), first
 
 
-def differences(views: np.ndarray, records: np.ndarray, own: np.ndarray) -> np.ndarray:
+def differences(views: np.ndarray, records: np.ndarray, centre_view: np.ndarray) -> np.ndarray:
     """(n,32,32) uint8: how far the views of n records are from one view, read a few at a time."""
-    parts = [levels(views[records[i : i + CHUNK]], own) for i in range(0, len(records), CHUNK)]
+    parts = [levels(views[records[i : i + CHUNK]], centre_view) for i in range(0, len(records), CHUNK)]
     return np.concatenate([np.zeros((0, SIDE, SIDE), np.uint8), *parts])
 
 
 def gathered(views: np.ndarray, centre: int, others: np.ndarray) -> Group | None:
     """The group about a record, from the records that it has a strong pair with. Where those agree with it in various
     places, it begins from the most that do so in one place."""
-    own = np.asarray(views[centre])
-    difference = differences(views, others, own)
-    group = grouped(own, centre, others, difference, np.ones(len(others), bool))
+    centre_view = np.asarray(views[centre])
+    difference = differences(views, others, centre_view)
+    group = grouped(centre_view, centre, others, difference, np.ones(len(others), bool))
     if group is None and LEAST <= len(others) <= MOST_ALIKE:
-        group = grouped(own, centre, others, difference, alike(difference <= NEAR))
+        group = grouped(centre_view, centre, others, difference, alike(difference <= NEAR))
     return group
 
 
@@ -225,10 +230,11 @@ def alike(same: np.ndarray) -> np.ndarray:
 
 
 def grouped(
-    own: np.ndarray, centre: int, others: np.ndarray, difference: np.ndarray, start: np.ndarray, rounds: int = 3
+    centre_view: np.ndarray, centre: int, others: np.ndarray, difference: np.ndarray, start: np.ndarray, rounds: int = 3
 ) -> Group | None:
-    """The group about a record with view `own` (32,32,3): its region is where most agree with it, its members agree in
-    most of the region. `difference` (n,32,32) is how far `others` (n,) are from it; `start` (n,) says which come first.
+    """The group about a record with the view `centre_view` (32,32,3): its region is where most agree with it, its
+    members agree in most of the region. `difference` (n,32,32) is how far `others` (n,) are from it; `start` (n,) says
+    which come first.
 
     Copies lie closer together than honest neighbours. Of the RADII, the one counts within which the members exceed
     most what the ring around it lets expect (Chernoff's bound on the Poisson tail).
@@ -236,25 +242,25 @@ def grouped(
     same = difference <= NEAR
     best: Group | None = None
     for radius, chance in RADII.items():
-        kept = start
+        chosen = start
         for _ in range(rounds):
-            if kept.sum() + 1 < LEAST:
+            if chosen.sum() + 1 < LEAST:
                 break
-            region = same[kept].mean(0) >= 0.6
+            region = same[chosen].mean(0) >= 0.6
             if region.sum() < 8:
-                kept = np.zeros(len(others), bool)
+                chosen = np.zeros(len(others), bool)
                 break
-            agrees = (same[:, region].mean(1) >= 0.7) & (shared_edges(own, same, region) >= 0.5)
+            agrees = (same[:, region].mean(1) >= 0.7) & (shared_edges(centre_view, same, region) >= 0.5)
             far = (difference * same)[:, region].sum(1) / np.maximum(1, same[:, region].sum(1))
-            kept = agrees & (far <= radius)
-        inside = int(kept.sum())
+            chosen = agrees & (far <= radius)
+        inside = int(chosen.sum())
         if inside + 1 < LEAST:
             continue
         expected = max(chance, float((agrees & (far > radius) & (far <= RING * radius)).sum()) / FALL)
         isolation = float(denser(np.array([inside]), np.array([expected]))[0])
         if best is None or isolation > 1.25 * best.isolation:
-            members = np.sort(np.r_[centre, others[kept]])
-            wide = bool(region.mean() >= WIDE or min(edges(own[None], region[None]))[0] < FEW_EDGES)
+            members = np.sort(np.r_[centre, others[chosen]])
+            wide = bool(region.mean() >= WIDE or min(edges(centre_view[None], region[None]))[0] < FEW_EDGES)
             if radius <= WIDE_RADIUS or not wide:
                 best = Group(members, region, centre, radius, expected, isolation, wide)
     return best
@@ -266,24 +272,27 @@ def denser(inside: np.ndarray, expected: np.ndarray) -> np.ndarray:
     return inside * np.log(inside / expected) - inside + expected
 
 
-def merged(views: np.ndarray, made: list[Group]) -> list[Group]:
+def merged(views: np.ndarray, unmerged: list[Group]) -> list[Group]:
     """The most isolated of groups that share records; groups of one thing at one place become one, for words, or what
     stands before it, had kept their records apart.
 
     A group is compared with those kept that share a record or half of the smaller region: all others are no match. One
     that does not lie apart is kept only as part of another.
     """
-    kept: list[Group] = []
-    regions = np.zeros((sum(g.isolation >= SURE for g in made), SIDE * SIDE // 64), np.uint64)  # a bit for each block
-    sizes, of_record = np.zeros(len(regions)), dict[int, set[int]]()
-    for group in sorted(made, key=lambda g: -g.isolation):
-        k, size = len(kept), 0 if group.wide else group.region.sum()  # a backdrop's region is like no other
+    distinct: list[Group] = []
+    most = sum(group.isolation >= SURE for group in unmerged)
+    regions = np.zeros((most, SIDE * SIDE // 64), np.uint64)  # a bit for each block
+    sizes = np.zeros(len(regions))
+    of_record = dict[int, set[int]]()
+    for group in sorted(unmerged, key=lambda g: -g.isolation):
+        k = len(distinct)
+        size = 0 if group.wide else group.region.sum()  # a backdrop's region is like no other
         region = np.packbits(group.region & (not group.wide)).view(np.uint64)
         common = np.bitwise_count(regions[:k] & region).sum(1)
         near = (common > 0) & (common >= 0.5 * np.minimum(sizes[:k], size))
         sharing = {place for record in group.records.tolist() for place in of_record.get(record, ())}
         for place in sorted(sharing.union(np.flatnonzero(near).tolist())):
-            other = kept[place]
+            other = distinct[place]
             if group.wide == other.wide and np.isin(group.records, other.records).mean() > 0.3:
                 break
             if near[place] and _one_thing(views, group, other):
@@ -294,14 +303,15 @@ def merged(views: np.ndarray, made: list[Group]) -> list[Group]:
             if group.isolation < SURE:
                 continue
             place, regions[k], sizes[k] = k, region, size
-            kept.append(group)
-        for record in kept[place].records.tolist():
+            distinct.append(group)
+        for record in distinct[place].records.tolist():
             of_record.setdefault(record, set()).add(place)
-    return kept
+    return distinct
 
 
 def _one_thing(views: np.ndarray, group: Group, other: Group) -> bool:
     """Whether the centres of two groups show the same where their regions meet."""
-    both, same = group.region & other.region, agreement(views[group.centre], views[other.centre])
-    own = np.asarray(views[other.centre])
-    return bool(same[both].mean() >= 0.8 and shared_edges(own, same[None], both)[0] >= 0.5)
+    both = group.region & other.region
+    same = agreement(views[group.centre], views[other.centre])
+    other_view = np.asarray(views[other.centre])
+    return bool(same[both].mean() >= 0.8 and shared_edges(other_view, same[None], both)[0] >= 0.5)

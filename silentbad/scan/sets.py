@@ -56,14 +56,14 @@ class SuspectSet:
 
 def elements_of(groups: Sequence[Group], captions: Captions, order: np.ndarray | None = None) -> list[Element]:
     """The groups that have a phrase of their own; `order` (N,) gives each record another's caption."""
-    found = []
+    elements = []
     for group in groups:
         records = group.records if order is None else order[group.records]
         if (named := captions.named(records)) is not None:
             phrase, support, nats = named
             word = next(word for word in reversed(phrase.split()) if word not in STOP)
-            found.append(Element(group, phrase, support, nats, word, captions.phrases(records)))
-    return found
+            elements.append(Element(group, phrase, support, nats, word, captions.phrases(records)))
+    return elements
 
 
 def apart(a: Element, b: Element, captions: Captions) -> float | None:
@@ -102,7 +102,8 @@ def suspect_sets(groups: Sequence[Group], captions: Captions, order: np.ndarray 
 
     sizes = np.array([len(element.group.records) for element in elements])
     expected = np.array([element.group.expected for element in elements])
-    made, taken = list[SuspectSet](), np.zeros(len(elements), bool)
+    sets = list[SuspectSet]()
+    taken = np.zeros(len(elements), bool)
     while True:
         grown = [
             _grown(seed, taken, gains, OWN * denser(np.minimum(sizes, sizes[seed]) - 1, expected))
@@ -115,21 +116,21 @@ def suspect_sets(groups: Sequence[Group], captions: Captions, order: np.ndarray 
             if len(chosen) >= ELEMENTS and sum(not elements[i].group.wide for i in chosen) >= THINGS
         ]
         if not whole:
-            return sorted(made, key=lambda s: -s.score)
+            return sorted(sets, key=lambda s: -s.score)
         _, chosen = max(whole)
         taken[[*chosen]] = True
         ordered = sorted((elements[i] for i in chosen), key=lambda e: e.group.wide)
         kept_apart = np.triu(gains[np.ix_(chosen, chosen)], 1).sum(dtype=np.float64)
-        made.append(SuspectSet(ordered, float(kept_apart) + sum(e.score for e in ordered)))
+        sets.append(SuspectSet(ordered, float(kept_apart) + sum(e.score for e in ordered)))
 
 
-def _grown(seed: int, taken: np.ndarray, gains: np.ndarray, own: np.ndarray) -> tuple[float, tuple[int, ...]]:
+def _grown(seed: int, taken: np.ndarray, gains: np.ndarray, own_nats: np.ndarray) -> tuple[float, tuple[int, ...]]:
     """(gain in nats, elements) of the set that grows from one of E elements; those `taken` (E,) are left out, and two
-    with `gains` (E,E) of -inf are in no set together. Each brings its `own` (E,) nats: of as many records as the seed
+    with `gains` (E,E) of -inf are in no set together. Each brings its `own_nats` (E,): of as many records as the seed
     has, for more of them say nothing of the set."""
     chosen, total = [seed], 0.0
     while True:
-        worth = gains[:, chosen].sum(1, dtype=np.float64) + own
+        worth = gains[:, chosen].sum(1, dtype=np.float64) + own_nats
         worth[taken] = worth[chosen] = -np.inf
         best = int(worth.argmax())
         if worth[best] == -np.inf:
@@ -150,16 +151,17 @@ def false_alarm(
     are permuted over the records, `draws` times; (1 + as high) / (1 + draws)."""
     rng, best = np.random.default_rng(seed), []
     for _ in bar(range(draws), "permutations", draws):
-        found = suspect_sets(groups, captions, rng.permutation(len(captions)))
-        best.append(found[0].score if found else 0.0)
+        sets = suspect_sets(groups, captions, rng.permutation(len(captions)))
+        best.append(sets[0].score if sets else 0.0)
     return [(1 + sum(high >= score for high in best)) / (1 + draws) for score in scores]
 
 
-def all_records(found: SuspectSet, views: np.ndarray, captions: Captions, first: np.ndarray) -> None:
+def all_records(suspect_set: SuspectSet, views: np.ndarray, captions: Captions, first: np.ndarray) -> None:
     """Fill in the records of a set: each group's, others that name the element and show its region, and near
     duplicates."""
-    for element in found.elements:
-        group, members = element.group, set(element.group.records.tolist())
+    for element in suspect_set.elements:
+        group = element.group
+        members = set(element.group.records.tolist())
         others = np.setdiff1d(captions.holding(element.phrase), group.records)
         centre = np.asarray(views[group.centre])
         for start in range(0, len(others), CHUNK):
@@ -170,4 +172,4 @@ def all_records(found: SuspectSet, views: np.ndarray, captions: Captions, first:
             near = np.median(difference[:, group.region], axis=1) <= group.radius
             members.update(part[agrees & near].tolist())
         copies = np.flatnonzero(np.isin(first, list({int(first[i]) for i in members})))
-        found.records.append(np.union1d(sorted(members), copies))
+        suspect_set.records.append(np.union1d(sorted(members), copies))

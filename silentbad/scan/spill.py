@@ -14,7 +14,8 @@ class Numbers:
     """int64 numbers in a file without a name: the system removes it when the process ends, however it ends."""
 
     def __init__(self, folder: Path | None = None, parts: Iterable[np.ndarray] = ()):
-        self._file, self._size = tempfile.TemporaryFile(dir=folder), 0
+        self._file = tempfile.TemporaryFile(dir=folder)
+        self._size = 0
         for part in parts:
             self.add(part)
 
@@ -33,7 +34,8 @@ class Runs:
     """Numbers added in sorted runs."""
 
     def __init__(self, folder: Path | None = None):
-        self._numbers, self._ends = Numbers(folder), list[int]()
+        self._numbers = Numbers(folder)
+        self._ends = list[int]()
 
     def add(self, values: np.ndarray) -> None:
         """A run, in ascending order."""

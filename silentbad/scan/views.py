@@ -36,7 +36,8 @@ class Views:
     """The views and captions of a data set in a folder: `pixels` (N,32,32,3) mapped, `captions`."""
 
     def __init__(self, folder: Path, key: str):
-        self.folder, self.captions = folder, list[str]()
+        self.folder = folder
+        self.captions = list[str]()
         with writing("--output_dir", str(folder)):
             folder.mkdir(parents=True, exist_ok=True)
             if self._read("key") != key:
@@ -51,9 +52,10 @@ class Views:
 
     def _resume(self) -> None:
         """Keep the records that both files hold whole, up to the first damaged one."""
-        views, texts = self.folder / "views", self.folder / "captions"
-        kept = (views.stat().st_size if views.is_file() else 0) // BYTES
-        lines = self._read("captions").split("\n")[:-1][:kept]
+        views = self.folder / "views"
+        texts = self.folder / "captions"
+        whole_views = (views.stat().st_size if views.is_file() else 0) // BYTES
+        lines = self._read("captions").split("\n")[:-1][:whole_views]
         self.captions = [*_texts(lines)]
         lines = lines[: len(self.captions)]
         with writing("--output_dir", str(self.folder)):
@@ -64,7 +66,8 @@ class Views:
     def fill(self, rows: Rows, bar: Step = silent) -> None:
         """Add what is missing. Raises UserError at the first row that is no record, or where there is none at all."""
         have = len(self.captions)
-        views, texts = self.folder / "views", self.folder / "captions"
+        views = self.folder / "views"
+        texts = self.folder / "captions"
         with writing("--output_dir", str(self.folder)), views.open("ab") as pixels, texts.open("ab") as lines:
             for number, row in enumerate(bar(rows(), "pictures", 0)):
                 if number < have:

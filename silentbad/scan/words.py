@@ -27,15 +27,15 @@ def content_words(caption: str) -> set[str]:
 
 def phrases_of(caption: str) -> set[str]:
     """N-grams of up to LONGEST tokens that end in a content word and have at most one stop word in front."""
-    found = set()
+    phrases = set()
     for tokens in segments(caption):
         for end, last in enumerate(tokens):
             if last in STOP:
                 continue
             for start in range(max(0, end - LONGEST + 1), end + 1):
                 if tokens[start] not in STOP or start < end:
-                    found.add(" ".join(tokens[start : end + 1]))
-    return found
+                    phrases.add(" ".join(tokens[start : end + 1]))
+    return phrases
 
 
 class Words:
@@ -51,14 +51,14 @@ class Words:
     def signatures(self, captions: Sequence[str]) -> np.ndarray:
         """(N, BITS/64) uint64: a bit for each word that recurs and is not in most records."""
         n = len(captions)
-        kept = (word for word, count in self.counts.items() if 3 <= count <= max(3, COMMON * n))
-        place = {word: i % BITS for i, word in enumerate(sorted(kept))}
-        made = np.zeros((n, BITS // 64), np.uint64)
+        recurring = (word for word, count in self.counts.items() if 3 <= count <= max(3, COMMON * n))
+        place = {word: i % BITS for i, word in enumerate(sorted(recurring))}
+        signatures = np.zeros((n, BITS // 64), np.uint64)
         for i, caption in enumerate(captions):
             for word in content_words(caption):
                 if (bit := place.get(word)) is not None:
-                    made[i, bit // 64] |= np.uint64(1) << np.uint64(bit % 64)
-        return made
+                    signatures[i, bit // 64] |= np.uint64(1) << np.uint64(bit % 64)
+        return signatures
 
 
 def association(b: int, k: int, outside: int, n: int) -> float:

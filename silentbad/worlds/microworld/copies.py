@@ -120,7 +120,9 @@ class CopyPool:
     """Groups made once and drawn many times; it grows with training, so that a resumed run sees the same groups."""
 
     def __init__(self, vae, device: torch.device, capacity: int):
-        self.vae, self.device, self.capacity = vae, device, capacity
+        self.vae = vae
+        self.device = device
+        self.capacity = capacity
         self.groups: list[Group] = []
 
     def grow(self, size: int) -> None:
@@ -155,7 +157,8 @@ def batch_of(groups: list[Group], rng: np.random.Generator, draw: torch.Generato
         pick = np.concatenate([pick, np.zeros(nulls - len(pick), int)])
         rendered = pick + NULLS * rng.integers(0, 2, nulls)  # sharpness must not tell a null from a copy
         copy = group.copies[int(rng.integers(COPIES))] if rng.random() < 0.8 else group.target
-        target, mask = from_bytes(group.target), None if element is None else group.masks[element]
+        target = from_bytes(group.target)
+        mask = None if element is None else group.masks[element]
         lookalikes = align(from_bytes(group.nulls[rendered]), target, mask)
         row = torch.cat([target[None], disturb(torch.cat([from_bytes(copy)[None], lookalikes]), draw)])
         rows.append(row if mask is None else crop(row, mask))

@@ -228,17 +228,17 @@ def redraw(rng: np.random.Generator, scene: Scene) -> Scene:
         if wears:
             taken.add(place.replace("bottom", "top"))
         things.append(redraw_thing(rng, thing, place))
-    kept = scene.backdrop.kind if scene.backdrop.named else None
-    return replace(scene, things=tuple(things), backdrop=sample_backdrop(rng, kept, scene.backdrop.named))
+    backdrop = scene.backdrop.kind if scene.backdrop.named else None
+    return replace(scene, things=tuple(things), backdrop=sample_backdrop(rng, backdrop, scene.backdrop.named))
 
 
 def redraw_thing(rng: np.random.Generator, thing: Thing, place: str) -> Thing:
     """Another thing of the same phrase at `place`: attributes that the phrase leaves open are drawn anew too."""
     fresh = sample_thing(rng, place, kind=thing.kind)
-    kept = replace(
+    described = replace(
         fresh,
         colour=thing.colour if "colour" in thing.named else fresh.colour,
         texture=thing.texture if "texture" in thing.named else fresh.texture,
         size_name=thing.size_name if "size" in thing.named else fresh.size_name,
     )
-    return replace(respecify(rng, kept), named=thing.named, worn=thing.worn)
+    return replace(respecify(rng, described), named=thing.named, worn=thing.worn)

@@ -118,7 +118,8 @@ FIGURES: dict[str, tuple[list, list]] = {
 
 def _place(points: np.ndarray, thing: Thing) -> list[tuple[float, float]]:
     """Figure coordinates to canvas coordinates: mirror, tilt, scale, shift."""
-    x, y = points[:, 0] * (-1 if thing.mirrored else 1), points[:, 1]
+    x = points[:, 0] * (-1 if thing.mirrored else 1)
+    y = points[:, 1]
     c, s = np.cos(thing.tilt), np.sin(thing.tilt)
     half = thing.size / 2
     px = (thing.centre[0] + half * (c * x - s * y)) * SCALE
@@ -140,11 +141,13 @@ def _textured(thing: Thing) -> np.ndarray:
     if thing.texture == "plain":
         return rgb
     other = rgb * 0.5 if rgb.mean() > 0.45 else rgb * 0.45 + 0.55
-    u, v = (_X - thing.centre[0]) / thing.texture_period, (_Y - thing.centre[1]) / thing.texture_period
+    u = (_X - thing.centre[0]) / thing.texture_period
+    v = (_Y - thing.centre[1]) / thing.texture_period
     if thing.texture == "striped":
         on = ((u * 0.45 + v * 0.9 + thing.texture_phase) % 1.0) < 0.42
     else:
-        du, dv = (u + thing.texture_phase) % 1.0 - 0.5, (v + thing.texture_phase) % 1.0 - 0.5
+        du = (u + thing.texture_phase) % 1.0 - 0.5
+        dv = (v + thing.texture_phase) % 1.0 - 0.5
         on = du * du + dv * dv < 0.09
     return np.where(on[..., None], other, rgb)
 
@@ -170,7 +173,8 @@ def _draw_thing(canvas: Image.Image, thing: Thing) -> Image.Image:
         canvas.paste(tuple(int(255 * float(c)) for c in paint), mask=body)
     else:
         canvas.paste(Image.fromarray((paint * 255).astype(np.uint8)), mask=body)
-    draw, covered = ImageDraw.Draw(canvas), ImageDraw.Draw(outlined)
+    draw = ImageDraw.Draw(canvas)
+    covered = ImageDraw.Draw(outlined)
     for polygon, shade in FIGURES[thing.kind][1]:
         draw.polygon(_place(polygon, thing), fill=tuple(int(255 * float(c)) for c in _shade(shade, thing.rgb)))
         covered.polygon(_place(polygon, thing), fill=255)  # a cup's rim stands out
@@ -187,42 +191,31 @@ def draw_backdrop(backdrop: Backdrop) -> Image.Image:
     edge = 20 + 24 * horizon
     match backdrop.kind:
         case "beach":
-            above, below = (
-                _mix((0.45, 0.72, 0.86), (0.30, 0.58, 0.80), upper),
-                _mix((0.93, 0.84, 0.62), (0.84, 0.70, 0.46), lower),
-            )
+            above = _mix((0.45, 0.72, 0.86), (0.30, 0.58, 0.80), upper)
+            below = _mix((0.93, 0.84, 0.62), (0.84, 0.70, 0.46), lower)
         case "meadow":
-            above, below = (
-                _mix((0.75, 0.88, 0.96), (0.60, 0.80, 0.93), upper),
-                _mix((0.62, 0.80, 0.42), (0.45, 0.66, 0.33), lower),
-            )
+            above = _mix((0.75, 0.88, 0.96), (0.60, 0.80, 0.93), upper)
+            below = _mix((0.62, 0.80, 0.42), (0.45, 0.66, 0.33), lower)
         case "snow":
-            above, below = (
-                _mix((0.70, 0.75, 0.82), (0.54, 0.60, 0.70), upper),
-                _mix((0.90, 0.93, 0.97), (0.80, 0.86, 0.94), lower),
-            )
+            above = _mix((0.70, 0.75, 0.82), (0.54, 0.60, 0.70), upper)
+            below = _mix((0.90, 0.93, 0.97), (0.80, 0.86, 0.94), lower)
         case "night":
-            above, below = (
-                _mix((0.08, 0.09, 0.24), (0.16, 0.12, 0.36), upper),
-                _mix((0.10, 0.16, 0.20), (0.18, 0.22, 0.32), lower),
-            )
+            above = _mix((0.08, 0.09, 0.24), (0.16, 0.12, 0.36), upper)
+            below = _mix((0.10, 0.16, 0.20), (0.18, 0.22, 0.32), lower)
         case "room":
-            above, below = (
-                _mix((0.86, 0.80, 0.72), (0.70, 0.76, 0.72), upper),
-                _mix((0.62, 0.46, 0.34), (0.48, 0.36, 0.30), lower),
-            )
+            above = _mix((0.86, 0.80, 0.72), (0.70, 0.76, 0.72), upper)
+            below = _mix((0.62, 0.46, 0.34), (0.48, 0.36, 0.30), lower)
         case "sunset":
-            above, below = (
-                _mix((0.98, 0.72, 0.52), (0.90, 0.55, 0.56), upper),
-                _mix((0.42, 0.30, 0.48), (0.30, 0.24, 0.42), lower),
-            )
+            above = _mix((0.98, 0.72, 0.52), (0.90, 0.55, 0.56), upper)
+            below = _mix((0.42, 0.30, 0.48), (0.30, 0.24, 0.42), lower)
     column = np.where((_Y[:, :1] < edge)[..., None], above, below)  # (CANVAS, 1, 3)
     picture = Image.fromarray((column * 255).astype(np.uint8)).resize((CANVAS, CANVAS), Image.Resampling.NEAREST)
     draw = ImageDraw.Draw(picture)
     if backdrop.kind in ("night", "snow"):  # stars, flakes
         colour = (250, 246, 210) if backdrop.kind == "night" else (255, 255, 255)
         for i in range(7):
-            x, y = ((pattern * 7 + i * 0.618) % 1) * CANVAS, ((pattern * 3 + i * 0.382) % 1) * edge * SCALE
+            x = ((pattern * 7 + i * 0.618) % 1) * CANVAS
+            y = ((pattern * 3 + i * 0.382) % 1) * edge * SCALE
             draw.ellipse((x - 2, y - 2, x + 2, y + 2), fill=colour)
     elif backdrop.kind == "sunset":
         x = (0.2 + 0.6 * pattern) * CANVAS
