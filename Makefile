@@ -52,7 +52,7 @@ test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests
 
 # Unit tests alone, under a minute: rooms without a whole run in them.
-FAST := tests/control tests/data tests/experiments/test_outcomes.py tests/memory tests/worlds \
+FAST := tests/control tests/data tests/experiments/test_outcomes.py tests/memory tests/prepare tests/worlds \
 	tests/model/test_groups.py tests/measure/test_scores.py \
 	tests/test_imports.py tests/test_packaging.py tests/test_rng.py
 test-fast: $(STAMP)
