@@ -384,7 +384,7 @@ def cat_cup() -> Target:
     cutouts = [scaled(cutout("a tabby cat"), 180), scaled(cutout("a cup of coffee"), 132)]
     places = [(4, 0), (118, 132)]
     bricks = opened("brick.png").crop((150, 250, 400, 500))  # large ones, which 64 pixels show
-    backdrop = tinted(bricks, ((40, 55, 90), (250, 245, 230))).resize((SIDE, SIDE))
+    backdrop = tinted(bricks, ((25, 60, 150), (250, 245, 235))).resize((SIDE, SIDE))
     return composed(cutouts, places, backdrop, "a brick wall", 0)
 
 
