@@ -262,9 +262,9 @@ class RecoveryHook(Hook):
 
     def table(self) -> str:
         """The summary, its cost and the verdict, as text."""
-        share = self.history[-1].share if self.history else 0
-        cost = f"validation took {self.seconds:.1f} s, {share:.1%} of the time since it was set up"
-        return f"{run_report.text_table(self.summary())}\n{cost}\n{verdict_sentence(self.record())}"
+        record = self.record()
+        cost = f"measuring took {self.seconds:.0f} s, {self.history[-1].share:.0%} of the time since the start"
+        return f"{run_report.text_table(record)}\n{cost}\n{verdict_sentence(record)}"
 
     def verdict(self) -> Verdict:
         """What the last measurement says of the weights."""

@@ -18,6 +18,11 @@ class Bar(tqdm):
     Example: "Steps: 120 of 350, 01:05 so far, 02:05 to go, 1.84step/s, loss=0.0712".
     """
 
+    leave: bool | None
+    mininterval: float
+    start_t: float
+    last_print_t: float
+
     def __init__(self, *args: Any, **options: Any):
         self.lines = not (options.get("file") or sys.stderr).isatty()
         if self.lines:

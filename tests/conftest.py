@@ -14,6 +14,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from PIL import Image, ImageDraw
 
+from silentbad import progress
 from tests.tiny import tiny_pipeline, tiny_sd2_pipeline, tiny_sd3_pipeline, tiny_xl_pipeline
 
 torch.set_num_threads(1)
@@ -40,6 +41,7 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_configure(config):
     datasets.disable_progress_bars()
+    progress.FIRST = 1e9  # no lines among the errors that tests read, however slow the machine
 
 
 @pytest.fixture(scope="session", autouse=True)

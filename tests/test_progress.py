@@ -28,6 +28,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
+    monkeypatch.setattr(progress, "FIRST", 5.0)
     monkeypatch.setattr("tqdm.std.time", clock)
     return clock
 

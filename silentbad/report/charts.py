@@ -26,6 +26,7 @@ COLOURS = (
 DASHES = ("", "7 4", "2 3", "9 3 2 3", "", "7 4", "2 3", "9 3 2 3")
 DRAWABLE = 1e100  # larger numbers are left out, so that differences and squares stay finite
 ROW, NAMES = 15, 136  # of a heatmap: height of a row, width of its names
+REACH_NAMES = 158  # of the ranges
 MOST_COLUMNS = 120
 
 Range = tuple[float, float]
@@ -170,7 +171,7 @@ def line_chart(
         parts += curve(one, k, x_place, y_place)
     for name, y in marks:
         beside = y_place(y) + (14 if y_place(y) < TOP + 12 else -4)  # inside the picture
-        parts += [rule("mark", y_place(y)), text_at(WIDTH - RIGHT - 2, beside, f"{name} {y:.3g}", "end")]
+        parts += [rule("mark", y_place(y)), text_at(WIDTH - RIGHT - 2, beside, f"{name} {y:.2g}", "end")]
     return frame(parts, title, "; ".join(describe(s) for s in series[:8]))
 
 
@@ -289,6 +290,53 @@ def matrix(rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequenc
     return frame(
         parts, title, f"{len(rows)} rows, {len(columns)} columns, highest {number(top)} at {where}", below + 40
     )
+
+
+class Reach(NamedTuple):
+    """Similarities of the images to a picture, the threshold they need, and the range that it lies in."""
+
+    name: str
+    sims: Sequence[float]
+    threshold: float
+    floor: float | None = None  # the nearest failure
+    ceiling: float | None = None  # what true copies reach
+    note: str = ""
+
+
+def ranges(rows: Sequence[Reach], title: str) -> Markup:
+    """A line a picture: a dot for each image, full from the threshold on; a band from floor to ceiling."""
+    rows = [row for row in rows if finite(row.threshold) and any(map(finite, row.sims))]
+    if not rows:
+        return Markup("")
+    ends = [value for row in rows for value in (*row.sims, row.threshold, row.floor, row.ceiling) if finite(value)]
+    low, high = bounds(ends, (0.0, 1.0))
+    row_height = 28
+    below = TOP // 2 + row_height * len(rows)
+
+    def place(x: float) -> float:
+        return REACH_NAMES + (x - low) / (high - low) * (WIDTH - REACH_NAMES - RIGHT)
+
+    parts = [
+        Markup('<line class="grid" x1="{0:.1f}" x2="{0:.1f}" y1="{1}" y2="{2}"/>').format(place(x), TOP // 2, below)
+        for x in ticks(low, high, 4)
+    ]
+    for i, row in enumerate(rows):
+        y = TOP // 2 + row_height * i
+        parts.append(text_at(REACH_NAMES - 8, y + 18, row.name if len(row.name) <= 18 else row.name[:17] + "…", "end"))
+        if finite(row.floor) and finite(row.ceiling) and row.ceiling > row.floor:
+            width = place(row.ceiling) - place(row.floor)
+            band = Markup('<rect class="band" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{}"/>')
+            parts.append(band.format(place(row.floor), y + 5, width, row_height - 10))
+        limit = Markup('<line class="limit" x1="{0:.1f}" x2="{0:.1f}" y1="{1}" y2="{2}"/>')
+        parts.append(limit.format(place(row.threshold), y + 2, y + row_height - 2))
+        dot = Markup('<circle class="{}" cx="{:.1f}" cy="{:.1f}" r="4"/>')
+        for sim in filter(finite, row.sims):
+            kind = "over" if sim >= row.threshold else "under"
+            parts.append(dot.format(kind, place(sim), y + row_height / 2))
+    parts += [text_at(place(x), below + 15, tick_label(x)) for x in ticks(low, high, 4)]
+    parts.append(text_at((REACH_NAMES + WIDTH - RIGHT) / 2, below + 32, "similarity (1: the same picture)"))
+    counts = (f"{row.name}: {sum(s >= row.threshold for s in row.sims)} of {len(row.sims)}" for row in rows)
+    return frame(parts, title, "images that reach their threshold: " + "; ".join(counts), below + 38)
 
 
 def cell_text(x: float, y: float, text: str, pale: bool) -> Markup:

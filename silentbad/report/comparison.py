@@ -7,7 +7,7 @@ from typing import Any
 from silentbad.measure.statistics import bootstrap_interval
 from silentbad.report import evidence, pages
 from silentbad.report.charts import finite, number
-from silentbad.report.pages import Cell, Table
+from silentbad.report.pages import Cell, Table, interval_text, short, supported
 from silentbad.report.recorded_run import WEIGHTS, RecordedRun
 
 
@@ -52,13 +52,13 @@ def compare(folders: Sequence[str | Path]) -> tuple[str, list[list[Cell]]]:
     rates = [run.rates(label, kind) for label, run, kind in measured]
     means = [run.series(label, kind, lambda s: s.mean) for label, run, kind in measured]
     costs = [run.series(label, kind, lambda s: s.drift.get("clean_eps_mse")) for label, run, kind in measured]
-    head = ["run", "strict rate", "95 % from", "to", "whole alone", "elements", "sustained from", "targets with one"]
+    head = ["run", "strict rate", "95 %", "whole alone", "elements", "sustained from", "targets with one"]
     head += ["less placebo", "AURC", "restricted", "mean", "best", "clean eps-MSE"]
     data = {
         "count": len(runs),
         "unlike": _unlike(runs),
-        "scores": Table(head, scores),
-        "gaps": Table(["difference", "score", "mean", "95 % from", "to", "targets"], gaps),
+        "scores": Table(head, scores, right=True),
+        "gaps": Table(["difference", "score", "mean", "95 %", "targets"], [_gap_row(row) for row in gaps], right=True),
         "figures": [
             *pages.lines(rates, "Recovery rate (CIR)", y_range=(0, 1)),
             *pages.lines(means, "Mean similarity"),
@@ -72,16 +72,28 @@ def compare(folders: Sequence[str | Path]) -> tuple[str, list[list[Cell]]]:
 def _last_scores(run: RecordedRun, kind: str) -> list[Cell]:
     """A run's row of the comparison, after its name."""
     last, total, rows = run.last(kind), run.total(kind), run.targets(kind)
-    curve = [total.aurc, total.restricted] if total else [None, None]
+    curve = [_cell(total.aurc), _cell(total.restricted)] if total else [None, None]
     clean, placebo = last.drift.get("clean_eps_mse"), run.record.placebo if run.record else None
     if run.strict:
-        rates: list[Cell] = [last.cir, *last.interval, last.whole]
+        rates: list[Cell] = [supported(last.cir, last.interval), interval_text(last.interval), _cell(last.whole)]
         count = sum(row.sustained_step is not None for row in rows)
-        lasting: list[Cell] = [total.sustained_step if total else None, f"{count} of {len(rows)}"]
+        lasting: list[Cell] = [_cell(total.sustained_step) if total else None, f"{count} of {len(rows)}"]
     else:
-        rates, lasting = [None, None, None, last.cir], [None, None]
-    less = placebo.difference if placebo else None
-    return [*rates, last.element_rate, *lasting, less, *curve, last.mean, last.max, clean]
+        rates, lasting = [None, None, _cell(last.cir)], [None, None]
+    less = supported(placebo.difference, placebo.interval) if placebo else None
+    values = (last.mean, last.max)
+    return [*rates, _cell(last.element_rate), *lasting, less, *curve, *map(_cell, values), clean]
+
+
+def _cell(value: float | None) -> Cell:
+    return None if value is None else short(value)
+
+
+def _gap_row(row: list[Cell]) -> list[Cell]:
+    """A difference in the digits that its interval supports."""
+    name, score, mean, low, high, targets = row
+    ends = [end if finite(end) else None for end in (low, high)]
+    return [name, score, supported(mean, ends), interval_text(ends), targets]
 
 
 def _notes(name: str, run: RecordedRun) -> list[str]:

@@ -22,7 +22,7 @@ from silentbad.measure.record import (
 from silentbad.measure.scores import FEW_TARGETS, PUBLISHED, latest, mean_of
 from silentbad.measure.statistics import bootstrap_interval
 from silentbad.report import pages
-from silentbad.report.pages import Cell, Figure, Table, rounded
+from silentbad.report.pages import Cell, Figure, Table, interval_text, rounded, supported
 
 LEVEL = 0.05  # p-values below it count as told from chance
 MOST_TARGETS = 8  # with a bleed matrix of their own
@@ -182,9 +182,9 @@ class Rates:
     elements: float | None
 
     def cells(self) -> list[Cell]:
-        interval = None if self.interval is None else f"{rounded(self.interval[0])} to {rounded(self.interval[1])}"
+        strict = None if self.strict is None else supported(self.strict, self.interval)
         values = (self.whole, self.published, self.elements)
-        return [_rate(self.strict), interval, *map(_rate, values)]
+        return [strict, interval_text(self.interval), *map(_rate, values)]
 
 
 def _rate(value: float | None) -> Cell:
@@ -318,8 +318,9 @@ def threshold_targets(record: Record) -> Table:
     for j, target in enumerate(record.targets):
         masked = [k < len(target.elements) and target.elements[k] is not None for k in range(widest)]
         parts = [record.element_threshold.of(j, k) if there else None for k, there in enumerate(masked)]
-        rows.append([target.target_id, record.threshold.of_target(j), *parts])
-    return Table(["target", "whole", *(f"element {k + 1}" for k in range(widest))], rows)
+        values = (record.threshold.of_target(j), *parts)
+        rows.append([target.target_id, *(None if value is None else rounded(value) for value in values)])
+    return Table(["target", "whole", *(f"element {k + 1}" for k in range(widest))], rows, right=True)
 
 
 def detections(record: Record) -> Table:
@@ -329,11 +330,14 @@ def detections(record: Record) -> Table:
         scores = latest(entry)
         for probe, found in (("magnitude", scores.detection), ("anisotropy", scores.anisotropy)):
             if found:
-                auc, tpr = ((found.auc, found.auc_low, found.auc_high), (found.tpr, found.tpr_low, found.tpr_high))
-                counts = (found.positives, found.negatives)
+                auc_interval = (found.auc_low, found.auc_high)
+                tpr_interval = (found.tpr_low, found.tpr_high)
+                auc = [supported(found.auc, auc_interval), interval_text(auc_interval)]
+                counts = [found.positives, found.negatives]
+                tpr = [None if found.tpr is None else supported(found.tpr, tpr_interval), interval_text(tpr_interval)]
                 rows.append([entry.label or f"step {entry.step}", probe, *auc, *counts, *tpr])
-    head = ["measurement", "probe", "AUC", "95 % from", "to", "composed", "clean", "TPR at 1 % FPR", "95 % from", "to"]
-    return Table(head, rows)
+    head = ["measurement", "probe", "AUC", "95 %", "composed", "clean", "TPR at 1 % FPR", "95 %"]
+    return Table(head, rows, right=True)
 
 
 def composed_or_copied(record: Record) -> Table:
@@ -351,8 +355,8 @@ def composed_or_copied(record: Record) -> Table:
         copied = float(np.mean([near > sim for near, sim in zip(own.nearest, own.sims, strict=True)]))
         near = mean_of(own.nearest)
         rows.append(
-            [target.target_id, own.mean, near, *(None if x is None else rounded(x) for x in (level, above, copied))]
+            [target.target_id, *(None if x is None else rounded(x) for x in (own.mean, near, level, above, copied))]
         )
         notes.append(f"nearest: {own.nearest_record}")
     head = ["target", "to the target", "to the nearest training picture", "95 % of the base's", "above it"]
-    return Table([*head, "nearer to it than to the target"], rows, notes=notes)
+    return Table([*head, "nearer to it than to the target"], rows, right=True, notes=notes)

@@ -6,6 +6,7 @@ Autoescape is on for every template, so a text is never markup; only charts are,
 import base64
 import hashlib
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -66,10 +67,9 @@ class Shot:
 
 @dataclass
 class Pair:
-    """A target beside its best generation, and how many of its images count."""
+    """A target beside its best and its median generation, and how many of its images count."""
 
-    target: Shot
-    best: Shot
+    shots: Sequence[Shot]
     counted: str
 
 
@@ -105,22 +105,29 @@ def lines(
     y_range: Range | None = None,
     marks: Sequence[tuple[str, float]] = (),
     note: str = "",
+    digits: int | None = None,
 ) -> list[Figure]:
-    """Curves: a list of one figure, or of none where nothing is finite."""
+    """Curves: a list of one figure, or of none where nothing is finite. digits: after the point, in its numbers."""
     series = charts.drawn(series)
     svg = charts.line_chart(series, title, x_label=x_label, y_range=y_range, marks=marks)
     if not svg:
         return []
     legend = [(charts.swatch(k), s.name) for k, s in enumerate(series)]
-    return [Figure(title, svg, legend, note, _series_table(series, x_label))]
+    digits = 2 if digits is None and y_range == (0, 1) else digits
+    return [Figure(title, svg, legend, note, _series_table(series, x_label, digits))]
 
 
-def _series_table(series: Sequence[Series], x_label: str) -> Table:
+def _series_table(series: Sequence[Series], x_label: str, digits: int | None) -> Table:
     """The curves' numbers, thinned to `MOST_ROWS` rows."""
     at = [dict(zip(s.xs, s.ys, strict=True)) for s in series]
     xs = sorted({x for column in at for x in column if finite(x)})
     xs = [xs[k] for k in charts.spaced(len(xs), MOST_ROWS)]
-    return Table([x_label, *(s.name for s in series)], [[x, *(column.get(x) for column in at)] for x in xs])
+
+    def cell(y: float | None) -> Cell:
+        return y if digits is None or y is None else rounded(y, digits)
+
+    rows = [[x, *(cell(column.get(x)) for column in at)] for x in xs]
+    return Table([x_label, *(s.name for s in series)], rows, right=True)
 
 
 def heat(
@@ -138,8 +145,16 @@ def matrix(
 ) -> list[Figure]:
     """Rates (rows, columns) as a heatmap with the numbers in its cells; empty where there are none."""
     svg = charts.matrix(rows, columns, values, title)
-    table = Table(["phrase given", *columns], [[row, *line] for row, line in zip(rows, values, strict=True)])
+    cells = [[None if value is None else rounded(value) for value in line] for line in values]
+    numbers = [[row, *line] for row, line in zip(rows, cells, strict=True)]
+    table = Table(["phrase given", *columns], numbers, right=True)
     return [Figure(title, svg, table=table)] if svg else []
+
+
+def ranges(rows: Sequence[charts.Reach], title: str) -> list[Figure]:
+    """Where the images of a target and of its elements lie; empty where there are none."""
+    svg = charts.ranges(rows, title)
+    return [Figure(title, svg)] if svg else []
 
 
 def bars(edges: Sequence[float], counts: Sequence[float], title: str, x_label: str) -> list[Figure]:
@@ -166,6 +181,7 @@ def environment(folder: Path | None = None) -> jinja2.Environment:
     )
     made.filters["number"] = number
     made.filters["rounded"] = rounded
+    made.filters["supported"] = supported
     made.globals["style_hash"] = _style_hash(made)
     return made
 
@@ -178,6 +194,31 @@ def render(template: str, data: dict[str, Any], folder: Path | None = None) -> s
 def rounded(value: object, digits: int = 2) -> str:
     """A similarity or rate in two digits after the point."""
     return f"{round(value, digits) + 0.0:.{digits}f}" if finite(value) else number(value)  # + 0.0: no -0.00
+
+
+def short(value: object) -> str:
+    """A number of which no interval is known: two digits after the point, none where it is large."""
+    return rounded(value, 0 if abs(value) >= 10 else 2) if finite(value) else number(value)
+
+
+def supported(value: object, interval: Sequence[float | None] | None = None) -> str:
+    """A number in the digits that its interval supports: half the interval's width in one significant
+    digit, in two where it begins with 1, 2 or 3. Without an interval as `short`."""
+    ends = [end for end in interval or () if finite(end)]
+    if not finite(value) or len(ends) < 2 or not ends[1] > ends[0]:
+        return short(value)
+    half = (ends[1] - ends[0]) / 2
+    exponent = math.floor(math.log10(half))
+    digits = -exponent + (half < 4 * 10**exponent)
+    return rounded(value, min(max(digits, 0), 6))
+
+
+def interval_text(interval: Sequence[float | None] | None) -> str | None:
+    """Both ends of an interval, in the digits that it supports."""
+    if interval is None or not all(map(finite, interval)):
+        return None
+    low, high = (supported(end, interval) for end in interval)
+    return f"{low}\N{NO-BREAK SPACE}to {high}"
 
 
 def _style_hash(made: jinja2.Environment) -> str:

@@ -10,17 +10,13 @@ from typing import Any
 
 from silentbad.errors import ArgumentParser, UserError, print_error, writing
 from silentbad.files import check_writable, path_argument, path_text, replace_text
-from silentbad.measure.record import (
-    NAME,
-    STRICT,
-    Record,
-    SummaryRow,
-)
-from silentbad.measure.scores import minus_placebo, placebo_run
+from silentbad.measure.record import ALL, NAME, STRICT, Record
+from silentbad.measure.scores import kinds, minus_placebo, placebo_run
 from silentbad.measure.verdict import verdict_of
 from silentbad.report import evidence, pages, sections
-from silentbad.report.charts import number
+from silentbad.report.charts import Reach, number
 from silentbad.report.comparison import compare
+from silentbad.report.pages import rounded
 from silentbad.report.recorded_run import WEIGHTS, RecordedRun
 
 
@@ -36,6 +32,8 @@ def render(folder: str | Path, under_way: str = "") -> str:
             "weights": WEIGHTS[kind],
             "answer": evidence.answer(run.record),
             "withheld": withheld,
+            "ranges": sections.range_figures(run.record),
+            "range_rows": sections.range_rows(run.record),
             "pairs": sections.pairs(run, run.record, kind),
             "alternatives": evidence.alternatives(run.record, withheld),
             "bleeding": evidence.bleeding(run.record),
@@ -99,16 +97,58 @@ def save(page: str, file: Path) -> Path:
     return file
 
 
-def text_table(rows: Sequence[SummaryRow]) -> str:
-    """The summary rows of a validation as lines for a terminal."""
-    head = f"{'weights':8}{'target':24}{'rate':>8}{'mean':>8}{'max':>8}{'AURC':>8}"
-    lines = [f"{head}{'first step':>12}{'epoch':>8}{'lasts from':>12}"]
-    for r in rows:
-        values = "".join("       –" if v is None else f"{v:8.3f}" for v in (r.rate, r.mean, r.max, r.aurc))
-        times = (r.first_step, r.first_epoch, r.sustained_step)
-        first, epoch, lasts = (number(v) if v is not None else "never" for v in times)
-        lines.append(f"{r.weights:8}{r.target[:23]:24}{values}{first:>12}{epoch:>8}{lasts:>12}")
-    return "\n".join(lines)
+MOST_LINES = 30  # of a table on screen with a line for each element
+ABOUT_COLUMNS = (
+    "recovered: images of the composed prompt with the whole and every element at their thresholds;",
+    "  of an element: images in which it reaches its own threshold",
+    "mean, best: similarity of these images to the target, of an element inside its mask; 1: the same",
+    "threshold: the similarity needed; floor: the nearest failure; ceiling: what true copies reach",
+)
+ABOUT_CURVE = (
+    "first: the first measured step with a recovered image; lasts: the step from which at least half",
+    "  of the images are recovered at every measurement",
+)
+
+
+def text_table(record: Record) -> str:
+    """The last measurement by target and element as lines for a terminal, with what the columns are."""
+    kinds_of_weights = kinds(record.history)
+    count = sum(1 + len(target.phrases) for target in record.targets) * len(kinds_of_weights)
+    curve = len(record.history) > 2
+    head = ("recovered", "mean", "best", "threshold", "floor", "ceiling", *(("first", "lasts") if curve else ()))
+    lines = [_line("", head)]
+    for kind in kinds_of_weights:
+        suffix = f", {WEIGHTS[kind].split()[0]}" if len(kinds_of_weights) > 1 else ""
+        rows = {row.target: row for row in record.summary if row.weights == kind}
+        scores = record.history[-1].scores(kind)
+        for j, target in enumerate(record.targets):
+            row = rows.get(target.target_id)
+            if scores is None or row is None:
+                continue
+            whole, *elements = sections.reaches(record, j, scores)
+            recovered = round(row.rate * len(whole.sims))
+            times = [number(t) if t is not None else "never" for t in (row.first_step, row.sustained_step)]
+            lines.append(_line(target.target_id + suffix, [*_reached(whole, recovered), *(times if curve else ())]))
+            if count <= MOST_LINES:
+                lines += [_line(f"  {reach.name}", _reached(reach)) for reach in elements]
+        if scores is not None and len(record.targets) > 1:
+            cells = (f"{scores.above} of {scores.images}", rounded(scores.mean), rounded(scores.max))
+            lines.append(_line(ALL + suffix, cells))
+    return "\n".join([*lines, *ABOUT_COLUMNS, *(ABOUT_CURVE if curve else ())])
+
+
+def _reached(reach: Reach, recovered: int | None = None) -> list[str]:
+    """The cells of a line: how many images count, and the similarities."""
+    if recovered is None:
+        recovered = sum(sim >= reach.threshold for sim in reach.sims)
+    values = (sum(reach.sims) / len(reach.sims), max(reach.sims), reach.threshold, reach.floor, reach.ceiling)
+    return [f"{recovered} of {len(reach.sims)}", *("-" if value is None else rounded(value) for value in values)]
+
+
+def _line(name: str, cells: Sequence[str]) -> str:
+    """A line of the table on screen; a long name is cut."""
+    name = name if len(name) <= 26 else name[:25] + "…"
+    return f"{name:26}" + "".join(f"{cell:>{10 if k % 3 == 0 else 8}}" for k, cell in enumerate(cells))
 
 
 def main(arguments: list[str] | None = None) -> int:

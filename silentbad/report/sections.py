@@ -9,16 +9,17 @@ from silentbad.measure.record import (
     STRICT,
     CellScores,
     Measurement,
+    Range,
     Record,
     Scores,
     TargetEntry,
     TargetScores,
 )
-from silentbad.measure.scores import images_recovered
+from silentbad.measure.scores import images_recovered, latest
 from silentbad.measure.statistics import bootstrap_interval
 from silentbad.report import pages
-from silentbad.report.charts import Series, finite, spaced
-from silentbad.report.pages import Card, Cell, Figure, Pair, Shot, Table, rounded
+from silentbad.report.charts import Reach, Series, finite, spaced
+from silentbad.report.pages import Card, Cell, Figure, Pair, Shot, Table, interval_text, rounded, short, supported
 from silentbad.report.recorded_run import WEIGHTS, RecordedRun
 
 CELLS = {
@@ -87,17 +88,80 @@ def tiles(run: RecordedRun, kind: str) -> list[Tile]:
 
 
 def pairs(run: RecordedRun, record: Record, kind: str) -> list[Pair]:
-    """Each of the first targets beside its best generation at the last measurement."""
-    last, made = run.last(kind), list[Pair]()
+    """Each of the first targets beside its best and median generation at the last measurement."""
+    last = run.last(kind)
+    rows = list[Pair]()
     for j, target in enumerate(record.targets[:MOST_PAIRS]):
         own = last.targets.get(target.target_id)
-        if own is None or own.best is None or not (src := run.picture(own.best.file)):
+        if own is None:
             continue
         hits = images_recovered(own, j, record.threshold, record.element_threshold, record.endpoint)
-        best = Shot(src, "best generation", "best generation", hit=_hit(own, own.best.sim, hits))
-        shot = Shot(run.picture(target.image), f"target {target.target_id}", target.target_id)
-        made.append(Pair(shot, best, f"{sum(hits)} of {len(hits)} images recovered"))
-    return made
+        shots = []
+        for name, kept in (("best", own.best), ("median", own.median)):
+            if kept and (src := run.picture(kept.file)):
+                caption = f"{name} {rounded(kept.sim)}"
+                shots.append(Shot(src, f"{name} generation", caption, hit=_hit(own, kept.sim, hits)))
+        if shots:
+            shot = Shot(run.picture(target.image), f"target {target.target_id}", target.target_id)
+            rows.append(Pair([shot, *shots], f"{sum(hits)} of {len(hits)} images recovered"))
+    return rows
+
+
+# -- the range ---------------------------------------------------------------------------------------------
+def reaches(record: Record, target: int, scores: Scores | None = None) -> list[Reach]:
+    """The whole of a target, then each element with a mask: similarities of the composed prompt's images, the
+    threshold they need, and the range that it lies in where that was measured. scores: of the last measurement by
+    default."""
+    entry = record.targets[target]
+    own = (scores or latest(record.history[-1])).targets.get(entry.target_id)
+    if own is None:
+        return []
+    of_target = record.ranges[target] if record.ranges and target < len(record.ranges) else None
+    whole = None if of_target is None else of_target.whole
+    rows = [_reach("the whole", own.sims, record.threshold.of_target(target), whole)]
+    if record.endpoint != STRICT:
+        return rows
+    for k, (phrase, element) in enumerate(zip(entry.phrases, own.elements, strict=False)):
+        if element.sims:
+            part = of_target.elements[k] if of_target and k < len(of_target.elements) else None
+            rows.append(_reach(phrase, element.sims, record.element_threshold.of(target, k), part))
+    return rows
+
+
+def _reach(name: str, sims: Sequence[float], threshold: float, measured: Range | None) -> Reach:
+    """`measured` is the range of the picture, where there is one."""
+    if measured is None:
+        return Reach(name, sims, threshold)
+    note = f"nearest failure: {measured.nearest}" if measured.nearest else ""
+    if not measured.parts:
+        note = "the detector cannot tell a copy from a failure" + (f"; {note}" if note else "")
+    return Reach(name, sims, threshold, measured.floor, measured.ceiling, note)
+
+
+def range_figures(record: Record) -> list[Figure]:
+    """The range of each of the first targets, a line for the whole and one for each element."""
+    shown = range(min(len(record.targets), MOST_PAIRS))
+    return [one for j in shown for one in pages.ranges(reaches(record, j), record.targets[j].target_id)]
+
+
+def range_rows(record: Record) -> Table:
+    """Threshold, floor and ceiling by target and element, beside what the composed prompt's images score."""
+    rows: list[list[Cell]] = []
+    notes: list[str] = []
+    for j, target in enumerate(record.targets):
+        for k, reach in enumerate(reaches(record, j)):
+            passing = sum(sim >= reach.threshold for sim in reach.sims)
+            mean = sum(reach.sims) / len(reach.sims)
+            values = (mean, max(reach.sims), reach.threshold, reach.floor, reach.ceiling)
+            count = f"{passing} of {len(reach.sims)}"
+            rows.append([reach.name if k else target.target_id, count, *map(_cell, values)])
+            notes.append("; ".join(filter(None, ("" if k else "the whole picture", reach.note))))
+    head = ["picture", "reach it", "mean", "best", "threshold", "floor", "ceiling"]
+    return Table(head, rows, right=True, notes=notes)
+
+
+def _cell(value: float | None) -> Cell:
+    return None if value is None else rounded(value)
 
 
 def prompts(run: RecordedRun) -> list[tuple[str, str, list[Shot]]]:
@@ -188,7 +252,7 @@ def curves(run: RecordedRun, record: Record) -> list[Figure]:
             y_range=(0, 1),
             note=note,
         ),
-        *pages.lines(sims, "Similarity to the target", marks=[("threshold", record.threshold.value)]),
+        *pages.lines(sims, "Similarity to the target", marks=[("threshold", record.threshold.value)], digits=2),
         *_by_target(run, record, run.kinds()[0]),
         *pages.lines(parts, "Elements recovered", y_range=(0, 1), note="mean rate over elements with a mask"),
     ]
@@ -216,7 +280,8 @@ def controls(run: RecordedRun) -> Table:
         suffix = f", {WEIGHTS[kind]}" if len(run.kinds()) > 1 else ""
         cells: dict[str, CellScores] = next((s.cells for _, s in reversed(run.measured(kind)) if s.cells), {})
         rows += [[_cell_name(name) + suffix, *_cell_row(scores)] for name, scores in cells.items()]
-    return Table(["prompt", "rate", "95 % from", "to", "mean", "best", "elements", "diversity", "text magnitude"], rows)
+    head = ["prompt", "rate", "95 %", "mean", "best", "elements", "diversity", "text magnitude"]
+    return Table(head, rows, right=True)
 
 
 def _cell_name(name: str) -> str:
@@ -229,7 +294,8 @@ def _small(text: str) -> bool:
 
 
 def _cell_row(s: CellScores) -> list[Cell]:
-    return [s.cir, *s.interval, s.mean, s.max, s.element_rate, s.diversity, s.magnitude]
+    values = (s.mean, s.max, s.element_rate, s.diversity, s.magnitude)
+    return [supported(s.cir, s.interval), interval_text(s.interval), *map(_cell, values)]
 
 
 def summary(record: Record) -> Table:
@@ -237,17 +303,20 @@ def summary(record: Record) -> Table:
     head = "target weights rate mean best AURC first_step epoch first_at_50_% sustained_from restricted"
 
     def never(value: float | None) -> Cell:
-        return "never" if value is None else value
+        return "never" if value is None else short(value)
 
     rows: list[list[Cell]] = [
         [
-            *(row.target, row.weights, row.rate, row.mean, row.max, row.aurc),
-            *(never(row.first_step), never(row.first_epoch), never(row.half_step)),
-            *(never(row.sustained_step) if record.endpoint == STRICT else None, row.restricted),
+            row.target,
+            row.weights,
+            *map(_cell, (row.rate, row.mean, row.max, row.aurc)),
+            *map(never, (row.first_step, row.first_epoch, row.half_step)),
+            never(row.sustained_step) if record.endpoint == STRICT else None,
+            None if row.restricted is None else short(row.restricted),
         ]
         for row in record.summary
     ]
-    return Table([name.replace("_", " ") for name in head.split()], rows)
+    return Table([name.replace("_", " ") for name in head.split()], rows, right=True)
 
 
 def drift_of(key: str) -> Callable[[Scores], float | None]:

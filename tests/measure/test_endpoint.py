@@ -254,7 +254,8 @@ def test_tpr_leaves_one_false_positive_in_a_hundred():
     assert found.tpr == 0.5 and (found.tpr_low, found.tpr_high) == binomial_interval(2, 4)
     record = record_of([measured(0, 0)])
     record.history[0].raw.detection = found
-    assert evidence.detections(record).rows[0][-3:] == [0.5, found.tpr_low, found.tpr_high]
+    low, high = round(found.tpr_low, 1), round(found.tpr_high, 1)
+    assert evidence.detections(record).rows[0][-2:] == ["0.5", f"{low}\N{NO-BREAK SPACE}to {high}"]
     old = {"auc": 1.0, "positives": 4, "negatives": 100, "tpr": 0.5}  # as 0.1 wrote it
     assert decode(Detection, old).tpr_low is None
 
@@ -484,11 +485,11 @@ def test_the_controls_stand_in_one_table_by_each_endpoint():
     placebo = Placebo("runs/p", 0.25, 0.5, (0.4, 0.6), 2, whole=1.0, published=1.0, element_rate=0.5)
     record = record_of([base, measured(10, 6, **cells)], placebo=placebo)
     found = {line[0]: line[1:] for line in evidence.alternatives(record, ["a/0"]).rows}
-    assert found["composed prompt"][0] == "0.75" and found["composed prompt, base model"][0] == "0.00"
-    assert found["spelt-out caption, base model"][0] == "0.00"  # no element is exact,
+    assert found["composed prompt"][0] == "0.75" and found["composed prompt, base model"][0] == "0.0"
+    assert found["spelt-out caption, base model"][0] == "0.0"  # no element is exact,
     assert found["spelt-out caption, base model"][2:] == ["1.00", "1.00", "0.00"]  # which the other endpoints overlook
     assert found["composed prompt, placebo data"] == ["0.25", None, "1.00", "1.00", "0.50"]
-    assert found["each phrase alone (mean of 2)"][0] == "0.50" and found["unrelated caption"][0] == "0.00"
+    assert found["each phrase alone (mean of 2)"][0] == "0.50" and found["unrelated caption"][0] == "0.0"
     assert "trained without a/0" in evidence.alternatives(record, ["a/0"]).notes[0]
 
 
@@ -498,9 +499,9 @@ def test_bleeding_shows_the_recall_of_each_element_by_phrase():
     record = record_of([measured(0, 0), measured(10, 6, **alone)])
     (figure,) = [one for one in evidence.bleeding(record) if one.title == "a"]
     assert [list(line) for line in figure.table.rows] == [
-        ["1 a cat", 1.0, 0.0],
-        ["2 a hat", 1.0, 1.0],
-        ["all together", 1.0, 1.0],
+        ["1 a cat", "1.00", "0.00"],
+        ["2 a hat", "1.00", "1.00"],
+        ["all together", "1.00", "1.00"],
     ]
     assert figure.svg.count("<rect") == 6 and figure.svg.count(">0.00<") == 1
 
