@@ -357,11 +357,13 @@ def not_finite(run: Run, batches: list[dict[str, Any]]) -> str:
     """
     for batch in batches:
         records = [run.records.where(index) for index in batch["index"].tolist()]
+        of_vae = [f"vae: {record}" for record in records]
+        of_encoder = [f"text_encoder: {record}" for record in records]
         x0 = run.encoder.latents(batch, run.state.draw)
-        refuse_not_finite(x0, lambda k, records=records: f"vae: {records[k]}")
+        refuse_not_finite(x0, of_vae.__getitem__)
         if not run.encoder.live:
             states = run.encoder.states(batch["text"])
-            refuse_not_finite(states, lambda k, records=records: f"text_encoder: {records[k]}")
+            refuse_not_finite(states, of_encoder.__getitem__)
     indices = [index for batch in batches for index in batch["index"].tolist()]
     places = ", ".join(dict.fromkeys(run.records.where(index) for index in indices[:8]))
     return (

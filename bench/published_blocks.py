@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -75,7 +76,7 @@ def outcome(rows: list[dict]) -> list[str]:
     return [cells[column] for column in OUTCOME]
 
 
-def split(rows: list[dict], column: str, key: Callable[[dict], object], form: Callable = str) -> str:
+def split(rows: list[dict], column: str, key: Callable[[dict], Any], form: Callable = str) -> str:
     """The outcome of rows by what `key` says of them, in rising order."""
     lines = []
     for value in sorted({key(row) for row in rows}):
@@ -275,7 +276,11 @@ def development(read: Read) -> str:
     return grid((*head, "of elements", "drift"), lines)
 
 
-README = ((MAIN, "recommended"), (LONG, "recommended_long"), (MAIN, "recommended_leak_free_adamw"))
+README: tuple[tuple[int, str], ...] = (
+    (MAIN, "recommended"),
+    (LONG, "recommended_long"),
+    (MAIN, "recommended_leak_free_adamw"),
+)
 README += ((MAIN, "replay"), (MAIN, "plain"))
 ARMS = (
     (MAIN, "recommended"),

@@ -23,6 +23,11 @@ class Bar(tqdm):
     start_t: float
     last_print_t: float
 
+    mininterval: float
+    start_t: float
+    last_print_t: float
+    leave: bool | None
+
     def __init__(self, *args: Any, **options: Any):
         self.lines = not (options.get("file") or sys.stderr).isatty()
         if self.lines:

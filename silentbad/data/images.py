@@ -74,7 +74,8 @@ def open_mask(source: Path, size: tuple[int, int], where: str) -> Image.Image:
         raise UserError(f"{where}: mask {source} is {_by(mask.size)}, its image {_by(size)}; make them the same size")
     mask = _in_8_bit(mask, where)
     with _decoding(source, where):
-        least = mask.convert("RGBA").getextrema()[3][0] if mask.has_transparency_data else 255
+        alpha = mask.convert("RGBA").getchannel("A") if mask.has_transparency_data else None
+        least = 255 if alpha is None else alpha.getextrema()[0]
         grey = mask.convert("L")
     if least < 255:
         raise UserError(f"{where}: mask {source} has transparency; save the region in white on black")
@@ -134,7 +135,8 @@ def _in_srgb(image: Image.Image, profile: bytes | None, grey: bool, named: str) 
         mode = MODES.get(source.profile.xcolor_space)
         if mode is None or (mode == "L" and not grey) or (mode == "CMYK") != (image.mode == "CMYK"):
             raise ValueError(f"it is of {source.profile.xcolor_space.strip()} values")
-        return ImageCms.profileToProfile(image.convert(mode), source, SRGB, outputMode="RGB")
+        converted = ImageCms.profileToProfile(image.convert(mode), source, SRGB, outputMode="RGB")
+        return image.convert("RGB") if converted is None else converted
     except Exception as error:  # Pillow and LittleCMS raise many kinds
         _warn_of_profile(first_line(error), named)
         return image.convert("RGB")

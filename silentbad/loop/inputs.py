@@ -139,8 +139,8 @@ def _estimated_mask(target: Target, k: int, records: Records, reader: Reader) ->
     """The mask of an element from its pictures; None where they are too few or show nothing in common."""
     rows = [
         i
-        for i, (name, phrases) in enumerate(zip(records.target_id, records.phrases, strict=True))
-        if name == target.target_id and list(phrases) == [target.phrases[k]]
+        for i, name in enumerate(records.target_id)
+        if name == target.target_id and records.phrases[i] == [target.phrases[k]]
     ]
     if len(rows) < FEWEST:
         return None

@@ -8,6 +8,7 @@ Where the two are not `GAP` apart the detector cannot tell, and the verdict says
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -104,15 +105,18 @@ def target_ranges(
                 elements.append(None)
                 continue
             value = None if thresholds is None else thresholds[1].of(j, k)
-            scores = by_kind(own_nulls, lambda row, k=k: of_element(row, k))
-            elements.append(measured_range(scores, [r["elements"][k] for r in own_copies], value, calibrated))
+            scores = by_kind(own_nulls, partial(of_element, element=k))
+            of_copies = [score for row in own_copies if (score := row["elements"][k]) is not None]
+            elements.append(measured_range(scores, of_copies, value, calibrated))
         ranges.append(TargetRange(name, size, side, whole, elements, len(own_nulls), 0, len(own_copies), 0))
     whole_threshold, element_threshold = thresholds or between(ranges, given)
     for j, target in enumerate(ranges):
-        for row in nulls:
-            target.nulls_passing += row["target"] == j and passes(row, whole_threshold, element_threshold)
-        for row in copies:
-            target.copies_passing += row["target"] == j and passes(row, whole_threshold, element_threshold)
+        target.nulls_passing = sum(
+            passes(row, whole_threshold, element_threshold) for row in nulls if row["target"] == j
+        )
+        target.copies_passing = sum(
+            passes(row, whole_threshold, element_threshold) for row in copies if row["target"] == j
+        )
     return ranges, whole_threshold, element_threshold
 
 
@@ -126,10 +130,9 @@ def between(ranges: Sequence[TargetRange], given: float | None) -> tuple[Thresho
     attained = 1 / (fewest + 1)
     own: list[float | None] = [target.whole.threshold for target in ranges]
     highest = max(target.whole.threshold for target in ranges)
-    counts = {"n": fewest, "attained": attained}
     if given is None:
         kinds = pooled([target.whole for target in ranges])
-        whole = Threshold(highest, SOURCE, targets=own, kinds=kinds, **counts)
+        whole = Threshold(highest, SOURCE, targets=own, kinds=kinds, n=fewest, attained=attained)
     else:
         whole = Threshold(given, "given")
     each: list[list[float] | None] = [
@@ -138,7 +141,7 @@ def between(ranges: Sequence[TargetRange], given: float | None) -> tuple[Thresho
     ]
     parts = [part for target in ranges for part in target.elements if part is not None]
     top = max((part.threshold for part in parts), default=highest)
-    element = ElementThreshold(top, SOURCE, kinds=pooled(parts), each=each, **counts)
+    element = ElementThreshold(top, SOURCE, kinds=pooled(parts), each=each, n=fewest, attained=attained)
     return whole, element
 
 

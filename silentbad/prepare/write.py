@@ -283,7 +283,7 @@ class Data:
 
     def fitted(self, element: Element, pictures: list[Image.Image]) -> list[Image.Image]:
         """Other things in an element's place: each picture covers the box of its mask."""
-        left, top, right, bottom = element.mask.getbbox()
+        left, top, right, bottom = element.mask.getbbox() or (0, 0, *element.mask.size)
         placed = []
         for picture in pictures:
             canvas = Image.new("RGB", self.plan.target.size)

@@ -80,7 +80,8 @@ def sample_shot(picture: Tensor, batch: dict[str, Any], i: int) -> Shot:
     """A sample with its caption; dark outside its mask."""
     masked = bool(batch["has_mask"][i])
     if masked:
-        mask = resize(batch["mask"][i][None].float().cpu(), picture.shape[-2:])[0]
+        height, width = picture.shape[-2:]
+        mask = resize(batch["mask"][i][None].float().cpu(), (height, width))[0]
         picture = picture * (SHADE + (1 - SHADE) * mask)
     phrases = ", ".join(batch["phrases"][i] or ()) or "no phrase"
     role = batch["role"][i] + ("" if masked else ", no mask")
