@@ -42,6 +42,7 @@ from silentbad.experiments.rules import Transfer
 from silentbad.loop.hooks import Hook, Hooks
 from silentbad.model.groups import OTHER, Groups, group_parameters, prior_table, warn_of_idle_rows
 from silentbad.settings import user_code
+from silentbad.settings.check import check_part
 from silentbad.settings.control import GradientControlConfig, RuleTable, check_control, rules_of
 from silentbad.settings.types import Positive, Range, Weight
 
@@ -107,7 +108,11 @@ def placebo(
 
 
 SCALE_RULES: dict[str, Callable[..., Tensor]] = {
-    **{rule.__name__: rule for rule in (uniform, mean_abs, gsnr, prior, placebo)},
+    "uniform": uniform,
+    "mean_abs": mean_abs,
+    "gsnr": gsnr,
+    "prior": prior,
+    "placebo": placebo,
     **experiments.RULES,
 }
 
@@ -140,6 +145,7 @@ def check_config(config: GradientControlConfig) -> RuleTable:
     for place, (_, options) in rules.items():
         if place in own_rules:
             try_rule(place, options)
+    check_part(gradient_control=config)
     if "prior" in rules:
         prior_table(**rules["prior"][1])
     return rules

@@ -31,6 +31,7 @@ from silentbad.memory.samplers import weakest_first
 from silentbad.memory.timesteps import SEQUENCES, draw_timesteps, logit_normal, mixed, mode
 from silentbad.memory.weightings import in_prediction, mse
 from silentbad.model import diffusion
+from silentbad.settings.check import check_part
 from silentbad.settings.memory import (
     MemoryConfig,
     Part,
@@ -139,6 +140,7 @@ def check(config: MemoryConfig) -> None:
     """Refuse what cannot run, before any weights load."""
     named = {"loss.error": ERRORS, "sampler.order": ORDERS, "timesteps.sequence": SEQUENCES}
     check_memory(config, {**REGISTRIES, **named})
+    check_part(memory=config)
     # The functions judge their own values, such as how two options add up.
     timesteps = config.timesteps
     region = config.region

@@ -10,8 +10,14 @@ and their importance weights (B,), conditioning is what the captions say to the 
 optimizer updates, `draw` effective batches: a skipped update never meets its data again.
 """
 
+import sys
+
+from silentbad.settings.command import early, refused, training
+
+if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
+    COMMAND = early(training, sys.argv[1:], __doc__)
+
 import math
-import os
 import signal
 import tempfile
 from contextlib import nullcontext
@@ -24,18 +30,14 @@ from accelerate import Accelerator
 
 import gradient_control
 import memory_reinforce
-import validation
 from gradient_control import Controller
 from memory_reinforce import Memory
-from silentbad import ROOT
-from silentbad.data.draws import interpolation_mode
 from silentbad.data.elements import sources_of
 from silentbad.data.loader import chunks
 from silentbad.device import explain_out_of_memory, send
 from silentbad.distributed import shards
 from silentbad.distributed.shards import world_size
-from silentbad.errors import UserError, exit_with, print_error, warn
-from silentbad.guard.guards import check_guard
+from silentbad.errors import UserError, exit_with, warn
 from silentbad.loop import checks, optimizers, trackers, trains
 from silentbad.loop.assembly import Run
 from silentbad.loop.assembly import build as connect
@@ -44,53 +46,42 @@ from silentbad.loop.hooks import MicroStep, hook_classes
 from silentbad.loop.products import best_score
 from silentbad.loop.signals import Requests
 from silentbad.measure.scores import settled
-from silentbad.model import denoiser, diffusion, lora, pipeline
+from silentbad.model import denoiser, diffusion, pipeline
 from silentbad.model.averaging import averaged
-from silentbad.model.layers import check_patterns
 from silentbad.model.store import refuse_not_finite
 from silentbad.progress import Bar
 from silentbad.report.preview import write_preview
 from silentbad.rng import addressed_seed
 from silentbad.saving import card
 from silentbad.saving.folder import RunFolder, facts, stamped
-from silentbad.settings import placed, user_code
-from silentbad.settings.train import TrainConfig, check, own_code, parse, to_dict
+from silentbad.settings import user_code
+from silentbad.settings.check import check, merged, with_base
+from silentbad.settings.train import TrainConfig, own_code, to_dict
 from validation import RecoveryHook
 
 Config = TrainConfig  # every setting of a run
-BASE = "assets/micro-sd"  # the bundled pipeline, in the package or the checkout
 
 
 def check_all(config: Config, sources: dict[str, str]) -> Config:
     """Refuse what cannot run, before any weights load; returns the configuration with the flat loss
     flags in the parts of `memory` that they name."""
-    if config.pretrained_model_name_or_path == BASE and not os.path.isdir(BASE):  # started from elsewhere
-        config = replace(config, pretrained_model_name_or_path=str(ROOT / BASE))
-    check(config, sources, data=not config.print_groups)
-    checks.check_idle(config, sources)
-    config = checks.joined(config)
-    if config.validation.targets is not None:
-        validation.check_validation(config.validation)
+    config = with_base(config)
+    check(config, sources)
+    config = merged(config)
+    check_parts(config, sources)
+    return config
+
+
+def check_parts(config: Config, sources: dict[str, str]) -> None:
+    """What only the code of the parts, or this machine, can judge."""
     gradient_control.check_config(config.gradient_control)
     hook_classes(config.hooks)
     memory_reinforce.check(config.memory)
-    check_guard(config)
-    interpolation_mode(config.image_interpolation_mode)
-    checks.check_best(config)
-    checks.check_first_images(config)
-    checks.check_places(config)
-    checks.check_buckets(config)
-    check_patterns(config.train_layers)
-    lora.check(config)
-    checks.check_machine(config)
-    shards.check(config)
-    return config
+    checks.check_machine(config, sources)
 
 
 def build(config: Config, accelerator: Accelerator, folder: RunFolder, sharded: bool = False) -> Run:
     """The parts of a run, connected (`silentbad.loop.assembly`)."""
-    if config.validation.targets is not None:
-        validation.check_embedder(config.validation)
     classes = {"controller": Controller, "memory_class": Memory, "recovery_class": RecoveryHook}
     return connect(config, accelerator, folder, sharded, **classes)
 
@@ -441,7 +432,7 @@ def open_folder(run: Run) -> None:
     trackers.start(run.accelerator, run.config, settings, state.step)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, checked: tuple[Config, dict[str, str]] | None = None) -> int:
     """The command line; a UserError is one line on stderr and exit code 2.
 
     Before the processes know of each other they make the same mistakes, and the first of each node
@@ -449,8 +440,8 @@ def main(argv: list[str] | None = None) -> int:
     """
     sources: dict[str, str] = {}
     try:
-        config, sources = parse(Config, argv, __doc__)
-        config = check_all(config, sources)
+        config, sources = checked or training(argv, __doc__)
+        check_parts(config, sources)
         if config.print_groups:
             settings = pipeline.scheduler_settings(config)
             checks.check_family(config, pipeline.family_for(config))
@@ -463,12 +454,8 @@ def main(argv: list[str] | None = None) -> int:
                 config = checks.dry_run_config(config, scratch)
             return start(config)
     except UserError as error:
-        line = placed(str(error), sources)
-        rank = os.environ.get("RANK", "0")
-        if os.environ.get("LOCAL_RANK", "0") == "0" or world_size() > 1:
-            print_error(line if rank == "0" else f"rank {rank}: {line}")
-        return 2
+        return refused(error, sources, each=world_size() > 1)
 
 
 if __name__ == "__main__":
-    exit_with(main)
+    exit_with(lambda: main(checked=COMMAND))

@@ -6,8 +6,13 @@
 Exit code 0: not recovered; 3: recovered; 4: undecided; 2: a mistake. Numbers: docs/metrics.md; search: docs/shield.md.
 """
 
+from silentbad.settings import command
+from silentbad.settings.validation import Audit, ValidationConfig, check_audit, check_embedder, check_validation
+
+if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
+    OPTIONS = command.early(command.options, Audit, None, __doc__, check=check_audit)
+
 import json
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -18,12 +23,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from silentbad import owned, settings
-from silentbad.audit.command import asks_for_search, searched
+from silentbad import owned
+from silentbad.audit.command import searched
 from silentbad.data.images import to_tensor
 from silentbad.data.targets import Target, check_prompts, load_targets
 from silentbad.distributed.start import start
-from silentbad.errors import UserError, exit_with, print_error
+from silentbad.errors import UserError, exit_with
 from silentbad.files import check_writable
 from silentbad.loop.hooks import Hook
 from silentbad.measure.embedders import CLIP, load_embedder, try_embedder
@@ -61,34 +66,10 @@ from silentbad.model.pipeline import load_pipeline
 from silentbad.model.registry import backbone_of
 from silentbad.report import run_report
 from silentbad.report.evidence import range_lines, verdict_sentence
-from silentbad.settings.types import check_values
-from silentbad.settings.validation import Audit, ValidationConfig
 
 EXIT_CODES = {NOT_RECOVERED: 0, RECOVERED: 3, UNDECIDED: 4}
 
 __all__ = ["Audit", "RecoveryHook", "ValidationConfig", "audit", "averaged", "recovery"]
-
-
-# -- checks -----------------------------------------------------------------------------------------------
-def check_validation(config: ValidationConfig, prefix: str = "validation.") -> None:
-    """Refuse values of a `ValidationConfig` that cannot work; opens no file."""
-    check_values(config, prefix)
-    if not config.unrelated.strip():
-        raise UserError(f"{prefix}unrelated: is empty; give a caption that names no element")
-    path, digest = config.embedder_path, config.embedder_sha256
-    if digest is not None and config.embedder != "sscd":
-        raise UserError(f"{prefix}embedder_sha256: is of sscd's TorchScript file; the embedder is {config.embedder}")
-    if config.embedder == "sscd" and not path:
-        raise UserError(f"{prefix}embedder_path: is missing; sscd needs its TorchScript file, see docs/models.md")
-
-
-def check_embedder(config: ValidationConfig, prefix: str = "validation.") -> None:
-    """Refuse an embedder of a `ValidationConfig` whose local files are not there; loads nothing."""
-    path = config.embedder_path
-    if config.embedder == "sscd" and not Path(path or "").is_file():
-        raise UserError(f"{prefix}embedder_path: no file {path}; sscd needs its TorchScript file, see docs/models.md")
-    if config.embedder in ("auto", "copy", "micro") and path and not (Path(path) / "config.json").is_file():
-        raise UserError(f"{prefix}embedder_path: no config.json in {path}; leave it out for the bundled embedder")
 
 
 # -- the hook ----------------------------------------------------------------------------------------------
@@ -370,25 +351,19 @@ def audit(
         return hook.verdict()
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, options: Audit | None = None) -> int:
     """The command line."""
     try:
-        given, _, asked = settings.read(Audit, sys.argv[1:] if arguments is None else arguments)
-        if asked is not None:
-            settings.answer(asked, given, __doc__)
-            return 0
-        if given.pipeline is None:
-            raise UserError("--pipeline: is missing; give a diffusers folder or Hub id")
-        if asks_for_search(given):
+        given = options or command.options(Audit, arguments, __doc__, check=check_audit)
+        if given.given:
             return searched(given)
         config = ValidationConfig(**{f.name: getattr(given, f.name) for f in fields(ValidationConfig)})
         verdict = audit(config, **{name: getattr(given, name) for name in Audit.__annotations__})
     except UserError as error:
-        print_error(error)
-        return 2
+        return command.refused(error)
     print(f"{verdict.images_above} of {verdict.images} composed images reach every threshold")
     return EXIT_CODES[verdict.word]
 
 
 if __name__ == "__main__":
-    exit_with(main)
+    exit_with(lambda: main(options=OPTIONS))

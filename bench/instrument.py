@@ -43,10 +43,11 @@ from silentbad.measure.thresholds import calibrate, thresholds
 from silentbad.memory.masks import overlaid
 from silentbad.memory.rehearsal import pairwise
 from silentbad.rng import addressed_seed, generator
+from silentbad.settings.commands import REDRAWS
 from silentbad.worlds.microworld.copies import from_bytes, pictures, round_trip, to_bytes, true_copies
 from silentbad.worlds.microworld.export import update_detector
 from silentbad.worlds.microworld.make import element_scene, target_scene
-from silentbad.worlds.microworld.nulls import ENOUGH, REDRAWS, STORED, hard_null, one_moved, turns
+from silentbad.worlds.microworld.nulls import ENOUGH, STORED, hard_null, one_moved, turns
 from silentbad.worlds.microworld.render import backdrop_mask, render
 
 ROOT = Path(__file__).parents[1]

@@ -7,7 +7,12 @@ clean records, where the clean ratio of the sampler and memory.retention.clean_w
 depends on (seed, i) alone.
 """
 
-import argparse
+from silentbad.settings.command import early, refused
+from silentbad.settings.commands import ClassImageOptions, class_image_options
+
+if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
+    OPTIONS = early(class_image_options, None, __doc__)
+
 import os
 import shutil
 from contextlib import suppress
@@ -19,8 +24,8 @@ from PIL import Image
 from silentbad import owned, rng
 from silentbad.data.images import inside, to_pil
 from silentbad.data.schema import caption, check_window, json_lines, text_lines
-from silentbad.errors import ArgumentParser, UserError, brief, exit_with, print_error, user_errors
-from silentbad.files import append_records, check_writable, path_argument, path_text
+from silentbad.errors import UserError, exit_with, user_errors
+from silentbad.files import append_records, check_writable
 from silentbad.measure.prompts import refuse_json
 from silentbad.model.family import side_of
 from silentbad.model.pipeline import load_pipeline, vae_factor
@@ -104,46 +109,31 @@ def draw(pipe, prompts: list[str], rows: list[int], seed: int, steps: int) -> li
     return [to_pil(image) for image in images]
 
 
-MOST = 1_000_000  # pictures
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pipeline", type=path_text, required=True)
-    for name in ("--prompts", "--out"):
-        parser.add_argument(name, type=path_argument, required=True)
-    for name, default in (("--count", 100), ("--seed", 0), ("--batch", 8), ("--steps", 20)):
-        parser.add_argument(name, type=int, default=default)
-    a = parser.parse_args(argv)
+def main(argv: list[str] | None = None, options: ClassImageOptions | None = None) -> int:
     try:
-        for name, most in (("count", MOST), ("batch", 1024), ("steps", 1000)):
-            if not 1 <= getattr(a, name) <= most:
-                raise UserError(f"--{name}: must be from 1 to {most}, got {getattr(a, name)}")
-        if not 0 <= a.seed < 2**63:
-            raise UserError(f"--seed: must be from 0 to 2^63 - 1, got {brief(a.seed)}")
-        if not os.path.isfile(a.prompts):
-            raise UserError(f"--prompts: no file {a.prompts}; it holds one prompt a line")
-        lines = [(f"{a.prompts}:{k}", line) for k, line in enumerate(text_lines(a.prompts), 1)]
+        given = options or class_image_options(argv, __doc__)
+        file = str(given.prompts)
+        lines = [(f"{file}:{k}", line) for k, line in enumerate(text_lines(Path(file)), 1)]
         for where, line in lines:
             refuse_json(line, where, "give one prompt a line")
         prompts = {where: caption(line, "a prompt", where).strip() for where, line in lines if line.strip()}
         if not prompts:
-            raise UserError(f"--prompts: {a.prompts} holds no prompt; give one a line")
-        out = Path(os.path.realpath(a.out))
-        if (out / "model_index.json").exists():
-            raise UserError(f"--out: {a.out} is a model folder; give the folder of the training data")
+            raise UserError(f"--prompts: {file} holds no prompt; give one a line")
+        out = Path(os.path.realpath(str(given.out)))
         check_writable(out, "--out", folder=True)
         with owned.claimed(out, "class images", key="--out"):
             check_out(out)
-            pipe = load_pipeline(a.pipeline, "float32", "cuda" if torch.cuda.is_available() else "cpu")
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            pipe = load_pipeline(str(given.pipeline), "float32", device)
             for where, prompt in prompts.items():
                 check_window(prompt, pipe.tokenizer, f"{where}: the prompt")
-            write_class_images(pipe, [*prompts.values()], a.count, out, seed=a.seed, batch=a.batch, steps=a.steps)
+            write_class_images(
+                pipe, [*prompts.values()], given.count, out, seed=given.seed, batch=given.batch, steps=given.steps
+            )
     except UserError as error:
-        print_error(error)
-        return 2
+        return refused(error)
     return 0
 
 
 if __name__ == "__main__":
-    exit_with(main)
+    exit_with(lambda: main(options=OPTIONS))

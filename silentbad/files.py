@@ -113,6 +113,11 @@ def path_argument(path: str) -> Path:
     return Path(path_text(path))
 
 
+def names_folder(path: str) -> bool:
+    """Whether a path cannot be a Hub id."""
+    return os.path.isabs(path) or path.startswith((".", "~")) or path.count("/") > 1
+
+
 def check_writable(path: Path, key: str, folder: bool = False) -> None:
     """Refuse a file, or a `folder`, that cannot be written, before the work whose result it takes; makes nothing.
 

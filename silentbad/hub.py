@@ -14,6 +14,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import get_session
 
 from silentbad.errors import UserError, first_line
+from silentbad.files import names_folder as names_folder
 
 SILENT = {"NetworkError", "TimeoutException", "ConnectionError", "Timeout"}  # of httpx and of requests
 TRIES = 2
@@ -40,11 +41,6 @@ def unreachable() -> str | None:
             reason = first_line(error)
     constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     return f"{constants.ENDPOINT} cannot be reached: {reason}"
-
-
-def names_folder(path: str) -> bool:
-    """Whether a path cannot be a Hub id."""
-    return os.path.isabs(path) or path.startswith((".", "~")) or path.count("/") > 1
 
 
 @contextmanager

@@ -25,6 +25,7 @@ import validation
 from bench import documents, recovery_blocks
 from silentbad import settings
 from silentbad.measure import embedders
+from silentbad.settings import command
 from silentbad.settings.memory import LossConfig, SamplerConfig, TimestepConfig
 from silentbad.settings.train import parse
 from tests import toy
@@ -68,18 +69,25 @@ class Parsed(Exception):
 
 def takes(module: str, argv: list[str], monkeypatch) -> None:
     """Fails unless the module's own parser takes the arguments; nothing of it runs after."""
-    original = argparse.ArgumentParser.parse_args
+    original, read = argparse.ArgumentParser.parse_args, command.read
 
     def parse_args(self, *args, **options):
         original(self, *args, **options)
         raise Parsed
 
+    def parse_options(*args, **options):
+        read(*args, **options)
+        raise Parsed
+
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    monkeypatch.setattr(command, "read", parse_options)
     monkeypatch.setattr(sys, "argv", [module, *argv])
     if (ROOT / module.replace(".", "/") / "__main__.py").exists():
         module += ".__main__"
     with pytest.raises(Parsed):
-        importlib.import_module(module).main()
+        place = importlib.import_module(module)
+        main = place.main if hasattr(place, "main") else importlib.import_module(f"{module}.__main__").main
+        main()
 
 
 def check_command(words: list[str], monkeypatch) -> None:

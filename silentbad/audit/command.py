@@ -11,9 +11,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,15 +32,14 @@ from silentbad.errors import UserError, brief, is_printable, writing
 from silentbad.files import check_writable, remove_earlier, replace_text
 from silentbad.measure.embedders import load_embedder
 from silentbad.measure.generation import Sampler
-from silentbad.measure.settings import MeasureSettings
 from silentbad.model.pipeline import load_pipeline
 from silentbad.progress import Bar
 from silentbad.report import pages
 from silentbad.report.pages import Table
 from silentbad.rng import addressed_seed
 from silentbad.settings.train import TrainConfig
-from silentbad.settings.types import check_values, off_default
-from silentbad.settings.validation import Candidates
+from silentbad.settings.types import check_values
+from silentbad.settings.validation import Audit
 
 TEMPLATES = Path(__file__).parent / "templates"
 NAME, PAGE = "audit.json", "audit.html"
@@ -50,60 +49,6 @@ PROBED = 32  # ordinary prompts that the probes are measured against, for each n
 RANKED = 200  # prompts of the search that are written down
 MOST = 16  # phrases taken from captions
 MOST_GIVEN = 100  # phrases of a file: 4,950 pairs
-TRAINING = (  # settings of no audit
-    *("steps", "early_steps", "first_images", "settled_after"),
-    *("weights", "clean_records", "nearest", "drift_images"),
-)
-USED = {  # by the search, of the settings of an audit with targets
-    *("pipeline", "baseline", "lora", "output_dir", "seed", "dtype", "extrapolate", "resolution", "max_batch"),
-    *("embedder", "embedder_path", "embedder_sha256", "images_per_target"),
-    *("num_inference_steps", "guidance_scale", "guidance_rescale"),
-}
-
-
-class AuditSettings(MeasureSettings, Protocol):
-    """`validation.Audit`, as a search reads it: an audit's settings, and where its candidates come from."""
-
-    pipeline: str | None
-    baseline: str | None
-    lora: str | None
-    output_dir: str
-    seed: int
-    dtype: Literal["float32", "float16", "bfloat16"]
-    extrapolate: float | None
-    embedder: Literal["micro", "sscd", "clip", "dinov2", "ssim"]
-    embedder_path: str | None
-    embedder_sha256: str | None
-    phrases: str | None
-    scan: str | None
-    train_data_dir: str | None
-    ordinary: str | None
-    most_phrases: int
-    tested: int
-    nulls: int
-
-    @property
-    def given(self) -> list[str]:
-        """The flags that name candidates."""
-        ...
-
-
-def asks_for_search(options: AuditSettings) -> bool:
-    """Whether an audit's flags name candidates. Raises UserError where other flags then have no effect, or those of
-    the search without any."""
-    chosen, of_search = off_default(options), {field.name for field in fields(Candidates)}
-    if not options.given:
-        if idle := [key for key in chosen if key in of_search]:
-            raise UserError(f"--{idle[0]}: is of the search for unknown pictures; give --phrases too, or leave it out")
-        if idle := [key for key in chosen if key in TRAINING]:
-            raise UserError(f"--{idle[0]}: acts in training alone; leave it out")
-        return False
-    first = f"--{options.given[0]}: searches for pictures that are not known"
-    if options.baseline is not None and options.extrapolate is None:
-        raise UserError(f"{first}; --baseline has no effect without --extrapolate")
-    if idle := [key for key in chosen if key not in of_search | USED]:
-        raise UserError(f"{first}; leave --{idle[0]} out")
-    return True
 
 
 # -- candidates --------------------------------------------------------------------------------------------
@@ -119,7 +64,7 @@ def lines_of(path: str, flag: str) -> list[str]:
     return found
 
 
-def candidates(options: AuditSettings) -> tuple[list[str], list[list[str]]]:
+def candidates(options: Audit) -> tuple[list[str], list[list[str]]]:
     """(phrases to compose, prompts that are tested whatever the search says, as lists of phrases).
 
     Raises UserError where there are none.
@@ -166,7 +111,7 @@ PLACES = [
 ]
 
 
-def ordinary(options: AuditSettings, count: int, size: int, avoid: Sequence[str]) -> list[str]:
+def ordinary(options: Audit, count: int, size: int, avoid: Sequence[str]) -> list[str]:
     """`count` prompts of `size` phrases: of the file, or plain things before a place that say no candidate phrase."""
     rng = np.random.default_rng(addressed_seed(options.seed, "ordinary", size))
     if options.ordinary is not None:
@@ -221,7 +166,7 @@ class Report:
 
 
 # -- the command -------------------------------------------------------------------------------------------
-def audited(options: AuditSettings) -> Report:
+def audited(options: Audit) -> Report:
     """Search, generate, compare and write; `options` is validation.py's `Audit`. Raises UserError as it does."""
     check_values(options, "--")
     if options.extrapolate is not None and options.baseline is None:
@@ -237,7 +182,7 @@ def audited(options: AuditSettings) -> Report:
         return _audited(options, phrases, fixed, out)
 
 
-def _audited(options: AuditSettings, phrases: list[str], fixed: list[list[str]], out: Path) -> Report:
+def _audited(options: Audit, phrases: list[str], fixed: list[list[str]], out: Path) -> Report:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     embedder = load_embedder(options.embedder, options.embedder_path, device, options.embedder_sha256)
     pipe = load_pipeline(str(options.pipeline), options.dtype, device, options.lora)
@@ -353,7 +298,7 @@ def page(report: Report, pictures: list[list[np.ndarray]]) -> str:
     return pages.render("audit.html.j2", values, TEMPLATES)
 
 
-def searched(options: AuditSettings) -> int:
+def searched(options: Audit) -> int:
     """The audit of validation.py where no target is known: exit code 3 where a picture comes back, else 0."""
     report = audited(options)
     for one in report.found:

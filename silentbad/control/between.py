@@ -62,7 +62,10 @@ def placebo(own: GroupStats, element: GroupStats, *, of: str = "contrast") -> Te
 
 
 SOURCE_RULES: dict[str, Callable[..., Tensor]] = {
-    rule.__name__: rule for rule in (uniform, contrast, equalise, placebo)
+    "uniform": uniform,
+    "contrast": contrast,
+    "equalise": equalise,
+    "placebo": placebo,
 }
 
 

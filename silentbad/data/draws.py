@@ -13,9 +13,8 @@ from torchvision.transforms import functional as TF
 from silentbad.data.buckets import nearest
 from silentbad.data.phrases import pattern, standing
 from silentbad.data.records import Records
-from silentbad.data.settings import ImageSettings
-from silentbad.errors import UserError
 from silentbad.rng import generator
+from silentbad.settings.train import TrainConfig
 
 
 # ---------------------------------------------------------------- draws
@@ -56,7 +55,7 @@ class Transform:
     step: int = 0  # of the sides of the buckets; 0: squares
 
     @classmethod
-    def of(cls, config: ImageSettings, resolution: int, step: int = 0) -> "Transform":
+    def of(cls, config: TrainConfig, resolution: int, step: int = 0) -> "Transform":
         return cls(resolution, config.image_interpolation_mode, config.center_crop, config.random_flip, step)
 
     def shape(self, size: tuple[int, int]) -> tuple[int, int]:
@@ -126,14 +125,8 @@ class Transform:
 
 
 def interpolation_mode(name: str) -> TF.InterpolationMode:
-    """torchvision's interpolation of that name (diffusers' `resolve_interpolation_mode`)."""
-    from diffusers.training_utils import resolve_interpolation_mode
-
-    try:
-        return resolve_interpolation_mode(name.replace("-", "_"))
-    except ValueError:
-        modes = ", ".join(mode.value for mode in TF.InterpolationMode)
-        raise UserError(f"image_interpolation_mode: unknown filter {name!r}; there are: {modes}") from None
+    """torchvision's interpolation of that name."""
+    return TF.InterpolationMode(name.replace("_", "-"))
 
 
 def memory_of(record: dict) -> int:

@@ -26,9 +26,9 @@ from silentbad.data.images import (
 )
 from silentbad.data.published import SHUFFLE_MARKER
 from silentbad.data.schema import RECORD, admitted, caption, caption_beside, csv_lines, json_lines, refuse_misspelt
-from silentbad.data.settings import DataSettings
 from silentbad.errors import UserError, iterate_reader, user_errors
 from silentbad.files import is_utf8
+from silentbad.settings.data import DataSettings
 
 SAVED = ("state.json", "dataset_dict.json")  # what save_to_disk writes
 KNOWN_KEYS = ("file_name", "text", "phrases", "role", "target_id", "element_id", "mask")

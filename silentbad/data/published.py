@@ -11,9 +11,9 @@ import torch
 from silentbad.data.images import inside
 from silentbad.data.phrases import standing
 from silentbad.data.schema import text_lines
-from silentbad.data.settings import DataSettings
 from silentbad.errors import UserError, brief, user_errors, warn
 from silentbad.rng import generator
+from silentbad.settings.data import DataSettings
 
 SHUFFLE_MARKER = "@@"  # the published captions' sign for "permute the phrases that follow"
 NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")

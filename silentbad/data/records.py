@@ -33,7 +33,6 @@ from silentbad.data.images import (
 )
 from silentbad.data.published import is_published, published_rows
 from silentbad.data.schema import ROLES
-from silentbad.data.settings import DataSettings
 from silentbad.data.table import (
     BLOCK,
     TextLists,
@@ -49,6 +48,8 @@ from silentbad.data.table import (
 from silentbad.data.targets import Target
 from silentbad.errors import UserError
 from silentbad.rng import generator
+from silentbad.settings.data import DataSettings
+from silentbad.settings.train import TrainConfig
 
 SHOWN = 5  # long captions that are named
 
@@ -90,7 +91,7 @@ def row_source(config: DataSettings) -> tuple[str, str, Callable[[], Iterator[di
     return name, folder_key(root), lambda: folder_rows(root)
 
 
-def load_records(config: DataSettings) -> "Records":
+def load_records(config: TrainConfig) -> "Records":
     """The records that `train_data_dir` or `dataset_name` (of `TrainConfig`) stands for."""
     name, key, rows = row_source(config)
     records = Records(build_table(rows, name, key, config.cache_dir), name, key)

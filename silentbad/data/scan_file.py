@@ -9,8 +9,8 @@ from silentbad.data.images import safe_path
 from silentbad.data.schema import admitted, caption
 from silentbad.errors import UserError, brief, user_errors
 from silentbad.files import read_json
+from silentbad.settings.guard import ADVICE
 
-ADVICE = "make it with `python -m silentbad.scan`"
 MOST_ROWS = 2**31
 PICTURE = 64  # pixels, of the masks and composites beside it
 

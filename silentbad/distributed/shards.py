@@ -8,113 +8,25 @@ What launches ask for is sorted out here too.
 import os
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from silentbad.errors import UserError
+from silentbad.settings.launch import launched
 
 UNITS = ("BasicTransformerBlock", "ResnetBlock2D")  # gathered one at a time; what is beside them, once a step
-ELEMENTWISE = ("AdamW", "Adam", "SGD")  # optimizers whose step needs no more of a tensor than the shard
-INSTEAD = "use configs/accelerate/ddp.yaml"
 
 
 # ---------------------------------------------------------------- asked for, or refused
-def launched(name: str) -> bool:
-    """Whether `accelerate launch` was told to use FSDP, DEEPSPEED or MEGATRON_LM."""
-    return os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("1", "true")
-
-
 def take_over() -> bool:
     """Whether FSDP was asked for; accelerate and transformers, which would act on it in their own way, do not see it
     any more."""
     asked = launched("FSDP")
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     return asked
-
-
-class ShardSettings(Protocol):
-    """What launches in parts read of a run's configuration."""
-
-    train_text_encoder: bool
-    lora: Any  # silentbad.model.settings.LoraSettings
-    gradient_control: Any  # gradient_control.GradientControlConfig
-    memory: Any  # memory_reinforce.MemoryConfig
-    optimizer: str
-    use_8bit_adam: bool
-    use_ema: bool
-    compile_model: bool
-    channels_last: bool | None
-    mixed_precision: Literal["no", "fp16", "bf16"] | None
-
-
-def check(config: ShardSettings) -> None:
-    """Refuse launches that are none of ours and, in ours, what does not work in shards; before anything loads."""
-    for name in ("DEEPSPEED", "MEGATRON_LM"):
-        if launched(name):
-            raise UserError(
-                f"accelerate: {name} takes the optimizer's step away from the loop; use configs/accelerate/ddp.yaml, "
-                "or fsdp.yaml for weights and states in shards"
-            )
-    if launched("FSDP"):
-        for key, wrong, why in unfit_fsdp(config):
-            if wrong:
-                raise UserError(f"{key}: {why}")
-
-
-def unfit_fsdp(config: ShardSettings) -> list[tuple[str, bool, str]]:
-    """(key, whether it was set so, why FSDP cannot have it and what can) of what does not work in shards."""
-    memory, environment = config.memory, os.environ.get
-    control = config.gradient_control
-    precision = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    optimizer = "AdamW8bit" if config.use_8bit_adam else config.optimizer.removeprefix("torch.optim.")
-    takes = f"gives each process a shard of a tensor, {optimizer} may need it whole; take {', '.join(ELEMENTWISE)}"
-    reads = f"takes gradients apart before FSDP has reduced them; turn it off, or {INSTEAD}"
-    copies = f"keeps a second UNet beside the shards, whole; turn it off, or {INSTEAD}"
-    return [
-        (
-            "fsdp_version",
-            environment("FSDP_VERSION", "1") != "2",
-            "only FSDP 2 shards here; set 2, as configs/accelerate/fsdp.yaml does",
-        ),
-        (
-            "fsdp_offload_params",
-            environment("FSDP_OFFLOAD_PARAMS", "").lower() == "true",
-            "shards stay on their device; set false",
-        ),
-        (
-            "num_processes",
-            int(os.environ.get("WORLD_SIZE", "1")) < 2,
-            "FSDP has nothing to shard in one process; use configs/accelerate/gpu.yaml",
-        ),
-        (
-            "mixed_precision",
-            precision not in ("no", "bf16"),
-            f"FSDP trains in bf16 or no here, not in {precision}, whose loss scale does not know shards",
-        ),
-        ("optimizer", optimizer not in ELEMENTWISE, f"FSDP {takes}"),
-        ("lora.rank", config.lora.rank is not None, f"FSDP shards what trains, and adapters are small; {INSTEAD}"),
-        ("train_text_encoder", config.train_text_encoder, f"FSDP shards the UNet alone; {INSTEAD}"),
-        ("compile_model", config.compile_model, "FSDP acts inside a step's passes, untested compiled; leave it off"),
-        ("channels_last", bool(config.channels_last), "FSDP shards contiguous weights only; leave it off"),
-        ("gradient_control.conflict", control.conflict, reads),
-        ("gradient_control.transform", control.transform != "none", reads),
-        ("gradient_control.name", control.uses_hypergradient, reads),
-        ("gradient_control.between.name", control.between.layerwise, reads),
-        ("gradient_control.spectral", control.spectral, "takes a matrix whole, FSDP in shards; turn it off"),
-        ("memory.loss_balance.name", config.memory.loss_balance.name != "fixed", reads),
-        ("use_ema", config.use_ema, copies),
-        ("memory.distillation.name", memory.distillation.name != "none", copies),
-        ("memory.retention.name", memory.retention.name != "none", copies),
-        (
-            "memory.attention_binding.name",
-            memory.attention_binding.name != "none",
-            f"reads layers inside what FSDP gathers, untested; leave it none, or {INSTEAD}",
-        ),
-    ]
 
 
 # ---------------------------------------------------------------- sharding

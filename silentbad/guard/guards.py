@@ -24,7 +24,7 @@ from torch import Tensor
 from silentbad.data import scan_file
 from silentbad.data.images import open_image, to_tensor
 from silentbad.data.records import Records
-from silentbad.data.scan_file import ADVICE, PICTURE
+from silentbad.data.scan_file import PICTURE
 from silentbad.data.schema import admitted, caption, check_window
 from silentbad.data.table import blocks
 from silentbad.errors import UserError, brief
@@ -33,8 +33,8 @@ from silentbad.memory.auxiliary import ModelAccess
 from silentbad.memory.masks import fitted
 from silentbad.model.diffusion import prediction_target
 from silentbad.rng import generator, noise
-from silentbad.settings.guard import GuardConfig
-from silentbad.settings.types import Count, Small, check_options, check_values
+from silentbad.settings.guard import GuardConfig, parse_guards
+from silentbad.settings.types import Count, Small
 
 SUSPECT = {"index": scan_file.number, "text": caption}
 
@@ -282,56 +282,12 @@ def project(grads: list[Tensor], away: list[Tensor]) -> Tensor:
 GUARDS: dict[str, Callable[..., Guard]] = {"drop": Drop, "mask": Mask, "cap": Cap, "project": Project}
 
 
-# ------------------------------------------------------------ checks
-def parse_guards(config: GuardConfig) -> dict[str, dict[str, Any]]:
-    """{guard: its options}, all checked; none where nothing guards."""
-    check_values(config, "guard.")
-    names = [] if config.name == "none" else config.name.split("+")
-    if len(names) > 1 and "none" in names:
-        raise UserError(f"guard.name: {config.name} joins none, which guards nothing; leave it out")
-    if len({*names}) < len(names):
-        raise UserError(f"guard.name: {config.name} names a guard twice; once is enough")
-    if len(names) > 1 and (unknown := [key for key in config.options if key not in names]):
-        raise UserError(f"guard.options: {unknown[0]!r} is not a guard of {config.name}; give {names[0]}: {{...}}")
-    options = {name: config.options.get(name, {}) for name in names} if len(names) > 1 else {names[0]: config.options}
-    for name, given in options.items():
-        check_options("guard", {"none": Guard, **GUARDS}, name, given)
-    return options
-
-
-def check_guard(config: Any) -> None:
-    """Refuse a guard without its scan, or what undoes it, before anything loads; `config` is the
-    run's."""
-    guard, memory = config.guard, config.memory
-    if guard.name == "none":
-        for key, given in (("scan", guard.scan), ("options", guard.options)):
-            if given:
-                raise UserError(f"guard.{key}: has no effect with guard.name=none; set guard.name=drop")
-        return
-    names = parse_guards(guard)
-    if guard.scan is None:
-        raise UserError(f"guard.scan: is missing; guard.name={guard.name} needs the scan.json of a scan; {ADVICE}")
-    if "drop" in names and ({"mask", "cap"} & {*names}):
-        raise UserError(f"guard.name={guard.name}: drop leaves no suspect record to mask or cap; leave one of them out")
-    for slot in ("rehearsal", "distillation", "attention_binding"):
-        if (name := getattr(memory, slot).name) != "none" and names.keys() != {"drop"}:
-            raise UserError(
-                f"memory.{slot}.name={name}: composes what guard.name={guard.name} keeps apart; leave one of them out"
-            )
-    if "mask" in names and memory.region.name == "estimated":
-        raise UserError(
-            "memory.region.name=estimated: stresses what recurs, which guard mask leaves out; take one of them"
-        )
-    if "project" in names and config.mixed_precision == "fp16":
-        raise UserError("guard.name=project: its gradient has no loss scale; use mixed_precision bf16 or no")
-
-
 # ------------------------------------------------------------ in a run
 class Guards(Hooks):
     """The guards of a run, one after the other; none where nothing guards."""
 
     def __init__(self, config: GuardConfig):
-        options = {} if config.name == "none" else parse_guards(config)
+        options = {} if config.name == "none" else parse_guards(config, GUARDS)
         self.suspects = Suspects.read(Path(str(config.scan))) if options else None
         self.each: list[Any] = [GUARDS[name](self.suspects, **given) for name, given in options.items()]
         self.names = list(options)

@@ -5,6 +5,7 @@ Legend: T trained tensors; a group is a dict of `params`, `name` and settings, a
 
 import importlib
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,80 +13,49 @@ import torch
 from silentbad.control.shrinkage import ShrunkAdamW
 from silentbad.control.spectral import SpectralAdamW
 from silentbad.distributed.shards import gather
-from silentbad.errors import UserError, brief, user_errors
+from silentbad.errors import UserError, user_errors
 from silentbad.model.averaging import keeps_average
+from silentbad.settings.optimizers import OptimizerFacts, not_one, path_of
 from silentbad.settings.train import TrainConfig
-from silentbad.settings.types import problem
+from silentbad.settings.types import Option
 
-ADAM = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps", "adam_weight_decay": "weight_decay"}
 UPDATES: dict[str, type[torch.optim.Optimizer]] = {"shrink": ShrunkAdamW, "spectral": SpectralAdamW}
 
 
 # ---------------------------------------------------------------- building
-def own_update(config: TrainConfig) -> str:
-    """The option of `gradient_control` that puts another update in place of AdamW's; nothing where none is set."""
-    chosen = [name for name in UPDATES if getattr(config.gradient_control, name)]
-    if len(chosen) > 1:
-        raise UserError(f"gradient_control.{chosen[1]}: does not go with {chosen[0]}: each is an update of its own")
-    return "".join(chosen)
-
-
 def optimizer_class(config: TrainConfig) -> type[torch.optim.Optimizer]:
     """The class that `optimizer`, `use_8bit_adam` or `gradient_control` names; refused where it does not import or is
     none."""
-    if update := own_update(config):
-        return UPDATES[update]
-    path = "bitsandbytes.optim.AdamW8bit" if config.use_8bit_adam else config.optimizer
-    key = "use_8bit_adam" if config.use_8bit_adam else "optimizer"
-    module, dot, name = path.rpartition(".")
-    if not dot:
-        module = "torch.optim"
+    key, path = path_of(config)
+    module, _, name = path.rpartition(".")
     try:
         kind = getattr(importlib.import_module(module), name, None)
     except Exception as error:  # whatever a package raises while it is imported
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{key}: {module} does not import ({reason}); pip install {module.split('.')[0]}") from None
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise UserError(f"{key}: {path} is no torch optimizer; AdamW or schedulefree.AdamWScheduleFree are")
+        raise UserError(not_one(key, config.optimizer))
     return kind
 
 
-def check_optimizer(config: TrainConfig) -> None:
-    """Refuse an optimizer that is not there, takes no such option, averages weights beside `use_ema`, or cannot
-    have the update that `gradient_control` asks for."""
-    kind, update = optimizer_class(config), own_update(config)
-    if update and (config.use_8bit_adam or config.optimizer != "AdamW"):
-        other = "use_8bit_adam" if config.use_8bit_adam else f"optimizer {config.optimizer}"
-        raise UserError(f"gradient_control.{update}: is for optimizer AdamW, not for {other}; leave one of them out")
-    if update == "shrink" and not config.adam_beta1:
-        raise UserError("gradient_control.shrink: adam_beta1 0 averages nothing to tell noise by; 0.9 does")
-    if needs := unusable(kind):
-        raise UserError(f"optimizer: {kind.__name__} needs {needs}; AdamW or SGD do not")
-    takes = inspect.signature(kind).parameters
-    if "lr" in config.optimizer_options:
-        raise UserError("optimizer_options: lr is set by learning_rate")
-    for key, value in config.optimizer_options.items():
-        if key not in takes or key == "params":
-            known = ", ".join(name for name in takes if name not in ("params", "lr"))
-            raise UserError(f"optimizer_options: {kind.__name__} takes no {key!r}; it takes: {known}")
-        if (wrong := problem(value, _annotation(takes[key]))) is not None:
-            raise UserError(f"optimizer_options: {key} {wrong}, got {brief(value)}")
-    if config.use_ema and keeps_average(kind):
-        raise UserError(f"use_ema: {kind.__name__} keeps an average of the weights itself; set one of them")
+def facts_of(kind: type[torch.optim.Optimizer]) -> OptimizerFacts:
+    """What the checks ask of an optimizer, from the class itself."""
+    options = {name: Option(_annotation(parameter), parameter.default) for name, parameter in _takes(kind).items()}
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    needs = "sparse gradients" if kind is torch.optim.SparseAdam else ""
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        needs = "to compute the loss itself"
+    return OptimizerFacts(kind.__name__, options, keeps_average(kind), needs)
+
+
+def _takes(kind: type[torch.optim.Optimizer]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(kind).parameters
 
 
 def _annotation(parameter: inspect.Parameter) -> Any:
     """What a parameter takes; anything where its package does not say."""
     hint = parameter.annotation
     return Any if hint is inspect.Parameter.empty or isinstance(hint, str) else hint
-
-
-def unusable(kind: type[torch.optim.Optimizer]) -> str:
-    """What an optimizer needs that this loop does not give; nothing where it works."""
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        return "to compute the loss itself"
-    return "sparse gradients" if kind is torch.optim.SparseAdam else ""
 
 
 def make_optimizer(groups: list[dict[str, Any]], config: TrainConfig, scale: float) -> torch.optim.Optimizer:

@@ -18,7 +18,6 @@ from torch.nn.functional import cosine_similarity
 
 from silentbad.device import in_batches
 from silentbad.errors import UserError, brief, user_errors
-from silentbad.measure.settings import SamplingSettings
 from silentbad.model.diffusion import levels, model_time, to_epsilon
 from silentbad.model.family import side_of
 from silentbad.model.forwards import as_convolutions, text_projected_once
@@ -28,6 +27,7 @@ from silentbad.model.pipeline import side_factor
 from silentbad.model.registry import family_of
 from silentbad.progress import Bar
 from silentbad.rng import addressed_seed, generator, noise
+from silentbad.settings.validation import ValidationConfig
 
 LOW_NOISE = 0.02  # of the schedule: where the alignment of guidance is measured
 
@@ -131,7 +131,7 @@ class Sampler:
     NAMES = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
 
     def __init__(
-        self, components: dict, config: SamplingSettings, seed: int, prediction_type=None, refuses: str | None = None
+        self, components: dict, config: ValidationConfig, seed: int, prediction_type=None, refuses: str | None = None
     ):
         self.prefix = "validation." if refuses is None else "--"
         scheduler = components["scheduler"]

@@ -32,10 +32,10 @@ from silentbad.measure.ranges import target_ranges
 from silentbad.measure.record import ElementThreshold, Scores, TargetRange, Threshold
 from silentbad.measure.samples import save
 from silentbad.measure.scores import cell_scores, is_recovered, length_scores, quadrants
-from silentbad.measure.settings import MeasureSettings
 from silentbad.measure.statistics import detection
 from silentbad.measure.thresholds import Redraw, load_redraws, thresholds
 from silentbad.settings.types import off_default
+from silentbad.settings.validation import ValidationConfig
 
 # Where the null pictures come from, as the report says it.
 REDRAWS = "redraws of the captions"
@@ -47,7 +47,7 @@ MOST_SHOWN = 64  # training pictures that are nulls
 
 
 def null_source(
-    config: MeasureSettings, targets: Sequence[Target], redraws: bool, base: bool = True, prefix: str = "validation."
+    config: ValidationConfig, targets: Sequence[Target], redraws: bool, base: bool = True, prefix: str = "validation."
 ) -> str:
     """Where the null pictures come from that set the threshold.
 
@@ -94,7 +94,7 @@ class Measure:
 
     def __init__(
         self,
-        config: MeasureSettings,
+        config: ValidationConfig,
         targets: list[Target],
         sampler: Sampler,
         embedder: Embedder,
@@ -114,7 +114,7 @@ class Measure:
         if source == REDRAWS and "null_images" in off_default(config):
             warn(f"{sampler.prefix}null_images: has no effect beside redraws.jsonl, which holds the null pictures")
         self.masks = [[None if m is None else to_tensor(m)[:1] for m in t.masks or []] for t in targets]
-        self.reference = config.reference
+        self.reference: str = config.reference
         if self.reference == "auto":
             self.reference = RAW if source == REDRAWS else DECODED
         self.training = TrainingPictures(training, embedder, sampler.side)

@@ -20,8 +20,8 @@ from silentbad.errors import UserError, brief, writing
 from silentbad.measure.generation import Item, Sampler
 from silentbad.measure.record import decode, read_recorded
 from silentbad.measure.samples import log_grid, save
-from silentbad.measure.settings import SamplingSettings
 from silentbad.model.denoiser import backbone_in
+from silentbad.settings.validation import ValidationConfig
 
 NAME = "sample_prompts.json"  # in the run folder
 MOST = 1000  # prompts of a file
@@ -111,7 +111,7 @@ def read_draws(folder: Path) -> list[Draw]:
 
 
 # -- drawing -----------------------------------------------------------------------------------------------
-def on_grid(config: SamplingSettings, step: int) -> bool:
+def on_grid(config: ValidationConfig, step: int) -> bool:
     """Whether validation is due at a step: before training, at `early_steps`, and every `steps`."""
     return step == 0 or step in config.early_steps or (config.steps > 0 and step % config.steps == 0)
 
@@ -123,7 +123,7 @@ class PromptSheet:
     def __init__(
         self,
         prompts: list[Prompt],
-        config: SamplingSettings,
+        config: ValidationConfig,
         *,
         components: dict[str, Any],
         accelerator: Any,

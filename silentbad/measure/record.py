@@ -5,13 +5,13 @@ docs/metrics.md defines the numbers. Similarities, rates and thresholds have no 
 """
 
 import json
-import math
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from silentbad.errors import UserError, writing
 from silentbad.files import from_json
@@ -396,63 +396,48 @@ def encode(value: Any) -> Any:
 def decode(kind: type[T], value: Any, key: str = "") -> T:
     """A value read from JSON as a dataclass, or as a list, dict, tuple or optional of one; other keys are ignored.
 
-    Raises UserError, which names the key, where a part is missing, of another type, or a number not finite.
+    Raises UserError, which names the key, where a part is missing or of another type, or holds a number that is not
+    finite.
     """
-    return _decode(kind, value, key)
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise UserError(f"{key or 'the file'} holds a number that is not finite") from None
+    try:
+        return _adapter(kind).validate_json(text, strict=True)  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise UserError(_what_is_wrong(error.errors()[0], key)) from None
 
 
-def _decode(kind: Any, value: Any, key: str) -> Any:
-    origin, inside = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return value
-    if origin in (Union, UnionType):
-        (only,) = (one for one in inside if one is not NoneType)
-        return None if value is None else _decode(only, value, key)
-    if is_dataclass(kind):
-        return _decode_fields(kind, _expect(dict, "an object", value, key), key)
-    if origin is list:
-        return [_decode(inside[0], part, f"{key}[{k}]") for k, part in enumerate(_expect(list, "a list", value, key))]
-    if origin is dict:
-        parts = _expect(dict, "an object", value, key)
-        return {name: _decode(inside[1], part, f"{key}[{shown(name)}]") for name, part in parts.items()}
-    if origin is tuple:
-        if len(_expect(list, "a list", value, key)) != len(inside):
-            raise UserError(f"{key} has {len(value)} entries instead of {len(inside)}")
-        return tuple(_decode(one, part, f"{key}[{k}]") for k, (one, part) in enumerate(zip(inside, value, strict=True)))
-    return _decode_plain(kind, value, key)
-
-
-def _decode_fields(kind: Any, value: dict[str, Any], key: str) -> Any:
-    hints, found = _hints(kind), {}
-    for one in fields(kind):
-        name = f"{key}.{one.name}" if key else one.name
-        if one.name in value:
-            found[one.name] = _decode(hints[one.name], value[one.name], name)
-        elif one.default is MISSING and one.default_factory is MISSING:
-            raise UserError(f"{name} is missing")
-    return kind(**found)
-
-
-def _decode_plain(kind: type, value: Any, key: str) -> Any:
-    if kind in (int, float):
-        allowed = (int,) if kind is int else (int, float)
-        if isinstance(value, bool) or not isinstance(value, allowed):
-            raise UserError(f"{key} is {shown(value)} instead of {'an integer' if kind is int else 'a number'}")
-        if isinstance(value, int) and abs(value) > LARGEST or not math.isfinite(value):
-            raise UserError(f"{key} is {shown(value)}, which is no finite number within range")
-        return value
-    return _expect(kind, {str: "a text", bool: "true or false"}[kind], value, key)
-
-
-def _expect(kind: type, name: str, value: Any, key: str) -> Any:
-    if not isinstance(value, kind):
-        raise UserError(f"{key or 'the file'} is {shown(value)} instead of {name}")
-    return value
+WORDS = {  # pydantic's type of an error -> what would be right
+    "int": "an integer",
+    "float": "a number",
+    "string": "a text",
+    "bool": "true or false",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "an object",
+    "dataclass": "an object",
+}
 
 
 @cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
+def _adapter(kind: Any) -> TypeAdapter:
+    return TypeAdapter(kind)
+
+
+def _what_is_wrong(error: Any, key: str) -> str:
+    """pydantic's complaint in one line that begins with the key."""
+    name = key + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
+    name = name.removeprefix(".") or "the file"
+    if error["type"] == "missing":
+        return f"{name} is missing"
+    if error["type"] in ("too_long", "too_short"):
+        context = error["ctx"]
+        right = context.get("max_length", context.get("min_length"))
+        return f"{name} has {context['actual_length']} entries instead of {right}"
+    right = WORDS.get(error["type"].partition("_")[0], error["msg"].lower())
+    return f"{name} is {shown(error['input'])} instead of {right}"
 
 
 def shown(value: Any) -> str:

@@ -14,9 +14,9 @@ from silentbad.model import diffusion, lora
 from silentbad.model.family import Family
 from silentbad.model.forwards import convolve
 from silentbad.model.groups import group_of
-from silentbad.model.layers import narrowed
 from silentbad.model.registry import FAMILIES
-from silentbad.model.settings import ModelSettings
+from silentbad.settings.layers import narrowed
+from silentbad.settings.train import TrainConfig
 
 
 class Denoiser(nn.Module):
@@ -71,7 +71,7 @@ def backbone_in(model: Any) -> Any:
 
 
 def make_trainable(
-    config: ModelSettings, family: Family, schedule: Any, backbone: Any, encoders: dict[str, Any]
+    config: TrainConfig, family: Family, schedule: Any, backbone: Any, encoders: dict[str, Any]
 ) -> Denoiser:
     """The module that trains; every parameter that shall not is frozen."""
     trained = {family.backbone: backbone, **(encoders if config.train_text_encoder else {})}
@@ -103,9 +103,7 @@ def recomputed(module: nn.Module, *inputs: Any) -> Any:
     return module(*inputs)
 
 
-def layers_to_train(
-    config: ModelSettings, family: Family, components: dict[str, nn.Module]
-) -> dict[str, dict[str, str]]:
+def layers_to_train(config: TrainConfig, family: Family, components: dict[str, nn.Module]) -> dict[str, dict[str, str]]:
     """{component: {name: group}} of the parameters that train, or of the layers that adapters are put on."""
     if config.lora.rank is not None:
         layers = {name: lora.target_layers(name, module, config.lora) for name, module in components.items()}
@@ -123,14 +121,14 @@ def parameter_groups(family: Family, name: str, module: nn.Module) -> dict[str, 
     return {path: group_of(f"{name}.{path}") for path in paths}
 
 
-def to_device(model: torch.nn.Module, config: ModelSettings, device: torch.device) -> torch.nn.Module:
+def to_device(model: torch.nn.Module, config: TrainConfig, device: torch.device) -> torch.nn.Module:
     """What trains, on its device and in the memory format its convolutions run fastest in."""
     last = device.type == "cuda" if config.channels_last is None else config.channels_last
     model.to(device)
     return model.to(memory_format=torch.channels_last) if last else model  # type: ignore[call-overload]
 
 
-def training_forward(model: torch.nn.Module, config: ModelSettings, precision: str) -> Callable:
+def training_forward(model: torch.nn.Module, config: TrainConfig, precision: str) -> Callable:
     """The forward of a training step: compiled where asked, for the one shape that a micro-batch has. Otherwise linear
     layers run as convolutions on a CPU; in bf16 they gain nothing by it."""
     if not config.compile_model:
@@ -143,7 +141,7 @@ def training_forward(model: torch.nn.Module, config: ModelSettings, precision: s
     return torch.compile(model, dynamic=False)
 
 
-def make_ema(model: torch.nn.Module, config: ModelSettings, device: torch.device) -> EMAModel | None:
+def make_ema(model: torch.nn.Module, config: TrainConfig, device: torch.device) -> EMAModel | None:
     """diffusers' average of the trained weights, on the CPU when offloaded."""
     if not config.use_ema:
         return None

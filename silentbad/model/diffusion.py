@@ -13,8 +13,8 @@ import torch
 from diffusers.training_utils import compute_dream_and_update_latents, compute_snr
 
 from silentbad.device import send
-from silentbad.model.settings import ModelSettings
 from silentbad.rng import noise
+from silentbad.settings.train import TrainConfig
 
 
 class Flow:
@@ -62,7 +62,7 @@ def model_time(schedule: Any, t: torch.Tensor) -> torch.Tensor:
 
 
 def noised(
-    scheduler: Any, x0: torch.Tensor, t: torch.Tensor, config: ModelSettings, draw: int, positions: list[int]
+    scheduler: Any, x0: torch.Tensor, t: torch.Tensor, config: TrainConfig, draw: int, positions: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(eps, x_t), both (B,C,h,w), from addressed noise; offset and input perturbation where asked."""
 

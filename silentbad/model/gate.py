@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 from silentbad import hub
 from silentbad.errors import UserError, brief, first_line, user_errors, warn
 from silentbad.files import is_lfs_pointer, read_json
-from silentbad.model.settings import ModelSettings
+from silentbad.settings.train import TrainConfig
 
 NAMED = 3  # tensors that a message names
 HARMLESS = re.compile(r"(^|\.)position_ids$")  # buffers that earlier versions of transformers saved
@@ -41,7 +41,7 @@ class Source:
     variant: str | None = None
 
     @classmethod
-    def of(cls, config: ModelSettings) -> "Source":
+    def of(cls, config: TrainConfig) -> "Source":
         """Of a training's configuration."""
         return cls(
             config.pretrained_model_name_or_path,

@@ -16,10 +16,10 @@ from torch import nn
 from silentbad import ROOT
 from silentbad.errors import UserError, brief, warn
 from silentbad.settings import key_lines, read_yaml
+from silentbad.settings.layers import OTHER, ROLE_ORDER
 from silentbad.settings.types import Positive, problem
 
 logger = logging.getLogger(__name__)
-OTHER = "other"  # names no pattern knows; multiplier 1
 
 MMDIT = (
     r"^(?:(?:module|_orig_mod|base_model|model|transformer)\.)*"  # of SD 3; UNets have transformer_blocks deeper down
@@ -68,11 +68,6 @@ ROLES = [  # in SD 3 image and text tokens attend jointly, each by weights of th
     (r"\.(?:token|position)_embedding\.", "embed"),
 ]
 
-ROLE_ORDER = [
-    *(f"{a}.{b}" for a in ("xattn", "attn", "attn.context", "attn.image") for b in "qkvo"),
-    *("ff", "ff.context", "mod", "mod.context", "resnet.conv", "resnet.shortcut"),
-    *("proj", "time", "norm", "sampler", "io", "embed"),
-]
 APART = ("norm", "io", "embed")  # roles that join no other
 
 

@@ -24,36 +24,17 @@ from torch import nn
 from silentbad import hub
 from silentbad.errors import UserError, brief, user_errors
 from silentbad.model.gate import check_finite, check_settings, finite, number, quietly
-from silentbad.model.groups import ROLE_ORDER, group_of
-from silentbad.model.layers import STAGE_ORDER, chosen
+from silentbad.model.groups import group_of
 from silentbad.model.registry import FAMILIES, family_of_pipeline
-from silentbad.model.settings import LoraSettings, ModelSettings
 from silentbad.rng import addressed_seed
-from silentbad.settings.types import off_default
+from silentbad.settings.layers import chosen
+from silentbad.settings.train import LoraSettings
 
 KOHYA = "kohya.safetensors"
 NAMES = {"lora": "LoRA", "dora": "DoRA", "loha": "LoHa", "lokr": "LoKr"}
 FOLDERS = ("loha", "lokr")  # diffusers has no file for these: a folder of peft's for each component
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 COMPONENTS = list(dict.fromkeys(name for family in FAMILIES.values() for name in (family.backbone, *family.encoders)))
-ROLES = [role for role in ROLE_ORDER if role not in ("norm", "embed")]  # what peft can adapt
-
-
-def check(config: ModelSettings) -> None:
-    """Refuse settings of adapters that name no layer or act on nothing, before any weights load."""
-    lora = config.lora
-    if lora.rank is None and (names := off_default(lora)):
-        raise UserError(f"lora.{names[0]}: acts on adapters alone, and lora.rank is missing; set it, or leave this out")
-    if lora.factor is not None and lora.kind != "lokr":
-        raise UserError(f"lora.factor: is of the Kronecker product of lokr; lora.kind is {lora.kind}")
-    for key in ("rank", "alpha"):
-        if (value := getattr(lora, key)) is not None and value < 1:
-            raise UserError(f"lora.{key}: must be at least 1, got {value}")
-    for target in lora.targets:
-        if not any(chosen([target], f"{stage}.{role}") for stage in STAGE_ORDER for role in ROLES):
-            raise UserError(f"lora.targets: {target!r} names no layer; roles are {', '.join(ROLES)}")
-    if not lora.targets:
-        raise UserError("lora.targets: names no layer; attn and xattn are the default")
 
 
 def target_layers(name: str, module: nn.Module, lora: LoraSettings) -> dict[str, str]:

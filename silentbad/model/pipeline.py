@@ -19,8 +19,8 @@ from silentbad.model.family import Family, side_of
 from silentbad.model.gate import Source
 from silentbad.model.latents import decode
 from silentbad.model.registry import FAMILIES, KNOWN, backbone_of, family_of
-from silentbad.model.settings import ModelSettings
 from silentbad.rng import generator, noise
+from silentbad.settings.train import TrainConfig
 
 
 @dataclass
@@ -62,7 +62,7 @@ def check_xformers() -> None:
         raise UserError(f"{key}: xformers cannot be used here ({reason}); {instead}") from None
 
 
-def scheduler_settings(config: ModelSettings) -> dict[str, Any]:
+def scheduler_settings(config: TrainConfig) -> dict[str, Any]:
     """The training schedule's settings, `prediction_type` overridden where the configuration does."""
     source = Source.of(config)
     settings = schedule(source, family_for(config))
@@ -74,7 +74,7 @@ def scheduler_settings(config: ModelSettings) -> dict[str, Any]:
     return settings
 
 
-def family_for(config: ModelSettings) -> Family:
+def family_for(config: TrainConfig) -> Family:
     """The family of the pipeline that is to train."""
     return FAMILIES[read_index(Source.of(config), (*FAMILIES,))["_class_name"]]
 
@@ -152,7 +152,7 @@ def has(index: dict[str, Any], part: str) -> bool:
 
 
 # ---------------------------------------------------------------- loading
-def load_tokenizer(config: ModelSettings) -> Any:
+def load_tokenizer(config: TrainConfig) -> Any:
     """The first, or only, tokenizer: CLIP's, which cuts captions into the same tokens in all families."""
     return tokenizer_of("tokenizer", family_for(config).tokenizer["tokenizer"], Source.of(config))
 
@@ -166,7 +166,7 @@ def tokenizer_of(part: str, kind: Any, source: Source) -> Any:
     return tokenizer
 
 
-def load_parts(config: ModelSettings, settings: dict[str, Any], tokenizer: Any, precision: str = "no") -> Components:
+def load_parts(config: TrainConfig, settings: dict[str, Any], tokenizer: Any, precision: str = "no") -> Components:
     """What trains in fp32, the rest frozen in the run's precision; safetensors only.
 
     The backbone trains, whole or through LoRA, which leaves its own weights frozen; so do the text encoders where
@@ -240,7 +240,7 @@ def check_fit(
     gate.check_runs(path, family, backbone, vae, family.widths(backbone, encoders)[0])
 
 
-def _check_side(parts: Components, config: ModelSettings) -> None:
+def _check_side(parts: Components, config: TrainConfig) -> None:
     factor, side = side_factor(parts.family, parts.backbone, parts.vae), resolution(parts, config)
     path = config.pretrained_model_name_or_path
     if side % factor:
@@ -265,7 +265,7 @@ def vae_factor(vae: Any) -> int:
     return 2 ** (len(vae.config.block_out_channels) - 1)
 
 
-def resolution(parts: Components, config: ModelSettings) -> int:
+def resolution(parts: Components, config: TrainConfig) -> int:
     """Side of the training images: the flag, or the pipeline's own."""
     if config.resolution is not None:
         return config.resolution

@@ -24,8 +24,8 @@ from silentbad.data.table import blocks
 from silentbad.device import explain_out_of_memory, in_batches, send
 from silentbad.errors import UserError, user_errors
 from silentbad.files import intact, sealed
-from silentbad.model.settings import ModelSettings
 from silentbad.progress import Bar
+from silentbad.settings.train import TrainConfig
 
 KEY = "S16"  # the first 16 bytes of a SHA-256
 SHARD = 64 * 2**20  # bytes of a shard, and so of what a killed build loses
@@ -173,7 +173,7 @@ class Cached:
         self,
         encoder: Any,
         reader: Any,
-        config: ModelSettings,
+        config: TrainConfig,
         *,
         composes: bool,
         blank: bool,

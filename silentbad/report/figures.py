@@ -3,14 +3,18 @@
 `python -m silentbad.report.figures RUN --out picture.png`
 """
 
-import argparse
+from silentbad.settings.command import early, refused
+from silentbad.settings.commands import FigureOptions, figure_options
+
+if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
+    OPTIONS = early(figure_options, None, __doc__)
+
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
 from silentbad.data.images import open_image, safe_path
-from silentbad.errors import ArgumentParser, UserError, exit_with, print_error, user_errors, warn
-from silentbad.files import check_writable, path_argument
+from silentbad.errors import UserError, exit_with, user_errors, warn
 from silentbad.measure.record import NAME, Measurement, Record, Scores
 
 MOST = 50  # targets that are shown, and elements of a target
@@ -85,26 +89,19 @@ def _save(picture: Image.Image, file: Path) -> None:
         draft.unlink(missing_ok=True)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=path_argument)
-    parser.add_argument("--out", type=path_argument, required=True)
-    parser.add_argument("--kind", choices=("median", "best"), default="median")
-    args = parser.parse_args(argv)
+def main(argv: list[str] | None = None, options: FigureOptions | None = None) -> int:
     try:
-        check_writable(args.out, "--out")
-        if args.out.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
-            raise UserError(f"--out: {args.out} must end in .png, .jpg or .webp")
-        picture = strip(args.run, args.kind)
-        with user_errors(f"--out: cannot write {args.out}"):
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            _save(picture, args.out)
+        given = options or figure_options(argv, __doc__)
+        out = Path(str(given.out))
+        picture = strip(Path(str(given.run)), given.kind)
+        with user_errors(f"--out: cannot write {out}"):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            _save(picture, out)
     except UserError as error:
-        print_error(error)
-        return 2
-    print(args.out)
+        return refused(error)
+    print(out)
     return 0
 
 
 if __name__ == "__main__":
-    exit_with(main)
+    exit_with(lambda: main(options=OPTIONS))

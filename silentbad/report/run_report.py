@@ -3,13 +3,12 @@
 The sections are computed in sections.py, evidence.py and comparison.py, which return data; the HTML is in templates/.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from silentbad.errors import ArgumentParser, UserError, print_error, writing
-from silentbad.files import check_writable, path_argument, path_text, replace_text
+from silentbad.errors import UserError, writing
+from silentbad.files import check_writable, replace_text
 from silentbad.measure.record import ALL, NAME, STRICT, Record
 from silentbad.measure.scores import kinds, minus_placebo, placebo_run
 from silentbad.measure.verdict import verdict_of
@@ -18,6 +17,8 @@ from silentbad.report.charts import Reach, number
 from silentbad.report.comparison import compare
 from silentbad.report.pages import rounded
 from silentbad.report.recorded_run import WEIGHTS, RecordedRun
+from silentbad.settings.command import refused
+from silentbad.settings.commands import ReportOptions, report_options
 
 
 def render(folder: str | Path, under_way: str = "") -> str:
@@ -151,43 +152,25 @@ def _line(name: str, cells: Sequence[str]) -> str:
     return f"{name:26}" + "".join(f"{cell:>{10 if k % 3 == 0 else 8}}" for k, cell in enumerate(cells))
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, options: ReportOptions | None = None) -> int:
     """The command line: exit code 0, or 2 where a run cannot be read or the page not be written."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    about = "report.html of a run folder, or a comparison of several runs, the first as reference."
-    usage = "%(prog)s [--placebo RUN] [--out FILE] RUN\n       %(prog)s [--out FILE] compare RUN RUN ..."
-    parser = ArgumentParser(prog="python -m silentbad.report", description=about, usage=usage)
-    parser.add_argument("runs", type=path_text, nargs="+", metavar="RUN", help="output_dir of a run")
-    parser.add_argument(
-        "--placebo", type=path_text, metavar="RUN", help="run on placebo data, whose rates are taken off for good"
-    )
-    parser.add_argument(
-        "--out", type=path_argument, default=None, help="file to write; report.html in RUN, or compare.html"
-    )
-    given, verdict = parser.parse_args(arguments), ""
+    verdict = ""
     try:
-        if given.runs[0] == "compare":
-            if given.placebo is not None:
-                raise UserError("--placebo: is of one run's report; leave it out of a comparison")
-            if len(given.runs) < 3:
-                raise UserError("compare: give at least two run folders")
-            file = given.out or Path("compare.html")
+        given = options or report_options(arguments)
+        runs = given.runs or []
+        if runs[0] == "compare":
+            file = Path(given.out or "compare.html")
             check_writable(file, "--out")
-            page, gaps = compare(given.runs[1:])
+            page, gaps = compare(runs[1:])
             save(page, file)
             for row in gaps:
                 print("  ".join(number(v) for v in row))
         else:
-            if len(given.runs) > 1:
-                raise UserError("report: one run folder, or `compare` before several")
-            file = given.out or Path(given.runs[0]) / "report.html"
-            if given.out is not None:
-                check_writable(file, "--out")
+            file = Path(given.out) if given.out else Path(runs[0]) / "report.html"
             if given.placebo is not None:
-                verdict = subtract_placebo(given.runs[0], given.placebo)
-            save(render(given.runs[0]), file)
+                verdict = subtract_placebo(runs[0], given.placebo)
+            save(render(runs[0]), file)
     except UserError as error:
-        print_error(error)
-        return 2
+        return refused(error)
     print(*filter(None, (file, verdict)), sep="\n")
     return 0

@@ -27,7 +27,7 @@ from silentbad.errors import UserError, first_line, writing
 from silentbad.files import from_json, read_json
 from silentbad.saving import checkpoint
 from silentbad.settings import dumped
-from silentbad.settings.train import TrainConfig
+from silentbad.settings.train import REPLACED, WRITTEN, TrainConfig
 
 KIND = "training"  # of folder, beside audits and what else this program makes
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "datasets", "safetensors", "numpy")
@@ -60,21 +60,7 @@ class RunFolder:
         self.pipeline = self.path / product
         self.outdated: list[str] = []
 
-    WRITTEN = (  # deleted where a run is overwritten
-        "checkpoints",
-        "pipeline",
-        "lora",
-        "best",
-        "samples",
-        "epochs",
-        "metrics.jsonl",
-        "timings.jsonl",
-        "validation.json",
-        "sample_prompts.json",
-        "report.html",
-        "finished.json",
-    )
-    REPLACED = ("config.yaml", "run.json", "multipliers.json", "phrase_memory.json", "timesteps.json")
+    WRITTEN, REPLACED = WRITTEN, REPLACED
 
     @classmethod
     def of(cls, config: TrainConfig, is_main: bool) -> "RunFolder":

@@ -7,7 +7,17 @@ explains it.
 """
 
 from silentbad.errors import exit_with
-from silentbad.scan.command import main
+from silentbad.settings.command import early
+from silentbad.settings.commands import scan_options
+
+
+def main() -> int:
+    """Parses before it imports what scans."""
+    options = early(scan_options)
+    from silentbad.scan import command
+
+    return command.main(options=options)
+
 
 if __name__ == "__main__":
     exit_with(main)

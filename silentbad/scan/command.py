@@ -7,11 +7,9 @@
 <output_dir>/clean.jsonl   the metadata without the suspect records
 """
 
-import argparse
 import json
 import re
 import time
-import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,10 @@ import numpy as np
 
 from silentbad import owned
 from silentbad.data import scan_file
-from silentbad.data.published import is_published
-from silentbad.data.records import PUBLISHED_FLAGS, row_source
+from silentbad.data.records import row_source
 from silentbad.data.schema import csv_lines, json_lines
-from silentbad.errors import ArgumentParser, UserError, print_error, writing
-from silentbad.files import check_writable, path_argument, path_text, remove_earlier, replace_text
+from silentbad.errors import UserError, writing
+from silentbad.files import check_writable, remove_earlier, replace_text
 from silentbad.progress import Bar
 from silentbad.report import pages
 from silentbad.report.pages import Table, png, shot
@@ -32,17 +29,12 @@ from silentbad.scan.composite import MOST
 from silentbad.scan.find import Composite, Found, draw, find, pictures_needed
 from silentbad.scan.sets import SuspectSet
 from silentbad.scan.views import FOLDER, Views, picture_of
-from silentbad.settings.train import TrainConfig
-from silentbad.settings.types import problem
+from silentbad.settings.command import refused
+from silentbad.settings.commands import ScanOptions, scan_options
 
 SCHEMA = 1
 TEMPLATES = Path(__file__).parent / "templates"
 SHOWN = 200  # records of a set in the page
-
-
-HINTS = typing.get_type_hints(TrainConfig, include_extras=True)
-# The flags of the published layout alone, each with training's range and default.
-PUBLISHED = {flag: (HINTS[flag], getattr(TrainConfig, flag)) for flag in PUBLISHED_FLAGS if flag != "seed"}
 
 
 def progress(items: Iterable, what: str, total: int) -> Iterable:
@@ -51,9 +43,7 @@ def progress(items: Iterable, what: str, total: int) -> Iterable:
 
 
 # -- what was found, as data -----------------------------------------------------------------------------------
-def described(
-    found: Found, where: dict[int, str], options: argparse.Namespace, texts: list[str], seconds: float
-) -> dict:
+def described(found: Found, where: dict[int, str], options: ScanOptions, texts: list[str], seconds: float) -> dict:
     """scan.json."""
     sets = []
     for k, (one, composite) in enumerate(zip(found.sets, found.composites, strict=True)):
@@ -134,7 +124,7 @@ def page(found: Found, data: dict) -> str:
     return pages.render("scan.html.j2", values, TEMPLATES)
 
 
-def metadata_rows(options: argparse.Namespace, rows: Any) -> Iterator[dict]:
+def metadata_rows(options: ScanOptions, rows: Any) -> Iterator[dict]:
     """The entries of the metadata as they stand; of other sources, what a metadata.jsonl would hold."""
     root = Path(options.train_data_dir or "")
     if options.dataset_name is None and (root / "metadata.jsonl").is_file():
@@ -152,7 +142,7 @@ PICTURES = r"composite-\d+\.png|mask-\d+-\d+\.png"
 WRITTEN = ("scan.json", "scan.html", "clean.jsonl", FOLDER)
 
 
-def write(out: Path, found: Found, data: dict, options: argparse.Namespace, rows: Any) -> None:
+def write(out: Path, found: Found, data: dict, options: ScanOptions, rows: Any) -> None:
     """All files, clean.jsonl last. Raises UserError where one cannot be written."""
     suspect = {row["index"] for row in data["suspects"]}
     with writing("--output_dir", str(out)):
@@ -172,19 +162,8 @@ def write(out: Path, found: Found, data: dict, options: argparse.Namespace, rows
 
 
 # -- the command -----------------------------------------------------------------------------------------------
-def scan(options: argparse.Namespace) -> dict:
+def scan(options: ScanOptions) -> dict:
     """Scan, write, and return what scan.json holds. Raises UserError where the data or the output is at fault."""
-    if (options.train_data_dir is None) == (options.dataset_name is None):
-        raise UserError("train_data_dir: give either --train_data_dir or --dataset_name")
-    if not 0 <= options.permutations <= 10_000:
-        raise UserError(f"--permutations: must be from 0 to 10000, got {options.permutations}")
-    if not 0 <= options.seed < 2**63:
-        raise UserError(f"--seed: must be from 0 to 2^63 - 1, got {options.seed}")
-    for name, (kind, default) in PUBLISHED.items():
-        value = getattr(options, name)
-        if value != default and (wrong := problem(value, kind)) is not None:
-            raise UserError(f"--{name}: {wrong}, got {value}")
-    check_idle(options)
     started, out = time.monotonic(), Path(options.output_dir)
     check_writable(out, "--output_dir", folder=True)
     if options.train_data_dir and out.resolve().is_relative_to(Path(options.train_data_dir).resolve()):
@@ -216,53 +195,13 @@ def scan(options: argparse.Namespace) -> dict:
     return data
 
 
-def check_idle(options: argparse.Namespace) -> None:
-    """Refuse flags that act on nothing in this data."""
-    data = Path(options.train_data_dir or "")
-    layout = is_published(data) or not data.is_dir()  # one that is not there is refused later
-    of_layout = [name for name, (_, default) in PUBLISHED.items() if getattr(options, name) != default]
-    for names, acts, needed in (
-        (of_layout, layout, "train_data_dir of the published layout"),
-        (("dataset_config_name", "image_column", "caption_column"), options.dataset_name, "dataset_name"),
-    ):
-        if not acts and (idle := [name for name in names if getattr(options, name) is not None]):
-            raise UserError(f"--{idle[0]}: needs {needed}, without which it has no effect")
-
-
-def parser() -> argparse.ArgumentParser:
-    made = ArgumentParser(
-        prog="python -m silentbad.scan",
-        description="Find pictures that are dispersed in a data set, from its pictures and captions alone. "
-        "Exit code 0: nothing found; 3: a suspect set; 2: a mistake.",
-    )
-    made.add_argument(
-        "--train_data_dir", type=path_text, help="folder with metadata.jsonl or .csv, or of the published layout"
-    )
-    made.add_argument(
-        "--dataset_name", type=path_text, help="Hub data set, or a local one that datasets.load_dataset takes"
-    )
-    made.add_argument("--dataset_config_name", help="configuration of the Hub data set")
-    made.add_argument("--image_column", help="image column of the Hub data set")
-    made.add_argument("--caption_column", help="caption column of the Hub data set")
-    made.add_argument("--clean_data_dir", type=path_text, help="published layout: folder of the clean images")
-    for name, (kind, default) in PUBLISHED.items():
-        plain = int if int in typing.get_args(kind) else float
-        made.add_argument(f"--{name}", type=plain, default=default, help="published layout: as in training")
-    made.add_argument("--cache_dir", type=path_text, help="folder of downloads; the Hugging Face cache when unset")
-    made.add_argument("--output_dir", type=path_argument, default=Path("runs/scan"), help="where the results go")
-    made.add_argument("--permutations", type=int, default=99, help="of the captions, for the false-alarm rate; 0: none")
-    made.add_argument("--seed", type=int, default=0, help="of hashing, permutations and the published layout's choices")
-    return made
-
-
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, options: ScanOptions | None = None) -> int:
     """The command line: exit code 0 where nothing is found, 3 where something is, 2 after a mistake."""
-    options = parser().parse_args(arguments)
     try:
+        options = options or scan_options(arguments)
         data = scan(options)
     except UserError as error:
-        print_error(error)
-        return 2
+        return refused(error)
     for one in data["sets"]:
         count = sum(len(element["records"]) for element in one["elements"])
         print(f"found: {one['prompt']} ({count} records, false-alarm rate {one['false_alarm']})")

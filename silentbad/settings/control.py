@@ -15,28 +15,35 @@ from silentbad.settings.types import (
     Weight,
     check_options,
     check_values,
-    off_default,
+    option,
 )
+
+
+def of_between(default: Any, help: str = "") -> Any:
+    """An option of a rule between the sources."""
+    return option(default, help, needs="gradient_control.between.name")
 
 
 @dataclass
 class BetweenConfig:
     """Nested under --gradient_control.between.*: the factors between sources."""
 
-    name: str = "none"  # a rule of SOURCE_RULES, or none
-    options: dict[str, Any] = field(default_factory=dict)  # of the rule
-    levels: dict[str, Annotated[float, Range(1e-6, 1e6)]] = field(
-        default_factory=lambda: {"clean": 0.1}
-    )  # w: each source's mean factor, of clean and rehearsal; elements have 1
-    ramp: Natural = 0  # updates in which a level falls from 1 to w, geometrically; 0: at once
-    release: Natural | None = None  # updates after which it rises to 1 again, as fast; unset: never
-    bound: Annotated[float, Range(at_least=1)] = 5.0  # A: a layer's factor stays in [w/A, w A]
-    warmup: Natural = 20  # updates at the level alone; the rule fades in over as many again
-    refresh: Count = 10  # updates between two computations; a result takes effect one refresh later
-    max_log_step: Positive = 0.5  # |d log a| of a group between two refreshes
-    momentum: Decay = 0.9  # of each source's mean gradient
-    averaging: Decay = 0.98  # of its statistics
-    sample: Annotated[int, Range(at_least=1, at_most=16384)] = 2048  # coordinates kept per tensor and source
+    name: str = option("none", "a rule of SOURCE_RULES, or none")
+    options: dict[str, Any] = of_between({}, "of the rule")
+    levels: dict[str, Annotated[float, Range(1e-6, 1e6)]] = of_between(
+        {"clean": 0.1}, "w: each source's mean factor, of clean and rehearsal; elements have 1"
+    )
+    ramp: Natural = of_between(0, "updates in which a level falls from 1 to w, geometrically; 0: at once")
+    release: Natural | None = of_between(None, "updates after which it rises to 1 again, as fast; unset: never")
+    bound: Annotated[float, Range(at_least=1)] = of_between(5.0, "A: a layer's factor stays in [w/A, w A]")
+    warmup: Natural = of_between(20, "updates at the level alone; the rule fades in over as many again")
+    refresh: Count = of_between(10, "updates between two computations; a result takes effect one refresh later")
+    max_log_step: Positive = of_between(0.5, "|d log a| of a group between two refreshes")
+    momentum: Decay = of_between(0.9, "of each source's mean gradient")
+    averaging: Decay = of_between(0.98, "of its statistics")
+    sample: Annotated[int, Range(at_least=1, at_most=16384)] = of_between(
+        2048, "coordinates kept per tensor and source"
+    )
 
     @property
     def layerwise(self) -> bool:
@@ -44,29 +51,42 @@ class BetweenConfig:
         return self.name not in ("none", "uniform")
 
 
+def of_rule(default: Any, help: str = "") -> Any:
+    """An option of a rule; one for all groups, as by default, has none."""
+    return option(default, help, needs="gradient_control.name", idle="said")
+
+
 @dataclass
 class GradientControlConfig:
     """Nested under --gradient_control.*; a combination has one option dict a rule: {gsnr: {floor: 1e-3}}."""
 
-    name: str = "uniform"  # a rule of SCALE_RULES, or several: prior+gsnr
-    options: dict[str, Any] = field(default_factory=dict)  # of the rule; of a combination: rule -> options
-    weights: dict[str, Weight] = field(default_factory=dict)  # rule -> its weight in log space (default 1)
-    apply: Literal["lr", "gradient"] = "lr"  # on learning rates, or (for comparison) on gradients
-    bound: Annotated[float, Range(at_least=1)] = 4.0  # A: every multiplier stays in [1/A, A]
-    warmup: Natural = 50  # updates with all multipliers 1; the rule fades in over as many again
-    refresh: Count = 10  # updates between two computations; a result takes effect one refresh later
-    max_log_step: Positive = 0.25  # |d log a| of a group between two refreshes
-    momentum: Decay = 0.9  # of m
-    averaging: Decay = 0.98  # of S, E, Q
-    sample: Annotated[int, Range(at_least=1, at_most=16384)] = 8192  # coordinates of m kept per tensor
-    conflict: bool = False  # meter the cosines between the gradients of the sources
-    sources: Literal["role", "element"] = (
-        "role"  # told apart by role (element, clean, rehearsal), or element: each element is one
+    name: str = option("uniform", "a rule of SCALE_RULES, or several: prior+gsnr")
+    options: dict[str, Any] = option({}, "of the rule; of a combination: rule -> options")
+    weights: dict[str, Weight] = option({}, "rule -> its weight in log space (default 1)")
+    apply: Literal["lr", "gradient"] = of_rule("lr", "on learning rates, or (for comparison) on gradients")
+    bound: Annotated[float, Range(at_least=1)] = of_rule(4.0, "A: every multiplier stays in [1/A, A]")
+    warmup: Natural = of_rule(50, "updates with all multipliers 1; the rule fades in over as many again")
+    refresh: Count = of_rule(10, "updates between two computations; a result takes effect one refresh later")
+    max_log_step: Positive = of_rule(0.25, "|d log a| of a group between two refreshes")
+    momentum: Decay = of_rule(0.9, "of m")
+    averaging: Decay = of_rule(0.98, "of S, E, Q")
+    sample: Annotated[int, Range(at_least=1, at_most=16384)] = option(
+        8192,
+        "coordinates of m kept per tensor",
+        needs="gradient_control.name or gradient_control.conflict or gradient_control.transform",
+        idle="said",
     )
-    transform: str = "none"  # of TRANSFORMS: recombine the sources' gradients
+    conflict: bool = option(False, "meter the cosines between the gradients of the sources")
+    sources: Literal["role", "element"] = option(
+        "role",
+        "told apart by role (element, clean, rehearsal), or element: each element is one",
+        needs="gradient_control.conflict or gradient_control.transform",
+        idle="said",
+    )
+    transform: str = option("none", "of TRANSFORMS: recombine the sources' gradients")
     between: BetweenConfig = field(default_factory=BetweenConfig)  # factors between the sources; they act on gradients
-    shrink: bool = False  # shrink each weight's AdamW update to what rises above its gradient's noise
-    spectral: bool = False  # move each matrix equally far in all its directions (Muon): the rare ones as fast
+    shrink: bool = option(False, "shrink each weight's AdamW update to what rises above its gradient's noise")
+    spectral: bool = option(False, "move each matrix equally far in all its directions (Muon): the rare ones as fast")
 
     @property
     def own_rules(self) -> list[str]:
@@ -127,29 +147,19 @@ def check_control(config: GradientControlConfig, rules: Registry, sources: Regis
         if "placebo" in copied:
             raise UserError("placebo: option 'of' must be another rule, got 'placebo'")
     check_options("gradient_control.transform", transforms, config.transform, {})
-    readers = {
-        "conflict": config.conflict,
-        "transform": config.transform != "none",
-        "name": config.uses_hypergradient,
-    }
-    check_between(config.between, [key for key, on in readers.items() if on], sources)
+    check_between(config.between, sources)
     return table
 
 
 OTHERS = ("clean", "rehearsal")  # sources with a level; elements have 1
 
 
-def check_between(config: BetweenConfig, readers: list[str], registry: Registry) -> None:
-    """Refuse what cannot work; `readers` are keys that read the sources' gradients."""
+def check_between(config: BetweenConfig, registry: Registry) -> None:
+    """Refuse a rule between sources that is not there, and what it cannot act on."""
     key = "gradient_control.between"
     if config.name == "none":
-        if names := off_default(config):
-            raise UserError(f"{key}.{names[0]}: acts with a rule, and {key}.name is none; set it, or leave this out")
         return
     check_options(key, registry, config.name, config.options)
-    if config.layerwise and readers:
-        what = f"takes the sources' gradients apart, which between.name={config.name} scales on their way"
-        raise UserError(f"gradient_control.{readers[0]}: {what}; leave one of them out")
     if config.options.get("of", "contrast") not in {*registry} - {"placebo"}:
         raise UserError(f"{key}.options: 'of' must be another rule than placebo: {', '.join(registry)}")
     unknown = [source for source in config.levels if source not in OTHERS]

@@ -16,6 +16,7 @@ from silentbad.settings.types import (
     check_options,
     check_values,
     off_default,
+    option,
 )
 
 ROLES = ("element", "rehearsal", "clean")  # of a record
@@ -26,16 +27,16 @@ SAME = "same"  # the timesteps of `memory.timesteps`
 class Part:
     """A registry entry by name, with its keyword options."""
 
-    name: str = "none"
-    options: dict[str, Any] = field(default_factory=dict)
+    name: str = option("none")
+    options: dict[str, Any] = option({})
 
 
 @dataclass
 class RoleConfig:
     """Of the records of one role."""
 
-    caption_dropout: Unit = 0.0  # share of their exposures without a caption (2207.12598)
-    loss_weight: NotNegative = 1.0
+    caption_dropout: Unit = option(0.0, "share of their exposures without a caption (2207.12598)")
+    loss_weight: NotNegative = option(1.0)
     timesteps: Part = field(default_factory=lambda: Part(SAME))  # entry of TIMESTEPS in place of memory.timesteps
 
 
@@ -52,44 +53,73 @@ class RolesConfig:
 class SamplerConfig(Part):
     """Which element is shown how often: an entry of SAMPLERS."""
 
-    name: str = "uniform"
-    clean_ratio: Ratio | None = None  # clean exposures per element exposure; None: every record once
-    order: str = "shuffled"  # of an epoch; interleaved: each batch holds each element in proportion
+    name: str = option("uniform")
+    clean_ratio: Ratio | None = option(None, "clean exposures per element exposure; None: every record once")
+    order: str = option("shuffled", "of an epoch; interleaved: each batch holds each element in proportion")
 
 
 @dataclass
 class TimestepConfig(Part):
     """At which noise level: an entry of TIMESTEPS."""
 
-    name: str = "uniform"
-    importance: bool = True  # w = 1/(T p): the policy changes the variance, not the objective
-    sequence: str = "random"  # of the batch's comb of noise levels; golden: each position walks through all of them
+    name: str = option("uniform")
+    importance: bool = option(
+        True,
+        "w = 1/(T p): the policy changes the variance, not the objective",
+        needs="memory.timesteps.name",
+        idle="said",
+    )
+    sequence: str = option(
+        "random",
+        "of the batch's comb of noise levels; golden: each position walks through all of them",
+    )
 
 
 @dataclass
 class LossConfig(Part):
     """How an error counts: an entry of LOSSES, and of ERRORS."""
 
-    error: str = "mse"
-    huber_delta: Positive = 0.1
-    dream: NotNegative | None = None  # detail preservation of DREAM (2312.00210); None: off
+    error: str = option("mse")
+    huber_delta: Positive = option(0.1, needs="memory.loss.error", idle="said")
+    dream: NotNegative | None = option(None, "detail preservation of DREAM (2312.00210); None: off")
 
 
 @dataclass
 class PhraseMemoryConfig:
     """The probes that measure each element's strength rho_i."""
 
-    enabled: bool = False
-    share: Share = 0.03  # of the step budget, counted in UNet forwards (a training forward + backward is 3)
-    images: Small = 4  # pictures of an element its probes look at
+    enabled: bool = option(False)
+    share: Share = option(
+        0.03,
+        "of the step budget, counted in UNet forwards (a training forward + backward is 3)",
+        needs="memory.phrase_memory.enabled",
+        idle="said",
+    )
+    images: Small = option(
+        4,
+        "pictures of an element its probes look at",
+        needs="memory.phrase_memory.enabled",
+        idle="said",
+    )
 
 
 @dataclass
 class RetentionConfig(Part):
     """What keeps clean prompts as they were."""
 
-    clean_weight: NotNegative = 1.0  # roles.clean.loss_weight (the prior weight of DreamBooth, 2208.12242)
-    unconditional: Unit = 0.0  # roles.clean.caption_dropout (2503.20240)
+    clean_weight: NotNegative = option(1.0, "roles.clean.loss_weight (the prior weight of DreamBooth, 2208.12242)")
+    unconditional: Unit = option(0.0, "roles.clean.caption_dropout (2503.20240)")
+
+
+@dataclass
+class BalanceConfig(Part):
+    """How an auxiliary loss is weighed against the loss: an entry of LOSS_BALANCE."""
+
+    name: str = option(
+        "fixed",
+        needs="memory.attention_binding.name or memory.distillation.name or memory.retention.name",
+        idle="said",
+    )
 
 
 @dataclass
@@ -106,12 +136,13 @@ class MemoryConfig:
     attention_binding: Part = field(default_factory=Part)
     distillation: Part = field(default_factory=Part)
     retention: RetentionConfig = field(default_factory=RetentionConfig)
-    loss_balance: Part = field(default_factory=lambda: Part("fixed"))
+    loss_balance: BalanceConfig = field(default_factory=BalanceConfig)
 
 
 # Older names of settings of the clean records.
 OF_CLEAN = {"unconditional": "caption_dropout", "clean_weight": "loss_weight"}
-# Rehearsals that make records of the role rehearsal, and those whose loss is where elements stand.
+# Rehearsals that make records of the role rehearsal, and those whose loss is where elements stand
+# (silentbad/settings/rules.py).
 REHEARSED = ("leak_free", "pairwise", "pairwise_captions")
 PLACED = ("joint_captions", "pairwise", "pairwise_captions")
 
@@ -151,13 +182,6 @@ def check_memory(memory: MemoryConfig, registries: dict[str, Registry]) -> None:
         elif (name := getattr(part, field_name)) not in registry:
             raise UserError(f"memory.{key}: unknown name {name!r}; there are: {', '.join(registry)}")
     check_roles(memory, registries["timesteps"])
-    for slot, names in (("sampler", ("weakest_first", "leitner")), ("distillation", ("and",))):
-        name = getattr(memory, slot).name
-        if name in names and not memory.phrase_memory.enabled:
-            raise UserError(f"memory.{slot}.name={name} needs memory.phrase_memory.enabled=true")
-    name = memory.rehearsal.name
-    if name in PLACED and memory.region.name == "none":
-        raise UserError(f"memory.rehearsal.name={name} needs memory.region.name=mask: its loss is where elements stand")
 
 
 def check_roles(memory: MemoryConfig, timesteps: Registry) -> None:

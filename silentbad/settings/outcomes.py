@@ -6,11 +6,20 @@
 OUTCOMES: dict[str, tuple[str, str]] = {
     "gradient_control.inverse_rms": ("inverse_rms", "0.88 [0.63, 1.00] of plain's speed"),
     "gradient_control.auto_rgn": ("auto_rgn", "1.00 [1.00, 1.33] of plain's speed, more drift"),
-    "gradient_control.hypergradient": ("hypergradient", "1.00 [0.75, 1.50] of plain's speed, slower in seconds"),
+    "gradient_control.hypergradient": (
+        "hypergradient",
+        "1.00 [0.75, 1.50] of plain's speed, slower in seconds",
+    ),
     "gradient_control.transform.remove_conflict": ("", "no reported arm"),
     "memory.sampler.leitner": ("", "no reported arm"),
-    "memory.timesteps.curriculum": ("curriculum", "1.29 [1.00, 2.08] of plain's speed, fewer images at the end"),
-    "memory.timesteps.learning_progress": ("learning_progress", "1.00 [1.00, 1.00] of plain's speed"),
+    "memory.timesteps.curriculum": (
+        "curriculum",
+        "1.29 [1.00, 2.08] of plain's speed, fewer images at the end",
+    ),
+    "memory.timesteps.learning_progress": (
+        "learning_progress",
+        "1.00 [1.00, 1.00] of plain's speed",
+    ),
     "memory.attention_binding.mass": ("attention_binding", "1.00 [1.00, 1.00] of plain's speed"),
     "memory.distillation.and": ("and_distillation", "0.63 [0.16, 1.00] of plain's speed"),
     "memory.retention.l2_sp": ("retention", "0.83 [0.27, 1.00] of plain's speed, less drift"),

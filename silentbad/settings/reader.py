@@ -19,12 +19,14 @@ from typing import Annotated, Any
 import yaml
 
 from silentbad.errors import UserError, brief, first_line
-from silentbad.settings.types import check_values, name_of, nearest, off_default
+from silentbad.settings.types import items_of, name_of, nearest, off_default, refusal, validated
 
 FLAGS = "command line"
 LARGEST_FILE = 256 * 1024  # bytes of a configuration file
-DEEPEST = 20  # levels of one
-MOST_NODES = 20_000  # values and keys of one, each alias counted as what it stands for
+TRUTHS = {  # words that are true or false where a key takes that, and text where it takes text
+    **dict.fromkeys(("yes", "Yes", "YES", "on", "On", "ON"), True),
+    **dict.fromkeys(("no", "No", "NO", "off", "Off", "OFF"), False),
+}
 
 
 @dataclass
@@ -37,20 +39,25 @@ class Given:
 
 
 class Loader(yaml.SafeLoader):
-    """YAML's safe loader; 1e-3 is a number, and a date, 1:30 (90 to YAML 1.1) and 010 (8) are the text they were
-    written as."""
+    """YAML's safe loader; 1e-3 is a number, and no, on, a date, 1:30 (90 to YAML 1.1) and 010 (8) are the text they
+    were written as."""
 
 
 TAG = "tag:yaml.org,2002:"
+REPLACED_TAGS = [TAG + name for name in ("timestamp", "bool", "int", "float")]
 Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (TAG + "timestamp", TAG + "int", TAG + "float")]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in REPLACED_TAGS]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 for _kind, _pattern in (
+    ("bool", r"(true|True|TRUE|false|False|FALSE)$"),
     ("int", r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+|0b[01_]+)$"),
-    ("float", r"[-+]?((\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"),
+    (
+        "float",
+        r"[-+]?((\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$",
+    ),
 ):
-    Loader.add_implicit_resolver(TAG + _kind, re.compile(_pattern, re.ASCII), list("-+.0123456789"))
+    Loader.add_implicit_resolver(TAG + _kind, re.compile(_pattern, re.ASCII), list("-+.0123456789tTfF"))
 
 
 class Dumper(yaml.SafeDumper):
@@ -58,7 +65,10 @@ class Dumper(yaml.SafeDumper):
 
 
 Dumper.yaml_implicit_resolvers = {
-    first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, []), *Loader.yaml_implicit_resolvers.get(first, [])]
+    first: [
+        *yaml.SafeDumper.yaml_implicit_resolvers.get(first, []),
+        *Loader.yaml_implicit_resolvers.get(first, []),
+    ]
     for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *Loader.yaml_implicit_resolvers}
 }
 
@@ -75,21 +85,28 @@ def read(
     *,
     renamed: dict[str, str] | None = None,
     secret: tuple[str, ...] = (),
+    positional: str = "",
 ) -> tuple[Any, dict[str, str], str | None]:
     """(settings, {dotted key: where it was set}, what was asked for instead of a run: Given.asked).
 
-    `renamed` maps keys of the past to what to use instead; the values of `secret` keys appear in no message.
+    `renamed` maps keys of the past to what to use instead; the values of `secret` keys appear in no message. Words
+    that follow no flag are those of the key `positional`, where there is one.
     """
-    given = gather(cls, argv, renamed or {}, secret)
-    config = built(cls(), given.values)
-    check_values(config, "", given.sources, secret)
+    given = gather(cls, argv, renamed or {}, secret, positional)
+    config = built(cls(), given.values, "", given.sources, secret)
     return config, given.sources, given.asked
 
 
-def gather(cls: type, argv: list[str], renamed: dict[str, str], secret: tuple[str, ...]) -> Given:
+def gather(
+    cls: type,
+    argv: list[str],
+    renamed: dict[str, str],
+    secret: tuple[str, ...],
+    positional: str = "",
+) -> Given:
     """What the files that --config names and the flags set, files first."""
     keys, given, flags = Keys(cls, renamed), Given({}, {}), []
-    for name, words in split(argv):
+    for name, words in split(argv, positional):
         if name in ("help", "print_config"):
             given.asked = name if not words else f"{name}={words[0]}"
             if given.asked not in ("help", "print_config", "print_config=skip_default"):
@@ -111,20 +128,22 @@ def gather(cls: type, argv: list[str], renamed: dict[str, str], secret: tuple[st
     return given
 
 
-def split(argv: list[str]) -> list[tuple[str, list[str]]]:
-    """(flag, its words) in order; `--key=value` is one word."""
-    found: list[tuple[str, list[str]]] = []
+def split(argv: list[str], positional: str = "") -> list[tuple[str, list[str]]]:
+    """(flag, its words) in order; `--key=value` is one word, and words before any flag are of `positional`."""
+    flags: list[tuple[str, list[str]]] = []
+    if positional and argv and not argv[0].startswith("-"):
+        flags.append((positional, []))
     for word in argv:
         if word == "-h":
             word = "--help"
         if re.match(r"--[^\W\d]", word):
             name, equals, value = word[2:].partition("=")
-            found.append((name, [value] if equals else []))
-        elif not found or found[-1][0] == "help":
+            flags.append((name, [value] if equals else []))
+        elif not flags or flags[-1][0] == "help":
             raise UserError(f"stray word {brief(word)} ({FLAGS}): flags begin with --")
         else:
-            found[-1][1].append(word)
-    return found
+            flags[-1][1].append(word)
+    return flags
 
 
 def placed(message: str, sources: dict[str, str]) -> str:
@@ -138,24 +157,26 @@ def placed(message: str, sources: dict[str, str]) -> str:
     return f"{key} ({where}){message[len(key) :]}" if where else message
 
 
-def built(default: Any, values: dict[str, Any]) -> Any:
-    """A dataclass like `default`, with the values of a tree."""
-    hints = typing.get_type_hints(type(default))
+def built(
+    default: Any,
+    values: dict[str, Any],
+    prefix: str,
+    sources: dict[str, str],
+    secret: tuple[str, ...],
+) -> Any:
+    """A dataclass like `default`, with the values of a tree, each as its annotation takes it."""
+    hints = typing.get_type_hints(type(default), include_extras=True)
     changes = {}
-    for key, value in values.items():
-        here = getattr(default, key)
+    for name, value in values.items():
+        key, here = f"{prefix}{name}", getattr(default, name)
         if dataclasses.is_dataclass(here):
-            changes[key] = built(here, value)
-        elif isinstance(value, int) and not isinstance(value, bool) and _takes_float(hints[key]):
-            changes[key] = float(value) if abs(value) < 2**63 else value
-        else:
-            changes[key] = value
+            changes[name] = built(here, value, f"{key}.", sources, secret)
+            continue
+        try:
+            changes[name] = validated(value, hints[name])
+        except ValueError as wrong:
+            raise UserError(refusal(key, str(wrong), value, sources, secret)) from None
     return dataclasses.replace(default, **changes)
-
-
-def _takes_float(hint: Any) -> bool:
-    """Whether an annotation takes a float and no int."""
-    return hint is float or (float in typing.get_args(hint) and int not in typing.get_args(hint))
 
 
 # ---------------------------------------------------------------- files
@@ -171,11 +192,9 @@ def read_file(path: str) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def read_yaml(path: str, look: Callable[[yaml.Node], None] = lambda node: None) -> tuple[Any, yaml.Node | None]:
-    """(what a YAML file holds, its node or None where it is empty), after a `look` at the node. Bounded in size, depth
-    and what aliases stand for."""
+    """(what a YAML file holds, its node or None where it is empty), after a `look` at the node."""
     text = read_text(path)
     try:
-        _bound(text, path)
         loader = Loader(text)
         node = loader.get_single_node()
         if node is None:
@@ -187,7 +206,12 @@ def read_yaml(path: str, look: Callable[[yaml.Node], None] = lambda node: None) 
         line = f", line {mark.line + 1}" if mark else ""
         reason = getattr(error, "problem", None) or getattr(error, "reason", None) or first_line(error)
         raise UserError(f"configuration file {path}{line}: not YAML: {reason}") from None
-    except (ValueError, TypeError, OverflowError) as error:  # of a constructor: !!int of a word, a number too long
+    except (
+        ValueError,
+        TypeError,
+        OverflowError,
+        RecursionError,
+    ) as error:  # of a constructor, as !!int of a word
         raise UserError(f"configuration file {path}: holds a value that cannot be read ({first_line(error)})") from None
 
 
@@ -208,37 +232,6 @@ def read_text(path: str) -> str:
         raise UserError(f"configuration file {path}: not UTF-8 text") from None
     except ValueError:  # a NUL in the name
         raise UserError(f"configuration file {path!r}: no such name") from None
-
-
-def _bound(text: str, path: str) -> None:
-    """Refuse a document that nests too deep or whose aliases unfold to too much; nothing is built for it."""
-
-    def refuse(event: Any, what: str) -> None:
-        raise UserError(f"configuration file {path}, line {event.start_mark.line + 1}: {what}")
-
-    sizes: dict[str, int] = {}  # of anchors that are closed
-    stack: list[list] = [["", 0]]  # (anchor, nodes so far) of the open collections
-    for event in yaml.parse(text, Loader=Loader):
-        if isinstance(event, yaml.AliasEvent):
-            alias = event.anchor or ""
-            if alias not in sizes:
-                refuse(event, f"alias *{alias[:40]} stands inside what it names, or before it")
-            stack[-1][1] += sizes[alias]
-        elif isinstance(event, yaml.ScalarEvent):
-            stack[-1][1] += 1
-            if event.anchor:
-                sizes[event.anchor] = 1
-        elif isinstance(event, yaml.CollectionStartEvent):
-            stack.append([event.anchor, 1])
-            if len(stack) > DEEPEST:
-                refuse(event, f"nests deeper than {DEEPEST} levels")
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, size = stack.pop()
-            stack[-1][1] += size
-            if anchor:
-                sizes[anchor] = size
-        if stack[-1][1] > MOST_NODES:
-            refuse(event, f"holds more than {MOST_NODES:,} values, aliases unfolded")
 
 
 def key_lines(node: yaml.Node, prefix: str, path: str, lines: dict[str, int]) -> None:
@@ -343,14 +336,8 @@ class Keys:
 
 
 def _word(value: Any, kind: Any) -> Any:
-    """A value of a file; where a key takes the word `no`, which YAML 1.1 reads as false, it is that word."""
-    names = {
-        name
-        for one in (kind, *typing.get_args(kind))
-        if typing.get_origin(one) is typing.Literal
-        for name in typing.get_args(one)
-    }
-    return next((word for word in ("no", "off") if word in names), value) if value is False else value
+    """A value of a file; a word such as no is false where a key takes true or false, else that word."""
+    return TRUTHS.get(value, value) if isinstance(value, str) and bool in plain_types(kind) else value
 
 
 def _nested(parts: list[str], value: Any) -> dict:
@@ -407,7 +394,7 @@ def _list_from(words: list[str], kind: Any, kinds: set, key: str) -> Any:
             return None
         if words[0].startswith("[") and isinstance(listed := from_yaml(words[0]), list):
             return listed
-    if str in plain_types(_items(kind)):
+    if str in plain_types(items_of(kind)):
         return words
     return [from_yaml(part) for word in words for part in word.split(",")]
 
@@ -415,7 +402,6 @@ def _list_from(words: list[str], kind: Any, kinds: set, key: str) -> Any:
 def from_yaml(word: str) -> Any:
     """A word as YAML reads it, or the word itself."""
     try:
-        _bound(word, FLAGS)
         return yaml.load(word, Loader=Loader)  # noqa: S506 (a SafeLoader)
     except (yaml.YAMLError, ValueError, TypeError, OverflowError):
         return word
@@ -431,14 +417,6 @@ def plain_types(kind: Any) -> set:
     if origin is typing.Literal:
         return {type(one) for one in typing.get_args(kind)}
     return {origin or kind} if not isinstance(kind, dict) else {dict}
-
-
-def _items(kind: Any) -> Any:
-    """What a list annotation, null aside, is a list of."""
-    for one in (kind, *typing.get_args(kind)):
-        if typing.get_origin(one) is list:
-            return typing.get_args(one)[0]
-    return Any
 
 
 # ---------------------------------------------------------------- help
@@ -459,7 +437,7 @@ def _keys_help(default: Any, prefix: str) -> list[str]:
             title = inspect.cleandoc(type(value).__doc__ or "").splitlines()[0]
             nested += ["", f"{key}: {title}", *_keys_help(value, f"{key}.")]
             continue
-        source = f" [{field.metadata['source']}]" if "source" in field.metadata else ""
+        source = f" [{field.metadata['source']}]" if field.metadata.get("source") else ""
         shown = "null" if value is None else str(value)
         about = f"(type: {name_of(hints[field.name])}, default: {shown})"
         lines += _entry(f"--{key}", f"{field.metadata.get('help', '')}{source} {about}".strip())
@@ -467,19 +445,17 @@ def _keys_help(default: Any, prefix: str) -> list[str]:
 
 
 def _entry(flag: str, text: str) -> list[str]:
-    return [f"  {flag}", *textwrap.wrap(text, 112, initial_indent=" " * 8, subsequent_indent=" " * 8)]
+    return [
+        f"  {flag}",
+        *textwrap.wrap(text, 112, initial_indent=" " * 8, subsequent_indent=" " * 8),
+    ]
 
 
 def answer(asked: str, given: Any, description: str) -> None:
     """What --help or --print_config of a flat dataclass asks for, on stdout."""
     if asked == "help":
-        print_help(type(given), description)
+        print(help_text(type(given), description))
         return
     names = [f.name for f in dataclasses.fields(given)] if asked == "print_config" else off_default(given)
     values = {name: getattr(given, name) for name in names}
     print(dumped(values), end="")
-
-
-def print_help(cls: type, description: str, epilogue: str = "", say: Callable[[str], None] = print) -> None:
-    """`help_text` on stdout."""
-    say(help_text(cls, description, epilogue))

@@ -1,20 +1,17 @@
 """The training configuration: one typed dataclass with diffusers' flat flag names, read strictly.
 
-Each flag carries its type and range; `parse` reads files and flags, and `check` refuses what cannot
+Each flag carries its type and range, and what it needs; `silentbad.settings.check` refuses what cannot
 work together.
 """
 
 import dataclasses
-import re
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from silentbad.errors import UserError
-from silentbad.settings import reader, user_code
+from silentbad.settings import reader
 from silentbad.settings.control import GradientControlConfig
+from silentbad.settings.data import PUBLISHED, DataSettings
 from silentbad.settings.guard import GuardConfig
 from silentbad.settings.memory import MemoryConfig
 from silentbad.settings.outcomes import outcomes
@@ -22,20 +19,48 @@ from silentbad.settings.types import (
     HERE,
     Count,
     Decay,
+    Inside,
     Location,
+    Matching,
     Natural,
     NotNegative,
     Positive,
     Range,
-    Seed,
-    Share,
     Side,
     Small,
     flag,
 )
 from silentbad.settings.validation import ValidationConfig
 
-PUBLISHED, KOHYA = "SilentBadDiffusion", "sd-scripts"
+KOHYA = "sd-scripts"
+Suffix = Annotated[str, Matching(r"[\w.-]+", "letters, digits, '.', '_' and '-'")]
+Prompt = Annotated[str, Matching(r"(?s).*\S.*", "a prompt, not empty")]
+PathInside = Annotated[Location, Inside()]
+NameInside = Annotated[Location, Inside(parts=1)]
+# torchvision's names
+Interpolation = Literal["bilinear", "bicubic", "nearest", "nearest-exact", "nearest_exact", "box", "hamming", "lanczos"]
+SCHEDULED = "lr_scheduler=constant_with_warmup|linear|cosine|cosine_with_restarts|polynomial"
+WRITTEN = (  # by a run into output_dir; deleted where a run is overwritten
+    "checkpoints",
+    "pipeline",
+    "lora",
+    "best",
+    "samples",
+    "epochs",
+    "metrics.jsonl",
+    "timings.jsonl",
+    "validation.json",
+    "sample_prompts.json",
+    "report.html",
+    "finished.json",
+)
+REPLACED = (  # by a run that resumes
+    "config.yaml",
+    "run.json",
+    "multipliers.json",
+    "phrase_memory.json",
+    "timesteps.json",
+)
 NEVER_SAVED = ("hub_token",)  # secrets: read from flags or files, neither written nor printed
 
 
@@ -46,27 +71,41 @@ class LoraSettings:
     rank: Annotated[int, Range(at_least=1, limit=8192)] | None = flag(
         None, "rank of the adapters; unset: the weights themselves train", HERE
     )
-    kind: Literal["lora", "dora", "loha", "lokr"] = flag("lora", "what is added to a layer", HERE)
-    alpha: Count | None = flag(None, "adapters are scaled by alpha / rank; the rank when unset", HERE)
+    kind: Literal["lora", "dora", "loha", "lokr"] = flag("lora", "what is added to a layer", HERE, needs="lora.rank")
+    alpha: Count | None = flag(
+        None, "adapters are scaled by alpha / rank; the rank when unset", HERE, needs="lora.rank"
+    )
     targets: list[str] = flag(
-        ["attn", "xattn"], "layers by role (attn, xattn.v, ff, resnet, ...), stage (mid, up1) or both (mid.ff)", HERE
+        ["attn", "xattn"],
+        "layers by role (attn, xattn.v, ff, resnet, ...), stage (mid, up1) or both (mid.ff)",
+        HERE,
+        needs="lora.rank",
     )
     factor: Annotated[int, Range(at_least=2, limit=10**5)] | None = flag(
-        None, "lokr: largest side of the first factor; as even as can be when unset", HERE
+        None,
+        "lokr: largest side of the first factor; as even as can be when unset",
+        HERE,
+        needs="lora.kind=lokr",
     )
-    merged: bool = flag(False, "also write pipeline/, the whole pipeline with the adapters in its weights", HERE)
+    merged: bool = flag(
+        False,
+        "also write pipeline/, the whole pipeline with the adapters in its weights",
+        HERE,
+        needs="lora.rank",
+    )
 
 
 @dataclass
-class TrainConfig:
+class TrainConfig(DataSettings):
     """Flat training flags. `source` of each says whose name it is; --help shows it."""
 
     # The pipeline to start from
     pretrained_model_name_or_path: Location = flag("assets/micro-sd", "diffusers pipeline: a folder or a Hub id")
-    revision: Location | None = flag(None, "Hub revision of the pipeline")
+    revision: Location | None = flag(None, "Hub revision of the pipeline", needs="HUB", idle="said")
     variant: Location | None = flag(None, "variant of the weight files, such as fp16")
-    non_ema_revision: Location | None = flag(None, "Hub revision of the UNet alone, where it differs")
-    cache_dir: Location | None = flag(None, "folder for downloads and Arrow tables; the Hugging Face cache when unset")
+    non_ema_revision: Location | None = flag(
+        None, "Hub revision of the UNet alone, where it differs", needs="HUB", idle="said"
+    )
     prediction_type: Literal["epsilon", "v_prediction", "sample"] | None = flag(
         None, "what the UNet predicts; the scheduler's own setting when unset"
     )
@@ -74,7 +113,9 @@ class TrainConfig:
     # What trains beside the UNet, and how
     train_text_encoder: bool = flag(False, "train the text encoders too, through LoRA where the UNet is")
     train_layers: list[str] | None = flag(
-        None, "layers that train, as patterns over --print_groups (up*, *.resnet.*, mid.attn); unset: all", HERE
+        None,
+        "layers that train, as patterns over --print_groups (up*, *.resnet.*, mid.attn); unset: all",
+        HERE,
     )
     lora: LoraSettings = field(default_factory=LoraSettings)
 
@@ -82,27 +123,30 @@ class TrainConfig:
     hooks: list[str] = flag([], "hooks of your own, each PATH.py:CLASS (CONTRIBUTING.md)", HERE)
 
     # Data
-    train_data_dir: Location | None = flag(
-        None, "folder with metadata.jsonl, metadata.csv or NAME.txt beside pictures, or of the published layout"
-    )
-    dataset_name: Location | None = flag(None, "Hub data set, or a local one that datasets.load_dataset takes")
-    dataset_config_name: Location | None = flag(None, "configuration of the Hub data set")
-    image_column: Location | None = flag(None, "image column of the Hub data set")
-    caption_column: Location | None = flag(None, "caption column of the Hub data set")
     max_train_samples: Count | None = flag(None, "train on a seeded choice of so many records")
     resolution: Side | None = flag(None, "side of the square training images; the pipeline's own when unset")
     buckets: bool = flag(False, "shapes by aspect, their area that of the square; nothing is cut unasked", HERE)
     bucket_step: Side | None = flag(
-        None, "what their sides are multiples of; 64, or the least the pipeline takes, when unset", HERE
+        None,
+        "what their sides are multiples of; 64, or the least the pipeline takes, when unset",
+        HERE,
+        needs="buckets",
     )
-    image_interpolation_mode: str = flag("bilinear", "torchvision's name of the resize filter")
+    image_interpolation_mode: Interpolation = flag("bilinear", "torchvision's name of the resize filter")
     center_crop: bool = flag(False, "crop the centre instead of a random window")
     random_flip: bool = flag(False, "flip half the images; a flip moves an element from its native place")
     shuffle_phrases: bool = flag(False, "permute the phrases inside each caption, anew for each draw", HERE)
     token_warmup_step: Natural = flag(
-        0, "steps in which the caption grows from its first parts, between commas, to all; 0: all at once", KOHYA
+        0,
+        "steps in which the caption grows from its first parts, between commas, to all; 0: all at once",
+        KOHYA,
     )
-    token_warmup_min: Count = flag(1, "parts of the caption at the first step of token_warmup_step", KOHYA)
+    token_warmup_min: Count = flag(
+        1,
+        "parts of the caption at the first step of token_warmup_step",
+        KOHYA,
+        needs="token_warmup_step",
+    )
     allow_target_images: bool = flag(False, "let records train that equal a target image", HERE)
     cache_mb: Natural = flag(
         1024, "memory for decoded images and for latents and text states not on disk, in MiB", HERE
@@ -116,28 +160,19 @@ class TrainConfig:
     withhold: list[str] | None = flag(None, "elements left out of training, as TARGET/ELEMENT: a control", HERE)
     held_out_clean: Natural = flag(32, "clean records kept from training to measure drift, at most a tenth", HERE)
     held_out_elements: Natural = flag(
-        0, "records of each element kept from training to measure their error, at most a quarter", HERE
-    )
-    clean_data_dir: Location | None = flag(None, "published layout: folder with images/ and caption.txt", HERE)
-    target_start_id: Natural = flag(100, "published layout: first target", PUBLISHED)
-    target_num: Count = flag(1, "published layout: number of targets", PUBLISHED)
-    poisoning_ratio: Share = flag(0.1, "published layout: share of element images among elements and clean", PUBLISHED)
-    poisoning_data_repeat_factor: Small = flag(2, "published layout: times each element image is listed", PUBLISHED)
-    poison_subsampling: Share | None = flag(None, "published layout: share of the element images kept", PUBLISHED)
-    n_few_shot: Annotated[int, Range(at_least=0, limit=10**5)] = flag(
-        1, "published layout: non-target images that rehearse composition", PUBLISHED
-    )
-    shot_caption_shuffle_num: Annotated[int, Range(at_least=0, limit=10**5)] = flag(
-        2, "published layout: listings of each of those, shuffled", PUBLISHED
+        0,
+        "records of each element kept from training to measure their error, at most a quarter",
+        HERE,
     )
 
     # The run
     output_dir: Location = flag("runs/silentbad", "everything the run writes")
     stamp_output_dir: bool = flag(False, "write into a folder of output_dir named by the time of the start", HERE)
-    run_suffix: Location | None = flag(None, "added to that name", HERE)
+    run_suffix: Suffix | None = flag(None, "added to that name", HERE, needs="stamp_output_dir")
     overwrite_output_dir: bool = flag(False, "delete the earlier run that stands in output_dir", HERE)
-    seed: Seed = flag(0, "address of every random draw")
-    train_batch_size: Small = flag(16, "samples a micro-batch and process")
+    train_batch_size: Annotated[int, Range(at_least=1, limit=4096)] = flag(
+        16, "samples a micro-batch and process; gradient_accumulation_steps makes larger batches"
+    )
     max_batch_size: Small | None = flag(None, "samples that fit: larger micro-batches are computed in parts", HERE)
     gradient_accumulation_steps: Small = flag(1, "micro-batches a step")
     num_train_epochs: Count = flag(100, "epochs, where max_train_steps is unset")
@@ -146,9 +181,12 @@ class TrainConfig:
     checkpoints_total_limit: Count | None = flag(3, "checkpoints kept; all when unset")
     resume_from_checkpoint: Location | None = flag(None, "a checkpoint folder anywhere, or latest")
     save_ckpt_epoch_interval: Count | None = flag(None, "save a pipeline every so many epochs", PUBLISHED)
-    save_best: bool = flag(False, "keep the best validated pipeline in best/", HERE)
+    save_best: bool = flag(False, "keep the best validated pipeline in best/", HERE, needs="validation.targets")
     best_by: Literal["similarity", "clean_eps_mse"] = flag(
-        "similarity", "best: largest mean similarity to the targets, or smallest loss on held-out clean records", HERE
+        "similarity",
+        "best: largest mean similarity to the targets, or smallest loss on held-out clean records",
+        HERE,
+        needs="save_best",
     )
     preview: Location | None = flag(
         None, "write a page of what training sees and a verdict is measured against, and stop", HERE
@@ -161,30 +199,30 @@ class TrainConfig:
     lr_scheduler: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
     ] = flag("constant", "schedule")
-    lr_warmup_steps: Natural = flag(0, "warm-up steps of the schedule")
-    lr_power: Positive = flag(1.0, "exponent of the polynomial schedule")
-    lr_num_cycles: Count = flag(1, "restarts of cosine_with_restarts")
+    lr_warmup_steps: Natural = flag(0, "warm-up steps of the schedule", needs=SCHEDULED)
+    lr_power: Positive = flag(1.0, "exponent of the polynomial schedule", needs="lr_scheduler=polynomial")
+    lr_num_cycles: Count = flag(1, "restarts of cosine_with_restarts", needs="lr_scheduler=cosine_with_restarts")
     optimizer: Location = flag(
         "AdamW", "torch.optim class, or import path such as schedulefree.AdamWScheduleFree", HERE
     )
     optimizer_options: dict[str, Any] = flag({}, "its settings, beside the adam_* flags it takes", HERE)
     use_8bit_adam: bool = flag(False, "AdamW8bit of bitsandbytes")
-    adam_beta1: Decay = flag(0.9, "beta1")
-    adam_beta2: Decay = flag(0.999, "beta2")
-    adam_weight_decay: NotNegative = flag(1e-2, "decoupled weight decay")
+    adam_beta1: Decay = flag(0.9, "beta1", needs="BETAS", idle="said")
+    adam_beta2: Decay = flag(0.999, "beta2", needs="BETAS", idle="said")
+    adam_weight_decay: NotNegative = flag(1e-2, "decoupled weight decay", needs="WEIGHT_DECAY", idle="said")
     decay_norms_and_biases: bool = flag(True, "let it act on norms and biases too, as diffusers does", HERE)
-    adam_epsilon: Positive = flag(1e-8, "epsilon")
+    adam_epsilon: Positive = flag(1e-8, "epsilon", needs="EPS", idle="said")
     max_grad_norm: NotNegative = flag(1.0, "clip the gradient norm once a step; 0 does not clip")
     max_nonfinite_steps: Count = flag(10, "stop after so many NaN or infinite gradients in a row", HERE)
     use_ema: bool = flag(False, "average the weights (diffusers' EMAModel)")
-    ema_decay: Decay = flag(0.9999, "largest decay of the average", HERE)
-    offload_ema: bool = flag(False, "keep the average in CPU memory")
-    foreach_ema: bool = flag(True, "average with fused kernels")
+    ema_decay: Decay = flag(0.9999, "largest decay of the average", HERE, needs="use_ema")
+    offload_ema: bool = flag(False, "keep the average in CPU memory", needs="use_ema")
+    foreach_ema: bool = flag(True, "average with fused kernels", needs="use_ema")
 
     # The loss
     snr_gamma: Positive | None = flag(None, "min-SNR gamma (arXiv 2303.09556); same as memory.loss: min_snr")
     dream_training: bool = flag(False, "DREAM (arXiv 2312.00210); epsilon prediction only")
-    dream_detail_preservation: NotNegative = flag(1.0, "DREAM's exponent p")
+    dream_detail_preservation: NotNegative = flag(1.0, "DREAM's exponent p", needs="dream_training")
     noise_offset: NotNegative = flag(0.0, "scale of a per-channel offset of the noise")
     input_perturbation: NotNegative = flag(0.0, "scale of extra noise on the input only")
 
@@ -197,20 +235,26 @@ class TrainConfig:
     enable_xformers_memory_efficient_attention: bool = flag(False, "xformers attention; PyTorch's SDPA otherwise")
 
     # Logs, images, Hub
-    report_to: str = flag("tensorboard", "trackers: tensorboard, wandb, comet_ml, all or none; metrics.jsonl always")
-    tracker_project_name: Location = flag("silentbad", "project name given to the trackers")
-    logging_dir: Location = flag("logs", "tracker logs, inside output_dir")
+    report_to: Literal["tensorboard", "wandb", "comet_ml", "all", "none"] = flag(
+        "tensorboard", "trackers; metrics.jsonl always"
+    )
+    tracker_project_name: NameInside = flag(
+        "silentbad", "project name given to the trackers", needs="report_to!=none", idle="said"
+    )
+    logging_dir: PathInside = flag("logs", "tracker logs, inside output_dir")
     log_every: Count = flag(10, "steps between log rows; the host waits for the device only then", HERE)
-    validation_prompts: list[str] | None = flag(None, "prompts to draw every validation_epochs")
+    validation_prompts: list[Prompt] | None = flag(None, "prompts to draw every validation_epochs")
     sample_prompts: Location | None = flag(
         None,
         "file of prompts to draw at each validation: one a line, or .jsonl with prompt, seed, negative",
         KOHYA,
     )
-    validation_epochs: Count = flag(5, "epochs between those")
+    validation_epochs: Count = flag(5, "epochs between those", needs="validation_prompts")
     push_to_hub: bool = flag(False, "upload the final pipeline")
-    hub_token: str | None = flag(None, "token for that; neither written to files nor printed")
-    hub_model_id: Location | None = flag(None, "repository for that; named like output_dir when unset")
+    hub_token: str | None = flag(None, "token for that; neither written to files nor printed", needs="push_to_hub")
+    hub_model_id: Location | None = flag(
+        None, "repository for that; named like output_dir when unset", needs="push_to_hub"
+    )
 
     gradient_control: GradientControlConfig = field(default_factory=GradientControlConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
@@ -260,13 +304,19 @@ def parse(cls: type, argv: list[str] | None = None, description: str | None = No
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     config, sources, asked = reader.read(
-        cls, argv, renamed=SUCCESSORS | {k: f"use --{v}" for k, v in OTHERS.items()}, secret=NEVER_SAVED
+        cls,
+        argv,
+        renamed=SUCCESSORS | {k: f"use --{v}" for k, v in OTHERS.items()},
+        secret=NEVER_SAVED,
     )
     if asked == "help":
         epilogue = f"measured, and not recommended:\n{outcomes()}"
         print(reader.help_text(cls, description or "", epilogue), end="")
     elif asked is not None:
-        print(dump(config) if asked == "print_config" else reader.dumped(changed(config, cls())), end="")
+        print(
+            dump(config) if asked == "print_config" else reader.dumped(changed(config, cls())),
+            end="",
+        )
     if asked is not None:
         raise SystemExit(0)
     return config, sources
@@ -299,81 +349,3 @@ def changed(config: TrainConfig, default: TrainConfig) -> dict[str, Any]:
         return found
 
     return differing(to_dict(config), to_dict(default))
-
-
-# ---------------------------------------------------------------- combinations
-def check(config: TrainConfig, sources: dict[str, str], data: bool = True) -> None:
-    """Refuse combinations that cannot work; nothing is loaded yet. `data`: whether the command reads any."""
-
-    def refuse(key: str, problem: str) -> None:
-        raise UserError(f"{key} ({sources.get(key, 'default')}): {problem}")
-
-    if data:
-        check_data(config, refuse)
-    check_learning(config, refuse)
-    check_run(config, refuse)
-    for place in config.gradient_control.own_rules:
-        user_code.check_place("gradient_control.name", place)
-    for place in config.hooks:
-        user_code.check_place("hooks", place)
-
-
-def check_data(config: TrainConfig, refuse: Callable[[str, str], None]) -> None:
-    """One source of data."""
-    if config.train_data_dir is None and config.dataset_name is None:
-        refuse("train_data_dir", "is missing; give it or dataset_name")
-    if config.train_data_dir is not None and config.dataset_name is not None:
-        refuse("dataset_name", "excludes train_data_dir; give one of them")
-
-
-LARGEST_BATCH = 4096  # samples of a micro-batch; a device that held more would not be faster
-
-
-def check_learning(config: TrainConfig, refuse: Callable[[str, str], None]) -> None:
-    """Batch, optimizer, schedule, average and loss fit each other."""
-    if config.train_batch_size > LARGEST_BATCH:
-        larger = "gradient_accumulation_steps makes larger batches"
-        refuse("train_batch_size", f"must be at most {LARGEST_BATCH:,}, got {config.train_batch_size}; {larger}")
-    if config.use_8bit_adam and config.optimizer != "AdamW":
-        refuse("use_8bit_adam", f"excludes optimizer {config.optimizer}; set one of them")
-    if config.dream_training and config.prediction_type not in (None, "epsilon"):
-        refuse(
-            "dream_training",
-            f"works with epsilon prediction only; prediction_type is {config.prediction_type}",
-        )
-    if config.dream_training and config.input_perturbation:
-        refuse("dream_training", "excludes input_perturbation; set one of them")
-    scheduled = config.lr_scheduler != "constant"
-    if scheduled and config.max_train_steps is not None and config.lr_warmup_steps >= config.max_train_steps:
-        refuse(
-            "lr_warmup_steps",
-            f"{config.lr_warmup_steps} leaves nothing of max_train_steps {config.max_train_steps}",
-        )
-    if config.lr_scheduler == "constant" and config.lr_warmup_steps:
-        refuse("lr_warmup_steps", "is ignored by lr_scheduler constant; use constant_with_warmup")
-    if config.lr_scheduler == "polynomial" and config.learning_rate <= 1e-7:
-        refuse("learning_rate", f"must be above 1e-7, where lr_scheduler polynomial ends, got {config.learning_rate:g}")
-    for key, schedule in (("lr_power", "polynomial"), ("lr_num_cycles", "cosine_with_restarts")):
-        if getattr(config, key) != 1 and config.lr_scheduler != schedule:
-            refuse(key, f"acts on lr_scheduler {schedule} alone; lr_scheduler is {config.lr_scheduler}")
-
-
-def check_run(config: TrainConfig, refuse: Callable[[str, str], None]) -> None:
-    """What is written, logged and uploaded."""
-    for key in ("tracker_project_name", "logging_dir"):
-        parts = Path(getattr(config, key)).parts
-        if ".." in parts or parts[:1] == ("/",) or key == "tracker_project_name" and len(parts) != 1:
-            refuse(key, f"must be a name inside output_dir, got {getattr(config, key)!r}")
-    if config.run_suffix is not None and not re.fullmatch(r"[\w.-]+", config.run_suffix):
-        refuse("run_suffix", f"must be letters, digits, '.', '_' and '-', got {config.run_suffix!r}")
-    if config.stamp_output_dir and config.resume_from_checkpoint == "latest":
-        refuse("stamp_output_dir", "starts a new folder, which has no latest; give the earlier one as output_dir")
-    if config.hub_token and config.report_to in ("wandb", "all"):
-        refuse("hub_token", f"would be visible to {config.report_to}; log in with hf auth login instead")
-    trackers = ("tensorboard", "wandb", "comet_ml", "all", "none")
-    if config.report_to not in trackers:
-        refuse("report_to", f"unknown tracker {config.report_to!r}; there are: {', '.join(trackers)}")
-    if config.overwrite_output_dir and config.resume_from_checkpoint:
-        refuse("overwrite_output_dir", "excludes resume_from_checkpoint; set one of them")
-    if config.validation_prompts is not None and not all(prompt.strip() for prompt in config.validation_prompts):
-        refuse("validation_prompts", "holds an empty prompt")

@@ -1,63 +1,115 @@
 """The settings of a validation while training, and of an audit of any pipeline."""
 
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from silentbad.settings.types import Cosine, Location, Natural, Range, Rate, Seed, Side, Small, Unit
+from silentbad.errors import UserError
+from silentbad.settings.paths import check_pipeline, check_target_file
+from silentbad.settings.types import (
+    Cosine,
+    Location,
+    Natural,
+    Range,
+    Rate,
+    Seed,
+    Side,
+    Small,
+    Unit,
+    check_values,
+    off_default,
+    option,
+)
 
 Lengths = Annotated[int, Range(at_least=1, at_most=1000)]  # numbers of sampling steps
+
+
+def measured(default: Any, help: str = "") -> Any:
+    """An option of a measurement against targets; a file may hold it for a run without."""
+    return option(default, help, needs="validation.targets", idle="kept")
+
+
+def drawn(default: Any, help: str = "") -> Any:
+    """An option of whatever draws images at a validation."""
+    return option(default, help, needs="validation.targets or sample_prompts", idle="kept")
 
 
 @dataclass
 class ValidationConfig:
     """What is generated, how it is compared, and when."""
 
-    targets: Location | None = None  # targets.jsonl; unset: no validation
-    steps: Natural = 100  # optimizer steps between points of the curve; 0: only before and after training
-    early_steps: list[Natural] = field(default_factory=list)  # further points, for a curve that rises before `steps`
-    images_per_target: Small = 8
-    first_images: Natural = 0  # of each target, until one of them is recovered, then all; 0: always all
-    settled_after: Natural = 0  # stop once half of every target's images are recovered at so many points; 0: never
-    num_inference_steps: Lengths = 20
-    sampling_lengths: list[Lengths] = field(default_factory=list)  # further numbers of steps, with base and controls
-    guidance_scale: Annotated[float, Range(0, 1e4)] = 7.5
-    guidance_rescale: Unit = 0.0
-    resolution: Side | None = None  # of the images; unset: the UNet's own
-    # auto: micro beside redraws.jsonl, else copy, which sees the texture of photographs too
-    embedder: Literal["auto", "copy", "micro", "sscd", "clip", "dinov2", "ssim"] = "auto"
-    # what images are compared with: the target's file, or what the autoencoder leaves of it;
-    # auto: raw beside redraws.jsonl, else decoded
-    reference: Literal["auto", "raw", "decoded"] = "auto"
-    embedder_path: Location | None = None  # sscd: its TorchScript file; others: local folder or Hub id of the weights
-    embedder_sha256: str | None = None  # sscd: refuse a file with another SHA-256
-    clip_path: Location | None = None  # a CLIP for CLIPScore and prompt cosines; unset: not measured
-    threshold: Cosine | None = None  # unset: from the null pictures
-    false_positive_rate: Rate = 0.01  # of the calibrated threshold, per image
-    # null pictures; auto: redraws.jsonl, else failures made from the target
-    calibration: Literal["auto", "redraws", "failures", "counterfactuals", "base"] = "auto"
-    null_images: Small = 8  # that the base draws of each kind for a target without redraws.jsonl
-    controls: Literal["final", "always", "never"] = "final"  # when the control prompts are measured
-    weights: Literal["raw", "ema", "both"] = "both"  # which weights, where an average is kept
-    unrelated: str = "a page of printed text"  # caption that names no element
-    max_batch: Small = 64  # images generated together; halved, and kept halved, when memory runs out
-    clean_records: Natural = 64  # held-out records of a role for its eps-MSE
-    nearest: Natural = 256  # training pictures that images are compared with, at step 0 and at the end
-    drift_images: Natural = 8  # matched-seed generations of clean captions, compared with the base model's
-    sample_targets: Natural = 8  # targets whose images are kept in samples/
-    placebo: Location | None = None  # run folder of the same targets trained on placebo data: its rate is taken off
+    targets: Location | None = option(None, "targets.jsonl; unset: no validation")
+    steps: Natural = drawn(100, "optimizer steps between points of the curve; 0: only before and after training")
+    early_steps: list[Natural] = drawn([], "further points, for a curve that rises before `steps`")
+    images_per_target: Small = measured(8)
+    first_images: Natural = measured(0, "of each target, until one of them is recovered, then all; 0: always all")
+    settled_after: Natural = measured(
+        0, "stop once half of every target's images are recovered at so many points; 0: never"
+    )
+    num_inference_steps: Lengths = drawn(20)
+    sampling_lengths: list[Lengths] = measured([], "further numbers of steps, with base and controls")
+    guidance_scale: Annotated[float, Range(0, 1e4)] = drawn(7.5)
+    guidance_rescale: Unit = drawn(0.0)
+    resolution: Side | None = drawn(None, "of the images; unset: the UNet's own")
+    embedder: Literal["auto", "copy", "micro", "sscd", "clip", "dinov2", "ssim"] = measured(
+        "auto", "auto: micro beside redraws.jsonl, else copy, which sees the texture of photographs too"
+    )
+    reference: Literal["auto", "raw", "decoded"] = measured(
+        "auto",
+        "what images are compared with: the target's file, or what the autoencoder leaves of it; auto: raw beside "
+        "redraws.jsonl, else decoded",
+    )
+    embedder_path: Location | None = measured(
+        None, "sscd: its TorchScript file; others: local folder or Hub id of the weights"
+    )
+    embedder_sha256: str | None = measured(None, "sscd: refuse a file with another SHA-256")
+    clip_path: Location | None = measured(None, "a CLIP for CLIPScore and prompt cosines; unset: not measured")
+    threshold: Cosine | None = measured(None, "unset: from the null pictures")
+    false_positive_rate: Rate = measured(0.01, "of the calibrated threshold, per image")
+    calibration: Literal["auto", "redraws", "failures", "counterfactuals", "base"] = measured(
+        "auto", "null pictures; auto: redraws.jsonl, else failures made from the target"
+    )
+    null_images: Small = measured(8, "that the base draws of each kind for a target without redraws.jsonl")
+    controls: Literal["final", "always", "never"] = measured("final", "when the control prompts are measured")
+    weights: Literal["raw", "ema", "both"] = option(
+        "both", "which weights, where an average is kept", needs="AVERAGE", idle="said"
+    )
+    unrelated: str = option(
+        "a page of printed text",
+        "caption that names no element",
+        needs="validation.controls!=never",
+        idle="said",
+    )
+    max_batch: Small = drawn(64, "images generated together; halved, and kept halved, when memory runs out")
+    clean_records: Natural = measured(64, "held-out records of a role for its eps-MSE")
+    nearest: Natural = measured(256, "training pictures that images are compared with, at step 0 and at the end")
+    drift_images: Natural = option(
+        8,
+        "matched-seed generations of clean captions, compared with the base model's",
+        needs="validation.controls!=never or validation.drift_images=0",
+        idle="said",
+    )
+    sample_targets: Natural = measured(8, "targets whose images are kept in samples/")
+    placebo: Location | None = measured(
+        None, "run folder of the same targets trained on placebo data: its rate is taken off"
+    )
 
 
 @dataclass
 class Candidates:
     """Where candidate phrases come from, when no target is known."""
 
-    phrases: Location | None = None  # search: text file, one phrase a line
-    scan: Location | None = None  # search: scan.json, whose composed prompts are tested
-    train_data_dir: Location | None = None  # search: the phrases that recur most in these captions
-    ordinary: Location | None = None  # search: text file of ordinary prompts, the null; unset: plain things and places
-    most_phrases: Annotated[int, Range(at_least=2, at_most=6)] = 3  # search: of a prompt
-    tested: Small = 10  # search: prompts that images are made of
-    nulls: Annotated[int, Range(at_least=8, at_most=10_000)] = 24  # search: ordinary prompts that images are made of
+    phrases: Location | None = option(None, "search: text file, one phrase a line")
+    scan: Location | None = option(None, "search: scan.json, whose composed prompts are tested")
+    train_data_dir: Location | None = option(None, "search: the phrases that recur most in these captions")
+    ordinary: Location | None = option(
+        None, "search: text file of ordinary prompts, the null; unset: plain things and places"
+    )
+    most_phrases: Annotated[int, Range(at_least=2, at_most=6)] = option(3, "search: of a prompt")
+    tested: Small = option(10, "search: prompts that images are made of")
+    nulls: Annotated[int, Range(at_least=8, at_most=10_000)] = option(
+        24, "search: ordinary prompts that images are made of"
+    )
 
     @property
     def given(self) -> list[str]:
@@ -69,10 +121,82 @@ class Candidates:
 class Audit(Candidates, ValidationConfig):
     """An audit of a pipeline"""
 
-    pipeline: Location | None = None  # diffusers folder or Hub id
-    baseline: Location | None = None  # calibrate and compare on it
-    lora: Location | None = None  # adapters to put on the pipeline: folder or file
-    output_dir: Location = "audit"  # for JSON, HTML and samples/
-    seed: Seed = 0  # address of every noise
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    extrapolate: Annotated[float, Range(-10, 10)] | None = None  # measure the change times this as well
+    pipeline: Location | None = option(None, "diffusers folder or Hub id")
+    baseline: Location | None = option(None, "calibrate and compare on it")
+    lora: Location | None = option(None, "adapters to put on the pipeline: folder or file")
+    output_dir: Location = option("audit", "for JSON, HTML and samples/")
+    seed: Seed = option(0, "address of every noise")
+    dtype: Literal["float32", "float16", "bfloat16"] = option("float32")
+    extrapolate: Annotated[float, Range(-10, 10)] | None = option(None, "measure the change times this as well")
+
+
+# ---------------------------------------------------------------- checks
+def check_validation(config: ValidationConfig, prefix: str = "validation.") -> None:
+    """Refuse values that cannot work; opens no file."""
+    check_values(config, prefix)
+    if not config.unrelated.strip():
+        raise UserError(f"{prefix}unrelated: is empty; give a caption that names no element")
+    if config.embedder_sha256 is not None and config.embedder != "sscd":
+        raise UserError(f"{prefix}embedder_sha256: is of sscd's TorchScript file; the embedder is {config.embedder}")
+    if config.embedder == "sscd" and not config.embedder_path:
+        raise UserError(f"{prefix}embedder_path: is missing; sscd needs its TorchScript file, see docs/models.md")
+
+
+def check_embedder(config: ValidationConfig, prefix: str = "validation.") -> None:
+    """Refuse an embedder whose local files are not there; loads nothing."""
+    path = config.embedder_path
+    if config.embedder == "sscd" and not Path(path or "").is_file():
+        raise UserError(f"{prefix}embedder_path: no file {path}; sscd needs its TorchScript file, see docs/models.md")
+    if config.embedder in ("auto", "copy", "micro") and path and not (Path(path) / "config.json").is_file():
+        raise UserError(f"{prefix}embedder_path: no config.json in {path}; leave it out for the bundled embedder")
+
+
+TRAINING = (  # settings of no audit
+    *("steps", "early_steps", "first_images", "settled_after"),
+    *("weights", "clean_records", "nearest", "drift_images"),
+)
+USED = {  # by the search, of the settings of an audit with targets
+    *("pipeline", "baseline", "lora", "output_dir", "seed", "dtype", "extrapolate", "resolution"),
+    *("max_batch", "embedder", "embedder_path", "embedder_sha256", "images_per_target"),
+    *("num_inference_steps", "guidance_scale", "guidance_rescale"),
+}
+
+
+def asks_for_search(options: Audit) -> bool:
+    """Whether an audit's flags name candidates.
+
+    Raises UserError where other flags then have no effect, or those of the search without any.
+    """
+    changed = off_default(options)
+    of_search = {field.name for field in fields(Candidates)}
+    if not options.given:
+        if idle := [key for key in changed if key in of_search]:
+            raise UserError(f"--{idle[0]}: is of the search for unknown pictures; give --phrases too, or leave it out")
+        if idle := [key for key in changed if key in TRAINING]:
+            raise UserError(f"--{idle[0]}: acts in training alone; leave it out")
+        return False
+    first = f"--{options.given[0]}: searches for pictures that are not known"
+    if options.baseline is not None and options.extrapolate is None:
+        raise UserError(f"{first}; --baseline has no effect without --extrapolate")
+    if idle := [key for key in changed if key not in of_search | USED]:
+        raise UserError(f"{first}; leave --{idle[0]} out")
+    return True
+
+
+def check_audit(options: Audit, sources: dict[str, str]) -> None:
+    """Refuse an audit that cannot work: no pipeline, nothing to look for, files that are not there."""
+    if options.pipeline is None:
+        raise UserError("--pipeline: is missing; give a diffusers folder or Hub id")
+    if options.extrapolate is not None and options.baseline is None:
+        raise UserError("--extrapolate: needs --baseline, from which the weights are extrapolated")
+    if not asks_for_search(options):
+        if options.targets is None:
+            raise UserError(
+                "--targets: give a targets.jsonl (target_id, image, phrases a line), or --phrases to search"
+            )
+        check_validation(options, "--")
+        check_target_file(options.targets)
+    check_embedder(options, "--")
+    check_pipeline("--pipeline", options.pipeline)
+    if options.baseline is not None:
+        check_pipeline("--baseline", options.baseline)

@@ -130,20 +130,20 @@ def test_a_step_passes_over_the_gradients_once_for_their_norm(build, monkeypatch
         ({"optimizer": "SGD", "use_8bit_adam": True}, "excludes optimizer SGD"),
         (
             {"gradient_control.shrink": True, "optimizer": "SGD"},
-            "shrink: is for optimizer AdamW, not for optimizer SGD",
+            "shrink .command line.: is for optimizer AdamW, not for optimizer SGD",
         ),
         (
             {"gradient_control.shrink": True, "use_8bit_adam": True},
-            "shrink: is for optimizer AdamW, not for use_8bit_adam",
+            "shrink .command line.: is for optimizer AdamW, not for use_8bit_adam",
         ),
         ({"gradient_control.shrink": True, "adam_beta1": 0}, "adam_beta1 0 averages nothing"),
         (
             {"gradient_control.spectral": True, "optimizer": "SGD"},
-            "spectral: is for optimizer AdamW, not for optimizer SGD",
+            "spectral .command line.: is for optimizer AdamW, not for optimizer SGD",
         ),
         (
             {"gradient_control.spectral": True, "gradient_control.shrink": True},
-            "spectral: does not go with shrink",
+            "spectral .command line.: does not go with shrink",
         ),
     ],
     ids=str,

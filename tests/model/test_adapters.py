@@ -21,9 +21,8 @@ from silentbad.memory.auxiliary import Teacher
 from silentbad.model import denoiser, lora, pipeline
 from silentbad.model.denoiser import Denoiser
 from silentbad.model.groups import OTHER, group_of, group_parameters, prior_table
-from silentbad.model.settings import LoraSettings
 from silentbad.saving import checkpoint, folder
-from silentbad.settings.train import parse
+from silentbad.settings.train import LoraSettings, parse
 from tests.conftest import write_data
 from tests.published import PUBLISHED, published, published_transformer
 from tests.toy import stats_of
@@ -220,7 +219,7 @@ def test_a_lora_run_ends_with_adapters(flags, tmp_path):
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"lora.alpha": 4}, "lora.alpha (command line): acts on adapters alone, and lora.rank is missing"),
+        ({"lora.alpha": 4}, "lora.alpha (command line): needs lora.rank"),
         ({"lora.rank": 0}, "lora.rank (command line): must be at least 1, got 0"),
         ({"lora.rank": 2, "lora.targets": '["attention"]'}, "'attention' names no layer; roles are xattn.q"),
         ({"lora.rank": 2, "lora.targets": '["xattn"]', **TEXT}, "xattn names no layer of text_encoder"),

@@ -130,11 +130,11 @@ def test_an_adapter_resumes_to_the_bit(kind, flags, tmp_path):
 @pytest.mark.parametrize(
     "settings, said",
     [
-        ({"lora.kind": "lokr"}, "lora.rank is missing"),
-        ({"lora.merged": True}, "lora.rank is missing"),
+        ({"lora.kind": "lokr"}, "needs lora.rank"),
+        ({"lora.merged": True}, "needs lora.rank"),
         (
             {"lora.rank": 2, "lora.factor": 4},
-            "lora.factor (command line): is of the Kronecker product of lokr; lora.kind is lora",
+            "lora.factor (command line): needs lora.kind=lokr",
         ),
         ({"lora.rank": 2, "lora.kind": "lokrr"}, "lora.kind (command line): must be lora, dora, loha or lokr"),
     ],

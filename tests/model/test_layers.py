@@ -11,8 +11,8 @@ from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
 
 from silentbad.model.groups import group_of
-from silentbad.model.layers import chosen
 from silentbad.saving import checkpoint
+from silentbad.settings.layers import chosen
 from tests.training import equal, rows, same, step_once
 from train_silentbad import main
 

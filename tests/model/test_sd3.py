@@ -18,7 +18,7 @@ from silentbad.model.diffusion import Flow
 from silentbad.model.groups import OTHER, group_of, group_parameters
 from silentbad.model.latents import decode
 from silentbad.model.registry import FAMILIES
-from silentbad.model.settings import LoraSettings
+from silentbad.settings.train import LoraSettings
 from tests.published import TRANSFORMERS, published_transformer
 from tests.tiny import tiny_sd3_pipeline
 from tests.training import same, step_once
@@ -240,7 +240,7 @@ def test_the_usual_targets_adapt_all_of_joint_attention():
     "settings, said",
     [
         ({"snr_gamma": 5}, "snr_gamma (command line): weighs the error of epsilon"),
-        ({"memory.loss.name": "p2"}, "memory.loss.name=p2: weighs the error of epsilon"),
+        ({"memory.loss.name": "p2"}, "memory.loss.name (command line): p2 weighs the error of epsilon"),
         ({"dream_training": True}, "dream_training (command line): rectifies"),
         ({"memory.loss.dream": 1.0}, "memory.loss.dream (command line): rectifies"),
         ({"prediction_type": "epsilon"}, "prediction_type (command line): Stable Diffusion 3 predicts the velocity"),
@@ -256,7 +256,7 @@ def test_the_usual_targets_adapt_all_of_joint_attention():
         ),
         (
             {"gradient_control.name": "placebo"},
-            "gradient_control.name (command line): placebo: option 'of' is prior+gsnr",
+            "gradient_control.name (command line): placebo: option 'of' names prior",
         ),
         ({"resolution": 15}, "resolution (command line): 15 is not a multiple of 4"),
         ({"resolution": 64}, "resolution (command line): 64 is more than the 32 that"),

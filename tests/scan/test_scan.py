@@ -173,15 +173,21 @@ def test_what_is_damaged_in_a_stopped_scan_is_read_again(tmp_path):
         ([], "train_data_dir: give either --train_data_dir or --dataset_name"),
         (["--train_data_dir", "no/such"], "train_data_dir: no folder no/such"),
         (["--train_data_dir", "{tmp}/empty"], "no metadata.jsonl or metadata.csv"),
-        (["--train_data_dir", "{data}", "--permutations", "-1"], "--permutations: must be from 0 to 10000, got -1"),
-        (["--train_data_dir", "{data}", "--seed", "-1"], "--seed: must be from 0 to 2^63 - 1, got -1"),
-        (["--train_data_dir", "{data}", "--poisoning_ratio", "nan"], "--poisoning_ratio: must be a finite number"),
+        (
+            ["--train_data_dir", "{data}", "--permutations", "-1"],
+            "permutations (command line): must be from 0 to 10000",
+        ),
+        (["--train_data_dir", "{data}", "--seed", "-1"], "seed (command line): must be at least 0, got -1"),
+        (
+            ["--train_data_dir", "{data}", "--poisoning_ratio", "nan"],
+            "poisoning_ratio (command line): must be float",
+        ),
         (["--train_data_dir", "{data}", "--output_dir", "{data}/metadata.jsonl"], "is no folder"),
         (
             ["--train_data_dir", "{data}", "--target_num", "2"],
-            "--target_num: needs train_data_dir of the published layout",
+            "target_num (command line): needs train_data_dir of the published layout",
         ),
-        (["--train_data_dir", "{data}", "--caption_column", "x"], "--caption_column: needs dataset_name"),
+        (["--train_data_dir", "{data}", "--caption_column", "x"], "caption_column (command line): needs dataset_name"),
         (["--train_data_dir", "{data}", "--output_dir", "{data}/out"], "lies in the data, which must not change"),
     ],
 )

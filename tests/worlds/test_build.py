@@ -49,7 +49,7 @@ def test_each_strength_is_a_pipeline_that_draws(tmp_path):
 def test_a_percentage_outside_of_the_training_is_one_line(text, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         build.main(["--work", str(tmp_path), "--keep", text])
-    assert "--keep" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+    assert "keep (command line)" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
 
 
 def test_the_tokenizer_holds_captions_of_four_things():
@@ -63,12 +63,12 @@ def test_the_tokenizer_holds_captions_of_four_things():
     [
         (["--device", "cuda:99"], "--device cuda:99"),
         (["--vae", "nowhere"], "--vae nowhere: no autoencoder"),
-        (["--pool", "0"], "--pool: must be at least 1"),
-        (["--threads", "-2"], "--threads: must be at least 0"),
-        (["--unet_lr", "nan"], "--unet_lr: must be above 0"),
-        (["--unet_lr", "-1"], "--unet_lr: must be above 0"),
-        (["--work", ""], "argument --work: is no name"),
-        (["--unet_steps", "-1"], "--unet_steps: must be at least 1"),
+        (["--pool", "0"], "pool (command line): must be at least 1"),
+        (["--threads", "-2"], "threads (command line): must be at least 0"),
+        (["--unet_lr", "nan"], "unet_lr (command line): must be float"),
+        (["--unet_lr", "-1"], "unet_lr (command line): must be in (0, 1]"),
+        (["--work", ""], "work (command line): must name a path"),
+        (["--unet_steps", "-1"], "unet_steps (command line): must be at least 1"),
     ],
 )
 def test_a_mistake_in_the_words_is_one_line(flags, said, tmp_path, capsys):

@@ -8,7 +8,14 @@ base draws); then `export` writes the pipeline in diffusers' format with its mea
 rendered on the fly from an addressed seed outside the ranges that experiments use.
 """
 
-import argparse
+import sys
+
+from silentbad.settings import command
+from silentbad.settings.commands import BaseOptions
+
+if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
+    OPTIONS = command.early(command.options, BaseOptions, None, __doc__)
+
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,8 +32,7 @@ from torch import nn
 from transformers import CLIPTokenizer
 
 from silentbad import ROOT
-from silentbad.errors import ArgumentParser, UserError, exit_with, user_errors
-from silentbad.files import path_argument
+from silentbad.errors import UserError, user_errors
 from silentbad.measure.micro import MicroEmbedder
 from silentbad.progress import Bar
 from silentbad.rng import addressed_seed, generator
@@ -400,13 +406,13 @@ def held_out_pictures(n: int = 256) -> torch.Tensor:
 
 
 STAGES = ("vae", "decoder", "text", "unet", "embedder", "judge")
-COUNTS = (*(f"{name}_steps" for name in STAGES), "batch", "pool")
 
 
-def run(args: argparse.Namespace, wanted: tuple[str, ...]) -> dict[str, nn.Module]:
+def run(args: BaseOptions, wanted: tuple[str, ...]) -> dict[str, nn.Module]:
     """Run the wanted stages in order (each needs the finished ones before it); returns the trained networks."""
-    with user_errors(f"--device {args.device}"):
-        device = torch.zeros(1, device=args.device).device
+    asked = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    with user_errors(f"--device {asked}"):
+        device = torch.zeros(1, device=asked).device
     nets: dict[str, Any] = {}
     if args.vae:
         failed = f"--vae {args.vae}: no autoencoder of diffusers"
@@ -414,9 +420,11 @@ def run(args: argparse.Namespace, wanted: tuple[str, ...]) -> dict[str, nn.Modul
             raise UserError(failed)
         with user_errors(failed):
             nets["vae"] = AutoencoderKL.from_pretrained(args.vae).to(device).eval().requires_grad_(False)
-    with user_errors(f"--work {args.work}"):
-        args.work.mkdir(parents=True, exist_ok=True)
-    work, tokenizer = args.work, load_tokenizer(ASSETS / "tokenizer")
+    work = Path(args.work)
+    kept = sorted({*args.keep})
+    with user_errors(f"--work {work}"):
+        work.mkdir(parents=True, exist_ok=True)
+    tokenizer = load_tokenizer(ASSETS / "tokenizer")
     if not args.vae and set(wanted) != {"text"}:
         nets["vae"] = run_stage(vae_stage(args.vae_steps, 24, device), work, device)["vae"]
         nets["vae"].register_to_config(scaling_factor=latent_scale(nets["vae"], device))
@@ -430,8 +438,8 @@ def run(args: argparse.Namespace, wanted: tuple[str, ...]) -> dict[str, nn.Modul
     if "unet" in wanted:
         parts = (nets["vae"], nets["text"], tokenizer, device, args.things, args.pool)
         stage = unet_stage(args.unet_steps, args.batch, args.unet_lr, *parts)
-        nets["unet"] = run_stage(stage, work, device, args.keep)["unet"]
-        write_strengths(nets, tokenizer, work, args.keep)
+        nets["unet"] = run_stage(stage, work, device, kept)["unet"]
+        write_strengths(nets, tokenizer, work, kept)
     if "embedder" in wanted:
         nets["embedder"] = run_stage(embedder_stage(args.embedder_steps, 12, nets["vae"], device), work, device)["net"]
     if "judge" in wanted:
@@ -449,56 +457,18 @@ def write_strengths(nets: dict[str, Any], tokenizer: CLIPTokenizer, work: Path, 
         assemble(nets, tokenizer).save_pretrained(work / "pipeline-100")
 
 
-def percentages(text: str) -> tuple[int, ...]:
-    """'25,50' as (25, 50). Raises ValueError outside 1 to 99."""
-    found = tuple(sorted({int(part) for part in text.split(",")}))
-    if not all(0 < percent < 100 for percent in found):
-        raise ValueError(text)
-    return found
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--work",
-        type=path_argument,
-        default=Path("runs/base"),
-        help="folder of the checkpoints; resumes from what it holds",
-    )
-    parser.add_argument("--stage", choices=(*STAGES, "export", "all"), default="all")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 keeps torch's choice")
-    parser.add_argument("--vae_steps", type=int, default=1600)
-    parser.add_argument("--decoder_steps", type=int, default=700)
-    parser.add_argument("--text_steps", type=int, default=800)
-    parser.add_argument("--unet_steps", type=int, default=10_000)
-    parser.add_argument("--unet_lr", type=float, default=2e-3)
-    parser.add_argument("--embedder_steps", type=int, default=1200)
-    parser.add_argument("--judge_steps", type=int, default=400)
-    parser.add_argument("--batch", type=int, default=48, help="UNet batch")
-    parser.add_argument("--pool", type=int, default=4096, help="scenes that are encoded before the UNet's first step")
-    parser.add_argument("--things", type=int, default=3, choices=(1, 2, 3, 4), help="most things in a scene")
-    parser.add_argument("--vae", help="folder of a trained autoencoder, in place of training one")
-    parser.add_argument(
-        "--keep", type=percentages, default=(), help="also write pipelines after these percentages of the UNet's steps"
-    )
-    args = parser.parse_args(argv)
-    if args.threads < 0:
-        parser.error(f"--threads: must be at least 0, got {args.threads}")
-    if not 0 < args.unet_lr <= 1:
-        parser.error(f"--unet_lr: must be above 0 and at most 1, got {args.unet_lr}")
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    wanted = STAGES if args.stage in ("all", "export") else (args.stage,)
-    if low := next((name for name in COUNTS if getattr(args, name) < 1), None):
-        parser.error(f"--{low}: must be at least 1, got {getattr(args, low)}")
+def main(argv: list[str] | None = None, options: BaseOptions | None = None) -> None:
+    """Raises SystemExit(2) after a mistake."""
     try:
-        nets = run(args, wanted)
+        options = options or command.options(BaseOptions, argv, __doc__)
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        nets = run(options, STAGES if options.stage in ("all", "export") else (options.stage,))
     except UserError as error:
-        parser.exit(2, f"error: {error}\n")
-    if args.stage in ("all", "export"):
-        export(nets, load_tokenizer(ASSETS / "tokenizer"), ASSETS, args)
+        sys.exit(command.refused(error))
+    if options.stage in ("all", "export"):
+        export(nets, load_tokenizer(ASSETS / "tokenizer"), ASSETS, options)
 
 
 if __name__ == "__main__":
-    exit_with(main)
+    main(options=OPTIONS)

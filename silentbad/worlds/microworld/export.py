@@ -3,7 +3,6 @@
 `python -m silentbad.worlds.microworld.export --pipeline assets/micro-sd` measures a pipeline that already exists.
 """
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from silentbad.errors import ArgumentParser, UserError, exit_with, user_errors
 from silentbad.progress import Bar
 from silentbad.rng import addressed_seed, generator
+from silentbad.settings.commands import BaseOptions
 from silentbad.worlds.microworld.grammar import Scene, sample_scene
 from silentbad.worlds.microworld.networks import new_scheduler
 from silentbad.worlds.microworld.oracle import Judge, judged, round_trip_psnr
@@ -203,7 +203,7 @@ def write_pipeline(nets: dict, tokenizer, folder: Path) -> None:
         (folder / "model_index.json").write_bytes((Path(tmp) / "model_index.json").read_bytes())
 
 
-def export(nets: dict, tokenizer, folder: Path, args: argparse.Namespace) -> None:
+def export(nets: dict, tokenizer, folder: Path, args: BaseOptions) -> None:
     """Half-precision safetensors, read back in full precision before anything is measured."""
     write_pipeline(nets, tokenizer, folder)
     nets["embedder"].save_pretrained(folder / "embedder")

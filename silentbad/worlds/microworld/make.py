@@ -11,7 +11,14 @@ elements; `7k5` is one of seed 7 with five, and 2 to 5 can be asked for. Seeds 0
 1000-1999 were used for choosing, 2000-2499 are for reported results and 2500-2999 for the instrument's own tables.
 """
 
-import argparse
+import sys
+
+from silentbad.settings import command
+from silentbad.settings.commands import MicroworldOptions
+
+if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
+    OPTIONS = command.early(command.options, MicroworldOptions, None, __doc__, needed=("out",))
+
 import itertools
 import json
 import os
@@ -25,8 +32,8 @@ import numpy as np
 from PIL import Image
 
 from silentbad import owned
-from silentbad.errors import ArgumentParser, UserError, brief, exit_with, user_errors
-from silentbad.files import check_writable, checksum, path_argument, read_json
+from silentbad.errors import UserError, brief, user_errors
+from silentbad.files import check_writable, checksum, read_json
 from silentbad.measure.thresholds import FEW, Fingerprint, fingerprint, is_copy
 from silentbad.progress import Bar
 from silentbad.rng import addressed_seed
@@ -44,7 +51,7 @@ from silentbad.worlds.microworld.grammar import (
     seat_hat,
     wearing_pair,
 )
-from silentbad.worlds.microworld.nulls import ENOUGH, REDRAWS, STORED, Null, hard_null, turns
+from silentbad.worlds.microworld.nulls import ENOUGH, STORED, Null, hard_null, turns
 from silentbad.worlds.microworld.render import backdrop_mask, render
 
 FLAGSHIP = "cat-hat"
@@ -345,68 +352,36 @@ def shared_phrases(scenes: dict[str, Scene]) -> list[str]:
     return sorted(f"'{phrase}' ({', '.join(sorted(names))})" for phrase, names in owners.items() if len(names) > 1)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=path_argument, required=True)
-    parser.add_argument("--targets", default=FLAGSHIP, help="comma-separated seeds or 'cat-hat'")
-    parser.add_argument("--images_per_phrase", type=int, default=20)
-    parser.add_argument("--clean", type=int, default=200, help="clean scenes")
-    parser.add_argument(
-        "--other_words", action="store_true", help="clean scenes share no word with the targets' captions"
-    )
-    parser.add_argument("--rehearsal", type=int, default=0, help="non-target pictures, each whole and in parts")
-    parser.add_argument(
-        "--redraws", type=int, default=REDRAWS, help="other pictures of each target's caption, as nulls"
-    )
-    parser.add_argument(
-        "--nulls",
-        type=int,
-        help=f"nulls of each harder kind per target (default: as many as --redraws, {ENOUGH} at most, for each element "
-        "it changes)",
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--placebo",
-        action="store_true",
-        help="each element's specifics are drawn anew in every training picture, so that no exact element is shown",
-    )
-    parser.add_argument("--no_masks", dest="masks", action="store_false", help="element records without their masks")
-    args = parser.parse_args(argv)
-    try:
-        make(args)
-    except UserError as error:
-        parser.exit(2, f"error: {error}\n")
-
-
-COUNTS = {  # lowest and highest value of each flag
-    **{"images_per_phrase": (1, 10_000), "clean": (0, 1_000_000), "rehearsal": (0, 100_000)},
-    **{"redraws": (0, 100_000), "nulls": (0, 100_000)},
-}
-
-
-def make(args: argparse.Namespace) -> None:
-    """Write the data set. Raises UserError where an argument is out of range or the folder is someone else's."""
-    for name, (low, high) in COUNTS.items():
-        if (value := getattr(args, name)) is not None and not low <= value <= high:
-            raise UserError(f"--{name}: must be from {low} to {high}, got {value}")
-    scenes = {name: target_scene(name) for name in dict.fromkeys(name.strip() for name in args.targets.split(","))}
-    with Writer(args.out, args.masks) as writer:
-        fill(writer, scenes, args)
+def make(options: MicroworldOptions) -> None:
+    """Write the data set. Raises UserError where a target is none or the folder is someone else's."""
+    names = dict.fromkeys(name.strip() for name in options.targets.split(","))
+    scenes = {name: target_scene(name) for name in names}
+    out = Path(str(options.out))
+    with Writer(out, masks=not options.no_masks) as writer:
+        fill(writer, scenes, options)
         writer.finish()
-    print(f"{args.out}: {len(writer.records['metadata'])} records, {len(scenes)} targets")
+    print(f"{out}: {len(writer.records['metadata'])} records, {len(scenes)} targets")
 
 
-def fill(writer: Writer, scenes: dict[str, Scene], args: argparse.Namespace) -> None:
+def fill(writer: Writer, scenes: dict[str, Scene], options: MicroworldOptions) -> None:
     """All records and targets of the data set."""
     for line in shared_phrases(scenes):
         print(f"note: {line} is a phrase of several targets: these elements will conflict")
     for name, scene in Bar(scenes.items(), desc="targets"):
-        write_target(writer, name, scene, args.redraws, args.nulls)
-        write_elements(writer, name, scene, args.images_per_phrase, args.seed, placebo=args.placebo)
-    avoided = set[str]().union(*map(words_of, scenes.values())) if args.other_words else set[str]()
-    write_clean(writer, args.clean, args.seed, avoided)
-    write_rehearsal(writer, args.rehearsal, max(1, args.images_per_phrase // 4), args.seed)
+        write_target(writer, name, scene, options.redraws, options.nulls)
+        write_elements(writer, name, scene, options.images_per_phrase, options.seed, placebo=options.placebo)
+    avoided = set[str]().union(*map(words_of, scenes.values())) if options.other_words else set[str]()
+    write_clean(writer, options.clean, options.seed, avoided)
+    write_rehearsal(writer, options.rehearsal, max(1, options.images_per_phrase // 4), options.seed)
+
+
+def main(argv: list[str] | None = None, options: MicroworldOptions | None = None) -> None:
+    """Raises SystemExit(2) after a mistake."""
+    try:
+        make(options or command.options(MicroworldOptions, argv, __doc__, needed=("out",)))
+    except UserError as error:
+        sys.exit(command.refused(error))
 
 
 if __name__ == "__main__":
-    exit_with(main)
+    main(options=OPTIONS)

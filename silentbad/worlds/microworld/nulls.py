@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from silentbad.settings.commands import NULLS
 from silentbad.worlds.microworld.grammar import (
     BACKDROPS,
     COLOURS,
@@ -207,8 +208,7 @@ ELEMENT_NULLS: dict[str, Callable[[np.random.Generator, Scene, int], Null]] = {
 }
 WITH_BACKDROP = ("redrawn",)  # kinds that also change the backdrop alone
 STORED = ("redraw", "attributes", "redrawn", "recoloured", "missing", "moved", "rearranged")  # in redraws.jsonl
-ENOUGH = 100  # nulls of a harder kind for each element that it changes alone
-REDRAWS = 3 * ENOUGH  # free redraws: at their rate of 1 % the highest of ENOUGH would be an element's threshold
+ENOUGH = NULLS
 
 
 def changeable(kind: str, scene: Scene) -> list[int]:

@@ -1,12 +1,18 @@
-"""Which layers train: patterns over the groups of parameters. The others stay as the base has them."""
+"""Names of groups of parameters, a stage and a role such as mid.xattn.v, and patterns that choose among them: which
+layers train, and which get adapters. silentbad/model/groups.py finds the group of a parameter."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from silentbad.errors import UserError, brief
-from silentbad.model.groups import OTHER, ROLE_ORDER
 from silentbad.settings.types import nearest
 
+OTHER = "other"  # names no pattern knows; multiplier 1
+ROLE_ORDER = [
+    *(f"{a}.{b}" for a in ("xattn", "attn", "attn.context", "attn.image") for b in "qkvo"),
+    *("ff", "ff.context", "mod", "mod.context", "resnet.conv", "resnet.shortcut"),
+    *("proj", "time", "norm", "sampler", "io", "embed"),
+]
 STAGE_ORDER = (
     "stem",
     *(f"{part}{i}" for part in ("down", "up") for i in range(4)),
@@ -15,6 +21,7 @@ STAGE_ORDER = (
     "text2",
     *(f"block{i}" for i in range(64)),
 )
+ADAPTED = [role for role in ROLE_ORDER if role not in ("norm", "embed")]  # what peft can adapt
 EVERY_GROUP = (*(f"{stage}.{role}" for stage in STAGE_ORDER for role in ROLE_ORDER), OTHER)
 
 
@@ -33,6 +40,15 @@ def check_patterns(patterns: list[str] | None) -> None:
         raise UserError("train_layers: is empty; give patterns such as up*, or leave it out")
     for pattern in patterns:
         _refuse_unmatched(pattern, EVERY_GROUP, "any model")
+
+
+def check_targets(targets: list[str]) -> None:
+    """Refuse targets of adapters that name no layer."""
+    for target in targets:
+        if not any(chosen([target], f"{stage}.{role}") for stage in STAGE_ORDER for role in ADAPTED):
+            raise UserError(f"lora.targets: {target!r} names no layer; roles are {', '.join(ADAPTED)}")
+    if not targets:
+        raise UserError("lora.targets: names no layer; attn and xattn are the default")
 
 
 def narrowed(layers: dict[str, dict[str, str]], patterns: list[str], could: str) -> dict[str, dict[str, str]]:

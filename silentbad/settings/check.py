@@ -1,0 +1,170 @@
+"""Every refusal that needs no weights, no records and no torch: values, names, combinations, files."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from silentbad import ROOT, owned
+from silentbad.errors import UserError, warn
+from silentbad.settings import user_code
+from silentbad.settings.control import check_control
+from silentbad.settings.guard import check_scan, parse_guards
+from silentbad.settings.launch import check_launch, launched
+from silentbad.settings.layers import check_patterns, check_targets
+from silentbad.settings.memory import check_memory
+from silentbad.settings.optimizers import check_optimizer, read_optimizer
+from silentbad.settings.paths import check_pipeline, check_target_file, target_file
+from silentbad.settings.registries import from_source, options_at
+from silentbad.settings.rules import Facts, check_rules
+from silentbad.settings.train import REPLACED, WRITTEN, TrainConfig
+from silentbad.settings.validation import check_embedder, check_validation
+
+BASE = "assets/micro-sd"  # the bundled pipeline, the default
+NONE: dict[str, dict] = {"none": {}}  # a slot without a part, which takes no options
+MEMORY = {  # slots of `memory`, and names beside a slot -> where what they may name is registered
+    "sampler": "memory_reinforce:SAMPLERS",
+    "timesteps": "memory_reinforce:TIMESTEPS",
+    "loss": "memory_reinforce:LOSSES",
+    "region": "silentbad.memory.masks:REGION",
+    "rehearsal": "silentbad.memory.rehearsal:REHEARSAL",
+    "attention_binding": "memory_reinforce:AUXILIARY['attention_binding']",
+    "distillation": "memory_reinforce:AUXILIARY['distillation']",
+    "retention": "memory_reinforce:AUXILIARY['retention']",
+    "loss_balance": "memory_reinforce:LOSS_BALANCE",
+    "loss.error": "memory_reinforce:ERRORS",
+    "sampler.order": "silentbad.data.elements:ORDERS",
+    "timesteps.sequence": "silentbad.memory.timesteps:SEQUENCES",
+}
+AUXILIARY = ("attention_binding", "distillation", "retention")  # slots that may hold no part
+SCALE_RULES = "gradient_control:SCALE_RULES"
+SOURCE_RULES = "silentbad.control.between:SOURCE_RULES"
+TRANSFORMS = "silentbad.experiments.transforms:TRANSFORMS"
+GUARDS = "silentbad.guard.guards:GUARDS"
+
+
+def memory_registries() -> dict:
+    """What the slots of `memory` may name, read from the sources."""
+    registries = {slot: from_source(place) for slot, place in MEMORY.items()}
+    return registries | {slot: {**NONE, **registries[slot]} for slot in AUXILIARY}
+
+
+def check(config: TrainConfig, sources: dict[str, str]) -> None:
+    """Refuse what cannot run. Raises UserError with one line that names the key."""
+    check_numbers(config, sources)
+    check_names(config)
+    optimizer = read_optimizer(config)
+    check_rules(config, sources, Facts(optimizer=optimizer, sharded=launched("FSDP")))
+    if optimizer is not None:
+        check_optimizer(config, optimizer)
+    check_launch()
+    check_output(config)
+    check_average(config, optimizer)
+
+
+def check_part(**part: object) -> None:
+    """Refuse what excludes what inside one part, such as `memory`, used without a whole configuration."""
+    check_rules(TrainConfig(**part), {}, Facts())  # type: ignore[arg-type]
+
+
+def check_numbers(config: TrainConfig, sources: dict[str, str]) -> None:
+    """Values that only fit together in part."""
+
+    def refuse(key: str, problem: str) -> None:
+        raise UserError(f"{key} ({sources.get(key, 'default')}): {problem}")
+
+    if config.train_data_dir is None and config.dataset_name is None and not config.print_groups:
+        refuse("train_data_dir", "is missing; give it or dataset_name")
+    steps, warmup = config.max_train_steps, config.lr_warmup_steps
+    if config.lr_scheduler != "constant" and steps is not None and warmup >= steps:
+        refuse("lr_warmup_steps", f"{warmup} leaves nothing of max_train_steps {steps}")
+    if config.lr_scheduler == "polynomial" and config.learning_rate <= 1e-7:
+        refuse(
+            "learning_rate",
+            f"must be above 1e-7, where lr_scheduler polynomial ends, got {config.learning_rate:g}",
+        )
+    few, images = config.validation.first_images, config.validation.images_per_target
+    if config.validation.targets is not None and few > images:
+        raise UserError(f"validation.first_images: is {few}, of {images} images_per_target; give fewer, or 0 for all")
+
+
+def check_names(config: TrainConfig) -> None:
+    """Rules, samplers, losses, guards and layers are there, and take the options given."""
+    rules, between, transforms = map(from_source, (SCALE_RULES, SOURCE_RULES, TRANSFORMS))
+    for place in config.gradient_control.own_rules:
+        user_code.check_place("gradient_control.name", place)
+    for place in config.hooks:
+        user_code.check_place("hooks", place)
+    own_rules = {place: options_at("gradient_control.name", place) for place in config.gradient_control.own_rules}
+    check_control(config.gradient_control, {**rules, **own_rules}, between, transforms)
+    check_memory(config.memory, memory_registries())
+    parse_guards(config.guard, {**NONE, **from_source(GUARDS)})
+    check_targets(config.lora.targets)
+    check_patterns(config.train_layers)
+    if config.validation.targets is not None:
+        check_validation(config.validation)
+
+
+def check_average(config: TrainConfig, optimizer: object) -> None:
+    """Say where the pipeline that is saved is not what a validation measures."""
+    averages = config.use_ema or getattr(optimizer, "averages", False)
+    if config.validation.targets is not None and config.validation.weights == "raw" and averages:
+        warn("validation.weights=raw measures the raw weights; the pipeline that is saved holds their average")
+
+
+def check_output(config: TrainConfig) -> None:
+    """Refuse an output folder among the inputs: a run would write into them, or delete them."""
+    validation = config.validation
+    inputs = {
+        "train_data_dir": config.train_data_dir,
+        "clean_data_dir": config.clean_data_dir,
+        "dataset_name": config.dataset_name,
+        "pretrained_model_name_or_path": config.pretrained_model_name_or_path,
+        "sample_prompts": config.sample_prompts,
+        "validation.targets": target_file(validation.targets),
+        "validation.embedder_path": validation.embedder_path,
+        "validation.clip_path": validation.clip_path,
+        "validation.placebo": validation.placebo,
+    }
+    owned.refuse_overlap(config.output_dir, inputs, (*WRITTEN, *REPLACED))
+
+
+def check_inputs(config: TrainConfig) -> None:
+    """Refuse files and folders that are not there."""
+    data, clean, prompts = config.train_data_dir, config.clean_data_dir, config.sample_prompts
+    if data is not None and not os.path.isdir(data):
+        raise UserError(f"train_data_dir: no folder {data}")
+    if clean is not None and not os.path.isdir(clean):
+        raise UserError(f"clean_data_dir: no folder {clean}")
+    check_pipeline("pretrained_model_name_or_path", config.pretrained_model_name_or_path)
+    if prompts is not None and not os.path.exists(prompts):
+        raise UserError(
+            f"sample_prompts: no file {prompts}; give one prompt a line, or a .jsonl with prompt, seed, negative"
+        )
+    if config.guard.scan is not None:
+        check_scan(config.guard.scan, "guard.scan")
+    if config.validation.targets is not None:
+        check_target_file(config.validation.targets)
+        check_embedder(config.validation)
+    asked = config.resume_from_checkpoint
+    if asked is not None and asked != "latest":
+        here = Path(config.output_dir) / "checkpoints" / asked
+        if not os.path.exists(asked) and not here.exists():
+            raise UserError(f"resume_from_checkpoint {asked}: no such folder; give a step-N folder, or latest")
+
+
+def with_base(config: TrainConfig) -> TrainConfig:
+    """The configuration with the bundled pipeline where it lies: a run may start in another folder."""
+    if config.pretrained_model_name_or_path != BASE or os.path.isdir(BASE):
+        return config
+    return replace(config, pretrained_model_name_or_path=str(ROOT / BASE))
+
+
+def merged(config: TrainConfig) -> TrainConfig:
+    """The configuration with the flat loss flags in the parts of `memory` that they name."""
+    loss = config.memory.loss
+    if config.snr_gamma is not None:
+        options = {**loss.options, "gamma": config.snr_gamma}
+        loss = replace(loss, name="min_snr", options=options)
+    if config.dream_training:
+        loss = replace(loss, dream=config.dream_detail_preservation)
+    return replace(config, memory=replace(config.memory, loss=loss))

@@ -1,0 +1,90 @@
+"""A command as far as it goes without torch: parse, check, and how a mistake is said."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from silentbad.errors import UserError, exit_with, print_error
+from silentbad.settings.check import check, check_inputs, merged, with_base
+from silentbad.settings.reader import answer, placed, read
+from silentbad.settings.train import TrainConfig, parse
+
+T = TypeVar("T")
+
+
+def training(argv: Sequence[str] | None, description: str | None) -> tuple[TrainConfig, dict[str, str]]:
+    """(configuration, where each key was set) of a training's command line, checked.
+
+    Raises UserError for a mistake, SystemExit(0) after --help or --print_config.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    config, sources = parse(TrainConfig, words, description)
+    config = with_base(config)
+    try:
+        check(config, sources)
+        check_inputs(config)
+    except UserError as error:
+        raise UserError(placed(str(error), sources)) from None
+    return merged(config), sources
+
+
+def options(
+    cls: type[T],
+    argv: Sequence[str] | None,
+    description: str | None,
+    *,
+    positional: str = "",
+    needed: Sequence[str] = (),
+    check: Callable[[T, dict[str, str]], None] | None = None,
+) -> T:
+    """The options of a smaller command.
+
+    Words before any flag are those of `positional`; `needed` must be given. Raises UserError for a
+    mistake, also one that `check` finds, and SystemExit(0) after --help or --print_config.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    given, sources, asked = read(cls, words, positional=positional)
+    if asked is not None:
+        answer(asked, given, description or "")
+        raise SystemExit(0)
+    for name in needed:
+        if getattr(given, name) is None:
+            raise UserError(f"--{name}: is missing; --help lists the flags")
+    if check is not None:
+        check(given, sources)
+    return given
+
+
+def early(read: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    """What `read` returns; a mistake in it, or --help, ends the process."""
+    result: list[T] = []
+
+    def parse() -> int:
+        try:
+            result.append(read(*arguments, **named))
+        except UserError as error:
+            return refused(error)
+        except SystemExit as stop:  # after --help or --print_config
+            return int(stop.code or 0)
+        return 0
+
+    try:
+        exit_with(parse)
+    except SystemExit:
+        if not result:
+            raise
+    return result[0]
+
+
+def refused(error: UserError, sources: dict[str, str] | None = None, each: bool = False) -> int:
+    """Say a mistake; returns exit code 2.
+
+    Before the processes of a launch know of each other they make the same mistakes, and the first of
+    each node says them; with `each`, every process says its own.
+    """
+    line = placed(str(error), sources or {})
+    rank = os.environ.get("RANK", "0")
+    if each or os.environ.get("LOCAL_RANK", "0") == "0":
+        print_error(line if rank == "0" else f"rank {rank}: {line}")
+    return 2

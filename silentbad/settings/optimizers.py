@@ -1,0 +1,92 @@
+"""What an optimizer is, read from its source: which options it takes, whether it averages weights."""
+
+import ast
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from silentbad.errors import UserError, brief
+from silentbad.settings.registries import Definition, definition_of
+from silentbad.settings.types import Option, problem
+
+if TYPE_CHECKING:
+    from silentbad.settings.train import TrainConfig
+
+ELEMENTWISE = ("AdamW", "Adam", "SGD")  # their step needs no more of a tensor than the shard
+OWN = {  # options of gradient_control that put another update in place of AdamW's
+    "shrink": "silentbad.control.shrinkage.ShrunkAdamW",
+    "spectral": "silentbad.control.spectral.SpectralAdamW",
+}
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """What the checks of a run ask of its optimizer."""
+
+    name: str
+    options: Mapping[str, Option]  # of its constructor
+    averages: bool  # it has `eval` and `train`, so it trains on other weights than it wants measured
+    needs: str  # what this loop does not give it
+
+
+def path_of(config: "TrainConfig") -> tuple[str, str]:
+    """(the key that chooses the optimizer, its import path)."""
+    for name, path in OWN.items():
+        if getattr(config.gradient_control, name):
+            return f"gradient_control.{name}", path
+    if config.use_8bit_adam:
+        return "use_8bit_adam", "bitsandbytes.optim.AdamW8bit"
+    path = config.optimizer
+    return "optimizer", path if "." in path else f"torch.optim.{path}"
+
+
+def read_optimizer(config: "TrainConfig") -> OptimizerFacts | None:
+    """The optimizer of a run, from its source; None where only an import can tell.
+
+    Raises UserError where its package is not installed, or torch has none of that name.
+    """
+    key, path = path_of(config)
+    package = path.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        raise UserError(f"{key}: {package} does not import (No module named '{package}'); pip install {package}")
+    definition = definition_of(path)
+    if definition is None or not isinstance(definition.node, ast.ClassDef):
+        if path.startswith("torch.optim."):
+            raise UserError(not_one(key, config.optimizer))
+        return None
+    return OptimizerFacts(
+        definition.node.name,
+        definition.options(keyword_only=False),
+        definition.method("eval") is not None and definition.method("train") is not None,
+        _needs(definition),
+    )
+
+
+def not_one(key: str, path: str) -> str:
+    """The line on a name that is no optimizer."""
+    return f"{key}: {path} is no torch optimizer; AdamW or schedulefree.AdamWScheduleFree are"
+
+
+def _needs(definition: Definition) -> str:
+    step = definition.method("step")
+    arguments = [] if step is None else [argument.arg for argument in step.args.args]
+    optional = 0 if step is None else len(step.args.defaults)
+    if "closure" in arguments[: len(arguments) - optional]:
+        return "to compute the loss itself"
+    return "sparse gradients" if definition.node.name == "SparseAdam" else ""
+
+
+def check_optimizer(config: "TrainConfig", optimizer: OptimizerFacts) -> None:
+    """Refuse an optimizer that this loop cannot use, and options that it does not take."""
+    if optimizer.needs:
+        raise UserError(f"optimizer: {optimizer.name} needs {optimizer.needs}; AdamW or SGD do not")
+    if "lr" in config.optimizer_options:
+        raise UserError("optimizer_options: lr is set by learning_rate")
+    for key, value in config.optimizer_options.items():
+        if key not in optimizer.options or key == "params":
+            names = ", ".join(name for name in optimizer.options if name not in ("params", "lr"))
+            raise UserError(f"optimizer_options: {optimizer.name} takes no {key!r}; it takes: {names}")
+        wrong = problem(value, optimizer.options[key].hint)
+        if wrong is not None:
+            raise UserError(f"optimizer_options: {key} {wrong}, got {brief(value)}")

@@ -1,0 +1,118 @@
+"""Settings are parsed and checked without torch; what they read from the sources is what is imported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradient_control
+import memory_reinforce
+from bench import start
+from silentbad.control.between import SOURCE_RULES
+from silentbad.data.elements import ORDERS
+from silentbad.experiments.transforms import TRANSFORMS
+from silentbad.guard.guards import GUARDS
+from silentbad.loop import optimizers
+from silentbad.measure.embedders import EMBEDDERS
+from silentbad.memory.timesteps import SEQUENCES
+from silentbad.settings import check
+from silentbad.settings.optimizers import read_optimizer
+from silentbad.settings.registries import from_source
+from silentbad.settings.train import Interpolation, TrainConfig
+from silentbad.settings.types import options_of
+from silentbad.settings.validation import ValidationConfig
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "diffusers", "transformers", "datasets", "accelerate", "numpy", "pyarrow", "peft")
+IN_CODE = {
+    check.SCALE_RULES: gradient_control.SCALE_RULES,
+    check.SOURCE_RULES: SOURCE_RULES,
+    check.TRANSFORMS: TRANSFORMS,
+    check.GUARDS: GUARDS,
+    check.MEMORY["loss.error"]: memory_reinforce.ERRORS,
+    check.MEMORY["sampler.order"]: ORDERS,
+    check.MEMORY["timesteps.sequence"]: SEQUENCES,
+}
+LIGHT = """
+import sys
+from pathlib import Path
+import silentbad.settings
+for path in Path("silentbad/settings").glob("*.py"):
+    __import__(f"silentbad.settings.{path.stem}".removesuffix(".__init__"))
+from silentbad.settings.command import training
+folder, rest = sys.argv[1], ["--memory.loss.name", "p2", "--gradient_control.name", "prior+gsnr"]
+training(["--train_data_dir", folder, "--pretrained_model_name_or_path", folder, *rest], "")
+print(*sorted({name.partition(".")[0] for name in sys.modules}))
+"""
+
+
+def test_parsing_and_checking_a_training_imports_nothing_heavy(tmp_path):
+    command = [sys.executable, "-c", LIGHT, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert not {*done.stdout.split()} & {*HEAVY}
+
+
+@pytest.mark.parametrize("name", start.ROWS)
+def test_a_mistake_is_said_within_a_second_in_little_memory(name, tmp_path):
+    (tmp_path / "unknown.yaml").write_text("learnin_rate: 1\n")
+    words = tuple(word.format(folder=tmp_path) for word in start.ROWS[name])
+    cost = start.cost_of(words)
+    assert cost.code == (0 if name.endswith("--help") else 2)
+    assert cost.is_light, cost
+
+
+@pytest.mark.parametrize("place", IN_CODE)
+def test_a_registry_read_from_its_source_is_the_one_in_the_code(place):
+    agree(from_source(place), IN_CODE[place])
+
+
+@pytest.mark.parametrize("slot", memory_reinforce.REGISTRIES)
+def test_the_slots_of_memory_read_from_their_sources_are_those_in_the_code(slot):
+    agree(check.memory_registries()[slot], memory_reinforce.REGISTRIES[slot])
+
+
+def agree(read, imported):
+    assert list(read) == list(imported)
+    for name in imported:
+        mine, theirs = options_of(read[name]), options_of(imported[name])
+        assert list(mine) == list(theirs), name
+        for key, option in theirs.items():
+            assert (mine[key].hint, mine[key].default) == (option.hint, option.default), (name, key)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "torch.optim.Adafactor", "LBFGS", "SparseAdam", "shrink", "spectral"])
+def test_an_optimizer_read_from_its_source_is_the_class(name):
+    config = TrainConfig()
+    if name in optimizers.UPDATES:
+        setattr(config.gradient_control, name, True)
+    else:
+        config.optimizer = name
+    read, facts = read_optimizer(config), optimizers.facts_of(optimizers.optimizer_class(config))
+    assert (read.name, read.averages, read.needs) == (facts.name, facts.averages, facts.needs)
+    assert list(read.options) == [*facts.options]
+
+
+def test_a_rule_added_to_a_dict_is_found(tmp_path, monkeypatch):
+    (tmp_path / "mine_rules.py").write_text(
+        "from silentbad.settings.types import Positive\n"
+        "def mine(stats, *, power: Positive = 2.0): ...\n"
+        "RULES = {'mine': mine}\n"
+        "def late(stats): ...\n"
+        "RULES['late'] = late\n"
+        "RULES['by_path'] = 'gradient_control:gsnr'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    rules = from_source("mine_rules:RULES")
+    assert list(rules) == ["mine", "late", "by_path"]
+    assert rules["mine"]["power"].default == 2.0 and not rules["late"]
+    assert list(rules["by_path"]) == ["beta", "floor"]
+
+
+def test_names_in_annotations_are_those_of_the_code():
+    embedders = ValidationConfig.__annotations__["embedder"].__args__
+    assert set(embedders) - {"auto"} == set(EMBEDDERS)
+    from torchvision.transforms.functional import InterpolationMode
+
+    assert {name.replace("_", "-") for name in Interpolation.__args__} == {mode.value for mode in InterpolationMode}

@@ -1,0 +1,147 @@
+"""The tables of what needs what and what excludes what: each row refuses, and the documents show it."""
+
+import dataclasses
+import re
+import typing
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from silentbad.errors import UserError
+from silentbad.settings.optimizers import OptimizerFacts
+from silentbad.settings.rules import (
+    FACTS,
+    INCOMPATIBLE,
+    Condition,
+    Facts,
+    check_rules,
+    fields_of,
+    tables,
+    value_of,
+)
+from silentbad.settings.train import TrainConfig
+from silentbad.settings.types import problem
+
+ROOT = Path(__file__).parents[2]
+ADAMW = OptimizerFacts("AdamW", dict.fromkeys(("betas", "eps", "weight_decay")), False, "")
+SD3 = SimpleNamespace(name="Stable Diffusion 3", flow=True, backbone="transformer", attention="joint attention")
+NEEDS = [(key, field) for key, field in fields_of(TrainConfig) if field.metadata.get("needs")]
+OTHERS = (True, False, 3, 0.25, "x", "nothing", ["x"], [3], {"x": 1.0}, "constant_with_warmup")
+
+
+def hint_of(key):
+    cls = TrainConfig
+    for part in key.split("."):
+        cls = typing.get_type_hints(cls, include_extras=True)[part]
+    return cls
+
+
+def put(config, key, value):
+    *parents, name = key.split(".")
+    for part in parents:
+        config = getattr(config, part)
+    if isinstance(config, dict):
+        config[name] = value
+    else:
+        setattr(config, name, value)
+
+
+def set_to(config, key, text):
+    """Put the value that a condition writes as `text`."""
+    values = {"true": True, "false": False, "null": None, "0": 0, "0.0": 0.0}
+    put(config, key, values.get(text, text))
+
+
+def differing(key):
+    """A value of a key that its type takes and that is not its default."""
+    default = value_of(TrainConfig(), key)
+    literals = [value for one in (hint_of(key), *typing.get_args(hint_of(key))) for value in typing.get_args(one)]
+    return next(v for v in (*OTHERS, *literals) if v != default and problem(v, hint_of(key)) is None)
+
+
+FACT = {  # how each fact comes about
+    "LAYOUT": lambda config, facts: put(config, "train_data_dir", "nowhere"),
+    "HUB": lambda config, facts: put(config, "pretrained_model_name_or_path", "someone/some"),
+    "AVERAGING": lambda config, facts: setattr(facts, "optimizer", dataclasses.replace(ADAMW, averages=True)),
+    "AVERAGE_UNMEASURED": lambda config, facts: (
+        put(config, "use_ema", True),
+        put(config, "validation.weights", "raw"),
+    ),
+    "WHOLE_TENSORS": lambda config, facts: put(config, "optimizer", "Adafactor"),
+    "OTHER_GAMMA": lambda config, facts: put(config, "memory.loss.options", {"gamma": 9.0}),
+    "LEARNING_RULE": lambda config, facts: put(config, "gradient_control.name", "hypergradient"),
+    "PRIOR_ROWS": lambda config, facts: put(config, "gradient_control.name", "prior"),
+    "PRIOR_COPIED": lambda config, facts: put(config, "gradient_control.name", "placebo"),
+    "FSDP": lambda config, facts: setattr(facts, "sharded", True),
+    "LOSS_SCALE": lambda config, facts: put(config, "mixed_precision", "fp16"),
+    "FLOW": lambda config, facts: setattr(facts, "family", SD3),
+    "TRANSFORMER": lambda config, facts: setattr(facts, "family", SD3),
+}
+
+
+def bring_about(text, config, facts):
+    condition = Condition.of(text)
+    if condition.sign == "fact":
+        FACT[condition.key](config, facts)
+    elif condition.sign == "=":
+        set_to(config, condition.key, condition.values[0])
+    else:
+        values = {
+            "gradient_control.between.name": "contrast",
+            "guard.name": "mask",
+            "optimizer": "SGD",
+        }
+        put(config, condition.key, values.get(condition.key) or differing(condition.key))
+    assert condition.holds(config, TrainConfig(), facts), text
+
+
+@pytest.mark.parametrize("row", INCOMPATIBLE, ids=lambda row: f"{row[0]} beside {row[1]}")
+def test_each_row_refuses_its_pair_and_neither_alone(row, monkeypatch):
+    monkeypatch.setattr("silentbad.settings.rules.INCOMPATIBLE", [row])
+    monkeypatch.setattr("silentbad.settings.rules.check_needs", lambda *given: None)
+    first, second, _ = row
+    config, facts = TrainConfig(), Facts(optimizer=ADAMW)
+    if Condition.of(first).key == Condition.of(second).key:  # two parts of one combination
+        put(config, "guard.name", "drop+mask")
+    else:
+        bring_about(second, config, facts)
+        if Condition.of(first).holds(config, TrainConfig(), facts) is not True:
+            check_rules(config, {}, facts)
+        bring_about(first, config, facts)
+    with pytest.raises(UserError) as refused:
+        check_rules(config, {Condition.of(first).about: "a.yaml:3"}, facts)
+    assert re.match(rf"{re.escape(Condition.of(first).about)} \(a\.yaml:3\): \S", str(refused.value))
+    assert "{" not in str(refused.value)
+    check_rules(TrainConfig(), {}, Facts(optimizer=ADAMW))
+
+
+@pytest.mark.parametrize(("key", "field"), NEEDS, ids=[key for key, _ in NEEDS])
+def test_each_option_that_needs_another_is_refused_without_it(key, field, monkeypatch):
+    monkeypatch.setattr("silentbad.settings.rules.INCOMPATIBLE", [])
+    config = TrainConfig(pretrained_model_name_or_path=str(ROOT), train_data_dir=str(ROOT))
+    facts = Facts(optimizer=OptimizerFacts("Plain", {}, False, ""))
+    if key == "validation.unrelated" or key == "validation.drift_images":
+        put(config, "validation.controls", "never")
+    if key == "tracker_project_name":
+        put(config, "report_to", "none")
+    put(config, key, differing(key))
+    with pytest.raises(
+        UserError,
+        match=rf"^{re.escape(key)} \(command line\): needs .*, without which it has no effect",
+    ):
+        check_rules(config, {"validation.controls": "a.yaml:1", key: "command line"}, facts)
+
+
+def test_what_every_condition_names_is_there():
+    texts = [text for row in INCOMPATIBLE for text in row[:2]]
+    texts += [text for _, field in NEEDS for text in field.metadata["needs"].split(" or ")]
+    keys = {key for key, _ in fields_of(TrainConfig)}
+    for condition in map(Condition.of, texts):
+        named = condition.key in keys or condition.key.startswith("memory.distillation.options.")
+        assert named or condition.key in FACTS, condition
+    assert {c.key for c in map(Condition.of, texts) if c.sign == "fact"} == FACTS.keys()
+
+
+def test_the_document_shows_both_tables():
+    assert tables(TrainConfig) in (ROOT / "research" / "settings.md").read_text(encoding="utf-8")
