@@ -15,7 +15,7 @@ from dataclasses import dataclass
 SECONDS, MEGABYTES = 1.0, 150.0  # LIMIT of a row: processor time and peak memory
 TRAIN = ("train_silentbad.py", "--train_data_dir", ".")
 SCAN = ("-m", "silentbad.scan")
-IMAGES = ("-m", "silentbad.class_images")
+IMAGES = ("-m", "silentbad.prepare.class_images")
 MAKE = ("-m", "silentbad.worlds.microworld.make")
 BUILD = ("-m", "silentbad.worlds.microworld.build")
 FIGURES = ("-m", "silentbad.report.figures")

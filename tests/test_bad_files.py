@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import train_silentbad
 import validation
-from silentbad import class_images, owned
+from silentbad import owned
 from silentbad.data import images, table
 from silentbad.data.records import load_records
 from silentbad.data.targets import load_targets
@@ -29,6 +29,7 @@ from silentbad.measure.micro import MicroEmbedder
 from silentbad.measure.samples import slugs
 from silentbad.measure.thresholds import load_redraws
 from silentbad.model import lora, pipeline, store
+from silentbad.prepare import class_images
 from silentbad.report import run_report
 from silentbad.saving import checkpoint
 from silentbad.scan import command

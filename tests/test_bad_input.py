@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 import train_silentbad
 import validation
-from silentbad import class_images, owned
+from silentbad import owned
+from silentbad.prepare import class_images
 from silentbad.saving import checkpoint
 from tests.conftest import write_data
 from tests.folders import bomb

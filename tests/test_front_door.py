@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import train_silentbad
-from silentbad import class_images
 from silentbad.distributed.start import start
 from silentbad.errors import UserError
 from silentbad.model.groups import prior_table
+from silentbad.prepare import class_images
 from silentbad.report import figures, run_report
 from silentbad.scan import command as scan
 from silentbad.settings.train import parse

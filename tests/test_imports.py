@@ -35,8 +35,8 @@ BELOW: dict[str, set[str]] = {
     "experiments": SHARED | {"control", "memory"},
 }
 REGISTRIES = {"gradient_control", "memory_reinforce"}  # that find experiments by name
-COMMANDS = {"silentbad.report.figures", "silentbad.class_images"}  # started with `python -m`
-FLAT = 9  # files that lie in silentbad/ itself, at most
+COMMANDS = {"silentbad.report.figures", "silentbad.prepare.class_images"}  # started with `python -m`
+FLAT = 8  # files that lie in silentbad/ itself, at most
 
 
 class AtRunTime(ast.NodeTransformer):

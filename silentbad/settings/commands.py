@@ -126,7 +126,7 @@ class ClassImageOptions:
 
 
 def class_image_options(argv: list[str] | None, about: str | None) -> ClassImageOptions:
-    """The options of `python -m silentbad.class_images`, checked."""
+    """The options of `python -m silentbad.prepare.class_images`, checked."""
     needed = ("pipeline", "prompts", "out")
     return options(ClassImageOptions, argv, about, needed=needed, check=check_class_image_options)
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from silentbad import class_images
 from silentbad.data.images import to_tensor
 from silentbad.errors import UserError
 from silentbad.measure.embedders import EMBEDDERS, lpips, region, ssim
 from silentbad.model import pipeline
+from silentbad.prepare import class_images
 from silentbad.rng import generator
 from tests.recoveries import make_hook, saved_embedder, smooth
 from tests.tiny import tiny_pipeline

@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from silentbad import owned
-from silentbad.class_images import main, write_class_images
 from silentbad.errors import UserError
+from silentbad.prepare.class_images import main, write_class_images
 
 
 def test_a_prompt_that_no_caption_can_be_is_refused(tmp_path, capsys):
