@@ -35,7 +35,11 @@ BELOW: dict[str, set[str]] = {
     "experiments": SHARED | {"control", "memory"},
 }
 REGISTRIES = {"gradient_control", "memory_reinforce"}  # that find experiments by name
-COMMANDS = {"silentbad.report.figures", "silentbad.prepare.class_images"}  # started with `python -m`
+COMMANDS = {  # started with `python -m`
+    "silentbad.audit.localise",
+    "silentbad.prepare.class_images",
+    "silentbad.report.figures",
+}
 FLAT = 8  # files that lie in silentbad/ itself, at most
 
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -185,6 +186,16 @@ class Reader:
 
 
 Rehearse = Callable[[dict, tuple[int, int]], dict | None]
+
+
+def by_role(records: Records | None, transform: Transform, seed: int) -> dict[str, list[dict[str, Any]]]:
+    """Held-out records as validation takes them, by role: pixel_values (3,R,R) in [-1,1] and text."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    if records is not None:
+        pictures = Reader(records, transform, seed).pictures(list(range(len(records))))
+        for role, p in zip(records.role, pictures, strict=True):
+            found.setdefault(role, []).append({"pixel_values": p["pixels"].float() / 127.5 - 1, "text": p["text"]})
+    return found
 
 
 @dataclass(frozen=True)

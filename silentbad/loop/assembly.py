@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from diffusers.optimization import get_scheduler
 
 from silentbad.data import buckets
-from silentbad.data.draws import Draws, LossExclusion, Reader, Transform
+from silentbad.data.draws import Draws, LossExclusion, Reader, Transform, by_role
 from silentbad.data.elements import DataInfo, epoch_length
 from silentbad.data.loader import Loader, Stream, collate
 from silentbad.data.records import Records
@@ -222,7 +222,7 @@ def build(
             output_dir=folder.path,
             seed=config.seed,
             cache_dir=config.cache_dir,
-            held_out=inputs.by_role(given.held_out, whole_pictures, config.seed),
+            held_out=by_role(given.held_out, whole_pictures, config.seed),
             training=inputs.shown(given.records, whole_pictures, config.seed, config.validation.nearest),
             prediction_type=config.prediction_type,
         )

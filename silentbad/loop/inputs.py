@@ -93,16 +93,6 @@ def prepare(
     return kept, held_out, targets
 
 
-def by_role(records: Records | None, transform: Transform, seed: int) -> dict[str, list[dict[str, Any]]]:
-    """Held-out records as validation takes them, by role: pixel_values (3,R,R) in [-1,1] and text."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    if records is not None:
-        pictures = Reader(records, transform, seed).pictures(list(range(len(records))))
-        for role, p in zip(records.role, pictures, strict=True):
-            found.setdefault(role, []).append({"pixel_values": p["pixels"].float() / 127.5 - 1, "text": p["text"]})
-    return found
-
-
 def shown(records: Records, transform: Transform, seed: int, count: int) -> Iterator[Shown]:
     """`count` training pictures at most, evenly over those that show an element."""
     reader = Reader(records, transform, seed)

@@ -260,11 +260,19 @@ def shade(value: float | None, span: float) -> str | None:
     return tint(math.log(value) / span) if finite(value) and value > 0 else None
 
 
-def matrix(rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]], title: str) -> Markup:
+def matrix(
+    rows: Sequence[str],
+    columns: Sequence[str],
+    values: Sequence[Sequence[float | None]],
+    title: str,
+    across: str = "element",
+) -> Markup:
     """values (rows, columns) of rates in [0, 1]: white at 0, blue at 1, each cell with its number."""
     if not any(finite(v) for line in values for v in line):
         return Markup("")
-    side, row, parts = 190, 26, list[Markup]()
+    longest = max(len(name) for name in rows)
+    side = 190 if longest > 12 else 90
+    row, parts = 26, list[Markup]()
     width = min((WIDTH - side - RIGHT) / len(columns), 64)
     for i, (name, line) in enumerate(zip(rows, values, strict=True)):
         y = TOP // 2 + row * i
@@ -279,9 +287,9 @@ def matrix(rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequenc
                 parts.append(text_at(x + width / 2 - 1, y + 17, "–"))
     below = TOP // 2 + row * len(rows)
     parts += [text_at(side + (k + 0.5) * width - 1, below + 15, name) for k, name in enumerate(columns)]
-    parts.append(text_at(side + len(columns) * width / 2, below + 33, "element"))
+    parts.append(text_at(side + len(columns) * width / 2, below + 33, across))
     known = [
-        (v, f"{n}, element {c}")
+        (v, f"{n}, {across} {c}")
         for n, line in zip(rows, values, strict=True)
         for v, c in zip(line, columns, strict=False)
         if finite(v)

@@ -141,14 +141,22 @@ def heat(
 
 
 def matrix(
-    rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]], title: str
+    rows: Sequence[str],
+    columns: Sequence[str],
+    values: Sequence[Sequence[float | None]],
+    title: str,
+    *,
+    down: str = "phrase given",
+    across: str = "element",
+    note: str = "",
 ) -> list[Figure]:
-    """Rates (rows, columns) as a heatmap with the numbers in its cells; empty where there are none."""
-    svg = charts.matrix(rows, columns, values, title)
+    """Rates (rows, columns) as a heatmap with the numbers in its cells; empty where there are none.
+    `down` names what the rows are, `across` the columns."""
+    svg = charts.matrix(rows, columns, values, title, across)
     cells = [[None if value is None else rounded(value) for value in line] for line in values]
     numbers = [[row, *line] for row, line in zip(rows, cells, strict=True)]
-    table = Table(["phrase given", *columns], numbers, right=True)
-    return [Figure(title, svg, table=table)] if svg else []
+    table = Table([down, *columns], numbers, right=True)
+    return [Figure(title, svg, note=note, table=table)] if svg else []
 
 
 def ranges(rows: Sequence[charts.Reach], title: str) -> list[Figure]:

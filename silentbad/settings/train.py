@@ -52,6 +52,8 @@ WRITTEN = (  # by a run into output_dir; deleted where a run is overwritten
     "validation.json",
     "sample_prompts.json",
     "report.html",
+    "localise.html",
+    "localise.json",
     "finished.json",
 )
 REPLACED = (  # by a run that resumes
