@@ -461,7 +461,7 @@ class Controller(Hooks):
         if self.rates_differ and self.config.apply != "gradient":
             named = dict(zip(self.groups.names, self.groups, strict=True))
         groups = [{"params": params, "name": name, **decay} for name, params in named.items()]
-        return split(groups, self._model) if self.config.spectral else groups
+        return split(groups, self._model, self.config.spectral_except) if self.config.spectral else groups
 
     def attach(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
         """Take the optimizer, wrapped or not. Refuses those a multiplier cannot work with."""

@@ -15,12 +15,15 @@ meaning (2502.16982, equation 4). Kernels are flattened to (out, in*kh*kw). Tabl
 biases and norms have AdamW.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from silentbad.control.updates import Updates
+from silentbad.model.groups import group_of
+from silentbad.model.layers import chosen, refuse_unmatched
 
 A, B, C = 3.4445, -4.7750, 2.0315  # Jordan's quintic: singular values in (0, 1] end near 1, in five steps
 WIDE = 1.5  # columns over rows from which on the iteration on the Gram matrix costs less
@@ -59,15 +62,23 @@ def by_gram(x: Tensor, steps: int) -> Tensor:
     return left @ x
 
 
-def split(groups: Groups, model: nn.Module) -> Groups:
+def split(groups: Groups, model: nn.Module, without: Sequence[str] = ()) -> Groups:
     """Each group as its weights, `spectral`, and under the same name the rest: embeddings, norms
-    and biases."""
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    and biases.
+
+    The weights of layers that a pattern of `without` chooses (`silentbad.model.layers`) are of the
+    rest too. Raises UserError where a pattern chooses none.
+    """
+    layers = {id(p): group_of(name) for name, p in model.named_parameters() if p.requires_grad}
+    for pattern in without:
+        refuse_unmatched("gradient_control.spectral_except", pattern, layers.values(), "this model")
+    others = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    others |= {number for number, group in layers.items() if chosen(without, group)}
     parts = []
     for group in groups:
-        weights = [p for p in group["params"] if p.ndim >= 2 and id(p) not in tables]
-        chosen = {id(p) for p in weights}
-        rest = [p for p in group["params"] if id(p) not in chosen]
+        weights = [p for p in group["params"] if p.ndim >= 2 and id(p) not in others]
+        spectral = {id(p) for p in weights}
+        rest = [p for p in group["params"] if id(p) not in spectral]
         parts += [{**group, "params": weights, "spectral": True}] if weights else []
         parts += [{**group, "params": rest, "spectral": False}] if rest else []
     return parts

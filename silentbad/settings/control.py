@@ -87,6 +87,12 @@ class GradientControlConfig:
     between: BetweenConfig = field(default_factory=BetweenConfig)  # factors between the sources; they act on gradients
     shrink: bool = option(False, "shrink each weight's AdamW update to what rises above its gradient's noise")
     spectral: bool = option(False, "move each matrix equally far in all its directions (Muon): the rare ones as fast")
+    spectral_except: list[str] = option(
+        [],
+        "layers that keep AdamW, as train_layers: time, proj",
+        needs="gradient_control.spectral",
+        idle="said",
+    )
 
     @property
     def own_rules(self) -> list[str]:

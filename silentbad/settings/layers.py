@@ -39,7 +39,7 @@ def check_patterns(patterns: list[str] | None) -> None:
     if not patterns:
         raise UserError("train_layers: is empty; give patterns such as up*, or leave it out")
     for pattern in patterns:
-        _refuse_unmatched(pattern, EVERY_GROUP, "any model")
+        refuse_unmatched("train_layers", pattern, EVERY_GROUP, "any model")
 
 
 def check_targets(targets: list[str]) -> None:
@@ -59,7 +59,7 @@ def narrowed(layers: dict[str, dict[str, str]], patterns: list[str], could: str)
     """
     groups = {name: sorted(set(part.values())) for name, part in layers.items()}
     for pattern in patterns:
-        _refuse_unmatched(pattern, [group for names in groups.values() for group in names], could)
+        refuse_unmatched("train_layers", pattern, [group for names in groups.values() for group in names], could)
     for name, own in groups.items():
         if not any(chosen(patterns, group) for group in own):
             more = ", or leave out train_text_encoder" if name.startswith("text_encoder") else ""
@@ -72,12 +72,12 @@ def narrowed(layers: dict[str, dict[str, str]], patterns: list[str], could: str)
     }
 
 
-def _refuse_unmatched(pattern: str, groups: Iterable[str], could: str) -> None:
-    """Refuse a pattern that names none of these groups, and name the nearest that does."""
+def refuse_unmatched(key: str, pattern: str, groups: Iterable[str], could: str) -> None:
+    """Refuse a pattern of the setting `key` that names none of these groups, and name the nearest that does."""
     groups = list(groups)
     if any(chosen([pattern], group) for group in groups):
         return
     stages, _, roles = zip(*(group.partition(".") for group in groups), strict=True)
     known = dict.fromkeys([*stages, *filter(None, roles), *groups])
     advice = nearest(pattern.strip("*."), known) or "; --print_groups lists the groups"
-    raise UserError(f"train_layers: {brief(pattern)} names no layer of {could}{advice}")
+    raise UserError(f"{key}: {brief(pattern)} names no layer of {could}{advice}")

@@ -1,12 +1,22 @@
 """Spectral updates: the iteration, the size of an update, what has AdamW, and that the rare is learnt as fast."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from silentbad.control.spectral import SpectralAdamW, by_gram, directly, orthogonalise, split
+from silentbad.control.spectral import (
+    SpectralAdamW,
+    by_gram,
+    directly,
+    orthogonalise,
+    split,
+)
+from silentbad.errors import UserError
+from tests.tiny import tiny_unet
 
 SHAPES = [(8, 8), (8, 40), (40, 8), (16, 20)]
 
@@ -107,3 +117,38 @@ def test_the_cost_at_the_size_of_stable_diffusion(dtype, tflop):
             if parameter.ndim > 1:
                 orthogonalise(parameter.detach().to(dtype).flatten(1))
     assert counter.get_total_flops() / 1e12 == pytest.approx(tflop, abs=0.05)
+
+
+def updated(without: Sequence[str] = ()) -> dict[str, torch.Tensor]:
+    """A tiny UNet after two updates."""
+    torch.manual_seed(0)
+    unet = tiny_unet()
+    groups = split([{"params": [*unet.parameters()], "name": "all"}], unet, without)
+    optimizer = SpectralAdamW(groups, lr=1e-2)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        for p in unet.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    return {name: p.detach() for name, p in unet.named_parameters()}
+
+
+def test_layers_left_out_move_as_under_adamw():
+    """Time embeddings and projections are few parameters and a sixth of the iteration's time."""
+    plain, without = updated(), updated(without=["time", "proj"])
+    torch.manual_seed(0)
+    unet = tiny_unet()
+    adamw = torch.optim.AdamW(unet.parameters(), lr=1e-2)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        for p in unet.parameters():
+            p.grad = torch.randn_like(p)
+        adamw.step()
+    by_adamw = dict(unet.named_parameters())
+    for name in ("time_embedding.linear_1.weight", "mid_block.attentions.0.proj_in.weight"):
+        assert torch.allclose(without[name], by_adamw[name], atol=1e-6)
+        assert not torch.allclose(plain[name], by_adamw[name], atol=1e-6)
+    name = "mid_block.resnets.0.conv1.weight"
+    assert torch.equal(without[name], plain[name])
+    with pytest.raises(UserError, match="spectral_except: 'tim' names no layer of this model; did you mean 'time'"):
+        updated(without=["tim"])

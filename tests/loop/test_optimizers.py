@@ -10,6 +10,7 @@ from gradient_control import Controller, GradientControlConfig
 from silentbad.errors import UserError
 from silentbad.loop import optimizers
 from silentbad.model.averaging import averaged
+from silentbad.model.groups import group_of
 from silentbad.saving import checkpoint
 from silentbad.settings.train import parse
 from tests.tiny import tiny_unet
@@ -145,6 +146,7 @@ def test_a_step_passes_over_the_gradients_once_for_their_norm(build, monkeypatch
             {"gradient_control.spectral": True, "gradient_control.shrink": True},
             "spectral .command line.: does not go with shrink",
         ),
+        ({"gradient_control.spectral_except": '["time"]'}, "needs gradient_control.spectral"),
     ],
     ids=str,
 )
@@ -214,6 +216,13 @@ def test_each_kind_of_weight_has_its_update(build):
             assert float(values[0]) == pytest.approx(1.0, abs=0.3), name
     groups = run.state.optimizer.param_groups
     assert {p.ndim < 2 for group in groups if not group["spectral"] for p in group["params"]} == {True}
+
+
+def test_layers_left_out_of_spectral_updates_have_adamw(build):
+    run = build(**extra("spectral"), **{"gradient_control.spectral_except": '["time","proj"]'})
+    kept = {id(p) for group in run.state.optimizer.param_groups if group["spectral"] for p in group["params"]}
+    names = {group_of(name).split(".")[1] for name, p in run.state.model.named_parameters() if id(p) in kept}
+    assert {"xattn", "resnet"} <= names and not names & {"time", "proj", "norm"}
 
 
 def test_adapters_have_spectral_updates_too(build):
