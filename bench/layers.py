@@ -19,7 +19,7 @@ from silentbad.control.spectral import SpectralAdamW, split
 from silentbad.loop.trains import memory, size
 from silentbad.model.forwards import convolve
 from silentbad.model.groups import group_of
-from silentbad.model.layers import chosen
+from silentbad.settings.layers import chosen
 
 ARMS: dict[str, tuple[list[str], list[str]]] = {  # train_layers, gradient_control.spectral_except
     "all": (["*"], []),

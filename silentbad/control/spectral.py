@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from silentbad.control.updates import Updates
 from silentbad.model.groups import group_of
-from silentbad.model.layers import chosen, refuse_unmatched
+from silentbad.settings.layers import chosen, refuse_unmatched
 
 A, B, C = 3.4445, -4.7750, 2.0315  # Jordan's quintic: singular values in (0, 1] end near 1, in five steps
 WIDE = 1.5  # columns over rows from which on the iteration on the Gram matrix costs less
@@ -66,7 +66,7 @@ def split(groups: Groups, model: nn.Module, without: Sequence[str] = ()) -> Grou
     """Each group as its weights, `spectral`, and under the same name the rest: embeddings, norms
     and biases.
 
-    The weights of layers that a pattern of `without` chooses (`silentbad.model.layers`) are of the
+    The weights of layers that a pattern of `without` chooses (`silentbad.settings.layers`) are of the
     rest too. Raises UserError where a pattern chooses none.
     """
     layers = {id(p): group_of(name) for name, p in model.named_parameters() if p.requires_grad}
