@@ -18,11 +18,6 @@ class Bar(tqdm):
     Example: "Steps: 120 of 350, 01:05 so far, 02:05 to go, 1.84step/s, loss=0.0712".
     """
 
-    leave: bool | None
-    mininterval: float
-    start_t: float
-    last_print_t: float
-
     mininterval: float
     start_t: float
     last_print_t: float

@@ -144,7 +144,7 @@ class Subject:
         if images is not None:
             validation = replace(validation, images_per_target=images)
         self.config, self.record, self.validation = config, record, validation
-        self.targets = load_targets(validation.targets)
+        self.targets = load_targets(validation.targets or "")
         ids = [target.target_id for target in self.targets]
         if ids != [target.target_id for target in record.targets]:
             raise UserError(f"--targets: {validation.targets} lists {', '.join(ids)}, which are not the run's")

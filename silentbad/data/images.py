@@ -75,7 +75,7 @@ def open_mask(source: Path, size: tuple[int, int], where: str) -> Image.Image:
     mask = _in_8_bit(mask, where)
     with _decoding(source, where):
         alpha = mask.convert("RGBA").getchannel("A") if mask.has_transparency_data else None
-        least = 255 if alpha is None else alpha.getextrema()[0]
+        least = 255 if alpha is None else int(np.asarray(alpha).min())
         grey = mask.convert("L")
     if least < 255:
         raise UserError(f"{where}: mask {source} has transparency; save the region in white on black")

@@ -182,13 +182,14 @@ def scan(options: ScanOptions) -> dict:
         with writing("--output_dir", str(views.folder)):
             found = find(views.pixels, views.captions, progress, options.permutations, options.seed, views.folder)
         wanted, suspects = set(pictures_needed(found, MOST).tolist()), set(found.records.tolist())
-        pictures, where = {}, {}
+        shown: dict[int, np.ndarray] = {}
+        where: dict[int, str] = {}
         for number, row in enumerate(rows() if suspects else ()):
             if number in suspects:
                 where[number] = row["where"]
             if number in wanted:
-                pictures[number] = picture_of(row)
-        draw(found, pictures.__getitem__)
+                shown[number] = picture_of(row)
+        draw(found, shown.__getitem__)
         data = described(found, where, options, views.captions, time.monotonic() - started)
         write(out, found, data, options, rows)
         views.remove()
