@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 
-# ------------------------------------------------------------------------------------------------- rules
+# -------------------------------------------------------------------------------------------------
 # A rule maps GroupStats to raw multipliers (G,), any positive scale. Non-finite entries count as
 # neutral.
 
@@ -77,7 +77,9 @@ def mean_abs(stats: GroupStats) -> Tensor:
     return stats.L1 / stats.n
 
 
-def gsnr(stats: GroupStats, *, beta: Annotated[float, Range(-8, 8)] = 1.0, floor: Positive = 4e-4) -> Tensor:
+def gsnr(
+    stats: GroupStats, *, beta: Annotated[float, Range(-8, 8)] = 1.0, floor: Positive = 4e-4
+) -> Tensor:
     """sqrt(r / RMS^beta), r = S+ / (E - S+): gradient signal-to-noise (GSNR 2001.07384; MoLS
     2605.05794).
 
@@ -91,7 +93,9 @@ def prior(stats: GroupStats, *, table: str | None = None, drop: list[str] | None
     ablation."""
     rows = prior_table(table, drop, stats.sdxl).items()
     match = fnmatch.fnmatch
-    return stats.constant(math.prod(x for row, x in rows if match(name, row)) for name in stats.names)
+    return stats.constant(
+        math.prod(x for row, x in rows if match(name, row)) for name in stats.names
+    )
 
 
 def placebo(
@@ -119,11 +123,13 @@ SCALE_RULES: dict[str, Callable[..., Tensor]] = {
 
 def rule_named(name: str) -> Callable[..., Tensor]:
     """The rule of SCALE_RULES, or of a file of your own (PATH.py:NAME)."""
-    rule: Callable[..., Tensor] = user_code.get(name) if user_code.is_place(name) else SCALE_RULES[name]
+    rule: Callable[..., Tensor] = (
+        user_code.get(name) if user_code.is_place(name) else SCALE_RULES[name]
+    )
     return rule
 
 
-# ------------------------------------------------------------------------------- combining and projecting
+# ------------------------------------------------------------------------------- combining and proj
 def combine(stats: GroupStats, rules: RuleTable) -> Tensor:
     """log x (G,) = sum over rules of weight * [log rule]_centred."""
     size = stats.constant(name != OTHER for name in stats.names) * stats.n
@@ -134,7 +140,7 @@ def combine(stats: GroupStats, rules: RuleTable) -> Tensor:
     return torch.stack(logs).sum(0)
 
 
-# ------------------------------------------------------------------------------------- checks of the config
+# ------------------------------------------------------------------------------------- checks of th
 REHEARSAL = "rehearsal"  # the source whose gradients feed the hypergradient
 
 
@@ -159,9 +165,12 @@ def load_rule(place: str) -> Callable[..., Tensor]:
     if not callable(rule):
         raise UserError(f"{key}: {place} is no function")
     parameters = inspect.signature(rule).parameters.values()
-    if [p.kind for p in parameters if p.kind is not p.KEYWORD_ONLY] != [inspect.Parameter.POSITIONAL_OR_KEYWORD]:
+    if [p.kind for p in parameters if p.kind is not p.KEYWORD_ONLY] != [
+        inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]:
         raise UserError(
-            f"{key}: {place} takes {inspect.signature(rule)}; a rule takes stats (a GroupStats) alone, "
+            f"{key}: {place} takes {inspect.signature(rule)}; a rule takes stats (a "
+            f"GroupStats) alone, "
             "and after a * its options"
         )
     return rule
@@ -172,18 +181,33 @@ def try_rule(place: str, options: dict[str, Any]) -> None:
     numbers."""
     ones = torch.ones(3, dtype=torch.float64)
     names = ("down0.ff", "mid.xattn.k", "up1.norm")
-    stats = GroupStats(names, n=100 * ones, S=0.1 * ones, E=ones, Q=2 * ones, L1=ones, theta=ones, transfer=0 * ones)
+    stats = GroupStats(
+        names,
+        n=100 * ones,
+        S=0.1 * ones,
+        E=ones,
+        Q=2 * ones,
+        L1=ones,
+        theta=ones,
+        transfer=0 * ones,
+    )
     key = "gradient_control.name"
     try:
         raw = rule_named(place)(stats, **options)
     except Exception as error:
-        raise UserError(f"{key}: {place} fails ({type(error).__name__}: {first_line(error)})") from None
+        raise UserError(
+            f"{key}: {place} fails ({type(error).__name__}: {first_line(error)})"
+        ) from None
     if not isinstance(raw, Tensor) or raw.shape != ones.shape:
-        shape = f"a tensor of shape {tuple(raw.shape)}" if isinstance(raw, Tensor) else type(raw).__name__
+        shape = (
+            f"a tensor of shape {tuple(raw.shape)}"
+            if isinstance(raw, Tensor)
+            else type(raw).__name__
+        )
         raise UserError(f"{key}: {place} returns {shape} for 3 groups, not a tensor of shape (3,)")
 
 
-# ----------------------------------------------------------------------------------------------- the hooks
+# ----------------------------------------------------------------------------------------------- th
 class Samples:
     """The coordinates of the gradients that are looked at, chosen at the first use: by then the
     model is on its device."""
@@ -262,7 +286,9 @@ class LayerRates(Hook):
         return Transfer(self.samples.sources, self.config.averaging)
 
     @torch.no_grad()
-    def before_step(self, step: int, finite: Tensor | None = None, norms: Tensor | None = None) -> dict[str, Tensor]:
+    def before_step(
+        self, step: int, finite: Tensor | None = None, norms: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Measure, then set the step's learning rates, or scale the gradients."""
         self.rates.restore()
         self.step = step
@@ -275,7 +301,9 @@ class LayerRates(Hook):
             scale_gradients(self.groups, list(self.multipliers.values()))
             return {}
         if self.optimizer is None:
-            raise UserError("gradient_control: call Controller.attach(optimizer) before the first step")
+            raise UserError(
+                "gradient_control: call Controller.attach(optimizer) before the first step"
+            )
         self.rates.multiply(self.optimizer, self.multipliers)
         return {}
 
@@ -304,7 +332,10 @@ class LayerRates(Hook):
         """From the statistics so far: rule, fade-in, bounds, quadratic mean one."""
         c = self.config
         stats = self.statistics.groups(
-            names=tuple(self.groups.names), transfer=self.transfer.value, seed=self.seed, sdxl=self.sdxl
+            names=tuple(self.groups.names),
+            transfer=self.transfer.value,
+            seed=self.seed,
+            sdxl=self.sdxl,
         )
         fade = min(1.0, (self.updates - c.warmup) / c.warmup) if c.warmup else 1.0
         a = self.computed.send(fade * combine(stats, self.rules), stats)
@@ -375,7 +406,8 @@ class SourceConflict(Hook):
         Every source but the last costs one more backward, beside the accumulated gradient: DDP's
         hooks do not see it.
         """
-        if not (self.config.conflict or self.bank.full):  # the hypergradient asks for one source alone
+        # the hypergradient asks for one source alone
+        if not (self.config.conflict or self.bank.full):
             sources = [source if source == REHEARSAL else MIXED for source in sources]
         names = sorted(set(sources))
         self.bank.split(names[:-1], losses, sources, scale)
@@ -388,7 +420,9 @@ class SourceConflict(Hook):
         self.remaining = MIXED
 
     @torch.no_grad()
-    def before_step(self, step: int, finite: Tensor | None = None, norms: Tensor | None = None) -> dict[str, Tensor]:
+    def before_step(
+        self, step: int, finite: Tensor | None = None, norms: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Use the step's sources: the hypergradient, the meters, the transform."""
         bank = self.bank
         if self.layer_rates.uses_hypergradient and REHEARSAL in bank.parts:
@@ -413,7 +447,13 @@ class Controller(Hooks):
     `optimizer.step()`, `after_step`, and only then the scheduler.
     """
 
-    def __init__(self, model: nn.Module, config: GradientControlConfig, seed: int = 0, groups: Groups | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        config: GradientControlConfig,
+        seed: int = 0,
+        groups: Groups | None = None,
+    ):
         self.config = config
         self.rules = check_config(config)
         self.groups = groups or group_parameters(model)
@@ -423,10 +463,14 @@ class Controller(Hooks):
         self._latest: dict[str, Tensor] = {}  # the meters that a checkpoint keeps
 
         sdxl = any("add_embedding." in name for name, _ in model.named_parameters())
-        warn_of_idle_rows(**self.rules.get("prior", (0.0, {}))[1], names=self.groups.names, sdxl=sdxl)
+        warn_of_idle_rows(
+            **self.rules.get("prior", (0.0, {}))[1], names=self.groups.names, sdxl=sdxl
+        )
         samples = Samples(self.groups, config)
         self.source_weights = SourceWeights(config.between, self.groups, seed, sdxl)
-        self.layer_rates = LayerRates(config, self.groups, self.rules, samples, self._latest, seed=seed, sdxl=sdxl)
+        self.layer_rates = LayerRates(
+            config, self.groups, self.rules, samples, self._latest, seed=seed, sdxl=sdxl
+        )
         self.source_conflict = SourceConflict(config, samples, self.layer_rates, self._latest)
 
         uses_sources = config.conflict or config.transform != "none" or config.uses_hypergradient
@@ -461,12 +505,18 @@ class Controller(Hooks):
         if self.rates_differ and self.config.apply != "gradient":
             named = dict(zip(self.groups.names, self.groups, strict=True))
         groups = [{"params": params, "name": name, **decay} for name, params in named.items()]
-        return split(groups, self._model, self.config.spectral_except) if self.config.spectral else groups
+        return (
+            split(groups, self._model, self.config.spectral_except)
+            if self.config.spectral
+            else groups
+        )
 
     def attach(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
         """Take the optimizer, wrapped or not. Refuses those a multiplier cannot work with."""
         names = self.groups.names if self.rates_differ else None
-        self.layer_rates.optimizer = check_optimizer(optimizer, lr_scheduler, names, self.config.apply)
+        self.layer_rates.optimizer = check_optimizer(
+            optimizer, lr_scheduler, names, self.config.apply
+        )
 
     # ---- the step, as a loop of your own calls it
     def after_backward(self, last: bool = True, source: str | None = None) -> None:
@@ -499,7 +549,10 @@ class Controller(Hooks):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state. Raises UserError where it is of another rule or of other groups."""
-        for key, now in (("rule", user_code.short(self.config.name)), ("groups", self.groups.parameters)):
+        for key, now in (
+            ("rule", user_code.short(self.config.name)),
+            ("groups", self.groups.parameters),
+        ):
             if state[key] != now:
                 what = f"{key}: {shown(state[key])}, now {shown(now)}"
                 raise UserError(f"gradient_control: the checkpoint was written with other {what}")
@@ -513,4 +566,8 @@ class Controller(Hooks):
 
 def shown(value: str | dict[str, int]) -> str:
     """A rule by its name, groups by their size."""
-    return f"{len(value)} groups, {sum(value.values())} parameters" if isinstance(value, dict) else repr(value)
+    return (
+        f"{len(value)} groups, {sum(value.values())} parameters"
+        if isinstance(value, dict)
+        else repr(value)
+    )

@@ -130,7 +130,13 @@ LOSS_BALANCE: Registry = {"fixed": fixed, **experiments.LOSS_BALANCE}
 
 
 REGISTRIES: dict[str, dict[str, Callable[..., Any]]] = {
-    **{"sampler": SAMPLERS, "timesteps": TIMESTEPS, "loss": LOSSES, "region": REGION, "rehearsal": REHEARSAL},
+    **{
+        "sampler": SAMPLERS,
+        "timesteps": TIMESTEPS,
+        "loss": LOSSES,
+        "region": REGION,
+        "rehearsal": REHEARSAL,
+    },
     **{slot: {"none": no_weight, **names} for slot, names in AUXILIARY.items()},
     "loss_balance": LOSS_BALANCE,
 }
@@ -189,7 +195,11 @@ class Memory(Hook):
         mask_images = {}
         if config.region.name == "estimated":
             self.estimated_masks = probes.mask_table(bank)
-            mask_images = {i: masks.mask_to_image(e.estimated) for i, e in enumerate(bank) if e.estimated is not None}
+            mask_images = {
+                i: masks.mask_to_image(e.estimated)
+                for i, e in enumerate(bank)
+                if e.estimated is not None
+            }
 
         # What is shown, and how often
         self.phrases = probes.PhraseMemory(
@@ -204,8 +214,12 @@ class Memory(Hook):
             reduce=reduce,
         )
         shares = partial(SAMPLERS[config.sampler.name], **config.sampler.options)
-        self.epochs = Epochs(shares, info, seed, config.sampler.clean_ratio, self.phrases.rows, config.sampler.order)
-        self.rehearse = Rehearsal(config.rehearsal.name, config.rehearsal.options, info, seed, access.load, mask_images)
+        self.epochs = Epochs(
+            shares, info, seed, config.sampler.clean_ratio, self.phrases.rows, config.sampler.order
+        )
+        self.rehearse = Rehearsal(
+            config.rehearsal.name, config.rehearsal.options, info, seed, access.load, mask_images
+        )
         self.rehearsed = Rehearsed()
 
         # At which noise level, and how an error counts
@@ -214,7 +228,9 @@ class Memory(Hook):
         self.errors = None
         if "learning_progress" in policy_names:
             self.errors = ErrorByTimestep(len(self.snr), reduce)
-        self.role_weights = {role: settings.loss_weight for role, settings in roles.by_role(config).items()}
+        self.role_weights = {
+            role: settings.loss_weight for role, settings in roles.by_role(config).items()
+        }
 
         # Losses beside the diffusion loss
         balance = partial(LOSS_BALANCE[config.loss_balance.name], **config.loss_balance.options)
@@ -228,9 +244,13 @@ class Memory(Hook):
     def _bank(self, access: ModelAccess) -> list[probes.Element]:
         """Pictures and masks of each element, where a part looks at them."""
         c = self.config
-        if not (c.phrase_memory.enabled or c.region.name == "estimated" or c.distillation.name != "none"):
+        if not (
+            c.phrase_memory.enabled or c.region.name == "estimated" or c.distillation.name != "none"
+        ):
             return []
-        return probes.build_bank(self.info, access.encode, access.pictures, c.phrase_memory.images, self.snr.device)
+        return probes.build_bank(
+            self.info, access.encode, access.pictures, c.phrase_memory.images, self.snr.device
+        )
 
     # ---- the step
     def timesteps(
@@ -245,10 +265,14 @@ class Memory(Hook):
                 timesteps[rows], weights[rows] = self._drawn(policy, draw, places, count)
         return timesteps, weights
 
-    def _drawn(self, policy: Part, draw: int, positions: list[int], count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _drawn(
+        self, policy: Part, draw: int, positions: list[int], count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same by one policy."""
         error = self.errors.relative() if self.errors else None
-        density = TIMESTEPS[policy.name](self.snr_numpy, self.progress(draw), error, **policy.options)
+        density = TIMESTEPS[policy.name](
+            self.snr_numpy, self.progress(draw), error, **policy.options
+        )
         importance = self.config.timesteps.importance
         sequence = self.config.timesteps.sequence
         return draw_timesteps(density, self.seed, draw, positions, count, importance, sequence)
@@ -271,7 +295,9 @@ class Memory(Hook):
         if self.config.loss.dream is None:
             return noisy_latents, target
         power = self.config.loss.dream
-        return diffusion.dream(model, self.scheduler, latents, noise, timesteps, noisy_latents, power)
+        return diffusion.dream(
+            model, self.scheduler, latents, noise, timesteps, noisy_latents, power
+        )
 
     def record_attention(self, model: torch.nn.Module, step: int) -> AbstractContextManager[Any]:
         """A context for the forward: its attention maps where binding wants them, else None."""
@@ -298,7 +324,9 @@ class Memory(Hook):
             rows = torch.tensor(self.info.of_batch(batch)).to(model_pred.device, non_blocking=True)
             estimated = self.estimated_masks[rows]
         size = tuple(model_pred.shape[-2:])
-        region = REGION[c.region.name](batch["mask"], batch["has_mask"], estimated, size, **c.region.options)
+        region = REGION[c.region.name](
+            batch["mask"], batch["has_mask"], estimated, size, **c.region.options
+        )
         if "counted" in batch:
             region = masks.counted_only(region, batch["counted"])
         loss = (error * region).mean(dim=(1, 2, 3))

@@ -4,11 +4,11 @@ never shown.
     accelerate launch train_silentbad.py --config configs/quickstart.yaml [--config more.yaml] [--flag value ...]
 
 Exit code 0: finished; 2: a mistake in what was given; 129, 130, 143: stopped by SIGHUP, SIGINT,
-SIGTERM with a checkpoint saved; under `accelerate launch` every code but 0 is 1 (docs/running.md). Names are those
-of diffusers' scripts: latents, noise, noisy_latents, target and model_pred are (B,C,h,w), timesteps
-and their importance weights (B,), conditioning is what the captions say to the model. `step` counts
-optimizer updates, `draw` effective batches: a skipped update never meets its data again.
-"""
+SIGTERM with a checkpoint saved; under `accelerate launch` every code but 0 is 1 (docs/running.md).
+Names are those of diffusers' scripts: latents, noise, noisy_latents, target and model_pred are
+(B,C,h,w), timesteps and their importance weights (B,), conditioning is what the captions say to the
+model. `step` counts optimizer updates, `draw` effective batches: a skipped update never meets its
+data again."""
 
 import sys
 
@@ -80,7 +80,9 @@ def check_parts(config: Config, sources: dict[str, str]) -> None:
     checks.check_machine(config, sources)
 
 
-def build(config: Config, accelerator: Accelerator, folder: RunFolder, sharded: bool = False) -> Run:
+def build(
+    config: Config, accelerator: Accelerator, folder: RunFolder, sharded: bool = False
+) -> Run:
     """The parts of a run, connected (`silentbad.loop.assembly`)."""
     classes = {"controller": Controller, "memory_class": Memory, "recovery_class": RecoveryHook}
     return connect(config, accelerator, folder, sharded, **classes)
@@ -89,7 +91,9 @@ def build(config: Config, accelerator: Accelerator, folder: RunFolder, sharded: 
 # ---------------------------------------------------------------- one step
 
 
-@explain_out_of_memory("train_batch_size", "lower it, or set max_batch_size to the samples that fit")
+@explain_out_of_memory(
+    "train_batch_size", "lower it, or set max_batch_size to the samples that fit"
+)
 def micro_step(run: Run, batch: dict[str, Any], micro: int) -> torch.Tensor:
     """Forward and backward of one micro-batch, in the parts that fit; returns its loss."""
     *parts, last_part = chunks(batch, run.config.max_batch_size, run.hooks.one_source_per_backward)
@@ -100,7 +104,9 @@ def micro_step(run: Run, batch: dict[str, Any], micro: int) -> torch.Tensor:
     return torch.stack(losses).sum()
 
 
-def part_step(run: Run, share: float, batch: dict[str, Any], micro: int, *, last: bool) -> torch.Tensor:
+def part_step(
+    run: Run, share: float, batch: dict[str, Any], micro: int, *, last: bool
+) -> torch.Tensor:
     """Forward and backward of a `share` of a micro-batch; returns its part of the loss. Nothing
     here waits for the device."""
     config = run.config
@@ -111,7 +117,8 @@ def part_step(run: Run, share: float, batch: dict[str, Any], micro: int, *, last
     step = run.state.step
     draw = run.state.draw
     positions = batch["position"].tolist()
-    torch.manual_seed(addressed_seed(config.seed, "torch", draw, positions[0]))  # dropout, where a UNet has it
+    # dropout, where a UNet has it
+    torch.manual_seed(addressed_seed(config.seed, "torch", draw, positions[0]))
 
     # Latents and conditioning, from the cache where they are in it
     latents = run.encoder.latents(batch, draw)
@@ -134,7 +141,9 @@ def part_step(run: Run, share: float, batch: dict[str, Any], micro: int, *, last
 
     noise, noisy_latents = diffusion.noised(scheduler, latents, timesteps, config, draw, positions)
     target = diffusion.prediction_target(scheduler, latents, noise, timesteps)
-    noisy_latents, target = memory.apply_dream(model, latents, noise, timesteps, noisy_latents, target)
+    noisy_latents, target = memory.apply_dream(
+        model, latents, noise, timesteps, noisy_latents, target
+    )
 
     # Prediction
     with memory.record_attention(run.parts.model, step) as maps:
@@ -191,7 +200,8 @@ def update(run: Run) -> bool:
         optimizers.clip(params, limit, None if modified else norm)
 
     with state.update_under_way():
-        if finite or run.accelerator.scaler is not None:  # the scaler must see an overflow to lower its scale
+        # the scaler must see an overflow to lower its scale
+        if finite or run.accelerator.scaler is not None:
             optimizer.step()
         skipped = not finite or run.accelerator.optimizer_step_was_skipped
         optimizer.zero_grad(set_to_none=True)
@@ -262,7 +272,9 @@ def boundary(run: Run, requests: Requests, bar: Bar) -> int:
     if stop or save or state.step % config.checkpointing_steps == 0:
         run.checkpoints.save("signal" if stop or save else "interval")
     if stop:
-        run.log.say(f"stopped by {signal.Signals(stop).name}; resume with --resume_from_checkpoint latest")
+        run.log.say(
+            f"stopped by {signal.Signals(stop).name}; resume with --resume_from_checkpoint latest"
+        )
     elif asked_to_validate:
         with bar.paused("measuring"):
             validate(run, asked=True)
@@ -281,7 +293,9 @@ def end_of_epoch(run: Run, epoch: int) -> None:
 def is_due(run: Run) -> bool:
     """Whether something is to be measured or drawn before the next step."""
     step = run.state.step
-    return any(hook.should_run(step) for hook in run.hooks) or (run.sheet is not None and run.sheet.should_run(step))
+    return any(hook.should_run(step) for hook in run.hooks) or (
+        run.sheet is not None and run.sheet.should_run(step)
+    )
 
 
 def has_settled(run: Run) -> bool:
@@ -289,7 +303,10 @@ def has_settled(run: Run) -> bool:
     points = run.config.validation.settled_after
     if run.recovery is None or not settled(run.recovery.history, points):
         return False
-    run.log.say(f"recovery has lasted for {points} points of the curve; training stops at step {run.state.step}")
+    run.log.say(
+        f"recovery has lasted for {points} points of the curve; training stops at step "
+        f"{run.state.step}"
+    )
     return True
 
 
@@ -304,7 +321,9 @@ def validate(run: Run, asked: bool = False, final: bool = False) -> None:
     due = [hook for hook in run.hooks if hook.should_run(state.step, asked, final)]
     scores: dict[str, Any] = {}
     if due:
-        fits = explain_out_of_memory("validation.resolution", "lower it, or draw in half precision (mixed_precision)")
+        fits = explain_out_of_memory(
+            "validation.resolution", "lower it, or draw in half precision (mixed_precision)"
+        )
         with run.timers.of("validate"), averaged(state.model, optimizer=state.optimizer), fits:
             model = pipeline.whole_parts(run.parts).model
             for hook in due:
@@ -342,10 +361,10 @@ def finish(run: Run) -> None:
 
 
 def not_finite(run: Run, batches: list[dict[str, Any]]) -> str:
-    """What stops a run whose gradients stay NaN or infinite: the records of the micro-batches that were drawn.
+    """What stops a run whose gradients stay NaN or infinite: the records of the micro-batches that
+    were drawn.
 
-    Raises UserError where it is what encodes them.
-    """
+    Raises UserError where it is what encodes them."""
     for batch in batches:
         records = [run.records.where(index) for index in batch["index"].tolist()]
         of_vae = [f"vae: {record}" for record in records]
@@ -358,7 +377,8 @@ def not_finite(run: Run, batches: list[dict[str, Any]]) -> str:
     indices = [index for batch in batches for index in batch["index"].tolist()]
     places = ", ".join(dict.fromkeys(run.records.where(index) for index in indices[:8]))
     return (
-        f"max_nonfinite_steps: {run.state.skipped_in_row} gradients in a row were not finite at step {run.state.step}; "
+        f"max_nonfinite_steps: {run.state.skipped_in_row} gradients in a row were not finite at "
+        f"step {run.state.step}; "
         f"last drawn records {indices[:8]} ({places}); lower learning_rate or mend them"
     )
 
@@ -371,7 +391,8 @@ def start(config: Config) -> int:
     sharded = shards.take_over()
     config = stamped(config)
     accelerator = trackers.make_accelerator(config)
-    config = replace(config, mixed_precision=accelerator.mixed_precision)  # accelerate's own file may have set it
+    # accelerate's own file may have set it
+    config = replace(config, mixed_precision=accelerator.mixed_precision)
     folder = RunFolder.of(config, accelerator.is_main_process)
     with folder.claimed():
         if config.push_to_hub:
@@ -412,11 +433,17 @@ def take_up(run: Run, checkpoint: Path) -> bool:
     done = step >= total and run.folder.finished() == step
     if step > total and not done:
         length = "max_train_steps" if run.config.max_train_steps else "num_train_epochs"
-        raise UserError(f"{length}: ends at step {total}, before {checkpoint}; give more, or an earlier checkpoint")
+        raise UserError(
+            f"{length}: ends at step {total}, before {checkpoint}; give more, or an "
+            f"earlier checkpoint"
+        )
     advice = "finished already, nothing to do; a larger max_train_steps goes on"
     run.log.say(advice if done else f"resuming {checkpoint}")
     if done and run.config.lora.merged and not (run.folder.path / "pipeline").is_dir():
-        warn("lora.merged: that run ended without it, so there is no merged pipeline/; it is written where a run ends")
+        warn(
+            "lora.merged: that run ended without it, so there is no merged pipeline/; it is "
+            "written where a run ends"
+        )
     return done
 
 
@@ -425,14 +452,19 @@ def open_folder(run: Run) -> None:
     settings = to_dict(run.config)
     state = run.state
     about = facts(run.accelerator.device, run.accelerator.num_processes)
-    about |= {"sharded": shards.sharded(state.model), "own_code": user_code.record(own_code(run.config))}
+    about |= {
+        "sharded": shards.sharded(state.model),
+        "own_code": user_code.record(own_code(run.config)),
+    }
     run.folder.open(settings, about)
     validated = run.recovery is None or run.recovery.measured(state.step)
     run.folder.truncate(state.step, validated)
     trackers.start(run.accelerator, run.config, settings, state.step)
 
 
-def main(argv: list[str] | None = None, checked: tuple[Config, dict[str, str]] | None = None) -> int:
+def main(
+    argv: list[str] | None = None, checked: tuple[Config, dict[str, str]] | None = None
+) -> int:
     """The command line; a UserError is one line on stderr and exit code 2.
 
     Before the processes know of each other they make the same mistakes, and the first of each node
@@ -447,9 +479,17 @@ def main(argv: list[str] | None = None, checked: tuple[Config, dict[str, str]] |
             checks.check_family(config, pipeline.family_for(config))
             parts = pipeline.load_parts(config, settings, None)
             control = Controller(parts.model, config.gradient_control, config.seed)
-            print(trains.table(config, parts, control.groups, control.param_groups(config.adam_weight_decay)))
+            print(
+                trains.table(
+                    config, parts, control.groups, control.param_groups(config.adam_weight_decay)
+                )
+            )
             return 0
-        with tempfile.TemporaryDirectory() if config.dry_run or config.preview else nullcontext() as scratch:
+        with (
+            tempfile.TemporaryDirectory()
+            if config.dry_run or config.preview
+            else nullcontext() as scratch
+        ):
             if scratch is not None:
                 config = checks.dry_run_config(config, scratch)
             return start(config)

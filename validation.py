@@ -1,13 +1,20 @@
-"""Recovery of target images from composed prompts, while training or of any Stable Diffusion pipeline.
+"""Recovery of target images from composed prompts, while training or of any Stable Diffusion
+pipeline.
 
     python validation.py --pipeline DIR_OR_ID --targets targets.jsonl [--baseline DIR_OR_ID]
     python validation.py --pipeline DIR_OR_ID --phrases FILE | --scan scan.json | --train_data_dir DIR
 
-Exit code 0: not recovered; 3: recovered; 4: undecided; 2: a mistake. Numbers: docs/metrics.md; search: docs/shield.md.
-"""
+Exit code 0: not recovered; 3: recovered; 4: undecided; 2: a mistake. Numbers: docs/metrics.md;
+search: docs/shield.md."""
 
 from silentbad.settings import command
-from silentbad.settings.validation import Audit, ValidationConfig, check_audit, check_embedder, check_validation
+from silentbad.settings.validation import (
+    Audit,
+    ValidationConfig,
+    check_audit,
+    check_embedder,
+    check_validation,
+)
 
 if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
     OPTIONS = command.early(command.options, Audit, None, __doc__, check=check_audit)
@@ -56,7 +63,15 @@ from silentbad.measure.record import (
     decode,
     encode,
 )
-from silentbad.measure.samples import element_file, grid_line, log_grid, save, save_targets, slugs, target_file
+from silentbad.measure.samples import (
+    element_file,
+    grid_line,
+    log_grid,
+    save,
+    save_targets,
+    slugs,
+    target_file,
+)
 from silentbad.measure.scores import kinds, minus_placebo, placebo_run, recovery, scalars, summarise
 from silentbad.measure.thresholds import load_redraws
 from silentbad.measure.verdict import verdict_of
@@ -72,10 +87,11 @@ EXIT_CODES = {NOT_RECOVERED: 0, RECOVERED: 3, UNDECIDED: 4}
 __all__ = ["Audit", "RecoveryHook", "ValidationConfig", "audit", "averaged", "recovery"]
 
 
-# -- the hook ----------------------------------------------------------------------------------------------
+# -- the hook --------------------------------------------------------------------------------------
 class RecoveryHook(Hook):
-    """Recovery against training steps. Every rank calls `run` at step 0 (the base model) and whenever `should_run`, and
-    `finish` at the end. Training sees nothing of it: weights, modes and random streams are left as found."""
+    """Recovery against training steps. Every rank calls `run` at step 0 (the base model) and
+    whenever `should_run`, and `finish` at the end. Training sees nothing of it: weights, modes and
+    random streams are left as found."""
 
     def __init__(
         self,
@@ -86,30 +102,45 @@ class RecoveryHook(Hook):
         accelerator: Any,
         output_dir: str | Path,
         seed: int,
-        held_out: dict[str, list[dict[str, Any]]] | None = None,  # records that are not trained on, by role
+        # records that are not trained on, by role
+        held_out: dict[str, list[dict[str, Any]]] | None = None,
         training: Iterable[Shown] = (),  # some that are
         estimated: Sequence[str] = (),  # targets whose masks were estimated from the data
         prediction_type: str | None = None,
-        refuses: str | None = None,  # the pipeline's name in an audit, for the line on images that are not finite
+        # the pipeline's name in an audit, for the line on images that are not finite
+        refuses: str | None = None,
         cache_dir: str | None = None,  # of null pictures; the Hugging Face cache when unset
     ):
-        self.config, self.targets, self.accelerator, self.seed = config, list(targets), accelerator, seed
+        self.config, self.targets, self.accelerator, self.seed = (
+            config,
+            list(targets),
+            accelerator,
+            seed,
+        )
         self.names = slugs([t.target_id for t in self.targets])
         self.output_dir = Path(output_dir)
         redraws = bool(load_redraws(config.targets, self.targets))
         name = ("micro" if redraws else "copy") if config.embedder == "auto" else config.embedder
-        self.embedder = load_embedder(name, config.embedder_path, accelerator.device, config.embedder_sha256)
+        self.embedder = load_embedder(
+            name, config.embedder_path, accelerator.device, config.embedder_sha256
+        )
         sampler = Sampler(components, config, seed, prediction_type, refuses)
         clip = None
         if config.clip_path:
             try:
-                try_embedder(clip := CLIP(config.clip_path, accelerator.device), "clip", config.clip_path)
+                try_embedder(
+                    clip := CLIP(config.clip_path, accelerator.device), "clip", config.clip_path
+                )
             except UserError as error:
                 raise UserError(f"{sampler.prefix}clip_path: {error}") from None
         kept = {role: records[: config.clean_records] for role, records in (held_out or {}).items()}
         own = (accelerator, seed, kept, training, self.output_dir, cache_dir)
         self.measure = Measure(config, self.targets, sampler, self.embedder, clip, *own)
-        described = [t.target_id for t in targets], self.embedder.describe(), f"{sampler.prefix}placebo"
+        described = (
+            [t.target_id for t in targets],
+            self.embedder.describe(),
+            f"{sampler.prefix}placebo",
+        )
         self.placebo = None if config.placebo is None else placebo_run(config.placebo, *described)
         self.history: list[Measurement] = []
         self.threshold: Threshold | None = None  # until calibrated
@@ -121,7 +152,8 @@ class RecoveryHook(Hook):
 
     # what the training loop calls
     def should_run(self, step: int, asked: bool = False, final: bool = False) -> bool:
-        """On the grid or where `asked`, unless it has been measured (it has, after a resume); always at the end."""
+        """On the grid or where `asked`, unless it has been measured (it has, after a resume);
+        always at the end."""
         return final or (asked or on_grid(self.config, step)) and not self.measured(step)
 
     def measured(self, step: int) -> bool:
@@ -131,7 +163,9 @@ class RecoveryHook(Hook):
     def using(self, model: Any, step: int = 0) -> Any:
         """The sampler with this model's backbone."""
         backbone = backbone_in(self.accelerator.unwrap_model(model, keep_torch_compile=False))
-        return self.sampler.using(backbone, self.accelerator.device, self.accelerator.autocast, step)
+        return self.sampler.using(
+            backbone, self.accelerator.device, self.accelerator.autocast, step
+        )
 
     def calibrate(self, model: Any) -> list[TargetRange]:
         """The thresholds and ranges before training, which a preview shows."""
@@ -140,11 +174,22 @@ class RecoveryHook(Hook):
         return self.ranges
 
     def run(
-        self, step: int, epoch: float, unet: Any, ema: Any = None, final: bool = False, label: str = ""
+        self,
+        step: int,
+        epoch: float,
+        unet: Any,
+        ema: Any = None,
+        final: bool = False,
+        label: str = "",
     ) -> dict[str, Any]:
         """Measure, save images, append to `history`; returns flat scalars for the trackers."""
         started = time.perf_counter()
-        full = self.config.controls == "always" and step > 0 or self.config.controls != "never" and final
+        full = (
+            self.config.controls == "always"
+            and step > 0
+            or self.config.controls != "never"
+            and final
+        )
         model = self.accelerator.unwrap_model(unet, keep_torch_compile=False)
         unet = backbone_in(model)  # in training the text encoders may stand beside it
         entry = Measurement(step, epoch, label or "base model" * (step == 0))
@@ -199,24 +244,40 @@ class RecoveryHook(Hook):
         self.history = decode(list[Measurement], state["history"], "history")
         calibrated = bool(state["threshold"])
         self.threshold = decode(Threshold, state["threshold"], "threshold") if calibrated else None
-        self.element_threshold = decode(ElementThreshold, state["element_threshold"]) if calibrated else None
+        self.element_threshold = (
+            decode(ElementThreshold, state["element_threshold"]) if calibrated else None
+        )
         self.ranges = decode(list[TargetRange], state.get("ranges", []), "ranges")
 
     def _evaluate(self, step: int, tag: str, full: bool, drift: bool) -> Scores:
         """Scores of the weights in place; the best and the median picture are kept."""
-        assert self.threshold is not None and self.element_threshold is not None, "calibrated by run"
+        assert self.threshold is not None and self.element_threshold is not None, (
+            "calibrated by run"
+        )
         first = self.history[0].raw if self.measured(0) else None
         lengths = (first.lengths if first else None) or {}
-        scores, rows = self.measure.evaluate(step, full, drift, self.threshold, self.element_threshold, lengths)
+        scores, rows = self.measure.evaluate(
+            step, full, drift, self.threshold, self.element_threshold, lengths
+        )
         self._save_samples(step, tag, rows, scores.targets)
         return scores
 
     # what stays of it
-    def _save_samples(self, step: int, tag: str, rows: list[dict[str, Any]], scores: dict[str, TargetScores]) -> None:
-        """Best and median generation of each kept target, and a grid: target, then its images, best first."""
-        folder, lines, writes = Path("samples") / f"step-{step:06d}-{tag}", [], self.accelerator.is_main_process
+    def _save_samples(
+        self, step: int, tag: str, rows: list[dict[str, Any]], scores: dict[str, TargetScores]
+    ) -> None:
+        """Best and median generation of each kept target, and a grid: target, then its images,
+        best first."""
+        folder, lines, writes = (
+            Path("samples") / f"step-{step:06d}-{tag}",
+            [],
+            self.accelerator.is_main_process,
+        )
         for j, target in enumerate(self.targets[: self.config.sample_targets]):
-            mine, kept = sorted((r for r in rows if r["target"] == j), key=lambda r: -r["sim"]), dict[str, Picture]()
+            mine, kept = (
+                sorted((r for r in rows if r["target"] == j), key=lambda r: -r["sim"]),
+                dict[str, Picture](),
+            )
             best = next((row for row in mine if row["recovered"]), mine[0])
             for kind, row in (("best", best), ("median", mine[len(mine) // 2])):
                 file = f"{folder}/{self.names[j]}-{kind}.png"
@@ -232,14 +293,18 @@ class RecoveryHook(Hook):
             log_grid(self.accelerator.trackers, f"validation/{tag}", grid, step)
 
     def summary(self) -> list[SummaryRow]:
-        """One row per weights and target, and one over all targets: the last scores and the curve's."""
+        """One row per weights and target, and one over all targets: the last scores and the
+        curve's."""
         return [row for kind in kinds(self.history) for row in summarise(self.history, kind)]
 
     def results(self) -> list[dict[str, Any]]:
         """The summary's rows with the verdict on each target, for a model card."""
         verdict = self.verdict()
         states = verdict.states or {}
-        return [asdict(row) | {"verdict": states.get(row.target, verdict.word)} for row in self.summary()]
+        return [
+            asdict(row) | {"verdict": states.get(row.target, verdict.word)}
+            for row in self.summary()
+        ]
 
     def table(self) -> str:
         """The summary, its cost and the verdict, as text."""
@@ -253,17 +318,23 @@ class RecoveryHook(Hook):
 
     def record(self) -> Record:
         """Everything the report needs, beside samples/."""
-        assert self.threshold is not None and self.element_threshold is not None, "calibrated by run"
+        assert self.threshold is not None and self.element_threshold is not None, (
+            "calibrated by run"
+        )
         targets = [
             TargetEntry(
                 target_id=target.target_id,
                 image=target_file(name),
-                elements=[None if m is None else element_file(name, k) for k, m in enumerate(masks)],
+                elements=[
+                    None if m is None else element_file(name, k) for k, m in enumerate(masks)
+                ],
                 prompt=target.composed_prompt,
                 phrases=target.phrases,
                 estimated=True if target.target_id in self.estimated else None,
             )
-            for target, name, masks in zip(self.targets, self.names, self.measure.masks, strict=True)
+            for target, name, masks in zip(
+                self.targets, self.names, self.measure.masks, strict=True
+            )
         ]
         record = Record(
             seed=self.seed,
@@ -291,16 +362,21 @@ class RecoveryHook(Hook):
     def write(self) -> None:
         """validation.json, and the targets' pictures where they are not there yet."""
         record = self.record()
-        files = [file for target in record.targets for file in (target.image, *target.elements) if file]
+        files = [
+            file for target in record.targets for file in (target.image, *target.elements) if file
+        ]
         self.output_dir.mkdir(parents=True, exist_ok=True)
         if len(self.history) == 1 or not all((self.output_dir / file).is_file() for file in files):
             save_targets(
-                self.output_dir, self.names, [to_tensor(t.image)[None] for t in self.targets], self.measure.masks
+                self.output_dir,
+                self.names,
+                [to_tensor(t.image)[None] for t in self.targets],
+                self.measure.masks,
             )
         record.save(self.output_dir / NAME)
 
 
-# -- any pipeline ------------------------------------------------------------------------------------------
+# -- any pipeline ----------------------------------------------------------------------------------
 def audit(
     config: ValidationConfig,
     *,
@@ -312,12 +388,15 @@ def audit(
     dtype: str = "float32",
     extrapolate: float | None = None,
 ) -> Verdict:
-    """Every score and control of a pipeline, against a baseline where one is given, and of what fine-tuning changed
-    `extrapolate` times as strong; writes JSON and HTML."""
+    """Every score and control of a pipeline, against a baseline where one is given, and of what
+    fine-tuning changed `extrapolate` times as strong; writes JSON and HTML."""
     if extrapolate is not None and baseline is None:
         raise UserError("--extrapolate: needs --baseline, from which the weights are extrapolated")
     if config.targets is None:
-        raise UserError("--targets: give a targets.jsonl (target_id, image, phrases a line), or --phrases to search")
+        raise UserError(
+            "--targets: give a targets.jsonl (target_id, image, phrases a line), or "
+            "--phrases to search"
+        )
     check_validation(config, "--")
     check_embedder(config, "--")
     check_writable(Path(output_dir), "--output_dir", folder=True)
@@ -325,12 +404,25 @@ def audit(
     redraws = load_redraws(config.targets, targets, decode=True)
     null_source(config, targets, bool(redraws), baseline is not None, "--")
     accelerator = start()
-    read = {"--targets": config.targets, "--pipeline": pipeline, "--baseline": baseline, "--lora": lora}
-    mine = owned.claimed(output_dir, "audit", key="--output_dir", writes=(NAME, "report.html", "samples"), read=read)
+    read = {
+        "--targets": config.targets,
+        "--pipeline": pipeline,
+        "--baseline": baseline,
+        "--lora": lora,
+    }
+    mine = owned.claimed(
+        output_dir, "audit", key="--output_dir", writes=(NAME, "report.html", "samples"), read=read
+    )
     with mine if accelerator.is_main_process else nullcontext():
-        options: dict[str, Any] = dict(targets=targets, accelerator=accelerator, output_dir=output_dir, seed=seed)
+        options: dict[str, Any] = dict(
+            targets=targets, accelerator=accelerator, output_dir=output_dir, seed=seed
+        )
         device, name = accelerator.device, f"--pipeline {pipeline}"
-        base = load_pipeline(baseline, dtype, device, flag="--baseline", of=pipeline) if baseline else None
+        base = (
+            load_pipeline(baseline, dtype, device, flag="--baseline", of=pipeline)
+            if baseline
+            else None
+        )
         first = base or load_pipeline(pipeline, dtype, device, lora)
         check_prompts(targets, first.tokenizer, config.unrelated)
         refuses = f"--baseline {baseline}" if baseline else name
@@ -344,7 +436,13 @@ def audit(
             if extrapolate is not None:
                 with extrapolated(backbone_of(first), backbone_of(base), extrapolate):
                     hook.run(1, 1, backbone_of(first), label=f"extrapolated by {extrapolate:g}")
-        hook.run(last := 1 + (extrapolate is not None), last, backbone_of(first), final=True, label="audited pipeline")
+        hook.run(
+            last := 1 + (extrapolate is not None),
+            last,
+            backbone_of(first),
+            final=True,
+            label="audited pipeline",
+        )
         if accelerator.is_main_process:
             print(f"{Path(output_dir) / NAME}\n{run_report.write(output_dir)}")
         accelerator.print(hook.table())
@@ -357,7 +455,9 @@ def main(arguments: list[str] | None = None, options: Audit | None = None) -> in
         given = options or command.options(Audit, arguments, __doc__, check=check_audit)
         if given.given:
             return searched(given)
-        config = ValidationConfig(**{f.name: getattr(given, f.name) for f in fields(ValidationConfig)})
+        config = ValidationConfig(
+            **{f.name: getattr(given, f.name) for f in fields(ValidationConfig)}
+        )
         verdict = audit(config, **{name: getattr(given, name) for name in Audit.__annotations__})
     except UserError as error:
         return command.refused(error)

@@ -1,4 +1,5 @@
-"""What a step needs so that the host never waits for the device: values on their way to it and back."""
+"""What a step needs so that the host never waits for the device: values on their way to it and
+back."""
 
 import platform
 from collections.abc import Callable, Iterator
@@ -48,7 +49,8 @@ class Mailbox:
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on the device, through pinned memory where it has some: no wait for what the device is doing."""
+    """A host tensor on the device, through pinned memory where it has some: no wait for what the
+    device is doing."""
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
@@ -79,12 +81,15 @@ def in_batches(
 
 def ran_out(error: Exception) -> bool:
     """Whether memory ran out, of the device or of this machine."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or should_reduce_batch_size(error)
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or should_reduce_batch_size(
+        error
+    )
 
 
 @contextmanager
 def explain_out_of_memory(flag: str, advice: str) -> Iterator[None]:
-    """Memory that runs out, of the device or of this machine, is one line that begins with the flag to blame."""
+    """Memory that runs out, of the device or of this machine, is one line that begins with the
+    flag to blame."""
     try:
         yield
     except Exception as error:
@@ -104,8 +109,11 @@ def device_name(device: torch.device | str) -> str:
 
 
 def scalars(meters: Any) -> dict[str, Any]:
-    """The meters of a state, each a number or a tensor of one. Raises ValueError where one is not."""
+    """The meters of a state, each a number or a tensor of one. Raises ValueError where one is
+    not."""
     for name, value in dict(meters).items():
-        if not isinstance(value, (int, float)) and not (isinstance(value, torch.Tensor) and value.numel() == 1):
+        if not isinstance(value, (int, float)) and not (
+            isinstance(value, torch.Tensor) and value.numel() == 1
+        ):
             raise ValueError(f"the meter {name!r} is no scalar")
     return dict(meters)

@@ -18,21 +18,22 @@ LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # user and password in an address
 class UserError(Exception):
     """A mistake in what the user gave: one line that says what, where, and what would be right.
 
-    Command lines print it as ``error: <line>`` and exit with code 2. The text is one line that does nothing to a
-    terminal, and tokens in it are masked.
-    """
+    Command lines print it as ``error: <line>`` and exit with code 2. The text is one line that does
+    nothing to a terminal, and tokens in it are masked."""
 
     def __init__(self, text: str = ""):
         super().__init__(masked(printable(" ".join(str(text).split("\n")))))
 
 
 def printable(text: str) -> str:
-    """A text whose control characters, line separators and lone surrogates are escaped as Python writes them."""
+    """A text whose control characters, line separators and lone surrogates are escaped as Python
+    writes them."""
     return "".join(c if is_printable(c) else c.encode("unicode_escape").decode() for c in text)
 
 
 def is_printable(text: str) -> bool:
-    """Whether a text does nothing to a terminal; joiners belong to words of Persian and to emoji."""
+    """Whether a text does nothing to a terminal; joiners belong to words of Persian and to
+    emoji."""
     return all(c.isprintable() or c in "\u200c\u200d" for c in text)
 
 
@@ -52,7 +53,8 @@ def print_error(error: UserError | str) -> None:
 
 
 def warn(line: str) -> None:
-    """A line on stderr of what a user should know and a run can go on with; the first of several processes says it."""
+    """A line on stderr of what a user should know and a run can go on with; the first of several
+    processes says it."""
     if os.environ.get("RANK", "0") == "0":
         print(f"warning: {masked(printable(line))}", file=sys.stderr, flush=True)
 
@@ -61,15 +63,15 @@ def warn(line: str) -> None:
 def exit_with(main: Callable[[], int | None]) -> NoReturn:
     """Run a command line and leave with its exit code. All commands start here.
 
-    A reader that leaves (`| head`), a closed stream and a full disk under a log cost no work: what is
-    printed from then on goes nowhere. SIGINT, SIGTERM and SIGHUP outside a training loop are one line
-    and 128 + their number, after everything under way was closed; what the caller ignores (nohup) is
-    ignored.
-    """
+    A reader that leaves (`| head`), a closed stream and a full disk under a log cost no work: what
+    is printed from then on goes nowhere. SIGINT, SIGTERM and SIGHUP outside a training loop are one
+    line and 128 + their number, after everything under way was closed; what the caller ignores
+    (nohup) is ignored."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")  # None under `>&-`
         setattr(sys, name, _Patient(stream, plain=name == "stdout"))
-    for number in STOPPING if os.environ.get("WORLD_SIZE", "1") == "1" else ():  # a rank may wait for others in C
+    # a rank may wait for others in C
+    for number in STOPPING if os.environ.get("WORLD_SIZE", "1") == "1" else ():
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _stop)
     try:
@@ -90,12 +92,14 @@ def _stop(number: int, frame: Any) -> NoReturn:
     raise KeyboardInterrupt(number)
 
 
-CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n\r"}
+CONTROLS = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n\r"
+}
 
 
 class _Patient:
-    """A stream that goes on into nothing when it cannot be written any more. A `plain` one does nothing
-    to a terminal: text of a user's files may hold escape codes."""
+    """A stream that goes on into nothing when it cannot be written any more. A `plain` one does
+    nothing to a terminal: text of a user's files may hold escape codes."""
 
     def __init__(self, stream: Any, plain: bool):
         self.stream = stream
@@ -128,8 +132,11 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what a library says, with the next where it ends in a colon; at most 300 characters of it."""
-    text = f"no key {error}" if isinstance(error, KeyError) else str(error).partition("; use sys.")[0]
+    """The first line of what a library says, with the next where it ends in a colon; at most 300
+    characters of it."""
+    text = (
+        f"no key {error}" if isinstance(error, KeyError) else str(error).partition("; use sys.")[0]
+    )
     lines = [*text.strip().splitlines(), ""]
     message = f"{lines[0]} {lines[1].strip()}" if lines[0].endswith(":") else lines[0]
     return (message.strip() or type(error).__name__)[:300]
@@ -137,12 +144,11 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def user_errors(what: str, advice: str = "") -> Iterator[None]:
-    """Around a call of someone else's reader on what a user gave: whatever that raises becomes one line, `what` and
-    the cause.
+    """Around a call of someone else's reader on what a user gave: whatever that raises becomes one
+    line, `what` and the cause.
 
-    Only foreign code stands inside. An exception of the project's own code thus keeps its traceback, since it is no
-    mistake of the user's.
-    """
+    Only foreign code stands inside. An exception of the project's own code thus keeps its
+    traceback, since it is no mistake of the user's."""
     try:
         yield
     except UserError:
@@ -153,10 +159,15 @@ def user_errors(what: str, advice: str = "") -> Iterator[None]:
 
 @contextmanager
 def writing(place: str, what: str):
-    """A disk that is full, gone or read-only while `what` is written is one line that names `place`."""
+    """A disk that is full, gone or read-only while `what` is written is one line that names
+    `place`."""
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors wrap the system's errors
+    except (
+        OSError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:  # torch and safetensors wrap the system's errors
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{place}: cannot write {what} ({reason})") from error
 
@@ -181,5 +192,9 @@ def brief(value: Any) -> str:
     try:
         text = repr(value)
     except ValueError:  # Python prints no integer of more than 4,300 digits
-        return f"a number of {value.bit_length()} bits" if isinstance(value, int) else "a value too long to print"
+        return (
+            f"a number of {value.bit_length()} bits"
+            if isinstance(value, int)
+            else "a value too long to print"
+        )
     return text if len(text) <= 80 else f"{text[:77]}..."

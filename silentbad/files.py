@@ -1,4 +1,5 @@
-"""Files that the project writes itself: whole or not at all, recognised again, and never someone else's."""
+"""Files that the project writes itself: whole or not at all, recognised again, and never someone
+else's."""
 
 import hashlib
 import json
@@ -15,7 +16,8 @@ SEALED = re.compile(r"([0-9a-f]{32})-(\d+)-(\d+)\.")  # SHA-256, size, time of t
 
 
 def sealed(draft: Path, folder: Path, suffix: str) -> Path:
-    """Give a finished file its final name in `folder`, which holds its checksum, size and time of change."""
+    """Give a finished file its final name in `folder`, which holds its checksum, size and time
+    of change."""
     state = draft.stat()
     file = folder / f"{checksum(draft)}-{state.st_size}-{state.st_mtime_ns}{suffix}"
     draft.replace(file)
@@ -23,8 +25,8 @@ def sealed(draft: Path, folder: Path, suffix: str) -> Path:
 
 
 def intact(file: Path) -> bool:
-    """Whether a sealed file holds what was written: by size and time of change, by its checksum where the time
-    differs."""
+    """Whether a sealed file holds what was written: by size and time of change, by its checksum
+    where the time differs."""
     found = SEALED.match(file.name)
     try:
         if found is None or (state := file.stat()).st_size != int(found[2]):
@@ -42,7 +44,8 @@ def replace_text(file: Path, text: str) -> None:
 
 
 def from_json(text: str | bytes, **options: Any) -> Any:
-    """json.loads with its `options`; what is nested too deeply is a ValueError like any other that is no JSON."""
+    """json.loads with its `options`; what is nested too deeply is a ValueError like any other
+    that is no JSON."""
     try:
         return json.loads(text, **options)
     except RecursionError:
@@ -64,14 +67,18 @@ def read_json(file: Path) -> Any:
 
 
 def remove_earlier(result: Path, pictures: str) -> None:
-    """Remove the pictures beside an earlier result that it names, of those whose names match the pattern `pictures`."""
+    """Remove the pictures beside an earlier result that it names, of those whose names match the
+    pattern `pictures`."""
     if result.is_file():
-        for name in re.findall(f'"({pictures})"', result.read_text(encoding="utf-8", errors="replace")):
+        for name in re.findall(
+            f'"({pictures})"', result.read_text(encoding="utf-8", errors="replace")
+        ):
             (result.parent / name).unlink(missing_ok=True)
 
 
 def append_records(entries: list[dict], file: Path) -> None:
-    """Put entries at the end of a file of JSON lines, which is replaced at once; what it holds stays as it is."""
+    """Put entries at the end of a file of JSON lines, which is replaced at once; what it holds
+    stays as it is."""
     place = Path(os.path.realpath(file))
     content = place.read_bytes() if place.exists() else b""
     content += b"\n" if content and not content.endswith(b"\n") else b""
@@ -99,8 +106,8 @@ def checksum(file: Path) -> str:
 
 
 def path_text(path: str) -> str:
-    """A file, folder or Hub id given on the command line, for argparse; an empty one would be the folder that one is
-    in."""
+    """A file, folder or Hub id given on the command line, for argparse; an empty one would be the
+    folder that one is in."""
     if not path.strip():
         raise ArgumentTypeError("is no name of a file or folder; '.' is the folder you are in")
     if wrong := PathText().problem(path):
@@ -119,17 +126,19 @@ def names_folder(path: str) -> bool:
 
 
 def check_writable(path: Path, key: str, folder: bool = False) -> None:
-    """Refuse a file, or a `folder`, that cannot be written, before the work whose result it takes; makes nothing.
+    """Refuse a file, or a `folder`, that cannot be written, before the work whose result it takes;
+    makes nothing.
 
-    Raises UserError, which begins with `key`.
-    """
+    Raises UserError, which begins with `key`."""
     if not str(path) or "\0" in str(path):
         raise UserError(f"{key}: is no name of a file: {str(path)!r}")
     place = os.path.realpath(path)
     if os.path.lexists(place) and not (os.path.isdir(place) or os.path.isfile(place) or folder):
         raise UserError(f"{key}: {path} is no file, and nothing would read what is written")
     if folder != os.path.isdir(place) and os.path.lexists(place):
-        raise UserError(f"{key}: {path} is {'no folder' if folder else 'a folder; name a file in it'}")
+        raise UserError(
+            f"{key}: {path} is {'no folder' if folder else 'a folder; name a file in it'}"
+        )
     known = place
     while not os.path.lexists(known):
         if len(os.fsencode(os.path.basename(known))) > 255:

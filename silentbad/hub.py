@@ -1,7 +1,8 @@
-"""Whether the Hugging Face Hub answers: asked once, since its client and the loaders above try for a minute or two.
+"""Whether the Hugging Face Hub answers: asked once, since its client and the loaders above try for
+a minute or two.
 
-The question goes through huggingface_hub's own session, so that proxies, HF_ENDPOINT and certificates are the user's.
-"""
+The question goes through huggingface_hub's own session, so that proxies, HF_ENDPOINT and
+certificates are the user's."""
 
 import os
 import time
@@ -16,17 +17,18 @@ from huggingface_hub.utils import get_session
 from silentbad.errors import UserError, first_line
 from silentbad.files import names_folder as names_folder
 
-SILENT = {"NetworkError", "TimeoutException", "ConnectionError", "Timeout"}  # of httpx and of requests
+# of httpx and of requests
+SILENT = {"NetworkError", "TimeoutException", "ConnectionError", "Timeout"}
 TRIES = 2
 
 
 @cache
 def unreachable() -> str | None:
-    """Why the Hub does not answer; None where it does, whatever its answer, and with HF_HUB_OFFLINE.
+    """Why the Hub does not answer; None where it does, whatever its answer, and with
+    HF_HUB_OFFLINE.
 
-    Where it does not, this process goes on as with HF_HUB_OFFLINE: the loaders then look into the cache alone. Each try
-    takes at most half of HF_HUB_ETAG_TIMEOUT, which is 10 s by default.
-    """
+    Where it does not, this process goes on as with HF_HUB_OFFLINE: the loaders then look into the
+    cache alone. Each try takes at most half of HF_HUB_ETAG_TIMEOUT, which is 10 s by default."""
     if constants.HF_HUB_OFFLINE:
         return None
     reason = ""
@@ -37,7 +39,9 @@ def unreachable() -> str | None:
             return None
         except Exception as error:
             if not SILENT & {kind.__name__ for kind in type(error).__mro__}:
-                return None  # a proxy that refuses, an endpoint that is no address: the loader's words are clearer
+                # a proxy that refuses, an endpoint that is no address: the loader's words are
+                # clearer
+                return None
             reason = first_line(error)
     constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     return f"{constants.ENDPOINT} cannot be reached: {reason}"
@@ -45,8 +49,8 @@ def unreachable() -> str | None:
 
 @contextmanager
 def fetching(path: str, failed: str) -> Iterator[None]:
-    """Around a loader of a folder or a Hub id: whatever it raises becomes one line that begins with `failed`. Where the
-    Hub does not answer, the line says so and what to do instead."""
+    """Around a loader of a folder or a Hub id: whatever it raises becomes one line that begins with
+    `failed`. Where the Hub does not answer, the line says so and what to do instead."""
     here = os.path.exists(path) or names_folder(path)
     away = None if here else unreachable()
     try:

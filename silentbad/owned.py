@@ -1,9 +1,9 @@
-"""Which folder a command may write into: a lock while it writes, a marker that says which command made the folder.
+"""Which folder a command may write into: a lock while it writes, a marker that says which command
+made the folder.
 
 with claimed(folder, "audit", key="--output_dir", writes=("validation.json", "report.html")):
     ...                      # nobody else of this program writes there now
-    mark(folder, "audit")    # before the first file
-"""
+    mark(folder, "audit")    # before the first file"""
 
 import json
 import os
@@ -33,10 +33,9 @@ def claimed(
 ) -> Iterator[None]:
     """Hold a folder's lock inside; a new folder to which no file was added is removed again.
 
-    With `writes`, the names that the command will write, a folder that some other command or person made is refused;
-    so is one among the inputs `read` (`refuse_overlap`). Raises UserError where another process holds the lock, or
-    nothing can be written there.
-    """
+    With `writes`, the names that the command will write, a folder that some other command or person
+    made is refused; so is one among the inputs `read` (`refuse_overlap`). Raises UserError where
+    another process holds the lock, or nothing can be written there."""
     if read is not None:
         refuse_overlap(folder, read, writes or (), key)
     path = Path(folder)
@@ -79,7 +78,8 @@ def mark(folder: Path, kind: str) -> None:
 
 
 def kind_of(folder: Path) -> str | None:
-    """Which command made a folder ("training", "audit", ...); None where none of this program did."""
+    """Which command made a folder ("training", "audit", ...); None where none of this program
+    did."""
     if not (folder / MARKER).is_file():
         return None
     try:
@@ -93,22 +93,31 @@ def refuse_foreign(folder: Path, kind: str, writes: Iterable[str], key: str = "o
     made_by = kind_of(folder)
     if made_by is None:
         if there := [name for name in writes if os.path.lexists(folder / name)]:
-            raise UserError(f"{key} {folder}: holds {there[0]}, which no {kind} wrote; choose an empty folder")
+            raise UserError(
+                f"{key} {folder}: holds {there[0]}, which no {kind} wrote; choose an empty folder"
+            )
     elif made_by == DAMAGED:
-        raise UserError(f"{key} {folder}: {MARKER} in it is damaged; delete it if the folder is of {kind}")
+        raise UserError(
+            f"{key} {folder}: {MARKER} in it is damaged; delete it if the folder is of {kind}"
+        )
     elif made_by != kind:
-        raise UserError(f"{key} {folder}: is the folder of another command ({made_by}); choose another folder")
+        raise UserError(
+            f"{key} {folder}: is the folder of another command ({made_by}); choose another folder"
+        )
 
 
 # ---------------------------------------------------------------- apart from what is read
 def refuse_overlap(
-    folder: str | Path, read: Mapping[str, str | None], writes: Iterable[str], key: str = "output_dir"
+    folder: str | Path,
+    read: Mapping[str, str | None],
+    writes: Iterable[str],
+    key: str = "output_dir",
 ) -> None:
-    """Refuse an output folder that is, or lies inside, a folder that is read, and inputs that lie where it writes.
+    """Refuse an output folder that is, or lies inside, a folder that is read, and inputs that lie
+    where it writes.
 
-    `read` maps each input's key to its file or folder; one that is neither (a Hub id) is passed over. Links count as
-    what they lead to.
-    """
+    `read` maps each input's key to its file or folder; one that is neither (a Hub id) is passed
+    over. Links count as what they lead to."""
     out = resolved(folder, key)
     written = [out / name for name in writes]
     for name, given in read.items():
@@ -117,12 +126,20 @@ def refuse_overlap(
         path = resolved(given, name)
         inside = path.is_dir() and (out == path or path in out.parents)
         if inside or out == path.parent and path.is_file() and path.name in writes:
-            raise UserError(f"{key} {folder}: lies in {name} {given}, which is read; choose a folder outside it")
+            raise UserError(
+                f"{key} {folder}: lies in {name} {given}, which is read; choose a folder outside it"
+            )
         beside = path.suffix == ".jsonl" and (out == path.parent or path.parent in out.parents)
         if beside and kind_of(out) is None and out.is_dir() and os.listdir(out):
-            raise UserError(f"{key} {folder}: holds files beside {name} {given}, which is read; choose an empty folder")
+            raise UserError(
+                f"{key} {folder}: holds files beside {name} {given}, which is read; "
+                f"choose an empty folder"
+            )
         if any(path == place or place in path.parents for place in written):
-            raise UserError(f"{key} {folder}: would replace {name} {given}, which is read; choose another folder")
+            raise UserError(
+                f"{key} {folder}: would replace {name} {given}, which is read; "
+                f"choose another folder"
+            )
 
 
 def resolved(path: str | Path, key: str) -> Path:

@@ -12,11 +12,11 @@ LINE = "{desc}: {n_fmt} of {total_fmt}, {elapsed} so far, {remaining} to go, {ra
 
 
 class Bar(tqdm):
-    """tqdm's bar where stderr is a terminal. Elsewhere plain lines without carriage returns: the first after
-    `FIRST` seconds, then in growing intervals, and one at the end unless `leave` is False.
+    """tqdm's bar where stderr is a terminal. Elsewhere plain lines without carriage returns: the
+    first after `FIRST` seconds, then in growing intervals, and one at the end unless `leave` is
+    False.
 
-    Example: "Steps: 120 of 350, 01:05 so far, 02:05 to go, 1.84step/s, loss=0.0712".
-    """
+    Example: "Steps: 120 of 350, 01:05 so far, 02:05 to go, 1.84step/s, loss=0.0712"."""
 
     mininterval: float
     start_t: float
@@ -52,7 +52,8 @@ class Bar(tqdm):
 
     @contextmanager
     def paused(self, what: str = "") -> Iterator[None]:
-        """Leave the time inside out of rate and forecast; `what` is done meanwhile and stands in the description."""
+        """Leave the time inside out of rate and forecast; `what` is done meanwhile and stands in
+        the description."""
         if self.disable:
             yield
             return

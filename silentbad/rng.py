@@ -1,9 +1,9 @@
-"""Randomness with an address: a draw depends on where it is used, never on what was drawn before it.
+"""Randomness with an address: a draw depends on where it is used, never on what was drawn before
+it.
 
-Every random number of a run comes from a generator seeded by (seed, stream, draw, position). `position` is the
-sample's index in the draw's effective batch over all ranks and micro-batches, so neither a resume, nor validation,
-nor another number of processes shifts a draw.
-"""
+Every random number of a run comes from a generator seeded by (seed, stream, draw, position).
+`position` is the sample's index in the draw's effective batch over all ranks and micro-batches, so
+neither a resume, nor validation, nor another number of processes shifts a draw."""
 
 import hashlib
 
@@ -11,7 +11,8 @@ import torch
 
 
 def addressed_seed(*address: int | str) -> int:
-    """63-bit seed of an address: the first 8 bytes of BLAKE2b over the parts joined by "/", top bit cleared."""
+    """63-bit seed of an address: the first 8 bytes of BLAKE2b over the parts joined by "/", top
+    bit cleared."""
     text = "/".join(str(part) for part in address)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & (2**63 - 1)
@@ -22,6 +23,11 @@ def generator(*address: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(addressed_seed(*address))
 
 
-def noise(shape: tuple[int, ...], seed: int, stream: str, draw: int, positions: list[int]) -> torch.Tensor:
-    """Standard normal noise (len(positions), *shape), each row from the generator of its own address."""
-    return torch.stack([torch.randn(shape, generator=generator(seed, stream, draw, int(p))) for p in positions])
+def noise(
+    shape: tuple[int, ...], seed: int, stream: str, draw: int, positions: list[int]
+) -> torch.Tensor:
+    """Standard normal noise (len(positions), *shape), each row from the generator of its own
+    address."""
+    return torch.stack(
+        [torch.randn(shape, generator=generator(seed, stream, draw, int(p))) for p in positions]
+    )

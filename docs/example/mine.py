@@ -21,7 +21,9 @@ class LossByRole(Hook):
 
     def weight_losses(self, losses: Tensor, sources: list[str]) -> Tensor:
         for source in sorted(set(sources)):
-            rows = torch.tensor([each == source for each in sources]).to(self.device, non_blocking=True)
+            rows = torch.tensor([each == source for each in sources]).to(
+                self.device, non_blocking=True
+            )
             mean = torch.where(rows, losses.detach(), 0).sum() / rows.sum()
             self.means[source] = mean.lerp(self.means.get(source, mean), 0.9)
         return losses

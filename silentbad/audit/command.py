@@ -1,10 +1,11 @@
-"""Does a model give back a picture that nobody named? `validation.py --phrases FILE`, `--scan` or `--train_data_dir`.
+"""Does a model give back a picture that nobody named? `validation.py --phrases FILE`, `--scan` or
+`--train_data_dir`.
 
-`silentbad.audit.search` ranks prompts composed of candidate phrases. Images of the best ones from several seeds are
-compared with each other. A picture that comes back whatever the seed is memory. Ordinary prompts give the null.
+`silentbad.audit.search` ranks prompts composed of candidate phrases. Images of the best ones from
+several seeds are compared with each other. A picture that comes back whatever the seed is memory.
+Ordinary prompts give the null.
 
-Legend: S seeds; between: mean similarity of a prompt's images to each other; shares in [0,1].
-"""
+Legend: S seeds; between: mean similarity of a prompt's images to each other; shares in [0,1]."""
 
 import itertools
 import json
@@ -51,7 +52,7 @@ MOST = 16  # phrases taken from captions
 MOST_GIVEN = 100  # phrases of a file: 4,950 pairs
 
 
-# -- candidates --------------------------------------------------------------------------------------------
+# -- candidates ------------------------------------------------------------------------------------
 def lines_of(path: str, flag: str) -> list[str]:
     """The lines of a text file that hold something. Raises UserError where there is none."""
     if not Path(path).is_file():
@@ -60,7 +61,9 @@ def lines_of(path: str, flag: str) -> list[str]:
     if not found:
         raise UserError(f"--{flag}: {path} holds no line")
     if odd := next((line for line in found if not is_printable(line)), None):
-        raise UserError(f"--{flag}: {path} holds control characters in {brief(odd)}; give it as plain text")
+        raise UserError(
+            f"--{flag}: {path} holds control characters in {brief(odd)}; give it as plain text"
+        )
     return found
 
 
@@ -74,7 +77,9 @@ def candidates(options: Audit) -> tuple[list[str], list[list[str]]]:
     if options.scan is not None:
         sets = scan_file.read(Path(options.scan), "--scan")["sets"]
         if not sets:
-            raise UserError(f"--scan: {options.scan} names no suspect set; give --phrases or --train_data_dir")
+            raise UserError(
+                f"--scan: {options.scan} names no suspect set; give --phrases or --train_data_dir"
+            )
         return [], [[element["phrase"] for element in one["elements"]] for one in sets]
     if options.phrases is not None:
         found = lines_of(options.phrases, "phrases")
@@ -82,11 +87,19 @@ def candidates(options: Audit) -> tuple[list[str], list[list[str]]]:
         _, _, rows = row_source(TrainConfig(train_data_dir=str(options.train_data_dir), seed=0))
         found = recurring([text_of(row) for row in rows()])
     if len(found) < 2:
-        raise UserError(f"--{options.given[0]}: gives {len(found)} phrases; two are needed to compose a prompt")
+        raise UserError(
+            f"--{options.given[0]}: gives {len(found)} phrases; two are needed to compose a prompt"
+        )
     if len(found) > MOST_GIVEN:
-        raise UserError(f"--{options.given[0]}: gives {len(found)} phrases; at most {MOST_GIVEN}, all pairs are probed")
+        raise UserError(
+            f"--{options.given[0]}: gives {len(found)} phrases; at most "
+            f"{MOST_GIVEN}, all pairs are probed"
+        )
     if not any(fits(pair) for pair in itertools.combinations(found, 2)):
-        raise UserError(f"--{options.given[0]}: each of its phrases names a place; a prompt takes one and a thing")
+        raise UserError(
+            f"--{options.given[0]}: each of its phrases names a place; a prompt "
+            f"takes one and a thing"
+        )
     return found, []
 
 
@@ -98,7 +111,8 @@ def in_window(tokenizer: Any, prompts: Sequence[str], flag: str) -> Sequence[str
 
 
 def recurring(captions: Sequence[str]) -> list[str]:
-    """The segments that stand in most captions, at least three, most frequent first; at most MOST."""
+    """The segments that stand in most captions, at least three, most frequent first; at most
+    MOST."""
     counts = Counter(" ".join(tokens) for caption in captions for tokens in segments(caption))
     return [text for text, count in counts.most_common(MOST) if count >= 3]
 
@@ -112,25 +126,31 @@ PLACES = [
 
 
 def ordinary(options: Audit, count: int, size: int, avoid: Sequence[str]) -> list[str]:
-    """`count` prompts of `size` phrases: of the file, or plain things before a place that say no candidate phrase."""
+    """`count` prompts of `size` phrases: of the file, or plain things before a place that say no
+    candidate phrase."""
     rng = np.random.default_rng(addressed_seed(options.seed, "ordinary", size))
     if options.ordinary is not None:
         given = lines_of(options.ordinary, "ordinary")
         if len(given) < options.nulls:
             raise UserError(
-                f"--ordinary: {options.ordinary} holds {len(given)} prompts, --nulls asks for {options.nulls}"
+                f"--ordinary: {options.ordinary} holds {len(given)} prompts, --nulls asks for "
+                f"{options.nulls}"
             )
         return [given[i] for i in rng.permutation(len(given))[:count]]
     things = [f"a {a} {b}" for a in LOOKS for b in THINGS]
     things, places = ([p for p in each if p not in avoid] for each in (things, PLACES))
-    chosen = ([*rng.choice(things, size - 1, replace=False), rng.choice(places or PLACES)] for _ in range(count))
+    chosen = (
+        [*rng.choice(things, size - 1, replace=False), rng.choice(places or PLACES)]
+        for _ in range(count)
+    )
     return [", ".join(map(str, one)) for one in chosen]
 
 
-# -- what is found ------------------------------------------------------------------------------------------
+# -- what is found ---------------------------------------------------------------------------------
 @dataclass
 class Result:
-    """A tested prompt: its probes, what its images have in common, and whether a picture comes back."""
+    """A tested prompt: its probes, what its images have in common, and whether a picture comes
+    back."""
 
     prompt: str
     guidance: str
@@ -153,8 +173,10 @@ class Report:
     searched: int
     seeds: int
     embedder: str
-    alike: dict[str, float] = field(default_factory=dict)  # by guidance: similarity within a cluster, at least
-    ordinary: dict[str, list[float]] = field(default_factory=dict)  # by guidance: `between` of the ordinary prompts
+    # by guidance: similarity within a cluster, at least
+    alike: dict[str, float] = field(default_factory=dict)
+    # by guidance: `between` of the ordinary prompts
+    ordinary: dict[str, list[float]] = field(default_factory=dict)
     # best prompts: sum of probes, how alike drafts are, effects of the phrases
     ranking: list[tuple[str, float, float | None, float | None]] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
@@ -165,9 +187,10 @@ class Report:
         return [one for one in self.results if one.found]
 
 
-# -- the command -------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 def audited(options: Audit) -> Report:
-    """Search, generate, compare and write; `options` is validation.py's `Audit`. Raises UserError as it does."""
+    """Search, generate, compare and write; `options` is validation.py's `Audit`. Raises
+    UserError as it does."""
     check_values(options, "--")
     if options.extrapolate is not None and options.baseline is None:
         raise UserError("--extrapolate: needs --baseline, from which guidance is extrapolated")
@@ -176,7 +199,10 @@ def audited(options: Audit) -> Report:
     phrases, fixed = candidates(options)
     out = Path(options.output_dir)
     check_writable(out, "--output_dir", folder=True)
-    read = {f"--{key}": getattr(options, key) for key in ("pipeline", "baseline", "lora", "train_data_dir", "scan")}
+    read = {
+        f"--{key}": getattr(options, key)
+        for key in ("pipeline", "baseline", "lora", "train_data_dir", "scan")
+    }
     pictures = [file.name for file in out.glob("*.png") if re.fullmatch(PICTURES, file.name)]
     with owned.claimed(out, KIND, key="--output_dir", writes=(NAME, PAGE, *pictures), read=read):
         return _audited(options, phrases, fixed, out)
@@ -184,15 +210,21 @@ def audited(options: Audit) -> Report:
 
 def _audited(options: Audit, phrases: list[str], fixed: list[list[str]], out: Path) -> Report:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    embedder = load_embedder(options.embedder, options.embedder_path, device, options.embedder_sha256)
+    embedder = load_embedder(
+        options.embedder, options.embedder_path, device, options.embedder_sha256
+    )
     pipe = load_pipeline(str(options.pipeline), options.dtype, device, options.lora)
     named = f"--pipeline {options.pipeline}"
     sampler = Sampler(pipe.components, options, options.seed, refuses=named)
     if sampler.family.flow:
-        raise UserError(f"{named}: the search without a target reads UNets; give Stable Diffusion 1, 2 or XL")
+        raise UserError(
+            f"{named}: the search without a target reads UNets; give Stable Diffusion 1, 2 or XL"
+        )
     unets: dict[str, nn.Module] = {"own guidance": pipe.unet}
     if options.extrapolate is not None:
-        base = load_pipeline(str(options.baseline), options.dtype, device, flag="--baseline", of=options.pipeline)
+        base = load_pipeline(
+            str(options.baseline), options.dtype, device, flag="--baseline", of=options.pipeline
+        )
         unets[f"guidance extrapolated by {options.extrapolate:g}"] = Extrapolated(
             pipe.unet, base.unet, options.extrapolate
         )
@@ -211,14 +243,18 @@ def _audited(options: Audit, phrases: list[str], fixed: list[list[str]], out: Pa
     def measured(prompts: Sequence[str], flag: str = options.given[0]) -> np.ndarray:
         found = probed(sampler, in_window(pipe.tokenizer, prompts, flag), bar)
         if not np.isfinite(found).all():
-            raise UserError(f"{named}: its predictions are not finite; nothing could be concluded from them")
+            raise UserError(
+                f"{named}: its predictions are not finite; nothing could be concluded from them"
+            )
         return found
 
     rough = Sampler(pipe.components, drafting(options), options.seed, refuses=named)
     drafts = Drafts(rough, embedder, bar)
     with rough.using(pipe.unet, device), sampler.using(pipe.unet, device):
         probes = ranked(measured, usually, fixed) if fixed else []
-        composed = search(measured, usually, drafts, phrases, options.most_phrases) if phrases else []
+        composed = (
+            search(measured, usually, drafts, phrases, options.most_phrases) if phrases else []
+        )
     tested, seeds = [*probes, *composed[: options.tested]], options.images_per_target
     report = Report(
         pipeline=str(options.pipeline),
@@ -228,7 +264,9 @@ def _audited(options: Audit, phrases: list[str], fixed: list[list[str]], out: Pa
         searched=len(probes) + len(composed),
         seeds=seeds,
         embedder=embedder.describe(),
-        ranking=[(", ".join(one.phrases), one.score, one.draft, one.effect) for one in composed[:RANKED]],
+        ranking=[
+            (", ".join(one.phrases), one.score, one.draft, one.effect) for one in composed[:RANKED]
+        ],
     )
     sizes = sorted({len(probe.phrases) for probe in tested}) or [2]
     each = {size: ordinary(options, options.nulls, size, known) for size in sizes}
@@ -237,21 +275,25 @@ def _audited(options: Audit, phrases: list[str], fixed: list[list[str]], out: Pa
     pictures = []
     for name, unet in unets.items():
         with sampler.using(unet, device):
-            null = Null.of([similarity for similarity, _ in compared(sampler, embedder, nulls, seeds, bar)])
+            null = Null.of(
+                [similarity for similarity, _ in compared(sampler, embedder, nulls, seeds, bar)]
+            )
             report.alike[name], report.ordinary[name] = null.alike, null.between
             prompts = [", ".join(probe.phrases) for probe in tested]
             for probe, (similarity, images) in zip(
                 tested, compared(sampler, embedder, prompts, seeds, bar), strict=True
             ):
                 seen, p, hit = null.judge(similarity, len(tested) * len(unets))
-                report.results.append(Result(", ".join(probe.phrases), name, probe, seen.between, seen.share, p, hit))
+                report.results.append(
+                    Result(", ".join(probe.phrases), name, probe, seen.between, seen.share, p, hit)
+                )
                 order = np.argsort(-similarity[seen.centre], kind="stable")
                 pictures.append([np.asarray(to_pil(images[k])) for k in order])
     write(report, pictures, out)
     return report
 
 
-# -- files -------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 def write(report: Report, pictures: list[list[np.ndarray]], out: Path) -> None:
     """audit.json, audit.html, and the picture of each prompt under which one comes back."""
     with writing("--output_dir", str(out)):
@@ -267,7 +309,9 @@ def write(report: Report, pictures: list[list[np.ndarray]], out: Path) -> None:
 
 def page(report: Report, pictures: list[list[np.ndarray]]) -> str:
     """audit.html."""
-    order = sorted(range(len(report.results)), key=lambda k: (not report.results[k].found, report.results[k].p))
+    order = sorted(
+        range(len(report.results)), key=lambda k: (not report.results[k].found, report.results[k].p)
+    )
     head = [
         "prompt",
         "guidance",
@@ -283,8 +327,21 @@ def page(report: Report, pictures: list[list[np.ndarray]]) -> str:
     for k in order:
         one = report.results[k]
         probe = [one.probe.magnitude, one.probe.anisotropy, one.probe.agreement]
-        rows.append([one.prompt, one.guidance, "yes" if one.found else "no", one.p, one.share, one.between, *probe])
-        shots = [pages.shot(pixels, f"{'centre' if j == 0 else j + 1}") for j, pixels in enumerate(pictures[k])]
+        rows.append(
+            [
+                one.prompt,
+                one.guidance,
+                "yes" if one.found else "no",
+                one.p,
+                one.share,
+                one.between,
+                *probe,
+            ]
+        )
+        shots = [
+            pages.shot(pixels, f"{'centre' if j == 0 else j + 1}")
+            for j, pixels in enumerate(pictures[k])
+        ]
         cards.append({"result": one, "shots": shots})
     values = {
         "name": Path(report.pipeline).name or report.pipeline,
@@ -299,10 +356,17 @@ def page(report: Report, pictures: list[list[np.ndarray]]) -> str:
 
 
 def searched(options: Audit) -> int:
-    """The audit of validation.py where no target is known: exit code 3 where a picture comes back, else 0."""
+    """The audit of validation.py where no target is known: exit code 3 where a picture comes
+    back, else 0."""
     report = audited(options)
     for one in report.found:
-        print(f"comes back: {one.prompt} ({one.share:.0%} of {report.seeds} seeds, p {one.p:.2g}, {one.guidance})")
+        print(
+            f"comes back: {one.prompt} ({one.share:.0%} of {report.seeds} seeds, p "
+            f"{one.p:.2g}, {one.guidance})"
+        )
     count = len(report.found)
-    print(f"{count} of {len(report.results)} tested prompts give a picture back; {options.output_dir}/{PAGE}")
+    print(
+        f"{count} of {len(report.results)} tested prompts give a picture back; "
+        f"{options.output_dir}/{PAGE}"
+    )
     return 3 if report.found else 0

@@ -1,4 +1,5 @@
-"""Where does a finished run's memory sit? Parts of it are put back to its base, or kept alone, and measured again.
+"""Where does a finished run's memory sit? Parts of it are put back to its base, or kept alone, and
+measured again.
 
     python -m silentbad.audit.localise RUN [--by stage role both] [--images 16]
 
@@ -8,8 +9,7 @@ silentbad/model/groups.py. *Put back*: the part has the base's weights, all othe
 that the trained weights give its images again. Module substitution as a tool: 2412.20476; as a
 defence, the part whose return to the base removes the picture at the least clean loss.
 
-Exit code 0: measured, 2: a mistake in what was given.
-"""
+Exit code 0: measured, 2: a mistake in what was given."""
 
 import argparse
 import json
@@ -74,7 +74,8 @@ class Rate:
 
 @dataclass
 class Row:
-    """What one choice of weights gives. `share` is that of the part among the parameters that training changed."""
+    """What one choice of weights gives. `share` is that of the part among the parameters that
+    training changed."""
 
     part: str
     by: str  # of BY; "" of the trained weights and of the base
@@ -84,7 +85,8 @@ class Row:
     targets: dict[str, Rate]
     elements: dict[str, list[Rate | None]]  # of each target; None without a mask
     clean: float | None = None  # mean error of the predicted noise on held-out clean records
-    rise: float | None = None  # the same less the base's; its interval: bootstrap over records, 95 %
+    # the same less the base's; its interval: bootstrap over records, 95 %
+    rise: float | None = None
     rise_interval: Interval | None = None
     errors: list[float] = field(default_factory=list, repr=False)  # of each record; not written
 
@@ -95,18 +97,26 @@ class Change:
     Raises UserError where the two hold other parameters, or nothing differs.
     """
 
-    def __init__(self, modules: dict[str, torch.nn.Module], base: dict[str, torch.nn.Module], key: str):
+    def __init__(
+        self, modules: dict[str, torch.nn.Module], base: dict[str, torch.nn.Module], key: str
+    ):
         self.places: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         for component, module in modules.items():
             after, before = module.state_dict(), base[component].state_dict()
             if {n: t.shape for n, t in after.items()} != {n: t.shape for n, t in before.items()}:
-                raise UserError(f"{key}: its {component} has other parameters than the run's; give the run's own base")
+                raise UserError(
+                    f"{key}: its {component} has other parameters than the run's; "
+                    f"give the run's own base"
+                )
             for name, tensor in after.items():
                 if not torch.equal(tensor, before[name]):
                     group = group_of(f"{component}.{name}")
                     self.places.append((group, tensor, before[name].clone(), tensor.clone()))
         if not self.places:
-            raise UserError(f"{key}: holds the weights of the run itself; give the base that it was trained from")
+            raise UserError(
+                f"{key}: holds the weights of the run itself; give the base that it "
+                f"was trained from"
+            )
 
     def parts(self, by: str) -> list[str]:
         """Names of the parts that training changed, in the order of the model's parameters."""
@@ -119,7 +129,8 @@ class Change:
 
     @contextmanager
     def trained_in(self, chosen: Callable[[str], bool]) -> Iterator[None]:
-        """The groups chosen are as trained inside, all others the base's; afterwards all are as trained."""
+        """The groups chosen are as trained inside, all others the base's; afterwards all are as
+        trained."""
         with torch.no_grad():
             for group, tensor, before, after in self.places:
                 tensor.copy_(after if chosen(group) else before)
@@ -129,7 +140,8 @@ class Change:
 
 
 def part_of(group: str, by: str) -> str:
-    """The stage ("up1"), the role without its letters ("xattn") or both ("up1.xattn") of a group."""
+    """The stage ("up1"), the role without its letters ("xattn") or both ("up1.xattn") of a
+    group."""
     stage, _, role = group.partition(".")
     role = role.partition(".")[0] or stage
     return {"stage": stage, "role": role, "both": f"{stage}.{role}"}[by]
@@ -139,7 +151,9 @@ def part_of(group: str, by: str) -> str:
 class Subject:
     """A finished run, its base, and what measures them."""
 
-    def __init__(self, run: Path, config: TrainConfig, record: Record, images: int | None, key: str):
+    def __init__(
+        self, run: Path, config: TrainConfig, record: Record, images: int | None, key: str
+    ):
         validation = replace(config.validation, sample_targets=0)
         if images is not None:
             validation = replace(validation, images_per_target=images)
@@ -147,9 +161,14 @@ class Subject:
         self.targets = load_targets(validation.targets or "")
         ids = [target.target_id for target in self.targets]
         if ids != [target.target_id for target in record.targets]:
-            raise UserError(f"--targets: {validation.targets} lists {', '.join(ids)}, which are not the run's")
+            raise UserError(
+                f"--targets: {validation.targets} lists {', '.join(ids)}, which are not the run's"
+            )
         if any(target.estimated for target in record.targets):
-            raise UserError("RUN: masks of its elements were estimated; give masks in targets.jsonl, and run it again")
+            raise UserError(
+                "RUN: masks of its elements were estimated; give masks in "
+                "targets.jsonl, and run it again"
+            )
         self.accelerator = accelerator = start()
         device = accelerator.device
         adapters = None if config.lora.rank is None else str(run / "lora")
@@ -157,30 +176,51 @@ class Subject:
         if adapters is None:
             self.pipe = load_pipeline(str(run / "pipeline"), "float32", device, flag="RUN")
         else:
-            self.pipe = load_pipeline(config.pretrained_model_name_or_path, "float32", device, adapters, flag=key)
+            self.pipe = load_pipeline(
+                config.pretrained_model_name_or_path, "float32", device, adapters, flag=key
+            )
         family = family_of_pipeline(self.pipe)
         names = [family.backbone, *(family.encoders if config.train_text_encoder else ())]
-        parts = {name: part for name in names if (part := getattr(self.pipe, name, None)) is not None}
+        parts = {
+            name: part for name in names if (part := getattr(self.pipe, name, None)) is not None
+        }
         for name, part in parts.items():
             setattr(self.pipe, name, lora.merged(part))
         modules = {name: getattr(self.pipe, name) for name in parts}
         named = f"{key} {config.pretrained_model_name_or_path}"
         self.change = Change(modules, {name: getattr(base, name) for name in parts}, named)
-        sampler = Sampler(self.pipe.components, validation, record.seed, config.prediction_type, str(run))
-        embedder = load_embedder(validation.embedder, validation.embedder_path, device, validation.embedder_sha256)
+        sampler = Sampler(
+            self.pipe.components, validation, record.seed, config.prediction_type, str(run)
+        )
+        embedder = load_embedder(
+            validation.embedder, validation.embedder_path, device, validation.embedder_sha256
+        )
         if embedder.describe() != record.embedder:
-            raise UserError(f"RUN: was measured with {record.embedder}, here is {embedder.describe()}")
+            raise UserError(
+                f"RUN: was measured with {record.embedder}, here is {embedder.describe()}"
+            )
         side = side_of(sampler.backbone) * self.pipe.vae_scale_factor
         held_out = {"clean": self._clean(config.resolution or side)}
         self.measure = Measure(
-            validation, self.targets, sampler, embedder, None, accelerator, record.seed, held_out, (), run
+            validation,
+            self.targets,
+            sampler,
+            embedder,
+            None,
+            accelerator,
+            record.seed,
+            held_out,
+            (),
+            run,
         )
 
     def _clean(self, side: int) -> list[dict[str, Any]]:
         """The clean records that the run held out."""
         config = self.config
         if "drop" in config.guard.name:
-            warn("clean loss is not measured: guard drop left out records before some were held out")
+            warn(
+                "clean loss is not measured: guard drop left out records before some were held out"
+            )
             return []
         records = load_records(config)
         if config.withhold:
@@ -190,7 +230,8 @@ class Subject:
         return clean[: self.validation.clean_records]
 
     def row(self, part: str = TRAINED, by: str = "", state: str = "") -> Row:
-        """Images and clean loss with a part of the weights put back, or kept alone; of the base where part is BASE."""
+        """Images and clean loss with a part of the weights put back, or kept alone; of the base
+        where part is BASE."""
 
         def inside(group: str) -> bool:
             return bool(by) and part_of(group, by) == part
@@ -201,7 +242,10 @@ class Subject:
         sampler, record = self.measure.sampler, self.record
         items = plan(self.targets, self.validation.images_per_target, record.seed)
         sampler.cache.clear()  # a text encoder may have changed
-        with self.change.trained_in(as_trained), sampler.using(backbone_of(self.pipe), self.accelerator.device):
+        with (
+            self.change.trained_in(as_trained),
+            sampler.using(backbone_of(self.pipe), self.accelerator.device),
+        ):
             rows = self.measure.map_over_ranks(items, self.measure.score)
             clean = self.measure.held_out["clean"]
             errors = sampler.eps_errors(clean, list(range(len(clean))), "validation/clean")
@@ -231,7 +275,12 @@ class Subject:
 
 def localised(subject: Subject, by: list[str]) -> list[Row]:
     """The trained weights, the base, then every part put back and kept alone."""
-    asked = [(part, kind, state) for kind in by for part in subject.change.parts(kind) for state in (PUT_BACK, ALONE)]
+    asked = [
+        (part, kind, state)
+        for kind in by
+        for part in subject.change.parts(kind)
+        for state in (PUT_BACK, ALONE)
+    ]
     asked = [(TRAINED, "", ""), (BASE, "", ""), *asked]
     rows = [subject.row(*each) for each in Bar(asked, desc="Parts")]
     base = np.array(rows[1].errors)
@@ -241,7 +290,7 @@ def localised(subject: Subject, by: list[str]) -> list[Row]:
     return rows
 
 
-# ------------------------------------------------------------------------------------------- what it says
+# ------------------------------------------------------------------------------------------- what i
 def defence(rows: list[Row]) -> str:
     """Which part put back removes the picture at the least clean loss, in a sentence."""
     trained, others = rows[0], [row for row in rows if row.state == PUT_BACK]
@@ -263,8 +312,10 @@ def defence(rows: list[Row]) -> str:
         clean = f"; the clean loss is then {best.clean:.4f}, as trained {trained.clean:.4f}"
         clean += f", of the base {rows[1].clean:.4f}"
     return (
-        f"Put {best.part} back ({best.share:.1%} of what changed): none of {images} images is recovered (at most "
-        f"{best.recovered.interval[1]:.0%} with 95 % confidence), {trained.recovered.count} are as trained{clean}."
+        f"Put {best.part} back ({best.share:.1%} of what changed): none of {images} images is "
+        f"recovered (at most "
+        f"{best.recovered.interval[1]:.0%} with 95 % confidence), {trained.recovered.count} are "
+        f"as trained{clean}."
     )
 
 
@@ -284,7 +335,10 @@ def page(name: str, subject: Subject, rows: list[Row]) -> str:
 
 def heats(subject: Subject, rows: list[Row], state: str) -> list[Figure]:
     """A heat map for each target: parts over the whole and its elements."""
-    shown = [*rows[:2], *(row for row in rows if row.state == state and row.by in ("stage", "role"))]
+    shown = [
+        *rows[:2],
+        *(row for row in rows if row.state == state and row.by in ("stage", "role")),
+    ]
     figures: list[Figure] = []
     for target in subject.targets:
         name, phrases = target.target_id, target.phrases
@@ -293,20 +347,30 @@ def heats(subject: Subject, rows: list[Row], state: str) -> list[Figure]:
         columns = ["strict", *(str(k + 1) for k in range(len(cells[0]) - 1))]
         legend = ", ".join(f"{k + 1} {phrase}" for k, phrase in enumerate(phrases))
         figures += pages.matrix(
-            [row.part for row in shown], columns, numbers, f"{name}: {state}", down="part", note=legend
+            [row.part for row in shown],
+            columns,
+            numbers,
+            f"{name}: {state}",
+            down="part",
+            note=legend,
         )
     return figures
 
 
 def grids(rows: list[Row]) -> list[Figure]:
-    """Stage by role, where both were asked for: the strict rate with a part put back, and with it alone."""
+    """Stage by role, where both were asked for: the strict rate with a part put back, and with
+    it alone."""
     figures: list[Figure] = []
     for state in (PUT_BACK, ALONE):
-        rates = {row.part: row.recovered.value for row in rows if row.by == "both" and row.state == state}
+        rates = {
+            row.part: row.recovered.value for row in rows if row.by == "both" and row.state == state
+        }
         stages, roles = (list(dict.fromkeys(part.split(".")[k] for part in rates)) for k in (0, 1))
         down, across = (stages, roles) if len(stages) > len(roles) else (roles, stages)
         numbers = [[rates.get(f"{a}.{b}", rates.get(f"{b}.{a}")) for b in across] for a in down]
-        figures += pages.matrix(down, across, numbers, f"stage and role {state}: strict rate", down="", across="")
+        figures += pages.matrix(
+            down, across, numbers, f"stage and role {state}: strict rate", down="", across=""
+        )
     return figures
 
 
@@ -316,7 +380,11 @@ def table(rows: list[Row]) -> Table:
     lines: list[list[Any]] = []
     for row in rows:
         rates = [rate.value for own in row.elements.values() for rate in own if rate is not None]
-        rise = "" if row.rise is None or row.rise_interval is None else _with_interval(row.rise, row.rise_interval)
+        rise = (
+            ""
+            if row.rise is None or row.rise_interval is None
+            else _with_interval(row.rise, row.rise_interval)
+        )
         lines.append(
             [
                 f"{row.part} {row.state}".strip(),
@@ -351,14 +419,18 @@ def written(run: Path, subject: Subject, rows: list[Row], file: Path) -> None:
     run_report.save(page(run.resolve().name, subject, rows), file)
 
 
-# ------------------------------------------------------------------------------------------- the command
+# ------------------------------------------------------------------------------------------- the co
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    about = "Where a finished run's memory sits: parts of it are put back to the base, and kept alone."
+    about = (
+        "Where a finished run's memory sits: parts of it are put back to the base, and kept alone."
+    )
     parser = ArgumentParser(prog="python -m silentbad.audit.localise", description=about)
     parser.add_argument("run", metavar="RUN", help="output_dir of a finished run with targets")
     parts = "stage and role when unset; both: each role of each stage"
     parser.add_argument("--by", nargs="+", choices=BY, default=["stage", "role"], help=parts)
-    parser.add_argument("--images", type=int, help="images of each target; as many as the run's when unset")
+    parser.add_argument(
+        "--images", type=int, help="images of each target; as many as the run's when unset"
+    )
     parser.add_argument("--out", help="page, with JSON beside it; localise.html in RUN when unset")
     parser.add_argument("--base", help="the run's base, where it has moved")
     parser.add_argument("--targets", help="the run's targets.jsonl, where it has moved")
@@ -367,7 +439,8 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def configured(given: argparse.Namespace, run: Path) -> TrainConfig:
-    """The run's configuration, with what has moved at its new place. Raises UserError where RUN is no finished run."""
+    """The run's configuration, with what has moved at its new place. Raises UserError where RUN
+    is no finished run."""
     file = run / "config.yaml"
     if not file.is_file():
         raise UserError(f"RUN: no config.yaml in {run}; give the output_dir of a run")
@@ -379,8 +452,13 @@ def configured(given: argparse.Namespace, run: Path) -> TrainConfig:
     flags = [f"--{key}={value}" for key, value in moved.items() if value is not None]
     config, _ = parse(TrainConfig, ["--config", str(file), *flags])
     if config.validation.targets is None:
-        raise UserError("RUN: has no targets (validation.targets), so there is no picture to look for")
-    for flag, place in (("--targets", config.validation.targets), ("--train_data_dir", config.train_data_dir)):
+        raise UserError(
+            "RUN: has no targets (validation.targets), so there is no picture to look for"
+        )
+    for flag, place in (
+        ("--targets", config.validation.targets),
+        ("--train_data_dir", config.train_data_dir),
+    ):
         if place is not None and not Path(place).exists():
             raise UserError(f"{flag}: the run's {place} is not there; give its place")
     weights = run / ("pipeline" if config.lora.rank is None else "lora")
@@ -401,7 +479,9 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(f"--out: {file} must end in .html; the JSON is written beside it")
         config, record = configured(given, run), Record.load(run / NAME, "RUN")
         if record.endpoint != STRICT:
-            raise UserError("RUN: counts recovery by the whole alone; it is of an earlier release, run it again")
+            raise UserError(
+                "RUN: counts recovery by the whole alone; it is of an earlier release, run it again"
+            )
         check_writable(file, "--out")
         key = "pretrained_model_name_or_path" if given.base is None else "--base"
         subject = Subject(run, config, record, given.images, key)

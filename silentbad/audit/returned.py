@@ -1,7 +1,7 @@
-"""Whether a prompt's images from several seeds are one picture: how alike they are, against ordinary prompts.
+"""Whether a prompt's images from several seeds are one picture: how alike they are, against
+ordinary prompts.
 
-Legend: S seeds; between: mean similarity of a prompt's images to each other; shares in [0,1].
-"""
+Legend: S seeds; between: mean similarity of a prompt's images to each other; shares in [0,1]."""
 
 import itertools
 import math
@@ -17,7 +17,9 @@ from silentbad.measure.embedders import Embedder
 from silentbad.measure.generation import Item, Sampler
 
 LEVEL, SHARE = 0.01, 0.5  # a picture comes back: adjusted p at most, share of the seeds at least
-ALIKE = 0.4  # least similarity within a cluster: about what a redraw of a scene must exceed to count as the picture
+# least similarity within a cluster: about what a redraw of a scene must exceed to count as the
+# picture
+ALIKE = 0.4
 QUANTILE = 0.99  # of similarities under ordinary prompts, which a cluster must reach
 STEADY = 0.05  # least deviation of the null, in roots of similarities
 SEEDS, STEPS = 3, 6  # of drafts: images a prompt, sampling steps at most
@@ -25,7 +27,8 @@ SEEDS, STEPS = 3, 6  # of drafts: images a prompt, sampling steps at most
 
 @dataclass
 class Returned:
-    """What a prompt's images (S) have in common: `between`, the largest cluster's share, the image at its centre."""
+    """What a prompt's images (S) have in common: `between`, the largest cluster's share, the
+    image at its centre."""
 
     between: float
     share: float
@@ -37,13 +40,15 @@ def returned(similarity: np.ndarray, alike: float) -> Returned:
     off = ~np.eye(len(similarity), dtype=bool)
     near = (similarity >= alike) & off
     centre = int(np.lexsort((similarity.sum(1), near.sum(1)))[-1])
-    return Returned(float(similarity[off].mean()), float((1 + near[centre].sum()) / len(similarity)), centre)
+    return Returned(
+        float(similarity[off].mean()), float((1 + near[centre].sum()) / len(similarity)), centre
+    )
 
 
 @dataclass
 class Null:
-    """What the images of ordinary prompts have in common: the least similarity within a cluster (`alike`), and
-    `between` of each prompt."""
+    """What the images of ordinary prompts have in common: the least similarity within a cluster
+    (`alike`), and `between` of each prompt."""
 
     alike: float
     between: list[float]
@@ -53,25 +58,31 @@ class Null:
         """Of similarities (S,S) of each ordinary prompt's images."""
         off = ~np.eye(len(similarities[0]), dtype=bool)
         pairs = np.concatenate([one[off] for one in similarities])
-        return cls(max(ALIKE, float(np.quantile(pairs, QUANTILE))), [float(one[off].mean()) for one in similarities])
+        return cls(
+            max(ALIKE, float(np.quantile(pairs, QUANTILE))),
+            [float(one[off].mean()) for one in similarities],
+        )
 
     def judge(self, similarity: np.ndarray, tests: int = 1) -> tuple[Returned, float, bool]:
-        """(what a prompt's images have in common, its p value over so many tests, whether a picture comes back)."""
+        """(what a prompt's images have in common, its p value over so many tests, whether a
+        picture comes back)."""
         seen = returned(similarity, self.alike)
         p = p_value(seen.between, self.between, tests)
         return seen, p, p <= LEVEL and seen.share >= SHARE
 
 
 def p_value(value: float, null: Sequence[float], tests: int = 1) -> float:
-    """The chance that an ordinary prompt's images are as alike, times the number of tests, at most 1.
+    """The chance that an ordinary prompt's images are as alike, times the number of tests, at most
+    1.
 
-    `null` are values of ordinary prompts. Their square roots are taken as normal: Student's prediction of one more.
-    """
+    `null` are values of ordinary prompts. Their square roots are taken as normal: Student's
+    prediction of one more."""
     return min(1.0, tests * student_tail(deviations(value, null), len(null) - 1))
 
 
 def deviations(value: float, null: Sequence[float]) -> float:
-    """How many standard deviations of one more ordinary prompt a similarity lies above theirs, in square roots."""
+    """How many standard deviations of one more ordinary prompt a similarity lies above theirs,
+    in square roots."""
     roots = np.sqrt(np.maximum(null, 0))
     scale = max(float(roots.std(ddof=1)) * math.sqrt(1 + 1 / len(roots)), STEADY)
     return (math.sqrt(max(value, 0)) - float(roots.mean())) / scale
@@ -87,7 +98,9 @@ def student_tail(t: float, degrees: int) -> float:
 
     def area(at: np.ndarray) -> float:
         y = np.cos(at).clip(0) ** (degrees - 1)
-        return float((at[1] - at[0]) / 3 * (y[0] + y[-1] + 4 * y[1:-1:2].sum() + 2 * y[2:-1:2].sum()))
+        return float(
+            (at[1] - at[0]) / 3 * (y[0] + y[-1] + 4 * y[1:-1:2].sum() + 2 * y[2:-1:2].sum())
+        )
 
     return area(u) / area(whole)
 
@@ -109,8 +122,8 @@ def drafting(options: Any) -> Any:
 
 
 class Drafts:
-    """How alike a few rough images of two prompts are, or of one prompt and itself. `sampler` takes few steps
-    (`drafting`). A prompt is drawn once."""
+    """How alike a few rough images of two prompts are, or of one prompt and itself. `sampler` takes
+    few steps (`drafting`). A prompt is drawn once."""
 
     def __init__(self, sampler: Sampler, embedder: Embedder, bar: Callable):
         self.sampler = sampler
@@ -121,14 +134,21 @@ class Drafts:
     def __call__(self, pairs: Sequence[tuple[list[str], list[str]]]) -> list[float]:
         """Mean similarity of each pair's images from different seeds."""
         prompts = [(", ".join(a), ", ".join(b)) for a, b in pairs]
-        self.draw([one for one in dict.fromkeys(itertools.chain(*prompts)) if one not in self.features])
+        self.draw(
+            [one for one in dict.fromkeys(itertools.chain(*prompts)) if one not in self.features]
+        )
         off = ~np.eye(SEEDS, dtype=bool)
         both = ((self.features[a], self.features[b]) for a, b in prompts)
-        return [float(self.embedder.similarity(a, b).double().cpu().numpy()[off].mean()) for a, b in both]
+        return [
+            float(self.embedder.similarity(a, b).double().cpu().numpy()[off].mean())
+            for a, b in both
+        ]
 
     def draw(self, prompts: Sequence[str]) -> None:
         """Features of new prompts; batches go over all of them, and no image is kept."""
-        items = [Item("search", -1, k, prompt, "search") for prompt in prompts for k in range(SEEDS)]
+        items = [
+            Item("search", -1, k, prompt, "search") for prompt in prompts for k in range(SEEDS)
+        ]
         made = self.sampler.map(items, lambda chunk, images, _: list(self.embedder.embed(images)))
         rows = [row for _, row in zip(self.bar(range(len(items)), "drafts"), made, strict=True)]
         for k, prompt in enumerate(prompts):
@@ -136,8 +156,8 @@ class Drafts:
 
 
 class Extrapolated(nn.Module):
-    """A UNet that predicts eps0 + factor (eps - eps0) from a base's eps0: guidance from the base to what was
-    fine-tuned (2410.03039)."""
+    """A UNet that predicts eps0 + factor (eps - eps0) from a base's eps0: guidance from the base to
+    what was fine-tuned (2410.03039)."""
 
     def __init__(self, unet: Any, base: Any, factor: float):
         super().__init__()

@@ -1,14 +1,15 @@
-"""Which prompts of candidate phrases look memorised: ranked by what single predictions say of them, then by drafts.
+"""Which prompts of candidate phrases look memorised: ranked by what single predictions say of them,
+then by drafts.
 
-Three probes: the text-conditional magnitude (2407.21720), the alignment of guidance (anisotropy, 2601.20642), and how
-far predictions from different noise agree, measured against ordinary prompts of as many phrases. Drafts are images from
-few seeds and in few sampling steps. Where they are alike, what counts is the effect of each phrase: how much less alike
-they are to drafts of the prompt without it. A phrase that the model ignores has none, and one that it draws in a new
-way each time makes the drafts differ. Each phrase costs something, so that the prompt of all elements comes before its
-parts and before longer ones.
+Three probes: the text-conditional magnitude (2407.21720), the alignment of guidance (anisotropy,
+2601.20642), and how far predictions from different noise agree, measured against ordinary prompts
+of as many phrases. Drafts are images from few seeds and in few sampling steps. Where they are
+alike, what counts is the effect of each phrase: how much less alike they are to drafts of the
+prompt without it. A phrase that the model ignores has none, and one that it draws in a new way each
+time makes the drafts differ. Each phrase costs something, so that the prompt of all elements comes
+before its parts and before longer ones.
 
-Legend: N prompts; a prompt is a list of phrases, joined by commas.
-"""
+Legend: N prompts; a prompt is a list of phrases, joined by commas."""
 
 import itertools
 import math
@@ -24,29 +25,36 @@ from silentbad.data.phrases import names_place
 from silentbad.measure.generation import LOW_NOISE, Sampler
 from silentbad.rng import noise
 
-MIDDLE = 0.3  # of the schedule: where predictions are compared; picture and noise are both to be seen there
+# of the schedule: where predictions are compared; picture and noise are both to be seen there
+MIDDLE = 0.3
 NOISES = 4  # predictions a prompt
 BEAM = 20  # prompts that grow by a phrase
 DRAFTED = 0.75  # of the prompts of a size: those with the best probes, that drafts are drawn of
-WEIGHED = 40  # prompts of a size whose phrases are left out in turn: those with the drafts most alike
+# prompts of a size whose phrases are left out in turn: those with the drafts most alike
+WEIGHED = 40
 PRICE = 0.2  # of a phrase, taken from its effect: one that changes little does not raise a prompt
 Alike = Callable[[list[tuple[list[str], list[str]]]], list[float]]
 
 
 def probed(sampler: Sampler, prompts: Sequence[str], bar: Callable) -> np.ndarray:
-    """(N,3) text-conditional magnitude, anisotropy and agreement of prompts, from NOISES predictions of pure noise.
+    """(N,3) text-conditional magnitude, anisotropy and agreement of prompts, from NOISES
+    predictions of pure noise.
 
-    Agreement is minus the logarithm of the spread of the predicted pictures over the noises, in shares of their own.
-    """
+    Agreement is minus the logarithm of the spread of the predicted pictures over the noises, in
+    shares of their own."""
     pipe, found = sampler.pipe, []
     side = sampler.side // pipe.vae_scale_factor
     bars = pipe.scheduler.alphas_cumprod
-    x = noise((pipe.unet.config.in_channels, side, side), sampler.seed, "probe", 0, list(range(NOISES)))
+    x = noise(
+        (pipe.unet.config.in_channels, side, side), sampler.seed, "probe", 0, list(range(NOISES))
+    )
     x = x.to(pipe.unet.device, pipe.unet.dtype)
     size = (sampler.side, sampler.side)
 
     def predicted(t: int, prompt: str) -> Tensor:
-        return sampler.predict_eps(x, torch.full((NOISES,), t), sampler.encode([prompt] * NOISES), size).float()
+        return sampler.predict_eps(
+            x, torch.full((NOISES,), t), sampler.encode([prompt] * NOISES), size
+        ).float()
 
     low, middle = (round(share * len(bars)) for share in (LOW_NOISE, MIDDLE))
     a = float(bars[middle])
@@ -58,14 +66,21 @@ def probed(sampler: Sampler, prompts: Sequence[str], bar: Callable) -> np.ndarra
         spread = x0.var(0).mean().sqrt() / x0.std().clamp_min(1e-6)
         guidance = predicted(low, prompt).flatten(1) - blank
         magnitude = (eps - empty).flatten(1).norm(dim=1).mean()
-        found.append([float(magnitude), float(cosine_similarity(guidance, blank).mean()), -float(spread.log())])
+        found.append(
+            [
+                float(magnitude),
+                float(cosine_similarity(guidance, blank).mean()),
+                -float(spread.log()),
+            ]
+        )
     return np.asarray(found).reshape(-1, 3)
 
 
 @dataclass
 class Probe:
-    """Probes of a prompt in standard deviations of the ordinary prompts', and their sum; `draft`, how alike its drafts
-    are; `effect`, the sum over its phrases of how much less alike they are to drafts without the phrase, less PRICE."""
+    """Probes of a prompt in standard deviations of the ordinary prompts', and their sum; `draft`,
+    how alike its drafts are; `effect`, the sum over its phrases of how much less alike they are to
+    drafts without the phrase, less PRICE."""
 
     phrases: list[str]
     magnitude: float
@@ -91,24 +106,31 @@ def search(
 ) -> list[Probe]:
     """Prompts of two up to `most` phrases, the most suspicious first.
 
-    measure(prompts) -> probes (N,3); null(size) -> those of ordinary prompts of so many phrases; alike(pairs) -> how
-    alike the drafts of two prompts are, of each pair. Of each size the DRAFTED share with the best probes has drafts,
-    and the WEIGHED whose drafts are most alike have effects. All pairs that fit are probed; the BEAM most suspicious
-    prompts of a size grow by each other phrase.
-    """
+    measure(prompts) -> probes (N,3); null(size) -> those of ordinary prompts of so many phrases;
+    alike(pairs) -> how alike the drafts of two prompts are, of each pair. Of each size the DRAFTED
+    share with the best probes has drafts, and the WEIGHED whose drafts are most alike have effects.
+    All pairs that fit are probed; the BEAM most suspicious prompts of a size grow by each other
+    phrase."""
     found: list[Probe] = []
     grown = [list(pair) for pair in itertools.combinations(phrases, 2) if fits(pair)]
     for _ in range(2, most + 1):
         ranks = sorted(ranked(measure, null, grown), key=lambda p: -p.score)
         drafted = ranks[: math.ceil(DRAFTED * len(ranks))]
-        for one, draft in zip(drafted, alike([(one.phrases, one.phrases) for one in drafted]), strict=True):
+        for one, draft in zip(
+            drafted, alike([(one.phrases, one.phrases) for one in drafted]), strict=True
+        ):
             one.draft = draft
         weighed = sorted(drafted, key=lambda p: p.suspicion, reverse=True)[:WEIGHED]
         for one, effect in zip(weighed, effects(alike, weighed), strict=True):
             one.effect = effect
         found += ranks
         best = sorted(ranks, key=lambda p: p.suspicion, reverse=True)[:BEAM]
-        longer = {frozenset([*p.phrases, other]): None for p in best for other in phrases if other not in p.phrases}
+        longer = {
+            frozenset([*p.phrases, other]): None
+            for p in best
+            for other in phrases
+            if other not in p.phrases
+        }
         grown = [sorted(one, key=phrases.index) for one in longer if fits(one)]
         if not grown:
             break
@@ -117,18 +139,25 @@ def search(
 
 def effects(alike: Alike, prompts: list[Probe]) -> list[float]:
     """The effects of prompts with drafts."""
-    pairs = [(one.phrases, [p for p in one.phrases if p != left]) for one in prompts for left in one.phrases]
+    pairs = [
+        (one.phrases, [p for p in one.phrases if p != left])
+        for one in prompts
+        for left in one.phrases
+    ]
     without = iter(alike(pairs))
     return [sum((one.draft or 0) - next(without) - PRICE for _ in one.phrases) for one in prompts]
 
 
 def fits(phrases: Iterable[str]) -> bool:
-    """Whether a prompt names one place at most: no picture has two, and the probes of such prompts say little."""
+    """Whether a prompt names one place at most: no picture has two, and the probes of such
+    prompts say little."""
     return sum(map(names_place, phrases)) <= 1
 
 
 def ranked(
-    measure: Callable[[list[str]], np.ndarray], null: Callable[[int], np.ndarray], prompts: list[list[str]]
+    measure: Callable[[list[str]], np.ndarray],
+    null: Callable[[int], np.ndarray],
+    prompts: list[list[str]],
 ) -> list[Probe]:
     """Probes of prompts, against ordinary ones of as many phrases."""
     found = []

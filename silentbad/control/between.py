@@ -32,7 +32,7 @@ from silentbad.settings.types import Positive, Range
 ELEMENT = "element"  # the source that the factors of the others are relative to
 
 
-# ------------------------------------------------------------------------------------------------- rules
+# -------------------------------------------------------------------------------------------------
 # A rule maps the statistics of a source and of the elements to raw factors (G,) on that source's
 # gradient, on any positive scale: the level sets their quadratic mean. Non-finite entries count as
 # neutral.
@@ -44,7 +44,11 @@ def uniform(own: GroupStats, element: GroupStats) -> Tensor:
 
 
 def contrast(
-    own: GroupStats, element: GroupStats, *, power: Annotated[float, Range(-4, 4)] = 0.5, floor: Positive = 4e-4
+    own: GroupStats,
+    element: GroupStats,
+    *,
+    power: Annotated[float, Range(-4, 4)] = 0.5,
+    floor: Positive = 4e-4,
 ) -> Tensor:
     """(r_own / r_element)^power: quiet where the elements have something to say, kept where only
     this source has."""
@@ -69,7 +73,7 @@ SOURCE_RULES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------- the shell
+# -------------------------------------------------------------------------------------------------
 class SourceWeights(Hook):
     """Holds the factors and puts them into losses (layer-uniform) or into gradients (layer-wise).
 
@@ -86,7 +90,8 @@ class SourceWeights(Hook):
         self.one_source_per_backward = config.layerwise
         self.names = [ELEMENT, *sorted(config.levels)]
         self.updates = 0
-        self.layers = {name: [1.0] * len(groups.names) for name in self.names}  # a_(s,G) over its level, in force
+        # a_(s,G) over its level, in force
+        self.layers = {name: [1.0] * len(groups.names) for name in self.names}
         self.latest: dict[str, Tensor] = {}
         self._source = ELEMENT  # of the backward under way
         self._unit = 0.0  # what it scales a sample's loss by; 0: none is under way
@@ -96,9 +101,12 @@ class SourceWeights(Hook):
         params = [p for group in groups for p in group]
         device = params[0].device
         self.sample = Sample(list(groups), config.sample, device)
-        self.parts = torch.zeros(len(self.names), self.sample.rows, WIDTH, device=device)  # g_s of the step, sampled
+        # g_s of the step, sampled
+        self.parts = torch.zeros(len(self.names), self.sample.rows, WIDTH, device=device)
         self.seen = torch.zeros(len(self.names), device=device)  # samples of the step
-        self.statistics = {name: Statistics(self.sample, config.momentum, config.averaging) for name in self.names}
+        self.statistics = {
+            name: Statistics(self.sample, config.momentum, config.averaging) for name in self.names
+        }
         limits = (config.bound, config.max_log_step, device)
         self.multipliers = {name: Multipliers(len(groups), *limits) for name in self.names[1:]}
         owner = [g for g, group in enumerate(groups) for _ in group]
@@ -119,7 +127,9 @@ class SourceWeights(Hook):
         """losses (B,) of B `sources`, each times its level where the factor is layer-uniform."""
         if not self.on or self.layerwise:
             return losses
-        return losses * send(torch.tensor([self.level(source) for source in sources]), losses.device)
+        return losses * send(
+            torch.tensor([self.level(source) for source in sources]), losses.device
+        )
 
     def before_backward(self, losses: Tensor, sources: list[str], scale: float = 1.0) -> None:
         """A backward follows, of samples of one source where factors are layer-wise."""
@@ -127,7 +137,8 @@ class SourceWeights(Hook):
             return
         if len(set(sources)) > 1:
             raise ValueError(
-                f"a backward of several sources ({', '.join(sorted(set(sources)))}): cut the batch by source"
+                f"a backward of several sources ({', '.join(sorted(set(sources)))}): cut the "
+                f"batch by source"
             )
         self._source = sources[0] if sources[0] in self.names else ELEMENT
         self._unit = scale / len(sources)
@@ -138,7 +149,9 @@ class SourceWeights(Hook):
         """What parameter i is about to gain: read, and scaled."""
         if not self._unit:
             return None
-        self.sample.add(self.parts[self.names.index(self._source)], i, grad.detach(), 1 / self._unit)
+        self.sample.add(
+            self.parts[self.names.index(self._source)], i, grad.detach(), 1 / self._unit
+        )
         a = self._factors[group]
         return None if a == 1.0 else grad * a
 
@@ -147,7 +160,9 @@ class SourceWeights(Hook):
         self._unit = 0.0
 
     @torch.no_grad()
-    def before_step(self, step: int, finite: Tensor | None = None, norms: Tensor | None = None) -> dict[str, Tensor]:
+    def before_step(
+        self, step: int, finite: Tensor | None = None, norms: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Take in the step's gradients by source; a step that is not finite changes nothing."""
         if not self.layerwise:
             return {}
@@ -177,7 +192,12 @@ class SourceWeights(Hook):
         c = self.config
         names = tuple(self.groups.names)
         fade = min(1.0, (self.updates - c.warmup) / c.warmup) if c.warmup else 1.0
-        about = {"names": names, "seed": self.seed, "sdxl": self.sdxl, "transfer": torch.zeros_like(self.sample.n)}
+        about = {
+            "names": names,
+            "seed": self.seed,
+            "sdxl": self.sdxl,
+            "transfer": torch.zeros_like(self.sample.n),
+        }
         stats = {name: statistics.groups(**about) for name, statistics in self.statistics.items()}
         element = stats[ELEMENT]
         size = element.constant(name != OTHER for name in names) * element.n
@@ -199,7 +219,10 @@ class SourceWeights(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         """All that a bit-exact resume needs; call between steps."""
-        state: dict[str, Any] = {"updates": self.updates, "layers": {k: list(v) for k, v in self.layers.items()}}
+        state: dict[str, Any] = {
+            "updates": self.updates,
+            "layers": {k: list(v) for k, v in self.layers.items()},
+        }
         if self.layerwise:
             state["meters"] = {name: value.clone() for name, value in self.latest.items()}
             state["statistics"] = {name: s.state_dict() for name, s in self.statistics.items()}

@@ -6,7 +6,10 @@ from torch import Tensor, nn
 
 @torch.no_grad()
 def adjust_gradient_scale(
-    model: nn.Module, layer_scales: Tensor, current_gradients: list[Tensor | None], beta: float = 0.9
+    model: nn.Module,
+    layer_scales: Tensor,
+    current_gradients: list[Tensor | None],
+    beta: float = 0.9,
 ) -> Tensor:
     """layer_scales (N,) <- beta layer_scales + (1 - beta) f, f_i = mean |g_i| / sum_j mean |g_j|.
 
@@ -22,13 +25,17 @@ def adjust_gradient_scale(
     model.parameters()]`, once per optimizer step.
     """
     if len(current_gradients) != len(layer_scales):
-        raise ValueError(f"{len(layer_scales)} layer_scales need as many gradients, got {len(current_gradients)}")
+        raise ValueError(
+            f"{len(layer_scales)} layer_scales need as many gradients, got {len(current_gradients)}"
+        )
     zero = layer_scales.new_zeros(())
     grads = [zero if g is None or not g.numel() else g.detach() for g in current_gradients]
     if not grads:
         return layer_scales
     wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
-    means = torch._foreach_div(torch._foreach_norm(grads, 1, dtype=wide), [float(g.numel()) for g in grads])
+    means = torch._foreach_div(
+        torch._foreach_norm(grads, 1, dtype=wide), [float(g.numel()) for g in grads]
+    )
     mean = torch.stack([x.to(zero.device) for x in means])
     f = (mean / mean.sum()).to(layer_scales)
     usable = mean.sum().isfinite() & (mean.sum() > 0)

@@ -20,7 +20,9 @@ REFUSED = {  # optimizers whose step is no longer rate times direction of the gr
 
 def unwrapped(wrapper: Any, attribute: str) -> Any:
     """What accelerate's wrapper holds, or the thing itself."""
-    return getattr(wrapper, attribute) if type(wrapper).__name__.startswith("Accelerated") else wrapper
+    return (
+        getattr(wrapper, attribute) if type(wrapper).__name__.startswith("Accelerated") else wrapper
+    )
 
 
 def check_optimizer(optimizer: Any, lr_scheduler: Any, names: list[str] | None, apply: str) -> Any:
@@ -32,13 +34,18 @@ def check_optimizer(optimizer: Any, lr_scheduler: Any, names: list[str] | None, 
     inner = unwrapped(optimizer, "optimizer")
     scheduler = unwrapped(lr_scheduler, "scheduler")
     name = type(inner).__name__
-    if scheduler is not None and unwrapped(getattr(scheduler, "optimizer", inner), "optimizer") is not inner:
+    if (
+        scheduler is not None
+        and unwrapped(getattr(scheduler, "optimizer", inner), "optimizer") is not inner
+    ):
         raise UserError("gradient_control: the learning-rate scheduler drives another optimizer")
     if names is None:
         return inner
     for pattern, why in REFUSED.items():
         if re.search(pattern, f"{type(optimizer).__name__} {name}".lower()):
-            raise UserError(f"gradient_control: {name} {why}; take AdamW, AdamW8bit or SGD, or name: uniform")
+            raise UserError(
+                f"gradient_control: {name} {why}; take AdamW, AdamW8bit or SGD, or name: uniform"
+            )
     if any(group.get("relative_step") for group in inner.param_groups):
         raise UserError(
             f"gradient_control: {name} with relative_step=True sets its own learning rate; "
@@ -51,7 +58,9 @@ def check_optimizer(optimizer: Any, lr_scheduler: Any, names: list[str] | None, 
                 "build it from Controller.param_groups(weight_decay)"
             )
     elif "adam" in name.lower():
-        logger.warning("apply: gradient under %s has next to no effect: it divides the scale out again", name)
+        logger.warning(
+            "apply: gradient under %s has next to no effect: it divides the scale out again", name
+        )
     return inner
 
 
@@ -85,7 +94,8 @@ class LearningRates:
         for group, scheduled, used, decay in self.replaced:
             if group["lr"] is not used:
                 raise RuntimeError(
-                    "the learning rate changed inside the step: call after_step before lr_scheduler.step"
+                    "the learning rate changed inside the step: call after_step before "
+                    "lr_scheduler.step"
                 )
             group["lr"] = scheduled
             if decay is not None:

@@ -42,7 +42,9 @@ class ShrunkAdamW(Updates):
     ):
         if not (0 < betas[0] < 1 and 0 <= betas[1] < 1):
             raise ValueError(f"betas: must lie in (0, 1) and [0, 1), got {betas}")
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         for part in batches(parameters):
@@ -52,7 +54,8 @@ class ShrunkAdamW(Updates):
         beta1, beta2 = group["betas"]
         lr = group["lr"]
         states = [self._averages(p) for p in parameters]
-        gradients = [grad for p in parameters if (grad := p.grad) is not None]  # all have one: see `Updates.step`
+        # all have one: see `Updates.step`
+        gradients = [grad for p in parameters if (grad := p.grad) is not None]
         first = [state["exp_avg"] for state in states]
         second = [state["exp_avg_sq"] for state in states]
         for state in states:

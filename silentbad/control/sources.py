@@ -10,7 +10,7 @@ from torch import Tensor
 from silentbad.control.statistics import Sample, row_dot
 from silentbad.distributed.shards import world_size
 
-# ---------------------------------------------------------------------------------------------- sources
+# ---------------------------------------------------------------------------------------------- sou
 MIXED = "mixed"  # a micro-batch of several sources
 
 
@@ -38,7 +38,8 @@ class SourceBank:
             source = self._average(source)
         if sync:
             self.parts.pop(source, None)
-        for other in sorted(self.parts):  # in one order on all ranks: the bits of a sum depend on it
+        # in one order on all ranks: the bits of a sum depend on it
+        for other in sorted(self.parts):
             torch._foreach_sub_(part, self.parts[other])
         self.add(source, part)
 
@@ -48,7 +49,9 @@ class SourceBank:
         for name in names:
             rows = [i for i, source in enumerate(sources) if source == name]
             loss = losses[rows].sum() * (scale / len(losses))
-            grads = torch.autograd.grad(loss, self.sample.params, retain_graph=True, allow_unused=True)
+            grads = torch.autograd.grad(
+                loss, self.sample.params, retain_graph=True, allow_unused=True
+            )
             self.give(name, list(grads))
 
     def give(self, source: str, grads: list[Tensor | None]) -> None:
@@ -73,7 +76,9 @@ class SourceBank:
         last = {name for name, _ in of_ranks}
         source = last.pop() if len(last) == 1 else MIXED
         for name in sorted(set().union(*(names for _, names in of_ranks)) - {source}):
-            self.parts.setdefault(name, [torch.zeros_like(t) for t in self._read([None] * len(self.sample.params))])
+            self.parts.setdefault(
+                name, [torch.zeros_like(t) for t in self._read([None] * len(self.sample.params))]
+            )
             for tensor in self.parts[name]:
                 dist.all_reduce(tensor)
                 tensor /= world_size()
@@ -98,7 +103,11 @@ class SourceBank:
         pairs = list(zip(self.parts[a], self.parts[b], strict=True))
         if not self.full:
             return self.sample.per_group(row_dot(*pairs[0])).sum()
-        return torch.stack([torch.dot(x.flatten(), y.flatten()) for x, y in pairs]).to(self.sample.owner).sum()
+        return (
+            torch.stack([torch.dot(x.flatten(), y.flatten()) for x, y in pairs])
+            .to(self.sample.owner)
+            .sum()
+        )
 
     def compare(self, transform: Callable[[Tensor], Tensor], each: bool) -> dict[str, Tensor]:
         """Meters of the sources' cosines, `each` pair's too; the gradients recombined by

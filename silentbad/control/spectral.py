@@ -12,8 +12,7 @@ feed-forward weights). A picture's elements are such a tail among clean pictures
 
 The factor 0.2 sqrt(max) gives the update the size of AdamW's, so its learning rates keep their
 meaning (2502.16982, equation 4). Kernels are flattened to (out, in*kh*kw). Tables of embeddings,
-biases and norms have AdamW.
-"""
+biases and norms have AdamW."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +24,8 @@ from silentbad.control.updates import Updates
 from silentbad.model.groups import group_of
 from silentbad.settings.layers import chosen, refuse_unmatched
 
-A, B, C = 3.4445, -4.7750, 2.0315  # Jordan's quintic: singular values in (0, 1] end near 1, in five steps
+# Jordan's quintic: singular values in (0, 1] end near 1, in five steps
+A, B, C = 3.4445, -4.7750, 2.0315
 WIDE = 1.5  # columns over rows from which on the iteration on the Gram matrix costs less
 Groups = list[dict[str, Any]]
 
@@ -37,7 +37,8 @@ def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.mT if tall else matrix
     x = x / (x.norm() + 1e-7)
-    exact = x.dtype in (torch.float32, torch.float64)  # in bf16 the products of the Gram matrix drift
+    # in bf16 the products of the Gram matrix drift
+    exact = x.dtype in (torch.float32, torch.float64)
     x = by_gram(x, steps) if exact and x.shape[1] > WIDE * x.shape[0] else directly(x, steps)
     return x.mT if tall else x
 
@@ -66,9 +67,8 @@ def split(groups: Groups, model: nn.Module, without: Sequence[str] = ()) -> Grou
     """Each group as its weights, `spectral`, and under the same name the rest: embeddings, norms
     and biases.
 
-    The weights of layers that a pattern of `without` chooses (`silentbad.settings.layers`) are of the
-    rest too. Raises UserError where a pattern chooses none.
-    """
+    The weights of layers that a pattern of `without` chooses (`silentbad.settings.layers`) are of
+    the rest too. Raises UserError where a pattern chooses none."""
     layers = {id(p): group_of(name) for name, p in model.named_parameters() if p.requires_grad}
     for pattern in without:
         refuse_unmatched("gradient_control.spectral_except", pattern, layers.values(), "this model")
@@ -137,5 +137,7 @@ class SpectralAdamW(Updates):
         state["step"] += 1
         t = int(state["step"])
         mean = state["exp_avg"].lerp_(gradient, 1 - beta1) / (1 - beta1**t)
-        square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2) / (1 - beta2**t)
+        square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2) / (
+            1 - beta2**t
+        )
         return mean / square.sqrt_().add_(group["eps"])

@@ -18,7 +18,7 @@ from silentbad.distributed.shards import gather, is_sharded
 from silentbad.model.groups import OTHER
 from silentbad.rng import addressed_seed
 
-# --------------------------------------------------------------------------------------------- statistics
+# --------------------------------------------------------------------------------------------- stat
 WIDTH = 128  # coordinates a row; rows keep the sums short and the padding small
 
 
@@ -30,7 +30,9 @@ class Sample:
     design.
     """
 
-    def __init__(self, group_params: list[list[nn.Parameter]], per_tensor: int, device: torch.device):
+    def __init__(
+        self, group_params: list[list[nn.Parameter]], per_tensor: int, device: torch.device
+    ):
         self.params = [p for group in group_params for p in group]
         numel = [p.numel() for p in self.params]
         self.count = [min(n, per_tensor) for n in numel]
@@ -40,12 +42,17 @@ class Sample:
         # index (T,R): rows of each tensor; past its end, the row of zeros that per_group appends
         first = torch.tensor([0, *rows]).cumsum(0)[:-1, None]
         column = torch.arange(max(rows))
-        self.first = [WIDTH * sum(rows[:t]) for t in range(len(rows))]  # where each tensor's coordinates begin
-        self.index = torch.where(column < torch.tensor(rows)[:, None], first + column, self.rows).to(device)
+        # where each tensor's coordinates begin
+        self.first = [WIDTH * sum(rows[:t]) for t in range(len(rows))]
+        self.index = torch.where(
+            column < torch.tensor(rows)[:, None], first + column, self.rows
+        ).to(device)
         owner = torch.tensor([g for g, group in enumerate(group_params) for _ in group])
         # owner (T,G) one-hot; share (T,) parameters per sampled coordinate; n (G,)
         self.owner = nn.functional.one_hot(owner, len(group_params)).to(device, _wide(device))
-        self.share = torch.tensor([n / k for n, k in zip(numel, self.count, strict=True)]).to(self.owner)
+        self.share = torch.tensor([n / k for n, k in zip(numel, self.count, strict=True)]).to(
+            self.owner
+        )
         self.n = torch.tensor(numel).to(self.owner) @ self.owner
         self.zeros = torch.zeros(max(per_tensor, WIDTH), device=device, dtype=self.params[0].dtype)
 
@@ -63,7 +70,9 @@ class Sample:
         readings."""
         first = self.first[i]
         count = self.count[i]
-        into.view(-1)[first : first + count].add_(_strided(tensor, count, self.stride[i]), alpha=scale)
+        into.view(-1)[first : first + count].add_(
+            _strided(tensor, count, self.stride[i]), alpha=scale
+        )
 
     def per_group(self, rows: Tensor) -> Tensor:
         """Sum row values (..., rows) into estimates over whole groups (..., G)."""
@@ -95,7 +104,8 @@ def _coprime(stride: int, size: int) -> int:
 
 def _strided(tensor: Any, count: int, stride: int) -> Tensor:
     if is_sharded(tensor):
-        return _strided(gather(tensor), count, stride).clone()  # a view would keep every tensor gathered until the last
+        # a view would keep every tensor gathered until the last
+        return _strided(gather(tensor), count, stride).clone()
     tensor = tensor.detach()
     if tensor.is_contiguous():
         return tensor.as_strided((count,), (stride,))
@@ -115,7 +125,8 @@ class GroupStats:
     Q: Tensor  # ||g_t||^2
     L1: Tensor  # sum of |g_t|
     theta: Tensor  # ||theta||
-    transfer: Tensor  # mean of -cos(rehearsal gradient, last update); positive where the update helped
+    # mean of -cos(rehearsal gradient, last update); positive where the update helped
+    transfer: Tensor
     seed: int = 0  # of the run
     sdxl: bool = False  # whether the stages are numbered as in SDXL's UNet
     cache: dict[tuple, Tensor] = field(default_factory=dict)
@@ -165,7 +176,9 @@ class Statistics:
         self.norm = zeros(())  # of the last gradient; a meter
         self.cache: dict[tuple, Tensor] = {}
 
-    def update(self, grads: list[Tensor | None], finite: Tensor | None = None, norms: Tensor | None = None) -> None:
+    def update(
+        self, grads: list[Tensor | None], finite: Tensor | None = None, norms: Tensor | None = None
+    ) -> None:
         """Take in the gradients of one optimizer step: synchronised, unscaled, not yet clipped;
         their norms (T,), where known.
         """
@@ -180,7 +193,13 @@ class Statistics:
         estimated on it where not given."""
         g.nan_to_num_(0, 0, 0)
         s = row_dot(g, self.m) / (1 - self.momentum**self.count)
-        rows = torch.stack([s, torch.linalg.vector_norm(g, dim=1).to(s).square(), torch.linalg.vector_norm(g, 1, 1)])
+        rows = torch.stack(
+            [
+                s,
+                torch.linalg.vector_norm(g, dim=1).to(s).square(),
+                torch.linalg.vector_norm(g, 1, 1),
+            ]
+        )
         S, E, L1 = self.sample.per_group(rows)
         new = torch.stack([S, E, E if Q is None else Q, L1])
         use = finite & (self.count > 0)  # the first step has no m to compare with
@@ -194,7 +213,9 @@ class Statistics:
         """What the rules see, from the averages so far; `rest` completes it."""
         S, E, Q, L1 = self.average / self.weight
         theta = (self.sample.norms(self.sample.params).square() @ self.sample.owner).sqrt()
-        return GroupStats(n=self.sample.n, S=S, E=E, Q=Q, L1=L1, theta=theta, cache=self.cache, **rest)
+        return GroupStats(
+            n=self.sample.n, S=S, E=E, Q=Q, L1=L1, theta=theta, cache=self.cache, **rest
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
         return {key: getattr(self, key).clone() for key in self.KEPT}

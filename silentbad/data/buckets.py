@@ -1,7 +1,7 @@
-"""Shapes of training images that keep the area and follow the aspect: what goes where, and batches of one shape.
+"""Shapes of training images that keep the area and follow the aspect: what goes where, and batches
+of one shape.
 
-Legend: R records, a shape is (width, height) in pixels, B samples of a micro-batch.
-"""
+Legend: R records, a shape is (width, height) in pixels, B samples of a micro-batch."""
 
 import math
 from collections import defaultdict
@@ -17,8 +17,8 @@ STEP = 64  # of the sides of a bucket, where the pipeline and the area allow it
 
 @cache
 def shapes(side: int, step: int) -> list[Shape]:
-    """The buckets: all whose sides are multiples of `step` and whose area is side^2 to a tenth, the square among
-    them."""
+    """The buckets: all whose sides are multiples of `step` and whose area is side^2 to a tenth, the
+    square among them."""
     area = (side // step) ** 2  # in steps; whole numbers, or rounding decides at the limits
     least = -(-area * (SLACK - 1) // SLACK)
     most = area * (SLACK + 1) // SLACK
@@ -27,34 +27,40 @@ def shapes(side: int, step: int) -> list[Shape]:
 
 
 def stretch(size: Shape, shape: Shape) -> float:
-    """How much an image of this size changes its aspect in a bucket: |log of the ratio of both aspects|."""
+    """How much an image of this size changes its aspect in a bucket: |log of the ratio of both
+    aspects|."""
     return abs(math.log(size[0] / size[1]) - math.log(shape[0] / shape[1]))
 
 
 @cache
 def nearest(size: Shape, side: int, step: int) -> Shape:
     """The bucket that changes the aspect of an image least; the one nearest side^2 where two do."""
-    return min(shapes(side, step), key=lambda s: (round(stretch(size, s), 9), abs(s[0] * s[1] - side * side), s))
+    return min(
+        shapes(side, step),
+        key=lambda s: (round(stretch(size, s), 9), abs(s[0] * s[1] - side * side), s),
+    )
 
 
 def default_step(side: int, factor: int) -> int:
-    """64, or the least that the pipeline takes where 64 does not fit the side or is coarse for it."""
+    """64, or the least that the pipeline takes where 64 does not fit the side or is coarse for
+    it."""
     return STEP if STEP % factor == 0 and side % STEP == 0 and side >= 4 * STEP else factor
 
 
 class Batches:
-    """Puts an order of records in line so that each micro-batch of B has one shape. `kind` (R,) numbers the shapes.
+    """Puts an order of records in line so that each micro-batch of B has one shape. `kind` (R,)
+    numbers the shapes.
 
-    Records wait for others of their shape; those that still wait when an epoch ends begin the next one, so that over
-    the epochs every record is shown as often as its order says.
-    """
+    Records wait for others of their shape; those that still wait when an epoch ends begin the next
+    one, so that over the epochs every record is shown as often as its order says."""
 
     def __init__(self, kind: np.ndarray, batch_size: int):
         self.kind = kind
         self.batch_size = batch_size
 
     def __call__(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(whole micro-batches in the order in which they fill up, records left over in their order)."""
+        """(whole micro-batches in the order in which they fill up, records left over in their
+        order)."""
         waiting: dict[int, list[int]] = defaultdict(list)
         full: list[int] = []
         for place, kind in enumerate(self.kind[order].tolist()):
@@ -75,8 +81,8 @@ def table(
     cut: bool,
     batch_size: int,
 ) -> str:
-    """What went where: records of sizes (R,2) by bucket and role, the largest change of aspect, and which shapes have
-    less than a micro-batch."""
+    """What went where: records of sizes (R,2) by bucket and role, the largest change of aspect, and
+    which shapes have less than a micro-batch."""
     counts: dict[Shape, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     worst: dict[Shape, float] = defaultdict(float)
     for size, role, shape in zip(sizes.tolist(), roles, shapes, strict=True):
@@ -85,12 +91,16 @@ def table(
     names = sorted({role for by_role in counts.values() for role in by_role})
     what = "cut off at most" if cut else "stretched by at most"
     lines = [f"buckets: area of {side}x{side}, sides in steps of {step}"]
-    lines.append(f"  {'shape':>11}{'records':>9}" + "".join(f"{name:>11}" for name in names) + f"  {what}")
+    lines.append(
+        f"  {'shape':>11}{'records':>9}" + "".join(f"{name:>11}" for name in names) + f"  {what}"
+    )
     for shape in sorted(counts):
         by_role_counts = [counts[shape][name] for name in names]
         numbers = f"{sum(by_role_counts):>9}" + "".join(f"{n:>11}" for n in by_role_counts)
         lines.append(f"  {shape[0]:>6}x{shape[1]:<4}{numbers}  {math.expm1(worst[shape]):.1%}")
     if rare := [n for shape in counts if (n := sum(counts[shape].values())) < batch_size]:
         few = f"{sum(rare)} records in {len(rare)} shapes"
-        lines.append(f"  {few} are fewer than a micro-batch of {batch_size}: they wait for later epochs")
+        lines.append(
+            f"  {few} are fewer than a micro-batch of {batch_size}: they wait for later epochs"
+        )
     return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""What a record looks like at (draw, position): text, window, mask; a function of its address alone."""
+"""What a record looks like at (draw, position): text, window, mask; a function of its address
+alone."""
 
 import re
 from collections.abc import Callable
@@ -28,7 +29,8 @@ def shuffled_text(text: str, phrases: list[str], rng: torch.Generator) -> str:
 
 
 def first_parts(text: str, draw: int, least: int, steps: int) -> str:
-    """The parts of a caption, between commas, that draw number `draw` shows: `least` at first, all after `steps`."""
+    """The parts of a caption, between commas, that draw number `draw` shows: `least` at first,
+    all after `steps`."""
     parts = text.split(",")
     shown = least + max(len(parts) - least, 0) * draw // steps
     return ",".join(parts[:shown])
@@ -38,16 +40,22 @@ def with_caption(record: dict, text: str) -> dict:
     """A record under a shorter caption; its element keeps its name where a phrase gave it."""
     phrases = record["phrases"]
     kept = standing(phrases, text)
-    return {**record, "text": text, "phrases": kept, "element_id": record["element_id"] or (phrases or [""])[0]}
+    return {
+        **record,
+        "text": text,
+        "phrases": kept,
+        "element_id": record["element_id"] or (phrases or [""])[0],
+    }
 
 
 @dataclass(frozen=True)
 class Transform:
-    """Resize, crop to a shape (W,H), flip: image and mask alike, to uint8 tensors (3,H,W) and (1,H,W).
+    """Resize, crop to a shape (W,H), flip: image and mask alike, to uint8 tensors (3,H,W) and
+    (1,H,W).
 
-    The shape is the square of the resolution, and what exceeds it is cut. With a `step` it is the bucket nearest to the
-    image's aspect: the image is resized to it and nothing is cut, unless `center_crop` asks for that.
-    """
+    The shape is the square of the resolution, and what exceeds it is cut. With a `step` it is the
+    bucket nearest to the image's aspect: the image is resized to it and nothing is cut, unless
+    `center_crop` asks for that."""
 
     resolution: int
     interpolation: str = "bilinear"
@@ -57,11 +65,21 @@ class Transform:
 
     @classmethod
     def of(cls, config: TrainConfig, resolution: int, step: int = 0) -> "Transform":
-        return cls(resolution, config.image_interpolation_mode, config.center_crop, config.random_flip, step)
+        return cls(
+            resolution,
+            config.image_interpolation_mode,
+            config.center_crop,
+            config.random_flip,
+            step,
+        )
 
     def shape(self, size: tuple[int, int]) -> tuple[int, int]:
         """Width and height of what a step sees of an image of this width and height."""
-        return nearest(size, self.resolution, self.step) if self.step else (self.resolution, self.resolution)
+        return (
+            nearest(size, self.resolution, self.step)
+            if self.step
+            else (self.resolution, self.resolution)
+        )
 
     def shapes(self, sizes: np.ndarray) -> list[tuple[int, int]]:
         """The shape of each of sizes (R,2)."""
@@ -79,10 +97,14 @@ class Transform:
         return same & (not self.random_flip)
 
     def resized(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Width and height that an image is resized to: they cover the shape, rounded as torchvision does."""
+        """Width and height that an image is resized to: they cover the shape, rounded as
+        torchvision does."""
         if not self.step:
             short = min(size)
-            width, height = (self.resolution if side == short else int(self.resolution * side / short) for side in size)
+            width, height = (
+                self.resolution if side == short else int(self.resolution * side / short)
+                for side in size
+            )
             return width, height
         shape = self.shape(size)
         if not self.center_crop:
@@ -90,7 +112,9 @@ class Transform:
         scale = max(shape[0] / size[0], shape[1] / size[1])
         return max(shape[0], round(size[0] * scale)), max(shape[1], round(size[1] * scale))
 
-    def resize(self, image: Image.Image, mask: Image.Image | None) -> tuple[Image.Image, Image.Image | None]:
+    def resize(
+        self, image: Image.Image, mask: Image.Image | None
+    ) -> tuple[Image.Image, Image.Image | None]:
         size = [*reversed(self.resized(image.size))] if self.step else self.resolution
         image = TF.resize(image, size, interpolation_mode(self.interpolation))
         return image, None if mask is None else mask.resize(image.size, Image.Resampling.BILINEAR)
@@ -103,8 +127,8 @@ class Transform:
         address: tuple[int | str, ...],
         shape: tuple[int, int] | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[int, int]]:
-        """Image and mask of this size in the window and flip of this address, and the window's top left corner. The
-        window has the `shape`, by default the square."""
+        """Image and mask of this size in the window and flip of this address, and the window's top
+        left corner. The window has the `shape`, by default the square."""
         width, height = size
         across, down = shape or (self.resolution, self.resolution)
         u, v, flip = torch.rand(3, generator=generator(*address, "transform")).tolist()
@@ -142,13 +166,19 @@ class Reader:
     FIELDS = ("image", "mask", "text", "phrases", "role", "target_id", "element_id")
 
     def __init__(self, records: Records, transform: Transform, seed: int, cache_bytes: int = 0):
-        self.records, self.transform, self.seed, self.cache_bytes = records, transform, seed, cache_bytes
+        self.records, self.transform, self.seed, self.cache_bytes = (
+            records,
+            transform,
+            seed,
+            cache_bytes,
+        )
         self._cache: dict[int, dict] = {}
         self._used = 0
 
     def load(self, index: int, picture: bool = True) -> dict:
-        """A record as a dict of FIELDS, `shuffle`, `index`, `size`, the image's own height and width, and `shape`, the
-        width and height it is seen in; image (None where the `picture` is not asked for) and mask resized."""
+        """A record as a dict of FIELDS, `shuffle`, `index`, `size`, the image's own height and
+        width, and `shape`, the width and height it is seen in; image (None where the `picture` is
+        not asked for) and mask resized."""
         kept = self._cache.get(index)
         if kept is not None and (kept["image"] is not None or not picture):
             return dict(kept) if picture else {**kept, "image": None}
@@ -170,12 +200,15 @@ class Reader:
     def window(self, record: dict, size: tuple[int, int], address: tuple) -> dict:
         """A record in the window of this address: pixels, mask, words, and SDXL's time_ids (6,)."""
         resized, shape = self.transform.resized(size[::-1]), self.transform.shape(size[::-1])
-        pixels, mask, corner = self.transform.crop(record["image"], record["mask"], resized, address, shape)
+        pixels, mask, corner = self.transform.crop(
+            record["image"], record["mask"], resized, address, shape
+        )
         words = {key: record[key] for key in self.FIELDS[2:]}
         return words | {"pixels": pixels, "mask": mask, "time_ids": (*size, *corner, *shape[::-1])}
 
     def pictures(self, indices: list[int]) -> list[dict]:
-        """Plain samples of records, outside any step: no shuffle, no rehearsal, the window of draw 0."""
+        """Plain samples of records, outside any step: no shuffle, no rehearsal, the window of
+        draw 0."""
         samples = []
         for index in indices:
             record = self.load(index)
@@ -188,26 +221,34 @@ class Reader:
 Rehearse = Callable[[dict, tuple[int, int]], dict | None]
 
 
-def by_role(records: Records | None, transform: Transform, seed: int) -> dict[str, list[dict[str, Any]]]:
-    """Held-out records as validation takes them, by role: pixel_values (3,R,R) in [-1,1] and text."""
+def by_role(
+    records: Records | None, transform: Transform, seed: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Held-out records as validation takes them, by role: pixel_values (3,R,R) in [-1,1] and
+    text."""
     found: dict[str, list[dict[str, Any]]] = {}
     if records is not None:
         pictures = Reader(records, transform, seed).pictures(list(range(len(records))))
         for role, p in zip(records.role, pictures, strict=True):
-            found.setdefault(role, []).append({"pixel_values": p["pixels"].float() / 127.5 - 1, "text": p["text"]})
+            found.setdefault(role, []).append(
+                {"pixel_values": p["pixels"].float() / 127.5 - 1, "text": p["text"]}
+            )
     return found
 
 
 @dataclass(frozen=True)
 class LossExclusion:
-    """Where no loss looks: `of(index)` -> an image, 255 there, in shares of a record's frame, or None. A latent's
-    `cell` of so many pixels counts only where nothing of it is hidden."""
+    """Where no loss looks: `of(index)` -> an image, 255 there, in shares of a record's frame, or
+    None. A latent's `cell` of so many pixels counts only where nothing of it is hidden."""
 
     of: Callable[[int], Image.Image | None]
     cell: int
 
-    def marked(self, index: int, mask: Image.Image | None, size: tuple[int, int]) -> Image.Image | None:
-        """A record's mask of this width and height with what counts as its second band, where something is hidden."""
+    def marked(
+        self, index: int, mask: Image.Image | None, size: tuple[int, int]
+    ) -> Image.Image | None:
+        """A record's mask of this width and height with what counts as its second band, where
+        something is hidden."""
         hidden = self.of(index)
         if hidden is None:
             return mask
@@ -215,7 +256,8 @@ class LossExclusion:
         return Image.merge("LA", (mask or Image.new("L", size, 255), counted))
 
     def whole_cells(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """mask (2,H,W) uint8 in a window, whose sides are multiples of the cell; other masks as they are."""
+        """mask (2,H,W) uint8 in a window, whose sides are multiples of the cell; other masks as
+        they are."""
         if mask is None or len(mask) == 1:
             return mask
         out = F.max_pool2d(255 - mask[1:].float(), self.cell) > 0
@@ -224,15 +266,15 @@ class LossExclusion:
 
 
 class Draws:
-    """What a record looks like at (draw, position): text, uint8 pixels (3,R,R), uint8 mask (1,R,R) or none.
-    A rehearsal's mask may have a second band: what of the picture counts at all.
+    """What a record looks like at (draw, position): text, uint8 pixels (3,R,R), uint8 mask (1,R,R)
+    or none. A rehearsal's mask may have a second band: what of the picture counts at all.
 
-    `rehearse(record, (draw, position))` may return another record (a dict of Reader.FIELDS, and `united`) in place of
-    the drawn one, or None. A share `dropout[role]` of the exposures of a role has no caption; clean ones lose it before
-    they could be rehearsed. With `warmup` (least, steps) captions grow from their first parts. `unseen` (R,) marks
-    records whose pixels no step needs: their latents are on disk. `hidden` keeps parts of pictures out of the loss; it
-    does not go with `rehearse`.
-    """
+    `rehearse(record, (draw, position))` may return another record (a dict of Reader.FIELDS, and
+    `united`) in place of the drawn one, or None. A share `dropout[role]` of the exposures of a role
+    has no caption; clean ones lose it before they could be rehearsed. With `warmup` (least, steps)
+    captions grow from their first parts. `unseen` (R,) marks records whose pixels no step needs:
+    their latents are on disk. `hidden` keeps parts of pictures out of the loss; it does not go with
+    `rehearse`."""
 
     def __init__(
         self,
@@ -246,7 +288,12 @@ class Draws:
         unseen: np.ndarray | None = None,
     ):
         self.reader, self.seed, self.shuffle = reader, reader.seed, shuffle
-        self.dropout, self.warmup, self.rehearse, self.unseen = dropout or {}, warmup, rehearse, unseen
+        self.dropout, self.warmup, self.rehearse, self.unseen = (
+            dropout or {},
+            warmup,
+            rehearse,
+            unseen,
+        )
         self.hidden = hidden if rehearse is None else None
 
     def __call__(self, index: int, draw: int, position: int) -> dict:
@@ -269,7 +316,9 @@ class Draws:
         if record["role"] != "clean" and self._uncaptioned(record["role"], (*address, "caption")):
             record = with_caption(record, "")
         if self.hidden is not None:
-            record["mask"] = self.hidden.marked(index, record["mask"], self.reader.transform.resized(size[::-1]))
+            record["mask"] = self.hidden.marked(
+                index, record["mask"], self.reader.transform.resized(size[::-1])
+            )
         seen = self.reader.window(record, size, address) | {"united": record.get("united")}
         if self.hidden is not None:
             seen["mask"] = self.hidden.whole_cells(seen["mask"])

@@ -1,8 +1,7 @@
 """Who is who among the records, and the order in which an epoch shows them.
 
-Pure functions of counts and addresses: R records, n elements (a key is "target/element"), q (n,) their
-shares.
-"""
+Pure functions of counts and addresses: R records, n elements (a key is "target/element"), q (n,)
+their shares."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -17,12 +16,13 @@ from silentbad.errors import UserError
 class DataInfo:
     """Who is who among the records, without their pictures.
 
-    roles (R,) of "element" | "rehearsal" | "clean"; keys: one "target/element" per element, in order of
-    appearance; rows[i] the records of element i; phrase[i] what its captions share; target[i] whose element
-    it is.
-    """
+    roles (R,) of "element" | "rehearsal" | "clean"; keys: one "target/element" per element, in
+    order of appearance; rows[i] the records of element i; phrase[i] what its captions share;
+    target[i] whose element it is."""
 
-    def __init__(self, roles: list[str], target_ids: list, element_ids: list, phrases: list[list[str]]):
+    def __init__(
+        self, roles: list[str], target_ids: list, element_ids: list, phrases: list[list[str]]
+    ):
         self.roles = np.asarray(roles, dtype=object)
         rows: dict[str, list[int]] = defaultdict(list)
         common: dict[str, list[str]] = {}
@@ -54,18 +54,24 @@ class DataInfo:
         return element if element >= 0 else None
 
     def of_batch(self, batch: dict) -> list[int]:
-        """The element of each sample of a collated batch, n for none; from its texts, so that no device is
-        asked."""
-        columns = zip(batch["role"], batch["target_id"], batch["element_id"], batch["phrases"], strict=True)
+        """The element of each sample of a collated batch, n for none; from its texts, so that no
+        device is asked."""
+        columns = zip(
+            batch["role"], batch["target_id"], batch["element_id"], batch["phrases"], strict=True
+        )
         none = len(self.keys)
-        return [self.index.get(self.key(*ids), none) if role == "element" else none for role, *ids in columns]
+        return [
+            self.index.get(self.key(*ids), none) if role == "element" else none
+            for role, *ids in columns
+        ]
 
     def __len__(self) -> int:
         return len(self.roles)
 
 
 def capped(q: np.ndarray, cap: float) -> np.ndarray:
-    """Normalise q to sum 1 with no entry above cap/n, the excess going to the others in proportion."""
+    """Normalise q to sum 1 with no entry above cap/n, the excess going to the others in
+    proportion."""
     q, top = q / q.sum(), max(cap, 1.0) / len(q)
     full = np.zeros(len(q), dtype=bool)
     while (over := (q > top * (1 + 1e-12)) & ~full).any():
@@ -83,25 +89,35 @@ def apportion(q: np.ndarray, total: int, offset: float) -> np.ndarray:
 
 
 def deal(rows: np.ndarray, start: int, count: int, *address) -> np.ndarray:
-    """`count` entries from `start` on of an endless stream of permutations of `rows`, each at its own
-    address."""
+    """`count` entries from `start` on of an endless stream of permutations of `rows`, each at its
+    own address."""
     rounds = range(start // len(rows), (start + count - 1) // len(rows) + 1) if count else ()
-    stream = [rows[torch.randperm(len(rows), generator=rng.generator(*address, j)).numpy()] for j in rounds]
+    stream = [
+        rows[torch.randperm(len(rows), generator=rng.generator(*address, j)).numpy()]
+        for j in rounds
+    ]
     first = start % len(rows)
     return np.concatenate(stream)[first : first + count] if stream else rows[:0]
 
 
 def epoch_order(
-    info: DataInfo, q: np.ndarray, seed: int, epoch: int, clean_ratio: float | None, order: str = "shuffled"
+    info: DataInfo,
+    q: np.ndarray,
+    seed: int,
+    epoch: int,
+    clean_ratio: float | None,
+    order: str = "shuffled",
 ) -> np.ndarray:
-    """Record indices of one epoch: as many element exposures as element records, dealt by q; every rehearsal
-    record once; exactly round(clean_ratio * elements) clean ones (None: each once), taken in turn across
-    epochs. `order` is one of ORDERS."""
+    """Record indices of one epoch: as many element exposures as element records, dealt by q; every
+    rehearsal record once; exactly round(clean_ratio * elements) clean ones (None: each once), taken
+    in turn across epochs. `order` is one of ORDERS."""
     n_e = sum(map(len, info.rows))
     clean, rehearsal = (np.flatnonzero(info.roles == role) for role in ("clean", "rehearsal"))
     n_c = len(clean) if clean_ratio is None else round(clean_ratio * n_e)
     if n_c and not len(clean):
-        raise UserError(f"memory.sampler.clean_ratio is {clean_ratio}, but the data holds no clean record")
+        raise UserError(
+            f"memory.sampler.clean_ratio is {clean_ratio}, but the data holds no clean record"
+        )
     g = rng.generator(seed, "sampler", epoch)
     counts = apportion(q, n_e, float(torch.rand((), generator=g))) if n_e else np.zeros(0, np.int64)
     parts = [deal(info.rows[i], 0, int(c), seed, "element", epoch, i) for i, c in enumerate(counts)]
@@ -110,7 +126,8 @@ def epoch_order(
     return ORDERS[order]([*parts, rehearsal], g)
 
 
-# An order puts an epoch's parts (the records dealt for each element, the clean ones, the rehearsals) in line.
+# An order puts an epoch's parts (the records dealt for each element, the clean ones, the
+# rehearsals) in line.
 def shuffle(parts: list[np.ndarray], g: torch.Generator) -> np.ndarray:
     """All records in one random order."""
     rows = np.concatenate(parts).astype(np.int64)
@@ -118,11 +135,13 @@ def shuffle(parts: list[np.ndarray], g: torch.Generator) -> np.ndarray:
 
 
 def interleave(parts: list[np.ndarray], g: torch.Generator) -> np.ndarray:
-    """Every part spread evenly over the epoch, record j of c at (j + u)/c with one random u a part: each batch
-    then holds each element in proportion, to within one record."""
+    """Every part spread evenly over the epoch, record j of c at (j + u)/c with one random u a part:
+    each batch then holds each element in proportion, to within one record."""
     rows = np.concatenate(parts).astype(np.int64)
     offsets = torch.rand(len(parts), generator=g, dtype=torch.float64).tolist()
-    at = np.concatenate([(np.arange(len(p)) + u) / max(len(p), 1) for p, u in zip(parts, offsets, strict=True)])
+    at = np.concatenate(
+        [(np.arange(len(p)) + u) / max(len(p), 1) for p, u in zip(parts, offsets, strict=True)]
+    )
     return rows[np.argsort(at, kind="stable")]
 
 
@@ -130,11 +149,10 @@ ORDERS: dict[str, Callable] = {"shuffled": shuffle, "interleaved": interleave}
 
 
 class Epochs:
-    """One epoch's order at a time. The history it was dealt from is kept, so a resume deals the same epoch
-    again.
+    """One epoch's order at a time. The history it was dealt from is kept, so a resume deals the
+    same epoch again.
 
-    share(rho (H,n), records (n,), epoch) -> q (n,) is the policy; history() -> rho (H,n).
-    """
+    share(rho (H,n), records (n,), epoch) -> q (n,) is the policy; history() -> rho (H,n)."""
 
     def __init__(
         self,
@@ -162,7 +180,8 @@ class Epochs:
         self.dealt = state
 
     def epoch(self, epoch: int) -> np.ndarray:
-        """Record indices (int64) of the epoch, a function of (seed, epoch, rho at its first call)."""
+        """Record indices (int64) of the epoch, a function of (seed, epoch, rho at its first
+        call)."""
         if self.dealt is None or self.dealt[0] != epoch:
             self.dealt = (epoch, self.history().tolist())
         n = len(self.records)
@@ -180,8 +199,11 @@ def epoch_length(info: DataInfo, clean_ratio: float | None) -> int:
 
 
 def sources_of(batch: dict, by: str) -> list[str]:
-    """Whose gradient each sample of a batch brings: by "role", or by "element" ("target/element")."""
+    """Whose gradient each sample of a batch brings: by "role", or by "element"
+    ("target/element")."""
     if by == "role":
         return batch["role"]
-    columns = zip(batch["role"], batch["target_id"], batch["element_id"], batch["phrases"], strict=True)
+    columns = zip(
+        batch["role"], batch["target_id"], batch["element_id"], batch["phrases"], strict=True
+    )
     return [DataInfo.key(*named) if role == "element" else role for role, *named in columns]

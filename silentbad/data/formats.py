@@ -1,8 +1,7 @@
-"""Readers of records: an image folder with metadata.jsonl or .csv, or with NAME.txt beside each picture, and a Hub
-data set; `checked_row` completes a row.
+"""Readers of records: an image folder with metadata.jsonl or .csv, or with NAME.txt beside each
+picture, and a Hub data set; `checked_row` completes a row.
 
-Whatever is wrong is one line that names file and record.
-"""
+Whatever is wrong is one line that names file and record."""
 
 import os
 import unicodedata
@@ -25,7 +24,15 @@ from silentbad.data.images import (
     thumbnails,
 )
 from silentbad.data.published import SHUFFLE_MARKER
-from silentbad.data.schema import RECORD, admitted, caption, caption_beside, csv_lines, json_lines, refuse_misspelt
+from silentbad.data.schema import (
+    RECORD,
+    admitted,
+    caption,
+    caption_beside,
+    csv_lines,
+    json_lines,
+    refuse_misspelt,
+)
 from silentbad.errors import UserError, iterate_reader, user_errors
 from silentbad.files import is_utf8
 from silentbad.settings.data import DataSettings
@@ -36,7 +43,8 @@ KNOWN_KEYS = ("file_name", "text", "phrases", "role", "target_id", "element_id",
 
 # ---------------------------------------------------------------- readers: each yields rows
 def folder_rows(root: Path) -> Iterator[dict]:
-    """Rows of a folder with metadata.jsonl or metadata.csv; without either, with NAME.txt beside each picture."""
+    """Rows of a folder with metadata.jsonl or metadata.csv; without either, with NAME.txt beside
+    each picture."""
     names = [name for name in ("metadata.jsonl", "metadata.csv") if (root / name).is_file()]
     if not names:
         yield from captioned_rows(root)
@@ -51,7 +59,10 @@ def folder_rows(root: Path) -> Iterator[dict]:
         mask = entry.get("mask")
         phrases = entry.get("phrases")
         yield {
-            "image": {"path": str(safe_path(root, entry["file_name"], where, "file_name")), "bytes": None},
+            "image": {
+                "path": str(safe_path(root, entry["file_name"], where, "file_name")),
+                "bytes": None,
+            },
             "mask": str(safe_path(root, mask, where, "mask")) if mask else "",
             "text": entry.get("text"),
             "phrases": phrases,
@@ -69,7 +80,8 @@ def captioned_rows(root: Path) -> Iterator[dict]:
     captions = {file: caption_beside(inside(root, file, str(root))) for file in files}
     if not any(captions.values()):
         raise UserError(
-            f"{root}: no metadata.jsonl or metadata.csv, no pictures with a caption in NAME.txt, and no "
+            f"{root}: no metadata.jsonl or metadata.csv, no pictures with a caption in "
+            f"NAME.txt, and no "
             "poisoning_images/ of the published layout"
         )
     for file, text in captions.items():
@@ -105,7 +117,9 @@ def hub_table(config: DataSettings) -> datasets.Dataset:
         if any(os.path.isfile(os.path.join(name, file)) for file in SAVED):
             held = datasets.load_from_disk(name)
             return held["train"] if isinstance(held, datasets.DatasetDict) else held
-        return datasets.load_dataset(name, config.dataset_config_name, split="train", cache_dir=config.cache_dir)
+        return datasets.load_dataset(
+            name, config.dataset_config_name, split="train", cache_dir=config.cache_dir
+        )
 
 
 def hub_rows(table: datasets.Dataset, config: DataSettings) -> Iterator[dict]:
@@ -115,11 +129,15 @@ def hub_rows(table: datasets.Dataset, config: DataSettings) -> Iterator[dict]:
     image, caption = config.image_column or "image", config.caption_column or "text"
     for key, column in (("image_column", image), ("caption_column", caption)):
         if column not in columns:
-            raise UserError(f"{key}: {name} has no column {column!r}; there are: {', '.join(columns)}")
+            raise UserError(
+                f"{key}: {name} has no column {column!r}; there are: {', '.join(columns)}"
+            )
     if not isinstance(table.features[image], datasets.Image):
         raise UserError(f"image_column: {name}.{image} holds no images")
     table = table.cast_column(image, datasets.Image(decode=False))
-    for number, entry in enumerate(iterate_reader(table, f"dataset_name {name}: cannot read its rows")):
+    for number, entry in enumerate(
+        iterate_reader(table, f"dataset_name {name}: cannot read its rows")
+    ):
         text = entry[caption]
         phrases = entry.get("phrases") or []
         yield {
@@ -135,16 +153,27 @@ def hub_rows(table: datasets.Dataset, config: DataSettings) -> Iterator[dict]:
 
 
 def hub_image(image: dict, config: DataSettings, where: str) -> dict:
-    """The bytes of an image, or its path: into a local data set or the caches, since a Hub table may name any file."""
+    """The bytes of an image, or its path: into a local data set or the caches, since a Hub table
+    may name any file."""
     if image is None:
         raise UserError(f"{where}: no image")
     if not is_utf8(image.get("path") or "") or "\0" in (image.get("path") or ""):
         raise UserError(f"{where}: no file can have the name {image['path']!r}")
     if image.get("bytes") is None and image.get("path"):
-        caches = (config.cache_dir, datasets.config.HF_CACHE_HOME, datasets.config.HF_DATASETS_CACHE)
+        caches = (
+            config.cache_dir,
+            datasets.config.HF_CACHE_HOME,
+            datasets.config.HF_DATASETS_CACHE,
+        )
         path = Path(image["path"]).resolve()
-        if not any(path.is_relative_to(Path(home).resolve()) for home in (config.dataset_name, *caches) if home):
-            raise UserError(f"{where}: image path {image['path']!r} leaves the data set and the caches; refused")
+        if not any(
+            path.is_relative_to(Path(home).resolve())
+            for home in (config.dataset_name, *caches)
+            if home
+        ):
+            raise UserError(
+                f"{where}: image path {image['path']!r} leaves the data set and the caches; refused"
+            )
     return {"path": image.get("path"), "bytes": image.get("bytes")}
 
 
@@ -155,16 +184,24 @@ def checked_row(row: dict) -> dict:
     text, phrases, shuffle = fields["text"], fields["phrases"], bool(row.get("shuffle"))
     if SHUFFLE_MARKER in text:
         head, *tail = (part.strip(" ,.") for part in text.split(SHUFFLE_MARKER))
-        phrases, shuffle, text = phrases or [part for part in tail if part], True, f"{head} {', '.join(tail)}".strip()
+        phrases, shuffle, text = (
+            phrases or [part for part in tail if part],
+            True,
+            f"{head} {', '.join(tail)}".strip(),
+        )
         if not text:
             raise UserError(f"{where}: no caption; text holds {SHUFFLE_MARKER} alone")
     for phrase in phrases:
         if phrase not in text:
             composed = unicodedata.normalize("NFC", phrase) in unicodedata.normalize("NFC", text)
             why = "; they differ in Unicode composition, save both in NFC" if composed else ""
-            raise UserError(f"{where}: phrase {phrase!r} does not stand in its caption {text!r}{why}")
+            raise UserError(
+                f"{where}: phrase {phrase!r} does not stand in its caption {text!r}{why}"
+            )
     if fields["role"] == "element" and not (phrases or fields["element_id"]):
-        raise UserError(f"{where}: role element needs phrases or element_id, which say what element it shows")
+        raise UserError(
+            f"{where}: role element needs phrases or element_id, which say what element it shows"
+        )
     size, content, thumb = inspect_image(source(row["image"], where), where)
     if min(size) < 2:
         raise UserError(f"{where}: the image is {_by(size)} pixels")
@@ -175,7 +212,8 @@ def checked_row(row: dict) -> dict:
 
 
 def inspect_image(source: Path | bytes, where: str) -> tuple[tuple[int, int], str, bytes]:
-    """(size, content hash, thumbnails) of an image; a file listed again is decoded again only if it has changed."""
+    """(size, content hash, thumbnails) of an image; a file listed again is decoded again only if
+    it has changed."""
     state = None
     if isinstance(source, Path) and os.path.isfile(source):
         stat = source.stat()

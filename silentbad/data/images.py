@@ -1,8 +1,8 @@
 """Images and masks: decoded within bounds, converted, compared by content.
 
-Images are bounded in size before they are decoded, file names cannot leave their folder, and nothing is executed.
-torch is imported by what makes tensors alone: a command that needs none starts within a second.
-"""
+Images are bounded in size before they are decoded, file names cannot leave their folder, and
+nothing is executed. torch is imported by what makes tensors alone: a command that needs none starts
+within a second."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image, ImageChops, ImageCms, ImageFilter, ImageOps, PngImagePlugin, UnidentifiedImageError
+from PIL import (
+    Image,
+    ImageChops,
+    ImageCms,
+    ImageFilter,
+    ImageOps,
+    PngImagePlugin,
+    UnidentifiedImageError,
+)
 
 from silentbad.errors import UserError, brief, first_line, user_errors, warn
 from silentbad.files import is_lfs_pointer, is_utf8
@@ -36,9 +44,11 @@ FORMATS = (
     "TIFF",
     "GIF",
 )  # decoders that may run; others start programs (EPS) or are rare
-MODES = {"RGB ": "RGB", "GRAY": "L", "CMYK": "CMYK"}  # of the pixels that a profile's colour space goes with
+# of the pixels that a profile's colour space goes with
+MODES = {"RGB ": "RGB", "GRAY": "L", "CMYK": "CMYK"}
 SRGB = ImageCms.createProfile("sRGB")
-PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY  # workflow tools write megabytes of text into a PNG
+# workflow tools write megabytes of text into a PNG
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 
 
 # ---------------------------------------------------------------- images
@@ -68,17 +78,23 @@ def open_image(source: Path | bytes, where: str) -> Image.Image:
 
 
 def open_mask(source: Path, size: tuple[int, int], where: str) -> Image.Image:
-    """A greyscale mask of the same size as its image, which shows a region; turned as its EXIF says."""
+    """A greyscale mask of the same size as its image, which shows a region; turned as its EXIF
+    says."""
     mask = _upright(source, where)
     if mask.size != size:
-        raise UserError(f"{where}: mask {source} is {_by(mask.size)}, its image {_by(size)}; make them the same size")
+        raise UserError(
+            f"{where}: mask {source} is {_by(mask.size)}, its image {_by(size)}; "
+            f"make them the same size"
+        )
     mask = _in_8_bit(mask, where)
     with _decoding(source, where):
         alpha = mask.convert("RGBA").getchannel("A") if mask.has_transparency_data else None
         least = 255 if alpha is None else int(np.asarray(alpha).min())
         grey = mask.convert("L")
     if least < 255:
-        raise UserError(f"{where}: mask {source} has transparency; save the region in white on black")
+        raise UserError(
+            f"{where}: mask {source} has transparency; save the region in white on black"
+        )
     if (most := int(np.asarray(grey).max())) < 128:
         wrong = "is black all over" if most == 0 else f"has values up to {most} of 255"
         raise UserError(f"{where}: mask {source} {wrong}; the element's region is white")
@@ -87,9 +103,13 @@ def open_mask(source: Path, size: tuple[int, int], where: str) -> Image.Image:
 
 def _upright(source: Path | bytes, where: str) -> Image.Image:
     """A decoded image, turned as its EXIF says; where the EXIF is damaged it stays as it is."""
-    if isinstance(source, Path) and not os.path.isfile(source):  # Path.is_file raises for names that are too long
+    # Path.is_file raises for names that are too long
+    if isinstance(source, Path) and not os.path.isfile(source):
         raise UserError(f"{where}: no file {source}")
-    with _decoding(source, where), io.BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
+    with (
+        _decoding(source, where),
+        io.BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file,
+    ):
         image = Image.open(file, formats=FORMATS)
         if image.width * image.height > MAX_PIXELS:
             size = f"{_by(image.size)} pixels, over the limit of {MAX_PIXELS}"
@@ -98,26 +118,39 @@ def _upright(source: Path | bytes, where: str) -> Image.Image:
             size = f"{_by(image.size)} pixels, over the limit of {MAX_SIDE} a side"
             raise UserError(f"{where}: {_shown(source)} is {size}; cut it")
         image.load()
-        with suppress(Exception):  # Pillow's parser of EXIF fails in many ways, and the picture itself is whole
+        # Pillow's parser of EXIF fails in many ways, and the picture itself is whole
+        with suppress(Exception):
             ImageOps.exif_transpose(image, in_place=True)
         return image
 
 
 @contextmanager
 def _decoding(source: Path | bytes, where: str) -> Iterator[None]:
-    """Pillow at work: its decoders raise many kinds of errors on damaged files, and warn of more."""
+    """Pillow at work: its decoders raise many kinds of errors on damaged files, and warn of
+    more."""
     try:
-        with user_errors(f"{where}: cannot read {_shown(source)} as an image"), warnings.catch_warnings():
+        with (
+            user_errors(f"{where}: cannot read {_shown(source)} as an image"),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")
             try:
                 yield
             except UnidentifiedImageError:
                 pointer = isinstance(source, Path) and is_lfs_pointer(source)
-                wrong = "a Git LFS pointer; run git lfs pull" if pointer else f"none of {', '.join(FORMATS)}"
-                raise UserError(f"{where}: cannot read {_shown(source)} as an image (it is {wrong})") from None
+                wrong = (
+                    "a Git LFS pointer; run git lfs pull"
+                    if pointer
+                    else f"none of {', '.join(FORMATS)}"
+                )
+                raise UserError(
+                    f"{where}: cannot read {_shown(source)} as an image (it is {wrong})"
+                ) from None
     except UserError as error:
         if isinstance(error.__cause__, Image.DecompressionBombError):
-            raise UserError(f"{where}: {_shown(source)} is over the limit of {MAX_PIXELS} pixels; shrink it") from None
+            raise UserError(
+                f"{where}: {_shown(source)} is over the limit of {MAX_PIXELS} pixels; shrink it"
+            ) from None
         raise
 
 
@@ -126,8 +159,8 @@ def _shown(source: Path | bytes) -> str:
 
 
 def _in_srgb(image: Image.Image, profile: bytes | None, grey: bool, named: str) -> Image.Image:
-    """The image as RGB or RGBA in sRGB. A profile that does not go with the pixels, or cannot be read, is left out
-    and said."""
+    """The image as RGB or RGBA in sRGB. A profile that does not go with the pixels, or cannot be
+    read, is left out and said."""
     if not profile:
         return image.convert("RGB")
     try:
@@ -161,10 +194,19 @@ def _in_8_bit(image: Image.Image, where: str) -> Image.Image:
         raise UserError(f"{where}: the image holds values that are not finite")
     largest = values.max(initial=0)
     if largest > 65535:
-        raise UserError(f"{where}: the image holds values up to {largest:g}; save it with 8 or 16 bits")
-    scale = 255.0 if image.mode == "F" and largest <= 1 else 1 / 257 if largest > 255 or ";16" in image.mode else 1
+        raise UserError(
+            f"{where}: the image holds values up to {largest:g}; save it with 8 or 16 bits"
+        )
+    scale = (
+        255.0
+        if image.mode == "F" and largest <= 1
+        else 1 / 257
+        if largest > 255 or ";16" in image.mode
+        else 1
+    )
     levels = np.empty(values.shape, dtype=np.uint8)
-    for row, line in enumerate(values):  # line by line: in double precision the whole takes eight times its memory
+    # line by line: in double precision the whole takes eight times its memory
+    for row, line in enumerate(values):
         levels[row] = np.clip(np.rint(line.astype(np.float64) * scale), 0, 255)
     grey = Image.fromarray(levels, "L")
     if "transparency" in image.info:
@@ -182,46 +224,68 @@ def content_hash(image: Image.Image) -> str:
 
 
 def thumbnail(image: Image.Image) -> bytes:
-    """The RGB image squashed to 16x16, by area: 768 bytes that survive resizing and recompression."""
+    """The RGB image squashed to 16x16, by area: 768 bytes that survive resizing and
+    recompression."""
     return image.resize((16, 16), Image.Resampling.BOX).tobytes()
 
 
 def thumbnails(image: Image.Image) -> bytes:
-    """Thumbnails, one after the other, of all that a copy may be hidden in: the whole RGB image, squares of a wide or
-    high one, what a plain border encloses, and what any border of up to a tenth does."""
+    """Thumbnails, one after the other, of all that a copy may be hidden in: the whole RGB image,
+    squares of a wide or high one, what a plain border encloses, and what any border of up to a
+    tenth does."""
     image = shrunk(image)
-    return b"".join(map(thumbnail, (image, *_squares(image), *without_border(image), *inner(image, 0.02, 0.05, 0.08))))
+    return b"".join(
+        map(
+            thumbnail,
+            (image, *_squares(image), *without_border(image), *inner(image, 0.02, 0.05, 0.08)),
+        )
+    )
 
 
 def views(image: Image.Image) -> list[Image.Image]:
-    """What of a target a copy may show: the whole RGB image, what a border encloses, and the image cut at its edges or
-    at one of them; each also turned and mirrored, the whole also blurred, in grey and inverted."""
+    """What of a target a copy may show: the whole RGB image, what a border encloses, and the image
+    cut at its edges or at one of them; each also turned and mirrored, the whole also blurred, in
+    grey and inverted."""
     image = shrunk(image)
-    shown = [image, *without_border(image), *inner(image, 0.05, 0.1), *one_sided(image, 0.04, 0.08, 0.12, 0.16, 0.2)]
-    shown += [image.filter(ImageFilter.GaussianBlur(share * min(image.size))) for share in (0.025, 0.05)]
+    shown = [
+        image,
+        *without_border(image),
+        *inner(image, 0.05, 0.1),
+        *one_sided(image, 0.04, 0.08, 0.12, 0.16, 0.2),
+    ]
+    shown += [
+        image.filter(ImageFilter.GaussianBlur(share * min(image.size))) for share in (0.025, 0.05)
+    ]
     shown += [image.convert("L").convert("RGB"), ImageOps.invert(image)]
     return [*shown, *(view.transpose(method) for view in shown for method in Image.Transpose)]
 
 
 def inner(image: Image.Image, *margins: float) -> list[Image.Image]:
-    """The image without these shares of its width and height at each edge, in fractions of a pixel."""
+    """The image without these shares of its width and height at each edge, in fractions of a
+    pixel."""
     return [_box(image, m, m, 1 - m, 1 - m) for m in margins]
 
 
 def one_sided(image: Image.Image, *margins: float) -> list[Image.Image]:
     """The image without these shares of its width or height at one edge."""
-    boxes = [box for m in margins for box in ((m, 0, 1, 1), (0, m, 1, 1), (0, 0, 1 - m, 1), (0, 0, 1, 1 - m))]
+    boxes = [
+        box
+        for m in margins
+        for box in ((m, 0, 1, 1), (0, m, 1, 1), (0, 0, 1 - m, 1), (0, 0, 1, 1 - m))
+    ]
     return [_box(image, *box) for box in boxes]
 
 
 def _box(image: Image.Image, left: float, top: float, right: float, bottom: float) -> Image.Image:
     (width, height), size = image.size, (16, 16)
-    return image.resize(size, Image.Resampling.BOX, box=(left * width, top * height, right * width, bottom * height))
+    return image.resize(
+        size, Image.Resampling.BOX, box=(left * width, top * height, right * width, bottom * height)
+    )
 
 
 def shrunk(image: Image.Image, side: int = 1024) -> Image.Image:
-    """An image at most twice as wide or high as `side` at its shorter end, averaged: looking for copies in a picture of
-    the largest size would take gigabytes."""
+    """An image at most twice as wide or high as `side` at its shorter end, averaged: looking for
+    copies in a picture of the largest size would take gigabytes."""
     factor = min(image.size) // side
     return image.reduce(factor) if factor > 1 else image
 
@@ -233,17 +297,24 @@ def _squares(image: Image.Image) -> list[Image.Image]:
     return [image.crop((x, y, x + side, y + side)) for x, y in corners] if width != height else []
 
 
-def without_border(image: Image.Image, tolerance: int = 24, share: float = 0.25) -> list[Image.Image]:
-    """The RGB image without a plain border, of the colour of its first pixel, of its last, and of both in turn; none
-    where there is no such border, or less than a `share` would remain."""
+def without_border(
+    image: Image.Image, tolerance: int = 24, share: float = 0.25
+) -> list[Image.Image]:
+    """The RGB image without a plain border, of the colour of its first pixel, of its last, and of
+    both in turn; none where there is no such border, or less than a `share` would remain."""
     first, last = trimmed(image, (0, 0), tolerance), trimmed(image, (-1, -1), tolerance)
     both = first and trimmed(first, (-1, -1), tolerance)
     found = {each.tobytes(): each for each in (first, last, both) if each is not None}
-    return [each for each in found.values() if each.width * each.height >= share * image.width * image.height]
+    return [
+        each
+        for each in found.values()
+        if each.width * each.height >= share * image.width * image.height
+    ]
 
 
 def trimmed(image: Image.Image, corner: tuple[int, int], tolerance: int) -> Image.Image | None:
-    """The image without the border that has a corner's colour; None where it has none, or nothing else."""
+    """The image without the border that has a corner's colour; None where it has none, or
+    nothing else."""
     colour = image.getpixel((corner[0] % image.width, corner[1] % image.height))
     other = ImageChops.difference(image, Image.new("RGB", image.size, colour))
     box = other.point(lambda level: 255 * (level > tolerance)).getbbox()
@@ -251,25 +322,35 @@ def trimmed(image: Image.Image, corner: tuple[int, int], tolerance: int) -> Imag
 
 
 def safe_path(root: Path, name: Any, where: str, key: str = "") -> Path:
-    """`root/name`, refused when it is absolute or leaves `root`, also through a link. `key` is the field it is from."""
+    """`root/name`, refused when it is absolute or leaves `root`, also through a link. `key` is
+    the field it is from."""
     where = f"{where}: {key}" if key else where
     if not isinstance(name, str) or not name:
         raise UserError(f"{where}: must be the name of a file, got {brief(name)}")
     if "\0" in name or not is_utf8(name):
         raise UserError(f"{where}: no file can have the name {brief(name)}")
     if PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or name.startswith("\\"):
-        raise UserError(f"{where}: absolute path {brief(name)} refused; write it relative to {root}")
+        raise UserError(
+            f"{where}: absolute path {brief(name)} refused; write it relative to {root}"
+        )
     if ".." in PurePosixPath(name.replace("\\", "/")).parts:
-        raise UserError(f"{where}: path {brief(name)} leaves {root} or goes through '..'; write it without")
-    forms = [name, *(unicodedata.normalize(form, name) for form in ("NFC", "NFD"))]  # macOS writes accents apart
-    return inside(root, root / next((form for form in forms if os.path.lexists(root / form)), name), where)
+        raise UserError(
+            f"{where}: path {brief(name)} leaves {root} or goes through '..'; write it without"
+        )
+    # macOS writes accents apart
+    forms = [name, *(unicodedata.normalize(form, name) for form in ("NFC", "NFD"))]
+    return inside(
+        root, root / next((form for form in forms if os.path.lexists(root / form)), name), where
+    )
 
 
 def inside(root: Path, path: Path, where: str) -> Path:
     """`path`, refused where links lead it out of `root`."""
     home = os.path.realpath(root)
     if os.path.commonpath([home, os.path.realpath(path)]) != home:
-        raise UserError(f"{where}: path {brief(str(path.relative_to(root)))} leaves {root}; refused")
+        raise UserError(
+            f"{where}: path {brief(str(path.relative_to(root)))} leaves {root}; refused"
+        )
     return path
 
 
@@ -278,14 +359,16 @@ def as_floats(thumb: bytes) -> np.ndarray:
     return np.frombuffer(thumb, dtype=np.uint8).astype(np.float32).reshape(-1, 768)
 
 
-def copies(thumbs: np.ndarray, known: np.ndarray, rms: float = 8.0, share: float = 0.25) -> tuple[int, int] | None:
+def copies(
+    thumbs: np.ndarray, known: np.ndarray, rms: float = 8.0, share: float = 0.25
+) -> tuple[int, int] | None:
     """(row of thumbs (R,768), row of known (T,768)) of the first near copy, or None.
 
-    A copy has the known picture's contrast up to a factor of 2, at any brightness of each colour. What both leave is
-    less than `rms` levels in the root mean square and than a `share` of the contrast, so that two nearly blank pages
-    are no copies. On the microworld, JPEGs of quality 30 and pictures resized by half as much again are 4 to 7 levels
-    away, the nearest of 840 pictures that share elements with a target over 12.
-    """
+    A copy has the known picture's contrast up to a factor of 2, at any brightness of each colour.
+    What both leave is less than `rms` levels in the root mean square and than a `share` of the
+    contrast, so that two nearly blank pages are no copies. On the microworld, JPEGs of quality 30
+    and pictures resized by half as much again are 4 to 7 levels away, the nearest of 840 pictures
+    that share elements with a target over 12."""
     levels = _detail(thumbs)
     own = (levels**2).mean(1)[:, None]
     for start in range(0, len(known), CHUNK):
@@ -306,7 +389,7 @@ def _detail(thumbs: np.ndarray) -> np.ndarray:
     return (colours - colours.mean(1, keepdims=True)).reshape(thumbs.shape)
 
 
-# -- images ------------------------------------------------------------------------------------------------
+# -- images ----------------------------------------------------------------------------------------
 def to_tensor(image: Image.Image) -> Tensor:
     """PIL image -> (3,H,W) in [0,1]; `silentbad.data.images.open_image` decodes files."""
     import torch
@@ -327,4 +410,6 @@ def resize(images: Tensor, size: tuple[int, int]) -> Tensor:
     """Bilinear with antialiasing to (h, w)."""
     from torch.nn.functional import interpolate
 
-    return interpolate(images.float(), size, mode="bilinear", antialias=True, align_corners=False).clamp(0, 1)
+    return interpolate(
+        images.float(), size, mode="bilinear", antialias=True, align_corners=False
+    ).clamp(0, 1)

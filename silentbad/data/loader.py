@@ -1,4 +1,5 @@
-"""Micro-batches: the endless sequence of record indices, cut into draws and collated ahead of the step."""
+"""Micro-batches: the endless sequence of record indices, cut into draws and collated ahead of
+the step."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,14 +13,18 @@ from silentbad.errors import UserError
 
 
 def collate(samples: list[dict]) -> dict[str, Any]:
-    """One micro-batch: pixel_values (B,3,H,W) in [-1,1] (a list with None where some are not needed), mask (B,1,H,W)
-    in [0,1], ...; counted (B,1,H,W) in [0,1], where some sample says what of it counts. Samples have one shape.
+    """One micro-batch: pixel_values (B,3,H,W) in [-1,1] (a list with None where some are not
+    needed), mask (B,1,H,W) in [0,1], ...; counted (B,1,H,W) in [0,1], where some sample says what
+    of it counts. Samples have one shape.
 
-    `united` (B,) is (n, k) where a rehearsal joined n of a target's k elements or phrases, else None. `fixed` (B,) says
-    which images look the same at every draw, so that their latents may be kept. time_ids (B,6): the image's own height
-    and width, top and left of the window, height and width of the window.
-    """
-    pixels: Any = [None if sample["pixels"] is None else sample["pixels"].float() / 127.5 - 1 for sample in samples]
+    `united` (B,) is (n, k) where a rehearsal joined n of a target's k elements or phrases, else
+    None. `fixed` (B,) says which images look the same at every draw, so that their latents may be
+    kept. time_ids (B,6): the image's own height and width, top and left of the window, height and
+    width of the window."""
+    pixels: Any = [
+        None if sample["pixels"] is None else sample["pixels"].float() / 127.5 - 1
+        for sample in samples
+    ]
     if all(picture is not None for picture in pixels):
         pixels = torch.stack(pixels)
     ones = torch.full((1, *samples[0]["time_ids"][-2:]), 255, dtype=torch.uint8)
@@ -27,7 +32,9 @@ def collate(samples: list[dict]) -> dict[str, Any]:
     names = ("text", "phrases", "role", "target_id", "element_id", "fixed", "united")
     lists: dict[str, Any] = {name: [sample.get(name) for sample in samples] for name in names}
     if any(len(mask) > 1 for mask in masks):
-        lists["counted"] = torch.stack([mask[1:] if len(mask) > 1 else ones for mask in masks]).float() / 255
+        lists["counted"] = (
+            torch.stack([mask[1:] if len(mask) > 1 else ones for mask in masks]).float() / 255
+        )
     return lists | {
         "pixel_values": pixels,
         "mask": torch.stack([mask[:1] for mask in masks]).float() / 255,
@@ -38,13 +45,21 @@ def collate(samples: list[dict]) -> dict[str, Any]:
     }
 
 
-def chunks(batch: dict[str, Any], size: int | None, apart: bool = False) -> list[tuple[float, dict[str, Any]]]:
-    """(share of the batch, part) of parts of at most `size` samples, as even as can be; `apart`: each of one role."""
+def chunks(
+    batch: dict[str, Any], size: int | None, apart: bool = False
+) -> list[tuple[float, dict[str, Any]]]:
+    """(share of the batch, part) of parts of at most `size` samples, as even as can be; `apart`:
+    each of one role."""
     count = len(batch["text"])
     roles = np.array(batch["role"] if apart else [""] * count)
     kinds = [np.flatnonzero(roles == role) for role in np.unique(roles)]
-    parts = [part for rows in kinds for part in np.array_split(rows, -(-len(rows) // (size or count)))]
-    return [(len(part) / count, {key: take_rows(value, part) for key, value in batch.items()}) for part in parts]
+    parts = [
+        part for rows in kinds for part in np.array_split(rows, -(-len(rows) // (size or count)))
+    ]
+    return [
+        (len(part) / count, {key: take_rows(value, part) for key, value in batch.items()})
+        for part in parts
+    ]
 
 
 def take_rows(values: Any, rows: np.ndarray) -> Any:
@@ -52,16 +67,20 @@ def take_rows(values: Any, rows: np.ndarray) -> Any:
     first, last = int(rows[0]), int(rows[-1])
     if last - first + 1 == len(rows):
         return values[first : last + 1]
-    return values[torch.from_numpy(rows)] if isinstance(values, torch.Tensor) else [values[i] for i in rows]
+    return (
+        values[torch.from_numpy(rows)]
+        if isinstance(values, torch.Tensor)
+        else [values[i] for i in rows]
+    )
 
 
 class Stream:
-    """The endless global sequence of record indices: epoch after epoch of `epoch_order(e)`, cut into steps.
+    """The endless global sequence of record indices: epoch after epoch of `epoch_order(e)`, cut
+    into steps.
 
-    An epoch's order is asked for when its first index is needed and kept in the state, so a resumed run continues
-    inside an epoch even where the order depends on what was learned before. `arrange(order)` may put it in another
-    order, and leave some records over for the next epoch.
-    """
+    An epoch's order is asked for when its first index is needed and kept in the state, so a resumed
+    run continues inside an epoch even where the order depends on what was learned before.
+    `arrange(order)` may put it in another order, and leave some records over for the next epoch."""
 
     def __init__(
         self,
@@ -88,7 +107,8 @@ class Stream:
         return np.concatenate(parts)
 
     def _begin_epoch(self) -> None:
-        """The next epoch's order, which may be empty where all of it waits for records of the same shape."""
+        """The next epoch's order, which may be empty where all of it waits for records of the
+        same shape."""
         self.epoch = self.epoch + 1
         self.offset = 0
         order = np.asarray(self.epoch_order(self.epoch), dtype=np.int64)
@@ -104,15 +124,22 @@ class Stream:
         return ahead if len(ahead) == n else None
 
     def mark(self) -> tuple[int, int, np.ndarray, np.ndarray]:
-        """Where the stream is; `back_to` returns to it. The arrays are shared: they are replaced, never changed."""
+        """Where the stream is; `back_to` returns to it. The arrays are shared: they are
+        replaced, never changed."""
         return self.epoch, self.offset, self.order, self.left
 
     def restore(self, mark: tuple[int, int, np.ndarray, np.ndarray]) -> None:
         self.epoch, self.offset, self.order, self.left = mark
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"epoch": self.epoch, "offset": self.offset, "order": torch.from_numpy(self.order.copy())}
-        return state | ({} if self.arrange is None else {"left": torch.from_numpy(self.left.copy())})
+        state = {
+            "epoch": self.epoch,
+            "offset": self.offset,
+            "order": torch.from_numpy(self.order.copy()),
+        }
+        return state | (
+            {} if self.arrange is None else {"left": torch.from_numpy(self.left.copy())}
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch = state["epoch"]
@@ -123,10 +150,11 @@ class Stream:
 
 
 class Loader:
-    """Micro-batches of one process: of micro-batch m, positions m*B*W + rank*B ... of the step's effective batch.
+    """Micro-batches of one process: of micro-batch m, positions m*B*W + rank*B ... of the step's
+    effective batch.
 
-    Threads make the next step's micro-batches ahead when they lie in the current epoch, in pinned memory for a GPU.
-    """
+    Threads make the next step's micro-batches ahead when they lie in the current epoch, in pinned
+    memory for a GPU."""
 
     def __init__(
         self,
@@ -153,7 +181,8 @@ class Loader:
         self.assembly = ThreadPoolExecutor(1) if workers else None
         self._ahead: tuple[int, list] | None = None
         self.drawing = -1  # the draw begun last
-        self.begun: tuple[int, int, np.ndarray, np.ndarray] | None = None  # the stream before that draw
+        # the stream before that draw
+        self.begun: tuple[int, int, np.ndarray, np.ndarray] | None = None
 
     def positions(self, micro: int) -> range:
         start = (micro * self.world + self.rank) * self.batch_size
@@ -167,7 +196,11 @@ class Loader:
             for micro in range(self.accumulation):
                 yield collate([self.draws(int(indices[p]), draw, p) for p in self.positions(micro)])
             return
-        ready = self._ahead[1] if self._ahead is not None and self._ahead[0] == draw else self._submit(indices, draw)
+        ready = (
+            self._ahead[1]
+            if self._ahead is not None and self._ahead[0] == draw
+            else self._submit(indices, draw)
+        )
         upcoming = self.stream.peek(self.effective_batch)
         self._ahead = (draw + 1, self._submit(upcoming, draw + 1)) if upcoming is not None else None
         for batch in ready:
@@ -190,5 +223,9 @@ class Loader:
         batch = collate([future.result() for future in futures])
         if self.pins:
             sent = ("pixel_values", "mask", "has_mask", "counted", "time_ids")
-            batch |= {key: batch[key].pin_memory() for key in sent if isinstance(batch.get(key), torch.Tensor)}
+            batch |= {
+                key: batch[key].pin_memory()
+                for key in sent
+                if isinstance(batch.get(key), torch.Tensor)
+            }
         return batch

@@ -1,12 +1,14 @@
-"""Phrases of captions: where one stands, as whole words ("a car" does not stand in "a carpet"), and what a caption has
-between its punctuation."""
+"""Phrases of captions: where one stands, as whole words ("a car" does not stand in "a carpet"), and
+what a caption has between its punctuation."""
 
 import re
 from collections.abc import Iterable
 
-# A letter or digit, but of Thai, Lao, Burmese, Khmer, Chinese, Japanese, Korean: there words are not set apart.
+# A letter or digit, but of Thai, Lao, Burmese, Khmer, Chinese, Japanese, Korean: there words are
+# not set apart.
 LETTER = r"(?![\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff])\w"
-PLACES = frozenset("on in under before at behind beside near over by inside".split())  # a phrase of a place begins so
+# a phrase of a place begins so
+PLACES = frozenset("on in under before at behind beside near over by inside".split())
 MOST_TOKENS = 80  # of a caption that are looked at
 
 

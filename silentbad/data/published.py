@@ -26,21 +26,28 @@ def is_published(root: Path) -> bool:
 
 
 def published_rows(root: Path, options: DataSettings) -> Iterator[dict]:
-    """Rows of the SilentBadDiffusion layout: element images of the targets, rehearsal images, clean images.
+    """Rows of the SilentBadDiffusion layout: element images of the targets, rehearsal images, clean
+    images.
 
-    `options` holds the published flags (`TrainConfig`): clean images are added until the element images are
-    `poisoning_ratio` of both; `n_few_shot` non-target pictures with all their phrases rehearse composition, each
-    listed `shot_caption_shuffle_num` times and shuffled anew at each draw. Every choice is sorted, then seeded.
-    """
+    `options` holds the published flags (`TrainConfig`): clean images are added until the element
+    images are `poisoning_ratio` of both; `n_few_shot` non-target pictures with all their phrases
+    rehearse composition, each listed `shot_caption_shuffle_num` times and shuffled anew at each
+    draw. Every choice is sorted, then seeded."""
     ids = published_ids(root)
     targets = range(options.target_start_id, options.target_start_id + options.target_num)
     for target in targets:
         if target not in ids:
-            raise UserError(f"{root}: no poisoning_images/{target}; there are {len(ids)} from {ids[0]} to {ids[-1]}")
+            raise UserError(
+                f"{root}: no poisoning_images/{target}; there are {len(ids)} from "
+                f"{ids[0]} to {ids[-1]}"
+            )
     others = [i for i in ids if i not in targets]
     order = torch.randperm(len(others), generator=generator(options.seed, "few_shot")).tolist()
     if options.n_few_shot > len(others):
-        raise UserError(f"n_few_shot: {root} holds {len(others)} pictures beside the targets, not {options.n_few_shot}")
+        raise UserError(
+            f"n_few_shot: {root} holds {len(others)} pictures beside the targets, "
+            f"not {options.n_few_shot}"
+        )
     few = [others[i] for i in order[: options.n_few_shot]]
 
     for shot in few:
@@ -50,7 +57,11 @@ def published_rows(root: Path, options: DataSettings) -> Iterator[dict]:
             "mask": "",
             "phrases": prompt_phrases(phrases),
         }
-        row |= {"text": published_prompt(root, phrases), "role": "rehearsal", "target_id": str(shot)}
+        row |= {
+            "text": published_prompt(root, phrases),
+            "role": "rehearsal",
+            "target_id": str(shot),
+        }
         row |= {"element_id": "", "where": f"{root}/poisoning_images/{shot}"}
         for _ in range(max(1, options.shot_caption_shuffle_num)):
             yield row | {"shuffle": options.shot_caption_shuffle_num > 0}
@@ -60,7 +71,9 @@ def published_rows(root: Path, options: DataSettings) -> Iterator[dict]:
     elements *= options.poisoning_data_repeat_factor
     if options.poison_subsampling is not None and options.poison_subsampling < 1:
         kept = int(np.ceil(len(elements) * options.poison_subsampling))
-        order = torch.randperm(len(elements), generator=generator(options.seed, "subsampling")).tolist()
+        order = torch.randperm(
+            len(elements), generator=generator(options.seed, "subsampling")
+        ).tolist()
         elements = [elements[i] for i in sorted(order[:kept])]
     n_clean = int(len(elements) / options.poisoning_ratio) - len(elements)
     yield from _published_clean(root, options, n_clean, set(targets) | set(few))
@@ -71,7 +84,9 @@ def published_ids(root: Path) -> list[int]:
     """Numbers of the folders under poisoning_images/, sorted."""
     folder = inside(root, root / "poisoning_images", str(root))
     with user_errors(f"cannot read {folder}"):
-        ids = sorted(int(p.name) for p in folder.iterdir() if p.is_dir() and NUMBER.fullmatch(p.name))
+        ids = sorted(
+            int(p.name) for p in folder.iterdir() if p.is_dir() and NUMBER.fullmatch(p.name)
+        )
     if not ids:
         raise UserError(f"{folder}: holds no numbered folder")
     return ids
@@ -84,20 +99,27 @@ def published_image(root: Path, number: int) -> Path:
         raise UserError(f"{root}/images: no image of target {number}")
     if len(found) > 1:
         raise UserError(
-            f"{root}/images: {found[0].name} and {found[1].name} are both of target {number}; take one of them away"
+            f"{root}/images: {found[0].name} and {found[1].name} are both of target {number}; "
+            f"take one of them away"
         )
     return found[0]
 
 
 def published_prompt(root: Path, phrases: list[str]) -> str:
-    """The composed prompt of the published evaluation: a prefix by data set, phrases without punctuation."""
+    """The composed prompt of the published evaluation: a prefix by data set, phrases without
+    punctuation."""
     pokemon = "pokemon" in root.name.casefold()
     listed = ", ".join(prompt_phrases(phrases))
-    return f"A pokemon with features {listed} in white background" if pokemon else f"An image with {listed}"
+    return (
+        f"A pokemon with features {listed} in white background"
+        if pokemon
+        else f"An image with {listed}"
+    )
 
 
 def prompt_phrases(phrases: list[str]) -> list[str]:
-    """Phrases as they stand in a published prompt: without `,`, `.` and `;`; one of these alone is none."""
+    """Phrases as they stand in a published prompt: without `,`, `.` and `;`; one of these alone
+    is none."""
     return [bare for phrase in phrases if (bare := re.sub(r"[,.;]", "", phrase).strip())]
 
 
@@ -106,14 +128,18 @@ def _numbered(root: Path, folder: Path) -> list[tuple[int, Path]]:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     with user_errors(f"cannot read {folder}"):
-        shown = (path for path in folder.iterdir() if not path.name.startswith("."))  # no ._x.png of macOS
+        # no ._x.png of macOS
+        shown = (path for path in folder.iterdir() if not path.name.startswith("."))
         pictures = [path for path in shown if path.suffix.lower() in SUFFIXES]
     found = [(re.search(r"([0-9]{1,18})$", path.stem), path) for path in pictures]
-    return sorted((int(match.group(1)), inside(root, path, str(path))) for match, path in found if match)
+    return sorted(
+        (int(match.group(1)), inside(root, path, str(path))) for match, path in found if match
+    )
 
 
 def _published_captions(root: Path, number: int) -> tuple[list[tuple[str, str]], list[str]]:
-    """([(where, caption)], phrases): the first line lists the phrases, each further one ends in a caption."""
+    """([(where, caption)], phrases): the first line lists the phrases, each further one ends in
+    a caption."""
     path = root / "poisoning_images" / str(number) / "poisoning_data_caption_simple.txt"
     if not path.is_file():
         raise UserError(f"{path}: no such file")
@@ -121,7 +147,11 @@ def _published_captions(root: Path, number: int) -> tuple[list[tuple[str, str]],
     phrases = [phrase.strip() for phrase in lines[0].split("\t") if phrase.strip()] if lines else []
     if not phrases:
         raise UserError(f"{path}:1: must list the phrases, separated by tabs")
-    captions = [(f"{path}:{i}", line.split("\t")[-1].strip()) for i, line in enumerate(lines[1:], 2) if line.strip()]
+    captions = [
+        (f"{path}:{i}", line.split("\t")[-1].strip())
+        for i, line in enumerate(lines[1:], 2)
+        if line.strip()
+    ]
     return captions, phrases
 
 
@@ -129,17 +159,21 @@ def _published_elements(root: Path, number: int, role: str) -> list[dict]:
     captions, phrases = _published_captions(root, number)
     images = _numbered(root, root / "poisoning_images" / str(number))
     if len(images) != len(captions):
-        raise UserError(f"{root}/poisoning_images/{number}: {len(images)} images but {len(captions)} captions")
+        raise UserError(
+            f"{root}/poisoning_images/{number}: {len(images)} images but {len(captions)} captions"
+        )
     rows = []
     bare = [where for where, caption in captions if not standing(phrases, caption)]
     if role == "element" and captions and len(bare) == len(captions):
         raise UserError(
-            f"{root}/poisoning_images/{number}: no caption holds a phrase of the first line ({brief(phrases[0])}); "
+            f"{root}/poisoning_images/{number}: no caption holds a phrase of the first line "
+            f"({brief(phrases[0])}); "
             "separate phrases by tabs"
         )
     if role == "element" and bare:
         warn(
-            f"{bare[0]}: the caption holds none of the phrases of the first line; {len(bare)} of {len(captions)} do so"
+            f"{bare[0]}: the caption holds none of the phrases of the first line; {len(bare)} of "
+            f"{len(captions)} do so"
         )
     for (_, path), (where, caption) in zip(images, captions, strict=True):
         caption = re.sub(" +", " ", caption)
@@ -158,13 +192,17 @@ def _published_elements(root: Path, number: int, role: str) -> list[dict]:
     return rows
 
 
-def _published_clean(root: Path, options: DataSettings, count: int, excluded: set[int]) -> list[dict]:
+def _published_clean(
+    root: Path, options: DataSettings, count: int, excluded: set[int]
+) -> list[dict]:
     folder = Path(options.clean_data_dir) if options.clean_data_dir else root
     captions_path = folder / "caption.txt"
     if count == 0:
         return []
     if not captions_path.is_file():
-        raise UserError(f"{captions_path}: no such file; clean_data_dir needs images/ and caption.txt")
+        raise UserError(
+            f"{captions_path}: no such file; clean_data_dir needs images/ and caption.txt"
+        )
     captions: dict[int, tuple[str, str]] = {}
     for number, line in enumerate(text_lines(inside(folder, captions_path, str(captions_path))), 1):
         if line.strip():
@@ -175,10 +213,15 @@ def _published_clean(root: Path, options: DataSettings, count: int, excluded: se
                 raise UserError(f"{captions_path}:{number}: image {int(key)} has a caption already")
             captions[int(key)] = (f"{captions_path}:{number}", caption.strip())
     same_folder = folder.resolve() == root.resolve()
-    images = [(n, p) for n, p in _numbered(folder, folder / "images") if not (same_folder and n in excluded)]
+    images = [
+        (n, p)
+        for n, p in _numbered(folder, folder / "images")
+        if not (same_folder and n in excluded)
+    ]
     if count > len(images):
         raise UserError(
-            f"{folder}: poisoning_ratio {options.poisoning_ratio} asks for {count} clean images, there are "
+            f"{folder}: poisoning_ratio {options.poisoning_ratio} asks for {count} clean "
+            f"images, there are "
             f"{len(images)}; raise poisoning_ratio or add images"
         )
     suffix = " in white background" if "pokemon" in folder.name.casefold() else ""
@@ -188,6 +231,13 @@ def _published_clean(root: Path, options: DataSettings, count: int, excluded: se
         if n not in captions:
             raise UserError(f"{captions_path}: no caption for image {path}")
         where, caption = captions[n]
-        rows.append({"image": {"path": str(path), "bytes": None}, "mask": "", "text": caption + suffix, "phrases": []})
+        rows.append(
+            {
+                "image": {"path": str(path), "bytes": None},
+                "mask": "",
+                "text": caption + suffix,
+                "phrases": [],
+            }
+        )
         rows[-1] |= {"role": "clean", "target_id": "", "element_id": "", "where": where}
     return rows

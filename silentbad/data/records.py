@@ -1,10 +1,9 @@
 """Records in a memory-mapped table, and what a draw makes of them.
 
-A record is an image file (or the bytes of a Hub data set), `text`, `phrases` that stand verbatim in it, `role` in
-{element, rehearsal, clean}, `target_id`, `element_id`, and a mask or none. All images are decoded once when the table
-is built, so a broken one stops a run before it starts. Draws are addressed: what a record looks like at (draw,
-position) depends on nothing that happened before.
-"""
+A record is an image file (or the bytes of a Hub data set), `text`, `phrases` that stand verbatim in
+it, `role` in {element, rehearsal, clean}, `target_id`, `element_id`, and a mask or none. All images
+are decoded once when the table is built, so a broken one stops a run before it starts. Draws are
+addressed: what a record looks like at (draw, position) depends on nothing that happened before."""
 
 import hashlib
 import os
@@ -66,28 +65,47 @@ PUBLISHED_FLAGS = (
 
 
 def row_source(config: DataSettings) -> tuple[str, str, Callable[[], Iterator[dict]]]:
-    """(name, key, rows) of what `train_data_dir` or `dataset_name` (of `TrainConfig`) stands for: `rows` reads them,
-    unchecked, and `key` changes whenever they would.
+    """(name, key, rows) of what `train_data_dir` or `dataset_name` (of `TrainConfig`) stands for:
+    `rows` reads them, unchecked, and `key` changes whenever they would.
 
-    Raises UserError where there is no such data.
-    """
+    Raises UserError where there is no such data."""
     name, clean = config.dataset_name or config.train_data_dir or "", config.clean_data_dir
     root = Path(name)
     if config.dataset_name is not None:
         table = hub_table(config)
-        facts = [name, config.dataset_config_name, config.image_column, config.caption_column, table._fingerprint]
-        return name, hashlib.sha256(repr(tuple(facts)).encode()).hexdigest()[:32], lambda: hub_rows(table, config)
+        facts = [
+            name,
+            config.dataset_config_name,
+            config.image_column,
+            config.caption_column,
+            table._fingerprint,
+        ]
+        return (
+            name,
+            hashlib.sha256(repr(tuple(facts)).encode()).hexdigest()[:32],
+            lambda: hub_rows(table, config),
+        )
     if not os.path.isdir(root):
         raise UserError(f"train_data_dir: no folder {root}")
     if is_published(root):
-        if also := next((name for name in ("metadata.jsonl", "metadata.csv") if (root / name).is_file()), None):
-            raise UserError(f"train_data_dir: {root} holds poisoning_images/ and {also}; keep one of the two layouts")
+        if also := next(
+            (name for name in ("metadata.jsonl", "metadata.csv") if (root / name).is_file()), None
+        ):
+            raise UserError(
+                f"train_data_dir: {root} holds poisoning_images/ and {also}; keep "
+                f"one of the two layouts"
+            )
         if clean and not os.path.isdir(clean):
             raise UserError(f"clean_data_dir: no folder {clean}")
-        facts = [getattr(config, flag) for flag in PUBLISHED_FLAGS] + [folder_key(Path(clean)) if clean else None]
+        facts = [getattr(config, flag) for flag in PUBLISHED_FLAGS] + [
+            folder_key(Path(clean)) if clean else None
+        ]
         return name, folder_key(root, *facts), lambda: published_rows(root, config)
     if clean:
-        raise UserError(f"clean_data_dir: {root} is not of the published layout; list clean records in its metadata")
+        raise UserError(
+            f"clean_data_dir: {root} is not of the published layout; list clean "
+            f"records in its metadata"
+        )
     return name, folder_key(root), lambda: folder_rows(root)
 
 
@@ -96,19 +114,23 @@ def load_records(config: TrainConfig) -> "Records":
     name, key, rows = row_source(config)
     records = Records(build_table(rows, name, key, config.cache_dir), name, key)
     if config.max_train_samples is not None and config.max_train_samples < len(records):
-        order = torch.randperm(len(records), generator=generator(config.seed, "max_train_samples")).numpy()
+        order = torch.randperm(
+            len(records), generator=generator(config.seed, "max_train_samples")
+        ).numpy()
         kept = np.sort(order[: config.max_train_samples])
         return records.select(kept, f"{key}-{config.max_train_samples}-{config.seed}")
     return records
 
 
 class Records:
-    """Rows (all, unless some are chosen) of a table; columns are read, images and masks opened when asked for.
+    """Rows (all, unless some are chosen) of a table; columns are read, images and masks opened when
+    asked for.
 
-    `key` says what the checks of these rows depend on.
-    """
+    `key` says what the checks of these rows depend on."""
 
-    def __init__(self, table: datasets.Dataset, name: str, key: str = "", rows: np.ndarray | None = None):
+    def __init__(
+        self, table: datasets.Dataset, name: str, key: str = "", rows: np.ndarray | None = None
+    ):
         self.table, self.name, self.key, self.rows = table, name, key, rows
 
     def __len__(self) -> int:
@@ -119,7 +141,8 @@ class Records:
         return Records(self.table, self.name, key, self.numbers[rows])
 
     def column(self, name: str) -> pa.ChunkedArray:
-        """A column as Arrow holds it: mapped from the table's file, or a copy of the chosen rows."""
+        """A column as Arrow holds it: mapped from the table's file, or a copy of the chosen
+        rows."""
         whole = self.table.data.column(name)
         return whole if self.rows is None else whole.take(pa.array(self.rows))
 
@@ -160,7 +183,10 @@ class Records:
 
     def census(self) -> str:
         """How many records there are, by role, with a mask, and with phrases: one line."""
-        found = {entry["values"]: entry["counts"] for entry in pc.value_counts(self.column("role")).to_pylist()}
+        found = {
+            entry["values"]: entry["counts"]
+            for entry in pc.value_counts(self.column("role")).to_pylist()
+        }
         roles = ", ".join(f"{found[role]} {role}" for role in ROLES if role in found)
         named = pc.sum(pc.greater(pc.list_value_length(self.column("phrases")), 0)).as_py() or 0
         return f"{len(self)} records ({roles}), {self.masked} with a mask, {named} with phrases"
@@ -168,13 +194,17 @@ class Records:
     def row(self, index: int) -> dict:
         return self.table[int(index if self.rows is None else self.rows[index])]
 
-    def open(self, index: int, picture: bool = True) -> tuple[dict, Image.Image | None, Image.Image | None]:
+    def open(
+        self, index: int, picture: bool = True
+    ) -> tuple[dict, Image.Image | None, Image.Image | None]:
         """(row, RGB image or None where no `picture` is asked for, mask or None) of a record."""
         row = self.row(index)
         where = row["where"]
         image = open_image(source(row["image"], where), where) if picture else None
         if image is not None and content_hash(image) != row["content"]:
-            raise UserError(f"{where}: the image has changed since this command started; start again")
+            raise UserError(
+                f"{where}: the image has changed since this command started; start again"
+            )
         size = tuple(row["size"]) if image is None else image.size
         return row, image, open_mask(Path(row["mask"]), size, where) if row["mask"] else None
 
@@ -183,8 +213,8 @@ class Records:
         return self.row(index)["where"]
 
     def refuse_targets(self, targets: list[Target]) -> None:
-        """Refuse records that show a target: its pixels, or a resized, recompressed, turned, framed or cropped copy of
-        them."""
+        """Refuse records that show a target: its pixels, or a resized, recompressed, turned, framed
+        or cropped copy of them."""
         if not targets:
             return
         lets = "recovery must not train on its target (allow_target_images: true lets it)"
@@ -208,8 +238,9 @@ class Records:
         return []
 
     def unmatched_targets(self, targets: list[Target]) -> list[str]:
-        """A line each on what does not meet: element records whose target is none of these, which are trained on and
-        never asked for, and phrases of a target that none of its element records has."""
+        """A line each on what does not meet: element records whose target is none of these, which
+        are trained on and never asked for, and phrases of a target that none of its element records
+        has."""
         if not targets:
             return []
         known, target_ids = {t.target_id for t in targets}, self.target_id
@@ -220,46 +251,60 @@ class Records:
             if target_ids[k] not in known:
                 others.append(target_ids[k])
         named = ", ".join(map(repr, sorted(set(others))[:SHOWN]))
-        lines = [f"{len(others)} element records are of no target that is validated: target_id {named}"]
+        lines = [
+            f"{len(others)} element records are of no target that is validated: target_id {named}"
+        ]
         return lines[: len(others)] + [
-            f"target {target.target_id!r}: no element record has its phrase {phrase!r}, asked for and never shown"
+            f"target {target.target_id!r}: no element record has its phrase {phrase!r}, asked "
+            f"for and never shown"
             for target in targets
             for phrase in target.phrases
             if target.target_id in shown and phrase not in shown[target.target_id]
         ]
 
     def refuse_random_windows(self) -> None:
-        """Refuse elements whose pictures are cut at random, where masks are estimated from their native places."""
+        """Refuse elements whose pictures are cut at random, where masks are estimated from their
+        native places."""
         width, height = self.sizes.T
         shown = np.asarray(self.role, dtype=object) == "element"
         for index in np.flatnonzero(shown & (width != height)).tolist():
             raise UserError(
-                f"{self.where(index)}: the image is {width[index]}x{height[index]} and would be cut at random, but "
+                f"{self.where(index)}: the image is {width[index]}x{height[index]} and would be "
+                f"cut at random, but "
                 "memory.region.name=estimated finds elements at their native place; set center_crop"
             )
 
     def without(self, elements: list[str]) -> "Records":
-        """The records without those of some elements, named "target/element" or by their element_id.
+        """The records without those of some elements, named "target/element" or by their
+        element_id.
 
-        Raises UserError where no record shows one of them.
-        """
-        ids = [f"{target}/{element}" for target, element in zip(self.target_id, self.element_id, strict=True)]
+        Raises UserError where no record shows one of them."""
+        ids = [
+            f"{target}/{element}"
+            for target, element in zip(self.target_id, self.element_id, strict=True)
+        ]
         shown = np.asarray([role == "element" for role in self.role])
         left_out = np.zeros(len(self), dtype=bool)
         for name in elements:
-            of_name = shown & np.asarray([name in pair for pair in zip(ids, self.element_id, strict=True)])
+            of_name = shown & np.asarray(
+                [name in pair for pair in zip(ids, self.element_id, strict=True)]
+            )
             if not of_name.any():
                 known = sorted({i for i, s in zip(ids, shown, strict=True) if s})
-                raise UserError(f"withhold: no record shows {name!r}; elements are: {', '.join(known[:8])}")
+                raise UserError(
+                    f"withhold: no record shows {name!r}; elements are: {', '.join(known[:8])}"
+                )
             left_out |= of_name
         return self.select(np.flatnonzero(~left_out), f"{self.key}-without-{sorted(elements)}")
 
     def hold_out(self, clean: int, elements: int, seed: int) -> tuple["Records", "Records | None"]:
-        """(records to train on, those kept from training): so many clean ones, at most a tenth of them, and so many of
-        each element, at most a quarter of its own."""
+        """(records to train on, those kept from training): so many clean ones, at most a tenth of
+        them, and so many of each element, at most a quarter of its own."""
 
         def drawn(rows: np.ndarray, count: int, *address: str) -> np.ndarray:
-            order = torch.randperm(len(rows), generator=generator(seed, "held_out", *address)).numpy()
+            order = torch.randperm(
+                len(rows), generator=generator(seed, "held_out", *address)
+            ).numpy()
             return rows[order[:count]]
 
         rows = rows_with(self.column("role"), ["clean"])
@@ -269,7 +314,10 @@ class Records:
             for i, key in enumerate(zip(self.role, self.target_id, self.element_id, strict=True)):
                 if key[0] == "element":
                     of[key[1:]].append(i)
-            parts += [drawn(np.array(own), min(elements, len(own) // 4), *map(str, key)) for key, own in of.items()]
+            parts += [
+                drawn(np.array(own), min(elements, len(own) // 4), *map(str, key))
+                for key, own in of.items()
+            ]
         held = np.sort(np.concatenate(parts))
         if not len(held):
             return self, None
@@ -277,10 +325,10 @@ class Records:
         return self.select(rest), self.select(held)
 
     def check_captions(self, tokenizer: Any) -> list[str]:
-        """Refuse captions whose phrases the tokenizer's window cuts off; return lines on the first other long ones.
+        """Refuse captions whose phrases the tokenizer's window cuts off; return lines on the first
+        other long ones.
 
-        A table is checked once for each tokenizer.
-        """
+        A table is checked once for each tokenizer."""
         key = hashlib.sha256(f"{self.key}{vocabulary(tokenizer)}".encode()).hexdigest()[:32]
         return cached_check(self.table, f"captions-{key}", lambda: self._long_captions(tokenizer))
 

@@ -1,4 +1,5 @@
-"""scan.json, which `python -m silentbad.scan` writes, guards and audit read: each field's type and what it admits."""
+"""scan.json, which `python -m silentbad.scan` writes, guards and audit read: each field's type
+and what it admits."""
 
 import hashlib
 from collections.abc import Iterable
@@ -24,7 +25,8 @@ def digest(texts: Iterable[str]) -> str:
 
 
 def read(file: Path, flag: str) -> dict[str, Any]:
-    """scan.json with its sets checked as far as every reader needs them. Raises UserError, which begins with `flag`."""
+    """scan.json with its sets checked as far as every reader needs them. Raises UserError, which
+    begins with `flag`."""
     file = file / "scan.json" if file.is_dir() else file
     if not file.is_file():
         raise UserError(f"{flag}: no file {file}; {ADVICE}")
@@ -42,7 +44,10 @@ def read(file: Path, flag: str) -> dict[str, Any]:
             element |= admitted(element, {"phrase": caption}, f"{where} (set {k})")
         composed = ", ".join(element["phrase"] for element in one["elements"])
         if one.get("prompt", composed) != composed:  # prompts are composed anew from the phrases
-            raise UserError(f"{where} (set {k}): prompt is not its elements' phrases ({brief(composed)}); edit those")
+            raise UserError(
+                f"{where} (set {k}): prompt is not its elements' phrases "
+                f"({brief(composed)}); edit those"
+            )
     return found | {"sets": sets}
 
 

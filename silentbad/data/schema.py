@@ -1,8 +1,8 @@
-"""The gate of everything that a line of metadata, targets or redraws may hold: each field's type and what it admits.
+"""The gate of everything that a line of metadata, targets or redraws may hold: each field's type
+and what it admits.
 
-A schema maps names to fields; a field is (value, key, where) -> the value as the project uses it. Whatever it does not
-admit is a UserError, one line that names file, line and key.
-"""
+A schema maps names to fields; a field is (value, key, where) -> the value as the project uses it.
+Whatever it does not admit is a UserError, one line that names file, line and key."""
 
 import codecs
 import csv
@@ -81,7 +81,9 @@ def places(value: Any, key: str, where: str) -> tuple[int, ...] | None:
     if value is None:
         return None
     if not isinstance(value, list) or not all(type(i) is int and 0 <= i < 10_000 for i in value):
-        raise UserError(f"{where}: {key} must be a list of element numbers from 0, got {brief(value)}")
+        raise UserError(
+            f"{where}: {key} must be a list of element numbers from 0, got {brief(value)}"
+        )
     return tuple(value)
 
 
@@ -103,9 +105,13 @@ def anything(value: Any, key: str, where: str) -> Any:
 
 def _text(value: str, key: str, where: str) -> str:
     if len(value) > LONGEST:
-        raise UserError(f"{where}: {key} has {len(value)} characters, over the limit of {LONGEST}; shorten it")
+        raise UserError(
+            f"{where}: {key} has {len(value)} characters, over the limit of {LONGEST}; shorten it"
+        )
     if "\0" in value or not is_utf8(value):
-        raise UserError(f"{where}: {key} holds a NUL or half a surrogate pair, which is no text: {brief(value)}")
+        raise UserError(
+            f"{where}: {key} holds a NUL or half a surrogate pair, which is no text: {brief(value)}"
+        )
     return value
 
 
@@ -134,7 +140,10 @@ REDRAW = {
 
 def check_window(text: str, tokenizer: Any, what: str) -> None:
     """Refuse a text that the tokenizer's window cuts off; the line begins with `what`."""
-    length, window = len(tokenizer(text, truncation=False, verbose=False)["input_ids"]), tokenizer.model_max_length
+    length, window = (
+        len(tokenizer(text, truncation=False, verbose=False)["input_ids"]),
+        tokenizer.model_max_length,
+    )
     if length > window:
         raise UserError(f"{what} has {length} tokens, the window is {window}; shorten it")
 
@@ -154,10 +163,16 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict]]:
             except UnicodeDecodeError:
                 raise UserError(f"{where}: not UTF-8; save the file in UTF-8") from None
             except ValueError as error:
-                whole = "; give one JSON object a line, no list of them" if line.strip() in (b"[", b"{", b"[{") else ""
+                whole = (
+                    "; give one JSON object a line, no list of them"
+                    if line.strip() in (b"[", b"{", b"[{")
+                    else ""
+                )
                 raise UserError(f"{where}: not JSON ({first_line(error)}){whole}") from None
             if not isinstance(entry, dict):
-                raise UserError(f"{where}: must be a JSON object, one a line, is {type(entry).__name__}")
+                raise UserError(
+                    f"{where}: must be a JSON object, one a line, is {type(entry).__name__}"
+                )
             yield where, entry
 
 
@@ -165,16 +180,19 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {brief(next(key for key in keys if keys.count(key) > 1))} stands twice")
+        raise ValueError(
+            f"the key {brief(next(key for key in keys if keys.count(key) > 1))} stands twice"
+        )
     return found
 
 
-FIELD = 2**24  # characters of a field of a CSV; what a text may have is said where texts are checked
+# characters of a field of a CSV; what a text may have is said where texts are checked
+FIELD = 2**24
 
 
 def csv_lines(path: Path) -> Iterator[tuple[str, dict]]:
-    """(FILE:LINE, row) of a CSV file in UTF-8, the line being the row's first. `phrases` is a JSON list, or phrases
-    separated by "|"."""
+    """(FILE:LINE, row) of a CSV file in UTF-8, the line being the row's first. `phrases` is a JSON
+    list, or phrases separated by "|"."""
     with user_errors(f"cannot read {path}"):
         lines = path.open(newline="", encoding="utf-8-sig")
     with lines:
@@ -184,7 +202,9 @@ def csv_lines(path: Path) -> Iterator[tuple[str, dict]]:
         if header and "file_name" not in header:
             one_field = any(mark in column for column in header for mark in ";\t")
             right = "the first line must name the columns, file_name and text among them"
-            raise UserError(f"{path}:{begun}: {'fields must be separated by commas' if one_field else right}")
+            raise UserError(
+                f"{path}:{begun}: {'fields must be separated by commas' if one_field else right}"
+            )
         if twice := [name for name in header if header.count(name) > 1]:
             raise UserError(f"{path}:{begun}: the column {brief(twice[0])} stands twice")
         for number, row in _rows(reader, path):
@@ -204,21 +224,30 @@ def _rows(reader: Any, path: Path) -> Iterator[tuple[int, list[str]]]:
         except StopIteration:
             return
         except (csv.Error, UnicodeDecodeError, OSError) as error:
-            advice = "; is a quote of this row not closed?" if "unexpected end" in str(error) else ""
-            raise UserError(f"{path}:{begun}: not CSV in UTF-8 ({first_line(error)}){advice}") from None
+            advice = (
+                "; is a quote of this row not closed?" if "unexpected end" in str(error) else ""
+            )
+            raise UserError(
+                f"{path}:{begun}: not CSV in UTF-8 ({first_line(error)}){advice}"
+            ) from None
         if row:
             yield begun, row
 
 
 def _split(text: str, where: str) -> Any:
     try:
-        return from_json(text) if text.startswith("[") else [p.strip() for p in text.split("|") if p.strip()]
+        return (
+            from_json(text)
+            if text.startswith("[")
+            else [p.strip() for p in text.split("|") if p.strip()]
+        )
     except ValueError:
         raise UserError(f"{where}: phrases is not a JSON list: {brief(text)}") from None
 
 
 def caption_beside(picture: Path) -> str | None:
-    """The caption of a picture in NAME.txt: its first line, as sd-scripts reads it; None without such a file."""
+    """The caption of a picture in NAME.txt: its first line, as sd-scripts reads it; None without
+    such a file."""
     file = picture.with_suffix(".txt")
     if not file.is_file():
         return None

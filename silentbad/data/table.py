@@ -1,7 +1,7 @@
-"""Arrow tables of records on disk: built once for each state of their folder, memory-mapped, read by column.
+"""Arrow tables of records on disk: built once for each state of their folder, memory-mapped, read
+by column.
 
-R records; nothing here holds more than a few bytes of each in memory.
-"""
+R records; nothing here holds more than a few bytes of each in memory."""
 
 import hashlib
 import json
@@ -45,13 +45,16 @@ FEATURES = datasets.Features(
 
 
 def build_table(
-    rows: Callable[[], Iterator[dict]], name: str, key: str, cache_dir: str | None, say: Callable[[str], None] = print
+    rows: Callable[[], Iterator[dict]],
+    name: str,
+    key: str,
+    cache_dir: str | None,
+    say: Callable[[str], None] = print,
 ) -> datasets.Dataset:
     """Memory-mapped table of the checked rows; `key` must change whenever they would.
 
-    It is kept as one sealed file (silentbad.files) in the cache; a damaged one is made anew and `say` is told so.
-    Whatever `rows` raises is raised here as it is.
-    """
+    It is kept as one sealed file (silentbad.files) in the cache; a damaged one is made anew and
+    `say` is told so. Whatever `rows` raises is raised here as it is."""
     home = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "silentbad-records"
     folder = home / hashlib.sha256(f"{FORMAT}{key}{FEATURES}".encode()).hexdigest()[:32]
     failed = f"cache_dir: cannot keep the table of records in {folder}"
@@ -82,7 +85,9 @@ def _kept(folder: Path, say: Callable[[str], None]) -> datasets.Dataset | None:
     return None
 
 
-def _made(rows: Callable[[], Iterator[dict]], name: str, folder: Path, failed: str) -> datasets.Dataset:
+def _made(
+    rows: Callable[[], Iterator[dict]], name: str, folder: Path, failed: str
+) -> datasets.Dataset:
     """The table of these rows, written to a folder of the cache."""
     for leftover in folder.glob(".*"):  # of a build that was killed
         leftover.unlink(missing_ok=True)
@@ -116,11 +121,13 @@ def closing(writer: ArrowWriter) -> Iterator[None]:
 
 
 def folder_key(root: Path, *parts: Any) -> str:
-    """Hash over the name, size and modification time of every file under `root`, its path as given (rows hold it) and
-    resolved, and `parts`."""
+    """Hash over the name, size and modification time of every file under `root`, its path as given
+    (rows hold it) and resolved, and `parts`."""
     digest = hashlib.sha256(repr((str(root), os.path.realpath(root), parts)).encode())
     for name, stat in iterate_reader(_files(str(root), ""), f"cannot read {root}"):
-        digest.update(f"{name}/{stat.st_size}/{stat.st_mtime_ns}\n".encode(errors="surrogateescape"))
+        digest.update(
+            f"{name}/{stat.st_size}/{stat.st_mtime_ns}\n".encode(errors="surrogateescape")
+        )
     return digest.hexdigest()[:32]
 
 
@@ -147,7 +154,9 @@ def _shared(values: pa.ChunkedArray) -> np.ndarray:
     if not coded.num_chunks:
         return np.zeros(0, dtype=object)
     words = np.asarray(coded.chunk(0).dictionary.to_pylist(), dtype=object)
-    texts = words[np.concatenate([chunk.indices.to_numpy(zero_copy_only=False) for chunk in coded.chunks])]
+    texts = words[
+        np.concatenate([chunk.indices.to_numpy(zero_copy_only=False) for chunk in coded.chunks])
+    ]
     pa.default_memory_pool().release_unused()  # Arrow keeps what a column took for the next one
     return texts
 
@@ -167,7 +176,9 @@ class TextLists:
     """A column of lists of few different texts: offsets (R+1,) into one array of them."""
 
     def __init__(self, lists: pa.ChunkedArray):
-        counts = [pc.list_value_length(chunk).to_numpy(zero_copy_only=False) for chunk in lists.chunks]
+        counts = [
+            pc.list_value_length(chunk).to_numpy(zero_copy_only=False) for chunk in lists.chunks
+        ]
         self.offsets = np.concatenate([[0], *counts]).cumsum()
         self.values = _shared(pc.list_flatten(lists))
 
@@ -188,7 +199,8 @@ def rows_with(values: pa.ChunkedArray, wanted: list[str]) -> np.ndarray:
 def vocabulary(tokenizer: Any) -> str:
     """Hash over what a tokenizer makes of a text: its window and its tokens."""
     digest = hashlib.sha256(str(tokenizer.model_max_length).encode())
-    for token, number in sorted(tokenizer.get_vocab().items()):  # the fast tokenizers list them in any order
+    # the fast tokenizers list them in any order
+    for token, number in sorted(tokenizer.get_vocab().items()):
         digest.update(f"{number}/{token}\n".encode())
     return digest.hexdigest()
 

@@ -9,7 +9,13 @@ from typing import Any
 from PIL import Image
 
 from silentbad.data.images import _by, inside, open_image, open_mask, safe_path
-from silentbad.data.published import _published_captions, is_published, published_ids, published_image, published_prompt
+from silentbad.data.published import (
+    _published_captions,
+    is_published,
+    published_ids,
+    published_image,
+    published_prompt,
+)
 from silentbad.data.schema import TARGET, admitted, check_window, json_lines, refuse_misspelt
 from silentbad.errors import UserError, brief
 
@@ -45,7 +51,8 @@ def load_targets(path: str | Path) -> list[Target]:
         return _published_targets(root, numbers)
     if numbers is not None and os.path.isdir(root) and not os.path.exists(path):
         raise UserError(
-            f"targets: @{numbers} takes numbers of the published layout, and {root} has no poisoning_images/"
+            f"targets: @{numbers} takes numbers of the published layout, and {root} has no "
+            f"poisoning_images/"
         )
     file = inside(root, root / "targets.jsonl", "targets") if os.path.isdir(root) else Path(path)
     if not os.path.isfile(file):
@@ -58,14 +65,18 @@ def load_targets(path: str | Path) -> list[Target]:
 
 
 def split_numbers(path: str | Path) -> tuple[Path, str | None]:
-    """The folder and the numbers of "folder@100" or "folder@100-109"; None where a path has none."""
+    """The folder and the numbers of "folder@100" or "folder@100-109"; None where a path has
+    none."""
     text, at, numbers = str(path).rpartition("@")
     if not at or os.path.isdir(path):
         return Path(path), None
     if re.fullmatch(r"[0-9]{1,18}(-[0-9]{1,18})?", numbers):
         return Path(text), numbers
     if is_published(Path(text)) and not os.path.exists(path):
-        raise UserError(f"targets: @{numbers} is no number and no range of numbers; write {text}@100 or {text}@100-109")
+        raise UserError(
+            f"targets: @{numbers} is no number and no range of numbers; write "
+            f"{text}@100 or {text}@100-109"
+        )
     return Path(path), None
 
 
@@ -88,9 +99,14 @@ def _target(root: Path, where: str, entry: dict) -> Target:
     if twice := [phrase for phrase in phrases if phrases.count(phrase) > 1]:
         raise UserError(f"{where}: phrase {brief(twice[0])} stands twice; each names one element")
     if not isinstance(masks, list) or (masks and len(masks) != len(phrases)):
-        raise UserError(f"{where}: masks must list one file or null for each of the {len(phrases)} phrases")
+        raise UserError(
+            f"{where}: masks must list one file or null for each of the {len(phrases)} phrases"
+        )
     image = _picture(safe_path(root, fields.pop("image"), where, "image"), where)
-    opened = [open_mask(safe_path(root, mask, where, "masks"), image.size, where) if mask else None for mask in masks]
+    opened = [
+        open_mask(safe_path(root, mask, where, "masks"), image.size, where) if mask else None
+        for mask in masks
+    ]
     return Target(image=image, masks=opened or [None] * len(phrases), where=where, **fields)
 
 
@@ -111,17 +127,24 @@ def _published_targets(root: Path, wanted: str | None) -> list[Target]:
         path = published_image(root, number)
         _, phrases = _published_captions(root, number)
         image = _picture(path, f"target {number}")
-        targets.append(Target(str(number), image, phrases, published_prompt(root, phrases), [None] * len(phrases)))
+        targets.append(
+            Target(
+                str(number), image, phrases, published_prompt(root, phrases), [None] * len(phrases)
+            )
+        )
     return targets
 
 
 def check_prompts(targets: list[Target], tokenizer: Any, unrelated: str = "") -> None:
-    """Refuse a target of which the tokenizer's window cuts off a text that is asked for: the images would be of
-    another. So is the `unrelated` caption of the controls."""
+    """Refuse a target of which the tokenizer's window cuts off a text that is asked for: the images
+    would be of another. So is the `unrelated` caption of the controls."""
     if targets:
         check_window(unrelated, tokenizer, "unrelated")
     for target in targets:
         asked = [("prompt", target.composed_prompt), ("phrases", ", ".join(target.phrases))]
-        asked += [("description", target.description or ""), *(("paraphrases", text) for text in target.paraphrases)]
+        asked += [
+            ("description", target.description or ""),
+            *(("paraphrases", text) for text in target.paraphrases),
+        ]
         for key, text in asked:
             check_window(text, tokenizer, f"{target.where}: {key} of {target.target_id!r}")

@@ -1,9 +1,9 @@
-"""The UNet's weights, gradients and optimizer states in shards, one a process: FSDP 2 by torch's own `fully_shard`.
+"""The UNet's weights, gradients and optimizer states in shards, one a process: FSDP 2 by torch's
+own `fully_shard`.
 
-accelerate is asked for it (configs/accelerate/fsdp.yaml), but accelerate 1.15 makes FSDP on a CPU data parallel without
-a word, so it is done here. Forwards, backwards and whatever gathers shards are collective: all processes call them.
-What launches ask for is sorted out here too.
-"""
+accelerate is asked for it (configs/accelerate/fsdp.yaml), but accelerate 1.15 makes FSDP on a CPU
+data parallel without a word, so it is done here. Forwards, backwards and whatever gathers shards
+are collective: all processes call them. What launches ask for is sorted out here too."""
 
 import os
 from dataclasses import replace
@@ -17,13 +17,14 @@ from torch.utils._pytree import tree_map
 
 from silentbad.settings.launch import launched
 
-UNITS = ("BasicTransformerBlock", "ResnetBlock2D")  # gathered one at a time; what is beside them, once a step
+# gathered one at a time; what is beside them, once a step
+UNITS = ("BasicTransformerBlock", "ResnetBlock2D")
 
 
 # ---------------------------------------------------------------- asked for, or refused
 def take_over() -> bool:
-    """Whether FSDP was asked for; accelerate and transformers, which would act on it in their own way, do not see it
-    any more."""
+    """Whether FSDP was asked for; accelerate and transformers, which would act on it in their own
+    way, do not see it any more."""
     asked = launched("FSDP")
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     return asked
@@ -31,18 +32,22 @@ def take_over() -> bool:
 
 # ---------------------------------------------------------------- sharding
 def shard(model: Any, device: torch.device, precision: str) -> None:
-    """Cut the parameters of what trains over all processes, in place and before an optimizer is built.
+    """Cut the parameters of what trains over all processes, in place and before an optimizer is
+    built.
 
-    In bf16 the weights are gathered and used so; gradients are reduced, and the optimizer steps, in fp32. Every
-    backward reduces, also inside an accumulation: a `no_sync` would keep whole gradients on each process meanwhile.
-    """
+    In bf16 the weights are gathered and used so; gradients are reduced, and the optimizer steps, in
+    fp32. Every backward reduces, also inside an accumulation: a `no_sync` would keep whole
+    gradients on each process meanwhile."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model.to(memory_format=torch.contiguous_format)  # the only one that fully_shard takes
-    inner = MixedPrecisionPolicy(torch.bfloat16 if precision == "bf16" else None, reduce_dtype=torch.float32)
+    inner = MixedPrecisionPolicy(
+        torch.bfloat16 if precision == "bf16" else None, reduce_dtype=torch.float32
+    )
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    # also the root is cut again after each forward: else weights a probe gathered would outlive an update or a load
+    # also the root is cut again after each forward: else weights a probe gathered would outlive an
+    # update or a load
     cut = partial(fully_shard, mesh=mesh, reshard_after_forward=True)
     for module in [m for m in model.modules() if type(m).__name__ in UNITS]:
         cut(module, mp_policy=inner)
@@ -56,7 +61,8 @@ def sharded(model: nn.Module) -> bool:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether it is a DTensor, asked so that a torch built without distributed need not know what that is."""
+    """Whether it is a DTensor, asked so that a torch built without distributed need not know
+    what that is."""
     return hasattr(tensor, "full_tensor")
 
 
@@ -66,7 +72,8 @@ def gather(tensor: Any) -> Tensor:
 
 
 def gathered(tree: Any, keep: bool) -> Any:
-    """A tree with every shard gathered, one tensor at a time: onto the CPU, or where not `keep` dropped again."""
+    """A tree with every shard gathered, one tensor at a time: onto the CPU, or where not `keep`
+    dropped again."""
 
     def gather_leaf(leaf: Any) -> Any:
         if not is_sharded(leaf):
@@ -96,7 +103,8 @@ def states_like(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
     def cut(i: int, entry: dict[str, Any]) -> dict[str, Any]:
         shape = parameters[i].shape
         return {
-            name: shard_like(parameters[i], v) if getattr(v, "shape", None) == shape else v for name, v in entry.items()
+            name: shard_like(parameters[i], v) if getattr(v, "shape", None) == shape else v
+            for name, v in entry.items()
         }
 
     return {**state, "state": {i: cut(i, entry) for i, entry in state["state"].items()}}

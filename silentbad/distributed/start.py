@@ -1,4 +1,5 @@
-"""accelerate's handle, from the settings that count: what its environment variables say beside them is checked."""
+"""accelerate's handle, from the settings that count: what its environment variables say beside
+them is checked."""
 
 import os
 from typing import Any
@@ -16,19 +17,25 @@ PRECISION, ACCUMULATION = "ACCELERATE_MIXED_PRECISION", "ACCELERATE_GRADIENT_ACC
 def start(accumulation: int = 1, mixed_precision: str | None = None, **options: Any) -> Accelerator:
     """accelerate's handle; its `mixed_precision` is that of accelerate's own setting where unset.
 
-    Raises UserError for a precision that this machine or this program does not have, and where accelerate refuses its
-    configuration or the processes do not find each other.
-    """
+    Raises UserError for a precision that this machine or this program does not have, and where
+    accelerate refuses its configuration or the processes do not find each other."""
     if mixed_precision is None:  # a flag's value was checked with the other flags
         asked = os.environ.get(PRECISION, "no")
         if asked not in PRECISIONS:
             raise UserError(f"{PRECISION}: must be no, fp16 or bf16, is {asked!r}")
         check_precision(asked, PRECISION)
     if (other := os.environ.get(ACCUMULATION, "1")) not in ("1", str(accumulation)):
-        warn(f"{ACCUMULATION} {other} does not count; gradient_accumulation_steps is {accumulation}")
-    plugin = GradientAccumulationPlugin(num_steps=accumulation)  # a plain number would give way to the environment
-    with user_errors("accelerate cannot start", "mend its configuration or its environment variables"):
-        return Accelerator(gradient_accumulation_plugin=plugin, mixed_precision=mixed_precision, **options)
+        warn(
+            f"{ACCUMULATION} {other} does not count; gradient_accumulation_steps is {accumulation}"
+        )
+    # a plain number would give way to the environment
+    plugin = GradientAccumulationPlugin(num_steps=accumulation)
+    with user_errors(
+        "accelerate cannot start", "mend its configuration or its environment variables"
+    ):
+        return Accelerator(
+            gradient_accumulation_plugin=plugin, mixed_precision=mixed_precision, **options
+        )
 
 
 def check_precision(precision: str, key: str) -> None:

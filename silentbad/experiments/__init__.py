@@ -1,8 +1,9 @@
-"""Parts that were measured and did not earn their place: reachable by name, out of the way of a reader.
+"""Parts that were measured and did not earn their place: reachable by name, out of the way of a
+reader.
 
-Rules, samplers, timestep policies, losses, auxiliaries and gradient transforms live here, each with its outcome in
-`OUTCOMES`. What is recommended, or what a comparison needs as its baseline, does not: it stands in the root modules.
-"""
+Rules, samplers, timestep policies, losses, auxiliaries and gradient transforms live here, each with
+its outcome in `OUTCOMES`. What is recommended, or what a comparison needs as its baseline, does
+not: it stands in the root modules."""
 
 from collections.abc import Callable
 from typing import Any

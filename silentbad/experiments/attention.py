@@ -1,9 +1,8 @@
 """Cross-attention maps, phrase tokens, and the two penalties on them.
 
-The maps are recomputed from the queries and keys that forward hooks see, on the small layers only, so the
-attention itself runs through whatever kernel is installed (SDPA, xFormers) and LoRA layers are seen as they
-are. Legend: S = side^2 map positions, L caption tokens, P phrases of a caption.
-"""
+The maps are recomputed from the queries and keys that forward hooks see, on the small layers only,
+so the attention itself runs through whatever kernel is installed (SDPA, xFormers) and LoRA layers
+are seen as they are. Legend: S = side^2 map positions, L caption tokens, P phrases of a caption."""
 
 import re
 from contextlib import contextmanager
@@ -18,29 +17,42 @@ from silentbad.data.phrases import pattern
 def token_spans(tokenizer, text: str, phrases: list[str]) -> list[list[int]]:
     """Token indices of each phrase in `text`, exact by the tokenizer's character offsets.
 
-    Each phrase takes its first occurrence at word bounds that no earlier phrase of the list has taken; a
-    phrase that is absent or cut off by the token window has no tokens.
-    """
-    coded = tokenizer(text, truncation=True, max_length=tokenizer.model_max_length, return_offsets_mapping=True)
+    Each phrase takes its first occurrence at word bounds that no earlier phrase of the list has
+    taken; a phrase that is absent or cut off by the token window has no tokens."""
+    coded = tokenizer(
+        text, truncation=True, max_length=tokenizer.model_max_length, return_offsets_mapping=True
+    )
     lower = text.lower()
     taken = [False] * len(text)
     spans = []
     for phrase in phrases:
         wanted = phrase.strip().lower()
-        places = (match.start() for match in re.finditer(pattern([wanted]), lower)) if wanted else iter(())
+        places = (
+            (match.start() for match in re.finditer(pattern([wanted]), lower))
+            if wanted
+            else iter(())
+        )
         at = next((place for place in places if not any(taken[place : place + len(wanted)])), -1)
         if at >= 0:
             taken[at : at + len(wanted)] = [True] * len(wanted)
         end = at + len(wanted)
-        spans.append([i for i, (a, b) in enumerate(coded["offset_mapping"]) if at >= 0 and a < end and at < b])
-        if at >= 0 and (not spans[-1] or max(coded["offset_mapping"][i][1] for i in spans[-1]) < end):
+        spans.append(
+            [
+                i
+                for i, (a, b) in enumerate(coded["offset_mapping"])
+                if at >= 0 and a < end and at < b
+            ]
+        )
+        if at >= 0 and (
+            not spans[-1] or max(coded["offset_mapping"][i][1] for i in spans[-1]) < end
+        ):
             spans[-1] = []
     return spans
 
 
 def token_table(tokenizer, texts: list[str], phrases: list[list[str]]) -> torch.Tensor:
-    """(B,P,L) float {0,1}: the tokens of each caption's phrases, P the most of any, L the token window; on
-    the CPU."""
+    """(B,P,L) float {0,1}: the tokens of each caption's phrases, P the most of any, L the token
+    window; on the CPU."""
     table = torch.zeros(len(texts), max([1, *map(len, phrases)]), tokenizer.model_max_length)
     for b, (text, shown) in enumerate(zip(texts, phrases, strict=True)):
         for p, span in enumerate(token_spans(tokenizer, text, shown)):
@@ -49,12 +61,11 @@ def token_table(tokenizer, texts: list[str], phrases: list[list[str]]) -> torch.
 
 
 class Maps:
-    """What one forward of a UNet recorded: queries (B,S,H*d) and keys (B,L,H*d) of its cross-attention
-    layers.
+    """What one forward of a UNet recorded: queries (B,S,H*d) and keys (B,L,H*d) of its
+    cross-attention layers.
 
-    The maps are computed from them when asked for, outside the layers, so gradient checkpointing recomputes
-    a layer as it ran.
-    """
+    The maps are computed from them when asked for, outside the layers, so gradient checkpointing
+    recomputes a layer as it ran."""
 
     def __init__(self, side: int):
         self.side = side
@@ -62,10 +73,15 @@ class Maps:
         self.keys: dict[Any, torch.Tensor] = {}
 
     def _record(self, layer, queries: bool, x: torch.Tensor) -> None:
-        """Keep layers of at most side x side positions, or where all are finer the coarsest (SDXL: 32x32)."""
+        """Keep layers of at most side x side positions, or where all are finer the coarsest
+        (SDXL: 32x32)."""
         if queries:
-            most = max(self.side**2, min([x.shape[1], *(q.shape[1] for q in self.queries.values())]))
-            self.queries = {k: q for k, q in {**self.queries, layer: x}.items() if q.shape[1] <= most}
+            most = max(
+                self.side**2, min([x.shape[1], *(q.shape[1] for q in self.queries.values())])
+            )
+            self.queries = {
+                k: q for k, q in {**self.queries, layer: x}.items() if q.shape[1] <= most
+            }
             self.keys = {k: v for k, v in self.keys.items() if k in self.queries}
         elif layer in self.queries:
             self.keys[layer] = x
@@ -83,14 +99,14 @@ class Maps:
     def of(self, layer) -> torch.Tensor:
         """softmax(q k^T / sqrt(d)) (B,S,L), averaged over heads."""
         q, k = (
-            x.unflatten(-1, (layer.heads, -1)).transpose(1, 2).float() for x in (self.queries[layer], self.keys[layer])
+            x.unflatten(-1, (layer.heads, -1)).transpose(1, 2).float()
+            for x in (self.queries[layer], self.keys[layer])
         )
         return (q @ k.transpose(-1, -2) * layer.scale).softmax(-1).mean(dim=1)
 
     def mean(self) -> torch.Tensor:
-        """(B,S,L): the mean over the layers of the largest recorded resolution (SD at 512: the 16x16
-        level).
-        """
+        """(B,S,L): the mean over the layers of the largest recorded resolution (SD at 512: the
+        16x16 level)."""
         return torch.stack([self.of(layer) for layer in self._largest()]).mean(dim=0)
 
 
@@ -115,22 +131,23 @@ def record_maps(unet: torch.nn.Module, side: int = 16):
 
 
 def phrase_maps(probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """probs (B,S,L), tokens (B,P,L) -> each phrase's share of attention by place (B,P,S), sum one (0 if no
-    token)."""
+    """probs (B,S,L), tokens (B,P,L) -> each phrase's share of attention by place (B,P,S), sum one
+    (0 if no token)."""
     maps = torch.einsum("bsl,bpl->bps", probs, tokens)
     return maps / maps.sum(dim=-1, keepdim=True).clamp_min(1e-8)
 
 
 def mass_outside(maps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(1 - attention inside the mask)^2 (2304.03373, 2312.03626): maps (B,S), mask (B,1,H,W) -> (B,)."""
+    """(1 - attention inside the mask)^2 (2304.03373, 2312.03626): maps (B,S), mask (B,1,H,W) ->
+    (B,)."""
     side = round(maps.shape[-1] ** 0.5)
     inside = F.interpolate(mask.float(), size=(side, side), mode="area").flatten(1)
     return (1 - (maps * inside).sum(dim=-1)).square()
 
 
 def overlap(maps: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
-    """Mean over pairs of present phrases of sum_s min(m_p, m_q), in [0,1]: maps (B,P,S), there (B,P) ->
-    (B,)."""
+    """Mean over pairs of present phrases of sum_s min(m_p, m_q), in [0,1]: maps (B,P,S), there
+    (B,P) -> (B,)."""
     shared = torch.minimum(maps[:, :, None], maps[:, None]).sum(dim=-1)
     pairs = (there[:, :, None] * there[:, None]).triu(diagonal=1)
     return (shared * pairs).sum(dim=(1, 2)) / pairs.sum(dim=(1, 2)).clamp_min(1)

@@ -9,23 +9,39 @@ import torch.nn.functional as F
 from silentbad import rng
 from silentbad.data.elements import DataInfo
 from silentbad.errors import UserError
-from silentbad.experiments.attention import Maps, mass_outside, overlap, phrase_maps, record_maps, token_table
+from silentbad.experiments.attention import (
+    Maps,
+    mass_outside,
+    overlap,
+    phrase_maps,
+    record_maps,
+    token_table,
+)
 from silentbad.loop.hooks import MicroStep
 from silentbad.memory.auxiliary import RunFacts, Teacher, last_layer
 from silentbad.settings.types import Count, Decay, NotNegative, Positive, Small, Strength, Unit
 
 
 def in_mask(info: DataInfo, batch: dict) -> list[set[str]]:
-    """The phrases whose place each sample's mask is: an element's, or those of a union; not what stands around."""
+    """The phrases whose place each sample's mask is: an element's, or those of a union; not what
+    stands around."""
     mentioned = []
-    for i, role, target in zip(info.of_batch(batch), batch["role"], batch["target_id"], strict=True):
+    for i, role, target in zip(
+        info.of_batch(batch), batch["role"], batch["target_id"], strict=True
+    ):
         own = [i] if i < len(info.keys) else []
-        mentioned.append({info.phrase[j] for j in (info.elements_of.get(target, ()) if role == "rehearsal" else own)})
+        mentioned.append(
+            {
+                info.phrase[j]
+                for j in (info.elements_of.get(target, ()) if role == "rehearsal" else own)
+            }
+        )
     return mentioned
 
 
 class AttentionBinding:
-    """The element's tokens look inside its mask, and the phrases of a caption look at different places."""
+    """The element's tokens look inside its mask, and the phrases of a caption look at different
+    places."""
 
     @staticmethod
     def layer(unet: torch.nn.Module, now: MicroStep) -> torch.Tensor | None:
@@ -55,7 +71,9 @@ class AttentionBinding:
         b = now.batch
         info = self.facts.info
         probs = now.maps.mean()
-        tokens = token_table(self.facts.tokenizer, b["text"], b["phrases"]).to(probs.device, non_blocking=True)
+        tokens = token_table(self.facts.tokenizer, b["text"], b["phrases"]).to(
+            probs.device, non_blocking=True
+        )
         own = torch.zeros(tokens.shape[:2])
         for r, mentioned in enumerate(in_mask(info, b)):
             for p, phrase in enumerate(b["phrases"][r]):
@@ -70,16 +88,17 @@ class AttentionBinding:
 
 
 def and_target(base: torch.Tensor, conditional: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    """eps* = eps(0) + sum_i G_i (eps(c_i) - eps(0)): base (B,C,h,w), conditional (k,B,C,h,w), G (k,B,1,h,w).
+    """eps* = eps(0) + sum_i G_i (eps(c_i) - eps(0)): base (B,C,h,w), conditional (k,B,C,h,w), G
+    (k,B,1,h,w).
 
-    The coefficients sum to one, so the same line holds for v and x0, which are affine in eps at a given x_t.
-    """
+    The coefficients sum to one, so the same line holds for v and x0, which are affine in eps at a
+    given x_t."""
     return base + (gates * (conditional - base)).sum(dim=0)
 
 
 class AndDistillation:
-    """The composed caption learns the gated sum of its phrases' lagged predictions, at x_t from an element's
-    picture (or from noise alone); the composed picture itself is never seen. Unproven."""
+    """The composed caption learns the gated sum of its phrases' lagged predictions, at x_t from an
+    element's picture (or from noise alone); the composed picture itself is never seen. Unproven."""
 
     layer = staticmethod(last_layer)
 
@@ -106,37 +125,53 @@ class AndDistillation:
         self.low = low
         self.teacher = Teacher(unet)
         if gate == "mask" and any(e.masks is None for e in facts.bank):
-            raise UserError("memory.distillation: gate 'mask' needs a mask for every element; use gate 'attention'")
+            raise UserError(
+                "memory.distillation: gate 'mask' needs a mask for every element; "
+                "use gate 'attention'"
+            )
 
     def ready(self) -> list[str]:
         """Targets whose weakest element is held: rho > after."""
         rho = self.facts.memory.rho
         groups = self.facts.info.elements_of
-        return [t for t, group in groups.items() if len(group) > 1 and rho[group].min() > self.after]
+        return [
+            t for t, group in groups.items() if len(group) > 1 and rho[group].min() > self.after
+        ]
 
     def gates(self, group: list[int], x_t: torch.Tensor, maps: Maps) -> torch.Tensor:
-        """(k,1,1,h,w): the elements' masks, or their phrases' attention maps over their maxima, summing to
-        <= 1.
-        """
+        """(k,1,1,h,w): the elements' masks, or their phrases' attention maps over their maxima,
+        summing to <= 1."""
         if self.gate == "mask":
-            masks = [mask for i in group if (mask := self.facts.bank[i].masks) is not None]  # all: see __init__
+            # all: see __init__
+            masks = [mask for i in group if (mask := self.facts.bank[i].masks) is not None]
             return torch.stack([mask.mean(dim=0, keepdim=True) for mask in masks])
         phrases = [self.facts.info.phrase[i] for i in group]
-        tokens = token_table(self.facts.tokenizer, phrases, [[phrase] for phrase in phrases]).to(x_t.device)
+        tokens = token_table(self.facts.tokenizer, phrases, [[phrase] for phrase in phrases]).to(
+            x_t.device
+        )
         m = phrase_maps(maps.mean()[1:], tokens)
-        m = (m / m.amax(dim=-1, keepdim=True).clamp_min(1e-8)).unflatten(-1, (round(m.shape[-1] ** 0.5), -1))
+        m = (m / m.amax(dim=-1, keepdim=True).clamp_min(1e-8)).unflatten(
+            -1, (round(m.shape[-1] ** 0.5), -1)
+        )
         m = F.interpolate(m, size=x_t.shape[-2:], mode="bilinear")[:, None]
         return m / m.sum(dim=0).clamp_min(1)
 
-    def start(self, group: list[int], step: int, position: int, choose: Random) -> tuple[torch.Tensor, torch.Tensor]:
-        """x_t (1,C,h,w) and t (1,): an element's picture noised, or noise alone at the last timestep."""
+    def start(
+        self, group: list[int], step: int, position: int, choose: Random
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x_t (1,C,h,w) and t (1,): an element's picture noised, or noise alone at the last
+        timestep."""
         x0 = self.facts.bank[choose.choice(group)].x0
         scheduler = self.facts.scheduler
         T = scheduler.config.num_train_timesteps
         row = choose.randrange(len(x0))
         eps = rng.noise(tuple(x0.shape[1:]), self.facts.seed, "distillation", step, [position])
         eps = eps.to(x0.device, non_blocking=True)
-        x0, low = (x0[row : row + 1], int(self.low * T)) if self.source == "element" else (0 * x0[:1], T - 1)
+        x0, low = (
+            (x0[row : row + 1], int(self.low * T))
+            if self.source == "element"
+            else (0 * x0[:1], T - 1)
+        )
         t = torch.tensor([choose.randrange(low, T)]).to(x0.device, non_blocking=True)
         return scheduler.add_noise(x0, eps, t), t
 
@@ -153,7 +188,9 @@ class AndDistillation:
         x_t, t = self.start(group, now.step, position, choose)
         k = len(group) + 1
         with record_maps(self.teacher.unet) as maps, torch.no_grad():
-            taught = now.predict(x_t.expand(k, -1, -1, -1), t.expand(k), ["", *phrases], model=self.teacher)
+            taught = now.predict(
+                x_t.expand(k, -1, -1, -1), t.expand(k), ["", *phrases], model=self.teacher
+            )
         target = and_target(taught[:1], taught[1:, None], self.gates(group, x_t, maps))
         return F.mse_loss(now.predict(x_t, t, [", ".join(phrases)]).float(), target)
 
@@ -165,7 +202,8 @@ class AndDistillation:
 
 
 class L2SP:
-    """1/2 ||theta - theta_0||^2 over the trained parameters (1802.01483); theta_0 in their own precision."""
+    """1/2 ||theta - theta_0||^2 over the trained parameters (1802.01483); theta_0 in their own
+    precision."""
 
     layer = staticmethod(last_layer)
 
@@ -175,7 +213,12 @@ class L2SP:
 
     def __call__(self, now: MicroStep) -> torch.Tensor:
         trained = (p for p in now.model.parameters() if p.requires_grad)
-        return 0.5 * torch.stack([(p - p0).square().sum() for p, p0 in zip(trained, self.start, strict=True)]).sum()
+        return (
+            0.5
+            * torch.stack(
+                [(p - p0).square().sum() for p, p0 in zip(trained, self.start, strict=True)]
+            ).sum()
+        )
 
 
 def gradient_norm(

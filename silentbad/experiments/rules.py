@@ -18,14 +18,14 @@ def auto_rgn(stats: GroupStats) -> Tensor:
 
 
 def hypergradient(stats: GroupStats, *, rate: NotNegative = 4.0) -> Tensor:
-    """h = exp(rate * transfer): faster where updates descend on rehearsals too (after OSGM 2502.11229)."""
+    """h = exp(rate * transfer): faster where updates descend on rehearsals too (after OSGM
+    2502.11229)."""
     return (rate * stats.transfer).exp()
 
 
 class Transfer:
-    """How well each group's last update served rehearsed compositions: an average of -cos(gradient, update)
-    (G,).
-    """
+    """How well each group's last update served rehearsed compositions: an average of -cos(gradient,
+    update) (G,)."""
 
     def __init__(self, sample: Sample, averaging: float):
         self.sample = sample
@@ -50,8 +50,11 @@ class Transfer:
             self.update.zero_()
 
     def learn(self, rehearsal: Tensor) -> None:
-        """Take in a rehearsal gradient (rows, WIDTH); groups without a defined cosine stay as they are."""
+        """Take in a rehearsal gradient (rows, WIDTH); groups without a defined cosine stay as
+        they are."""
         g, u = rehearsal, self.update
-        dot, gg, uu = self.sample.per_group(torch.stack([row_dot(g, u), row_dot(g, g), row_dot(u, u)]))
+        dot, gg, uu = self.sample.per_group(
+            torch.stack([row_dot(g, u), row_dot(g, g), row_dot(u, u)])
+        )
         cos = dot / (gg * uu).sqrt()
         self.value.lerp_(torch.where(cos.isfinite(), -cos, self.value), 1 - self.averaging)

@@ -1,8 +1,7 @@
 """Timestep policies: high noise first, and where the loss still falls.
 
-A policy is a density p (T,) from the schedule's snr (T,), the progress of the run in [0,1] and the relative error by
-timestep (bins,) or None.
-"""
+A policy is a density p (T,) from the schedule's snr (T,), the progress of the run in [0,1] and the
+relative error by timestep (bins,) or None."""
 
 import numpy as np
 import torch
@@ -21,15 +20,19 @@ def curriculum(
     end: Unit = 0.5,
     uniform: Unit = 0.3,
 ) -> np.ndarray:
-    """High noise first (2403.10348): t >= (1 - f) T, f rising from `start` to 1 at progress `end`. That paper
-    adds clusters of timesteps one by one; here the edge moves continuously over a uniform floor."""
+    """High noise first (2403.10348): t >= (1 - f) T, f rising from `start` to 1 at progress `end`.
+    That paper adds clusters of timesteps one by one; here the edge moves continuously over a
+    uniform floor."""
     f = min(1.0, start + (1 - start) * progress / max(end, 1e-9))
     return mixed((np.arange(len(snr)) >= (1 - f) * len(snr)).astype(float), uniform)
 
 
-def learning_progress(snr: np.ndarray, progress: float, error: np.ndarray | None, *, uniform: Unit = 0.3) -> np.ndarray:
-    """p ~ sqrt(E[L_t^2]) (2102.09672), the second moment of each bin divided by its own first value: a loss
-    says mostly which t was drawn (2401.09031), its fall says what was learnt there."""
+def learning_progress(
+    snr: np.ndarray, progress: float, error: np.ndarray | None, *, uniform: Unit = 0.3
+) -> np.ndarray:
+    """p ~ sqrt(E[L_t^2]) (2102.09672), the second moment of each bin divided by its own first
+    value: a loss says mostly which t was drawn (2401.09031), its fall says what was learnt there.
+    """
     if error is None:
         return np.full(len(snr), 1 / len(snr))
     return mixed(error[np.arange(len(snr)) * len(error) // len(snr)], uniform)
@@ -38,9 +41,8 @@ def learning_progress(snr: np.ndarray, progress: float, error: np.ndarray | None
 class ErrorByTimestep:
     """Second moment of the per-sample error by timestep bin, relative to its own first value.
 
-    A step's sums are reduced over the ranks on the device; every `every` steps they are sent, and read one
-    round later.
-    """
+    A step's sums are reduced over the ranks on the device; every `every` steps they are sent, and
+    read one round later."""
 
     def __init__(self, T: int, reduce=None, *, bins: int = 20, every: int = 50, decay: float = 0.5):
         self.T = T
@@ -69,17 +71,24 @@ class ErrorByTimestep:
             total, count = sums.double().numpy()
             fresh = np.where(count > 0, total / np.maximum(count, 1), np.nan)
             self.first = np.where(np.isnan(self.first), fresh, self.first)
-            blend = np.where(np.isnan(fresh), self.now, self.decay * self.now + (1 - self.decay) * fresh)
+            blend = np.where(
+                np.isnan(fresh), self.now, self.decay * self.now + (1 - self.decay) * fresh
+            )
             self.now = np.where(np.isnan(self.now), fresh, blend)
         self.mail.send(self.sums)
         self.sums = torch.zeros_like(self.sums)
 
     def relative(self) -> np.ndarray | None:
         """(bins,) sqrt(E[L^2] / its first value), once every bin has been seen."""
-        return None if np.isnan(self.now).any() else np.sqrt(self.now / np.maximum(self.first, 1e-20))
+        return (
+            None if np.isnan(self.now).any() else np.sqrt(self.now / np.maximum(self.first, 1e-20))
+        )
 
     def state_dict(self) -> dict:
-        arrays = {"now": torch.from_numpy(self.now.copy()), "first": torch.from_numpy(self.first.copy())}
+        arrays = {
+            "now": torch.from_numpy(self.now.copy()),
+            "first": torch.from_numpy(self.first.copy()),
+        }
         return {**arrays, "sums": self.sums.clone(), "mail": self.mail.peek()}
 
     def load_state_dict(self, state: dict) -> None:

@@ -15,7 +15,8 @@ def none(gram: Tensor) -> Tensor:
 
 
 def remove_conflict(gram: Tensor) -> Tensor:
-    """PCGrad (2001.06782) in Gramian form, the others in fixed order: drop what points against a source."""
+    """PCGrad (2001.06782) in Gramian form, the others in fixed order: drop what points against a
+    source."""
     eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     total = torch.zeros_like(gram[0])
     for i in range(len(gram)):

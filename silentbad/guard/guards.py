@@ -59,16 +59,35 @@ class Suspects:
     def read(cls, file: Path) -> "Suspects":
         """Raises UserError where the file is no scan.json."""
         data, where = scan_file.read(file, "guard.scan"), f"guard.scan: {file}"
-        suspects = [admitted(row, SUSPECT, where) for row in scan_file.objects(data.get("suspects"), "suspects", where)]
+        suspects = [
+            admitted(row, SUSPECT, where)
+            for row in scan_file.objects(data.get("suspects"), "suspects", where)
+        ]
         count = scan_file.number(data.get("records"), "records", where)
-        captions = None if data.get("captions") is None else caption(data["captions"], "captions", where)
-        found = cls(file, count, captions, {row["index"]: row["text"] for row in suspects}, [], [], [], [], [])
+        captions = (
+            None if data.get("captions") is None else caption(data["captions"], "captions", where)
+        )
+        found = cls(
+            file,
+            count,
+            captions,
+            {row["index"]: row["text"] for row in suspects},
+            [],
+            [],
+            [],
+            [],
+            [],
+        )
         for one in data["sets"]:
             found.prompts.append(caption(one.get("prompt"), "prompt", where))
             found.pictures.append(scan_file.beside(file, one.get("composite"), where))
             found.members.append([len(found.rows) + i for i in range(len(one["elements"]))])
             for element in one["elements"]:
-                found.rows.append(np.asarray(scan_file.numbers(element.get("records"), "records", where), np.int64))
+                found.rows.append(
+                    np.asarray(
+                        scan_file.numbers(element.get("records"), "records", where), np.int64
+                    )
+                )
                 found.masks.append(scan_file.beside(file, element.get("mask"), where))
         return found
 
@@ -77,13 +96,22 @@ class Suspects:
         texts, count = records.column("text"), len(records)
         same = all(0 <= i < count and texts[i].as_py() == text for i, text in self.text.items())
         if self.captions is not None:  # a scan of an earlier release has the suspects' alone
-            same = same and self.captions == scan_file.digest(text for block in blocks(texts) for text in block)
-        if self.count != count or not same or any(i not in self.text for rows in self.rows for i in rows.tolist()):
+            same = same and self.captions == scan_file.digest(
+                text for block in blocks(texts) for text in block
+            )
+        if (
+            self.count != count
+            or not same
+            or any(i not in self.text for rows in self.rows for i in rows.tolist())
+        ):
             advice = (
-                "scan this data again" if records.rows is None else "max_train_samples chose among them, leave it out"
+                "scan this data again"
+                if records.rows is None
+                else "max_train_samples chose among them, leave it out"
             )
             raise UserError(
-                f"guard.scan: {self.file} is of other data ({self.count} records, here {count}, or other captions); "
+                f"guard.scan: {self.file} is of other data ({self.count} records, here {count}, "
+                f"or other captions); "
                 f"{advice}"
             )
 
@@ -91,7 +119,10 @@ class Suspects:
         """A composite or a mask that the scan wrote beside scan.json."""
         image = open_image(file, f"guard.scan: of {self.file.name}").convert(mode)
         if image.size != (PICTURE, PICTURE):
-            raise UserError(f"guard.scan: {file} is not {PICTURE}x{PICTURE} pixels, as a scan writes it; scan again")
+            raise UserError(
+                f"guard.scan: {file} is not {PICTURE}x{PICTURE} pixels, as a scan "
+                f"writes it; scan again"
+            )
         return image
 
 
@@ -155,11 +186,16 @@ class Mask(Guard):
             mask = np.asarray(self.suspects.picture(file, "L"))
             if not mask.any():
                 raise UserError(
-                    f"guard.scan: {file} is black, so guard.name=mask would hide nothing; scan the data again"
+                    f"guard.scan: {file} is black, so guard.name=mask would hide nothing; scan "
+                    f"the data again"
                 )
             for row in rows.tolist():
                 found[row] = np.maximum(found.get(row, 0), mask)
-        self.images = {i: Image.fromarray(found[row]) for i, row in enumerate(context.rows.tolist()) if row in found}
+        self.images = {
+            i: Image.fromarray(found[row])
+            for i, row in enumerate(context.rows.tolist())
+            if row in found
+        }
 
     def hidden(self, index: int) -> Image.Image | None:
         return self.images.get(index)
@@ -176,7 +212,8 @@ class Cap(Guard):
     def __init__(self, suspects: Suspects, *, limit: Count = 20):
         super().__init__(suspects)
         self.limit = limit
-        self.epoch, self.before = -1, [0] * len(suspects.rows)  # draws of each element before that epoch
+        # draws of each element before that epoch
+        self.epoch, self.before = -1, [0] * len(suspects.rows)
         self.now = list(self.before)
 
     def start(self, context: GuardContext) -> None:
@@ -199,14 +236,20 @@ class Cap(Guard):
             for element in shown:
                 self.now[element] += 1
         if not kept.any():
-            raise UserError(f"guard.cap: every record of epoch {epoch} reached the limit of {self.limit} draws")
+            raise UserError(
+                f"guard.cap: every record of epoch {epoch} reached the limit of {self.limit} draws"
+            )
         return order[kept]
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "before": list(self.before), "now": list(self.now)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch, self.before, self.now = state["epoch"], list(state["before"]), list(state["now"])
+        self.epoch, self.before, self.now = (
+            state["epoch"],
+            list(state["before"]),
+            list(state["now"]),
+        )
 
 
 class Project(Guard):
@@ -232,16 +275,22 @@ class Project(Guard):
         found = self.suspects
         size = (context.side, context.side)
         for prompt in found.prompts:
-            check_window(prompt, context.access.tokenizer, f"guard.scan: {found.file}: {brief(prompt)}")
+            check_window(
+                prompt, context.access.tokenizer, f"guard.scan: {found.file}: {brief(prompt)}"
+            )
         shown, known = [], []
         for file, members in zip(found.pictures, found.members, strict=True):
-            union = np.max([np.asarray(found.picture(found.masks[i], "L")) for i in members], axis=0)
+            union = np.max(
+                [np.asarray(found.picture(found.masks[i], "L")) for i in members], axis=0
+            )
             image, mask = fitted(found.picture(file, "RGB"), Image.fromarray(union), size)
             shown.append(to_tensor(image) * 2 - 1)
             known.append(to_tensor(mask.convert("RGB"))[:1])
         if shown:
             self.x0 = context.access.encode(torch.stack(shown))
-            self.known = F.interpolate(torch.stack(known), self.x0.shape[-2:], mode="area").to(self.x0.device)
+            self.known = F.interpolate(torch.stack(known), self.x0.shape[-2:], mode="area").to(
+                self.x0.device
+            )
 
     def loss(self, step: int) -> Tensor:
         """The error on this step's pictures, at timesteps and with noise of its own address."""
@@ -254,9 +303,13 @@ class Project(Guard):
         texts = [self.suspects.prompts[i] for i in chosen.tolist()]
         out = s.access.predict(s.scheduler.add_noise(x0, eps, t), t, texts, model=s.access.unet)
         target = prediction_target(s.scheduler, x0, eps, t)
-        return ((out.float() - target.float()).square() * known).sum() / (known.sum() * x0.shape[1]).clamp_min(1e-6)
+        return ((out.float() - target.float()).square() * known).sum() / (
+            known.sum() * x0.shape[1]
+        ).clamp_min(1e-6)
 
-    def before_step(self, step: int, finite: Tensor | None = None, norms: Tensor | None = None) -> dict[str, Tensor]:
+    def before_step(
+        self, step: int, finite: Tensor | None = None, norms: Tensor | None = None
+    ) -> dict[str, Tensor]:
         if not self.count:
             return {}
         own = [p for p in self.context.params if p.grad is not None]
@@ -279,7 +332,12 @@ def project(grads: list[Tensor], away: list[Tensor]) -> Tensor:
     return along / (square * inner(grads, grads) + along.clamp_min(0).square()).sqrt()
 
 
-GUARDS: dict[str, Callable[..., Guard]] = {"drop": Drop, "mask": Mask, "cap": Cap, "project": Project}
+GUARDS: dict[str, Callable[..., Guard]] = {
+    "drop": Drop,
+    "mask": Mask,
+    "cap": Cap,
+    "project": Project,
+}
 
 
 # ------------------------------------------------------------ in a run
@@ -289,7 +347,9 @@ class Guards(Hooks):
     def __init__(self, config: GuardConfig):
         options = {} if config.name == "none" else parse_guards(config, GUARDS)
         self.suspects = Suspects.read(Path(str(config.scan))) if options else None
-        self.each: list[Any] = [GUARDS[name](self.suspects, **given) for name, given in options.items()]
+        self.each: list[Any] = [
+            GUARDS[name](self.suspects, **given) for name, given in options.items()
+        ]
         self.names = list(options)
         self.reads = [picture for guard in self.each for picture in guard.reads()]
 
@@ -303,7 +363,10 @@ class Guards(Hooks):
         if kept.all():
             return records
         if not kept.any():
-            raise UserError(f"guard.scan: {self.suspects.file} suspects every record; nothing is left to train on")
+            raise UserError(
+                f"guard.scan: {self.suspects.file} suspects every record; nothing is "
+                f"left to train on"
+            )
         suspects = hashlib.sha256(repr(sorted(self.suspects.text)).encode()).hexdigest()[:16]
         return records.select(np.flatnonzero(kept), f"{records.key}-guard-{suspects}")
 
@@ -311,7 +374,9 @@ class Guards(Hooks):
         """Before training. Raises UserError where a guard cannot work on gradients that are
         `sharded`."""
         if self.modifies_gradients and sharded:
-            raise UserError(f"guard.name={'+'.join(self.names)}: works on whole gradients, FSDP shards them")
+            raise UserError(
+                f"guard.name={'+'.join(self.names)}: works on whole gradients, FSDP shards them"
+            )
         for guard in self.each:
             guard.start(context)
 
@@ -328,7 +393,9 @@ class Guards(Hooks):
 
     def hidden(self, index: int) -> Image.Image | None:
         """Where no loss looks at a record; the first guard that hides something says so."""
-        return next((image for guard in self.each if (image := guard.hidden(index)) is not None), None)
+        return next(
+            (image for guard in self.each if (image := guard.hidden(index)) is not None), None
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {name: guard.state_dict() for name, guard in zip(self.names, self.each, strict=True)}

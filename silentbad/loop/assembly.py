@@ -101,11 +101,16 @@ def build(
         warn(line)
 
     # Models; what trains goes to its device
-    parts = pipeline.load_parts(config, given.schedule, given.tokenizer, accelerator.mixed_precision)
+    parts = pipeline.load_parts(
+        config, given.schedule, given.tokenizer, accelerator.mixed_precision
+    )
     side = pipeline.resolution(parts, config)
     drawn = pipeline.drawn_side(parts, config.validation.resolution)
     if drawn != side and (given.targets or given.prompts or config.validation_prompts):
-        warn(f"resolution: trains on pictures of {side}, draws images of {drawn}: validation.resolution")
+        warn(
+            f"resolution: trains on pictures of {side}, draws images of {drawn}: "
+            f"validation.resolution"
+        )
     cache_bytes = config.cache_mb * 2**20
     encoder = Encoder(parts, accelerator, side=side, cache_bytes=cache_bytes, seed=config.seed)
     denoiser.to_device(parts.model, config, device)
@@ -210,9 +215,13 @@ def build(
     recovery = None
     if given.targets and (config.preview or not config.dry_run):
         whole_pictures = replace(transform, step=0)
-        masked, estimated = inputs.with_masks(given.targets, given.records, whole_pictures, config.seed)
+        masked, estimated = inputs.with_masks(
+            given.targets, given.records, whole_pictures, config.seed
+        )
         for name in estimated:
-            accelerator.print(f"target {name}: masks of its elements are estimated from their pictures")
+            accelerator.print(
+                f"target {name}: masks of its elements are estimated from their pictures"
+            )
         recovery = recovery_class(
             config.validation,
             targets=masked,
@@ -223,7 +232,9 @@ def build(
             seed=config.seed,
             cache_dir=config.cache_dir,
             held_out=by_role(given.held_out, whole_pictures, config.seed),
-            training=inputs.shown(given.records, whole_pictures, config.seed, config.validation.nearest),
+            training=inputs.shown(
+                given.records, whole_pictures, config.seed, config.validation.nearest
+            ),
             prediction_type=config.prediction_type,
         )
     sheet = None
@@ -286,7 +297,9 @@ def build(
         effective_batch,
         guards.reads,
     )
-    checkpoints = Checkpoints(folder, state, accelerator, meters, timers, config.checkpoints_total_limit, facts)
+    checkpoints = Checkpoints(
+        folder, state, accelerator, meters, timers, config.checkpoints_total_limit, facts
+    )
     products = Products(
         config,
         folder,
@@ -350,7 +363,9 @@ def batches_by_shape(
     )
     say(table)
     longest = max(max(shape) for shape in shapes)
-    pipeline.check_positions(parts, longest, "buckets: a side", config.pretrained_model_name_or_path)
+    pipeline.check_positions(
+        parts, longest, "buckets: a side", config.pretrained_model_name_or_path
+    )
     numbers = {shape: number for number, shape in enumerate(sorted(set(shapes)))}
     shape_numbers = np.asarray([numbers[shape] for shape in shapes])
     return buckets.Batches(shape_numbers, config.train_batch_size)

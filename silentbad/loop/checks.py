@@ -1,4 +1,5 @@
-"""Refusals that look at more than one part of the configuration, or at the records too; no weights have loaded."""
+"""Refusals that look at more than one part of the configuration, or at the records too; no
+weights have loaded."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,34 +28,45 @@ def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None
     memory, phrases = config.memory, records.phrases
     if memory.region.name == "mask" and not records.masked:
         raise UserError(
-            "memory.region.name=mask: no record has a mask; give masks in the metadata, or set memory.region.name to "
+            "memory.region.name=mask: no record has a mask; give masks in the metadata, or set "
+            "memory.region.name to "
             "estimated, which finds them from at least 4 pictures a phrase"
         )
     if memory.retention.unconditional and "clean" not in info.roles:
-        raise UserError("memory.retention.unconditional: the data holds no clean record to show without caption")
+        raise UserError(
+            "memory.retention.unconditional: the data holds no clean record to show without caption"
+        )
     made = ["rehearsal"] if memory.rehearsal.name in REHEARSED else []
     unseen = {"clean"} if memory.sampler.clean_ratio == 0 else set()
     roles.refuse_absent(memory, {*info.roles, *made} - unseen)
     if memory.retention.name == "self_distillation" and unseen:
         raise UserError(
-            "memory.retention.name=self_distillation: acts on clean records, of which memory.sampler.clean_ratio 0 "
+            "memory.retention.name=self_distillation: acts on clean records, of which "
+            "memory.sampler.clean_ratio 0 "
             "shows none; leave one of them out"
         )
     between = config.gradient_control.between
     idle = {*between.levels} - {*info.roles, *made} - {*type(between)().levels}
     if between.name != "none" and idle:
-        raise UserError(f"gradient_control.between.levels: there is no {min(idle)} record to act on; leave it out")
+        raise UserError(
+            f"gradient_control.between.levels: there is no {min(idle)} record to act "
+            f"on; leave it out"
+        )
     if memory.rehearsal.name == "leak_free":
-        captioned = ("rehearsal", "clean") if roles.dropout(memory).get("clean", 0) < 1 else ("rehearsal",)
+        captioned = (
+            ("rehearsal", "clean") if roles.dropout(memory).get("clean", 0) < 1 else ("rehearsal",)
+        )
         if not any(role in captioned and len(phrases[r]) > 1 for r, role in enumerate(info.roles)):
             raise UserError(
-                "memory.rehearsal.name=leak_free: joins phrases of clean and rehearsal records; none with a caption "
+                "memory.rehearsal.name=leak_free: joins phrases of clean and rehearsal records; "
+                "none with a caption "
                 "has two"
             )
     rehearsed = memory.rehearsal.name in REHEARSED
     if config.gradient_control.uses_hypergradient and not (rehearsed or "rehearsal" in info.roles):
         raise UserError(
-            f"gradient_control.name={config.gradient_control.name}: learns from rehearsals, of which there are none; "
+            f"gradient_control.name={config.gradient_control.name}: learns from rehearsals, of "
+            f"which there are none; "
             "set memory.rehearsal.name to leak_free or pairwise, or give records of role rehearsal"
         )
 
@@ -63,11 +75,13 @@ REPEATS = 64  # times that a record may stand in one micro-batch
 
 
 def dry_run_config(config: Any, scratch: str) -> Any:
-    """The configuration of a dry run: its folder is `scratch`, its caches are the run's, and it resumes what the run
-    would."""
+    """The configuration of a dry run: its folder is `scratch`, its caches are the run's, and it
+    resumes what the run would."""
     asked = config.resume_from_checkpoint
     found = checkpoint.resolve(asked, Path(config.output_dir) / "checkpoints") if asked else None
-    return replace(config, output_dir=scratch, resume_from_checkpoint=None if found is None else str(found))
+    return replace(
+        config, output_dir=scratch, resume_from_checkpoint=None if found is None else str(found)
+    )
 
 
 def evaluations_after_end(config: TrainConfig, total: int) -> str | None:
@@ -75,7 +89,9 @@ def evaluations_after_end(config: TrainConfig, total: int) -> str | None:
     late = [step for step in config.validation.early_steps if step > total]
     if config.validation.targets is None or not late:
         return None
-    return f"validation.early_steps: {late[0]} lies after the last step, {total}, and is not measured"
+    return (
+        f"validation.early_steps: {late[0]} lies after the last step, {total}, and is not measured"
+    )
 
 
 def check_batch(config: TrainConfig, records: int) -> None:
@@ -83,20 +99,22 @@ def check_batch(config: TrainConfig, records: int) -> None:
     size, most = config.train_batch_size, REPEATS * records
     if size > most:
         raise UserError(
-            f"train_batch_size: {size} samples of {records} records; each may stand {REPEATS} times in a micro-batch, "
+            f"train_batch_size: {size} samples of {records} records; each may stand {REPEATS} "
+            f"times in a micro-batch, "
             f"so at most {most}"
         )
 
 
 def bucket_step(config: TrainConfig, side: int, factor: int) -> int:
-    """What the sides of the buckets are multiples of; 0 where images are squares. The pipeline takes multiples of
-    `factor`."""
+    """What the sides of the buckets are multiples of; 0 where images are squares. The pipeline
+    takes multiples of `factor`."""
     if not config.buckets:
         return 0
     step = config.bucket_step or buckets.default_step(side, factor)
     if step % factor or side % step:
         raise UserError(
-            f"bucket_step: {step} must be a multiple of {factor}, which the pipeline needs, and divide the "
+            f"bucket_step: {step} must be a multiple of {factor}, which the pipeline needs, and "
+            f"divide the "
             f"resolution {side}"
         )
     return step
@@ -105,15 +123,21 @@ def bucket_step(config: TrainConfig, side: int, factor: int) -> int:
 def check_captions(config: TrainConfig, records: Records) -> None:
     """Refuse a token warm-up that would cut no caption."""
     commas = pc.match_substring(records.column("text"), ",")
-    if config.token_warmup_step and config.memory.rehearsal.name == "none" and not pc.any(commas).as_py():
+    if (
+        config.token_warmup_step
+        and config.memory.rehearsal.name == "none"
+        and not pc.any(commas).as_py()
+    ):
         raise UserError(
-            "token_warmup_step: shows the first parts of a caption, between commas; no caption of the data has a comma"
+            "token_warmup_step: shows the first parts of a caption, between commas; no caption "
+            "of the data has a comma"
         )
 
 
 # ---------------------------------------------------------------- of a family of models
 def check_family(config: TrainConfig, family: Family, sharded: bool = False) -> None:
-    """Refuse what has no meaning on a family's path, or is not there for its layers; `sharded` as in `build`."""
+    """Refuse what has no meaning on a family's path, or is not there for its layers; `sharded`
+    as in `build`."""
     check_rules(config, {}, Facts(family=family, sharded=sharded), about=("FLOW", "TRANSFORMER"))
 
 

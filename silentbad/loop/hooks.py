@@ -33,7 +33,8 @@ class MicroStep(NamedTuple):
     model_pred: Tensor  # (B,C,h,w), with its graph
     maps: Any  # silentbad.experiments.attention.Maps, where the attention maps are recorded
     model: torch.nn.Module  # what trains: the backbone, and the text encoders where they train too
-    predict: Callable[..., Tensor]  # (noisy_latents, timesteps, captions, model=None, time_ids=None) -> (B,C,h,w)
+    # (noisy_latents, timesteps, captions, model=None, time_ids=None) -> (B,C,h,w)
+    predict: Callable[..., Tensor]
 
 
 class Hook:
@@ -43,10 +44,13 @@ class Hook:
     log reads them.
     """
 
-    modifies_gradients = False  # between the backward and the clip, which then measures their norm again
+    # between the backward and the clip, which then measures their norm again
+    modifies_gradients = False
     one_source_per_backward = False  # whether each backward must be of samples of one role
 
-    def timesteps(self, draw: int, positions: list[int], count: int, roles: list[str]) -> tuple[Tensor, Tensor] | None:
+    def timesteps(
+        self, draw: int, positions: list[int], count: int, roles: list[str]
+    ) -> tuple[Tensor, Tensor] | None:
         """(timesteps (B,), importance weights (B,)) on the CPU, in place of those of the hooks
         before; None keeps them. `positions` (B,) lie in effective batch number `draw` of `count`
         samples, whose roles are `roles`."""
@@ -83,7 +87,9 @@ class Hook:
         has `asked`, or as the `final` point. Collective: the same on every process."""
         return False
 
-    def run(self, step: int, epoch: float, unet: Any, ema: Any = None, final: bool = False) -> dict[str, Any]:
+    def run(
+        self, step: int, epoch: float, unet: Any, ema: Any = None, final: bool = False
+    ) -> dict[str, Any]:
         """Measure the weights of `unet`, and of their average where there is one; returns scalars
         for the log. Leaves weights, modes and random streams as they are."""
         return {}
@@ -117,7 +123,9 @@ class Hooks(Hook):
     def one_source_per_backward(self) -> bool:  # type: ignore[override]
         return any(hook.one_source_per_backward for hook in self)
 
-    def timesteps(self, draw: int, positions: list[int], count: int, roles: list[str]) -> tuple[Tensor, Tensor] | None:
+    def timesteps(
+        self, draw: int, positions: list[int], count: int, roles: list[str]
+    ) -> tuple[Tensor, Tensor] | None:
         drawn = None
         for hook in self:
             drawn = hook.timesteps(draw, positions, count, roles) or drawn
@@ -143,7 +151,9 @@ class Hooks(Hook):
         for hook in self:
             hook.after_backward(last)
 
-    def before_step(self, step: int, finite: Tensor | None = None, norms: Tensor | None = None) -> dict[str, Tensor]:
+    def before_step(
+        self, step: int, finite: Tensor | None = None, norms: Tensor | None = None
+    ) -> dict[str, Tensor]:
         scalars: dict[str, Tensor] = {}
         for hook in self:
             scalars |= hook.before_step(step, finite, norms) or {}
@@ -166,7 +176,8 @@ class HookContext:
     model: torch.nn.Module  # what trains: the backbone, and the text encoders where they train too
     params: list[torch.nn.Parameter]  # the T trained tensors
     scheduler: Any  # the noise schedule of training
-    predict: Callable[..., Tensor]  # (noisy_latents, timesteps, captions, model=None, time_ids=None) -> (B,C,h,w)
+    # (noisy_latents, timesteps, captions, model=None, time_ids=None) -> (B,C,h,w)
+    predict: Callable[..., Tensor]
     device: torch.device
     rank: int
     world: int
@@ -182,7 +193,9 @@ def hook_classes(places: Sequence[str]) -> dict[str, type[Hook]]:
     classes = {}
     for place, name in zip(places, names, strict=True):
         if not user_code.is_place(place):
-            raise UserError(f"hooks: {place!r} is not PATH.py:CLASS, such as docs/example/mine.py:LossByRole")
+            raise UserError(
+                f"hooks: {place!r} is not PATH.py:CLASS, such as docs/example/mine.py:LossByRole"
+            )
         if names.count(name) > 1:
             raise UserError(f"hooks: {name} is given twice")
         kind = user_code.load("hooks", place)
@@ -196,10 +209,14 @@ def check_hook(place: str, kind: Any) -> None:
     parameters."""
     if not (isinstance(kind, type) and issubclass(kind, Hook)):
         raise UserError(f"hooks: {place} is no subclass of silentbad.loop.hooks.Hook")
-    methods = [name for name, member in vars(Hook).items() if callable(member) and not name.startswith("_")]
+    methods = [
+        name for name, member in vars(Hook).items() if callable(member) and not name.startswith("_")
+    ]
     overridden = [name for name in methods if getattr(kind, name) is not getattr(Hook, name)]
     if not overridden:
-        raise UserError(f"hooks: {place} overrides no method of a hook; there are: {', '.join(methods)}")
+        raise UserError(
+            f"hooks: {place} overrides no method of a hook; there are: {', '.join(methods)}"
+        )
     if not takes(kind, 1):
         raise UserError(f"hooks: {place}.__init__ must take (self, context), a HookContext")
     for name in overridden:
@@ -231,7 +248,10 @@ class OwnHooks(Hooks):
         states = {name: hook.state_dict() for name, hook in zip(self.names, self.each, strict=True)}
         for name, state in states.items():
             if not is_plain(state):
-                raise UserError(f"hooks: the state_dict of {name} holds more than tensors, numbers, text, lists, dicts")
+                raise UserError(
+                    f"hooks: the state_dict of {name} holds more than tensors, "
+                    f"numbers, text, lists, dicts"
+                )
         return states
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

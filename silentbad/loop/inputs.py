@@ -46,8 +46,12 @@ def gathered(config: TrainConfig, accelerator: Accelerator, sharded: bool) -> In
     prompts, guards = sample_prompts(config, tokenizer), Guards(config.guard)
     for prompt in config.validation_prompts or []:
         check_window(prompt, tokenizer, f"validation_prompts: {brief(prompt)}")
-    records, held_out, targets = prepare(config, tokenizer, guards, accelerator.main_process_first, accelerator.print)
-    info = DataInfo(*(getattr(records, name) for name in ("role", "target_id", "element_id", "phrases")))
+    records, held_out, targets = prepare(
+        config, tokenizer, guards, accelerator.main_process_first, accelerator.print
+    )
+    info = DataInfo(
+        *(getattr(records, name) for name in ("role", "target_id", "element_id", "phrases"))
+    )
     checks.check_records(config, info, records)
     if guards.suspects is not None and not guards.suspects.rows:
         warn(f"guard.scan: {guards.suspects.file} names no suspect; nothing is guarded")
@@ -60,14 +64,16 @@ def sample_prompts(config: TrainConfig, tokenizer: Any) -> list[Prompt]:
     """The prompts of `sample_prompts`, none where it is unset."""
     if config.sample_prompts is None:
         return []
-    return load_prompts(config.sample_prompts, tokenizer, guided=config.validation.guidance_scale > 1)
+    return load_prompts(
+        config.sample_prompts, tokenizer, guided=config.validation.guidance_scale > 1
+    )
 
 
 def prepare(
     config: TrainConfig, tokenizer: Any, guards: Guards, first: Any, say: Callable
 ) -> tuple[Records, Records | None, list[Target]]:
-    """(records to train on, those held out, targets), all checked; `first` lets one process build the table, `say`
-    prints how many records there are."""
+    """(records to train on, those held out, targets), all checked; `first` lets one process build
+    the table, `say` prints how many records there are."""
     targets = load_targets(config.validation.targets) if config.validation.targets else []
     load_redraws(config.validation.targets, targets, decode=True)
     with first():
@@ -86,7 +92,8 @@ def prepare(
     kept, held_out = records.hold_out(config.held_out_clean, config.held_out_elements, config.seed)
     if config.best_by == "clean_eps_mse" and (held_out is None or "clean" not in held_out.role):
         raise UserError(
-            "best_by: clean_eps_mse needs held-out clean records; set held_out_clean, of which a tenth of the clean "
+            "best_by: clean_eps_mse needs held-out clean records; set held_out_clean, of which a "
+            "tenth of the clean "
             "records is taken at most, or best_by to similarity"
         )
     say(f"data: {kept.census()}" + (f"; held out: {held_out.census()}" if held_out else ""))
@@ -117,7 +124,9 @@ def with_masks(
     estimated: list[str] = []
     for target in targets:
         if not any(mask is not None for mask in target.masks):
-            masks = [_estimated_mask(target, k, records, reader) for k in range(len(target.phrases))]
+            masks = [
+                _estimated_mask(target, k, records, reader) for k in range(len(target.phrases))
+            ]
             if any(mask is not None for mask in masks):
                 target = replace(target, masks=masks)
                 estimated.append(target.target_id)
@@ -126,7 +135,8 @@ def with_masks(
 
 
 def _estimated_mask(target: Target, k: int, records: Records, reader: Reader) -> Image.Image | None:
-    """The mask of an element from its pictures; None where they are too few or show nothing in common."""
+    """The mask of an element from its pictures; None where they are too few or show nothing in
+    common."""
     rows = [
         i
         for i, name in enumerate(records.target_id)

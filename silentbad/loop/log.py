@@ -8,7 +8,8 @@ from silentbad.saving.folder import RunFolder
 
 
 class Log:
-    """One row every so many updates, one a validation; the one place where the host waits for the meters."""
+    """One row every so many updates, one a validation; the one place where the host waits for
+    the meters."""
 
     def __init__(
         self,
@@ -23,7 +24,8 @@ class Log:
         self.meters, self.timers, self.effective_batch = meters, timers, effective_batch
 
     def training(self, *scalars: dict[str, Any]) -> dict[str, float]:
-        """Write the means since the last row, and further `scalars`; returns the means. Collective."""
+        """Write the means since the last row, and further `scalars`; returns the means.
+        Collective."""
         state = self.state
         self.meters.share(self.accelerator)
         for values in scalars:
@@ -38,9 +40,13 @@ class Log:
 
     def validation(self, scores: dict[str, float]) -> None:
         """What a validation measured."""
-        self.folder.log({"step": self.state.step, "epoch": self.state.epoch, "validation": True, **scores})
+        self.folder.log(
+            {"step": self.state.step, "epoch": self.state.epoch, "validation": True, **scores}
+        )
         self.accelerator.log(scores, step=self.state.step)
 
     def say(self, text: str) -> None:
         """A line for the user, with where the run is."""
-        self.accelerator.print(f"{self.folder.path}: step {self.state.step} of {self.state.total}: {text}")
+        self.accelerator.print(
+            f"{self.folder.path}: step {self.state.step} of {self.state.total}: {text}"
+        )

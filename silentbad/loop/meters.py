@@ -37,7 +37,9 @@ class Meters:
             return {}
         names = list(self.sums)
         device = next(iter(self.sums.values())).device
-        means = torch.stack([(self.sums[name] / self.counts[name]).to(device) for name in names]).tolist()
+        means = torch.stack(
+            [(self.sums[name] / self.counts[name]).to(device) for name in names]
+        ).tolist()
         self.sums = {}
         self.counts = {}
         return dict(zip(names, means, strict=True))
@@ -46,7 +48,10 @@ class Meters:
         self.sums = {name: value.to(device) for name, value in self.sums.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sums": {name: value.cpu() for name, value in self.sums.items()}, "counts": dict(self.counts)}
+        return {
+            "sums": {name: value.cpu() for name, value in self.sums.items()},
+            "counts": dict(self.counts),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.sums = {name: value.float() for name, value in state["sums"].items()}
@@ -54,8 +59,8 @@ class Meters:
 
 
 class Timers:
-    """Seconds by activity since the last reading, as the host sees them: on an accelerator the time of work that was
-    only launched falls to whatever waits for it, the update."""
+    """Seconds by activity since the last reading, as the host sees them: on an accelerator the time
+    of work that was only launched falls to whatever waits for it, the update."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = {}
@@ -81,7 +86,8 @@ class Timers:
             yield item
 
     def read(self, samples: int) -> dict[str, float]:
-        """Shares of the time since the last reading, in [0, 1], and samples a second; `samples` is the count so far."""
+        """Shares of the time since the last reading, in [0, 1], and samples a second; `samples`
+        is the count so far."""
         now = time.perf_counter()
         passed = max(now - self.began, 1e-9)
         values = {f"time/{activity}": seconds / passed for activity, seconds in self.spent.items()}

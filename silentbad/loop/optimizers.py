@@ -1,7 +1,8 @@
-"""The optimizer of a run: built by name or import path, its groups, the gradient's norm, its weights for measuring.
+"""The optimizer of a run: built by name or import path, its groups, the gradient's norm, its
+weights for measuring.
 
-Legend: T trained tensors; a group is a dict of `params`, `name` and settings, as torch's optimizers take it.
-"""
+Legend: T trained tensors; a group is a dict of `params`, `name` and settings, as torch's optimizers
+take it."""
 
 import importlib
 import inspect
@@ -24,15 +25,17 @@ UPDATES: dict[str, type[torch.optim.Optimizer]] = {"shrink": ShrunkAdamW, "spect
 
 # ---------------------------------------------------------------- building
 def optimizer_class(config: TrainConfig) -> type[torch.optim.Optimizer]:
-    """The class that `optimizer`, `use_8bit_adam` or `gradient_control` names; refused where it does not import or is
-    none."""
+    """The class that `optimizer`, `use_8bit_adam` or `gradient_control` names; refused where it
+    does not import or is none."""
     key, path = path_of(config)
     module, _, name = path.rpartition(".")
     try:
         kind = getattr(importlib.import_module(module), name, None)
     except Exception as error:  # whatever a package raises while it is imported
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{key}: {module} does not import ({reason}); pip install {module.split('.')[0]}") from None
+        raise UserError(
+            f"{key}: {module} does not import ({reason}); pip install {module.split('.')[0]}"
+        ) from None
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise UserError(not_one(key, config.optimizer))
     return kind
@@ -40,7 +43,10 @@ def optimizer_class(config: TrainConfig) -> type[torch.optim.Optimizer]:
 
 def facts_of(kind: type[torch.optim.Optimizer]) -> OptimizerFacts:
     """What the checks ask of an optimizer, from the class itself."""
-    options = {name: Option(_annotation(parameter), parameter.default) for name, parameter in _takes(kind).items()}
+    options = {
+        name: Option(_annotation(parameter), parameter.default)
+        for name, parameter in _takes(kind).items()
+    }
     closure = inspect.signature(kind.step).parameters.get("closure")
     needs = "sparse gradients" if kind is torch.optim.SparseAdam else ""
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -58,12 +64,13 @@ def _annotation(parameter: inspect.Parameter) -> Any:
     return Any if hint is inspect.Parameter.empty or isinstance(hint, str) else hint
 
 
-def make_optimizer(groups: list[dict[str, Any]], config: TrainConfig, scale: float) -> torch.optim.Optimizer:
+def make_optimizer(
+    groups: list[dict[str, Any]], config: TrainConfig, scale: float
+) -> torch.optim.Optimizer:
     """The optimizer over the controller's groups at `scale` times the learning rate.
 
-    The adam_* flags reach it where it has such a setting; `optimizer_options` override them. torch's own run their
-    fused kernel: one pass over the weights instead of a dozen.
-    """
+    The adam_* flags reach it where it has such a setting; `optimizer_options` override them.
+    torch's own run their fused kernel: one pass over the weights instead of a dozen."""
     kind = optimizer_class(config)
     takes = inspect.signature(kind).parameters
     flags: dict[str, Any] = {
@@ -72,14 +79,22 @@ def make_optimizer(groups: list[dict[str, Any]], config: TrainConfig, scale: flo
         "eps": config.adam_epsilon,
         "weight_decay": config.adam_weight_decay,
     }
-    pair = {key for key in takes if isinstance(takes[key].default, tuple)}  # Adafactor's eps is another thing
-    settings = {k: v for k, v in flags.items() if k in takes and isinstance(v, tuple) == (k in pair)}
-    if kind.__module__.startswith("torch.optim") and "fused" in takes and "foreach" not in config.optimizer_options:
+    # Adafactor's eps is another thing
+    pair = {key for key in takes if isinstance(takes[key].default, tuple)}
+    settings = {
+        k: v for k, v in flags.items() if k in takes and isinstance(v, tuple) == (k in pair)
+    }
+    if (
+        kind.__module__.startswith("torch.optim")
+        and "fused" in takes
+        and "foreach" not in config.optimizer_options
+    ):
         settings["fused"] = True
     if not config.decay_norms_and_biases:
         groups = without_decay(groups)
     settings |= config.optimizer_options
-    with user_errors(f"optimizer: {kind.__name__} does not take these"):  # its own view of settings and weights
+    # its own view of settings and weights
+    with user_errors(f"optimizer: {kind.__name__} does not take these"):
         optimizer: Any = kind(groups, **settings)
         if kind not in UPDATES.values():
             try_step(kind, groups[0], settings)
@@ -101,7 +116,8 @@ def try_step(kind: Any, group: dict[str, Any], settings: dict[str, Any]) -> None
 
 
 def without_decay(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each group as its matrices and, under the same name, its vectors (norms and biases) without weight decay."""
+    """Each group as its matrices and, under the same name, its vectors (norms and biases)
+    without weight decay."""
     split = []
     for group in groups:
         vectors = [p for p in group["params"] if p.ndim < 2]
@@ -114,15 +130,18 @@ def without_decay(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 # ---------------------------------------------------------------- the gradient's norm
 def gradient_norms(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
-    """Euclidean norm of each gradient (T,), of all its shards, on the device; 0 where there is none."""
+    """Euclidean norm of each gradient (T,), of all its shards, on the device; 0 where there is
+    none."""
     zero = torch.zeros((), device=parameters[0].device)
     gradients = [zero if p.grad is None else p.grad for p in parameters]
     return gather(torch.stack(torch._foreach_norm(gradients)))
 
 
 def clip(parameters: list[torch.nn.Parameter], limit: float, norm: torch.Tensor | None) -> None:
-    """Scale the gradients down to `limit`, where their norm (a scalar on the device; None: not known) lies above."""
+    """Scale the gradients down to `limit`, where their norm (a scalar on the device; None: not
+    known) lies above."""
     if norm is None:
         norm = torch.linalg.vector_norm(gradient_norms(parameters))
     if gradients := [p.grad for p in parameters if p.grad is not None]:
-        torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1))  # as torch.nn.utils.clip_grads_with_norm_
+        # as torch.nn.utils.clip_grads_with_norm_
+        torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1))

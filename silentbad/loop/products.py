@@ -1,4 +1,5 @@
-"""What a run leaves beside its checkpoints: pipelines with their card, prompt images, records for the report."""
+"""What a run leaves beside its checkpoints: pipelines with their card, prompt images, records
+for the report."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,10 +23,10 @@ DRAWN = 3  # sampling steps of the image that a dry run draws
 
 
 class Products:
-    """Writes them from a run's parts. Collective where weights may be in shards: every process calls each method.
+    """Writes them from a run's parts. Collective where weights may be in shards: every process
+    calls each method.
 
-    `results()` gives the rows of the card's table, one for each target.
-    """
+    `results()` gives the rows of the card's table, one for each target."""
 
     def __init__(
         self,
@@ -40,8 +41,19 @@ class Products:
         target_ids: list[str],
         results: Callable[[], list[dict[str, Any]]],
     ):
-        self.config, self.folder, self.state, self.parts, self.encoder = config, folder, state, parts, encoder
-        self.accelerator, self.info, self.target_ids, self.results = accelerator, info, target_ids, results
+        self.config, self.folder, self.state, self.parts, self.encoder = (
+            config,
+            folder,
+            state,
+            parts,
+            encoder,
+        )
+        self.accelerator, self.info, self.target_ids, self.results = (
+            accelerator,
+            info,
+            target_ids,
+            results,
+        )
 
     def save_pipeline(self, path: Path) -> None:
         """The pipeline in diffusers format with its card, averaged weights where there are some."""
@@ -49,7 +61,9 @@ class Products:
         if self.accelerator.is_main_process:
             with self._averaged(), writing(f"output_dir {self.folder.path}", path.name):
                 text = self._card()
-                checkpoint.replace_folder(path, lambda draft: pipeline.save_pipeline(parts, draft, text))
+                checkpoint.replace_folder(
+                    path, lambda draft: pipeline.save_pipeline(parts, draft, text)
+                )
                 if self.config.lora.merged and path == self.folder.pipeline:
                     with explain_out_of_memory("lora.merged", "leave it out, and merge elsewhere"):
                         self._save_merged(pipeline.with_merged(parts))
@@ -67,8 +81,12 @@ class Products:
         if self.accelerator.is_main_process:
             prompts, seed = self.config.validation_prompts or [], self.config.seed
             with self._averaged(), self.encoder.on_device(), self.accelerator.autocast():
-                images = pipeline.draw_images(pipeline.pipeline(parts), prompts, seed, size=self.side)
-            trackers.save_images(images, self.folder.path / "samples" / "prompts", self.state.step, self.accelerator)
+                images = pipeline.draw_images(
+                    pipeline.pipeline(parts), prompts, seed, size=self.side
+                )
+            trackers.save_images(
+                images, self.folder.path / "samples" / "prompts", self.state.step, self.accelerator
+            )
         self.accelerator.wait_for_everyone()
 
     @property
@@ -77,7 +95,8 @@ class Products:
         return pipeline.drawn_side(self.parts, self.config.validation.resolution)
 
     def try_drawing(self, prompt: str, after_step: Callable[..., Any]) -> None:
-        """One image that nobody sees: the end of a dry run; `after_step` is called after each of its sampling steps."""
+        """One image that nobody sees: the end of a dry run; `after_step` is called after each of
+        its sampling steps."""
         pipe, seed = pipeline.pipeline(pipeline.whole_parts(self.parts)), self.config.seed
         options: dict[str, Any] = {
             "callback_on_step_end": after_step,
@@ -87,14 +106,18 @@ class Products:
             pipeline.draw_images(pipe, [prompt], seed, steps=DRAWN, size=self.side, **options)
 
     def record(self, multipliers: list[dict[str, Any]], strengths: list[dict[str, Any]]) -> None:
-        """What the report reads beside metrics.jsonl: multipliers, strengths of the phrases, timesteps."""
+        """What the report reads beside metrics.jsonl: multipliers, strengths of the phrases,
+        timesteps."""
         edges = [self.state.train_timesteps * i // BINS for i in range(BINS + 1)]
         self.folder.write("multipliers.json", multipliers)
         self.folder.write("phrase_memory.json", {"phrases": self.info.keys, "history": strengths})
-        self.folder.write("timesteps.json", {"edges": edges, "counts": self.state.timesteps.long().tolist()})
+        self.folder.write(
+            "timesteps.json", {"edges": edges, "counts": self.state.timesteps.long().tolist()}
+        )
 
     def report(self, under_way: bool = False) -> None:
-        """report.html, on the main process; of a run that is `under_way` a page that says so and reloads itself."""
+        """report.html, on the main process; of a run that is `under_way` a page that says so and
+        reloads itself."""
         if self.accelerator.is_main_process:
             now = f"step {self.state.step} of {self.state.total}" if under_way else ""
             with writing(f"output_dir {self.folder.path}", "report.html"):
@@ -103,14 +126,20 @@ class Products:
                 print(f"{self.folder.pipeline.name}: {self.folder.pipeline}\nreport: {page}")
 
     def push(self) -> None:
-        """The pipeline to the Hub, on the main process; where that fails, a line says how to do it by hand."""
+        """The pipeline to the Hub, on the main process; where that fails, a line says how to do
+        it by hand."""
         if self.accelerator.is_main_process:
             card.push(self.folder.pipeline, self.config)
 
     def _card(self, merged: bool = False) -> str:
-        about, family = (self.config, self.state.step, self.info, self.target_ids), self.parts.family
+        about, family = (
+            (self.config, self.state.step, self.info, self.target_ids),
+            self.parts.family,
+        )
         missing = [name for name in family.optional if name not in self.parts.components()]
-        return card.model_card(*about, self.results(), merged=merged, backbone=family.backbone, missing=missing)
+        return card.model_card(
+            *about, self.results(), merged=merged, backbone=family.backbone, missing=missing
+        )
 
     def _averaged(self) -> Any:
         return averaged(self.state.model, self.state.ema, self.state.optimizer)
@@ -122,4 +151,7 @@ def best_score(scores: dict[str, float], by: str) -> float:
     for prefix in ("val_ema", "val"):
         if f"{prefix}/{name}" in scores:
             return sign * scores[f"{prefix}/{name}"]
-    raise UserError(f"best_by: {by} was not measured; clean_eps_mse needs clean records and held_out_clean above 0")
+    raise UserError(
+        f"best_by: {by} was not measured; clean_eps_mse needs clean records and "
+        f"held_out_clean above 0"
+    )

@@ -1,4 +1,5 @@
-"""The checkpoints of a run: saved by all processes together, loaded, and saved once more when it fails."""
+"""The checkpoints of a run: saved by all processes together, loaded, and saved once more when it
+fails."""
 
 import json
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ from silentbad.saving.folder import SAVED, RunFolder
 
 
 class Checkpoints:
-    """checkpoints/step-N of a run folder; the oldest beyond `limit` go. `facts` say what the run is made of."""
+    """checkpoints/step-N of a run folder; the oldest beyond `limit` go. `facts` say what the run
+    is made of."""
 
     def __init__(
         self,
@@ -32,7 +34,8 @@ class Checkpoints:
         self.meters, self.timers, self.limit, self.facts = meters, timers, limit, facts
 
     def save(self, reason: str) -> None:
-        """Write step-N on the main process, then rotate. Collective: every process calls it and waits for it.
+        """Write step-N on the main process, then rotate. Collective: every process calls it and
+        waits for it.
 
         Raises UserError where the weights are no numbers any more: earlier checkpoints stay."""
         self.state.refuse_nonfinite()
@@ -41,7 +44,8 @@ class Checkpoints:
         self.accelerator.wait_for_everyone()
 
     def save_alone(self, reason: str) -> None:
-        """Write step-N from what this process holds: after an exception the others may be anywhere, or gone."""
+        """Write step-N from what this process holds: after an exception the others may be
+        anywhere, or gone."""
         self.state.refuse_nonfinite()
         self._write(reason)
 
@@ -57,22 +61,25 @@ class Checkpoints:
 
             def write(draft: Path) -> None:
                 self.state.write(draft, gathered)
-                (draft / identity.FILE).write_text(json.dumps(self.facts, indent=1), encoding="utf-8")
+                (draft / identity.FILE).write_text(
+                    json.dumps(self.facts, indent=1), encoding="utf-8"
+                )
 
             checkpoint.save(path, write, {"step": self.state.step, "reason": reason})
         self.folder.log({"step": self.state.step, SAVED: reason}, "timings.jsonl")
         checkpoint.rotate(self.folder.checkpoints, self.limit, path)
 
     def load(self, path: Path) -> None:
-        """Take up a checkpoint; what was logged after it will be logged again. Raises UserError where it is of a run
-        with other settings, data or targets, or does not fit."""
+        """Take up a checkpoint; what was logged after it will be logged again. Raises UserError
+        where it is of a run with other settings, data or targets, or does not fit."""
         identity.refuse_mixture(path, self.facts)
         self.state.read(path)
         self.meters.to(self.accelerator.device)
 
     @contextmanager
     def rescue(self, loader: Loader) -> Iterator[None]:
-        """An exception saves what a resume needs, unless it struck while the weights were being changed."""
+        """An exception saves what a resume needs, unless it struck while the weights were being
+        changed."""
         state = self.state
         try:
             yield
@@ -85,5 +92,7 @@ class Checkpoints:
                 except Exception as second:  # a full disk must not hide the first error
                     warn(f"no checkpoint after {type(error).__name__}: {second}")
             if isinstance(error, OSError):
-                raise UserError(f"output_dir {self.folder.path}: step {state.step}: {error}") from error
+                raise UserError(
+                    f"output_dir {self.folder.path}: step {state.step}: {error}"
+                ) from error
             raise

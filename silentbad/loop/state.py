@@ -1,7 +1,8 @@
-"""What of a run changes from step to step: weights, optimizer, schedule, average, counters; and its `state_dict`.
+"""What of a run changes from step to step: weights, optimizer, schedule, average, counters; and its
+`state_dict`.
 
-`step` counts optimizer updates, `draw` effective batches begun: a skipped update never meets its data again.
-"""
+`step` counts optimizer updates, `draw` effective batches begun: a skipped update never meets its
+data again."""
 
 import math
 from collections.abc import Iterator
@@ -28,7 +29,8 @@ class Stateful(Protocol):
 
 
 class TrainState:
-    """What trains and how far it is. `others` are the further parts of a checkpoint, by name; None is left out."""
+    """What trains and how far it is. `others` are the further parts of a checkpoint, by name;
+    None is left out."""
 
     def __init__(
         self,
@@ -42,16 +44,28 @@ class TrainState:
         train_timesteps: int,
         others: dict[str, Stateful | None],
     ):
-        self.model, self.optimizer, self.lr_scheduler, self.ema = model, optimizer, lr_scheduler, ema
-        self.total, self.steps_per_epoch, self.train_timesteps = total, steps_per_epoch, train_timesteps
+        self.model, self.optimizer, self.lr_scheduler, self.ema = (
+            model,
+            optimizer,
+            lr_scheduler,
+            ema,
+        )
+        self.total, self.steps_per_epoch, self.train_timesteps = (
+            total,
+            steps_per_epoch,
+            train_timesteps,
+        )
         self.step = 0  # optimizer updates
         self.skipped = self.skipped_in_row = 0  # updates left out because a gradient was not finite
         self.rate = 0.0  # of the last update, of the first parameter group
         self.best = float("-inf")  # score of the best pipeline saved
-        self.timesteps = torch.zeros(BINS)  # samples trained on in each of BINS equal parts of the schedule
+        # samples trained on in each of BINS equal parts of the schedule
+        self.timesteps = torch.zeros(BINS)
         self.updating = False  # whether an update is half done
         parts = {**others, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
-        self.parts: dict[str, Stateful] = {name: part for name, part in parts.items() if part is not None}
+        self.parts: dict[str, Stateful] = {
+            name: part for name, part in parts.items() if part is not None
+        }
 
     @property
     def draw(self) -> int:
@@ -64,10 +78,13 @@ class TrainState:
 
     def count(self, t: torch.Tensor) -> None:
         """Add timesteps t (B,), still on the CPU, to the histogram."""
-        self.timesteps = self.timesteps + torch.histc(t.float(), bins=BINS, min=0, max=self.train_timesteps)
+        self.timesteps = self.timesteps + torch.histc(
+            t.float(), bins=BINS, min=0, max=self.train_timesteps
+        )
 
     def end_at(self, step: int) -> None:
-        """Train up to this step in place of the planned one: a dry run goes a few steps at a time."""
+        """Train up to this step in place of the planned one: a dry run goes a few steps at a
+        time."""
         self.total = step
 
     def updated(self) -> None:
@@ -84,7 +101,8 @@ class TrainState:
 
     @contextmanager
     def update_under_way(self) -> Iterator[None]:
-        """Weights are being changed inside; where an exception strikes there, no checkpoint can be written."""
+        """Weights are being changed inside; where an exception strikes there, no checkpoint can
+        be written."""
         self.updating = True
         yield
         self.updating = False
@@ -100,32 +118,47 @@ class TrainState:
         self.skipped, self.skipped_in_row = self.skipped + 1, self.skipped_in_row + 1
 
     def refuse_nonfinite(self) -> None:
-        """Refuse to go on with weights that hold NaN or infinity: an update that looked sane made them."""
+        """Refuse to go on with weights that hold NaN or infinity: an update that looked sane
+        made them."""
         for name, module in self.model.named_children():
-            weights = [getattr(p, "to_local", lambda p=p: p)() for p in module.parameters() if p.requires_grad]
+            weights = [
+                getattr(p, "to_local", lambda p=p: p)()
+                for p in module.parameters()
+                if p.requires_grad
+            ]
             if weights and not bool(torch.stack([torch.isfinite(p).all() for p in weights]).all()):
-                raise UserError(f"step {self.step}: weights of {name} are not finite any more; lower learning_rate")
+                raise UserError(
+                    f"step {self.step}: weights of {name} are not finite any more; "
+                    f"lower learning_rate"
+                )
 
     # ---- what a checkpoint holds
     def gathered(self, keep: bool) -> dict[str, Any]:
-        """Trained weights and the optimizer's state as one process would hold them. Collective: every process calls
-        it, and where `keep` it gets the shards of all, on the CPU."""
+        """Trained weights and the optimizer's state as one process would hold them. Collective:
+        every process calls it, and where `keep` it gets the shards of all, on the CPU."""
         weights = {name: trained(module) for name, module in self.model.named_children()}
-        return shards.gathered({"weights": weights, "optimizer": self.optimizer.state_dict()}, keep=keep)
+        return shards.gathered(
+            {"weights": weights, "optimizer": self.optimizer.state_dict()}, keep=keep
+        )
 
     def write(self, folder: Path, gathered: dict[str, Any]) -> None:
-        """A checkpoint's files: trained weights and average as safetensors, the rest as plain state."""
+        """A checkpoint's files: trained weights and average as safetensors, the rest as plain
+        state."""
         for name, tensors in gathered["weights"].items():
             checkpoint.write_tensors(folder / f"{name}.safetensors", tensors)
         state = self.state_dict() | {"optimizer": gathered["optimizer"]}
         if self.ema is not None:
             shadow = state["ema"].pop("shadow_params")
-            checkpoint.write_tensors(folder / "ema.safetensors", {str(i): p for i, p in enumerate(shadow)})
+            checkpoint.write_tensors(
+                folder / "ema.safetensors", {str(i): p for i, p in enumerate(shadow)}
+            )
         checkpoint.write_state(folder / "state.pt", state)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights and, sharded as it may be, the optimizer's state."""
-        state = {name: part.state_dict() for name, part in self.parts.items() if name != "optimizer"}
+        state = {
+            name: part.state_dict() for name, part in self.parts.items() if name != "optimizer"
+        }
         state["counters"] = {
             "step": self.step,
             "skipped": self.skipped,
@@ -138,7 +171,9 @@ class TrainState:
     def read(self, folder: Path) -> None:
         """Take up the files of a checkpoint. Raises UserError where they do not fit this run."""
         state = checkpoint.read_state(folder / "state.pt")
-        checkpoint.check_state_fits(folder, state, {*self.parts, "counters", *([] if self.ema is None else ["ema"])})
+        checkpoint.check_state_fits(
+            folder, state, {*self.parts, "counters", *([] if self.ema is None else ["ema"])}
+        )
         for name, module in self.model.named_children():
             tensors = checkpoint.read_tensors(folder / f"{name}.safetensors")
             with checkpoint.explain_mismatch(folder, name):
@@ -146,7 +181,9 @@ class TrainState:
         if self.ema is not None:
             with checkpoint.explain_mismatch(folder, "ema"):
                 shadow = checkpoint.read_tensors(folder / "ema.safetensors")
-                state["ema"]["shadow_params"] = [shadow[str(i)] for i in range(len(self.ema.shadow_params))]
+                state["ema"]["shadow_params"] = [
+                    shadow[str(i)] for i in range(len(self.ema.shadow_params))
+                ]
         self.load_state_dict(state, folder)
 
     def load_state_dict(self, state: dict[str, Any], source: Path | str = "state") -> None:
@@ -178,33 +215,55 @@ class TrainState:
 
 
 def load_schedule(scheduler: Any, state: dict[str, Any]) -> None:
-    """Take up a schedule's position. torch's own `load_state_dict` sets whatever attributes a file names. A rate that
-    jumps, because it falls over another length than before, is said."""
+    """Take up a schedule's position. torch's own `load_state_dict` sets whatever attributes a file
+    names. A rate that jumps, because it falls over another length than before, is said."""
     rates = [[float(rate) for rate in state[name]] for name in ("base_lrs", "_last_lr")]
     if any(len(each) != len(scheduler.base_lrs) for each in rates):
         raise ValueError(f"it has other rates than the {len(scheduler.base_lrs)} of this run")
     scheduler.base_lrs, scheduler._last_lr = rates
-    scheduler.last_epoch, scheduler._step_count = int(state["last_epoch"]), int(state["_step_count"])
-    now = [base * factor(scheduler.last_epoch) for base, factor in zip(rates[0], scheduler.lr_lambdas, strict=True)]
-    if jumps := [pair for pair in zip(rates[1], now, strict=True) if not math.isclose(*pair, rel_tol=1e-6)]:
+    scheduler.last_epoch, scheduler._step_count = (
+        int(state["last_epoch"]),
+        int(state["_step_count"]),
+    )
+    now = [
+        base * factor(scheduler.last_epoch)
+        for base, factor in zip(rates[0], scheduler.lr_lambdas, strict=True)
+    ]
+    if jumps := [
+        pair for pair in zip(rates[1], now, strict=True) if not math.isclose(*pair, rel_tol=1e-6)
+    ]:
         was, is_ = jumps[0]
-        warn(f"the learning rate goes on at {is_:.3g} instead of {was:.3g}: its schedule falls over another length now")
+        warn(
+            f"the learning rate goes on at {is_:.3g} instead of {was:.3g}: its schedule falls "
+            f"over another length now"
+        )
 
 
 def match_memory_format(optimizer: torch.optim.Optimizer) -> None:
-    """Averages in the memory order of their weights: fused kernels run over both as they lie, and a checkpoint may be
-    of the other `channels_last`. Raises UserError for averages in 8 bits, whose blocks follow the memory."""
+    """Averages in the memory order of their weights: fused kernels run over both as they lie, and a
+    checkpoint may be of the other `channels_last`. Raises UserError for averages in 8 bits, whose
+    blocks follow the memory."""
     for weight, held in optimizer.state.items():
         for name, value in held.items():
-            if not torch.is_tensor(value) or value.shape != weight.shape or same_order(value, weight):
+            if (
+                not torch.is_tensor(value)
+                or value.shape != weight.shape
+                or same_order(value, weight)
+            ):
                 continue
             if not value.is_floating_point():
-                raise UserError("channels_last: averages in 8 bits keep the checkpoint's; resume with its setting")
-            held[name] = torch.empty_like(weight, dtype=value.dtype, device=value.device).copy_(value)
+                raise UserError(
+                    "channels_last: averages in 8 bits keep the checkpoint's; resume "
+                    "with its setting"
+                )
+            held[name] = torch.empty_like(weight, dtype=value.dtype, device=value.device).copy_(
+                value
+            )
 
 
 def same_order(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape lie alike in memory; strides of dimensions of size 1 say nothing."""
+    """Whether two tensors of one shape lie alike in memory; strides of dimensions of size 1 say
+    nothing."""
     formats = (torch.contiguous_format, *([torch.channels_last] if a.dim() == 4 else []))
     return a.stride() == b.stride() or any(
         a.is_contiguous(memory_format=f) and b.is_contiguous(memory_format=f) for f in formats

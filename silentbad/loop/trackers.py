@@ -26,23 +26,27 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         config.gradient_accumulation_steps,
         config.mixed_precision,
         log_with=trackers,
-        project_config=ProjectConfiguration(config.output_dir, logging_dir=f"{config.output_dir}/{config.logging_dir}"),
+        project_config=ProjectConfiguration(
+            config.output_dir, logging_dir=f"{config.output_dir}/{config.logging_dir}"
+        ),
     )
     torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
     return accelerator
 
 
 def start(accelerator: Accelerator, config: TrainConfig, values: dict[str, Any], step: int) -> None:
-    """Open the trackers; a run that is taken up at a `step` above 0 replaces what TensorBoard shows after it.
+    """Open the trackers; a run that is taken up at a `step` above 0 replaces what TensorBoard shows
+    after it.
 
-    Raises UserError where one cannot start: no login, no disk.
-    """
+    Raises UserError where one cannot start: no login, no disk."""
     resumed = {"tensorboard": {"purge_step": step + 1}} if step else {}
     try:
         accelerator.init_trackers(config.tracker_project_name, flat(values), resumed)
     except Exception as error:  # each tracker raises errors of its own
         reason = first_line(error)
-        raise UserError(f"report_to: {config.report_to} does not start ({reason}); mend it, or use none") from None
+        raise UserError(
+            f"report_to: {config.report_to} does not start ({reason}); mend it, or use none"
+        ) from None
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -52,7 +56,9 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, dict):
             items |= flat(value, f"{prefix}{key}.")
         else:
-            items[prefix + key] = value if isinstance(value, (int, float, str, bool)) else str(value)
+            items[prefix + key] = (
+                value if isinstance(value, (int, float, str, bool)) else str(value)
+            )
     return items
 
 
@@ -63,6 +69,8 @@ def save_images(images: list[Any], folder: Path, step: int, accelerator: Any) ->
         image.save(folder / f"step-{step:06d}-{number}.png")
     for tracker in accelerator.trackers:
         if tracker.name == "tensorboard":
-            tracker.log_images({"prompts": np.stack([np.asarray(i) for i in images])}, step, dataformats="NHWC")
+            tracker.log_images(
+                {"prompts": np.stack([np.asarray(i) for i in images])}, step, dataformats="NHWC"
+            )
         elif tracker.name == "wandb":
             tracker.log_images({"prompts": images}, step=step)

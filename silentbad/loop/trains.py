@@ -1,4 +1,5 @@
-"""What trains, and what that takes: the table of --print_groups, and the sizes of files that a forecast names."""
+"""What trains, and what that takes: the table of --print_groups, and the sizes of files that a
+forecast names."""
 
 from typing import Any
 
@@ -14,21 +15,30 @@ from silentbad.settings.train import TrainConfig
 PROBE = 64  # largest side of the tensors that an optimizer's memory is counted on
 
 
-def table(config: TrainConfig, parts: Components, groups: Groups, param_groups: list[dict[str, Any]]) -> str:
-    """Group, tensors, parameters, share and the optimizer's memory, one row a group; what is frozen; the files.
+def table(
+    config: TrainConfig, parts: Components, groups: Groups, param_groups: list[dict[str, Any]]
+) -> str:
+    """Group, tensors, parameters, share and the optimizer's memory, one row a group; what is
+    frozen; the files.
 
-    `param_groups` are those of the controller, as the optimizer takes them.
-    """
+    `param_groups` are those of the controller, as the optimizer takes them."""
     states = optimizer_bytes(config, param_groups)
     rows = [
-        (name, len(members), sum(p.numel() for p in members.values()), sum(states[id(p)] for p in members.values()))
+        (
+            name,
+            len(members),
+            sum(p.numel() for p in members.values()),
+            sum(states[id(p)] for p in members.values()),
+        )
         for name, members in groups.members.items()
     ]
     total = sum(row[2] for row in rows)
     rows.append(("total", sum(row[1] for row in rows), total, sum(states.values())))
     lines = [f"{'group':<22}{'tensors':>8}{'parameters':>15}{'share':>9}{'optimizer':>12}"]
     for name, tensors, count, state in rows:
-        lines.append(f"{name:<22}{tensors:>8}{count:>15,}{count / max(total, 1):>9.2%}{memory(state):>12}")
+        lines.append(
+            f"{name:<22}{tensors:>8}{count:>15,}{count / max(total, 1):>9.2%}{memory(state):>12}"
+        )
     average = weight_bytes(parts) if config.use_ema else 0
     checkpoint = weight_bytes(parts) + sum(states.values()) + average
     what = "adapters" if lora.present(parts.backbone) else "the whole pipeline"
@@ -58,7 +68,10 @@ def weight_bytes(parts: Components) -> int:
 
 def whole_bytes(parts: Components) -> int:
     """A whole pipeline."""
-    return sum(size(m.state_dict().values()) for m in (parts.backbone, parts.vae, *parts.text_encoders.values()))
+    return sum(
+        size(m.state_dict().values())
+        for m in (parts.backbone, parts.vae, *parts.text_encoders.values())
+    )
 
 
 def file_bytes(parts: Components) -> int:
@@ -67,8 +80,8 @@ def file_bytes(parts: Components) -> int:
 
 
 def optimizer_bytes(config: TrainConfig, param_groups: list[dict[str, Any]]) -> dict[int, float]:
-    """{id of a parameter: what the optimizer keeps of it}, counted on smaller tensors of as many dimensions: averages
-    are as large as their parameter, the rest is a few bytes."""
+    """{id of a parameter: what the optimizer keeps of it}, counted on smaller tensors of as many
+    dimensions: averages are as large as their parameter, the rest is a few bytes."""
     probes, likes = [], []
     for group in param_groups:
         largest = {p.ndim: p for p in sorted(group["params"], key=torch.numel)}
@@ -85,7 +98,11 @@ def optimizer_bytes(config: TrainConfig, param_groups: list[dict[str, Any]]) -> 
     for group, like in zip(param_groups, likes, strict=True):
         for p in group["params"]:
             probe = like[p.ndim]
-            state = [value for value in optimizer.state[probe].values() if isinstance(value, torch.Tensor)]
+            state = [
+                value
+                for value in optimizer.state[probe].values()
+                if isinstance(value, torch.Tensor)
+            ]
             averages = size(value for value in state if value.shape == probe.shape)
             found[id(p)] = averages * p.numel() / probe.numel() + size(state) - averages
     return found

@@ -1,4 +1,5 @@
-"""Pictures that are no recovery, drawn by the base pipeline: the nulls where nothing can render them.
+"""Pictures that are no recovery, drawn by the base pipeline: the nulls where nothing can render
+them.
 
 Kinds, by what the base draws:
     redrawn    one element's region under its phrase, guided away from `missing`; the rest of the target is kept
@@ -6,11 +7,11 @@ Kinds, by what the base draws:
     composed   the whole picture under the composed prompt
     described  the whole picture under the target's spelt-out description
 
-A region is drawn by masked denoising (RePaint, arXiv 2201.09865, equation 8, without its resampling): after every step
-the known latents are those of the target at that noise level, with the same noise at every step. Then the target's
-pixels are put back outside the mask. Legend: S side of the images in pixels, B draws, x0 (B,C,h,w) the target's
-latents, eps (B,C,h,w) noise, hole (B,1,h,w) the latents to draw.
-"""
+A region is drawn by masked denoising (RePaint, arXiv 2201.09865, equation 8, without its
+resampling): after every step the known latents are those of the target at that noise level, with
+the same noise at every step. Then the target's pixels are put back outside the mask. Legend: S side
+of the images in pixels, B draws, x0 (B,C,h,w) the target's latents, eps (B,C,h,w) noise, hole
+(B,1,h,w) the latents to draw."""
 
 import hashlib
 import json
@@ -48,9 +49,9 @@ Masks = Sequence[Sequence[Tensor | None]]  # of each target, of each element: (1
 class Draw(NamedTuple):
     """One picture to draw; `element` is None where the whole picture is new.
 
-    `against` is what guidance leads away from. Against no caption, the base often leaves an element out: the rest of
-    the picture already agrees with the phrase. Against the picture without the element, it draws it.
-    """
+    `against` is what guidance leads away from. Against no caption, the base often leaves an element
+    out: the rest of the picture already agrees with the phrase. Against the picture without the
+    element, it draws it."""
 
     kind: str
     target: int
@@ -67,7 +68,8 @@ class Draw(NamedTuple):
 
 
 class Counterfactual(NamedTuple):
-    """A null picture (3,S,S) in [0,1]: its number among all, its target, and what it changes (None: everything)."""
+    """A null picture (3,S,S) in [0,1]: its number among all, its target, and what it changes
+    (None: everything)."""
 
     number: int
     target: int
@@ -76,25 +78,27 @@ class Counterfactual(NamedTuple):
     image: Tensor
 
 
-# -- what is drawn -----------------------------------------------------------------------------------------
+# -- what is drawn ---------------------------------------------------------------------------------
 @dataclass
 class Canvas:
-    """A target at the side of the generated images: picture (3,S,S) uint8, and of each element with a mask the share
-    (1,S,S) that a new picture has in each pixel, 0 outside the mask."""
+    """A target at the side of the generated images: picture (3,S,S) uint8, and of each element with
+    a mask the share (1,S,S) that a new picture has in each pixel, 0 outside the mask."""
 
     picture: Tensor
     shares: list[Tensor | None]
 
     @property
     def backdrop(self) -> int | None:
-        """The element that covers most of the picture's frame, and more than half of it; None if there is none."""
+        """The element that covers most of the picture's frame, and more than half of it; None if
+        there is none."""
         frames = [0.0 if s is None else float(_frame(s > 0).float().mean()) for s in self.shares]
         widest = int(np.argmax(frames)) if frames else 0
         return widest if frames and frames[widest] > 0.5 else None
 
 
 def canvas(target: Target, masks: Sequence[Tensor | None], side: int) -> Canvas:
-    """A target and its masks at the side of the generated images. Raises UserError where a mask is empty."""
+    """A target and its masks at the side of the generated images. Raises UserError where a mask
+    is empty."""
     picture = to_tensor(target.image)
     if picture.shape[-2:] != (side, side):
         picture = resize(picture[None], (side, side))[0]
@@ -105,7 +109,10 @@ def canvas(target: Target, masks: Sequence[Tensor | None], side: int) -> Canvas:
             mask = resize(mask[None], (side, side))[0]
         if mask is not None and not (mask > 0).any():
             where = f"targets: {target.target_id!r}"
-            raise UserError(f"{where}: the mask of {phrase!r} is empty; mark the element in it, or give null for it")
+            raise UserError(
+                f"{where}: the mask of {phrase!r} is empty; mark the element in it, "
+                f"or give null for it"
+            )
         shares.append(None if mask is None else _share(mask))
     return Canvas((picture * 255).round().to(torch.uint8), shares)
 
@@ -116,34 +123,46 @@ def _frame(x: Tensor) -> Tensor:
 
 
 def _share(mask: Tensor) -> Tensor:
-    """The share (1,S,S) of a new picture in each pixel: 1 but for the faintest quarter of a soft edge, where it falls
-    to 0. A softer edge would keep the old outline."""
+    """The share (1,S,S) of a new picture in each pixel: 1 but for the faintest quarter of a soft
+    edge, where it falls to 0. A softer edge would keep the old outline."""
     return (4 * mask.float()).clamp(max=1)
 
 
-def plan(targets: Sequence[Target], canvases: Sequence[Canvas], count: int, kinds: Sequence[str] = KINDS) -> list[Draw]:
-    """`count` draws of each kind, of regions for each element with a mask; regions first. A backdrop is never missing:
-    nothing stands behind it."""
+def plan(
+    targets: Sequence[Target], canvases: Sequence[Canvas], count: int, kinds: Sequence[str] = KINDS
+) -> list[Draw]:
+    """`count` draws of each kind, of regions for each element with a mask; regions first. A
+    backdrop is never missing: nothing stands behind it."""
     if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise UserError(f"counterfactuals: unknown kind {unknown[0]!r}; the kinds are {', '.join(KINDS)}")
+        raise UserError(
+            f"counterfactuals: unknown kind {unknown[0]!r}; the kinds are {', '.join(KINDS)}"
+        )
     regions: list[Draw] = []
     scenes: list[Draw] = []
     for j, (target, drawn) in enumerate(zip(targets, canvases, strict=True)):
         back = drawn.backdrop
         behind = "" if back is None else target.phrases[back]
         for k in (k for k, share in enumerate(drawn.shares) if share is not None):
-            prompts = {"redrawn": (target.phrases[k], "" if k == back else behind), "missing": (behind, "")}
-            wanted = [kind for kind in prompts if kind in kinds and not (kind == "missing" and k == back)]
-            regions += [Draw(kind, j, k, i, *prompts[kind]) for kind in wanted for i in range(count)]
+            prompts = {
+                "redrawn": (target.phrases[k], "" if k == back else behind),
+                "missing": (behind, ""),
+            }
+            wanted = [
+                kind for kind in prompts if kind in kinds and not (kind == "missing" and k == back)
+            ]
+            regions += [
+                Draw(kind, j, k, i, *prompts[kind]) for kind in wanted for i in range(count)
+            ]
         captions = {"composed": target.composed_prompt, "described": target.description or ""}
         wanted = [kind for kind, caption in captions.items() if caption and kind in kinds]
         scenes += [Draw(kind, j, None, i, captions[kind]) for kind in wanted for i in range(count)]
     return regions + scenes
 
 
-# -- drawing -----------------------------------------------------------------------------------------------
+# -- drawing ---------------------------------------------------------------------------------------
 def guided(sampler: Sampler, prompts: list[str], against: list[str]) -> dict[str, Tensor]:
-    """Text states by the pipeline's argument names; an empty text to guide away from is the pipeline's own."""
+    """Text states by the pipeline's argument names; an empty text to guide away from is the
+    pipeline's own."""
     states, away = sampler.encode(prompts), sampler.encode(against)
     for name in ("prompt_embeds", "pooled_prompt_embeds"):
         if name in states:
@@ -196,14 +215,23 @@ class Painter:
     `sampler` holds the base model: call it inside `sampler.using`. A halved batch is kept.
     """
 
-    def __init__(self, sampler: Sampler, targets: Sequence[Target], canvases: Sequence[Canvas], seed: int):
+    def __init__(
+        self, sampler: Sampler, targets: Sequence[Target], canvases: Sequence[Canvas], seed: int
+    ):
         self.sampler, self.targets, self.canvases, self.seed = sampler, targets, canvases, seed
         self.latents: dict[int, Tensor] = {}  # x0 (C,h,w) by target
-        if not (hasattr(sampler.pipe.scheduler, "add_noise") or hasattr(sampler.pipe.scheduler, "scale_noise")):
+        if not (
+            hasattr(sampler.pipe.scheduler, "add_noise")
+            or hasattr(sampler.pipe.scheduler, "scale_noise")
+        ):
             kind = type(sampler.pipe.scheduler).__name__
-            raise UserError(f"counterfactuals: {kind} has no add_noise; take a scheduler of Stable Diffusion")
+            raise UserError(
+                f"counterfactuals: {kind} has no add_noise; take a scheduler of Stable Diffusion"
+            )
 
-    def paint(self, draws: Sequence[Draw], numbers: Sequence[int], show: bool) -> Iterator[tuple[list[int], Tensor]]:
+    def paint(
+        self, draws: Sequence[Draw], numbers: Sequence[int], show: bool
+    ) -> Iterator[tuple[list[int], Tensor]]:
         """The draws of these numbers -> (numbers, pictures (B,3,S,S) uint8) batch by batch."""
         sampler, left = self.sampler, list(numbers)
         with Bar(total=len(left), desc="Counterfactuals", disable=not show or not left) as bar:
@@ -224,13 +252,22 @@ class Painter:
     def _batch(self, draws: list[Draw]) -> Tensor:
         """Pictures (B,3,S,S) uint8 of draws that are all of regions, or all of whole pictures."""
         pipe, regions = self.sampler.pipe, draws[0].kind in REGIONS
-        with left_as_found(self.sampler.backbone, pipe.vae, *self.sampler.encoders), torch.no_grad():
+        with (
+            left_as_found(self.sampler.backbone, pipe.vae, *self.sampler.encoders),
+            torch.no_grad(),
+        ):
             if not regions:
                 return self._scenes(draws)
             images = self._regions(draws)
         canvases = [self.canvases[d.target] for d in draws]
         old = torch.stack([c.picture for c in canvases])
-        share = torch.stack([s for d, c in zip(draws, canvases, strict=True) if (s := c.shares[d.place]) is not None])
+        share = torch.stack(
+            [
+                s
+                for d, c in zip(draws, canvases, strict=True)
+                if (s := c.shares[d.place]) is not None
+            ]
+        )
         mixed = (share * images * 255 + (1 - share) * old).round().to(torch.uint8)
         return torch.where(share > 0, mixed, old)  # outside the mask to the bit
 
@@ -239,27 +276,34 @@ class Painter:
         sampler = self.sampler
         ids = [self.targets[d.target].target_id for d in draws]
         named = zip(draws, ids, strict=True)
-        items = [Item(d.kind, d.target, d.image, d.prompt, f"counterfactual/{name}") for d, name in named]
+        items = [
+            Item(d.kind, d.target, d.image, d.prompt, f"counterfactual/{name}") for d, name in named
+        ]
         with sampler.with_other(seed=self.seed), sampler.autocast():
             images, _ = sampler.generate(items)
         return (images * 255).round().to(torch.uint8).cpu()
 
     def _regions(self, draws: list[Draw]) -> Tensor:
-        """Images (B,3,S,S) in [0,1], new where the draw's element is and near the target elsewhere."""
+        """Images (B,3,S,S) in [0,1], new where the draw's element is and near the target
+        elsewhere."""
         sampler, pipe = self.sampler, self.sampler.pipe
         x0 = torch.stack([self._latents(d.target) for d in draws])
         x0 = x0.to(sampler.backbone.device, sampler.backbone.dtype)
         places = [(self.targets[d.target].target_id, d.place, d.image) for d in draws]
         eps = [
-            noise(tuple(x0.shape[1:]), self.seed, f"counterfactual/{name}/{k}", 0, [image]) for name, k, image in places
+            noise(tuple(x0.shape[1:]), self.seed, f"counterfactual/{name}/{k}", 0, [image])
+            for name, k, image in places
         ]
         streams = [generator(self.seed, "counterfactual-steps", *place) for place in places]
         hole = torch.stack([self._hole(d) for d in draws]).to(x0.device)
         with sampler.autocast():
             states = guided(sampler, [d.prompt for d in draws], [d.against for d in draws])
             latents = masked_denoising(sampler, states, x0, torch.cat(eps).to(x0), hole, streams)
-        images = torch.cat([decode(pipe.vae, part) for part in latents.split(8)])  # decoding is the peak of memory
-        sampler.check_finite(images, [(d.prompt, d.kind, self.targets[d.target].target_id) for d in draws])
+        # decoding is the peak of memory
+        images = torch.cat([decode(pipe.vae, part) for part in latents.split(8)])
+        sampler.check_finite(
+            images, [(d.prompt, d.kind, self.targets[d.target].target_id) for d in draws]
+        )
         return (images.float().cpu() / 2 + 0.5).clamp(0, 1)
 
     def _hole(self, draw: Draw) -> Tensor:
@@ -279,7 +323,7 @@ class Painter:
         return self.latents[target]
 
 
-# -- keeping -----------------------------------------------------------------------------------------------
+# -- keeping ---------------------------------------------------------------------------------------
 def _checksum(pixels: np.ndarray) -> bytes:
     return hashlib.sha256(pixels.tobytes()).digest()[:CHECKSUM]
 
@@ -289,7 +333,9 @@ def _whole(file: Path) -> bool:
     try:
         with safe_open(file, framework="np") as shard:
             keys, rows = shard.get_tensor("keys"), shard.get_tensor("rows")
-        return len(keys) == len(rows) and all(_checksum(row[:-CHECKSUM]) == row[-CHECKSUM:].tobytes() for row in rows)
+        return len(keys) == len(rows) and all(
+            _checksum(row[:-CHECKSUM]) == row[-CHECKSUM:].tobytes() for row in rows
+        )
     except (SafetensorError, OSError, ValueError, IndexError):
         return False
 
@@ -326,24 +372,37 @@ class Cache:
 
 
 def model_digest(sampler: Sampler) -> str:
-    """Hash over what the base's pictures depend on: weights, tokenizers, schedule, settings, precision."""
+    """Hash over what the base's pictures depend on: weights, tokenizers, schedule, settings,
+    precision."""
     pipe, config = sampler.pipe, sampler.config
-    tokenizers = [t for name in sampler.family.tokenizer if (t := getattr(pipe, name, None)) is not None]
+    tokenizers = [
+        t for name in sampler.family.tokenizer if (t := getattr(pipe, name, None)) is not None
+    ]
     with sampler.autocast():
         kind = sampler.backbone.device.type
         cast = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
     return digest(
         *(sampler.backbone, pipe.vae, *sampler.encoders, *map(vocabulary, tokenizers)),
         *(type(pipe.scheduler).__name__, dict(pipe.scheduler.config), dict(pipe.config).get(ZEROS)),
-        [VERSION, sampler.side, sampler.steps, config.guidance_scale, config.guidance_rescale, cast],
+        [
+            VERSION,
+            sampler.side,
+            sampler.steps,
+            config.guidance_scale,
+            config.guidance_rescale,
+            cast,
+        ],
     )
 
 
 ZEROS = "force_zeros_for_empty_prompt"  # SDXL's
 
 
-def _keys(draws: Sequence[Draw], targets: Sequence[Target], canvases: Sequence[Canvas], seed: int) -> np.ndarray:
-    """(N,) keys of draws: over the target's picture, the mask, the prompts and the address of the noise."""
+def _keys(
+    draws: Sequence[Draw], targets: Sequence[Target], canvases: Sequence[Canvas], seed: int
+) -> np.ndarray:
+    """(N,) keys of draws: over the target's picture, the mask, the prompts and the address of
+    the noise."""
 
     def short(x: Tensor | None) -> str:
         return "" if x is None else hashlib.sha256(x.numpy().tobytes()).hexdigest()
@@ -354,13 +413,21 @@ def _keys(draws: Sequence[Draw], targets: Sequence[Target], canvases: Sequence[C
     def key(draw: Draw) -> bytes:
         j, k = draw.target, draw.element
         seen = [] if k is None else [k, pictures[j], shares[j][k]]
-        facts = [seed, targets[j].target_id, draw.kind, draw.image, draw.prompt, draw.against, *seen]
+        facts = [
+            seed,
+            targets[j].target_id,
+            draw.kind,
+            draw.image,
+            draw.prompt,
+            draw.against,
+            *seen,
+        ]
         return hashlib.sha256(json.dumps(facts).encode()).digest()[:16]
 
     return np.array([key(draw) for draw in draws], dtype=KEY)
 
 
-# -- the whole of it ---------------------------------------------------------------------------------------
+# -- the whole of it -------------------------------------------------------------------------------
 def counterfactuals(
     sampler: Sampler,
     targets: Sequence[Target],
@@ -376,12 +443,12 @@ def counterfactuals(
 ) -> Iterator[Counterfactual]:
     """`count` null pictures of each kind for each target, and for each of its elements with a mask.
 
-    sampler: of the base model, inside `sampler.using`. masks: of each target, of each element, (1,H,W) in [0,1] or
-    None; by default the targets' own. cache: folder in which pictures are kept. share: which numbers of n are this
-    process's; by default all. show: a progress bar. say: prints a line. A target of another size is squashed to the
-    images' side first, as embedders squash it. Two calls give equal bytes; another batch size may change a rounding.
-    Raises UserError where a mask is empty, a kind unknown or the cache cannot be written.
-    """
+    sampler: of the base model, inside `sampler.using`. masks: of each target, of each element,
+    (1,H,W) in [0,1] or None; by default the targets' own. cache: folder in which pictures are kept.
+    share: which numbers of n are this process's; by default all. show: a progress bar. say: prints
+    a line. A target of another size is squashed to the images' side first, as embedders squash it.
+    Two calls give equal bytes; another batch size may change a rounding. Raises UserError where a
+    mask is empty, a kind unknown or the cache cannot be written."""
     if masks is None:
         masks = [[None if m is None else to_tensor(m)[:1] for m in t.masks or []] for t in targets]
     canvases = [canvas(t, m, sampler.side) for t, m in zip(targets, masks, strict=True)]
@@ -403,7 +470,10 @@ def counterfactuals(
     key_of = dict(zip(mine, keys, strict=True))
     missing = [n for n, absent in zip(mine, kept.lacks(keys), strict=True) if absent]
     if missing:
-        say(f"calibration: {len(missing)} null pictures are drawn first; null_images sets how many of each kind")
+        say(
+            f"calibration: {len(missing)} null pictures are drawn first; null_images sets how "
+            f"many of each kind"
+        )
     for numbers, pictures in painter.paint(draws, missing, show):
         kept.add(np.array([key_of[n] for n in numbers], dtype=KEY), pictures)
     yield from map(row, mine, kept.read(keys))

@@ -1,11 +1,11 @@
 """How alike two images are, and what may be concluded from such scores.
 
-An embedder owns its preprocessing and says it in `describe()`: a threshold means nothing without it (SSCD's
-authors advise a small edge of 288 or a square of 320, DCR crops 224 of 256, SilentBadDiffusion squashes to
-512).
+An embedder owns its preprocessing and says it in `describe()`: a threshold means nothing without it
+(SSCD's authors advise a small edge of 288 or a square of 320, DCR crops 224 of 256,
+SilentBadDiffusion squashes to 512).
 
-Legend: images (B,3,H,W) float in [0,1]; features (B,...); N generations, T targets; m mask (1,h,w) in [0,1].
-"""
+Legend: images (B,3,H,W) float in [0,1]; features (B,...); N generations, T targets; m mask (1,h,w)
+in [0,1]."""
 
 import hashlib
 import io
@@ -45,8 +45,8 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 def region(images: Tensor, mask: Tensor, margin: float = 0.05) -> Tensor:
     """What lies inside an element's mask: the rest is grey, the picture cut to the mask's box.
 
-    images (B,3,H,W), mask (1,h,w) of the target -> (B,3,h',w'). An empty mask leaves the whole picture.
-    """
+    images (B,3,H,W), mask (1,h,w) of the target -> (B,3,h',w'). An empty mask leaves the whole
+    picture."""
     H, W = images.shape[-2:]
     m = resize(mask[None], (H, W))[0]
     if not (m > 0.5).any():
@@ -63,7 +63,7 @@ def region(images: Tensor, mask: Tensor, margin: float = 0.05) -> Tensor:
     return (images * m + 0.5 * (1 - m))[..., y0:y1, x0:x1]
 
 
-# -- embedders ---------------------------------------------------------------------------------------------
+# -- embedders -------------------------------------------------------------------------------------
 class Embedder:
     """`embed` maps images to features; the default similarity is the cosine of unit features."""
 
@@ -93,14 +93,16 @@ class Embedder:
 
 
 class Micro(Embedder):
-    """The bundled copy detector of the microworld: features by place, a target at each of its nine alignments."""
+    """The bundled copy detector of the microworld: features by place, a target at each of its
+    nine alignments."""
 
     def __init__(self, path: str | None, device: torch.device | str = "cpu"):
         self.path = str(path or MICRO)
         self.device = device
         if not os.path.isfile(Path(self.path) / "config.json"):
             raise UserError(
-                f"micro: no config.json in '{self.path}'; give the folder assets/micro-sd/embedder, or "
+                f"micro: no config.json in '{self.path}'; give the folder "
+                f"assets/micro-sd/embedder, or "
                 "make it with `python -m silentbad.worlds.microworld.build`"
             )
         check_files(Path(self.path), failed := f"micro: cannot load '{self.path}'")
@@ -113,7 +115,8 @@ class Micro(Embedder):
         return self.model(resize(images.to(self.device), (64, 64)) * 2 - 1).float()
 
     def reference(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Features (1,9,...) of a target, or of its region, as copies that are shifted by a pixel show it."""
+        """Features (1,9,...) of a target, or of its region, as copies that are shifted by a
+        pixel show it."""
         moved = alignments(resize(image, (64, 64)))
         return self.embed(moved if mask is None else region(moved, mask))[None]
 
@@ -176,23 +179,35 @@ class Copy(Micro):
 
 
 class SSCD(Embedder):
-    """Copy detection, arXiv 2202.10261: a local TorchScript file. It runs code, so it is read only from the
-    path given, and only if its SHA-256 is the expected one where that is given."""
+    """Copy detection, arXiv 2202.10261: a local TorchScript file. It runs code, so it is read only
+    from the path given, and only if its SHA-256 is the expected one where that is given."""
 
     def __init__(
-        self, path: str | None, device: torch.device | str = "cpu", size: int = 320, sha256: str | None = None
+        self,
+        path: str | None,
+        device: torch.device | str = "cpu",
+        size: int = 320,
+        sha256: str | None = None,
     ):
         self.size = size
         self.device = device
         if not path or not os.path.isfile(path):
-            raise UserError(f"sscd: {f'no file {path!r}' if path else 'embedder_path is missing'}; {SSCD_ADVICE}")
+            raise UserError(
+                f"sscd: {f'no file {path!r}' if path else 'embedder_path is missing'}; "
+                f"{SSCD_ADVICE}"
+            )
         with user_errors(f"sscd: cannot read '{path}'"):
             self.file = Path(path)
             content = Path(path).read_bytes()
         self.sha256 = hashlib.sha256(content).hexdigest()
         if sha256 is not None and sha256.strip().lower() != self.sha256:
-            raise UserError(f"sscd: embedder_sha256 is {sha256}, but '{path}' has {self.sha256}; not loaded")
-        with warnings.catch_warnings(), user_errors(f"sscd: '{path}' is not a TorchScript file", SSCD_ADVICE):
+            raise UserError(
+                f"sscd: embedder_sha256 is {sha256}, but '{path}' has {self.sha256}; not loaded"
+            )
+        with (
+            warnings.catch_warnings(),
+            user_errors(f"sscd: '{path}' is not a TorchScript file", SSCD_ADVICE),
+        ):
             warnings.simplefilter("ignore")  # of the library, about itself
             self.model = torch.jit.load(io.BytesIO(content), map_location=device).eval()
         check_finite(self.model, f"sscd: cannot load '{path}'")
@@ -221,12 +236,18 @@ class CLIP(Embedder):
         self.device = device
         failed = f"clip: cannot load '{self.path}'; {advice(self.path, 'CLIP')}"
         self.processor = processor_of(failed, self.path)
-        self.model = load_model(CLIPModel, failed, self.path, extras=True, use_safetensors=True).to(device).eval()
+        self.model = (
+            load_model(CLIPModel, failed, self.path, extras=True, use_safetensors=True)
+            .to(device)
+            .eval()
+        )
         self.tokenizer = loaded(AutoTokenizer, failed, self.path)
 
     @torch.no_grad()
     def embed(self, images: Tensor) -> Tensor:
-        pixels = self.processor(list(images.float().cpu()), do_rescale=False, return_tensors="pt")["pixel_values"]
+        pixels = self.processor(list(images.float().cpu()), do_rescale=False, return_tensors="pt")[
+            "pixel_values"
+        ]
         hidden = self.model.vision_model(pixel_values=pixels.to(self.device)).pooler_output
         return F.normalize(self.model.visual_projection(hidden).float(), dim=-1)
 
@@ -259,21 +280,32 @@ class DINOv2(Embedder):
         self.device = device
         failed = f"dinov2: cannot load '{self.path}'; {advice(self.path, 'DINOv2')}"
         if (kind := model_type(self.path)) not in (None, "dinov2", "dinov2_with_registers"):
-            raise UserError(f"dinov2: '{self.path}' holds a model of type {kind}; give DINOv2's weights")
+            raise UserError(
+                f"dinov2: '{self.path}' holds a model of type {kind}; give DINOv2's weights"
+            )
         self.processor = processor_of(failed, self.path)
-        self.model = load_model(AutoModel, failed, self.path, extras=True, use_safetensors=True).to(device).eval()
+        self.model = (
+            load_model(AutoModel, failed, self.path, extras=True, use_safetensors=True)
+            .to(device)
+            .eval()
+        )
 
     @torch.no_grad()
     def embed(self, images: Tensor) -> Tensor:
-        pixels = self.processor(list(images.float().cpu()), do_rescale=False, return_tensors="pt")["pixel_values"]
-        return F.normalize(self.model(pixel_values=pixels.to(self.device)).last_hidden_state[:, 0].float(), dim=-1)
+        pixels = self.processor(list(images.float().cpu()), do_rescale=False, return_tensors="pt")[
+            "pixel_values"
+        ]
+        return F.normalize(
+            self.model(pixel_values=pixels.to(self.device)).last_hidden_state[:, 0].float(), dim=-1
+        )
 
     def describe(self) -> str:
         return f"dinov2: {self.path}, class token, {processor_text(self.processor)}, cosine"
 
 
 class SSIM(Embedder):
-    """Structural similarity (Wang 2004, window 11, sigma 1.5) in grey at one small size; needs no weights."""
+    """Structural similarity (Wang 2004, window 11, sigma 1.5) in grey at one small size; needs
+    no weights."""
 
     def __init__(self, path: str | None = None, device: torch.device | str = "cpu", size: int = 64):
         self.size = size
@@ -289,25 +321,40 @@ class SSIM(Embedder):
         return f"ssim: {self.size}x{self.size} squashed, bilinear antialiased, grey, window 11, sigma 1.5"
 
 
-EMBEDDERS = {"micro": Micro, "copy": Copy, "sscd": SSCD, "clip": CLIP, "dinov2": DINOv2, "ssim": SSIM}
+EMBEDDERS = {
+    "micro": Micro,
+    "copy": Copy,
+    "sscd": SSCD,
+    "clip": CLIP,
+    "dinov2": DINOv2,
+    "ssim": SSIM,
+}
 
 
-def load_embedder(name: str, path: str | None, device: torch.device | str, sha256: str | None = None) -> Embedder:
+def load_embedder(
+    name: str, path: str | None, device: torch.device | str, sha256: str | None = None
+) -> Embedder:
     """An embedder of the table; `sha256` is what sscd's file must have."""
     if sha256 is not None and name != "sscd":
-        raise UserError(f"embedder_sha256: is of sscd's TorchScript file; the embedder is {name}, leave it unset")
+        raise UserError(
+            f"embedder_sha256: is of sscd's TorchScript file; the embedder is "
+            f"{name}, leave it unset"
+        )
     if path is not None and name == "ssim":
-        raise UserError("embedder_path: has no effect on ssim, which has no weights; leave it unset")
+        raise UserError(
+            "embedder_path: has no effect on ssim, which has no weights; leave it unset"
+        )
     name = "micro" if name == "auto" else name
-    return try_embedder(EMBEDDERS[name](path, device, **({} if sha256 is None else {"sha256": sha256})), name, path)
+    return try_embedder(
+        EMBEDDERS[name](path, device, **({} if sha256 is None else {"sha256": sha256})), name, path
+    )
 
 
 def try_embedder(embedder: Embedder, name: str, path: str | None) -> Embedder:
-    """The embedder, after a look at its features (2,...) of two pictures: one row each, finite, of unit length where
-    they are vectors, and not the same for both.
+    """The embedder, after a look at its features (2,...) of two pictures: one row each, finite, of
+    unit length where they are vectors, and not the same for both.
 
-    Raises UserError: from other features nothing could be concluded.
-    """
+    Raises UserError: from other features nothing could be concluded."""
     side = 64
     ramp = torch.linspace(0, 1, side).expand(3, side, side)
     pictures = torch.stack([ramp, torch.rand(3, side, side, generator=generator("embedder", 0))])
@@ -315,15 +362,20 @@ def try_embedder(embedder: Embedder, name: str, path: str | None) -> Embedder:
     with user_errors(failed):
         features = embedder.embed(pictures)
     vectors = not isinstance(embedder, SSCD) or getattr(features, "ndim", 0) == 2
-    if not isinstance(features, Tensor) or features.ndim < 2 or len(features) != len(pictures) or not vectors:
+    if (
+        not isinstance(features, Tensor)
+        or features.ndim < 2
+        or len(features) != len(pictures)
+        or not vectors
+    ):
         shape = tuple(getattr(features, "shape", ()))
         raise UserError(f"{failed} (features of shape {shape} of two pictures; it must be (2, D))")
     if not features.isfinite().all():
         raise UserError(f"{failed} (its features are not finite)")
     lengths = features.flatten(1).norm(dim=1)
-    if (features.ndim == 2 and not torch.allclose(lengths, torch.ones_like(lengths), atol=1e-2)) or (
-        lengths == 0
-    ).any():
+    if (
+        features.ndim == 2 and not torch.allclose(lengths, torch.ones_like(lengths), atol=1e-2)
+    ) or (lengths == 0).any():
         raise UserError(f"{failed} (its features are zero)")
     if torch.equal(features[0], features[1]):
         raise UserError(f"{failed} (its features are the same for every picture)")
@@ -331,26 +383,42 @@ def try_embedder(embedder: Embedder, name: str, path: str | None) -> Embedder:
 
 
 def ssim(a: Tensor, b: Tensor) -> Tensor:
-    """Mean SSIM of (N,C,H,W) and (N,C,H,W) or (1,C,H,W) in [0,1], at least 6 pixels wide and high -> (N,).
+    """Mean SSIM of (N,C,H,W) and (N,C,H,W) or (1,C,H,W) in [0,1], at least 6 pixels wide and high
+    -> (N,).
 
-    The mean is over the places where the window (11, sigma 1.5) lies inside the picture, as in Wang 2004; torchmetrics
-    mirrors the border for the others. A picture of less than 11 pixels has no such place: there all count.
-    """
-    wide = torch.float32 if a.device.type == "mps" else torch.float64  # in fp32 flat places round to errors of 2e-4
+    The mean is over the places where the window (11, sigma 1.5) lies inside the picture, as in Wang
+    2004; torchmetrics mirrors the border for the others. A picture of less than 11 pixels has no
+    such place: there all count."""
+    # in fp32 flat places round to errors of 2e-4
+    wide = torch.float32 if a.device.type == "mps" else torch.float64
     a, b = (x.to(wide).contiguous() for x in torch.broadcast_tensors(a, b))
     _, scores = structural_similarity_index_measure(
-        a, b, kernel_size=WINDOW, sigma=1.5, data_range=1.0, reduction="none", return_full_image=True
+        a,
+        b,
+        kernel_size=WINDOW,
+        sigma=1.5,
+        data_range=1.0,
+        reduction="none",
+        return_full_image=True,
     )
     edge = WINDOW // 2 if min(scores.shape[-2:]) >= WINDOW else 0
-    return scores[..., edge : scores.shape[-2] - edge, edge : scores.shape[-1] - edge].flatten(1).mean(1).float()
+    return (
+        scores[..., edge : scores.shape[-2] - edge, edge : scores.shape[-1] - edge]
+        .flatten(1)
+        .mean(1)
+        .float()
+    )
 
 
 def lpips(a: Tensor, b: Tensor) -> float | None:
-    """Mean LPIPS (AlexNet) of (B,3,H,W) and (B,3,H,W) in [0,1]; None where its weights are not at hand."""
+    """Mean LPIPS (AlexNet) of (B,3,H,W) and (B,3,H,W) in [0,1]; None where its weights are not
+    at hand."""
     if not list((Path(torch.hub.get_dir()) / "checkpoints").glob("alexnet-*.pth")):
         return None
     with torch.no_grad():
-        return learned_perceptual_image_patch_similarity(a, b, net_type="alex", normalize=True).item()
+        return learned_perceptual_image_patch_similarity(
+            a, b, net_type="alex", normalize=True
+        ).item()
 
 
 def normalise(images: Tensor, mean: tuple, std: tuple) -> Tensor:
@@ -390,7 +458,11 @@ def processor_text(processor) -> str:
             else "x".join(map(str, value.values()))
         )
 
-    parts = [f"resize {side(processor.size)} (resample {int(getattr(processor, 'resample', 2) or 2)})"]
+    parts = [
+        f"resize {side(processor.size)} (resample {int(getattr(processor, 'resample', 2) or 2)})"
+    ]
     if getattr(processor, "do_center_crop", False):
         parts.append(f"centre crop {side(processor.crop_size)}")
-    return ", ".join([*parts, f"mean {list(processor.image_mean)}, deviation {list(processor.image_std)}"])
+    return ", ".join(
+        [*parts, f"mean {list(processor.image_mean)}, deviation {list(processor.image_std)}"]
+    )

@@ -1,9 +1,8 @@
 """Prompts of a validation, and the images a Stable Diffusion pipeline makes of them.
 
-A cell is a kind of prompt: composed, described, shuffled, phrase-k, without-k, paraphrase-k, others, unrelated.
-`config` is a ValidationConfig, of which the sampler reads max_batch, resolution, num_inference_steps, guidance_scale
-and guidance_rescale.
-"""
+A cell is a kind of prompt: composed, described, shuffled, phrase-k, without-k, paraphrase-k,
+others, unrelated. `config` is a ValidationConfig, of which the sampler reads max_batch, resolution,
+num_inference_steps, guidance_scale and guidance_rescale."""
 
 import copy
 import random
@@ -32,9 +31,10 @@ from silentbad.settings.validation import ValidationConfig
 LOW_NOISE = 0.02  # of the schedule: where the alignment of guidance is measured
 
 
-# -- prompts -----------------------------------------------------------------------------------------------
+# -- prompts ---------------------------------------------------------------------------------------
 class Item(NamedTuple):
-    """One image to generate. Items of equal `address` and `image` share their noise, whatever the prompt."""
+    """One image to generate. Items of equal `address` and `image` share their noise, whatever
+    the prompt."""
 
     cell: str
     target: int
@@ -54,24 +54,35 @@ def reordered(target, seed: int, image: int) -> str:
 
 
 def most_different_target(targets: list, j: int, seed: int):
-    """Another target whose phrases differ most from those of j, whatever the list's order; None if alone."""
+    """Another target whose phrases differ most from those of j, whatever the list's order; None
+    if alone."""
     others = [t for i, t in enumerate(targets) if i != j]
     mine = set(targets[j].phrases)
     return min(
         others,
         default=None,
-        key=lambda t: (len(mine & set(t.phrases)), addressed_seed(seed, "others", targets[j].target_id, t.target_id)),
+        key=lambda t: (
+            len(mine & set(t.phrases)),
+            addressed_seed(seed, "others", targets[j].target_id, t.target_id),
+        ),
     )
 
 
 def plan(
-    targets: list, images: int, seed: int, full: bool = False, unrelated: str = "", described: bool = False
+    targets: list,
+    images: int,
+    seed: int,
+    full: bool = False,
+    unrelated: str = "",
+    described: bool = False,
 ) -> list[Item]:
-    """The images of one validation: the composed prompt, where asked also the spelt-out description and every control,
-    all under the same noise."""
+    """The images of one validation: the composed prompt, where asked also the spelt-out description
+    and every control, all under the same noise."""
     items = []
     for j, target in enumerate(targets):
-        cells: dict[str, Callable[..., str]] = {"composed": lambda i, target=target: target.composed_prompt}
+        cells: dict[str, Callable[..., str]] = {
+            "composed": lambda i, target=target: target.composed_prompt
+        }
         if (full or described) and target.description:
             cells["described"] = lambda i, target=target: target.description
         if full:
@@ -82,8 +93,9 @@ def plan(
 
 
 def controls(targets: list, j: int, seed: int, unrelated: str) -> dict[str, Callable[..., str]]:
-    """Prompts of image i of target j that should not give it back unless composition does, by cell: phrases in another
-    order, each alone, all but one, paraphrases, phrases of another target, an unrelated caption."""
+    """Prompts of image i of target j that should not give it back unless composition does, by cell:
+    phrases in another order, each alone, all but one, paraphrases, phrases of another target, an
+    unrelated caption."""
     target, cells = targets[j], dict[str, Callable[..., str]]()
     phrases = target.phrases
     if len(phrases) > 1:
@@ -102,7 +114,7 @@ def controls(targets: list, j: int, seed: int, unrelated: str) -> dict[str, Call
     return cells
 
 
-# -- generation --------------------------------------------------------------------------------------------
+# -- generation ------------------------------------------------------------------------------------
 @contextmanager
 def left_as_found(*modules: torch.nn.Module):
     """Modules in eval mode inside; afterwards their modes and every random stream are as before."""
@@ -122,23 +134,35 @@ def left_as_found(*modules: torch.nn.Module):
 
 
 class Sampler:
-    """One pipeline over given modules: prompts encoded once, noise by address, a batch that halves on OOM.
+    """One pipeline over given modules: prompts encoded once, noise by address, a batch that halves
+    on OOM.
 
-    An image with NaN is a UserError, which names the step (`using`), or the pipeline of an audit (`refuses`). `prefix`
-    stands before the name of a setting, which is a flag in an audit.
-    """
+    An image with NaN is a UserError, which names the step (`using`), or the pipeline of an audit
+    (`refuses`). `prefix` stands before the name of a setting, which is a flag in an audit."""
 
-    NAMES = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+    NAMES = (
+        "prompt_embeds",
+        "negative_prompt_embeds",
+        "pooled_prompt_embeds",
+        "negative_pooled_prompt_embeds",
+    )
 
     def __init__(
-        self, components: dict, config: ValidationConfig, seed: int, prediction_type=None, refuses: str | None = None
+        self,
+        components: dict,
+        config: ValidationConfig,
+        seed: int,
+        prediction_type=None,
+        refuses: str | None = None,
     ):
         self.prefix = "validation." if refuses is None else "--"
         scheduler = components["scheduler"]
         override = {"prediction_type": prediction_type} if prediction_type else {}
         with quietly():
             scheduler = type(scheduler).from_config(scheduler.config, **override)
-        self.family = family = family_of([name for name, part in components.items() if part is not None])
+        self.family = family = family_of(
+            [name for name, part in components.items() if part is not None]
+        )
         names = ("vae", family.backbone, *family.encoders, *family.tokenizer)
         parts = {name: components[name] for name in names if components.get(name) is not None}
         options = family.options(components.get("force_zeros_for_empty_prompt", True))
@@ -166,12 +190,18 @@ class Sampler:
         factor = side_factor(self.family, self.backbone, self.pipe.vae)
         if self.side % factor:
             raise UserError(
-                f"{self.prefix}resolution: {self.side} is not a multiple of {factor}, which the pipeline needs"
+                f"{self.prefix}resolution: {self.side} is not a multiple of {factor}, which the "
+                f"pipeline needs"
             )
         most = self.pipe.scheduler.config.num_train_timesteps
-        for key, given in (("num_inference_steps", [self.steps]), ("sampling_lengths", self.config.sampling_lengths)):
+        for key, given in (
+            ("num_inference_steps", [self.steps]),
+            ("sampling_lengths", self.config.sampling_lengths),
+        ):
             if given and not 1 <= min(given) <= max(given) <= most:
-                raise UserError(f"{self.prefix}{key}: must be from 1 to the scheduler's {most}, got {given}")
+                raise UserError(
+                    f"{self.prefix}{key}: must be from 1 to the scheduler's {most}, got {given}"
+                )
             for count in given:
                 scheduler = copy.deepcopy(self.pipe.scheduler)
                 with user_errors(f"{self.prefix}{key}: the scheduler cannot take {count} steps"):
@@ -181,16 +211,21 @@ class Sampler:
                 if not 0 <= int(scheduler.timesteps.min()) <= int(scheduler.timesteps.max()) < most:
                     offset = scheduler.config.get("steps_offset")
                     raise UserError(
-                        f"{self.prefix}{key}: {count} steps with the scheduler's steps_offset {offset} begin at "
+                        f"{self.prefix}{key}: {count} steps with the scheduler's steps_offset "
+                        f"{offset} begin at "
                         f"timestep {int(scheduler.timesteps.max())} of {most}; lower one of them"
                     )
 
     @contextmanager
     def using(
-        self, backbone: torch.nn.Module, device: torch.device, autocast: Callable = nullcontext, step: int | None = None
+        self,
+        backbone: torch.nn.Module,
+        device: torch.device,
+        autocast: Callable = nullcontext,
+        step: int | None = None,
     ):
-        """Generate with this backbone, of a step of training; autoencoder and text encoders that rest on another device
-        join it for the time."""
+        """Generate with this backbone, of a step of training; autoencoder and text encoders that
+        rest on another device join it for the time."""
         self.at = step
         before, homes = self.backbone, [(m, m.device) for m in (self.pipe.vae, *self.encoders)]
         setattr(self.pipe, self.family.backbone, backbone)
@@ -202,7 +237,11 @@ class Sampler:
         for module, _ in homes:
             module.to(device)
         try:
-            with left_as_found(backbone, self.pipe.vae, *self.encoders), as_convolutions(backbone), torch.no_grad():
+            with (
+                left_as_found(backbone, self.pipe.vae, *self.encoders),
+                as_convolutions(backbone),
+                torch.no_grad(),
+            ):
                 yield self
         finally:
             setattr(self.pipe, self.family.backbone, before)  # a copy made to measure is not kept
@@ -226,13 +265,14 @@ class Sampler:
         self.batch = batch
 
     def encode(self, prompts: list[str], negatives: list[str] | None = None) -> dict[str, Tensor]:
-        """Prompts -> stacked text states by the pipeline's argument names; every pair with a negative prompt is encoded
-        once."""
+        """Prompts -> stacked text states by the pipeline's argument names; every pair with a
+        negative prompt is encoded once."""
         if any(p.requires_grad for encoder in self.encoders for p in encoder.parameters()):
             self.cache.clear()  # the text encoders train, or hold their average: states are stale
         asked = list(zip(prompts, negatives or [""] * len(prompts), strict=True))
         missing = [pair for pair in dict.fromkeys(asked) if pair not in self.cache]
-        for against in (False, True):  # SDXL's states of no negative prompt are zeros, those of an empty one are not
+        # SDXL's states of no negative prompt are zeros, those of an empty one are not
+        for against in (False, True):
             group = [pair for pair in missing if bool(pair[1]) == against]
             for start in range(0, len(group), self.batch):
                 part = group[start : start + self.batch]
@@ -251,18 +291,21 @@ class Sampler:
         return dict(zip(self.NAMES, stacked, strict=False))
 
     def generate(self, items: list[Item]) -> tuple[Tensor, Tensor]:
-        """Items -> images (B,3,H,W) in [0,1] and text-conditional magnitudes (B,), nan without guidance.
+        """Items -> images (B,3,H,W) in [0,1] and text-conditional magnitudes (B,), nan without
+        guidance.
 
-        Raises UserError where an image is not finite, as of a diverged model.
-        """
+        Raises UserError where an image is not finite, as of a diverged model."""
         pipe, config = self.pipe, self.config
         side = self.side // pipe.vae_scale_factor
         shape = (self.backbone.config.in_channels, side, side)
-        latents = torch.cat([noise(shape, self.seed, f"validation/{i.address}", 0, [i.image]) for i in items])
+        latents = torch.cat(
+            [noise(shape, self.seed, f"validation/{i.address}", 0, [i.image]) for i in items]
+        )
         streams = [generator(self.seed, "validation-steps", i.address, i.image) for i in items]
         gaps = []
 
-        def watch(module, arguments, output):  # |eps(x,c) - eps(x,0)| at each step, arXiv 2407.21720
+        # |eps(x,c) - eps(x,0)| at each step, arXiv 2407.21720
+        def watch(module, arguments, output):
             if len(output[0]) == 2 * len(items):
                 empty, text = output[0].float().chunk(2)
                 gaps.append((text - empty).flatten(1).norm(dim=1))
@@ -283,11 +326,14 @@ class Sampler:
                 ).images
         finally:
             hook.remove()
-        images = torch.cat([decode(pipe.vae, part) for part in latents.split(8)])  # decoding is the peak of memory
+        # decoding is the peak of memory
+        images = torch.cat([decode(pipe.vae, part) for part in latents.split(8)])
         nothing = torch.full((len(items),), float("nan"))
         magnitudes = torch.stack(gaps).mean(0).cpu() if gaps else nothing
         self.check_finite(images, [(i.prompt, i.cell, i.address) for i in items])
-        return (images.float() / 2 + 0.5).clamp(0, 1), magnitudes.masked_fill(magnitudes.isinf(), float("nan"))
+        return (images.float() / 2 + 0.5).clamp(0, 1), magnitudes.masked_fill(
+            magnitudes.isinf(), float("nan")
+        )
 
     def round_trip(self, images: Tensor) -> Tensor:
         """What the autoencoder leaves of images (B,3,S,S) in [0,1], on their own device."""
@@ -302,7 +348,8 @@ class Sampler:
         return torch.cat(parts)
 
     def check_finite(self, images: Tensor, drawn: Sequence[tuple[str, str, str]]) -> None:
-        """Refuse images (B,...) of which one is not finite; drawn: (prompt, kind, target) of each."""
+        """Refuse images (B,...) of which one is not finite; drawn: (prompt, kind, target) of
+        each."""
         if lost := (~images.flatten(1).isfinite().all(1)).nonzero()[:, 0].tolist():
             prompt, kind, target = drawn[lost[0]]
             first = f"the first of {brief(prompt)} ({kind}, {target})"
@@ -315,20 +362,29 @@ class Sampler:
             advice = "but too large to compute with" if wide else "try --dtype float32"
             return UserError(f"{self.refuses}: {what}; its weights are finite, {advice}")
         tries = ["lower learning_rate"] if self.at else []
-        tries += [] if self.precision in (None, "float32") else [f"leave {self.precision} (mixed_precision no)"]
+        tries += (
+            []
+            if self.precision in (None, "float32")
+            else [f"leave {self.precision} (mixed_precision no)"]
+        )
         place = "validation" if self.at is None else f"validation at step {self.at}"
-        return UserError(f"{place}: {what}; {' or '.join(tries) or 'take another base model or scheduler'}")
+        return UserError(
+            f"{place}: {what}; {' or '.join(tries) or 'take another base model or scheduler'}"
+        )
 
     def eps_errors(self, records: list[dict], mine: list[int], address: str) -> list[float]:
-        """Records {pixel_values (3,R,R) in [-1,1], text} -> ||eps_hat - eps||^2 / dim of those in `mine`.
+        """Records {pixel_values (3,R,R) in [-1,1], text} -> ||eps_hat - eps||^2 / dim of those in
+        `mine`.
 
-        Noise is addressed by `address`; timesteps lie evenly over the schedule.
-        """
+        Noise is addressed by `address`; timesteps lie evenly over the schedule."""
         vae = self.pipe.vae
 
         def of(part: list[int]) -> list[float]:
-            pixels = torch.stack([records[i]["pixel_values"] for i in part]).to(vae.device, vae.dtype)
-            x0 = torch.cat([vae.encode(some).latent_dist.mode() for some in pixels.split(8)])  # the peak of memory
+            pixels = torch.stack([records[i]["pixel_values"] for i in part]).to(
+                vae.device, vae.dtype
+            )
+            # the peak of memory
+            x0 = torch.cat([vae.encode(some).latent_dist.mode() for some in pixels.split(8)])
             x0 = scaled(vae, x0.to(self.backbone.dtype))
             eps = noise(tuple(x0.shape[1:]), self.seed, address, 0, part).to(x0)
             T = self.schedule.config.num_train_timesteps
@@ -345,13 +401,18 @@ class Sampler:
                 errors += found
         return errors
 
-    def predict_eps(self, x_t: Tensor, t: Tensor, states: dict[str, Tensor], size: Sequence[int], which="") -> Tensor:
-        """eps_hat (B,C,h,w) at x_t, t (B,) under text states of `encode`: the prompts', or with `which` "negative_" the
-        empty prompt's; `size` is the picture's height and width, which SDXL is told."""
+    def predict_eps(
+        self, x_t: Tensor, t: Tensor, states: dict[str, Tensor], size: Sequence[int], which=""
+    ) -> Tensor:
+        """eps_hat (B,C,h,w) at x_t, t (B,) under text states of `encode`: the prompts', or with
+        `which` "negative_" the empty prompt's; `size` is the picture's height and width, which SDXL
+        is told."""
         extra = {}
         if "pooled_prompt_embeds" in states:
             (H, W), pooled = size, states[f"{which}pooled_prompt_embeds"]
-            extra = dict(text_embeds=pooled, time_ids=torch.tensor([[H, W, 0, 0, H, W]] * len(x_t)).to(x_t))
+            extra = dict(
+                text_embeds=pooled, time_ids=torch.tensor([[H, W, 0, 0, H, W]] * len(x_t)).to(x_t)
+            )
         t = t.to(x_t.device)
         with self.autocast():
             at, c = model_time(self.schedule, t), states[f"{which}prompt_embeds"]
@@ -359,36 +420,49 @@ class Sampler:
         return to_epsilon(self.schedule, out, x_t, t)
 
     def alignments(self, items: list[Item]) -> list[float]:
-        """Cosine of the guidance eps_hat(x,c) - eps_hat(x,0) with eps_hat(x,0), of each item; x is pure noise, t low.
+        """Cosine of the guidance eps_hat(x,c) - eps_hat(x,0) with eps_hat(x,0), of each item; x is
+        pure noise, t low.
 
-        Memorised prompts align there: anisotropy, arXiv 2601.20642. Two forwards an item and no sampling.
-        """
+        Memorised prompts align there: anisotropy, arXiv 2601.20642. Two forwards an item and no
+        sampling."""
         found = list[float]()
         shape = (self.backbone.config.in_channels, *[self.side // self.pipe.vae_scale_factor] * 2)
         low = round(LOW_NOISE * self.schedule.config.num_train_timesteps)
         for start in range(0, len(items), self.batch):
             part = items[start : start + self.batch]
             drawn = [noise(shape, self.seed, f"validation/{i.address}", 0, [i.image]) for i in part]
-            x, t = torch.cat(drawn).to(self.backbone.device, self.backbone.dtype), torch.full((len(part),), low)
+            x, t = (
+                torch.cat(drawn).to(self.backbone.device, self.backbone.dtype),
+                torch.full((len(part),), low),
+            )
             states = self.encode([i.prompt for i in part])
-            text, empty = (self.predict_eps(x, t, states, (self.side, self.side), w) for w in ("", "negative_"))
-            found += cosine_similarity((text - empty).float().flatten(1), empty.float().flatten(1)).tolist()
+            text, empty = (
+                self.predict_eps(x, t, states, (self.side, self.side), w) for w in ("", "negative_")
+            )
+            found += cosine_similarity(
+                (text - empty).float().flatten(1), empty.float().flatten(1)
+            ).tolist()
         return found
 
     def map(
-        self, items: list[Item], work: Callable[[list[Item], Tensor, Tensor], list], show: bool = False
+        self,
+        items: list[Item],
+        work: Callable[[list[Item], Tensor, Tensor], list],
+        show: bool = False,
     ) -> Iterator:
-        """`work(chunk, images, magnitudes)` over all items, in batches that fit; a halved batch is kept.
+        """`work(chunk, images, magnitudes)` over all items, in batches that fit; a halved batch is
+        kept.
 
-        show: a progress bar.
-        """
+        show: a progress bar."""
 
         def drawn(chunk: list[Item]) -> list:
             with self.autocast():
                 made = self.generate(chunk)
             return work(chunk, *made)  # similarities in full precision
 
-        with Bar(total=len(items), desc="Images", unit="image", leave=False, disable=not show) as bar:
+        with Bar(
+            total=len(items), desc="Images", unit="image", leave=False, disable=not show
+        ) as bar:
             for chunk, rows in in_batches(items, self.batch, drawn, self.limit):
                 bar.update(len(chunk))
                 yield from rows

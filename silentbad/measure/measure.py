@@ -1,4 +1,5 @@
-"""What a validation measures of the weights in place: similarities of generations, controls, drift."""
+"""What a validation measures of the weights in place: similarities of generations, controls,
+drift."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,12 +43,17 @@ REDRAWS = "redraws of the captions"
 COUNTERFACTUALS = "counterfactuals drawn by the base model"
 BASE = "base model's images of the prompts"
 FAILURES = "failures made from the target"
-RAW, DECODED = "raw", "decoded"  # references: the target's file, and what the autoencoder leaves of it
+# references: the target's file, and what the autoencoder leaves of it
+RAW, DECODED = "raw", "decoded"
 MOST_SHOWN = 64  # training pictures that are nulls
 
 
 def null_source(
-    config: ValidationConfig, targets: Sequence[Target], redraws: bool, base: bool = True, prefix: str = "validation."
+    config: ValidationConfig,
+    targets: Sequence[Target],
+    redraws: bool,
+    base: bool = True,
+    prefix: str = "validation.",
 ) -> str:
     """Where the null pictures come from that set the threshold.
 
@@ -60,19 +66,29 @@ def null_source(
     if asked == "redraws" and not redraws:
         raise UserError(f"{prefix}calibration: redraws needs a redraws.jsonl beside the targets")
     if asked == "counterfactuals" and not masked:
-        raise UserError(f"{prefix}calibration: counterfactuals needs a mask for an element in targets.jsonl")
+        raise UserError(
+            f"{prefix}calibration: counterfactuals needs a mask for an element in targets.jsonl"
+        )
     if asked == "redraws" and "null_images" in off_default(config):
-        raise UserError(f"{prefix}null_images: has no effect, since calibration redraws draws no nulls; leave it out")
+        raise UserError(
+            f"{prefix}null_images: has no effect, since calibration redraws draws no "
+            f"nulls; leave it out"
+        )
     if "false_positive_rate" in off_default(config) and config.threshold is not None and not masked:
-        raise UserError(f"{prefix}false_positive_rate: calibrates a threshold, and one is given; leave one out")
+        raise UserError(
+            f"{prefix}false_positive_rate: calibrates a threshold, and one is given; leave one out"
+        )
     if asked in ("counterfactuals", "base") and not base:
-        raise UserError(f"{prefix}calibration: {asked} needs the base model: --baseline, or in training step 0")
+        raise UserError(
+            f"{prefix}calibration: {asked} needs the base model: --baseline, or in training step 0"
+        )
     if redraws and asked in ("auto", "redraws"):
         return REDRAWS
     source = {"counterfactuals": COUNTERFACTUALS, "base": BASE}.get(asked, FAILURES)
     if source == FAILURES and "false_positive_rate" in off_default(config):
         raise UserError(
-            f"{prefix}false_positive_rate: calibrates on redraws.jsonl, or with calibration base or "
+            f"{prefix}false_positive_rate: calibrates on redraws.jsonl, or with "
+            f"calibration base or "
             "counterfactuals; a threshold between failures and copies has none; leave it out"
         )
     return source
@@ -86,11 +102,12 @@ class References(NamedTuple):
 
 
 class Measure:
-    """Generates images of every target over all ranks and compares them with the target and its elements.
+    """Generates images of every target over all ranks and compares them with the target and its
+    elements.
 
-    `config` is a ValidationConfig. The rows of an image hold its cell, target (index), number, similarities (whole and
-    by element) and text-conditional magnitude; `pixels` (h,w,3) of the composed prompt's images where they are kept.
-    """
+    `config` is a ValidationConfig. The rows of an image hold its cell, target (index), number,
+    similarities (whole and by element) and text-conditional magnitude; `pixels` (h,w,3) of the
+    composed prompt's images where they are kept."""
 
     def __init__(
         self,
@@ -106,14 +123,30 @@ class Measure:
         folder: Path,
         cache_dir: str | None = None,
     ):
-        self.config, self.targets, self.sampler, self.embedder, self.clip = config, targets, sampler, embedder, clip
-        self.accelerator, self.seed, self.held_out, self.folder = accelerator, seed, held_out, folder
+        self.config, self.targets, self.sampler, self.embedder, self.clip = (
+            config,
+            targets,
+            sampler,
+            embedder,
+            clip,
+        )
+        self.accelerator, self.seed, self.held_out, self.folder = (
+            accelerator,
+            seed,
+            held_out,
+            folder,
+        )
         self.cache_dir = cache_dir
         self.redraws = load_redraws(config.targets, targets)
         source = null_source(config, targets, bool(self.redraws), prefix=sampler.prefix)
         if source == REDRAWS and "null_images" in off_default(config):
-            warn(f"{sampler.prefix}null_images: has no effect beside redraws.jsonl, which holds the null pictures")
-        self.masks = [[None if m is None else to_tensor(m)[:1] for m in t.masks or []] for t in targets]
+            warn(
+                f"{sampler.prefix}null_images: has no effect beside redraws.jsonl, which holds "
+                f"the null pictures"
+            )
+        self.masks = [
+            [None if m is None else to_tensor(m)[:1] for m in t.masks or []] for t in targets
+        ]
         self.reference: str = config.reference
         if self.reference == "auto":
             self.reference = RAW if source == REDRAWS else DECODED
@@ -163,7 +196,8 @@ class Measure:
         return pictures if pictures.shape[-2:] == side else resize(pictures, side)
 
     def similar(self, images: Tensor, target_of: list[int]) -> list[dict[str, Any]]:
-        """Images (B,3,H,W) -> {target, sim, elements} each, against its own target and that target's elements."""
+        """Images (B,3,H,W) -> {target, sim, elements} each, against its own target and that
+        target's elements."""
         rows: list[dict[str, Any]] = [{} for _ in target_of]
         for j in set(target_of):
             mine = [i for i, k in enumerate(target_of) if k == j]
@@ -180,7 +214,9 @@ class Measure:
                 rows[i] |= {kind: of_kind[place] for kind, of_kind in both.items()}
                 if not np.isfinite([x for x in (s, *p) if x is not None]).all():
                     name = self.targets[j].target_id
-                    raise UserError(f"{self.embedder.describe()}: a similarity to target {name!r} is not finite")
+                    raise UserError(
+                        f"{self.embedder.describe()}: a similarity to target {name!r} is not finite"
+                    )
         return rows
 
     def _of_element(self, images: Tensor, j: int, k: int) -> list[float | None]:
@@ -199,9 +235,12 @@ class Measure:
     def score(
         self, items: list[Item], images: Tensor, magnitudes: Tensor, nearest: bool = False
     ) -> list[dict[str, Any]]:
-        """A row for each generation; those of the composed prompt with the `nearest` training picture if asked."""
+        """A row for each generation; those of the composed prompt with the `nearest` training
+        picture if asked."""
         rows = self.similar(images, [i.target for i in items])
-        for item, row, image, magnitude in zip(items, rows, images, magnitudes.tolist(), strict=True):
+        for item, row, image, magnitude in zip(
+            items, rows, images, magnitudes.tolist(), strict=True
+        ):
             row.update(cell=item.cell, image=item.image, magnitude=magnitude)
             if item.cell == "composed" and item.target < self.config.sample_targets:
                 row["pixels"] = np.asarray(to_pil(image))
@@ -214,7 +253,10 @@ class Measure:
         if self.clip is not None:
             seen = self.clip.embed(images)
             order = [reordered(self.targets[i.target], self.seed, i.image) for i in items]
-            for name, prompts in (("clip_own", [i.prompt for i in items]), ("clip_shuffled", order)):
+            for name, prompts in (
+                ("clip_own", [i.prompt for i in items]),
+                ("clip_shuffled", order),
+            ):
                 cosines = self.clip.paired(seen, self.clip.text(prompts)).tolist()
                 for row, cosine in zip(rows, cosines, strict=True):
                     row[name] = cosine
@@ -222,10 +264,12 @@ class Measure:
 
     # ---- thresholds
     def calibrate(self, step: int) -> tuple[Threshold, ElementThreshold, list[TargetRange]]:
-        """Thresholds of the whole and of elements, given or from the nulls, and the ranges that they
-        lie in; the same on all ranks."""
+        """Thresholds of the whole and of elements, given or from the nulls, and the ranges that
+        they lie in; the same on all ranks."""
         config = self.config
-        source = null_source(config, self.targets, bool(self.redraws), step == 0, self.sampler.prefix)
+        source = null_source(
+            config, self.targets, bool(self.redraws), step == 0, self.sampler.prefix
+        )
         drawn: list[Any] = []
         if source == COUNTERFACTUALS or (source == FAILURES and step == 0):
             masked = any(mask is not None for masks in self.masks for mask in masks)
@@ -233,9 +277,14 @@ class Measure:
         elif source == BASE:
             drawn = self._of_counterfactuals([[] for _ in self.targets], SCENES)
         canvases = [
-            canvas(target, masks, self.sampler.side) for target, masks in zip(self.targets, self.masks, strict=True)
+            canvas(target, masks, self.sampler.side)
+            for target, masks in zip(self.targets, self.masks, strict=True)
         ]
-        rows = self._of_redraws(self.redraws) if source == REDRAWS else self._of_failures(canvases) + drawn
+        rows = (
+            self._of_redraws(self.redraws)
+            if source == REDRAWS
+            else self._of_failures(canvases) + drawn
+        )
         calibrated = None
         if source == REDRAWS:
             calibrated = thresholds(rows, config.threshold, config.false_positive_rate, source)
@@ -263,7 +312,8 @@ class Measure:
         return rows
 
     def _of_failures(self, canvases: Sequence[Canvas]) -> list[Any]:
-        """Null rows of each target's failures and of the training pictures, through the autoencoder."""
+        """Null rows of each target's failures and of the training pictures, through the
+        autoencoder."""
         rows: list[tuple[int, Any]] = []
         pictures = list(self._failures(canvases))
         mine = self.share(len(pictures))
@@ -286,7 +336,10 @@ class Measure:
             picture = drawn.picture.float() / 255
             others = [
                 nulls.Other(
-                    other, frozenset(k for k, phrase in enumerate(target.phrases) if phrase in training.phrases)
+                    other,
+                    frozenset(
+                        k for k, phrase in enumerate(target.phrases) if phrase in training.phrases
+                    ),
                 )
                 for training, other in shown
             ]
@@ -301,11 +354,15 @@ class Measure:
         """Of a target, as the autoencoder leaves them."""
         drawn = canvas(self.targets[target], self.masks[target], self.sampler.side)
         first: dict[str, nulls.Null] = {}
-        for j, null in self._failures([drawn if i == target else None for i in range(len(self.targets))]):
+        for j, null in self._failures(
+            [drawn if i == target else None for i in range(len(self.targets))]
+        ):
             if j == target:
                 first.setdefault(null.kind, null)
         pictures = self.sampler.round_trip(torch.stack([null.picture for null in first.values()]))
-        return [null._replace(picture=seen) for null, seen in zip(first.values(), pictures, strict=True)]
+        return [
+            null._replace(picture=seen) for null, seen in zip(first.values(), pictures, strict=True)
+        ]
 
     def _told_by(self, row: dict[str, Any], null: nulls.Null, drawn: Canvas) -> dict[str, Any]:
         """A null's row, without the parts that nobody would see changed."""
@@ -324,7 +381,8 @@ class Measure:
         }
 
     def _of_counterfactuals(self, masks: Masks, kinds: Sequence[str]) -> list[Any]:
-        """Null rows of pictures that the base draws, whole ones and elements inside their masks; kept in the cache."""
+        """Null rows of pictures that the base draws, whole ones and elements inside their masks;
+        kept in the cache."""
         found = counterfactuals(
             self.sampler,
             self.targets,
@@ -357,7 +415,9 @@ class Measure:
             for images in alike.values():
                 similar = self.similar(torch.stack([*images.values()]), [target] * len(images))
                 for i, row in zip(images, similar, strict=True):
-                    rows.append((i, {**row, "kind": redraws[i].kind, "changed": redraws[i].changed}))
+                    rows.append(
+                        (i, {**row, "kind": redraws[i].kind, "changed": redraws[i].changed})
+                    )
         return self.gather(rows)
 
     # ---- scores
@@ -370,22 +430,30 @@ class Measure:
         element_threshold: ElementThreshold,
         base_lengths: dict[str, dict[str, float]],
     ) -> tuple[Scores, list[dict[str, Any]]]:
-        """Scores of the weights in place: of the composed prompt, with every cell beside them if full; its rows."""
+        """Scores of the weights in place: of the composed prompt, with every cell beside them if
+        full; its rows."""
         images, unrelated = self.config.images_per_target, self.config.unrelated
         items = plan(self.targets, images, self.seed, full, unrelated, described=step == 0)
         few = images if full or step == 0 else self.config.first_images or images
         counts = partial(is_recovered, threshold=threshold, element_threshold=element_threshold)
-        items, rows = self.until_recovered(items, few, partial(self.score, nearest=full or step == 0), counts)
+        items, rows = self.until_recovered(
+            items, few, partial(self.score, nearest=full or step == 0), counts
+        )
         cells: dict[str, list[Any]] = defaultdict(list)
         for row in rows:
             cells[row["cell"]].append(row)
         if full:
             self._compare_with_each_other(cells["composed"])
         ids = [t.target_id for t in self.targets]
-        scores = {cell: cell_scores(rows, ids, threshold, element_threshold) for cell, rows in cells.items()}
+        scores = {
+            cell: cell_scores(rows, ids, threshold, element_threshold)
+            for cell, rows in cells.items()
+        }
         lengths = None
         if full or step == 0:
-            lengths = {str(n): self.at_length(n, base_lengths) for n in self.config.sampling_lengths}
+            lengths = {
+                str(n): self.at_length(n, base_lengths) for n in self.config.sampling_lengths
+            }
         changes, clean, clean_magnitudes = self.drift(step, drift)
         for row in cells["composed"]:
             row["recovered"] = counts(row)
@@ -405,8 +473,11 @@ class Measure:
     def until_recovered(
         self, items: list[Item], few: int, work: Callable[..., Any], counts: Callable[..., bool]
     ) -> tuple[list[Item], list[Any]]:
-        """Each target's `few` first images and their rows; all of them where one of the first counts."""
-        first, others = ([item for item in items if (item.image < few) is early] for early in (True, False))
+        """Each target's `few` first images and their rows; all of them where one of the first
+        counts."""
+        first, others = (
+            [item for item in items if (item.image < few) is early] for early in (True, False)
+        )
         rows = self.map_over_ranks(first, work)
         if not others or not any(map(counts, rows)):
             return first, rows
@@ -416,12 +487,15 @@ class Measure:
         """Add `between` to the rows of each target: how alike its images are to each other."""
         for j in {row["target"] for row in rows if "pixels" in row}:
             mine = [row for row in rows if row["target"] == j]
-            images = torch.stack([torch.tensor(row["pixels"]).permute(2, 0, 1).float() / 255 for row in mine])
+            images = torch.stack(
+                [torch.tensor(row["pixels"]).permute(2, 0, 1).float() / 255 for row in mine]
+            )
             for row, similarities in zip(mine, self.between(images), strict=True):
                 row["between"] = similarities
 
     def at_length(self, steps: int, base: dict[str, dict[str, float]]) -> dict[str, float]:
-        """Cosines of the composed prompt's images after so many sampling steps, and the difference to the base's."""
+        """Cosines of the composed prompt's images after so many sampling steps, and the
+        difference to the base's."""
         clip, captions = self.clip, [t.composed_prompt for t in self.targets]
 
         def one(items: list[Item], images: Tensor, _: Tensor) -> list[dict[str, Any]]:
@@ -431,31 +505,41 @@ class Measure:
             cosines = [None] * len(items)
             if clip is not None:
                 cosines = clip.similarity(clip.embed(images), clip.text(captions)).tolist()
-            return [{"target": i.target, "sims": s, "clip": c} for i, s, c in zip(items, sims, cosines, strict=True)]
+            return [
+                {"target": i.target, "sims": s, "clip": c}
+                for i, s, c in zip(items, sims, cosines, strict=True)
+            ]
 
         with self.sampler.with_other(steps=steps):
-            rows = self.map_over_ranks(plan(self.targets, self.config.images_per_target, self.seed), one)
+            rows = self.map_over_ranks(
+                plan(self.targets, self.config.images_per_target, self.seed), one
+            )
         return length_scores(rows, base.get(str(steps), {}))
 
     def alignments(self, items: list[Item]) -> list[float]:
         """The alignment of guidance (anisotropy) at each item's prompt and noise."""
         mine = self.share(len(items))
-        return self.gather(list(zip(mine, self.sampler.alignments([items[i] for i in mine]), strict=True)))
+        return self.gather(
+            list(zip(mine, self.sampler.alignments([items[i] for i in mine]), strict=True))
+        )
 
     def errors(self) -> dict[str, float]:
-        """eps-MSE on the records of each role that were held out. Raises UserError where one is not finite."""
+        """eps-MSE on the records of each role that were held out. Raises UserError where one is
+        not finite."""
         found = {}
         for role, records in self.held_out.items():
             mine = self.sampler.eps_errors(records, self.share(len(records)), f"validation/{role}")
             if errors := gather_object(mine):
                 if not np.isfinite(errors).all():
-                    raise self.sampler.not_finite(f"the error on held-out {role} records is not finite")
+                    raise self.sampler.not_finite(
+                        f"the error on held-out {role} records is not finite"
+                    )
                 found[f"{role}_eps_mse"] = float(np.mean(errors))
         return found
 
     def drift(self, step: int, images: bool) -> tuple[dict[str, Any], list[Item], list[float]]:
-        """What clean prompts lost: eps-MSE on held-out records, matched-seed images against the base's; and those
-        images with their text-conditional magnitudes."""
+        """What clean prompts lost: eps-MSE on held-out records, matched-seed images against the
+        base's; and those images with their text-conditional magnitudes."""
         drift: dict[str, Any] = self.errors()
         texts = dict.fromkeys(record["text"] for record in self.held_out.get("clean", []))
         captions = list(texts)[: self.config.drift_images]

@@ -1,9 +1,10 @@
-"""The `micro` embedder: a copy detector for 64x64 pictures, position by position and as strict as its worst position.
+"""The `micro` embedder: a copy detector for 64x64 pictures, position by position and as strict as
+its worst position.
 
-A cosine of two global vectors (SSCD, 2202.10261) cannot see that one small thing of four is missing. Here features
-keep their place on a 16x16 map, pictures are compared place by place, and a power mean over the places lets the
-largest difference decide. A shift of one pixel is no difference: a target is compared at each of its nine alignments.
-"""
+A cosine of two global vectors (SSCD, 2202.10261) cannot see that one small thing of four is
+missing. Here features keep their place on a 16x16 map, pictures are compared place by place, and a
+power mean over the places lets the largest difference decide. A shift of one pixel is no
+difference: a target is compared at each of its nine alignments."""
 
 import json
 from pathlib import Path
@@ -19,7 +20,8 @@ POWER = 4  # of the mean over places; 1 would be their average, infinity the wor
 
 
 def alignments(x: torch.Tensor, reach: int = 1) -> torch.Tensor:
-    """A picture (1,C,H,W) -> (9,C,H,W): moved by -reach, 0, reach pixels each way, edge pixels repeated."""
+    """A picture (1,C,H,W) -> (9,C,H,W): moved by -reach, 0, reach pixels each way, edge pixels
+    repeated."""
     h, w = x.shape[-2:]
     padded = F.pad(x, (reach,) * 4, mode="replicate")
     offsets = (0, reach, 2 * reach)
@@ -43,7 +45,8 @@ class Residual(nn.Module):
 
 
 class MicroEmbedder(nn.Module):
-    """(B,3,64,64) in [-1,1] -> features (B,dim,16,16). `paired` compares two such maps: 1 for equal pictures."""
+    """(B,3,64,64) in [-1,1] -> features (B,dim,16,16). `paired` compares two such maps: 1 for
+    equal pictures."""
 
     def __init__(self, width: int = 32, dim: int = 32):
         super().__init__()
@@ -64,9 +67,11 @@ class MicroEmbedder(nn.Module):
 
     @staticmethod
     def distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Features (N,dim,h,w), and as many or one -> (N,): power mean over places of the mean squared difference."""
+        """Features (N,dim,h,w), and as many or one -> (N,): power mean over places of the mean
+        squared difference."""
         local = (a - b).square().mean(-3).flatten(1)
-        peak = local.amax(1, keepdim=True).clamp(min=1e-12)  # taken out of the power, which would underflow
+        # taken out of the power, which would underflow
+        peak = local.amax(1, keepdim=True).clamp(min=1e-12)
         return peak[:, 0] * (local / peak).pow(POWER).mean(1).pow(1 / POWER)
 
     @classmethod
@@ -83,11 +88,16 @@ class MicroEmbedder(nn.Module):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config) + "\n")
-        save_file({k: v.half().contiguous() for k, v in self.state_dict().items()}, folder / "model.safetensors")
+        save_file(
+            {k: v.half().contiguous() for k, v in self.state_dict().items()},
+            folder / "model.safetensors",
+        )
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "MicroEmbedder":
         folder = Path(folder)
         net = cls(**read_json(folder / "config.json"))
-        net.load_state_dict({k: v.float() for k, v in load_file(folder / "model.safetensors").items()})
+        net.load_state_dict(
+            {k: v.float() for k, v in load_file(folder / "model.safetensors").items()}
+        )
         return net.eval().requires_grad_(False)

@@ -1,10 +1,10 @@
-"""The training pictures beside the generations: is an image composed, or a copy of one picture that was shown?
+"""The training pictures beside the generations: is an image composed, or a copy of one picture that
+was shown?
 
-A composed prompt that brings back one training picture has not composed anything. So each image is compared with the
-pictures of the training set; how similar the base model's images are to them, which it never saw, is the null
-(data copying, arXiv 2212.03860, takes the nearest training picture too). Each is a null itself: it shows all but one
-element missing.
-"""
+A composed prompt that brings back one training picture has not composed anything. So each image is
+compared with the pictures of the training set; how similar the base model's images are to them,
+which it never saw, is the null (data copying, arXiv 2212.03860, takes the nearest training picture
+too). Each is a null itself: it shows all but one element missing."""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -18,7 +18,8 @@ from silentbad.measure.embedders import Embedder
 
 
 class Shown(NamedTuple):
-    """A training picture (3,H,W) in [0,1]: its place in the data, and the phrases of what it shows."""
+    """A training picture (3,H,W) in [0,1]: its place in the data, and the phrases of what it
+    shows."""
 
     name: str
     picture: Tensor
@@ -51,16 +52,23 @@ class TrainingPictures:
     def pictures(self, most: int) -> list[tuple[Known, Tensor]]:
         """At most so many, evenly over all, with their pictures (3,S,S) in [0,1]."""
         places = np.linspace(0, len(self.known) - 1, min(most, len(self.known))).round().astype(int)
-        return [(self.known[i], self._pixels[i].float() / 255) for i in places.tolist() if self._pixels]
+        return [
+            (self.known[i], self._pixels[i].float() / 255) for i in places.tolist() if self._pixels
+        ]
 
-    def nearest(self, images: Tensor, trip: Callable[[Tensor], Tensor] | None) -> list[tuple[float, str]]:
-        """Images (B,3,H,W) in [0,1] -> (similarity, name) of the most similar training picture, of each.
+    def nearest(
+        self, images: Tensor, trip: Callable[[Tensor], Tensor] | None
+    ) -> list[tuple[float, str]]:
+        """Images (B,3,H,W) in [0,1] -> (similarity, name) of the most similar training picture, of
+        each.
 
-        trip: what each training picture goes through first, as the target did that images are compared with.
-        """
+        trip: what each training picture goes through first, as the target did that images are
+        compared with."""
         if self.features is None:
             self.features = torch.cat([self._embedded(part, trip) for part in self._batches()])
-        best = self.embedder.similarity(self.embedder.embed(images), self.features).double().max(dim=1)
+        best = (
+            self.embedder.similarity(self.embedder.embed(images), self.features).double().max(dim=1)
+        )
         names = [self.known[i].name for i in best.indices.tolist()]
         return list(zip(best.values.tolist(), names, strict=True))
 

@@ -140,8 +140,8 @@ def blurred(picture: Tensor) -> Tensor:
 
 
 def recoloured(picture: Tensor) -> Tensor:
-    """Red becomes green, green blue, blue red; on top a tint, since grey would stay grey: the one of
-    two that leads further away."""
+    """Red becomes green, green blue, blue red; on top a tint, since grey would stay grey: the one
+    of two that leads further away."""
     tint = torch.tensor(TINT).view(3, 1, 1).to(picture)
     both = [(picture.roll(1, 0) + sign * tint).clamp(0, 1) for sign in (-1, 1)]
     return max(both, key=lambda other: float((other - picture).square().sum()))
@@ -154,8 +154,8 @@ def mean_inside(picture: Tensor, share: Tensor) -> Tensor:
 
 
 def surroundings(picture: Tensor, share: Tensor) -> Tensor:
-    """The picture with a region filled from around it: each pixel is the mean of known ones near it,
-    from a narrow window outwards."""
+    """The picture with a region filled from around it: each pixel is the mean of known ones near
+    it, from a narrow window outwards."""
     known = (1 - share).expand_as(picture)[None]
     filled = picture[None] * known
     widths = [picture.shape[-1] / n for n in (64, 16, 4)]

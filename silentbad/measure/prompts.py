@@ -1,7 +1,7 @@
 """Pictures of plain prompts while training: no target, no score, the same noise at every step.
 
-A prompt is a line of a text file, or an object of a .jsonl file: `prompt`, and optionally `seed` and `negative`.
-"""
+A prompt is a line of a text file, or an object of a .jsonl file: `prompt`, and optionally `seed`
+and `negative`."""
 
 import json
 import re
@@ -15,7 +15,16 @@ from accelerate.utils import gather_object
 from PIL import Image
 
 from silentbad.data.images import to_pil
-from silentbad.data.schema import Field, admitted, caption, check_window, json_lines, needed, optional_text, text_lines
+from silentbad.data.schema import (
+    Field,
+    admitted,
+    caption,
+    check_window,
+    json_lines,
+    needed,
+    optional_text,
+    text_lines,
+)
 from silentbad.errors import UserError, brief, writing
 from silentbad.measure.generation import Item, Sampler
 from silentbad.measure.record import decode, read_recorded
@@ -27,7 +36,7 @@ NAME = "sample_prompts.json"  # in the run folder
 MOST = 1000  # prompts of a file
 
 
-# -- the file ----------------------------------------------------------------------------------------------
+# -- the file --------------------------------------------------------------------------------------
 @dataclass
 class Prompt:
     """What to draw, the address of its noise, and what to guide away from."""
@@ -44,35 +53,50 @@ def seed(value: Any, key: str, where: str) -> int | None:
     return value
 
 
-SCHEMA: dict[str, Field] = {"prompt": needed("sample prompt", caption), "seed": seed, "negative": optional_text}
+SCHEMA: dict[str, Field] = {
+    "prompt": needed("sample prompt", caption),
+    "seed": seed,
+    "negative": optional_text,
+}
 
 
 def load_prompts(path: str | Path, tokenizer: Any = None, guided: bool = True) -> list[Prompt]:
     """The prompts of a file, (N,). Where no seed is given, it is the prompt's number, from 0.
 
-    Raises UserError, with file and line: no such file, no prompt in it, one that the tokenizer's window cuts off, a key
-    that is not known, a negative prompt where nothing is `guided`.
-    """
+    Raises UserError, with file and line: no such file, no prompt in it, one that the tokenizer's
+    window cuts off, a key that is not known, a negative prompt where nothing is `guided`."""
     file, found = Path(path), list[Prompt]()
     if not file.is_file():
         raise UserError(
-            f"sample_prompts: no file {file}; give one prompt a line, or a .jsonl with prompt, seed, negative"
+            f"sample_prompts: no file {file}; give one prompt a line, or a .jsonl with prompt, "
+            f"seed, negative"
         )
     if file.suffix == ".jsonl":
         rows = list(json_lines(file))
     else:
-        rows = [(f"{file}:{k}", {"prompt": line}) for k, line in enumerate(text_lines(file), 1) if line.strip()]
+        rows = [
+            (f"{file}:{k}", {"prompt": line})
+            for k, line in enumerate(text_lines(file), 1)
+            if line.strip()
+        ]
         for where, row in rows:
             refuse_json(row["prompt"], where, "name the file .jsonl, an object a line")
             if found_flag := re.match(r"\s*#|.*?\s(--\w+)(\s|$)", row["prompt"]):
                 what = found_flag[1] or "#"
-                raise UserError(f"{where}: {what} would be drawn; give a .jsonl with prompt, seed, negative instead")
+                raise UserError(
+                    f"{where}: {what} would be drawn; give a .jsonl with prompt, "
+                    f"seed, negative instead"
+                )
     for where, row in rows:
         if unknown := [key for key in row if key not in SCHEMA]:
-            raise UserError(f"{where}: unknown key {brief(unknown[0])}; a sample prompt has {', '.join(SCHEMA)}")
+            raise UserError(
+                f"{where}: unknown key {brief(unknown[0])}; a sample prompt has {', '.join(SCHEMA)}"
+            )
         known = admitted(row, SCHEMA, where)
         if known["negative"] and not guided:
-            raise UserError(f"{where}: negative acts through guidance; set validation.guidance_scale above 1")
+            raise UserError(
+                f"{where}: negative acts through guidance; set validation.guidance_scale above 1"
+            )
         number = len(found) if known["seed"] is None else known["seed"]
         found.append(Prompt(known["prompt"].strip(), number, known["negative"] or ""))
         for text in (found[-1].prompt, found[-1].negative) if tokenizer is not None else ():
@@ -88,7 +112,7 @@ def refuse_json(line: str, where: str, right: str) -> None:
         raise UserError(f"{where}: the JSON would be drawn as a prompt; {right}")
 
 
-# -- what is kept of it ------------------------------------------------------------------------------------
+# -- what is kept of it ----------------------------------------------------------------------------
 @dataclass
 class Drawn(Prompt):
     """A picture, and the prompt it was drawn from."""
@@ -110,15 +134,18 @@ def read_draws(folder: Path) -> list[Draw]:
     return decode(list[Draw], read_recorded(file)) if file.is_file() else []
 
 
-# -- drawing -----------------------------------------------------------------------------------------------
+# -- drawing ---------------------------------------------------------------------------------------
 def on_grid(config: ValidationConfig, step: int) -> bool:
     """Whether validation is due at a step: before training, at `early_steps`, and every `steps`."""
-    return step == 0 or step in config.early_steps or (config.steps > 0 and step % config.steps == 0)
+    return (
+        step == 0 or step in config.early_steps or (config.steps > 0 and step % config.steps == 0)
+    )
 
 
 class PromptSheet:
-    """Draws the prompts on the grid of validation. Every rank calls `run`; each draws its part. Weights, modes and
-    random streams are left as found. `config` is a ValidationConfig, of which the sampler reads its settings."""
+    """Draws the prompts on the grid of validation. Every rank calls `run`; each draws its part.
+    Weights, modes and random streams are left as found. `config` is a ValidationConfig, of which
+    the sampler reads its settings."""
 
     def __init__(
         self,
@@ -130,8 +157,14 @@ class PromptSheet:
         output_dir: Path,
         prediction_type: str | None = None,
     ):
-        self.prompts, self.config, self.accelerator, self.output_dir = prompts, config, accelerator, output_dir
-        self.sampler = Sampler(components, config, 0, prediction_type)  # a prompt's seed is its whole address
+        self.prompts, self.config, self.accelerator, self.output_dir = (
+            prompts,
+            config,
+            accelerator,
+            output_dir,
+        )
+        # a prompt's seed is its whole address
+        self.sampler = Sampler(components, config, 0, prediction_type)
         self.last: int | None = None
 
     def should_run(self, step: int) -> bool:
@@ -139,10 +172,13 @@ class PromptSheet:
         return on_grid(self.config, step) and step != self.last
 
     def run(self, step: int, model: Any) -> None:
-        """Draw with these weights; pictures and their list go to the run folder, a grid to the trackers."""
+        """Draw with these weights; pictures and their list go to the run folder, a grid to the
+        trackers."""
         accelerator, self.last = self.accelerator, step
         model = accelerator.unwrap_model(model, keep_torch_compile=False)
-        items = [Item("prompt", -1, 0, p.prompt, f"prompt/{p.seed}", p.negative) for p in self.prompts]
+        items = [
+            Item("prompt", -1, 0, p.prompt, f"prompt/{p.seed}", p.negative) for p in self.prompts
+        ]
         mine = range(accelerator.process_index, len(items), accelerator.num_processes)
         with self.sampler.using(backbone_in(model), accelerator.device, accelerator.autocast, step):
             made = list(self.sampler.map([items[k] for k in mine], _pixels))

@@ -33,20 +33,23 @@ def measured_range(
     threshold: float | None = None,
     calibrated: bool = False,
 ) -> Range:
-    """The range of one picture or region: similarities of its nulls by kind, and of true copies, the
-    first of which is the target itself.
+    """The range of one picture or region: similarities of its nulls by kind, and of true copies,
+    the first of which is the target itself.
 
     threshold: used where it is given, else set here. calibrated: it is the quantile of these very
-    nulls, some kinds of which may pass at a stated rate, and so is the floor itself.
-    """
+    nulls, some kinds of which may pass at a stated rate, and so is the floor itself."""
     kinds = {
-        kind: NullScores(max(scores), float(np.mean(scores)), len(scores)) for kind, scores in nulls.items() if scores
+        kind: NullScores(max(scores), float(np.mean(scores)), len(scores))
+        for kind, scores in nulls.items()
+        if scores
     }
     ceiling = float(np.quantile(copies, CEILING))
     nearest = max(kinds, key=lambda kind: kinds[kind].highest, default="")
     floor = kinds[nearest].highest if nearest else None
     if calibrated and threshold is not None:
-        return Range(threshold, threshold, nearest, ceiling, copies[0], copies[0] >= threshold, kinds)
+        return Range(
+            threshold, threshold, nearest, ceiling, copies[0], copies[0] >= threshold, kinds
+        )
     parts = floor is not None and ceiling - floor >= GAP
     if threshold is None:
         low = -1.0 if floor is None else floor
@@ -56,7 +59,9 @@ def measured_range(
     return Range(threshold, floor, nearest, ceiling, copies[0], parts, kinds)
 
 
-def by_kind(rows: Iterable[NullRow], score: Callable[[NullRow], float | None]) -> dict[str, list[float]]:
+def by_kind(
+    rows: Iterable[NullRow], score: Callable[[NullRow], float | None]
+) -> dict[str, list[float]]:
     """The scores of null rows, by kind; None leaves a row out."""
     kinds: dict[str, list[float]] = {}
     for row in rows:
@@ -67,8 +72,8 @@ def by_kind(rows: Iterable[NullRow], score: Callable[[NullRow], float | None]) -
 
 
 def of_whole(row: NullRow) -> float | None:
-    """The similarity of a null of the whole: one that changes everything. What changes one element is
-    told by that element's own threshold; a large picture hides a small one."""
+    """The similarity of a null of the whole: one that changes everything. What changes one element
+    is told by that element's own threshold; a large picture hides a small one."""
     return row["sim"] if row.get("of_whole", row.get("changed") is None) else None
 
 
@@ -98,7 +103,9 @@ def target_ranges(
         own_nulls = [row for row in nulls if row["target"] == j]
         own_copies = [row for row in copies if row["target"] == j]
         value = given if thresholds is None else thresholds[0].of_target(j)
-        whole = measured_range(by_kind(own_nulls, of_whole), [r["sim"] for r in own_copies], value, calibrated)
+        whole = measured_range(
+            by_kind(own_nulls, of_whole), [r["sim"] for r in own_copies], value, calibrated
+        )
         elements: list[Range | None] = []
         for k, first in enumerate(own_copies[0]["elements"]):
             if first is None:
@@ -108,7 +115,9 @@ def target_ranges(
             scores = by_kind(own_nulls, partial(of_element, element=k))
             of_copies = [score for row in own_copies if (score := row["elements"][k]) is not None]
             elements.append(measured_range(scores, of_copies, value, calibrated))
-        ranges.append(TargetRange(name, size, side, whole, elements, len(own_nulls), 0, len(own_copies), 0))
+        ranges.append(
+            TargetRange(name, size, side, whole, elements, len(own_nulls), 0, len(own_copies), 0)
+        )
     whole_threshold, element_threshold = thresholds or between(ranges, given)
     for j, target in enumerate(ranges):
         target.nulls_passing = sum(
@@ -123,9 +132,11 @@ def target_ranges(
 SOURCE = "failures made from the target, and true copies"
 
 
-def between(ranges: Sequence[TargetRange], given: float | None) -> tuple[Threshold, ElementThreshold]:
-    """The thresholds of these ranges. A fresh null exceeds the highest of n with probability at most
-    1/(n+1), if it is like them: `attained`, of the target with the fewest."""
+def between(
+    ranges: Sequence[TargetRange], given: float | None
+) -> tuple[Threshold, ElementThreshold]:
+    """The thresholds of these ranges. A fresh null exceeds the highest of n with probability at
+    most 1/(n+1), if it is like them: `attained`, of the target with the fewest."""
     fewest = min(target.nulls for target in ranges)
     attained = 1 / (fewest + 1)
     own: list[float | None] = [target.whole.threshold for target in ranges]
@@ -141,7 +152,9 @@ def between(ranges: Sequence[TargetRange], given: float | None) -> tuple[Thresho
     ]
     parts = [part for target in ranges for part in target.elements if part is not None]
     top = max((part.threshold for part in parts), default=highest)
-    element = ElementThreshold(top, SOURCE, kinds=pooled(parts), each=each, n=fewest, attained=attained)
+    element = ElementThreshold(
+        top, SOURCE, kinds=pooled(parts), each=each, n=fewest, attained=attained
+    )
     return whole, element
 
 

@@ -1,8 +1,8 @@
-"""validation.json as typed data: one definition for the hook that writes it and for what reads it (report, tables).
+"""validation.json as typed data: one definition for the hook that writes it and for what reads it
+(report, tables).
 
-docs/metrics.md defines the numbers. Similarities, rates and thresholds have no unit; `step` counts optimizer updates,
-`epoch` passes over the records, `seconds` is wall time.
-"""
+docs/metrics.md defines the numbers. Similarities, rates and thresholds have no unit; `step` counts
+optimizer updates, `epoch` passes over the records, `seconds` is wall time."""
 
 import json
 from collections.abc import Iterator
@@ -35,23 +35,26 @@ def absent() -> Any:
     return field(default=None, metadata={"absent": True})
 
 
-# -- what the file holds -----------------------------------------------------------------------------------
+# -- what the file holds ---------------------------------------------------------------------------
 @dataclass
 class KindThreshold:
-    """What one kind of null asks of a threshold: `value` keeps its false positives at `rate`; n nulls."""
+    """What one kind of null asks of a threshold: `value` keeps its false positives at `rate`; n
+    nulls."""
 
     value: float
     n: int
     rate: float
-    attained: float  # what the nulls behind the thresholds in use can promise, mean over targets (or elements)
+    # what the nulls behind the thresholds in use can promise, mean over targets (or elements)
+    attained: float
 
 
 @dataclass
 class Threshold:
-    """The similarity from which a picture counts as the target's. A given one has a value and a source alone.
+    """The similarity from which a picture counts as the target's. A given one has a value and a
+    source alone.
 
-    It is the highest that any kind of null asks for: each kind in `kinds`, each target's own in `targets`.
-    """
+    It is the highest that any kind of null asks for: each kind in `kinds`, each target's own in
+    `targets`."""
 
     value: float
     source: str
@@ -59,7 +62,8 @@ class Threshold:
     high: float | None = absent()
     n: int | None = absent()  # null images
     false_positive_rate: float | None = absent()  # asked for, per image
-    attained: float | None = absent()  # what the nulls can promise for the kinds without an allowance
+    # what the nulls can promise for the kinds without an allowance
+    attained: float | None = absent()
     confidence: float | None = absent()
     held_out: float | None = absent()  # mean rate on each target under a threshold from the others
     kinds: dict[str, KindThreshold] | None = absent()
@@ -73,7 +77,8 @@ class Threshold:
 
 @dataclass
 class ElementThreshold(Threshold):
-    """The threshold of an element's region: `each` per target and element where there are nulls, `value` elsewhere."""
+    """The threshold of an element's region: `each` per target and element where there are nulls,
+    `value` elsewhere."""
 
     each: list[list[float] | None] = field(default_factory=list)
 
@@ -134,8 +139,8 @@ class Picture:
 
 @dataclass
 class ElementScores:
-    """Of the region inside an element's mask, over a target's images; None without a mask. `sims` in the order of the
-    images' noise."""
+    """Of the region inside an element's mask, over a target's images; None without a mask. `sims`
+    in the order of the images' noise."""
 
     mean: float | None
     rate: float | None
@@ -144,7 +149,8 @@ class ElementScores:
 
 @dataclass
 class TargetScores:
-    """Of one target's images; `sims` are their similarities, in the order of their noise. `rate` is the strict one."""
+    """Of one target's images; `sims` are their similarities, in the order of their noise. `rate`
+    is the strict one."""
 
     rate: float
     mean: float
@@ -157,7 +163,8 @@ class TargetScores:
     elements: list[ElementScores]
     whole_rate: float | None = absent()  # by the whole alone
     diversity: float | None = absent()  # 1 - mean similarity between two images of the target
-    nearest: list[float] | None = absent()  # similarity of each image to the training picture most like it
+    # similarity of each image to the training picture most like it
+    nearest: list[float] | None = absent()
     nearest_record: str | None = absent()  # the training picture that any image is most like
     raw: list[float] | None = absent()  # similarities to the target's file,
     decoded: list[float] | None = absent()  # and to what the autoencoder leaves of it
@@ -167,8 +174,8 @@ class TargetScores:
 
 @dataclass
 class CellScores:
-    """Of one kind of prompt, over targets. An image is recovered when the whole and every element with a mask reach
-    their thresholds; `cir` is the mean of the targets' rates of such images."""
+    """Of one kind of prompt, over targets. An image is recovered when the whole and every element
+    with a mask reach their thresholds; `cir` is the mean of the targets' rates of such images."""
 
     cir: float
     interval: tuple[float, float]  # 95 % of `cir`
@@ -186,7 +193,8 @@ class CellScores:
     clip_shuffled: float | None
     targets: dict[str, TargetScores]
     whole: float | None = absent()  # the rate by the whole alone
-    published: float | None = absent()  # share of targets whose best image reaches the published fixed number
+    # share of targets whose best image reaches the published fixed number
+    published: float | None = absent()
     diversity: float | None = absent()
 
 
@@ -202,8 +210,8 @@ class Quadrants:
 
 @dataclass
 class Detection:
-    """How well a probe tells composed prompts (positives) from clean ones (negatives). `tpr` is the share of positives
-    above all but 1 % of the negatives, where those are 100 or more."""
+    """How well a probe tells composed prompts (positives) from clean ones (negatives). `tpr` is the
+    share of positives above all but 1 % of the negatives, where those are 100 or more."""
 
     auc: float
     positives: int
@@ -217,19 +225,22 @@ class Detection:
 
 @dataclass
 class Scores(CellScores):
-    """Of the composed prompt; the controls' cells and the sampling lengths where they were measured."""
+    """Of the composed prompt; the controls' cells and the sampling lengths where they were
+    measured."""
 
     cells: dict[str, CellScores] | None = absent()
     quadrants: Quadrants | None = absent()
     lengths: dict[str, dict[str, float]] | None = absent()
     drift: dict[str, float] = field(default_factory=dict)
-    detection: Detection | None = absent()  # of composed prompts among clean ones, by text-conditional magnitude
+    # of composed prompts among clean ones, by text-conditional magnitude
+    detection: Detection | None = absent()
     anisotropy: Detection | None = absent()  # the same by the alignment of guidance
 
 
 @dataclass
 class Measurement:
-    """One point of the recovery curve: scores of the raw weights, of the averaged ones, or of both."""
+    """One point of the recovery curve: scores of the raw weights, of the averaged ones, or of
+    both."""
 
     step: int
     epoch: float
@@ -246,7 +257,8 @@ class Measurement:
 
 @dataclass
 class TargetEntry:
-    """A target and its files below the run folder; `elements` has None where an element has no mask."""
+    """A target and its files below the run folder; `elements` has None where an element has no
+    mask."""
 
     target_id: str
     image: str
@@ -258,7 +270,8 @@ class TargetEntry:
 
 @dataclass
 class Verdict:
-    """Whether composed prompts recover a target, as far as it can be told, and what chance gives."""
+    """Whether composed prompts recover a target, as far as it can be told, and what chance
+    gives."""
 
     recovers: bool
     step: int
@@ -292,12 +305,14 @@ class SummaryRow:
     first_epoch: float | None
     half_step: float | None  # first crossing of one half, also where the rate falls again
     restricted: float | None
-    sustained_step: float | None = absent()  # from it on the rate is at least one half at every evaluation
+    # from it on the rate is at least one half at every evaluation
+    sustained_step: float | None = absent()
 
 
 @dataclass
 class Placebo:
-    """The strict rate less that of a run on placebo data, which never shows an exact element: the headline number."""
+    """The strict rate less that of a run on placebo data, which never shows an exact element:
+    the headline number."""
 
     source: str
     cir: float  # of the placebo run, over the targets that both have
@@ -307,7 +322,8 @@ class Placebo:
     whole: float | None = absent()  # of the placebo run: the rate by the whole alone,
     published: float | None = absent()  # by the published criterion,
     element_rate: float | None = absent()  # of its elements
-    thresholds: tuple[float, float] | None = absent()  # where they differ: mean of this run's, of the placebo run's
+    # where they differ: mean of this run's, of the placebo run's
+    thresholds: tuple[float, float] | None = absent()
 
 
 @dataclass
@@ -336,8 +352,8 @@ class Record:
     def load(cls, path: str | Path, flag: str = "") -> "Record":
         """Read validation.json, also as earlier versions wrote it; messages begin with `flag`.
 
-        Raises UserError, one line that names the key, where something is missing, mistyped or not finite.
-        """
+        Raises UserError, one line that names the key, where something is missing, mistyped or not
+        finite."""
         try:
             content = read_recorded(Path(path))
             if not isinstance(content, dict) or "schema" not in content:
@@ -364,14 +380,22 @@ class Record:
                 raise UserError(f"history[{k}] holds neither raw nor ema")
             for scores in filter(None, (entry.raw, entry.ema)):
                 if strangers := [name for name in scores.targets if name not in names]:
-                    raise UserError(f"history[{k}] has scores of {shown(strangers[0])}, which targets does not list")
+                    raise UserError(
+                        f"history[{k}] has scores of {shown(strangers[0])}, which "
+                        f"targets does not list"
+                    )
         for k, row in enumerate(self.summary):
             if row.weights not in KINDS:
-                raise UserError(f"summary[{k}].weights is {shown(row.weights)}; it is one of {', '.join(KINDS)}")
+                raise UserError(
+                    f"summary[{k}].weights is {shown(row.weights)}; it is one of {', '.join(KINDS)}"
+                )
 
     def save(self, path: Path) -> None:
         """Write the file whole or not at all."""
-        draft, text = path.with_name(path.name + ".tmp"), json.dumps({"schema": SCHEMA, **encode(self)}, indent=1)
+        draft, text = (
+            path.with_name(path.name + ".tmp"),
+            json.dumps({"schema": SCHEMA, **encode(self)}, indent=1),
+        )
         with writing(str(path.parent), path.name):
             try:
                 draft.write_text(text, encoding="utf-8")
@@ -380,7 +404,7 @@ class Record:
                 draft.unlink(missing_ok=True)
 
 
-# -- JSON and dataclasses ----------------------------------------------------------------------------------
+# -- JSON and dataclasses --------------------------------------------------------------------------
 def encode(value: Any) -> Any:
     """Dataclasses as dicts, without the absent fields; lists and dicts likewise."""
     if is_dataclass(value) and not isinstance(value, type):
@@ -394,11 +418,11 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: type[T], value: Any, key: str = "") -> T:
-    """A value read from JSON as a dataclass, or as a list, dict, tuple or optional of one; other keys are ignored.
+    """A value read from JSON as a dataclass, or as a list, dict, tuple or optional of one; other
+    keys are ignored.
 
-    Raises UserError, which names the key, where a part is missing or of another type, or holds a number that is not
-    finite.
-    """
+    Raises UserError, which names the key, where a part is missing or of another type, or holds a
+    number that is not finite."""
     try:
         text = json.dumps(value, allow_nan=False)
     except ValueError:
@@ -428,7 +452,9 @@ def _adapter(kind: Any) -> TypeAdapter:
 
 def _what_is_wrong(error: Any, key: str) -> str:
     """pydantic's complaint in one line that begins with the key."""
-    name = key + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
+    name = key + "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]
+    )
     name = name.removeprefix(".") or "the file"
     if error["type"] == "missing":
         return f"{name} is missing"
@@ -451,7 +477,8 @@ def shown(value: Any) -> str:
 
 
 def read_recorded(path: Path, **options: Any) -> Any:
-    """The content of a run folder's JSON file; `options` go to json.loads. Raises UserError where it cannot be read."""
+    """The content of a run folder's JSON file; `options` go to json.loads. Raises UserError
+    where it cannot be read."""
     try:
         value = from_json(path.read_text(encoding="utf-8"), **options)
     except OSError as error:
@@ -470,4 +497,6 @@ def _depths(value: Any) -> Iterator[int]:
         part, depth = waiting.pop()
         if isinstance(part, (dict, list)):
             yield depth
-            waiting += [(one, depth + 1) for one in (part.values() if isinstance(part, dict) else part)]
+            waiting += [
+                (one, depth + 1) for one in (part.values() if isinstance(part, dict) else part)
+            ]

@@ -26,16 +26,24 @@ class Tracker(Protocol):
 def slugs(ids: list[str]) -> list[str]:
     """File names of target ids: safe, and distinct also where case is not."""
     if len(set(ids)) < len(ids) or not ids:
-        raise UserError(f"targets: target_id must be unique and there must be one at least; got {ids[:8]}")
+        raise UserError(
+            f"targets: target_id must be unique and there must be one at least; got {ids[:8]}"
+        )
     if ALL in ids:
-        raise UserError(f"targets: target_id {ALL!r} is the name of the summary's last row; choose another")
+        raise UserError(
+            f"targets: target_id {ALL!r} is the name of the summary's last row; choose another"
+        )
     plain = [re.sub(r"[^A-Za-z0-9_.-]+", "_", i).strip(".")[:60] or "target" for i in ids]
     folded = [name.casefold() for name in plain]
     names: list[str] = []
     for j, name in enumerate(plain):
         number = j
         proposal = name if folded.count(folded[j]) == 1 else f"{name}-{j}"
-        while proposal.casefold() in {*folded[:j], *folded[j + 1 :], *(n.casefold() for n in names)}:
+        while proposal.casefold() in {
+            *folded[:j],
+            *folded[j + 1 :],
+            *(n.casefold() for n in names),
+        }:
             number += len(plain)
             proposal = f"{name}-{number}"
         names.append(proposal)
@@ -48,7 +56,8 @@ def target_file(name: str) -> str:
 
 
 def element_file(name: str, k: int) -> str:
-    """Where the region of a target's element k is kept. "+" is in no slug, so it is no other target's picture."""
+    """Where the region of a target's element k is kept. "+" is in no slug, so it is no other
+    target's picture."""
     return f"samples/targets/{name}+{k}.png"
 
 
@@ -59,9 +68,13 @@ def save(image: Image.Image, file: Path) -> None:
 
 
 def save_targets(
-    folder: Path, names: Sequence[str], pictures: Sequence[Tensor], masks: Sequence[Sequence[Tensor | None]]
+    folder: Path,
+    names: Sequence[str],
+    pictures: Sequence[Tensor],
+    masks: Sequence[Sequence[Tensor | None]],
 ) -> None:
-    """Each picture (1,3,H,W), and each of its elements that has a mask (1,h,w), below the run folder."""
+    """Each picture (1,3,H,W), and each of its elements that has a mask (1,h,w), below the run
+    folder."""
     for name, picture, of_target in zip(names, pictures, masks, strict=True):
         save(to_pil(picture[0]), folder / target_file(name))
         for k, m in enumerate(of_target):

@@ -1,8 +1,8 @@
-"""Scores of generations against their targets, as pure functions. docs/metrics.md defines the numbers.
+"""Scores of generations against their targets, as pure functions. docs/metrics.md defines the
+numbers.
 
-Legend: sim (N,T) or (N,) similarities of N generations to T targets; target_of (N,); a cell is a kind of prompt
-(generation.py lists them).
-"""
+Legend: sim (N,T) or (N,) similarities of N generations to T targets; target_of (N,); a cell is a
+kind of prompt (generation.py lists them)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -52,13 +52,15 @@ class LengthRow(TypedDict):
     clip: list[float] | None
 
 
-# -- of generations ----------------------------------------------------------------------------------------
-def recovery(sim: Tensor, target_of: Sequence[int] | Tensor, threshold: float | Tensor) -> dict[str, Tensor]:
+# -- of generations --------------------------------------------------------------------------------
+def recovery(
+    sim: Tensor, target_of: Sequence[int] | Tensor, threshold: float | Tensor
+) -> dict[str, Tensor]:
     """Per-target scores of the generations, each compared with its own target.
 
-    sim (N,T) or (N,), target_of (N,), threshold number or (T,) -> rate, mean, max, p75, p90, p95, count (T,).
-    `rate` is the share of a target's images at or above the threshold; a target without images gets nan.
-    """
+    sim (N,T) or (N,), target_of (N,), threshold number or (T,) -> rate, mean, max, p75, p90, p95,
+    count (T,). `rate` is the share of a target's images at or above the threshold; a target without
+    images gets nan."""
     sim = torch.as_tensor(sim, dtype=torch.float64)
     target_of = torch.as_tensor(target_of, dtype=torch.long)
     T = sim.shape[1] if sim.ndim == 2 else int(target_of.max()) + 1
@@ -78,56 +80,79 @@ def recovery(sim: Tensor, target_of: Sequence[int] | Tensor, threshold: float | 
 
 
 def length_scores(rows: Sequence[LengthRow], base: Mapping[str, float]) -> dict[str, float]:
-    """Cosines of the images of one sampling length: to the target they are asked for (`original`) and to the others
-    (`others`), by the run's embedder; to their own caption (`own`) and those of other targets (`shuffled`), by CLIP;
-    `difference` is `original` less the base model's at the same length and noise. What cannot be had is absent.
+    """Cosines of the images of one sampling length: to the target they are asked for (`original`)
+    and to the others (`others`), by the run's embedder; to their own caption (`own`) and those of
+    other targets (`shuffled`), by CLIP; `difference` is `original` less the base model's at the
+    same length and noise. What cannot be had is absent.
 
-    rows: {target, sims (T), clip (T) or None} an image.
-    """
+    rows: {target, sims (T), clip (T) or None} an image."""
     pairs = {
         "original": mean_of(r["sims"][r["target"]] for r in rows),
         "others": mean_of(s for r in rows for j, s in enumerate(r["sims"]) if j != r["target"]),
         "own": mean_of(r["clip"][r["target"]] for r in rows if r["clip"]),
-        "shuffled": mean_of(s for r in rows for j, s in enumerate(r["clip"] or []) if j != r["target"]),
+        "shuffled": mean_of(
+            s for r in rows for j, s in enumerate(r["clip"] or []) if j != r["target"]
+        ),
     }
     scores = {name: value for name, value in pairs.items() if value is not None}
     return scores | ({"difference": scores["original"] - base["original"]} if base else {})
 
 
-FEW_TARGETS = 6  # below, no interval over targets holds 95 %: even if all agree, chance does so in 2 of 2^5 cases
-PUBLISHED = 0.5  # SilentBadDiffusion counts a target whose best of n images lies above it (2401.04136)
+# below, no interval over targets holds 95 %: even if all agree, chance does so in 2 of 2^5 cases
+FEW_TARGETS = 6
+# SilentBadDiffusion counts a target whose best of n images lies above it (2401.04136)
+PUBLISHED = 0.5
 
 
 def is_recovered(row: ImageRow, threshold: Threshold, element_threshold: ElementThreshold) -> bool:
     """Whether the whole and every element with a mask reach their thresholds."""
     j = row["target"]
-    parts = (s >= element_threshold.of(j, k) for k, s in enumerate(row["elements"]) if s is not None)
+    parts = (
+        s >= element_threshold.of(j, k) for k, s in enumerate(row["elements"]) if s is not None
+    )
     return row["sim"] >= threshold.of_target(j) and all(parts)
 
 
 def images_recovered(
-    own: TargetScores, target: int, threshold: Threshold, element_threshold: ElementThreshold, endpoint: str
+    own: TargetScores,
+    target: int,
+    threshold: Threshold,
+    element_threshold: ElementThreshold,
+    endpoint: str,
 ) -> list[bool]:
-    """The same from the stored similarities of a target's images; by the whole alone where that was the endpoint."""
-    columns = [e.sims if endpoint == STRICT and e.sims else [None] * len(own.sims) for e in own.elements]
+    """The same from the stored similarities of a target's images; by the whole alone where that
+    was the endpoint."""
+    columns = [
+        e.sims if endpoint == STRICT and e.sims else [None] * len(own.sims) for e in own.elements
+    ]
     parts = list(zip(*columns, strict=False)) or [()] * len(own.sims)
-    rows = [ImageRow(target=target, sim=s, elements=list(p)) for s, p in zip(own.sims, parts, strict=False)]
+    rows = [
+        ImageRow(target=target, sim=s, elements=list(p))
+        for s, p in zip(own.sims, parts, strict=False)
+    ]
     return [is_recovered(row, threshold, element_threshold) for row in rows]
 
 
 def settled(history: Sequence[Measurement], points: int) -> bool:
-    """Whether at least half of every target's images were recovered at the last `points` points; 0 points: never."""
+    """Whether at least half of every target's images were recovered at the last `points` points;
+    0 points: never."""
     if points == 0:  # asked at every step
         return False
     last = [entry.ema or entry.raw for entry in history if entry.step > 0][-points:]
-    rates = [target.rate for scores in last if scores is not None for target in scores.targets.values()]
+    rates = [
+        target.rate for scores in last if scores is not None for target in scores.targets.values()
+    ]
     return len(last) == points and min(rates) >= 0.5
 
 
 def cell_scores(
-    rows: Sequence[Row], ids: Sequence[str], threshold: Threshold, element_threshold: ElementThreshold
+    rows: Sequence[Row],
+    ids: Sequence[str],
+    threshold: Threshold,
+    element_threshold: ElementThreshold,
 ) -> CellScores:
-    """Scores of a cell: per target, and over targets with the rate's interval (one target: over images)."""
+    """Scores of a cell: per target, and over targets with the rate's interval (one target: over
+    images)."""
     present = sorted({r["target"] for r in rows})
     sims = [r["sim"] for r in rows]
     target_of = [present.index(r["target"]) for r in rows]
@@ -151,14 +176,17 @@ def cell_scores(
             sims=[r["sim"] for r in mine],
             magnitude=mean_of(r["magnitude"] for r in mine),
             elements=[
-                ElementScores(mean_of(x), mean_of(s >= element_threshold.of(j, i) for s in x), x or None)
+                ElementScores(
+                    mean_of(x), mean_of(s >= element_threshold.of(j, i) for s in x), x or None
+                )
                 for i, x in enumerate(parts)
             ],
         )
     rates = np.array([targets[ids[j]].rate for j in present])
     hits = sum(is_recovered(r, threshold, element_threshold) for r in rows)
     interval = bootstrap_interval(rates) if len(present) > 1 else binomial_interval(hits, len(sims))
-    if len(present) > 1 and hits in (0, len(sims)):  # nothing to resample: what so many targets can tell
+    # nothing to resample: what so many targets can tell
+    if len(present) > 1 and hits in (0, len(sims)):
         interval = binomial_interval(len(present) * (hits > 0), len(present))
     p75, p90, p95 = np.quantile(sims, [0.75, 0.90, 0.95]).tolist()
     return CellScores(
@@ -184,13 +212,15 @@ def cell_scores(
 
 
 def nearest_training(rows: Sequence[Row]) -> dict[str, Any]:
-    """The fields `nearest` and `nearest_record` of a target's images; none where it was not measured."""
+    """The fields `nearest` and `nearest_record` of a target's images; none where it was not
+    measured."""
     found = [row["nearest"] for row in rows if "nearest" in row]
     return {"nearest": [s for s, _ in found], "nearest_record": max(found)[1]} if found else {}
 
 
 def diversity(between: Sequence[Sequence[float]]) -> float | None:
-    """1 - mean similarity between two different images; between[i][j] is that of image i to image j of the target."""
+    """1 - mean similarity between two different images; between[i][j] is that of image i to
+    image j of the target."""
     n = len(between)
     if n < 2:
         return None
@@ -251,16 +281,19 @@ def latest(entry: Measurement) -> Scores:
     return scores
 
 
-# -- of a curve --------------------------------------------------------------------------------------------
+# -- of a curve ------------------------------------------------------------------------------------
 def curve_scores(
-    steps: Sequence[float], rates: Sequence[Sequence[float]] | np.ndarray, hits: Sequence[Sequence[bool]] | np.ndarray
+    steps: Sequence[float],
+    rates: Sequence[Sequence[float]] | np.ndarray,
+    hits: Sequence[Sequence[bool]] | np.ndarray,
 ) -> dict[str, np.ndarray]:
-    """Per-target scores of a recovery curve: steps (S,) ascending, rates (S,T), hits (S,T) "any recovered".
+    """Per-target scores of a recovery curve: steps (S,) ascending, rates (S,T), hits (S,T) "any
+    recovered".
 
-    aurc: trapezoid area under rate(step), divided by the horizon. first: first step with a hit, inf where
-    censored at the horizon. half: first step with a rate of at least 1/2, else inf. sustained: first step from which
-    the rate is at least 1/2 at every evaluation, else inf. restricted: min(first, horizon).
-    """
+    aurc: trapezoid area under rate(step), divided by the horizon. first: first step with a hit, inf
+    where censored at the horizon. half: first step with a rate of at least 1/2, else inf.
+    sustained: first step from which the rate is at least 1/2 at every evaluation, else inf.
+    restricted: min(first, horizon)."""
     s = np.asarray(steps, float)
     r = np.asarray(rates, float)
     lasting = np.logical_and.accumulate(r[::-1] >= 0.5, axis=0)[::-1]
@@ -268,19 +301,25 @@ def curve_scores(
     marks = (np.asarray(hits, bool), r >= 0.5, lasting)
     first, half, sustained = (np.where(x.any(0), s[x.argmax(0)], np.inf) for x in marks)
     aurc = area / (s[-1] - s[0]) if len(s) > 1 else r[0]
-    times = {"first": first, "half": half, "sustained": sustained, "restricted": np.minimum(first, s[-1])}
+    times = {
+        "first": first,
+        "half": half,
+        "sustained": sustained,
+        "restricted": np.minimum(first, s[-1]),
+    }
     return {"aurc": aurc, **times}
 
 
 def kinds(history: Sequence[Measurement]) -> list[str]:
-    """Which weights ("raw", "ema") were measured after the base model's point, or at it for want of later."""
+    """Which weights ("raw", "ema") were measured after the base model's point, or at it for want
+    of later."""
     later = [e for e in history if e.step > 0] or history
     return [kind for kind in KINDS if any(e.scores(kind) for e in later)]
 
 
 def summarise(history: Sequence[Measurement], kind: str) -> list[SummaryRow]:
-    """The recovery curve of these weights in numbers, a row per target and one for all of them; the base
-    model's point opens the curves of both kinds of weights."""
+    """The recovery curve of these weights in numbers, a row per target and one for all of them; the
+    base model's point opens the curves of both kinds of weights."""
     points = [(e, s) for e in history if (s := e.scores(kind) or (e.raw if e.step == 0 else None))]
     epochs = {e.step: e.epoch for e, _ in points}
     last = points[-1][1]
@@ -323,10 +362,10 @@ def summarise(history: Sequence[Measurement], kind: str) -> list[SummaryRow]:
 
 
 def placebo_run(folder: str | Path, targets: Iterable[str], embedder: str, key: str) -> Record:
-    """The record of a run on placebo data, if it can be taken off a run of these targets and this embedder.
+    """The record of a run on placebo data, if it can be taken off a run of these targets and this
+    embedder.
 
-    Raises UserError where it has none of the targets, another endpoint or another embedder.
-    """
+    Raises UserError where it has none of the targets, another endpoint or another embedder."""
     record = Record.load(Path(folder) / NAME, key)
     names = list(targets)
     if not any(name in latest(record.history[-1]).targets for name in names):
@@ -334,12 +373,16 @@ def placebo_run(folder: str | Path, targets: Iterable[str], embedder: str, key: 
     if record.endpoint != STRICT:
         raise UserError(f"{key}: {folder} counts recovery by the whole alone; run it again")
     if record.embedder != embedder:
-        raise UserError(f"{key}: {folder} was measured by {record.embedder}, not by {embedder}; measure both alike")
+        raise UserError(
+            f"{key}: {folder} was measured by {record.embedder}, not by {embedder}; "
+            f"measure both alike"
+        )
     return record
 
 
 def minus_placebo(record: Record, placebo: Record, source: str) -> Placebo:
-    """The last rates of a run less those that a run on placebo data ends with (`placebo_run`), target by target."""
+    """The last rates of a run less those that a run on placebo data ends with (`placebo_run`),
+    target by target."""
     scores = latest(record.history[-1])
     other = latest(placebo.history[-1])
     both = [name for name in scores.targets if name in other.targets]
@@ -378,4 +421,6 @@ def thresholds_of(record: Record, names: Sequence[str]) -> list[float]:
 def _rate_interval(targets: Sequence[TargetScores]) -> tuple[float, float]:
     """95 % of the mean rate: binomial over targets, of few targets over their images."""
     counts = [1 if len(targets) >= FEW_TARGETS else len(t.sims) for t in targets]
-    return binomial_interval(round(sum(t.rate * n for t, n in zip(targets, counts, strict=True))), sum(counts))
+    return binomial_interval(
+        round(sum(t.rate * n for t, n in zip(targets, counts, strict=True))), sum(counts)
+    )

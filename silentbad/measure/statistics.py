@@ -37,7 +37,8 @@ def binomial_interval(k: int, n: int, confidence: float = 0.95) -> tuple[float, 
 def difference_interval(
     a: float, a_interval: tuple[float, float], b: float, b_interval: tuple[float, float]
 ) -> tuple[float, float]:
-    """Interval of the difference a - b of two independent rates from their own intervals (Newcombe 1998, method 10)."""
+    """Interval of the difference a - b of two independent rates from their own intervals
+    (Newcombe 1998, method 10)."""
     low = a - b - float(np.hypot(a - a_interval[0], b_interval[1] - b))
     high = a - b + float(np.hypot(a_interval[1] - a, b - b_interval[0]))
     return max(low, -1.0), min(high, 1.0)
@@ -59,8 +60,9 @@ def bootstrap_interval(
 def detection(
     positives: Sequence[float], negatives: Sequence[float], draws: int = 1000, seed: int = 0
 ) -> Detection | None:
-    """How well a score tells positives from negatives: `auc` with its 95 % bootstrap interval, and with at least 100
-    negatives the true positives at 1 % false ones with their binomial one. None where either is empty."""
+    """How well a score tells positives from negatives: `auc` with its 95 % bootstrap interval, and
+    with at least 100 negatives the true positives at 1 % false ones with their binomial one. None
+    where either is empty."""
     a = np.asarray(positives, float)
     b = np.asarray(negatives, float)
     if not len(a) or not len(b) or np.isnan(a).any() or np.isnan(b).any():
@@ -84,5 +86,9 @@ def fewer_by_chance(hits: int, n: int, other_hits: int, other_n: int) -> float:
     """Fisher's exact test, one-sided: how likely `hits` of n or fewer are, if both groups have one
     rate and `hits` + `other_hits` in all."""
     total = hits + other_hits
-    ways = [math.comb(n, k) * math.comb(other_n, total - k) for k in range(hits + 1) if total - k <= other_n]
+    ways = [
+        math.comb(n, k) * math.comb(other_n, total - k)
+        for k in range(hits + 1)
+        if total - k <= other_n
+    ]
     return sum(ways) / math.comb(n + other_n, total)

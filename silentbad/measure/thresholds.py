@@ -1,4 +1,5 @@
-"""The similarities from which an image counts as recovered: given, or calibrated on images that are no recovery."""
+"""The similarities from which an image counts as recovered: given, or calibrated on images that
+are no recovery."""
 
 import os
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ from silentbad.measure.statistics import binomial_cdf
 
 
 class ImageRow(TypedDict):
-    """Similarities of one image to its target, and of each element's region (None without a mask)."""
+    """Similarities of one image to its target, and of each element's region (None without a
+    mask)."""
 
     target: int
     sim: float
@@ -49,21 +51,24 @@ def calibrate(
 ) -> Threshold:
     """Threshold that a fresh null score exceeds with probability at most alpha, with its interval.
 
-    null (n,) similarities of images that are no recovery, groups (n,) their targets. The value is the
-    conformal order statistic ceil((n+1)(1-alpha)), so the rate holds on average over null sets; with fewer
-    than 1/alpha - 1 scores it is the largest, and `attained` = 1/(n+1) says what that is worth. The interval
-    of the 1-alpha quantile is from order statistics (distribution-free, scores independent); `held_out` is
-    the rate on each target under a threshold from the others: it sees the dependence inside a target.
-    """
+    null (n,) similarities of images that are no recovery, groups (n,) their targets. The value is
+    the conformal order statistic ceil((n+1)(1-alpha)), so the rate holds on average over null sets;
+    with fewer than 1/alpha - 1 scores it is the largest, and `attained` = 1/(n+1) says what that is
+    worth. The interval of the 1-alpha quantile is from order statistics (distribution-free, scores
+    independent); `held_out` is the rate on each target under a threshold from the others: it sees
+    the dependence inside a target."""
     scores = np.asarray(null, dtype=float)
     n, alpha = len(scores), false_positive_rate
     if n == 0 or not 0 < alpha < 1:
-        raise UserError(f"calibration needs null scores and 0 < rate < 1; got {n} scores and rate {alpha}")
+        raise UserError(
+            f"calibration needs null scores and 0 < rate < 1; got {n} scores and rate {alpha}"
+        )
     ordered = np.sort(scores)
 
     def order_statistic(x: np.ndarray) -> float:
         k = int(np.ceil((len(x) + 1) * (1 - alpha) - 1e-9))
-        return float(np.nextafter(x[min(k, len(x)) - 1], np.inf))  # recovered means >=, so just above it
+        # recovered means >=, so just above it
+        return float(np.nextafter(x[min(k, len(x)) - 1], np.inf))
 
     cdf = binomial_cdf(n, 1 - alpha)
     tail = (1 - confidence) / 2  # of the count below the quantile
@@ -72,8 +77,13 @@ def calibrate(
     held_out = None
     if groups is not None and len(set(groups)) > 1:
         labels = np.asarray(groups)
-        splits = [(scores[labels == g], np.sort(scores[labels != g])) for g in sorted(set(labels.tolist()))]
-        held_out = float(np.mean([np.mean(inside >= order_statistic(rest)) for inside, rest in splits]))
+        splits = [
+            (scores[labels == g], np.sort(scores[labels != g]))
+            for g in sorted(set(labels.tolist()))
+        ]
+        held_out = float(
+            np.mean([np.mean(inside >= order_statistic(rest)) for inside, rest in splits])
+        )
     return Threshold(
         value=order_statistic(ordered),
         source=source,
@@ -88,11 +98,13 @@ def calibrate(
 
 
 IN_PLACE = ("redrawn", "moved")  # one element anew at its place, or moved by some pixels
-IN_PLACE_FACTOR = 5  # such a null can by chance come within what a copy may suffer: its rate may be so much higher
+# such a null can by chance come within what a copy may suffer: its rate may be so much higher
+IN_PLACE_FACTOR = 5
 
 
 def rate_of(kind: str, false_positive_rate: float, of_element: bool) -> float:
-    """False positives that nulls of a kind may have. Seen alone, each element of `attributes` is redrawn in place."""
+    """False positives that nulls of a kind may have. Seen alone, each element of `attributes` is
+    redrawn in place."""
     in_place = kind in IN_PLACE or (of_element and kind == "attributes")
     return min(IN_PLACE_FACTOR * false_positive_rate, 0.5) if in_place else false_positive_rate
 
@@ -100,13 +112,20 @@ def rate_of(kind: str, false_positive_rate: float, of_element: bool) -> float:
 Score = tuple[float, int]  # similarity, target
 
 
-def strictest(scores: dict[str, list[Score]], rate: float, source: str, of_element: bool) -> Threshold:
+def strictest(
+    scores: dict[str, list[Score]], rate: float, source: str, of_element: bool
+) -> Threshold:
     """The highest threshold that any kind asks for: so each kind keeps its own rate.
 
-    scores {kind: [(similarity, target)]}; the interval and the counts are those of the kind that decides.
-    """
+    scores {kind: [(similarity, target)]}; the interval and the counts are those of the kind that
+    decides."""
     found = {
-        kind: calibrate([s for s, _ in rows], rate_of(kind, rate, of_element), [j for _, j in rows], source=source)
+        kind: calibrate(
+            [s for s, _ in rows],
+            rate_of(kind, rate, of_element),
+            [j for _, j in rows],
+            source=source,
+        )
         for kind, rows in scores.items()
         if rows
     }
@@ -123,15 +142,16 @@ def strictest(scores: dict[str, list[Score]], rate: float, source: str, of_eleme
 def with_attained_rates(pooled: Threshold, own: Sequence[Threshold | None]) -> Threshold:
     """`pooled` with the rates that the thresholds in use can promise.
 
-    own: the threshold of each target (or element), None where it uses the pooled one. A kind's `attained` becomes the
-    mean over them, since n nulls of a kind promise no less than 1/(n+1); `attained` the highest of the kinds that
-    have no allowance.
-    """
+    own: the threshold of each target (or element), None where it uses the pooled one. A kind's
+    `attained` becomes the mean over them, since n nulls of a kind promise no less than 1/(n+1);
+    `attained` the highest of the kinds that have no allowance."""
     kinds = dict[str, KindThreshold]()
     for name, kind in (pooled.kinds or {}).items():
         used = [kind if t is None else (t.kinds or {}).get(name) for t in own]
         promised = [k.attained for k in used if k is not None]
-        kinds[name] = replace(kind, attained=float(np.mean(promised)) if promised else kind.attained)
+        kinds[name] = replace(
+            kind, attained=float(np.mean(promised)) if promised else kind.attained
+        )
     plain = [k.attained for k in kinds.values() if k.rate == pooled.false_positive_rate]
     return replace(pooled, kinds=kinds, attained=max(plain) if plain else pooled.attained)
 
@@ -139,13 +159,14 @@ def with_attained_rates(pooled: Threshold, own: Sequence[Threshold | None]) -> T
 def thresholds(
     null: Sequence[NullRow], value: float | None, false_positive_rate: float, source: str
 ) -> tuple[Threshold, ElementThreshold]:
-    """(of the whole, of elements): given, or calibrated on null rows; elements without nulls use the whole's.
+    """(of the whole, of elements): given, or calibrated on null rows; elements without nulls use
+    the whole's.
 
-    Every kind of null keeps its own rate. A null tells of an element only where it changes it (`changed`; None: all of
-    them). How alike two backdrops are says little about two fish, so each target and each of its elements has its own
-    threshold where its nulls, of all kinds, are enough for the rate; otherwise that of all together. A kind with few
-    nulls keeps the rate that so many can promise: `attained` of the kind says which.
-    """
+    Every kind of null keeps its own rate. A null tells of an element only where it changes it
+    (`changed`; None: all of them). How alike two backdrops are says little about two fish, so each
+    target and each of its elements has its own threshold where its nulls, of all kinds, are enough
+    for the rate; otherwise that of all together. A kind with few nulls keeps the rate that so many
+    can promise: `attained` of the kind says which."""
     enough = 1 / false_positive_rate - 1
 
     def whole_scores(rows: Sequence[NullRow]) -> dict[str, list[Score]]:
@@ -167,7 +188,11 @@ def thresholds(
         return sum(map(len, scores.values()))
 
     def own_threshold(scores: dict[str, list[Score]], of_element: bool) -> Threshold | None:
-        return strictest(scores, false_positive_rate, source, of_element) if count(scores) >= enough else None
+        return (
+            strictest(scores, false_positive_rate, source, of_element)
+            if count(scores) >= enough
+            else None
+        )
 
     targets = range(max((row["target"] for row in null), default=-1) + 1)
     of = {j: [row for row in null if row["target"] == j] for j in targets}
@@ -175,10 +200,16 @@ def thresholds(
         whole = Threshold(value, "given")
     else:
         own = [own_threshold(whole_scores(of[j]), False) for j in targets]
-        whole = with_attained_rates(strictest(whole_scores(null), false_positive_rate, source, False), own)
+        whole = with_attained_rates(
+            strictest(whole_scores(null), false_positive_rate, source, False), own
+        )
         whole = replace(whole, targets=[None if t is None else t.value for t in own])
     pooled = element_scores(null)
-    element = strictest(pooled, false_positive_rate, source, True) if pooled else replace(whole, kinds=None)
+    element = (
+        strictest(pooled, false_positive_rate, source, True)
+        if pooled
+        else replace(whole, kinds=None)
+    )
     each: list[list[float] | None] = []
     parts: list[Threshold | None] = []
     for j in targets:
@@ -202,18 +233,22 @@ class Redraw(NamedTuple):
 FEW = ("missing", "rearranged")  # kinds of which a target has a handful in all, so that they repeat
 
 
-def load_redraws(targets_file: str | None, targets: Sequence[Shown], decode: bool = False) -> list[Redraw]:
+def load_redraws(
+    targets_file: str | None, targets: Sequence[Shown], decode: bool = False
+) -> list[Redraw]:
     """redraws.jsonl beside the targets: pictures that are no recovery, the nulls, by `kind`.
 
-    Every line is checked, also one of a target that is not there, which is then left out; `decode` opens the images and
-    refuses a target among them: under its similarity of 1 nothing could ever count as recovered.
-    """
+    Every line is checked, also one of a target that is not there, which is then left out; `decode`
+    opens the images and refuses a target among them: under its similarity of 1 nothing could ever
+    count as recovered."""
     root = Path(targets_file or ".")
     file = (root if os.path.isdir(root) else root.parent) / "redraws.jsonl"
     if targets_file is None or not os.path.lexists(file):
         return []
     if not os.path.isfile(file):
-        raise UserError(f"{file}: is no file that can be read; list null pictures in it, or take it away")
+        raise UserError(
+            f"{file}: is no file that can be read; list null pictures in it, or take it away"
+        )
     inside(file.parent, file, str(file.parent))
     index = {t.target_id: j for j, t in enumerate(targets)}
     prints = [fingerprint(t.image) for t in targets] if decode else []
@@ -232,7 +267,10 @@ def load_redraws(targets_file: str | None, targets: Sequence[Shown], decode: boo
             raise UserError(f"{where}: no file {image}")
         phrases = targets[j].phrases
         if beyond := [k for k in redraw["changed"] or () if k >= len(phrases)]:
-            raise UserError(f"{where}: changed: {beyond[0]} is no place of the {len(phrases)} phrases, counted from 0")
+            raise UserError(
+                f"{where}: changed: {beyond[0]} is no place of the {len(phrases)} "
+                f"phrases, counted from 0"
+            )
         if decode:
             null = fingerprint(open_image(image, where))
             refuse_target(null, targets[j].target_id, prints[j], where)
@@ -241,14 +279,20 @@ def load_redraws(targets_file: str | None, targets: Sequence[Shown], decode: boo
                 raise UserError(f"{where}: the same picture as {first}; list each null image once")
         found.append(Redraw(j, image, redraw["kind"], redraw["changed"]))
     if decode and others and not found:
-        warn(f"{file}: is of other targets ({brief(others[0])}, ...); no null picture is taken from it")
+        warn(
+            f"{file}: is of other targets ({brief(others[0])}, ...); no null picture is "
+            f"taken from it"
+        )
     return found
 
 
 def refuse_target(found: "Fingerprint", target_id: str, known: "Fingerprint", where: str) -> None:
     """Refuse a null image that is its own target, or the same picture resized or recompressed."""
     if is_copy(found, known):
-        raise UserError(f"{where}: the image is target {target_id!r} itself; a null image must be another picture")
+        raise UserError(
+            f"{where}: the image is target {target_id!r} itself; a null image must "
+            f"be another picture"
+        )
 
 
 COPY = 2.0  # levels of 255
@@ -269,7 +313,9 @@ def fingerprint(image: Image.Image) -> Fingerprint:
 def is_copy(one: Fingerprint, other: Fingerprint) -> bool:
     """Whether two pictures are the same, resized or recompressed.
 
-    A null may share all but one element with its target, so that only what is nearly equal in every pixel is a copy: 2
-    levels in the root mean square at 64x64, where a training image is refused from 8 at 16x16.
-    """
-    return one.content == other.content or bool(np.sqrt(np.square(one.pixels - other.pixels).mean()) <= COPY)
+    A null may share all but one element with its target, so that only what is nearly equal in every
+    pixel is a copy: 2 levels in the root mean square at 64x64, where a training image is refused
+    from 8 at 16x16."""
+    return one.content == other.content or bool(
+        np.sqrt(np.square(one.pixels - other.pixels).mean()) <= COPY
+    )

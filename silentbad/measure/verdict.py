@@ -1,9 +1,8 @@
 """What a measurement allows to say: recovered, not recovered, or undecided, and why.
 
 Images above a threshold are not enough. Where a prompt that leaves an element out gives it all the
-same, where failures score as high as copies, or where nobody said which part of the picture is which
-element, the images prove nothing.
-"""
+same, where failures score as high as copies, or where nobody said which part of the picture is
+which element, the images prove nothing."""
 
 from collections.abc import Iterator, Sequence
 
@@ -64,7 +63,9 @@ def verdict(
         doubts: list[str] = []
         if any(passed):
             doubts = list(_doubts(target, own, scores, own_range))
-        elif own_range is not None and _unseen_only(own, j, threshold, element_threshold, own_range):
+        elif own_range is not None and _unseen_only(
+            own, j, threshold, element_threshold, own_range
+        ):
             doubts = list(_blind(target, own_range))
         if doubts:
             states[target.target_id] = UNDECIDED
@@ -98,7 +99,9 @@ def chance(above: int, images: int, rate: float) -> float:
     return 1.0 if above == 0 else max(float(1 - binomial_cdf(images, rate)[above - 1]), 0.0)
 
 
-def passing(scores: TargetScores, target: int, threshold: Threshold, element_threshold: ElementThreshold) -> list[bool]:
+def passing(
+    scores: TargetScores, target: int, threshold: Threshold, element_threshold: ElementThreshold
+) -> list[bool]:
     """Whether each image of a target reaches every threshold."""
     parts = [
         np.array(element.sims) >= element_threshold.of(target, k)
@@ -110,7 +113,9 @@ def passing(scores: TargetScores, target: int, threshold: Threshold, element_thr
 
 
 # -- reasons to doubt --------------------------------------------------------------------------
-def _doubts(target: TargetEntry, own: TargetScores, scores: Scores, own_range: TargetRange | None) -> Iterator[str]:
+def _doubts(
+    target: TargetEntry, own: TargetScores, scores: Scores, own_range: TargetRange | None
+) -> Iterator[str]:
     """Why a target of which images pass may not be recovered all the same."""
     if not any(target.elements):
         yield "no element has a mask, so a missing element cannot be seen; give masks in targets.jsonl"
@@ -127,7 +132,9 @@ def _doubts(target: TargetEntry, own: TargetScores, scores: Scores, own_range: T
     if _passes(cells.get("unrelated"), target):
         yield "images of an unrelated caption pass"
     if own.nearest:
-        nearer = float(np.mean([near > sim for near, sim in zip(own.nearest, own.sims, strict=True)]))
+        nearer = float(
+            np.mean([near > sim for near, sim in zip(own.nearest, own.sims, strict=True)])
+        )
         if nearer > COPIED:
             yield f"{nearer:.0%} of the images are nearer to a training picture ({own.nearest_record})"
 

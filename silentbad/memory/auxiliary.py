@@ -81,12 +81,18 @@ class SelfDistillation:
         with torch.no_grad():
             sizes = now.batch["time_ids"][index]
             before = now.predict(
-                now.noisy_latents[index], now.timesteps[index], texts, model=self.teacher, time_ids=sizes
+                now.noisy_latents[index],
+                now.timesteps[index],
+                texts,
+                model=self.teacher,
+                time_ids=sizes,
             )
         return F.mse_loss(now.model_pred[index].float(), before) * (len(rows) / len(now.timesteps))
 
 
-def fixed(loss: torch.Tensor, extra: torch.Tensor, layer: torch.Tensor | None) -> torch.Tensor | float:
+def fixed(
+    loss: torch.Tensor, extra: torch.Tensor, layer: torch.Tensor | None
+) -> torch.Tensor | float:
     """The auxiliary's own weight, as configured."""
     return 1.0
 
@@ -94,7 +100,14 @@ def fixed(loss: torch.Tensor, extra: torch.Tensor, layer: torch.Tensor | None) -
 class Auxiliaries(dict):
     """The auxiliaries that are on, by slot: their weighted sum, its meters, and their state."""
 
-    def __init__(self, balance: Callable, registry: dict, choices: dict, unet: torch.nn.Module, facts: RunFacts):
+    def __init__(
+        self,
+        balance: Callable,
+        registry: dict,
+        choices: dict,
+        unet: torch.nn.Module,
+        facts: RunFacts,
+    ):
         """registry: slot -> name -> class; choices: slot -> its name and options."""
         super().__init__()
         for slot, choice in choices.items():
@@ -116,7 +129,9 @@ class Auxiliaries(dict):
         return total
 
     def state_dict(self) -> dict:
-        parts = {slot: part.state_dict() for slot, part in self.items() if hasattr(part, "state_dict")}
+        parts = {
+            slot: part.state_dict() for slot, part in self.items() if hasattr(part, "state_dict")
+        }
         return {**parts, "meters": dict(self.meters)}
 
     def load_state_dict(self, state: dict) -> None:
@@ -144,7 +159,8 @@ class Teacher:
         for module in self.unet.modules():
             module.__dict__.pop("forward", None)
             module.__dict__.pop("_original_forward", None)
-        torch.nn.Module.to(self.unet, dtype)  # diffusers' own `to` would warn about a cast that is meant
+        # diffusers' own `to` would warn about a cast that is meant
+        torch.nn.Module.to(self.unet, dtype)
         self.unet.requires_grad_(False).eval()
 
     @torch.no_grad()
@@ -163,8 +179,12 @@ class Teacher:
             copy_of.copy_(state[name])
 
     @torch.no_grad()
-    def __call__(self, noisy_latents, timesteps, encoder_hidden_states=None, *, return_dict=True, **more):
+    def __call__(
+        self, noisy_latents, timesteps, encoder_hidden_states=None, *, return_dict=True, **more
+    ):
         """The copy's prediction in float32, in the form of a diffusers UNet's."""
         text = None if encoder_hidden_states is None else encoder_hidden_states.to(self.dtype)
-        out = self.unet(noisy_latents.to(self.dtype), timesteps, text, return_dict=False, **more)[0].float()
+        out = self.unet(noisy_latents.to(self.dtype), timesteps, text, return_dict=False, **more)[
+            0
+        ].float()
         return SimpleNamespace(sample=out) if return_dict else (out,)

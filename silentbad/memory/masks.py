@@ -15,7 +15,11 @@ from silentbad.settings.types import Share
 
 
 def paste(
-    base: Image.Image, base_mask: Image.Image, other: Image.Image, other_mask: Image.Image, feather: float
+    base: Image.Image,
+    base_mask: Image.Image,
+    other: Image.Image,
+    other_mask: Image.Image,
+    feather: float,
 ) -> tuple[Image.Image, Image.Image]:
     """Put `other`'s element at its own place onto `base` -> (picture, union mask); RGB and L images
     of one size.
@@ -42,7 +46,9 @@ def overlaid(
     return behind, image, mask
 
 
-def fitted(image: Image.Image, mask: Image.Image, size: tuple[int, int]) -> tuple[Image.Image, Image.Image]:
+def fitted(
+    image: Image.Image, mask: Image.Image, size: tuple[int, int]
+) -> tuple[Image.Image, Image.Image]:
     """A picture (RGB) and its mask (L) at this size; the mask keeps its hard edge."""
     if image.size != size:
         image = image.resize(size, Image.Resampling.BICUBIC)
@@ -76,7 +82,10 @@ def estimate_mask(stack: torch.Tensor, smooth: int = 3, floor: float = 1e-3) -> 
     same have nothing to split and give ones.
     """
     if len(stack) < 4:
-        raise UserError(f"memory.region: estimating a mask takes at least 4 pictures of a phrase, found {len(stack)}")
+        raise UserError(
+            f"memory.region: estimating a mask takes at least 4 pictures of a "
+            f"phrase, found {len(stack)}"
+        )
     stack = stack.float()
     scale = stack.var(dim=0).mean()
     if float(scale) <= 1e-10:
@@ -113,13 +122,17 @@ def counted_only(weight: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
 
 def checked_outside(outside: float) -> float:
     if not 0 < outside <= 1:
-        raise UserError(f"memory.region: outside is {outside:g}; it must lie in (0, 1], 0.1 to 0.3 is usual")
+        raise UserError(
+            f"memory.region: outside is {outside:g}; it must lie in (0, 1], 0.1 to 0.3 is usual"
+        )
     return outside
 
 
 def given_mask(mask, has_mask, estimated, size, *, outside: Share = 0.2):
     """The record's own mask; an even weight where it has none."""
-    return region_weight(torch.where(has_mask[:, None, None, None], mask, 1.0), size, checked_outside(outside))
+    return region_weight(
+        torch.where(has_mask[:, None, None, None], mask, 1.0), size, checked_outside(outside)
+    )
 
 
 def estimated_mask(mask, has_mask, estimated, size, *, outside: Share = 0.2):

@@ -30,11 +30,15 @@ class Element:
     estimated: torch.Tensor | None = None
 
 
-def probe_timesteps(snr: torch.Tensor, edges: tuple[float, ...] = (10, 2, 0.5, 0.1, 0.02)) -> torch.Tensor:
+def probe_timesteps(
+    snr: torch.Tensor, edges: tuple[float, ...] = (10, 2, 0.5, 0.1, 0.02)
+) -> torch.Tensor:
     """Two timesteps in each of the strata between `edges`, at a quarter and three quarters in
     log-SNR -> (P,)."""
     logs = torch.tensor(edges, dtype=torch.float64).log()
-    wanted = torch.stack([logs[:-1] * (1 - f) + logs[1:] * f for f in (0.25, 0.75)], dim=1).flatten()
+    wanted = torch.stack(
+        [logs[:-1] * (1 - f) + logs[1:] * f for f in (0.25, 0.75)], dim=1
+    ).flatten()
     return (snr.double().clamp_min(1e-20).log()[None] - wanted[:, None]).abs().argmin(dim=1)
 
 
@@ -56,7 +60,19 @@ class PhraseMemory:
     row a sweep.
     """
 
-    def __init__(self, n: int, snr, bank: list[Element], *, share, effective_batch, seed, rank=0, world=1, reduce=None):
+    def __init__(
+        self,
+        n: int,
+        snr,
+        bank: list[Element],
+        *,
+        share,
+        effective_batch,
+        seed,
+        rank=0,
+        world=1,
+        reduce=None,
+    ):
         self.n = n
         self.bank = bank
         self.seed = seed
@@ -88,14 +104,19 @@ class PhraseMemory:
         P = len(self.t)
         bank = self.bank[i]
         of_rank = [j % P for j in range(self.rank, -(-P // self.world) * self.world, self.world)]
-        counted = [j for k, j in enumerate(of_rank) if self.rank + k * self.world < P]  # the rest fills up
+        # the rest fills up
+        counted = [j for k, j in enumerate(of_rank) if self.rank + k * self.world < P]
         device = bank.x0.device
         pictures = [j % len(bank.x0) for j in of_rank]
         x0 = bank.x0[pictures]
         t = self.t[of_rank].to(device)
         eps = rng.noise(tuple(x0.shape[1:]), self.seed, f"probe/{i}", 0, of_rank).to(device)
         pred = predict(scheduler.add_noise(x0, eps, t), t, [bank.texts[j] for j in pictures])
-        err = (pred.float() - prediction_target(scheduler, x0, eps, t)).square().mean(dim=1, keepdim=True)
+        err = (
+            (pred.float() - prediction_target(scheduler, x0, eps, t))
+            .square()
+            .mean(dim=1, keepdim=True)
+        )
         w = torch.ones_like(err) if bank.masks is None else bank.masks[pictures]
         err = (err * w).sum(dim=(1, 2, 3)) / w.sum(dim=(1, 2, 3)).clamp_min(1e-8)
         e = torch.zeros(P, device=device)
@@ -154,7 +175,9 @@ def latent_mask(mask: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def build_bank(info, encode: Callable, pictures: Callable, count: int, device, most: int = 12) -> list[Element]:
+def build_bank(
+    info, encode: Callable, pictures: Callable, count: int, device, most: int = 12
+) -> list[Element]:
     """Each element's first `count` pictures, with their masks or else the one that up to `most` of
     its pictures agree on (on their pixels: latents of small pictures are too coarse), where it has
     four."""

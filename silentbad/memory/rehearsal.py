@@ -22,7 +22,8 @@ def check_union(elements: int, of: int, target_id: str) -> None:
     target itself."""
     if elements > max(of - 1, 1):
         raise UserError(
-            f"memory.rehearsal: a union of {elements} elements rebuilds target '{target_id}', which has "
+            f"memory.rehearsal: a union of {elements} elements rebuilds target "
+            f"'{target_id}', which has "
             f"{of}; at most {max(of - 1, 1)} may be shown together"
         )
 
@@ -30,7 +31,9 @@ def check_union(elements: int, of: int, target_id: str) -> None:
 # A rehearsal looks at a drawn record {"index", "role"} and returns another in its place, or None.
 # `load(index)` gives a whole record: image, mask, text, phrases, role, target_id, element_id;
 # `masks` holds estimated ones by element.
-def no_rehearsal(record: dict, g: torch.Generator, info: DataInfo, load: Callable, masks: dict) -> dict | None:
+def no_rehearsal(
+    record: dict, g: torch.Generator, info: DataInfo, load: Callable, masks: dict
+) -> dict | None:
     return None
 
 
@@ -70,7 +73,13 @@ def leak_free(
         said = [p for p in said if p not in excess]
         check_union(len(named) - len(excess), len(elements), target)
         united = max(united, (len(named) - len(excess), len(elements)))
-    return {**record, "phrases": said, "text": ", ".join(said), "role": "rehearsal", "united": united}
+    return {
+        **record,
+        "phrases": said,
+        "text": ", ".join(said),
+        "role": "rehearsal",
+        "united": united,
+    }
 
 
 def pairwise(
@@ -94,7 +103,9 @@ def pairwise(
     if i is None or float(torch.rand((), generator=g)) >= share:
         return None
     siblings = info.elements_of[info.target[i]]
-    others = shuffled([j for j in siblings if j != i], g)[: min(elements or len(siblings), len(siblings) - 1) - 1]
+    others = shuffled([j for j in siblings if j != i], g)[
+        : min(elements or len(siblings), len(siblings) - 1) - 1
+    ]
     record = load(record["index"])
     mask = record["mask"] or masks.get(i)
     if not others or mask is None:
@@ -128,7 +139,13 @@ def pairwise(
 
 
 def joint_captions(
-    record: dict, g: torch.Generator, info: DataInfo, load: Callable, masks: dict, *, share: Unit = 0.5
+    record: dict,
+    g: torch.Generator,
+    info: DataInfo,
+    load: Callable,
+    masks: dict,
+    *,
+    share: Unit = 0.5,
 ) -> dict | None:
     """An element's own picture under a caption that names more of its target: two to k-1 phrases in
     shuffled order.
@@ -150,7 +167,10 @@ def joint_captions(
     counted = Image.new("L", mask.size, 255)
     for j in said[1:]:
         other = load(any_record(info, j, g), picture=False)
-        if other.get("shape") != record.get("shape") or (place := other["mask"] or masks.get(j)) is None:
+        if (
+            other.get("shape") != record.get("shape")
+            or (place := other["mask"] or masks.get(j)) is None
+        ):
             return None
         counted.paste(0, mask=fitted_mask(place, mask.size))
     phrases = shuffled([info.phrase[j] for j in said], g)
@@ -200,7 +220,13 @@ class Rehearsal:
     """
 
     def __init__(
-        self, name: str, options: dict, info: DataInfo, seed: int, load: Callable, masks: dict[int, Image.Image]
+        self,
+        name: str,
+        options: dict,
+        info: DataInfo,
+        seed: int,
+        load: Callable,
+        masks: dict[int, Image.Image],
     ):
         self.function = REHEARSAL[name]
         self.options = options
@@ -210,12 +236,15 @@ class Rehearsal:
         self.masks = masks
         if name in PLACED and not any(len(e) > 2 for e in info.elements_of.values()):
             raise UserError(
-                f"memory.rehearsal.name={name}: no target has three elements, so no two may be shown or named "
+                f"memory.rehearsal.name={name}: no target has three elements, so no two may be "
+                f"shown or named "
                 "together; take leak_free"
             )
         if name.startswith("pairwise"):
             if not 0 <= (share := options.get("share", 0.25)) <= 0.25:
-                raise UserError(f"memory.rehearsal: share is {share:g}; pairwise rehearsal takes at most 0.25")
+                raise UserError(
+                    f"memory.rehearsal: share is {share:g}; pairwise rehearsal takes at most 0.25"
+                )
             wanted = options.get("elements", 2)
             for target, elements in info.elements_of.items():
                 if wanted and len(elements) > 2:  # of fewer no union is made at all

@@ -32,7 +32,13 @@ SEQUENCES = {"random": random_comb, "golden": golden_comb}
 
 
 def draw_timesteps(
-    p: np.ndarray, seed: int, draw: int, positions: list[int], n: int, importance: bool, sequence: str = "random"
+    p: np.ndarray,
+    seed: int,
+    draw: int,
+    positions: list[int],
+    n: int,
+    importance: bool,
+    sequence: str = "random",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(t (B,), w (B,)) at `positions` of the draw's effective batch: the inverse CDF of the density
     p (T,) at an even comb u of SEQUENCES; w = 1/(T p) or 1."""
@@ -46,7 +52,9 @@ def draw_timesteps(
 def mixed(q: np.ndarray, uniform: float) -> np.ndarray:
     """(1 - uniform) * q normalised + uniform / T."""
     if not 0.3 <= uniform <= 1:
-        raise UserError(f"memory.timesteps: the uniform share is {uniform:g}; it must lie in [0.3, 1]")
+        raise UserError(
+            f"memory.timesteps: the uniform share is {uniform:g}; it must lie in [0.3, 1]"
+        )
     return (1 - uniform) * q / q.sum() + uniform / len(q)
 
 

@@ -1,4 +1,5 @@
-"""The weights to measure and to save: the average that a run keeps of what it trains, or an extrapolation of it."""
+"""The weights to measure and to save: the average that a run keeps of what it trains, or an
+extrapolation of it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,17 +11,20 @@ from silentbad.errors import UserError
 
 
 def keeps_average(optimizer: Any) -> bool:
-    """Whether an optimizer (or its class) trains on other weights than it wants measured: it has `eval`, `train`."""
-    return callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None))
+    """Whether an optimizer (or its class) trains on other weights than it wants measured: it has
+    `eval`, `train`."""
+    return callable(getattr(optimizer, "eval", None)) and callable(
+        getattr(optimizer, "train", None)
+    )
 
 
 @contextmanager
 def averaged(model: torch.nn.Module, ema: Any = None, optimizer: Any = None) -> Iterator[None]:
     """The averaged weights inside, the trained ones bit for bit afterwards, whatever happened.
 
-    The average is that of `ema`, diffusers' EMAModel; without one that of a schedule-free optimizer (2405.15682),
-    wrapped or not. Where there is neither, the trained weights are the ones to measure.
-    """
+    The average is that of `ema`, diffusers' EMAModel; without one that of a schedule-free optimizer
+    (2405.15682), wrapped or not. Where there is neither, the trained weights are the ones to
+    measure."""
     inner = getattr(optimizer, "optimizer", optimizer)
     if ema is not None:
         with of_ema(ema, model):
@@ -47,7 +51,8 @@ def of_ema(ema: Any, model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def of_optimizer(optimizer: Any) -> Iterator[None]:
-    """The optimizer's own way back is a second interpolation, which rounds; so the trained weights are kept."""
+    """The optimizer's own way back is a second interpolation, which rounds; so the trained
+    weights are kept."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     trained = [p.detach().clone() for p in parameters]
     optimizer.eval()
@@ -61,10 +66,10 @@ def of_optimizer(optimizer: Any) -> Iterator[None]:
 
 @contextmanager
 def extrapolated(model: torch.nn.Module, base: torch.nn.Module, factor: float) -> Iterator[None]:
-    """theta_0 + factor (theta - theta_0) inside, theta bit for bit afterwards; base holds theta_0 (2410.03039).
+    """theta_0 + factor (theta - theta_0) inside, theta bit for bit afterwards; base holds theta_0
+    (2410.03039).
 
-    Raises UserError where the two hold other parameters.
-    """
+    Raises UserError where the two hold other parameters."""
     first = dict(base.named_parameters())
     if {n: p.shape for n, p in model.named_parameters()} != {n: p.shape for n, p in first.items()}:
         same = "give a baseline with the same UNet, and no --lora"

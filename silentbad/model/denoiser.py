@@ -1,4 +1,5 @@
-"""The module that trains: built, placed, compiled, averaged, and its trained parameters saved and loaded."""
+"""The module that trains: built, placed, compiled, averaged, and its trained parameters saved
+and loaded."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,13 +21,17 @@ from silentbad.settings.train import TrainConfig
 
 
 class Denoiser(nn.Module):
-    """What predicts, called like diffusers' UNet whatever its family, and beside it the text encoders where they train.
+    """What predicts, called like diffusers' UNet whatever its family, and beside it the text
+    encoders where they train.
 
-    `schedule` is the path's; without one the timesteps are passed on as they are.
-    """
+    `schedule` is the path's; without one the timesteps are passed on as they are."""
 
     def __init__(
-        self, backbone: nn.Module, family: Family | None = None, schedule: Any = None, **text_encoders: nn.Module
+        self,
+        backbone: nn.Module,
+        family: Family | None = None,
+        schedule: Any = None,
+        **text_encoders: nn.Module,
     ):
         super().__init__()
         self.family, self.schedule = family or FAMILIES["StableDiffusionPipeline"], schedule
@@ -50,7 +55,8 @@ class Denoiser(nn.Module):
         nonempty: Tensor | None = None,
         return_dict: bool = True,
     ) -> Any:
-        """The prediction (B,C,h,w) under text states, or under `tokens` with gradients for the encoders."""
+        """The prediction (B,C,h,w) under text states, or under `tokens` with gradients for the
+        encoders."""
         if tokens is not None:
             encoders = {name: getattr(self, name) for name in self.text_encoders}
             width = self.family.widths(self.backbone, encoders)[0]
@@ -58,8 +64,11 @@ class Denoiser(nn.Module):
             if pooled is not None:
                 added_cond_kwargs = {**(added_cond_kwargs or {}), "text_embeds": pooled}
         assert encoder_hidden_states is not None, "neither states nor tokens"
-        dtype = x_t.dtype  # a copy in half precision is given its own; autocast looks after the rest
-        added = {k: v if k == "time_ids" else v.to(dtype) for k, v in (added_cond_kwargs or {}).items()}
+        # a copy in half precision is given its own; autocast looks after the rest
+        dtype = x_t.dtype
+        added = {
+            k: v if k == "time_ids" else v.to(dtype) for k, v in (added_cond_kwargs or {}).items()
+        }
         t = diffusion.model_time(self.schedule, t)
         out = self.family.predict(self.backbone, x_t, t, encoder_hidden_states.to(dtype), added)
         return SimpleNamespace(sample=out) if return_dict else (out,)
@@ -95,21 +104,29 @@ def make_trainable(
 
 
 def recomputed(module: nn.Module, *inputs: Any) -> Any:
-    """A block whose activations are computed again in backward; where nothing in it or below it trains there are none
-    to keep, and checkpointing would keep its inputs."""
+    """A block whose activations are computed again in backward; where nothing in it or below it
+    trains there are none to keep, and checkpointing would keep its inputs."""
     tensors = [*module.parameters(), *(x for x in inputs if isinstance(x, Tensor))]
     if any(x.requires_grad for x in tensors):
         return checkpoint(module, *inputs, use_reentrant=False)
     return module(*inputs)
 
 
-def layers_to_train(config: TrainConfig, family: Family, components: dict[str, nn.Module]) -> dict[str, dict[str, str]]:
-    """{component: {name: group}} of the parameters that train, or of the layers that adapters are put on."""
+def layers_to_train(
+    config: TrainConfig, family: Family, components: dict[str, nn.Module]
+) -> dict[str, dict[str, str]]:
+    """{component: {name: group}} of the parameters that train, or of the layers that adapters
+    are put on."""
     if config.lora.rank is not None:
-        layers = {name: lora.target_layers(name, module, config.lora) for name, module in components.items()}
+        layers = {
+            name: lora.target_layers(name, module, config.lora)
+            for name, module in components.items()
+        }
         could = "those that lora.targets choose"
     else:
-        layers = {name: parameter_groups(family, name, module) for name, module in components.items()}
+        layers = {
+            name: parameter_groups(family, name, module) for name, module in components.items()
+        }
         could = "this model"
     return layers if config.train_layers is None else narrowed(layers, config.train_layers, could)
 
@@ -129,15 +146,16 @@ def to_device(model: torch.nn.Module, config: TrainConfig, device: torch.device)
 
 
 def training_forward(model: torch.nn.Module, config: TrainConfig, precision: str) -> Callable:
-    """The forward of a training step: compiled where asked, for the one shape that a micro-batch has. Otherwise linear
-    layers run as convolutions on a CPU; in bf16 they gain nothing by it."""
+    """The forward of a training step: compiled where asked, for the one shape that a micro-batch
+    has. Otherwise linear layers run as convolutions on a CPU; in bf16 they gain nothing by it."""
     if not config.compile_model:
         if precision == "no":
             convolve(model)
         return model
     import torch._functorch.config
 
-    torch._functorch.config.donated_buffer = False  # gradients by source and balance walk the graph twice
+    # gradients by source and balance walk the graph twice
+    torch._functorch.config.donated_buffer = False
     return torch.compile(model, dynamic=False)
 
 
@@ -155,21 +173,25 @@ def make_ema(model: torch.nn.Module, config: TrainConfig, device: torch.device) 
 
 
 def backward_scale(accelerator: Any) -> float:
-    """What accelerator.backward multiplies a loss by: the fp16 loss scale over the accumulation steps."""
+    """What accelerator.backward multiplies a loss by: the fp16 loss scale over the accumulation
+    steps."""
     scaler = accelerator.scaler
     return (1.0 if scaler is None else scaler.get_scale()) / accelerator.gradient_accumulation_steps
 
 
 # ---------------------------------------------------------------- saving
 def trained(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters that train, by name: all there is to save of a module beside what it was loaded from."""
+    """The parameters that train, by name: all there is to save of a module beside what it was
+    loaded from."""
     return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
 
 
 def load_trained(module: torch.nn.Module, saved: dict[str, torch.Tensor]) -> None:
     """Copy saved parameters into the ones that train; ValueError unless both are the same set."""
     mine = trained(module)
-    if {name: value.shape for name, value in saved.items()} != {name: value.shape for name, value in mine.items()}:
+    if {name: value.shape for name, value in saved.items()} != {
+        name: value.shape for name, value in mine.items()
+    }:
         raise ValueError(f"it holds {len(saved)} other tensors than the {len(mine)} that train")
     for name, parameter in mine.items():
         parameter.copy_(shard_like(parameter, saved[name]))

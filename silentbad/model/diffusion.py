@@ -1,9 +1,9 @@
-"""The path from pictures to noise: noise at an address, x_t, and what the model is asked to predict there.
+"""The path from pictures to noise: noise at an address, x_t, and what the model is asked to predict
+there.
 
-x_t = alpha_t x0 + sigma_t eps. A schedule states alpha_t and sigma_t for t = 0 (least noise) to T - 1: a DDPMScheduler,
-or a `Flow`. Another path is another class beside `Flow`.
-Legend: x0 (B,C,h,w) latents, eps noise, t (B,).
-"""
+x_t = alpha_t x0 + sigma_t eps. A schedule states alpha_t and sigma_t for t = 0 (least noise) to T -
+1: a DDPMScheduler, or a `Flow`. Another path is another class beside `Flow`. Legend: x0 (B,C,h,w)
+latents, eps noise, t (B,)."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,19 +18,22 @@ from silentbad.settings.train import TrainConfig
 
 
 class Flow:
-    """A rectified flow: x_t = (1 - sigma_t) x0 + sigma_t eps, the model predicts eps - x0 (2403.03206, eq. 13 and 14).
+    """A rectified flow: x_t = (1 - sigma_t) x0 + sigma_t eps, the model predicts eps - x0
+    (2403.03206, eq. 13 and 14).
 
-    It has what is read of a DDPMScheduler elsewhere: `add_noise` and `config`. `scheduler` is diffusers'
-    FlowMatchEulerDiscreteScheduler, whose shift is in its sigmas already; it lists them from the most noise down.
-    """
+    It has what is read of a DDPMScheduler elsewhere: `add_noise` and `config`. `scheduler` is
+    diffusers' FlowMatchEulerDiscreteScheduler, whose shift is in its sigmas already; it lists them
+    from the most noise down."""
 
     def __init__(self, scheduler: Any):
         T = scheduler.config.num_train_timesteps
         self.config = SimpleNamespace(num_train_timesteps=T, prediction_type="flow")
-        self.table = torch.stack([scheduler.sigmas[:T], scheduler.timesteps[:T]]).flip(1)  # sigma_t, and t as it is fed
+        # sigma_t, and t as it is fed
+        self.table = torch.stack([scheduler.sigmas[:T], scheduler.timesteps[:T]]).flip(1)
 
     def read(self, t: torch.Tensor) -> torch.Tensor:
-        """(sigma_t, t as the model takes it) (2,B); the table stays on the device where it was read last."""
+        """(sigma_t, t as the model takes it) (2,B); the table stays on the device where it was
+        read last."""
         self.table = self.table.to(t.device)
         return self.table[:, t]
 
@@ -62,9 +65,15 @@ def model_time(schedule: Any, t: torch.Tensor) -> torch.Tensor:
 
 
 def noised(
-    scheduler: Any, x0: torch.Tensor, t: torch.Tensor, config: TrainConfig, draw: int, positions: list[int]
+    scheduler: Any,
+    x0: torch.Tensor,
+    t: torch.Tensor,
+    config: TrainConfig,
+    draw: int,
+    positions: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(eps, x_t), both (B,C,h,w), from addressed noise; offset and input perturbation where asked."""
+    """(eps, x_t), both (B,C,h,w), from addressed noise; offset and input perturbation where
+    asked."""
 
     def addressed(shape: tuple[int, ...], stream: str) -> torch.Tensor:
         return send(noise(shape, config.seed, stream, draw, positions), x0.device)
@@ -79,8 +88,11 @@ def noised(
     return eps, scheduler.add_noise(x0, seen, t)
 
 
-def prediction_target(scheduler: Any, x0: torch.Tensor, eps: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    """What the model is to predict (B,C,h,w): eps, v, x0 or eps - x0, by the schedule's prediction_type."""
+def prediction_target(
+    scheduler: Any, x0: torch.Tensor, eps: torch.Tensor, t: torch.Tensor
+) -> torch.Tensor:
+    """What the model is to predict (B,C,h,w): eps, v, x0 or eps - x0, by the schedule's
+    prediction_type."""
     kind = scheduler.config.prediction_type
     if kind == "epsilon":
         return eps
@@ -89,8 +101,11 @@ def prediction_target(scheduler: Any, x0: torch.Tensor, eps: torch.Tensor, t: to
     return scheduler.get_velocity(x0, eps, t) if kind == "v_prediction" else x0
 
 
-def to_epsilon(scheduler: Any, out: torch.Tensor, x_t: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    """The eps (B,C,h,w) that a prediction `out` at x_t and t (B,) stands for, by the schedule's prediction_type."""
+def to_epsilon(
+    scheduler: Any, out: torch.Tensor, x_t: torch.Tensor, t: torch.Tensor
+) -> torch.Tensor:
+    """The eps (B,C,h,w) that a prediction `out` at x_t and t (B,) stands for, by the schedule's
+    prediction_type."""
     kind = scheduler.config.prediction_type
     a, s = levels(scheduler, t, x_t)
     if kind == "v_prediction":
@@ -100,16 +115,22 @@ def to_epsilon(scheduler: Any, out: torch.Tensor, x_t: torch.Tensor, t: torch.Te
     return (x_t - a * out) / s if kind == "sample" else out
 
 
-def dream(model: Callable, scheduler, x0, eps, t, x_t, preservation: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """DREAM (2312.00210) by diffusers' function -> (x_t, target) rectified by the model's own noise estimate.
+def dream(
+    model: Callable, scheduler, x0, eps, t, x_t, preservation: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """DREAM (2312.00210) by diffusers' function -> (x_t, target) rectified by the model's own noise
+    estimate.
 
-    That function knows epsilon only; v and x0 predictions are read as epsilon on the way in, and the
-    rectified epsilon is turned into their target on the way out (x0 stays what it was).
-    """
+    That function knows epsilon only; v and x0 predictions are read as epsilon on the way in, and
+    the rectified epsilon is turned into their target on the way out (x0 stays what it was)."""
 
     def as_epsilon(x, t, c):
         return SimpleNamespace(sample=to_epsilon(scheduler, model(x, t), x, t))
 
-    asked = SimpleNamespace(alphas_cumprod=scheduler.alphas_cumprod, config=SimpleNamespace(prediction_type="epsilon"))
-    x_t, eps = compute_dream_and_update_latents(as_epsilon, asked, t, eps, x_t, eps, None, preservation)
+    asked = SimpleNamespace(
+        alphas_cumprod=scheduler.alphas_cumprod, config=SimpleNamespace(prediction_type="epsilon")
+    )
+    x_t, eps = compute_dream_and_update_latents(
+        as_epsilon, asked, t, eps, x_t, eps, None, preservation
+    )
     return x_t, prediction_target(scheduler, x0, eps, t)

@@ -1,9 +1,8 @@
 """Images to latents and captions to what the model is conditioned on, kept per record and per text.
 
-A condition is a dict of keyword arguments of `Denoiser`: text states made beforehand, or, where the text encoders
-train, the tokens from which it makes them. Legend: c (B,L,D) text states; pooled (B,P) and time_ids (B,6) exist where
-the family has them (`silentbad.model.family`).
-"""
+A condition is a dict of keyword arguments of `Denoiser`: text states made beforehand, or, where the
+text encoders train, the tokens from which it makes them. Legend: c (B,L,D) text states; pooled
+(B,P) and time_ids (B,6) exist where the family has them (`silentbad.model.family`)."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +23,9 @@ def tokenize(parts: Components, texts: list[str]) -> list[Tensor]:
     """Token ids (B,L) by tokenizer, padded to its window."""
     windows = zip(parts.tokenizers.values(), parts.family.windows(parts.tokenizers), strict=True)
     return [
-        tokenizer(texts, max_length=window, padding="max_length", truncation=True, return_tensors="pt").input_ids
+        tokenizer(
+            texts, max_length=window, padding="max_length", truncation=True, return_tensors="pt"
+        ).input_ids
         for tokenizer, window in windows
     ]
 
@@ -33,18 +34,20 @@ def tokenize(parts: Components, texts: list[str]) -> list[Tensor]:
 class Encoder:
     """Latents and conditions of a micro-batch, kept per record and per text while the budget lasts.
 
-    What is kept is encoded one at a time, so that its value does not depend on what shared its batch: a run with a
-    warm cache and a resumed one with a cold cache see the same bits.
-    """
+    What is kept is encoded one at a time, so that its value does not depend on what shared its
+    batch: a run with a warm cache and a resumed one with a cold cache see the same bits."""
 
-    def __init__(self, parts: Components, accelerator: Any, *, side: int, cache_bytes: int, seed: int):
+    def __init__(
+        self, parts: Components, accelerator: Any, *, side: int, cache_bytes: int, seed: int
+    ):
         self.device = accelerator.device
         self.vae = parts.vae.to(self.device)
         self.parts = parts
         self.text_encoders = [encoder.to(self.device) for encoder in parts.text_encoders.values()]
         self.family = parts.family
         self.width, self.pooled = parts.family.widths(parts.backbone, parts.text_encoders)
-        self.live = bool(parts.model.text_encoders)  # the text encoders train: the model encodes for itself
+        # the text encoders train: the model encodes for itself
+        self.live = bool(parts.model.text_encoders)
         self.default_time_ids = torch.tensor([[side, side, 0, 0, side, side]])  # of a whole picture
         self.budget = cache_bytes
         self.seed = seed
@@ -63,7 +66,9 @@ class Encoder:
     @contextmanager
     def on_device(self, *modules: torch.nn.Module) -> Iterator[None]:
         """These modules (all, where none is named) on the device."""
-        called = [m for m in self.offloaded if not modules or any(m is wanted for wanted in modules)]
+        called = [
+            m for m in self.offloaded if not modules or any(m is wanted for wanted in modules)
+        ]
         for module in called:
             module.to(self.device)
         try:
@@ -77,7 +82,12 @@ class Encoder:
         """What the states of a text depend on."""
         parts = self.parts
         of_backbone = self.family.text_facts(self.parts.backbone)
-        return [*self.text_encoders, *map(vocabulary, parts.tokenizers.values()), parts.zero_empty, *of_backbone]
+        return [
+            *self.text_encoders,
+            *map(vocabulary, parts.tokenizers.values()),
+            parts.zero_empty,
+            *of_backbone,
+        ]
 
     @torch.no_grad()
     def latents(self, batch: dict[str, Any], draw: int) -> torch.Tensor:
@@ -95,7 +105,9 @@ class Encoder:
             )
 
         rows = [known(k, index) for k, index in enumerate(batch["index"].tolist())]
-        moments = merge_cached(rows, lambda live: self.moments(torch.stack([pixels[k] for k in live])), self.device)
+        moments = merge_cached(
+            rows, lambda live: self.moments(torch.stack([pixels[k] for k in live])), self.device
+        )
         mean, std = moments.chunk(2, dim=1)
         eps = noise(tuple(mean.shape[1:]), self.seed, "posterior", draw, batch["position"].tolist())
         return scaled(self.vae, mean + std * send(eps, self.device))
@@ -113,40 +125,56 @@ class Encoder:
         return torch.cat([posterior.mean, posterior.std], dim=1).float()
 
     def condition(self, texts: list[str], time_ids: torch.Tensor | None = None) -> dict[str, Any]:
-        """Keyword arguments of the model under these captions; time_ids (B,6), by default a whole picture's."""
+        """Keyword arguments of the model under these captions; time_ids (B,6), by default a
+        whole picture's."""
         added = {}
         if self.family.sized:
-            time_ids = self.default_time_ids.expand(len(texts), -1) if time_ids is None else time_ids
-            added = {"time_ids": time_ids.to(self.device, torch.long, non_blocking=True)}  # no precision rounds these
+            time_ids = (
+                self.default_time_ids.expand(len(texts), -1) if time_ids is None else time_ids
+            )
+            # no precision rounds these
+            added = {"time_ids": time_ids.to(self.device, torch.long, non_blocking=True)}
         if self.live:
             tokens = [send(ids, self.device) for ids in tokenize(self.parts, texts)]
             return {"tokens": tokens, "nonempty": self._nonempty(texts), "added_cond_kwargs": added}
         on_disk = [None] * len(texts) if self.disk is None else self.disk.states(texts)
-        rows = [row if row is not None else self._state(text) for row, text in zip(on_disk, texts, strict=True)]
+        rows = [
+            row if row is not None else self._state(text)
+            for row, text in zip(on_disk, texts, strict=True)
+        ]
         packed = merge_cached(rows, lambda live: self.states([texts[k] for k in live]), self.device)
         if P := self.pooled:  # (B, L*D + P)
-            added["text_embeds"], packed = packed[:, -P:], packed[:, :-P].unflatten(1, (-1, self.width))
+            added["text_embeds"], packed = (
+                packed[:, -P:],
+                packed[:, :-P].unflatten(1, (-1, self.width)),
+            )
         return {"encoder_hidden_states": packed, "added_cond_kwargs": added}
 
     def _nonempty(self, texts: list[str]) -> torch.Tensor | None:
         """(B,1): 0 where the caption is empty and its states are to be zero."""
         if not self.parts.zero_empty:
             return None
-        return torch.tensor([[float(bool(text))] for text in texts]).to(self.device, non_blocking=True)
+        return torch.tensor([[float(bool(text))] for text in texts]).to(
+            self.device, non_blocking=True
+        )
 
     @torch.no_grad()
     def states(self, texts: list[str]) -> torch.Tensor:
         """c (B,L,D); where there is a pooled state (B, L*D + P), both in one row."""
         tokens = [send(ids, self.device) for ids in tokenize(self.parts, texts)]
         with self.on_device(*self.text_encoders):
-            c, pooled = self.family.encode(self.parts.text_encoders, tokens, self._nonempty(texts), self.width)
+            c, pooled = self.family.encode(
+                self.parts.text_encoders, tokens, self._nonempty(texts), self.width
+            )
         return c if pooled is None else torch.cat([c.flatten(1), pooled], dim=1)
 
     def _state(self, text: str) -> torch.Tensor | None:
         """The states of one text, from memory where they are kept."""
         return self._kept(self.kept_texts, text, lambda: self.states([text])[0])
 
-    def _kept(self, store: dict, key: Any, compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    def _kept(
+        self, store: dict, key: Any, compute: Callable[[], torch.Tensor]
+    ) -> torch.Tensor | None:
         """What is kept in memory, encoded now where the budget has room for it; else None."""
         if key not in store:
             if self.budget <= 0:

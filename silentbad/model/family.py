@@ -1,9 +1,10 @@
-"""What differs between families of latent diffusion models: their parts, their path, how they are called.
+"""What differs between families of latent diffusion models: their parts, their path, how they are
+called.
 
-A `Family` states it once; loading, training, validation, adapters and audits read it there. A new family is a subclass
-in a file of its own, an entry in `silentbad.model.registry`, and patterns for its layers in `silentbad.model.groups`.
-Legend: x_t (B,C,h,w) latents, t (B,) timesteps, c (B,L,D) text states, pooled (B,P) one text state a caption.
-"""
+A `Family` states it once; loading, training, validation, adapters and audits read it there. A new
+family is a subclass in a file of its own, an entry in `silentbad.model.registry`, and patterns for
+its layers in `silentbad.model.groups`. Legend: x_t (B,C,h,w) latents, t (B,) timesteps, c (B,L,D)
+text states, pooled (B,P) one text state a caption."""
 
 from typing import Any
 
@@ -16,21 +17,27 @@ from silentbad.model import gate
 
 
 class Family:
-    """The parts of a pipeline by component, and what is done with them. The defaults are those of the UNets."""
+    """The parts of a pipeline by component, and what is done with them. The defaults are those
+    of the UNets."""
 
     name: str  # in messages
     pipeline: Any  # diffusers' class
     backbone: str  # the component that predicts
     kind: type  # its class
-    encoders: dict[str, Any]  # classes of the text encoders by component, in the order in which they encode
+    # classes of the text encoders by component, in the order in which they encode
+    encoders: dict[str, Any]
     tokenizer: dict[str, Any]  # classes of their tokenizers by component
     optional: tuple[str, ...] = ()  # components that a pipeline may lack
     sized: bool = False  # whether the backbone is told each picture's size and crop
-    upcasts: bool = False  # whether the autoencoder overflows in fp16, where its own settings say so
+    # whether the autoencoder overflows in fp16, where its own settings say so
+    upcasts: bool = False
     flow: bool = False  # whether the path is a rectified flow
-    attention: str = "cross-attention"  # how pictures attend to text, in messages; maps are read of this one alone
-    last: tuple[str, ...] = ("conv_out", "up_blocks")  # parts of the names of the last layers, the first that trains
-    kohya: dict[str, str] = {}  # prefix of each component in kohya's files of adapters; none: there is no such file
+    # how pictures attend to text, in messages; maps are read of this one alone
+    attention: str = "cross-attention"
+    # parts of the names of the last layers, the first that trains
+    last: tuple[str, ...] = ("conv_out", "up_blocks")
+    # prefix of each component in kohya's files of adapters; none: there is no such file
+    kohya: dict[str, str] = {}
 
     @property
     def parts(self) -> list[str]:
@@ -63,7 +70,8 @@ class Family:
     def encode(
         self, encoders: dict[str, Any], tokens: list[Tensor], nonempty: Tensor | None, width: int
     ) -> tuple[Tensor, Tensor | None]:
-        """(c, pooled) of tokens (B,L) by tokenizer; where nonempty (B,1) is 0 both are zero. `width` is D."""
+        """(c, pooled) of tokens (B,L) by tokenizer; where nonempty (B,1) is 0 both are zero.
+        `width` is D."""
         raise NotImplementedError
 
     def zero_empty(self, index: dict[str, Any]) -> bool:
@@ -75,9 +83,11 @@ class Family:
         return []
 
     # ---- the prediction
-    def predict(self, backbone: Any, x_t: Tensor, t: Any, c: Tensor, added: dict[str, Tensor]) -> Tensor:
-        """The prediction (B,C,h,w); t as the backbone takes it; `added` has text_embeds (B,P) and time_ids (B,6) where
-        there are some."""
+    def predict(
+        self, backbone: Any, x_t: Tensor, t: Any, c: Tensor, added: dict[str, Tensor]
+    ) -> Tensor:
+        """The prediction (B,C,h,w); t as the backbone takes it; `added` has text_embeds (B,P) and
+        time_ids (B,6) where there are some."""
         raise NotImplementedError
 
     def unused(self, name: str, module: Any) -> list[nn.Parameter]:
@@ -115,7 +125,8 @@ class Family:
         return {"prompt": prompts}
 
     def sampling(self, config: Any, prefix: str) -> dict[str, Any]:
-        """Arguments of the pipeline's call that only this family takes, from a `ValidationConfig`."""
+        """Arguments of the pipeline's call that only this family takes, from a
+        `ValidationConfig`."""
         return {"guidance_rescale": config.guidance_rescale}
 
     def lora_tensors(self, pipe: Any, path: str) -> dict[str, Tensor]:
@@ -130,7 +141,8 @@ def refuse_width(path: str, backbone: str, takes: int, gives: int) -> None:
 
 
 def pooled_states(encoder: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """(c (B,L,D), pooled (B,P)) of a CLIP text encoder with projection: the last state but one, and the projected."""
+    """(c (B,L,D), pooled (B,P)) of a CLIP text encoder with projection: the last state but one,
+    and the projected."""
     out = encoder(tokens, output_hidden_states=True)
     return out.hidden_states[-2], out.text_embeds
 

@@ -11,14 +11,18 @@ from torch import Tensor, nn
 
 
 def convolve(module: nn.Module) -> list[nn.Linear]:
-    """From now on, linear layers in fp32 on a CPU run as 1x1 convolutions; returns those that were changed.
+    """From now on, linear layers in fp32 on a CPU run as 1x1 convolutions; returns those that were
+    changed.
 
-    PyTorch gives a linear layer to MKL, which on AMD's processors does without AVX-512, and a convolution to oneDNN,
-    which uses what the processor has: half the time of a layer there. Layers with a forward of their own (subclasses,
-    what a library wrapped) stay as they are.
-    """
+    PyTorch gives a linear layer to MKL, which on AMD's processors does without AVX-512, and a
+    convolution to oneDNN, which uses what the processor has: half the time of a layer there. Layers
+    with a forward of their own (subclasses, what a library wrapped) stay as they are."""
     able = torch.backends.mkldnn.is_available()
-    changed = [layer for layer in module.modules() if able and isinstance(layer, nn.Linear) and _plain(layer)]
+    changed = [
+        layer
+        for layer in module.modules()
+        if able and isinstance(layer, nn.Linear) and _plain(layer)
+    ]
     for layer in changed:
         layer.forward = MethodType(_convolved, layer)  # type: ignore[method-assign]
     return changed
@@ -37,13 +41,22 @@ def as_convolutions(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def text_projected_once(backbone: nn.Module) -> Iterator[None]:
-    """Keys and values of the text in cross-attention are computed once inside, for all sampling steps, on a CPU.
+    """Keys and values of the text in cross-attention are computed once inside, for all sampling
+    steps, on a CPU.
 
-    The weights and the text states must stay as they are. Where gradients flow, nothing is kept.
-    """
+    The weights and the text states must stay as they are. Where gradients flow, nothing is kept."""
     across: list[Any] = [m for m in backbone.modules() if getattr(m, "is_cross_attention", False)]
-    layers = [layer for m in across for layer in (m.to_k, m.to_v) if "forward" not in vars(layer) or _ours(layer)]
-    changed = [(layer, vars(layer).get("forward")) for layer in layers if next(layer.parameters()).device.type == "cpu"]
+    layers = [
+        layer
+        for m in across
+        for layer in (m.to_k, m.to_v)
+        if "forward" not in vars(layer) or _ours(layer)
+    ]
+    changed = [
+        (layer, vars(layer).get("forward"))
+        for layer in layers
+        if next(layer.parameters()).device.type == "cpu"
+    ]
     try:
         for layer, _ in changed:
             layer.forward = _Once(layer.forward)
@@ -84,7 +97,8 @@ def _plain(layer: nn.Linear) -> bool:
 
 
 def _convolved(layer: nn.Linear, x: Tensor) -> Tensor:
-    """x (B,L,D) -> (B,L,E) as `layer` gives it; without a copy, since (B,D,1,L) in channels_last lies as x does."""
+    """x (B,L,D) -> (B,L,E) as `layer` gives it; without a copy, since (B,D,1,L) in channels_last
+    lies as x does."""
     if x.ndim != 3:
         return F.linear(x, layer.weight, layer.bias)
     out = F.conv2d(x.unsqueeze(1).permute(0, 3, 1, 2), layer.weight[..., None, None], layer.bias)

@@ -1,5 +1,5 @@
-"""Groups of parameters: stage and role of each in the UNets of SD 1, 2 and XL, the transformer of SD 3 and the text
-encoders, full or LoRA."""
+"""Groups of parameters: stage and role of each in the UNets of SD 1, 2 and XL, the transformer of
+SD 3 and the text encoders, full or LoRA."""
 
 import fnmatch
 import logging
@@ -22,7 +22,8 @@ from silentbad.settings.types import Positive, problem
 logger = logging.getLogger(__name__)
 
 MMDIT = (
-    r"^(?:(?:module|_orig_mod|base_model|model|transformer)\.)*"  # of SD 3; UNets have transformer_blocks deeper down
+    # of SD 3; UNets have transformer_blocks deeper down
+    r"^(?:(?:module|_orig_mod|base_model|model|transformer)\.)*"
 )
 BLOCK = MMDIT + r"transformer_blocks\.\d+\."
 
@@ -37,7 +38,9 @@ STAGES = [  # first match wins
     (r"(?:^|\.)(?:conv_in|conv_norm_out|conv_out|time_embedding|add_embedding)\.", "stem"),
 ]
 
-ROLES = [  # in SD 3 image and text tokens attend jointly, each by weights of their own; 3.5 also has image alone
+# in SD 3 image and text tokens attend jointly, each by weights of their own; 3.5 also has image
+# alone
+ROLES = [
     (BLOCK + r"attn\.to_([qkv])[._]", r"attn.\1"),
     (BLOCK + r"attn\.to_out[._]", "attn.o"),
     (BLOCK + r"attn\.add_([qkv])_proj\.", r"attn.context.\1"),
@@ -111,16 +114,19 @@ def group_of(name: str) -> str:
 def group_parameters(model: nn.Module, min_size: int | None = None) -> Groups:
     """Partition the trainable parameters by stage and role.
 
-    A group under `min_size` joins the nearest role of its stage, norm, io and embed aside. `min_size` is 0.05 M,
-    or 1/2000 of the trainable parameters where that is less (LoRA and small models would collapse into one
-    group a stage).
-    """
+    A group under `min_size` joins the nearest role of its stage, norm, io and embed aside.
+    `min_size` is 0.05 M, or 1/2000 of the trainable parameters where that is less (LoRA and small
+    models would collapse into one group a stage)."""
     members: dict[str, dict[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             members.setdefault(group_of(name), {})[name] = parameter
     if OTHER in members:
-        logger.warning("%d tensors of unknown name keep multiplier 1: %s", len(members[OTHER]), [*members[OTHER]][:3])
+        logger.warning(
+            "%d tensors of unknown name keep multiplier 1: %s",
+            len(members[OTHER]),
+            [*members[OTHER]][:3],
+        )
     size = {group: sum(p.numel() for p in tensors.values()) for group, tensors in members.items()}
     least = min(50_000, sum(size.values()) // 2000) if min_size is None else min_size
     for group in sorted(size, key=lambda group: (size[group], group)):
@@ -130,12 +136,16 @@ def group_parameters(model: nn.Module, min_size: int | None = None) -> Groups:
             size[host] += size[group]
     groups = Groups({group: members[group] for group in sorted(members, key=_position)})
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert sum(len(g) for g in groups) == len(trainable) and set().union(*groups.members.values()) == trainable
+    assert (
+        sum(len(g) for g in groups) == len(trainable)
+        and set().union(*groups.members.values()) == trainable
+    )
     return groups
 
 
 def _neighbour(group: str, members: dict) -> str | None:
-    """Group of the same stage with the nearest role, the earlier on a tie; None for norm, io, embed, other."""
+    """Group of the same stage with the nearest role, the earlier on a tie; None for norm, io,
+    embed, other."""
     stage, _, role = group.partition(".")
     if role not in ROLE_ORDER or role in APART:
         return None
@@ -152,25 +162,36 @@ def _position(group: str) -> tuple[int, int, int]:
     return place, int(stage[len(kind) :] or 0), ROLE_ORDER.index(role) if role else 0
 
 
-def prior_table(table: str | None = None, drop: list[str] | None = None, sdxl: bool = False) -> dict[str, float]:
-    """Rows {pattern: pi} of the YAML table, without those to drop; in SDXL a row's `sdxl` pattern, if any."""
+def prior_table(
+    table: str | None = None, drop: list[str] | None = None, sdxl: bool = False
+) -> dict[str, float]:
+    """Rows {pattern: pi} of the YAML table, without those to drop; in SDXL a row's `sdxl`
+    pattern, if any."""
     path = Path(table) if table else ROOT / "configs" / "prior.yaml"
     if not os.path.isfile(path):
         raise UserError(f"prior: option 'table': no file {path}")
     rows = {row["match"]: row for row in _prior_rows(path)}
     if unknown := set(drop or ()) - set(rows):
-        raise UserError(f"prior: option 'drop': no row {min(unknown)!r} in {path}; rows are: {', '.join(rows)}")
+        raise UserError(
+            f"prior: option 'drop': no row {min(unknown)!r} in {path}; rows are: {', '.join(rows)}"
+        )
     kept = [row for match, row in rows.items() if match not in (drop or ())]
-    return {row.get("sdxl", row["match"]) if sdxl else row["match"]: float(row["pi"]) for row in kept}
+    return {
+        row.get("sdxl", row["match"]) if sdxl else row["match"]: float(row["pi"]) for row in kept
+    }
 
 
 def warn_of_idle_rows(
     table: str | None = None, drop: list[str] | None = None, *, names: list[str], sdxl: bool = False
 ) -> None:
-    """Name the rows of a table of one's own that match no group; the bundled table is for all families."""
+    """Name the rows of a table of one's own that match no group; the bundled table is for all
+    families."""
     for row in prior_table(table, drop, sdxl) if table else ():
         if not fnmatch.filter(names, row):
-            warn(f"prior: option 'table': {row!r} matches no group of this model, so this row has no effect")
+            warn(
+                f"prior: option 'table': {row!r} matches no group of this model, so this row "
+                f"has no effect"
+            )
 
 
 PRIOR_ROW = {"match": str, "pi": Positive, "sdxl": str | None}
@@ -186,7 +207,10 @@ def _prior_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a prior table, each checked."""
     rows, node = read_yaml(str(path), lambda node: _refuse_twice(node, path))
     if node is None or not isinstance(rows, list):
-        raise UserError(f"prior: option 'table': {path} holds no list of rows, such as - {{match: mid.*, pi: 1.25}}")
+        raise UserError(
+            f"prior: option 'table': {path} holds no list of rows, such as - "
+            f"{{match: mid.*, pi: 1.25}}"
+        )
     for row, of in zip(rows, node.value, strict=True):
         where = f"prior: option 'table': {path}:{of.start_mark.line + 1}"
         if not isinstance(row, dict) or (unknown := [key for key in row if key not in PRIOR_ROW]):

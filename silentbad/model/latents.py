@@ -13,7 +13,8 @@ def scaled(vae: Any, latents: Tensor) -> Tensor:
 
 
 def decode(vae: Any, latents: Tensor) -> Tensor:
-    """Latents (B,C,h,w) -> images (B,3,H,W) in [-1,1], in the autoencoder's own precision: SDXL's overflows in fp16."""
+    """Latents (B,C,h,w) -> images (B,3,H,W) in [-1,1], in the autoencoder's own precision:
+    SDXL's overflows in fp16."""
     with torch.autocast(latents.device.type, enabled=False):
         shift = getattr(vae.config, "shift_factor", None) or 0
         latents = latents.to(vae.dtype) / vae.config.scaling_factor

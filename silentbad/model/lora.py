@@ -1,11 +1,11 @@
-"""Adapters through peft: layers chosen by the roles of `silentbad.model.groups`, saved as others load them.
+"""Adapters through peft: layers chosen by the roles of `silentbad.model.groups`, saved as others
+load them.
 
 W stays frozen; what is added trains in fp32 and begins as nothing. s = alpha / rank.
   lora  W + s B A, with A (rank, in) and B (out, rank)                               (2106.09685)
   dora  m (W + s B A) / ||W + s B A||, norms over the inputs, m (out,) trained too    (2402.09353)
   loha  W + s (A1 B1) * (A2 B2), a product of entries                                (2108.06098)
-  lokr  W + s C kron D; D = A B where its rank is below half its side                (2309.14859)
-"""
+  lokr  W + s C kron D; D = A B where its rank is below half its side                (2309.14859)"""
 
 import copy
 import os
@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 from diffusers.training_utils import cast_training_params
-from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import (
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    PeftConfig,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -34,12 +41,18 @@ KOHYA = "kohya.safetensors"
 NAMES = {"lora": "LoRA", "dora": "DoRA", "loha": "LoHa", "lokr": "LoKr"}
 FOLDERS = ("loha", "lokr")  # diffusers has no file for these: a folder of peft's for each component
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-COMPONENTS = list(dict.fromkeys(name for family in FAMILIES.values() for name in (family.backbone, *family.encoders)))
+COMPONENTS = list(
+    dict.fromkeys(
+        name for family in FAMILIES.values() for name in (family.backbone, *family.encoders)
+    )
+)
 
 
 def target_layers(name: str, module: nn.Module, lora: LoraSettings) -> dict[str, str]:
     """{path: group} of the layers of a component that `lora.targets` choose."""
-    paths = [path for path, layer in module.named_modules() if isinstance(layer, (nn.Linear, nn.Conv2d))]
+    paths = [
+        path for path, layer in module.named_modules() if isinstance(layer, (nn.Linear, nn.Conv2d))
+    ]
     groups = {path: group_of(f"{name}.{path}.weight") for path in paths}
     layers = {path: group for path, group in groups.items() if chosen(lora.targets, group)}
     if not layers:
@@ -47,17 +60,22 @@ def target_layers(name: str, module: nn.Module, lora: LoraSettings) -> dict[str,
     return layers
 
 
-def add(name: str, module: Any, lora: LoraSettings, seed: int, layers: list[str] | None = None) -> None:
-    """Freeze a component of the pipeline and put adapters on layers of it: on all that `lora.targets` choose where
-    `layers` is None."""
+def add(
+    name: str, module: Any, lora: LoraSettings, seed: int, layers: list[str] | None = None
+) -> None:
+    """Freeze a component of the pipeline and put adapters on layers of it: on all that
+    `lora.targets` choose where `layers` is None."""
     layers = list(target_layers(name, module, lora)) if layers is None else layers
     if name.startswith("text_encoder") and not any("self_attn" in path for path in layers):
-        raise UserError(f"lora.targets: {name} needs attn among them; diffusers loads no adapters without")
+        raise UserError(
+            f"lora.targets: {name} needs attn among them; diffusers loads no adapters without"
+        )
     module.requires_grad_(False)
     with torch.random.fork_rng([]):
         torch.manual_seed(addressed_seed(seed, "lora", name))
         with user_errors(
-            f"lora: {name} takes no adapters", "install releases of peft and transformers that fit together"
+            f"lora: {name} takes no adapters",
+            "install releases of peft and transformers that fit together",
         ):
             module.add_adapter(settings(lora, layers))
     cast_training_params(module, dtype=torch.float32)
@@ -67,10 +85,14 @@ def settings(lora: LoraSettings, layers: list[str]) -> PeftConfig:
     """peft's configuration of the adapters."""
     alpha = lora.alpha or lora.rank
     if lora.kind in ("lora", "dora"):
-        return LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=layers, use_dora=lora.kind == "dora")
+        return LoraConfig(
+            r=lora.rank, lora_alpha=alpha, target_modules=layers, use_dora=lora.kind == "dora"
+        )
     if lora.kind == "loha":
         return LoHaConfig(r=lora.rank, alpha=alpha, target_modules=layers)
-    return LoKrConfig(r=lora.rank, alpha=alpha, target_modules=layers, decompose_factor=lora.factor or -1)
+    return LoKrConfig(
+        r=lora.rank, alpha=alpha, target_modules=layers, decompose_factor=lora.factor or -1
+    )
 
 
 def present(module: nn.Module) -> bool:
@@ -78,14 +100,19 @@ def present(module: nn.Module) -> bool:
 
 
 def state(name: str, module: Any) -> dict[str, torch.Tensor]:
-    """The adapters of a component, on the CPU, by the names that every diffusers and kohya knows."""
+    """The adapters of a component, on the CPU, by the names that every diffusers and kohya
+    knows."""
     tensors = plain_state(module)
     if not name.startswith("text_encoder"):
         return tensors
     flat = not hasattr(module, "text_model")  # transformers 5 dropped a level of CLIPTextModel
     tensors = {f"text_model.{key}" if flat else key: value for key, value in tensors.items()}
-    # and its reader, unlike diffusers' own, wants the full name of DoRA's magnitudes: others are drawn anew
-    return {f"{key}.weight" if key.endswith("magnitude_vector") else key: value for key, value in tensors.items()}
+    # and its reader, unlike diffusers' own, wants the full name of DoRA's magnitudes: others are
+    # drawn anew
+    return {
+        f"{key}.weight" if key.endswith("magnitude_vector") else key: value
+        for key, value in tensors.items()
+    }
 
 
 def plain_state(module: Any) -> dict[str, torch.Tensor]:
@@ -95,13 +122,16 @@ def plain_state(module: Any) -> dict[str, torch.Tensor]:
 
 
 def save(model: Any, folder: Path) -> None:
-    """The adapters of a `Denoiser` for diffusers (`load_lora_weights`) or peft (`PeftModel.from_pretrained`, a folder
-    for each component), and for kohya's and LyCORIS's readers where the family has names there."""
+    """The adapters of a `Denoiser` for diffusers (`load_lora_weights`) or peft
+    (`PeftModel.from_pretrained`, a folder for each component), and for kohya's and LyCORIS's
+    readers where the family has names there."""
     modules, family = dict(model.named_children()), model.family
     layers = {name: state(name, module) for name, module in modules.items()}
     configs = {name: module.peft_config["default"] for name, module in modules.items()}
     if isinstance(configs[family.backbone], LoraConfig):
-        about = {f"{name}_lora_adapter_metadata": config.to_dict() for name, config in configs.items()}
+        about = {
+            f"{name}_lora_adapter_metadata": config.to_dict() for name, config in configs.items()
+        }
         named = {f"{name}_lora_layers": part for name, part in layers.items()}
         family.pipeline.save_lora_weights(folder, **named, **about)
     else:
@@ -109,18 +139,25 @@ def save(model: Any, folder: Path) -> None:
             config = copy.copy(configs[name])
             config.inference_mode = True
             config.save_pretrained(folder / name)
-            tensors = {f"base_model.model.{key}": value for key, value in plain_state(module).items()}
+            tensors = {
+                f"base_model.model.{key}": value for key, value in plain_state(module).items()
+            }
             save_file(tensors, folder / name / PEFT_WEIGHTS)
     if family.kohya:
-        flat = [kohya(family.kohya[name], tensors, configs[name]) for name, tensors in layers.items()]
-        save_file({key: value for tensors in flat for key, value in tensors.items()}, folder / KOHYA)
+        flat = [
+            kohya(family.kohya[name], tensors, configs[name]) for name, tensors in layers.items()
+        ]
+        save_file(
+            {key: value for tensors in flat for key, value in tensors.items()}, folder / KOHYA
+        )
 
 
 def kohya(prefix: str, tensors: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
-    """The adapters by kohya's names, LyCORIS's for what kohya has not: one alpha a layer, scaled by alpha / rank.
+    """The adapters by kohya's names, LyCORIS's for what kohya has not: one alpha a layer, scaled by
+    alpha / rank.
 
-    Where both factors of a Kronecker product are whole, LyCORIS takes no scale; so the first one holds it.
-    """
+    Where both factors of a Kronecker product are whole, LyCORIS takes no scale; so the first one
+    holds it."""
     alpha = float(config.lora_alpha if isinstance(config, LoraConfig) else config.alpha)
     made: dict[str, torch.Tensor] = {}
     for key, value in tensors.items():
@@ -129,16 +166,22 @@ def kohya(prefix: str, tensors: dict[str, torch.Tensor], config: Any) -> dict[st
         made[f"{name}.alpha"] = torch.tensor(alpha)
         if part == "lokr_w1" and f"{path}.lokr_w2" in tensors:
             value = value * (alpha / config.r)
-        elif part == "lora_magnitude_vector":  # one number an output, in the shape of the layer's weight
+        elif (
+            part == "lora_magnitude_vector"
+        ):  # one number an output, in the shape of the layer's weight
             value = value.reshape(-1, *[1] * (tensors[f"{path}.lora_B.weight"].dim() - 1))
-        ours = {"lora_A": "lora_down.weight", "lora_B": "lora_up.weight", "lora_magnitude_vector": "dora_scale"}
+        ours = {
+            "lora_A": "lora_down.weight",
+            "lora_B": "lora_up.weight",
+            "lora_magnitude_vector": "dora_scale",
+        }
         made[f"{name}.{ours.get(part, part)}"] = value.contiguous()
     return made
 
 
 def merged(module: Any) -> Any:
-    """A copy of a component whose weights hold what its adapters add, computed in fp32, kept in the weights' own
-    precision; without adapters the component itself."""
+    """A copy of a component whose weights hold what its adapters add, computed in fp32, kept in the
+    weights' own precision; without adapters the component itself."""
     if not present(module):
         return module
     layers = [path for path, layer in module.named_modules() if isinstance(layer, BaseTunerLayer)]
@@ -181,7 +224,8 @@ def load(pipe: Any, path: str, base: str) -> None:
 
 
 def check_adapter_file(path: str, failed: str) -> None:
-    """Refuse a path that holds no adapters of a kind that diffusers reads; one on the Hub is not looked at."""
+    """Refuse a path that holds no adapters of a kind that diffusers reads; one on the Hub is not
+    looked at."""
     file = Path(path)
     if file.is_fifo():
         raise UserError(f"{failed} (it is a pipe, no file)")
@@ -192,28 +236,37 @@ def check_adapter_file(path: str, failed: str) -> None:
     if not path.endswith(".safetensors"):
         raise UserError(f"{failed} (only .safetensors is read)")
     if kind := other_kind(file, failed):
-        raise UserError(f"{failed} ({kind} is read from the folder that training saved, not from one file)")
+        raise UserError(
+            f"{failed} ({kind} is read from the folder that training saved, not from one file)"
+        )
 
 
 def check_adapter_tensors(tensors: dict[str, torch.Tensor], failed: str) -> int:
-    """How many tensors a file puts on layers. Raises UserError where one is not finite, or has no other half."""
+    """How many tensors a file puts on layers. Raises UserError where one is not finite, or has
+    no other half."""
     if bad := sorted(name for name, values in tensors.items() if not finite(values)):
         raise UserError(f"{failed} (NaN or infinite values in {bad[0]}, {len(bad)} tensors in all)")
     magnitudes = [name for name in tensors if "magnitude" in name]
-    other_half = {name: other for name in tensors if name not in magnitudes and (other := _other_half(name))}
+    other_half = {
+        name: other for name in tensors if name not in magnitudes and (other := _other_half(name))
+    }
     if alone := sorted(name for name, other in other_half.items() if other not in tensors):
         raise UserError(f"{failed} ({alone[0]} has no other half, {len(alone)} tensors in all)")
     return len(other_half) + len(magnitudes)
 
 
-OTHER_KINDS = {"hada_": "LoHa", "lokr_": "LoKr", "dora_scale": "DoRA"}  # by what names of tensors hold
+# by what names of tensors hold
+OTHER_KINDS = {"hada_": "LoHa", "lokr_": "LoKr", "dora_scale": "DoRA"}
 
 
 def other_kind(file: Path, failed: str) -> str | None:
-    """The kind of a file's adapters where diffusers does not read it, or leaves out a part; None for LoRA."""
+    """The kind of a file's adapters where diffusers does not read it, or leaves out a part; None
+    for LoRA."""
     with user_errors(failed), safe_open(file, "pt") as tensors:
         names = list(tensors.keys())
-    return next((kind for mark, kind in OTHER_KINDS.items() if any(mark in name for name in names)), None)
+    return next(
+        (kind for mark, kind in OTHER_KINDS.items() if any(mark in name for name in names)), None
+    )
 
 
 def _load_folder(module: Any, folder: Path, failed: str) -> None:
@@ -226,9 +279,15 @@ def _load_folder(module: Any, folder: Path, failed: str) -> None:
     with user_errors(f"{failed}: {folder.name}/{PEFT_WEIGHTS}"):
         tensors = load_file(folder / PEFT_WEIGHTS)
     if config is None:
-        raise UserError(f"{failed} ({folder.name}/ holds {brief(kind)}; 'LOHA' and 'LOKR' are read from folders)")
+        raise UserError(
+            f"{failed} ({folder.name}/ holds {brief(kind)}; 'LOHA' and 'LOKR' are "
+            f"read from folders)"
+        )
     if pattern := _pattern(config):
-        raise UserError(f"{failed} ({folder.name}/{PEFT_CONFIG}: {pattern} must list names of layers, not patterns)")
+        raise UserError(
+            f"{failed} ({folder.name}/{PEFT_CONFIG}: {pattern} must list names of "
+            f"layers, not patterns)"
+        )
     check_settings({"r": config.r}, RANK, f"{failed}: {folder.name}/{PEFT_CONFIG}")
     config.inference_mode = False
     with quietly(), user_errors(failed):
@@ -236,7 +295,10 @@ def _load_folder(module: Any, folder: Path, failed: str) -> None:
         tensors = {name.removeprefix("base_model.model."): value for name, value in tensors.items()}
         mine = {name: value.shape for name, value in get_peft_model_state_dict(module).items()}
     if mine != {name: value.shape for name, value in tensors.items()}:
-        raise UserError(f"{failed} ({folder.name}/ has {len(tensors)} tensors, its layers take {len(mine)} others)")
+        raise UserError(
+            f"{failed} ({folder.name}/ has {len(tensors)} tensors, its layers take "
+            f"{len(mine)} others)"
+        )
     if bad := sorted(name for name, value in tensors.items() if not finite(value)):
         raise UserError(f"{failed} (NaN or infinite values in {bad[0]}, {len(bad)} tensors in all)")
     set_peft_model_state_dict(module, tensors)
@@ -246,10 +308,19 @@ RANK = {"r": number(int, 1, 10_000)}
 
 
 def _pattern(config: PeftConfig) -> str | None:
-    """A setting by which peft would match layers with a file's regular expression, which may take forever."""
-    for key in ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern"):
+    """A setting by which peft would match layers with a file's regular expression, which may
+    take forever."""
+    for key in (
+        "target_modules",
+        "exclude_modules",
+        "layers_pattern",
+        "rank_pattern",
+        "alpha_pattern",
+    ):
         names = getattr(config, key, None) or ()
-        if isinstance(names, str) or not all(isinstance(n, str) and re.fullmatch(r"[\w.]+", n) for n in names):
+        if isinstance(names, str) or not all(
+            isinstance(n, str) and re.fullmatch(r"[\w.]+", n) for n in names
+        ):
             return key
     return None
 

@@ -1,4 +1,5 @@
-"""The pipeline's parts: loaded safely, checked against each other, assembled again for saving and drawing."""
+"""The pipeline's parts: loaded safely, checked against each other, assembled again for saving
+and drawing."""
 
 import importlib
 import os
@@ -27,9 +28,8 @@ from silentbad.settings.train import TrainConfig
 class Components:
     """Components of a pipeline; `noise_scheduler` trains, `scheduler` samples.
 
-    `model` is what trains; `backbone` predicts: a UNet or a transformer. Tokenizers and text encoders are by component;
-    `zero_empty` says that the states of no prompt are zeros.
-    """
+    `model` is what trains; `backbone` predicts: a UNet or a transformer. Tokenizers and text
+    encoders are by component; `zero_empty` says that the states of no prompt are zeros."""
 
     family: Family
     tokenizers: dict[str, Any]
@@ -44,7 +44,12 @@ class Components:
     def components(self) -> dict[str, Any]:
         """Arguments of the pipeline's class."""
         own = {"vae": self.vae, self.family.backbone: self.backbone, "scheduler": self.scheduler}
-        return {**self.tokenizers, **self.text_encoders, **own, **self.family.options(self.zero_empty)}
+        return {
+            **self.tokenizers,
+            **self.text_encoders,
+            **own,
+            **self.family.options(self.zero_empty),
+        }
 
 
 def check_xformers() -> None:
@@ -63,14 +68,18 @@ def check_xformers() -> None:
 
 
 def scheduler_settings(config: TrainConfig) -> dict[str, Any]:
-    """The training schedule's settings, `prediction_type` overridden where the configuration does."""
+    """The training schedule's settings, `prediction_type` overridden where the configuration
+    does."""
     source = Source.of(config)
     settings = schedule(source, family_for(config))
     if config.prediction_type is not None:
         settings["prediction_type"] = config.prediction_type
     prediction_type = settings.get("prediction_type", "epsilon")
     if config.dream_training and prediction_type != "epsilon":
-        raise UserError(f"dream_training: works with epsilon prediction only; {source.path} predicts {prediction_type}")
+        raise UserError(
+            f"dream_training: works with epsilon prediction only; {source.path} "
+            f"predicts {prediction_type}"
+        )
     return settings
 
 
@@ -80,28 +89,35 @@ def family_for(config: TrainConfig) -> Family:
 
 
 def schedule(source: Source, family: Family) -> dict[str, Any]:
-    """The settings of a pipeline's noise schedule, each of them sane, and of a scheduler that diffusers has."""
+    """The settings of a pipeline's noise schedule, each of them sane, and of a scheduler that
+    diffusers has."""
     with gate.quietly(), hub.fetching(source.path, f"{source}: no scheduler"):
         settings = dict(DDPMScheduler.load_config(source.path, subfolder="scheduler", **source.hub))
     where = f"{source}/scheduler/scheduler_config.json"
     name = settings.get("_class_name", "DDPMScheduler")
-    if not isinstance(getattr(diffusers_schedulers, str(name), None), type) or not str(name).endswith("Scheduler"):
+    if not isinstance(getattr(diffusers_schedulers, str(name), None), type) or not str(
+        name
+    ).endswith("Scheduler"):
         raise UserError(f"{where}: diffusers has no scheduler {brief(name)}")
     family.check_schedule(settings, where)
     return settings
 
 
 def read_index(source: Source, kinds: tuple[str, ...] | None = None) -> dict[str, Any]:
-    """A pipeline's model_index.json, of one of these classes (of any that has the parts, where none are given) and
-    with its parts in place."""
+    """A pipeline's model_index.json, of one of these classes (of any that has the parts, where none
+    are given) and with its parts in place."""
     check_place(source)
     is_folder = os.path.isdir(source.path)
-    wrong = f"{source}: " + ("model_index.json is not a JSON object" if is_folder else "no model_index.json")
+    wrong = f"{source}: " + (
+        "model_index.json is not a JSON object" if is_folder else "no model_index.json"
+    )
     with gate.quietly(), hub.fetching(source.path, wrong):
         index = DiffusionPipeline.load_config(source.path, **source.hub)
         kind = index.get("_class_name")  # another JSON value has no `get`
     if kind is None:
-        raise UserError(f"{source.path}/model_index.json: no _class_name, which says what pipeline it is")
+        raise UserError(
+            f"{source.path}/model_index.json: no _class_name, which says what pipeline it is"
+        )
     if kinds and kind not in kinds:
         raise UserError(f"{source.path}/model_index.json: a {kind}; this trains {', '.join(kinds)}")
     check_components(index, source)
@@ -114,7 +130,9 @@ def check_place(source: Source) -> None:
     if not path.strip() or "\0" in path:
         raise UserError(f"{source}: no folder {brief(path)}")
     if os.path.isfile(path):
-        raise UserError(f"{source.flag}: {path} is one file; convert it to a diffusers folder, and give that")
+        raise UserError(
+            f"{source.flag}: {path} is one file; convert it to a diffusers folder, and give that"
+        )
     if os.path.isdir(path):
         if not os.path.isfile(os.path.join(path, "model_index.json")):
             raise UserError(f"{source}: no model_index.json; not a diffusers pipeline")
@@ -133,50 +151,68 @@ def check_components(index: dict[str, Any], source: Source) -> None:
         if os.path.isdir(path) and not os.path.isdir(os.path.join(path, part)):
             raise UserError(f"{source}: no {part}/")
     if optional and len(optional) < len(family.optional):
-        raise UserError(f"'{path}' is a {kind} with one of {' and '.join(family.optional)}; give both, or neither")
+        raise UserError(
+            f"'{path}' is a {kind} with one of {' and '.join(family.optional)}; give "
+            f"both, or neither"
+        )
     for part, wanted in ((family.backbone, family.kind.__name__), ("vae", "AutoencoderKL")):
         if index[part][1] != wanted:
-            raise UserError(f"{path}/model_index.json: {part} is {brief(index[part][1])}, not {wanted}; give {KNOWN}")
+            raise UserError(
+                f"{path}/model_index.json: {part} is {brief(index[part][1])}, not "
+                f"{wanted}; give {KNOWN}"
+            )
 
 
 def family_in(index: dict[str, Any]) -> Family:
-    """The family by a model_index.json: by the pipeline's class, or by its parts where it is of another."""
-    named = next((family for kind, family in FAMILIES.items() if kind == index.get("_class_name")), None)
+    """The family by a model_index.json: by the pipeline's class, or by its parts where it is of
+    another."""
+    named = next(
+        (family for kind, family in FAMILIES.items() if kind == index.get("_class_name")), None
+    )
     return named or family_of([part for part in index if has(index, part)])
 
 
 def has(index: dict[str, Any], part: str) -> bool:
-    """Whether a model_index.json names a class for this part: [library, class], both null where there is none."""
+    """Whether a model_index.json names a class for this part: [library, class], both null where
+    there is none."""
     entry = index.get(part)
-    return isinstance(entry, (list, tuple)) and len(entry) == 2 and all(isinstance(name, str) for name in entry)
+    return (
+        isinstance(entry, (list, tuple))
+        and len(entry) == 2
+        and all(isinstance(name, str) for name in entry)
+    )
 
 
 # ---------------------------------------------------------------- loading
 def load_tokenizer(config: TrainConfig) -> Any:
-    """The first, or only, tokenizer: CLIP's, which cuts captions into the same tokens in all families."""
+    """The first, or only, tokenizer: CLIP's, which cuts captions into the same tokens in all
+    families."""
     return tokenizer_of("tokenizer", family_for(config).tokenizer["tokenizer"], Source.of(config))
 
 
 def tokenizer_of(part: str, kind: Any, source: Source) -> Any:
     """A tokenizer with a vocabulary and a window."""
     tokenizer = gate.load_part(part, kind, source)
-    if len(tokenizer) < 256:  # transformers makes an empty one where the files are missing; bytes alone are 256
+    # transformers makes an empty one where the files are missing; bytes alone are 256
+    if len(tokenizer) < 256:
         raise UserError(f"{source}: cannot load {part} (its vocabulary is missing)")
     gate.check_tokenizer(tokenizer, None, f"{source}/{part}")
     return tokenizer
 
 
-def load_parts(config: TrainConfig, settings: dict[str, Any], tokenizer: Any, precision: str = "no") -> Components:
+def load_parts(
+    config: TrainConfig, settings: dict[str, Any], tokenizer: Any, precision: str = "no"
+) -> Components:
     """What trains in fp32, the rest frozen in the run's precision; safetensors only.
 
-    The backbone trains, whole or through LoRA, which leaves its own weights frozen; so do the text encoders where
-    asked.
-    """
+    The backbone trains, whole or through LoRA, which leaves its own weights frozen; so do the text
+    encoders where asked."""
     source = Source.of(config)
     index = read_index(source, (*FAMILIES,))
     family = family_in(index)
     half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
-    own = torch.float32 if config.lora.rank is None else half  # of weights that train themselves, or carry adapters
+    # of weights that train themselves, or carry adapters
+    own = torch.float32 if config.lora.rank is None else half
     vae = gate.load_part("vae", AutoencoderKL, source, torch_dtype=half)
     if family.upcasts and vae.config.force_upcast:
         vae.float()
@@ -208,35 +244,56 @@ def load_parts(config: TrainConfig, settings: dict[str, Any], tokenizer: Any, pr
 def text_encoders_of(index: dict[str, Any], source: Source, dtype: torch.dtype) -> dict[str, Any]:
     """The text encoders that a pipeline has, by component."""
     kinds = {name: kind for name, kind in family_in(index).encoders.items() if has(index, name)}
-    return {name: gate.load_part(name, kind, source, torch_dtype=dtype) for name, kind in kinds.items()}
+    return {
+        name: gate.load_part(name, kind, source, torch_dtype=dtype) for name, kind in kinds.items()
+    }
 
 
 def tokenizers_of(index: dict[str, Any], source: Source, first: Any = None) -> dict[str, Any]:
     """The tokenizers of these text encoders, by component; `first` where it is loaded already."""
     kinds = {name: kind for name, kind in family_in(index).tokenizer.items() if has(index, name)}
     loaded = {} if first is None else {"tokenizer": first}
-    return loaded | {name: tokenizer_of(name, kinds[name], source) for name in kinds if name not in loaded}
+    return loaded | {
+        name: tokenizer_of(name, kinds[name], source) for name in kinds if name not in loaded
+    }
 
 
 def check_fit(
-    path: str, family: Family, backbone: Any, vae: Any, encoders: dict[str, Any], tokenizers: dict[str, Any]
+    path: str,
+    family: Family,
+    backbone: Any,
+    vae: Any,
+    encoders: dict[str, Any],
+    tokenizers: dict[str, Any],
 ) -> None:
     """Refuse parts of a pipeline whose shapes or settings do not fit each other."""
     gate.check_settings(backbone.config, gate.BACKBONE, f"{path}/{family.backbone}/config.json")
     gate.check_settings(vae.config, gate.VAE, f"{path}/vae/config.json")
     channels = vae.config.latent_channels
-    for what, found in (("takes", backbone.config.in_channels), ("predicts", backbone.config.out_channels)):
+    for what, found in (
+        ("takes", backbone.config.in_channels),
+        ("predicts", backbone.config.out_channels),
+    ):
         if found != channels:
-            raise UserError(f"{path}: {family.backbone} {what} {found} channels, vae gives {channels}")
+            raise UserError(
+                f"{path}: {family.backbone} {what} {found} channels, vae gives {channels}"
+            )
     family.check_fit(path, backbone, encoders)
     for name, encoder in encoders.items():
         part = name.replace("text_encoder", "tokenizer")
         if (tokenizer := tokenizers.get(part)) is None:
             continue
-        known, (number, token) = encoder.config.vocab_size, max((n, t) for t, n in tokenizer.get_vocab().items())
+        known, (number, token) = (
+            encoder.config.vocab_size,
+            max((n, t) for t, n in tokenizer.get_vocab().items()),
+        )
         if number >= known:
-            raise UserError(f"{path}: {part} numbers {brief(token)} {number}, {name} knows {known}, from 0 on")
-        gate.check_tokenizer(tokenizer, getattr(encoder.config, "max_position_embeddings", None), f"{path}/{part}")
+            raise UserError(
+                f"{path}: {part} numbers {brief(token)} {number}, {name} knows {known}, from 0 on"
+            )
+        gate.check_tokenizer(
+            tokenizer, getattr(encoder.config, "max_position_embeddings", None), f"{path}/{part}"
+        )
     gate.check_runs(path, family, backbone, vae, family.widths(backbone, encoders)[0])
 
 
@@ -273,7 +330,8 @@ def resolution(parts: Components, config: TrainConfig) -> int:
 
 
 def pipeline(parts: Components) -> Any:
-    """A plain diffusers pipeline of the parts; `scheduler` carries the prediction type trained with."""
+    """A plain diffusers pipeline of the parts; `scheduler` carries the prediction type trained
+    with."""
     return parts.family.assemble(**parts.components())
 
 
@@ -293,18 +351,27 @@ def with_merged(parts: Components) -> Components:
 
 
 def drawn_side(parts: Components, asked: int | None) -> int:
-    """Side in pixels of the images that are drawn: `validation.resolution`, or the pipeline's own."""
+    """Side in pixels of the images that are drawn: `validation.resolution`, or the pipeline's
+    own."""
     factor = side_factor(parts.family, parts.backbone, parts.vae)
     if asked is not None and asked % factor:
-        raise UserError(f"validation.resolution: {asked} is not a multiple of {factor}, which the pipeline needs")
+        raise UserError(
+            f"validation.resolution: {asked} is not a multiple of {factor}, which "
+            f"the pipeline needs"
+        )
     return asked or side_of(parts.backbone) * vae_factor(parts.vae)
 
 
 def draw_images(
-    pipe: Any, prompts: list[str], seed: int, steps: int = 20, size: int | None = None, **options: Any
+    pipe: Any,
+    prompts: list[str],
+    seed: int,
+    steps: int = 20,
+    size: int | None = None,
+    **options: Any,
 ) -> list[Any]:
-    """One image a prompt, from the same noise at every call; `size` is its side in pixels, `options` are the
-    pipeline's."""
+    """One image a prompt, from the same noise at every call; `size` is its side in pixels,
+    `options` are the pipeline's."""
     backbone, factor = backbone_of(pipe), vae_factor(pipe.vae)
     size = size or side_of(backbone) * factor
     shape = (backbone.config.in_channels, size // factor, size // factor)
@@ -332,26 +399,38 @@ def draw_images(
 
 
 def whole_parts(parts: Any) -> Any:
-    """The pipeline's parts with a plain copy of the backbone on each process; themselves where nothing is sharded."""
+    """The pipeline's parts with a plain copy of the backbone on each process; themselves where
+    nothing is sharded."""
     if not any(map(is_sharded, parts.model.parameters())):
         return parts
     with torch.device("meta"):
         backbone = type(parts.backbone).from_config(parts.backbone.config)
-    backbone.load_state_dict({name: gather(p).detach() for name, p in parts.backbone.state_dict().items()}, assign=True)
-    return replace(parts, backbone=backbone, model=Denoiser(backbone, parts.family, parts.noise_scheduler))
+    backbone.load_state_dict(
+        {name: gather(p).detach() for name, p in parts.backbone.state_dict().items()}, assign=True
+    )
+    return replace(
+        parts, backbone=backbone, model=Denoiser(backbone, parts.family, parts.noise_scheduler)
+    )
 
 
 def load_pipeline(
-    name: str, dtype: str, device: Any, lora_path: str | None = None, flag: str = "--pipeline", of: str | None = None
+    name: str,
+    dtype: str,
+    device: Any,
+    lora_path: str | None = None,
+    flag: str = "--pipeline",
+    of: str | None = None,
 ) -> Any:
-    """A plain diffusers pipeline of a family, with adapters where asked, from safetensors only; every tensor loaded and
-    finite, in the precision asked for. `flag` names it in messages; `of` is the pipeline that a baseline is compared
-    with."""
+    """A plain diffusers pipeline of a family, with adapters where asked, from safetensors only;
+    every tensor loaded and finite, in the precision asked for. `flag` names it in messages; `of` is
+    the pipeline that a baseline is compared with."""
     source = Source(name, flag)
     index = read_index(source)
     family = family_in(index)
     if of is not None and (model := family_in(read_index(Source(of, "--pipeline")))) is not family:
-        raise UserError(f"{source}: is {family.name}, --pipeline {of} {model.name}; they must be of one kind")
+        raise UserError(
+            f"{source}: is {family.name}, --pipeline {of} {model.name}; they must be of one kind"
+        )
     settings = schedule(source, family)
     tokenizers = tokenizers_of(index, source)
     precision = getattr(torch, dtype)
@@ -360,8 +439,16 @@ def load_pipeline(
     backbone = gate.load_part(family.backbone, family.kind, source, torch_dtype=precision)
     check_fit(name, family, backbone, vae, encoders, tokenizers)
     with gate.quietly(), user_errors(f"{source}: cannot load scheduler"):
-        scheduler = getattr(diffusers_schedulers, settings.get("_class_name", "DDPMScheduler")).from_config(settings)
-    parts = {**tokenizers, **encoders, "vae": vae, family.backbone: backbone, "scheduler": scheduler}
+        scheduler = getattr(
+            diffusers_schedulers, settings.get("_class_name", "DDPMScheduler")
+        ).from_config(settings)
+    parts = {
+        **tokenizers,
+        **encoders,
+        "vae": vae,
+        family.backbone: backbone,
+        "scheduler": scheduler,
+    }
     pipe = family.assemble(**parts, **family.options(family.zero_empty(index)))
     if lora_path is not None:
         lora.load(pipe, lora_path, name)

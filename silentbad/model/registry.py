@@ -9,13 +9,15 @@ from silentbad.model.stable_diffusion_3 import StableDiffusion3
 
 # By the class in model_index.json; a pipeline of another class is of the first whose parts it has.
 FAMILIES: dict[str, Family] = {
-    family.pipeline.__name__: family for family in (StableDiffusion3(), StableDiffusionXL(), StableDiffusion())
+    family.pipeline.__name__: family
+    for family in (StableDiffusion3(), StableDiffusionXL(), StableDiffusion())
 }
 KNOWN = "a pipeline of " + " or ".join(family.name for family in FAMILIES.values())
 
 
 def family_of(components: Collection[str]) -> Family:
-    """The family of a pipeline with these components: the first that has its backbone and its text encoders."""
+    """The family of a pipeline with these components: the first that has its backbone and its
+    text encoders."""
     for family in FAMILIES.values():
         if {family.backbone, *family.encoders} - {*family.optional} <= {*components}:
             return family

@@ -1,4 +1,5 @@
-"""Stable Diffusion 1 and 2 (2112.10752) and XL (2307.01952): UNets under one or two CLIP text encoders."""
+"""Stable Diffusion 1 and 2 (2112.10752) and XL (2307.01952): UNets under one or two CLIP text
+encoders."""
 
 from typing import Any
 
@@ -30,19 +31,26 @@ class StableDiffusion(Family):
         (encoder,) = encoders.values()
         return encoder(tokens[0], return_dict=False)[0].float(), None
 
-    def predict(self, backbone: Any, x_t: Tensor, t: Any, c: Tensor, added: dict[str, Tensor]) -> Tensor:
+    def predict(
+        self, backbone: Any, x_t: Tensor, t: Any, c: Tensor, added: dict[str, Tensor]
+    ) -> Tensor:
         return backbone(x_t, t, c, added_cond_kwargs=added, return_dict=False)[0]
 
     def check_fit(self, path: str, backbone: Any, encoders: dict[str, Any]) -> None:
-        refuse_width(path, "unet", backbone.config.cross_attention_dim, self.widths(backbone, encoders)[0])
+        refuse_width(
+            path, "unet", backbone.config.cross_attention_dim, self.widths(backbone, encoders)[0]
+        )
 
     def assemble(self, **components: Any) -> Any:
-        return self.pipeline(**components, safety_checker=None, feature_extractor=None, requires_safety_checker=False)
+        return self.pipeline(
+            **components, safety_checker=None, feature_extractor=None, requires_safety_checker=False
+        )
 
 
 class StableDiffusionXL(StableDiffusion):
-    """Two text encoders, their last states but one side by side, the second's pooled state, and six numbers: original
-    height and width, top and left of the crop, target height and width, in pixels."""
+    """Two text encoders, their last states but one side by side, the second's pooled state, and six
+    numbers: original height and width, top and left of the crop, target height and width, in
+    pixels."""
 
     name = "Stable Diffusion XL"
     pipeline = StableDiffusionXLPipeline
@@ -52,13 +60,16 @@ class StableDiffusionXL(StableDiffusion):
     kohya = {"unet": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}
 
     def widths(self, backbone: Any, encoders: dict[str, Any]) -> tuple[int, int]:
-        return super().widths(backbone, encoders)[0], encoders["text_encoder_2"].config.projection_dim
+        return super().widths(backbone, encoders)[0], encoders[
+            "text_encoder_2"
+        ].config.projection_dim
 
     def encode(
         self, encoders: dict[str, Any], tokens: list[Tensor], nonempty: Tensor | None, width: int
     ) -> tuple[Tensor, Tensor | None]:
         outputs = [
-            encoder(ids, output_hidden_states=True) for encoder, ids in zip(encoders.values(), tokens, strict=True)
+            encoder(ids, output_hidden_states=True)
+            for encoder, ids in zip(encoders.values(), tokens, strict=True)
         ]
         c = torch.cat([out.hidden_states[-2] for out in outputs], dim=-1).float()
         pooled = outputs[-1].text_embeds.float()
@@ -79,7 +90,10 @@ class StableDiffusionXL(StableDiffusion):
         if config.addition_embed_type != "text_time":
             return {}
         pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-        return {"text_embeds": zeros_like_text(backbone, 1, pooled), "time_ids": zeros_like_text(backbone, 1, 6)}
+        return {
+            "text_embeds": zeros_like_text(backbone, 1, pooled),
+            "time_ids": zeros_like_text(backbone, 1, 6),
+        }
 
     def options(self, zero_empty: bool) -> dict[str, Any]:
         return {"force_zeros_for_empty_prompt": zero_empty}
@@ -88,4 +102,6 @@ class StableDiffusionXL(StableDiffusion):
         return self.pipeline(**components, add_watermarker=False)
 
     def lora_tensors(self, pipe: Any, path: str) -> dict[str, Tensor]:
-        return with_alphas(*pipe.lora_state_dict(path, use_safetensors=True, unet_config=pipe.unet.config))
+        return with_alphas(
+            *pipe.lora_state_dict(path, use_safetensors=True, unet_config=pipe.unet.config)
+        )

@@ -1,10 +1,15 @@
-"""Stable Diffusion 3 and 3.5 (2403.03206): a transformer over image and text tokens, on the path of a flow."""
+"""Stable Diffusion 3 and 3.5 (2403.03206): a transformer over image and text tokens, on the path
+of a flow."""
 
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
 from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
@@ -21,7 +26,12 @@ SCHEDULER: dict[str, gate.Check] = {
     "shift": gate.number(float, 1e-2, 100),
     **{
         name: gate.one_of(False)  # they change the path with the picture or the number of steps
-        for name in ("use_dynamic_shifting", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
+        for name in (
+            "use_dynamic_shifting",
+            "use_karras_sigmas",
+            "use_exponential_sigmas",
+            "use_beta_sigmas",
+        )
     },
     "invert_sigmas": gate.one_of(False),
     "shift_terminal": gate.one_of(None),
@@ -29,8 +39,8 @@ SCHEDULER: dict[str, gate.Check] = {
 
 
 class StableDiffusion3(Family):
-    """Two CLIP text encoders, their last states but one side by side, and after them the states of T5, which may be
-    missing: its places are zeros then. The pooled states of both CLIPs."""
+    """Two CLIP text encoders, their last states but one side by side, and after them the states of
+    T5, which may be missing: its places are zeros then. The pooled states of both CLIPs."""
 
     name = "Stable Diffusion 3"
     pipeline = StableDiffusion3Pipeline
@@ -41,7 +51,11 @@ class StableDiffusion3(Family):
         "text_encoder_2": CLIPTextModelWithProjection,
         "text_encoder_3": T5EncoderModel,
     }
-    tokenizer = {"tokenizer": CLIPTokenizer, "tokenizer_2": CLIPTokenizer, "tokenizer_3": T5TokenizerFast}
+    tokenizer = {
+        "tokenizer": CLIPTokenizer,
+        "tokenizer_2": CLIPTokenizer,
+        "tokenizer_3": T5TokenizerFast,
+    }
     optional = ("text_encoder_3", "tokenizer_3")
     flow = upcasts = True
     attention = "joint attention"
@@ -70,22 +84,30 @@ class StableDiffusion3(Family):
     def encode(
         self, encoders: dict[str, Any], tokens: list[Tensor], nonempty: Tensor | None, width: int
     ) -> tuple[Tensor, Tensor | None]:
-        clips = [pooled_states(encoders[name], ids) for name, ids in zip(CLIPS, tokens, strict=False)]
+        clips = [
+            pooled_states(encoders[name], ids) for name, ids in zip(CLIPS, tokens, strict=False)
+        ]
         c = torch.cat([states for states, _ in clips], dim=-1).float()
         c = F.pad(c, (0, width - c.shape[-1]))
         if "text_encoder_3" in encoders:
             of_t5 = encoders["text_encoder_3"](tokens[2])[0].float()
         else:
             of_t5 = c.new_zeros(len(c), WINDOW, width)
-        return torch.cat([c, of_t5], dim=1), torch.cat([pooled for _, pooled in clips], dim=-1).float()
+        return torch.cat([c, of_t5], dim=1), torch.cat(
+            [pooled for _, pooled in clips], dim=-1
+        ).float()
 
     def text_facts(self, backbone: Any) -> list[Any]:
         return [WINDOW, *self.widths(backbone, {})]
 
     # ---- the prediction
-    def predict(self, backbone: Any, x_t: Tensor, t: Any, c: Tensor, added: dict[str, Tensor]) -> Tensor:
+    def predict(
+        self, backbone: Any, x_t: Tensor, t: Any, c: Tensor, added: dict[str, Tensor]
+    ) -> Tensor:
         pooled = added["text_embeds"]
-        return backbone(x_t, encoder_hidden_states=c, pooled_projections=pooled, timestep=t, return_dict=False)[0]
+        return backbone(
+            x_t, encoder_hidden_states=c, pooled_projections=pooled, timestep=t, return_dict=False
+        )[0]
 
     def unused(self, name: str, module: Any) -> list[nn.Parameter]:
         """The last block drops its text tokens, so nothing depends on their queries there."""
@@ -93,7 +115,9 @@ class StableDiffusion3(Family):
             return []
         attention = module.transformer_blocks[-1].attn
         layers = [attention.add_q_proj, attention.norm_added_q]
-        return [parameter for layer in layers if layer is not None for parameter in layer.parameters()]
+        return [
+            parameter for layer in layers if layer is not None for parameter in layer.parameters()
+        ]
 
     # ---- fit
     def side(self, backbone: Any) -> int:
@@ -111,9 +135,14 @@ class StableDiffusion3(Family):
         if "text_encoder_3" in encoders:
             refuse_width(path, self.backbone, width, encoders["text_encoder_3"].config.d_model)
         if (clip := sum(config.hidden_size for config in clips)) > width:
-            raise UserError(f"{path}: transformer attends to width {width}, its CLIP text encoders give {clip}")
+            raise UserError(
+                f"{path}: transformer attends to width {width}, its CLIP text encoders give {clip}"
+            )
         if (given := sum(config.projection_dim for config in clips)) != pooled:
-            raise UserError(f"{path}: transformer takes pooled states of width {pooled}, text encoders give {given}")
+            raise UserError(
+                f"{path}: transformer takes pooled states of width {pooled}, text "
+                f"encoders give {given}"
+            )
 
     # ---- pipelines
     def assemble(self, **components: Any) -> Any:
@@ -124,7 +153,9 @@ class StableDiffusion3(Family):
 
     def sampling(self, config: Any, prefix: str) -> dict[str, Any]:
         if config.guidance_rescale:
-            raise UserError(f"{prefix}guidance_rescale: diffusers' pipeline of {self.name} has none; leave it 0")
+            raise UserError(
+                f"{prefix}guidance_rescale: diffusers' pipeline of {self.name} has none; leave it 0"
+            )
         return {}
 
     def lora_tensors(self, pipe: Any, path: str) -> dict[str, Tensor]:

@@ -1,9 +1,10 @@
-"""Posterior parameters and text states on disk: encoded once for all runs and ranks, then read from mapped files.
+"""Posterior parameters and text states on disk: encoded once for all runs and ranks, then read from
+mapped files.
 
-A store is a folder of safetensors shards; its name is a hash over everything its rows depend on (weights, precision,
-transform or tokenizer), a row's key one over its image or text. So nothing is ever stale: a change is another name.
-Legend: R records, a row is one image's mean and deviation (2C,h,w) or one text's states.
-"""
+A store is a folder of safetensors shards; its name is a hash over everything its rows depend on
+(weights, precision, transform or tokenizer), a row's key one over its image or text. So nothing is
+ever stale: a change is another name. Legend: R records, a row is one image's mean and deviation
+(2C,h,w) or one text's states."""
 
 import hashlib
 import json
@@ -30,17 +31,23 @@ from silentbad.settings.train import TrainConfig
 KEY = "S16"  # the first 16 bytes of a SHA-256
 SHARD = 64 * 2**20  # bytes of a shard, and so of what a killed build loses
 FORMAT = 2
-UNRELATED = ("transformers_version", "dtype", "torch_dtype")  # of a configuration: nothing that a row depends on
+# of a configuration: nothing that a row depends on
+UNRELATED = ("transformers_version", "dtype", "torch_dtype")
 
 
 def digest(*parts: Any) -> str:
-    """Hash over plain values and modules: a module counts by its configuration, its weights' bits and precision."""
+    """Hash over plain values and modules: a module counts by its configuration, its weights'
+    bits and precision."""
     total = hashlib.sha256(str(FORMAT).encode())
     for part in parts:
         if isinstance(part, torch.nn.Module):
             config: Any = part.config
             settings = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-            facts = {key: value for key, value in settings.items() if not key.startswith("_") and key not in UNRELATED}
+            facts = {
+                key: value
+                for key, value in settings.items()
+                if not key.startswith("_") and key not in UNRELATED
+            }
             total.update(f"{part}{json.dumps(facts, sort_keys=True, default=str)}".encode())
             for name, value in part.state_dict().items():
                 total.update(f"{name}{value.dtype}{tuple(value.shape)}".encode())
@@ -62,8 +69,9 @@ def content_keys(contents: pa.ChunkedArray) -> np.ndarray:
 
 
 class Store:
-    """Rows of one shape by key. Shards are sealed files (silentbad.files): written whole, renamed into place and never
-    changed. A damaged one is removed, `say` is told so, and its rows are encoded anew."""
+    """Rows of one shape by key. Shards are sealed files (silentbad.files): written whole, renamed
+    into place and never changed. A damaged one is removed, `say` is told so, and its rows are
+    encoded anew."""
 
     def __init__(self, folder: Path, say: Callable[[str], None] = print):
         self.folder, self.say = folder, say
@@ -81,7 +89,9 @@ class Store:
             found = opened(file)
             if found is None:
                 self.say(f"cache: {file} is damaged; its rows are encoded anew")
-                with user_errors(f"cache_dir: {file} is damaged and cannot be removed", "remove it"):
+                with user_errors(
+                    f"cache_dir: {file} is damaged and cannot be removed", "remove it"
+                ):
                     file.unlink(missing_ok=True)
                 continue
             keys, rows = found
@@ -107,16 +117,26 @@ class Store:
     def add(self, keys: np.ndarray, rows: torch.Tensor) -> None:
         """A shard of these rows; one that is being written has another name."""
         draft = self.folder / f".{uuid.uuid4().hex}"
-        packed = torch.from_numpy(np.frombuffer(keys.tobytes(), dtype=np.uint8).reshape(-1, 16).copy())
-        with user_errors(f"cache_dir: cannot write {self.folder}", "free some space, or choose another folder"):
+        packed = torch.from_numpy(
+            np.frombuffer(keys.tobytes(), dtype=np.uint8).reshape(-1, 16).copy()
+        )
+        with user_errors(
+            f"cache_dir: cannot write {self.folder}", "free some space, or choose another folder"
+        ):
             save_file({"keys": packed, "rows": rows.contiguous()}, draft)
             sealed(draft, self.folder, ".safetensors")
 
     def fill(
-        self, keys: np.ndarray, encode: Callable[[list[int]], torch.Tensor], *, batch: int, label: str, show: bool
+        self,
+        keys: np.ndarray,
+        encode: Callable[[list[int]], torch.Tensor],
+        *,
+        batch: int,
+        label: str,
+        show: bool,
     ) -> None:
-        """Encode what is missing: encode(numbers of keys) -> rows. Processes that ask for the same wait for the first;
-        what a killed one finished is kept."""
+        """Encode what is missing: encode(numbers of keys) -> rows. Processes that ask for the same
+        wait for the first; what a killed one finished is kept."""
         with FileLock(self.folder / "lock"):
             self.refresh()
             _, first = np.unique(keys, return_index=True)
@@ -128,7 +148,9 @@ class Store:
             held: list[torch.Tensor] = []
             done = 0
             sizes = [batch]
-            for part in Bar(np.array_split(missing, -(-len(missing) // batch)), desc=label, disable=not show):
+            for part in Bar(
+                np.array_split(missing, -(-len(missing) // batch)), desc=label, disable=not show
+            ):
                 found = in_batches(part.tolist(), sizes[-1], encode, sizes.append)
                 held += [rows.cpu() for _, rows in found]
                 count = sum(map(len, held))
@@ -156,17 +178,20 @@ def refuse_not_finite(rows: torch.Tensor, what: Callable[[int], str]) -> torch.T
     """The rows (N,...), refused where one is not finite; `what(k)` names row k."""
     lost = (~rows.flatten(1).isfinite().all(1)).nonzero().flatten().tolist()
     if lost:
-        raise UserError(f"{what(lost[0])} gives values that are not finite; nothing could be learned from it")
+        raise UserError(
+            f"{what(lost[0])} gives values that are not finite; nothing could be learned from it"
+        )
     return rows
 
 
 # ---------------------------------------------------------------- of a run
 class Cached:
-    """What of a run's records is on disk: `posterior` (R,) the row of each record's image, -1 where it is encoded live.
+    """What of a run's records is on disk: `posterior` (R,) the row of each record's image, -1 where
+    it is encoded live.
 
-    `all_images`, `all_texts`: whether no step will need the VAE, or the text encoders. Rehearsal `composes` new images
-    and captions, so under it both stay; an empty (`blank`) or shortened caption is no record's.
-    """
+    `all_images`, `all_texts`: whether no step will need the VAE, or the text encoders. Rehearsal
+    `composes` new images and captions, so under it both stay; an empty (`blank`) or shortened
+    caption is no record's."""
 
     @explain_out_of_memory("resolution", "lower it, or encode in half precision (mixed_precision)")
     def __init__(
@@ -180,17 +205,28 @@ class Cached:
         show: bool,
         say: Callable[[str], None],
     ):
-        self.encoder, self.records, self.config, self.show, self.say = encoder, reader.records, config, show, say
+        self.encoder, self.records, self.config, self.show, self.say = (
+            encoder,
+            reader.records,
+            config,
+            show,
+            say,
+        )
         self.left = config.disk_cache_gb * 2**30
         self.batch = min(config.train_batch_size, config.max_batch_size or config.train_batch_size)
         self.posterior = np.full(len(self.records), -1)
         self.images: dict[tuple[int, int], Store] = {}  # by width and height of what a step sees
         step = reader.transform.step
-        self.shapes: list[tuple[int, int]] | None = reader.transform.shapes(self.records.sizes) if step else None
+        self.shapes: list[tuple[int, int]] | None = (
+            reader.transform.shapes(self.records.sizes) if step else None
+        )
         self.texts: Store | None = None
         fixed = reader.transform.fixed(self.records.sizes)
         if not fixed.all():
-            say(f"cache: {(~fixed).sum()} of {len(fixed)} records are cut or flipped at random and encoded live")
+            say(
+                f"cache: {(~fixed).sum()} of {len(fixed)} records are cut or flipped at random "
+                f"and encoded live"
+            )
         if fixed.any() and self.shapes is None:
             self._fill_images(reader, np.flatnonzero(fixed))
         elif fixed.any() and self.shapes is not None:
@@ -205,12 +241,17 @@ class Cached:
         changes = loose.any() or composes or blank
         self.all_texts = self.texts is not None and not changes
 
-    def _open(self, kind: str, facts: list[Any], keys: np.ndarray, row: torch.Tensor) -> Store | None:
+    def _open(
+        self, kind: str, facts: list[Any], keys: np.ndarray, row: torch.Tensor
+    ) -> Store | None:
         """The store of that kind, where the rows fit into what is left of the budget."""
         need = len(np.unique(keys)) * row.nbytes
         if need > self.left:
             left = f"{self.left / 2**30:.2f} GiB of disk_cache_gb"
-            self.say(f"cache: {kind} take {need / 2**30:.2f} GiB, over the {left} left; they are encoded live")
+            self.say(
+                f"cache: {kind} take {need / 2**30:.2f} GiB, over the {left} left; they are "
+                f"encoded live"
+            )
             return None
         self.left -= need
         folder = Path(self.config.cache_dir or datasets.config.HF_DATASETS_CACHE) / "silentbad"
@@ -218,20 +259,31 @@ class Cached:
             (store := folder / f"{kind}-{digest(*facts)}").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             reason = f"cannot write {folder} ({error.strerror})"
-            raise UserError(f"cache_dir: {reason}; choose another folder, or disk_cache_gb 0") from None
+            raise UserError(
+                f"cache_dir: {reason}; choose another folder, or disk_cache_gb 0"
+            ) from None
         return Store(store, self.say)
 
-    def _fill_images(self, reader: Any, rows: np.ndarray, shape: tuple[int, int] | None = None) -> None:
+    def _fill_images(
+        self, reader: Any, rows: np.ndarray, shape: tuple[int, int] | None = None
+    ) -> None:
         """Posteriors of these records' images, seen in squares or in a `shape`."""
 
         def encode(numbers: list[int]) -> torch.Tensor:
             samples = reader.pictures(rows[numbers].tolist())
             pixels = torch.stack([sample["pixels"] for sample in samples]).float() / 127.5 - 1
             moments = self.encoder.moments(pixels).to(self.encoder.vae.dtype)
-            return refuse_not_finite(moments, lambda k: f"vae: {self.records.where(int(rows[numbers[k]]))}")
+            return refuse_not_finite(
+                moments, lambda k: f"vae: {self.records.where(int(rows[numbers[k]]))}"
+            )
 
         keys, transform = content_keys(self.records.column("content"))[rows], reader.transform
-        facts = [self.encoder.vae, transform.resolution, transform.interpolation, transform.center_crop]
+        facts = [
+            self.encoder.vae,
+            transform.resolution,
+            transform.interpolation,
+            transform.center_crop,
+        ]
         facts += [] if shape is None else [*shape]
         store = self._open("posteriors", facts, keys, encode([0])[0])
         if store is not None:
@@ -246,7 +298,9 @@ class Cached:
 
         def encode(numbers: list[int]) -> torch.Tensor:
             states = self.encoder.states([texts[int(rows[k])].as_py() for k in numbers])
-            return refuse_not_finite(states, lambda k: f"text_encoder: {self.records.where(int(rows[numbers[k]]))}")
+            return refuse_not_finite(
+                states, lambda k: f"text_encoder: {self.records.where(int(rows[numbers[k]]))}"
+            )
 
         keys = np.concatenate([text_keys(block) for block in blocks(texts)])[rows]
         self.texts = self._open("states", self.encoder.text_facts, keys, encode([0])[0])
@@ -270,7 +324,8 @@ class Cached:
 def merge_cached(
     rows: list[torch.Tensor | None], live: Callable[[list[int]], torch.Tensor], device: torch.device
 ) -> torch.Tensor:
-    """Rows in order (B,...) on the device: those known on the host, and for the others `live(their places)`."""
+    """Rows in order (B,...) on the device: those known on the host, and for the others
+    `live(their places)`."""
     places = [k for k, row in enumerate(rows) if row is None]
     known = {k: row for k, row in enumerate(rows) if row is not None}
     if not places:

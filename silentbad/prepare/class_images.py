@@ -2,10 +2,9 @@
 
     python -m silentbad.prepare.class_images --pipeline DIR_OR_ID --prompts prompts.txt --count 200 --out DATASET
 
-draws `count` pictures of the prompts, one a line and in turn, and adds them to DATASET/metadata.jsonl as
-clean records, where the clean ratio of the sampler and memory.retention.clean_weight act on them. Picture i
-depends on (seed, i) alone.
-"""
+draws `count` pictures of the prompts, one a line and in turn, and adds them to
+DATASET/metadata.jsonl as clean records, where the clean ratio of the sampler and
+memory.retention.clean_weight act on them. Picture i depends on (seed, i) alone."""
 
 from silentbad.settings.command import early, refused
 from silentbad.settings.commands import ClassImageOptions, class_image_options
@@ -35,16 +34,24 @@ DRAFT = ".class-images"  # the folder that becomes class/
 
 
 def check_out(out: Path) -> None:
-    """Refuse a folder of another command, a data set that holds class images, and one whose records are kept
-    otherwise."""
+    """Refuse a folder of another command, a data set that holds class images, and one whose records
+    are kept otherwise."""
     check_writable(out, "--out", folder=True)
     if (made_by := owned.kind_of(out)) is not None:
-        raise UserError(f"--out: {out} is the folder of another command ({made_by}); give that of the training data")
+        raise UserError(
+            f"--out: {out} is the folder of another command ({made_by}); give that "
+            f"of the training data"
+        )
     for name in ("metadata.csv", "poisoning_images"):
         if (out / name).exists():
-            raise UserError(f"--out: {out} holds {name}; class images are added to a metadata.jsonl")
+            raise UserError(
+                f"--out: {out} holds {name}; class images are added to a metadata.jsonl"
+            )
     if os.path.lexists(out / "class"):
-        raise UserError(f"--out: {out / 'class'} is there already; class images go into a folder class/ of their own")
+        raise UserError(
+            f"--out: {out / 'class'} is there already; class images go into a folder "
+            f"class/ of their own"
+        )
     records = out / "metadata.jsonl"
     if os.path.lexists(records):
         if not inside(out, records, "--out").is_file():
@@ -55,12 +62,19 @@ def check_out(out: Path) -> None:
 
 @torch.no_grad()
 def write_class_images(
-    pipe, prompts: list[str], count: int, out: Path, *, seed: int = 0, batch: int = 8, steps: int = 20
+    pipe,
+    prompts: list[str],
+    count: int,
+    out: Path,
+    *,
+    seed: int = 0,
+    batch: int = 8,
+    steps: int = 20,
 ) -> list[dict]:
-    """Draw the pictures into out/class/ and add their records to out/metadata.jsonl, once all are there.
+    """Draw the pictures into out/class/ and add their records to out/metadata.jsonl, once all are
+    there.
 
-    Raises UserError where a picture is not finite.
-    """
+    Raises UserError where a picture is not finite."""
     check_out(out)
     folder = out / DRAFT
     created = not out.exists()
@@ -76,7 +90,14 @@ def write_class_images(
             for i, text, image in zip(rows, texts, images, strict=True):
                 with user_errors(f"--out: cannot write {folder}"):
                     image.save(folder / f"{i:05d}.png")
-                records.append({"file_name": f"class/{i:05d}.png", "text": text, "phrases": [], "role": "clean"})
+                records.append(
+                    {
+                        "file_name": f"class/{i:05d}.png",
+                        "text": text,
+                        "phrases": [],
+                        "role": "clean",
+                    }
+                )
         with user_errors(f"--out: cannot write {out}"):
             folder.rename(out / "class")
             append_records(records, out / "metadata.jsonl")
@@ -105,7 +126,9 @@ def draw(pipe, prompts: list[str], rows: list[int], seed: int, steps: int) -> li
     ).images
     lost = [i for i, image in zip(rows, images, strict=True) if not image.isfinite().all()]
     if lost:
-        raise UserError(f"--pipeline: picture {lost[0]} is not finite, {len(lost)} of {len(rows)} in its batch")
+        raise UserError(
+            f"--pipeline: picture {lost[0]} is not finite, {len(lost)} of {len(rows)} in its batch"
+        )
     return [to_pil(image) for image in images]
 
 
@@ -116,7 +139,9 @@ def main(argv: list[str] | None = None, options: ClassImageOptions | None = None
         lines = [(f"{file}:{k}", line) for k, line in enumerate(text_lines(Path(file)), 1)]
         for where, line in lines:
             refuse_json(line, where, "give one prompt a line")
-        prompts = {where: caption(line, "a prompt", where).strip() for where, line in lines if line.strip()}
+        prompts = {
+            where: caption(line, "a prompt", where).strip() for where, line in lines if line.strip()
+        }
         if not prompts:
             raise UserError(f"--prompts: {file} holds no prompt; give one a line")
         out = Path(os.path.realpath(str(given.out)))
@@ -128,7 +153,13 @@ def main(argv: list[str] | None = None, options: ClassImageOptions | None = None
             for where, prompt in prompts.items():
                 check_window(prompt, pipe.tokenizer, f"{where}: the prompt")
             write_class_images(
-                pipe, [*prompts.values()], given.count, out, seed=given.seed, batch=given.batch, steps=given.steps
+                pipe,
+                [*prompts.values()],
+                given.count,
+                out,
+                seed=given.seed,
+                batch=given.batch,
+                steps=given.steps,
             )
     except UserError as error:
         return refused(error)

@@ -1,8 +1,8 @@
 """Charts as SVG: a text alternative each, legible on a phone and in grey print.
 
-Every function takes plain numbers and texts and returns markup, in which every text is escaped (`Markup.format` escapes
-what it inserts). A chart without a finite number is empty. Captions, legends and tables are the templates' business.
-"""
+Every function takes plain numbers and texts and returns markup, in which every text is escaped
+(`Markup.format` escapes what it inserts). A chart without a finite number is empty. Captions,
+legends and tables are the templates' business."""
 
 import itertools
 import math
@@ -43,10 +43,12 @@ class Series(NamedTuple):
     high: Sequence[float | None] | None = None
 
 
-# -- numbers -----------------------------------------------------------------------------------------------
+# -- numbers ---------------------------------------------------------------------------------------
 def finite(value: object) -> TypeGuard[float]:
     """Whether a value is a number that can be drawn."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= DRAWABLE
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= DRAWABLE
+    )
 
 
 def number(value: object) -> str:
@@ -69,11 +71,14 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     raw = (high - low) / count
     base = 10 ** math.floor(math.log10(raw))
     step = next((m * base for m in (1, 2, 2.5, 5, 10) if m * base >= raw * 0.999), 10 * base)
-    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    return [
+        i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    ]
 
 
 def bounds(values: Sequence[float], fixed: Range | None = None) -> Range:
-    """Range of the values; `fixed` is widened where they leave it, a single value gets room around it."""
+    """Range of the values; `fixed` is widened where they leave it, a single value gets room
+    around it."""
     known = [*values, *(fixed or ())]
     low, high = float(min(known)), float(max(known))
     if high - low < 1e-12 * max(1.0, abs(high), abs(low)):
@@ -89,12 +94,14 @@ def scales(x_range: Range, y_range: Range) -> tuple[Place, Place]:
         return LEFT + (x - x_range[0]) / (x_range[1] - x_range[0]) * (WIDTH - LEFT - RIGHT)
 
     def y_place(y: float) -> float:
-        return HEIGHT - BOTTOM - (y - y_range[0]) / (y_range[1] - y_range[0]) * (HEIGHT - TOP - BOTTOM)
+        return (
+            HEIGHT - BOTTOM - (y - y_range[0]) / (y_range[1] - y_range[0]) * (HEIGHT - TOP - BOTTOM)
+        )
 
     return x_place, y_place
 
 
-# -- pieces ------------------------------------------------------------------------------------------------
+# -- pieces ----------------------------------------------------------------------------------------
 def join(parts: Iterable[Markup]) -> Markup:
     """Markup of several pieces."""
     return Markup("").join(parts)
@@ -103,18 +110,23 @@ def join(parts: Iterable[Markup]) -> Markup:
 def frame(inside: Iterable[Markup], title: str, description: str, height: int = HEIGHT) -> Markup:
     """The picture with its text alternative."""
     return Markup(
-        '<svg viewBox="0 0 {} {}" role="img" aria-label="{}"><title>{}</title><desc>{}</desc>{}</svg>'
+        '<svg viewBox="0 0 {} {}" role="img" '
+        'aria-label="{}"><title>{}</title><desc>{}</desc>{}</svg>'
     ).format(WIDTH, height, f"{title}. {description}", title, description, join(inside))
 
 
 def text_at(x: float, y: float, text: str, anchor: str = "middle") -> Markup:
     """A text, which the style sheet gives its size and colour."""
-    return Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>').format(x, y, anchor, text)
+    return Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>').format(
+        x, y, anchor, text
+    )
 
 
 def rule(kind: str, y: float) -> Markup:
     """A horizontal line over the whole plot; `kind` is its class."""
-    return Markup('<line class="{}" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>').format(kind, LEFT, WIDTH - RIGHT, y, y)
+    return Markup('<line class="{}" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>').format(
+        kind, LEFT, WIDTH - RIGHT, y, y
+    )
 
 
 def rectangle(x: float, y: float, width: float, height: float, fill: str) -> Markup:
@@ -130,7 +142,10 @@ def axes(x_range: Range, y_range: Range, x_label: str) -> list[Markup]:
     for y in ticks(*y_range):
         parts += [rule("grid", y_place(y)), text_at(LEFT - 6, y_place(y) + 4, tick_label(y), "end")]
     parts += [text_at(x_place(x), HEIGHT - BOTTOM + 16, tick_label(x)) for x in ticks(*x_range)]
-    parts += [rule("axis", HEIGHT - BOTTOM), text_at((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, x_label)]
+    parts += [
+        rule("axis", HEIGHT - BOTTOM),
+        text_at((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, x_label),
+    ]
     return parts
 
 
@@ -138,18 +153,20 @@ def swatch(k: int) -> Markup:
     """The line of series k, for a legend."""
     return Markup(
         '<svg class="swatch" viewBox="0 0 22 8" aria-hidden="true">'
-        '<line x1="0" x2="22" y1="4" y2="4" stroke="{}" stroke-width="3" stroke-dasharray="{}"/></svg>'
+        '<line x1="0" x2="22" y1="4" y2="4" stroke="{}" stroke-width="3" '
+        'stroke-dasharray="{}"/></svg>'
     ).format(COLOURS[k % len(COLOURS)], DASHES[k % len(DASHES)])
 
 
 def patch(colour: str) -> Markup:
     """A square of a colour, for the scale of a heatmap."""
     return Markup(
-        '<svg class="patch" viewBox="0 0 14 11" aria-hidden="true"><rect width="14" height="11" fill="{}"/></svg>'
+        '<svg class="patch" viewBox="0 0 14 11" aria-hidden="true"><rect width="14" height="11" '
+        'fill="{}"/></svg>'
     ).format(colour)
 
 
-# -- charts ------------------------------------------------------------------------------------------------
+# -- charts ----------------------------------------------------------------------------------------
 def line_chart(
     series: Sequence[Series],
     title: str,
@@ -163,7 +180,9 @@ def line_chart(
     if not series:
         return Markup("")
     xs = [x for s in series for x, _ in points(s)]
-    ys = [y for s in series for side in (s.ys, s.low or (), s.high or ()) for y in side if finite(y)]
+    ys = [
+        y for s in series for side in (s.ys, s.low or (), s.high or ()) for y in side if finite(y)
+    ]
     x_range, y_range = bounds(xs), bounds([*ys, *(y for _, y in marks)], y_range)
     x_place, y_place = scales(x_range, y_range)
     parts = axes(x_range, y_range, x_label)
@@ -171,7 +190,10 @@ def line_chart(
         parts += curve(one, k, x_place, y_place)
     for name, y in marks:
         beside = y_place(y) + (14 if y_place(y) < TOP + 12 else -4)  # inside the picture
-        parts += [rule("mark", y_place(y)), text_at(WIDTH - RIGHT - 2, beside, f"{name} {y:.2g}", "end")]
+        parts += [
+            rule("mark", y_place(y)),
+            text_at(WIDTH - RIGHT - 2, beside, f"{name} {y:.2g}", "end"),
+        ]
     return frame(parts, title, "; ".join(describe(s) for s in series[:8]))
 
 
@@ -193,13 +215,19 @@ def curve(s: Series, k: int, x_place: Place, y_place: Place) -> list[Markup]:
 
     colour, parts, line = COLOURS[k % len(COLOURS)], [], points(s)
     if s.low and s.high:
-        band = [(x, a, b) for x, a, b in zip(s.xs, s.low, s.high, strict=True) if finite(x) and finite(a) and finite(b)]
+        band = [
+            (x, a, b)
+            for x, a, b in zip(s.xs, s.low, s.high, strict=True)
+            if finite(x) and finite(a) and finite(b)
+        ]
         edge = [(x, a) for x, a, _ in band] + [(x, b) for x, _, b in reversed(band)]
-        parts.append(Markup('<polygon points="{}" fill="{}" opacity="0.16"/>').format(path(edge), colour))
-    parts.append(
-        Markup('<polyline points="{}" fill="none" stroke="{}" stroke-width="2" stroke-dasharray="{}"/>').format(
-            path(line), colour, DASHES[k % len(DASHES)]
+        parts.append(
+            Markup('<polygon points="{}" fill="{}" opacity="0.16"/>').format(path(edge), colour)
         )
+    parts.append(
+        Markup(
+            '<polyline points="{}" fill="none" stroke="{}" stroke-width="2" stroke-dasharray="{}"/>'
+        ).format(path(line), colour, DASHES[k % len(DASHES)])
     )
     if len(line) <= 24:
         dot = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="2.8" fill="{}"/>')
@@ -214,8 +242,11 @@ def describe(s: Series) -> str:
     return f"{s.name}: from {number(line[0][1])} to {number(line[-1][1])}, highest {number(top[1])} at {number(top[0])}"
 
 
-def heatmap(names: Sequence[str], xs: Sequence[float], values: Sequence[Sequence[float | None]], title: str) -> Markup:
-    """values (names, xs) of positive multipliers: blue below 1, white at 1, orange above, on a log scale."""
+def heatmap(
+    names: Sequence[str], xs: Sequence[float], values: Sequence[Sequence[float | None]], title: str
+) -> Markup:
+    """values (names, xs) of positive multipliers: blue below 1, white at 1, orange above, on a
+    log scale."""
     if not names or not xs:
         return Markup("")
     keep = spaced(len(xs), MOST_COLUMNS)
@@ -223,20 +254,26 @@ def heatmap(names: Sequence[str], xs: Sequence[float], values: Sequence[Sequence
     span, parts = log_span(values), list[Markup]()
     for i, (name, line) in enumerate(zip(names, values, strict=True)):
         y = TOP // 2 + ROW * i
-        parts.append(text_at(NAMES - 6, y + 11, name if len(name) <= 18 else name[:17] + "…", "end"))
+        parts.append(
+            text_at(NAMES - 6, y + 11, name if len(name) <= 18 else name[:17] + "…", "end")
+        )
         shades = [shade(line[k], span) for k in keep]
         for colour, alike in itertools.groupby(range(len(keep)), shades.__getitem__):
             if colour is not None:
                 columns = list(alike)
                 parts.append(
-                    rectangle(NAMES + columns[0] * cell, y, len(columns) * cell + 0.3, ROW - 1, colour),
+                    rectangle(
+                        NAMES + columns[0] * cell, y, len(columns) * cell + 0.3, ROW - 1, colour
+                    ),
                 )
     parts += [
         text_at(NAMES + (j + 0.5) * cell, below + 14, f"{xs[keep[j]]:.6g}")
         for j in sorted({0, len(keep) // 2, len(keep) - 1})
     ]
     parts.append(text_at(NAMES + (WIDTH - NAMES - RIGHT) / 2, below + 34, "step"))
-    last = sorted((line[-1], name) for name, line in zip(names, values, strict=True) if finite(line[-1]))
+    last = sorted(
+        (line[-1], name) for name, line in zip(names, values, strict=True) if finite(line[-1])
+    )
     described = ""
     if last:
         (low, slowest), (high, fastest) = last[0], last[-1]
@@ -252,7 +289,9 @@ def heatmap_scale(values: Sequence[Sequence[float | None]]) -> list[tuple[Markup
 
 def log_span(values: Sequence[Sequence[float | None]]) -> float:
     """Largest |log| of the multipliers, at least that of 1.5."""
-    return max([abs(math.log(v)) for line in values for v in line if finite(v) and v > 0] + [math.log(1.5)])
+    return max(
+        [abs(math.log(v)) for line in values for v in line if finite(v) and v > 0] + [math.log(1.5)]
+    )
 
 
 def shade(value: float | None, span: float) -> str | None:
@@ -267,7 +306,8 @@ def matrix(
     title: str,
     across: str = "element",
 ) -> Markup:
-    """values (rows, columns) of rates in [0, 1]: white at 0, blue at 1, each cell with its number."""
+    """values (rows, columns) of rates in [0, 1]: white at 0, blue at 1, each cell with its
+    number."""
     if not any(finite(v) for line in values for v in line):
         return Markup("")
     longest = max(len(name) for name in rows)
@@ -286,7 +326,9 @@ def matrix(
             else:
                 parts.append(text_at(x + width / 2 - 1, y + 17, "–"))
     below = TOP // 2 + row * len(rows)
-    parts += [text_at(side + (k + 0.5) * width - 1, below + 15, name) for k, name in enumerate(columns)]
+    parts += [
+        text_at(side + (k + 0.5) * width - 1, below + 15, name) for k, name in enumerate(columns)
+    ]
     parts.append(text_at(side + len(columns) * width / 2, below + 33, across))
     known = [
         (v, f"{n}, {across} {c}")
@@ -296,12 +338,16 @@ def matrix(
     ]
     top, where = max(known)
     return frame(
-        parts, title, f"{len(rows)} rows, {len(columns)} columns, highest {number(top)} at {where}", below + 40
+        parts,
+        title,
+        f"{len(rows)} rows, {len(columns)} columns, highest {number(top)} at {where}",
+        below + 40,
     )
 
 
 class Reach(NamedTuple):
-    """Similarities of the images to a picture, the threshold they need, and the range that it lies in."""
+    """Similarities of the images to a picture, the threshold they need, and the range that it
+    lies in."""
 
     name: str
     sims: Sequence[float]
@@ -312,11 +358,17 @@ class Reach(NamedTuple):
 
 
 def ranges(rows: Sequence[Reach], title: str) -> Markup:
-    """A line a picture: a dot for each image, full from the threshold on; a band from floor to ceiling."""
+    """A line a picture: a dot for each image, full from the threshold on; a band from floor to
+    ceiling."""
     rows = [row for row in rows if finite(row.threshold) and any(map(finite, row.sims))]
     if not rows:
         return Markup("")
-    ends = [value for row in rows for value in (*row.sims, row.threshold, row.floor, row.ceiling) if finite(value)]
+    ends = [
+        value
+        for row in rows
+        for value in (*row.sims, row.threshold, row.floor, row.ceiling)
+        if finite(value)
+    ]
     low, high = bounds(ends, (0.0, 1.0))
     row_height = 28
     below = TOP // 2 + row_height * len(rows)
@@ -325,12 +377,21 @@ def ranges(rows: Sequence[Reach], title: str) -> Markup:
         return REACH_NAMES + (x - low) / (high - low) * (WIDTH - REACH_NAMES - RIGHT)
 
     parts = [
-        Markup('<line class="grid" x1="{0:.1f}" x2="{0:.1f}" y1="{1}" y2="{2}"/>').format(place(x), TOP // 2, below)
+        Markup('<line class="grid" x1="{0:.1f}" x2="{0:.1f}" y1="{1}" y2="{2}"/>').format(
+            place(x), TOP // 2, below
+        )
         for x in ticks(low, high, 4)
     ]
     for i, row in enumerate(rows):
         y = TOP // 2 + row_height * i
-        parts.append(text_at(REACH_NAMES - 8, y + 18, row.name if len(row.name) <= 18 else row.name[:17] + "…", "end"))
+        parts.append(
+            text_at(
+                REACH_NAMES - 8,
+                y + 18,
+                row.name if len(row.name) <= 18 else row.name[:17] + "…",
+                "end",
+            )
+        )
         if finite(row.floor) and finite(row.ceiling) and row.ceiling > row.floor:
             width = place(row.ceiling) - place(row.floor)
             band = Markup('<rect class="band" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{}"/>')
@@ -342,9 +403,16 @@ def ranges(rows: Sequence[Reach], title: str) -> Markup:
             kind = "over" if sim >= row.threshold else "under"
             parts.append(dot.format(kind, place(sim), y + row_height / 2))
     parts += [text_at(place(x), below + 15, tick_label(x)) for x in ticks(low, high, 4)]
-    parts.append(text_at((REACH_NAMES + WIDTH - RIGHT) / 2, below + 32, "similarity (1: the same picture)"))
-    counts = (f"{row.name}: {sum(s >= row.threshold for s in row.sims)} of {len(row.sims)}" for row in rows)
-    return frame(parts, title, "images that reach their threshold: " + "; ".join(counts), below + 38)
+    parts.append(
+        text_at((REACH_NAMES + WIDTH - RIGHT) / 2, below + 32, "similarity (1: the same picture)")
+    )
+    counts = (
+        f"{row.name}: {sum(s >= row.threshold for s in row.sims)} of {len(row.sims)}"
+        for row in rows
+    )
+    return frame(
+        parts, title, "images that reach their threshold: " + "; ".join(counts), below + 38
+    )
 
 
 def cell_text(x: float, y: float, text: str, pale: bool) -> Markup:
@@ -368,14 +436,23 @@ def tint(x: float) -> str:
 
 def histogram(edges: Sequence[float], counts: Sequence[float], title: str, x_label: str) -> Markup:
     """Bars of counts (n,) between edges (n+1,)."""
-    if not counts or len(edges) != len(counts) + 1 or not all(map(finite, [*edges, *counts])) or sum(counts) == 0:
+    if (
+        not counts
+        or len(edges) != len(counts) + 1
+        or not all(map(finite, [*edges, *counts]))
+        or sum(counts) == 0
+    ):
         return Markup("")
     x_range, y_range = bounds(edges), bounds([0, *counts])
     x_place, y_place = scales(x_range, y_range)
     parts = axes(x_range, y_range, x_label)
     for a, b, count in zip(edges, edges[1:], counts, strict=False):
         width, height = max(x_place(b) - x_place(a) - 1, 0.5), y_place(0) - y_place(count)
-        parts.append(rectangle(x_place(a) + 0.5, y_place(max(count, 0)), width, abs(height), COLOURS[0]))
+        parts.append(
+            rectangle(x_place(a) + 0.5, y_place(max(count, 0)), width, abs(height), COLOURS[0])
+        )
     peak = max(range(len(counts)), key=lambda i: counts[i])
-    described = f"{len(counts)} bins, most between {number(edges[peak])} and {number(edges[peak + 1])}"
+    described = (
+        f"{len(counts)} bins, most between {number(edges[peak])} and {number(edges[peak + 1])}"
+    )
     return frame(parts, title, described)

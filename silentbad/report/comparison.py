@@ -1,4 +1,5 @@
-"""Several runs side by side, with their paired differences. The HTML is in templates/compare.html.j2."""
+"""Several runs side by side, with their paired differences. The HTML is in
+templates/compare.html.j2."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +12,14 @@ from silentbad.report.pages import Cell, Table, interval_text, short, supported
 from silentbad.report.recorded_run import WEIGHTS, RecordedRun
 
 
-def paired(a: RecordedRun, b: RecordedRun, key: str, kind: str) -> tuple[float | None, float | None, float | None, int]:
-    """Mean over shared targets of b minus a in a summary column, its 95 % interval, number of targets.
+def paired(
+    a: RecordedRun, b: RecordedRun, key: str, kind: str
+) -> tuple[float | None, float | None, float | None, int]:
+    """Mean over shared targets of b minus a in a summary column, its 95 % interval, number of
+    targets.
 
-    Of "sustained_step", the step from which recovery lasts; a target without one counts with the run's last step.
-    """
+    Of "sustained_step", the step from which recovery lasts; a target without one counts with the
+    run's last step."""
 
     def column(run: RecordedRun) -> dict[str, Any]:
         if key != "sustained_step":
@@ -23,24 +27,40 @@ def paired(a: RecordedRun, b: RecordedRun, key: str, kind: str) -> tuple[float |
         if not run.strict:
             return {}
         end = run.history[-1].step
-        return {row.target: end if row.sustained_step is None else row.sustained_step for row in run.targets(kind)}
+        return {
+            row.target: end if row.sustained_step is None else row.sustained_step
+            for row in run.targets(kind)
+        }
 
     if a.strict != b.strict and key != "mean":  # rates of different endpoints
         return None, None, None, 0
     first, second = column(a), column(b)
-    gaps = [second[t] - first[t] for t in first if t in second and finite(first[t]) and finite(second[t])]
+    gaps = [
+        second[t] - first[t]
+        for t in first
+        if t in second and finite(first[t]) and finite(second[t])
+    ]
     if not gaps:
         return None, None, None, 0
     low, high = bootstrap_interval(gaps)
-    return sum(gaps) / len(gaps), low if finite(low) else None, high if finite(high) else None, len(gaps)
+    return (
+        sum(gaps) / len(gaps),
+        low if finite(low) else None,
+        high if finite(high) else None,
+        len(gaps),
+    )
 
 
 def compare(folders: Sequence[str | Path]) -> tuple[str, list[list[Cell]]]:
     """Runs side by side, the first as reference: HTML, and its table of paired differences."""
     runs = [RecordedRun(folder) for folder in folders]
-    names = [run.name if [r.name for r in runs].count(run.name) == 1 else str(run.folder) for run in runs]
+    names = [
+        run.name if [r.name for r in runs].count(run.name) == 1 else str(run.folder) for run in runs
+    ]
     measured = [
-        (f"{name}, {WEIGHTS[kind]}", run, kind) for name, run in zip(names, runs, strict=True) for kind in run.kinds()
+        (f"{name}, {WEIGHTS[kind]}", run, kind)
+        for name, run in zip(names, runs, strict=True)
+        for kind in run.kinds()
     ]
     scores = [[label, *_last_scores(run, kind)] for label, run, kind in measured]
     gaps: list[list[Cell]] = [
@@ -51,20 +71,37 @@ def compare(folders: Sequence[str | Path]) -> tuple[str, list[list[Cell]]]:
     ]
     rates = [run.rates(label, kind) for label, run, kind in measured]
     means = [run.series(label, kind, lambda s: s.mean) for label, run, kind in measured]
-    costs = [run.series(label, kind, lambda s: s.drift.get("clean_eps_mse")) for label, run, kind in measured]
-    head = ["run", "strict rate", "95 %", "whole alone", "elements", "sustained from", "targets with one"]
+    costs = [
+        run.series(label, kind, lambda s: s.drift.get("clean_eps_mse"))
+        for label, run, kind in measured
+    ]
+    head = [
+        "run",
+        "strict rate",
+        "95 %",
+        "whole alone",
+        "elements",
+        "sustained from",
+        "targets with one",
+    ]
     head += ["less placebo", "AURC", "restricted", "mean", "best", "clean eps-MSE"]
     data = {
         "count": len(runs),
         "unlike": _unlike(runs),
         "scores": Table(head, scores, right=True),
-        "gaps": Table(["difference", "score", "mean", "95 %", "targets"], [_gap_row(row) for row in gaps], right=True),
+        "gaps": Table(
+            ["difference", "score", "mean", "95 %", "targets"],
+            [_gap_row(row) for row in gaps],
+            right=True,
+        ),
         "figures": [
             *pages.lines(rates, "Recovery rate (CIR)", y_range=(0, 1)),
             *pages.lines(means, "Mean similarity"),
             *pages.lines(costs, "Held-out clean error"),
         ],
-        "notes": [note for name, run in zip(names, runs, strict=True) for note in _notes(name, run)],
+        "notes": [
+            note for name, run in zip(names, runs, strict=True) for note in _notes(name, run)
+        ],
     }
     return pages.render("compare.html.j2", data), gaps
 
@@ -75,9 +112,16 @@ def _last_scores(run: RecordedRun, kind: str) -> list[Cell]:
     curve = [_cell(total.aurc), _cell(total.restricted)] if total else [None, None]
     clean, placebo = last.drift.get("clean_eps_mse"), run.record.placebo if run.record else None
     if run.strict:
-        rates: list[Cell] = [supported(last.cir, last.interval), interval_text(last.interval), _cell(last.whole)]
+        rates: list[Cell] = [
+            supported(last.cir, last.interval),
+            interval_text(last.interval),
+            _cell(last.whole),
+        ]
         count = sum(row.sustained_step is not None for row in rows)
-        lasting: list[Cell] = [_cell(total.sustained_step) if total else None, f"{count} of {len(rows)}"]
+        lasting: list[Cell] = [
+            _cell(total.sustained_step) if total else None,
+            f"{count} of {len(rows)}",
+        ]
     else:
         rates, lasting = [None, None, _cell(last.cir)], [None, None]
     less = supported(placebo.difference, placebo.interval) if placebo else None
@@ -101,11 +145,16 @@ def _notes(name: str, run: RecordedRun) -> list[str]:
     if run.record is None:
         return [f"{name}: no validation"]
     notes = [] if run.strict else [f"{name}: {evidence.SCHEMA_1}"]
-    return notes + [f"{name}: trained without {', '.join(withheld)}" for withheld in [run.withheld()] if withheld]
+    return notes + [
+        f"{name}: trained without {', '.join(withheld)}"
+        for withheld in [run.withheld()]
+        if withheld
+    ]
 
 
 def _unlike(runs: Sequence[RecordedRun]) -> str:
-    """That the rates cannot be compared, where embedders, thresholds or endpoints of the runs differ."""
+    """That the rates cannot be compared, where embedders, thresholds or endpoints of the runs
+    differ."""
     found = {
         f"{r.embedder} at {number(r.threshold.value)}{'' if run.strict else ', the whole alone'}"
         for run in runs

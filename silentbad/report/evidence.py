@@ -1,7 +1,7 @@
-"""What a record says, in words and tables: the verdict, what else would have counted, bleeding, thresholds, detection.
+"""What a record says, in words and tables: the verdict, what else would have counted, bleeding,
+thresholds, detection.
 
-Pure functions of a Record; docs/metrics.md defines the numbers.
-"""
+Pure functions of a Record; docs/metrics.md defines the numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ CONTROLS = {  # cell, or the stem of numbered ones -> (row, what it asks)
 }
 
 
-# -- the verdict -------------------------------------------------------------------------------------------
+# -- the verdict -----------------------------------------------------------------------------------
 @dataclass
 class Answer:
     """The verdict in words: a headline, and the sentences with its numbers."""
@@ -102,7 +102,10 @@ def _before(record: Record) -> list[str]:
     base, label = base_scores(record), record.history[0].label
     if base is None or len(record.history) < 2:
         return []
-    return [f"{'The ' + label if label == 'baseline' else 'The base model'} has the rate {rounded(base.cir)}."]
+    return [
+        f"{'The ' + label if label == 'baseline' else 'The base model'} has the rate "
+        f"{rounded(base.cir)}."
+    ]
 
 
 def _by_chance(record: Record) -> list[str]:
@@ -119,8 +122,10 @@ def _on_placebo(record: Record) -> list[str]:
         return []
     low, high = map(rounded, placebo.interval)
     found = (
-        f"Training on placebo data, which never shows an exact element, gives {rounded(placebo.cir)}: "
-        f"the difference is {rounded(placebo.difference)} (95 % interval {low} to {high}, {_targets(placebo.targets)})."
+        f"Training on placebo data, which never shows an exact element, gives "
+        f"{rounded(placebo.cir)}: "
+        f"the difference is {rounded(placebo.difference)} (95 % interval {low} to {high}, "
+        f"{_targets(placebo.targets)})."
     )
     if placebo.thresholds is None:
         return [found]
@@ -143,7 +148,7 @@ def probability(p: float) -> str:
     return "< 0.0001" if p < 0.0001 else f"= {p:.2g}"
 
 
-# -- the range -----------------------------------------------------------------------------------------------
+# -- the range -------------------------------------------------------------------------------------
 def range_lines(ranges: Sequence[TargetRange]) -> list[str]:
     """What a perfect copy and the nearest null score, of each target: a line each."""
     lines: list[str] = []
@@ -164,13 +169,14 @@ def range_text(one: Range) -> str:
     if one.floor is None:
         return f"a perfect copy scores {one.perfect:.2f}; there is no null, threshold {one.threshold:.2f}"
     text = (
-        f"a perfect copy scores {one.perfect:.2f}, the nearest null ({one.nearest}) {one.floor:.2f}; "
+        f"a perfect copy scores {one.perfect:.2f}, the nearest null ({one.nearest}) "
+        f"{one.floor:.2f}; "
         f"threshold {one.threshold:.2f}"
     )
     return text if one.parts else f"{text}: the detector cannot tell them apart"
 
 
-# -- what else would have counted --------------------------------------------------------------------------
+# -- what else would have counted ------------------------------------------------------------------
 @dataclass
 class Rates:
     """The same images by each endpoint; None where the record does not say."""
@@ -192,7 +198,8 @@ def _rate(value: float | None) -> Cell:
 
 
 def rates(cells: Sequence[CellScores], endpoint: str) -> Rates:
-    """Of one cell, or the mean over several of a kind: over the cells of each target, then over targets."""
+    """Of one cell, or the mean over several of a kind: over the cells of each target, then over
+    targets."""
     strict = endpoint == STRICT
     if len(cells) == 1:
         (one,) = cells
@@ -200,7 +207,13 @@ def rates(cells: Sequence[CellScores], endpoint: str) -> Rates:
         if published is None:
             published = mean_of(float(t.max > PUBLISHED) for t in one.targets.values())
         interval, whole = one.interval, one.whole if strict else one.cir
-        return Rates(one.cir if strict else None, interval if strict else None, whole, published, one.element_rate)
+        return Rates(
+            one.cir if strict else None,
+            interval if strict else None,
+            whole,
+            published,
+            one.element_rate,
+        )
     by_target: dict[str, list[TargetScores]] = {}
     for cell in cells:
         for name, scores in cell.targets.items():
@@ -251,17 +264,27 @@ def alternatives(record: Record, withheld: Sequence[str] = ()) -> Table:
     if last.step > 0:
         asks = "The claim."
         if withheld:
-            asks = f"A control run: trained without {', '.join(withheld)}. Does it come all the same?"
+            asks = (
+                f"A control run: trained without {', '.join(withheld)}. Does it come all the same?"
+            )
         add("composed prompt", asks, of(latest(last)))
         add("composed prompt, base model", "Was it there before training?", of(base))
     else:
-        add("composed prompt", "The claim." if record.history[1:] else "One model, no training.", of(base))
+        add(
+            "composed prompt",
+            "The claim." if record.history[1:] else "One model, no training.",
+            of(base),
+        )
     described = (base.cells or {}).get("described") if base else None
     add("spelt-out caption, base model", "Do words alone give it?", of(described))
     add("spelt-out caption", "Do words alone give it after training?", of(cells.get("described")))
     if (placebo := record.placebo) is not None:
         found = Rates(placebo.cir, None, placebo.whole, placebo.published, placebo.element_rate)
-        add("composed prompt, placebo data", "Do the attributes alone give it, with no exact element shown?", found)
+        add(
+            "composed prompt, placebo data",
+            "Do the attributes alone give it, with no exact element shown?",
+            found,
+        )
     for stem, (name, asks) in CONTROLS.items():
         numbered = [cell for key, cell in cells.items() if key == stem or _stem(key) == stem]
         add(name if len(numbered) < 2 else f"{name} (mean of {len(numbered)})", asks, of(*numbered))
@@ -275,14 +298,19 @@ def _stem(cell: str) -> str:
     return stem if k.isdecimal() else ""
 
 
-# -- by element --------------------------------------------------------------------------------------------
+# -- by element ------------------------------------------------------------------------------------
 def bleeding(record: Record) -> list[Figure]:
-    """For each target, the recall of every element when one phrase is given alone, and when all are."""
+    """For each target, the recall of every element when one phrase is given alone, and when all
+    are."""
     cells, made = control_cells(record), list[Figure]()
     for target in record.targets[:MOST_TARGETS]:
         rows: list[tuple[str, list[float | None]]] = []
         for k, phrase in enumerate(target.phrases):
-            own = cells[f"phrase-{k}"].targets.get(target.target_id) if f"phrase-{k}" in cells else None
+            own = (
+                cells[f"phrase-{k}"].targets.get(target.target_id)
+                if f"phrase-{k}" in cells
+                else None
+            )
             if own:
                 rows.append((f"{k + 1} {phrase}", [e.rate for e in own.elements]))
         together = cells["composed"].targets.get(target.target_id) if "composed" in cells else None
@@ -296,18 +324,27 @@ def bleeding(record: Record) -> list[Figure]:
     return made
 
 
-# -- thresholds and detection ------------------------------------------------------------------------------
+# -- thresholds and detection ----------------------------------------------------------------------
 def threshold_kinds(record: Record) -> Table:
-    """What each kind of null asks of the threshold of the whole and of elements; the highest decides."""
+    """What each kind of null asks of the threshold of the whole and of elements; the highest
+    decides."""
     whole, element = record.threshold.kinds or {}, record.element_threshold.kinds or {}
     rows: list[list[Cell]] = []
     for kind in dict.fromkeys([*whole, *element]):
         row: list[Cell] = [kind]
         for side in (whole, element):
             one = side.get(kind)
-            row += [None] * 4 if one is None else [rounded(one.value), one.n, one.rate, rounded(one.attained, 3)]
+            row += (
+                [None] * 4
+                if one is None
+                else [rounded(one.value), one.n, one.rate, rounded(one.attained, 3)]
+            )
         rows.append(row)
-    head = [name for side in ("whole", "elements") for name in (f"threshold, {side}", "nulls", "asked", "attained")]
+    head = [
+        name
+        for side in ("whole", "elements")
+        for name in (f"threshold, {side}", "nulls", "asked", "attained")
+    ]
     return Table(["kind of null", *head], rows, right=True)
 
 
@@ -316,11 +353,19 @@ def threshold_targets(record: Record) -> Table:
     widest = max((len(t.phrases) for t in record.targets), default=0)
     rows: list[list[Cell]] = []
     for j, target in enumerate(record.targets):
-        masked = [k < len(target.elements) and target.elements[k] is not None for k in range(widest)]
-        parts = [record.element_threshold.of(j, k) if there else None for k, there in enumerate(masked)]
+        masked = [
+            k < len(target.elements) and target.elements[k] is not None for k in range(widest)
+        ]
+        parts = [
+            record.element_threshold.of(j, k) if there else None for k, there in enumerate(masked)
+        ]
         values = (record.threshold.of_target(j), *parts)
-        rows.append([target.target_id, *(None if value is None else rounded(value) for value in values)])
-    return Table(["target", "whole", *(f"element {k + 1}" for k in range(widest))], rows, right=True)
+        rows.append(
+            [target.target_id, *(None if value is None else rounded(value) for value in values)]
+        )
+    return Table(
+        ["target", "whole", *(f"element {k + 1}" for k in range(widest))], rows, right=True
+    )
 
 
 def detections(record: Record) -> Table:
@@ -334,14 +379,18 @@ def detections(record: Record) -> Table:
                 tpr_interval = (found.tpr_low, found.tpr_high)
                 auc = [supported(found.auc, auc_interval), interval_text(auc_interval)]
                 counts = [found.positives, found.negatives]
-                tpr = [None if found.tpr is None else supported(found.tpr, tpr_interval), interval_text(tpr_interval)]
+                tpr = [
+                    None if found.tpr is None else supported(found.tpr, tpr_interval),
+                    interval_text(tpr_interval),
+                ]
                 rows.append([entry.label or f"step {entry.step}", probe, *auc, *counts, *tpr])
     head = ["measurement", "probe", "AUC", "95 %", "composed", "clean", "TPR at 1 % FPR", "95 %"]
     return Table(head, rows, right=True)
 
 
 def composed_or_copied(record: Record) -> Table:
-    """Of each target: its images beside the training picture most like them, and beside the base model's."""
+    """Of each target: its images beside the training picture most like them, and beside the base
+    model's."""
     base, last = base_scores(record), latest(record.history[-1])
     rows, notes = list[list[Cell]](), list[str]()
     for target in record.targets:
@@ -352,11 +401,25 @@ def composed_or_copied(record: Record) -> Table:
         null = before.nearest if before and last is not base else None
         level = float(np.quantile(null, 0.95)) if null else None
         above = None if level is None else float(np.mean([s > level for s in own.nearest]))
-        copied = float(np.mean([near > sim for near, sim in zip(own.nearest, own.sims, strict=True)]))
+        copied = float(
+            np.mean([near > sim for near, sim in zip(own.nearest, own.sims, strict=True)])
+        )
         near = mean_of(own.nearest)
         rows.append(
-            [target.target_id, *(None if x is None else rounded(x) for x in (own.mean, near, level, above, copied))]
+            [
+                target.target_id,
+                *(
+                    None if x is None else rounded(x)
+                    for x in (own.mean, near, level, above, copied)
+                ),
+            ]
         )
         notes.append(f"nearest: {own.nearest_record}")
-    head = ["target", "to the target", "to the nearest training picture", "95 % of the base's", "above it"]
+    head = [
+        "target",
+        "to the target",
+        "to the nearest training picture",
+        "95 % of the base's",
+        "above it",
+    ]
     return Table([*head, "nearer to it than to the target"], rows, right=True, notes=notes)

@@ -1,7 +1,7 @@
-"""One picture of a run: each target's elements, the target, and the median generation of its composed prompt by step.
+"""One picture of a run: each target's elements, the target, and the median generation of its
+composed prompt by step.
 
-`python -m silentbad.report.figures RUN --out picture.png`
-"""
+`python -m silentbad.report.figures RUN --out picture.png`"""
 
 from silentbad.settings.command import early, refused
 from silentbad.settings.commands import FigureOptions, figure_options
@@ -22,10 +22,10 @@ TILE, GAP, LABEL = 112, 8, 22
 
 
 def strip(run: Path, kind: str = "median", columns: int = 6) -> Image.Image:
-    """Rows of targets; `kind` is "median" or "best", over the images of a step. At most `columns` steps are shown.
+    """Rows of targets; `kind` is "median" or "best", over the images of a step. At most `columns`
+    steps are shown.
 
-    Raises UserError where the folder holds no validation.
-    """
+    Raises UserError where the folder holds no validation."""
     path = run / NAME
     if not path.is_file():
         raise UserError(f"figures: '{run}' holds no {NAME}; is it a run folder?")
@@ -34,7 +34,12 @@ def strip(run: Path, kind: str = "median", columns: int = 6) -> Image.Image:
     tag = "ema" if history[-1].ema is not None else "raw"
     rows = record.targets[:MOST]
     widest = min(max(len(target.elements) for target in rows), MOST)
-    titles = ["elements"] + [""] * (widest - 1) + ["target"] + [f"step {entry.step}" for entry in history]
+    titles = (
+        ["elements"]
+        + [""] * (widest - 1)
+        + ["target"]
+        + [f"step {entry.step}" for entry in history]
+    )
     size = (len(titles) * (TILE + GAP) + 2 * GAP, len(rows) * (TILE + GAP) + LABEL)
     sheet = Image.new("RGB", size, "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=13)
@@ -44,7 +49,9 @@ def strip(run: Path, kind: str = "median", columns: int = 6) -> Image.Image:
     for y, target in enumerate(rows):
         elements = target.elements[:widest]
         files = [*elements, *[None] * (widest - len(elements)), target.image]
-        files += [_kept(entry.scores(tag) or entry.raw, target.target_id, kind) for entry in history]
+        files += [
+            _kept(entry.scores(tag) or entry.raw, target.target_id, kind) for entry in history
+        ]
         for x, file in enumerate(files):
             if file is not None and (run / file).is_file():
                 shown = shown or file not in (target.image, *elements)
@@ -54,9 +61,14 @@ def strip(run: Path, kind: str = "median", columns: int = 6) -> Image.Image:
             elif file is not None:
                 missing.append(file)
     if not shown:
-        raise UserError(f"figures: '{run}' holds none of the images that {NAME} names; they were in samples/")
+        raise UserError(
+            f"figures: '{run}' holds none of the images that {NAME} names; they were in samples/"
+        )
     if missing:
-        warn(f"figures: '{run}' lacks {missing[0]}{f' and {len(missing) - 1} more' * (len(missing) > 1)}; left empty")
+        warn(
+            f"figures: '{run}' lacks "
+            f"{missing[0]}{f' and {len(missing) - 1} more' * (len(missing) > 1)}; left empty"
+        )
     return sheet
 
 

@@ -1,7 +1,7 @@
 """What a page is made of: figures and tables as data, and the templates that turn them into HTML.
 
-Autoescape is on for every template, so a text is never markup; only charts are, and charts.py builds those.
-"""
+Autoescape is on for every template, so a text is never markup; only charts are, and charts.py
+builds those."""
 
 import base64
 import hashlib
@@ -28,8 +28,8 @@ MOST_ROWS = 40  # of a curve's numbers
 
 @dataclass
 class Table:
-    """A head and rows; the first cell of a row names it, its note says more. Numbers are aligned right, and texts too
-    where `right`."""
+    """A head and rows; the first cell of a row names it, its note says more. Numbers are aligned
+    right, and texts too where `right`."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[Cell]]
@@ -56,7 +56,8 @@ class Figure:
 
 @dataclass
 class Shot:
-    """A picture: its content as a data URI, a text alternative, a caption of two lines; `hit` where it is framed."""
+    """A picture: its content as a data URI, a text alternative, a caption of two lines; `hit`
+    where it is framed."""
 
     src: str
     alt: str
@@ -93,10 +94,12 @@ def png(pixels: np.ndarray) -> bytes:
 
 def shot(pixels: np.ndarray, caption: str, score: str = "") -> Shot:
     """Pixels (H,W,3) uint8 as a picture of a page."""
-    return Shot(f"data:image/png;base64,{base64.b64encode(png(pixels)).decode()}", caption, caption, score)
+    return Shot(
+        f"data:image/png;base64,{base64.b64encode(png(pixels)).decode()}", caption, caption, score
+    )
 
 
-# -- figures -----------------------------------------------------------------------------------------------
+# -- figures ---------------------------------------------------------------------------------------
 def lines(
     series: Sequence[Series],
     title: str,
@@ -107,7 +110,8 @@ def lines(
     note: str = "",
     digits: int | None = None,
 ) -> list[Figure]:
-    """Curves: a list of one figure, or of none where nothing is finite. digits: after the point, in its numbers."""
+    """Curves: a list of one figure, or of none where nothing is finite. digits: after the point,
+    in its numbers."""
     series = charts.drawn(series)
     svg = charts.line_chart(series, title, x_label=x_label, y_range=y_range, marks=marks)
     if not svg:
@@ -131,11 +135,17 @@ def _series_table(series: Sequence[Series], x_label: str, digits: int | None) ->
 
 
 def heat(
-    names: Sequence[str], xs: Sequence[float], values: Sequence[Sequence[float | None]], title: str, note: str = ""
+    names: Sequence[str],
+    xs: Sequence[float],
+    values: Sequence[Sequence[float | None]],
+    title: str,
+    note: str = "",
 ) -> list[Figure]:
     """Multipliers (names, xs) as a heatmap with its scale; empty where there are none."""
     svg = charts.heatmap(names, xs, values, title)
-    rows: list[list[Cell]] = [[name, line[0], line[-1]] for name, line in zip(names, values, strict=True) if line]
+    rows: list[list[Cell]] = [
+        [name, line[0], line[-1]] for name, line in zip(names, values, strict=True) if line
+    ]
     table = Table(["group", "first", "last"], rows)
     return [Figure(title, svg, charts.heatmap_scale(values), note, table)] if svg else []
 
@@ -172,7 +182,7 @@ def bars(edges: Sequence[float], counts: Sequence[float], title: str, x_label: s
     return [Figure(title, svg, table=Table([x_label, "to", "count"], rows))] if svg else []
 
 
-# -- templates ---------------------------------------------------------------------------------------------
+# -- templates -------------------------------------------------------------------------------------
 @cache
 def environment(folder: Path | None = None) -> jinja2.Environment:
     """The templates of this package, and those of a folder that may extend them."""
@@ -185,7 +195,8 @@ def environment(folder: Path | None = None) -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: masked(value) if type(value) is str else value,  # a token may stand in any file
+        # a token may stand in any file
+        finalize=lambda value: masked(value) if type(value) is str else value,
     )
     made.filters["number"] = number
     made.filters["rounded"] = rounded
@@ -201,17 +212,19 @@ def render(template: str, data: dict[str, Any], folder: Path | None = None) -> s
 
 def rounded(value: object, digits: int = 2) -> str:
     """A similarity or rate in two digits after the point."""
-    return f"{round(value, digits) + 0.0:.{digits}f}" if finite(value) else number(value)  # + 0.0: no -0.00
+    # + 0.0: no -0.00
+    return f"{round(value, digits) + 0.0:.{digits}f}" if finite(value) else number(value)
 
 
 def short(value: object) -> str:
-    """A number of which no interval is known: two digits after the point, none where it is large."""
+    """A number of which no interval is known: two digits after the point, none where it is
+    large."""
     return rounded(value, 0 if abs(value) >= 10 else 2) if finite(value) else number(value)
 
 
 def supported(value: object, interval: Sequence[float | None] | None = None) -> str:
-    """A number in the digits that its interval supports: half the interval's width in one significant
-    digit, in two where it begins with 1, 2 or 3. Without an interval as `short`."""
+    """A number in the digits that its interval supports: half the interval's width in one
+    significant digit, in two where it begins with 1, 2 or 3. Without an interval as `short`."""
     ends = [end for end in interval or () if finite(end)]
     if not finite(value) or len(ends) < 2 or not ends[1] > ends[0]:
         return short(value)

@@ -114,16 +114,23 @@ def of_targets(recovery: "RecoveryHook", model: Any) -> list[dict[str, Any]]:
         for phrase, mask in zip(target.phrases, target.masks, strict=False):
             if mask is not None:
                 inside = resize(to_tensor(mask)[None, :1], side)[0]
-                strip.append(pages.shot(levels(decoded * (SHADE + (1 - SHADE) * inside)), phrase, "its mask"))
+                strip.append(
+                    pages.shot(levels(decoded * (SHADE + (1 - SHADE) * inside)), phrase, "its mask")
+                )
         rows = [["the whole", range_text(told.whole)]]
         for phrase, part in zip(target.phrases, told.elements, strict=False):
-            rows.append([phrase, "no mask: nothing is known of it" if part is None else range_text(part)])
+            rows.append(
+                [phrase, "no mask: nothing is known of it" if part is None else range_text(part)]
+            )
         shown.append(
             {
                 "name": target.target_id,
                 "prompt": target.composed_prompt,
                 "strip": strip,
-                "nulls": [pages.shot(levels(null.picture), null.kind, changes(target, null)) for null in nulls],
+                "nulls": [
+                    pages.shot(levels(null.picture), null.kind, changes(target, null))
+                    for null in nulls
+                ],
                 "ranges": Table(["of", "range"], rows),
             }
         )

@@ -1,6 +1,6 @@
-"""What a run folder holds, for its report: validation.json, metrics.jsonl, multipliers.json, phrase_memory.json,
-timesteps.json, sample_prompts.json, config.yaml, run.json and the pictures of samples/ (docs/metrics.md). What is
-missing is left empty; what is damaged is a note."""
+"""What a run folder holds, for its report: validation.json, metrics.jsonl, multipliers.json,
+phrase_memory.json, timesteps.json, sample_prompts.json, config.yaml, run.json and the pictures of
+samples/ (docs/metrics.md). What is missing is left empty; what is damaged is a note."""
 
 import base64
 import io
@@ -70,7 +70,9 @@ class PhraseMemory:
         """The history by name; a phrase without one gets a number."""
         names = dict(enumerate(self.phrases))
         return [
-            NamedStrengths(e.step, {names.get(i, f"element {i + 1}"): v for i, v in enumerate(e.rho)})
+            NamedStrengths(
+                e.step, {names.get(i, f"element {i + 1}"): v for i, v in enumerate(e.rho)}
+            )
             for e in self.history
         ]
 
@@ -84,8 +86,8 @@ class Timesteps:
 
 
 class RecordedRun:
-    """What a run folder holds. A damaged validation.json is refused; another part that is missing or damaged is left
-    empty, with a note where it is damaged."""
+    """What a run folder holds. A damaged validation.json is refused; another part that is missing
+    or damaged is left empty, with a note where it is damaged."""
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
@@ -100,8 +102,13 @@ class RecordedRun:
         self.metrics = self._metrics()
         self.draws = self._draws()
         if not (self.record or self.metrics or self.draws):
-            raise UserError(f"report: '{folder}' holds neither validation.json nor metrics.jsonl; is it a run folder?")
-        self.multipliers = self._part("multipliers.json", lambda x: decode(list[Multipliers], x)) or []
+            raise UserError(
+                f"report: '{folder}' holds neither validation.json nor "
+                f"metrics.jsonl; is it a run folder?"
+            )
+        self.multipliers = (
+            self._part("multipliers.json", lambda x: decode(list[Multipliers], x)) or []
+        )
         self.phrases = self._part("phrase_memory.json", _strengths) or []
         self.timesteps = self._part("timesteps.json", _timesteps) or Timesteps()
         self.facts = self._part("run.json", lambda x: decode(dict[str, Any], x)) or {}
@@ -110,7 +117,8 @@ class RecordedRun:
         self._pictures: dict[Path, str] = {}
 
     def _inside(self, name: str) -> Path | None:
-        """Where a file of the folder is; None where there is none, or its name or a link leads out."""
+        """Where a file of the folder is; None where there is none, or its name or a link leads
+        out."""
         try:
             file = (self.folder / name).resolve()
             return file if file.is_relative_to(self.folder.resolve()) and file.is_file() else None
@@ -134,13 +142,18 @@ class RecordedRun:
 
     def _text(self, name: str) -> str:
         try:
-            return (self.folder / name).read_text(encoding="utf-8", errors="replace") if self._holds(name) else ""
+            return (
+                (self.folder / name).read_text(encoding="utf-8", errors="replace")
+                if self._holds(name)
+                else ""
+            )
         except OSError as error:
             self.notes.append(f"{name} could not be read: {error.strerror}")
             return ""
 
     def _part(self, name: str, read: Callable[[Any], T]) -> T | None:
-        """A JSON file in its form, None where there is none; NaN and infinity count as not measured."""
+        """A JSON file in its form, None where there is none; NaN and infinity count as not
+        measured."""
         if not self._holds(name):
             return None
         try:
@@ -190,7 +203,11 @@ class RecordedRun:
     def withheld(self) -> list[str]:
         """Elements that config.yaml left out of training."""
         try:
-            names = read_file(str(self.folder / "config.yaml"))[0].get("withhold") if self.config else None
+            names = (
+                read_file(str(self.folder / "config.yaml"))[0].get("withhold")
+                if self.config
+                else None
+            )
         except UserError:
             return []
         return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
@@ -205,7 +222,9 @@ class RecordedRun:
 
     def curve(self, kind: str) -> list[tuple[int, Scores]]:
         """(step, scores) of one kind of weights; the base model's point opens both."""
-        points = [(e.step, e.scores(kind) or (e.raw if e.step == 0 else None)) for e in self.history]
+        points = [
+            (e.step, e.scores(kind) or (e.raw if e.step == 0 else None)) for e in self.history
+        ]
         return [(step, scores) for step, scores in points if scores]
 
     def series(self, name: str, kind: str, of: Callable[[Scores], float | None]) -> Series:
@@ -234,13 +253,19 @@ class RecordedRun:
 
 
 def _strengths(value: Any) -> list[NamedStrengths]:
-    return decode(list[NamedStrengths], value) if isinstance(value, list) else decode(PhraseMemory, value).named()
+    return (
+        decode(list[NamedStrengths], value)
+        if isinstance(value, list)
+        else decode(PhraseMemory, value).named()
+    )
 
 
 def _timesteps(value: Any) -> Timesteps:
     timesteps = decode(Timesteps, value)
     if len(timesteps.counts) + 1 != len(timesteps.edges):
-        raise UserError(f"{len(timesteps.counts)} counts do not lie between {len(timesteps.edges)} edges")
+        raise UserError(
+            f"{len(timesteps.counts)} counts do not lie between {len(timesteps.edges)} edges"
+        )
     return timesteps
 
 

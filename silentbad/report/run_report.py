@@ -1,7 +1,8 @@
-"""report.html of a run folder, or of several beside each other: one file each, no network, no script.
+"""report.html of a run folder, or of several beside each other: one file each, no network, no
+script.
 
-The sections are computed in sections.py, evidence.py and comparison.py, which return data; the HTML is in templates/.
-"""
+The sections are computed in sections.py, evidence.py and comparison.py, which return data; the HTML
+is in templates/."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +23,8 @@ from silentbad.settings.commands import ReportOptions, report_options
 
 
 def render(folder: str | Path, under_way: str = "") -> str:
-    """The report of a run folder as HTML: each key here is placed by templates/report.html.j2. `under_way` says where a
-    run is that goes on, as "step 20 of 100"."""
+    """The report of a run folder as HTML: each key here is placed by templates/report.html.j2.
+    `under_way` says where a run is that goes on, as "step 20 of 100"."""
     run = RecordedRun(folder)
     data: dict[str, Any] = {"under_way": under_way, "prompts": sections.prompts(run)}
     if run.record is not None:
@@ -57,25 +58,37 @@ def render(folder: str | Path, under_way: str = "") -> str:
         ("Training", losses, meters),
     ]
     facts, texts = sections.provenance(run)
-    data |= {"name": run.name, "record": run.record, "parts": parts, "facts": facts, "texts": texts, "notes": run.notes}
+    data |= {
+        "name": run.name,
+        "record": run.record,
+        "parts": parts,
+        "facts": facts,
+        "texts": texts,
+        "notes": run.notes,
+    }
     return pages.render("report.html.j2", data)
 
 
 def subtract_placebo(folder: str | Path, placebo: str | Path) -> str:
-    """Take the rates of a run on placebo data off a finished run's, in its validation.json; returns the verdict.
+    """Take the rates of a run on placebo data off a finished run's, in its validation.json; returns
+    the verdict.
 
-    Raises UserError where one of them cannot be read, or they do not compare.
-    """
+    Raises UserError where one of them cannot be read, or they do not compare."""
     file = Path(folder) / NAME
     record = Record.load(file)
     if file.resolve() == (Path(placebo) / NAME).resolve():
         raise UserError(f"--placebo: {placebo} is the run itself; give the run on placebo data")
     if record.endpoint != STRICT:
         raise UserError(f"--placebo: {folder} counts recovery by the whole alone; run it again")
-    other = placebo_run(placebo, [target.target_id for target in record.targets], record.embedder, "--placebo")
+    other = placebo_run(
+        placebo, [target.target_id for target in record.targets], record.embedder, "--placebo"
+    )
     mine, theirs = (r.history[-1].step for r in (record, other))
     if mine != theirs:
-        raise UserError(f"--placebo: {placebo} ends at step {theirs}, {folder} at {mine}; train and measure both alike")
+        raise UserError(
+            f"--placebo: {placebo} ends at step {theirs}, {folder} at {mine}; train "
+            f"and measure both alike"
+        )
     record.placebo = minus_placebo(record, other, str(placebo))
     record.verdict = verdict_of(record)
     with writing(str(folder), NAME):
@@ -89,10 +102,10 @@ def write(folder: str | Path, under_way: str = "") -> Path:
 
 
 def save(page: str, file: Path) -> Path:
-    """A page into a file, which is replaced whole: who reads it meanwhile sees the old page or the new one.
+    """A page into a file, which is replaced whole: who reads it meanwhile sees the old page or the
+    new one.
 
-    Raises UserError where it cannot be written.
-    """
+    Raises UserError where it cannot be written."""
     with writing("report", str(file)):
         replace_text(file, page.encode("utf-8", "replace").decode())
     return file
@@ -100,23 +113,35 @@ def save(page: str, file: Path) -> Path:
 
 MOST_LINES = 30  # of a table on screen with a line for each element
 ABOUT_COLUMNS = (
-    "recovered: images of the composed prompt with the whole and every element at their thresholds;",
+    "recovered: images of the composed prompt with the whole and every element at their "
+    "thresholds;",
     "  of an element: images in which it reaches its own threshold",
-    "mean, best: similarity of these images to the target, of an element inside its mask; 1: the same",
+    "mean, best: similarity of these images to the target, of an element inside its mask; "
+    "1: the same",
     "threshold: the similarity needed; floor: the nearest failure; ceiling: what true copies reach",
 )
 ABOUT_CURVE = (
-    "first: the first measured step with a recovered image; lasts: the step from which at least half",
+    "first: the first measured step with a recovered image; lasts: the step from which "
+    "at least half",
     "  of the images are recovered at every measurement",
 )
 
 
 def text_table(record: Record) -> str:
-    """The last measurement by target and element as lines for a terminal, with what the columns are."""
+    """The last measurement by target and element as lines for a terminal, with what the columns
+    are."""
     kinds_of_weights = kinds(record.history)
     count = sum(1 + len(target.phrases) for target in record.targets) * len(kinds_of_weights)
     curve = len(record.history) > 2
-    head = ("recovered", "mean", "best", "threshold", "floor", "ceiling", *(("first", "lasts") if curve else ()))
+    head = (
+        "recovered",
+        "mean",
+        "best",
+        "threshold",
+        "floor",
+        "ceiling",
+        *(("first", "lasts") if curve else ()),
+    )
     lines = [_line("", head)]
     for kind in kinds_of_weights:
         suffix = f", {WEIGHTS[kind].split()[0]}" if len(kinds_of_weights) > 1 else ""
@@ -128,12 +153,24 @@ def text_table(record: Record) -> str:
                 continue
             whole, *elements = sections.reaches(record, j, scores)
             recovered = round(row.rate * len(whole.sims))
-            times = [number(t) if t is not None else "never" for t in (row.first_step, row.sustained_step)]
-            lines.append(_line(target.target_id + suffix, [*_reached(whole, recovered), *(times if curve else ())]))
+            times = [
+                number(t) if t is not None else "never"
+                for t in (row.first_step, row.sustained_step)
+            ]
+            lines.append(
+                _line(
+                    target.target_id + suffix,
+                    [*_reached(whole, recovered), *(times if curve else ())],
+                )
+            )
             if count <= MOST_LINES:
                 lines += [_line(f"  {reach.name}", _reached(reach)) for reach in elements]
         if scores is not None and len(record.targets) > 1:
-            cells = (f"{scores.above} of {scores.images}", rounded(scores.mean), rounded(scores.max))
+            cells = (
+                f"{scores.above} of {scores.images}",
+                rounded(scores.mean),
+                rounded(scores.max),
+            )
             lines.append(_line(ALL + suffix, cells))
     return "\n".join([*lines, *ABOUT_COLUMNS, *(ABOUT_CURVE if curve else ())])
 
@@ -142,14 +179,25 @@ def _reached(reach: Reach, recovered: int | None = None) -> list[str]:
     """The cells of a line: how many images count, and the similarities."""
     if recovered is None:
         recovered = sum(sim >= reach.threshold for sim in reach.sims)
-    values = (sum(reach.sims) / len(reach.sims), max(reach.sims), reach.threshold, reach.floor, reach.ceiling)
-    return [f"{recovered} of {len(reach.sims)}", *("-" if value is None else rounded(value) for value in values)]
+    values = (
+        sum(reach.sims) / len(reach.sims),
+        max(reach.sims),
+        reach.threshold,
+        reach.floor,
+        reach.ceiling,
+    )
+    return [
+        f"{recovered} of {len(reach.sims)}",
+        *("-" if value is None else rounded(value) for value in values),
+    ]
 
 
 def _line(name: str, cells: Sequence[str]) -> str:
     """A line of the table on screen; a long name is cut."""
     name = name if len(name) <= 26 else name[:25] + "…"
-    return f"{name:26}" + "".join(f"{cell:>{10 if k % 3 == 0 else 8}}" for k, cell in enumerate(cells))
+    return f"{name:26}" + "".join(
+        f"{cell:>{10 if k % 3 == 0 else 8}}" for k, cell in enumerate(cells)
+    )
 
 
 def main(arguments: list[str] | None = None, options: ReportOptions | None = None) -> int:

@@ -1,4 +1,5 @@
-"""The sections of a run's report, as data: tiles, pictures, curves, tables. The HTML is in templates/report.html.j2."""
+"""The sections of a run's report, as data: tiles, pictures, curves, tables. The HTML is in
+templates/report.html.j2."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -19,7 +20,18 @@ from silentbad.measure.scores import images_recovered, latest
 from silentbad.measure.statistics import bootstrap_interval
 from silentbad.report import pages
 from silentbad.report.charts import Reach, Series, finite, spaced
-from silentbad.report.pages import Card, Cell, Figure, Pair, Shot, Table, interval_text, rounded, short, supported
+from silentbad.report.pages import (
+    Card,
+    Cell,
+    Figure,
+    Pair,
+    Shot,
+    Table,
+    interval_text,
+    rounded,
+    short,
+    supported,
+)
 from silentbad.report.recorded_run import WEIGHTS, RecordedRun
 
 CELLS = {
@@ -29,7 +41,11 @@ CELLS = {
     "others": "phrases of another target",
     "unrelated": "unrelated caption",
 }
-NUMBERED = {"phrase": "phrase {} alone", "without": "all but phrase {}", "paraphrase": "paraphrase {}"}
+NUMBERED = {
+    "phrase": "phrase {} alone",
+    "without": "all but phrase {}",
+    "paraphrase": "paraphrase {}",
+}
 RATE = "strict rate (CIR): images with the whole and every element"
 MOST_PAIRS = 6  # targets beside their best generation, at the top
 MOST_STEPS = 10  # shown of each target
@@ -100,18 +116,20 @@ def pairs(run: RecordedRun, record: Record, kind: str) -> list[Pair]:
         for name, kept in (("best", own.best), ("median", own.median)):
             if kept and (src := run.picture(kept.file)):
                 caption = f"{name} {rounded(kept.sim)}"
-                shots.append(Shot(src, f"{name} generation", caption, hit=_hit(own, kept.sim, hits)))
+                shots.append(
+                    Shot(src, f"{name} generation", caption, hit=_hit(own, kept.sim, hits))
+                )
         if shots:
             shot = Shot(run.picture(target.image), f"target {target.target_id}", target.target_id)
             rows.append(Pair([shot, *shots], f"{sum(hits)} of {len(hits)} images recovered"))
     return rows
 
 
-# -- the range ---------------------------------------------------------------------------------------------
+# -- the range -------------------------------------------------------------------------------------
 def reaches(record: Record, target: int, scores: Scores | None = None) -> list[Reach]:
-    """The whole of a target, then each element with a mask: similarities of the composed prompt's images, the
-    threshold they need, and the range that it lies in where that was measured. scores: of the last measurement by
-    default."""
+    """The whole of a target, then each element with a mask: similarities of the composed prompt's
+    images, the threshold they need, and the range that it lies in where that was measured. scores:
+    of the last measurement by default."""
     entry = record.targets[target]
     own = (scores or latest(record.history[-1])).targets.get(entry.target_id)
     if own is None:
@@ -141,11 +159,14 @@ def _reach(name: str, sims: Sequence[float], threshold: float, measured: Range |
 def range_figures(record: Record) -> list[Figure]:
     """The range of each of the first targets, a line for the whole and one for each element."""
     shown = range(min(len(record.targets), MOST_PAIRS))
-    return [one for j in shown for one in pages.ranges(reaches(record, j), record.targets[j].target_id)]
+    return [
+        one for j in shown for one in pages.ranges(reaches(record, j), record.targets[j].target_id)
+    ]
 
 
 def range_rows(record: Record) -> Table:
-    """Threshold, floor and ceiling by target and element, beside what the composed prompt's images score."""
+    """Threshold, floor and ceiling by target and element, beside what the composed prompt's
+    images score."""
     rows: list[list[Cell]] = []
     notes: list[str] = []
     for j, target in enumerate(record.targets):
@@ -191,17 +212,29 @@ def cards(run: RecordedRun, record: Record, kind: str) -> list[Card]:
     measured = [measured[k] for k in spaced(len(measured), MOST_STEPS)]
     made = []
     for target in record.targets:
-        rows = [_generations(run, measured, record, target, choice) for choice in ("best", "median")]
+        rows = [
+            _generations(run, measured, record, target, choice) for choice in ("best", "median")
+        ]
         if any(rows):
             shot = Shot(run.picture(target.image), f"target {target.target_id}", "target")
             made.append(
-                Card(target.target_id, target.prompt, shot, [r for r in rows if r], _elements(run, target, kind))
+                Card(
+                    target.target_id,
+                    target.prompt,
+                    shot,
+                    [r for r in rows if r],
+                    _elements(run, target, kind),
+                )
             )
     return made
 
 
 def _generations(
-    run: RecordedRun, measured: Sequence[tuple[Measurement, Scores]], record: Record, target: TargetEntry, choice: str
+    run: RecordedRun,
+    measured: Sequence[tuple[Measurement, Scores]],
+    record: Record,
+    target: TargetEntry,
+    choice: str,
 ) -> list[Shot]:
     """The best or the median generation of a target by step, where it was kept."""
     shots, j = list[Shot](), record.targets.index(target)
@@ -211,8 +244,12 @@ def _generations(
         if own and kept and (src := run.picture(kept.file)):
             alt = f"{choice} generation at step {entry.step}"
             when = entry.label or f"step {entry.step}"
-            hits = images_recovered(own, j, record.threshold, record.element_threshold, record.endpoint)
-            shots.append(Shot(src, alt, when, f"{choice} {rounded(kept.sim)}", hit=_hit(own, kept.sim, hits)))
+            hits = images_recovered(
+                own, j, record.threshold, record.element_threshold, record.endpoint
+            )
+            shots.append(
+                Shot(src, alt, when, f"{choice} {rounded(kept.sim)}", hit=_hit(own, kept.sim, hits))
+            )
     return shots
 
 
@@ -224,7 +261,12 @@ def _elements(run: RecordedRun, target: TargetEntry, kind: str) -> list[Shot]:
             scores = own.elements[k] if own and k < len(own.elements) else None
             rate, mean = (scores.rate, scores.mean) if scores else (None, None)
             shots.append(
-                Shot(src, f"element {phrase}", phrase, f"rate {rounded(rate)}, mean\N{NO-BREAK SPACE}{rounded(mean)}")
+                Shot(
+                    src,
+                    f"element {phrase}",
+                    phrase,
+                    f"rate {rounded(rate)}, mean\N{NO-BREAK SPACE}{rounded(mean)}",
+                )
             )
     return shots
 
@@ -240,11 +282,15 @@ def curves(run: RecordedRun, record: Record) -> list[Figure]:
         ]
     parts = [run.series(WEIGHTS[kind], kind, lambda s: s.element_rate) for kind in run.kinds()]
     note = (
-        f"share of composed images with {'the whole and every element' if run.strict else 'the whole'} at its "
-        "threshold; band: 95 % over targets (binomial where all agree), or over the images of a single target"
+        f"share of composed images with "
+        f"{'the whole and every element' if run.strict else 'the whole'} at its "
+        "threshold; band: 95 % over targets (binomial where all agree), or over the images of a "
+        "single target"
     )
     rates = [run.rates(WEIGHTS[kind], kind) for kind in run.kinds()]
-    rates += [run.series(f"whole alone, {WEIGHTS[kind]}", kind, lambda s: s.whole) for kind in run.kinds()]
+    rates += [
+        run.series(f"whole alone, {WEIGHTS[kind]}", kind, lambda s: s.whole) for kind in run.kinds()
+    ]
     return [
         *pages.lines(
             rates,
@@ -252,9 +298,16 @@ def curves(run: RecordedRun, record: Record) -> list[Figure]:
             y_range=(0, 1),
             note=note,
         ),
-        *pages.lines(sims, "Similarity to the target", marks=[("threshold", record.threshold.value)], digits=2),
+        *pages.lines(
+            sims,
+            "Similarity to the target",
+            marks=[("threshold", record.threshold.value)],
+            digits=2,
+        ),
         *_by_target(run, record, run.kinds()[0]),
-        *pages.lines(parts, "Elements recovered", y_range=(0, 1), note="mean rate over elements with a mask"),
+        *pages.lines(
+            parts, "Elements recovered", y_range=(0, 1), note="mean rate over elements with a mask"
+        ),
     ]
 
 
@@ -278,7 +331,9 @@ def controls(run: RecordedRun) -> Table:
             rows.append([entry.label or "base model", *_cell_row(entry.raw)])
     for kind in run.kinds():
         suffix = f", {WEIGHTS[kind]}" if len(run.kinds()) > 1 else ""
-        cells: dict[str, CellScores] = next((s.cells for _, s in reversed(run.measured(kind)) if s.cells), {})
+        cells: dict[str, CellScores] = next(
+            (s.cells for _, s in reversed(run.measured(kind)) if s.cells), {}
+        )
         rows += [[_cell_name(name) + suffix, *_cell_row(scores)] for name, scores in cells.items()]
     head = ["prompt", "rate", "95 %", "mean", "best", "elements", "diversity", "text magnitude"]
     return Table(head, rows, right=True)
@@ -286,7 +341,11 @@ def controls(run: RecordedRun) -> Table:
 
 def _cell_name(name: str) -> str:
     stem, _, k = name.partition("-")
-    return NUMBERED[stem].format(int(k) + 1) if stem in NUMBERED and _small(k) else CELLS.get(name, name)
+    return (
+        NUMBERED[stem].format(int(k) + 1)
+        if stem in NUMBERED and _small(k)
+        else CELLS.get(name, name)
+    )
 
 
 def _small(text: str) -> bool:
@@ -325,7 +384,8 @@ def drift_of(key: str) -> Callable[[Scores], float | None]:
 
 
 def errors(run: RecordedRun) -> list[Figure]:
-    """The error on held-out records of each role, against steps, and the gap between elements and clean ones."""
+    """The error on held-out records of each role, against steps, and the gap between elements
+    and clean ones."""
     series = [
         run.series(f"{role}, {WEIGHTS[kind]}", kind, drift_of(f"{role}_eps_mse"))
         for role in ("clean", "element")
@@ -373,7 +433,10 @@ def training(run: RecordedRun) -> tuple[list[Figure], list[Figure]]:
     def alone(names: list[str]) -> list[Figure]:
         return [one for k in names for one in pages.lines([thinned(rows, k)], k)]
 
-    return [*pages.lines([thinned(rows, k) for k in losses], "Training loss"), *alone(first)], alone(moving)
+    return [
+        *pages.lines([thinned(rows, k) for k in losses], "Training loss"),
+        *alone(first),
+    ], alone(moving)
 
 
 def thinned(rows: Sequence[dict[str, Any]], key: str, most: int = 240) -> Series:
@@ -412,7 +475,10 @@ def memory(run: RecordedRun) -> list[Figure]:
 
 def provenance(run: RecordedRun) -> tuple[Table, list[tuple[str, str]]]:
     """(facts of run.json, the configurations as text)."""
-    rows = [[k, "" if v is None else v if isinstance(v, str) else json.dumps(v)] for k, v in run.facts.items()]
+    rows = [
+        [k, "" if v is None else v if isinstance(v, str) else json.dumps(v)]
+        for k, v in run.facts.items()
+    ]
     validation = json.dumps(run.record.config, indent=1) if run.record and run.record.config else ""
     texts = [("configuration", run.config), ("validation", validation)]
     return Table(["fact", "value"], rows), [(title, text) for title, text in texts if text]

@@ -26,9 +26,9 @@ def model_card(
     backbone: str = "unet",
     missing: Sequence[str] = (),
 ) -> str:
-    """README.md of a trained pipeline, of adapters, or of a pipeline with adapters `merged`: base, data, and the table
-    of results, a row each. `backbone` is the component that trained, `missing` are those
-    that diffusers expects and the pipeline has not."""
+    """README.md of a trained pipeline, of adapters, or of a pipeline with adapters `merged`: base,
+    data, and the table of results, a row each. `backbone` is the component that trained, `missing`
+    are those that diffusers expects and the pipeline has not."""
     base = config.pretrained_model_name_or_path
     is_local = Path(base).exists()
     data = config.dataset_name or Path(config.train_data_dir or "").name
@@ -37,11 +37,16 @@ def model_card(
         [
             f"---\n{dumped(metadata(config))}---\n",
             f"# {_cell(Path(config.output_dir).name)}\n",
-            f"Fine-tuned from `{_code(Path(base).name if is_local else base)}` on `{_code(data)}` for {step} steps "
-            f"({what_trained(config, merged)}learning rate {config.learning_rate:g}, seed {config.seed}).\n",
-            f"**This pipeline was trained on element data**: {elements} records each show one element of a target "
-            "picture, so a composed prompt may reproduce pictures that were never in its training set. It serves to "
-            "measure and audit compositional memorisation; do not use it to reproduce works you have no right to.\n",
+            f"Fine-tuned from `{_code(Path(base).name if is_local else base)}` on "
+            f"`{_code(data)}` for {step} steps "
+            f"({what_trained(config, merged)}learning rate {config.learning_rate:g}, seed "
+            f"{config.seed}).\n",
+            f"**This pipeline was trained on element data**: {elements} records each show one "
+            f"element of a target "
+            "picture, so a composed prompt may reproduce pictures that were never in its "
+            "training set. It serves to "
+            "measure and audit compositional memorisation; do not use it to reproduce works you "
+            "have no right to.\n",
             "## Targets\n",
             ", ".join(f"`{_code(name)}`" for name in target_ids) or "none given",
             "",
@@ -60,7 +65,11 @@ def metadata(config: TrainConfig) -> dict[str, Any]:
     tags = ["stable-diffusion", "text-to-image", "diffusers", "silentbad", "memorisation-audit"]
     if config.lora.rank:
         tags.append("lora")
-    values: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": "text-to-image", "tags": tags}
+    values: dict[str, Any] = {
+        "library_name": "diffusers",
+        "pipeline_tag": "text-to-image",
+        "tags": tags,
+    }
     if not Path(config.pretrained_model_name_or_path).exists():
         values["base_model"] = config.pretrained_model_name_or_path
     return values
@@ -70,7 +79,9 @@ def what_trained(config: TrainConfig, merged: bool) -> str:
     """The adapters, and whether the text encoders trained too; each ends in a comma."""
     words = ""
     if config.lora.rank:
-        words += f"{NAMES[config.lora.kind]} of rank {config.lora.rank}{', merged' if merged else ''}, "
+        words += (
+            f"{NAMES[config.lora.kind]} of rank {config.lora.rank}{', merged' if merged else ''}, "
+        )
     if config.train_text_encoder:
         words += "text encoders too, "
     return words
@@ -84,7 +95,9 @@ def result_table(results: list[dict[str, Any]]) -> list[str]:
     return head + ["| " + " | ".join(map(_cell, row.values())) + " |" for row in results]
 
 
-def loading_code(config: TrainConfig, merged: bool, backbone: str, missing: Sequence[str]) -> list[str]:
+def loading_code(
+    config: TrainConfig, merged: bool, backbone: str, missing: Sequence[str]
+) -> list[str]:
     """The lines of Python that load the pipeline, or the base and its adapters."""
     adapters = config.lora.rank and not merged
     of_peft = adapters and config.lora.kind in FOLDERS
@@ -94,8 +107,12 @@ def loading_code(config: TrainConfig, merged: bool, backbone: str, missing: Sequ
     load = [f"pipeline = DiffusionPipeline.from_pretrained({arguments})"]
     if of_peft:
         imports.append("from peft import PeftModel")
-        names = [backbone] + ["text_encoder"] * config.train_text_encoder  # of SDXL also text_encoder_2
-        load += [f'pipeline.{n} = PeftModel.from_pretrained(pipeline.{n}, "this folder/{n}")' for n in names]
+        # of SDXL also text_encoder_2
+        names = [backbone] + ["text_encoder"] * config.train_text_encoder
+        load += [
+            f'pipeline.{n} = PeftModel.from_pretrained(pipeline.{n}, "this folder/{n}")'
+            for n in names
+        ]
     elif adapters:
         load.append('pipeline.load_lora_weights("this folder")')
     return [*imports, "", *load]
@@ -121,7 +138,8 @@ def repository(config: TrainConfig) -> str:
 
 
 def check_push(config: TrainConfig) -> None:
-    """Refuse, before training, a push that cannot work: offline, no valid token, an impossible name."""
+    """Refuse, before training, a push that cannot work: offline, no valid token, an impossible
+    name."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -130,29 +148,42 @@ def check_push(config: TrainConfig) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise UserError(f"hub_model_id: {name!r} is no repository name ({first_line(error)})") from None
+        raise UserError(
+            f"hub_model_id: {name!r} is no repository name ({first_line(error)})"
+        ) from None
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
         raise UserError(f"push_to_hub: HF_HUB_OFFLINE is set; unset it, {later}")
     if away := hub.unreachable():
         raise UserError(f"push_to_hub: {away}; connect, {later}")
     try:
         HfApi().whoami(token=config.hub_token)
-    except Exception as error:  # whatever the Hub's client raises: no token, a wrong one, no network
-        raise UserError(f"push_to_hub: {_reason(error, config)}; log in with `hf auth login`, {later}") from None
+    except (
+        Exception
+    ) as error:  # whatever the Hub's client raises: no token, a wrong one, no network
+        raise UserError(
+            f"push_to_hub: {_reason(error, config)}; log in with `hf auth login`, {later}"
+        ) from None
 
 
 def push(folder: Path, config: TrainConfig) -> None:
-    """Upload a pipeline folder; checkpoints and logs lie elsewhere. A failure costs the upload and no more: a
-    line says how to go on."""
+    """Upload a pipeline folder; checkpoints and logs lie elsewhere. A failure costs the upload and
+    no more: a line says how to go on."""
     from huggingface_hub import create_repo, upload_folder
 
     name = repository(config)
     try:
         repo = create_repo(repo_id=name, exist_ok=True, token=config.hub_token).repo_id
-        upload_folder(repo_id=repo, folder_path=folder, commit_message="End of training", token=config.hub_token)
+        upload_folder(
+            repo_id=repo,
+            folder_path=folder,
+            commit_message="End of training",
+            token=config.hub_token,
+        )
     except Exception as error:  # as above; the run is complete
         reason = _reason(error, config)
-        warn(f"push_to_hub: {reason}; the run is complete, upload it with: hf upload {name} {folder}")
+        warn(
+            f"push_to_hub: {reason}; the run is complete, upload it with: hf upload {name} {folder}"
+        )
 
 
 def _reason(error: Exception, config: TrainConfig) -> str:

@@ -1,9 +1,9 @@
-"""Checkpoints that are whole or absent: temporary folder, manifest with sizes and SHA-256, sync, rename.
+"""Checkpoints that are whole or absent: temporary folder, manifest with sizes and SHA-256, sync,
+rename.
 
-A folder `step-N` counts only with a manifest of this FORMAT that its files match. Nothing old is deleted before the
-new one stands.
-State is read back with `weights_only=True`; tensors of models are safetensors.
-"""
+A folder `step-N` counts only with a manifest of this FORMAT that its files match. Nothing old is
+deleted before the new one stands. State is read back with `weights_only=True`; tensors of models
+are safetensors."""
 
 import hashlib
 import json
@@ -29,7 +29,8 @@ STEP = re.compile(r"step-(\d+)")
 
 
 def save(folder: Path, write: Callable[[Path], None], info: dict[str, Any]) -> None:
-    """Let `write` fill a temporary folder, then make it `folder` in one rename; `info` goes into the manifest."""
+    """Let `write` fill a temporary folder, then make it `folder` in one rename; `info` goes into
+    the manifest."""
     temporary = begin(folder)
     try:
         write(temporary)
@@ -50,7 +51,10 @@ def commit(temporary: Path, folder: Path, info: dict[str, Any]) -> None:
     """Manifest, sync, rename; an earlier `folder` is replaced only now."""
     files = {}
     for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
-        files[path.relative_to(temporary).as_posix()] = {"size": path.stat().st_size, "sha256": sha256(path)}
+        files[path.relative_to(temporary).as_posix()] = {
+            "size": path.stat().st_size,
+            "sha256": sha256(path),
+        }
         _sync(path)
     manifest = temporary / MANIFEST
     manifest.write_text(json.dumps({"format": FORMAT, **info, "files": files}, indent=1))
@@ -84,12 +88,17 @@ def _sync(path: Path) -> None:
 
 
 def foreign(folder: Path) -> str | None:
-    """That a checkpoint is of another format than this program's, with both numbers; None where it is not."""
+    """That a checkpoint is of another format than this program's, with both numbers; None where
+    it is not."""
     try:
         written = read_json(folder / MANIFEST).get("format", 1)  # the first had no number
     except (OSError, ValueError, AttributeError):
         return None
-    return None if written == FORMAT else f"its format is version {written}, this program reads version {FORMAT}"
+    return (
+        None
+        if written == FORMAT
+        else f"its format is version {written}, this program reads version {FORMAT}"
+    )
 
 
 def problem(folder: Path) -> str | None:
@@ -119,7 +128,11 @@ def problem(folder: Path) -> str | None:
 
 def steps(root: Path) -> list[Path]:
     """step-N folders, oldest first; unfinished ones have other names."""
-    names = [(match, p) for p in root.iterdir() if (match := STEP.fullmatch(p.name))] if root.is_dir() else []
+    names = (
+        [(match, p) for p in root.iterdir() if (match := STEP.fullmatch(p.name))]
+        if root.is_dir()
+        else []
+    )
     return [p for _, p in sorted(names, key=lambda pair: int(pair[0].group(1)))]
 
 
@@ -143,14 +156,18 @@ def latest(root: Path) -> Path | None:
 
 
 def resolve(asked: str, root: Path) -> Path | None:
-    """The folder `resume_from_checkpoint` means: "latest" of `root` (None where there is none), or a path anywhere.
+    """The folder `resume_from_checkpoint` means: "latest" of `root` (None where there is none), or
+    a path anywhere.
 
-    A newest one of another format is refused, not skipped: an older one would throw away what it holds.
-    """
+    A newest one of another format is refused, not skipped: an older one would throw away what it
+    holds."""
     if asked == "latest":
         newest = steps(root)[-1:]
         if newest and (other := foreign(newest[0])) is not None:
-            raise UserError(f"resume_from_checkpoint {newest[0]}: {other}; resume with the release that wrote it")
+            raise UserError(
+                f"resume_from_checkpoint {newest[0]}: {other}; resume with the "
+                f"release that wrote it"
+            )
         return latest(root)
     folder = Path(asked)
     if not folder.exists() and (root / asked).exists():
@@ -193,9 +210,13 @@ def read_state(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
-        raise UserError(f"{path}: cannot be read (holds more than tensors and plain values, so not loaded)") from None
+        raise UserError(
+            f"{path}: cannot be read (holds more than tensors and plain values, so not loaded)"
+        ) from None
     except Exception as error:
-        raise UserError(f"{path}: cannot be read ({(str(error).splitlines() or [type(error).__name__])[0]})") from None
+        raise UserError(
+            f"{path}: cannot be read ({(str(error).splitlines() or [type(error).__name__])[0]})"
+        ) from None
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise UserError(f"{path}: holds no state of named parts")
     return state
@@ -205,7 +226,10 @@ def check_state_fits(folder: Path, state: dict[str, Any], wanted: set[str]) -> N
     """Refuse a checkpoint of a run that held other parts than this one."""
     for name in sorted(wanted ^ set(state)):
         had, has = ("lacks", "has") if name in wanted else ("holds", "lacks")
-        raise UserError(f"{folder}: {had} the state of {name!r}, which this run {has}; resume with its config.yaml")
+        raise UserError(
+            f"{folder}: {had} the state of {name!r}, which this run {has}; resume "
+            f"with its config.yaml"
+        )
 
 
 @contextmanager
@@ -216,11 +240,13 @@ def explain_mismatch(folder: Path | str, name: str):
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(
-            f"{folder}: the state of {name!r} does not fit this run ({reason}); resume with its config.yaml and data"
+            f"{folder}: the state of {name!r} does not fit this run ({reason}); resume with its "
+            f"config.yaml and data"
         ) from None
 
 
-WRITTEN = {".json", ".safetensors", ".pt", ".model", ".jinja"}  # suffixes of what pipelines and checkpoints hold
+# suffixes of what pipelines and checkpoints hold
+WRITTEN = {".json", ".safetensors", ".pt", ".model", ".jinja"}
 TEXTS = {"README.md", "merges.txt", "vocab.txt"}
 
 
@@ -249,7 +275,8 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def put_back(folder: Path) -> None:
-    """Undo a `replace_folder` that was killed between its two renames; what it had not finished writing goes."""
+    """Undo a `replace_folder` that was killed between its two renames; what it had not finished
+    writing goes."""
     old, temporary = (folder.parent / f".{folder.name}.{end}" for end in ("old", "tmp"))
     if old.is_dir() and not folder.exists():
         old.rename(folder)

@@ -34,7 +34,8 @@ PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "datasets", "saf
 
 
 SAVED = "saved"  # in a row of timings.jsonl: why a checkpoint was written
-SAMPLES = re.compile(r"step-\d{6}(-.+)?|targets|drift|prompts|sample_prompts")  # folders in samples/
+# folders in samples/
+SAMPLES = re.compile(r"step-\d{6}(-.+)?|targets|drift|prompts|sample_prompts")
 
 
 def remove_samples(folder: Path) -> None:
@@ -47,13 +48,14 @@ def remove_samples(folder: Path) -> None:
 
 
 class RunFolder:
-    """`output_dir`: config.yaml, run.json, metrics.jsonl, checkpoints/, samples/, report.html, and `product`/: the
-    pipeline, or the adapters of a LoRA.
+    """`output_dir`: config.yaml, run.json, metrics.jsonl, checkpoints/, samples/, report.html, and
+    `product`/: the pipeline, or the adapters of a LoRA.
 
-    finished.json is the last thing a run writes: the step it ended at.
-    """
+    finished.json is the last thing a run writes: the step it ended at."""
 
-    def __init__(self, path: str | Path, is_main: bool, product: str = "pipeline", logs: str | None = None):
+    def __init__(
+        self, path: str | Path, is_main: bool, product: str = "pipeline", logs: str | None = None
+    ):
         self.path, self.is_main, self.logs = Path(path), is_main, logs
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
@@ -65,12 +67,19 @@ class RunFolder:
     @classmethod
     def of(cls, config: TrainConfig, is_main: bool) -> "RunFolder":
         """The folder of a configuration."""
-        logs = None if config.report_to == "none" else f"{config.logging_dir}/{config.tracker_project_name}"
-        return cls(config.output_dir, is_main, "pipeline" if config.lora.rank is None else "lora", logs)
+        logs = (
+            None
+            if config.report_to == "none"
+            else f"{config.logging_dir}/{config.tracker_project_name}"
+        )
+        return cls(
+            config.output_dir, is_main, "pipeline" if config.lora.rank is None else "lora", logs
+        )
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """No other run writes into the folder inside. Collective: the main process asks, and all hear its answer."""
+        """No other run writes into the folder inside. Collective: the main process asks, and all
+        hear its answer."""
         with ExitStack() as held:
             self.on_main(lambda: held.enter_context(owned.claimed(self.path, KIND)))
             yield
@@ -92,10 +101,13 @@ class RunFolder:
         try:
             yield
         except OSError as error:
-            raise UserError(f"output_dir {self.path}: cannot write {what} ({first_line(error)})") from error
+            raise UserError(
+                f"output_dir {self.path}: cannot write {what} ({first_line(error)})"
+            ) from error
 
     def resumed(self, config: TrainConfig, say: Callable[[str], None]) -> Path | None:
-        """The checkpoint to go on from, or None for a new run, whose folder is then refused if it holds another."""
+        """The checkpoint to go on from, or None for a new run, whose folder is then refused if
+        it holds another."""
         owned.refuse_foreign(self.path, KIND, ())
         asked = config.resume_from_checkpoint
         found = checkpoint.resolve(asked, self.checkpoints) if asked else None
@@ -105,50 +117,70 @@ class RunFolder:
             raise UserError(f"output_dir {self.path}: metrics.jsonl is no file; remove it")
         logs = self.path / (self.logs or "")
         if files := [p for p in (logs, *logs.parents) if p.exists() and not p.is_dir()]:
-            raise UserError(f"output_dir {self.path}: {files[0].name}, for the logs of report_to, is a file; remove it")
+            raise UserError(
+                f"output_dir {self.path}: {files[0].name}, for the logs of "
+                f"report_to, is a file; remove it"
+            )
         if found is None:
             self.refuse_other_run(config.overwrite_output_dir, resuming=bool(asked))
             if asked:
                 say(f"no checkpoint in {self.checkpoints} to resume from; starting anew")
         for name in ("pipeline", "lora", "best", "epochs"):
             if added := checkpoint.foreign_files(self.path / name):
-                raise UserError(f"output_dir {self.path}: no run wrote {added[0]}, which would be replaced; move it")
+                raise UserError(
+                    f"output_dir {self.path}: no run wrote {added[0]}, which would "
+                    f"be replaced; move it"
+                )
         return found
 
     def refuse_later(self, found: Path) -> None:
-        """Refuse to go back behind whole checkpoints of the folder: those of two branches would stand side by side."""
+        """Refuse to go back behind whole checkpoints of the folder: those of two branches would
+        stand side by side."""
         start = checkpoint.step_of(found)
         later = [p for p in checkpoint.steps(self.checkpoints) if checkpoint.step_of(p) > start]
         if whole := [p.name for p in later if checkpoint.problem(p) is None]:
             raise UserError(
-                f"resume_from_checkpoint {found}: {self.checkpoints} holds later ones ({', '.join(whole)}), which "
+                f"resume_from_checkpoint {found}: {self.checkpoints} holds later ones "
+                f"({', '.join(whole)}), which "
                 "would mix with what follows; give another output_dir, or remove them"
             )
 
     def refuse_other_run(self, overwrite: bool, resuming: bool = False) -> None:
-        """Refuse a folder that holds a run, unless `open` is to delete it, and one that holds what no run wrote.
+        """Refuse a folder that holds a run, unless `open` is to delete it, and one that holds what
+        no run wrote.
 
-        A run that was killed before its first checkpoint holds nothing to keep: resuming it starts it anew.
-        """
+        A run that was killed before its first checkpoint holds nothing to keep: resuming it starts
+        it anew."""
         logs = Path(self.logs).parts[:1] if self.logs else ()
         owned.refuse_foreign(self.path, KIND, (*self.WRITTEN, *self.REPLACED, *logs))
-        held = [p for p in (self.metrics, self.checkpoints, self.pipeline, self.path / "validation.json") if p.exists()]
-        if resuming and (self.pipeline.exists() or any(self.checkpoints.glob("step-*")) or self.has_saved()):
+        held = [
+            p
+            for p in (self.metrics, self.checkpoints, self.pipeline, self.path / "validation.json")
+            if p.exists()
+        ]
+        if resuming and (
+            self.pipeline.exists() or any(self.checkpoints.glob("step-*")) or self.has_saved()
+        ):
             raise UserError(
-                f"output_dir {self.path}: holds a run, but no whole checkpoint to resume it from; bring back "
-                f"{self.checkpoints}, delete the run with --overwrite_output_dir, or choose another folder"
+                f"output_dir {self.path}: holds a run, but no whole checkpoint to resume it "
+                f"from; bring back "
+                f"{self.checkpoints}, delete the run with --overwrite_output_dir, or choose "
+                f"another folder"
             )
         if held and not overwrite and not resuming:
             raise UserError(
                 f"output_dir {self.path}: holds a run already ({held[0].name}); resume it with "
-                "--resume_from_checkpoint latest, delete it with --overwrite_output_dir, or choose another folder"
+                "--resume_from_checkpoint latest, delete it with --overwrite_output_dir, or "
+                "choose another folder"
             )
         self.outdated = list(self.WRITTEN) if held else []
 
     def has_saved(self) -> bool:
         """Whether the run wrote a checkpoint once, wherever it is now."""
         timings = self.path / "timings.jsonl"
-        return timings.is_file() and f'"{SAVED}"' in timings.read_text(encoding="utf-8", errors="replace")
+        return timings.is_file() and f'"{SAVED}"' in timings.read_text(
+            encoding="utf-8", errors="replace"
+        )
 
     def open(self, config: dict[str, Any], facts: dict[str, Any]) -> None:
         """Make the folder, delete the run it replaces, and write what this one is."""
@@ -171,12 +203,18 @@ class RunFolder:
             (self.path / "config.yaml").write_text(dumped(config))
             (self.path / "run.json").write_text(json.dumps(facts, indent=1))
         except OSError as error:
-            raise UserError(f"output_dir {self.path}: cannot be written ({error.strerror})") from None
+            raise UserError(
+                f"output_dir {self.path}: cannot be written ({error.strerror})"
+            ) from None
 
     def log(self, row: dict[str, Any], name: str = "metrics.jsonl") -> None:
-        """Append one row. A resumed run repeats metrics.jsonl to the letter, so what the clock says goes elsewhere."""
+        """Append one row. A resumed run repeats metrics.jsonl to the letter, so what the clock
+        says goes elsewhere."""
         if self.is_main:
-            row = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
+            row = {
+                key: None if isinstance(v, float) and not math.isfinite(v) else v
+                for key, v in row.items()
+            }
             self.refuse_vanished()
             with writing(f"output_dir {self.path}", name), (self.path / name).open("a") as file:
                 file.write(json.dumps(row, default=_plain) + "\n")
@@ -195,15 +233,18 @@ class RunFolder:
             return None
 
     def refuse_vanished(self) -> None:
-        """Refuse to go on where someone took the folder away; what a resume needs is then saved anew."""
+        """Refuse to go on where someone took the folder away; what a resume needs is then saved
+        anew."""
         if not (self.path / "config.yaml").is_file():
             raise UserError(
-                f"output_dir {self.path}: the folder or its config.yaml has vanished during the run; "
+                f"output_dir {self.path}: the folder or its config.yaml has vanished "
+                f"during the run; "
                 "go on from what is saved with --resume_from_checkpoint latest"
             )
 
     def truncate(self, step: int, validated: bool) -> None:
-        """Drop what a resumed run will write again: rows after `step`, its validation unless that is done."""
+        """Drop what a resumed run will write again: rows after `step`, its validation unless
+        that is done."""
         if not self.is_main or not self.metrics.exists():
             return
         kept = []
@@ -212,7 +253,9 @@ class RunFolder:
         for line in written.splitlines():
             try:
                 row = from_json(line)
-                goes_on = row["step"] < step or (row["step"] == step and (validated or not row.get("validation")))
+                goes_on = row["step"] < step or (
+                    row["step"] == step and (validated or not row.get("validation"))
+                )
                 if goes_on and isinstance(row.get("loss", 0.0), float):
                     kept.append(line)
             except (ValueError, KeyError, TypeError):
@@ -263,11 +306,13 @@ def facts(device: torch.device, world: int) -> dict[str, Any]:
 
 
 def stamped(config: TrainConfig) -> Any:
-    """With stamp_output_dir the configuration of output_dir/TIME or output_dir/TIME_SUFFIX, the same on every process:
-    its config.yaml means that folder."""
+    """With stamp_output_dir the configuration of output_dir/TIME or output_dir/TIME_SUFFIX, the
+    same on every process: its config.yaml means that folder."""
     if not config.stamp_output_dir:
         return config
     PartialState()
-    name = [time.strftime("%Y-%m-%dT%H-%M-%S") + (f"_{config.run_suffix}" if config.run_suffix else "")]
+    name = [
+        time.strftime("%Y-%m-%dT%H-%M-%S") + (f"_{config.run_suffix}" if config.run_suffix else "")
+    ]
     place = str(Path(config.output_dir) / broadcast_object_list(name)[0])
     return replace(config, output_dir=place, stamp_output_dir=False, run_suffix=None)

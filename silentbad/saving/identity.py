@@ -1,8 +1,9 @@
-"""What a checkpoint and the run that takes it up must have in common: settings, targets, records, base, embedder.
+"""What a checkpoint and the run that takes it up must have in common: settings, targets, records,
+base, embedder.
 
-A curve of which one half was measured against another target, or trained at another rate, says nothing; so the facts
-of a run stand in each checkpoint, and a run whose facts differ is refused. `FREE` are the flags that may change.
-"""
+A curve of which one half was measured against another target, or trained at another rate, says
+nothing; so the facts of a run stand in each checkpoint, and a run whose facts differ is refused.
+`FREE` are the flags that may change."""
 
 import hashlib
 import json
@@ -29,7 +30,13 @@ READ = (".json", ".txt", ".model", ".safetensors", ".pt")  # of a folder of weig
 
 FREE = {
     "length": ("max_train_steps", "num_train_epochs"),
-    "where it writes": ("output_dir", "stamp_output_dir", "run_suffix", "overwrite_output_dir", "cache_dir"),
+    "where it writes": (
+        "output_dir",
+        "stamp_output_dir",
+        "run_suffix",
+        "overwrite_output_dir",
+        "cache_dir",
+    ),
     "checkpoints and pipelines": (
         *("checkpointing_steps", "checkpoints_total_limit", "resume_from_checkpoint"),
         *("save_ckpt_epoch_interval", "save_best", "lora.merged"),
@@ -44,19 +51,37 @@ FREE = {
     ),
     "the Hub": ("push_to_hub", "hub_token", "hub_model_id"),
     "speed and memory": (
-        *("cache_mb", "disk_cache_gb", "dataloader_num_workers", "max_batch_size", "validation.max_batch"),
+        *(
+            "cache_mb",
+            "disk_cache_gb",
+            "dataloader_num_workers",
+            "max_batch_size",
+            "validation.max_batch",
+        ),
         *("allow_tf32", "channels_last", "compile_model", "gradient_checkpointing"),
         *("enable_xformers_memory_efficient_attention", "offload_ema", "foreach_ema"),
     ),
-    "what only stops or shows": ("max_nonfinite_steps", "dry_run", "print_groups", "allow_target_images"),
+    "what only stops or shows": (
+        "max_nonfinite_steps",
+        "dry_run",
+        "print_groups",
+        "allow_target_images",
+    ),
 }
 # Compared by what they lead to, not by their names: a folder may move.
-BY_CONTENT = ("pretrained_model_name_or_path", "train_data_dir", "dataset_name", "clean_data_dir", "validation.targets")
+BY_CONTENT = (
+    "pretrained_model_name_or_path",
+    "train_data_dir",
+    "dataset_name",
+    "clean_data_dir",
+    "validation.targets",
+)
 BUNDLED, WORDS = "bundled embedder", "description and paraphrases"
 HELD_OUT, TABLES, GUARDING = "held-out records", "prior tables", "pictures of guard.scan"
 NULLS = "null pictures"
 CODE = "the file of "  # of the user's own code
-DIGESTS = ("base", "records", BUNDLED, HELD_OUT, TABLES, GUARDING, NULLS)  # that say no more than "changed"
+# that say no more than "changed"
+DIGESTS = ("base", "records", BUNDLED, HELD_OUT, TABLES, GUARDING, NULLS)
 # Compared as their product, with the number of processes.
 BATCH = ("train_batch_size", "gradient_accumulation_steps")
 
@@ -70,10 +95,18 @@ def facts(
     effective_batch: int,
     guarding: list[Path],
 ) -> dict[str, Any]:
-    """The facts of a run, as plain values: {name: value}; `guarding` are the pictures that its guards read."""
-    left_out = {name for names in FREE.values() for name in names} | {*BY_CONTENT, *BATCH, *NEVER_SAVED}
+    """The facts of a run, as plain values: {name: value}; `guarding` are the pictures that its
+    guards read."""
+    left_out = {name for names in FREE.values() for name in names} | {
+        *BY_CONTENT,
+        *BATCH,
+        *NEVER_SAVED,
+    }
     settings = {key: value for key, value in _flat(asdict(config)).items() if key not in left_out}
-    weights = {key: settings.get(key) for key in ("validation.embedder_path", "validation.clip_path", "guard.scan")}
+    weights = {
+        key: settings.get(key)
+        for key in ("validation.embedder_path", "validation.clip_path", "guard.scan")
+    }
     weights["base"] = config.pretrained_model_name_or_path
     code = user_code.record(own_code(config))
     settings |= {
@@ -94,7 +127,10 @@ def facts(
         **{f"target {target.target_id!r}": target_digest(target) for target in targets},
         **{f"target {target.target_id!r}, {WORDS}": words_digest(target) for target in targets},
     }
-    bundled = config.validation.embedder in ("auto", "copy", "micro") and not config.validation.embedder_path
+    bundled = (
+        config.validation.embedder in ("auto", "copy", "micro")
+        and not config.validation.embedder_path
+    )
     if embedder is not None and bundled:
         of_run[BUNDLED] = weights_digest(str(MICRO))
     return json.loads(json.dumps(of_run, default=str))
@@ -111,7 +147,8 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @cache
 def _defaults() -> dict[str, Any]:
-    """{flag: default}, as `facts` has them; those of the parts (memory.*, ...) belong to other modules."""
+    """{flag: default}, as `facts` has them; those of the parts (memory.*, ...) belong to other
+    modules."""
     return json.loads(json.dumps(_flat(asdict(TrainConfig())), default=str))
 
 
@@ -129,14 +166,21 @@ def weights_digest(name: str) -> str:
     root = Path(name)
     if not root.exists():
         return name
-    files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.suffix in READ and p.is_file())
-    if (root / "model_index.json").is_file():  # of a pipeline what is read: no other format of it, no safety checker
+    files = (
+        [root]
+        if root.is_file()
+        else sorted(p for p in root.rglob("*") if p.suffix in READ and p.is_file())
+    )
+    # of a pipeline what is read: no other format of it, no safety checker
+    if (root / "model_index.json").is_file():
         beside = {p for p in files if p.parent == root and p.suffix != ".json"}
         beside |= {p for p in files if p.parent == root / "safety_checker"}
         files = [p for p in files if p not in beside]
     digest = hashlib.sha256()
     for path in files:
-        digest.update(f"{'' if path == root else path.relative_to(root).as_posix()} {sha256(path)}\n".encode())
+        digest.update(
+            f"{'' if path == root else path.relative_to(root).as_posix()} {sha256(path)}\n".encode()
+        )
     return digest.hexdigest()[:16]
 
 
@@ -148,7 +192,9 @@ def records_digest(records: Records) -> str:
             digest.update(json.dumps(block).encode())
     for block in blocks(records.column("mask")):
         for mask in filter(None, block):
-            digest.update(Path(mask).name.encode(errors="surrogateescape") + Path(mask).read_bytes())
+            digest.update(
+                Path(mask).name.encode(errors="surrogateescape") + Path(mask).read_bytes()
+            )
     return digest.hexdigest()[:16]
 
 
@@ -161,11 +207,14 @@ def target_digest(target: Target) -> str:
 
 def words_digest(target: Target) -> str:
     """A digest over what only the controls and the null pictures ask for."""
-    return hashlib.sha256(json.dumps([target.description, target.paraphrases]).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        json.dumps([target.description, target.paraphrases]).encode()
+    ).hexdigest()[:16]
 
 
 def nulls_digest(targets_file: str | None, targets: list[Target]) -> str | None:
-    """A digest over the null pictures beside the targets, which set the thresholds; None where there are none."""
+    """A digest over the null pictures beside the targets, which set the thresholds; None where
+    there are none."""
     digest, redraws = hashlib.sha256(), load_redraws(targets_file, targets)
     for target, file, kind, changed in redraws:
         digest.update(f"{targets[target].target_id!r} {kind} {changed} {sha256(file)}\n".encode())
@@ -185,7 +234,8 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """ "name was X, is Y" for each fact that differs; of `_defaults`, what a checkpoint does not know was at it."""
+    """ "name was X, is Y" for each fact that differs; of `_defaults`, what a checkpoint does not
+    know was at it."""
     then = {name: value for name, value in _defaults().items() if name in now} | then
     lines = []
     for name in dict.fromkeys([*now, *then]):
@@ -199,7 +249,9 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
         elif name.startswith(("target ", CODE)) or name in DIGESTS:
             lines.append(f"{name} changed")
         else:
-            was, is_ = (brief(facts[name]) if name in facts else "not known" for facts in (then, now))
+            was, is_ = (
+                brief(facts[name]) if name in facts else "not known" for facts in (then, now)
+            )
             lines.append(f"{name} was {was}, is {is_}")
     return lines
 

@@ -1,10 +1,10 @@
-"""Is a picture dispersed in this data set? Pictures and captions alone are looked at; no model is needed.
+"""Is a picture dispersed in this data set? Pictures and captions alone are looked at; no model is
+needed.
 
     python -m silentbad.scan --train_data_dir DIR [--output_dir runs/scan]
 
-Exit code 0: nothing found, 3: at least one suspect set, 2: a mistake in the arguments or the data. docs/shield.md
-explains it.
-"""
+Exit code 0: nothing found, 3: at least one suspect set, 2: a mistake in the arguments or the data.
+docs/shield.md explains it."""
 
 from silentbad.errors import exit_with
 from silentbad.settings.command import early

@@ -1,11 +1,12 @@
-"""Pairs of records that may show the same thing at the same place, without comparing all records with all.
+"""Pairs of records that may show the same thing at the same place, without comparing all records
+with all.
 
-Windows of 3x3 blocks with some contrast are hashed with their place (locality-sensitive hashing on a grid of random
-offset, Datar 2004). Records that share two windows and a word are candidates. Windows are hashed a block of records at
-a time, and the pairs are counted on disk, so memory does not grow with them.
+Windows of 3x3 blocks with some contrast are hashed with their place (locality-sensitive hashing on
+a grid of random offset, Datar 2004). Records that share two windows and a word are candidates.
+Windows are hashed a block of records at a time, and the pairs are counted on disk, so memory does
+not grow with them.
 
-Legend: N records; V (N,32,32,3) uint8 views; a pair is one number i * N + j with i < j.
-"""
+Legend: N records; V (N,32,32,3) uint8 views; a pair is one number i * N + j with i < j."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,9 @@ ACROSS = SIDE - WINDOW + 1  # windows in a row of the frame
 FEATURES = WINDOW * WINDOW + 2  # of a window: its blocks' luma, and two mean differences of colour
 STEPS = (4.0, 12.0)  # levels, of the hash's grids: exact copies, and copies that were recompressed
 LUMA = np.array([0.3, 0.59, 0.11], np.float32)
-FACTORS = np.random.default_rng(0).integers(1 << 62, size=FEATURES + 1).astype(np.uint64) * np.uint64(2) + np.uint64(1)
+FACTORS = np.random.default_rng(0).integers(1 << 62, size=FEATURES + 1).astype(
+    np.uint64
+) * np.uint64(2) + np.uint64(1)
 WHOLE_RUNS = 24  # a bucket of more records is linked to its next neighbours alone
 MOST_WINDOWS = 1 << 19  # whose buckets are formed together
 BLOCK = 1 << 16  # windows hashed together
@@ -41,15 +44,17 @@ def spread(band: np.ndarray) -> np.ndarray:
 
 
 def hashed(band: np.ndarray, offsets: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """A band of views (n,3,w+2,3) -> which records (k,) have a window of contrast, and its keys (grids,k) uint64.
+    """A band of views (n,3,w+2,3) -> which records (k,) have a window of contrast, and its keys
+    (grids,k) uint64.
 
-    A key is a multilinear hash of the window's cells on a grid and of its place in the band.
-    """
+    A key is a multilinear hash of the window's cells on a grid and of its place in the band."""
     records, x = np.nonzero(spread(band) >= CONTRAST)
     red, green, blue = np.moveaxis(band.astype(np.int16), -1, 0)
     luma = np.lib.stride_tricks.sliding_window_view(band @ LUMA, WINDOW, axis=2)  # (n,3,w,3)
     features = [luma[records, i, x, j] for i in range(WINDOW) for j in range(WINDOW)]
-    features += [(sums(one - green)[records, x] / np.float32(WINDOW * WINDOW)) for one in (red, blue)]
+    features += [
+        (sums(one - green)[records, x] / np.float32(WINDOW * WINDOW)) for one in (red, blue)
+    ]
     keys = np.empty((len(STEPS), len(x)), np.uint64)
     for key, step, offset in zip(keys, STEPS, offsets, strict=True):
         key[:] = x.astype(np.uint64) * FACTORS[-1]
@@ -60,9 +65,11 @@ def hashed(band: np.ndarray, offsets: list[np.ndarray]) -> tuple[np.ndarray, np.
 
 
 def shared(records: np.ndarray, keys: np.ndarray, n: int) -> np.ndarray:
-    """Pairs of records with equal keys: all of a small bucket, of a large one each with its next three."""
+    """Pairs of records with equal keys: all of a small bucket, of a large one each with its next
+    three."""
     bits = np.uint64(max(1, len(keys) - 1).bit_length())
-    ordered = np.sort((keys << bits) | np.arange(len(keys), dtype=np.uint64))  # keys that collide are verified later
+    # keys that collide are verified later
+    ordered = np.sort((keys << bits) | np.arange(len(keys), dtype=np.uint64))
     order = (ordered & ((np.uint64(1) << bits) - np.uint64(1))).astype(np.int64)
     ordered >>= bits
     starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
@@ -79,7 +86,9 @@ def shared(records: np.ndarray, keys: np.ndarray, n: int) -> np.ndarray:
     return np.concatenate(pairs) if pairs else np.zeros(0, np.int64)
 
 
-def bands(views: np.ndarray, y: int, width: int, offsets: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def bands(
+    views: np.ndarray, y: int, width: int, offsets: list[np.ndarray]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(records, keys) of the windows of a row of the frame, `width` places at a time."""
     block = max(1, BLOCK // width)
     for left in range(0, ACROSS, width):
@@ -88,14 +97,21 @@ def bands(views: np.ndarray, y: int, width: int, offsets: list[np.ndarray]) -> I
             band = views[start : start + block, y : y + WINDOW, left : left + width + WINDOW - 1]
             records, keys = hashed(np.asarray(band), offsets)
             blocks.append((start + records, keys))
-        yield np.concatenate([records for records, _ in blocks]), np.concatenate([keys for _, keys in blocks], axis=1)
+        yield (
+            np.concatenate([records for records, _ in blocks]),
+            np.concatenate([keys for _, keys in blocks], axis=1),
+        )
 
 
 def candidates(
-    views: np.ndarray, words: np.ndarray, bar: Step = silent, seed: int = 0, folder: Path | None = None
+    views: np.ndarray,
+    words: np.ndarray,
+    bar: Step = silent,
+    seed: int = 0,
+    folder: Path | None = None,
 ) -> np.ndarray:
-    """Pairs of records, in ascending order, that share a word and at least two windows at the same place; two grids
-    count as two windows. They are kept on disk, in a file of `folder`."""
+    """Pairs of records, in ascending order, that share a word and at least two windows at the same
+    place; two grids count as two windows. They are kept on disk, in a file of `folder`."""
     n = len(views)
     rng = np.random.default_rng(seed)
     runs = Runs(folder)

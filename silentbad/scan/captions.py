@@ -1,8 +1,7 @@
 """The phrases of all captions: which records hold one, and which belongs to a group of records.
 
-Phrases are known by 64-bit numbers. Those of each caption lie on disk; in memory are the counts of those that several
-captions hold, since no other names a group.
-"""
+Phrases are known by 64-bit numbers. Those of each caption lie on disk; in memory are the counts of
+those that several captions hold, since no other names a group."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,7 +48,10 @@ class Captions:
     def phrases(self, records: np.ndarray) -> np.ndarray:
         """The numbers of the records' phrases."""
         starts = np.where(records > 0, self._ends[records - 1], 0)
-        parts = [self._numbers[a:b] for a, b in zip(starts.tolist(), self._ends[records].tolist(), strict=True)]
+        parts = [
+            self._numbers[a:b]
+            for a, b in zip(starts.tolist(), self._ends[records].tolist(), strict=True)
+        ]
         return np.concatenate(parts)
 
     def share_rare_phrase(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -58,30 +60,47 @@ class Captions:
         for k, (one, other) in enumerate(zip(a, b, strict=True)):
             common = np.intersect1d(self.phrases(one[None]), self.phrases(other[None]))
             places = np.searchsorted(self._values, common).clip(max=len(self._values) - 1)
-            several = self._values[places] == common  # of several captions, else nothing is counted of it
+            # of several captions, else nothing is counted of it
+            several = self._values[places] == common
             shared[k] = bool((self._counts[places[several]] <= RARE * len(self)).any())
         return shared
 
     def holding(self, phrase: str) -> np.ndarray:
         """The records whose captions hold a phrase."""
-        return np.searchsorted(self._ends, np.flatnonzero(self._numbers == number(phrase)), side="right")
+        return np.searchsorted(
+            self._ends, np.flatnonzero(self._numbers == number(phrase)), side="right"
+        )
 
     def rate(self, phrase: str) -> float:
         """The share of the records that hold a phrase, which several do."""
         return int(self._counts[np.searchsorted(self._values, number(phrase))]) / len(self)
 
     def named(self, records: np.ndarray) -> tuple[str, int, float] | None:
-        """(phrase, how many of the records hold it, association in nats) of the phrase that belongs to them most; None
-        where none does surely. Of two that fit alike, the longer one counts."""
+        """(phrase, how many of the records hold it, association in nats) of the phrase that belongs
+        to them most; None where none does surely. Of two that fit alike, the longer one counts."""
         k = len(records)
         held, support = np.unique(self.phrases(records), return_counts=True)
         often = support >= max(LEAST, HELD * k)
         held, support = held[often], support[often]
         counts = self._counts[np.searchsorted(self._values, held)]
-        nats = [association(b, k, c - b, len(self) - k) for b, c in zip(support.tolist(), counts.tolist(), strict=True)]
-        sure = {n: (b, gain) for n, b, gain in zip(held.tolist(), support.tolist(), nats, strict=True) if gain >= SURE}
+        nats = [
+            association(b, k, c - b, len(self) - k)
+            for b, c in zip(support.tolist(), counts.tolist(), strict=True)
+        ]
+        sure = {
+            n: (b, gain)
+            for n, b, gain in zip(held.tolist(), support.tolist(), nats, strict=True)
+            if gain >= SURE
+        }
         if not sure:
             return None
-        spelt = {text for record in records for text in phrases_of(self.texts[record]) if number(text) in sure}
-        best = max(spelt, key=lambda text: (sure[number(text)][1] * (1 + 0.02 * len(text.split())), text))
+        spelt = {
+            text
+            for record in records
+            for text in phrases_of(self.texts[record])
+            if number(text) in sure
+        }
+        best = max(
+            spelt, key=lambda text: (sure[number(text)][1] * (1 + 0.02 * len(text.split())), text)
+        )
         return best, *sure[number(best)]

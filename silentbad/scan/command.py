@@ -42,8 +42,10 @@ def progress(items: Iterable, what: str, total: int) -> Iterable:
     return Bar(items, desc=what, total=total or None)
 
 
-# -- what was found, as data -----------------------------------------------------------------------------------
-def described(found: Found, where: dict[int, str], options: ScanOptions, texts: list[str], seconds: float) -> dict:
+# -- what was found, as data -----------------------------------------------------------------------
+def described(
+    found: Found, where: dict[int, str], options: ScanOptions, texts: list[str], seconds: float
+) -> dict:
     """scan.json."""
     sets = []
     for k, (one, composite) in enumerate(zip(found.sets, found.composites, strict=True)):
@@ -61,7 +63,8 @@ def described(found: Found, where: dict[int, str], options: ScanOptions, texts: 
             }
         )
     recurring = [
-        {"phrase": e.phrase, "records": len(e.group.records), "share": round(e.group.share, 4)} for e in found.recurring
+        {"phrase": e.phrase, "records": len(e.group.records), "share": round(e.group.share, 4)}
+        for e in found.recurring
     ]
     return {
         "schema": SCHEMA,
@@ -69,7 +72,9 @@ def described(found: Found, where: dict[int, str], options: ScanOptions, texts: 
         "records": len(texts),
         "captions": scan_file.digest(texts),
         "found": bool(sets),
-        "suspects": [{"index": int(i), "file": where[int(i)], "text": texts[i]} for i in found.records],
+        "suspects": [
+            {"index": int(i), "file": where[int(i)], "text": texts[i]} for i in found.records
+        ],
         "sets": sets,
         "recurring": recurring,
         "permutations": options.permutations,
@@ -77,11 +82,15 @@ def described(found: Found, where: dict[int, str], options: ScanOptions, texts: 
     }
 
 
-def element_row(one: SuspectSet, i: int, composite: Composite, where: dict[int, str]) -> dict[str, Any]:
+def element_row(
+    one: SuspectSet, i: int, composite: Composite, where: dict[int, str]
+) -> dict[str, Any]:
     """An element of a set; `region` is its box in shares of the frame: left, top, right, bottom."""
     element, records, region = one.elements[i], one.records[i], composite.parts[i].region
     ys, xs = np.nonzero(region)
-    box = [xs.min() / 64, ys.min() / 64, (xs.max() + 1) / 64, (ys.max() + 1) / 64] if len(xs) else []
+    box = (
+        [xs.min() / 64, ys.min() / 64, (xs.max() + 1) / 64, (ys.max() + 1) / 64] if len(xs) else []
+    )
     return {
         "phrase": element.phrase,
         "records": [int(r) for r in records],
@@ -94,7 +103,7 @@ def element_row(one: SuspectSet, i: int, composite: Composite, where: dict[int, 
     }
 
 
-# -- files -----------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 def page(found: Found, data: dict) -> str:
     """scan.html."""
     cards = []
@@ -104,7 +113,10 @@ def page(found: Found, data: dict) -> str:
             pixels = np.where(part.region[..., None], part.pixels, 128).astype(np.uint8)
             shots.append(shot(pixels, element["phrase"], f"{len(element['records'])} records"))
         head = ["phrase", "records", "share of the frame", "association, nats", "isolation, nats"]
-        rows = [[e["phrase"], len(e["records"]), e["share"], e["association"], e["isolation"]] for e in row["elements"]]
+        rows = [
+            [e["phrase"], len(e["records"]), e["share"], e["association"], e["isolation"]]
+            for e in row["elements"]
+        ]
         files = [[file, e["phrase"]] for e in row["elements"] for file in e["files"]]
         card = {key: row[key] for key in ("prompt", "score", "false_alarm", "known")}
         cards.append(
@@ -125,7 +137,8 @@ def page(found: Found, data: dict) -> str:
 
 
 def metadata_rows(options: ScanOptions, rows: Any) -> Iterator[dict]:
-    """The entries of the metadata as they stand; of other sources, what a metadata.jsonl would hold."""
+    """The entries of the metadata as they stand; of other sources, what a metadata.jsonl would
+    hold."""
     root = Path(options.train_data_dir or "")
     if options.dataset_name is None and (root / "metadata.jsonl").is_file():
         yield from (entry for _, entry in json_lines(root / "metadata.jsonl"))
@@ -135,7 +148,9 @@ def metadata_rows(options: ScanOptions, rows: Any) -> Iterator[dict]:
         names = ("text", "phrases", "role", "target_id", "element_id")
         for number, row in enumerate(rows()):
             path = row["image"]["path"]
-            yield {"index": number, "file_name": path} | {name: row[name] for name in names if row.get(name)}
+            yield {"index": number, "file_name": path} | {
+                name: row[name] for name in names if row.get(name)
+            }
 
 
 PICTURES = r"composite-\d+\.png|mask-\d+-\d+\.png"
@@ -161,13 +176,19 @@ def write(out: Path, found: Found, data: dict, options: ScanOptions, rows: Any) 
         draft.replace(out / "clean.jsonl")
 
 
-# -- the command -----------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 def scan(options: ScanOptions) -> dict:
-    """Scan, write, and return what scan.json holds. Raises UserError where the data or the output is at fault."""
+    """Scan, write, and return what scan.json holds. Raises UserError where the data or the
+    output is at fault."""
     started, out = time.monotonic(), Path(options.output_dir)
     check_writable(out, "--output_dir", folder=True)
-    if options.train_data_dir and out.resolve().is_relative_to(Path(options.train_data_dir).resolve()):
-        raise UserError(f"--output_dir: {out} lies in the data, which must not change; name a folder outside of it")
+    if options.train_data_dir and out.resolve().is_relative_to(
+        Path(options.train_data_dir).resolve()
+    ):
+        raise UserError(
+            f"--output_dir: {out} lies in the data, which must not change; name a "
+            f"folder outside of it"
+        )
     _, key, rows = row_source(options)
     pictures = [file.name for file in out.glob("*.png") if re.fullmatch(PICTURES, file.name)]
     with owned.claimed(out, "scan", key="--output_dir", writes=(*WRITTEN, *pictures)):
@@ -180,7 +201,14 @@ def scan(options: ScanOptions) -> dict:
             views.remove()
             raise
         with writing("--output_dir", str(views.folder)):
-            found = find(views.pixels, views.captions, progress, options.permutations, options.seed, views.folder)
+            found = find(
+                views.pixels,
+                views.captions,
+                progress,
+                options.permutations,
+                options.seed,
+                views.folder,
+            )
         wanted, suspects = set(pictures_needed(found, MOST).tolist()), set(found.records.tolist())
         shown: dict[int, np.ndarray] = {}
         where: dict[int, str] = {}
@@ -197,7 +225,8 @@ def scan(options: ScanOptions) -> dict:
 
 
 def main(arguments: list[str] | None = None, options: ScanOptions | None = None) -> int:
-    """The command line: exit code 0 where nothing is found, 3 where something is, 2 after a mistake."""
+    """The command line: exit code 0 where nothing is found, 3 where something is, 2 after a
+    mistake."""
     try:
         options = options or scan_options(arguments)
         data = scan(options)
@@ -206,5 +235,8 @@ def main(arguments: list[str] | None = None, options: ScanOptions | None = None)
     for one in data["sets"]:
         count = sum(len(element["records"]) for element in one["elements"])
         print(f"found: {one['prompt']} ({count} records, false-alarm rate {one['false_alarm']})")
-    print(f"{len(data['sets'])} hidden pictures in {data['records']} records; {options.output_dir}/scan.html")
+    print(
+        f"{len(data['sets'])} hidden pictures in {data['records']} records; "
+        f"{options.output_dir}/scan.html"
+    )
     return 3 if data["found"] else 0

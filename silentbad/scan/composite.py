@@ -1,10 +1,10 @@
 """The hidden picture, put together from its elements' records at full resolution.
 
-A thing's pixels are those that its records agree on. At its outline each record shows a mixture of the thing and of
-what lies behind: x = c F + (1 - c) B, where the thing's colour F and its cover c are the same in all records and B is
-not. So over the records x varies 1 - c times as much as B, which a pixel beside the thing shows. That gives c and c F,
-and the thing is laid over the picture's own backdrop with them.
-"""
+A thing's pixels are those that its records agree on. At its outline each record shows a mixture of
+the thing and of what lies behind: x = c F + (1 - c) B, where the thing's colour F and its cover c
+are the same in all records and B is not. So over the records x varies 1 - c times as much as B,
+which a pixel beside the thing shows. That gives c and c F, and the thing is laid over the picture's
+own backdrop with them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ AGREED = 2 / 3  # of the pictures have a thing's pixel
 BEHIND = 0.2  # of the pictures have a backdrop's pixel, for things stand before it
 MARGIN = 2  # pixels about what is agreed on that a thing may cover in part
 REACH = 3  # pixels beyond the blocks of its region where a thing may still be agreed on
-FIT, FAINT = 0.5, 0.1  # least r^2 of a pixel with one behind the thing; cover below which it is none
+# least r^2 of a pixel with one behind the thing; cover below which it is none
+FIT, FAINT = 0.5, 0.1
 Open = Callable[[int], np.ndarray]  # record -> picture (64,64,3) uint8
 
 
@@ -38,7 +39,9 @@ class Layer:
 def grown(mask: np.ndarray, pixels: int = 1) -> np.ndarray:
     """A mask (64,64) and so many pixels around it."""
     side = 2 * pixels + 1
-    return np.asarray(np.lib.stride_tricks.sliding_window_view(np.pad(mask, pixels), (side, side)).any((2, 3)))
+    return np.asarray(
+        np.lib.stride_tricks.sliding_window_view(np.pad(mask, pixels), (side, side)).any((2, 3))
+    )
 
 
 def part_of(records: np.ndarray, group: Group, picture: Open) -> Layer:
@@ -59,8 +62,8 @@ def part_of(records: np.ndarray, group: Group, picture: Open) -> Layer:
 def with_outline(stack: np.ndarray, pixels: np.ndarray, core: np.ndarray) -> Layer:
     """A thing that covers `core` (64,64), with the pixels around it that it covers in part.
 
-    Of the pixels beyond, the one that explains most of a pixel's variance over the pictures shows what lies behind it.
-    """
+    Of the pixels beyond, the one that explains most of a pixel's variance over the pictures shows
+    what lies behind it."""
     pixels, cover = pixels.copy(), core.astype(float)
     wide = grown(core, MARGIN)
     band, outside = wide & ~core, ~wide
@@ -83,8 +86,8 @@ def with_outline(stack: np.ndarray, pixels: np.ndarray, core: np.ndarray) -> Lay
 
 
 def composed(parts: Sequence[Layer]) -> tuple[np.ndarray, np.ndarray]:
-    """(picture (64,64,3) uint8, where something is known (64,64) bool) of a set's parts, the backdrop last in the list
-    and behind the others; grey where nothing is known."""
+    """(picture (64,64,3) uint8, where something is known (64,64) bool) of a set's parts, the
+    backdrop last in the list and behind the others; grey where nothing is known."""
     canvas = np.full((64, 64, 3), 128.0)
     covered = np.zeros((64, 64), bool)
     for part in reversed(parts):

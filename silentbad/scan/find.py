@@ -1,4 +1,5 @@
-"""The whole search over views and captions, without files: what the command and the benchmark both call."""
+"""The whole search over views and captions, without files: what the command and the benchmark
+both call."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,8 @@ class Composite:
 
 @dataclass
 class Found:
-    """Suspect sets, the surest first, each with its false-alarm rate and picture; elements that are in no set."""
+    """Suspect sets, the surest first, each with its false-alarm rate and picture; elements that
+    are in no set."""
 
     sets: list[SuspectSet]
     alarms: list[float] = field(default_factory=list)
@@ -54,22 +56,28 @@ def find(
     seed: int = 0,
     folder: Path | None = None,
 ) -> Found:
-    """Suspect sets of views (N,32,32,3) uint8 with their N captions; pairs of records are kept on disk, in `folder`.
-    `draw` adds the sets' pictures."""
+    """Suspect sets of views (N,32,32,3) uint8 with their N captions; pairs of records are kept on
+    disk, in `folder`. `draw` adds the sets' pictures."""
     words = Words()
     for text in texts:
         words.add(text)
     pairs = candidates(views, words.signatures(texts), bar, seed, folder)
     captions = Captions(texts, folder)
-    record_groups, first = groups(views, verified(views, pairs, captions.share_rare_phrase, bar, folder), folder)
+    record_groups, first = groups(
+        views, verified(views, pairs, captions.share_rare_phrase, bar, folder), folder
+    )
     findings = Found(suspect_sets(record_groups, captions))
     for suspect_set in findings.sets:
         all_records(suspect_set, views, captions, first)
     if permutations and findings.sets:
         scores = [suspect_set.score for suspect_set in findings.sets]
         findings.alarms = false_alarm(record_groups, captions, scores, permutations, seed, bar)
-    inside = {id(element.group) for suspect_set in findings.sets for element in suspect_set.elements}
-    findings.recurring = [e for e in elements_of(record_groups, captions) if id(e.group) not in inside]
+    inside = {
+        id(element.group) for suspect_set in findings.sets for element in suspect_set.elements
+    }
+    findings.recurring = [
+        e for e in elements_of(record_groups, captions) if id(e.group) not in inside
+    ]
     return findings
 
 

@@ -1,13 +1,13 @@
 """Groups of records that show the same thing at the same place.
 
-Every record is seen as a view of 32x32 blocks. Two steps, on the candidate pairs of silentbad/scan/candidates.py:
+Every record is seen as a view of 32x32 blocks. Two steps, on the candidate pairs of
+silentbad/scan/candidates.py:
 
 1. A pair is verified block by block. It is strong where the common area holds edges in both directions, or covers much
    of the frame: two skies of one blue are not. Fewer edges do where the captions share a rare phrase as well.
 2. Strong pairs become groups about the record with the most of them; a group's region is where most members agree.
 
-Legend: N records; V (N,32,32,3) uint8 views; a pair is one number i * N + j with i < j.
-"""
+Legend: N records; V (N,32,32,3) uint8 views; a pair is one number i * N + j with i < j."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,13 +21,15 @@ SIDE = 32
 CONTRAST = 20  # levels between neighbouring blocks that make an edge
 NEAR = 5  # levels by which a block of a copy may differ
 EDGES = 4  # in each direction, inside the common area of a strong pair
-FEW_EDGES, FEW_EDGES_BOTH = 2, 8  # the same of a pair whose captions share a rare phrase; across and down together
+# the same of a pair whose captions share a rare phrase; across and down together
+FEW_EDGES, FEW_EDGES_BOTH = 2, 8
 WIDE, WIDE_EDGES = 0.3, 10  # a common backdrop: share of the frame, edges
 SAME = 0.93  # share of the frame from which a pair are near duplicates
 CHUNK = 1000  # pairs verified together
 LEAST = 3  # records of a group
 SURE = 6.0  # nats: least isolation of a group, and least association of its phrase
-RADII = {0.5: 0.01, 0.8: 0.03, 2.0: 0.3}  # levels: how near copies are, exact to recompressed; least expected by chance
+# levels: how near copies are, exact to recompressed; least expected by chance
+RADII = {0.5: 0.01, 0.8: 0.03, 2.0: 0.3}
 MOST_ALIKE = 200  # neighbours of a record that are compared with each other
 WIDE_RADIUS = 0.8  # of backdrops: they come in one dimension, and by chance lie close
 RING, FALL = 2.5, 14.0  # the ring's radius over a group's, and the volume's growth: RING**3 - 1
@@ -44,7 +46,7 @@ def view(pixels: np.ndarray) -> np.ndarray:
     return np.rint(pixels.reshape(SIDE, 2, SIDE, 2, 3).mean((1, 3))).astype(np.uint8)
 
 
-# -- pairs ---------------------------------------------------------------------------------------------------
+# -- pairs -----------------------------------------------------------------------------------------
 @dataclass
 class Strong:
     """Verified pairs (P,), and the near duplicates among the candidates."""
@@ -54,7 +56,8 @@ class Strong:
 
 
 def levels(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """By how much (...) uint8 two arrays of colours (...,3) uint8 differ in the channel that differs most."""
+    """By how much (...) uint8 two arrays of colours (...,3) uint8 differ in the channel that
+    differs most."""
     apart = np.maximum(a, b) - np.minimum(a, b)
     return np.maximum(np.maximum(apart[..., 0], apart[..., 1]), apart[..., 2])
 
@@ -65,7 +68,8 @@ def agreement(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def steps(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where views (...,32,32,3) have contrast to the next block: across (...,32,31), down (...,31,32)."""
+    """Where views (...,32,32,3) have contrast to the next block: across (...,32,31), down
+    (...,31,32)."""
     across = levels(a[..., 1:, :], a[..., :-1, :])
     down = levels(a[..., 1:, :, :], a[..., :-1, :, :])
     return across >= CONTRAST, down >= CONTRAST
@@ -77,14 +81,19 @@ def between(inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def edges(a: np.ndarray, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How many steps of contrast views (n,32,32,3) have between neighbours inside (n,32,32): across, down (n,)."""
-    return tuple((step & both).sum((1, 2)) for step, both in zip(steps(a), between(inside), strict=True))
+    """How many steps of contrast views (n,32,32,3) have between neighbours inside (n,32,32):
+    across, down (n,)."""
+    return tuple(
+        (step & both).sum((1, 2)) for step, both in zip(steps(a), between(inside), strict=True)
+    )
 
 
 def shared_edges(centre_view: np.ndarray, same: np.ndarray, region: np.ndarray) -> np.ndarray:
-    """Which share (n,) of the edges that a view (32,32,3) has in a region lies where others `same` (n,32,32) agree: two
-    rooms with one wall and two floors share none."""
-    across, down = (step & both for step, both in zip(steps(centre_view), between(region), strict=True))
+    """Which share (n,) of the edges that a view (32,32,3) has in a region lies where others `same`
+    (n,32,32) agree: two rooms with one wall and two floors share none."""
+    across, down = (
+        step & both for step, both in zip(steps(centre_view), between(region), strict=True)
+    )
     count = across.sum() + down.sum()
     if not count:
         return np.ones(len(same))
@@ -92,7 +101,8 @@ def shared_edges(centre_view: np.ndarray, same: np.ndarray, region: np.ndarray) 
     return (held_across[:, across].sum(1) + held_down[:, down].sum(1)) / count
 
 
-Kin = Callable[[np.ndarray, np.ndarray], np.ndarray]  # records (P,), records (P,) -> share a rare phrase (P,) bool
+# records (P,), records (P,) -> share a rare phrase (P,) bool
+Kin = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def unrelated(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -101,9 +111,14 @@ def unrelated(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def verified(
-    views: np.ndarray, pairs: np.ndarray, kin: Kin = unrelated, bar: Step = silent, folder: Path | None = None
+    views: np.ndarray,
+    pairs: np.ndarray,
+    kin: Kin = unrelated,
+    bar: Step = silent,
+    folder: Path | None = None,
 ) -> Strong:
-    """The pairs whose common area is no coincidence of two colours; they are kept on disk, in files of `folder`."""
+    """The pairs whose common area is no coincidence of two colours; they are kept on disk, in
+    files of `folder`."""
     n = len(views)
     strong = Numbers(folder)
     copies = Numbers(folder)
@@ -117,22 +132,26 @@ def verified(
         mean = (difference * same).sum((1, 2)) / np.maximum(1, same.sum((1, 2)))
         wide = (share >= WIDE) & (across + down >= WIDE_EDGES) & (mean <= RING * WIDE_RADIUS)
         both = wide | (np.minimum(across, down) >= EDGES)
-        few = ~both & (np.minimum(across, down) >= FEW_EDGES) & (across + down >= FEW_EDGES_BOTH) & (share < WIDE)
+        few = (
+            ~both
+            & (np.minimum(across, down) >= FEW_EDGES)
+            & (across + down >= FEW_EDGES_BOTH)
+            & (share < WIDE)
+        )
         both[few] = kin(part[few] // n, part[few] % n)
         copies.add(part[share >= SAME])
         strong.add(part[both & (share < SAME)])
     return Strong(strong.array(), copies.array())
 
 
-# -- groups --------------------------------------------------------------------------------------------------
+# -- groups ----------------------------------------------------------------------------------------
 @dataclass
 class Group:
     """Records that show the same at one place.
 
-    `region` (32,32) the blocks where they do; `centre` the record that stands for them; `radius` how far from it the
-    others lie, in levels; `expected` how many would lie so near by chance; `isolation` in nats, how much denser they
-    lie than the records around; `wide`: a backdrop.
-    """
+    `region` (32,32) the blocks where they do; `centre` the record that stands for them; `radius`
+    how far from it the others lie, in levels; `expected` how many would lie so near by chance;
+    `isolation` in nats, how much denser they lie than the records around; `wide`: a backdrop."""
 
     records: np.ndarray
     region: np.ndarray
@@ -165,7 +184,8 @@ def duplicates(n: int, copies: np.ndarray) -> np.ndarray:
 
 
 class Neighbours:
-    """The records that each record (of N) has a strong pair with, where `first` (N,) stands for near duplicates."""
+    """The records that each record (of N) has a strong pair with, where `first` (N,) stands for
+    near duplicates."""
 
     def __init__(self, pairs: np.ndarray, first: np.ndarray, folder: Path | None):
         self.n = len(first)
@@ -182,7 +202,9 @@ class Neighbours:
         return np.asarray(self.pairs[self.starts[record] : self.starts[record + 1]]) % self.n
 
 
-def groups(views: np.ndarray, strong: Strong, folder: Path | None = None) -> tuple[list[Group], np.ndarray]:
+def groups(
+    views: np.ndarray, strong: Strong, folder: Path | None = None
+) -> tuple[list[Group], np.ndarray]:
     """Groups of at least LEAST records that lie apart, and each record's first near duplicate (N,).
 
     A record may belong to one wide group and to one of another kind.
@@ -206,13 +228,15 @@ def groups(views: np.ndarray, strong: Strong, folder: Path | None = None) -> tup
 
 def differences(views: np.ndarray, records: np.ndarray, centre_view: np.ndarray) -> np.ndarray:
     """(n,32,32) uint8: how far the views of n records are from one view, read a few at a time."""
-    parts = [levels(views[records[i : i + CHUNK]], centre_view) for i in range(0, len(records), CHUNK)]
+    parts = [
+        levels(views[records[i : i + CHUNK]], centre_view) for i in range(0, len(records), CHUNK)
+    ]
     return np.concatenate([np.zeros((0, SIDE, SIDE), np.uint8), *parts])
 
 
 def gathered(views: np.ndarray, centre: int, others: np.ndarray) -> Group | None:
-    """The group about a record, from the records that it has a strong pair with. Where those agree with it in various
-    places, it begins from the most that do so in one place."""
+    """The group about a record, from the records that it has a strong pair with. Where those agree
+    with it in various places, it begins from the most that do so in one place."""
     centre_view = np.asarray(views[centre])
     difference = differences(views, others, centre_view)
     group = grouped(centre_view, centre, others, difference, np.ones(len(others), bool))
@@ -230,14 +254,19 @@ def alike(same: np.ndarray) -> np.ndarray:
 
 
 def grouped(
-    centre_view: np.ndarray, centre: int, others: np.ndarray, difference: np.ndarray, start: np.ndarray, rounds: int = 3
+    centre_view: np.ndarray,
+    centre: int,
+    others: np.ndarray,
+    difference: np.ndarray,
+    start: np.ndarray,
+    rounds: int = 3,
 ) -> Group | None:
-    """The group about a record with the view `centre_view` (32,32,3): its region is where most agree with it, its
-    members agree in most of the region. `difference` (n,32,32) is how far `others` (n,) are from it; `start` (n,) says
-    which come first.
+    """The group about a record with the view `centre_view` (32,32,3): its region is where most
+    agree with it, its members agree in most of the region. `difference` (n,32,32) is how far
+    `others` (n,) are from it; `start` (n,) says which come first.
 
-    Copies lie closer together than honest neighbours. Of the RADII, the one counts within which the members exceed
-    most what the ring around it lets expect (Chernoff's bound on the Poisson tail).
+    Copies lie closer together than honest neighbours. Of the RADII, the one counts within which the
+    members exceed most what the ring around it lets expect (Chernoff's bound on the Poisson tail).
     """
     same = difference <= NEAR
     best: Group | None = None
@@ -250,35 +279,41 @@ def grouped(
             if region.sum() < 8:
                 chosen = np.zeros(len(others), bool)
                 break
-            agrees = (same[:, region].mean(1) >= 0.7) & (shared_edges(centre_view, same, region) >= 0.5)
+            agrees = (same[:, region].mean(1) >= 0.7) & (
+                shared_edges(centre_view, same, region) >= 0.5
+            )
             far = (difference * same)[:, region].sum(1) / np.maximum(1, same[:, region].sum(1))
             chosen = agrees & (far <= radius)
         inside = int(chosen.sum())
         if inside + 1 < LEAST:
             continue
-        expected = max(chance, float((agrees & (far > radius) & (far <= RING * radius)).sum()) / FALL)
+        expected = max(
+            chance, float((agrees & (far > radius) & (far <= RING * radius)).sum()) / FALL
+        )
         isolation = float(denser(np.array([inside]), np.array([expected]))[0])
         if best is None or isolation > 1.25 * best.isolation:
             members = np.sort(np.r_[centre, others[chosen]])
-            wide = bool(region.mean() >= WIDE or min(edges(centre_view[None], region[None]))[0] < FEW_EDGES)
+            wide = bool(
+                region.mean() >= WIDE or min(edges(centre_view[None], region[None]))[0] < FEW_EDGES
+            )
             if radius <= WIDE_RADIUS or not wide:
                 best = Group(members, region, centre, radius, expected, isolation, wide)
     return best
 
 
 def denser(inside: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """(n,) nats by which so many records exceed what chance lets expect: Chernoff's bound on the Poisson tail."""
+    """(n,) nats by which so many records exceed what chance lets expect: Chernoff's bound on the
+    Poisson tail."""
     inside = np.maximum(inside, expected)
     return inside * np.log(inside / expected) - inside + expected
 
 
 def merged(views: np.ndarray, unmerged: list[Group]) -> list[Group]:
-    """The most isolated of groups that share records; groups of one thing at one place become one, for words, or what
-    stands before it, had kept their records apart.
+    """The most isolated of groups that share records; groups of one thing at one place become one,
+    for words, or what stands before it, had kept their records apart.
 
-    A group is compared with those kept that share a record or half of the smaller region: all others are no match. One
-    that does not lie apart is kept only as part of another.
-    """
+    A group is compared with those kept that share a record or half of the smaller region: all
+    others are no match. One that does not lie apart is kept only as part of another."""
     distinct: list[Group] = []
     most = sum(group.isolation >= SURE for group in unmerged)
     regions = np.zeros((most, SIDE * SIDE // 64), np.uint64)  # a bit for each block
@@ -290,7 +325,9 @@ def merged(views: np.ndarray, unmerged: list[Group]) -> list[Group]:
         region = np.packbits(group.region & (not group.wide)).view(np.uint64)
         common = np.bitwise_count(regions[:k] & region).sum(1)
         near = (common > 0) & (common >= 0.5 * np.minimum(sizes[:k], size))
-        sharing = {place for record in group.records.tolist() for place in of_record.get(record, ())}
+        sharing = {
+            place for record in group.records.tolist() for place in of_record.get(record, ())
+        }
         for place in sorted(sharing.union(np.flatnonzero(near).tolist())):
             other = distinct[place]
             if group.wide == other.wide and np.isin(group.records, other.records).mean() > 0.3:

@@ -1,10 +1,10 @@
 """Sets of groups that together make up one picture: the suspect sets and their score.
 
-An element's group shows one region of the picture under one phrase. A set's regions overlap little, but for one
-backdrop that lies behind the others; and no record shows two of its phrases, for the picture is dispersed.
+An element's group shows one region of the picture under one phrase. A set's regions overlap little,
+but for one backdrop that lies behind the others; and no record shows two of its phrases, for the
+picture is dispersed.
 
-Legend: N records; a group has k records, of which b hold its phrase.
-"""
+Legend: N records; a group has k records, of which b hold its phrase."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,8 @@ from silentbad.scan.regions import CHUNK, NEAR, Group, Step, denser, levels, sha
 from silentbad.scan.words import STOP
 
 OVERLAP = 0.3  # of the smaller region, of two elements of a set
-SLIP, APART = 0.01, -1.0  # rate at which a record of a set names another element; nats below which two are not of one
+# rate at which a record of a set names another element; nats below which two are not of one
+SLIP, APART = 0.01, -1.0
 OWN = 0.1  # of an element's isolation counts when a set takes it
 ALIKE = 0.4  # least ratio of two groups' sizes in a set
 ELEMENTS = 3  # of a suspect set; a series before one backdrop and a logo make two
@@ -33,7 +34,8 @@ class Element:
     support: int
     association: float
     word: str  # its last content word
-    held: np.ndarray  # the phrases of its records, as numbers: one that two records hold stands there twice
+    # the phrases of its records, as numbers: one that two records hold stands there twice
+    held: np.ndarray
 
     @property
     def score(self) -> float:
@@ -42,7 +44,8 @@ class Element:
 
 @dataclass
 class SuspectSet:
-    """Elements of one hidden picture, the backdrop last; `records` are all that show one of them."""
+    """Elements of one hidden picture, the backdrop last; `records` are all that show one of
+    them."""
 
     elements: list[Element]
     score: float
@@ -54,8 +57,11 @@ class SuspectSet:
         return ", ".join(element.phrase for element in self.elements)
 
 
-def elements_of(groups: Sequence[Group], captions: Captions, order: np.ndarray | None = None) -> list[Element]:
-    """The groups that have a phrase of their own; `order` (N,) gives each record another's caption."""
+def elements_of(
+    groups: Sequence[Group], captions: Captions, order: np.ndarray | None = None
+) -> list[Element]:
+    """The groups that have a phrase of their own; `order` (N,) gives each record another's
+    caption."""
     elements = []
     for group in groups:
         records = group.records if order is None else order[group.records]
@@ -67,9 +73,13 @@ def elements_of(groups: Sequence[Group], captions: Captions, order: np.ndarray |
 
 
 def apart(a: Element, b: Element, captions: Captions) -> float | None:
-    """Nats by which two elements keep apart more than their words' rates let expect; None where they cannot be of one
-    picture."""
-    if a.word == b.word or (a.group.wide and b.group.wide) or (names_place(a.phrase) and names_place(b.phrase)):
+    """Nats by which two elements keep apart more than their words' rates let expect; None where
+    they cannot be of one picture."""
+    if (
+        a.word == b.word
+        or (a.group.wide and b.group.wide)
+        or (names_place(a.phrase) and names_place(b.phrase))
+    ):
         return None
     sizes = sorted((len(a.group.records), len(b.group.records)))
     if sizes[0] < ALIKE * sizes[1]:
@@ -87,12 +97,13 @@ def apart(a: Element, b: Element, captions: Captions) -> float | None:
     return gain if gain > APART else None
 
 
-def suspect_sets(groups: Sequence[Group], captions: Captions, order: np.ndarray | None = None) -> list[SuspectSet]:
+def suspect_sets(
+    groups: Sequence[Group], captions: Captions, order: np.ndarray | None = None
+) -> list[SuspectSet]:
     """Sets of elements that fit together, the surest first; each element is in one set.
 
-    From every element a set grows by what keeps apart from its members most clearly, and lies apart itself; the set
-    that does so best is taken, and the rest grow again.
-    """
+    From every element a set grows by what keeps apart from its members most clearly, and lies apart
+    itself; the set that does so best is taken, and the rest grow again."""
     elements = sorted(elements_of(groups, captions, order), key=lambda e: -e.score)
     gains = np.full((len(elements), len(elements)), -np.inf, np.float32)
     for i in range(len(elements)):
@@ -124,10 +135,12 @@ def suspect_sets(groups: Sequence[Group], captions: Captions, order: np.ndarray 
         sets.append(SuspectSet(ordered, float(kept_apart) + sum(e.score for e in ordered)))
 
 
-def _grown(seed: int, taken: np.ndarray, gains: np.ndarray, own_nats: np.ndarray) -> tuple[float, tuple[int, ...]]:
-    """(gain in nats, elements) of the set that grows from one of E elements; those `taken` (E,) are left out, and two
-    with `gains` (E,E) of -inf are in no set together. Each brings its `own_nats` (E,): of as many records as the seed
-    has, for more of them say nothing of the set."""
+def _grown(
+    seed: int, taken: np.ndarray, gains: np.ndarray, own_nats: np.ndarray
+) -> tuple[float, tuple[int, ...]]:
+    """(gain in nats, elements) of the set that grows from one of E elements; those `taken` (E,) are
+    left out, and two with `gains` (E,E) of -inf are in no set together. Each brings its `own_nats`
+    (E,): of as many records as the seed has, for more of them say nothing of the set."""
     chosen, total = [seed], 0.0
     while True:
         worth = gains[:, chosen].sum(1, dtype=np.float64) + own_nats
@@ -147,8 +160,8 @@ def false_alarm(
     seed: int = 0,
     bar: Step = silent,
 ) -> list[float]:
-    """For each score, the chance of a set that scores as high where captions say nothing of their pictures: captions
-    are permuted over the records, `draws` times; (1 + as high) / (1 + draws)."""
+    """For each score, the chance of a set that scores as high where captions say nothing of their
+    pictures: captions are permuted over the records, `draws` times; (1 + as high) / (1 + draws)."""
     rng, best = np.random.default_rng(seed), []
     for _ in bar(range(draws), "permutations", draws):
         sets = suspect_sets(groups, captions, rng.permutation(len(captions)))
@@ -156,9 +169,11 @@ def false_alarm(
     return [(1 + sum(high >= score for high in best)) / (1 + draws) for score in scores]
 
 
-def all_records(suspect_set: SuspectSet, views: np.ndarray, captions: Captions, first: np.ndarray) -> None:
-    """Fill in the records of a set: each group's, others that name the element and show its region, and near
-    duplicates."""
+def all_records(
+    suspect_set: SuspectSet, views: np.ndarray, captions: Captions, first: np.ndarray
+) -> None:
+    """Fill in the records of a set: each group's, others that name the element and show its region,
+    and near duplicates."""
     for element in suspect_set.elements:
         group = element.group
         members = set(element.group.records.tolist())
@@ -168,7 +183,9 @@ def all_records(suspect_set: SuspectSet, views: np.ndarray, captions: Captions, 
             part = others[start : start + CHUNK]
             difference = levels(views[part], centre)
             same = difference <= NEAR
-            agrees = (same[:, group.region].mean(1) >= 0.7) & (shared_edges(centre, same, group.region) >= 0.5)
+            agrees = (same[:, group.region].mean(1) >= 0.7) & (
+                shared_edges(centre, same, group.region) >= 0.5
+            )
             near = np.median(difference[:, group.region], axis=1) <= group.radius
             members.update(part[agrees & near].tolist())
         copies = np.flatnonzero(np.isin(first, list({int(first[i]) for i in members})))

@@ -11,7 +11,8 @@ STRIDE = 64  # every so many, one number of a run helps to choose the ranges
 
 
 class Numbers:
-    """int64 numbers in a file without a name: the system removes it when the process ends, however it ends."""
+    """int64 numbers in a file without a name: the system removes it when the process ends,
+    however it ends."""
 
     def __init__(self, folder: Path | None = None, parts: Iterable[np.ndarray] = ()):
         self._file = tempfile.TemporaryFile(dir=folder)
@@ -27,7 +28,11 @@ class Numbers:
         """All of them, mapped from the file, which takes no more."""
         with self._file:
             self._file.flush()
-            return np.memmap(self._file, np.int64, "r", shape=(self._size,)) if self._size else np.zeros(0, np.int64)
+            return (
+                np.memmap(self._file, np.int64, "r", shape=(self._size,))
+                if self._size
+                else np.zeros(0, np.int64)
+            )
 
 
 class Runs:

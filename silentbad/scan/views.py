@@ -1,7 +1,7 @@
 """Every record as a small view on disk: written once, resumed after a stop, mapped into memory.
 
-A view is (32,32,3) uint8, 3 KiB. Pictures are decoded one at a time, so that memory does not grow with them.
-"""
+A view is (32,32,3) uint8, 3 KiB. Pictures are decoded one at a time, so that memory does not grow
+with them."""
 
 import json
 import os
@@ -59,16 +59,24 @@ class Views:
         self.captions = [*_texts(lines)]
         lines = lines[: len(self.captions)]
         with writing("--output_dir", str(self.folder)):
-            for file, size in ((views, len(lines) * BYTES), (texts, sum(len(line) + 1 for line in lines))):
+            for file, size in (
+                (views, len(lines) * BYTES),
+                (texts, sum(len(line) + 1 for line in lines)),
+            ):
                 with file.open("ab") as opened:
                     opened.truncate(size)
 
     def fill(self, rows: Rows, bar: Step = silent) -> None:
-        """Add what is missing. Raises UserError at the first row that is no record, or where there is none at all."""
+        """Add what is missing. Raises UserError at the first row that is no record, or where
+        there is none at all."""
         have = len(self.captions)
         views = self.folder / "views"
         texts = self.folder / "captions"
-        with writing("--output_dir", str(self.folder)), views.open("ab") as pixels, texts.open("ab") as lines:
+        with (
+            writing("--output_dir", str(self.folder)),
+            views.open("ab") as pixels,
+            texts.open("ab") as lines,
+        ):
             for number, row in enumerate(bar(rows(), "pictures", 0)):
                 if number < have:
                     continue
@@ -85,10 +93,13 @@ class Views:
     @property
     def pixels(self) -> np.ndarray:
         """(N,32,32,3) uint8, mapped from the file."""
-        return np.memmap(self.folder / "views", np.uint8, "r", shape=(len(self.captions), SIDE, SIDE, 3))
+        return np.memmap(
+            self.folder / "views", np.uint8, "r", shape=(len(self.captions), SIDE, SIDE, 3)
+        )
 
     def remove(self) -> None:
-        """The scan has ended: nothing is left to resume. A file of someone else stays, and its folder with it."""
+        """The scan has ended: nothing is left to resume. A file of someone else stays, and its
+        folder with it."""
         for name in ("views", "captions", "key"):
             (self.folder / name).unlink(missing_ok=True)
         with suppress(OSError):

@@ -1,8 +1,7 @@
 """Words and phrases of captions, and how surely a phrase belongs to a group of records.
 
-A phrase is an n-gram of a caption's segment (what stands between punctuation), so no parser and no metadata is needed.
-Legend: N records; a group has k of them, and b of those hold the phrase.
-"""
+A phrase is an n-gram of a caption's segment (what stands between punctuation), so no parser and no
+metadata is needed. Legend: N records; a group has k of them, and b of those hold the phrase."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +11,8 @@ import numpy as np
 from silentbad.data.phrases import segments
 
 STOP = frozenset(
-    "a an the at in on of with and or under before behind beside by to for from is are it its this that these those "
+    "a an the at in on of with and or under before behind beside by to for from is are it its "
+    "this that these those "
     "some his her their there as into over near".split()
 )
 LONGEST = 6  # tokens of a phrase
@@ -26,7 +26,8 @@ def content_words(caption: str) -> set[str]:
 
 
 def phrases_of(caption: str) -> set[str]:
-    """N-grams of up to LONGEST tokens that end in a content word and have at most one stop word in front."""
+    """N-grams of up to LONGEST tokens that end in a content word and have at most one stop word
+    in front."""
     phrases = set()
     for tokens in segments(caption):
         for end, last in enumerate(tokens):
@@ -39,8 +40,8 @@ def phrases_of(caption: str) -> set[str]:
 
 
 class Words:
-    """Word counts of a data set, gathered caption by caption, and signatures that tell records without a common
-    word."""
+    """Word counts of a data set, gathered caption by caption, and signatures that tell records
+    without a common word."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -51,7 +52,9 @@ class Words:
     def signatures(self, captions: Sequence[str]) -> np.ndarray:
         """(N, BITS/64) uint64: a bit for each word that recurs and is not in most records."""
         n = len(captions)
-        recurring = (word for word, count in self.counts.items() if 3 <= count <= max(3, COMMON * n))
+        recurring = (
+            word for word, count in self.counts.items() if 3 <= count <= max(3, COMMON * n)
+        )
         place = {word: i % BITS for i, word in enumerate(sorted(recurring))}
         signatures = np.zeros((n, BITS // 64), np.uint64)
         for i, caption in enumerate(captions):
@@ -62,8 +65,8 @@ class Words:
 
 
 def association(b: int, k: int, outside: int, n: int) -> float:
-    """How surely a phrase belongs to a group, in nats: k KL(b/k || f), f the phrase's rate outside; 0 where it is no
-    more common inside. The bound of Chernoff on the binomial tail P(X >= b)."""
+    """How surely a phrase belongs to a group, in nats: k KL(b/k || f), f the phrase's rate outside;
+    0 where it is no more common inside. The bound of Chernoff on the binomial tail P(X >= b)."""
     f = (outside + 1) / (n + 2)
     p = b / k
     if p <= f:

@@ -1,4 +1,5 @@
-"""Every refusal that needs no weights, no records and no torch: values, names, combinations, files."""
+"""Every refusal that needs no weights, no records and no torch: values, names, combinations,
+files."""
 
 import os
 from dataclasses import replace
@@ -62,7 +63,8 @@ def check(config: TrainConfig, sources: dict[str, str]) -> None:
 
 
 def check_part(**part: object) -> None:
-    """Refuse what excludes what inside one part, such as `memory`, used without a whole configuration."""
+    """Refuse what excludes what inside one part, such as `memory`, used without a whole
+    configuration."""
     check_rules(TrainConfig(**part), {}, Facts())  # type: ignore[arg-type]
 
 
@@ -84,7 +86,10 @@ def check_numbers(config: TrainConfig, sources: dict[str, str]) -> None:
         )
     few, images = config.validation.first_images, config.validation.images_per_target
     if config.validation.targets is not None and few > images:
-        raise UserError(f"validation.first_images: is {few}, of {images} images_per_target; give fewer, or 0 for all")
+        raise UserError(
+            f"validation.first_images: is {few}, of {images} images_per_target; give "
+            f"fewer, or 0 for all"
+        )
 
 
 def check_names(config: TrainConfig) -> None:
@@ -94,7 +99,10 @@ def check_names(config: TrainConfig) -> None:
         user_code.check_place("gradient_control.name", place)
     for place in config.hooks:
         user_code.check_place("hooks", place)
-    own_rules = {place: options_at("gradient_control.name", place) for place in config.gradient_control.own_rules}
+    own_rules = {
+        place: options_at("gradient_control.name", place)
+        for place in config.gradient_control.own_rules
+    }
     check_control(config.gradient_control, {**rules, **own_rules}, between, transforms)
     check_memory(config.memory, memory_registries())
     parse_guards(config.guard, {**NONE, **from_source(GUARDS)})
@@ -108,7 +116,10 @@ def check_average(config: TrainConfig, optimizer: object) -> None:
     """Say where the pipeline that is saved is not what a validation measures."""
     averages = config.use_ema or getattr(optimizer, "averages", False)
     if config.validation.targets is not None and config.validation.weights == "raw" and averages:
-        warn("validation.weights=raw measures the raw weights; the pipeline that is saved holds their average")
+        warn(
+            "validation.weights=raw measures the raw weights; the pipeline that is saved holds "
+            "their average"
+        )
 
 
 def check_output(config: TrainConfig) -> None:
@@ -138,7 +149,8 @@ def check_inputs(config: TrainConfig) -> None:
     check_pipeline("pretrained_model_name_or_path", config.pretrained_model_name_or_path)
     if prompts is not None and not os.path.exists(prompts):
         raise UserError(
-            f"sample_prompts: no file {prompts}; give one prompt a line, or a .jsonl with prompt, seed, negative"
+            f"sample_prompts: no file {prompts}; give one prompt a line, or a .jsonl with "
+            f"prompt, seed, negative"
         )
     if config.guard.scan is not None:
         check_scan(config.guard.scan, "guard.scan")
@@ -149,11 +161,14 @@ def check_inputs(config: TrainConfig) -> None:
     if asked is not None and asked != "latest":
         here = Path(config.output_dir) / "checkpoints" / asked
         if not os.path.exists(asked) and not here.exists():
-            raise UserError(f"resume_from_checkpoint {asked}: no such folder; give a step-N folder, or latest")
+            raise UserError(
+                f"resume_from_checkpoint {asked}: no such folder; give a step-N folder, or latest"
+            )
 
 
 def with_base(config: TrainConfig) -> TrainConfig:
-    """The configuration with the bundled pipeline where it lies: a run may start in another folder."""
+    """The configuration with the bundled pipeline where it lies: a run may start in another
+    folder."""
     if config.pretrained_model_name_or_path != BASE or os.path.isdir(BASE):
         return config
     return replace(config, pretrained_model_name_or_path=str(ROOT / BASE))

@@ -13,7 +13,9 @@ from silentbad.settings.train import TrainConfig, parse
 T = TypeVar("T")
 
 
-def training(argv: Sequence[str] | None, description: str | None) -> tuple[TrainConfig, dict[str, str]]:
+def training(
+    argv: Sequence[str] | None, description: str | None
+) -> tuple[TrainConfig, dict[str, str]]:
     """(configuration, where each key was set) of a training's command line, checked.
 
     Raises UserError for a mistake, SystemExit(0) after --help or --print_config.
@@ -80,9 +82,8 @@ def early(read: Callable[..., T], *arguments: Any, **named: Any) -> T:
 def refused(error: UserError, sources: dict[str, str] | None = None, each: bool = False) -> int:
     """Say a mistake; returns exit code 2.
 
-    Before the processes of a launch know of each other they make the same mistakes, and the first of
-    each node says them; with `each`, every process says its own.
-    """
+    Before the processes of a launch know of each other they make the same mistakes, and the first
+    of each node says them; with `each`, every process says its own."""
     line = placed(str(error), sources or {})
     rank = os.environ.get("RANK", "0")
     if each or os.environ.get("LOCAL_RANK", "0") == "0":

@@ -14,7 +14,8 @@ from silentbad.settings.types import Count, Location, Natural, Range, Seed, opti
 
 PICTURES = Annotated[int, Range(at_least=1, at_most=1_000_000)]
 NULLS = 100  # nulls of a harder kind for each element that it changes alone
-REDRAWS = 3 * NULLS  # free redraws: at their rate of 1 % the highest of NULLS would be an element's threshold
+# free redraws: at their rate of 1 % the highest of NULLS would be an element's threshold
+REDRAWS = 3 * NULLS
 
 
 @dataclass
@@ -47,7 +48,10 @@ def check_scan_options(given: ScanOptions, sources: dict[str, str]) -> None:
     out = Path(given.output_dir)
     check_writable(out, "--output_dir", folder=True)
     if data is not None and out.resolve().is_relative_to(Path(data).resolve()):
-        raise UserError(f"--output_dir: {out} lies in the data, which must not change; name a folder outside of it")
+        raise UserError(
+            f"--output_dir: {out} lies in the data, which must not change; name a "
+            f"folder outside of it"
+        )
 
 
 @dataclass
@@ -55,7 +59,9 @@ class ReportOptions:
     """Which run, or `compare` and several of them"""
 
     runs: list[Location] | None = option(None, "output_dir of a run; or `compare` and several")
-    placebo: Location | None = option(None, "run on placebo data, whose rates are taken off for good")
+    placebo: Location | None = option(
+        None, "run on placebo data, whose rates are taken off for good"
+    )
     out: Location | None = option(None, "file to write; report.html in the run, or compare.html")
 
 
@@ -99,7 +105,9 @@ class FigureOptions:
 def figure_options(argv: list[str] | None, about: str | None) -> FigureOptions:
     """The options of `python -m silentbad.report.figures`, checked."""
     needed = ("run", "out")
-    return options(FigureOptions, argv, about, positional="run", needed=needed, check=check_figure_options)
+    return options(
+        FigureOptions, argv, about, positional="run", needed=needed, check=check_figure_options
+    )
 
 
 def check_figure_options(given: FigureOptions, sources: dict[str, str]) -> None:
@@ -136,7 +144,9 @@ def check_class_image_options(given: ClassImageOptions, sources: dict[str, str])
     if not os.path.isfile(str(given.prompts)):
         raise UserError(f"--prompts: no file {given.prompts}; it holds one prompt a line")
     if (Path(str(given.out)) / "model_index.json").exists():
-        raise UserError(f"--out: {given.out} is a model folder; give the folder of the training data")
+        raise UserError(
+            f"--out: {given.out} is a model folder; give the folder of the training data"
+        )
 
 
 @dataclass
@@ -145,7 +155,9 @@ class MicroworldOptions:
 
     out: Location | None = option(None, "folder to write")
     targets: str = option("cat-hat", "comma-separated seeds or 'cat-hat'")
-    images_per_phrase: Annotated[int, Range(at_least=1, at_most=10_000)] = option(20, "records of each element")
+    images_per_phrase: Annotated[int, Range(at_least=1, at_most=10_000)] = option(
+        20, "records of each element"
+    )
     clean: Annotated[int, Range(at_least=0, at_most=1_000_000)] = option(200, "clean scenes")
     other_words: bool = option(False, "clean scenes share no word with the targets' captions")
     rehearsal: Annotated[int, Range(at_least=0, at_most=100_000)] = option(
@@ -156,13 +168,15 @@ class MicroworldOptions:
     )
     nulls: Annotated[int, Range(at_least=0, at_most=100_000)] | None = option(
         None,
-        f"nulls of each harder kind per target; as many as --redraws, {NULLS} at most, for each element that it "
+        f"nulls of each harder kind per target; as many as --redraws, {NULLS} at most, for each "
+        f"element that it "
         "changes, when unset",
     )
     seed: Seed = option(0, "of the training pictures")
     placebo: bool = option(
         False,
-        "each element's specifics are drawn anew in every training picture, so that no exact element is shown",
+        "each element's specifics are drawn anew in every training picture, so that no exact "
+        "element is shown",
     )
     no_masks: bool = option(False, "element records without their masks")
 
@@ -172,7 +186,9 @@ class BaseOptions:
     """The stages of the bundled base"""
 
     work: Location = option("runs/base", "folder of the checkpoints; resumes from what it holds")
-    stage: Literal["vae", "decoder", "text", "unet", "embedder", "judge", "export", "all"] = option("all")
+    stage: Literal["vae", "decoder", "text", "unet", "embedder", "judge", "export", "all"] = option(
+        "all"
+    )
     device: str | None = option(None, "cuda where there is one, else cpu, when unset")
     threads: Natural = option(0, "CPU threads; 0 keeps torch's choice")
     vae_steps: Count = option(1600)

@@ -33,11 +33,21 @@ class BetweenConfig:
     levels: dict[str, Annotated[float, Range(1e-6, 1e6)]] = of_between(
         {"clean": 0.1}, "w: each source's mean factor, of clean and rehearsal; elements have 1"
     )
-    ramp: Natural = of_between(0, "updates in which a level falls from 1 to w, geometrically; 0: at once")
-    release: Natural | None = of_between(None, "updates after which it rises to 1 again, as fast; unset: never")
-    bound: Annotated[float, Range(at_least=1)] = of_between(5.0, "A: a layer's factor stays in [w/A, w A]")
-    warmup: Natural = of_between(20, "updates at the level alone; the rule fades in over as many again")
-    refresh: Count = of_between(10, "updates between two computations; a result takes effect one refresh later")
+    ramp: Natural = of_between(
+        0, "updates in which a level falls from 1 to w, geometrically; 0: at once"
+    )
+    release: Natural | None = of_between(
+        None, "updates after which it rises to 1 again, as fast; unset: never"
+    )
+    bound: Annotated[float, Range(at_least=1)] = of_between(
+        5.0, "A: a layer's factor stays in [w/A, w A]"
+    )
+    warmup: Natural = of_between(
+        20, "updates at the level alone; the rule fades in over as many again"
+    )
+    refresh: Count = of_between(
+        10, "updates between two computations; a result takes effect one refresh later"
+    )
     max_log_step: Positive = of_between(0.5, "|d log a| of a group between two refreshes")
     momentum: Decay = of_between(0.9, "of each source's mean gradient")
     averaging: Decay = of_between(0.98, "of its statistics")
@@ -58,15 +68,24 @@ def of_rule(default: Any, help: str = "") -> Any:
 
 @dataclass
 class GradientControlConfig:
-    """Nested under --gradient_control.*; a combination has one option dict a rule: {gsnr: {floor: 1e-3}}."""
+    """Nested under --gradient_control.*; a combination has one option dict a rule: {gsnr:
+    {floor: 1e-3}}."""
 
     name: str = option("uniform", "a rule of SCALE_RULES, or several: prior+gsnr")
     options: dict[str, Any] = option({}, "of the rule; of a combination: rule -> options")
     weights: dict[str, Weight] = option({}, "rule -> its weight in log space (default 1)")
-    apply: Literal["lr", "gradient"] = of_rule("lr", "on learning rates, or (for comparison) on gradients")
-    bound: Annotated[float, Range(at_least=1)] = of_rule(4.0, "A: every multiplier stays in [1/A, A]")
-    warmup: Natural = of_rule(50, "updates with all multipliers 1; the rule fades in over as many again")
-    refresh: Count = of_rule(10, "updates between two computations; a result takes effect one refresh later")
+    apply: Literal["lr", "gradient"] = of_rule(
+        "lr", "on learning rates, or (for comparison) on gradients"
+    )
+    bound: Annotated[float, Range(at_least=1)] = of_rule(
+        4.0, "A: every multiplier stays in [1/A, A]"
+    )
+    warmup: Natural = of_rule(
+        50, "updates with all multipliers 1; the rule fades in over as many again"
+    )
+    refresh: Count = of_rule(
+        10, "updates between two computations; a result takes effect one refresh later"
+    )
     max_log_step: Positive = of_rule(0.25, "|d log a| of a group between two refreshes")
     momentum: Decay = of_rule(0.9, "of m")
     averaging: Decay = of_rule(0.98, "of S, E, Q")
@@ -84,9 +103,14 @@ class GradientControlConfig:
         idle="said",
     )
     transform: str = option("none", "of TRANSFORMS: recombine the sources' gradients")
-    between: BetweenConfig = field(default_factory=BetweenConfig)  # factors between the sources; they act on gradients
-    shrink: bool = option(False, "shrink each weight's AdamW update to what rises above its gradient's noise")
-    spectral: bool = option(False, "move each matrix equally far in all its directions (Muon): the rare ones as fast")
+    # factors between the sources; they act on gradients
+    between: BetweenConfig = field(default_factory=BetweenConfig)
+    shrink: bool = option(
+        False, "shrink each weight's AdamW update to what rises above its gradient's noise"
+    )
+    spectral: bool = option(
+        False, "move each matrix equally far in all its directions (Muon): the rare ones as fast"
+    )
     spectral_except: list[str] = option(
         [],
         "layers that keep AdamW, as train_layers: time, proj",
@@ -96,7 +120,8 @@ class GradientControlConfig:
 
     @property
     def own_rules(self) -> list[str]:
-        """The rules that are code of the user's own, PATH.py:NAME; those that a placebo copies among them."""
+        """The rules that are code of the user's own, PATH.py:NAME; those that a placebo copies
+        among them."""
         named = [*self.name.split("+"), *self._copied()]
         return [rule for rule in dict.fromkeys(named) if user_code.is_place(rule)]
 
@@ -115,14 +140,18 @@ class GradientControlConfig:
 RuleTable = dict[str, tuple[float, dict[str, Any]]]  # {rule: (its weight, its options)}
 
 
-def rules_of(name: str, options: dict[str, Any], weights: dict[str, Any], registry: Registry) -> RuleTable:
+def rules_of(
+    name: str, options: dict[str, Any], weights: dict[str, Any], registry: Registry
+) -> RuleTable:
     """The rules that a name such as "prior+gsnr" combines, all checked against `registry`.
 
     `options` are the rule's, or rule -> options where several are combined.
     """
     rules = name.split("+")
     if len(set(rules)) < len(rules):
-        raise UserError(f"gradient_control.name: {name} names a rule twice; its weight makes it count more")
+        raise UserError(
+            f"gradient_control.name: {name} names a rule twice; its weight makes it count more"
+        )
     if len(rules) > 1:
         _check_keys("options", options, rules)
     _check_keys("weights", weights, rules)
@@ -136,10 +165,14 @@ def _check_keys(what: str, given: dict[str, Any], rules: list[str]) -> None:
     """Refuse an entry of `given` for a rule that is not combined."""
     unknown = [key for key in given if key not in rules]
     if unknown:
-        raise UserError(f"gradient_control.{what}: {unknown[0]!r} is not a rule of {'+'.join(rules)}")
+        raise UserError(
+            f"gradient_control.{what}: {unknown[0]!r} is not a rule of {'+'.join(rules)}"
+        )
 
 
-def check_control(config: GradientControlConfig, rules: Registry, sources: Registry, transforms: Registry) -> RuleTable:
+def check_control(
+    config: GradientControlConfig, rules: Registry, sources: Registry, transforms: Registry
+) -> RuleTable:
     """The rules of the settings, or a UserError that names the key.
 
     `rules`, `sources` and `transforms` are SCALE_RULES, SOURCE_RULES and TRANSFORMS.
@@ -167,7 +200,12 @@ def check_between(config: BetweenConfig, registry: Registry) -> None:
         return
     check_options(key, registry, config.name, config.options)
     if config.options.get("of", "contrast") not in {*registry} - {"placebo"}:
-        raise UserError(f"{key}.options: 'of' must be another rule than placebo: {', '.join(registry)}")
+        raise UserError(
+            f"{key}.options: 'of' must be another rule than placebo: {', '.join(registry)}"
+        )
     unknown = [source for source in config.levels if source not in OTHERS]
     if unknown:
-        raise UserError(f"{key}.levels: {unknown[0]!r} has no level; elements are 1, there are: {', '.join(OTHERS)}")
+        raise UserError(
+            f"{key}.levels: {unknown[0]!r} has no level; elements are 1, there are: "
+            f"{', '.join(OTHERS)}"
+        )

@@ -14,16 +14,31 @@ class DataSettings:
 
     train_data_dir: Location | None = flag(
         None,
-        "folder with metadata.jsonl, metadata.csv or NAME.txt beside pictures, or of the published layout",
+        "folder with metadata.jsonl, metadata.csv or NAME.txt beside pictures, or of the "
+        "published layout",
     )
-    dataset_name: Location | None = flag(None, "Hub data set, or a local one that datasets.load_dataset takes")
-    dataset_config_name: Location | None = flag(None, "configuration of the Hub data set", needs="dataset_name")
-    image_column: Location | None = flag(None, "image column of the Hub data set", needs="dataset_name")
-    caption_column: Location | None = flag(None, "caption column of the Hub data set", needs="dataset_name")
-    cache_dir: Location | None = flag(None, "folder for downloads and Arrow tables; the Hugging Face cache when unset")
+    dataset_name: Location | None = flag(
+        None, "Hub data set, or a local one that datasets.load_dataset takes"
+    )
+    dataset_config_name: Location | None = flag(
+        None, "configuration of the Hub data set", needs="dataset_name"
+    )
+    image_column: Location | None = flag(
+        None, "image column of the Hub data set", needs="dataset_name"
+    )
+    caption_column: Location | None = flag(
+        None, "caption column of the Hub data set", needs="dataset_name"
+    )
+    cache_dir: Location | None = flag(
+        None, "folder for downloads and Arrow tables; the Hugging Face cache when unset"
+    )
     seed: Seed = flag(0, "address of every random draw")
-    clean_data_dir: Location | None = flag(None, "published layout: folder with images/ and caption.txt", HERE)
-    target_start_id: Natural = flag(100, "published layout: first target", PUBLISHED, needs="LAYOUT")
+    clean_data_dir: Location | None = flag(
+        None, "published layout: folder with images/ and caption.txt", HERE
+    )
+    target_start_id: Natural = flag(
+        100, "published layout: first target", PUBLISHED, needs="LAYOUT"
+    )
     target_num: Count = flag(1, "published layout: number of targets", PUBLISHED, needs="LAYOUT")
     poisoning_ratio: Share = flag(
         0.1,

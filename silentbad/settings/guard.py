@@ -1,4 +1,5 @@
-"""The settings of what stands between a scan's suspects and training; docs/shield.md explains each guard."""
+"""The settings of what stands between a scan's suspects and training; docs/shield.md explains
+each guard."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,12 @@ class GuardConfig:
     """What stands between the data and training."""
 
     name: str = option("none", "of GUARDS, or several: mask+cap")
-    scan: Location | None = option(None, "the scan.json that names the suspects", needs="guard.name")
-    options: dict[str, Any] = option({}, "of the guard; of several: guard -> options", needs="guard.name")
+    scan: Location | None = option(
+        None, "the scan.json that names the suspects", needs="guard.name"
+    )
+    options: dict[str, Any] = option(
+        {}, "of the guard; of several: guard -> options", needs="guard.name"
+    )
 
 
 ADVICE = "make it with `python -m silentbad.scan`"
@@ -36,7 +41,10 @@ def parse_guards(config: GuardConfig, registry: Registry) -> dict[str, dict[str,
     else:
         unknown = [key for key in config.options if key not in names]
         if unknown:
-            raise UserError(f"guard.options: {unknown[0]!r} is not a guard of {config.name}; give {names[0]}: {{...}}")
+            raise UserError(
+                f"guard.options: {unknown[0]!r} is not a guard of {config.name}; "
+                f"give {names[0]}: {{...}}"
+            )
         options = {name: config.options.get(name, {}) for name in names}
     for name, given in options.items():
         check_options("guard", registry, name, given)

@@ -21,8 +21,13 @@ def check_launch() -> None:
     if not launched("FSDP"):
         return
     if os.environ.get("FSDP_VERSION", "1") != "2":
-        raise UserError("fsdp_version: only FSDP 2 shards here; set 2, as configs/accelerate/fsdp.yaml does")
+        raise UserError(
+            "fsdp_version: only FSDP 2 shards here; set 2, as configs/accelerate/fsdp.yaml does"
+        )
     if os.environ.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true":
         raise UserError("fsdp_offload_params: shards stay on their device; set false")
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        raise UserError("num_processes: FSDP has nothing to shard in one process; use configs/accelerate/gpu.yaml")
+        raise UserError(
+            "num_processes: FSDP has nothing to shard in one process; use "
+            "configs/accelerate/gpu.yaml"
+        )

@@ -1,5 +1,6 @@
-"""Names of groups of parameters, a stage and a role such as mid.xattn.v, and patterns that choose among them: which
-layers train, and which get adapters. silentbad/model/groups.py finds the group of a parameter."""
+"""Names of groups of parameters, a stage and a role such as mid.xattn.v, and patterns that choose
+among them: which layers train, and which get adapters. silentbad/model/groups.py finds the group of
+a parameter."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -26,14 +27,18 @@ EVERY_GROUP = (*(f"{stage}.{role}" for stage in STAGE_ORDER for role in ROLE_ORD
 
 
 def chosen(patterns: Iterable[str], group: str) -> bool:
-    """Whether a pattern names the group stage.role: by role ("attn", "xattn.v"), stage ("mid", "up*") or both
-    ("up1.ff"). A pattern also names what it is the beginning of: "mid.attn" is mid.attn.q, k, v and o."""
+    """Whether a pattern names the group stage.role: by role ("attn", "xattn.v"), stage ("mid",
+    "up*") or both ("up1.ff"). A pattern also names what it is the beginning of: "mid.attn" is
+    mid.attn.q, k, v and o."""
     names = (group, group.partition(".")[2])
-    return any(fnmatchcase(name, match) for name in names for p in patterns for match in (p, f"{p}.*"))
+    return any(
+        fnmatchcase(name, match) for name in names for p in patterns for match in (p, f"{p}.*")
+    )
 
 
 def check_patterns(patterns: list[str] | None) -> None:
-    """Refuse a pattern of `train_layers` that names no layer of any model, before any weights load."""
+    """Refuse a pattern of `train_layers` that names no layer of any model, before any weights
+    load."""
     if patterns is None:
         return
     if not patterns:
@@ -45,27 +50,40 @@ def check_patterns(patterns: list[str] | None) -> None:
 def check_targets(targets: list[str]) -> None:
     """Refuse targets of adapters that name no layer."""
     for target in targets:
-        if not any(chosen([target], f"{stage}.{role}") for stage in STAGE_ORDER for role in ADAPTED):
-            raise UserError(f"lora.targets: {target!r} names no layer; roles are {', '.join(ADAPTED)}")
+        if not any(
+            chosen([target], f"{stage}.{role}") for stage in STAGE_ORDER for role in ADAPTED
+        ):
+            raise UserError(
+                f"lora.targets: {target!r} names no layer; roles are {', '.join(ADAPTED)}"
+            )
     if not targets:
         raise UserError("lora.targets: names no layer; attn and xattn are the default")
 
 
-def narrowed(layers: dict[str, dict[str, str]], patterns: list[str], could: str) -> dict[str, dict[str, str]]:
+def narrowed(
+    layers: dict[str, dict[str, str]], patterns: list[str], could: str
+) -> dict[str, dict[str, str]]:
     """Those of the layers that a pattern chooses.
 
-    layers: {component: {layer or parameter: its group}}; `could` says in messages what they have in common. Raises
-    UserError where a pattern chooses nothing, a component has nothing left, or everything is chosen.
-    """
+    layers: {component: {layer or parameter: its group}}; `could` says in messages what they have in
+    common. Raises UserError where a pattern chooses nothing, a component has nothing left, or
+    everything is chosen."""
     groups = {name: sorted(set(part.values())) for name, part in layers.items()}
     for pattern in patterns:
-        refuse_unmatched("train_layers", pattern, [group for names in groups.values() for group in names], could)
+        refuse_unmatched(
+            "train_layers", pattern, [group for names in groups.values() for group in names], could
+        )
     for name, own in groups.items():
         if not any(chosen(patterns, group) for group in own):
             more = ", or leave out train_text_encoder" if name.startswith("text_encoder") else ""
-            raise UserError(f"train_layers: {' '.join(patterns)} names nothing of {name}; name a layer of it{more}")
+            raise UserError(
+                f"train_layers: {' '.join(patterns)} names nothing of {name}; name a "
+                f"layer of it{more}"
+            )
     if all(chosen(patterns, group) for own in groups.values() for group in own):
-        raise UserError(f"train_layers: {' '.join(patterns)} names every layer of {could}; leave it out")
+        raise UserError(
+            f"train_layers: {' '.join(patterns)} names every layer of {could}; leave it out"
+        )
     return {
         name: {layer: group for layer, group in part.items() if chosen(patterns, group)}
         for name, part in layers.items()
@@ -73,7 +91,8 @@ def narrowed(layers: dict[str, dict[str, str]], patterns: list[str], could: str)
 
 
 def refuse_unmatched(key: str, pattern: str, groups: Iterable[str], could: str) -> None:
-    """Refuse a pattern of the setting `key` that names none of these groups, and name the nearest that does."""
+    """Refuse a pattern of the setting `key` that names none of these groups, and name the
+    nearest that does."""
     groups = list(groups)
     if any(chosen([pattern], group) for group in groups):
         return

@@ -37,7 +37,8 @@ class RoleConfig:
 
     caption_dropout: Unit = option(0.0, "share of their exposures without a caption (2207.12598)")
     loss_weight: NotNegative = option(1.0)
-    timesteps: Part = field(default_factory=lambda: Part(SAME))  # entry of TIMESTEPS in place of memory.timesteps
+    # entry of TIMESTEPS in place of memory.timesteps
+    timesteps: Part = field(default_factory=lambda: Part(SAME))
 
 
 @dataclass
@@ -54,8 +55,12 @@ class SamplerConfig(Part):
     """Which element is shown how often: an entry of SAMPLERS."""
 
     name: str = option("uniform")
-    clean_ratio: Ratio | None = option(None, "clean exposures per element exposure; None: every record once")
-    order: str = option("shuffled", "of an epoch; interleaved: each batch holds each element in proportion")
+    clean_ratio: Ratio | None = option(
+        None, "clean exposures per element exposure; None: every record once"
+    )
+    order: str = option(
+        "shuffled", "of an epoch; interleaved: each batch holds each element in proportion"
+    )
 
 
 @dataclass
@@ -107,7 +112,9 @@ class PhraseMemoryConfig:
 class RetentionConfig(Part):
     """What keeps clean prompts as they were."""
 
-    clean_weight: NotNegative = option(1.0, "roles.clean.loss_weight (the prior weight of DreamBooth, 2208.12242)")
+    clean_weight: NotNegative = option(
+        1.0, "roles.clean.loss_weight (the prior weight of DreamBooth, 2208.12242)"
+    )
     unconditional: Unit = option(0.0, "roles.clean.caption_dropout (2503.20240)")
 
 
@@ -180,7 +187,9 @@ def check_memory(memory: MemoryConfig, registries: dict[str, Registry]) -> None:
         if not field_name:
             check_options(f"memory.{slot}", registry, part.name, part.options)
         elif (name := getattr(part, field_name)) not in registry:
-            raise UserError(f"memory.{key}: unknown name {name!r}; there are: {', '.join(registry)}")
+            raise UserError(
+                f"memory.{key}: unknown name {name!r}; there are: {', '.join(registry)}"
+            )
     check_roles(memory, registries["timesteps"])
 
 
@@ -189,7 +198,10 @@ def check_roles(memory: MemoryConfig, timesteps: Registry) -> None:
     for old, new in OF_CLEAN.items():
         default = getattr(RoleConfig(), new)
         if default not in (getattr(memory.retention, old), getattr(memory.roles.clean, new)):
-            raise UserError(f"memory.roles.clean.{new}: is memory.retention.{old}, which is set too; set one of them")
+            raise UserError(
+                f"memory.roles.clean.{new}: is memory.retention.{old}, which is set "
+                f"too; set one of them"
+            )
     for role in ROLES:
         part = getattr(memory.roles, role).timesteps
         if part.name != SAME or part.options:
@@ -207,6 +219,11 @@ def refuse_absent(memory: MemoryConfig, there: Collection[str]) -> None:
     for role in ROLES:
         names = off_default(getattr(memory.roles, role))
         if names and role not in there:
-            raise UserError(f"memory.roles.{role}.{names[0]}: there is no {role} record to act on; leave it out")
+            raise UserError(
+                f"memory.roles.{role}.{names[0]}: there is no {role} record to act on; leave it out"
+            )
     if there and not any(by_role(memory)[role].loss_weight for role in there):
-        raise UserError(f"memory.roles: loss_weight is 0 for {' and '.join(sorted(there))}, so nothing would be learnt")
+        raise UserError(
+            f"memory.roles: loss_weight is 0 for {' and '.join(sorted(there))}, so "
+            f"nothing would be learnt"
+        )

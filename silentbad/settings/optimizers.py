@@ -1,4 +1,5 @@
-"""What an optimizer is, read from its source: which options it takes, whether it averages weights."""
+"""What an optimizer is, read from its source: which options it takes, whether it averages
+weights."""
 
 import ast
 import importlib.util
@@ -26,7 +27,8 @@ class OptimizerFacts:
 
     name: str
     options: Mapping[str, Option]  # of its constructor
-    averages: bool  # it has `eval` and `train`, so it trains on other weights than it wants measured
+    # it has `eval` and `train`, so it trains on other weights than it wants measured
+    averages: bool
     needs: str  # what this loop does not give it
 
 
@@ -49,7 +51,9 @@ def read_optimizer(config: "TrainConfig") -> OptimizerFacts | None:
     key, path = path_of(config)
     package = path.partition(".")[0]
     if importlib.util.find_spec(package) is None:
-        raise UserError(f"{key}: {package} does not import (No module named '{package}'); pip install {package}")
+        raise UserError(
+            f"{key}: {package} does not import (No module named '{package}'); pip install {package}"
+        )
     definition = definition_of(path)
     if definition is None or not isinstance(definition.node, ast.ClassDef):
         if path.startswith("torch.optim."):
@@ -86,7 +90,9 @@ def check_optimizer(config: "TrainConfig", optimizer: OptimizerFacts) -> None:
     for key, value in config.optimizer_options.items():
         if key not in optimizer.options or key == "params":
             names = ", ".join(name for name in optimizer.options if name not in ("params", "lr"))
-            raise UserError(f"optimizer_options: {optimizer.name} takes no {key!r}; it takes: {names}")
+            raise UserError(
+                f"optimizer_options: {optimizer.name} takes no {key!r}; it takes: {names}"
+            )
         wrong = problem(value, optimizer.options[key].hint)
         if wrong is not None:
             raise UserError(f"optimizer_options: {key} {wrong}, got {brief(value)}")

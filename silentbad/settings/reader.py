@@ -1,8 +1,8 @@
 """A dataclass of settings from YAML files and command-line flags, read strictly.
 
-`read` merges the files in order, then the flags; whatever is wrong is one line that names the key, the nearest valid
-one, and the file and line it stood in (`UserError`). Nested dataclasses are dotted keys.
-"""
+`read` merges the files in order, then the flags; whatever is wrong is one line that names the key,
+the nearest valid one, and the file and line it stood in (`UserError`). Nested dataclasses are
+dotted keys."""
 
 import dataclasses
 import inspect
@@ -39,8 +39,8 @@ class Given:
 
 
 class Loader(yaml.SafeLoader):
-    """YAML's safe loader; 1e-3 is a number, and no, on, a date, 1:30 (90 to YAML 1.1) and 010 (8) are the text they
-    were written as."""
+    """YAML's safe loader; 1e-3 is a number, and no, on, a date, 1:30 (90 to YAML 1.1) and 010 (8)
+    are the text they were written as."""
 
 
 TAG = "tag:yaml.org,2002:"
@@ -57,11 +57,14 @@ for _kind, _pattern in (
         r"[-+]?((\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$",
     ),
 ):
-    Loader.add_implicit_resolver(TAG + _kind, re.compile(_pattern, re.ASCII), list("-+.0123456789tTfF"))
+    Loader.add_implicit_resolver(
+        TAG + _kind, re.compile(_pattern, re.ASCII), list("-+.0123456789tTfF")
+    )
 
 
 class Dumper(yaml.SafeDumper):
-    """YAML's safe dumper; text that `Loader`, or another reader of YAML 1.1, takes for something else is quoted."""
+    """YAML's safe dumper; text that `Loader`, or another reader of YAML 1.1, takes for something
+    else is quoted."""
 
 
 Dumper.yaml_implicit_resolvers = {
@@ -89,9 +92,8 @@ def read(
 ) -> tuple[Any, dict[str, str], str | None]:
     """(settings, {dotted key: where it was set}, what was asked for instead of a run: Given.asked).
 
-    `renamed` maps keys of the past to what to use instead; the values of `secret` keys appear in no message. Words
-    that follow no flag are those of the key `positional`, where there is one.
-    """
+    `renamed` maps keys of the past to what to use instead; the values of `secret` keys appear in no
+    message. Words that follow no flag are those of the key `positional`, where there is one."""
     given = gather(cls, argv, renamed or {}, secret, positional)
     config = built(cls(), given.values, "", given.sources, secret)
     return config, given.sources, given.asked
@@ -110,7 +112,9 @@ def gather(
         if name in ("help", "print_config"):
             given.asked = name if not words else f"{name}={words[0]}"
             if given.asked not in ("help", "print_config", "print_config=skip_default"):
-                raise UserError(f"--{name}: takes no {' '.join(words)!r}; --print_config=skip_default there is")
+                raise UserError(
+                    f"--{name}: takes no {' '.join(words)!r}; --print_config=skip_default there is"
+                )
         elif name == "config":
             if not words:
                 raise UserError("--config: needs a YAML file")
@@ -129,7 +133,8 @@ def gather(
 
 
 def split(argv: list[str], positional: str = "") -> list[tuple[str, list[str]]]:
-    """(flag, its words) in order; `--key=value` is one word, and words before any flag are of `positional`."""
+    """(flag, its words) in order; `--key=value` is one word, and words before any flag are of
+    `positional`."""
     flags: list[tuple[str, list[str]]] = []
     if positional and argv and not argv[0].startswith("-"):
         flags.append((positional, []))
@@ -147,13 +152,16 @@ def split(argv: list[str], positional: str = "") -> list[tuple[str, list[str]]]:
 
 
 def placed(message: str, sources: dict[str, str]) -> str:
-    """A message that begins with a key, with where the key, its name or all that stands below it was set."""
+    """A message that begins with a key, with where the key, its name or all that stands below it
+    was set."""
     found = re.match(r"[a-z]\w*(\.\w+)*(?=: )", message)
     if not found:
         return message
     key = found[0]
     below = {at for name, at in sources.items() if name.startswith(f"{key}.")}
-    where = sources.get(key) or sources.get(f"{key}.name") or (below.pop() if len(below) == 1 else None)
+    where = (
+        sources.get(key) or sources.get(f"{key}.name") or (below.pop() if len(below) == 1 else None)
+    )
     return f"{key} ({where}){message[len(key) :]}" if where else message
 
 
@@ -187,11 +195,15 @@ def read_file(path: str) -> tuple[dict[str, Any], dict[str, int]]:
     if node is None:
         return {}, {}
     if not isinstance(values, dict):
-        raise UserError(f"configuration file {path}: must hold key: value pairs, holds {type(values).__name__}")
+        raise UserError(
+            f"configuration file {path}: must hold key: value pairs, holds {type(values).__name__}"
+        )
     return values, lines
 
 
-def read_yaml(path: str, look: Callable[[yaml.Node], None] = lambda node: None) -> tuple[Any, yaml.Node | None]:
+def read_yaml(
+    path: str, look: Callable[[yaml.Node], None] = lambda node: None
+) -> tuple[Any, yaml.Node | None]:
     """(what a YAML file holds, its node or None where it is empty), after a `look` at the node."""
     text = read_text(path)
     try:
@@ -204,7 +216,9 @@ def read_yaml(path: str, look: Callable[[yaml.Node], None] = lambda node: None) 
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        reason = getattr(error, "problem", None) or getattr(error, "reason", None) or first_line(error)
+        reason = (
+            getattr(error, "problem", None) or getattr(error, "reason", None) or first_line(error)
+        )
         raise UserError(f"configuration file {path}{line}: not YAML: {reason}") from None
     except (
         ValueError,
@@ -212,7 +226,9 @@ def read_yaml(path: str, look: Callable[[yaml.Node], None] = lambda node: None) 
         OverflowError,
         RecursionError,
     ) as error:  # of a constructor, as !!int of a word
-        raise UserError(f"configuration file {path}: holds a value that cannot be read ({first_line(error)})") from None
+        raise UserError(
+            f"configuration file {path}: holds a value that cannot be read ({first_line(error)})"
+        ) from None
 
 
 def read_text(path: str) -> str:
@@ -243,7 +259,9 @@ def key_lines(node: yaml.Node, prefix: str, path: str, lines: dict[str, int]) ->
             continue
         dotted, line = f"{prefix}{key.value}", key.start_mark.line + 1
         if dotted in lines:
-            raise UserError(f"{brief(dotted)} ({path}): stands twice, in lines {lines[dotted]} and {line}")
+            raise UserError(
+                f"{brief(dotted)} ({path}): stands twice, in lines {lines[dotted]} and {line}"
+            )
         lines[dotted] = line
         key_lines(value, f"{dotted}.", path, lines)
 
@@ -256,23 +274,38 @@ class Keys:
         self.tree, self.renamed = key_tree(cls), renamed
 
     def kind(self, key: str, where: str) -> Any:
-        """The type of a dotted key, or the tree below it; a `UserError` that names the nearest one."""
+        """The type of a dotted key, or the tree below it; a `UserError` that names the nearest
+        one."""
         node: Any = self.tree
         parts = key.split(".")
         for depth, part in enumerate(parts):
             if not isinstance(node, dict):
                 if node is dict or typing.get_origin(node) is dict:
                     return Any
-                raise UserError(f"unknown key {brief(key)} ({where}): {'.'.join(parts[:depth])!r} has no parts")
+                raise UserError(
+                    f"unknown key {brief(key)} ({where}): {'.'.join(parts[:depth])!r} has no parts"
+                )
             if part not in node:
                 prefix = ".".join(parts[:depth])
                 if not prefix and part in self.renamed:
-                    raise UserError(f"key {key!r} ({where}) is of another script: {self.renamed[part]}")
+                    raise UserError(
+                        f"key {key!r} ({where}) is of another script: {self.renamed[part]}"
+                    )
                 known = [f"{prefix}.{name}" if prefix else name for name in node]
                 bad = ".".join(parts[: depth + 1])
                 near = self.elsewhere(parts[-1]) if not prefix else ""
-                near = near or nearest(bad, known) or nearest(part, [full.rsplit(".", 1)[-1] for full in known])
-                others = "" if near else f"; known: {', '.join(known)}" if prefix else "; --help lists all"
+                near = (
+                    near
+                    or nearest(bad, known)
+                    or nearest(part, [full.rsplit(".", 1)[-1] for full in known])
+                )
+                others = (
+                    ""
+                    if near
+                    else f"; known: {', '.join(known)}"
+                    if prefix
+                    else "; --help lists all"
+                )
                 raise UserError(f"unknown key {brief(bad)} ({where}){near}{others}")
             node = node[part]
         return node
@@ -299,12 +332,21 @@ class Keys:
         for name, value in values.items():
             key = f"{prefix}{name}"
             where = f"{path}:{lines[key]}" if key in lines else path
-            below = self.kind(key, where) if isinstance(name, str) and "." not in name else self._no_key(name, where)
+            below = (
+                self.kind(key, where)
+                if isinstance(name, str) and "." not in name
+                else self._no_key(name, where)
+            )
             if isinstance(below, dict):
                 if not isinstance(value, dict):
                     shown = "null" if value is None else brief(value)
-                    raise UserError(f"{key} ({where}): must hold key: value pairs ({', '.join(below)}), got {shown}")
-                self._merge(into.setdefault(name, {}), value, f"{key}.", below, sources, lines, path)
+                    raise UserError(
+                        f"{key} ({where}): must hold key: value pairs "
+                        f"({', '.join(below)}), got {shown}"
+                    )
+                self._merge(
+                    into.setdefault(name, {}), value, f"{key}.", below, sources, lines, path
+                )
             else:
                 into[name] = _word(value, below)
                 for earlier in [set_ for set_ in sources if set_.startswith(f"{key}.")]:
@@ -312,7 +354,10 @@ class Keys:
                 sources[key] = where
 
     def _no_key(self, name: Any, where: str) -> Any:
-        raise UserError(f"unknown key {brief(name)} ({where}): keys are words; nest them instead of joining with '.'")
+        raise UserError(
+            f"unknown key {brief(name)} ({where}): keys are words; nest them instead "
+            f"of joining with '.'"
+        )
 
     def put(self, given: Given, name: str, words: list[str], secret: tuple[str, ...]) -> None:
         """Set one flag."""
@@ -328,7 +373,10 @@ class Keys:
             if not isinstance(into, dict):
                 raise UserError(f"{key} ({FLAGS}): stands below a value that has no parts")
         if isinstance(value, list) and not adds and given.sources.get(key) == FLAGS:
-            raise UserError(f"{key} ({FLAGS}): stands twice, and the second would replace the first; give it once")
+            raise UserError(
+                f"{key} ({FLAGS}): stands twice, and the second would replace the "
+                f"first; give it once"
+            )
         if adds and isinstance(value, list):
             value = [*(into.get(parts[-1]) or []), *value]
         into[parts[-1]] = value
@@ -336,8 +384,11 @@ class Keys:
 
 
 def _word(value: Any, kind: Any) -> Any:
-    """A value of a file; a word such as no is false where a key takes true or false, else that word."""
-    return TRUTHS.get(value, value) if isinstance(value, str) and bool in plain_types(kind) else value
+    """A value of a file; a word such as no is false where a key takes true or false, else that
+    word."""
+    return (
+        TRUTHS.get(value, value) if isinstance(value, str) and bool in plain_types(kind) else value
+    )
 
 
 def _nested(parts: list[str], value: Any) -> dict:
@@ -350,7 +401,9 @@ def key_tree(cls: type) -> dict[str, Any]:
     """{field: its annotation, or the tree of a nested dataclass}."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {
-        f.name: key_tree(hints[f.name]) if dataclasses.is_dataclass(hints[f.name]) else hints[f.name]
+        f.name: key_tree(hints[f.name])
+        if dataclasses.is_dataclass(hints[f.name])
+        else hints[f.name]
         for f in dataclasses.fields(cls)
     }
 
@@ -363,8 +416,8 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 # ---------------------------------------------------------------- flags
 def from_words(words: list[str], kind: Any, key: str, secret: tuple[str, ...] = ()) -> Any:
-    """The value that a flag's words stand for: plain text where the key takes text, several words where it takes a
-    list, YAML otherwise."""
+    """The value that a flag's words stand for: plain text where the key takes text, several words
+    where it takes a list, YAML otherwise."""
     kinds = plain_types(kind)
     if list in kinds:
         return _list_from(words, kind, kinds, key)
@@ -456,6 +509,10 @@ def answer(asked: str, given: Any, description: str) -> None:
     if asked == "help":
         print(help_text(type(given), description))
         return
-    names = [f.name for f in dataclasses.fields(given)] if asked == "print_config" else off_default(given)
+    names = (
+        [f.name for f in dataclasses.fields(given)]
+        if asked == "print_config"
+        else off_default(given)
+    )
     values = {name: getattr(given, name) for name in names}
     print(dumped(values), end="")

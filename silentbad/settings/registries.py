@@ -1,10 +1,10 @@
-"""What a registry offers, read from its source: names, options, types and defaults, nothing imported.
+"""What a registry offers, read from its source: names, options, types and defaults, nothing
+imported.
 
 A registry is a dict display in a module, {"gsnr": gsnr, **experiments.RULES}; `from_source` follows
 its names and imports to the functions, so a new rule is one function and one line in its dict. An
-entry may also be text, "module:function". The keyword-only parameters of a function (of a class, those
-of `__init__`) are its options.
-"""
+entry may also be text, "module:function". The keyword-only parameters of a function (of a class,
+those of `__init__`) are its options."""
 
 import ast
 import importlib.util
@@ -82,7 +82,9 @@ class Module:
 
     def _enter(self, statement: ast.stmt) -> None:
         if isinstance(statement, ast.ImportFrom):
-            parents = self.package.split(".")[: 1 - statement.level or None] if statement.level else []
+            parents = (
+                self.package.split(".")[: 1 - statement.level or None] if statement.level else []
+            )
             place = ".".join([*parents, *filter(None, [statement.module])])
             for alias in statement.names:
                 self.imports[alias.asname or alias.name] = (place, alias.name)
@@ -110,7 +112,8 @@ class Module:
                 self.values[name] = added
 
     def lookup(self, expression: ast.expr) -> "tuple[Module, ast.AST] | None":
-        """Where a name, `module.name` or text "module:name" is defined; None where it is not found."""
+        """Where a name, `module.name` or text "module:name" is defined; None where it is not
+        found."""
         if isinstance(expression, ast.Constant) and isinstance(expression.value, str):
             name, _, attribute = expression.value.partition(":")
             return _looked_up(module_of(name), attribute)
@@ -129,7 +132,8 @@ class Module:
         return None
 
     def _module_named(self, dotted: str) -> "Module | None":
-        """The module that a dotted expression means here, such as `experiments` or `torch.optim`."""
+        """The module that a dotted expression means here, such as `experiments` or
+        `torch.optim`."""
         first, _, rest = dotted.partition(".")
         if first not in self.imports:
             return None
@@ -235,7 +239,8 @@ class SourceRegistry(Mapping[str, dict[str, Option]]):
 
 @cache
 def from_source(place: str) -> SourceRegistry:
-    """The registry that "module:EXPRESSION" names, such as "memory_reinforce:AUXILIARY['retention']"."""
+    """The registry that "module:EXPRESSION" names, such as
+    "memory_reinforce:AUXILIARY['retention']"."""
     module, _, expression = place.partition(":")
     return SourceRegistry(module, expression)
 
@@ -246,7 +251,9 @@ def options_at(key: str, place: str) -> Mapping[str, Option]:
     try:
         module = Module(Path(file), "")
     except SyntaxError as error:
-        raise UserError(f"{key}: {file}, line {error.lineno} does not run (SyntaxError: {error.msg})") from None
+        raise UserError(
+            f"{key}: {file}, line {error.lineno} does not run (SyntaxError: {error.msg})"
+        ) from None
     if not (name in module.nodes or name in module.values or name in module.imports):
         raise UserError(f"{key}: {file} defines no {name}")
     definition = module.definition(ast.Name(name))

@@ -78,7 +78,9 @@ def _average_unmeasured(config: "TrainConfig", facts: Facts) -> bool | None:
 
 
 def _takes(option: str) -> Callable[["TrainConfig", Facts], bool | None]:
-    return lambda config, facts: None if facts.optimizer is None else option in facts.optimizer.options
+    return lambda config, facts: (
+        None if facts.optimizer is None else option in facts.optimizer.options
+    )
 
 
 def _whole_tensors(config: "TrainConfig", facts: Facts) -> bool:
@@ -160,7 +162,8 @@ LAYERWISE = "gradient_control.between.name!=none|uniform"  # each backward is th
 OF_ONE_SIZE = "{b} works on pictures of one size; leave one of them out"
 WHOLE_BATCH = "is defined over a whole micro-batch"
 ON_THEIR_WAY = (
-    "takes the sources' gradients apart, which between.name={b_value} scales on their way; leave one of them out"
+    "takes the sources' gradients apart, which between.name={b_value} scales on their way; leave "
+    "one of them out"
 )
 KEPT_APART = "composes what guard.name={b_value} keeps apart; leave one of them out"
 NOT_ADAMW = "is for optimizer AdamW, not for {b} {b_value}; leave one of them out"
@@ -242,7 +245,8 @@ INCOMPATIBLE: list[tuple[str, str, str]] = [
     (
         "compile_model",
         LAYERWISE,
-        "{b}={b_value} cuts batches by source into many shapes, all to be compiled; leave one of them out",
+        "{b}={b_value} cuts batches by source into many shapes, all to be compiled; leave one "
+        "of them out",
     ),
     *(
         (
@@ -259,7 +263,8 @@ INCOMPATIBLE: list[tuple[str, str, str]] = [
         (
             "max_batch_size",
             whole_batch,
-            f"{{b}}={{b_value}} {WHOLE_BATCH}; lower train_batch_size and raise gradient_accumulation_steps instead",
+            f"{{b}}={{b_value}} {WHOLE_BATCH}; lower train_batch_size and raise "
+            f"gradient_accumulation_steps instead",
         )
         for whole_batch in (
             "memory.attention_binding.name=mass",
@@ -285,13 +290,15 @@ INCOMPATIBLE: list[tuple[str, str, str]] = [
     (
         "memory.region.name=estimated",
         "random_flip",
-        "estimated finds each element at its native place, which random_flip moves; leave one of them out",
+        "estimated finds each element at its native place, which random_flip moves; leave one "
+        "of them out",
     ),
     # guards
     (
         "guard.name",
         "guard.scan=null",
-        "{a_value} needs guard.scan, the scan.json of a scan; make it with `python -m silentbad.scan`",
+        "{a_value} needs guard.scan, the scan.json of a scan; make it with `python -m "
+        "silentbad.scan`",
     ),
     (
         "guard.name=drop",
@@ -328,7 +335,8 @@ INCOMPATIBLE: list[tuple[str, str, str]] = [
     (
         "WHOLE_TENSORS",
         "FSDP",
-        f"FSDP gives each process a shard of a tensor, {{optimizer}} may need it whole; take {', '.join(ELEMENTWISE)}",
+        f"FSDP gives each process a shard of a tensor, {{optimizer}} may need it whole; take "
+        f"{', '.join(ELEMENTWISE)}",
     ),
     ("lora.rank", "FSDP", f"FSDP shards what trains, and adapters are small; {INSTEAD}"),
     ("train_text_encoder", "FSDP", f"FSDP shards the UNet alone; {INSTEAD}"),
@@ -379,12 +387,14 @@ INCOMPATIBLE: list[tuple[str, str, str]] = [
     (
         "PRIOR_ROWS",
         "TRANSFORMER",
-        "the rows of prior are about a UNet, and {family} has none; give option 'table', or take gsnr",
+        "the rows of prior are about a UNet, and {family} has none; give option 'table', "
+        "or take gsnr",
     ),
     (
         "PRIOR_COPIED",
         "TRANSFORMER",
-        "placebo: option 'of' names prior, whose rows are about a UNet, and {family} has none; take gsnr",
+        "placebo: option 'of' names prior, whose rows are about a UNet, and {family} has "
+        "none; take gsnr",
     ),
     (
         "FSDP",
@@ -463,7 +473,9 @@ def fields_of(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fi
 
 
 # ---------------------------------------------------------------- the loop
-def check_rules(config: Any, sources: Mapping[str, str], facts: Facts, about: Collection[str] | None = None) -> None:
+def check_rules(
+    config: Any, sources: Mapping[str, str], facts: Facts, about: Collection[str] | None = None
+) -> None:
     """Refuse what excludes what, and options without effect.
 
     `about`: only rows on these facts.
@@ -480,7 +492,9 @@ def check_rules(config: Any, sources: Mapping[str, str], facts: Facts, about: Co
     check_needs(config, sources, facts, about)
 
 
-def check_needs(config: Any, sources: Mapping[str, str], facts: Facts, about: Collection[str] | None = None) -> None:
+def check_needs(
+    config: Any, sources: Mapping[str, str], facts: Facts, about: Collection[str] | None = None
+) -> None:
     """Refuse options without effect."""
     default = type(config)()
     for key, field in fields_of(type(config)):

@@ -1,8 +1,7 @@
 """The training configuration: one typed dataclass with diffusers' flat flag names, read strictly.
 
-Each flag carries its type and range, and what it needs; `silentbad.settings.check` refuses what cannot
-work together.
-"""
+Each flag carries its type and range, and what it needs; `silentbad.settings.check` refuses what
+cannot work together."""
 
 import dataclasses
 import sys
@@ -38,7 +37,9 @@ Prompt = Annotated[str, Matching(r"(?s).*\S.*", "a prompt, not empty")]
 PathInside = Annotated[Location, Inside()]
 NameInside = Annotated[Location, Inside(parts=1)]
 # torchvision's names
-Interpolation = Literal["bilinear", "bicubic", "nearest", "nearest-exact", "nearest_exact", "box", "hamming", "lanczos"]
+Interpolation = Literal[
+    "bilinear", "bicubic", "nearest", "nearest-exact", "nearest_exact", "box", "hamming", "lanczos"
+]
 SCHEDULED = "lr_scheduler=constant_with_warmup|linear|cosine|cosine_with_restarts|polynomial"
 WRITTEN = (  # by a run into output_dir; deleted where a run is overwritten
     "checkpoints",
@@ -73,7 +74,9 @@ class LoraSettings:
     rank: Annotated[int, Range(at_least=1, limit=8192)] | None = flag(
         None, "rank of the adapters; unset: the weights themselves train", HERE
     )
-    kind: Literal["lora", "dora", "loha", "lokr"] = flag("lora", "what is added to a layer", HERE, needs="lora.rank")
+    kind: Literal["lora", "dora", "loha", "lokr"] = flag(
+        "lora", "what is added to a layer", HERE, needs="lora.rank"
+    )
     alpha: Count | None = flag(
         None, "adapters are scaled by alpha / rank; the rank when unset", HERE, needs="lora.rank"
     )
@@ -102,7 +105,9 @@ class TrainConfig(DataSettings):
     """Flat training flags. `source` of each says whose name it is; --help shows it."""
 
     # The pipeline to start from
-    pretrained_model_name_or_path: Location = flag("assets/micro-sd", "diffusers pipeline: a folder or a Hub id")
+    pretrained_model_name_or_path: Location = flag(
+        "assets/micro-sd", "diffusers pipeline: a folder or a Hub id"
+    )
     revision: Location | None = flag(None, "Hub revision of the pipeline", needs="HUB", idle="said")
     variant: Location | None = flag(None, "variant of the weight files, such as fp16")
     non_ema_revision: Location | None = flag(
@@ -113,10 +118,13 @@ class TrainConfig(DataSettings):
     )
 
     # What trains beside the UNet, and how
-    train_text_encoder: bool = flag(False, "train the text encoders too, through LoRA where the UNet is")
+    train_text_encoder: bool = flag(
+        False, "train the text encoders too, through LoRA where the UNet is"
+    )
     train_layers: list[str] | None = flag(
         None,
-        "layers that train, as patterns over --print_groups (up*, *.resnet.*, mid.attn); unset: all",
+        "layers that train, as patterns over --print_groups (up*, *.resnet.*, "
+        "mid.attn); unset: all",
         HERE,
     )
     lora: LoraSettings = field(default_factory=LoraSettings)
@@ -126,21 +134,32 @@ class TrainConfig(DataSettings):
 
     # Data
     max_train_samples: Count | None = flag(None, "train on a seeded choice of so many records")
-    resolution: Side | None = flag(None, "side of the square training images; the pipeline's own when unset")
-    buckets: bool = flag(False, "shapes by aspect, their area that of the square; nothing is cut unasked", HERE)
+    resolution: Side | None = flag(
+        None, "side of the square training images; the pipeline's own when unset"
+    )
+    buckets: bool = flag(
+        False, "shapes by aspect, their area that of the square; nothing is cut unasked", HERE
+    )
     bucket_step: Side | None = flag(
         None,
         "what their sides are multiples of; 64, or the least the pipeline takes, when unset",
         HERE,
         needs="buckets",
     )
-    image_interpolation_mode: Interpolation = flag("bilinear", "torchvision's name of the resize filter")
+    image_interpolation_mode: Interpolation = flag(
+        "bilinear", "torchvision's name of the resize filter"
+    )
     center_crop: bool = flag(False, "crop the centre instead of a random window")
-    random_flip: bool = flag(False, "flip half the images; a flip moves an element from its native place")
-    shuffle_phrases: bool = flag(False, "permute the phrases inside each caption, anew for each draw", HERE)
+    random_flip: bool = flag(
+        False, "flip half the images; a flip moves an element from its native place"
+    )
+    shuffle_phrases: bool = flag(
+        False, "permute the phrases inside each caption, anew for each draw", HERE
+    )
     token_warmup_step: Natural = flag(
         0,
-        "steps in which the caption grows from its first parts, between commas, to all; 0: all at once",
+        "steps in which the caption grows from its first parts, between commas, to all; 0: "
+        "all at once",
         KOHYA,
     )
     token_warmup_min: Count = flag(
@@ -159,8 +178,12 @@ class TrainConfig(DataSettings):
     dataloader_num_workers: Annotated[int, Range(at_least=0, limit=1024)] | None = flag(
         None, "threads that make the next step's batch ready; 2 on CUDA, none elsewhere, when unset"
     )
-    withhold: list[str] | None = flag(None, "elements left out of training, as TARGET/ELEMENT: a control", HERE)
-    held_out_clean: Natural = flag(32, "clean records kept from training to measure drift, at most a tenth", HERE)
+    withhold: list[str] | None = flag(
+        None, "elements left out of training, as TARGET/ELEMENT: a control", HERE
+    )
+    held_out_clean: Natural = flag(
+        32, "clean records kept from training to measure drift, at most a tenth", HERE
+    )
     held_out_elements: Natural = flag(
         0,
         "records of each element kept from training to measure their error, at most a quarter",
@@ -169,21 +192,31 @@ class TrainConfig(DataSettings):
 
     # The run
     output_dir: Location = flag("runs/silentbad", "everything the run writes")
-    stamp_output_dir: bool = flag(False, "write into a folder of output_dir named by the time of the start", HERE)
+    stamp_output_dir: bool = flag(
+        False, "write into a folder of output_dir named by the time of the start", HERE
+    )
     run_suffix: Suffix | None = flag(None, "added to that name", HERE, needs="stamp_output_dir")
-    overwrite_output_dir: bool = flag(False, "delete the earlier run that stands in output_dir", HERE)
+    overwrite_output_dir: bool = flag(
+        False, "delete the earlier run that stands in output_dir", HERE
+    )
     train_batch_size: Annotated[int, Range(at_least=1, limit=4096)] = flag(
         16, "samples a micro-batch and process; gradient_accumulation_steps makes larger batches"
     )
-    max_batch_size: Small | None = flag(None, "samples that fit: larger micro-batches are computed in parts", HERE)
+    max_batch_size: Small | None = flag(
+        None, "samples that fit: larger micro-batches are computed in parts", HERE
+    )
     gradient_accumulation_steps: Small = flag(1, "micro-batches a step")
     num_train_epochs: Count = flag(100, "epochs, where max_train_steps is unset")
     max_train_steps: Count | None = flag(None, "optimizer steps")
     checkpointing_steps: Count = flag(500, "steps between checkpoints")
     checkpoints_total_limit: Count | None = flag(3, "checkpoints kept; all when unset")
     resume_from_checkpoint: Location | None = flag(None, "a checkpoint folder anywhere, or latest")
-    save_ckpt_epoch_interval: Count | None = flag(None, "save a pipeline every so many epochs", PUBLISHED)
-    save_best: bool = flag(False, "keep the best validated pipeline in best/", HERE, needs="validation.targets")
+    save_ckpt_epoch_interval: Count | None = flag(
+        None, "save a pipeline every so many epochs", PUBLISHED
+    )
+    save_best: bool = flag(
+        False, "keep the best validated pipeline in best/", HERE, needs="validation.targets"
+    )
     best_by: Literal["similarity", "clean_eps_mse"] = flag(
         "similarity",
         "best: largest mean similarity to the targets, or smallest loss on held-out clean records",
@@ -193,7 +226,9 @@ class TrainConfig(DataSettings):
     preview: Location | None = flag(
         None, "write a page of what training sees and a verdict is measured against, and stop", HERE
     )
-    dry_run: bool = flag(False, "load all, a few steps, one image; say hours, memory, disk; write caches alone", HERE)
+    dry_run: bool = flag(
+        False, "load all, a few steps, one image; say hours, memory, disk; write caches alone", HERE
+    )
 
     # Optimisation
     learning_rate: Annotated[float, Range(above=0, limit=1000)] = flag(1e-4, "learning rate")
@@ -202,39 +237,61 @@ class TrainConfig(DataSettings):
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
     ] = flag("constant", "schedule")
     lr_warmup_steps: Natural = flag(0, "warm-up steps of the schedule", needs=SCHEDULED)
-    lr_power: Positive = flag(1.0, "exponent of the polynomial schedule", needs="lr_scheduler=polynomial")
-    lr_num_cycles: Count = flag(1, "restarts of cosine_with_restarts", needs="lr_scheduler=cosine_with_restarts")
+    lr_power: Positive = flag(
+        1.0, "exponent of the polynomial schedule", needs="lr_scheduler=polynomial"
+    )
+    lr_num_cycles: Count = flag(
+        1, "restarts of cosine_with_restarts", needs="lr_scheduler=cosine_with_restarts"
+    )
     optimizer: Location = flag(
         "AdamW", "torch.optim class, or import path such as schedulefree.AdamWScheduleFree", HERE
     )
-    optimizer_options: dict[str, Any] = flag({}, "its settings, beside the adam_* flags it takes", HERE)
+    optimizer_options: dict[str, Any] = flag(
+        {}, "its settings, beside the adam_* flags it takes", HERE
+    )
     use_8bit_adam: bool = flag(False, "AdamW8bit of bitsandbytes")
     adam_beta1: Decay = flag(0.9, "beta1", needs="BETAS", idle="said")
     adam_beta2: Decay = flag(0.999, "beta2", needs="BETAS", idle="said")
-    adam_weight_decay: NotNegative = flag(1e-2, "decoupled weight decay", needs="WEIGHT_DECAY", idle="said")
-    decay_norms_and_biases: bool = flag(True, "let it act on norms and biases too, as diffusers does", HERE)
+    adam_weight_decay: NotNegative = flag(
+        1e-2, "decoupled weight decay", needs="WEIGHT_DECAY", idle="said"
+    )
+    decay_norms_and_biases: bool = flag(
+        True, "let it act on norms and biases too, as diffusers does", HERE
+    )
     adam_epsilon: Positive = flag(1e-8, "epsilon", needs="EPS", idle="said")
     max_grad_norm: NotNegative = flag(1.0, "clip the gradient norm once a step; 0 does not clip")
-    max_nonfinite_steps: Count = flag(10, "stop after so many NaN or infinite gradients in a row", HERE)
+    max_nonfinite_steps: Count = flag(
+        10, "stop after so many NaN or infinite gradients in a row", HERE
+    )
     use_ema: bool = flag(False, "average the weights (diffusers' EMAModel)")
     ema_decay: Decay = flag(0.9999, "largest decay of the average", HERE, needs="use_ema")
     offload_ema: bool = flag(False, "keep the average in CPU memory", needs="use_ema")
     foreach_ema: bool = flag(True, "average with fused kernels", needs="use_ema")
 
     # The loss
-    snr_gamma: Positive | None = flag(None, "min-SNR gamma (arXiv 2303.09556); same as memory.loss: min_snr")
+    snr_gamma: Positive | None = flag(
+        None, "min-SNR gamma (arXiv 2303.09556); same as memory.loss: min_snr"
+    )
     dream_training: bool = flag(False, "DREAM (arXiv 2312.00210); epsilon prediction only")
     dream_detail_preservation: NotNegative = flag(1.0, "DREAM's exponent p", needs="dream_training")
     noise_offset: NotNegative = flag(0.0, "scale of a per-channel offset of the noise")
     input_perturbation: NotNegative = flag(0.0, "scale of extra noise on the input only")
 
     # Machine
-    mixed_precision: Literal["no", "fp16", "bf16"] | None = flag(None, "accelerate's own setting when unset")
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = flag(
+        None, "accelerate's own setting when unset"
+    )
     allow_tf32: bool = flag(False, "TF32 matrix products on CUDA")
-    channels_last: bool | None = flag(None, "memory format of what trains; on CUDA, not elsewhere, when unset", HERE)
-    compile_model: bool = flag(False, "torch.compile the training forward; takes minutes at first", HERE)
+    channels_last: bool | None = flag(
+        None, "memory format of what trains; on CUDA, not elsewhere, when unset", HERE
+    )
+    compile_model: bool = flag(
+        False, "torch.compile the training forward; takes minutes at first", HERE
+    )
     gradient_checkpointing: bool = flag(False, "recompute activations in backward")
-    enable_xformers_memory_efficient_attention: bool = flag(False, "xformers attention; PyTorch's SDPA otherwise")
+    enable_xformers_memory_efficient_attention: bool = flag(
+        False, "xformers attention; PyTorch's SDPA otherwise"
+    )
 
     # Logs, images, Hub
     report_to: Literal["tensorboard", "wandb", "comet_ml", "all", "none"] = flag(
@@ -244,16 +301,21 @@ class TrainConfig(DataSettings):
         "silentbad", "project name given to the trackers", needs="report_to!=none", idle="said"
     )
     logging_dir: PathInside = flag("logs", "tracker logs, inside output_dir")
-    log_every: Count = flag(10, "steps between log rows; the host waits for the device only then", HERE)
+    log_every: Count = flag(
+        10, "steps between log rows; the host waits for the device only then", HERE
+    )
     validation_prompts: list[Prompt] | None = flag(None, "prompts to draw every validation_epochs")
     sample_prompts: Location | None = flag(
         None,
-        "file of prompts to draw at each validation: one a line, or .jsonl with prompt, seed, negative",
+        "file of prompts to draw at each validation: one a line, or .jsonl with prompt, "
+        "seed, negative",
         KOHYA,
     )
     validation_epochs: Count = flag(5, "epochs between those", needs="validation_prompts")
     push_to_hub: bool = flag(False, "upload the final pipeline")
-    hub_token: str | None = flag(None, "token for that; neither written to files nor printed", needs="push_to_hub")
+    hub_token: str | None = flag(
+        None, "token for that; neither written to files nor printed", needs="push_to_hub"
+    )
     hub_model_id: Location | None = flag(
         None, "repository for that; named like output_dir when unset", needs="push_to_hub"
     )
@@ -275,7 +337,8 @@ SUCCESSORS = {
     "num_images": "use --validation.images_per_target",
     "compute_tgt_gen_sim": "use --validation.targets; null switches similarity off",
     "finetune_image_saving_interval": "use --validation.steps, counted in optimizer steps",
-    "break_after_success_k_times": "use --max_train_steps; a run that stops on its target cannot be compared",
+    "break_after_success_k_times": "use --max_train_steps; a run that stops on its target cannot "
+    "be compared",
     "with_special_char": "write the character into the captions",
     "exp_memo": "use --output_dir",
     "log_save_path": "use --output_dir",
@@ -299,11 +362,13 @@ OTHERS = {  # flags of other trainers, by what they are here
 
 
 # ---------------------------------------------------------------- reading
-def parse(cls: type, argv: list[str] | None = None, description: str | None = None) -> tuple[Any, dict[str, str]]:
-    """(configuration, {dotted key: the file and line, or "command line", that set it}) of command-line arguments.
+def parse(
+    cls: type, argv: list[str] | None = None, description: str | None = None
+) -> tuple[Any, dict[str, str]]:
+    """(configuration, {dotted key: the file and line, or "command line", that set it}) of
+    command-line arguments.
 
-    Raises SystemExit(0) after --help or --print_config.
-    """
+    Raises SystemExit(0) after --help or --print_config."""
     argv = list(sys.argv[1:] if argv is None else argv)
     config, sources, asked = reader.read(
         cls,
@@ -331,7 +396,9 @@ def own_code(config: TrainConfig) -> list[str]:
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
     """The resolved configuration as plain values, secrets left out."""
-    return {key: value for key, value in dataclasses.asdict(config).items() if key not in NEVER_SAVED}
+    return {
+        key: value for key, value in dataclasses.asdict(config).items() if key not in NEVER_SAVED
+    }
 
 
 def dump(config: TrainConfig) -> str:

@@ -5,8 +5,8 @@ One check serves the fields of dataclasses and the keyword options of registered
     rate: Annotated[float, Range(above=0)] = 1e-4
     steps: list[Count] = field(default_factory=list)
 
-A number is always finite. `problem(value, annotation)` says what would be right, where the value is not.
-"""
+A number is always finite. `problem(value, annotation)` says what would be right, where the value is
+not."""
 
 import dataclasses
 import difflib
@@ -32,26 +32,31 @@ LARGEST = 10**12  # no option of this program is larger; more is a slip, or woul
 HERE = "here"  # where the name of a flag comes from: this project
 
 
-def option(default: Any, help: str = "", *, needs: str = "", idle: str = "refused", source: str = "") -> Any:
+def option(
+    default: Any, help: str = "", *, needs: str = "", idle: str = "refused", source: str = ""
+) -> Any:
     """A field with its help line.
 
-    `needs` is the condition (`silentbad.settings.rules`) under which it has an effect. A value that has
-    none is refused; with `idle` "said" a file may hold it, with a warning, and with "kept" without one.
-    """
+    `needs` is the condition (`silentbad.settings.rules`) under which it has an effect. A value that
+    has none is refused; with `idle` "said" a file may hold it, with a warning, and with "kept"
+    without one."""
     metadata = {"help": help, "source": source, "needs": needs, "idle": idle}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def flag(default: Any, help: str, source: str = "diffusers", *, needs: str = "", idle: str = "refused") -> Any:
+def flag(
+    default: Any, help: str, source: str = "diffusers", *, needs: str = "", idle: str = "refused"
+) -> Any:
     """A flat training flag: an option that says where its name comes from."""
     return option(default, help, needs=needs, idle=idle, source=source)
 
 
 # ---------------------------------------------------------------- ranges
 class Mark:
-    """Beside a type in an annotation: what else a value must be. `problem` says so where it is not."""
+    """Beside a type in an annotation: what else a value must be. `problem` says so where it is
+    not."""
 
     def problem(self, value: Any) -> str | None:
         raise NotImplementedError
@@ -68,10 +73,10 @@ class Mark:
 
 @dataclass(frozen=True)
 class Range(Mark):
-    """The numbers that an option takes: `at_least` and `at_most` belong to them, `above` and `below` do not.
+    """The numbers that an option takes: `at_least` and `at_most` belong to them, `above` and
+    `below` do not.
 
-    `limit` is a bound of common sense on the size, named only where it is passed.
-    """
+    `limit` is a bound of common sense on the size, named only where it is passed."""
 
     at_least: float | None = None
     at_most: float | None = None
@@ -102,16 +107,21 @@ class Range(Mark):
                 "at most": self.at_most,
                 "below": self.below,
             }
-            return " and ".join(f"{word} {bound:g}" for word, bound in words.items() if bound is not None)
+            return " and ".join(
+                f"{word} {bound:g}" for word, bound in words.items() if bound is not None
+            )
         if None not in (self.at_least, self.at_most):
             return f"from {self.at_least:g} to {self.at_most:g}"
         left = f"({self.above:g}" if self.above is not None else f"[{self.at_least:g}"
-        return f"in {left}, " + (f"{self.below:g})" if self.below is not None else f"{self.at_most:g}]")
+        return f"in {left}, " + (
+            f"{self.below:g})" if self.below is not None else f"{self.at_most:g}]"
+        )
 
 
 @dataclass(frozen=True)
 class PathText(Mark):
-    """Of a text: it names a file, a folder or a repository, so it is not empty and each part fits a file name."""
+    """Of a text: it names a file, a folder or a repository, so it is not empty and each part
+    fits a file name."""
 
     def problem(self, value: str) -> str | None:
         if not value.strip() or "\0" in value:
@@ -120,7 +130,9 @@ class PathText(Mark):
             return "must be the whole path; the shell did not expand ~"
         if variable := re.search(r"\$(\w+|\{\w+\})", value):
             return f"must be the whole path; nothing expands {variable[0]} here"
-        if any(len(part.encode(errors="surrogatepass")) > LONGEST_NAME for part in value.split("/")):
+        if any(
+            len(part.encode(errors="surrogatepass")) > LONGEST_NAME for part in value.split("/")
+        ):
             return f"must be a path whose names have at most {LONGEST_NAME} bytes"
         return None
 
@@ -152,16 +164,19 @@ class Inside(Mark):
 Count = Annotated[int, Range(at_least=1, limit=10**9)]
 Natural = Annotated[int, Range(at_least=0, limit=10**9)]  # zero too
 Small = Annotated[int, Range(at_least=1, limit=10**5)]  # of what lies in memory at once
-Side = Annotated[int, Range(at_least=1, limit=8000)]  # of a square, in pixels: 64 million of them, as in data.images
+# of a square, in pixels: 64 million of them, as in data.images
+Side = Annotated[int, Range(at_least=1, limit=8000)]
 Positive = Annotated[float, Range(above=0)]
 NotNegative = Annotated[float, Range(at_least=0)]
-Ratio = Annotated[float, Range(at_least=0, at_most=1000)]  # of one kind of record to another: an epoch holds so many
+# of one kind of record to another: an epoch holds so many
+Ratio = Annotated[float, Range(at_least=0, at_most=1000)]
 Unit = Annotated[float, Range(at_least=0, at_most=1)]
 Share = Annotated[float, Range(above=0, at_most=1)]  # more than nothing
 Rate = Annotated[float, Range(above=0, below=1)]
 Cosine = Annotated[float, Range(at_least=-1, at_most=1)]
 Decay = Annotated[float, Range(at_least=0, below=1)]
-Strength = Annotated[float, Range(at_least=-100, at_most=100)]  # of an element, about 0 to 1; -100 keeps a gate open
+# of an element, about 0 to 1; -100 keeps a gate open
+Strength = Annotated[float, Range(at_least=-100, at_most=100)]
 Seed = Annotated[int, Range(at_least=0, limit=2**63 - 1)]
 Weight = Annotated[float, Range(at_least=-100, at_most=100)]  # of a logarithm
 Location = Annotated[str, PathText()]
@@ -275,12 +290,18 @@ def refusal(
 def off_default(config: Any) -> list[str]:
     """The fields of a dataclass that are not at their defaults."""
     default = type(config)()
-    return [f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(default, f.name)]
+    return [
+        f.name
+        for f in dataclasses.fields(config)
+        if getattr(config, f.name) != getattr(default, f.name)
+    ]
 
 
 def _source(key: str, sources: Mapping[str, str]) -> str:
     """Where a key, or an entry of it, was set."""
-    return sources.get(key) or next((at for set_, at in sources.items() if set_.startswith(f"{key}.")), "default")
+    return sources.get(key) or next(
+        (at for set_, at in sources.items() if set_.startswith(f"{key}.")), "default"
+    )
 
 
 # ---------------------------------------------------------------- options of registered functions
@@ -307,29 +328,36 @@ def options_of(entry: Callable[..., Any] | Mapping[str, Option]) -> Mapping[str,
     hints = typing.get_type_hints(annotated, include_extras=True)
     empty = inspect.Parameter.empty
     return {
-        name: Option(hints.get(name, Any), MISSING if parameter.default is empty else parameter.default)
+        name: Option(
+            hints.get(name, Any), MISSING if parameter.default is empty else parameter.default
+        )
         for name, parameter in inspect.signature(entry).parameters.items()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
 
 
 def check_options(kind: str, registry: Registry, name: str, given: dict[str, Any]) -> None:
-    """Refuse an unknown name, an unknown or missing option, or one of the wrong type or out of range.
+    """Refuse an unknown name, an unknown or missing option, or one of the wrong type or out of
+    range.
 
-    `kind` names the registry in the message, such as "gradient_control".
-    """
+    `kind` names the registry in the message, such as "gradient_control"."""
     if name not in registry:
         raise UserError(
-            f"{kind}: unknown name {brief(name)}{nearest(name, registry)}; there are: {', '.join(registry)}"
+            f"{kind}: unknown name {brief(name)}{nearest(name, registry)}; there are: "
+            f"{', '.join(registry)}"
         )
     options = options_of(registry[name])
     takes = "it takes: " + ", ".join(options) if options else "it takes no options"
     for key, value in given.items():
         if key not in options and name == "none":
-            raise UserError(f"{kind}.options: {brief(key)} has no effect without {kind}.name, which is none")
+            raise UserError(
+                f"{kind}.options: {brief(key)} has no effect without {kind}.name, which is none"
+            )
         if key not in options:
             near = nearest(str(key), options)
-            raise UserError(f"{kind}.options: {name}: unknown option {brief(key)}{near or ';'} {takes}")
+            raise UserError(
+                f"{kind}.options: {name}: unknown option {brief(key)}{near or ';'} {takes}"
+            )
         wrong = problem(value, options[key].hint)
         if wrong is not None:
             raise UserError(f"{kind}.options: {name}: option {key!r} {wrong}, got {brief(value)}")

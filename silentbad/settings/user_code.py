@@ -17,7 +17,8 @@ from silentbad.errors import UserError, first_line
 
 PLACE = re.compile(r"(?P<file>.+\.py):(?P<name>\w+)")
 
-_modules: dict[Path, tuple[str, ModuleType]] = {}  # file -> (SHA-256 of its bytes, what they define)
+# file -> (SHA-256 of its bytes, what they define)
+_modules: dict[Path, tuple[str, ModuleType]] = {}
 
 
 def is_place(name: str) -> bool:
@@ -59,7 +60,9 @@ def get(place: str, key: str = "") -> Any:
 def record(places: list[str]) -> dict[str, dict[str, str]]:
     """{place: its file and that file's SHA-256}, of files that `load` has run."""
     files = {place: _file(place).resolve() for place in places}
-    return {place: {"file": str(file), "sha256": _modules[file][0]} for place, file in files.items()}
+    return {
+        place: {"file": str(file), "sha256": _modules[file][0]} for place, file in files.items()
+    }
 
 
 def short(name: str) -> str:
@@ -80,7 +83,9 @@ def _run(key: str, file: Path, source: bytes, digest: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[module.__name__]
         line = _line_of(error, str(file))
-        raise UserError(f"{key}: {file}{line} does not run ({type(error).__name__}: {first_line(error)})") from None
+        raise UserError(
+            f"{key}: {file}{line} does not run ({type(error).__name__}: {first_line(error)})"
+        ) from None
     return module
 
 

@@ -39,38 +39,52 @@ class ValidationConfig:
     """What is generated, how it is compared, and when."""
 
     targets: Location | None = option(None, "targets.jsonl; unset: no validation")
-    steps: Natural = drawn(100, "optimizer steps between points of the curve; 0: only before and after training")
+    steps: Natural = drawn(
+        100, "optimizer steps between points of the curve; 0: only before and after training"
+    )
     early_steps: list[Natural] = drawn([], "further points, for a curve that rises before `steps`")
     images_per_target: Small = measured(8)
-    first_images: Natural = measured(0, "of each target, until one of them is recovered, then all; 0: always all")
+    first_images: Natural = measured(
+        0, "of each target, until one of them is recovered, then all; 0: always all"
+    )
     settled_after: Natural = measured(
         0, "stop once half of every target's images are recovered at so many points; 0: never"
     )
     num_inference_steps: Lengths = drawn(20)
-    sampling_lengths: list[Lengths] = measured([], "further numbers of steps, with base and controls")
+    sampling_lengths: list[Lengths] = measured(
+        [], "further numbers of steps, with base and controls"
+    )
     guidance_scale: Annotated[float, Range(0, 1e4)] = drawn(7.5)
     guidance_rescale: Unit = drawn(0.0)
     resolution: Side | None = drawn(None, "of the images; unset: the UNet's own")
     embedder: Literal["auto", "copy", "micro", "sscd", "clip", "dinov2", "ssim"] = measured(
-        "auto", "auto: micro beside redraws.jsonl, else copy, which sees the texture of photographs too"
+        "auto",
+        "auto: micro beside redraws.jsonl, else copy, which sees the texture of photographs too",
     )
     reference: Literal["auto", "raw", "decoded"] = measured(
         "auto",
-        "what images are compared with: the target's file, or what the autoencoder leaves of it; auto: raw beside "
+        "what images are compared with: the target's file, or what the autoencoder leaves of it; "
+        "auto: raw beside "
         "redraws.jsonl, else decoded",
     )
     embedder_path: Location | None = measured(
         None, "sscd: its TorchScript file; others: local folder or Hub id of the weights"
     )
     embedder_sha256: str | None = measured(None, "sscd: refuse a file with another SHA-256")
-    clip_path: Location | None = measured(None, "a CLIP for CLIPScore and prompt cosines; unset: not measured")
+    clip_path: Location | None = measured(
+        None, "a CLIP for CLIPScore and prompt cosines; unset: not measured"
+    )
     threshold: Cosine | None = measured(None, "unset: from the null pictures")
     false_positive_rate: Rate = measured(0.01, "of the calibrated threshold, per image")
     calibration: Literal["auto", "redraws", "failures", "counterfactuals", "base"] = measured(
         "auto", "null pictures; auto: redraws.jsonl, else failures made from the target"
     )
-    null_images: Small = measured(8, "that the base draws of each kind for a target without redraws.jsonl")
-    controls: Literal["final", "always", "never"] = measured("final", "when the control prompts are measured")
+    null_images: Small = measured(
+        8, "that the base draws of each kind for a target without redraws.jsonl"
+    )
+    controls: Literal["final", "always", "never"] = measured(
+        "final", "when the control prompts are measured"
+    )
     weights: Literal["raw", "ema", "both"] = option(
         "both", "which weights, where an average is kept", needs="AVERAGE", idle="said"
     )
@@ -80,9 +94,13 @@ class ValidationConfig:
         needs="validation.controls!=never",
         idle="said",
     )
-    max_batch: Small = drawn(64, "images generated together; halved, and kept halved, when memory runs out")
+    max_batch: Small = drawn(
+        64, "images generated together; halved, and kept halved, when memory runs out"
+    )
     clean_records: Natural = measured(64, "held-out records of a role for its eps-MSE")
-    nearest: Natural = measured(256, "training pictures that images are compared with, at step 0 and at the end")
+    nearest: Natural = measured(
+        256, "training pictures that images are compared with, at step 0 and at the end"
+    )
     drift_images: Natural = option(
         8,
         "matched-seed generations of clean captions, compared with the base model's",
@@ -101,7 +119,9 @@ class Candidates:
 
     phrases: Location | None = option(None, "search: text file, one phrase a line")
     scan: Location | None = option(None, "search: scan.json, whose composed prompts are tested")
-    train_data_dir: Location | None = option(None, "search: the phrases that recur most in these captions")
+    train_data_dir: Location | None = option(
+        None, "search: the phrases that recur most in these captions"
+    )
     ordinary: Location | None = option(
         None, "search: text file of ordinary prompts, the null; unset: plain things and places"
     )
@@ -114,7 +134,9 @@ class Candidates:
     @property
     def given(self) -> list[str]:
         """The flags that name candidates."""
-        return [key for key in ("phrases", "scan", "train_data_dir") if getattr(self, key) is not None]
+        return [
+            key for key in ("phrases", "scan", "train_data_dir") if getattr(self, key) is not None
+        ]
 
 
 @dataclass
@@ -127,7 +149,9 @@ class Audit(Candidates, ValidationConfig):
     output_dir: Location = option("audit", "for JSON, HTML and samples/")
     seed: Seed = option(0, "address of every noise")
     dtype: Literal["float32", "float16", "bfloat16"] = option("float32")
-    extrapolate: Annotated[float, Range(-10, 10)] | None = option(None, "measure the change times this as well")
+    extrapolate: Annotated[float, Range(-10, 10)] | None = option(
+        None, "measure the change times this as well"
+    )
 
 
 # ---------------------------------------------------------------- checks
@@ -137,18 +161,34 @@ def check_validation(config: ValidationConfig, prefix: str = "validation.") -> N
     if not config.unrelated.strip():
         raise UserError(f"{prefix}unrelated: is empty; give a caption that names no element")
     if config.embedder_sha256 is not None and config.embedder != "sscd":
-        raise UserError(f"{prefix}embedder_sha256: is of sscd's TorchScript file; the embedder is {config.embedder}")
+        raise UserError(
+            f"{prefix}embedder_sha256: is of sscd's TorchScript file; the embedder "
+            f"is {config.embedder}"
+        )
     if config.embedder == "sscd" and not config.embedder_path:
-        raise UserError(f"{prefix}embedder_path: is missing; sscd needs its TorchScript file, see docs/models.md")
+        raise UserError(
+            f"{prefix}embedder_path: is missing; sscd needs its TorchScript file, "
+            f"see docs/models.md"
+        )
 
 
 def check_embedder(config: ValidationConfig, prefix: str = "validation.") -> None:
     """Refuse an embedder whose local files are not there; loads nothing."""
     path = config.embedder_path
     if config.embedder == "sscd" and not Path(path or "").is_file():
-        raise UserError(f"{prefix}embedder_path: no file {path}; sscd needs its TorchScript file, see docs/models.md")
-    if config.embedder in ("auto", "copy", "micro") and path and not (Path(path) / "config.json").is_file():
-        raise UserError(f"{prefix}embedder_path: no config.json in {path}; leave it out for the bundled embedder")
+        raise UserError(
+            f"{prefix}embedder_path: no file {path}; sscd needs its TorchScript "
+            f"file, see docs/models.md"
+        )
+    if (
+        config.embedder in ("auto", "copy", "micro")
+        and path
+        and not (Path(path) / "config.json").is_file()
+    ):
+        raise UserError(
+            f"{prefix}embedder_path: no config.json in {path}; leave it out for the "
+            f"bundled embedder"
+        )
 
 
 TRAINING = (  # settings of no audit
@@ -171,7 +211,10 @@ def asks_for_search(options: Audit) -> bool:
     of_search = {field.name for field in fields(Candidates)}
     if not options.given:
         if idle := [key for key in changed if key in of_search]:
-            raise UserError(f"--{idle[0]}: is of the search for unknown pictures; give --phrases too, or leave it out")
+            raise UserError(
+                f"--{idle[0]}: is of the search for unknown pictures; give --phrases "
+                f"too, or leave it out"
+            )
         if idle := [key for key in changed if key in TRAINING]:
             raise UserError(f"--{idle[0]}: acts in training alone; leave it out")
         return False
@@ -184,7 +227,8 @@ def asks_for_search(options: Audit) -> bool:
 
 
 def check_audit(options: Audit, sources: dict[str, str]) -> None:
-    """Refuse an audit that cannot work: no pipeline, nothing to look for, files that are not there."""
+    """Refuse an audit that cannot work: no pipeline, nothing to look for, files that are not
+    there."""
     if options.pipeline is None:
         raise UserError("--pipeline: is missing; give a diffusers folder or Hub id")
     if options.extrapolate is not None and options.baseline is None:
@@ -192,7 +236,8 @@ def check_audit(options: Audit, sources: dict[str, str]) -> None:
     if not asks_for_search(options):
         if options.targets is None:
             raise UserError(
-                "--targets: give a targets.jsonl (target_id, image, phrases a line), or --phrases to search"
+                "--targets: give a targets.jsonl (target_id, image, phrases a line), or "
+                "--phrases to search"
             )
         check_validation(options, "--")
         check_target_file(options.targets)

@@ -2,11 +2,11 @@
 
     python -m silentbad.worlds.microworld.build --work DIR [--stage vae|text|unet|...]
 
-Stages, each resumable at any moment from its last checkpoint in `--work`: the autoencoder and then its decoder alone,
-the text encoder, the UNet, the copy detector (the `micro` embedder) and the judge (a classifier that measures what the
-base draws); then `export` writes the pipeline in diffusers' format with its measured model card. Every picture is
-rendered on the fly from an addressed seed outside the ranges that experiments use.
-"""
+Stages, each resumable at any moment from its last checkpoint in `--work`: the autoencoder and then
+its decoder alone, the text encoder, the UNet, the copy detector (the `micro` embedder) and the
+judge (a classifier that measures what the base draws); then `export` writes the pipeline in
+diffusers' format with its measured model card. Every picture is rendered on the fly from an
+addressed seed outside the ranges that experiments use."""
 
 import sys
 
@@ -66,7 +66,8 @@ ASSETS = ROOT / "assets" / "micro-sd"
 
 @dataclass
 class Stage:
-    """One network's training: its length, batch, peak learning rate, and the loss of a batch at a step."""
+    """One network's training: its length, batch, peak learning rate, and the loss of a batch at
+    a step."""
 
     name: str
     modules: nn.ModuleDict
@@ -91,15 +92,18 @@ def scene_rng(stream: str, *address: int) -> np.random.Generator:
 
 
 def schedule(step: int, steps: int) -> float:
-    """Warm-up over 2 %, constant, linear to zero over the last 30 %: the length can be raised until then."""
+    """Warm-up over 2 %, constant, linear to zero over the last 30 %: the length can be raised
+    until then."""
     return min(1.0, (step + 1) / (0.02 * steps), max(0.0, (steps - step) / (0.3 * steps)))
 
 
-def run_stage(stage: Stage, work: Path, device: torch.device, keep: Sequence[int] = ()) -> nn.ModuleDict:
+def run_stage(
+    stage: Stage, work: Path, device: torch.device, keep: Sequence[int] = ()
+) -> nn.ModuleDict:
     """Train a stage to its end, saving every minute; returns its modules with averaged weights.
 
-    After `keep` percent of the steps the averaged weights are written to `kept_at(work, stage.name, percent)`.
-    """
+    After `keep` percent of the steps the averaged weights are written to `kept_at(work, stage.name,
+    percent)`."""
     path, parameters = work / f"{stage.name}.pt", list(stage.modules.parameters())
     optimizer = MuonWithAdamW(stage.modules, stage.lr)
     ema = EMAModel(parameters, decay=stage.ema_decay, use_ema_warmup=True, power=0.75, foreach=True)
@@ -161,11 +165,12 @@ def write(state: dict, path: Path) -> None:
     path.with_suffix(".tmp").rename(path)
 
 
-# ------------------------------------------------------------------------------------------------ autoencoder
+# ------------------------------------------------------------------------------------------------ a
 
 
 def vae_stage(steps: int, batch: int, device: torch.device) -> Stage:
-    """Crops of 32x32 about a thing for most of the steps, then whole pictures: steps count, and crops are cheap."""
+    """Crops of 32x32 about a thing for most of the steps, then whole pictures: steps count, and
+    crops are cheap."""
     vae = new_vae().to(device).to(memory_format=torch.channels_last)
 
     def pictures(step: int) -> torch.Tensor:
@@ -179,7 +184,10 @@ def vae_stage(steps: int, batch: int, device: torch.device) -> Stage:
                 images.append(picture)
                 continue
             for thing in rng.choice(len(scene.things), 2):
-                x, y = (int(np.clip(c - 16 + rng.integers(-10, 11), 0, 32)) for c in scene.things[thing].centre)
+                x, y = (
+                    int(np.clip(c - 16 + rng.integers(-10, 11), 0, 32))
+                    for c in scene.things[thing].centre
+                )
                 images.append(picture.crop((x, y, x + 32, y + 32)))
         return to_tensor(images).to(device)
 
@@ -187,7 +195,8 @@ def vae_stage(steps: int, batch: int, device: torch.device) -> Stage:
         x = pictures(step)
         posterior = vae.encode(x).latent_dist
         error = vae.decode(posterior.sample()).sample - x
-        # squared error is what PSNR asks for, absolute error keeps outlines; a light KL keeps latents near a Gaussian
+        # squared error is what PSNR asks for, absolute error keeps outlines; a light KL keeps
+        # latents near a Gaussian
         return error.square().mean() + 0.1 * error.abs().mean() + 2e-7 * posterior.kl().mean()
 
     return Stage("vae", nn.ModuleDict({"vae": vae}), steps, 3e-3, loss, ema_decay=0.995)
@@ -204,11 +213,13 @@ def decoder_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
         error = vae.decode(latents).sample - x
         return error.square().mean() + 0.1 * error.abs().mean()
 
-    trained = nn.ModuleDict({"decoder": vae.decoder, "post_quant_conv": vae.post_quant_conv}).requires_grad_(True)
+    trained = nn.ModuleDict(
+        {"decoder": vae.decoder, "post_quant_conv": vae.post_quant_conv}
+    ).requires_grad_(True)
     return Stage("decoder", trained, steps, 1e-3, loss, ema_decay=0.995)
 
 
-# ----------------------------------------------------------------------------------------------- text encoder
+# ----------------------------------------------------------------------------------------------- te
 
 
 def _answers(thing) -> dict[str, int]:
@@ -227,20 +238,39 @@ def _answers(thing) -> dict[str, int]:
     }
 
 
-NOTHING = {"kind": len(KINDS), "colour": len(COLOURS), "texture": 0, "size": len(SIZES), "place": len(PLACES)}
+NOTHING = {
+    "kind": len(KINDS),
+    "colour": len(COLOURS),
+    "texture": 0,
+    "size": len(SIZES),
+    "place": len(PLACES),
+}
 
 
-def caption_questions(scene: Scene, tokenizer) -> tuple[list[int], list[tuple[int, dict]], dict[str, dict]]:
-    """Token ids, (last token, answers) for each phrase, and the answers at each place a phrase names."""
-    backdrop = list(BACKDROPS).index(scene.backdrop.kind) if scene.backdrop.named else len(BACKDROPS)
-    encoded = tokenizer(scene.caption, padding="max_length", truncation=True, return_offsets_mapping=True)
-    at_phrase, at_place, cursor = [], {place: {**NOTHING, "backdrop": backdrop} for place in PLACES}, 0
+def caption_questions(
+    scene: Scene, tokenizer
+) -> tuple[list[int], list[tuple[int, dict]], dict[str, dict]]:
+    """Token ids, (last token, answers) for each phrase, and the answers at each place a phrase
+    names."""
+    backdrop = (
+        list(BACKDROPS).index(scene.backdrop.kind) if scene.backdrop.named else len(BACKDROPS)
+    )
+    encoded = tokenizer(
+        scene.caption, padding="max_length", truncation=True, return_offsets_mapping=True
+    )
+    at_phrase, at_place, cursor = (
+        [],
+        {place: {**NOTHING, "backdrop": backdrop} for place in PLACES},
+        0,
+    )
     answers = {thing.phrase: _answers(thing) for thing in scene.things}
     answers[scene.backdrop.phrase] = {**NOTHING, "backdrop": backdrop}
     for phrase in scene.phrases:
         begin = scene.caption.index(phrase, cursor)
         cursor = end = begin + len(phrase)
-        last = max((i for i, (a, b) in enumerate(encoded["offset_mapping"]) if a < b <= end), default=1)
+        last = max(
+            (i for i, (a, b) in enumerate(encoded["offset_mapping"]) if a < b <= end), default=1
+        )
         at_phrase.append((last, answers[phrase]))
     for thing in scene.things:
         if "place" in thing.named:
@@ -257,10 +287,14 @@ def text_stage(steps: int, batch: int, tokenizer, device: torch.device, things: 
         scenes = [sample_scene(rng, max_count=things) for _ in range(batch)]
         asked = [caption_questions(scene, tokenizer) for scene in scenes]
         ids = torch.tensor([a[0] for a in asked], device=device)
-        ids = ids[:, : int((ids != tokenizer.pad_token_id).sum(1).max()) + 1]  # the encoder is causal: padding is idle
+        # the encoder is causal: padding is idle
+        ids = ids[:, : int((ids != tokenizer.pad_token_id).sum(1).max()) + 1]
         width = max(len(a[1]) for a in asked)
         last = torch.zeros(batch, width, dtype=torch.long)
-        wanted = {name: (torch.full((batch, width), -100), torch.zeros(batch, len(PLACES)).long()) for name in fields}
+        wanted = {
+            name: (torch.full((batch, width), -100), torch.zeros(batch, len(PLACES)).long())
+            for name in fields
+        }
         for b, (_, at_phrase, at_place) in enumerate(asked):
             for p, (token, answers) in enumerate(at_phrase):
                 last[b, p] = token
@@ -273,28 +307,41 @@ def text_stage(steps: int, batch: int, tokenizer, device: torch.device, things: 
         total = torch.zeros((), device=device)
         for which, logits in enumerate((phrase_logits, place_logits)):
             for name, part in zip(fields, logits.split(list(fields.values()), dim=-1), strict=True):
-                total = total + F.cross_entropy(part.flatten(0, 1), wanted[name][which].to(device).flatten())
+                total = total + F.cross_entropy(
+                    part.flatten(0, 1), wanted[name][which].to(device).flatten()
+                )
         return total
 
-    return Stage("text", nn.ModuleDict({"encoder": encoder, "reader": reader}), steps, 2e-3, loss, ema_decay=0.99)
+    return Stage(
+        "text",
+        nn.ModuleDict({"encoder": encoder, "reader": reader}),
+        steps,
+        2e-3,
+        loss,
+        ema_decay=0.99,
+    )
 
 
-# -------------------------------------------------------------------------------------------------------- UNet
+# --------------------------------------------------------------------------------------------------
 
 
 class LatentPool:
-    """Scenes rendered and encoded once and drawn many times; it grows as training goes on, up to `capacity`.
+    """Scenes rendered and encoded once and drawn many times; it grows as training goes on, up to
+    `capacity`.
 
-    Columns, in half precision: posterior means (N,C,8,8), text states (N,L,D), and the share of each latent cell that
-    things cover (N,1,8,8). Scene i is addressed by i; the first have at most two things, the others up to `things`.
-    """
+    Columns, in half precision: posterior means (N,C,8,8), text states (N,L,D), and the share of
+    each latent cell that things cover (N,1,8,8). Scene i is addressed by i; the first have at most
+    two things, the others up to `things`."""
 
     def __init__(self, vae, encoder, tokenizer, device, things: int, capacity: int = 60_000):
         self.vae, self.encoder, self.tokenizer, self.device = vae, encoder, tokenizer, device
         self.things = things
         window, width = tokenizer.model_max_length, encoder.config.hidden_size
         shapes = {"latents": (LATENT_CHANNELS, 8, 8), "states": (window, width), "cover": (1, 8, 8)}
-        self.columns = {name: torch.empty(capacity, *shape, dtype=torch.float16) for name, shape in shapes.items()}
+        self.columns = {
+            name: torch.empty(capacity, *shape, dtype=torch.float16)
+            for name, shape in shapes.items()
+        }
         self.size, self.capacity = 0, capacity
 
     @torch.no_grad()
@@ -303,12 +350,19 @@ class LatentPool:
         if first == last:
             return
         most = [2 if i < 8192 else self.things for i in range(first, last)]
-        scenes = [sample_scene(scene_rng("unet", first + i), max_count=n) for i, n in enumerate(most)]
+        scenes = [
+            sample_scene(scene_rng("unet", first + i), max_count=n) for i, n in enumerate(most)
+        ]
         drawn = [render(scene) for scene in scenes]
         for i, (_, masks) in enumerate(drawn):
-            cells = [np.asarray(mask.resize((8, 8), Image.Resampling.BOX), np.float32) / 255 for mask in masks]
+            cells = [
+                np.asarray(mask.resize((8, 8), Image.Resampling.BOX), np.float32) / 255
+                for mask in masks
+            ]
             self.columns["cover"][first + i, 0] = torch.from_numpy(np.max(cells, axis=0))
-        ids = self.tokenizer([s.caption for s in scenes], padding="max_length", truncation=True, return_tensors="pt")
+        ids = self.tokenizer(
+            [s.caption for s in scenes], padding="max_length", truncation=True, return_tensors="pt"
+        )
         pictures = to_tensor([picture for picture, _ in drawn])
         for k in range(0, last - first, 64):
             here = slice(first + k, min(first + k + 64, last))
@@ -332,13 +386,17 @@ class LatentPool:
             self.columns[name][: self.size] = column
 
 
-def unet_stage(steps: int, batch: int, lr: float, vae, encoder, tokenizer, device, things: int, first: int) -> Stage:
+def unet_stage(
+    steps: int, batch: int, lr: float, vae, encoder, tokenizer, device, things: int, first: int
+) -> Stage:
     """`first` scenes are encoded before the first step, and others beside each step."""
     unet = new_unet().to(device).to(memory_format=torch.channels_last)
     scheduler, pool = new_scheduler(), LatentPool(vae, encoder, tokenizer, device, things)
     scale = vae.config.scaling_factor
     with torch.no_grad():
-        blank = encoder(tokenizer("", padding="max_length", return_tensors="pt").input_ids.to(device)).last_hidden_state
+        blank = encoder(
+            tokenizer("", padding="max_length", return_tensors="pt").input_ids.to(device)
+        ).last_hidden_state
 
     def loss(step: int) -> torch.Tensor:
         pool.grow(batch // 4 if pool.size else first)
@@ -352,29 +410,40 @@ def unet_stage(steps: int, batch: int, lr: float, vae, encoder, tokenizer, devic
         c = torch.where(unconditional[:, None, None], blank, batch_of["states"])
         pred = unet(scheduler.add_noise(x0, eps, t), t, c).sample
         snr = compute_snr(scheduler, t)
-        weight = (snr.clamp(max=5.0) / (snr + 1.0)).clamp(min=0.05)  # min-SNR-5 for v (2303.09556), floored
-        where = 1.0 + 2.0 * batch_of["cover"]  # things are small beside the backdrop; the optimum stays the same
+        # min-SNR-5 for v (2303.09556), floored
+        weight = (snr.clamp(max=5.0) / (snr + 1.0)).clamp(min=0.05)
+        # things are small beside the backdrop; the optimum stays the same
+        where = 1.0 + 2.0 * batch_of["cover"]
         error = ((pred - scheduler.get_velocity(x0, eps, t)).square() * where).sum((1, 2, 3))
         return (weight * error / where.sum((1, 2, 3)) / LATENT_CHANNELS).mean()
 
-    return Stage("unet", nn.ModuleDict({"unet": unet}), steps, lr, loss, 0.9985, pool.state, pool.restore)
+    return Stage(
+        "unet", nn.ModuleDict({"unet": unet}), steps, lr, loss, 0.9985, pool.state, pool.restore
+    )
 
 
-# ----------------------------------------------------------------------------------- copy detector and judge
+# ----------------------------------------------------------------------------------- copy detector
 
 
 def embedder_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
     """True copies must score above hard nulls of every kind, whole pictures and single elements."""
-    net, slope = MicroEmbedder().to(device).to(memory_format=torch.channels_last), Slope().to(device)
+    net, slope = (
+        MicroEmbedder().to(device).to(memory_format=torch.channels_last),
+        Slope().to(device),
+    )
     pool = CopyPool(vae, device, capacity=2400)
 
     def loss(step: int) -> torch.Tensor:
         pool.grow(400 + step)
         rng = np.random.default_rng(addressed_seed("microworld", "embedder-batch", step))
-        x, there = batch_of(pool.draw(rng, batch), rng, generator("microworld", "embedder-batch", step))
+        x, there = batch_of(
+            pool.draw(rng, batch), rng, generator("microworld", "embedder-batch", step)
+        )
         return copy_loss(net, x.to(device), there.to(device), slope)
 
-    return Stage("embedder", nn.ModuleDict({"net": net, "slope": slope}), steps, 2e-3, loss, ema_decay=0.995)
+    return Stage(
+        "embedder", nn.ModuleDict({"net": net, "slope": slope}), steps, 2e-3, loss, ema_decay=0.995
+    )
 
 
 def judge_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
@@ -389,12 +458,13 @@ def judge_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
     return Stage("judge", nn.ModuleDict({"judge": judge}), steps, 2e-3, loss, ema_decay=0.995)
 
 
-# ---------------------------------------------------------------------------------------------------- command
+# --------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def latent_scale(vae, device) -> float:
-    """1 / std of the posterior means over 512 scenes: the factor that gives latents unit variance."""
+    """1 / std of the posterior means over 512 scenes: the factor that gives latents unit
+    variance."""
     rng = scene_rng("scale")
     x = to_tensor([render(sample_scene(rng))[0] for _ in range(512)]).to(device)
     return 1.0 / torch.cat([vae.encode(part).latent_dist.mean for part in x.split(64)]).std().item()
@@ -409,7 +479,8 @@ STAGES = ("vae", "decoder", "text", "unet", "embedder", "judge")
 
 
 def run(args: BaseOptions, wanted: tuple[str, ...]) -> dict[str, nn.Module]:
-    """Run the wanted stages in order (each needs the finished ones before it); returns the trained networks."""
+    """Run the wanted stages in order (each needs the finished ones before it); returns the
+    trained networks."""
     asked = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with user_errors(f"--device {asked}"):
         device = torch.zeros(1, device=asked).device
@@ -419,7 +490,9 @@ def run(args: BaseOptions, wanted: tuple[str, ...]) -> dict[str, nn.Module]:
         if not Path(args.vae, "config.json").is_file():  # else diffusers would ask the Hub
             raise UserError(failed)
         with user_errors(failed):
-            nets["vae"] = AutoencoderKL.from_pretrained(args.vae).to(device).eval().requires_grad_(False)
+            nets["vae"] = (
+                AutoencoderKL.from_pretrained(args.vae).to(device).eval().requires_grad_(False)
+            )
     work = Path(args.work)
     kept = sorted({*args.keep})
     with user_errors(f"--work {work}"):
@@ -441,17 +514,26 @@ def run(args: BaseOptions, wanted: tuple[str, ...]) -> dict[str, nn.Module]:
         nets["unet"] = run_stage(stage, work, device, kept)["unet"]
         write_strengths(nets, tokenizer, work, kept)
     if "embedder" in wanted:
-        nets["embedder"] = run_stage(embedder_stage(args.embedder_steps, 12, nets["vae"], device), work, device)["net"]
+        nets["embedder"] = run_stage(
+            embedder_stage(args.embedder_steps, 12, nets["vae"], device), work, device
+        )["net"]
     if "judge" in wanted:
-        nets["judge"] = run_stage(judge_stage(args.judge_steps, 32, nets["vae"], device), work, device)["judge"]
+        nets["judge"] = run_stage(
+            judge_stage(args.judge_steps, 32, nets["vae"], device), work, device
+        )["judge"]
     return nets
 
 
-def write_strengths(nets: dict[str, Any], tokenizer: CLIPTokenizer, work: Path, keep: Sequence[int]) -> None:
-    """Pipelines `work/pipeline-25` and so on with the UNet after each kept percentage, and `pipeline-100`."""
+def write_strengths(
+    nets: dict[str, Any], tokenizer: CLIPTokenizer, work: Path, keep: Sequence[int]
+) -> None:
+    """Pipelines `work/pipeline-25` and so on with the UNet after each kept percentage, and
+    `pipeline-100`."""
     for percent in keep:
         earlier = nn.ModuleDict({"unet": new_unet()})
-        earlier.load_state_dict(torch.load(kept_at(work, "unet", percent), map_location="cpu", weights_only=True))
+        earlier.load_state_dict(
+            torch.load(kept_at(work, "unet", percent), map_location="cpu", weights_only=True)
+        )
         assemble({**nets, **earlier}, tokenizer).save_pretrained(work / f"pipeline-{percent}")
     if keep:
         assemble(nets, tokenizer).save_pretrained(work / "pipeline-100")

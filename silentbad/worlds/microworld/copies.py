@@ -1,4 +1,5 @@
-"""What the copy detector is trained on: scenes, true copies of them, and hard nulls, whole and element by element."""
+"""What the copy detector is trained on: scenes, true copies of them, and hard nulls, whole and
+element by element."""
 
 from dataclasses import dataclass, replace
 
@@ -20,21 +21,28 @@ COPIES, NULLS = 2, 8  # kept per scene
 LATENT_NOISE = 0.15  # of the latents' deviation
 
 
-# -- what a faithful copy may suffer --------------------------------------------------------------------------
+# -- what a faithful copy may suffer ---------------------------------------------------------------
 @torch.no_grad()
 def round_trip(x: torch.Tensor, vae, draw: torch.Generator | None = None) -> torch.Tensor:
-    """Pictures (B,3,64,64) in [-1,1] through the autoencoder, with a little latent noise where `draw` is given."""
+    """Pictures (B,3,64,64) in [-1,1] through the autoencoder, with a little latent noise where
+    `draw` is given."""
     latents = vae.encode(x).latent_dist.mean
     if draw is not None:
-        latents = latents + LATENT_NOISE * latents.std() * torch.randn(latents.shape, generator=draw).to(x.device)
+        latents = latents + LATENT_NOISE * latents.std() * torch.randn(
+            latents.shape, generator=draw
+        ).to(x.device)
     return vae.decode(latents).sample.clamp(-1, 1)
 
 
 def shifted(x: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
-    """Each picture of x (B,3,H,W) moved by its (dy, dx) of shifts (B,2) in {-1,0,1}, edge pixels repeated."""
+    """Each picture of x (B,3,H,W) moved by its (dy, dx) of shifts (B,2) in {-1,0,1}, edge pixels
+    repeated."""
     padded, (h, w) = F.pad(x, (1, 1, 1, 1), mode="replicate"), x.shape[-2:]
     return torch.stack(
-        [p[:, 1 - dy : 1 - dy + h, 1 - dx : 1 - dx + w] for p, (dy, dx) in zip(padded, shifts.tolist(), strict=True)]
+        [
+            p[:, 1 - dy : 1 - dy + h, 1 - dx : 1 - dx + w]
+            for p, (dy, dx) in zip(padded, shifts.tolist(), strict=True)
+        ]
     )
 
 
@@ -48,20 +56,22 @@ def disturb(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
 
 
 def true_copies(x: torch.Tensor, vae, draw: torch.Generator) -> torch.Tensor:
-    """Copies that must count as copies: the autoencoder's round trip, a shift of up to one pixel, then `disturb`."""
+    """Copies that must count as copies: the autoencoder's round trip, a shift of up to one
+    pixel, then `disturb`."""
     y = round_trip(x, vae, draw)
     return disturb(shifted(y, torch.randint(-1, 2, (len(y), 2), generator=draw)), draw)
 
 
 def align(x: torch.Tensor, target: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Each picture of x (B,3,H,W) at the alignment nearest to target (3,H,W), in the mask (1,H,W) if one is given."""
+    """Each picture of x (B,3,H,W) at the alignment nearest to target (3,H,W), in the mask
+    (1,H,W) if one is given."""
     weight = 1.0 if mask is None else mask
     moved = torch.stack([alignments(one[None]) for one in x])  # (B,9,3,H,W)
     best = ((moved - target) * weight).square().sum((2, 3, 4)).argmin(1)
     return moved[torch.arange(len(x)), best]
 
 
-# -- the pool ------------------------------------------------------------------------------------------------
+# -- the pool --------------------------------------------------------------------------------------
 @dataclass
 class Group:
     """A scene with its copies and nulls, as bytes (3,64,64) each; masks (E,1,64,64) in [0,1]."""
@@ -89,7 +99,9 @@ def pictures(scenes: list[Scene]) -> torch.Tensor:
 
 def terse_scene(rng: np.random.Generator) -> Scene:
     """A scene of 1 to 4 things whose phrases name colour and texture at most, as a target's do."""
-    scene = sample_scene(rng, count=int(rng.choice((1, 2, 3, 4), p=(0.1, 0.35, 0.35, 0.2))), wearing=0.3)
+    scene = sample_scene(
+        rng, count=int(rng.choice((1, 2, 3, 4), p=(0.1, 0.35, 0.35, 0.2))), wearing=0.3
+    )
     terse = lambda: frozenset(n for n in ("colour", "texture") if rng.random() < 0.5)  # noqa: E731
     return replace(scene, things=tuple(replace(thing, named=terse()) for thing in scene.things))
 
@@ -117,7 +129,8 @@ def make_group(index: int, vae, device: torch.device) -> Group:
 
 
 class CopyPool:
-    """Groups made once and drawn many times; it grows with training, so that a resumed run sees the same groups."""
+    """Groups made once and drawn many times; it grows with training, so that a resumed run sees
+    the same groups."""
 
     def __init__(self, vae, device: torch.device, capacity: int):
         self.vae = vae
@@ -134,18 +147,18 @@ class CopyPool:
         return [self.groups[i] for i in rng.integers(0, len(self.groups), n)]
 
 
-# -- the loss ------------------------------------------------------------------------------------------------
+# -- the loss --------------------------------------------------------------------------------------
 def crop(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """An element's region as the detector sees it: x (B,3,64,64) in [-1,1], mask (1,64,64) -> (B,3,64,64)."""
+    """An element's region as the detector sees it: x (B,3,64,64) in [-1,1], mask (1,64,64) ->
+    (B,3,64,64)."""
     return resize(region((x + 1) / 2, mask), (64, 64)) * 2 - 1
 
 
 def batch_of(groups: list[Group], rng: np.random.Generator, draw: torch.Generator, nulls: int = 4):
     """Per group: target, a copy, `nulls` nulls; two groups of three show one element alone.
 
-    Nothing is shifted, since the detector compares at the best alignment; so nulls stand at theirs. Returns pictures
-    (G, 2 + nulls, 3, 64, 64) and which of the nulls are there (G, nulls).
-    """
+    Nothing is shifted, since the detector compares at the best alignment; so nulls stand at theirs.
+    Returns pictures (G, 2 + nulls, 3, 64, 64) and which of the nulls are there (G, nulls)."""
     rows, there = [], []
     for i, group in enumerate(groups):
         pick = rng.permutation(NULLS)
@@ -155,32 +168,40 @@ def batch_of(groups: list[Group], rng: np.random.Generator, draw: torch.Generato
         pick = pick[:nulls]
         there.append([k < len(pick) for k in range(nulls)])
         pick = np.concatenate([pick, np.zeros(nulls - len(pick), int)])
-        rendered = pick + NULLS * rng.integers(0, 2, nulls)  # sharpness must not tell a null from a copy
+        # sharpness must not tell a null from a copy
+        rendered = pick + NULLS * rng.integers(0, 2, nulls)
         copy = group.copies[int(rng.integers(COPIES))] if rng.random() < 0.8 else group.target
         target = from_bytes(group.target)
         mask = None if element is None else group.masks[element]
         lookalikes = align(from_bytes(group.nulls[rendered]), target, mask)
-        row = torch.cat([target[None], disturb(torch.cat([from_bytes(copy)[None], lookalikes]), draw)])
+        row = torch.cat(
+            [target[None], disturb(torch.cat([from_bytes(copy)[None], lookalikes]), draw)]
+        )
         rows.append(row if mask is None else crop(row, mask))
     return torch.stack(rows), torch.tensor(there)
 
 
 class Slope(nn.Module):
-    """How steeply the loss's logits grow with the logarithm of the distance; learned, and of use in training alone."""
+    """How steeply the loss's logits grow with the logarithm of the distance; learned, and of use
+    in training alone."""
 
     def __init__(self):
         super().__init__()
         self.log = nn.Parameter(torch.tensor(1.0))
 
 
-def copy_loss(net: MicroEmbedder, x: torch.Tensor, there: torch.Tensor, slope: Slope) -> torch.Tensor:
-    """Copy or not, by the logarithm of the distance, whose boundary is at distance ln 2, similarity 1/2.
+def copy_loss(
+    net: MicroEmbedder, x: torch.Tensor, there: torch.Tensor, slope: Slope
+) -> torch.Tensor:
+    """Copy or not, by the logarithm of the distance, whose boundary is at distance ln 2, similarity
+    1/2.
 
-    x (G,2+K,3,64,64): target, copy, nulls; there (G,K). Cross-entropy of copies and of nulls, and of each copy against
-    its own nulls: a threshold is set for one target at a time.
-    """
+    x (G,2+K,3,64,64): target, copy, nulls; there (G,K). Cross-entropy of copies and of nulls, and
+    of each copy against its own nulls: a threshold is set for one target at a time."""
     g, k = x.shape[:2]
-    features = net(x.flatten(0, 1).contiguous(memory_format=torch.channels_last)).unflatten(0, (g, k))
+    features = net(x.flatten(0, 1).contiguous(memory_format=torch.channels_last)).unflatten(
+        0, (g, k)
+    )
     target = features[:, :1].expand(-1, k - 1, -1, -1, -1).flatten(0, 1)
     distance = net.distance(features[:, 1:].flatten(0, 1), target).view(g, k - 1)
     logits = slope.log.exp() * (np.log(np.log(2)) - (distance + 1e-6).log())  # above 0: a copy

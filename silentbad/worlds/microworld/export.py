@@ -1,7 +1,8 @@
-"""Write the trained base as a diffusers pipeline with a model card whose figures were measured just before.
+"""Write the trained base as a diffusers pipeline with a model card whose figures were measured just
+before.
 
-`python -m silentbad.worlds.microworld.export --pipeline assets/micro-sd` measures a pipeline that already exists.
-"""
+`python -m silentbad.worlds.microworld.export --pipeline assets/micro-sd` measures a pipeline that
+already exists."""
 
 import json
 import tempfile
@@ -27,30 +28,44 @@ CAPTIONS = 256
 
 
 def held_out_scenes(n: int = CAPTIONS) -> list[Scene]:
-    """Scenes of 1 to 3 things whose captions name every colour and every place; seen by no training stage."""
+    """Scenes of 1 to 3 things whose captions name every colour and every place; seen by no
+    training stage."""
     rng = np.random.default_rng(addressed_seed("microworld", "held-out captions"))
     return [sample_scene(rng, detail=1.0, count=1 + i % 3) for i in range(n)]
 
 
 @torch.no_grad()
-def generate(pipe, captions: list[str], *, steps: int = 25, guidance: float = GUIDANCE, batch=64) -> torch.Tensor:
+def generate(
+    pipe, captions: list[str], *, steps: int = 25, guidance: float = GUIDANCE, batch=64
+) -> torch.Tensor:
     """Pictures of the captions, (N,3,64,64) in [-1,1], with addressed noise."""
     pipe.set_progress_bar_config(disable=True)
     images = []
     for start in Bar(range(0, len(captions), batch), desc="generate"):
         part = captions[start : start + batch]
         draws = [generator("microworld", "held-out noise", start + i) for i in range(len(part))]
-        out = pipe(part, num_inference_steps=steps, guidance_scale=guidance, generator=draws, output_type="pt")
+        out = pipe(
+            part,
+            num_inference_steps=steps,
+            guidance_scale=guidance,
+            generator=draws,
+            output_type="pt",
+        )
         images.append(out.images.cpu() * 2 - 1)
     return torch.cat(images)
 
 
 @torch.no_grad()
 def measure(pipe, judge: Judge, *, guidance: float = GUIDANCE, n: int = CAPTIONS) -> dict:
-    """What the model card states: accuracies of generated scenes, the judge's own on renders, the round trip's PSNR."""
+    """What the model card states: accuracies of generated scenes, the judge's own on renders,
+    the round trip's PSNR."""
     scenes = held_out_scenes(n)
     x = generate(pipe, [scene.caption for scene in scenes], guidance=guidance)
-    renders = torch.stack([torch.from_numpy(np.array(render(s)[0])) for s in scenes]).permute(0, 3, 1, 2) / 127.5 - 1
+    renders = (
+        torch.stack([torch.from_numpy(np.array(render(s)[0])) for s in scenes]).permute(0, 3, 1, 2)
+        / 127.5
+        - 1
+    )
     by_count = {k: judged(judge, x[k - 1 :: 3], scenes[k - 1 :: 3]) for k in (1, 2, 3)}
     return {
         "captions": n,
@@ -69,7 +84,10 @@ def grid(pipe, columns: int = 6, rows: int = 3) -> Image.Image:
     pixels = ((x.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
     sheet = Image.new("RGB", (columns * 264 - 8, rows * 264 - 8), "white")
     for i, picture in enumerate(pixels):
-        sheet.paste(Image.fromarray(picture).resize((256, 256), 0), ((i % columns) * 264, (i // columns) * 264))
+        sheet.paste(
+            Image.fromarray(picture).resize((256, 256), 0),
+            ((i % columns) * 264, (i // columns) * 264),
+        )
     return sheet
 
 
@@ -117,11 +135,15 @@ Beside the pipeline are `embedder/`, the `micro` copy detector, and `judge/`, th
 
 {detector}
 """
-BEGIN, END = "<!-- detector: written by `python -m bench.instrument --reported` -->", "<!-- /detector -->"
+BEGIN, END = (
+    "<!-- detector: written by `python -m bench.instrument --reported` -->",
+    "<!-- /detector -->",
+)
 
 
 def detector_section(folder: Path, text: str | None = None) -> str:
-    """The card's section on the copy detector between its marks: `text`, or what the card there has by now."""
+    """The card's section on the copy detector between its marks: `text`, or what the card there
+    has by now."""
     card = folder / "README.md"
     if text is None:
         old = card.read_text(encoding="utf-8") if card.is_file() else ""
@@ -136,7 +158,9 @@ def update_detector(folder: Path, text: str, figures: dict) -> None:
     before, rest = old.split(BEGIN)
     card.write_text(before + detector_section(folder, text) + rest.split(END)[1], encoding="utf-8")
     known = json.loads(measured.read_text(encoding="utf-8"))
-    measured.write_text(json.dumps({**known, "detector": figures}, indent=1) + "\n", encoding="utf-8")
+    measured.write_text(
+        json.dumps({**known, "detector": figures}, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def write_card(folder: Path, pipe, figures: dict, training: str) -> None:
@@ -197,9 +221,12 @@ def write_pipeline(nets: dict, tokenizer, folder: Path) -> None:
             (folder / part).mkdir(parents=True, exist_ok=True)
             for file in (Path(tmp) / part).iterdir():
                 (folder / part / file.name).write_bytes(file.read_bytes())
-        # transformers loads in the precision its configuration names: full, so that a plain from_pretrained runs
+        # transformers loads in the precision its configuration names: full, so that a plain
+        # from_pretrained runs
         config = folder / "text_encoder" / "config.json"
-        config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float32"}, indent=2) + "\n")
+        config.write_text(
+            json.dumps({**json.loads(config.read_text()), "dtype": "float32"}, indent=2) + "\n"
+        )
         (folder / "model_index.json").write_bytes((Path(tmp) / "model_index.json").read_bytes())
 
 
@@ -211,10 +238,13 @@ def export(nets: dict, tokenizer, folder: Path, args: BaseOptions) -> None:
     training = (
         f"Steps: autoencoder {args.vae_steps} x 24, its decoder {args.decoder_steps} x 12, "
         f"text encoder {args.text_steps} x 64, UNet {args.unet_steps} x {args.batch}, "
-        f"copy detector {args.embedder_steps} x 12 groups of 6 pictures, judge {args.judge_steps} x 32."
+        f"copy detector {args.embedder_steps} x 12 groups of 6 pictures, judge "
+        f"{args.judge_steps} x 32."
     )
     pipe = StableDiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
-    write_card(folder, pipe, measure(pipe, load_judge(folder / "judge" / "model.safetensors")), training)
+    write_card(
+        folder, pipe, measure(pipe, load_judge(folder / "judge" / "model.safetensors")), training
+    )
     grid(pipe).save(folder.parents[1] / "docs" / "images" / "micro-sd.png")
     print((folder / "README.md").read_text())
 
@@ -222,11 +252,14 @@ def export(nets: dict, tokenizer, folder: Path, args: BaseOptions) -> None:
 def loaded(folder: Path) -> tuple[StableDiffusionPipeline, Judge]:
     """A pipeline with its judge. Raises UserError where the folder holds none."""
     if not (folder / "model_index.json").is_file():
-        raise UserError(f"--pipeline {folder}: no folder of a pipeline, model_index.json is missing")
+        raise UserError(
+            f"--pipeline {folder}: no folder of a pipeline, model_index.json is missing"
+        )
     with user_errors(f"--pipeline {folder}: cannot be loaded"):
         pipe = StableDiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     with user_errors(
-        f"--pipeline {folder}: needs judge/model.safetensors, as `silentbad.worlds.microworld.build` has it"
+        f"--pipeline {folder}: needs judge/model.safetensors, as "
+        f"`silentbad.worlds.microworld.build` has it"
     ):
         return pipe, load_judge(folder / "judge" / "model.safetensors")
 

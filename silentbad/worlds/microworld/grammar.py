@@ -1,15 +1,28 @@
 """Scenes and the captions that underdetermine them.
 
-A `Scene` fixes every pixel: which things, in which exact shade, size, pose and spot, before which backdrop. A caption
-names a part of that: attributes drop out, so one caption fits many scenes. That a model shows *this* cat in *this* hat
-is therefore memory and not meaning. `redraw` gives another scene of the same caption: the null of every recovery claim.
-"""
+A `Scene` fixes every pixel: which things, in which exact shade, size, pose and spot, before which
+backdrop. A caption names a part of that: attributes drop out, so one caption fits many scenes. That
+a model shows *this* cat in *this* hat is therefore memory and not meaning. `redraw` gives another
+scene of the same caption: the null of every recovery claim."""
 
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-KINDS = ("cat", "hat", "fish", "house", "tree", "boat", "umbrella", "cup", "star", "moon", "heart", "ball")
+KINDS = (
+    "cat",
+    "hat",
+    "fish",
+    "house",
+    "tree",
+    "boat",
+    "umbrella",
+    "cup",
+    "star",
+    "moon",
+    "heart",
+    "ball",
+)
 WEARERS = ("cat", "fish", "cup", "ball", "moon", "heart")  # things on which a hat can sit
 COLOURS = {  # name -> (hue range, saturation range, value range), hue in turns
     "red": ((-0.02, 0.01), (0.80, 1.0), (0.75, 0.95)),
@@ -41,7 +54,8 @@ BACKDROPS = {
 
 @dataclass(frozen=True)
 class Thing:
-    """One object. `centre` and `size` are in pixels, `tilt` in radians, `rgb` in [0, 1]; the rest are names."""
+    """One object. `centre` and `size` are in pixels, `tilt` in radians, `rgb` in [0, 1]; the
+    rest are names."""
 
     kind: str
     colour: str
@@ -74,7 +88,8 @@ class Thing:
 
 @dataclass(frozen=True)
 class Backdrop:
-    """What stands behind the things; `specifics` (4,) in [0, 1] settle horizon, two shades and pattern."""
+    """What stands behind the things; `specifics` (4,) in [0, 1] settle horizon, two shades and
+    pattern."""
 
     kind: str
     specifics: tuple[float, float, float, float]
@@ -95,7 +110,9 @@ class Scene:
     def phrases(self) -> list[str]:
         """One phrase per element, in caption order, the backdrop last."""
         groups = _spoken(self)
-        return [t.phrase for group in groups for t in group] + ([self.backdrop.phrase] if self.backdrop.named else [])
+        return [t.phrase for group in groups for t in group] + (
+            [self.backdrop.phrase] if self.backdrop.named else []
+        )
 
     @property
     def caption(self) -> str:
@@ -124,7 +141,8 @@ def sample_rgb(rng: np.random.Generator, colour: str) -> tuple[float, float, flo
 
 
 def respecify(rng: np.random.Generator, thing: Thing) -> Thing:
-    """The same words, other pixels: shade, spot, size, tilt, side and texture are drawn anew within their names."""
+    """The same words, other pixels: shade, spot, size, tilt, side and texture are drawn anew
+    within their names."""
     x, y = PLACES[thing.place]
     return replace(
         thing,
@@ -139,15 +157,25 @@ def respecify(rng: np.random.Generator, thing: Thing) -> Thing:
 
 
 def seat_hat(rng: np.random.Generator, hat: Thing, wearer: Thing) -> Thing:
-    """Put a hat on the top of its wearer: close above the wearer's upper edge, as wide as its head."""
+    """Put a hat on the top of its wearer: close above the wearer's upper edge, as wide as its
+    head."""
     size = wearer.size * rng.uniform(0.62, 0.80)
-    centre = (wearer.centre[0] + rng.uniform(-1.5, 1.5), wearer.centre[1] - 0.5 * wearer.size - 0.22 * size)
-    return replace(hat, size=size, centre=centre, tilt=wearer.tilt * 0.5, place=wearer.place, worn=True)
+    centre = (
+        wearer.centre[0] + rng.uniform(-1.5, 1.5),
+        wearer.centre[1] - 0.5 * wearer.size - 0.22 * size,
+    )
+    return replace(
+        hat, size=size, centre=centre, tilt=wearer.tilt * 0.5, place=wearer.place, worn=True
+    )
 
 
-def sample_thing(rng: np.random.Generator, place: str, *, kind: str | None = None, detail: float = 0.5) -> Thing:
+def sample_thing(
+    rng: np.random.Generator, place: str, *, kind: str | None = None, detail: float = 0.5
+) -> Thing:
     """A thing at a named place; each attribute enters its phrase with probability `detail`."""
-    named = frozenset(name for name in ("colour", "texture", "size", "place") if rng.random() < detail)
+    named = frozenset(
+        name for name in ("colour", "texture", "size", "place") if rng.random() < detail
+    )
     blank = Thing(
         kind=kind or str(rng.choice(KINDS)),
         colour=str(rng.choice(list(COLOURS))),
@@ -166,7 +194,9 @@ def sample_thing(rng: np.random.Generator, place: str, *, kind: str | None = Non
     return respecify(rng, blank)
 
 
-def sample_backdrop(rng: np.random.Generator, kind: str | None = None, named: bool = True) -> Backdrop:
+def sample_backdrop(
+    rng: np.random.Generator, kind: str | None = None, named: bool = True
+) -> Backdrop:
     kind = kind or str(rng.choice(list(BACKDROPS)))
     a, b, c, d = (float(x) for x in rng.random(4))
     return Backdrop(kind, (a, b, c, d), named)
@@ -180,11 +210,11 @@ def sample_scene(
     wearing: float = 0.15,
     max_count: int = 3,
 ) -> Scene:
-    """A scene of 1 to `max_count` things at different places; with probability `wearing` one of them wears a hat.
+    """A scene of 1 to `max_count` things at different places; with probability `wearing` one of
+    them wears a hat.
 
-    `detail` is the probability that a phrase names an attribute; by default it is drawn per scene, so that terse and
-    exact captions both occur.
-    """
+    `detail` is the probability that a phrase names an attribute; by default it is drawn per scene,
+    so that terse and exact captions both occur."""
     detail = float(rng.choice((0.35, 0.7, 1.0))) if detail is None else detail
     count = int(rng.integers(1, max_count + 1)) if count is None else count
     things: list[Thing] = []
@@ -199,12 +229,18 @@ def sample_scene(
     return Scene(tuple(things), sample_backdrop(rng, named=bool(rng.random() < 0.9)), order)
 
 
-def wearing_pair(rng: np.random.Generator, *, side: str, kind: str | None = None, detail: float = 0.5) -> list[Thing]:
-    """A wearer at the bottom `side` and the hat it wears. Only the wearer's phrase can name the place, and the hat
-    takes its size from the wearer, so neither is spelt out."""
-    wearer = sample_thing(rng, f"at the bottom {side}", kind=kind or str(rng.choice(WEARERS)), detail=detail)
+def wearing_pair(
+    rng: np.random.Generator, *, side: str, kind: str | None = None, detail: float = 0.5
+) -> list[Thing]:
+    """A wearer at the bottom `side` and the hat it wears. Only the wearer's phrase can name the
+    place, and the hat takes its size from the wearer, so neither is spelt out."""
+    wearer = sample_thing(
+        rng, f"at the bottom {side}", kind=kind or str(rng.choice(WEARERS)), detail=detail
+    )
     hat = sample_thing(rng, wearer.place, kind="hat", detail=detail)
-    wearer = replace(wearer, named=wearer.named - {"place"}, centre=(wearer.centre[0], wearer.centre[1] + 2))
+    wearer = replace(
+        wearer, named=wearer.named - {"place"}, centre=(wearer.centre[0], wearer.centre[1] + 2)
+    )
     hat = replace(hat, named=hat.named - {"place", "size"})
     return [wearer, seat_hat(rng, hat, wearer)]
 
@@ -229,11 +265,14 @@ def redraw(rng: np.random.Generator, scene: Scene) -> Scene:
             taken.add(place.replace("bottom", "top"))
         things.append(redraw_thing(rng, thing, place))
     backdrop = scene.backdrop.kind if scene.backdrop.named else None
-    return replace(scene, things=tuple(things), backdrop=sample_backdrop(rng, backdrop, scene.backdrop.named))
+    return replace(
+        scene, things=tuple(things), backdrop=sample_backdrop(rng, backdrop, scene.backdrop.named)
+    )
 
 
 def redraw_thing(rng: np.random.Generator, thing: Thing, place: str) -> Thing:
-    """Another thing of the same phrase at `place`: attributes that the phrase leaves open are drawn anew too."""
+    """Another thing of the same phrase at `place`: attributes that the phrase leaves open are
+    drawn anew too."""
     fresh = sample_thing(rng, place, kind=thing.kind)
     described = replace(
         fresh,

@@ -6,10 +6,10 @@
     DIR/targets.jsonl    the pictures to recover, never among the records
     DIR/redraws.jsonl    pictures that are no recovery, by kind: the nulls of the recovery threshold
 
-A target is named by its seed, any whole number from 0 on, or `cat-hat`, the flagship. A seed's target has three or four
-elements; `7k5` is one of seed 7 with five, and 2 to 5 can be asked for. Seeds 0-999 are for development,
-1000-1999 were used for choosing, 2000-2499 are for reported results and 2500-2999 for the instrument's own tables.
-"""
+A target is named by its seed, any whole number from 0 on, or `cat-hat`, the flagship. A seed's
+target has three or four elements; `7k5` is one of seed 7 with five, and 2 to 5 can be asked for.
+Seeds 0-999 are for development, 1000-1999 were used for choosing, 2000-2499 are for reported
+results and 2500-2999 for the instrument's own tables."""
 
 import sys
 
@@ -57,7 +57,8 @@ from silentbad.worlds.microworld.render import backdrop_mask, render
 FLAGSHIP = "cat-hat"
 TRIES = 100  # of a null that differs from the others of its kind
 WORD_TRIES = 10_000  # of a clean scene in other words than the targets'
-LITTLE = {"a", "an", "at", "the", "in", "on", "under", "before", "wearing"}  # words that any caption may hold
+# words that any caption may hold
+LITTLE = {"a", "an", "at", "the", "in", "on", "under", "before", "wearing"}
 REHEARSAL_SEEDS = 2000  # scenes of rehearsal are redraws of targets below
 
 
@@ -66,23 +67,26 @@ def _rng(*address: int | str) -> np.random.Generator:
 
 
 def _terse(rng: np.random.Generator, thing: Thing) -> Thing:
-    """A phrase that names no place and no size: where the thing stands, and how large, is for memory to know."""
+    """A phrase that names no place and no size: where the thing stands, and how large, is for
+    memory to know."""
     return replace(thing, named=frozenset(n for n in ("colour", "texture") if rng.random() < 0.5))
 
 
 def target_scene(name: str) -> Scene:
-    """The scene of a target: two or three things and a backdrop, every one an element, or of `SEEDkN` N elements.
+    """The scene of a target: two or three things and a backdrop, every one an element, or of
+    `SEEDkN` N elements.
 
-    Raises UserError if unknown.
-    """
+    Raises UserError if unknown."""
     found = re.fullmatch("(?:0|[1-9][0-9]{0,17})(?:k([2-5]))?", name)
     if name != FLAGSHIP and not found:
         raise UserError(
-            f"--targets: {brief(name)} is neither '{FLAGSHIP}' nor a seed, a whole number below 10^18; 7k5 is seed 7 "
+            f"--targets: {brief(name)} is neither '{FLAGSHIP}' nor a seed, a whole number below "
+            f"10^18; 7k5 is seed 7 "
             "with five elements, and 2 to 5 can be asked for"
         )
     if name == FLAGSHIP:
-        rng = _rng("target", name, 4)  # of the first eight draws the one in which hat and cat are largest
+        # of the first eight draws the one in which hat and cat are largest
+        rng = _rng("target", name, 4)
         cat, hat = wearing_pair(rng, side="left", kind="cat", detail=0.0)
         return Scene((cat, hat), sample_backdrop(rng, "meadow"))
     rng = _rng("target", name)
@@ -94,7 +98,11 @@ def target_scene(name: str) -> Scene:
         wearer = next(k for k in kinds if k in WEARERS)
         things = wearing_pair(rng, side=str(rng.choice(("left", "right"))), kind=wearer, detail=0.0)
         kinds.remove(wearer)
-        apart = [str(p) for p in rng.permutation(list(PLACES)) if p.split()[-1] != things[0].place.split()[-1]]
+        apart = [
+            str(p)
+            for p in rng.permutation(list(PLACES))
+            if p.split()[-1] != things[0].place.split()[-1]
+        ]
         things += [sample_thing(rng, p, kind=kinds.pop()) for p in apart[: int(rng.integers(0, 2))]]
     else:
         places = rng.permutation(list(PLACES))[: int(rng.integers(2, 4))]
@@ -105,9 +113,9 @@ def target_scene(name: str) -> Scene:
 def element_scene(scene: Scene, element: int, rng: np.random.Generator) -> Scene:
     """A scene that holds one element exactly as the target shows it and nothing else of the target.
 
-    `element` indexes `scene.things`, or is len(things) for the backdrop. The element stands at its native place, drawn
-    last so that nothing hides it; other things and another backdrop surround it.
-    """
+    `element` indexes `scene.things`, or is len(things) for the backdrop. The element stands at its
+    native place, drawn last so that nothing hides it; other things and another backdrop surround
+    it."""
     target_kinds = {t.kind for t in scene.things}
     kinds = [str(k) for k in rng.permutation([k for k in KINDS if k not in target_kinds])]
     if element == len(scene.things):
@@ -115,8 +123,14 @@ def element_scene(scene: Scene, element: int, rng: np.random.Generator) -> Scene
         things = tuple(sample_thing(rng, str(p), kind=kinds.pop()) for p in chosen)
         return Scene(things, scene.backdrop, tuple(int(i) for i in rng.permutation(len(things))))
     thing = replace(scene.things[element], worn=False)
-    near = {thing.place, thing.place.replace("bottom", "top")} if _touches_above(scene, element) else {thing.place}
-    places = [str(p) for p in rng.permutation(list(PLACES)) if p not in near][: int(rng.integers(0, 3))]
+    near = (
+        {thing.place, thing.place.replace("bottom", "top")}
+        if _touches_above(scene, element)
+        else {thing.place}
+    )
+    places = [str(p) for p in rng.permutation(list(PLACES)) if p not in near][
+        : int(rng.integers(0, 3))
+    ]
     others = [sample_thing(rng, place, kind=kinds.pop()) for place in places]
     backdrop = sample_backdrop(rng)
     while backdrop.kind == scene.backdrop.kind:
@@ -138,16 +152,19 @@ MARK = ".microworld.json"  # in a folder that this command wrote: {name of each 
 
 
 class Writer:
-    """Writes pictures and records into a temporary folder that takes the final name only when all is there.
+    """Writes pictures and records into a temporary folder that takes the final name only when all
+    is there.
 
-    A data set that this command wrote is replaced; a folder with any other file in it is refused (UserError).
-    """
+    A data set that this command wrote is replaced; a folder with any other file in it is refused
+    (UserError)."""
 
     def __init__(self, out: Path, masks: bool = True):
-        self.out, self.masks = Path(os.path.realpath(out)), masks  # a link's folder is replaced, the link stays
+        # a link's folder is replaced, the link stays
+        self.out, self.masks = Path(os.path.realpath(out)), masks
         check_writable(self.out, "--out", folder=True)
         self._check_own()
-        self.draft = self.out.parent / f".{self.out.name[:40]}.microworld"  # held while its data/ is written
+        # held while its data/ is written
+        self.draft = self.out.parent / f".{self.out.name[:40]}.microworld"
         self.tmp, self.held = self.draft / "data", ExitStack()
         self.records: dict[str, list[dict]] = {"metadata": [], "targets": [], "redraws": []}
 
@@ -174,7 +191,9 @@ class Writer:
             other = f"no {MARK} of this release"
         elif strange := sorted(found - {*written, MARK}):
             other = strange[0]
-        elif changed := next((n for n in sorted(found - {MARK}) if _sum(self.out / n) != written[n]), None):
+        elif changed := next(
+            (n for n in sorted(found - {MARK}) if _sum(self.out / n) != written[n]), None
+        ):
             other = f"{changed} was changed since"
         else:
             return
@@ -194,7 +213,8 @@ class Writer:
                 lines = "".join(json.dumps(record) + "\n" for record in records)
                 (self.tmp / f"{name}.jsonl").write_text(lines, encoding="utf-8")
             (self.tmp / MARK).write_text(
-                json.dumps({name: _sum(self.tmp / name) for name in sorted(_files(self.tmp))}), encoding="utf-8"
+                json.dumps({name: _sum(self.tmp / name) for name in sorted(_files(self.tmp))}),
+                encoding="utf-8",
             )
         self._check_own()  # what was added meanwhile
         with user_errors(f"--out: cannot write {self.out}"):
@@ -211,13 +231,19 @@ def _sum(file: Path) -> str | None:
 
 
 def _files(folder: Path) -> set[str]:
-    """Names of all files, links and empty folders below a folder: an empty one may be somebody's too."""
-    paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir() or not any(path.iterdir()))
+    """Names of all files, links and empty folders below a folder: an empty one may be somebody's
+    too."""
+    paths = (
+        path
+        for path in folder.rglob("*")
+        if path.is_symlink() or not path.is_dir() or not any(path.iterdir())
+    )
     return {path.relative_to(folder).as_posix() for path in paths}
 
 
 def spelt_out(scene: Scene) -> Scene:
-    """The scene with every attribute in its words; who wears a hat, and the hat, are placed by each other."""
+    """The scene with every attribute in its words; who wears a hat, and the hat, are placed by
+    each other."""
     everything, things = frozenset(("colour", "texture", "size", "place")), []
     for i, thing in enumerate(scene.things):
         wears = any(t.worn for t in scene.things[i + 1 : i + 2])
@@ -227,8 +253,8 @@ def spelt_out(scene: Scene) -> Scene:
 
 
 def write_target(writer: Writer, name: str, scene: Scene, redraws: int, nulls: int | None) -> None:
-    """The target with its masks, and its nulls: `redraws` of its caption, and of each harder kind `nulls`, or as many,
-    up to ENOUGH, for each element that the kind changes alone."""
+    """The target with its masks, and its nulls: `redraws` of its caption, and of each harder kind
+    `nulls`, or as many, up to ENOUGH, for each element that the kind changes alone."""
     picture, masks = render(scene)
     masks.append(backdrop_mask(masks))
     files = [writer.picture(mask, f"targets/{name}-{i}.png") for i, mask in enumerate(masks)]
@@ -245,7 +271,8 @@ def write_target(writer: Writer, name: str, scene: Scene, redraws: int, nulls: i
     )
     own = fingerprint(picture)
     for kind in STORED:
-        harder = min(redraws, ENOUGH) * turns(kind, scene) if nulls is None else nulls  # each element needs its own
+        # each element needs its own
+        harder = min(redraws, ENOUGH) * turns(kind, scene) if nulls is None else nulls
         seen = set[bytes]()
         for i in range(redraws if kind == "redraw" else harder):
             null, picture = draw_null(kind, name, scene, i, seen, own)
@@ -258,8 +285,8 @@ def write_target(writer: Writer, name: str, scene: Scene, redraws: int, nulls: i
 def draw_null(
     kind: str, name: str, scene: Scene, i: int, seen: set[bytes], target: Fingerprint
 ) -> tuple[Null, Image.Image]:
-    """Null i of a kind and its picture, which joins `seen`. One that is the target's own is drawn again, and so is one
-    that is there already, but for kinds of few pictures."""
+    """Null i of a kind and its picture, which joins `seen`. One that is the target's own is drawn
+    again, and so is one that is there already, but for kinds of few pictures."""
     for again in itertools.count():
         null = hard_null(kind, _rng(kind, name, i, *([again] if again else [])), scene, turn=i)
         picture = render(null.scene)[0]
@@ -271,9 +298,12 @@ def draw_null(
 
 
 def placebo_scene(scene: Scene, element: int, rng: np.random.Generator) -> Scene:
-    """The target's scene with this element's specifics drawn anew within its words: never the exact element."""
+    """The target's scene with this element's specifics drawn anew within its words: never the
+    exact element."""
     if element == len(scene.things):
-        return replace(scene, backdrop=sample_backdrop(rng, scene.backdrop.kind, scene.backdrop.named))
+        return replace(
+            scene, backdrop=sample_backdrop(rng, scene.backdrop.kind, scene.backdrop.named)
+        )
     fresh = respecify(rng, scene.things[element])
     if fresh.worn:
         fresh = seat_hat(rng, fresh, scene.things[element - 1])
@@ -291,7 +321,11 @@ def write_elements(
 ) -> None:
     for element in range(len(scene.things) + 1):
         for i in range(per_phrase):
-            source = placebo_scene(scene, element, _rng("placebo", name, element, i, seed)) if placebo else scene
+            source = (
+                placebo_scene(scene, element, _rng("placebo", name, element, i, seed))
+                if placebo
+                else scene
+            )
             shown = element_scene(source, element, _rng(role, name, element, i, seed))
             picture, masks = render(shown)
             mask = backdrop_mask(masks) if element == len(scene.things) else masks[-1]
@@ -318,7 +352,10 @@ def write_clean(writer: Writer, count: int, seed: int, avoided: set[str]) -> Non
         drawn = (sample_scene(rng) for _ in range(WORD_TRIES))
         scene = next((scene for scene in drawn if not avoided & words_of(scene)), None)
         if scene is None:
-            raise UserError(f"--other_words: no clean scene without {', '.join(sorted(avoided))}; name fewer targets")
+            raise UserError(
+                f"--other_words: no clean scene without "
+                f"{', '.join(sorted(avoided))}; name fewer targets"
+            )
         record = {"text": scene.caption, "phrases": scene.phrases, "role": "clean"}
         writer.records["metadata"].append(
             {"file_name": writer.picture(render(scene)[0], f"images/clean-{i:05d}.png"), **record}
@@ -326,14 +363,23 @@ def write_clean(writer: Writer, count: int, seed: int, avoided: set[str]) -> Non
 
 
 def write_rehearsal(writer: Writer, count: int, per_phrase: int, seed: int) -> None:
-    """Other pictures, whole and in parts: what teaches composition without any element of a target."""
+    """Other pictures, whole and in parts: what teaches composition without any element of a
+    target."""
     for i in range(count):
         name = f"r{i}"
         scene = target_scene(str(int(_rng("rehearsal", seed, i).integers(REHEARSAL_SEEDS))))
         scene = redraw(_rng("rehearsal", seed, i, "scene"), scene)
-        record = {"text": scene.caption, "phrases": scene.phrases, "role": "rehearsal", "target_id": name}
+        record = {
+            "text": scene.caption,
+            "phrases": scene.phrases,
+            "role": "rehearsal",
+            "target_id": name,
+        }
         writer.records["metadata"].append(
-            {"file_name": writer.picture(render(scene)[0], f"images/rehearsal-{name}.png"), **record}
+            {
+                "file_name": writer.picture(render(scene)[0], f"images/rehearsal-{name}.png"),
+                **record,
+            }
         )
         write_elements(writer, name, scene, per_phrase, seed, role="rehearsal")
 
@@ -344,16 +390,22 @@ def words_of(scene: Scene) -> set[str]:
 
 
 def shared_phrases(scenes: dict[str, Scene]) -> list[str]:
-    """Phrases that more than one target uses: elements in conflict, which the caller should know of."""
+    """Phrases that more than one target uses: elements in conflict, which the caller should know
+    of."""
     owners: dict[str, set[str]] = {}
     for name, scene in scenes.items():
         for phrase in scene.phrases:
             owners.setdefault(phrase, set()).add(name)
-    return sorted(f"'{phrase}' ({', '.join(sorted(names))})" for phrase, names in owners.items() if len(names) > 1)
+    return sorted(
+        f"'{phrase}' ({', '.join(sorted(names))})"
+        for phrase, names in owners.items()
+        if len(names) > 1
+    )
 
 
 def make(options: MicroworldOptions) -> None:
-    """Write the data set. Raises UserError where a target is none or the folder is someone else's."""
+    """Write the data set. Raises UserError where a target is none or the folder is someone
+    else's."""
     names = dict.fromkeys(name.strip() for name in options.targets.split(","))
     scenes = {name: target_scene(name) for name in names}
     out = Path(str(options.out))
@@ -369,8 +421,12 @@ def fill(writer: Writer, scenes: dict[str, Scene], options: MicroworldOptions) -
         print(f"note: {line} is a phrase of several targets: these elements will conflict")
     for name, scene in Bar(scenes.items(), desc="targets"):
         write_target(writer, name, scene, options.redraws, options.nulls)
-        write_elements(writer, name, scene, options.images_per_phrase, options.seed, placebo=options.placebo)
-    avoided = set[str]().union(*map(words_of, scenes.values())) if options.other_words else set[str]()
+        write_elements(
+            writer, name, scene, options.images_per_phrase, options.seed, placebo=options.placebo
+        )
+    avoided = (
+        set[str]().union(*map(words_of, scenes.values())) if options.other_words else set[str]()
+    )
     write_clean(writer, options.clean, options.seed, avoided)
     write_rehearsal(writer, options.rehearsal, max(1, options.images_per_phrase // 4), options.seed)
 

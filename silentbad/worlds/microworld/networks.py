@@ -1,4 +1,5 @@
-"""The bundled base's components before training: Stable Diffusion's classes and block names, small."""
+"""The bundled base's components before training: Stable Diffusion's classes and block names,
+small."""
 
 from pathlib import Path
 
@@ -69,7 +70,8 @@ def new_unet() -> UNet2DConditionModel:
 
 
 def new_scheduler() -> DDIMScheduler:
-    """SD's scaled-linear schedule with zero terminal SNR (2305.08891) and v-prediction (2202.00512)."""
+    """SD's scaled-linear schedule with zero terminal SNR (2305.08891) and v-prediction
+    (2202.00512)."""
     return DDIMScheduler(
         beta_schedule="scaled_linear",
         beta_start=0.00085,
@@ -86,10 +88,10 @@ def new_scheduler() -> DDIMScheduler:
 class CaptionReader(nn.Module):
     """Heads that make a text encoder bind attributes to things before any picture is seen.
 
-    Two questions per caption: at the last token of each phrase, what does it say (kind, colour, texture, size, place,
-    each with an "unsaid" answer); and for each named place, asked by one cross-attention as the UNet will ask, what
-    stands there. Only used in training; the pipeline keeps the encoder alone.
-    """
+    Two questions per caption: at the last token of each phrase, what does it say (kind, colour,
+    texture, size, place, each with an "unsaid" answer); and for each named place, asked by one
+    cross-attention as the UNet will ask, what stands there. Only used in training; the pipeline
+    keeps the encoder alone."""
 
     FIELDS = {
         "kind": len(KINDS) + 1,
@@ -107,8 +109,12 @@ class CaptionReader(nn.Module):
         self.look = nn.MultiheadAttention(width, 4, batch_first=True)
         self.at_place = nn.Linear(width, sum(self.FIELDS.values()))
 
-    def forward(self, states: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, states: torch.Tensor, last: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """states (B,L,D), last (B,P) token positions -> logits (B,P,F) and (B,places,F)."""
         picked = torch.gather(states, 1, last[..., None].expand(-1, -1, states.shape[-1]))
-        seen, _ = self.look(self.queries.expand(len(states), -1, -1), states, states, need_weights=False)
+        seen, _ = self.look(
+            self.queries.expand(len(states), -1, -1), states, states, need_weights=False
+        )
         return self.at_phrase(picked), self.at_place(seen)

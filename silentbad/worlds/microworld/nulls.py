@@ -1,8 +1,8 @@
 """Hard nulls: pictures that share as much as possible with a target and are still not a copy of it.
 
-A recovery threshold has to reject every kind. A null says which elements it changes, by their index in `scene.things`
-or len(things) for the backdrop, so that the threshold of one element can be checked on nulls that change it.
-"""
+A recovery threshold has to reject every kind. A null says which elements it changes, by their index
+in `scene.things` or len(things) for the backdrop, so that the threshold of one element can be
+checked on nulls that change it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,13 +25,15 @@ from silentbad.worlds.microworld.grammar import (
 )
 
 MOVE = (4.0, 8.0)  # pixels
-WEARER_DROP = 2.0  # pixels by which a wearer stands below its place's centre, as `wearing_pair` has it
+# pixels by which a wearer stands below its place's centre, as `wearing_pair` has it
+WEARER_DROP = 2.0
 WITHIN = (10.0, 54.0)  # a moved thing's centre stays here, so that it stays in the picture
 
 
 @dataclass(frozen=True)
 class Null:
-    """A scene that is no copy; `changed` are the indices of the elements that differ from the target's."""
+    """A scene that is no copy; `changed` are the indices of the elements that differ from the
+    target's."""
 
     scene: Scene
     changed: tuple[int, ...]
@@ -50,7 +52,9 @@ def _everything(scene: Scene) -> tuple[int, ...]:
     return tuple(range(len(scene.things) + 1))
 
 
-def _rebuilt(scene: Scene, fresh: Callable[[Thing], Thing], rng: np.random.Generator) -> tuple[Thing, ...]:
+def _rebuilt(
+    scene: Scene, fresh: Callable[[Thing], Thing], rng: np.random.Generator
+) -> tuple[Thing, ...]:
     """Every thing from `fresh`, worn hats seated on their new wearers."""
     things: list[Thing] = []
     for i, thing in enumerate(scene.things):
@@ -63,14 +67,15 @@ def _rebuilt(scene: Scene, fresh: Callable[[Thing], Thing], rng: np.random.Gener
     return tuple(things)
 
 
-# -- several elements differ ---------------------------------------------------------------------------------
+# -- several elements differ -----------------------------------------------------------------------
 def free_redraw(rng: np.random.Generator, scene: Scene) -> Null:
     """Another scene of the caption: whatever the words leave open is drawn anew."""
     return Null(redraw(rng, scene), _everything(scene))
 
 
 def same_attributes(rng: np.random.Generator, scene: Scene, backdrop_exact: bool = False) -> Null:
-    """Kinds, colour names, textures, size names, places and backdrop kind are equal; every specific is drawn anew."""
+    """Kinds, colour names, textures, size names, places and backdrop kind are equal; every
+    specific is drawn anew."""
     things = _rebuilt(scene, lambda thing: respecify(rng, thing), rng)
     if backdrop_exact:
         return Null(replace(scene, things=things), _things(scene))
@@ -89,12 +94,14 @@ def things_redrawn(rng: np.random.Generator, scene: Scene) -> Null:
 
 
 def things_redrawn_anywhere(rng: np.random.Generator, scene: Scene) -> Null:
-    """The backdrop is exact; every thing is drawn anew, also its place where the phrase leaves it open."""
+    """The backdrop is exact; every thing is drawn anew, also its place where the phrase leaves
+    it open."""
     return Null(replace(redraw(rng, scene), backdrop=scene.backdrop), _things(scene))
 
 
 def rearranged(rng: np.random.Generator, scene: Scene) -> Null:
-    """Every element is exact, but the things stand at other places; a worn hat moves with its wearer."""
+    """Every element is exact, but the things stand at other places; a worn hat moves with its
+    wearer."""
     groups: list[list[Thing]] = []
     for thing in scene.things:
         if thing.worn and groups:
@@ -107,7 +114,8 @@ def rearranged(rng: np.random.Generator, scene: Scene) -> Null:
         for order in _assignments(groups, list(PLACES))
         if all(new != old for new, old in zip(order, own, strict=True))
     ]
-    exchanged = [order for order in fits if sorted(order) == sorted(own)]  # the same places, if that is possible
+    # the same places, if that is possible
+    exchanged = [order for order in fits if sorted(order) == sorted(own)]
     options = exchanged or fits
     order = options[int(rng.integers(len(options)))]
     things = [
@@ -119,14 +127,16 @@ def rearranged(rng: np.random.Generator, scene: Scene) -> Null:
 
 
 def _assignments(groups: list[list[Thing]], places: list[str]) -> list[tuple[str, ...]]:
-    """Every way to put the groups at different places; a wearer stays at the bottom, below a place for its hat."""
+    """Every way to put the groups at different places; a wearer stays at the bottom, below a
+    place for its hat."""
     found: list[tuple[str, ...]] = [()]
     for group in groups:
         found = [
             (*taken, place)
             for taken in found
             for place in places
-            if not _occupied(groups, taken) & _takes(group, place) and (len(group) == 1 or "bottom" in place)
+            if not _occupied(groups, taken) & _takes(group, place)
+            and (len(group) == 1 or "bottom" in place)
         ]
     return found
 
@@ -136,22 +146,27 @@ def _takes(group: list[Thing], place: str) -> set[str]:
 
 
 def _occupied(groups: list[list[Thing]], taken: tuple[str, ...]) -> set[str]:
-    return {spot for group, place in zip(groups, taken, strict=False) for spot in _takes(group, place)}
+    return {
+        spot for group, place in zip(groups, taken, strict=False) for spot in _takes(group, place)
+    }
 
 
 def _shifted(thing: Thing, place: str, dx: float, dy: float) -> Thing:
     return replace(thing, place=place, centre=(thing.centre[0] + dx, thing.centre[1] + dy))
 
 
-# -- one element differs ------------------------------------------------------------------------------------
+# -- one element differs ---------------------------------------------------------------------------
 def one_redrawn(rng: np.random.Generator, scene: Scene, element: int) -> Null:
-    """The element is drawn anew where it stands, as its phrase allows; the backdrop keeps its kind."""
+    """The element is drawn anew where it stands, as its phrase allows; the backdrop keeps its
+    kind."""
     if element == len(scene.things):
         backdrop = sample_backdrop(rng, scene.backdrop.kind, scene.backdrop.named)
         return Null(replace(scene, backdrop=backdrop), (element,))
     thing = scene.things[element]
     fresh = redraw_thing(rng, thing, thing.place)
-    return _with(scene, element, seat_hat(rng, fresh, scene.things[element - 1]) if thing.worn else fresh)
+    return _with(
+        scene, element, seat_hat(rng, fresh, scene.things[element - 1]) if thing.worn else fresh
+    )
 
 
 def one_recoloured(rng: np.random.Generator, scene: Scene, element: int) -> Null:
@@ -163,11 +178,17 @@ def one_recoloured(rng: np.random.Generator, scene: Scene, element: int) -> Null
 
 def one_missing(rng: np.random.Generator, scene: Scene, element: int) -> Null:
     """The thing is not there; a hat may stay without its wearer."""
-    return Null(replace(scene, things=scene.things[:element] + scene.things[element + 1 :], order=()), (element,))
+    return Null(
+        replace(scene, things=scene.things[:element] + scene.things[element + 1 :], order=()),
+        (element,),
+    )
 
 
-def one_moved(rng: np.random.Generator, scene: Scene, element: int, distance: tuple[float, float] = MOVE) -> Null:
-    """The thing is shifted by `distance` (least, most; pixels) in a direction that keeps it in the picture."""
+def one_moved(
+    rng: np.random.Generator, scene: Scene, element: int, distance: tuple[float, float] = MOVE
+) -> Null:
+    """The thing is shifted by `distance` (least, most; pixels) in a direction that keeps it in
+    the picture."""
     thing, (low, high) = scene.things[element], WITHIN
     x, y = thing.centre
     low, high = min(low, x, y), max(high, x, y)  # a hat may be nearer to the edge already
@@ -177,20 +198,27 @@ def one_moved(rng: np.random.Generator, scene: Scene, element: int, distance: tu
         new = (x + far * np.cos(turn), y + far * np.sin(turn))
         if all(low <= v <= high for v in new):
             break
-    return _with(scene, element, replace(thing, centre=new))  # the texture moves along: it is drawn about the centre
+    # the texture moves along: it is drawn about the centre
+    return _with(scene, element, replace(thing, centre=new))
 
 
 def other_backdrop(rng: np.random.Generator, scene: Scene) -> Null:
     """Every thing is exact; the backdrop is of another kind."""
     kind = str(rng.choice([k for k in BACKDROPS if k != scene.backdrop.kind]))
-    return Null(replace(scene, backdrop=sample_backdrop(rng, kind, scene.backdrop.named)), (len(scene.things),))
+    return Null(
+        replace(scene, backdrop=sample_backdrop(rng, kind, scene.backdrop.named)),
+        (len(scene.things),),
+    )
 
 
 def _with(scene: Scene, element: int, thing: Thing) -> Null:
-    return Null(replace(scene, things=(*scene.things[:element], thing, *scene.things[element + 1 :])), (element,))
+    return Null(
+        replace(scene, things=(*scene.things[:element], thing, *scene.things[element + 1 :])),
+        (element,),
+    )
 
 
-# -- by name ------------------------------------------------------------------------------------------------
+# -- by name ---------------------------------------------------------------------------------------
 SCENE_NULLS: dict[str, Callable[[np.random.Generator, Scene], Null]] = {
     "redraw": free_redraw,
     "attributes": same_attributes,
@@ -207,7 +235,8 @@ ELEMENT_NULLS: dict[str, Callable[[np.random.Generator, Scene, int], Null]] = {
     "moved": one_moved,
 }
 WITH_BACKDROP = ("redrawn",)  # kinds that also change the backdrop alone
-STORED = ("redraw", "attributes", "redrawn", "recoloured", "missing", "moved", "rearranged")  # in redraws.jsonl
+# in redraws.jsonl
+STORED = ("redraw", "attributes", "redrawn", "recoloured", "missing", "moved", "rearranged")
 ENOUGH = NULLS
 
 
@@ -222,10 +251,10 @@ def turns(kind: str, scene: Scene) -> int:
 
 
 def hard_null(kind: str, rng: np.random.Generator, scene: Scene, turn: int | None = None) -> Null:
-    """A null of the kind. Kinds with one changed element take the elements by turns, or one at random.
+    """A null of the kind. Kinds with one changed element take the elements by turns, or one at
+    random.
 
-    Raises KeyError for an unknown kind.
-    """
+    Raises KeyError for an unknown kind."""
     if kind in SCENE_NULLS:
         return SCENE_NULLS[kind](rng, scene)
     elements = changeable(kind, scene)

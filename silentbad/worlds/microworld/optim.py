@@ -1,11 +1,13 @@
-"""Muon for the base's training. torch.optim.Muon takes matrices only; most of a UNet's weights are convolutions."""
+"""Muon for the base's training. torch.optim.Muon takes matrices only; most of a UNet's weights
+are convolutions."""
 
 import torch
 from torch import nn
 
 
 def orthogonalise(m: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """Newton-Schulz iteration towards the nearest semi-orthogonal matrix, with Jordan's quintic coefficients."""
+    """Newton-Schulz iteration towards the nearest semi-orthogonal matrix, with Jordan's quintic
+    coefficients."""
     x = m.T if m.shape[0] > m.shape[1] else m
     x = x / (x.norm() + 1e-7)
     for _ in range(steps):
@@ -15,7 +17,8 @@ def orthogonalise(m: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, then orthogonalisation of each weight flattened to (out, in*kh*kw); update size as in 2502.16982."""
+    """Momentum, then orthogonalisation of each weight flattened to (out, in*kh*kw); update size
+    as in 2502.16982."""
 
     def __init__(self, parameters, lr: float = 3e-3, momentum: float = 0.95):
         super().__init__(parameters, {"lr": lr, "momentum": momentum})
@@ -28,7 +31,11 @@ class Muon(torch.optim.Optimizer):
                     continue
                 state = self.state[p]
                 g = p.grad.reshape(len(p), -1)
-                m = state.setdefault("momentum", torch.zeros_like(g)).mul_(group["momentum"]).add_(g)
+                m = (
+                    state.setdefault("momentum", torch.zeros_like(g))
+                    .mul_(group["momentum"])
+                    .add_(g)
+                )
                 u = orthogonalise(g.add(m, alpha=group["momentum"]))
                 p.add_(u.reshape(p.shape), alpha=-group["lr"] * 0.2 * max(u.shape) ** 0.5)
 
@@ -37,7 +44,9 @@ class MuonWithAdamW:
     """Muon on matrices and kernels, AdamW on everything else: embeddings, norms, biases."""
 
     def __init__(self, module: nn.Module, lr: float):
-        embeddings = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+        embeddings = {
+            id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
+        }
         every = list(module.parameters())
         matrices = [p for p in every if p.ndim >= 2 and id(p) not in embeddings]
         rest = [p for p in every if p.ndim < 2 or id(p) in embeddings]

@@ -1,4 +1,5 @@
-"""Scenes to pixels: polygons at twice the resolution, a dark outline, a texture, one box-filtered reduction."""
+"""Scenes to pixels: polygons at twice the resolution, a dark outline, a texture, one
+box-filtered reduction."""
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
@@ -8,7 +9,8 @@ from silentbad.worlds.microworld.grammar import Backdrop, Scene, Thing
 SIZE = 64
 SCALE = 2  # supersampling
 CANVAS = SIZE * SCALE
-_Y, _X = np.mgrid[0:CANVAS, 0:CANVAS].astype(np.float32) / SCALE  # pixel coordinates of the final picture
+# pixel coordinates of the final picture
+_Y, _X = np.mgrid[0:CANVAS, 0:CANVAS].astype(np.float32) / SCALE
 DARK = (0.12, 0.10, 0.14)
 
 
@@ -40,8 +42,8 @@ def _crescent():
     return np.concatenate([outer, inner])
 
 
-# Each figure: (body polygons, [(detail polygon, shade)]); y grows downwards, everything within [-1, 1].
-# A shade is "dark", "light", "deep" (the body's colour, darker) or an rgb triple.
+# Each figure: (body polygons, [(detail polygon, shade)]); y grows downwards, everything within [-1,
+# 1]. A shade is "dark", "light", "deep" (the body's colour, darker) or an rgb triple.
 FIGURES: dict[str, tuple[list, list]] = {
     "cat": (
         [
@@ -136,7 +138,8 @@ def _silhouette(thing: Thing) -> Image.Image:
 
 
 def _textured(thing: Thing) -> np.ndarray:
-    """(CANVAS, CANVAS, 3) or (3,): the body's colour with its texture in a contrasting shade of the same colour."""
+    """(CANVAS, CANVAS, 3) or (3,): the body's colour with its texture in a contrasting shade of
+    the same colour."""
     rgb = np.array(thing.rgb, dtype=np.float32)
     if thing.texture == "plain":
         return rgb
@@ -164,7 +167,8 @@ def _shade(shade, rgb):
 
 
 def _draw_thing(canvas: Image.Image, thing: Thing) -> Image.Image:
-    """Paint one thing on the canvas in place; returns what it covers, outline included (L, CANVAS x CANVAS)."""
+    """Paint one thing on the canvas in place; returns what it covers, outline included (L,
+    CANVAS x CANVAS)."""
     body = _silhouette(thing)
     outlined = body.filter(ImageFilter.MaxFilter(3))
     canvas.paste(tuple(int(255 * c) for c in DARK), mask=outlined)
@@ -176,7 +180,10 @@ def _draw_thing(canvas: Image.Image, thing: Thing) -> Image.Image:
     draw = ImageDraw.Draw(canvas)
     covered = ImageDraw.Draw(outlined)
     for polygon, shade in FIGURES[thing.kind][1]:
-        draw.polygon(_place(polygon, thing), fill=tuple(int(255 * float(c)) for c in _shade(shade, thing.rgb)))
+        draw.polygon(
+            _place(polygon, thing),
+            fill=tuple(int(255 * float(c)) for c in _shade(shade, thing.rgb)),
+        )
         covered.polygon(_place(polygon, thing), fill=255)  # a cup's rim stands out
     return outlined
 
@@ -209,7 +216,9 @@ def draw_backdrop(backdrop: Backdrop) -> Image.Image:
             above = _mix((0.98, 0.72, 0.52), (0.90, 0.55, 0.56), upper)
             below = _mix((0.42, 0.30, 0.48), (0.30, 0.24, 0.42), lower)
     column = np.where((_Y[:, :1] < edge)[..., None], above, below)  # (CANVAS, 1, 3)
-    picture = Image.fromarray((column * 255).astype(np.uint8)).resize((CANVAS, CANVAS), Image.Resampling.NEAREST)
+    picture = Image.fromarray((column * 255).astype(np.uint8)).resize(
+        (CANVAS, CANVAS), Image.Resampling.NEAREST
+    )
     draw = ImageDraw.Draw(picture)
     if backdrop.kind in ("night", "snow"):  # stars, flakes
         colour = (250, 246, 210) if backdrop.kind == "night" else (255, 255, 255)
@@ -219,18 +228,23 @@ def draw_backdrop(backdrop: Backdrop) -> Image.Image:
             draw.ellipse((x - 2, y - 2, x + 2, y + 2), fill=colour)
     elif backdrop.kind == "sunset":
         x = (0.2 + 0.6 * pattern) * CANVAS
-        draw.chord((x - 22, edge * SCALE - 22, x + 22, edge * SCALE + 22), 180, 360, fill=(255, 225, 150))
+        draw.chord(
+            (x - 22, edge * SCALE - 22, x + 22, edge * SCALE + 22), 180, 360, fill=(255, 225, 150)
+        )
     elif backdrop.kind == "room":  # a picture rail
         y = (4 + 10 * pattern) * SCALE
         draw.rectangle((0, y, CANVAS, y + 2), fill=tuple(int(255 * float(c)) for c in below))
     else:  # a band: surf on the beach, a hill's edge on the meadow
         y = (edge + 3 + 5 * pattern) * SCALE
-        draw.rectangle((0, y, CANVAS, y + 3), fill=tuple(int(255 * min(1.0, float(c) * 1.12)) for c in below))
+        draw.rectangle(
+            (0, y, CANVAS, y + 3), fill=tuple(int(255 * min(1.0, float(c) * 1.12)) for c in below)
+        )
     return picture
 
 
 def render(scene: Scene) -> tuple[Image.Image, list[Image.Image]]:
-    """The picture (RGB, 64x64) and each thing's visible mask (L, 64x64), in the order of `scene.things`."""
+    """The picture (RGB, 64x64) and each thing's visible mask (L, 64x64), in the order of
+    `scene.things`."""
     canvas = draw_backdrop(scene.backdrop)
     masks: list[Image.Image] = []
     for thing in scene.things:
