@@ -35,7 +35,7 @@ from validation import RecoveryHook
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "runs" / "bench-recovery"
-MICROWORLD = ROOT / "silentbad" / "microworld"
+MICROWORLD = ROOT / "silentbad" / "worlds" / "microworld"
 CONFIG = "configs/microworld.yaml"
 BASE_LR = 1e-4
 BASE = "pretrained_model_name_or_path"

@@ -425,7 +425,6 @@ CASES = {
     "audit: a pipe for adapters": case("--lora l.safetensors", "is a pipe", **AUDIT, touch=lambda root: os.mkfifo(root / "l.safetensors"), more=("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--embedder", "ssim", "--lora", "l.safetensors")),
     "audit: an unknown flag": case("targts", **AUDIT, more=("--pipeline", "pipeline", "--targts", "data")),
     "audit: no pipeline": case("nowhere", **AUDIT, more=("--pipeline", "./nowhere", "--targets", "data", "--threshold", "0.5", "--embedder", "ssim")),
-    "audit: nothing to calibrate on": case("--threshold", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--embedder", "ssim")),
     "audit: an impossible value": case("max_batch", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--max_batch", "0")),
     "class images: no prompts": case("--prompts", **CLASS, more=("--pipeline", "pipeline", "--prompts", "nowhere", "--out", "class")),
     "class images: no pipeline": case("--pipeline", **CLASS, more=("--pipeline", "./nowhere", "--prompts", "prompts.txt", "--out", "class")),

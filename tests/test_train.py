@@ -452,15 +452,15 @@ def test_the_error_stands_last_in_a_log_of_both_streams(flags, tmp_path, monkeyp
 
 def test_defect_01_schedule_counts_updates_once(flags, tmp_path):
     main(flags(lr_scheduler="linear", max_train_steps=4))
-    assert [row["lr"] for row in rows(tmp_path / "run")] == pytest.approx([7.5e-4, 5e-4, 2.5e-4, 0])
+    assert [row["lr"] for row in rows(tmp_path / "run")] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
 
 
 def test_the_exponent_and_the_restarts_of_a_schedule(flags, tmp_path):
     main(flags("square", lr_scheduler="polynomial", lr_power=2, max_train_steps=4))
     main(flags("twice", lr_scheduler="cosine_with_restarts", lr_num_cycles=2, max_train_steps=4))
     rates = {run: [row["lr"] for row in rows(tmp_path / run)] for run in ("square", "twice")}
-    assert rates["square"] == pytest.approx([5.625e-4, 2.5e-4, 6.25e-5, 1e-7], rel=1e-2)
-    assert rates["twice"] == pytest.approx([5e-4, 1e-3, 5e-4, 0])
+    assert rates["square"] == pytest.approx([1e-3, 5.625e-4, 2.5e-4, 6.25e-5], rel=1e-2)
+    assert rates["twice"] == pytest.approx([1e-3, 5e-4, 1e-3, 5e-4])
 
 
 @pytest.mark.thorough

@@ -5,6 +5,7 @@ docs/metrics.md defines the numbers. Similarities, rates and thresholds have no 
 optimizer updates, `epoch` passes over the records, `seconds` is wall time."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
@@ -423,14 +424,28 @@ def decode(kind: type[T], value: Any, key: str = "") -> T:
 
     Raises UserError, which names the key, where a part is missing or of another type, or holds a
     number that is not finite."""
+    if place := _out_of_range(value, key):
+        raise UserError(f"{place} is not finite or too large")
+    text = json.dumps(value, ensure_ascii=False)
     try:
-        text = json.dumps(value, allow_nan=False)
-    except ValueError:
-        raise UserError(f"{key or 'the file'} holds a number that is not finite") from None
-    try:
-        return _adapter(kind).validate_json(text, strict=True)  # type: ignore[arg-type]
+        return _adapter(kind).validate_json(text.encode("utf-8", "replace"), strict=True)  # type: ignore[arg-type]
     except ValidationError as error:
         raise UserError(_what_is_wrong(error.errors()[0], key)) from None
+
+
+def _out_of_range(value: Any, key: str) -> str:
+    """The key of the first number that is not finite or too large; "" where there is none."""
+    infinite = isinstance(value, float) and not math.isfinite(value)
+    if infinite or (isinstance(value, int) and abs(value) > LARGEST):
+        return key or "the value"
+    parts: Any = value.items() if isinstance(value, dict) else ()
+    if isinstance(value, (list, tuple)):
+        parts = enumerate(value)
+    for name, part in parts:
+        inner = f"{key}[{name}]" if isinstance(name, int) else f"{key}.{name}".lstrip(".")
+        if place := _out_of_range(part, inner):
+            return place
+    return ""
 
 
 WORDS = {  # pydantic's type of an error -> what would be right
