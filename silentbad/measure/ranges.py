@@ -20,6 +20,7 @@ from silentbad.measure.record import (
     TargetRange,
     Threshold,
 )
+from silentbad.measure.statistics import bootstrap_interval
 from silentbad.measure.thresholds import ImageRow, NullRow
 
 MARGIN = 0.25  # of the way from floor to ceiling
@@ -38,11 +39,7 @@ def measured_range(
 
     threshold: used where it is given, else set here. calibrated: it is the quantile of these very
     nulls, some kinds of which may pass at a stated rate, and so is the floor itself."""
-    kinds = {
-        kind: NullScores(max(scores), float(np.mean(scores)), len(scores))
-        for kind, scores in nulls.items()
-        if scores
-    }
+    kinds = {kind: null_scores(scores) for kind, scores in nulls.items() if scores}
     ceiling = float(np.quantile(copies, CEILING))
     nearest = max(kinds, key=lambda kind: kinds[kind].highest, default="")
     floor = kinds[nearest].highest if nearest else None
@@ -57,6 +54,12 @@ def measured_range(
     elif floor is not None:
         parts = floor < threshold <= copies[0]
     return Range(threshold, floor, nearest, ceiling, copies[0], parts, kinds)
+
+
+def null_scores(scores: Sequence[float]) -> NullScores:
+    """One kind of null: its highest score, and the mean with its bootstrap interval."""
+    interval = bootstrap_interval(scores) if len(scores) > 1 else None
+    return NullScores(max(scores), float(np.mean(scores)), len(scores), interval)
 
 
 def by_kind(

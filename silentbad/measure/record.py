@@ -96,6 +96,7 @@ class NullScores:
     highest: float
     mean: float
     n: int
+    interval: tuple[float, float] | None = absent()  # 95 % of the mean, of two pictures or more
 
 
 @dataclass

@@ -233,6 +233,12 @@ def test_a_threshold_that_is_given_is_kept_and_judged():
     assert told.threshold == 0.5 and not told.parts  # a failure passes it
 
 
+def test_each_kind_of_null_has_its_mean_with_an_interval():
+    kinds = measured_range({"mirrored": [0.2, 0.4, 0.6], "grey": [0.1]}, [0.9] * 9).kinds
+    low, high = kinds["mirrored"].interval
+    assert 0.2 <= low < kinds["mirrored"].mean < high <= 0.6 and kinds["grey"].interval is None
+
+
 def test_where_only_the_blind_part_fails_the_answer_is_undecided():
     def part(floor: float, parts: bool) -> Range:
         return Range(floor + 0.05, floor, "mirrored", floor + 0.1, 1.0, parts)
