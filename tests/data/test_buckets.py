@@ -136,7 +136,7 @@ def test_a_union_joins_pictures_of_one_shape_alone():
 def test_buckets_of_squares_are_squares(build, tmp_path):
     squares, ends = write_data(tmp_path / "squares"), []
     for changes in ({}, {"buckets": True}):
-        run = build(train_data_dir=squares, **changes)
+        run = build(train_data_dir=squares, cache_dir=tmp_path / "cache", **changes)  # encoded once, by this test
         for _ in range(3):
             step_once(run)
         ends.append(weights(run))
