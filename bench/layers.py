@@ -10,11 +10,11 @@ between forward and backward, weights left out.
 
 import argparse
 import statistics
-import time
 
 import torch
 from diffusers import UNet2DConditionModel
 
+from bench.spectral import seconds
 from silentbad.control.spectral import SpectralAdamW, split
 from silentbad.loop.trains import memory, size
 from silentbad.model.forwards import convolve
@@ -77,15 +77,6 @@ class Arm:
 
 def states(optimizer: torch.optim.Optimizer) -> int:
     return sum(size(entry.values()) for entry in optimizer.state.values())
-
-
-def seconds(work: Arm, device: torch.device) -> float:
-    clock = time.process_time if device.type == "cpu" else time.perf_counter
-    started = clock()
-    work.step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return clock() - started
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:

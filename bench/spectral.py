@@ -9,6 +9,7 @@ over repeats, in which every arm runs once, so that other work falls on all alik
 import argparse
 import statistics
 import time
+from typing import Any
 
 import torch
 from diffusers import UNet2DConditionModel
@@ -28,7 +29,8 @@ def optimizer_of(unet: nn.Module, arm: str) -> SpectralAdamW:
     return SpectralAdamW(groups, lr=1e-3, weight_decay=0.0)
 
 
-def seconds(work: SpectralAdamW, device: torch.device) -> float:
+def seconds(work: Any, device: torch.device) -> float:
+    """Of one `work.step()`: of the processor on a CPU, else of the clock, the device waited for."""
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     started = clock()
     work.step()
