@@ -21,7 +21,7 @@ import fnmatch
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import torch
@@ -453,6 +453,7 @@ class Controller(Hooks):
         config: GradientControlConfig,
         seed: int = 0,
         groups: Groups | None = None,
+        records: Mapping[str, int] | None = None,
     ):
         self.config = config
         self.rules = check_config(config)
@@ -467,7 +468,7 @@ class Controller(Hooks):
             **self.rules.get("prior", (0.0, {}))[1], names=self.groups.names, sdxl=sdxl
         )
         samples = Samples(self.groups, config)
-        self.source_weights = SourceWeights(config.between, self.groups, seed, sdxl)
+        self.source_weights = SourceWeights(config.between, self.groups, seed, sdxl, records)
         self.layer_rates = LayerRates(
             config, self.groups, self.rules, samples, self._latest, seed=seed, sdxl=sdxl
         )

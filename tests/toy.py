@@ -18,6 +18,9 @@ NAMES = {  # of the toy model: one tensor a group, of different sizes
 }
 
 
+RECORDS = {"clean": 6, "element": 2, "rehearsal": 2}  # of the sources
+
+
 class Toy(nn.Module):
     """One weight a group under SD's names; `grads` fills the gradients from a seed."""
 
@@ -57,7 +60,7 @@ def run(model, control, optimizer, steps, scale=1.0, scheduler=None):
 
 
 def controlled(model, settings, optimizer=torch.optim.AdamW, lr=1e-3, weight_decay=1e-2, **options):
-    control = Controller(model, settings, seed=3)
+    control = Controller(model, settings, seed=3, records=RECORDS)
     optimizer = optimizer(control.param_groups(weight_decay), lr=lr, **options)
     control.attach(optimizer)
     return control, optimizer

@@ -13,7 +13,7 @@ in group G.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import torch
@@ -77,10 +77,20 @@ SOURCE_RULES: dict[str, Callable[..., Tensor]] = {
 class SourceWeights(Hook):
     """Holds the factors and puts them into losses (layer-uniform) or into gradients (layer-wise).
 
+    `records`: how many records each source has, for a signal that drawing without replacement does
+    not bias (`Statistics`).
+
     Nothing here waits for the device but a refresh, for what was sent one refresh before.
     """
 
-    def __init__(self, config: BetweenConfig, groups: Groups, seed: int, sdxl: bool):
+    def __init__(
+        self,
+        config: BetweenConfig,
+        groups: Groups,
+        seed: int,
+        sdxl: bool,
+        records: Mapping[str, int] | None = None,
+    ):
         self.config = config
         self.groups = groups
         self.seed = seed
@@ -104,8 +114,10 @@ class SourceWeights(Hook):
         # g_s of the step, sampled
         self.parts = torch.zeros(len(self.names), self.sample.rows, WIDTH, device=device)
         self.seen = torch.zeros(len(self.names), device=device)  # samples of the step
+        averages = (config.momentum, config.averaging)
+        counts = records or {}
         self.statistics = {
-            name: Statistics(self.sample, config.momentum, config.averaging) for name in self.names
+            name: Statistics(self.sample, *averages, counts.get(name)) for name in self.names
         }
         limits = (config.bound, config.max_log_step, device)
         self.multipliers = {name: Multipliers(len(groups), *limits) for name in self.names[1:]}
@@ -171,7 +183,7 @@ class SourceWeights(Hook):
             dist.all_reduce(self.seen)
         all_finite = self.parts.isfinite().all() & (True if finite is None else finite)
         for name, part, seen in zip(self.names, self.parts, self.seen, strict=True):
-            self.statistics[name].take(part, all_finite & (seen > 0))
+            self.statistics[name].take(part, all_finite & (seen > 0), seen=seen)
         self.parts.zero_()
         self.seen.zero_()
         return {}

@@ -159,14 +159,21 @@ class GroupStats:
 
 class Statistics:
     """Running S, E, Q, L1 of each group. A non-finite step changes nothing; nothing reaches the
-    host."""
+    host.
 
-    KEPT = ("m", "average", "weight", "count", "ignored", "norm")  # in a state
+    `records`: how many a source has. Given, m is the mean gradient of the last whole pass over
+    them. An average over earlier steps, m without it, is made of records that this epoch will not
+    draw again: E[S] = ||mu||^2 - f s^2 / (records - 1), s^2 the variance between records, f the
+    weight of this epoch in m. Over a whole pass the records' own parts sum to zero.
+    """
 
-    def __init__(self, sample: Sample, momentum: float, averaging: float):
+    def __init__(
+        self, sample: Sample, momentum: float, averaging: float, records: int | None = None
+    ):
         self.sample = sample
         self.momentum = momentum
         self.averaging = averaging
+        self.records = records
         zeros = functools.partial(torch.zeros, device=sample.owner.device, dtype=sample.owner.dtype)
         self.m = torch.zeros(sample.rows, WIDTH, device=sample.owner.device)
         self.average = zeros(4, sample.owner.shape[1])
@@ -174,6 +181,13 @@ class Statistics:
         self.count = zeros(())
         self.ignored = zeros(())
         self.norm = zeros(())  # of the last gradient; a meter
+        self.kept = ["m", "average", "weight", "count", "ignored", "norm"]  # in a state
+        if records is not None:
+            self.sum = torch.zeros_like(self.m)  # of the gradients of this pass
+            self.steps = zeros(())  # which have been added to it
+            self.seen = zeros(())  # records of this pass
+            self.passes = zeros(())  # that are over
+            self.kept += ["sum", "steps", "seen", "passes"]
         self.cache: dict[tuple, Tensor] = {}
 
     def update(
@@ -188,11 +202,14 @@ class Statistics:
         finite = norms.isfinite().all() & (True if finite is None else finite)
         self.take(g, finite, norms.square() @ self.sample.owner)
 
-    def take(self, g: Tensor, finite: Tensor, Q: Tensor | None = None) -> None:
-        """Take in the sampled gradient g (rows, WIDTH) of one step where it is `finite`; Q (G,) is
-        estimated on it where not given."""
+    def take(
+        self, g: Tensor, finite: Tensor, Q: Tensor | None = None, seen: Tensor | None = None
+    ) -> None:
+        """Take in the sampled gradient g (rows, WIDTH) of one step where it is `finite`, of so many
+        records `seen` (); Q (G,) is estimated on it where not given."""
         g.nan_to_num_(0, 0, 0)
-        s = row_dot(g, self.m) / (1 - self.momentum**self.count)
+        by_pass = self.records is not None
+        s = row_dot(g, self.m) / (1.0 if by_pass else 1 - self.momentum**self.count)
         rows = torch.stack(
             [
                 s,
@@ -202,12 +219,27 @@ class Statistics:
         )
         S, E, L1 = self.sample.per_group(rows)
         new = torch.stack([S, E, E if Q is None else Q, L1])
-        use = finite & (self.count > 0)  # the first step has no m to compare with
+        use = finite & ((self.passes if by_pass else self.count) > 0)  # else m is not there yet
         self.average.lerp_(torch.where(use, new, self.average), 1 - self.averaging)
         self.weight += use * (1 - self.averaging) * (1 - self.weight)
-        self.m.lerp_(g, (finite * (1 - self.momentum)).to(g))
+        if seen is None or self.records is None:
+            self.m.lerp_(g, (finite * (1 - self.momentum)).to(g))
+        else:
+            self._add(g, finite, seen)
         self.count += finite
         self.ignored += ~finite
+
+    def _add(self, g: Tensor, finite: Tensor, seen: Tensor) -> None:
+        """Add a step to its pass; at the end of the pass m becomes its mean gradient."""
+        self.sum.addcmul_(g, finite.to(g))
+        self.steps += finite
+        self.seen += seen
+        over = (self.seen >= self.records) & (self.steps > 0)
+        self.m = torch.where(over, self.sum / self.steps.to(g), self.m)
+        self.sum *= ~over
+        self.steps *= ~over
+        self.seen %= self.records  # the next pass has begun within this step
+        self.passes += over
 
     def groups(self, **rest: Any) -> GroupStats:
         """What the rules see, from the averages so far; `rest` completes it."""
@@ -218,10 +250,10 @@ class Statistics:
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {key: getattr(self, key).clone() for key in self.KEPT}
+        return {key: getattr(self, key).clone() for key in self.kept}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for key in self.KEPT:
+        for key in self.kept:
             getattr(self, key).copy_(state[key])
 
 

@@ -1,5 +1,6 @@
 """What a run is made of, and how its parts are connected: read `build` from top to bottom."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -118,7 +119,8 @@ def build(
         shards.shard(parts.model, device, accelerator.mixed_precision)
 
     # Gradient control, and the optimizer over its groups
-    control = controller(parts.model, config.gradient_control, config.seed)
+    records = dict(Counter(given.info.roles.tolist()))
+    control = controller(parts.model, config.gradient_control, config.seed, records=records)
     groups = control.param_groups(config.adam_weight_decay)
     rate_scale = effective_batch if config.scale_lr else 1.0
     optimizer: Any = optimizers.make_optimizer(groups, config, rate_scale)
