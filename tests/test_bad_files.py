@@ -138,11 +138,8 @@ def audit(*said: str, touch=None, more=()) -> Case:
 
 SPOILED = {  # name: (spoil, what the line says), in training and in an audit alike
     "a UNet with NaN": (tensors(WEIGHTS["unet"], with_nan), ("load unet", "NaN or infinite values in conv_in.bias")),
-    "a scheduler of flow matching": (edit_json(SCHEDULE, _class_name="FlowMatchEulerDiscreteScheduler"), ("of flow matching",)),
-    "an index of shards that lists none": (write("pipeline/unet/diffusion_pytorch_model.safetensors.index.json", '{"weight_map": [1]}'), ("cannot load unet",)),
-    "a shard that is not there": (both(remove(WEIGHTS["unet"]), write("pipeline/unet/diffusion_pytorch_model.safetensors.index.json", '{"metadata": {}, "weight_map": {"a": "part-1.safetensors"}}')), ("index.json names part-1.safetensors, which is not there",)),
-    "an index without a class": (write("pipeline/model_index.json", "{}"), ("model_index.json: no _class_name",)),
-    "a UNet of zeros": (tensors(WEIGHTS["unet"], zeroed), ("load unet", "all of its weights are 0")),
+    "a scheduler of flow matching": (edit_json(SCHEDULE, _class_name="FlowMatchEulerDiscreteScheduler"), ("FlowMatchEulerDiscreteScheduler predicts",)),
+    "an index without a class": (write("pipeline/model_index.json", "{}"), ("model_index.json", "_class_name")),
     "a VAE with NaN": (tensors(WEIGHTS["vae"], with_nan), ("load vae", "NaN or infinite")),
     "a text encoder with NaN": (tensors(WEIGHTS["text_encoder"], with_nan), ("load text_encoder", "NaN or infinite")),
     "a UNet that lacks a tensor": (tensors(WEIGHTS["unet"], without_first), ("load unet", "it lacks conv_in.bias")),
@@ -157,28 +154,15 @@ SPOILED = {  # name: (spoil, what the line says), in training and in an audit al
         ("load text_encoder", "JSON"),
     ),
     "truncated text encoder": (cut(WEIGHTS["text_encoder"], 900), ("load text_encoder",)),
-    "betas beyond one": (edit_json(SCHEDULE, beta_end=50), ("beta_end is 50", "from 0 to 1")),
     "betas that drown every picture": (edit_json(SCHEDULE, beta_start=0.9, beta_end=0.95), ("first timestep",)),
     "betas that leave every picture": (edit_json(SCHEDULE, beta_start=0.0, beta_end=1e-9), ("at the last",)),
-    "an unknown beta_schedule": (edit_json(SCHEDULE, beta_schedule="steep"), ("beta_schedule is 'steep'", "linear")),
-    "no timesteps": (edit_json(SCHEDULE, num_train_timesteps=0), ("num_train_timesteps is 0",)),
-    "timesteps as text": (edit_json(SCHEDULE, num_train_timesteps="1000"), ("num_train_timesteps is '1000'",)),
-    "a billion timesteps": (edit_json(SCHEDULE, num_train_timesteps=10**9), ("num_train_timesteps",)),
-    "an unknown prediction type": (edit_json(SCHEDULE, prediction_type="flow"), ("prediction_type is 'flow'",)),
+    "an unknown prediction type": (edit_json(SCHEDULE, prediction_type="flow"), ("predicts flow",)),
     "an unknown scheduler": (edit_json(SCHEDULE, _class_name="os"), ("no scheduler 'os'",)),
-    "trained betas that are no numbers": (edit_json(SCHEDULE, trained_betas=["a"]), ("trained_betas",)),
-    "no sample_size": (edit_json("pipeline/unet/config.json", sample_size=0), ("sample_size is 0",)),
     "weights of a variant": (lambda root: (root / WEIGHTS["unet"]).rename(root / "pipeline/unet/diffusion_pytorch_model.fp16.safetensors"), ("give variant fp16",)),
-    "an absurd sample_size": (edit_json("pipeline/unet/config.json", sample_size=10**6), ("sample_size",)),
-    "a release that is a list": (edit_json("pipeline/unet/config.json", _diffusers_version=[1.4]), ("_diffusers_version is [1.4]",)),
-    "a scaling_factor of zero": (edit_json("pipeline/vae/config.json", scaling_factor=0), ("scaling_factor is 0",)),
-    "a scaling_factor as text": (edit_json("pipeline/vae/config.json", scaling_factor="x"), ("scaling_factor",)),
     "latents that are normalised otherwise": (edit_json("pipeline/vae/config.json", latents_mean=[1.0]), ("latents_mean",)),
-    "a tokenizer without a window": (without(TOKENIZER, "model_max_length"), ("model_max_length is missing",)),
+    "a tokenizer without a window": (without(TOKENIZER, "model_max_length"), ("model_max_length is 1e+30",)),
     "a tokenizer that cannot pad": (edit_json(TOKENIZER, pad_token=None), ("no pad_token",)),
-    "a window of no token": (edit_json(TOKENIZER, model_max_length=0), ("model_max_length is 0",)),
     "a window beyond the encoder": (edit_json(TOKENIZER, model_max_length=300), ("300", "48 positions")),
-    "settings that load and do not run": (edit_json("pipeline/unet/config.json", freq_shift=None), ("do not work together",)),
     "an index without a UNet": (without("pipeline/model_index.json", "unet"), ("without unet",)),
     "an index that is a list": (write("pipeline/model_index.json", "[]"), ("not a JSON object",)),
     "an index with another VAE": (
@@ -188,8 +172,8 @@ SPOILED = {  # name: (spoil, what the line says), in training and in an audit al
 }  # fmt: skip
 
 AUDITED_TOO = ("a UNet with NaN", "a VAE that lacks a tensor", "a text encoder that lacks a tensor")
-AUDITED_TOO += ("a text encoder's broken configuration", "betas beyond one", "betas that drown every picture")
-AUDITED_TOO += ("an index without a UNet", "an index that is a list", "a tokenizer without a window", "no sample_size")
+AUDITED_TOO += ("a text encoder's broken configuration", "betas that drown every picture")
+AUDITED_TOO += ("an index without a UNet", "an index that is a list", "a tokenizer without a window")
 
 CASES = {
     **{f"model: {name}": case(*said, touch=touch) for name, (touch, said) in SPOILED.items()},
@@ -543,7 +527,7 @@ def adapted(tmp_path_factory):
 SPOILED_ADAPTERS = {
     "whole": (lambda held: None, None),
     "NaN": (with_nan, "NaN or infinite values"),
-    "a half is missing": (without_first, "has no other half"),
+    "a half is missing": (without_first, "on its layers"),
     "a layer that is not there": (
         lambda held: held.update(
             {key.replace("mid_block", "mid_blocks"): held.pop(key) for key in list(held) if "mid_block" in key}

@@ -103,10 +103,6 @@ class Family:
         """The largest side of the latents; None: no limit."""
         return None
 
-    def example(self, backbone: Any) -> dict[str, Tensor]:
-        """`added` of one picture, of zeros, to try a backbone with."""
-        return {}
-
     def check_fit(self, path: str, backbone: Any, encoders: dict[str, Any]) -> None:
         """Refuse text encoders whose states the backbone does not take."""
         raise NotImplementedError
@@ -156,8 +152,3 @@ def side_of(backbone: Any) -> int:
     """The side of the latents that a backbone was made for."""
     size = backbone.config.sample_size
     return size if isinstance(size, int) else size[0]
-
-
-def zeros_like_text(backbone: Any, *shape: int) -> Tensor:
-    """Zeros in the precision and on the device of a backbone."""
-    return torch.zeros(shape, dtype=backbone.dtype, device=backbone.device)

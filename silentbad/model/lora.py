@@ -8,7 +8,6 @@ W stays frozen; what is added trains in fp32 and begins as nothing. s = alpha / 
   lokr  W + s C kron D; D = A B where its rank is below half its side                (2309.14859)"""
 
 import copy
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from silentbad import hub
-from silentbad.errors import UserError, brief, user_errors
-from silentbad.model.gate import check_finite, check_settings, finite, number, quietly
+from silentbad.errors import UserError, user_errors
+from silentbad.model.gate import finite, quietly
 from silentbad.model.groups import group_of
 from silentbad.model.registry import FAMILIES, family_of_pipeline
 from silentbad.rng import addressed_seed
@@ -211,84 +210,58 @@ def load(pipe: Any, path: str, base: str) -> None:
     check_adapter_file(path, failed)
     with quietly(), hub.fetching(path, failed):
         tensors = family_of_pipeline(pipe).lora_tensors(pipe, path)
-    expected = check_adapter_tensors(tensors, failed)
+    refuse_not_finite(tensors, failed)
+    expected = sum(not name.endswith(".alpha") for name in tensors)
     with quietly(), user_errors(failed):
         pipe.load_lora_weights(path, use_safetensors=True)
 
     modules = [module for name in COMPONENTS if (module := getattr(pipe, name, None))]
-    on_layers = sum(".lora_" in name for module in modules for name, _ in module.named_parameters())
-    if on_layers != expected or not expected:
-        raise UserError(f"{failed} ({expected} tensors in the file, {on_layers} on its layers)")
-    for module in modules:
-        check_finite(module, failed, "lora_")
+    on_layers = [name for module in modules for name, _ in module.named_parameters()]
+    count = sum(".lora_" in name for name in on_layers)
+    if count != expected or not expected:
+        raise UserError(f"{failed} ({expected} tensors in the file, {count} on its layers)")
 
 
 def check_adapter_file(path: str, failed: str) -> None:
     """Refuse a path that holds no adapters of a kind that diffusers reads; one on the Hub is not
     looked at."""
     file = Path(path)
-    if file.is_fifo():
-        raise UserError(f"{failed} (it is a pipe, no file)")
-    if not os.path.exists(path) and ("/" not in path or hub.names_folder(path)):
+    if not file.exists() and ("/" not in path or hub.names_folder(path)):
         raise UserError(f"--lora {path}: no such folder or file")
-    if not file.is_file():
+    if not file.exists() or file.is_dir():
         return
-    if not path.endswith(".safetensors"):
+    if not (file.is_file() and path.endswith(".safetensors")):
         raise UserError(f"{failed} (only .safetensors is read)")
-    if kind := other_kind(file, failed):
-        raise UserError(
-            f"{failed} ({kind} is read from the folder that training saved, not from one file)"
-        )
+    with user_errors(failed), safe_open(file, "pt") as tensors:
+        names = " ".join(tensors.keys())
+    for mark, kind in OTHER_KINDS.items():
+        if mark in names:
+            raise UserError(
+                f"{failed} ({kind} is read from the folder that training saved, not from one file)"
+            )
 
 
-def check_adapter_tensors(tensors: dict[str, torch.Tensor], failed: str) -> int:
-    """How many tensors a file puts on layers. Raises UserError where one is not finite, or has
-    no other half."""
-    if bad := sorted(name for name, values in tensors.items() if not finite(values)):
-        raise UserError(f"{failed} (NaN or infinite values in {bad[0]}, {len(bad)} tensors in all)")
-    magnitudes = [name for name in tensors if "magnitude" in name]
-    other_half = {
-        name: other for name in tensors if name not in magnitudes and (other := _other_half(name))
-    }
-    if alone := sorted(name for name, other in other_half.items() if other not in tensors):
-        raise UserError(f"{failed} ({alone[0]} has no other half, {len(alone)} tensors in all)")
-    return len(other_half) + len(magnitudes)
-
-
-# by what names of tensors hold
+# what diffusers does not read from a file, or leaves out a part of, by what names of tensors hold
 OTHER_KINDS = {"hada_": "LoHa", "lokr_": "LoKr", "dora_scale": "DoRA"}
 
 
-def other_kind(file: Path, failed: str) -> str | None:
-    """The kind of a file's adapters where diffusers does not read it, or leaves out a part; None
-    for LoRA."""
-    with user_errors(failed), safe_open(file, "pt") as tensors:
-        names = list(tensors.keys())
-    return next(
-        (kind for mark, kind in OTHER_KINDS.items() if any(mark in name for name in names)), None
-    )
+def refuse_not_finite(tensors: dict[str, torch.Tensor], failed: str) -> None:
+    """Refuse adapters of which a tensor is not finite."""
+    if bad := sorted(name for name, values in tensors.items() if not finite(values)):
+        raise UserError(f"{failed} (NaN or infinite values in {bad[0]}, {len(bad)} tensors in all)")
 
 
 def _load_folder(module: Any, folder: Path, failed: str) -> None:
     """Put a folder of peft's on a component."""
     if module is None:
         raise UserError(f"{failed} ({folder.name}/ is of a component that the pipeline has not)")
-    with quietly(), user_errors(f"{failed}: {folder.name}/{PEFT_CONFIG}"):
-        kind = PeftConfig.from_json_file(str(folder / PEFT_CONFIG)).get("peft_type")
-        config = PeftConfig.from_pretrained(str(folder)) if kind in ("LOHA", "LOKR") else None
-    with user_errors(f"{failed}: {folder.name}/{PEFT_WEIGHTS}"):
+    with quietly(), user_errors(f"{failed}: {folder.name}/"):
+        config = PeftConfig.from_pretrained(str(folder))
         tensors = load_file(folder / PEFT_WEIGHTS)
-    if config is None:
-        raise UserError(
-            f"{failed} ({folder.name}/ holds {brief(kind)}; 'LOHA' and 'LOKR' are "
-            f"read from folders)"
-        )
-    if pattern := _pattern(config):
-        raise UserError(
-            f"{failed} ({folder.name}/{PEFT_CONFIG}: {pattern} must list names of "
-            f"layers, not patterns)"
-        )
-    check_settings({"r": config.r}, RANK, f"{failed}: {folder.name}/{PEFT_CONFIG}")
+    if config.peft_type not in ("LOHA", "LOKR"):
+        raise UserError(f"{failed} ({folder.name}/ holds {config.peft_type}, which one file holds)")
+    refuse_patterns(config, f"{failed} ({folder.name}/{PEFT_CONFIG}")
+    refuse_not_finite(tensors, failed)
     config.inference_mode = False
     with quietly(), user_errors(failed):
         module.add_adapter(config)
@@ -299,46 +272,16 @@ def _load_folder(module: Any, folder: Path, failed: str) -> None:
             f"{failed} ({folder.name}/ has {len(tensors)} tensors, its layers take "
             f"{len(mine)} others)"
         )
-    if bad := sorted(name for name, value in tensors.items() if not finite(value)):
-        raise UserError(f"{failed} (NaN or infinite values in {bad[0]}, {len(bad)} tensors in all)")
     set_peft_model_state_dict(module, tensors)
 
 
-RANK = {"r": number(int, 1, 10_000)}
+PATTERNS = ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern")
 
 
-def _pattern(config: PeftConfig) -> str | None:
-    """A setting by which peft would match layers with a file's regular expression, which may
+def refuse_patterns(config: PeftConfig, where: str) -> None:
+    """Refuse a setting by which peft would match layers with a file's regular expression, which may
     take forever."""
-    for key in (
-        "target_modules",
-        "exclude_modules",
-        "layers_pattern",
-        "rank_pattern",
-        "alpha_pattern",
-    ):
+    for key in PATTERNS:
         names = getattr(config, key, None) or ()
-        if isinstance(names, str) or not all(
-            isinstance(n, str) and re.fullmatch(r"[\w.]+", n) for n in names
-        ):
-            return key
-    return None
-
-
-HALVES = (
-    ("lora_A", "lora_B"),
-    ("lora.down", "lora.up"),
-    ("lora_down", "lora_up"),
-    ("lora_linear_layer.down", "lora_linear_layer.up"),
-)
-
-
-def _other_half(name: str) -> str | None:
-    """The name of B where this is an A, or the other way; None where it is neither (an alpha)."""
-    if name.endswith(".alpha"):
-        return None
-    for a, b in HALVES:
-        for mine, other in ((a, b), (b, a)):
-            if f"{mine}." in name:
-                return name.replace(f"{mine}.", f"{other}.")
-    return None
+        if isinstance(names, str) or not all(re.fullmatch(r"[\w.]+", str(name)) for name in names):
+            raise UserError(f"{where}: {key} must list names of layers, not patterns)")

@@ -54,17 +54,12 @@ class Components:
 
 def check_xformers() -> None:
     """Refuse an xformers that is missing, does not import, or has no kernel that runs here."""
-    key = "enable_xformers_memory_efficient_attention"
     instead = "leave it off, PyTorch's scaled_dot_product_attention is the default"
-    if not torch.cuda.is_available():
-        raise UserError(f"{key}: xformers needs a CUDA device; {instead}")
-    try:
+    key = "enable_xformers_memory_efficient_attention"
+    with user_errors(f"{key}: xformers cannot be used here", instead):
         ops = importlib.import_module("xformers.ops")
         q = torch.zeros(1, 8, 1, 16, device="cuda", dtype=torch.float16)
         ops.memory_efficient_attention(q, q, q)
-    except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{key}: xformers cannot be used here ({reason}); {instead}") from None
 
 
 def scheduler_settings(config: TrainConfig) -> dict[str, Any]:
@@ -89,35 +84,30 @@ def family_for(config: TrainConfig) -> Family:
 
 
 def schedule(source: Source, family: Family) -> dict[str, Any]:
-    """The settings of a pipeline's noise schedule, each of them sane, and of a scheduler that
-    diffusers has."""
+    """The settings of a pipeline's noise schedule, and of a scheduler that diffusers has."""
     with gate.quietly(), hub.fetching(source.path, f"{source}: no scheduler"):
         settings = dict(DDPMScheduler.load_config(source.path, subfolder="scheduler", **source.hub))
     where = f"{source}/scheduler/scheduler_config.json"
-    name = settings.get("_class_name", "DDPMScheduler")
-    if not isinstance(getattr(diffusers_schedulers, str(name), None), type) or not str(
-        name
-    ).endswith("Scheduler"):
+    name = settings.setdefault("_class_name", "DDPMScheduler")
+    if not hasattr(diffusers_schedulers, str(name)):
         raise UserError(f"{where}: diffusers has no scheduler {brief(name)}")
     family.check_schedule(settings, where)
     return settings
+
+
+def scheduler_of(settings: dict[str, Any]) -> Any:
+    """The scheduler that samples."""
+    return getattr(diffusers_schedulers, settings["_class_name"]).from_config(settings)
 
 
 def read_index(source: Source, kinds: tuple[str, ...] | None = None) -> dict[str, Any]:
     """A pipeline's model_index.json, of one of these classes (of any that has the parts, where none
     are given) and with its parts in place."""
     check_place(source)
-    is_folder = os.path.isdir(source.path)
-    wrong = f"{source}: " + (
-        "model_index.json is not a JSON object" if is_folder else "no model_index.json"
-    )
-    with gate.quietly(), hub.fetching(source.path, wrong):
+    wrong = "is not a JSON object" if os.path.isdir(source.path) else "is not there"
+    with gate.quietly(), hub.fetching(source.path, f"{source}: model_index.json {wrong}"):
         index = DiffusionPipeline.load_config(source.path, **source.hub)
-        kind = index.get("_class_name")  # another JSON value has no `get`
-    if kind is None:
-        raise UserError(
-            f"{source.path}/model_index.json: no _class_name, which says what pipeline it is"
-        )
+        kind = index["_class_name"]
     if kinds and kind not in kinds:
         raise UserError(f"{source.path}/model_index.json: a {kind}; this trains {', '.join(kinds)}")
     check_components(index, source)
@@ -127,8 +117,6 @@ def read_index(source: Source, kinds: tuple[str, ...] | None = None) -> dict[str
 def check_place(source: Source) -> None:
     """Refuse a path that is neither a pipeline's folder nor a name on the Hub."""
     path = source.path
-    if not path.strip() or "\0" in path:
-        raise UserError(f"{source}: no folder {brief(path)}")
     if os.path.isfile(path):
         raise UserError(
             f"{source.flag}: {path} is one file; convert it to a diffusers folder, and give that"
@@ -142,33 +130,22 @@ def check_place(source: Source) -> None:
 
 def check_components(index: dict[str, Any], source: Source) -> None:
     """Refuse a pipeline that lacks a component of its family, or has one of another class."""
-    path, kind = source.path, index["_class_name"]
     family = family_in(index)
-    optional = [name for name in family.optional if has(index, name)]
-    for part in (*family.parts, *optional):
+    where = f"{source.path}/model_index.json: a {index['_class_name']}"
+    for part in family.parts:
         if not has(index, part):
-            raise UserError(f"'{path}' is a {kind} without {part}; give {KNOWN}")
-        if os.path.isdir(path) and not os.path.isdir(os.path.join(path, part)):
+            raise UserError(f"{where} without {part}; give {KNOWN}")
+        if os.path.isdir(source.path) and not os.path.isdir(os.path.join(source.path, part)):
             raise UserError(f"{source}: no {part}/")
-    if optional and len(optional) < len(family.optional):
-        raise UserError(
-            f"'{path}' is a {kind} with one of {' and '.join(family.optional)}; give "
-            f"both, or neither"
-        )
     for part, wanted in ((family.backbone, family.kind.__name__), ("vae", "AutoencoderKL")):
-        if index[part][1] != wanted:
-            raise UserError(
-                f"{path}/model_index.json: {part} is {brief(index[part][1])}, not "
-                f"{wanted}; give {KNOWN}"
-            )
+        if (found := index[part][1]) != wanted:
+            raise UserError(f"{where} with {part} {brief(found)}, not {wanted}; give {KNOWN}")
 
 
 def family_in(index: dict[str, Any]) -> Family:
     """The family by a model_index.json: by the pipeline's class, or by its parts where it is of
     another."""
-    named = next(
-        (family for kind, family in FAMILIES.items() if kind == index.get("_class_name")), None
-    )
+    named = FAMILIES.get(str(index["_class_name"]))
     return named or family_of([part for part in index if has(index, part)])
 
 
@@ -176,11 +153,7 @@ def has(index: dict[str, Any], part: str) -> bool:
     """Whether a model_index.json names a class for this part: [library, class], both null where
     there is none."""
     entry = index.get(part)
-    return (
-        isinstance(entry, (list, tuple))
-        and len(entry) == 2
-        and all(isinstance(name, str) for name in entry)
-    )
+    return isinstance(entry, (list, tuple)) and len(entry) == 2 and None not in entry
 
 
 # ---------------------------------------------------------------- loading
@@ -219,9 +192,8 @@ def load_parts(
     encoders = text_encoders_of(index, source, own if config.train_text_encoder else half)
     hub = {"revision": config.non_ema_revision} if config.non_ema_revision else {}
     backbone = gate.load_part(family.backbone, family.kind, source, **hub, torch_dtype=own)
-    sampler = getattr(diffusers_schedulers, str(settings.get("_class_name")), None) or DDPMScheduler
     with gate.quietly():  # diffusers mends old settings, at length
-        noise_scheduler, scheduler = family.schedule(settings), sampler.from_config(settings)
+        noise_scheduler, scheduler = family.schedule(settings), scheduler_of(settings)
     parts = Components(
         family=family,
         tokenizers=tokenizers_of(index, source, tokenizer),
@@ -234,8 +206,13 @@ def load_parts(
         zero_empty=family.zero_empty(index),
     )
     vae.requires_grad_(False).eval()
-    check_fit(source.path, family, backbone, vae, parts.text_encoders, parts.tokenizers)
-    _check_side(parts, config)
+    check_fit(source.path, family, backbone, vae, encoders, parts.tokenizers)
+    side, factor = resolution(parts, config), side_factor(family, backbone, vae)
+    if side % factor:
+        raise UserError(
+            f"resolution: {side} is not a multiple of {factor}, which {source.path} needs"
+        )
+    check_positions(parts, side, "resolution", source.path)
     if config.enable_xformers_memory_efficient_attention:
         backbone.enable_xformers_memory_efficient_attention()
     return parts
@@ -267,13 +244,11 @@ def check_fit(
     tokenizers: dict[str, Any],
 ) -> None:
     """Refuse parts of a pipeline whose shapes or settings do not fit each other."""
-    gate.check_settings(backbone.config, gate.BACKBONE, f"{path}/{family.backbone}/config.json")
-    gate.check_settings(vae.config, gate.VAE, f"{path}/vae/config.json")
+    if getattr(vae.config, "latents_mean", None) is not None:
+        raise UserError(f"{path}/vae/config.json: latents_mean: latents are scaled alone here")
     channels = vae.config.latent_channels
-    for what, found in (
-        ("takes", backbone.config.in_channels),
-        ("predicts", backbone.config.out_channels),
-    ):
+    shapes = (("takes", backbone.config.in_channels), ("predicts", backbone.config.out_channels))
+    for what, found in shapes:
         if found != channels:
             raise UserError(
                 f"{path}: {family.backbone} {what} {found} channels, vae gives {channels}"
@@ -281,28 +256,14 @@ def check_fit(
     family.check_fit(path, backbone, encoders)
     for name, encoder in encoders.items():
         part = name.replace("text_encoder", "tokenizer")
-        if (tokenizer := tokenizers.get(part)) is None:
-            continue
-        known, (number, token) = (
-            encoder.config.vocab_size,
-            max((n, t) for t, n in tokenizer.get_vocab().items()),
-        )
-        if number >= known:
+        tokenizer, known = tokenizers[part], encoder.config.vocab_size
+        largest = max(tokenizer.get_vocab().values())
+        if largest >= known:
             raise UserError(
-                f"{path}: {part} numbers {brief(token)} {number}, {name} knows {known}, from 0 on"
+                f"{path}: {part} numbers tokens up to {largest}, {name} knows {known}, from 0 on"
             )
-        gate.check_tokenizer(
-            tokenizer, getattr(encoder.config, "max_position_embeddings", None), f"{path}/{part}"
-        )
-    gate.check_runs(path, family, backbone, vae, family.widths(backbone, encoders)[0])
-
-
-def _check_side(parts: Components, config: TrainConfig) -> None:
-    factor, side = side_factor(parts.family, parts.backbone, parts.vae), resolution(parts, config)
-    path = config.pretrained_model_name_or_path
-    if side % factor:
-        raise UserError(f"resolution: {side} is not a multiple of {factor}, which {path} needs")
-    check_positions(parts, side, "resolution", path)
+        positions = getattr(encoder.config, "max_position_embeddings", None)
+        gate.check_tokenizer(tokenizer, positions, f"{path}/{part}")
 
 
 def check_positions(parts: Components, side: int, key: str, path: str) -> None:
@@ -438,18 +399,11 @@ def load_pipeline(
     vae = gate.load_part("vae", AutoencoderKL, source, torch_dtype=precision)
     backbone = gate.load_part(family.backbone, family.kind, source, torch_dtype=precision)
     check_fit(name, family, backbone, vae, encoders, tokenizers)
-    with gate.quietly(), user_errors(f"{source}: cannot load scheduler"):
-        scheduler = getattr(
-            diffusers_schedulers, settings.get("_class_name", "DDPMScheduler")
-        ).from_config(settings)
-    parts = {
-        **tokenizers,
-        **encoders,
-        "vae": vae,
-        family.backbone: backbone,
-        "scheduler": scheduler,
-    }
-    pipe = family.assemble(**parts, **family.options(family.zero_empty(index)))
+    with gate.quietly():
+        scheduler = scheduler_of(settings)
+    components = {"vae": vae, family.backbone: backbone, "scheduler": scheduler}
+    options = family.options(family.zero_empty(index))
+    pipe = family.assemble(**tokenizers, **encoders, **components, **options)
     if lora_path is not None:
         lora.load(pipe, lora_path, name)
     with gate.quietly():  # half precision on a CPU is slow, and is asked for

@@ -8,7 +8,7 @@ from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2D
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-from silentbad.model.family import Family, refuse_width, with_alphas, zeros_like_text
+from silentbad.model.family import Family, refuse_width, with_alphas
 
 
 class StableDiffusion(Family):
@@ -84,16 +84,6 @@ class StableDiffusionXL(StableDiffusion):
             return []
         inner = getattr(module, "text_model", module)
         return [*inner.encoder.layers[-1].parameters(), *inner.final_layer_norm.parameters()]
-
-    def example(self, backbone: Any) -> dict[str, Tensor]:
-        config = backbone.config
-        if config.addition_embed_type != "text_time":
-            return {}
-        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-        return {
-            "text_embeds": zeros_like_text(backbone, 1, pooled),
-            "time_ids": zeros_like_text(backbone, 1, 6),
-        }
 
     def options(self, zero_empty: bool) -> dict[str, Any]:
         return {"force_zeros_for_empty_prompt": zero_empty}

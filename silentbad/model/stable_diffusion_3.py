@@ -13,28 +13,22 @@ from diffusers import (
 from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
-from silentbad.errors import UserError, user_errors
+from silentbad.errors import UserError, brief, user_errors
 from silentbad.model import gate
 from silentbad.model.diffusion import Flow
-from silentbad.model.family import Family, pooled_states, refuse_width, zeros_like_text
+from silentbad.model.family import Family, pooled_states, refuse_width
 
 WINDOW = 256  # T5's tokens of a caption: what diffusers' pipeline samples with
 CLIPS = ("text_encoder", "text_encoder_2")
-SCHEDULER: dict[str, gate.Check] = {
-    "_class_name": gate.one_of("FlowMatchEulerDiscreteScheduler"),
-    "num_train_timesteps": gate.number(int, 2, 100_000),
-    "shift": gate.number(float, 1e-2, 100),
-    **{
-        name: gate.one_of(False)  # they change the path with the picture or the number of steps
-        for name in (
-            "use_dynamic_shifting",
-            "use_karras_sigmas",
-            "use_exponential_sigmas",
-            "use_beta_sigmas",
-        )
-    },
-    "invert_sigmas": gate.one_of(False),
-    "shift_terminal": gate.one_of(None),
+# of a scheduler: without these the path changes with the picture or the number of steps
+FIXED: dict[str, Any] = {
+    "_class_name": "FlowMatchEulerDiscreteScheduler",
+    "use_dynamic_shifting": False,
+    "use_karras_sigmas": False,
+    "use_exponential_sigmas": False,
+    "use_beta_sigmas": False,
+    "invert_sigmas": False,
+    "shift_terminal": None,
 }
 
 
@@ -63,7 +57,9 @@ class StableDiffusion3(Family):
 
     # ---- the path
     def check_schedule(self, settings: dict[str, Any], where: str) -> None:
-        gate.check_settings(settings, SCHEDULER, where)
+        for key, right in FIXED.items():
+            if settings.get(key, right) != right:
+                raise UserError(f"{where}: {key} is {brief(settings[key])}; it must be {right}")
         with gate.quietly(), user_errors(f"{where}: makes no schedule"):
             self.schedule(settings)
 
@@ -125,9 +121,6 @@ class StableDiffusion3(Family):
 
     def largest(self, backbone: Any) -> int | None:
         return backbone.config.pos_embed_max_size * backbone.config.patch_size
-
-    def example(self, backbone: Any) -> dict[str, Tensor]:
-        return {"text_embeds": zeros_like_text(backbone, 1, backbone.config.pooled_projection_dim)}
 
     def check_fit(self, path: str, backbone: Any, encoders: dict[str, Any]) -> None:
         width, pooled = self.widths(backbone, encoders)

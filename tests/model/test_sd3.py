@@ -268,7 +268,7 @@ def test_what_a_flow_or_a_transformer_cannot_have_is_refused(settings, said, fla
     assert said in (line := capsys.readouterr().err) and line.count("\n") == 1
 
 
-@pytest.mark.parametrize("key, value", [("use_dynamic_shifting", True), ("shift", 0), ("shift_terminal", 0.1)])
+@pytest.mark.parametrize("key, value", [("use_dynamic_shifting", True), ("shift_terminal", 0.1)])
 def test_a_schedule_that_is_no_fixed_path_is_refused(key, value):
     settings = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}
     FAMILY.check_schedule(settings, "here")
