@@ -31,7 +31,8 @@ def claimed(
     writes: Iterable[str] | None = None,
     read: Mapping[str, str | None] | None = None,
 ) -> Iterator[None]:
-    """Hold a folder's lock inside; a new folder to which no file was added is removed again.
+    """Hold a folder's lock inside; a folder that this call made, and to which no file was added, is
+    removed again.
 
     With `writes`, the names that the command will write, a folder that some other command or person
     made is refused; so is one among the inputs `read` (`refuse_overlap`). Raises UserError where

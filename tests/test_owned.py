@@ -83,7 +83,8 @@ def test_of_many_at_once_one_gets_the_folder(tmp_path):
     for process in processes:
         process.stdin.close()
         process.wait()
-    assert list(tmp_path.iterdir()) == []
+    # the folders may have been made by one that lost, which leaves them to whoever holds the lock
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_the_same_process_is_a_second_writer_too(tmp_path):
