@@ -13,12 +13,15 @@ from silentbad.measure.record import (
     STRICT,
     UNDECIDED,
     CellScores,
+    NullScores,
     Range,
     Record,
     Scores,
+    TargetEntry,
     TargetRange,
     TargetScores,
 )
+from silentbad.measure.ranges import null_scores
 from silentbad.measure.scores import FEW_TARGETS, PUBLISHED, latest, mean_of
 from silentbad.measure.statistics import bootstrap_interval
 from silentbad.report import pages
@@ -325,6 +328,54 @@ def bleeding(record: Record) -> list[Figure]:
 
 
 # -- thresholds and detection ----------------------------------------------------------------------
+def null_kinds(record: Record) -> Table:
+    """Each kind of failure that the ranges rest on, and what the trained model itself draws where
+    a phrase is left out or nothing is asked for: similarities to the whole and to each element."""
+    rows: list[list[Cell]] = []
+    for j, target in enumerate(record.targets):
+        if record.ranges is None or j >= len(record.ranges):
+            continue
+        of_target = record.ranges[j]
+        for part, measured in enumerate([of_target.whole, *of_target.elements]):
+            if measured is None:
+                continue
+            name = "the whole" if part == 0 else target.phrases[part - 1]
+            kinds = measured.kinds | drawn_nulls(record, target, part)
+            for kind, scores in sorted(kinds.items(), key=lambda item: -item[1].highest):
+                numbers = [rounded(scores.highest), supported(scores.mean, scores.interval)]
+                of = f"{target.target_id}: {name}"
+                rows.append([of, kind, *numbers, interval_text(scores.interval), scores.n])
+    return Table(["of", "kind of failure", "highest", "mean", "95 %", "pictures"], rows, right=True)
+
+
+def drawn_nulls(record: Record, target: TargetEntry, part: int) -> dict[str, NullScores]:
+    """{control: scores} of the trained model's images whose prompt lacks a part of the target: the
+    whole (0), or element `part`."""
+    drawn: dict[str, NullScores] = {}
+    for cell, scores in control_cells(record).items():
+        own = scores.targets.get(target.target_id)
+        asked = _phrases_asked(cell, len(target.phrases))
+        if own is None or asked is None or part - 1 in asked:
+            continue
+        sims = own.sims if part == 0 else own.elements[part - 1].sims
+        if sims:
+            names = ", ".join(repr(target.phrases[k]) for k in sorted(asked))
+            drawn[f"drawn by the model: {names or 'an unrelated caption'}"] = null_scores(sims)
+    return drawn
+
+
+def _phrases_asked(cell: str, phrases: int) -> set[int] | None:
+    """The elements that a control's prompt names; None: it is no control, or names all."""
+    if cell == "unrelated":
+        return set()
+    kind, _, number = cell.partition("-")
+    if kind == "phrase" and phrases > 1:
+        return {int(number)}
+    if kind == "without" and phrases > 2:  # with two, it is the other one's own control
+        return {*range(phrases)} - {int(number)}
+    return None
+
+
 def threshold_kinds(record: Record) -> Table:
     """What each kind of null asks of the threshold of the whole and of elements; the highest
     decides."""

@@ -36,6 +36,7 @@ def render(folder: str | Path, under_way: str = "") -> str:
             "withheld": withheld,
             "ranges": sections.range_figures(run.record),
             "range_rows": sections.range_rows(run.record),
+            "null_kinds": evidence.null_kinds(run.record),
             "pairs": sections.pairs(run, run.record, kind),
             "alternatives": evidence.alternatives(run.record, withheld),
             "bleeding": evidence.bleeding(run.record),

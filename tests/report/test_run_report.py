@@ -21,7 +21,7 @@ from PIL import Image
 from silentbad.data.images import to_pil
 from silentbad.errors import UserError
 from silentbad.measure.record import Record
-from silentbad.report import charts, pages, run_report, sections
+from silentbad.report import charts, evidence, pages, run_report, sections
 from silentbad.report.recorded_run import RecordedRun
 from tests.demo import HOSTILE, demo_run
 from tests.recoveries import make_hook, smooth
@@ -671,3 +671,14 @@ def test_nothing_is_cut_on_a_screen(media, width, run, tmp_path):
 def test_words_stand_out(media, run, tmp_path):
     found = probed(run_report.render(run), tmp_path, media, 1000)
     assert len(found["contrasts"]) == 3 and found["contrasts"][0][0] >= 4.5, found["contrasts"]  # WCAG 2.1, AA
+
+
+def test_every_kind_of_failure_stands_beside_what_the_model_draws_where_a_phrase_is_left_out(run):
+    record = Record.load(run / "validation.json")
+    table = evidence.null_kinds(record)
+    target = record.targets[0]
+    kinds = {row[1] for row in table.rows if row[0] == f"{target.target_id}: the whole"}
+    assert {*record.ranges[0].whole.kinds} < kinds and "drawn by the model: an unrelated caption" in kinds
+    of_first = {row[1] for row in table.rows if row[0] == f"{target.target_id}: {target.phrases[0]}"}
+    assert f"drawn by the model: {', '.join(map(repr, target.phrases[1:]))}" in of_first
+    assert not any(repr(target.phrases[0]) in kind for kind in of_first)
