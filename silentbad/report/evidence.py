@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from silentbad.measure.ranges import null_scores
 from silentbad.measure.record import (
     RECOVERED,
     STRICT,
@@ -21,7 +22,6 @@ from silentbad.measure.record import (
     TargetRange,
     TargetScores,
 )
-from silentbad.measure.ranges import null_scores
 from silentbad.measure.scores import FEW_TARGETS, PUBLISHED, latest, mean_of
 from silentbad.measure.statistics import bootstrap_interval
 from silentbad.report import pages
