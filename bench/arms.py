@@ -1,10 +1,19 @@
 """The arms of the recovery benchmark: what each adds to the plain fine-tune, as flags of train_silentbad.py."""
 
 import json
+from collections import Counter
+from functools import cache
+from math import prod
+from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors import safe_open
 
 from gradient_control import SCALE_RULES, TRANSFORMS
 from memory_reinforce import REGISTRIES
+from silentbad.model.groups import group_of
+from silentbad.rng import generator
 
 Flags = dict[str, str]
 
@@ -22,6 +31,35 @@ def between(name: str, **options: Any) -> Flags:
     """A layer-wise factor on the clean gradients, at the default level."""
     flags = {"gradient_control.between.name": name}
     return flags | ({"gradient_control.between.options": json.dumps(options)} if options else {})
+
+
+def layers(*patterns: str) -> Flags:
+    """Only these layers train."""
+    return {"train_layers": json.dumps(patterns)}
+
+
+@cache
+def group_sizes() -> dict[str, int]:
+    """{group: parameters} of the bundled base's UNet."""
+    file = Path(__file__).parents[1] / "assets/micro-sd/unet/diffusion_pytorch_model.safetensors"
+    sizes: Counter[str] = Counter()
+    with safe_open(file, "pt") as weights:
+        for name in weights.keys():
+            sizes[group_of(name)] += prod(weights.get_slice(name).get_shape())
+    return dict(sizes)
+
+
+def half(seed: int) -> Flags:
+    """Groups drawn at random, of as many parameters as the decoder: the placebo of `decoder`."""
+    sizes = group_sizes()
+    most = sum(size for group, size in sizes.items() if group.startswith("up"))
+    drawn: list[str] = []
+    names = sorted(sizes)
+    for i in torch.randperm(len(names), generator=generator("half", seed)).tolist():
+        group = names[i]
+        if sum(sizes[name] for name in [*drawn, group]) <= 1.001 * most:
+            drawn.append(group)
+    return layers(*drawn)
 
 
 PHRASES = {"memory.phrase_memory.enabled": "true"}
@@ -103,6 +141,7 @@ LOWER_NOISE = {
 LEAK_FREE_STRONG = {**MOSTLY_ELEMENTS, **part("region", "mask", outside=0.05), **LOWER_NOISE, **UNCONDITIONAL}
 WARM = {"lr_warmup_steps": "10"}
 SPECTRAL = {"gradient_control.spectral": "true"}
+DECODER = layers("up*")
 ALL_BUT_ONE = part("rehearsal", "pairwise", elements=None)
 STRONG = {**WARM, **ALL_BUT_ONE, **LEAK_FREE_STRONG}
 PUBLISHED: dict[str, Flags] = {
@@ -125,10 +164,20 @@ PUBLISHED: dict[str, Flags] = {
     "recommended_gsnr": {**STRONG, **SPECTRAL, **rule("gsnr", **SOON)},
     "recommended_gsnr_placebo": {**STRONG, **SPECTRAL, **rule("placebo", options='{"of": "gsnr"}', **SOON)},
     "spectral": SPECTRAL,
+    # `recommended` where some of the layers train (bench/layers.py)
+    "decoder": {**STRONG, **SPECTRAL, **DECODER},
+    "decoder_resnets": {**STRONG, **SPECTRAL, **layers("up*.resnet")},
+    "up1": {**STRONG, **SPECTRAL, **layers("up1")},
+    "all_but_decoder": {**STRONG, **SPECTRAL, **layers("stem", "down*", "mid")},
+    **{f"half_{seed}": {**STRONG, **SPECTRAL, **half(seed)} for seed in range(4)},
+    "decoder_leak_free": {**WARM, **LEAK_FREE_STRONG, **SPECTRAL, **DECODER},
     "recommended_first": {**REPLAY, **RECOMMENDED},  # that of the first edition
 }
+LAYERS = ("decoder", "decoder_resnets", "all_but_decoder", "half_0", "half_1", "half_2", "half_3", "decoder_leak_free")
 # (learning rate in units of 1e-4, optimizer steps, steps between evaluations) of each reported arm
 PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
+    **dict.fromkeys(LAYERS, (40.0, 200, 50)),
+    "up1": (40.0, 400, 100),
     "recommended": (40.0, 200, 20),
     "recommended_long": (40.0, 600, 50),
     "recommended_leak_free": (40.0, 200, 20),
@@ -138,7 +187,7 @@ PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
     "clean_weight_warm": (16.0, 1500, 125),
     "plain": (8.0, 1500, 250),
 }
-LATER = ("recommended_long",)  # reported on targets of their own alone
+LATER = ("recommended_long", "up1", *LAYERS)  # reported on targets of their own alone
 
 # The learning rate each arm is reported at, in units of 1e-4 (research/protocol.md says what it was chosen by).
 RATES: dict[str, float] = dict.fromkeys(ARMS, 8.0)
