@@ -44,7 +44,7 @@ from silentbad.loop.assembly import build as connect
 from silentbad.loop.forecast import Forecast
 from silentbad.loop.hooks import MicroStep, hook_classes
 from silentbad.loop.products import best_score
-from silentbad.loop.signals import Requests
+from silentbad.loop.signals import Interrupted, Requests
 from silentbad.measure.scores import settled
 from silentbad.model import denoiser, diffusion, pipeline
 from silentbad.model.averaging import averaged
@@ -218,7 +218,19 @@ def update(run: Run) -> bool:
 
 
 def train(run: Run) -> int:
-    """Returns 0, or 128 + the number of the signal that stopped it at a step boundary."""
+    """Returns 0, or 128 + the number of the signal that stopped it at a step boundary or while it
+    measured."""
+    requests = Requests(run.folder)
+    if run.recovery is not None:
+        run.recovery.sampler.between_batches = requests.between_batches
+    try:
+        return steps(run, requests)
+    except Interrupted:
+        return stopped(run, requests.stop)
+
+
+def steps(run: Run, requests: Requests) -> int:
+    """The loop, until the last step or a signal."""
     config = run.config
     accelerator = run.accelerator
     state = run.state
@@ -229,7 +241,7 @@ def train(run: Run) -> int:
         unit="step",
         disable=not accelerator.is_local_main_process,
     )
-    with Requests(run.folder) as requests, run.checkpoints.rescue(run.loader), bar:
+    with requests, run.checkpoints.rescue(run.loader), bar:
         while state.step < state.total:
             if is_due(run):
                 with bar.paused("measuring" if state.step else "measuring the base model"):
@@ -254,8 +266,15 @@ def train(run: Run) -> int:
             with bar.paused():
                 stop = boundary(run, requests, bar)
             if stop:
-                return 128 + stop
+                return stopped(run, stop)
     return 0
+
+
+def stopped(run: Run, number: int) -> int:
+    """Say so; returns the exit code."""
+    resume = "; resume with --resume_from_checkpoint latest" if run.state.step else ""
+    run.log.say(f"stopped by {signal.Signals(number).name}{resume}")
+    return 128 + number
 
 
 def boundary(run: Run, requests: Requests, bar: Bar) -> int:
@@ -271,11 +290,7 @@ def boundary(run: Run, requests: Requests, bar: Bar) -> int:
     stop, save, asked_to_validate = requests.agreed()
     if stop or save or state.step % config.checkpointing_steps == 0:
         run.checkpoints.save("signal" if stop or save else "interval")
-    if stop:
-        run.log.say(
-            f"stopped by {signal.Signals(stop).name}; resume with --resume_from_checkpoint latest"
-        )
-    elif asked_to_validate:
+    if asked_to_validate and not stop:
         with bar.paused("measuring"):
             validate(run, asked=True)
     return stop

@@ -26,6 +26,7 @@ from silentbad.data.loader import Stream
 from silentbad.errors import UserError
 from silentbad.loop import trackers
 from silentbad.loop.log import Log
+from silentbad.measure.generation import Sampler
 from silentbad.measure.record import ElementThreshold, Threshold
 from silentbad.model.diffusion import noised
 from silentbad.saving import card, checkpoint, folder
@@ -305,6 +306,27 @@ def test_signals_save_at_the_next_step_boundary(number, code, flags, tmp_path, m
         assert main(flags("cut", resume_from_checkpoint="latest")) == 0
     a, b = (checkpoint.read_tensors(tmp_path / out / "checkpoints/step-6/unet.safetensors") for out in ("whole", "cut"))
     assert same(a, b)
+
+
+def test_a_signal_ends_a_measurement_between_two_batches(flags, data, tmp_path, monkeypatch, capfd):
+    settings = VALIDATION | {"validation.steps": 4, "validation.targets": data / "targets.jsonl"}
+    settings |= {"validation.max_batch": 1, "max_train_steps": 6}
+    assert main(flags("whole", **settings)) == 0
+    generate, drawn = Sampler.generate, []
+
+    def generate_and_signal(self, items):
+        drawn.append(self.at)
+        if drawn.count(4) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return generate(self, items)
+
+    monkeypatch.setattr(Sampler, "generate", generate_and_signal)
+    assert main(flags("cut", **settings)) == 130
+    assert drawn.count(4) == 1 and "SIGINT: saving and stopping as soon as possible" in capfd.readouterr().err
+    monkeypatch.setattr(Sampler, "generate", generate)
+    assert main(flags("cut", resume_from_checkpoint="latest", **settings)) == 0
+    whole, cut = (json.loads((tmp_path / out / "validation.json").read_text())["history"] for out in ("whole", "cut"))
+    assert [entry["raw"]["targets"] for entry in whole] == [entry["raw"]["targets"] for entry in cut]
 
 
 def test_an_exception_saves_what_a_resume_needs(flags, tmp_path, monkeypatch):

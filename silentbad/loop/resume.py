@@ -11,6 +11,7 @@ from silentbad.data.loader import Loader
 from silentbad.distributed import shards
 from silentbad.errors import UserError, warn, writing
 from silentbad.loop.meters import Meters, Timers
+from silentbad.loop.signals import Interrupted
 from silentbad.loop.state import TrainState
 from silentbad.saving import checkpoint, identity
 from silentbad.saving.folder import SAVED, RunFolder
@@ -88,7 +89,7 @@ class Checkpoints:
                 if loader.drawing == state.draw:
                     loader.rewind()
                 try:
-                    self.save_alone("exception")
+                    self.save_alone("signal" if isinstance(error, Interrupted) else "exception")
                 except Exception as second:  # a full disk must not hide the first error
                     warn(f"no checkpoint after {type(error).__name__}: {second}")
             if isinstance(error, OSError):

@@ -1,5 +1,6 @@
 """What signals and trigger files ask of a run."""
 
+import os
 import signal
 from typing import Any
 
@@ -7,6 +8,10 @@ import torch
 import torch.distributed
 
 from silentbad.saving.folder import RunFolder
+
+
+class Interrupted(Exception):
+    """A signal came during a measurement, which ends between two batches of images."""
 
 
 class Requests:
@@ -43,8 +48,16 @@ class Requests:
     def _note(self, number: int, _frame: Any) -> None:
         if number == signal.SIGUSR1:
             self.save = 1
-        else:
-            self.stop = number
+            return
+        self.stop = number
+        said = f"\n{signal.Signals(number).name}: saving and stopping as soon as possible\n"
+        os.write(2, said.encode())  # not print: the signal may have come inside one
+
+    def between_batches(self) -> None:
+        """Raises Interrupted where a measurement should end at once. Several processes go on until
+        all have come to the next step boundary."""
+        if self.stop and self.group is None:
+            raise Interrupted
 
     def agreed(self) -> tuple[int, bool, bool]:
         """(signal to stop by or 0, save now, validate now), the same on every process."""

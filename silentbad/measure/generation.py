@@ -174,6 +174,7 @@ class Sampler:
         self.config, self.seed, self.batch = config, seed, config.max_batch
         self.cache: dict[tuple[str, str], Any] = {}  # text states by prompt and negative prompt
         self.autocast: Callable = nullcontext
+        self.between_batches: Callable[[], None] = lambda: None  # may end a measurement by raising
         self.precision: str | None = None  # of the forward passes, once they were used
         self.steps, self.refuses = config.num_inference_steps, refuses
         self.at: int | None = None  # step of the training that is measured
@@ -466,3 +467,4 @@ class Sampler:
             for chunk, rows in in_batches(items, self.batch, drawn, self.limit):
                 bar.update(len(chunk))
                 yield from rows
+                self.between_batches()
