@@ -99,6 +99,17 @@ def test_a_signal_outside_the_loop_is_one_line(number, code, tmp_path):
     assert {file.name for file in tmp_path.iterdir()} == {"program.py", "out"}  # no scratch folder
 
 
+def test_a_signal_during_the_imports_is_one_line(tmp_path):
+    program = "import sys, time; from silentbad.settings.command import early; early(dict); "
+    program += "print('importing', file=sys.stderr, flush=True); time.sleep(60)"
+    heeds = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    called = [sys.executable, "-c", program]
+    with subprocess.Popen(called, cwd=ROOT, stderr=subprocess.PIPE, text=True, **heeds) as process:
+        assert process.stderr.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate()[1] == "stopped by SIGINT\n" and process.returncode == 130
+
+
 LONG = "n" * 300
 LONG_NAMES = [
     (scan.main, ["--train_data_dir", LONG]),

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from silentbad.errors import UserError, exit_with, print_error
+from silentbad.errors import UserError, exit_with, heed_signals, leave, print_error
 from silentbad.settings.check import check, check_inputs, merged, with_base
 from silentbad.settings.reader import answer, placed, read
 from silentbad.settings.train import TrainConfig, parse
@@ -76,6 +76,7 @@ def early(read: Callable[..., T], *arguments: Any, **named: Any) -> T:
     except SystemExit:
         if not result:
             raise
+    heed_signals(leave)  # until the imports are done and `exit_with` is called again
     return result[0]
 
 
