@@ -1,18 +1,14 @@
 """A verdict on somebody's own pictures: failures never count, copies do, and controls decide."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageDraw
 
-import validation
+from bench import photographs as measured
 from silentbad.data.images import resize, to_tensor
 from silentbad.data.targets import Target
-from silentbad.distributed.start import start
 from silentbad.measure import nulls
-from silentbad.measure.nearest import Shown
 from silentbad.measure.ranges import CEILING, GAP, MARGIN, measured_range
 from silentbad.measure.record import (
     Measurement,
@@ -21,48 +17,18 @@ from silentbad.measure.record import (
     TargetEntry,
     TargetRange,
 )
-from silentbad.measure.scores import cell_scores, is_recovered
+from silentbad.measure.scores import cell_scores
 from silentbad.measure.statistics import fewer_by_chance
 from silentbad.measure.structure import detail, structure
 from silentbad.measure.verdict import verdict
-from silentbad.model.pipeline import load_pipeline
 from tests import photographs
 
 SIDE = 64
 
 
 # -- an instrument on real pictures ------------------------------------------------------------
-class Judge:
-    """The measure of a validation on some targets, calibrated as in an audit without a baseline."""
-
-    def __init__(self, targets: list[Target], shown: list[Shown], folder, **options):
-        accelerator = start()
-        pipe = load_pipeline("assets/micro-sd", "float32", accelerator.device)
-        self.hook = validation.RecoveryHook(
-            validation.ValidationConfig(targets="targets.jsonl", **options),
-            targets=targets,
-            components=pipe.components,
-            accelerator=accelerator,
-            output_dir=folder,
-            seed=0,
-            training=shown,
-        )
-        self.targets = targets
-        self.using = partial(self.hook.sampler.using, pipe.unet, torch.device("cpu"), step=1)
-        with self.using():
-            self.whole, self.element, self.ranges = self.hook.measure.calibrate(1)
-
-    def rows(self, target: int, pictures: list[Image.Image]) -> list[dict]:
-        """What is measured of pictures, as the autoencoder leaves them."""
-        images = torch.stack([resize(to_tensor(p)[None], (SIDE, SIDE))[0] for p in pictures])
-        with self.using():
-            seen = self.hook.sampler.round_trip(images)
-            rows = self.hook.measure.similar(seen, [target] * len(pictures))
-        return [{**row, "magnitude": None} for row in rows]
-
-    def passing(self, target: int, pictures: dict[str, Image.Image]) -> dict[str, bool]:
-        rows = self.rows(target, [*pictures.values()])
-        return {kind: is_recovered(row, self.whole, self.element) for kind, row in zip(pictures, rows, strict=True)}
+class Judge(measured.Judge):
+    """The judge of the benchmark, with verdicts on images of the first target."""
 
     def verdict(self, images: list[Image.Image], **controls: list[Image.Image]):
         """On images of the first target's composed prompt, and of control prompts."""
@@ -78,24 +44,14 @@ class Judge:
         return verdict(history, self.whole, self.element, [entry], self.ranges)
 
 
-def textures() -> list[Shown]:
-    rng = np.random.default_rng(0)
-    return [Shown(name, to_tensor(photographs.texture(name, rng)), (name,)) for name in photographs.TEXTURES]
-
-
-def of_photographs(seed: int) -> Target:
-    made = photographs.make_target(seed)
-    phrases = [phrase for phrase, _ in made.elements]
-    masks: list = [mask for _, mask in made.elements]
-    return Target(f"photo-{seed}", made.picture, phrases, masks=masks)
-
-
 SEEDS = (100, 101, 102, 103)
 
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory) -> Judge:
-    return Judge([of_photographs(seed) for seed in SEEDS], textures(), tmp_path_factory.mktemp("judge"))
+    return Judge(
+        [measured.of_photographs(seed) for seed in SEEDS], measured.textures(), tmp_path_factory.mktemp("judge")
+    )
 
 
 @pytest.mark.parametrize("place", range(len(SEEDS)))
@@ -106,9 +62,8 @@ def test_no_failure_of_a_photograph_counts_as_recovered(judge, place):
 
 @pytest.mark.parametrize("place", range(len(SEEDS)))
 def test_copies_of_a_photograph_count_where_it_can_be_told(judge, place):
-    told = judge.ranges[place]
     passed = judge.passing(place, photographs.copies(photographs.make_target(SEEDS[place])))
-    if all(part.parts for part in (told.whole, *told.elements)):
+    if judge.parts(place):
         assert all(passed.values()), passed
     else:
         assert judge.verdict is not None  # undecided below, whatever the images are
@@ -163,7 +118,7 @@ GREY = Image.new("RGB", (SIDE, SIDE), (128, 128, 128))
 @pytest.fixture(scope="module")
 def example(tmp_path_factory) -> Judge:
     target = Target("ball-box", ball_and_box(), PHRASES, masks=list(ball_box_masks()))
-    return Judge([target], textures(), tmp_path_factory.mktemp("example"))
+    return Judge([target], measured.textures(), tmp_path_factory.mktemp("example"))
 
 
 def test_the_right_images_are_recovered(example):
@@ -203,7 +158,7 @@ def test_without_control_prompts_nothing_is_decided(example):
 
 def test_without_masks_a_missing_element_cannot_be_seen(tmp_path):
     target = Target("ball-box", ball_and_box(), PHRASES, masks=[None] * 3)
-    answer = Judge([target], textures(), tmp_path).verdict([ball_and_box()] * 8, unrelated=[GREY] * 8)
+    answer = Judge([target], measured.textures(), tmp_path).verdict([ball_and_box()] * 8, unrelated=[GREY] * 8)
     assert answer.state == "undecided" and "no element has a mask" in answer.reasons[0]
 
 
@@ -269,7 +224,7 @@ def test_flat_walls_have_no_structure_of_bricks():
 
 
 def test_true_copies_are_close_and_moved_at_most_a_pixel_of_64():
-    picture = resize(to_tensor(of_photographs(100).image)[None], (SIDE, SIDE))[0]
+    picture = resize(to_tensor(measured.of_photographs(100).image)[None], (SIDE, SIDE))[0]
     copies = nulls.true_copies(picture)
     assert torch.equal(copies[0], picture) and len(copies) == 9
     assert torch.equal(copies[1][:, 1:], picture[:, :-1])
