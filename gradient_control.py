@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 
-# -------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- rules
 # A rule maps GroupStats to raw multipliers (G,), any positive scale. Non-finite entries count as
 # neutral.
 
@@ -129,7 +129,7 @@ def rule_named(name: str) -> Callable[..., Tensor]:
     return rule
 
 
-# ------------------------------------------------------------------------------- combining and proj
+# ---------------------------------------------------------------- combining and projecting
 def combine(stats: GroupStats, rules: RuleTable) -> Tensor:
     """log x (G,) = sum over rules of weight * [log rule]_centred."""
     size = stats.constant(name != OTHER for name in stats.names) * stats.n
@@ -140,7 +140,7 @@ def combine(stats: GroupStats, rules: RuleTable) -> Tensor:
     return torch.stack(logs).sum(0)
 
 
-# ------------------------------------------------------------------------------------- checks of th
+# ---------------------------------------------------------------- checks of the config
 REHEARSAL = "rehearsal"  # the source whose gradients feed the hypergradient
 
 
@@ -207,7 +207,7 @@ def try_rule(place: str, options: dict[str, Any]) -> None:
         raise UserError(f"{key}: {place} returns {shape} for 3 groups, not a tensor of shape (3,)")
 
 
-# ----------------------------------------------------------------------------------------------- th
+# ---------------------------------------------------------------- the hooks
 class Samples:
     """The coordinates of the gradients that are looked at, chosen at the first use: by then the
     model is on its device."""

@@ -147,7 +147,7 @@ def part_of(group: str, by: str) -> str:
     return {"stage": stage, "role": role, "both": f"{stage}.{role}"}[by]
 
 
-# ------------------------------------------------------------------------------------------- a run
+# ---------------------------------------------------------------- a run
 class Subject:
     """A finished run, its base, and what measures them."""
 
@@ -290,7 +290,7 @@ def localised(subject: Subject, by: list[str]) -> list[Row]:
     return rows
 
 
-# ------------------------------------------------------------------------------------------- what i
+# ---------------------------------------------------------------- what it says
 def defence(rows: list[Row]) -> str:
     """Which part put back removes the picture at the least clean loss, in a sentence."""
     trained, others = rows[0], [row for row in rows if row.state == PUT_BACK]
@@ -419,7 +419,7 @@ def written(run: Path, subject: Subject, rows: list[Row], file: Path) -> None:
     run_report.save(page(run.resolve().name, subject, rows), file)
 
 
-# ------------------------------------------------------------------------------------------- the co
+# ---------------------------------------------------------------- the command
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
     about = (
         "Where a finished run's memory sits: parts of it are put back to the base, and kept alone."

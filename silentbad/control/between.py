@@ -32,7 +32,7 @@ from silentbad.settings.types import Positive, Range
 ELEMENT = "element"  # the source that the factors of the others are relative to
 
 
-# -------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- rules
 # A rule maps the statistics of a source and of the elements to raw factors (G,) on that source's
 # gradient, on any positive scale: the level sets their quadratic mean. Non-finite entries count as
 # neutral.
@@ -73,7 +73,7 @@ SOURCE_RULES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-# -------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- the shell
 class SourceWeights(Hook):
     """Holds the factors and puts them into losses (layer-uniform) or into gradients (layer-wise).
 

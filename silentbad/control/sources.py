@@ -10,7 +10,7 @@ from torch import Tensor
 from silentbad.control.statistics import Sample, row_dot
 from silentbad.distributed.shards import world_size
 
-# ---------------------------------------------------------------------------------------------- sou
+# ---------------------------------------------------------------- sources
 MIXED = "mixed"  # a micro-batch of several sources
 
 

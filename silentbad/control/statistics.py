@@ -18,7 +18,7 @@ from silentbad.distributed.shards import gather, is_sharded
 from silentbad.model.groups import OTHER
 from silentbad.rng import addressed_seed
 
-# --------------------------------------------------------------------------------------------- stat
+# ---------------------------------------------------------------- statistics
 WIDTH = 128  # coordinates a row; rows keep the sums short and the padding small
 
 

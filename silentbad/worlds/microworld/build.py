@@ -165,7 +165,7 @@ def write(state: dict, path: Path) -> None:
     path.with_suffix(".tmp").rename(path)
 
 
-# ------------------------------------------------------------------------------------------------ a
+# ---------------------------------------------------------------- autoencoder
 
 
 def vae_stage(steps: int, batch: int, device: torch.device) -> Stage:
@@ -219,7 +219,7 @@ def decoder_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
     return Stage("decoder", trained, steps, 1e-3, loss, ema_decay=0.995)
 
 
-# ----------------------------------------------------------------------------------------------- te
+# ---------------------------------------------------------------- text encoder
 
 
 def _answers(thing) -> dict[str, int]:
@@ -322,7 +322,7 @@ def text_stage(steps: int, batch: int, tokenizer, device: torch.device, things: 
     )
 
 
-# --------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- UNet
 
 
 class LatentPool:
@@ -422,7 +422,7 @@ def unet_stage(
     )
 
 
-# ----------------------------------------------------------------------------------- copy detector
+# ---------------------------------------------------------------- copy detector and judge
 
 
 def embedder_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
@@ -458,7 +458,7 @@ def judge_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
     return Stage("judge", nn.ModuleDict({"judge": judge}), steps, 2e-3, loss, ema_decay=0.995)
 
 
-# --------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- command
 
 
 @torch.no_grad()
