@@ -397,7 +397,7 @@ class Earlier(Detector):
             for name in ("config.json", "model.safetensors"):
                 Path(folder, name).write_bytes(show(f"assets/micro-sd/embedder/{name}"))
             module = types.ModuleType("earlier_embedder")
-            exec(show("silentbad/measure/micro.py").decode(), module.__dict__)
+            exec(show("silentbad/microworld/embedder.py").decode(), module.__dict__)
             self.net = module.MicroEmbedder.from_pretrained(folder)
 
     def embed(self, x: Tensor) -> Tensor:
