@@ -1,22 +1,34 @@
-"""What a step costs where some of the layers train: arms interleaved in one process, as shares of the first.
+"""Where some of the layers train: what a step costs, and what stored runs say of recovery and drift.
 
     python -m bench.layers [--unet DIR] [--batch N] [--repeats N] [--smoke]
 
-A step is forward, backward and update, as training runs them on a CPU: spectral updates, linear layers as
-convolutions. Seconds are processor time (wall clock on CUDA); ratios are medians over repeats, in which
-every arm takes one step, so that other work falls on all alike. Stored: bytes that autograd keeps
-between forward and backward, weights left out.
+Arms are interleaved in one process, as shares of the first. A step is forward, backward and update, as training runs
+them on a CPU: spectral updates, linear layers as convolutions. Seconds are processor time (wall clock on CUDA); ratios
+are medians over repeats, in which every arm takes one step, so that other work falls on all alike. Stored: bytes that
+autograd keeps between forward and backward, weights left out. Unless --smoke, the figures go to
+bench/results/layers-step.json.
+
+The runs are those of `bench.published --results bench/results/layers.jsonl` with the arms of `LAYERS` in bench/arms.py;
+the protocol is the section on targets from 2524 of research/protocol.md.
 """
 
 import argparse
+import json
 import statistics
+from collections.abc import Sequence
+from pathlib import Path
 
+import numpy as np
 import torch
 from diffusers import UNet2DConditionModel
 
+from bench.published_table import Runs, by_arm, interval, markdown, sign_flips
+from bench.recovery_table import stored
 from bench.spectral import seconds
 from silentbad.control.spectral import SpectralAdamW, split
+from silentbad.device import device_name
 from silentbad.loop.trains import memory, size
+from silentbad.measure.statistics import bootstrap_interval
 from silentbad.model.forwards import convolve
 from silentbad.model.groups import group_of
 from silentbad.settings.layers import chosen
@@ -32,6 +44,21 @@ ARMS: dict[str, tuple[list[str], list[str]]] = {  # train_layers, gradient_contr
     "all but the decoder": (["stem", "down*", "mid"], []),
 }
 TOKENS = 32  # of a caption
+RUNS = Path(__file__).parent / "results" / "layers.jsonl"
+STEP = RUNS.with_name("layers-step.json")
+HALF = "a random half"  # half_0 to half_3: another one for each target
+TRAINS = {
+    "recommended": "all layers",
+    "recommended at 24e-4": "all layers, at 24e-4",
+    "decoder": "decoder (`up*`)",
+    HALF: "a random half of the groups, as large as the decoder",
+    "all_but_decoder": "all but the decoder",
+    "up1": "`up1`, 400 steps",
+    "recommended_leak_free": "all layers, no two elements together",
+    "decoder_leak_free": "decoder, no two elements together",
+}
+OUTCOME = ("trains", "targets (runs)", "half of the images or more", "strict rate", "elements", "drift", "s a step")
+OVER = ("decoder against", "targets", "strict rate, difference", "p", "drift, ratio", "s a step, ratio")
 
 
 class Arm:
@@ -79,6 +106,76 @@ def states(optimizer: torch.optim.Optimizer) -> int:
     return sum(size(entry.values()) for entry in optimizer.state.values())
 
 
+# ------------------------------------------------------------------------------------------------- stored runs
+def arms_of(rows: list[dict]) -> dict[str, Runs]:
+    """{what trains: runs}; the halves are one arm, each target with its own."""
+    arms: dict[str, Runs] = {}
+    for (arm, factor, _), runs in by_arm(rows).items():
+        name = HALF if arm.startswith("half_") else arm if factor == 40 else f"{arm} at {factor:g}e-4"
+        arms.setdefault(name, {}).update(runs)
+    return arms
+
+
+def mean_of(runs: Runs, key: str, targets: Sequence[str]) -> np.ndarray:
+    """A figure of each target, over its seeds."""
+    return np.array([np.mean([run[key] for run in runs[target]]) for target in targets])
+
+
+def outcomes(rows: list[dict]) -> str:
+    """One line an arm: Markdown."""
+    arms, lines = arms_of(rows), []
+    for name, words in TRAINS.items():
+        if name not in arms:
+            continue
+        runs = arms[name]
+        rates, elements, drift, step = (
+            mean_of(runs, key, [*runs]).tolist() for key in ("strict rate", "elements", "drift", "s/step")
+        )
+        count = f"{len(runs)} ({sum(map(len, runs.values()))})"
+        back = f"{sum(rate >= 0.5 for rate in rates)} of {len(rates)}"
+        lines.append(
+            [words, count, back, interval(rates), interval(elements), interval(drift, ".4f"), f"{np.median(step):.2f}"]
+        )
+    return markdown(OUTCOME, lines)
+
+
+def compared(rows: list[dict]) -> str:
+    """The decoder over each other arm of the same stream, paired over the targets that both ran: Markdown."""
+    arms, lines = arms_of(rows), []
+    pairs = [(other, "decoder") for other in TRAINS if other != "decoder" and "leak_free" not in other]
+    for name, decoder in [*pairs, ("recommended_leak_free", "decoder_leak_free")]:
+        both = [target for target in arms.get(name, {}) if target in arms.get(decoder, {})]
+        if not both:
+            continue
+        gain = mean_of(arms[decoder], "strict rate", both) - mean_of(arms[name], "strict rate", both)
+        drift, step = (
+            np.log(mean_of(arms[decoder], key, both) / mean_of(arms[name], key, both)) for key in ("drift", "s/step")
+        )
+        p = f"{sign_flips(gain):.3f}" if len(both) > 1 else ""
+        cells = [interval(gain.tolist(), "+.2f"), p, *(two_digits(logs) for logs in (drift, step))]
+        lines.append([TRAINS[name], str(len(both)), *cells])
+    return markdown(OVER, lines)
+
+
+def two_digits(logs: np.ndarray) -> str:
+    """A geometric mean of ratios, with its bootstrap interval over targets."""
+    mean = f"{np.exp(logs.mean()):.2f}"
+    if len(logs) < 2:
+        return mean
+    low, high = np.exp(bootstrap_interval(logs))
+    return f"{mean} [{low:.2f}, {high:.2f}]"
+
+
+def steps_table(figures: dict) -> str:
+    """What a step costs, by what trains: Markdown."""
+    head = ("trains", "of the weights", "optimizer", "kept for backward", "s a step, ratio")
+    lines = [
+        [name, f"{f['share']:.0%}", memory(f["optimizer"]), memory(f["stored"]), f"{f['ratio']:.2f}"]
+        for name, f in figures["arms"].items()
+    ]
+    return markdown(head, lines)
+
+
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     """Prints the table; returns {arm: seconds of a step over those of all layers}."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -97,16 +194,24 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         for name, arm in arms.items():
             times[name].append(seconds(arm, device))
 
-    ratios = {}
     total = sum(p.numel() for p in arms["all"].unet.parameters())
-    print(f"{'trains':<27}{'share':>8}{'optimizer':>12}{'stored':>12}{'ms a step':>11}{'ratio':>8}")
+    figures: dict[str, dict] = {}
     for name, arm in arms.items():
-        pairs = zip(times[name], times["all"], strict=True)
-        ratios[name] = statistics.median(mine / every for mine, every in pairs)
-        share = sum(p.numel() for p in arm.trains) / total
-        cells = f"{share:>8.1%}{memory(states(arm.optimizer)):>12}{memory(arm.stored()):>12}"
-        print(f"{name:<27}{cells}{1e3 * statistics.median(times[name]):>11.1f}{ratios[name]:>8.2f}")
-    return ratios
+        figures[name] = {
+            "share": sum(p.numel() for p in arm.trains) / total,
+            "optimizer": states(arm.optimizer),
+            "stored": arm.stored(),
+            "ms": 1e3 * statistics.median(times[name]),
+            "ratio": statistics.median(mine / every for mine, every in zip(times[name], times["all"], strict=True)),
+        }
+    measured = {"batch": given.batch, "device": device_name(device), "arms": figures}
+    print(steps_table(measured))
+    if not given.smoke:
+        STEP.write_text(json.dumps(measured, indent=1) + "\n")
+    if RUNS.exists():
+        rows = stored(RUNS)
+        print(outcomes(rows), compared(rows), sep="\n\n")
+    return {name: f["ratio"] for name, f in figures.items()}
 
 
 if __name__ == "__main__":

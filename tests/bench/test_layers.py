@@ -2,12 +2,39 @@
 
 from bench import layers, spectral
 
+SETTING = {"ratio": 0.1, "seed": 0, "factor": 40.0, "placebo": False, "commit": "c" * 40, "steps": 200}
+
+
+def run(target: str, arm: str, rate: float, drift: float) -> list[dict]:
+    """The rows of one run, before and after training."""
+    shown = {"whole_rate": rate, "mean": rate, "elements": [rate], "element_means": [rate]}
+    row = {
+        **SETTING,
+        "target": target,
+        "arm": arm,
+        "rate": rate,
+        **shown,
+        "drift": drift,
+        "seconds": 100.0,
+        "step": 200,
+    }
+    return [row | {"step": 0, "drift": 0.0, "rate": 0.0, "seconds": 0.0}, row]
+
+
+def test_the_decoder_is_compared_in_pairs_and_the_halves_are_one_arm():
+    rows = [row for t in "ab" for row in run(t, "recommended", 1.0, 0.04) + run(t, "decoder", 0.9, 0.02)]
+    rows += run("a", "half_0", 0.5, 0.04) + run("b", "half_1", 0.25, 0.04)
+    lines = {line.split(" | ")[0].strip("| "): line for line in layers.compared(rows).splitlines()[2:]}
+    assert "-0.10" in lines["all layers"] and "0.50 [0.50, 0.50]" in lines["all layers"]
+    assert "| 2 | +0.53" in lines[layers.TRAINS[layers.HALF]]
+    assert "| 2 (2) | 1 of 2 | 0.38" in layers.outcomes(rows)
+
 
 def test_fewer_layers_cost_less(capsys):
     ratios = layers.main(["--smoke", "--batch", "2"])
     assert ratios.keys() == layers.ARMS.keys()
     assert ratios["all"] == 1 and ratios["up1"] < 0.9
-    assert "53.8%" in capsys.readouterr().out
+    assert "| 54% |" in capsys.readouterr().out
 
 
 def test_spectral_updates_are_timed():
