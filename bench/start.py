@@ -15,6 +15,7 @@ from dataclasses import dataclass
 SECONDS, MEGABYTES = 1.0, 150.0  # LIMIT of a row: processor time and peak memory
 TRAIN = ("train_silentbad.py", "--train_data_dir", ".")
 SCAN = ("-m", "silentbad.scan")
+PREPARE = ("-m", "silentbad.prepare")
 IMAGES = ("-m", "silentbad.prepare.class_images")
 MAKE = ("-m", "silentbad.worlds.microworld.make")
 BUILD = ("-m", "silentbad.worlds.microworld.build")
@@ -41,6 +42,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "scan: --help": (*SCAN, "--help"),
     "scan: a typo in a flag": (*SCAN, "--train_data_dirs", "x"),
     "scan: no such data": (*SCAN, "--train_data_dir", "{folder}/nowhere"),
+    "prepare: --help": (*PREPARE, "--help"),
+    "prepare: a typo in a flag": (*PREPARE, "--target", "x", "--phrase", "x", "--outs", "x"),
     "report: --help": (*REPORT, "--help"),
     "report: no such run": (*REPORT, "{folder}/nowhere"),
     "figures: --help": (*FIGURES, "--help"),

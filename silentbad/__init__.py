@@ -1,6 +1,7 @@
 """SilentBad: compositional memory in Stable Diffusion, controlled and measured."""
 
 import logging
+import os
 from pathlib import Path
 
 __version__ = "0.2.0"
@@ -11,3 +12,15 @@ ROOT = BUNDLED if BUNDLED.is_dir() else Path(__file__).parents[1]  # where confi
 # peft imports bitsandbytes wherever it is installed, which then warns of kernels that no run here
 # asked for.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
+def bundled(path: str) -> str:
+    """The place of configs/... or assets/..., as the package has it where the current folder has
+    not."""
+    own = str(ROOT / path)
+    ours = (
+        path.startswith(("configs/", "assets/"))
+        and not os.path.exists(path)
+        and os.path.exists(own)
+    )
+    return own if ours else path

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from typing import Any, NoReturn, TypeVar
 
 from safetensors import SafetensorError
@@ -67,6 +68,9 @@ def exit_with(main: Callable[[], int | None]) -> NoReturn:
     is printed from then on goes nowhere. SIGINT, SIGTERM and SIGHUP outside a training loop are one
     line and 128 + their number, after everything under way was closed; what the caller ignores
     (nohup) is ignored."""
+    if not hasattr(signal, "SIGUSR1") or find_spec("fcntl") is None:
+        print_error("this system has no POSIX signals and file locks; use Linux, macOS or WSL")
+        sys.exit(2)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")  # None under `>&-`
         setattr(sys, name, _Patient(stream, plain=name == "stdout"))

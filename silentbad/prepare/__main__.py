@@ -20,8 +20,6 @@ import argparse
 
 from silentbad.errors import ArgumentParser, UserError, exit_with, print_error
 from silentbad.files import path_argument
-from silentbad.prepare.preview import write_preview
-from silentbad.prepare.write import prepare
 
 COUNTS = {  # flag: default, lowest and highest value, what it is
     "per_phrase": (16, 1, 10_000, "pictures of each element"),
@@ -76,9 +74,13 @@ def check_counts(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Parses before it imports what reads pictures."""
     args = parser().parse_args(argv)
     try:
         check_counts(args)
+        from silentbad.prepare.preview import write_preview
+        from silentbad.prepare.write import prepare
+
         summary = prepare(args)
         write_preview(args.out, args.resolution)
     except UserError as error:

@@ -5,7 +5,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from silentbad import ROOT, owned
+from silentbad import bundled, owned
 from silentbad.errors import UserError, warn
 from silentbad.settings import user_code
 from silentbad.settings.control import check_control
@@ -20,7 +20,6 @@ from silentbad.settings.rules import Facts, check_rules
 from silentbad.settings.train import REPLACED, WRITTEN, TrainConfig
 from silentbad.settings.validation import check_embedder, check_validation
 
-BASE = "assets/micro-sd"  # the bundled pipeline, the default
 NONE: dict[str, dict] = {"none": {}}  # a slot without a part, which takes no options
 MEMORY = {  # slots of `memory`, and names beside a slot -> where what they may name is registered
     "sampler": "memory_reinforce:SAMPLERS",
@@ -169,9 +168,8 @@ def check_inputs(config: TrainConfig) -> None:
 def with_base(config: TrainConfig) -> TrainConfig:
     """The configuration with the bundled pipeline where it lies: a run may start in another
     folder."""
-    if config.pretrained_model_name_or_path != BASE or os.path.isdir(BASE):
-        return config
-    return replace(config, pretrained_model_name_or_path=str(ROOT / BASE))
+    base = bundled(config.pretrained_model_name_or_path)
+    return replace(config, pretrained_model_name_or_path=base)
 
 
 def merged(config: TrainConfig) -> TrainConfig:

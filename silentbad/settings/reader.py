@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import yaml
 
+from silentbad import bundled
 from silentbad.errors import UserError, brief, first_line
 from silentbad.settings.types import items_of, name_of, nearest, off_default, refusal, validated
 
@@ -234,10 +235,11 @@ def read_yaml(
 def read_text(path: str) -> str:
     """The text of a configuration file."""
     try:
-        mode = Path(path).stat().st_mode
+        place = Path(bundled(path))
+        mode = place.stat().st_mode
         if not S_ISREG(mode) and not S_ISDIR(mode):
             raise UserError(f"configuration file {path}: is no regular file")
-        with Path(path).open("rb") as file:
+        with place.open("rb") as file:
             content = file.read(LARGEST_FILE + 1)
         if len(content) > LARGEST_FILE:
             raise UserError(f"configuration file {path}: is larger than {LARGEST_FILE // 1024} KiB")

@@ -1,0 +1,24 @@
+"""The installed commands, each run as its module is with `python -m`: a mistake is said before
+anything heavy is imported."""
+
+from runpy import run_module
+
+
+def train() -> None:
+    """silentbad-train"""
+    run_module("train_silentbad", run_name="__main__", alter_sys=True)
+
+
+def audit() -> None:
+    """silentbad-audit"""
+    run_module("validation", run_name="__main__", alter_sys=True)
+
+
+def scan() -> None:
+    """silentbad-scan"""
+    run_module("silentbad.scan", run_name="__main__", alter_sys=True)
+
+
+def prepare() -> None:
+    """silentbad-prepare"""
+    run_module("silentbad.prepare", run_name="__main__", alter_sys=True)

@@ -1,0 +1,57 @@
+"""The package as `pip install` lays it out, in an environment and a folder of its own."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from bench.start import cost_of
+
+ROOT = Path(__file__).parents[1]
+WITHOUT_SIGNALS = "import signal; del signal.SIGUSR1; from silentbad.commands import scan; scan()"
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """The folder of the installed commands; libraries come from the environment of the tests."""
+    folder = tmp_path_factory.mktemp("installed")
+    unwanted = shutil.ignore_patterns("__pycache__")
+    for name in ("silentbad", "configs", "assets"):
+        shutil.copytree(ROOT / name, folder / "source" / name, ignore=unwanted)
+    for file in (*ROOT.glob("*.py"), *ROOT.glob("*.toml"), *ROOT.glob("*.txt"), ROOT / "README.md", ROOT / "LICENSE"):
+        shutil.copy(file, folder / "source")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    (libraries,) = (folder / "venv").glob("lib/python*/site-packages")
+    (libraries / "tests.pth").write_text(sysconfig.get_path("purelib"))
+    pip = [sys.executable, "-m", "pip", "--quiet", "--python", folder / "venv/bin/python", "install"]
+    offline = ["--no-index", "--no-deps", "--no-build-isolation", folder / "source"]
+    subprocess.run([*pip, *offline], check=True)
+    return folder / "venv" / "bin"
+
+
+@pytest.mark.parametrize("name", ["train", "audit", "scan", "prepare"])
+def test_an_installed_command_says_a_mistake_within_a_second(name, programs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = [str(programs / "python"), str(programs / f"silentbad-{name}"), "--sed", "1"]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    cost = cost_of(tuple(line[1:]))
+    assert cost.is_light, cost
+
+
+def test_an_installed_training_has_the_bundled_base_and_configurations(programs, tmp_path):
+    flags = ["--train_data_dir", str(ROOT / "docs/example"), "--max_train_steps", "1", "--report_to", "none"]
+    command = [programs / "silentbad-train", "--config", "configs/recommended.yaml", "--output_dir", "run", *flags]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "pipeline" / "model_index.json").is_file()
+    assert "_bundled/assets/micro-sd" in (tmp_path / "run" / "run.json").read_text()
+
+
+def test_a_system_without_posix_signals_gets_one_line():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_SIGNALS], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: this system") and done.stderr.count("\n") == 1
