@@ -125,6 +125,10 @@ class Family:
         `ValidationConfig`."""
         return {"guidance_rescale": config.guidance_rescale}
 
+    def kohya_path(self, backbone: Any, path: str) -> str:
+        """The name of one of the backbone's layers in kohya's programs."""
+        return path
+
     def lora_tensors(self, pipe: Any, path: str) -> dict[str, Tensor]:
         """The tensors of a file of adapters, by diffusers' names, and the alphas of kohya's."""
         return with_alphas(*pipe.lora_state_dict(path, use_safetensors=True))

@@ -9,6 +9,8 @@ W stays frozen; what is added trains in fp32 and begins as nothing. s = alpha / 
 
 import copy
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,17 +145,18 @@ def save(model: Any, folder: Path) -> None:
             }
             save_file(tensors, folder / name / PEFT_WEIGHTS)
     if family.kohya:
-        flat = [
-            kohya(family.kohya[name], tensors, configs[name]) for name, tensors in layers.items()
-        ]
-        save_file(
-            {key: value for tensors in flat for key, value in tensors.items()}, folder / KOHYA
-        )
+        tensors = {}
+        for name, module in modules.items():
+            rename = partial(family.kohya_path, module) if name == family.backbone else str
+            tensors |= kohya(family.kohya[name], layers[name], configs[name], rename)
+        save_file(tensors, folder / KOHYA)
 
 
-def kohya(prefix: str, tensors: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
-    """The adapters by kohya's names, LyCORIS's for what kohya has not: one alpha a layer, scaled by
-    alpha / rank.
+def kohya(
+    prefix: str, tensors: dict[str, torch.Tensor], config: Any, rename: Callable[[str], str]
+) -> dict[str, torch.Tensor]:
+    """The adapters by kohya's names of the layers, LyCORIS's for what kohya has not: one alpha a
+    layer, scaled by alpha / rank.
 
     Where both factors of a Kronecker product are whole, LyCORIS takes no scale; so the first one
     holds it."""
@@ -161,7 +164,7 @@ def kohya(prefix: str, tensors: dict[str, torch.Tensor], config: Any) -> dict[st
     made: dict[str, torch.Tensor] = {}
     for key, value in tensors.items():
         path, _, part = key.removesuffix(".weight").rpartition(".")
-        name = f"{prefix}_{path.replace('.', '_')}"
+        name = f"{prefix}_{rename(path).replace('.', '_')}"
         made[f"{name}.alpha"] = torch.tensor(alpha)
         if part == "lokr_w1" and f"{path}.lokr_w2" in tensors:
             value = value * (alpha / config.r)

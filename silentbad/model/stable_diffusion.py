@@ -10,6 +10,22 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokeniz
 
 from silentbad.model.family import Family, refuse_width, with_alphas
 
+# layers of diffusers' UNet outside its blocks, and those of a resnet, by the original's names
+ORIGINAL_LAYERS = {
+    "conv_in": "input_blocks.0.0",
+    "conv_out": "out.2",
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+}
+ORIGINAL_RESNET = {
+    "conv1": "in_layers.2",
+    "conv2": "out_layers.3",
+    "time_emb_proj": "emb_layers.1",
+    "conv_shortcut": "skip_connection",
+}
+
 
 class StableDiffusion(Family):
     """One text encoder, its last states."""
@@ -90,6 +106,30 @@ class StableDiffusionXL(StableDiffusion):
 
     def assemble(self, **components: Any) -> Any:
         return self.pipeline(**components, add_watermarker=False)
+
+    def kohya_path(self, backbone: Any, path: str) -> str:
+        """The layer's path in the original UNet, which sd-scripts trains for this family alone: its
+        input, middle and output blocks are numbered through, 1 + N resnets going down and up."""
+        if path in ORIGINAL_LAYERS:
+            return ORIGINAL_LAYERS[path]
+        block, *parts = path.split(".")
+        level = 0 if block == "mid_block" else int(parts.pop(0))
+        kind, index, *rest = parts
+        resnets = backbone.config.layers_per_block
+        first = level * (resnets + 1)
+        if kind == "resnets":
+            rest = [ORIGINAL_RESNET[rest[0]]]
+        if block == "mid_block":
+            place = f"middle_block.{1 if kind == 'attentions' else 2 * int(index)}"
+        elif kind == "downsamplers":
+            place, rest = f"input_blocks.{first + resnets + 1}.0", ["op"]
+        elif block == "down_blocks":
+            place = f"input_blocks.{first + int(index) + 1}.{int(kind == 'attentions')}"
+        elif kind == "upsamplers":
+            place = f"output_blocks.{first + resnets}.2"
+        else:
+            place = f"output_blocks.{first + int(index)}.{int(kind == 'attentions')}"
+        return ".".join([place, *rest])
 
     def lora_tensors(self, pipe: Any, path: str) -> dict[str, Tensor]:
         return with_alphas(

@@ -21,6 +21,7 @@ from silentbad.memory.auxiliary import Teacher
 from silentbad.model import denoiser, lora, pipeline
 from silentbad.model.denoiser import Denoiser
 from silentbad.model.groups import OTHER, group_of, group_parameters, prior_table
+from silentbad.model.registry import FAMILIES
 from silentbad.saving import checkpoint, folder
 from silentbad.settings.train import LoraSettings, parse
 from tests.conftest import write_data
@@ -197,6 +198,63 @@ def test_the_kohya_file_has_its_names_and_the_alpha(build, tmp_path):
         assert {key.split(".", 1)[1] for key in tensors} == {"lora_down.weight", "lora_up.weight", "alpha"}
         assert all(value == 8 for key, value in tensors.items() if key.endswith(".alpha"))
         assert f"{max(prefixes - {'lora_unet'})}_text_model_encoder_layers_0_self_attn_q_proj.alpha" in tensors
+
+
+def names_in_sd_scripts(depths: list[int], resnets: int) -> set[str]:
+    """Layers of sd-scripts' SDXL UNet with `resnets` a level and `depths` of its transformers: the original's blocks in
+    their order, by the rule that a layer's name is its path."""
+    names = {"input_blocks_0_0", "out_2", "time_embed_0", "time_embed_2", "label_emb_0_0", "label_emb_0_2"}
+
+    def add(block: str, depth: int, widens: bool) -> None:
+        layers = ["in_layers_2", "emb_layers_1", "out_layers_3", *(["skip_connection"] if widens else [])]
+        names.update(f"{block}_0_{layer}" for layer in layers)
+        if depth:
+            names.update(transformer(f"{block}_1", depth))
+
+    def transformer(place: str, depth: int) -> set[str]:
+        of_attention = [f"attn{i}_to_{one}" for i in (1, 2) for one in ("q", "k", "v", "out_0")]
+        layers = [*of_attention, "ff_net_0_proj", "ff_net_2"]
+        inside = {f"transformer_blocks_{i}_{layer}" for i in range(depth) for layer in layers}
+        return {f"{place}_{layer}" for layer in {"proj_in", "proj_out", *inside}}
+
+    number = 1
+    for level, depth in enumerate(depths):
+        for i in range(resnets):
+            add(f"input_blocks_{number + i}", depth, widens=level > 0 and i == 0)
+        number += resnets
+        if level < len(depths) - 1:
+            names.add(f"input_blocks_{number}_0_op")
+            number += 1
+    add("middle_block", depths[-1], widens=False)
+    names.update(f"middle_block_2_{layer}" for layer in ("in_layers_2", "emb_layers_1", "out_layers_3"))
+    number = 0
+    for level, depth in reversed([*enumerate(depths)]):
+        for _ in range(resnets + 1):
+            add(f"output_blocks_{number}", depth, widens=True)
+            number += 1
+        if level:
+            names.add(f"output_blocks_{number - 1}_2_conv")
+    return names
+
+
+EVERY = ["attn", "xattn", "ff", "resnet", "proj", "time", "sampler", "io"]
+
+
+def test_the_layers_of_sdxl_are_named_as_in_sd_scripts():
+    unet = published("SDXL")
+    layers = lora.target_layers("unet", unet, LoraSettings(targets=EVERY))
+    named = {FAMILIES["StableDiffusionXLPipeline"].kohya_path(unet, path).replace(".", "_") for path in layers}
+    table = names_in_sd_scripts([0, 2, 10], 2)
+    assert len([name for name in table if "transformer" in name or "proj_" in name]) == 722  # what sd-scripts reports
+    assert named == table
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr"])
+def test_the_kohya_file_of_sdxl_has_the_names_of_sd_scripts(kind, build, tmp_path):
+    targets = {"lora.targets": json.dumps(EVERY), "lora.kind": kind, "lora.rank": 2}
+    build("xl", **targets).products.save_pipeline(tmp_path)
+    names = {key.split(".")[0] for key in load_file(tmp_path / lora.KOHYA)}
+    assert names == {f"lora_unet_{name}" for name in names_in_sd_scripts([0, 2], 1)}
 
 
 @pytest.mark.parametrize("kind", ["epsilon", "xl"])
@@ -387,10 +445,9 @@ def test_groups_of_sdxl_and_both_text_encoders_are_exact():
 @pytest.mark.parametrize("which", PUBLISHED)
 def test_lora_of_every_role_covers_the_adapters_alone(which):
     model = Denoiser(published(which), text_encoder=text_encoder(0))
-    every = ["attn", "xattn", "ff", "resnet", "proj", "time", "sampler", "io"]
     with torch.device("meta"):
         for name, module in model.named_children():
-            lora.add(name, module, LoraSettings(rank=4, targets=every), 0)
+            lora.add(name, module, LoraSettings(rank=4, targets=EVERY), 0)
     groups = group_parameters(model)
     names = [name for members in groups.members.values() for name in members]
     assert sorted(names) == sorted(n for n, p in model.named_parameters() if p.requires_grad)
