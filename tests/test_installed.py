@@ -49,7 +49,7 @@ def test_an_installed_training_has_the_bundled_base_and_configurations(programs,
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "pipeline" / "model_index.json").is_file()
-    assert "_bundled/assets/micro-sd" in (tmp_path / "run" / "run.json").read_text()
+    assert "_bundled/assets/micro-sd" in (tmp_path / "run" / "config.yaml").read_text()
 
 
 def test_a_system_without_posix_signals_gets_one_line():
