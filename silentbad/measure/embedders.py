@@ -35,7 +35,8 @@ SSCD_FILE = "sscd_disc_mixup.torchscript.pt"
 
 SSCD_ADVICE = (
     f"download {SSCD_FILE} (or another *.torchscript.pt) from https://github.com/facebookresearch/"
-    "sscd-copy-detection (README, pretrained models) and give its path as embedder_path"
+    "sscd-copy-detection (README, pretrained models) and give its path, or an .onnx file made of "
+    "it, as embedder_path"
 )
 
 WINDOW = 11  # pixels, of SSIM's Gaussian
@@ -179,8 +180,9 @@ class Copy(Micro):
 
 
 class SSCD(Embedder):
-    """Copy detection, arXiv 2202.10261: a local TorchScript file. It runs code, so it is read only
-    from the path given, and only if its SHA-256 is the expected one where that is given."""
+    """Copy detection, arXiv 2202.10261: a local TorchScript file, or an ONNX file of the same
+    network. TorchScript runs code, so a file is read only from the path given, and only if its
+    SHA-256 is the expected one where that is given."""
 
     def __init__(
         self,
@@ -204,6 +206,11 @@ class SSCD(Embedder):
             raise UserError(
                 f"sscd: embedder_sha256 is {sha256}, but '{path}' has {self.sha256}; not loaded"
             )
+        if self.file.suffix == ".onnx":
+            with user_errors(f"sscd: '{path}' is not an ONNX file of this network", SSCD_ADVICE):
+                self.model = OnnxNetwork(content, device)
+                self.size = self.model.size or size
+            return
         with (
             warnings.catch_warnings(),
             user_errors(f"sscd: '{path}' is not a TorchScript file", SSCD_ADVICE),
@@ -222,6 +229,31 @@ class SSCD(Embedder):
             f"sscd: {self.file.name}, {self.size}x{self.size} squashed, bilinear antialiased, "
             f"ImageNet mean and deviation, cosine, SHA-256 {self.sha256}"
         )
+
+
+class OnnxNetwork:
+    """An ONNX file's network of one input (B,3,H,W) and one output (B,D), called as a module is."""
+
+    def __init__(self, content: bytes, device: torch.device | str):
+        try:
+            import onnxruntime
+        except ImportError:
+            raise UserError("an .onnx file needs onnxruntime: pip install '.[sscd]'") from None
+        self.device = torch.device(device)
+        available = onnxruntime.get_available_providers()
+        wanted = ["CUDAExecutionProvider"] if self.device.type == "cuda" else []
+        providers = [name for name in (*wanted, "CPUExecutionProvider") if name in available]
+        self.session = onnxruntime.InferenceSession(content, providers=providers)
+        (given,) = self.session.get_inputs()
+        self.name = given.name
+        batch, _, side, _ = given.shape
+        self.size: int | None = side if isinstance(side, int) else None
+        self.one_by_one = batch == 1  # as many exporters leave it
+
+    def __call__(self, images: Tensor) -> Tensor:
+        parts = images.cpu().split(1 if self.one_by_one else len(images))
+        features = [self.session.run(None, {self.name: part.numpy()})[0] for part in parts]
+        return torch.cat([torch.from_numpy(part) for part in features]).to(self.device)
 
 
 class CLIP(Embedder):
@@ -337,8 +369,7 @@ def load_embedder(
     """An embedder of the table; `sha256` is what sscd's file must have."""
     if sha256 is not None and name != "sscd":
         raise UserError(
-            f"embedder_sha256: is of sscd's TorchScript file; the embedder is "
-            f"{name}, leave it unset"
+            f"embedder_sha256: is of sscd's file; the embedder is {name}, leave it unset"
         )
     if path is not None and name == "ssim":
         raise UserError(

@@ -68,7 +68,7 @@ class ValidationConfig:
         "redraws.jsonl, else decoded",
     )
     embedder_path: Location | None = measured(
-        None, "sscd: its TorchScript file; others: local folder or Hub id of the weights"
+        None, "sscd: its TorchScript or .onnx file; others: local folder or Hub id of the weights"
     )
     embedder_sha256: str | None = measured(None, "sscd: refuse a file with another SHA-256")
     clip_path: Location | None = measured(
@@ -162,12 +162,11 @@ def check_validation(config: ValidationConfig, prefix: str = "validation.") -> N
         raise UserError(f"{prefix}unrelated: is empty; give a caption that names no element")
     if config.embedder_sha256 is not None and config.embedder != "sscd":
         raise UserError(
-            f"{prefix}embedder_sha256: is of sscd's TorchScript file; the embedder "
-            f"is {config.embedder}"
+            f"{prefix}embedder_sha256: is of sscd's file; the embedder is {config.embedder}"
         )
     if config.embedder == "sscd" and not config.embedder_path:
         raise UserError(
-            f"{prefix}embedder_path: is missing; sscd needs its TorchScript file, "
+            f"{prefix}embedder_path: is missing; sscd needs its TorchScript or .onnx file, "
             f"see docs/models.md"
         )
 
@@ -177,8 +176,8 @@ def check_embedder(config: ValidationConfig, prefix: str = "validation.") -> Non
     path = config.embedder_path
     if config.embedder == "sscd" and not Path(path or "").is_file():
         raise UserError(
-            f"{prefix}embedder_path: no file {path}; sscd needs its TorchScript "
-            f"file, see docs/models.md"
+            f"{prefix}embedder_path: no file {path}; sscd needs its TorchScript or "
+            f".onnx file, see docs/models.md"
         )
     if (
         config.embedder in ("auto", "copy", "micro")

@@ -1,14 +1,16 @@
 """Embedders: one contract, their files, and what they measure."""
 
 import hashlib
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from silentbad.data.images import to_tensor
+from silentbad.data.images import resize, to_tensor
 from silentbad.errors import UserError
-from silentbad.measure.embedders import EMBEDDERS, lpips, region, ssim
+from silentbad.measure.embedders import EMBEDDERS, IMAGENET, load_embedder, lpips, normalise, region, ssim
 from silentbad.model import pipeline
 from silentbad.prepare import class_images
 from silentbad.rng import generator
@@ -68,6 +70,40 @@ def test_sscd_with_another_sha256_is_not_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.jit, "load", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(UserError, match=f"embedder_sha256 is 00, but .* has {right}"):
         make_hook(tmp_path / "run", **options, embedder_sha256="00")
+
+
+def saved_onnx(folder: Path, weight: torch.Tensor, batch: int | str = "B", side: int = 320) -> str:
+    """A network of SSCD's interface (mean of a 4x4 grid, one linear layer) as an ONNX file."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    pool = helper.make_node("AveragePool", ["images"], ["grid"], kernel_shape=[side // 4] * 2, strides=[side // 4] * 2)
+    nodes = [pool, helper.make_node("Flatten", ["grid"], ["flat"]), helper.make_node("MatMul", ["flat", "w"], ["out"])]
+    given = helper.make_tensor_value_info("images", TensorProto.FLOAT, [batch, 3, side, side])
+    made = helper.make_tensor_value_info("out", TensorProto.FLOAT, [batch, weight.shape[1]])
+    graph = helper.make_graph(nodes, "net", [given], [made], [numpy_helper.from_array(weight.numpy(), "w")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+    (folder / "sscd.onnx").write_bytes(model.SerializeToString())
+    return str(folder / "sscd.onnx")
+
+
+@pytest.mark.parametrize("batch, side", [("B", 320), (1, 288)], ids=["any batch", "one picture of 288 pixels"])
+def test_an_onnx_file_measures_what_its_network_does(batch, side, tmp_path):
+    weight = torch.randn(48, 16, generator=generator("onnx", 0))
+    embedder = load_embedder("sscd", saved_onnx(tmp_path, weight, batch, side), "cpu")
+    images = torch.stack([to_tensor(smooth("embed", i, side=40)) for i in range(3)])
+    pixels = normalise(resize(images, (side, side)), *IMAGENET)
+    expected = F.normalize(F.adaptive_avg_pool2d(pixels, 4).flatten(1) @ weight, dim=-1)
+    assert torch.allclose(embedder.embed(images), expected, atol=1e-5)
+    assert f"{side}x{side}" in embedder.describe() and "SHA-256" in embedder.describe()
+
+
+def test_an_onnx_file_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "bad.onnx").write_bytes(b"no network")
+    with pytest.raises(UserError, match="^sscd: .*is not an ONNX file of this network"):
+        EMBEDDERS["sscd"](str(tmp_path / "bad.onnx"))
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(UserError, match=r"needs onnxruntime: pip install '\.\[sscd\]'"):
+        EMBEDDERS["sscd"](str(tmp_path / "bad.onnx"))
 
 
 def pickled(folder: Path) -> None:
