@@ -12,7 +12,7 @@ import pytest
 from bench.start import cost_of
 
 ROOT = Path(__file__).parents[1]
-WITHOUT_SIGNALS = "import signal; del signal.SIGUSR1; from silentbad.commands import scan; scan()"
+WITHOUT_SIGNALS = "import signal; del signal.SIGUSR1; from silentbad.settings.installed import scan; scan()"
 
 
 @pytest.fixture(scope="module")

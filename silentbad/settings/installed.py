@@ -1,4 +1,4 @@
-"""The installed commands, each run as its module is with `python -m`: a mistake is said before
+"""The commands of `pip install`, each run as its module is with `python -m`: a mistake is said before
 anything heavy is imported."""
 
 from runpy import run_module
