@@ -15,7 +15,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,62 +33,21 @@ from silentbad.measure.generation import Sampler, plan
 from silentbad.measure.measure import Measure
 from silentbad.measure.record import NAME, STRICT, Record
 from silentbad.measure.scores import is_recovered
-from silentbad.measure.statistics import binomial_interval, bootstrap_interval
+from silentbad.measure.statistics import bootstrap_interval
 from silentbad.model import lora
 from silentbad.model.family import side_of
 from silentbad.model.groups import group_of
 from silentbad.model.pipeline import load_pipeline
 from silentbad.model.registry import backbone_of, family_of_pipeline
 from silentbad.progress import Bar
-from silentbad.report import pages, run_report
-from silentbad.report.pages import Figure, Table
+from silentbad.report import pages, parts, run_report
+from silentbad.report.pages import Table
+from silentbad.report.parts import ALONE, BASE, PUT_BACK, TRAINED, Interval, Rate, Row
 from silentbad.settings.train import TrainConfig, parse
 
 TEMPLATES = Path(__file__).parent / "templates"
 BY = ("stage", "role", "both")
-TRAINED, BASE = "as trained", "base"
-PUT_BACK, ALONE = "put back", "kept alone"
-
-Interval = tuple[float, float]
-
-
-@dataclass
-class Rate:
-    """Images that reach a threshold, of all; `interval` is binomial, 95 %."""
-
-    count: int
-    images: int
-    interval: Interval
-
-    @classmethod
-    def of(cls, hits: list[bool]) -> "Rate":
-        return cls(sum(hits), len(hits), binomial_interval(sum(hits), len(hits)))
-
-    @property
-    def value(self) -> float:
-        return self.count / self.images
-
-    def __str__(self) -> str:
-        return f"{self.value:.2f} ({self.interval[0]:.2f}-{self.interval[1]:.2f})"
-
-
-@dataclass
-class Row:
-    """What one choice of weights gives. `share` is that of the part among the parameters that
-    training changed."""
-
-    part: str
-    by: str  # of BY; "" of the trained weights and of the base
-    state: str  # PUT_BACK or ALONE; "" likewise
-    share: float
-    recovered: Rate  # whole and every element, over all targets
-    targets: dict[str, Rate]
-    elements: dict[str, list[Rate | None]]  # of each target; None without a mask
-    clean: float | None = None  # mean error of the predicted noise on held-out clean records
-    # the same less the base's; its interval: bootstrap over records, 95 %
-    rise: float | None = None
-    rise_interval: Interval | None = None
-    errors: list[float] = field(default_factory=list, repr=False)  # of each record; not written
+ORDER = "stem down mid up"  # of a UNet's stages
 
 
 class Change:
@@ -119,8 +78,12 @@ class Change:
             )
 
     def parts(self, by: str) -> list[str]:
-        """Names of the parts that training changed, in the order of the model's parameters."""
-        return list(dict.fromkeys(part_of(group, by) for group, *_ in self.places))
+        """Names of the parts that training changed: stages in the order of the forward, the rest
+        in that of the model's parameters."""
+        names = dict.fromkeys(part_of(group, by) for group, *_ in self.places)
+        return sorted(
+            names, key=lambda name: ORDER.find(name.partition(".")[0].rstrip("0123456789"))
+        )
 
     def share(self, chosen: Callable[[str], bool]) -> float:
         """The share of the changed parameters in the groups chosen."""
@@ -250,10 +213,12 @@ class Subject:
             clean = self.measure.held_out["clean"]
             errors = sampler.eps_errors(clean, list(range(len(clean))), "validation/clean")
         hits = [is_recovered(row, record.threshold, record.element_threshold) for row in rows]
-        targets, elements = {}, {}
+        targets, wholes, elements = {}, {}, {}
         for j, target in enumerate(self.targets):
             mine = [k for k, row in enumerate(rows) if row["target"] == j]
             targets[target.target_id] = Rate.of([hits[k] for k in mine])
+            limit = record.threshold.of_target(j)
+            wholes[target.target_id] = Rate.of([rows[k]["sim"] >= limit for k in mine])
             columns = list(zip(*(rows[k]["elements"] for k in mine), strict=True))
             limits = [record.element_threshold.of(j, k) for k in range(len(columns))]
             elements[target.target_id] = [
@@ -267,6 +232,7 @@ class Subject:
             share=self.change.share(inside) if by else float(part == TRAINED),
             recovered=Rate.of(hits),
             targets=targets,
+            wholes=wholes,
             elements=elements,
             clean=float(np.mean(errors)) if errors else None,
             errors=errors,
@@ -324,8 +290,10 @@ def page(name: str, subject: Subject, rows: list[Row]) -> str:
     values = {
         "name": name,
         "sentence": defence(rows),
-        "heats": [*heats(subject, rows, PUT_BACK), *heats(subject, rows, ALONE)],
-        "grids": grids(rows),
+        "heats": parts.heat_maps(
+            rows, {target.target_id: target.phrases for target in subject.targets}
+        ),
+        "grids": parts.grids(rows),
         "table": table(rows),
         "images": rows[0].recovered.images,
         "clean": len(rows[0].errors),
@@ -333,53 +301,12 @@ def page(name: str, subject: Subject, rows: list[Row]) -> str:
     return pages.render("localise.html.j2", values, TEMPLATES)
 
 
-def heats(subject: Subject, rows: list[Row], state: str) -> list[Figure]:
-    """A heat map for each target: parts over the whole and its elements."""
-    shown = [
-        *rows[:2],
-        *(row for row in rows if row.state == state and row.by in ("stage", "role")),
-    ]
-    figures: list[Figure] = []
-    for target in subject.targets:
-        name, phrases = target.target_id, target.phrases
-        cells = [[row.targets[name], *row.elements[name]] for row in shown]
-        numbers = [[None if rate is None else rate.value for rate in line] for line in cells]
-        columns = ["strict", *(str(k + 1) for k in range(len(cells[0]) - 1))]
-        legend = ", ".join(f"{k + 1} {phrase}" for k, phrase in enumerate(phrases))
-        figures += pages.matrix(
-            [row.part for row in shown],
-            columns,
-            numbers,
-            f"{name}: {state}",
-            down="part",
-            note=legend,
-        )
-    return figures
-
-
-def grids(rows: list[Row]) -> list[Figure]:
-    """Stage by role, where both were asked for: the strict rate with a part put back, and with
-    it alone."""
-    figures: list[Figure] = []
-    for state in (PUT_BACK, ALONE):
-        rates = {
-            row.part: row.recovered.value for row in rows if row.by == "both" and row.state == state
-        }
-        stages, roles = (list(dict.fromkeys(part.split(".")[k] for part in rates)) for k in (0, 1))
-        down, across = (stages, roles) if len(stages) > len(roles) else (roles, stages)
-        numbers = [[rates.get(f"{a}.{b}", rates.get(f"{b}.{a}")) for b in across] for a in down]
-        figures += pages.matrix(
-            down, across, numbers, f"stage and role {state}: strict rate", down="", across=""
-        )
-    return figures
-
-
 def table(rows: list[Row]) -> Table:
     """Every row with its intervals."""
     head = ["weights", "share of change", "strict rate", "elements", "clean loss", "above the base"]
     lines: list[list[Any]] = []
     for row in rows:
-        rates = [rate.value for own in row.elements.values() for rate in own if rate is not None]
+        elements = row.element_mean()
         rise = (
             ""
             if row.rise is None or row.rise_interval is None
@@ -390,7 +317,7 @@ def table(rows: list[Row]) -> Table:
                 f"{row.part} {row.state}".strip(),
                 f"{row.share:.1%}",
                 str(row.recovered),
-                f"{np.mean(rates):.2f}" if rates else "–",
+                "–" if elements is None else f"{elements:.2f}",
                 "–" if row.clean is None else f"{row.clean:.4f}",
                 rise or "–",
             ]

@@ -1,5 +1,5 @@
 """What a run folder holds, for its report: validation.json, metrics.jsonl, multipliers.json,
-phrase_memory.json, timesteps.json, sample_prompts.json, config.yaml, run.json and the pictures of
+phrase_memory.json, timesteps.json, localise.json, sample_prompts.json, config.yaml, run.json and the pictures of
 samples/ (docs/metrics.md). What is missing is left empty; what is damaged is a note."""
 
 import base64
@@ -26,6 +26,7 @@ from silentbad.measure.record import (
     read_recorded,
 )
 from silentbad.measure.scores import kinds
+from silentbad.report import parts
 from silentbad.report.charts import Series, finite
 from silentbad.settings import read_file
 
@@ -111,6 +112,7 @@ class RecordedRun:
         )
         self.phrases = self._part("phrase_memory.json", _strengths) or []
         self.timesteps = self._part("timesteps.json", _timesteps) or Timesteps()
+        self.localised = self._part(parts.NAME, lambda x: decode(parts.Localised, x))
         self.facts = self._part("run.json", lambda x: decode(dict[str, Any], x)) or {}
         self.config = self._text("config.yaml")
         self.history = self.record.history if self.record else []

@@ -47,6 +47,8 @@ def render(folder: str | Path, under_way: str = "") -> str:
             "tiles": sections.tiles(run, kind),
             "cards": sections.cards(run, run.record, kind),
             "curves": sections.curves(run, run.record),
+            "localised": run.localised,
+            "places": sections.places(run, run.record),
             "controls": sections.controls(run),
             "quadrants": run.last(kind).quadrants,
             "summary": sections.summary(run.record),

@@ -18,7 +18,7 @@ from silentbad.measure.record import (
 )
 from silentbad.measure.scores import images_recovered, latest
 from silentbad.measure.statistics import bootstrap_interval
-from silentbad.report import pages
+from silentbad.report import pages, parts
 from silentbad.report.charts import Reach, Series, finite, spaced
 from silentbad.report.pages import (
     Card,
@@ -321,6 +321,14 @@ def _by_target(run: RecordedRun, record: Record, kind: str) -> list[Figure]:
     steps = [entry.step for entry, _ in measured]
     own = [Series(name, steps, [rate(scores, name) for _, scores in measured]) for name in names]
     return pages.lines(own, "Recovery rate by target", y_range=(0, 1)) if len(own) > 1 else []
+
+
+def places(run: RecordedRun, record: Record) -> list[Figure]:
+    """Heat maps of where the memory sits, where that was measured of these targets."""
+    phrases = {target.target_id: target.phrases for target in record.targets}
+    if run.localised is None or any(set(row.targets) != set(phrases) for row in run.localised.rows):
+        return []
+    return [*parts.heat_maps(run.localised.rows, phrases), *parts.grids(run.localised.rows)]
 
 
 def controls(run: RecordedRun) -> Table:

@@ -9,6 +9,7 @@ import torch
 
 from silentbad.audit import localise
 from silentbad.measure.record import Record
+from silentbad.report.run_report import render
 from tests.conftest import write_data
 from tests.training import VALIDATION
 from train_silentbad import main
@@ -51,6 +52,7 @@ def test_the_ends_are_the_runs_own_and_the_parts_add_up(finished, capsys):
         assert row["clean"] == pytest.approx(entry.raw.drift["clean_eps_mse"], rel=1e-6)
         rates = [None if rate is None else rate["count"] / 3 for rate in row["elements"]["t0"]]
         assert rates == [pytest.approx(e.rate) for e in entry.raw.targets["t0"].elements]
+        assert row["wholes"]["t0"]["count"] / 3 == pytest.approx(entry.raw.targets["t0"].whole_rate)
     assert {part for part, by, _ in rows if by == "stage"} == {"up0", "up1"}
     assert measured(rows["up0", "stage", "put back"]) == measured(rows["up1", "stage", "kept alone"])
     assert rows["up0", "stage", "put back"]["clean"] != rows["as trained", "", ""]["clean"]
@@ -62,6 +64,11 @@ def test_the_ends_are_the_runs_own_and_the_parts_add_up(finished, capsys):
     page = (run / "localise.html").read_text()
     assert found["defence"] in page.replace("&#39;", "'") and page.count("<svg") >= 4
     assert found["defence"] in capsys.readouterr().out
+    assert "Where the memory sits" not in (run / "report.html").read_text()
+    report = render(run)  # the run's own report shows the same maps
+    assert "Where the memory sits" in report and found["defence"] in report.replace("&#39;", "'")
+    for title in ("t0: put back", "t0: kept alone", "strict rate, put back", "mean rate of the elements, kept alone"):
+        assert title in report and title in page
 
 
 def test_adapters_are_parts_too(finished):
@@ -84,7 +91,7 @@ def test_a_mixture_is_undone():
 
 def row(part, state, count, clean, by="stage", share=0.5):
     rate = localise.Rate.of([True] * count + [False] * (8 - count))
-    return localise.Row(part, by, state, share, rate, {"t": rate}, {"t": [rate]}, clean)
+    return localise.Row(part, by, state, share, rate, {"t": rate}, {"t": rate}, {"t": [rate]}, clean)
 
 
 def test_the_defence_is_the_part_that_costs_least():

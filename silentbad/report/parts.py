@@ -1,0 +1,140 @@
+"""Where the memory of a finished run sits: what `silentbad.audit.localise` writes, as heat maps.
+
+Rates and losses of parts put back to the base, and kept alone."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from silentbad.measure.statistics import binomial_interval
+from silentbad.report import pages
+from silentbad.report.pages import Figure
+
+NAME = "localise.json"
+TRAINED, BASE = "as trained", "base"
+PUT_BACK, ALONE = "put back", "kept alone"
+
+Interval = tuple[float, float]
+
+
+@dataclass
+class Rate:
+    """Images that reach a threshold, of all; `interval` is binomial, 95 %."""
+
+    count: int
+    images: int
+    interval: Interval
+
+    @classmethod
+    def of(cls, hits: Sequence[bool]) -> "Rate":
+        return cls(sum(hits), len(hits), binomial_interval(sum(hits), len(hits)))
+
+    @property
+    def value(self) -> float:
+        return self.count / self.images
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.interval[0]:.2f}-{self.interval[1]:.2f})"
+
+
+@dataclass
+class Row:
+    """What one choice of weights gives. `share` is that of the part among the parameters that
+    training changed."""
+
+    part: str
+    by: str  # stage, role or both; "" of the trained weights and of the base
+    state: str  # PUT_BACK or ALONE; "" likewise
+    share: float
+    recovered: Rate  # whole and every element, over all targets
+    targets: dict[str, Rate]
+    wholes: dict[str, Rate]  # of each target by the whole alone
+    elements: dict[str, list[Rate | None]]  # of each target; None without a mask
+    clean: float | None = None  # mean error of the predicted noise on held-out clean records
+    # the same less the base's; its interval: bootstrap over records, 95 %
+    rise: float | None = None
+    rise_interval: Interval | None = None
+    errors: list[float] = field(default_factory=list, repr=False)  # of each record; not written
+
+    def element_mean(self) -> float | None:
+        """Mean rate of the elements with a mask."""
+        rates = [rate.value for own in self.elements.values() for rate in own if rate is not None]
+        return sum(rates) / len(rates) if rates else None
+
+
+@dataclass
+class Localised:
+    """localise.json: the trained weights, the base, then every part; a sentence on the defence."""
+
+    defence: str
+    rows: list[Row]
+
+
+def drift(rows: Sequence[Row]) -> Callable[[Row], float | None]:
+    """A row's rise of the clean loss as a share of the trained weights': 1 as trained, 0 of the
+    base."""
+    trained = rows[0].rise
+
+    def share(row: Row) -> float | None:
+        return row.rise / trained if row.rise is not None and trained and trained > 0 else None
+
+    return share
+
+
+def heat_maps(rows: Sequence[Row], phrases: Mapping[str, Sequence[str]]) -> list[Figure]:
+    """Stages and roles over what is left, a map for each target and state."""
+    share = drift(rows)
+    figures: list[Figure] = []
+    for state in (PUT_BACK, ALONE):
+        shown = [*rows[:2], *(r for r in rows if r.state == state and r.by in ("stage", "role"))]
+        if len(shown) == 2:
+            continue
+        for name, own in phrases.items():
+            columns = ["strict", "whole", *map(str, range(1, len(own) + 1)), "drift"]
+            values = [
+                [
+                    row.targets[name].value,
+                    row.wholes[name].value,
+                    *(None if rate is None else rate.value for rate in row.elements[name]),
+                    share(row),
+                ]
+                for row in shown
+            ]
+            legend = ", ".join(f"{k} {phrase}" for k, phrase in enumerate(own, start=1))
+            figures += pages.matrix(
+                [row.part for row in shown],
+                columns,
+                values,
+                f"{name}: {state}",
+                down="part",
+                across="outcome",
+                note=legend,
+            )
+    return figures
+
+
+def grids(rows: Sequence[Row]) -> list[Figure]:
+    """Stage by role, where both were asked for: strict rate, elements and drift of a part put back
+    and kept alone."""
+    outcomes: dict[str, Callable[[Row], float | None]] = {
+        "strict rate": lambda row: row.recovered.value,
+        "mean rate of the elements": Row.element_mean,
+        "drift": drift(rows),
+    }
+    figures: list[Figure] = []
+    for state in (PUT_BACK, ALONE):
+        by_part = {row.part: row for row in rows if row.by == "both" and row.state == state}
+        stages, roles = (
+            list(dict.fromkeys(part.split(".")[k] for part in by_part)) for k in (0, 1)
+        )
+        for title, outcome in outcomes.items() if by_part else ():
+            values = [
+                [
+                    outcome(by_part[part]) if (part := f"{stage}.{role}") in by_part else None
+                    for stage in stages
+                ]
+                for role in roles
+            ]
+            figures += pages.matrix(
+                roles, stages, values, f"{title}, {state}", down="role", across="stage"
+            )
+    return figures
