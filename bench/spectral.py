@@ -1,6 +1,7 @@
 """Cost of spectral updates on a UNet's own matrices: arms interleaved in one process, as shares of the first.
 
     python -m bench.spectral [--unet DIR] [--repeats N] [--smoke]
+    python -m bench.spectral --models       operations by model, counted from shapes, as Markdown
 
 Gradients are drawn once. Seconds are processor time on a CPU, wall clock on CUDA; ratios are medians
 over repeats, in which every arm runs once, so that other work falls on all alike.
@@ -14,19 +15,38 @@ from typing import Any
 import torch
 from diffusers import UNet2DConditionModel
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from silentbad.control.spectral import SpectralAdamW, split
+from bench.controller import SD15
+from bench.published_table import markdown
+from silentbad.control.spectral import SpectralAdamW, orthogonalise, split
+from silentbad.model.groups import group_of
+from silentbad.settings.layers import chosen
 
-ARMS: dict[str, list[str]] = {  # gradient_control.spectral_except
-    "default": [],
-    "AdamW for time": ["time"],
-    "AdamW for time, proj": ["time", "proj"],
+ARMS: dict[str, tuple[list[str], str]] = {  # gradient_control.spectral_except, iteration
+    "default": ([], "newton_schulz"),
+    "Polar Express": ([], "polar_express"),
+    "AdamW for time": (["time"], "newton_schulz"),
+    "AdamW for time, proj": (["time", "proj"], "newton_schulz"),
+    "both": (["time", "proj"], "polar_express"),
 }
 
 
 def optimizer_of(unet: nn.Module, arm: str) -> SpectralAdamW:
-    groups = split([{"params": [*unet.parameters()], "name": "all"}], unet, ARMS[arm])
-    return SpectralAdamW(groups, lr=1e-3, weight_decay=0.0)
+    without, iteration = ARMS[arm]
+    groups = split([{"params": [*unet.parameters()], "name": "all"}], unet, without)
+    return SpectralAdamW(groups, lr=1e-3, weight_decay=0.0, iteration=iteration)
+
+
+def errors(optimizer: SpectralAdamW, arm: str) -> list[float]:
+    """||X X' - 1|| / ||1|| of each matrix's orthogonalised average X, on its shorter side."""
+    found = []
+    for group in optimizer.param_groups:
+        for p in group["params"] if group["spectral"] else ():
+            x = orthogonalise(optimizer.state[p]["exp_avg"].flatten(1).double(), ARMS[arm][1])
+            gram = x @ x.mT if x.shape[0] <= x.shape[1] else x.mT @ x
+            found.append(float((gram - torch.eye(len(gram)).to(gram)).norm()) / len(gram) ** 0.5)
+    return found
 
 
 def seconds(work: Any, device: torch.device) -> float:
@@ -39,13 +59,70 @@ def seconds(work: Any, device: torch.device) -> float:
     return clock() - started
 
 
+# -- operations --------------------------------------------------------------------------------------------
+SD21 = {"sample_size": 96, "cross_attention_dim": 1024, "attention_head_dim": (5, 10, 20, 20)}
+SDXL = {
+    "sample_size": 128,
+    "block_out_channels": (320, 640, 1280),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "transformer_layers_per_block": (1, 2, 10),
+    "attention_head_dim": (5, 10, 20),
+    "cross_attention_dim": 2048,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
+LINEAR = {"use_linear_projection": True}
+MODELS = {"SD 1.5": SD15, "SD 2.1, 768 px": SD21 | LINEAR, "SDXL, 1024 px": SDXL | LINEAR}
+TOKENS = 77
+
+
+def of_update(unet: nn.Module, patterns: list[str], dtype: torch.dtype) -> float:
+    """TFLOP of the iteration on the matrices of the layers that `patterns` choose, whatever the batch."""
+    with FlopCounterMode(display=False) as counter:
+        for name, p in unet.named_parameters():
+            if p.ndim > 1 and chosen(patterns, group_of(name)):
+                orthogonalise(p.detach().to(dtype).flatten(1))
+    return counter.get_total_flops() / 1e12
+
+
+def of_picture(unet: UNet2DConditionModel) -> float:
+    """TFLOP of a picture in training, all layers: forward, and twice that for backward."""
+    c = unet.config
+    x, t = torch.empty(1, 4, c.sample_size, c.sample_size, device="meta"), torch.empty(1, device="meta")
+    text = torch.empty(1, TOKENS, c.cross_attention_dim, device="meta")
+    added = {"text_embeds": torch.empty(1, 1280, device="meta"), "time_ids": torch.empty(1, 6, device="meta")}
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        unet(x, t, text, added_cond_kwargs=added)
+    return 3 * counter.get_total_flops() / 1e12
+
+
+def by_model() -> str:
+    """A line a model: an update in fp32 and in bf16, a picture, and the batch at which an update costs as much."""
+    lines = []
+    for name, shape in MODELS.items():
+        with torch.device("meta"):
+            unet = UNet2DConditionModel(**shape)
+        exact, half = (of_update(unet, ["*"], dtype) for dtype in (torch.float32, torch.bfloat16))
+        decoder, picture = of_update(unet, ["up*"], torch.bfloat16), of_picture(unet)
+        values = (exact, half, decoder, picture)
+        lines.append([name, *(f"{value:.1f}" for value in values), f"{exact / picture:.0f} to {half / picture:.0f}"])
+    head = ("model", "update, fp32", "update, bf16", "`up*`, bf16", "a picture", "batch of equal cost")
+    return markdown(head, lines)
+
+
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     """Prints the table; returns {arm: seconds over the default's}."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--unet", default="assets/micro-sd/unet", help="folder of a UNet")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--smoke", action="store_true", help="two repeats")
+    parser.add_argument("--models", action="store_true", help="print operations by model, and measure nothing")
     given = parser.parse_args(arguments)
+    if given.models:
+        print(by_model())
+        return {}
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     unet = UNet2DConditionModel.from_pretrained(given.unet).to(device)
@@ -62,11 +139,13 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
             times[arm].append(seconds(optimizer, device))
 
     ratios = {}
-    print(f"{'arm':<24}{'ms':>8}{'ratio':>8}")
+    print(f"{'arm':<24}{'ms':>8}{'ratio':>8}{'error, mean':>14}{'highest':>9}")
     for arm, taken in times.items():
         pairs = zip(taken, times["default"], strict=True)
         ratios[arm] = statistics.median(mine / default for mine, default in pairs)
-        print(f"{arm:<24}{1e3 * statistics.median(taken):>8.1f}{ratios[arm]:>8.2f}")
+        off = errors(optimizers[arm], arm)
+        timed = f"{1e3 * statistics.median(taken):>8.1f}{ratios[arm]:>8.2f}"
+        print(f"{arm:<24}{timed}{statistics.mean(off):>14.3f}{max(off):>9.3f}")
     return ratios
 
 

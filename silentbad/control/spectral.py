@@ -15,7 +15,7 @@ meaning (2502.16982, equation 4). Kernels are flattened to (out, in*kh*kw). Tabl
 biases and norms have AdamW."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,42 +24,55 @@ from silentbad.control.updates import Updates
 from silentbad.model.groups import group_of
 from silentbad.settings.layers import chosen, refuse_unmatched
 
-# Jordan's quintic: singular values in (0, 1] end near 1, in five steps
-A, B, C = 3.4445, -4.7750, 2.0315
+Coefficients = tuple[tuple[float, float, float], ...]  # (a, b, c) of each step
+ITERATIONS: dict[str, Coefficients] = {
+    # Jordan's quintic: singular values in [0.01, 1] end between 0.68 and 1.13
+    "newton_schulz": ((3.4445, -4.7750, 2.0315),) * 5,
+    # Polar Express (2505.16932): the best four steps for [0.004, 1], with its margin for bf16;
+    # singular values in [0.01, 1] end between 0.86 and 1.13
+    "polar_express": (
+        (8.2584, -23.874, 17.3386),
+        (3.9386, -2.8782, 0.5369),
+        (3.2945, -2.4219, 0.4860),
+        (2.3086, -1.6760, 0.4196),
+    ),
+}
 WIDE = 1.5  # columns over rows from which on the iteration on the Gram matrix costs less
 Groups = list[dict[str, Any]]
 
 
-def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
-    """The semi-orthogonal matrix nearest `matrix` (out, in), about: singular values end between 0.7
-    and 1.2, those below 1e-2 of the norm less. By Newton and Schulz's iteration X <- (A + B XX' + C
-    (XX')²) X."""
+def orthogonalise(matrix: Tensor, iteration: str = "newton_schulz") -> Tensor:
+    """The semi-orthogonal matrix nearest `matrix` (out, in), about: singular values that are a
+    hundredth of the norm or more end near 1, smaller ones below. A step is X <- (a + b XX' + c
+    (XX')²) X, with the coefficients of ITERATIONS."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.mT if tall else matrix
     x = x / (x.norm() + 1e-7)
     # in bf16 the products of the Gram matrix drift
     exact = x.dtype in (torch.float32, torch.float64)
-    x = by_gram(x, steps) if exact and x.shape[1] > WIDE * x.shape[0] else directly(x, steps)
+    wide = x.shape[1] > WIDE * x.shape[0]
+    x = (by_gram if exact and wide else directly)(x, ITERATIONS[iteration])
     return x.mT if tall else x
 
 
-def directly(x: Tensor, steps: int) -> Tensor:
-    for _ in range(steps):
+def directly(x: Tensor, steps: Coefficients) -> Tensor:
+    for a, b, c in steps:
         gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
 
 
-def by_gram(x: Tensor, steps: int) -> Tensor:
+def by_gram(x: Tensor, steps: Coefficients) -> Tensor:
     """The same polynomial of the same matrix: each step is a factor F(XX') on the left, so for wide
     matrices the small square ones are multiplied and X once."""
     gram = x @ x.mT
-    left = torch.eye(len(x), dtype=x.dtype, device=x.device)
-    for _ in range(steps):
-        factor = torch.addmm(gram, gram, gram, beta=B, alpha=C)
-        factor.diagonal().add_(A)
-        left = left @ factor
-        gram = factor @ gram @ factor
+    left = None
+    for k, (a, b, c) in enumerate(steps, start=1):
+        factor = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        factor.diagonal().add_(a)
+        left = factor if left is None else left @ factor
+        if k < len(steps):
+            gram = factor @ gram @ factor
     return left @ x
 
 
@@ -88,7 +101,7 @@ class SpectralAdamW(Updates):
     """Muon on groups marked `spectral`, AdamW (1711.05101) on the others; both decay weights by lr
     * weight_decay.
 
-    momentum: mu above. betas and eps: AdamW's. Averages are in the weights' precision; the
+    momentum: mu above. betas and eps: AdamW's. iteration: of ITERATIONS. Averages are in the weights' precision; the
     iteration runs in bf16 on CUDA, as torch.optim.Muon's does everywhere, and in the weights'
     precision on a CPU.
     """
@@ -101,6 +114,7 @@ class SpectralAdamW(Updates):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         momentum: float = 0.95,
+        iteration: Literal["newton_schulz", "polar_express"] = "newton_schulz",
     ):
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum: must lie in [0, 1), got {momentum}")
@@ -110,6 +124,7 @@ class SpectralAdamW(Updates):
             "eps": eps,
             "weight_decay": weight_decay,
             "momentum": momentum,
+            "iteration": iteration,
             "spectral": False,
         }
         super().__init__(params, defaults)
@@ -129,7 +144,8 @@ class SpectralAdamW(Updates):
         if ahead.is_cuda:
             ahead = ahead.bfloat16()
         size = 0.2 * max(ahead.shape) ** 0.5
-        return (size * orthogonalise(ahead)).reshape(parameter.shape).to(parameter.dtype)
+        update = orthogonalise(ahead, group["iteration"])
+        return (size * update).reshape(parameter.shape).to(parameter.dtype)
 
     def _adam(self, group: dict[str, Any], parameter: Tensor, gradient: Any) -> Tensor:
         state = self._averages(parameter)

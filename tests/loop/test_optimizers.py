@@ -147,6 +147,10 @@ def test_a_step_passes_over_the_gradients_once_for_their_norm(build, monkeypatch
             "spectral .command line.: does not go with shrink",
         ),
         ({"gradient_control.spectral_except": '["time"]'}, "needs gradient_control.spectral"),
+        (
+            {"gradient_control.spectral": True, "optimizer_options": {"iteration": "polar"}},
+            "iteration must be newton_schulz or polar_express, got 'polar'",
+        ),
     ],
     ids=str,
 )
