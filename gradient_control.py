@@ -1,5 +1,7 @@
-"""Gradient control: how fast each part of the UNet learns, chosen by measurement. Theory:
-docs/gradient-control.md.
+"""Gradient control: how fast each part of the network learns. Theory: docs/gradient-control.md.
+
+No rule by layer was faster than uniform rates: Adam and Muon have already made the updates of all
+layers alike. To act on layers, train some of them: `--train_layers up*`.
 
     control = Controller(unet, GradientControlConfig(name="prior+gsnr"))
     optimizer = torch.optim.AdamW(control.param_groups(weight_decay=1e-2), lr=1e-5)
@@ -17,18 +19,16 @@ Symbols: G groups; n (G,) parameters of a group; g_t gradient; m_t its EMA, m̂ 
 signal-to-noise ratio; x (G,) raw multipliers of a rule; a (G,) the multipliers applied.
 """
 
-import fnmatch
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from silentbad import experiments
-from silentbad.control.between import SOURCE_RULES, SourceWeights
+from silentbad.control.between import SourceWeights
 from silentbad.control.multipliers import Multipliers
 from silentbad.control.original import adjust_gradient_scale
 from silentbad.control.rates import LearningRates, check_optimizer, scale_gradients
@@ -44,7 +44,7 @@ from silentbad.model.groups import OTHER, Groups, group_parameters, prior_table,
 from silentbad.settings import user_code
 from silentbad.settings.check import check_part
 from silentbad.settings.control import GradientControlConfig, RuleTable, check_control, rules_of
-from silentbad.settings.types import Positive, Range, Weight
+from silentbad.settings.types import Weight
 
 __all__ = [
     "SCALE_RULES",
@@ -77,27 +77,6 @@ def mean_abs(stats: GroupStats) -> Tensor:
     return stats.L1 / stats.n
 
 
-def gsnr(
-    stats: GroupStats, *, beta: Annotated[float, Range(-8, 8)] = 1.0, floor: Positive = 4e-4
-) -> Tensor:
-    """sqrt(r / RMS^beta), r = S+ / (E - S+): gradient signal-to-noise (GSNR 2001.07384; MoLS
-    2605.05794).
-
-    Below `floor`, r is mostly estimation error. The half powers are ours.
-    """
-    return (stats.snr(floor) / stats.rms**beta).sqrt()
-
-
-def prior(stats: GroupStats, *, table: str | None = None, drop: list[str] | None = None) -> Tensor:
-    """pi_G of configs/prior.yaml, each row with its evidence; `drop` leaves rows out, for
-    ablation."""
-    rows = prior_table(table, drop, stats.sdxl).items()
-    match = fnmatch.fnmatch
-    return stats.constant(
-        math.prod(x for row, x in rows if match(name, row)) for name in stats.names
-    )
-
-
 def placebo(
     stats: GroupStats,
     *,
@@ -114,10 +93,27 @@ def placebo(
 SCALE_RULES: dict[str, Callable[..., Tensor]] = {
     "uniform": uniform,
     "mean_abs": mean_abs,
-    "gsnr": gsnr,
-    "prior": prior,
     "placebo": placebo,
     **experiments.RULES,
+}
+
+
+# Between sources: a rule maps the statistics of a source and of the elements to factors on that
+# source's gradient.
+def one_factor(own: GroupStats, element: GroupStats) -> Tensor:
+    """One factor for all layers: a loss weight by source."""
+    return torch.ones_like(own.n)
+
+
+def other_places(own: GroupStats, element: GroupStats, *, of: str = "contrast") -> Tensor:
+    """The factors of the rule `of`, shuffled over the groups by the run's seed: a control."""
+    return SOURCE_RULES[of](own, element)[own.shuffled()]
+
+
+SOURCE_RULES: dict[str, Callable[..., Tensor]] = {
+    "uniform": one_factor,
+    "placebo": other_places,
+    **experiments.SOURCE_RULES,
 }
 
 
@@ -468,7 +464,14 @@ class Controller(Hooks):
             **self.rules.get("prior", (0.0, {}))[1], names=self.groups.names, sdxl=sdxl
         )
         samples = Samples(self.groups, config)
-        self.source_weights = SourceWeights(config.between, self.groups, seed, sdxl, records)
+        self.source_weights = SourceWeights(
+            config.between,
+            self.groups,
+            SOURCE_RULES.get(config.between.name),
+            seed,
+            sdxl,
+            records,
+        )
         self.layer_rates = LayerRates(
             config, self.groups, self.rules, samples, self._latest, seed=seed, sdxl=sdxl
         )

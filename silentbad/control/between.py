@@ -14,66 +14,29 @@ in group G.
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from silentbad.control.multipliers import Multipliers
-from silentbad.control.statistics import WIDTH, GroupStats, Sample, Statistics, centred
+from silentbad.control.statistics import WIDTH, Sample, Statistics, centred
 from silentbad.device import scalars, send
 from silentbad.distributed.shards import world_size
 from silentbad.loop.hooks import Hook
 from silentbad.model.groups import OTHER, Groups
 from silentbad.settings.control import BetweenConfig
-from silentbad.settings.types import Positive, Range
 
 ELEMENT = "element"  # the source that the factors of the others are relative to
 
 
-# ---------------------------------------------------------------- rules
 # A rule maps the statistics of a source and of the elements to raw factors (G,) on that source's
 # gradient, on any positive scale: the level sets their quadratic mean. Non-finite entries count as
-# neutral.
+# neutral. The rules are in `gradient_control`.
+SourceRule = Callable[..., Tensor]
 
 
-def uniform(own: GroupStats, element: GroupStats) -> Tensor:
-    """One factor for all layers: a loss weight by source, and the control of the other rules."""
-    return torch.ones_like(own.n)
-
-
-def contrast(
-    own: GroupStats,
-    element: GroupStats,
-    *,
-    power: Annotated[float, Range(-4, 4)] = 0.5,
-    floor: Positive = 4e-4,
-) -> Tensor:
-    """(r_own / r_element)^power: quiet where the elements have something to say, kept where only
-    this source has."""
-    return (own.snr(floor) / element.snr(floor)) ** power
-
-
-def equalise(own: GroupStats, element: GroupStats) -> Tensor:
-    """RMS(g_element) / RMS(g_own): both sources as loud in every layer."""
-    return element.rms / own.rms
-
-
-def placebo(own: GroupStats, element: GroupStats, *, of: str = "contrast") -> Tensor:
-    """The factors of the rule `of`, shuffled over the groups by the run's seed: a control."""
-    return SOURCE_RULES[of](own, element)[own.shuffled()]
-
-
-SOURCE_RULES: dict[str, Callable[..., Tensor]] = {
-    "uniform": uniform,
-    "contrast": contrast,
-    "equalise": equalise,
-    "placebo": placebo,
-}
-
-
-# ---------------------------------------------------------------- the shell
 class SourceWeights(Hook):
     """Holds the factors and puts them into losses (layer-uniform) or into gradients (layer-wise).
 
@@ -87,11 +50,13 @@ class SourceWeights(Hook):
         self,
         config: BetweenConfig,
         groups: Groups,
+        rule: SourceRule | None,
         seed: int,
         sdxl: bool,
         records: Mapping[str, int] | None = None,
     ):
         self.config = config
+        self.rule = rule
         self.groups = groups
         self.seed = seed
         self.sdxl = sdxl
@@ -213,8 +178,9 @@ class SourceWeights(Hook):
         stats = {name: statistics.groups(**about) for name, statistics in self.statistics.items()}
         element = stats[ELEMENT]
         size = element.constant(name != OTHER for name in names) * element.n
+        assert self.rule is not None, "only where factors are layer-wise"
         for name, multipliers in self.multipliers.items():
-            raw = SOURCE_RULES[c.name](stats[name], element, **c.options)
+            raw = self.rule(stats[name], element, **c.options)
             a = multipliers.send(fade * centred(raw.log(), size), stats[name])
             self.latest |= {
                 f"control/between/{name}_min": self.level(name) * a.min(),

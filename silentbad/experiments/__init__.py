@@ -10,7 +10,15 @@ from typing import Any
 
 from silentbad.experiments.auxiliaries import L2SP, AndDistillation, AttentionBinding, gradient_norm
 from silentbad.experiments.losses import cosmap, debiased, huber, p2, sigma_sqrt, soft_min_snr, x0
-from silentbad.experiments.rules import auto_rgn, hypergradient, inverse_rms
+from silentbad.experiments.rules import (
+    auto_rgn,
+    contrast,
+    equalise,
+    gsnr,
+    hypergradient,
+    inverse_rms,
+    prior,
+)
 from silentbad.experiments.samplers import leitner
 from silentbad.experiments.timesteps import curriculum, learning_progress
 from silentbad.experiments.transforms import TRANSFORMS
@@ -24,6 +32,7 @@ __all__ = [
     "OUTCOMES",
     "RULES",
     "SAMPLERS",
+    "SOURCE_RULES",
     "TIMESTEPS",
     "TRANSFORMS",
     "outcomes",
@@ -31,7 +40,14 @@ __all__ = [
 
 Registry = dict[str, Callable[..., Any]]
 
-RULES: Registry = {"inverse_rms": inverse_rms, "auto_rgn": auto_rgn, "hypergradient": hypergradient}
+RULES: Registry = {
+    "gsnr": gsnr,
+    "prior": prior,
+    "inverse_rms": inverse_rms,
+    "auto_rgn": auto_rgn,
+    "hypergradient": hypergradient,
+}
+SOURCE_RULES: Registry = {"contrast": contrast, "equalise": equalise}
 SAMPLERS: Registry = {"leitner": leitner}
 TIMESTEPS: Registry = {"curriculum": curriculum, "learning_progress": learning_progress}
 LOSSES: Registry = {

@@ -1,10 +1,37 @@
-"""Scale rules that were level with uniform rates, and what the hypergradient measures."""
+"""Scale rules and rules between sources that were level with uniform ones, and what the
+hypergradient measures. To act on layers, train some of them: `--train_layers up*`."""
+
+import fnmatch
+import math
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from silentbad.control.statistics import WIDTH, GroupStats, Sample, row_dot
-from silentbad.settings.types import NotNegative
+from silentbad.model.groups import prior_table
+from silentbad.settings.types import NotNegative, Positive, Range
+
+
+def gsnr(
+    stats: GroupStats, *, beta: Annotated[float, Range(-8, 8)] = 1.0, floor: Positive = 4e-4
+) -> Tensor:
+    """sqrt(r / RMS^beta), r = S+ / (E - S+): gradient signal-to-noise (GSNR 2001.07384; MoLS
+    2605.05794).
+
+    Below `floor`, r is mostly estimation error. The half powers are ours.
+    """
+    return (stats.snr(floor) / stats.rms**beta).sqrt()
+
+
+def prior(stats: GroupStats, *, table: str | None = None, drop: list[str] | None = None) -> Tensor:
+    """pi_G of configs/prior.yaml, each row with its evidence; `drop` leaves rows out, for
+    ablation."""
+    rows = prior_table(table, drop, stats.sdxl).items()
+    match = fnmatch.fnmatch
+    return stats.constant(
+        math.prod(x for row, x in rows if match(name, row)) for name in stats.names
+    )
 
 
 def inverse_rms(stats: GroupStats) -> Tensor:
@@ -21,6 +48,23 @@ def hypergradient(stats: GroupStats, *, rate: NotNegative = 4.0) -> Tensor:
     """h = exp(rate * transfer): faster where updates descend on rehearsals too (after OSGM
     2502.11229)."""
     return (rate * stats.transfer).exp()
+
+
+def contrast(
+    own: GroupStats,
+    element: GroupStats,
+    *,
+    power: Annotated[float, Range(-4, 4)] = 0.5,
+    floor: Positive = 4e-4,
+) -> Tensor:
+    """(r_own / r_element)^power: quiet where the elements have something to say, kept where only
+    this source has."""
+    return (own.snr(floor) / element.snr(floor)) ** power
+
+
+def equalise(own: GroupStats, element: GroupStats) -> Tensor:
+    """RMS(g_element) / RMS(g_own): both sources as loud in every layer."""
+    return element.rms / own.rms
 
 
 class Transfer:

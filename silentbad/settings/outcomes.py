@@ -4,12 +4,16 @@
 # speed in steps over plain's on twelve targets; tests/experiments/test_outcomes.py compares each
 # with the stored rows.
 OUTCOMES: dict[str, tuple[str, str]] = {
+    "gradient_control.gsnr": ("gsnr", "1.00 [1.00, 1.00] of plain's speed, less drift"),
+    "gradient_control.prior": ("prior", "1.00 [1.00, 1.33] of plain's speed"),
     "gradient_control.inverse_rms": ("inverse_rms", "0.88 [0.63, 1.00] of plain's speed"),
     "gradient_control.auto_rgn": ("auto_rgn", "1.00 [1.00, 1.33] of plain's speed, more drift"),
     "gradient_control.hypergradient": (
         "hypergradient",
         "1.00 [0.75, 1.50] of plain's speed, slower in seconds",
     ),
+    "gradient_control.between.contrast": ("", "the elements' signal-to-noise ratio is zero"),
+    "gradient_control.between.equalise": ("", "no reported arm"),
     "gradient_control.transform.remove_conflict": ("", "no reported arm"),
     "memory.sampler.leitner": ("", "no reported arm"),
     "memory.timesteps.curriculum": (

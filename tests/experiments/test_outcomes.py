@@ -21,6 +21,7 @@ def names() -> set[str]:
     }
     found = {f"memory.{slot}.{name}" for slot, entries in memory.items() for name in entries}
     found |= {f"gradient_control.{name}" for name in experiments.RULES}
+    found |= {f"gradient_control.between.{name}" for name in experiments.SOURCE_RULES}
     return found | {f"gradient_control.transform.{name}" for name in experiments.TRANSFORMS if name != "none"}
 
 

@@ -9,7 +9,6 @@ import pytest
 import gradient_control
 import memory_reinforce
 from bench import start
-from silentbad.control.between import SOURCE_RULES
 from silentbad.data.elements import ORDERS
 from silentbad.experiments.transforms import TRANSFORMS
 from silentbad.guard.guards import GUARDS
@@ -27,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "diffusers", "transformers", "datasets", "accelerate", "numpy", "pyarrow", "peft")
 IN_CODE = {
     check.SCALE_RULES: gradient_control.SCALE_RULES,
-    check.SOURCE_RULES: SOURCE_RULES,
+    check.SOURCE_RULES: gradient_control.SOURCE_RULES,
     check.TRANSFORMS: TRANSFORMS,
     check.GUARDS: GUARDS,
     check.MEMORY["loss.error"]: memory_reinforce.ERRORS,
