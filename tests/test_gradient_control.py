@@ -300,9 +300,9 @@ def test_combination_is_a_weighted_sum_of_centred_logs():
 
 
 def test_prior_is_the_product_of_its_rows():
-    log_x = gc.prior(stats_of())
+    log_x = gc.SCALE_RULES["prior"](stats_of())
     assert log_x.tolist() == pytest.approx([2.0 * 1.25, 1.25, 1.25 * 1.25, 1.25 * 0.75, 0.5, 1.0])
-    assert gc.prior(stats_of(), drop=["*.xattn.v"])[0] == 1.25
+    assert gc.SCALE_RULES["prior"](stats_of(), drop=["*.xattn.v"])[0] == 1.25
     with pytest.raises(UserError, match="no row 'xattn.v'"):
         Controller(Toy(), config("prior", options={"drop": ["xattn.v"]}))
     with pytest.raises(UserError, match="no file nowhere.yaml"):

@@ -100,7 +100,7 @@ def test_a_rule_added_to_a_dict_is_found(tmp_path, monkeypatch):
         "RULES = {'mine': mine}\n"
         "def late(stats): ...\n"
         "RULES['late'] = late\n"
-        "RULES['by_path'] = 'gradient_control:gsnr'\n"
+        "RULES['by_path'] = 'silentbad.experiments.rules:gsnr'\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     rules = from_source("mine_rules:RULES")
