@@ -11,6 +11,7 @@ from bench.published_table import (
     FIRST_TARGETS,
     HEAD,
     IMAGES,
+    LAYERS,
     LONG,
     MAIN,
     PAPER,
@@ -34,6 +35,7 @@ from bench.published_table import (
 from bench.recovery_table import Read, grid
 
 FILE = "published.jsonl"
+FILES = {LAYERS: "layers.jsonl"}  # of a block whose rows lie apart
 SOONER = "times sooner than `plain`"
 OUTCOME = ("arm", "targets (runs)", "recovered", "median step", "strict rate", "elements", "drift")
 SHORT = ("arm", "steps", "recovered", "strict rate", "median step", SOONER)
@@ -41,7 +43,7 @@ SHORT = ("arm", "steps", "recovered", "strict rate", "median step", SOONER)
 
 def frozen(read: Read, block: int = MAIN) -> list[dict]:
     """The rows of a block at a ratio of 10 %, one target a run, each arm at its frozen length."""
-    rows = [row for row in reported_of(read(FILE), block) if row["images"] == IMAGES]
+    rows = [row for row in reported_of(read(FILES.get(block, FILE)), block) if row["images"] == IMAGES]
     return [row for row in rows if usual(row) and alone(row) and not longer(row)]
 
 
@@ -279,6 +281,7 @@ def development(read: Read) -> str:
 README: tuple[tuple[int, str], ...] = (
     (MAIN, "recommended"),
     (LONG, "recommended_long"),
+    (LAYERS, "decoder"),
     (MAIN, "recommended_leak_free_adamw"),
 )
 README += ((MAIN, "replay"), (MAIN, "plain"))

@@ -14,9 +14,10 @@ from bench.arms import PUBLISHED_AT
 from silentbad.measure.statistics import binomial_interval, bootstrap_interval
 
 BATCH, CLEAN, IMAGES = 16, 720, 16  # pictures a step; clean ones, and images of an evaluation, if nothing is said
-FIRST_TARGETS = (2000, 2100, 2450, 2500)  # first target of each block of reported targets; a later idea takes the next
+# first target of each block of reported targets; a later idea takes the next
+FIRST_TARGETS = (2000, 2100, 2450, 2500, 2524)
 FEW_NULLS = FIRST_TARGETS[1]  # the block that also has tables by ratio, seed, k and several at once
-MAIN, LONG = FIRST_TARGETS[2:]  # the block of all arms, and that of `recommended_long`
+MAIN, LONG, LAYERS = FIRST_TARGETS[2:]  # the blocks of all arms, of `recommended_long`, of which layers train
 
 
 def sustained(curve: dict[int, float], level: float = 0.5) -> int | None:
