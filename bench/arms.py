@@ -176,8 +176,8 @@ PUBLISHED: dict[str, Flags] = {
 LAYERS = ("decoder", "decoder_resnets", "all_but_decoder", "half_0", "half_1", "half_2", "half_3", "decoder_leak_free")
 # (learning rate in units of 1e-4, optimizer steps, steps between evaluations) of each reported arm
 PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
-    **dict.fromkeys(LAYERS, (40.0, 200, 50)),
-    "up1": (40.0, 400, 100),
+    **dict.fromkeys(LAYERS, (40.0, 200, 200)),
+    "up1": (40.0, 400, 200),
     "recommended": (40.0, 200, 20),
     "recommended_long": (40.0, 600, 50),
     "recommended_leak_free": (40.0, 200, 20),

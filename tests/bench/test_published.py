@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from bench import between, layerwise, nulls, strength
+from bench import between, layers, layerwise, nulls, strength
 from bench.arms import PUBLISHED, PUBLISHED_AT
 from bench.published_table import (
     FIRST_TARGETS,
@@ -33,6 +33,7 @@ FROZEN = {  # block of targets -> the commit that freezes its arms and rates
     2100: "1a7f77450f8ab8a502f7f51c1ad038937e91429e",
     2450: "2994cf71460d02a76ba208a3ffa54304da2fe16e",
     2500: "c203e699e6765c252f5fa48a52ed44978e32f61e",
+    2524: "bfe2538af70331e1a0a1c111d38ce118ba7299d4",
 }
 
 
@@ -120,10 +121,10 @@ def test_signs_and_holm():
 
 # Evaluated less often than frozen, to save time (research/protocol.md): four and eight at once, and plain to 4000.
 COARSER = {(800, 200), (1600, 400), (3200, 1600), (4800, 1200), (4000, 250)}
-ALSO = {  # to see whether they arrive at all, and in pairs with `recommended_long`
+ALSO = {  # to see whether they arrive at all, in pairs with `recommended_long`, beside the decoder
     "plain": {(4000, 250)},
     "replay": {(1800, 100)},
-    "recommended": {(200, 50)},
+    "recommended": {(200, 50), (200, 200)},
     "recommended_long": {(600, 200)},  # more seeds, more clean pictures
 }
 
@@ -239,7 +240,7 @@ def descend(frozen: str, rows: list[dict]) -> None:
 
 def test_reported_rows_are_of_frozen_code():
     """Targets from 2000 on are generated after the commit that freezes protocol, arms and rates."""
-    rows = stored(RESULTS.with_name("published.jsonl"))
+    rows = stored(RESULTS.with_name("published.jsonl")) + stored(layers.RUNS)
     assert (
         {row["arm"] for row in rows} <= {*PUBLISHED}
         and {*PUBLISHED_AT} <= {*PUBLISHED}
