@@ -233,21 +233,17 @@ class RecoveryHook(Hook):
         """History, thresholds and batch, as plain values."""
         names = ("history", "threshold", "element_threshold", "ranges", "seconds")
         state = {name: encode(getattr(self, name)) for name in names}
-        state |= {"elapsed": self.elapsed(), "batch": self.sampler.batch}
-        return json.loads(json.dumps(state))
+        return state | {"elapsed": self.elapsed(), "batch": self.sampler.batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up such a state; the targets' features are computed anew."""
         self.sampler.limit(state["batch"])
         self.seconds = state["seconds"]
         self.born = time.perf_counter() - state["elapsed"]
-        self.history = decode(list[Measurement], state["history"], "history")
-        calibrated = bool(state["threshold"])
-        self.threshold = decode(Threshold, state["threshold"], "threshold") if calibrated else None
-        self.element_threshold = (
-            decode(ElementThreshold, state["element_threshold"]) if calibrated else None
-        )
-        self.ranges = decode(list[TargetRange], state.get("ranges", []), "ranges")
+        self.history = decode(list[Measurement], state["history"])
+        self.threshold = decode(Threshold | None, state["threshold"])
+        self.element_threshold = decode(ElementThreshold | None, state["element_threshold"])
+        self.ranges = decode(list[TargetRange], state["ranges"])
 
     def _evaluate(self, step: int, tag: str, full: bool, drift: bool) -> Scores:
         """Scores of the weights in place; the best and the median picture are kept."""

@@ -27,7 +27,7 @@ from silentbad.data.schema import (
 )
 from silentbad.errors import UserError, brief, writing
 from silentbad.measure.generation import Item, Sampler
-from silentbad.measure.record import decode, read_recorded
+from silentbad.measure.record import read
 from silentbad.measure.samples import log_grid, save
 from silentbad.model.denoiser import backbone_in
 from silentbad.settings.validation import ValidationConfig
@@ -131,7 +131,7 @@ class Draw:
 def read_draws(folder: Path) -> list[Draw]:
     """What was drawn so far, by step. Raises UserError where the file has another form."""
     file = folder / NAME
-    return decode(list[Draw], read_recorded(file)) if file.is_file() else []
+    return read(list[Draw], file) if file.is_file() else []
 
 
 # -- drawing ---------------------------------------------------------------------------------------

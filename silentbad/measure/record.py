@@ -5,20 +5,16 @@ docs/metrics.md defines the numbers. Similarities, rates and thresholds have no 
 optimizer updates, `epoch` passes over the records, `seconds` is wall time."""
 
 import json
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from silentbad.errors import UserError, writing
-from silentbad.files import from_json
+from silentbad.files import replace_text
 
-SCHEMA = 2  # of what is written; schema 1 counted an image as recovered by its whole alone
-READS = (1, 2)
 STRICT, WHOLE = "strict", "whole"  # endpoints
 RECOVERED = "recovered"  # the states of a verdict
 NOT_RECOVERED = "not recovered"
@@ -26,19 +22,19 @@ UNDECIDED = "undecided"
 NAME = "validation.json"
 ALL = "all targets"  # the summary row over all targets
 KINDS = ("raw", "ema")  # of weights: as trained, averaged
-DEEPEST = 50  # levels of nesting that are read
-LARGEST = 2**64  # integer that is read
 T = TypeVar("T")
 
 
-def absent() -> Any:
-    """A field that is left out of the file where it is None; others are written as null."""
-    return field(default=None, metadata={"absent": True})
+class Finite:
+    """Of dataclasses that are read: no number is NaN or infinite. A field whose default is None is
+    left out of the file where it is None; others are written as null."""
+
+    __pydantic_config__ = ConfigDict(allow_inf_nan=False)
 
 
 # -- what the file holds ---------------------------------------------------------------------------
 @dataclass
-class KindThreshold:
+class KindThreshold(Finite):
     """What one kind of null asks of a threshold: `value` keeps its false positives at `rate`; n
     nulls."""
 
@@ -50,7 +46,7 @@ class KindThreshold:
 
 
 @dataclass
-class Threshold:
+class Threshold(Finite):
     """The similarity from which a picture counts as the target's. A given one has a value and a
     source alone.
 
@@ -59,16 +55,16 @@ class Threshold:
 
     value: float
     source: str
-    low: float | None = absent()  # 95 % interval of the quantile; None: unbounded on that side
-    high: float | None = absent()
-    n: int | None = absent()  # null images
-    false_positive_rate: float | None = absent()  # asked for, per image
+    low: float | None = None  # 95 % interval of the quantile; None: unbounded on that side
+    high: float | None = None
+    n: int | None = None  # null images
+    false_positive_rate: float | None = None  # asked for, per image
     # what the nulls can promise for the kinds without an allowance
-    attained: float | None = absent()
-    confidence: float | None = absent()
-    held_out: float | None = absent()  # mean rate on each target under a threshold from the others
-    kinds: dict[str, KindThreshold] | None = absent()
-    targets: list[float | None] | None = absent()
+    attained: float | None = None
+    confidence: float | None = None
+    held_out: float | None = None  # mean rate on each target under a threshold from the others
+    kinds: dict[str, KindThreshold] | None = None
+    targets: list[float | None] | None = None
 
     def of_target(self, target: int) -> float:
         """The threshold of one target: its own where it has one."""
@@ -90,17 +86,17 @@ class ElementThreshold(Threshold):
 
 
 @dataclass
-class NullScores:
+class NullScores(Finite):
     """What one kind of null scores: the highest of n pictures, and their mean."""
 
     highest: float
     mean: float
     n: int
-    interval: tuple[float, float] | None = absent()  # 95 % of the mean, of two pictures or more
+    interval: tuple[float, float] | None = None  # 95 % of the mean, of two pictures or more
 
 
 @dataclass
-class Range:
+class Range(Finite):
     """Between what a picture can score that is no recovery, and what one that is a copy scores.
 
     floor: the highest null, of kind `nearest`. ceiling: what all but 5 % of true copies reach.
@@ -117,7 +113,7 @@ class Range:
 
 
 @dataclass
-class TargetRange:
+class TargetRange(Finite):
     """The ranges of a target and of its elements (None without a mask)."""
 
     target_id: str
@@ -132,7 +128,7 @@ class TargetRange:
 
 
 @dataclass
-class Picture:
+class Picture(Finite):
     """A kept generation: its file below the run folder, its similarity to the target."""
 
     file: str
@@ -140,17 +136,17 @@ class Picture:
 
 
 @dataclass
-class ElementScores:
+class ElementScores(Finite):
     """Of the region inside an element's mask, over a target's images; None without a mask. `sims`
     in the order of the images' noise."""
 
     mean: float | None
     rate: float | None
-    sims: list[float] | None = absent()
+    sims: list[float] | None = None
 
 
 @dataclass
-class TargetScores:
+class TargetScores(Finite):
     """Of one target's images; `sims` are their similarities, in the order of their noise. `rate`
     is the strict one."""
 
@@ -163,19 +159,19 @@ class TargetScores:
     sims: list[float]
     magnitude: float | None
     elements: list[ElementScores]
-    whole_rate: float | None = absent()  # by the whole alone
-    diversity: float | None = absent()  # 1 - mean similarity between two images of the target
+    whole_rate: float | None = None  # by the whole alone
+    diversity: float | None = None  # 1 - mean similarity between two images of the target
     # similarity of each image to the training picture most like it
-    nearest: list[float] | None = absent()
-    nearest_record: str | None = absent()  # the training picture that any image is most like
-    raw: list[float] | None = absent()  # similarities to the target's file,
-    decoded: list[float] | None = absent()  # and to what the autoencoder leaves of it
-    best: Picture | None = absent()
-    median: Picture | None = absent()
+    nearest: list[float] | None = None
+    nearest_record: str | None = None  # the training picture that any image is most like
+    raw: list[float] | None = None  # similarities to the target's file,
+    decoded: list[float] | None = None  # and to what the autoencoder leaves of it
+    best: Picture | None = None
+    median: Picture | None = None
 
 
 @dataclass
-class CellScores:
+class CellScores(Finite):
     """Of one kind of prompt, over targets. An image is recovered when the whole and every element
     with a mask reach their thresholds; `cir` is the mean of the targets' rates of such images."""
 
@@ -194,14 +190,14 @@ class CellScores:
     clip_own: float | None
     clip_shuffled: float | None
     targets: dict[str, TargetScores]
-    whole: float | None = absent()  # the rate by the whole alone
+    whole: float | None = None  # the rate by the whole alone
     # share of targets whose best image reaches the published fixed number
-    published: float | None = absent()
-    diversity: float | None = absent()
+    published: float | None = None
+    diversity: float | None = None
 
 
 @dataclass
-class Quadrants:
+class Quadrants(Finite):
     """Elements counted by whether they come in at least half of the images, alone and composed."""
 
     both: int = 0
@@ -211,18 +207,18 @@ class Quadrants:
 
 
 @dataclass
-class Detection:
+class Detection(Finite):
     """How well a probe tells composed prompts (positives) from clean ones (negatives). `tpr` is the
     share of positives above all but 1 % of the negatives, where those are 100 or more."""
 
     auc: float
     positives: int
     negatives: int
-    auc_low: float | None = absent()  # 95 %, bootstrap over images
-    auc_high: float | None = absent()
-    tpr: float | None = absent()
-    tpr_low: float | None = absent()  # 95 %, binomial over the positives
-    tpr_high: float | None = absent()
+    auc_low: float | None = None  # 95 %, bootstrap over images
+    auc_high: float | None = None
+    tpr: float | None = None
+    tpr_low: float | None = None  # 95 %, binomial over the positives
+    tpr_high: float | None = None
 
 
 @dataclass
@@ -230,25 +226,25 @@ class Scores(CellScores):
     """Of the composed prompt; the controls' cells and the sampling lengths where they were
     measured."""
 
-    cells: dict[str, CellScores] | None = absent()
-    quadrants: Quadrants | None = absent()
-    lengths: dict[str, dict[str, float]] | None = absent()
+    cells: dict[str, CellScores] | None = None
+    quadrants: Quadrants | None = None
+    lengths: dict[str, dict[str, float]] | None = None
     drift: dict[str, float] = field(default_factory=dict)
     # of composed prompts among clean ones, by text-conditional magnitude
-    detection: Detection | None = absent()
-    anisotropy: Detection | None = absent()  # the same by the alignment of guidance
+    detection: Detection | None = None
+    anisotropy: Detection | None = None  # the same by the alignment of guidance
 
 
 @dataclass
-class Measurement:
+class Measurement(Finite):
     """One point of the recovery curve: scores of the raw weights, of the averaged ones, or of
     both."""
 
     step: int
     epoch: float
     label: str
-    raw: Scores | None = absent()
-    ema: Scores | None = absent()
+    raw: Scores | None = None
+    ema: Scores | None = None
     seconds: float = 0.0
     share: float = 0.0  # of the time since the hook was set up
 
@@ -258,7 +254,7 @@ class Measurement:
 
 
 @dataclass
-class TargetEntry:
+class TargetEntry(Finite):
     """A target and its files below the run folder; `elements` has None where an element has no
     mask."""
 
@@ -267,11 +263,11 @@ class TargetEntry:
     elements: list[str | None]
     prompt: str
     phrases: list[str]
-    estimated: bool | None = absent()  # masks were estimated from the data
+    estimated: bool | None = None  # masks were estimated from the data
 
 
 @dataclass
-class Verdict:
+class Verdict(Finite):
     """Whether composed prompts recover a target, as far as it can be told, and what chance
     gives."""
 
@@ -279,11 +275,11 @@ class Verdict:
     step: int
     images_above: int
     images: int
-    expected_by_chance: float | None = absent()
-    p_value: float | None = absent()
-    state: str | None = absent()  # RECOVERED, NOT_RECOVERED or UNDECIDED; None: `recovers` says it
-    reasons: list[str] | None = absent()  # why it is undecided
-    states: dict[str, str] | None = absent()  # by target
+    expected_by_chance: float | None = None
+    p_value: float | None = None
+    state: str | None = None  # RECOVERED, NOT_RECOVERED or UNDECIDED; None: `recovers` says it
+    reasons: list[str] | None = None  # why it is undecided
+    states: dict[str, str] | None = None  # by target
 
     @property
     def word(self) -> str:
@@ -294,7 +290,7 @@ class Verdict:
 
 
 @dataclass
-class SummaryRow:
+class SummaryRow(Finite):
     """The recovery curve of one target, or of `ALL`, in numbers; None: never."""
 
     weights: str
@@ -308,11 +304,11 @@ class SummaryRow:
     half_step: float | None  # first crossing of one half, also where the rate falls again
     restricted: float | None
     # from it on the rate is at least one half at every evaluation
-    sustained_step: float | None = absent()
+    sustained_step: float | None = None
 
 
 @dataclass
-class Placebo:
+class Placebo(Finite):
     """The strict rate less that of a run on placebo data, which never shows an exact element:
     the headline number."""
 
@@ -321,15 +317,15 @@ class Placebo:
     difference: float
     interval: tuple[float, float]  # 95 %, over targets; of fewer than six over their images
     targets: int
-    whole: float | None = absent()  # of the placebo run: the rate by the whole alone,
-    published: float | None = absent()  # by the published criterion,
-    element_rate: float | None = absent()  # of its elements
+    whole: float | None = None  # of the placebo run: the rate by the whole alone,
+    published: float | None = None  # by the published criterion,
+    element_rate: float | None = None  # of its elements
     # where they differ: mean of this run's, of the placebo run's
-    thresholds: tuple[float, float] | None = absent()
+    thresholds: tuple[float, float] | None = None
 
 
 @dataclass
-class Record:
+class Record(Finite):
     """A validation, as its hook leaves it in validation.json."""
 
     seed: int
@@ -345,10 +341,11 @@ class Record:
     batch: int
     processes: int
     endpoint: str = WHOLE  # what the rates count: "strict", or in records of schema 1 "whole"
-    placebo: Placebo | None = absent()
-    precision: str | None = absent()  # of the forward passes: that of autocast, else of the weights
-    ranges: list[TargetRange] | None = absent()
-    reference: str | None = absent()  # what images are compared with: the target "raw" or "decoded"
+    placebo: Placebo | None = None
+    precision: str | None = None  # of the forward passes: that of autocast, else of the weights
+    ranges: list[TargetRange] | None = None
+    reference: str | None = None  # what images are compared with: the target "raw" or "decoded"
+    schema: Literal[1, 2] = 2  # schema 1 counted an image as recovered by its whole alone
 
     @classmethod
     def load(cls, path: str | Path, flag: str = "") -> "Record":
@@ -357,13 +354,7 @@ class Record:
         Raises UserError, one line that names the key, where something is missing, mistyped or not
         finite."""
         try:
-            content = read_recorded(Path(path))
-            if not isinstance(content, dict) or "schema" not in content:
-                raise UserError("no object with a schema; is it the record of a validation?")
-            if content["schema"] not in READS or isinstance(content["schema"], bool):
-                known = " and ".join(map(str, READS))
-                raise UserError(f"schema is {shown(content['schema'])}; this version reads {known}")
-            record = decode(cls, content)
+            record = read(cls, Path(path))
             record.check()
         except UserError as error:
             raise UserError(f"{flag and flag + ': '}{path}: {error}") from None
@@ -371,47 +362,34 @@ class Record:
 
     def check(self) -> None:
         """Raise UserError where the parts do not fit each other."""
-        names = [target.target_id for target in self.targets]
-        if not names or len(set(names)) < len(names):
-            raise UserError("targets needs one entry at least, and no target_id twice")
+        names = {target.target_id for target in self.targets}
         steps = [entry.step for entry in self.history]
-        if not steps or any(b <= a for a, b in zip([-1, *steps], steps, strict=False)):
-            raise UserError("history needs one entry at least, and steps that rise from 0 or above")
-        for k, entry in enumerate(self.history):
-            if entry.raw is None and entry.ema is None:
-                raise UserError(f"history[{k}] holds neither raw nor ema")
-            for scores in filter(None, (entry.raw, entry.ema)):
-                if strangers := [name for name in scores.targets if name not in names]:
-                    raise UserError(
-                        f"history[{k}] has scores of {shown(strangers[0])}, which "
-                        f"targets does not list"
-                    )
-        for k, row in enumerate(self.summary):
-            if row.weights not in KINDS:
-                raise UserError(
-                    f"summary[{k}].weights is {shown(row.weights)}; it is one of {', '.join(KINDS)}"
-                )
+        measured = [scores for e in self.history for scores in (e.raw, e.ema) if scores]
+        fit = (
+            len(names) == len(self.targets) > 0
+            and steps == sorted({*steps})
+            and min(steps, default=-1) >= 0
+            and all(entry.raw or entry.ema for entry in self.history)
+            and all(names >= scores.targets.keys() for scores in measured)
+            and all(row.weights in KINDS for row in self.summary)
+        )
+        if not fit:
+            raise UserError(
+                "target_id, step and weights of targets, history and summary do not fit together"
+            )
 
     def save(self, path: Path) -> None:
         """Write the file whole or not at all."""
-        draft, text = (
-            path.with_name(path.name + ".tmp"),
-            json.dumps({"schema": SCHEMA, **encode(self)}, indent=1),
-        )
         with writing(str(path.parent), path.name):
-            try:
-                draft.write_text(text, encoding="utf-8")
-                draft.replace(path)
-            finally:
-                draft.unlink(missing_ok=True)
+            replace_text(path, json.dumps(encode(self), indent=1))
 
 
 # -- JSON and dataclasses --------------------------------------------------------------------------
 def encode(value: Any) -> Any:
     """Dataclasses as dicts, without the absent fields; lists and dicts likewise."""
     if is_dataclass(value) and not isinstance(value, type):
-        pairs = ((f, getattr(value, f.name)) for f in fields(value))
-        return {f.name: encode(v) for f, v in pairs if not (v is None and f.metadata.get("absent"))}
+        pairs = [(f, getattr(value, f.name)) for f in fields(value)]
+        return {f.name: encode(v) for f, v in pairs if v is not None or f.default is not None}
     if isinstance(value, dict):
         return {key: encode(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -419,100 +397,25 @@ def encode(value: Any) -> Any:
     return value
 
 
-def decode(kind: type[T], value: Any, key: str = "") -> T:
-    """A value read from JSON as a dataclass, or as a list, dict, tuple or optional of one; other
-    keys are ignored.
-
-    Raises UserError, which names the key, where a part is missing or of another type, or holds a
-    number that is not finite."""
-    if place := _out_of_range(value, key):
-        raise UserError(f"{place} is not finite or too large")
-    text = json.dumps(value, ensure_ascii=False)
-    try:
-        return _adapter(kind).validate_json(text.encode("utf-8", "replace"), strict=True)  # type: ignore[arg-type]
-    except ValidationError as error:
-        raise UserError(_what_is_wrong(error.errors()[0], key)) from None
-
-
-def _out_of_range(value: Any, key: str) -> str:
-    """The key of the first number that is not finite or too large; "" where there is none."""
-    infinite = isinstance(value, float) and not math.isfinite(value)
-    if infinite or (isinstance(value, int) and abs(value) > LARGEST):
-        return key or "the value"
-    parts: Any = value.items() if isinstance(value, dict) else ()
-    if isinstance(value, (list, tuple)):
-        parts = enumerate(value)
-    for name, part in parts:
-        inner = f"{key}[{name}]" if isinstance(name, int) else f"{key}.{name}".lstrip(".")
-        if place := _out_of_range(part, inner):
-            return place
-    return ""
-
-
-WORDS = {  # pydantic's type of an error -> what would be right
-    "int": "an integer",
-    "float": "a number",
-    "string": "a text",
-    "bool": "true or false",
-    "list": "a list",
-    "tuple": "a list",
-    "dict": "an object",
-    "dataclass": "an object",
-}
-
-
 @cache
 def _adapter(kind: Any) -> TypeAdapter:
     return TypeAdapter(kind)
 
 
-def _what_is_wrong(error: Any, key: str) -> str:
-    """pydantic's complaint in one line that begins with the key."""
-    name = key + "".join(
-        f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]
-    )
-    name = name.removeprefix(".") or "the file"
-    if error["type"] == "missing":
-        return f"{name} is missing"
-    if error["type"] in ("too_long", "too_short"):
-        context = error["ctx"]
-        right = context.get("max_length", context.get("min_length"))
-        return f"{name} has {context['actual_length']} entries instead of {right}"
-    right = WORDS.get(error["type"].partition("_")[0], error["msg"].lower())
-    return f"{name} is {shown(error['input'])} instead of {right}"
+def decode(kind: type[T], value: Any) -> T:
+    """What `encode` gave, as a dataclass, or as a list or optional of one."""
+    return _adapter(kind).validate_python(value)
 
 
-def shown(value: Any) -> str:
-    """A JSON value in one short line of ASCII."""
-    if isinstance(value, (dict, list)):
-        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)} entries"
-    if isinstance(value, int) and abs(value) > LARGEST:
-        return "an integer beyond 2^64"
-    text = json.dumps(value)
-    return text if len(text) <= 40 else text[:36] + "..."
+def read(kind: type[T], file: Path) -> T:
+    """A JSON file as a dataclass, or as a list or dict of one; other keys are ignored.
 
-
-def read_recorded(path: Path, **options: Any) -> Any:
-    """The content of a run folder's JSON file; `options` go to json.loads. Raises UserError
-    where it cannot be read."""
+    Raises UserError, which names the key, where a part is missing or of another type."""
     try:
-        value = from_json(path.read_text(encoding="utf-8"), **options)
+        return _adapter(kind).validate_json(file.read_bytes(), strict=True)
     except OSError as error:
         raise UserError(f"cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise UserError(f"cannot be read as JSON ({str(error).splitlines()[0]})") from None
-    if any(depth > DEEPEST for depth in _depths(value)):
-        raise UserError("cannot be read (nested too deeply)")
-    return value
-
-
-def _depths(value: Any) -> Iterator[int]:
-    """How deep each object or list of a JSON value lies."""
-    waiting = [(value, 0)]
-    while waiting:
-        part, depth = waiting.pop()
-        if isinstance(part, (dict, list)):
-            yield depth
-            waiting += [
-                (one, depth + 1) for one in (part.values() if isinstance(part, dict) else part)
-            ]
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        raise UserError(f"{place}: {first['msg']}") from None

@@ -4,16 +4,17 @@ samples/ (docs/metrics.md). What is missing is left empty; what is damaged is a 
 
 import base64
 import io
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from silentbad.data.images import open_image
-from silentbad.errors import UserError
+from silentbad.errors import UserError, user_errors
 from silentbad.files import from_json
 from silentbad.measure.prompts import NAME as PROMPTS
-from silentbad.measure.prompts import Draw, read_draws
+from silentbad.measure.prompts import Draw
 from silentbad.measure.record import (
     ALL,
     NAME,
@@ -22,8 +23,7 @@ from silentbad.measure.record import (
     Record,
     Scores,
     SummaryRow,
-    decode,
-    read_recorded,
+    read,
 )
 from silentbad.measure.scores import kinds
 from silentbad.report import parts
@@ -46,18 +46,10 @@ class Multipliers:
 
 @dataclass
 class Strengths:
-    """An entry of phrase_memory.json: rho of each phrase."""
+    """An entry of `PhraseMemory`: rho of each phrase."""
 
     step: float
     rho: list[float | None]
-
-
-@dataclass
-class NamedStrengths:
-    """The same by name."""
-
-    step: float
-    rho: dict[str, float | None]
 
 
 @dataclass
@@ -67,15 +59,13 @@ class PhraseMemory:
     phrases: list[str] = field(default_factory=list)
     history: list[Strengths] = field(default_factory=list)
 
-    def named(self) -> list[NamedStrengths]:
-        """The history by name; a phrase without one gets a number."""
-        names = dict(enumerate(self.phrases))
-        return [
-            NamedStrengths(
-                e.step, {names.get(i, f"element {i + 1}"): v for i, v in enumerate(e.rho)}
-            )
-            for e in self.history
-        ]
+    def series(self) -> list[Series]:
+        """The strength of each phrase against steps; a phrase without a name gets a number."""
+        steps = [entry.step for entry in self.history]
+        count = max((len(entry.rho) for entry in self.history), default=0)
+        names = self.phrases + [f"element {i + 1}" for i in range(len(self.phrases), count)]
+        columns = itertools.zip_longest(*(entry.rho for entry in self.history))
+        return [Series(name, steps, rho) for name, rho in zip(names, columns, strict=False)]
 
 
 @dataclass
@@ -100,22 +90,20 @@ class RecordedRun:
         if file.exists() and not file.is_file():
             raise UserError(f"report: {file} is no file")
         self.record = Record.load(file) if self._holds(NAME) else None
+        self.history = self.record.history if self.record else []
         self.metrics = self._metrics()
-        self.draws = self._draws()
+        self.draws = self._part(PROMPTS, list[Draw]) or []
         if not (self.record or self.metrics or self.draws):
             raise UserError(
                 f"report: '{folder}' holds neither validation.json nor "
                 f"metrics.jsonl; is it a run folder?"
             )
-        self.multipliers = (
-            self._part("multipliers.json", lambda x: decode(list[Multipliers], x)) or []
-        )
-        self.phrases = self._part("phrase_memory.json", _strengths) or []
-        self.timesteps = self._part("timesteps.json", _timesteps) or Timesteps()
-        self.localised = self._part(parts.NAME, lambda x: decode(parts.Localised, x))
-        self.facts = self._part("run.json", lambda x: decode(dict[str, Any], x)) or {}
+        self.multipliers = self._part("multipliers.json", list[Multipliers]) or []
+        self.phrases = self._part("phrase_memory.json", PhraseMemory) or PhraseMemory()
+        self.timesteps = self._part("timesteps.json", Timesteps) or Timesteps()
+        self.localised = self._part(parts.NAME, parts.Localised)
+        self.facts = self._part("run.json", dict[str, Any]) or {}
         self.config = self._text("config.yaml")
-        self.history = self.record.history if self.record else []
         self._pictures: dict[Path, str] = {}
 
     def _inside(self, name: str) -> Path | None:
@@ -135,38 +123,17 @@ class RecordedRun:
             self.notes.append(f"{name} is a link that leads out of the folder; left out")
         return False
 
-    def _draws(self) -> list[Draw]:
-        try:
-            return read_draws(self.folder) if self._holds(PROMPTS) else []
-        except UserError as error:
-            self.notes.append(f"{PROMPTS} could not be read: {error}")
-            return []
-
     def _text(self, name: str) -> str:
-        try:
-            return (
-                (self.folder / name).read_text(encoding="utf-8", errors="replace")
-                if self._holds(name)
-                else ""
-            )
-        except OSError as error:
-            self.notes.append(f"{name} could not be read: {error.strerror}")
-            return ""
-
-    def _part(self, name: str, read: Callable[[Any], T]) -> T | None:
-        """A JSON file in its form, None where there is none; NaN and infinity count as not
-        measured."""
         if not self._holds(name):
-            return None
+            return ""
+        return (self.folder / name).read_text(encoding="utf-8", errors="replace")
+
+    def _part(self, name: str, kind: type[T]) -> T | None:
+        """A JSON file in its form; None where there is none, or it is damaged."""
         try:
-            value = read_recorded(self.folder / name, parse_constant=lambda _: None)
+            return read(kind, self.folder / name) if self._holds(name) else None
         except UserError as error:
             self.notes.append(f"{name} could not be read: {error}")
-            return None
-        try:
-            return read(value)
-        except UserError as error:
-            self.notes.append(f"{name} has another form than docs/metrics.md states: {error}")
             return None
 
     def _metrics(self) -> list[dict[str, Any]]:
@@ -205,13 +172,10 @@ class RecordedRun:
     def withheld(self) -> list[str]:
         """Elements that config.yaml left out of training."""
         try:
-            names = (
-                read_file(str(self.folder / "config.yaml"))[0].get("withhold")
-                if self.config
-                else None
-            )
+            config, _ = read_file(str(self.folder / "config.yaml")) if self.config else ({}, None)
         except UserError:
             return []
+        names = config.get("withhold")
         return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
     def kinds(self) -> list[str]:
@@ -254,32 +218,14 @@ class RecordedRun:
         return [row for row in rows if row.target != ALL and row.weights == kind]
 
 
-def _strengths(value: Any) -> list[NamedStrengths]:
-    return (
-        decode(list[NamedStrengths], value)
-        if isinstance(value, list)
-        else decode(PhraseMemory, value).named()
-    )
-
-
-def _timesteps(value: Any) -> Timesteps:
-    timesteps = decode(Timesteps, value)
-    if len(timesteps.counts) + 1 != len(timesteps.edges):
-        raise UserError(
-            f"{len(timesteps.counts)} counts do not lie between {len(timesteps.edges)} edges"
-        )
-    return timesteps
-
-
 def _data_uri(file: Path, name: str) -> str:
-    try:
+    with user_errors(f"{name}: cannot be read"):
         if file.stat().st_size > MOST_BYTES:
             raise UserError(f"{name}: over the limit of {MOST_BYTES} bytes; left out")
         image = open_image(file.read_bytes(), name)
-    except OSError as error:
-        raise UserError(f"{name}: cannot be read ({error.strerror})") from None
     small = max(image.size) <= SIDE // 2
     image.thumbnail((SIDE, SIDE))
     stream = io.BytesIO()
     image.save(stream, "PNG", optimize=True) if small else image.save(stream, "JPEG", quality=86)
-    return f"data:image/{'png' if small else 'jpeg'};base64,{base64.b64encode(stream.getvalue()).decode()}"
+    content = base64.b64encode(stream.getvalue()).decode()
+    return f"data:image/{'png' if small else 'jpeg'};base64,{content}"

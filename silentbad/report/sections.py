@@ -16,7 +16,7 @@ from silentbad.measure.record import (
     TargetEntry,
     TargetScores,
 )
-from silentbad.measure.scores import images_recovered, latest
+from silentbad.measure.scores import images_recovered, latest, mean_of
 from silentbad.measure.statistics import bootstrap_interval
 from silentbad.report import pages, parts
 from silentbad.report.charts import Reach, Series, finite, spaced
@@ -466,14 +466,13 @@ def control(run: RecordedRun) -> list[Figure]:
 
 def memory(run: RecordedRun) -> list[Figure]:
     """Phrase strengths and the timesteps drawn."""
-    tables, steps = [e.rho for e in run.phrases], [e.step for e in run.phrases]
-    names = list(dict.fromkeys(name for table in tables for name in table))
-    series = [Series(n, steps, [table.get(n) for table in tables]) for n in names]
+    series = run.phrases.series()
     if len(series) > 8:  # the weakest set the speed: show them and the mean
         weakest = sorted(series, key=lambda s: s.ys[-1] if finite(s.ys[-1]) else 1.0)[:6]
-        known = [[v for v in table.values() if finite(v)] for table in tables]
-        mean = [sum(values) / len(values) if values else None for values in known]
-        series = [Series(f"mean of {len(names)}", steps, mean), *weakest]
+        mean = [
+            mean_of(filter(finite, column)) for column in zip(*(s.ys for s in series), strict=True)
+        ]
+        series = [Series(f"mean of {len(series)}", series[0].xs, mean), *weakest]
     note = "1 - error / error before training, on fixed probes"
     return [
         *pages.lines(series, "Strength of phrases (rho)", note=note),

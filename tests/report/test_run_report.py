@@ -88,7 +88,7 @@ def test_report_with_parts_missing(run, tmp_path):
     (bare / "multipliers.json").write_text("{broken")
     (bare / "phrase_memory.json").write_text('"odd"')
     text = run_report.render(bare)
-    assert "recovery was not measured" in text and "could not be read" in text and "another form" in text
+    assert "recovery was not measured" in text and text.count("could not be read") == 2
 
 
 def test_pictures_outside_the_run_are_not_read(run, tmp_path):
@@ -394,7 +394,9 @@ def test_hostile_text_everywhere_at_once_stays_text(small):
         rows = [{"step": s, "loss": 0.1 * s, text: s, "lr": text, "validation": ""} for s in range(3)]
         (small / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
         (small / "multipliers.json").write_text(json.dumps([{"step": 1, "multipliers": {text: 2.0}}]))
-        (small / "phrase_memory.json").write_text(json.dumps([{"step": 1, "rho": {text: 0.5}}]))
+        (small / "phrase_memory.json").write_text(
+            json.dumps({"phrases": [text], "history": [{"step": 1, "rho": [0.5]}]})
+        )
         page = rendered(small)
         assert "<h2>Targets and generations</h2>" in page and "<h2>Training</h2>" in page
         assert "<h2>Memory</h2>" in page and "Gradient control" in page
@@ -432,11 +434,6 @@ def test_a_record_of_another_form_is_refused(small, content):
 def test_a_damaged_part_leaves_the_rest(small, name, content):
     (small / name).write_text(content)
     assert "Recovery curves" in rendered(small)
-
-
-def test_timesteps_whose_counts_do_not_fit_are_named(small):
-    (small / "timesteps.json").write_text('{"edges": [0, 1], "counts": [1, 2, 3]}')
-    assert "timesteps.json has another form than docs/metrics.md states: 3 counts do not lie" in rendered(small)
 
 
 def test_metrics_bear_any_rows(small):
