@@ -233,7 +233,8 @@ class RecoveryHook(Hook):
         """History, thresholds and batch, as plain values."""
         names = ("history", "threshold", "element_threshold", "ranges", "seconds")
         state = {name: encode(getattr(self, name)) for name in names}
-        return state | {"elapsed": self.elapsed(), "batch": self.sampler.batch}
+        state |= {"elapsed": self.elapsed(), "batch": self.sampler.batch}
+        return json.loads(json.dumps(state))  # no numbers of numpy
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up such a state; the targets' features are computed anew."""
