@@ -23,13 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from accelerate.utils.memory import should_reduce_batch_size
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from silentbad.data.images import resize, to_tensor
 from silentbad.data.table import vocabulary
 from silentbad.data.targets import Target
+from silentbad.device import in_batches
 from silentbad.errors import UserError, writing
 from silentbad.measure.generation import Item, Sampler, left_as_found
 from silentbad.model.latents import decode, scaled
@@ -40,8 +39,7 @@ from silentbad.rng import generator, noise
 REGIONS = ("redrawn", "missing")
 SCENES = ("composed", "described")
 KINDS = (*REGIONS, *SCENES)
-VERSION = 1  # of the algorithm; a change makes cached pictures stale
-CHECKSUM = 16  # bytes after a cached picture's own
+VERSION = 2  # of the algorithm; a change makes cached pictures stale
 
 Masks = Sequence[Sequence[Tensor | None]]  # of each target, of each element: (1,H,W) in [0,1]
 
@@ -133,44 +131,24 @@ def plan(
 ) -> list[Draw]:
     """`count` draws of each kind, of regions for each element with a mask; regions first. A
     backdrop is never missing: nothing stands behind it."""
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise UserError(
-            f"counterfactuals: unknown kind {unknown[0]!r}; the kinds are {', '.join(KINDS)}"
-        )
     regions: list[Draw] = []
     scenes: list[Draw] = []
     for j, (target, drawn) in enumerate(zip(targets, canvases, strict=True)):
         back = drawn.backdrop
         behind = "" if back is None else target.phrases[back]
         for k in (k for k, share in enumerate(drawn.shares) if share is not None):
-            prompts = {
-                "redrawn": (target.phrases[k], "" if k == back else behind),
-                "missing": (behind, ""),
-            }
-            wanted = [
-                kind for kind in prompts if kind in kinds and not (kind == "missing" and k == back)
-            ]
-            regions += [
-                Draw(kind, j, k, i, *prompts[kind]) for kind in wanted for i in range(count)
-            ]
+            prompts = {"redrawn": (target.phrases[k], "" if k == back else behind)}
+            if k != back:
+                prompts["missing"] = (behind, "")
+            for kind in (kind for kind in prompts if kind in kinds):
+                regions += [Draw(kind, j, k, i, *prompts[kind]) for i in range(count)]
         captions = {"composed": target.composed_prompt, "described": target.description or ""}
-        wanted = [kind for kind, caption in captions.items() if caption and kind in kinds]
-        scenes += [Draw(kind, j, None, i, captions[kind]) for kind in wanted for i in range(count)]
+        for kind in (kind for kind, caption in captions.items() if caption and kind in kinds):
+            scenes += [Draw(kind, j, None, i, captions[kind]) for i in range(count)]
     return regions + scenes
 
 
 # -- drawing ---------------------------------------------------------------------------------------
-def guided(sampler: Sampler, prompts: list[str], against: list[str]) -> dict[str, Tensor]:
-    """Text states by the pipeline's argument names; an empty text to guide away from is the
-    pipeline's own."""
-    states, away = sampler.encode(prompts), sampler.encode(against)
-    for name in ("prompt_embeds", "pooled_prompt_embeds"):
-        if name in states:
-            for i in (i for i, text in enumerate(against) if text):
-                states[f"negative_{name}"][i] = away[name][i]
-    return states
-
-
 def masked_denoising(
     sampler: Sampler,
     states: dict[str, Tensor],
@@ -220,65 +198,44 @@ class Painter:
     ):
         self.sampler, self.targets, self.canvases, self.seed = sampler, targets, canvases, seed
         self.latents: dict[int, Tensor] = {}  # x0 (C,h,w) by target
-        if not (
-            hasattr(sampler.pipe.scheduler, "add_noise")
-            or hasattr(sampler.pipe.scheduler, "scale_noise")
-        ):
-            kind = type(sampler.pipe.scheduler).__name__
-            raise UserError(
-                f"counterfactuals: {kind} has no add_noise; take a scheduler of Stable Diffusion"
-            )
 
     def paint(
         self, draws: Sequence[Draw], numbers: Sequence[int], show: bool
     ) -> Iterator[tuple[list[int], Tensor]]:
         """The draws of these numbers -> (numbers, pictures (B,3,S,S) uint8) batch by batch."""
-        sampler, left = self.sampler, list(numbers)
-        with Bar(total=len(left), desc="Counterfactuals", disable=not show or not left) as bar:
-            while left:
-                region = draws[left[0]].kind in REGIONS
-                chunk = [n for n in left[: sampler.batch] if (draws[n].kind in REGIONS) == region]
-                try:
-                    made = self._batch([draws[n] for n in chunk])
-                except RuntimeError as error:
-                    if len(chunk) == 1 or not should_reduce_batch_size(error):
-                        raise
-                    sampler.limit(len(chunk) // 2)
-                    continue
-                left = left[len(chunk) :]
-                bar.update(len(chunk))
-                yield chunk, made
+        regions = [n for n in numbers if draws[n].kind in REGIONS]
+        scenes = [n for n in numbers if draws[n].kind in SCENES]
+        hidden = not (show and numbers)
+        with Bar(total=len(numbers), desc="Counterfactuals", disable=hidden) as bar:
+            for part in (regions, scenes):
+                for chunk, pictures in in_batches(
+                    part,
+                    self.sampler.batch,
+                    lambda chunk: self._batch([draws[n] for n in chunk]),
+                    self.sampler.limit,
+                ):
+                    bar.update(len(chunk))
+                    yield chunk, pictures
 
     def _batch(self, draws: list[Draw]) -> Tensor:
         """Pictures (B,3,S,S) uint8 of draws that are all of regions, or all of whole pictures."""
-        pipe, regions = self.sampler.pipe, draws[0].kind in REGIONS
-        with (
-            left_as_found(self.sampler.backbone, pipe.vae, *self.sampler.encoders),
-            torch.no_grad(),
-        ):
-            if not regions:
+        sampler = self.sampler
+        with left_as_found(sampler.backbone, sampler.pipe.vae, *sampler.encoders), torch.no_grad():
+            if draws[0].kind in SCENES:
                 return self._scenes(draws)
             images = self._regions(draws)
-        canvases = [self.canvases[d.target] for d in draws]
-        old = torch.stack([c.picture for c in canvases])
-        share = torch.stack(
-            [
-                s
-                for d, c in zip(draws, canvases, strict=True)
-                if (s := c.shares[d.place]) is not None
-            ]
-        )
+        old = torch.stack([self.canvases[d.target].picture for d in draws])
+        share = torch.stack([self._share(d) for d in draws])
         mixed = (share * images * 255 + (1 - share) * old).round().to(torch.uint8)
         return torch.where(share > 0, mixed, old)  # outside the mask to the bit
 
     def _scenes(self, draws: list[Draw]) -> Tensor:
         """Whole pictures, under noise that no measured image has."""
         sampler = self.sampler
-        ids = [self.targets[d.target].target_id for d in draws]
-        named = zip(draws, ids, strict=True)
-        items = [
-            Item(d.kind, d.target, d.image, d.prompt, f"counterfactual/{name}") for d, name in named
-        ]
+        items = []
+        for d in draws:
+            address = f"counterfactual/{self.targets[d.target].target_id}"
+            items.append(Item(d.kind, d.target, d.image, d.prompt, address))
         with sampler.with_other(seed=self.seed), sampler.autocast():
             images, _ = sampler.generate(items)
         return (images * 255).round().to(torch.uint8).cpu()
@@ -297,7 +254,7 @@ class Painter:
         streams = [generator(self.seed, "counterfactual-steps", *place) for place in places]
         hole = torch.stack([self._hole(d) for d in draws]).to(x0.device)
         with sampler.autocast():
-            states = guided(sampler, [d.prompt for d in draws], [d.against for d in draws])
+            states = sampler.encode([d.prompt for d in draws], [d.against for d in draws])
             latents = masked_denoising(sampler, states, x0, torch.cat(eps).to(x0), hole, streams)
         # decoding is the peak of memory
         images = torch.cat([decode(pipe.vae, part) for part in latents.split(8)])
@@ -306,11 +263,16 @@ class Painter:
         )
         return (images.float().cpu() / 2 + 0.5).clamp(0, 1)
 
+    def _share(self, draw: Draw) -> Tensor:
+        """The share (1,S,S) of the element that a draw of a region makes anew."""
+        share = self.canvases[draw.target].shares[draw.place]
+        assert share is not None, "only elements with a mask are drawn"
+        return share
+
     def _hole(self, draw: Draw) -> Tensor:
         """The latents (1,h,w) of which any pixel lies inside the mask."""
-        share = self.canvases[draw.target].shares[draw.element or 0]
-        assert share is not None, "only elements with a mask are drawn"
-        return F.max_pool2d(share[None], self.sampler.pipe.vae_scale_factor)[0] > 0
+        factor = self.sampler.pipe.vae_scale_factor
+        return F.max_pool2d(self._share(draw)[None], factor)[0] > 0
 
     def _latents(self, target: int) -> Tensor:
         """x0 (C,h,w) of a target, encoded alone and once, in the autoencoder's own precision."""
@@ -324,53 +286,6 @@ class Painter:
 
 
 # -- keeping ---------------------------------------------------------------------------------------
-def _checksum(pixels: np.ndarray) -> bytes:
-    return hashlib.sha256(pixels.tobytes()).digest()[:CHECKSUM]
-
-
-def _whole(file: Path) -> bool:
-    """Whether a shard can be read and each of its pictures fits its checksum."""
-    try:
-        with safe_open(file, framework="np") as shard:
-            keys, rows = shard.get_tensor("keys"), shard.get_tensor("rows")
-        return len(keys) == len(rows) and all(
-            _checksum(row[:-CHECKSUM]) == row[-CHECKSUM:].tobytes() for row in rows
-        )
-    except (SafetensorError, OSError, ValueError, IndexError):
-        return False
-
-
-class Cache:
-    """Pictures by key in a folder of shards, each written whole; processes may fill it at once."""
-
-    def __init__(self, folder: Path, side: int, say: Callable[[str], None]):
-        self.shape, self.place = (3, side, side), f"cache_dir {folder.parent}"
-        with writing(self.place, "counterfactuals"):
-            folder.mkdir(parents=True, exist_ok=True)
-            for file in sorted(folder.glob("*.safetensors")):
-                if not _whole(file):
-                    say(f"counterfactuals: {file} is damaged; its pictures are drawn anew")
-                    file.unlink(missing_ok=True)
-        self.store = Store(folder)
-
-    def lacks(self, keys: np.ndarray) -> np.ndarray:
-        """(N,) whether there is no picture of that key."""
-        return self.store.find(keys) < 0
-
-    def add(self, keys: np.ndarray, pictures: Tensor) -> None:
-        """Keep pictures (N,3,S,S) uint8."""
-        flat = pictures.flatten(1)
-        sums = np.stack([np.frombuffer(_checksum(row), dtype=np.uint8) for row in flat.numpy()])
-        with writing(self.place, "counterfactuals"):
-            self.store.add(keys, torch.cat([flat, torch.from_numpy(sums)], dim=1))
-
-    def read(self, keys: np.ndarray) -> Iterator[Tensor]:
-        """Pictures (3,S,S) uint8 of these keys, all of which are there."""
-        self.store.refresh()
-        for number in self.store.find(keys).tolist():
-            yield self.store.read(number)[:-CHECKSUM].reshape(self.shape)
-
-
 def model_digest(sampler: Sampler) -> str:
     """Hash over what the base's pictures depend on: weights, tokenizers, schedule, settings,
     precision."""
@@ -381,17 +296,11 @@ def model_digest(sampler: Sampler) -> str:
     with sampler.autocast():
         kind = sampler.backbone.device.type
         cast = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+    guidance = (config.guidance_scale, config.guidance_rescale)
     return digest(
         *(sampler.backbone, pipe.vae, *sampler.encoders, *map(vocabulary, tokenizers)),
         *(type(pipe.scheduler).__name__, dict(pipe.scheduler.config), dict(pipe.config).get(ZEROS)),
-        [
-            VERSION,
-            sampler.side,
-            sampler.steps,
-            config.guidance_scale,
-            config.guidance_rescale,
-            cast,
-        ],
+        [VERSION, sampler.side, sampler.steps, *guidance, cast],
     )
 
 
@@ -413,15 +322,8 @@ def _keys(
     def key(draw: Draw) -> bytes:
         j, k = draw.target, draw.element
         seen = [] if k is None else [k, pictures[j], shares[j][k]]
-        facts = [
-            seed,
-            targets[j].target_id,
-            draw.kind,
-            draw.image,
-            draw.prompt,
-            draw.against,
-            *seen,
-        ]
+        address = (seed, targets[j].target_id, draw.kind, draw.image)
+        facts = [*address, draw.prompt, draw.against, *seen]
         return hashlib.sha256(json.dumps(facts).encode()).digest()[:16]
 
     return np.array([key(draw) for draw in draws], dtype=KEY)
@@ -465,15 +367,19 @@ def counterfactuals(
         for numbers, pictures in painter.paint(draws, mine, show):
             yield from map(row, numbers, pictures)
         return
-    kept = Cache(cache / f"counterfactuals-{model_digest(sampler)}", sampler.side, say)
+    folder = cache / f"counterfactuals-{model_digest(sampler)}"
+    with writing(f"cache_dir {cache}", "counterfactuals"):
+        folder.mkdir(parents=True, exist_ok=True)
+    store = Store(folder, say)
     keys = _keys([draws[n] for n in mine], targets, canvases, seed)
     key_of = dict(zip(mine, keys, strict=True))
-    missing = [n for n, absent in zip(mine, kept.lacks(keys), strict=True) if absent]
+    missing = [n for n, place in zip(mine, store.find(keys), strict=True) if place < 0]
     if missing:
         say(
             f"calibration: {len(missing)} null pictures are drawn first; null_images sets how "
             f"many of each kind"
         )
     for numbers, pictures in painter.paint(draws, missing, show):
-        kept.add(np.array([key_of[n] for n in numbers], dtype=KEY), pictures)
-    yield from map(row, mine, kept.read(keys))
+        store.add(np.array([key_of[n] for n in numbers], dtype=KEY), pictures)
+    store.refresh()
+    yield from map(row, mine, map(store.read, store.find(keys).tolist()))

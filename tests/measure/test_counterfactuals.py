@@ -20,7 +20,7 @@ from silentbad.data.images import to_tensor
 from silentbad.data.targets import Target
 from silentbad.errors import UserError
 from silentbad.measure import counterfactuals as module
-from silentbad.measure.counterfactuals import KINDS, REGIONS, canvas, counterfactuals, guided, masked_denoising, plan
+from silentbad.measure.counterfactuals import KINDS, REGIONS, canvas, counterfactuals, masked_denoising, plan
 from silentbad.measure.generation import Sampler
 from tests.recoveries import make_hook, smooth
 from tests.recoveries import some_targets as make_targets
@@ -155,7 +155,7 @@ def test_without_masks_only_whole_pictures():
 def test_guidance_leads_away_from_a_text_or_the_pipelines_own(name):
     sampler = sampler_of(PIPELINES[name]())
     with sampler.using(sampler.backbone, CPU):
-        states, plain = guided(sampler, ["a cat"] * 2, ["", "a hat"]), sampler.encode(["a cat", "a hat"])
+        states, plain = sampler.encode(["a cat"] * 2, ["", "a hat"]), sampler.encode(["a cat", "a hat"])
     for key in (key for key in plain if key.startswith("negative")):
         own, hat = plain[key][0], plain[key.removeprefix("negative_")][1]
         assert torch.equal(states[key][0], own) and torch.equal(states[key][1], hat) and not torch.equal(own, hat)
@@ -206,12 +206,6 @@ def test_a_mask_of_everything_gives_a_whole_new_picture():
     assert all((r.image != to_tensor(target.image)).float().mean() > 0.9 for r in rows)
 
 
-def test_an_unknown_kind_is_one_line():
-    with pytest.raises(UserError, match="unknown kind 'moved'; the kinds are redrawn, missing"):
-        drawn(kinds=("moved",))
-
-
-# ---------------------------------------------------------------- the same every time
 def test_two_calls_give_equal_bytes_another_seed_others():
     first = drawn()
     assert same(first, drawn()) and [r.number for r in first] == list(range(len(first)))
