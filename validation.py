@@ -38,7 +38,7 @@ from silentbad.distributed.start import start
 from silentbad.errors import UserError, exit_with
 from silentbad.files import check_writable
 from silentbad.loop.hooks import Hook
-from silentbad.measure.embedders import CLIP, load_embedder, try_embedder
+from silentbad.measure.embedders import CLIP, load_embedder
 from silentbad.measure.generation import Sampler
 from silentbad.measure.measure import Measure, null_source
 from silentbad.measure.nearest import Shown
@@ -128,9 +128,7 @@ class RecoveryHook(Hook):
         clip = None
         if config.clip_path:
             try:
-                try_embedder(
-                    clip := CLIP(config.clip_path, accelerator.device), "clip", config.clip_path
-                )
+                clip = CLIP(config.clip_path, accelerator.device)
             except UserError as error:
                 raise UserError(f"{sampler.prefix}clip_path: {error}") from None
         kept = {role: records[: config.clean_records] for role, records in (held_out or {}).items()}

@@ -582,7 +582,7 @@ def scripted(features):
 
 NO_EMBEDDERS = {
     "a map": (lambda x: x[:, :, :4, :4], "features are not finite|of shape|is no embedder"),
-    "one row for all": (lambda x: x.flatten(1).mean(0, keepdim=True), "must be"),
+    "one row for all": (lambda x: x.flatten(1).mean(0, keepdim=True), "is no embedder"),
     "NaN": (lambda x: x.flatten(1)[:, :8] * NAN, "not finite"),
     "zeros": (lambda x: x.flatten(1)[:, :8] * 0, "are zero"),
     "the same for all": (lambda x: x.flatten(1)[:, :8] * 0 + 1, "the same for every picture"),

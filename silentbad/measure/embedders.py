@@ -12,6 +12,7 @@ import io
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,6 @@ from torchmetrics.functional.image import (
 from silentbad import ROOT, hub
 from silentbad.data.images import resize
 from silentbad.errors import UserError, user_errors
-from silentbad.files import read_json
 from silentbad.measure.micro import MicroEmbedder, alignments
 from silentbad.measure.structure import detail, structure
 from silentbad.model.gate import check_files, check_finite, load_model, loaded
@@ -198,9 +198,9 @@ class SSCD(Embedder):
                 f"sscd: {f'no file {path!r}' if path else 'embedder_path is missing'}; "
                 f"{SSCD_ADVICE}"
             )
+        self.file = Path(path)
         with user_errors(f"sscd: cannot read '{path}'"):
-            self.file = Path(path)
-            content = Path(path).read_bytes()
+            content = self.file.read_bytes()
         self.sha256 = hashlib.sha256(content).hexdigest()
         if sha256 is not None and sha256.strip().lower() != self.sha256:
             raise UserError(
@@ -256,31 +256,45 @@ class OnnxNetwork:
         return torch.cat([torch.from_numpy(part) for part in features]).to(self.device)
 
 
-class CLIP(Embedder):
+class Transformer(Embedder):
+    """An image model of transformers with its own image processor, by a folder or Hub id."""
+
+    name: str
+    default: str
+
+    def __init__(self, path: str | None, device: torch.device | str, kind: Any):
+        from transformers import AutoImageProcessor
+
+        self.path = path or self.default
+        self.device = device
+        self.failed = (
+            f"{self.name}: cannot load '{self.path}'; {advice(self.path, type(self).__name__)}"
+        )
+        self.processor = loaded(AutoImageProcessor, self.failed, self.path)
+        model = load_model(kind, self.failed, self.path, extras=True, use_safetensors=True)
+        self.model = model.to(device).eval()
+
+    def pixels(self, images: Tensor) -> Tensor:
+        """Images (B,3,H,W) in [0,1] as the model takes them."""
+        found = self.processor(list(images.float().cpu()), do_rescale=False, return_tensors="pt")
+        return found["pixel_values"].to(self.device)
+
+
+class CLIP(Transformer):
     """Image features of a CLIP model; `text` embeds prompts, for CLIPScore and prompt cosines."""
 
+    name = "clip"
     default = "openai/clip-vit-base-patch32"
 
     def __init__(self, path: str | None, device: torch.device | str = "cpu"):
         from transformers import AutoTokenizer, CLIPModel
 
-        self.path = path or self.default
-        self.device = device
-        failed = f"clip: cannot load '{self.path}'; {advice(self.path, 'CLIP')}"
-        self.processor = processor_of(failed, self.path)
-        self.model = (
-            load_model(CLIPModel, failed, self.path, extras=True, use_safetensors=True)
-            .to(device)
-            .eval()
-        )
-        self.tokenizer = loaded(AutoTokenizer, failed, self.path)
+        super().__init__(path, device, CLIPModel)
+        self.tokenizer = loaded(AutoTokenizer, self.failed, self.path)
 
     @torch.no_grad()
     def embed(self, images: Tensor) -> Tensor:
-        pixels = self.processor(list(images.float().cpu()), do_rescale=False, return_tensors="pt")[
-            "pixel_values"
-        ]
-        hidden = self.model.vision_model(pixel_values=pixels.to(self.device)).pooler_output
+        hidden = self.model.vision_model(pixel_values=self.pixels(images)).pooler_output
         return F.normalize(self.model.visual_projection(hidden).float(), dim=-1)
 
     @torch.no_grad()
@@ -300,36 +314,25 @@ class CLIP(Embedder):
         return f"clip: {self.path}, {processor_text(self.processor)}, cosine"
 
 
-class DINOv2(Embedder):
+class DINOv2(Transformer):
     """Class-token features of a DINOv2 model, arXiv 2304.07193."""
 
+    name = "dinov2"
     default = "facebook/dinov2-base"
 
     def __init__(self, path: str | None, device: torch.device | str = "cpu"):
         from transformers import AutoModel
 
-        self.path = path or self.default
-        self.device = device
-        failed = f"dinov2: cannot load '{self.path}'; {advice(self.path, 'DINOv2')}"
-        if (kind := model_type(self.path)) not in (None, "dinov2", "dinov2_with_registers"):
+        super().__init__(path, device, AutoModel)
+        if not (kind := self.model.config.model_type).startswith("dinov2"):
             raise UserError(
                 f"dinov2: '{self.path}' holds a model of type {kind}; give DINOv2's weights"
             )
-        self.processor = processor_of(failed, self.path)
-        self.model = (
-            load_model(AutoModel, failed, self.path, extras=True, use_safetensors=True)
-            .to(device)
-            .eval()
-        )
 
     @torch.no_grad()
     def embed(self, images: Tensor) -> Tensor:
-        pixels = self.processor(list(images.float().cpu()), do_rescale=False, return_tensors="pt")[
-            "pixel_values"
-        ]
-        return F.normalize(
-            self.model(pixel_values=pixels.to(self.device)).last_hidden_state[:, 0].float(), dim=-1
-        )
+        hidden = self.model(pixel_values=self.pixels(images)).last_hidden_state
+        return F.normalize(hidden[:, 0].float(), dim=-1)
 
     def describe(self) -> str:
         return f"dinov2: {self.path}, class token, {processor_text(self.processor)}, cosine"
@@ -376,41 +379,28 @@ def load_embedder(
             "embedder_path: has no effect on ssim, which has no weights; leave it unset"
         )
     name = "micro" if name == "auto" else name
-    return try_embedder(
-        EMBEDDERS[name](path, device, **({} if sha256 is None else {"sha256": sha256})), name, path
-    )
+    options = {} if sha256 is None else {"sha256": sha256}
+    embedder = EMBEDDERS[name](path, device, **options)
+    try_embedder(embedder, f"{name}: '{path or 'the bundled weights'}' is no embedder")
+    return embedder
 
 
-def try_embedder(embedder: Embedder, name: str, path: str | None) -> Embedder:
-    """The embedder, after a look at its features (2,...) of two pictures: one row each, finite, of
-    unit length where they are vectors, and not the same for both.
-
-    Raises UserError: from other features nothing could be concluded."""
+def try_embedder(embedder: Embedder, failed: str) -> None:
+    """Refuse an embedder whose features (2,...) of two pictures are not a row each, finite, not
+    zero and not the same for both: from such features nothing could be concluded."""
     side = 64
     ramp = torch.linspace(0, 1, side).expand(3, side, side)
     pictures = torch.stack([ramp, torch.rand(3, side, side, generator=generator("embedder", 0))])
-    failed = f"{name}: '{path or 'the bundled weights'}' is no embedder"
     with user_errors(failed):
         features = embedder.embed(pictures)
-    vectors = not isinstance(embedder, SSCD) or getattr(features, "ndim", 0) == 2
-    if (
-        not isinstance(features, Tensor)
-        or features.ndim < 2
-        or len(features) != len(pictures)
-        or not vectors
-    ):
-        shape = tuple(getattr(features, "shape", ()))
-        raise UserError(f"{failed} (features of shape {shape} of two pictures; it must be (2, D))")
+        first, second = features
+        lengths = features.flatten(1).norm(dim=1)
     if not features.isfinite().all():
         raise UserError(f"{failed} (its features are not finite)")
-    lengths = features.flatten(1).norm(dim=1)
-    if (
-        features.ndim == 2 and not torch.allclose(lengths, torch.ones_like(lengths), atol=1e-2)
-    ) or (lengths == 0).any():
+    if (lengths == 0).any():
         raise UserError(f"{failed} (its features are zero)")
-    if torch.equal(features[0], features[1]):
+    if torch.equal(first, second):
         raise UserError(f"{failed} (its features are the same for every picture)")
-    return embedder
 
 
 def ssim(a: Tensor, b: Tensor) -> Tensor:
@@ -423,22 +413,12 @@ def ssim(a: Tensor, b: Tensor) -> Tensor:
     # in fp32 flat places round to errors of 2e-4
     wide = torch.float32 if a.device.type == "mps" else torch.float64
     a, b = (x.to(wide).contiguous() for x in torch.broadcast_tensors(a, b))
-    _, scores = structural_similarity_index_measure(
-        a,
-        b,
-        kernel_size=WINDOW,
-        sigma=1.5,
-        data_range=1.0,
-        reduction="none",
-        return_full_image=True,
-    )
-    edge = WINDOW // 2 if min(scores.shape[-2:]) >= WINDOW else 0
-    return (
-        scores[..., edge : scores.shape[-2] - edge, edge : scores.shape[-1] - edge]
-        .flatten(1)
-        .mean(1)
-        .float()
-    )
+    options = {"kernel_size": WINDOW, "sigma": 1.5, "data_range": 1.0, "reduction": "none"}
+    _, scores = structural_similarity_index_measure(a, b, return_full_image=True, **options)
+    if min(scores.shape[-2:]) >= WINDOW:
+        edge = WINDOW // 2
+        scores = scores[..., edge:-edge, edge:-edge]
+    return scores.flatten(1).mean(1).float()
 
 
 def lpips(a: Tensor, b: Tensor) -> float | None:
@@ -456,15 +436,6 @@ def normalise(images: Tensor, mean: tuple, std: tuple) -> Tensor:
     return (images - images.new_tensor(mean).view(3, 1, 1)) / images.new_tensor(std).view(3, 1, 1)
 
 
-def model_type(path: str) -> str | None:
-    """The `model_type` that a local folder's config.json names; None where there is none."""
-    file = Path(path, "config.json")
-    try:
-        return read_json(file).get("model_type") if file.is_file() else None
-    except (OSError, ValueError, AttributeError):  # said where it is loaded
-        return None
-
-
 def advice(path: str, kind: str) -> str:
     """What to give where a model cannot be loaded."""
     if os.path.exists(path) or hub.names_folder(path):
@@ -472,28 +443,17 @@ def advice(path: str, kind: str) -> str:
     return f"give a local folder or Hub id, fetched for instance with `hf download {path}`"
 
 
-def processor_of(failed: str, path: str):
-    from transformers import AutoImageProcessor
-
-    return loaded(AutoImageProcessor, failed, path)
-
-
-def processor_text(processor) -> str:
+def processor_text(processor: Any) -> str:
     """Preprocessing of a transformers image processor in words."""
 
-    def side(value) -> str:
-        value = {k: v for k, v in dict(value or {}).items() if v}
-        return (
-            f"shortest edge {value['shortest_edge']}"
-            if "shortest_edge" in value
-            else "x".join(map(str, value.values()))
-        )
+    def side(value: Any) -> str:
+        sizes = {key: size for key, size in dict(value or {}).items() if size}
+        edge = sizes.get("shortest_edge")
+        return f"shortest edge {edge}" if edge else "x".join(map(str, sizes.values()))
 
-    parts = [
-        f"resize {side(processor.size)} (resample {int(getattr(processor, 'resample', 2) or 2)})"
-    ]
+    resample = int(getattr(processor, "resample", 2) or 2)
+    crop = ""
     if getattr(processor, "do_center_crop", False):
-        parts.append(f"centre crop {side(processor.crop_size)}")
-    return ", ".join(
-        [*parts, f"mean {list(processor.image_mean)}, deviation {list(processor.image_std)}"]
-    )
+        crop = f"centre crop {side(processor.crop_size)}, "
+    levels = f"mean {list(processor.image_mean)}, deviation {list(processor.image_std)}"
+    return f"resize {side(processor.size)} (resample {resample}), {crop}{levels}"

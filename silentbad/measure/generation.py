@@ -56,16 +56,13 @@ def reordered(target, seed: int, image: int) -> str:
 def most_different_target(targets: list, j: int, seed: int):
     """Another target whose phrases differ most from those of j, whatever the list's order; None
     if alone."""
-    others = [t for i, t in enumerate(targets) if i != j]
-    mine = set(targets[j].phrases)
-    return min(
-        others,
-        default=None,
-        key=lambda t: (
-            len(mine & set(t.phrases)),
-            addressed_seed(seed, "others", targets[j].target_id, t.target_id),
-        ),
-    )
+    target = targets[j]
+
+    def likeness(other: Any) -> tuple[int, int]:
+        common = {*target.phrases} & {*other.phrases}
+        return len(common), addressed_seed(seed, "others", target.target_id, other.target_id)
+
+    return min((other for other in targets if other is not target), key=likeness, default=None)
 
 
 def plan(
@@ -171,12 +168,15 @@ class Sampler:
         self.encoders = [parts[name] for name in family.encoders if name in parts]
         self.sampling = family.sampling(config, self.prefix)
         self.schedule = family.schedule_of(scheduler)
-        self.config, self.seed, self.batch = config, seed, config.max_batch
+        self.config = config
+        self.seed = seed
+        self.batch = config.max_batch
         self.cache: dict[tuple[str, str], Any] = {}  # text states by prompt and negative prompt
         self.autocast: Callable = nullcontext
         self.between_batches: Callable[[], None] = lambda: None  # may end a measurement by raising
         self.precision: str | None = None  # of the forward passes, once they were used
-        self.steps, self.refuses = config.num_inference_steps, refuses
+        self.steps = config.num_inference_steps
+        self.refuses = refuses
         self.at: int | None = None  # step of the training that is measured
         self.side = config.resolution or side_of(self.backbone) * self.pipe.vae_scale_factor
         self._check()
@@ -195,27 +195,18 @@ class Sampler:
                 f"pipeline needs"
             )
         most = self.pipe.scheduler.config.num_train_timesteps
-        for key, given in (
-            ("num_inference_steps", [self.steps]),
-            ("sampling_lengths", self.config.sampling_lengths),
-        ):
-            if given and not 1 <= min(given) <= max(given) <= most:
+        asked = [("num_inference_steps", self.steps)]
+        asked += [("sampling_lengths", steps) for steps in self.config.sampling_lengths]
+        for key, steps in asked:
+            scheduler = copy.deepcopy(self.pipe.scheduler)
+            with user_errors(f"{self.prefix}{key}: the scheduler cannot take {steps} steps"):
+                scheduler.set_timesteps(steps)
+            last = int(scheduler.timesteps.max())
+            if steps > most or (last >= most and not self.family.flow):
                 raise UserError(
-                    f"{self.prefix}{key}: must be from 1 to the scheduler's {most}, got {given}"
+                    f"{self.prefix}{key}: {steps} steps begin at timestep {last} of {most}; take "
+                    f"fewer, or a scheduler with a lower steps_offset"
                 )
-            for count in given:
-                scheduler = copy.deepcopy(self.pipe.scheduler)
-                with user_errors(f"{self.prefix}{key}: the scheduler cannot take {count} steps"):
-                    scheduler.set_timesteps(count)
-                if self.family.flow:
-                    continue  # from the last level, whatever their number
-                if not 0 <= int(scheduler.timesteps.min()) <= int(scheduler.timesteps.max()) < most:
-                    offset = scheduler.config.get("steps_offset")
-                    raise UserError(
-                        f"{self.prefix}{key}: {count} steps with the scheduler's steps_offset "
-                        f"{offset} begin at "
-                        f"timestep {int(scheduler.timesteps.max())} of {most}; lower one of them"
-                    )
 
     @contextmanager
     def using(
@@ -253,9 +244,8 @@ class Sampler:
     def with_other(self, *, seed: int | None = None, steps: int | None = None) -> Iterator[None]:
         """Another seed of the noise, or another number of sampling steps, for the time."""
         usual = self.seed, self.steps
-        self.seed, self.steps = (
-            own if other is None else other for own, other in zip(usual, (seed, steps), strict=True)
-        )
+        self.seed = self.seed if seed is None else seed
+        self.steps = self.steps if steps is None else steps
         try:
             yield
         finally:
@@ -297,11 +287,7 @@ class Sampler:
 
         Raises UserError where an image is not finite, as of a diverged model."""
         pipe, config = self.pipe, self.config
-        side = self.side // pipe.vae_scale_factor
-        shape = (self.backbone.config.in_channels, side, side)
-        latents = torch.cat(
-            [noise(shape, self.seed, f"validation/{i.address}", 0, [i.image]) for i in items]
-        )
+        latents = self.start_noise(items)
         streams = [generator(self.seed, "validation-steps", i.address, i.image) for i in items]
         gaps = []
 
@@ -317,7 +303,7 @@ class Sampler:
                 latents = pipe(
                     **self.encode([i.prompt for i in items], [i.negative for i in items]),
                     generator=streams,
-                    latents=latents.to(self.backbone.device, self.backbone.dtype),
+                    latents=latents,
                     output_type="latent",
                     num_inference_steps=self.steps,
                     guidance_scale=config.guidance_scale,
@@ -335,6 +321,13 @@ class Sampler:
         return (images.float() / 2 + 0.5).clamp(0, 1), magnitudes.masked_fill(
             magnitudes.isinf(), float("nan")
         )
+
+    def start_noise(self, items: list[Item]) -> Tensor:
+        """The latents (B,C,h,w) that each item's sampling starts from."""
+        side = self.side // self.pipe.vae_scale_factor
+        shape = (self.backbone.config.in_channels, side, side)
+        drawn = [noise(shape, self.seed, f"validation/{i.address}", 0, [i.image]) for i in items]
+        return torch.cat(drawn).to(self.backbone.device, self.backbone.dtype)
 
     def round_trip(self, images: Tensor) -> Tensor:
         """What the autoencoder leaves of images (B,3,S,S) in [0,1], on their own device."""
@@ -363,11 +356,8 @@ class Sampler:
             advice = "but too large to compute with" if wide else "try --dtype float32"
             return UserError(f"{self.refuses}: {what}; its weights are finite, {advice}")
         tries = ["lower learning_rate"] if self.at else []
-        tries += (
-            []
-            if self.precision in (None, "float32")
-            else [f"leave {self.precision} (mixed_precision no)"]
-        )
+        if self.precision not in (None, "float32"):
+            tries.append(f"leave {self.precision} (mixed_precision no)")
         place = "validation" if self.at is None else f"validation at step {self.at}"
         return UserError(
             f"{place}: {what}; {' or '.join(tries) or 'take another base model or scheduler'}"
@@ -410,13 +400,13 @@ class Sampler:
         is told."""
         extra = {}
         if "pooled_prompt_embeds" in states:
-            (H, W), pooled = size, states[f"{which}pooled_prompt_embeds"]
-            extra = dict(
-                text_embeds=pooled, time_ids=torch.tensor([[H, W, 0, 0, H, W]] * len(x_t)).to(x_t)
-            )
+            height, width = size
+            sizes = [[height, width, 0, 0, height, width]] * len(x_t)
+            pooled = states[f"{which}pooled_prompt_embeds"]
+            extra = {"text_embeds": pooled, "time_ids": torch.tensor(sizes).to(x_t)}
         t = t.to(x_t.device)
+        at, c = model_time(self.schedule, t), states[f"{which}prompt_embeds"]
         with self.autocast():
-            at, c = model_time(self.schedule, t), states[f"{which}prompt_embeds"]
             out = self.family.predict(self.backbone, x_t, at, c, extra)
         return to_epsilon(self.schedule, out, x_t, t)
 
@@ -426,24 +416,18 @@ class Sampler:
 
         Memorised prompts align there: anisotropy, arXiv 2601.20642. Two forwards an item and no
         sampling."""
-        found = list[float]()
-        shape = (self.backbone.config.in_channels, *[self.side // self.pipe.vae_scale_factor] * 2)
+        cosines = list[float]()
         low = round(LOW_NOISE * self.schedule.config.num_train_timesteps)
+        size = (self.side, self.side)
         for start in range(0, len(items), self.batch):
             part = items[start : start + self.batch]
-            drawn = [noise(shape, self.seed, f"validation/{i.address}", 0, [i.image]) for i in part]
-            x, t = (
-                torch.cat(drawn).to(self.backbone.device, self.backbone.dtype),
-                torch.full((len(part),), low),
-            )
+            x = self.start_noise(part)
+            t = torch.full((len(part),), low)
             states = self.encode([i.prompt for i in part])
-            text, empty = (
-                self.predict_eps(x, t, states, (self.side, self.side), w) for w in ("", "negative_")
-            )
-            found += cosine_similarity(
-                (text - empty).float().flatten(1), empty.float().flatten(1)
-            ).tolist()
-        return found
+            text = self.predict_eps(x, t, states, size).flatten(1)
+            empty = self.predict_eps(x, t, states, size, "negative_").flatten(1)
+            cosines += cosine_similarity((text - empty).float(), empty.float()).tolist()
+        return cosines
 
     def map(
         self,
