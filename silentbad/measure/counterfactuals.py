@@ -17,6 +17,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,6 +85,11 @@ class Canvas:
 
     picture: Tensor
     shares: list[Tensor | None]
+
+    @cached_property
+    def image(self) -> Tensor:
+        """The picture in [0,1]."""
+        return self.picture.float() / 255
 
     @property
     def backdrop(self) -> int | None:

@@ -63,35 +63,49 @@ def null_source(
     """
     asked = config.calibration
     masked = any(mask is not None for target in targets for mask in target.masks or [])
+    changed = off_default(config)
+
+    def refuse(line: str) -> None:
+        raise UserError(f"{prefix}{line}")
+
     if asked == "redraws" and not redraws:
-        raise UserError(f"{prefix}calibration: redraws needs a redraws.jsonl beside the targets")
+        refuse("calibration: redraws needs a redraws.jsonl beside the targets")
     if asked == "counterfactuals" and not masked:
-        raise UserError(
-            f"{prefix}calibration: counterfactuals needs a mask for an element in targets.jsonl"
-        )
-    if asked == "redraws" and "null_images" in off_default(config):
-        raise UserError(
-            f"{prefix}null_images: has no effect, since calibration redraws draws no "
-            f"nulls; leave it out"
-        )
-    if "false_positive_rate" in off_default(config) and config.threshold is not None and not masked:
-        raise UserError(
-            f"{prefix}false_positive_rate: calibrates a threshold, and one is given; leave one out"
-        )
+        refuse("calibration: counterfactuals needs a mask for an element in targets.jsonl")
+    if asked == "redraws" and "null_images" in changed:
+        refuse("null_images: has no effect, since calibration redraws draws no nulls; leave it out")
+    if "false_positive_rate" in changed and config.threshold is not None and not masked:
+        refuse("false_positive_rate: calibrates a threshold, and one is given; leave one out")
     if asked in ("counterfactuals", "base") and not base:
-        raise UserError(
-            f"{prefix}calibration: {asked} needs the base model: --baseline, or in training step 0"
-        )
+        refuse(f"calibration: {asked} needs the base model: --baseline, or in training step 0")
     if redraws and asked in ("auto", "redraws"):
         return REDRAWS
     source = {"counterfactuals": COUNTERFACTUALS, "base": BASE}.get(asked, FAILURES)
-    if source == FAILURES and "false_positive_rate" in off_default(config):
-        raise UserError(
-            f"{prefix}false_positive_rate: calibrates on redraws.jsonl, or with "
-            f"calibration base or "
+    if source == FAILURES and "false_positive_rate" in changed:
+        refuse(
+            "false_positive_rate: calibrates on redraws.jsonl, or with calibration base or "
             "counterfactuals; a threshold between failures and copies has none; leave it out"
         )
     return source
+
+
+TRAINING = "training picture"  # kind of a null
+
+
+def null_facts(null: nulls.Null, drawn: Canvas, elements: Sequence[float | None]) -> dict[str, Any]:
+    """Kind and changes of a null of a target, and its elements' similarities without those that
+    nobody would see changed."""
+    seen = [
+        score if score is not None and nulls.differs(drawn.image, null.picture, share) else None
+        for score, share in zip(elements, drawn.shares, strict=False)
+    ]
+    of_whole = null.changed is None or null.kind == TRAINING
+    return {
+        "elements": seen,
+        "kind": null.kind,
+        "changed": null.changed,
+        "of_whole": of_whole and nulls.differs(drawn.image, null.picture),
+    }
 
 
 class References(NamedTuple):
@@ -123,19 +137,15 @@ class Measure:
         folder: Path,
         cache_dir: str | None = None,
     ):
-        self.config, self.targets, self.sampler, self.embedder, self.clip = (
-            config,
-            targets,
-            sampler,
-            embedder,
-            clip,
-        )
-        self.accelerator, self.seed, self.held_out, self.folder = (
-            accelerator,
-            seed,
-            held_out,
-            folder,
-        )
+        self.config = config
+        self.targets = targets
+        self.sampler = sampler
+        self.embedder = embedder
+        self.clip = clip
+        self.accelerator = accelerator
+        self.seed = seed
+        self.held_out = held_out
+        self.folder = folder
         self.cache_dir = cache_dir
         self.redraws = load_redraws(config.targets, targets)
         source = null_source(config, targets, bool(self.redraws), prefix=sampler.prefix)
@@ -174,7 +184,7 @@ class Measure:
         return [row for _, row in sorted(gather_object(rows), key=itemgetter(0))]
 
     # ---- similarities
-    def references(self, kind: str) -> "References":
+    def references(self, kind: str) -> References:
         """Features of the targets and of their elements: of their files, or of what the autoencoder
         leaves of them at the side of the images."""
         if kind not in self._references:
@@ -196,26 +206,27 @@ class Measure:
         return pictures if pictures.shape[-2:] == side else resize(pictures, side)
 
     def similar(self, images: Tensor, target_of: list[int]) -> list[dict[str, Any]]:
-        """Images (B,3,H,W) -> {target, sim, elements} each, against its own target and that
-        target's elements."""
+        """Images (B,3,H,W) -> {target, sim, elements, raw, decoded} each, against its own target
+        and that target's elements."""
         rows: list[dict[str, Any]] = [{} for _ in target_of]
         for j in set(target_of):
-            mine = [i for i, k in enumerate(target_of) if k == j]
-            seen = self.embedder.embed(images[mine])
+            places = [i for i, target in enumerate(target_of) if target == j]
+            own = images[places]
+            seen = self.embedder.embed(own)
             both = {
                 kind: self.embedder.paired(seen, self.references(kind).wholes[j]).double().tolist()
                 for kind in (RAW, DECODED)
             }
-            sims = both[self.reference]
-            columns = [self._of_element(images[mine], j, k) for k in range(len(self.masks[j]))]
-            parts = [list(x) for x in zip(*columns, strict=True)] if columns else [[] for _ in mine]
-            for place, (i, s, p) in enumerate(zip(mine, sims, parts, strict=True)):
-                rows[i] = {"target": j, "sim": s, "elements": p}
-                rows[i] |= {kind: of_kind[place] for kind, of_kind in both.items()}
-                if not np.isfinite([x for x in (s, *p) if x is not None]).all():
-                    name = self.targets[j].target_id
+            columns = [self._of_element(own, j, k) for k in range(len(self.masks[j]))]
+            for n, i in enumerate(places):
+                elements = [column[n] for column in columns]
+                sims = {kind: values[n] for kind, values in both.items()}
+                rows[i] = {"target": j, "sim": sims[self.reference], "elements": elements} | sims
+                known = [x for x in (rows[i]["sim"], *elements) if x is not None]
+                if not np.isfinite(known).all():
                     raise UserError(
-                        f"{self.embedder.describe()}: a similarity to target {name!r} is not finite"
+                        f"{self.embedder.describe()}: a similarity to target "
+                        f"{self.targets[j].target_id!r} is not finite"
                     )
         return rows
 
@@ -227,21 +238,14 @@ class Measure:
         seen = self.embedder.of_region(images, mask.to(images.device))
         return self.embedder.paired(seen, feature).double().tolist()
 
-    def between(self, images: Tensor) -> list[list[float]]:
-        """Similarities (B,B) of images to each other."""
-        seen = self.embedder.embed(images)
-        return self.embedder.similarity(seen, seen).double().tolist()
-
     def score(
         self, items: list[Item], images: Tensor, magnitudes: Tensor, nearest: bool = False
     ) -> list[dict[str, Any]]:
         """A row for each generation; those of the composed prompt with the `nearest` training
         picture if asked."""
         rows = self.similar(images, [i.target for i in items])
-        for item, row, image, magnitude in zip(
-            items, rows, images, magnitudes.tolist(), strict=True
-        ):
-            row.update(cell=item.cell, image=item.image, magnitude=magnitude)
+        for item, row, image, magnitude in zip(items, rows, images, magnitudes, strict=True):
+            row.update(cell=item.cell, image=item.image, magnitude=magnitude.item())
             if item.cell == "composed" and item.target < self.config.sample_targets:
                 row["pixels"] = np.asarray(to_pil(image))
         composed = [k for k, item in enumerate(items) if item.cell == "composed"]
@@ -252,12 +256,14 @@ class Measure:
                 rows[k]["nearest"] = named
         if self.clip is not None:
             seen = self.clip.embed(images)
-            order = [reordered(self.targets[i.target], self.seed, i.image) for i in items]
-            for name, prompts in (
-                ("clip_own", [i.prompt for i in items]),
-                ("clip_shuffled", order),
-            ):
-                cosines = self.clip.paired(seen, self.clip.text(prompts)).tolist()
+            prompts = {
+                "clip_own": [i.prompt for i in items],
+                "clip_shuffled": [
+                    reordered(self.targets[i.target], self.seed, i.image) for i in items
+                ],
+            }
+            for name, texts in prompts.items():
+                cosines = self.clip.paired(seen, self.clip.text(texts)).tolist()
                 for row, cosine in zip(rows, cosines, strict=True):
                     row[name] = cosine
         return rows
@@ -270,29 +276,22 @@ class Measure:
         source = null_source(
             config, self.targets, bool(self.redraws), step == 0, self.sampler.prefix
         )
-        drawn: list[Any] = []
-        if source == COUNTERFACTUALS or (source == FAILURES and step == 0):
-            masked = any(mask is not None for masks in self.masks for mask in masks)
-            drawn = self._of_counterfactuals(self.masks, KINDS if masked else SCENES)
-        elif source == BASE:
-            drawn = self._of_counterfactuals([[] for _ in self.targets], SCENES)
         canvases = [
             canvas(target, masks, self.sampler.side)
             for target, masks in zip(self.targets, self.masks, strict=True)
         ]
-        rows = (
-            self._of_redraws(self.redraws)
-            if source == REDRAWS
-            else self._of_failures(canvases) + drawn
-        )
-        calibrated = None
+        quantiles: list[Any] = []  # null rows of which the thresholds are quantiles
         if source == REDRAWS:
-            calibrated = thresholds(rows, config.threshold, config.false_positive_rate, source)
-        elif source in (COUNTERFACTUALS, BASE):
-            calibrated = thresholds(drawn, config.threshold, config.false_positive_rate, source)
-        named = [(target.target_id, target.image.size) for target in self.targets]
+            rows = quantiles = self._of_redraws(self.redraws)
+        else:
+            drawn = self._drawn_by_base(source, step)
+            rows = self._of_failures(canvases) + drawn
+            quantiles = [] if source == FAILURES else drawn
+        calibrated = None
+        if source != FAILURES:
+            calibrated = thresholds(quantiles, config.threshold, config.false_positive_rate, source)
         ranges, whole, element = target_ranges(
-            named,
+            [(target.target_id, target.image.size) for target in self.targets],
             self.sampler.side,
             rows,
             self._of_copies(canvases),
@@ -303,11 +302,20 @@ class Measure:
         )
         return whole, element, ranges
 
+    def _drawn_by_base(self, source: str, step: int) -> list[Any]:
+        """Null rows of what the base model draws, where it is at hand and asked for."""
+        if source == BASE:
+            return self._of_counterfactuals([[] for _ in self.targets], SCENES)
+        if source == FAILURES and step > 0:
+            return []
+        masked = any(mask is not None for masks in self.masks for mask in masks)
+        return self._of_counterfactuals(self.masks, KINDS if masked else SCENES)
+
     def _of_copies(self, canvases: Sequence[Canvas]) -> list[Any]:
         """Rows of true copies of each target, through the autoencoder; the plain one first."""
         rows: list[Any] = []
         for j, drawn in enumerate(canvases):
-            copies = self.sampler.round_trip(nulls.true_copies(drawn.picture.float() / 255))
+            copies = self.sampler.round_trip(nulls.true_copies(drawn.image))
             rows += self.similar(copies.to(self.accelerator.device), [j] * len(copies))
         return rows
 
@@ -315,70 +323,47 @@ class Measure:
         """Null rows of each target's failures and of the training pictures, through the
         autoencoder."""
         rows: list[tuple[int, Any]] = []
-        pictures = list(self._failures(canvases))
-        mine = self.share(len(pictures))
-        for start in range(0, len(mine), self.config.max_batch):
-            part = mine[start : start + self.config.max_batch]
-            batch = torch.stack([pictures[i][1].picture for i in part])
+        made = list(self._failures(dict(enumerate(canvases))))
+        share = self.share(len(made))
+        for start in range(0, len(share), self.config.max_batch):
+            part = share[start : start + self.config.max_batch]
+            batch = torch.stack([made[i][1].picture for i in part])
             seen = self.sampler.round_trip(batch).to(self.accelerator.device)
-            similar = self.similar(seen, [pictures[i][0] for i in part])
+            similar = self.similar(seen, [made[i][0] for i in part])
             for i, row in zip(part, similar, strict=True):
-                j, null = pictures[i]
-                rows.append((i, self._told_by(row, null, canvases[j])))
+                target, null = made[i]
+                rows.append((i, row | null_facts(null, canvases[target], row["elements"])))
         return self.gather(rows)
 
-    def _failures(self, canvases: Sequence[Canvas | None]) -> Iterator[tuple[int, nulls.Null]]:
-        """(target, null) of each target: made from it, and the training pictures."""
+    def _failures(self, canvases: dict[int, Canvas]) -> Iterator[tuple[int, nulls.Null]]:
+        """(target, null) of these targets: made from each, and the training pictures."""
         shown = self.training.pictures(MOST_SHOWN)
-        for j, (target, drawn) in enumerate(zip(self.targets, canvases, strict=True)):
-            if drawn is None:
-                continue
-            picture = drawn.picture.float() / 255
+        for j, drawn in canvases.items():
+            phrases = self.targets[j].phrases
             others = [
                 nulls.Other(
-                    other,
-                    frozenset(
-                        k for k, phrase in enumerate(target.phrases) if phrase in training.phrases
-                    ),
+                    picture,
+                    frozenset(k for k, phrase in enumerate(phrases) if phrase in training.phrases),
                 )
-                for training, other in shown
+                for training, picture in shown
             ]
-            for null in nulls.failures(picture, drawn.shares, drawn.backdrop, others):
+            for null in nulls.failures(drawn.image, drawn.shares, drawn.backdrop, others):
                 yield j, null
             for other in others:
-                changed = tuple(k for k in range(len(target.phrases)) if k not in other.shows)
+                changed = tuple(k for k in range(len(phrases)) if k not in other.shows)
                 if changed:
-                    yield j, nulls.Null("training picture", changed, other.picture)
+                    yield j, nulls.Null(TRAINING, changed, other.picture)
 
     def one_null_of_each_kind(self, target: int) -> list[nulls.Null]:
         """Of a target, as the autoencoder leaves them."""
         drawn = canvas(self.targets[target], self.masks[target], self.sampler.side)
         first: dict[str, nulls.Null] = {}
-        for j, null in self._failures(
-            [drawn if i == target else None for i in range(len(self.targets))]
-        ):
-            if j == target:
-                first.setdefault(null.kind, null)
+        for _, null in self._failures({target: drawn}):
+            first.setdefault(null.kind, null)
         pictures = self.sampler.round_trip(torch.stack([null.picture for null in first.values()]))
         return [
             null._replace(picture=seen) for null, seen in zip(first.values(), pictures, strict=True)
         ]
-
-    def _told_by(self, row: dict[str, Any], null: nulls.Null, drawn: Canvas) -> dict[str, Any]:
-        """A null's row, without the parts that nobody would see changed."""
-        picture = drawn.picture.float() / 255
-        elements = [
-            score if score is not None and nulls.differs(picture, null.picture, share) else None
-            for score, share in zip(row["elements"], drawn.shares, strict=False)
-        ]
-        of_whole = null.changed is None or null.kind == "training picture"
-        return {
-            **row,
-            "elements": elements,
-            "kind": null.kind,
-            "changed": null.changed,
-            "of_whole": of_whole and nulls.differs(picture, null.picture),
-        }
 
     def _of_counterfactuals(self, masks: Masks, kinds: Sequence[str]) -> list[Any]:
         """Null rows of pictures that the base draws, whole ones and elements inside their masks;
@@ -403,21 +388,15 @@ class Measure:
 
     def _of_redraws(self, redraws: list[Redraw]) -> list[Any]:
         """Null rows, in batches of one target and size."""
-        mine, rows = self.share(len(redraws)), []
-        batches: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for place, i in enumerate(mine):
-            batches[redraws[i].target, place // self.config.max_batch].append(i)
-        for (target, _), part in batches.items():
-            alike: dict[torch.Size, dict[int, Tensor]] = defaultdict(dict)
-            for i in part:
-                image = to_tensor(open_image(redraws[i].file, "redraws.jsonl"))
-                alike[image.shape][i] = image
-            for images in alike.values():
-                similar = self.similar(torch.stack([*images.values()]), [target] * len(images))
-                for i, row in zip(images, similar, strict=True):
-                    rows.append(
-                        (i, {**row, "kind": redraws[i].kind, "changed": redraws[i].changed})
-                    )
+        rows: list[tuple[int, Any]] = []
+        batches: dict[tuple, dict[int, Tensor]] = defaultdict(dict)
+        for place, i in enumerate(self.share(len(redraws))):
+            image = to_tensor(open_image(redraws[i].file, "redraws.jsonl"))
+            batches[redraws[i].target, place // self.config.max_batch, image.shape][i] = image
+        for (target, *_), images in batches.items():
+            similar = self.similar(torch.stack([*images.values()]), [target] * len(images))
+            for i, row in zip(images, similar, strict=True):
+                rows.append((i, {**row, "kind": redraws[i].kind, "changed": redraws[i].changed}))
         return self.gather(rows)
 
     # ---- scores
@@ -432,13 +411,12 @@ class Measure:
     ) -> tuple[Scores, list[dict[str, Any]]]:
         """Scores of the weights in place: of the composed prompt, with every cell beside them if
         full; its rows."""
-        images, unrelated = self.config.images_per_target, self.config.unrelated
-        items = plan(self.targets, images, self.seed, full, unrelated, described=step == 0)
-        few = images if full or step == 0 else self.config.first_images or images
+        config, whole = self.config, full or step == 0
+        images = config.images_per_target
+        items = plan(self.targets, images, self.seed, full, config.unrelated, described=step == 0)
+        few = images if whole else config.first_images or images
         counts = partial(is_recovered, threshold=threshold, element_threshold=element_threshold)
-        items, rows = self.until_recovered(
-            items, few, partial(self.score, nearest=full or step == 0), counts
-        )
+        items, rows = self.until_recovered(items, few, partial(self.score, nearest=whole), counts)
         cells: dict[str, list[Any]] = defaultdict(list)
         for row in rows:
             cells[row["cell"]].append(row)
@@ -450,10 +428,8 @@ class Measure:
             for cell, rows in cells.items()
         }
         lengths = None
-        if full or step == 0:
-            lengths = {
-                str(n): self.at_length(n, base_lengths) for n in self.config.sampling_lengths
-            }
+        if whole:
+            lengths = {str(n): self.at_length(n, base_lengths) for n in config.sampling_lengths}
         changes, clean, clean_magnitudes = self.drift(step, drift)
         for row in cells["composed"]:
             row["recovered"] = counts(row)
@@ -475,9 +451,8 @@ class Measure:
     ) -> tuple[list[Item], list[Any]]:
         """Each target's `few` first images and their rows; all of them where one of the first
         counts."""
-        first, others = (
-            [item for item in items if (item.image < few) is early] for early in (True, False)
-        )
+        first = [item for item in items if item.image < few]
+        others = [item for item in items if item.image >= few]
         rows = self.map_over_ranks(first, work)
         if not others or not any(map(counts, rows)):
             return first, rows
@@ -486,42 +461,41 @@ class Measure:
     def _compare_with_each_other(self, rows: list[dict[str, Any]]) -> None:
         """Add `between` to the rows of each target: how alike its images are to each other."""
         for j in {row["target"] for row in rows if "pixels" in row}:
-            mine = [row for row in rows if row["target"] == j]
-            images = torch.stack(
-                [torch.tensor(row["pixels"]).permute(2, 0, 1).float() / 255 for row in mine]
-            )
-            for row, similarities in zip(mine, self.between(images), strict=True):
+            own = [row for row in rows if row["target"] == j]
+            pixels = torch.stack([torch.tensor(row["pixels"]).permute(2, 0, 1) for row in own])
+            seen = self.embedder.embed(pixels.float() / 255)
+            for row, similarities in zip(
+                own, self.embedder.similarity(seen, seen).double().tolist(), strict=True
+            ):
                 row["between"] = similarities
 
     def at_length(self, steps: int, base: dict[str, dict[str, float]]) -> dict[str, float]:
         """Cosines of the composed prompt's images after so many sampling steps, and the
         difference to the base's."""
-        clip, captions = self.clip, [t.composed_prompt for t in self.targets]
+        captions = [t.composed_prompt for t in self.targets]
+        wholes = torch.cat(self.references(self.reference).wholes)
 
-        def one(items: list[Item], images: Tensor, _: Tensor) -> list[dict[str, Any]]:
-            sims = self.embedder.similarity(
-                self.embedder.embed(images), torch.cat(self.references(self.reference).wholes)
-            ).tolist()
+        def compared(items: list[Item], images: Tensor, _: Tensor) -> list[dict[str, Any]]:
+            sims = self.embedder.similarity(self.embedder.embed(images), wholes).tolist()
             cosines = [None] * len(items)
-            if clip is not None:
-                cosines = clip.similarity(clip.embed(images), clip.text(captions)).tolist()
+            if self.clip is not None:
+                seen, texts = self.clip.embed(images), self.clip.text(captions)
+                cosines = self.clip.similarity(seen, texts).tolist()
             return [
-                {"target": i.target, "sims": s, "clip": c}
-                for i, s, c in zip(items, sims, cosines, strict=True)
+                {"target": item.target, "sims": of_item, "clip": cosine}
+                for item, of_item, cosine in zip(items, sims, cosines, strict=True)
             ]
 
+        items = plan(self.targets, self.config.images_per_target, self.seed)
         with self.sampler.with_other(steps=steps):
-            rows = self.map_over_ranks(
-                plan(self.targets, self.config.images_per_target, self.seed), one
-            )
+            rows = self.map_over_ranks(items, compared)
         return length_scores(rows, base.get(str(steps), {}))
 
     def alignments(self, items: list[Item]) -> list[float]:
         """The alignment of guidance (anisotropy) at each item's prompt and noise."""
-        mine = self.share(len(items))
-        return self.gather(
-            list(zip(mine, self.sampler.alignments([items[i] for i in mine]), strict=True))
-        )
+        places = self.share(len(items))
+        cosines = self.sampler.alignments([items[i] for i in places])
+        return self.gather(list(zip(places, cosines, strict=True)))
 
     def errors(self) -> dict[str, float]:
         """eps-MSE on the records of each role that were held out. Raises UserError where one is
