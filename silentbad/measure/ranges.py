@@ -7,7 +7,7 @@ images are worse than copies, and the failures that nobody thought of resemble t
 Where the two are not `GAP` apart the detector cannot tell, and the verdict says so.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -21,7 +21,7 @@ from silentbad.measure.record import (
     Threshold,
 )
 from silentbad.measure.statistics import bootstrap_interval
-from silentbad.measure.thresholds import ImageRow, NullRow
+from silentbad.measure.thresholds import ImageRow, NullRow, Score, by_kind, element_scores
 
 MARGIN = 0.25  # of the way from floor to ceiling
 GAP = 0.15  # of similarity, the least between them
@@ -29,7 +29,7 @@ CEILING = 0.05  # share of true copies that may score less than the ceiling
 
 
 def measured_range(
-    nulls: dict[str, list[float]],
+    nulls: dict[str, list[Score]],
     copies: Sequence[float],
     threshold: float | None = None,
     calibrated: bool = False,
@@ -39,7 +39,7 @@ def measured_range(
 
     threshold: used where it is given, else set here. calibrated: it is the quantile of these very
     nulls, some kinds of which may pass at a stated rate, and so is the floor itself."""
-    kinds = {kind: null_scores(scores) for kind, scores in nulls.items() if scores}
+    kinds = {kind: null_scores([s for s, _ in scores]) for kind, scores in nulls.items()}
     ceiling = float(np.quantile(copies, CEILING))
     nearest = max(kinds, key=lambda kind: kinds[kind].highest, default="")
     floor = kinds[nearest].highest if nearest else None
@@ -62,30 +62,6 @@ def null_scores(scores: Sequence[float]) -> NullScores:
     return NullScores(max(scores), float(np.mean(scores)), len(scores), interval)
 
 
-def by_kind(
-    rows: Iterable[NullRow], score: Callable[[NullRow], float | None]
-) -> dict[str, list[float]]:
-    """The scores of null rows, by kind; None leaves a row out."""
-    kinds: dict[str, list[float]] = {}
-    for row in rows:
-        value = score(row)
-        if value is not None:
-            kinds.setdefault(row.get("kind", "redraw"), []).append(value)
-    return kinds
-
-
-def of_whole(row: NullRow) -> float | None:
-    """The similarity of a null of the whole: one that changes everything. What changes one element
-    is told by that element's own threshold; a large picture hides a small one."""
-    return row["sim"] if row.get("of_whole", row.get("changed") is None) else None
-
-
-def of_element(row: NullRow, element: int) -> float | None:
-    """The similarity of a null of this element, where it changes it."""
-    changed = row.get("changed")
-    return row["elements"][element] if changed is None or element in changed else None
-
-
 def target_ranges(
     targets: Sequence[tuple[str, tuple[int, int]]],
     side: int,
@@ -106,30 +82,29 @@ def target_ranges(
         own_nulls = [row for row in nulls if row["target"] == j]
         own_copies = [row for row in copies if row["target"] == j]
         value = given if thresholds is None else thresholds[0].of_target(j)
-        whole = measured_range(
-            by_kind(own_nulls, of_whole), [r["sim"] for r in own_copies], value, calibrated
-        )
+        kinds = by_kind(own_nulls, whole_scores)
+        whole = measured_range(kinds, [row["sim"] for row in own_copies], value, calibrated)
         elements: list[Range | None] = []
-        for k, first in enumerate(own_copies[0]["elements"]):
-            if first is None:
-                elements.append(None)
-                continue
+        for k, column in enumerate(zip(*(row["elements"] for row in own_copies), strict=True)):
+            sims = [score for score in column if score is not None]
             value = None if thresholds is None else thresholds[1].of(j, k)
-            scores = by_kind(own_nulls, partial(of_element, element=k))
-            of_copies = [score for row in own_copies if (score := row["elements"][k]) is not None]
-            elements.append(measured_range(scores, of_copies, value, calibrated))
+            kinds = by_kind(own_nulls, partial(element_scores, element=k))
+            part = measured_range(kinds, sims, value, calibrated) if sims else None
+            elements.append(part)
         ranges.append(
             TargetRange(name, size, side, whole, elements, len(own_nulls), 0, len(own_copies), 0)
         )
-    whole_threshold, element_threshold = thresholds or between(ranges, given)
+    used = thresholds or between(ranges, given)
     for j, target in enumerate(ranges):
-        target.nulls_passing = sum(
-            passes(row, whole_threshold, element_threshold) for row in nulls if row["target"] == j
-        )
-        target.copies_passing = sum(
-            passes(row, whole_threshold, element_threshold) for row in copies if row["target"] == j
-        )
-    return ranges, whole_threshold, element_threshold
+        target.nulls_passing = sum(row["target"] == j and passes(row, *used) for row in nulls)
+        target.copies_passing = sum(row["target"] == j and passes(row, *used) for row in copies)
+    return ranges, *used
+
+
+def whole_scores(row: NullRow) -> list[float]:
+    """The similarity of a null of the whole: one that changes everything. What changes one element
+    is told by that element's own threshold; a large picture hides a small one."""
+    return [row["sim"]] if row.get("of_whole", row.get("changed") is None) else []
 
 
 SOURCE = "failures made from the target, and true copies"

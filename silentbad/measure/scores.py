@@ -6,7 +6,7 @@ kind of prompt (generation.py lists them)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -118,19 +118,15 @@ def images_recovered(
     target: int,
     threshold: Threshold,
     element_threshold: ElementThreshold,
-    endpoint: str,
+    endpoint: str = STRICT,
 ) -> list[bool]:
     """The same from the stored similarities of a target's images; by the whole alone where that
     was the endpoint."""
-    columns = [
-        e.sims if endpoint == STRICT and e.sims else [None] * len(own.sims) for e in own.elements
-    ]
-    parts = list(zip(*columns, strict=False)) or [()] * len(own.sims)
-    rows = [
-        ImageRow(target=target, sim=s, elements=list(p))
-        for s, p in zip(own.sims, parts, strict=False)
-    ]
-    return [is_recovered(row, threshold, element_threshold) for row in rows]
+    passed = np.array(own.sims) >= threshold.of_target(target)
+    for k, element in enumerate(own.elements if endpoint == STRICT else []):
+        if element.sims:
+            passed &= np.array(element.sims) >= element_threshold.of(target, k)
+    return passed.tolist()
 
 
 def settled(history: Sequence[Measurement], points: int) -> bool:
@@ -163,11 +159,13 @@ def cell_scores(
         mine = [r for r in rows if r["target"] == j]
         columns = zip(*(r["elements"] for r in mine), strict=True)  # (K, images)
         parts = [[s for s in column if s is not None] for column in columns]
+        near = [r["nearest"] for r in mine if "nearest" in r]
         targets[ids[j]] = TargetScores(
             rate=float(np.mean([is_recovered(r, threshold, element_threshold) for r in mine])),
             whole_rate=per["rate"][k].item(),
             diversity=diversity([r["between"] for r in mine if "between" in r]),
-            **nearest_training(mine),
+            nearest=[similarity for similarity, _ in near] or None,
+            nearest_record=max(near)[1] if near else None,
             mean=per["mean"][k].item(),
             max=per["max"][k].item(),
             p75=per["p75"][k].item(),
@@ -211,20 +209,13 @@ def cell_scores(
     )
 
 
-def nearest_training(rows: Sequence[Row]) -> dict[str, Any]:
-    """The fields `nearest` and `nearest_record` of a target's images; none where it was not
-    measured."""
-    found = [row["nearest"] for row in rows if "nearest" in row]
-    return {"nearest": [s for s, _ in found], "nearest_record": max(found)[1]} if found else {}
-
-
 def diversity(between: Sequence[Sequence[float]]) -> float | None:
     """1 - mean similarity between two different images; between[i][j] is that of image i to
     image j of the target."""
-    n = len(between)
-    if n < 2:
+    if len(between) < 2:
         return None
-    return 1 - float(np.mean([between[i][j] for i in range(n) for j in range(n) if i != j]))
+    others = ~np.eye(len(between), dtype=bool)
+    return 1 - float(np.mean(np.array(between)[others]))
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
@@ -345,20 +336,9 @@ def summarise(history: Sequence[Measurement], kind: str) -> list[SummaryRow]:
                 restricted=float(curve["restricted"][j]),
             )
         )
-    total = SummaryRow(
-        weights=kind,
-        target=ALL,
-        rate=last.cir,
-        mean=last.mean,
-        max=last.max,
-        aurc=mean_of(r.aurc for r in rows),
-        first_step=mean_of(r.first_step for r in rows),
-        first_epoch=mean_of(r.first_epoch for r in rows),
-        half_step=mean_of(r.half_step for r in rows),
-        sustained_step=mean_of(r.sustained_step for r in rows),
-        restricted=mean_of(r.restricted for r in rows),
-    )
-    return [*rows, total]
+    averaged = ("aurc", "first_step", "first_epoch", "half_step", "sustained_step", "restricted")
+    means = {name: mean_of(getattr(row, name) for row in rows) for name in averaged}
+    return [*rows, SummaryRow(kind, ALL, last.cir, last.mean, last.max, **means)]
 
 
 def placebo_run(folder: str | Path, targets: Iterable[str], embedder: str, key: str) -> Record:

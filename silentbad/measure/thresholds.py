@@ -2,8 +2,9 @@
 are no recovery."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypedDict
 
@@ -112,6 +113,27 @@ def rate_of(kind: str, false_positive_rate: float, of_element: bool) -> float:
 Score = tuple[float, int]  # similarity, target
 
 
+def by_kind(
+    rows: Iterable[NullRow], scores: Callable[[NullRow], Iterable[float]]
+) -> dict[str, list[Score]]:
+    """The scores of null rows, by kind."""
+    kinds: dict[str, list[Score]] = {}
+    for row in rows:
+        for score in scores(row):
+            kinds.setdefault(row.get("kind", "redraw"), []).append((score, row["target"]))
+    return kinds
+
+
+def element_scores(row: NullRow, element: int | None = None) -> list[float]:
+    """The similarities of a null's elements (or of one), of those that it changes."""
+    changed = row.get("changed")
+    return [
+        score
+        for k, score in enumerate(row["elements"])
+        if score is not None and element in (None, k) and (changed is None or k in changed)
+    ]
+
+
 def strictest(
     scores: dict[str, list[Score]], rate: float, source: str, of_element: bool
 ) -> Threshold:
@@ -167,56 +189,37 @@ def thresholds(
     target and each of its elements has its own threshold where its nulls, of all kinds, are enough
     for the rate; otherwise that of all together. A kind with few nulls keeps the rate that so many
     can promise: `attained` of the kind says which."""
-    enough = 1 / false_positive_rate - 1
 
-    def whole_scores(rows: Sequence[NullRow]) -> dict[str, list[Score]]:
-        by_kind: dict[str, list[Score]] = {}
-        for row in rows:
-            by_kind.setdefault(row.get("kind", "redraw"), []).append((row["sim"], row["target"]))
-        return by_kind
+    def strict(scores: dict[str, list[Score]], of_element: bool) -> Threshold:
+        return strictest(scores, false_positive_rate, source, of_element)
 
-    def element_scores(rows: Sequence[NullRow], k: int | None = None) -> dict[str, list[Score]]:
-        by_kind: dict[str, list[Score]] = {}
-        for row in rows:
-            changed = row.get("changed")
-            for i, s in enumerate(row["elements"]):
-                if s is not None and k in (None, i) and (changed is None or i in changed):
-                    by_kind.setdefault(row.get("kind", "redraw"), []).append((s, row["target"]))
-        return by_kind
+    def own(scores: dict[str, list[Score]], of_element: bool) -> Threshold | None:
+        enough = sum(map(len, scores.values())) >= 1 / false_positive_rate - 1
+        return strict(scores, of_element) if enough else None
 
-    def count(scores: dict[str, list[Score]]) -> int:
-        return sum(map(len, scores.values()))
-
-    def own_threshold(scores: dict[str, list[Score]], of_element: bool) -> Threshold | None:
-        return (
-            strictest(scores, false_positive_rate, source, of_element)
-            if count(scores) >= enough
-            else None
-        )
+    def of_whole(row: NullRow) -> list[float]:
+        return [row["sim"]]
 
     targets = range(max((row["target"] for row in null), default=-1) + 1)
-    of = {j: [row for row in null if row["target"] == j] for j in targets}
+    rows_of = [[row for row in null if row["target"] == j] for j in targets]
     if value is not None:
         whole = Threshold(value, "given")
     else:
-        own = [own_threshold(whole_scores(of[j]), False) for j in targets]
-        whole = with_attained_rates(
-            strictest(whole_scores(null), false_positive_rate, source, False), own
-        )
-        whole = replace(whole, targets=[None if t is None else t.value for t in own])
-    pooled = element_scores(null)
-    element = (
-        strictest(pooled, false_positive_rate, source, True)
-        if pooled
-        else replace(whole, kinds=None)
-    )
+        each_whole = [own(by_kind(rows, of_whole), False) for rows in rows_of]
+        whole = with_attained_rates(strict(by_kind(null, of_whole), False), each_whole)
+        whole.targets = [None if t is None else t.value for t in each_whole]
+    pooled = by_kind(null, element_scores)
+    element = strict(pooled, True) if pooled else replace(whole, kinds=None)
     each: list[list[float] | None] = []
     parts: list[Threshold | None] = []
-    for j in targets:
-        elements = range(len(of[j][0]["elements"]) if of[j] else 0)
-        own = [own_threshold(element_scores(of[j], k), True) for k in elements]
-        each.append([element.value if t is None else t.value for t in own] if of[j] else None)
-        parts += [t for k, t in enumerate(own) if element_scores(of[j], k)]
+    for rows in rows_of:
+        of_target: list[float] = []
+        for k in range(len(rows[0]["elements"]) if rows else 0):
+            scores = by_kind(rows, partial(element_scores, element=k))
+            part = own(scores, True)
+            of_target.append(element.value if part is None else part.value)
+            parts += [part] if scores else []
+        each.append(of_target if rows else None)
     element = with_attained_rates(element, parts) if pooled else element
     return whole, ElementThreshold(**{**vars(element), "targets": None}, each=each)
 
@@ -273,7 +276,11 @@ def load_redraws(
             )
         if decode:
             null = fingerprint(open_image(image, where))
-            refuse_target(null, targets[j].target_id, prints[j], where)
+            if is_copy(null, prints[j]):
+                raise UserError(
+                    f"{where}: the image is target {targets[j].target_id!r} itself; a null image "
+                    f"must be another picture"
+                )
             first = seen.setdefault((j, redraw["kind"], null.content), where)
             if first != where and redraw["kind"] not in FEW:
                 raise UserError(f"{where}: the same picture as {first}; list each null image once")
@@ -284,15 +291,6 @@ def load_redraws(
             f"taken from it"
         )
     return found
-
-
-def refuse_target(found: "Fingerprint", target_id: str, known: "Fingerprint", where: str) -> None:
-    """Refuse a null image that is its own target, or the same picture resized or recompressed."""
-    if is_copy(found, known):
-        raise UserError(
-            f"{where}: the image is target {target_id!r} itself; a null image must "
-            f"be another picture"
-        )
 
 
 COPY = 2.0  # levels of 255

@@ -25,7 +25,7 @@ from silentbad.measure.record import (
     Threshold,
     Verdict,
 )
-from silentbad.measure.scores import latest
+from silentbad.measure.scores import images_recovered, latest
 from silentbad.measure.statistics import binomial_cdf, fewer_by_chance
 
 LEVEL = 0.05  # p-values below it count as told from chance
@@ -58,7 +58,7 @@ def verdict(
         if own is None:
             continue
         own_range = ranges[j] if ranges else None
-        passed = passing(own, j, threshold, element_threshold)
+        passed = images_recovered(own, j, threshold, element_threshold)
         states[target.target_id] = RECOVERED if any(passed) else NOT_RECOVERED
         doubts: list[str] = []
         if any(passed):
@@ -97,19 +97,6 @@ def verdict_of(record: Record) -> Verdict:
 def chance(above: int, images: int, rate: float) -> float:
     """The probability of so many images above the threshold, or more, by chance."""
     return 1.0 if above == 0 else max(float(1 - binomial_cdf(images, rate)[above - 1]), 0.0)
-
-
-def passing(
-    scores: TargetScores, target: int, threshold: Threshold, element_threshold: ElementThreshold
-) -> list[bool]:
-    """Whether each image of a target reaches every threshold."""
-    parts = [
-        np.array(element.sims) >= element_threshold.of(target, k)
-        for k, element in enumerate(scores.elements)
-        if element.sims
-    ]
-    whole = np.array(scores.sims) >= threshold.of_target(target)
-    return np.logical_and.reduce([whole, *parts]).tolist()
 
 
 # -- reasons to doubt --------------------------------------------------------------------------

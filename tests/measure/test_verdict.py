@@ -175,21 +175,26 @@ def test_both_references_are_logged(example):
 
 
 # -- its parts ---------------------------------------------------------------------------------
+def scored(*scores: float) -> list[tuple[float, int]]:
+    """The scores of nulls of one target."""
+    return [(score, 0) for score in scores]
+
+
 def test_a_range_without_room_does_not_part():
-    told = measured_range({"mirrored": [0.8], "grey": [0.1]}, [0.9] * 9)
+    told = measured_range({"mirrored": scored(0.8), "grey": scored(0.1)}, [0.9] * 9)
     assert (told.floor, told.nearest, told.parts) == (0.8, "mirrored", False)
     assert told.threshold > 0.8 and told.ceiling == pytest.approx(0.9) and 0.9 - 0.8 < GAP
-    assert measured_range({"grey": [0.1]}, [0.9] * 9).parts
+    assert measured_range({"grey": scored(0.1)}, [0.9] * 9).parts
     assert CEILING == 0.05
 
 
 def test_a_threshold_that_is_given_is_kept_and_judged():
-    told = measured_range({"mirrored": [0.6]}, [0.9] * 9, threshold=0.5)
+    told = measured_range({"mirrored": scored(0.6)}, [0.9] * 9, threshold=0.5)
     assert told.threshold == 0.5 and not told.parts  # a failure passes it
 
 
 def test_each_kind_of_null_has_its_mean_with_an_interval():
-    kinds = measured_range({"mirrored": [0.2, 0.4, 0.6], "grey": [0.1]}, [0.9] * 9).kinds
+    kinds = measured_range({"mirrored": scored(0.2, 0.4, 0.6), "grey": scored(0.1)}, [0.9] * 9).kinds
     low, high = kinds["mirrored"].interval
     assert 0.2 <= low < kinds["mirrored"].mean < high <= 0.6 and kinds["grey"].interval is None
 
