@@ -31,7 +31,7 @@ from silentbad.files import check_writable, replace_text
 from silentbad.measure.embedders import load_embedder
 from silentbad.measure.generation import Sampler, plan
 from silentbad.measure.measure import Measure
-from silentbad.measure.record import NAME, STRICT, Record
+from silentbad.measure.record import NAME, Record
 from silentbad.measure.scores import is_recovered
 from silentbad.measure.statistics import bootstrap_interval
 from silentbad.model import lora
@@ -117,10 +117,11 @@ class Subject:
     def __init__(
         self, run: Path, config: TrainConfig, record: Record, images: int | None, key: str
     ):
-        validation = replace(config.validation, sample_targets=0)
-        if images is not None:
-            validation = replace(validation, images_per_target=images)
-        self.config, self.record, self.validation = config, record, validation
+        images = images or config.validation.images_per_target
+        validation = replace(config.validation, sample_targets=0, images_per_target=images)
+        self.config = config
+        self.record = record
+        self.validation = validation
         self.targets = load_targets(validation.targets or "")
         ids = [target.target_id for target in self.targets]
         if ids != [target.target_id for target in record.targets]:
@@ -132,26 +133,22 @@ class Subject:
                 "RUN: masks of its elements were estimated; give masks in "
                 "targets.jsonl, and run it again"
             )
-        self.accelerator = accelerator = start()
-        device = accelerator.device
-        adapters = None if config.lora.rank is None else str(run / "lora")
-        base = load_pipeline(config.pretrained_model_name_or_path, "float32", device, flag=key)
-        if adapters is None:
+        self.accelerator = start()
+        device = self.accelerator.device
+        name = config.pretrained_model_name_or_path
+        base = load_pipeline(name, "float32", device, flag=key)
+        if config.lora.rank is None:
             self.pipe = load_pipeline(str(run / "pipeline"), "float32", device, flag="RUN")
         else:
-            self.pipe = load_pipeline(
-                config.pretrained_model_name_or_path, "float32", device, adapters, flag=key
-            )
+            self.pipe = load_pipeline(name, "float32", device, str(run / "lora"), flag=key)
         family = family_of_pipeline(self.pipe)
         names = [family.backbone, *(family.encoders if config.train_text_encoder else ())]
-        parts = {
-            name: part for name in names if (part := getattr(self.pipe, name, None)) is not None
-        }
-        for name, part in parts.items():
-            setattr(self.pipe, name, lora.merged(part))
-        modules = {name: getattr(self.pipe, name) for name in parts}
-        named = f"{key} {config.pretrained_model_name_or_path}"
-        self.change = Change(modules, {name: getattr(base, name) for name in parts}, named)
+        modules: dict[str, torch.nn.Module] = {}
+        for part in (part for part in names if getattr(self.pipe, part, None) is not None):
+            modules[part] = lora.merged(getattr(self.pipe, part))
+            setattr(self.pipe, part, modules[part])
+        before = {part: getattr(base, part) for part in modules}
+        self.change = Change(modules, before, f"{key} {name}")
         sampler = Sampler(
             self.pipe.components, validation, record.seed, config.prediction_type, str(run)
         )
@@ -162,17 +159,16 @@ class Subject:
             raise UserError(
                 f"RUN: was measured with {record.embedder}, here is {embedder.describe()}"
             )
-        side = side_of(sampler.backbone) * self.pipe.vae_scale_factor
-        held_out = {"clean": self._clean(config.resolution or side)}
+        side = config.resolution or side_of(sampler.backbone) * self.pipe.vae_scale_factor
         self.measure = Measure(
             validation,
             self.targets,
             sampler,
             embedder,
             None,
-            accelerator,
+            self.accelerator,
             record.seed,
-            held_out,
+            {"clean": self._clean(side)},
             (),
             run,
         )
@@ -306,27 +302,16 @@ def table(rows: list[Row]) -> Table:
     head = ["weights", "share of change", "strict rate", "elements", "clean loss", "above the base"]
     lines: list[list[Any]] = []
     for row in rows:
-        elements = row.element_mean()
-        rise = (
-            ""
-            if row.rise is None or row.rise_interval is None
-            else _with_interval(row.rise, row.rise_interval)
-        )
-        lines.append(
-            [
-                f"{row.part} {row.state}".strip(),
-                f"{row.share:.1%}",
-                str(row.recovered),
-                "–" if elements is None else f"{elements:.2f}",
-                "–" if row.clean is None else f"{row.clean:.4f}",
-                rise or "–",
-            ]
-        )
+        rise = "–"
+        if row.rise is not None and row.rise_interval is not None:
+            low, high = row.rise_interval
+            rise = f"{row.rise:+.4f} ({low:+.4f} to {high:+.4f})"
+        mean = row.element_mean()
+        elements = "–" if mean is None else f"{mean:.2f}"
+        clean = "–" if row.clean is None else f"{row.clean:.4f}"
+        name = f"{row.part} {row.state}".strip()
+        lines.append([name, f"{row.share:.1%}", str(row.recovered), elements, clean, rise])
     return Table(head, lines, right=True)
-
-
-def _with_interval(value: float, interval: Interval) -> str:
-    return f"{value:+.4f} ({interval[0]:+.4f} to {interval[1]:+.4f})"
 
 
 def written(run: Path, subject: Subject, rows: list[Row], file: Path) -> None:
@@ -354,10 +339,9 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(prog="python -m silentbad.audit.localise", description=about)
     parser.add_argument("run", metavar="RUN", help="output_dir of a finished run with targets")
     parts = "stage and role when unset; both: each role of each stage"
+    images = "of each target; as many as the run's when unset"
     parser.add_argument("--by", nargs="+", choices=BY, default=["stage", "role"], help=parts)
-    parser.add_argument(
-        "--images", type=int, help="images of each target; as many as the run's when unset"
-    )
+    parser.add_argument("--images", type=int, help=images)
     parser.add_argument("--out", help="page, with JSON beside it; localise.html in RUN when unset")
     parser.add_argument("--base", help="the run's base, where it has moved")
     parser.add_argument("--targets", help="the run's targets.jsonl, where it has moved")
@@ -378,19 +362,14 @@ def configured(given: argparse.Namespace, run: Path) -> TrainConfig:
     }
     flags = [f"--{key}={value}" for key, value in moved.items() if value is not None]
     config, _ = parse(TrainConfig, ["--config", str(file), *flags])
-    if config.validation.targets is None:
+    targets = config.validation.targets
+    if targets is None:
         raise UserError(
             "RUN: has no targets (validation.targets), so there is no picture to look for"
         )
-    for flag, place in (
-        ("--targets", config.validation.targets),
-        ("--train_data_dir", config.train_data_dir),
-    ):
+    for flag, place in (("--targets", targets), ("--train_data_dir", config.train_data_dir)):
         if place is not None and not Path(place).exists():
             raise UserError(f"{flag}: the run's {place} is not there; give its place")
-    weights = run / ("pipeline" if config.lora.rank is None else "lora")
-    if not weights.is_dir():
-        raise UserError(f"RUN: no {weights.name}/ in {run}; it is written where a run ends")
     return config
 
 
@@ -399,16 +378,12 @@ def main(arguments: list[str] | None = None) -> int:
     given = parsed(arguments)
     run = Path(given.run)
     try:
-        if given.images is not None and not 1 <= given.images <= 10_000:
-            raise UserError(f"--images: must be from 1 to 10000, got {given.images}")
+        if given.images is not None and given.images < 1:
+            raise UserError(f"--images: must be from 1, got {given.images}")
         file = Path(given.out or run / "localise.html")
         if file.suffix != ".html":
             raise UserError(f"--out: {file} must end in .html; the JSON is written beside it")
         config, record = configured(given, run), Record.load(run / NAME, "RUN")
-        if record.endpoint != STRICT:
-            raise UserError(
-                "RUN: counts recovery by the whole alone; it is of an earlier release, run it again"
-            )
         check_writable(file, "--out")
         key = "pretrained_model_name_or_path" if given.base is None else "--base"
         subject = Subject(run, config, record, given.images, key)

@@ -65,16 +65,12 @@ class TrainingPictures:
         trip: what each training picture goes through first, as the target did that images are
         compared with."""
         if self.features is None:
-            self.features = torch.cat([self._embedded(part, trip) for part in self._batches()])
-        best = (
-            self.embedder.similarity(self.embedder.embed(images), self.features).double().max(dim=1)
-        )
+            parts = []
+            for start in range(0, len(self._pixels), 8):
+                pictures = torch.stack(self._pixels[start : start + 8]).float() / 255
+                parts.append(self.embedder.embed(pictures if trip is None else trip(pictures)))
+            self.features = torch.cat(parts)
+        seen = self.embedder.embed(images)
+        best = self.embedder.similarity(seen, self.features).double().max(dim=1)
         names = [self.known[i].name for i in best.indices.tolist()]
         return list(zip(best.values.tolist(), names, strict=True))
-
-    def _batches(self) -> list[Tensor]:
-        return [torch.stack(self._pixels[i : i + 8]) for i in range(0, len(self._pixels), 8)]
-
-    def _embedded(self, pixels: Tensor, trip: Callable[[Tensor], Tensor] | None) -> Tensor:
-        pictures = pixels.float() / 255
-        return self.embedder.embed(pictures if trip is None else trip(pictures))

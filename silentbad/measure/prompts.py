@@ -26,6 +26,7 @@ from silentbad.data.schema import (
     text_lines,
 )
 from silentbad.errors import UserError, brief, writing
+from silentbad.files import replace_text
 from silentbad.measure.generation import Item, Sampler
 from silentbad.measure.record import read
 from silentbad.measure.samples import log_grid, save
@@ -157,12 +158,10 @@ class PromptSheet:
         output_dir: Path,
         prediction_type: str | None = None,
     ):
-        self.prompts, self.config, self.accelerator, self.output_dir = (
-            prompts,
-            config,
-            accelerator,
-            output_dir,
-        )
+        self.prompts = prompts
+        self.config = config
+        self.accelerator = accelerator
+        self.output_dir = output_dir
         # a prompt's seed is its whole address
         self.sampler = Sampler(components, config, 0, prediction_type)
         self.last: int | None = None
@@ -199,9 +198,8 @@ class PromptSheet:
             file = f"samples/sample_prompts/step-{step:06d}-{k}.png"
             save(Image.fromarray(image), self.output_dir / file)
             drawn.images.append(Drawn(**asdict(prompt), file=file))
-        draft = self.output_dir / f".{NAME}"
-        draft.write_text(json.dumps([asdict(draw) for draw in [*draws, drawn]]), encoding="utf-8")
-        draft.replace(self.output_dir / NAME)
+        text = json.dumps([asdict(draw) for draw in [*draws, drawn]])
+        replace_text(self.output_dir / NAME, text)
 
 
 def _pixels(chunk: list[Item], images: torch.Tensor, magnitudes: torch.Tensor) -> list[np.ndarray]:

@@ -34,20 +34,9 @@ def slugs(ids: list[str]) -> list[str]:
             f"targets: target_id {ALL!r} is the name of the summary's last row; choose another"
         )
     plain = [re.sub(r"[^A-Za-z0-9_.-]+", "_", i).strip(".")[:60] or "target" for i in ids]
-    folded = [name.casefold() for name in plain]
-    names: list[str] = []
-    for j, name in enumerate(plain):
-        number = j
-        proposal = name if folded.count(folded[j]) == 1 else f"{name}-{j}"
-        while proposal.casefold() in {
-            *folded[:j],
-            *folded[j + 1 :],
-            *(n.casefold() for n in names),
-        }:
-            number += len(plain)
-            proposal = f"{name}-{number}"
-        names.append(proposal)
-    return names
+    if len({name.casefold() for name in plain}) == len(ids):
+        return plain
+    return [f"{name}-{j}" for j, name in enumerate(plain)]
 
 
 def target_file(name: str) -> str:

@@ -126,5 +126,5 @@ def test_mistakes_are_one_line(finished, pipelines, tmp_path, capsys):
     assert localise.main([str(run)]) == 2 and "which are not the run's" in capsys.readouterr().err
     moved.write_text(text)
     shutil.rmtree(run / "pipeline")
-    assert localise.main([str(run)]) == 2 and "it is written where a run ends" in capsys.readouterr().err
+    assert localise.main([str(run)]) == 2 and "RUN" in capsys.readouterr().err
     assert not list(run.glob("localise*")) and re.search("finished", " ".join(p.name for p in run.iterdir()))
