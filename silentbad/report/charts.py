@@ -13,16 +13,8 @@ from markupsafe import Markup
 
 WIDTH, HEIGHT = 480, 250
 LEFT, RIGHT, TOP, BOTTOM = 60, 20, 12, 40
-COLOURS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#8a6d00",
-    "#56b4e9",
-    "#5b5b5b",
-    "#b22222",
-)  # Okabe-Ito, darker
+# Okabe-Ito, darker
+COLOURS = "#0072b2 #d55e00 #009e73 #cc79a7 #8a6d00 #56b4e9 #5b5b5b #b22222".split()
 DASHES = ("", "7 4", "2 3", "9 3 2 3", "", "7 4", "2 3", "9 3 2 3")
 DRAWABLE = 1e100  # larger numbers are left out, so that differences and squares stay finite
 ROW, NAMES = 15, 136  # of a heatmap: height of a row, width of its names
@@ -46,9 +38,8 @@ class Series(NamedTuple):
 # -- numbers ---------------------------------------------------------------------------------------
 def finite(value: object) -> TypeGuard[float]:
     """Whether a value is a number that can be drawn."""
-    return (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= DRAWABLE
-    )
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and abs(value) <= DRAWABLE
 
 
 def number(value: object) -> str:
@@ -56,6 +47,11 @@ def number(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}" if math.isfinite(value) else "–"
     return "–" if value is None else str(value)
+
+
+def shortened(name: str, most: int = 18) -> str:
+    """A name of at most so many letters."""
+    return name if len(name) <= most else name[: most - 1] + "…"
 
 
 def tick_label(value: float) -> str:
@@ -87,18 +83,15 @@ def bounds(values: Sequence[float], fixed: Range | None = None) -> Range:
     return low, high
 
 
+def scale(values: Range, start: float, end: float) -> Place:
+    """Where a value lies between two places of the picture."""
+    low, high = values
+    return lambda value: start + (value - low) / (high - low) * (end - start)
+
+
 def scales(x_range: Range, y_range: Range) -> tuple[Place, Place]:
     """Places of x and y in the picture."""
-
-    def x_place(x: float) -> float:
-        return LEFT + (x - x_range[0]) / (x_range[1] - x_range[0]) * (WIDTH - LEFT - RIGHT)
-
-    def y_place(y: float) -> float:
-        return (
-            HEIGHT - BOTTOM - (y - y_range[0]) / (y_range[1] - y_range[0]) * (HEIGHT - TOP - BOTTOM)
-        )
-
-    return x_place, y_place
+    return scale(x_range, LEFT, WIDTH - RIGHT), scale(y_range, HEIGHT - BOTTOM, TOP)
 
 
 # -- pieces ----------------------------------------------------------------------------------------
@@ -138,15 +131,12 @@ def rectangle(x: float, y: float, width: float, height: float, fill: str) -> Mar
 
 def axes(x_range: Range, y_range: Range, x_label: str) -> list[Markup]:
     """Grid lines, ticks and the name of the x axis."""
-    (x_place, y_place), parts = scales(x_range, y_range), []
+    x_place, y_place = scales(x_range, y_range)
+    parts = [rule("axis", HEIGHT - BOTTOM)]
     for y in ticks(*y_range):
         parts += [rule("grid", y_place(y)), text_at(LEFT - 6, y_place(y) + 4, tick_label(y), "end")]
     parts += [text_at(x_place(x), HEIGHT - BOTTOM + 16, tick_label(x)) for x in ticks(*x_range)]
-    parts += [
-        rule("axis", HEIGHT - BOTTOM),
-        text_at((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, x_label),
-    ]
-    return parts
+    return [*parts, text_at((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, x_label)]
 
 
 def swatch(k: int) -> Markup:
@@ -156,14 +146,6 @@ def swatch(k: int) -> Markup:
         '<line x1="0" x2="22" y1="4" y2="4" stroke="{}" stroke-width="3" '
         'stroke-dasharray="{}"/></svg>'
     ).format(COLOURS[k % len(COLOURS)], DASHES[k % len(DASHES)])
-
-
-def patch(colour: str) -> Markup:
-    """A square of a colour, for the scale of a heatmap."""
-    return Markup(
-        '<svg class="patch" viewBox="0 0 14 11" aria-hidden="true"><rect width="14" height="11" '
-        'fill="{}"/></svg>'
-    ).format(colour)
 
 
 # -- charts ----------------------------------------------------------------------------------------
@@ -176,13 +158,13 @@ def line_chart(
     marks: Sequence[tuple[str, float]] = (),
 ) -> Markup:
     """Curves with bands; marks are (name, y) horizontal lines."""
-    series, marks = drawn(series), [(name, y) for name, y in marks if finite(y)]
+    series = drawn(series)
+    marks = [(name, y) for name, y in marks if finite(y)]
     if not series:
         return Markup("")
     xs = [x for s in series for x, _ in points(s)]
-    ys = [
-        y for s in series for side in (s.ys, s.low or (), s.high or ()) for y in side if finite(y)
-    ]
+    sides = [side or () for s in series for side in (s.ys, s.low, s.high)]
+    ys = [y for side in sides for y in side if finite(y)]
     x_range, y_range = bounds(xs), bounds([*ys, *(y for _, y in marks)], y_range)
     x_place, y_place = scales(x_range, y_range)
     parts = axes(x_range, y_range, x_label)
@@ -190,10 +172,8 @@ def line_chart(
         parts += curve(one, k, x_place, y_place)
     for name, y in marks:
         beside = y_place(y) + (14 if y_place(y) < TOP + 12 else -4)  # inside the picture
-        parts += [
-            rule("mark", y_place(y)),
-            text_at(WIDTH - RIGHT - 2, beside, f"{name} {y:.2g}", "end"),
-        ]
+        parts.append(rule("mark", y_place(y)))
+        parts.append(text_at(WIDTH - RIGHT - 2, beside, f"{name} {y:.2g}", "end"))
     return frame(parts, title, "; ".join(describe(s) for s in series[:8]))
 
 
@@ -213,22 +193,18 @@ def curve(s: Series, k: int, x_place: Place, y_place: Place) -> list[Markup]:
     def path(line: Iterable[tuple[float, float]]) -> str:
         return " ".join(f"{x_place(x):.1f},{y_place(y):.1f}" for x, y in line)
 
-    colour, parts, line = COLOURS[k % len(COLOURS)], [], points(s)
+    colour, dash = COLOURS[k % len(COLOURS)], DASHES[k % len(DASHES)]
+    parts, line = list[Markup](), points(s)
     if s.low and s.high:
-        band = [
-            (x, a, b)
-            for x, a, b in zip(s.xs, s.low, s.high, strict=True)
-            if finite(x) and finite(a) and finite(b)
-        ]
-        edge = [(x, a) for x, a, _ in band] + [(x, b) for x, _, b in reversed(band)]
-        parts.append(
-            Markup('<polygon points="{}" fill="{}" opacity="0.16"/>').format(path(edge), colour)
-        )
-    parts.append(
-        Markup(
-            '<polyline points="{}" fill="none" stroke="{}" stroke-width="2" stroke-dasharray="{}"/>'
-        ).format(path(line), colour, DASHES[k % len(DASHES)])
+        low, high = ([(x, y) for x, y in zip(s.xs, side, strict=True)] for side in (s.low, s.high))
+        both = [(a, b) for a, b in zip(low, high, strict=True) if all(map(finite, (*a, *b)))]
+        edge = [a for a, _ in both] + [b for _, b in reversed(both)]
+        band = Markup('<polygon points="{}" fill="{}" opacity="0.16"/>')
+        parts.append(band.format(path(edge), colour))
+    polyline = Markup(
+        '<polyline points="{}" fill="none" stroke="{}" stroke-width="2" stroke-dasharray="{}"/>'
     )
+    parts.append(polyline.format(path(line), colour, dash))
     if len(line) <= 24:
         dot = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="2.8" fill="{}"/>')
         parts += [dot.format(x_place(x), y_place(y), colour) for x, y in line]
@@ -250,30 +226,25 @@ def heatmap(
     if not names or not xs:
         return Markup("")
     keep = spaced(len(xs), MOST_COLUMNS)
-    below, cell = TOP // 2 + ROW * len(names), (WIDTH - NAMES - RIGHT) / len(keep)
+    cell = (WIDTH - NAMES - RIGHT) / len(keep)
+    below = TOP // 2 + ROW * len(names)
     span, parts = log_span(values), list[Markup]()
     for i, (name, line) in enumerate(zip(names, values, strict=True)):
         y = TOP // 2 + ROW * i
-        parts.append(
-            text_at(NAMES - 6, y + 11, name if len(name) <= 18 else name[:17] + "…", "end")
-        )
+        parts.append(text_at(NAMES - 6, y + 11, shortened(name), "end"))
         shades = [shade(line[k], span) for k in keep]
-        for colour, alike in itertools.groupby(range(len(keep)), shades.__getitem__):
+        start = 0
+        for colour, alike in itertools.groupby(shades):
+            count = len(list(alike))
             if colour is not None:
-                columns = list(alike)
-                parts.append(
-                    rectangle(
-                        NAMES + columns[0] * cell, y, len(columns) * cell + 0.3, ROW - 1, colour
-                    ),
-                )
-    parts += [
-        text_at(NAMES + (j + 0.5) * cell, below + 14, f"{xs[keep[j]]:.6g}")
-        for j in sorted({0, len(keep) // 2, len(keep) - 1})
-    ]
+                x = NAMES + start * cell
+                parts.append(rectangle(x, y, count * cell + 0.3, ROW - 1, colour))
+            start += count
+    for j in sorted({0, len(keep) // 2, len(keep) - 1}):
+        parts.append(text_at(NAMES + (j + 0.5) * cell, below + 14, f"{xs[keep[j]]:.6g}"))
     parts.append(text_at(NAMES + (WIDTH - NAMES - RIGHT) / 2, below + 34, "step"))
-    last = sorted(
-        (line[-1], name) for name, line in zip(names, values, strict=True) if finite(line[-1])
-    )
+    ends = zip((line[-1] for line in values), names, strict=True)
+    last = sorted((end, name) for end, name in ends if finite(end))
     described = ""
     if last:
         (low, slowest), (high, fastest) = last[0], last[-1]
@@ -282,9 +253,13 @@ def heatmap(
 
 
 def heatmap_scale(values: Sequence[Sequence[float | None]]) -> list[tuple[Markup, str]]:
-    """(patch, multiplier) of five shades, for a heatmap's legend."""
+    """(patch of colour, multiplier) of five shades, for a heatmap's legend."""
     span = log_span(values)
-    return [(patch(tint(k / 2)), f"{math.exp(k / 2 * span):.2f}") for k in range(-2, 3)]
+    patch = Markup(
+        '<svg class="patch" viewBox="0 0 14 11" aria-hidden="true">'
+        '<rect width="14" height="11" fill="{}"/></svg>'
+    )
+    return [(patch.format(tint(k / 2)), f"{math.exp(k / 2 * span):.2f}") for k in range(-2, 3)]
 
 
 def log_span(values: Sequence[Sequence[float | None]]) -> float:
@@ -310,39 +285,33 @@ def matrix(
     number."""
     if not any(finite(v) for line in values for v in line):
         return Markup("")
-    longest = max(len(name) for name in rows)
-    side = 190 if longest > 12 else 90
+    side = 190 if max(map(len, rows)) > 12 else 90
     row, parts = 26, list[Markup]()
     width = min((WIDTH - side - RIGHT) / len(columns), 64)
+    known: list[tuple[float, str]] = []
     for i, (name, line) in enumerate(zip(rows, values, strict=True)):
         y = TOP // 2 + row * i
-        parts.append(text_at(side - 6, y + 17, name if len(name) <= 26 else name[:25] + "…", "end"))
-        for k, value in enumerate(line):
-            x = side + k * width
-            if finite(value):
-                strength = max(0.0, min(1.0, value))
-                parts.append(rectangle(x, y, width - 2, row - 2, tint(-strength)))
-                parts.append(cell_text(x + width / 2 - 1, y + 17, f"{value:.2f}", strength > 0.6))
-            else:
-                parts.append(text_at(x + width / 2 - 1, y + 17, "–"))
+        parts.append(text_at(side - 6, y + 17, shortened(name, 26), "end"))
+        for k, (column, value) in enumerate(zip(columns, line, strict=False)):
+            middle = side + (k + 0.5) * width - 1
+            if not finite(value):
+                parts.append(text_at(middle, y + 17, "–"))
+                continue
+            strength = max(0.0, min(1.0, value))
+            parts.append(rectangle(side + k * width, y, width - 2, row - 2, tint(-strength)))
+            ink = "pale" if strength > 0.6 else "dark"  # in any colour scheme
+            text = Markup(
+                '<text class="{}" x="{:.1f}" y="{:.1f}" text-anchor="middle">{:.2f}</text>'
+            )
+            parts.append(text.format(ink, middle, y + 17, value))
+            known.append((value, f"{name}, {across} {column}"))
     below = TOP // 2 + row * len(rows)
-    parts += [
-        text_at(side + (k + 0.5) * width - 1, below + 15, name) for k, name in enumerate(columns)
-    ]
+    for k, name in enumerate(columns):
+        parts.append(text_at(side + (k + 0.5) * width - 1, below + 15, name))
     parts.append(text_at(side + len(columns) * width / 2, below + 33, across))
-    known = [
-        (v, f"{n}, {across} {c}")
-        for n, line in zip(rows, values, strict=True)
-        for v, c in zip(line, columns, strict=False)
-        if finite(v)
-    ]
     top, where = max(known)
-    return frame(
-        parts,
-        title,
-        f"{len(rows)} rows, {len(columns)} columns, highest {number(top)} at {where}",
-        below + 40,
-    )
+    size = f"{len(rows)} rows, {len(columns)} columns"
+    return frame(parts, title, f"{size}, highest {number(top)} at {where}", below + 40)
 
 
 class Reach(NamedTuple):
@@ -363,63 +332,34 @@ def ranges(rows: Sequence[Reach], title: str) -> Markup:
     rows = [row for row in rows if finite(row.threshold) and any(map(finite, row.sims))]
     if not rows:
         return Markup("")
-    ends = [
-        value
-        for row in rows
-        for value in (*row.sims, row.threshold, row.floor, row.ceiling)
-        if finite(value)
-    ]
-    low, high = bounds(ends, (0.0, 1.0))
+    ends = [end for row in rows for end in (*row.sims, row.threshold, row.floor, row.ceiling)]
+    low, high = bounds([end for end in ends if finite(end)], (0.0, 1.0))
     row_height = 28
     below = TOP // 2 + row_height * len(rows)
-
-    def place(x: float) -> float:
-        return REACH_NAMES + (x - low) / (high - low) * (WIDTH - REACH_NAMES - RIGHT)
-
-    parts = [
-        Markup('<line class="grid" x1="{0:.1f}" x2="{0:.1f}" y1="{1}" y2="{2}"/>').format(
-            place(x), TOP // 2, below
-        )
-        for x in ticks(low, high, 4)
-    ]
+    place = scale((low, high), REACH_NAMES, WIDTH - RIGHT)
+    upright = Markup('<line class="{0}" x1="{1:.1f}" x2="{1:.1f}" y1="{2}" y2="{3}"/>')
+    band = Markup('<rect class="band" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{}"/>')
+    dot = Markup('<circle class="{}" cx="{:.1f}" cy="{:.1f}" r="4"/>')
+    marks, parts, counts = ticks(low, high, 4), list[Markup](), list[str]()
+    for x in marks:
+        parts.append(upright.format("grid", place(x), TOP // 2, below))
+        parts.append(text_at(place(x), below + 15, tick_label(x)))
     for i, row in enumerate(rows):
         y = TOP // 2 + row_height * i
-        parts.append(
-            text_at(
-                REACH_NAMES - 8,
-                y + 18,
-                row.name if len(row.name) <= 18 else row.name[:17] + "…",
-                "end",
-            )
-        )
+        parts.append(text_at(REACH_NAMES - 8, y + 18, shortened(row.name), "end"))
         if finite(row.floor) and finite(row.ceiling) and row.ceiling > row.floor:
             width = place(row.ceiling) - place(row.floor)
-            band = Markup('<rect class="band" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{}"/>')
             parts.append(band.format(place(row.floor), y + 5, width, row_height - 10))
-        limit = Markup('<line class="limit" x1="{0:.1f}" x2="{0:.1f}" y1="{1}" y2="{2}"/>')
-        parts.append(limit.format(place(row.threshold), y + 2, y + row_height - 2))
-        dot = Markup('<circle class="{}" cx="{:.1f}" cy="{:.1f}" r="4"/>')
+        parts.append(upright.format("limit", place(row.threshold), y + 2, y + row_height - 2))
         for sim in filter(finite, row.sims):
             kind = "over" if sim >= row.threshold else "under"
             parts.append(dot.format(kind, place(sim), y + row_height / 2))
-    parts += [text_at(place(x), below + 15, tick_label(x)) for x in ticks(low, high, 4)]
-    parts.append(
-        text_at((REACH_NAMES + WIDTH - RIGHT) / 2, below + 32, "similarity (1: the same picture)")
-    )
-    counts = (
-        f"{row.name}: {sum(s >= row.threshold for s in row.sims)} of {len(row.sims)}"
-        for row in rows
-    )
-    return frame(
-        parts, title, "images that reach their threshold: " + "; ".join(counts), below + 38
-    )
-
-
-def cell_text(x: float, y: float, text: str, pale: bool) -> Markup:
-    """A text on a coloured cell, pale or dark in any colour scheme."""
-    return Markup('<text class="{}" x="{:.1f}" y="{:.1f}" text-anchor="middle">{}</text>').format(
-        "pale" if pale else "dark", x, y, text
-    )
+        count = sum(sim >= row.threshold for sim in row.sims)
+        counts.append(f"{row.name}: {count} of {len(row.sims)}")
+    middle = (REACH_NAMES + WIDTH - RIGHT) / 2
+    parts.append(text_at(middle, below + 32, "similarity (1: the same picture)"))
+    described = "images that reach their threshold: " + "; ".join(counts)
+    return frame(parts, title, described, below + 38)
 
 
 def spaced(n: int, most: int) -> list[int]:
@@ -436,23 +376,16 @@ def tint(x: float) -> str:
 
 def histogram(edges: Sequence[float], counts: Sequence[float], title: str, x_label: str) -> Markup:
     """Bars of counts (n,) between edges (n+1,)."""
-    if (
-        not counts
-        or len(edges) != len(counts) + 1
-        or not all(map(finite, [*edges, *counts]))
-        or sum(counts) == 0
-    ):
+    fits = len(edges) == len(counts) + 1 and all(map(finite, [*edges, *counts]))
+    if not fits or sum(counts) == 0:
         return Markup("")
     x_range, y_range = bounds(edges), bounds([0, *counts])
     x_place, y_place = scales(x_range, y_range)
     parts = axes(x_range, y_range, x_label)
     for a, b, count in zip(edges, edges[1:], counts, strict=False):
         width, height = max(x_place(b) - x_place(a) - 1, 0.5), y_place(0) - y_place(count)
-        parts.append(
-            rectangle(x_place(a) + 0.5, y_place(max(count, 0)), width, abs(height), COLOURS[0])
-        )
+        top = y_place(max(count, 0))
+        parts.append(rectangle(x_place(a) + 0.5, top, width, abs(height), COLOURS[0]))
     peak = max(range(len(counts)), key=lambda i: counts[i])
-    described = (
-        f"{len(counts)} bins, most between {number(edges[peak])} and {number(edges[peak + 1])}"
-    )
-    return frame(parts, title, described)
+    between = f"{number(edges[peak])} and {number(edges[peak + 1])}"
+    return frame(parts, title, f"{len(counts)} bins, most between {between}")

@@ -3,7 +3,8 @@ thresholds, detection.
 
 Pure functions of a Record; docs/metrics.md defines the numbers."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -191,13 +192,9 @@ class Rates:
     elements: float | None
 
     def cells(self) -> list[Cell]:
-        strict = None if self.strict is None else supported(self.strict, self.interval)
         values = (self.whole, self.published, self.elements)
-        return [strict, interval_text(self.interval), *map(_rate, values)]
-
-
-def _rate(value: float | None) -> Cell:
-    return None if value is None else rounded(value)
+        interval = interval_text(self.interval)
+        return [supported(self.strict, self.interval), interval, *map(rounded, values)]
 
 
 def rates(cells: Sequence[CellScores], endpoint: str) -> Rates:
@@ -206,31 +203,29 @@ def rates(cells: Sequence[CellScores], endpoint: str) -> Rates:
     strict = endpoint == STRICT
     if len(cells) == 1:
         (one,) = cells
-        published = one.published
-        if published is None:
-            published = mean_of(float(t.max > PUBLISHED) for t in one.targets.values())
-        interval, whole = one.interval, one.whole if strict else one.cir
-        return Rates(
-            one.cir if strict else None,
-            interval if strict else None,
-            whole,
-            published,
-            one.element_rate,
-        )
+        best = [float(target.max > PUBLISHED) for target in one.targets.values()]
+        published = mean_of(best) if one.published is None else one.published
+        if not strict:
+            return Rates(None, None, one.cir, published, one.element_rate)
+        return Rates(one.cir, one.interval, one.whole, published, one.element_rate)
     by_target: dict[str, list[TargetScores]] = {}
     for cell in cells:
         for name, scores in cell.targets.items():
             by_target.setdefault(name, []).append(scores)
     groups = list(by_target.values())
-    own = [float(np.mean([t.rate for t in group])) for group in groups]
-    low, high = bootstrap_interval(own)
-    mean = mean_of(own)
+
+    def mean(value: Callable[[TargetScores], float | None]) -> float | None:
+        return mean_of(mean_of(map(value, group)) for group in groups)
+
+    low, high = bootstrap_interval([float(np.mean([t.rate for t in group])) for group in groups])
+    rate = mean(lambda t: t.rate)
+    elements = mean_of(mean_of(e.rate for t in group for e in t.elements) for group in groups)
     return Rates(
-        strict=mean if strict else None,
+        strict=rate if strict else None,
         interval=(low, high) if strict and high > low else None,
-        whole=mean_of(mean_of(t.whole_rate for t in group) for group in groups) if strict else mean,
-        published=mean_of(float(np.mean([t.max > PUBLISHED for t in group])) for group in groups),
-        elements=mean_of(mean_of(e.rate for t in group for e in t.elements) for group in groups),
+        whole=mean(lambda t: t.whole_rate) if strict else rate,
+        published=mean(lambda t: float(t.max > PUBLISHED)),
+        elements=elements,
     )
 
 
@@ -264,67 +259,50 @@ def alternatives(record: Record, withheld: Sequence[str] = ()) -> Table:
         return rates(there, record.endpoint) if there else None
 
     last, base, cells = record.history[-1], base_scores(record), control_cells(record)
+    asks = "The claim." if record.history[1:] else "One model, no training."
+    if withheld:
+        asks = f"A control run: trained without {', '.join(withheld)}. Does it come all the same?"
+    add("composed prompt", asks, of(latest(last)))
     if last.step > 0:
-        asks = "The claim."
-        if withheld:
-            asks = (
-                f"A control run: trained without {', '.join(withheld)}. Does it come all the same?"
-            )
-        add("composed prompt", asks, of(latest(last)))
         add("composed prompt, base model", "Was it there before training?", of(base))
-    else:
-        add(
-            "composed prompt",
-            "The claim." if record.history[1:] else "One model, no training.",
-            of(base),
-        )
     described = (base.cells or {}).get("described") if base else None
     add("spelt-out caption, base model", "Do words alone give it?", of(described))
     add("spelt-out caption", "Do words alone give it after training?", of(cells.get("described")))
     if (placebo := record.placebo) is not None:
+        asks = "Do the attributes alone give it, with no exact element shown?"
         found = Rates(placebo.cir, None, placebo.whole, placebo.published, placebo.element_rate)
-        add(
-            "composed prompt, placebo data",
-            "Do the attributes alone give it, with no exact element shown?",
-            found,
-        )
+        add("composed prompt, placebo data", asks, found)
     for stem, (name, asks) in CONTROLS.items():
-        numbered = [cell for key, cell in cells.items() if key == stem or _stem(key) == stem]
+        pattern = re.compile(rf"{stem}(-\d+)?")
+        numbered = [cell for key, cell in cells.items() if pattern.fullmatch(key)]
         add(name if len(numbered) < 2 else f"{name} (mean of {len(numbered)})", asks, of(*numbered))
     head = ["prompt", "strict rate", "95 %", "whole alone", "published: best of n", "elements"]
     return Table(head, rows, right=True, notes=notes)
-
-
-def _stem(cell: str) -> str:
-    """ "phrase" of "phrase-2"."""
-    stem, _, k = cell.partition("-")
-    return stem if k.isdecimal() else ""
 
 
 # -- by element ------------------------------------------------------------------------------------
 def bleeding(record: Record) -> list[Figure]:
     """For each target, the recall of every element when one phrase is given alone, and when all
     are."""
-    cells, made = control_cells(record), list[Figure]()
+    cells, figures = control_cells(record), list[Figure]()
+
+    def recall(cell: str, target: str) -> list[float | None]:
+        scores = cells[cell].targets.get(target) if cell in cells else None
+        return [element.rate for element in scores.elements] if scores else []
+
     for target in record.targets[:MOST_TARGETS]:
-        rows: list[tuple[str, list[float | None]]] = []
-        for k, phrase in enumerate(target.phrases):
-            own = (
-                cells[f"phrase-{k}"].targets.get(target.target_id)
-                if f"phrase-{k}" in cells
-                else None
-            )
-            if own:
-                rows.append((f"{k + 1} {phrase}", [e.rate for e in own.elements]))
-        together = cells["composed"].targets.get(target.target_id) if "composed" in cells else None
-        if not rows or together is None:
-            continue
-        rows.append(("all together", [e.rate for e in together.elements]))
-        width = max(len(values) for _, values in rows)
-        columns = [str(k + 1) for k in range(width)]
-        values = [line + [None] * (width - len(line)) for _, line in rows]
-        made += pages.matrix([name for name, _ in rows], columns, values, target.target_id)
-    return made
+        name = target.target_id
+        rows = {
+            f"{k + 1} {phrase}": recall(f"phrase-{k}", name)
+            for k, phrase in enumerate(target.phrases)
+        }
+        rows = {phrase: values for phrase, values in rows.items() if values}
+        together = recall("composed", name)
+        if rows and together:
+            columns = [str(k + 1) for k in range(len(together))]
+            values = [*rows.values(), together]
+            figures += pages.matrix([*rows, "all together"], columns, values, name)
+    return figures
 
 
 # -- thresholds and detection ----------------------------------------------------------------------
@@ -383,19 +361,12 @@ def threshold_kinds(record: Record) -> Table:
     rows: list[list[Cell]] = []
     for kind in dict.fromkeys([*whole, *element]):
         row: list[Cell] = [kind]
-        for side in (whole, element):
-            one = side.get(kind)
-            row += (
-                [None] * 4
-                if one is None
-                else [rounded(one.value), one.n, one.rate, rounded(one.attained, 3)]
-            )
+        for one in (whole.get(kind), element.get(kind)):
+            empty: list[Cell] = [None] * 4
+            row += [rounded(one.value), one.n, one.rate, rounded(one.attained, 3)] if one else empty
         rows.append(row)
-    head = [
-        name
-        for side in ("whole", "elements")
-        for name in (f"threshold, {side}", "nulls", "asked", "attained")
-    ]
+    columns = ("threshold, {}", "nulls", "asked", "attained")
+    head = [name.format(side) for side in ("whole", "elements") for name in columns]
     return Table(["kind of null", *head], rows, right=True)
 
 
@@ -404,19 +375,14 @@ def threshold_targets(record: Record) -> Table:
     widest = max((len(t.phrases) for t in record.targets), default=0)
     rows: list[list[Cell]] = []
     for j, target in enumerate(record.targets):
-        masked = [
-            k < len(target.elements) and target.elements[k] is not None for k in range(widest)
-        ]
+        masks = target.elements + [None] * (widest - len(target.elements))
         parts = [
-            record.element_threshold.of(j, k) if there else None for k, there in enumerate(masked)
+            None if m is None else record.element_threshold.of(j, k) for k, m in enumerate(masks)
         ]
-        values = (record.threshold.of_target(j), *parts)
-        rows.append(
-            [target.target_id, *(None if value is None else rounded(value) for value in values)]
-        )
-    return Table(
-        ["target", "whole", *(f"element {k + 1}" for k in range(widest))], rows, right=True
-    )
+        values = map(rounded, (record.threshold.of_target(j), *parts))
+        rows.append([target.target_id, *values])
+    columns = [f"element {k + 1}" for k in range(widest)]
+    return Table(["target", "whole", *columns], rows, right=True)
 
 
 def detections(record: Record) -> Table:
@@ -426,15 +392,19 @@ def detections(record: Record) -> Table:
         scores = latest(entry)
         for probe, found in (("magnitude", scores.detection), ("anisotropy", scores.anisotropy)):
             if found:
-                auc_interval = (found.auc_low, found.auc_high)
-                tpr_interval = (found.tpr_low, found.tpr_high)
-                auc = [supported(found.auc, auc_interval), interval_text(auc_interval)]
-                counts = [found.positives, found.negatives]
-                tpr = [
-                    None if found.tpr is None else supported(found.tpr, tpr_interval),
-                    interval_text(tpr_interval),
-                ]
-                rows.append([entry.label or f"step {entry.step}", probe, *auc, *counts, *tpr])
+                ends, tpr_ends = (found.auc_low, found.auc_high), (found.tpr_low, found.tpr_high)
+                rows.append(
+                    [
+                        entry.label or f"step {entry.step}",
+                        probe,
+                        supported(found.auc, ends),
+                        interval_text(ends),
+                        found.positives,
+                        found.negatives,
+                        None if found.tpr is None else supported(found.tpr, tpr_ends),
+                        interval_text(tpr_ends),
+                    ]
+                )
     head = ["measurement", "probe", "AUC", "95 %", "composed", "clean", "TPR at 1 % FPR", "95 %"]
     return Table(head, rows, right=True)
 
@@ -452,19 +422,9 @@ def composed_or_copied(record: Record) -> Table:
         null = before.nearest if before and last is not base else None
         level = float(np.quantile(null, 0.95)) if null else None
         above = None if level is None else float(np.mean([s > level for s in own.nearest]))
-        copied = float(
-            np.mean([near > sim for near, sim in zip(own.nearest, own.sims, strict=True)])
-        )
-        near = mean_of(own.nearest)
-        rows.append(
-            [
-                target.target_id,
-                *(
-                    None if x is None else rounded(x)
-                    for x in (own.mean, near, level, above, copied)
-                ),
-            ]
-        )
+        nearer = [near > sim for near, sim in zip(own.nearest, own.sims, strict=True)]
+        values = (own.mean, mean_of(own.nearest), level, above, float(np.mean(nearer)))
+        rows.append([target.target_id, *map(rounded, values)])
         notes.append(f"nearest: {own.nearest_record}")
     head = [
         "target",

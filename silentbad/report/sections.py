@@ -65,63 +65,62 @@ class Tile:
 def tiles(run: RecordedRun, kind: str) -> list[Tile]:
     """The headline numbers of these weights at the last measurement."""
     last, total, rows = run.last(kind), run.total(kind), run.targets(kind)
-    low, high = bootstrap_interval([row.aurc for row in rows if row.aurc is not None])
-    spread = (low, high) if high > low else None
-    lasting = [row for row in rows if row.sustained_step is not None]
-    found, placebo = last.detection, run.record.placebo if run.record else None
-
-    def step(key: str) -> Cell:
-        value: float | None = getattr(total, key)
-        return "never" if value is None else value
-
-    ends = (found.auc_low, found.auc_high) if found else (None, None)
-    auc = None if ends[0] is None or ends[1] is None else (ends[0], ends[1])
-    headline = "headline: strict rate less that of placebo data"
-    first = "first step with a recovered image, mean over the targets that have one"
-    lasts = f"step from which the rate stays at 50 % (sustained), mean over the {len(lasting)} of {len(rows)} targets"
-    curve = (
-        [
-            Tile(first, step("first_step")),
-            Tile(f"{lasts} that have one", step("sustained_step") if run.strict else None),
-            Tile("area under the recovery curve (AURC)", total.aurc, spread),
-        ]
-        if total
-        else []
-    )
-    made = [Tile(headline, placebo.difference, placebo.interval)] if placebo else []
-    made += [
+    tiles = list[Tile]()
+    if run.record and (placebo := run.record.placebo):
+        headline = "headline: strict rate less that of placebo data"
+        tiles.append(Tile(headline, placebo.difference, placebo.interval))
+    tiles += [
         Tile(RATE if run.strict else "rate of the whole alone (CIR)", last.cir, last.interval),
         Tile("whole alone", last.whole),
         Tile("elements recovered in the composed images", last.element_rate),
         Tile("published criterion: targets whose best image passes a fixed number", last.published),
         Tile("targets with a recovered image", last.recovered),
-        *curve,
-        Tile("best similarity", last.max, beside=last.mean),
-        Tile("diversity of a target's images (0: all alike)", last.diversity),
-        Tile("composed prompts told from clean ones (AUC)", found.auc if found else None, auc),
     ]
-    return [tile for tile in made if tile.value is not None]
+    if total:
+        first = "first step with a recovered image, mean over the targets that have one"
+        count = sum(row.sustained_step is not None for row in rows)
+        lasts = (
+            f"step from which the rate stays at 50 % (sustained), mean over the {count} of "
+            f"{len(rows)} targets that have one"
+        )
+        low, high = bootstrap_interval([row.aurc for row in rows if row.aurc is not None])
+        spread = (low, high) if high > low else None
+        tiles.append(Tile(first, _step(total.first_step)))
+        tiles.append(Tile(lasts, _step(total.sustained_step) if run.strict else None))
+        tiles.append(Tile("area under the recovery curve (AURC)", total.aurc, spread))
+    tiles.append(Tile("best similarity", last.max, beside=last.mean))
+    tiles.append(Tile("diversity of a target's images (0: all alike)", last.diversity))
+    if found := last.detection:
+        ends = None
+        if found.auc_low is not None and found.auc_high is not None:
+            ends = (found.auc_low, found.auc_high)
+        tiles.append(Tile("composed prompts told from clean ones (AUC)", found.auc, ends))
+    return [tile for tile in tiles if tile.value is not None]
+
+
+def _step(value: float | None) -> Cell:
+    return "never" if value is None else short(value)
 
 
 def pairs(run: RecordedRun, record: Record, kind: str) -> list[Pair]:
     """Each of the first targets beside its best and median generation at the last measurement."""
     last = run.last(kind)
     rows = list[Pair]()
-    for j, target in enumerate(record.targets[:MOST_PAIRS]):
+    for target in record.targets[:MOST_PAIRS]:
         own = last.targets.get(target.target_id)
         if own is None:
             continue
-        hits = images_recovered(own, j, record.threshold, record.element_threshold, record.endpoint)
+        hits = _hits(record, target, own)
         shots = []
         for name, kept in (("best", own.best), ("median", own.median)):
             if kept and (src := run.picture(kept.file)):
                 caption = f"{name} {rounded(kept.sim)}"
-                shots.append(
-                    Shot(src, f"{name} generation", caption, hit=_hit(own, kept.sim, hits))
-                )
+                hit = kept.sim in hits
+                shots.append(Shot(src, f"{name} generation", caption, hit=hit))
         if shots:
             shot = Shot(run.picture(target.image), f"target {target.target_id}", target.target_id)
-            rows.append(Pair([shot, *shots], f"{sum(hits)} of {len(hits)} images recovered"))
+            counted = f"{len(hits)} of {len(own.sims)} images recovered"
+            rows.append(Pair([shot, *shots], counted))
     return rows
 
 
@@ -175,14 +174,10 @@ def range_rows(record: Record) -> Table:
             mean = sum(reach.sims) / len(reach.sims)
             values = (mean, max(reach.sims), reach.threshold, reach.floor, reach.ceiling)
             count = f"{passing} of {len(reach.sims)}"
-            rows.append([reach.name if k else target.target_id, count, *map(_cell, values)])
+            rows.append([reach.name if k else target.target_id, count, *map(rounded, values)])
             notes.append("; ".join(filter(None, ("" if k else "the whole picture", reach.note))))
     head = ["picture", "reach it", "mean", "best", "threshold", "floor", "ceiling"]
     return Table(head, rows, right=True, notes=notes)
-
-
-def _cell(value: float | None) -> Cell:
-    return None if value is None else rounded(value)
 
 
 def prompts(run: RecordedRun) -> list[tuple[str, str, list[Shot]]]:
@@ -201,32 +196,27 @@ def prompts(run: RecordedRun) -> list[tuple[str, str, list[Shot]]]:
     ]
 
 
-def _hit(own: TargetScores, sim: float, hits: Sequence[bool]) -> bool:
-    """Whether the image of this similarity is recovered."""
-    return any(hit for s, hit in zip(own.sims, hits, strict=False) if s == sim)
+def _hits(record: Record, target: TargetEntry, own: TargetScores) -> list[float]:
+    """The similarities of the images of a target that are recovered."""
+    thresholds = (record.threshold, record.element_threshold)
+    hits = images_recovered(own, record.targets.index(target), *thresholds, record.endpoint)
+    return [sim for sim, hit in zip(own.sims, hits, strict=True) if hit]
 
 
 def cards(run: RecordedRun, record: Record, kind: str) -> list[Card]:
     """Each kept target beside its best and median generations by step, and its elements."""
     measured = run.measured(kind)
     measured = [measured[k] for k in spaced(len(measured), MOST_STEPS)]
-    made = []
+    cards = list[Card]()
     for target in record.targets:
-        rows = [
-            _generations(run, measured, record, target, choice) for choice in ("best", "median")
-        ]
+        choices = ("best", "median")
+        rows = [_generations(run, measured, record, target, choice) for choice in choices]
         if any(rows):
             shot = Shot(run.picture(target.image), f"target {target.target_id}", "target")
-            made.append(
-                Card(
-                    target.target_id,
-                    target.prompt,
-                    shot,
-                    [r for r in rows if r],
-                    _elements(run, target, kind),
-                )
-            )
-    return made
+            elements = _elements(run, target, kind)
+            shown = [row for row in rows if row]
+            cards.append(Card(target.target_id, target.prompt, shot, shown, elements))
+    return cards
 
 
 def _generations(
@@ -237,77 +227,58 @@ def _generations(
     choice: str,
 ) -> list[Shot]:
     """The best or the median generation of a target by step, where it was kept."""
-    shots, j = list[Shot](), record.targets.index(target)
+    shots = list[Shot]()
     for entry, scores in measured:
         own = scores.targets.get(target.target_id)
         kept = own and (own.best if choice == "best" else own.median)
         if own and kept and (src := run.picture(kept.file)):
             alt = f"{choice} generation at step {entry.step}"
             when = entry.label or f"step {entry.step}"
-            hits = images_recovered(
-                own, j, record.threshold, record.element_threshold, record.endpoint
-            )
-            shots.append(
-                Shot(src, alt, when, f"{choice} {rounded(kept.sim)}", hit=_hit(own, kept.sim, hits))
-            )
+            hit = kept.sim in _hits(record, target, own)
+            shots.append(Shot(src, alt, when, f"{choice} {rounded(kept.sim)}", hit))
     return shots
 
 
 def _elements(run: RecordedRun, target: TargetEntry, kind: str) -> list[Shot]:
     """The elements of a target that have a mask, with their scores."""
-    own, shots = run.last(kind).targets.get(target.target_id), []
-    for k, (phrase, file) in enumerate(zip(target.phrases, target.elements, strict=False)):
+    own = run.last(kind).targets.get(target.target_id)
+    elements = own.elements if own else []
+    shots = list[Shot]()
+    for phrase, file, scores in zip(target.phrases, target.elements, elements, strict=False):
         if src := run.picture(file):
-            scores = own.elements[k] if own and k < len(own.elements) else None
-            rate, mean = (scores.rate, scores.mean) if scores else (None, None)
-            shots.append(
-                Shot(
-                    src,
-                    f"element {phrase}",
-                    phrase,
-                    f"rate {rounded(rate)}, mean\N{NO-BREAK SPACE}{rounded(mean)}",
-                )
-            )
+            mean = f"mean\N{NO-BREAK SPACE}{rounded(scores.mean)}"
+            text = f"rate {rounded(scores.rate)}, {mean}"
+            shots.append(Shot(src, f"element {phrase}", phrase, text))
     return shots
 
 
 def curves(run: RecordedRun, record: Record) -> list[Figure]:
     """Rate, similarity and elements against steps."""
+    kinds = run.kinds()
     sims = []
-    for kind in run.kinds():
+    for kind in kinds:
         sims += [
             run.series(f"mean, {WEIGHTS[kind]}", kind, lambda s: s.mean),
             run.series(f"95th percentile, {WEIGHTS[kind]}", kind, lambda s: s.p95),
             run.series(f"best, {WEIGHTS[kind]}", kind, lambda s: s.max),
         ]
-    parts = [run.series(WEIGHTS[kind], kind, lambda s: s.element_rate) for kind in run.kinds()]
-    note = (
-        f"share of composed images with "
-        f"{'the whole and every element' if run.strict else 'the whole'} at its "
-        "threshold; band: 95 % over targets (binomial where all agree), or over the images of a "
-        "single target"
-    )
-    rates = [run.rates(WEIGHTS[kind], kind) for kind in run.kinds()]
+    parts = [run.series(WEIGHTS[kind], kind, lambda s: s.element_rate) for kind in kinds]
+    rates = [run.rates(WEIGHTS[kind], kind) for kind in kinds]
     rates += [
-        run.series(f"whole alone, {WEIGHTS[kind]}", kind, lambda s: s.whole) for kind in run.kinds()
+        run.series(f"whole alone, {WEIGHTS[kind]}", kind, lambda s: s.whole) for kind in kinds
     ]
+    what = "the whole and every element" if run.strict else "the whole"
+    note = (
+        f"share of composed images with {what} at its threshold; band: 95 % over targets "
+        "(binomial where all agree), or over the images of a single target"
+    )
+    limit = [("threshold", record.threshold.value)]
+    of_elements = "mean rate over elements with a mask"
     return [
-        *pages.lines(
-            rates,
-            "Recovery rate (CIR)",
-            y_range=(0, 1),
-            note=note,
-        ),
-        *pages.lines(
-            sims,
-            "Similarity to the target",
-            marks=[("threshold", record.threshold.value)],
-            digits=2,
-        ),
-        *_by_target(run, record, run.kinds()[0]),
-        *pages.lines(
-            parts, "Elements recovered", y_range=(0, 1), note="mean rate over elements with a mask"
-        ),
+        *pages.lines(rates, "Recovery rate (CIR)", y_range=(0, 1), note=note),
+        *pages.lines(sims, "Similarity to the target", marks=limit, digits=2),
+        *_by_target(run, record, kinds[0]),
+        *pages.lines(parts, "Elements recovered", y_range=(0, 1), note=of_elements),
     ]
 
 
@@ -349,37 +320,27 @@ def controls(run: RecordedRun) -> Table:
 
 def _cell_name(name: str) -> str:
     stem, _, k = name.partition("-")
-    return (
-        NUMBERED[stem].format(int(k) + 1)
-        if stem in NUMBERED and _small(k)
-        else CELLS.get(name, name)
-    )
-
-
-def _small(text: str) -> bool:
-    return text.isdecimal() and len(text) < 9
+    if stem in NUMBERED and k.isdecimal():
+        return NUMBERED[stem].format(int(k[:9]) + 1)
+    return CELLS.get(name, name)
 
 
 def _cell_row(s: CellScores) -> list[Cell]:
     values = (s.mean, s.max, s.element_rate, s.diversity, s.magnitude)
-    return [supported(s.cir, s.interval), interval_text(s.interval), *map(_cell, values)]
+    return [supported(s.cir, s.interval), interval_text(s.interval), *map(rounded, values)]
 
 
 def summary(record: Record) -> Table:
     """The recovery curve of each target in numbers."""
     head = "target weights rate mean best AURC first_step epoch first_at_50_% sustained_from restricted"
-
-    def never(value: float | None) -> Cell:
-        return "never" if value is None else short(value)
-
     rows: list[list[Cell]] = [
         [
             row.target,
             row.weights,
-            *map(_cell, (row.rate, row.mean, row.max, row.aurc)),
-            *map(never, (row.first_step, row.first_epoch, row.half_step)),
-            never(row.sustained_step) if record.endpoint == STRICT else None,
-            None if row.restricted is None else short(row.restricted),
+            *map(rounded, (row.rate, row.mean, row.max, row.aurc)),
+            *map(_step, (row.first_step, row.first_epoch, row.half_step)),
+            _step(row.sustained_step) if record.endpoint == STRICT else None,
+            short(row.restricted),
         ]
         for row in record.summary
     ]
