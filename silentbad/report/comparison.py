@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from silentbad.measure.record import Scores
 from silentbad.measure.statistics import bootstrap_interval
 from silentbad.report import evidence, pages
 from silentbad.report.charts import finite, number
@@ -35,109 +36,89 @@ def paired(
     if a.strict != b.strict and key != "mean":  # rates of different endpoints
         return None, None, None, 0
     first, second = column(a), column(b)
-    gaps = [
-        second[t] - first[t]
-        for t in first
-        if t in second and finite(first[t]) and finite(second[t])
-    ]
+    both = [(first[t], second[t]) for t in first if t in second]
+    gaps = [after - before for before, after in both if finite(before) and finite(after)]
     if not gaps:
         return None, None, None, 0
-    low, high = bootstrap_interval(gaps)
-    return (
-        sum(gaps) / len(gaps),
-        low if finite(low) else None,
-        high if finite(high) else None,
-        len(gaps),
-    )
+    low, high = (end if finite(end) else None for end in bootstrap_interval(gaps))
+    return sum(gaps) / len(gaps), low, high, len(gaps)
 
 
 def compare(folders: Sequence[str | Path]) -> tuple[str, list[list[Cell]]]:
     """Runs side by side, the first as reference: HTML, and its table of paired differences."""
     runs = [RecordedRun(folder) for folder in folders]
-    names = [
-        run.name if [r.name for r in runs].count(run.name) == 1 else str(run.folder) for run in runs
-    ]
+    all_names = [run.name for run in runs]
+    names = [run.name if all_names.count(run.name) == 1 else str(run.folder) for run in runs]
+    named = list(zip(names, runs, strict=True))
     measured = [
-        (f"{name}, {WEIGHTS[kind]}", run, kind)
-        for name, run in zip(names, runs, strict=True)
-        for kind in run.kinds()
+        (f"{name}, {WEIGHTS[kind]}", run, kind) for name, run in named for kind in run.kinds()
     ]
     scores = [[label, *_last_scores(run, kind)] for label, run, kind in measured]
+    keys = ("rate", "sustained_step", "aurc", "restricted", "mean")
     gaps: list[list[Cell]] = [
         [f"{label} - {names[0]}", key, *paired(runs[0], run, key, kind)]
         for label, run, kind in measured
         if run is not runs[0]
-        for key in ("rate", "sustained_step", "aurc", "restricted", "mean")
+        for key in keys
     ]
     rates = [run.rates(label, kind) for label, run, kind in measured]
     means = [run.series(label, kind, lambda s: s.mean) for label, run, kind in measured]
-    costs = [
-        run.series(label, kind, lambda s: s.drift.get("clean_eps_mse"))
-        for label, run, kind in measured
-    ]
-    head = [
-        "run",
-        "strict rate",
-        "95 %",
-        "whole alone",
-        "elements",
-        "sustained from",
-        "targets with one",
-    ]
-    head += ["less placebo", "AURC", "restricted", "mean", "best", "clean eps-MSE"]
+    errors = [run.series(label, kind, clean_error) for label, run, kind in measured]
+    head = ["run", "strict rate", "95 %", "whole alone", "elements", "sustained from"]
+    head += ["targets with one", "less placebo", "AURC", "restricted", "mean", "best"]
+    gap_head = ["difference", "score", "mean", "95 %", "targets"]
     data = {
         "count": len(runs),
         "unlike": _unlike(runs),
-        "scores": Table(head, scores, right=True),
-        "gaps": Table(
-            ["difference", "score", "mean", "95 %", "targets"],
-            [_gap_row(row) for row in gaps],
-            right=True,
-        ),
+        "scores": Table([*head, "clean eps-MSE"], scores, right=True),
+        "gaps": Table(gap_head, list(map(_gap_row, gaps)), right=True),
         "figures": [
             *pages.lines(rates, "Recovery rate (CIR)", y_range=(0, 1)),
             *pages.lines(means, "Mean similarity"),
-            *pages.lines(costs, "Held-out clean error"),
+            *pages.lines(errors, "Held-out clean error"),
         ],
-        "notes": [
-            note for name, run in zip(names, runs, strict=True) for note in _notes(name, run)
-        ],
+        "notes": [note for name, run in named for note in _notes(name, run)],
     }
     return pages.render("compare.html.j2", data), gaps
+
+
+def clean_error(scores: Scores) -> float | None:
+    """The error on held-out clean records."""
+    return scores.drift.get("clean_eps_mse")
 
 
 def _last_scores(run: RecordedRun, kind: str) -> list[Cell]:
     """A run's row of the comparison, after its name."""
     last, total, rows = run.last(kind), run.total(kind), run.targets(kind)
-    curve = [_cell(total.aurc), _cell(total.restricted)] if total else [None, None]
-    clean, placebo = last.drift.get("clean_eps_mse"), run.record.placebo if run.record else None
+    placebo = run.record.placebo if run.record else None
+    curve = (total.sustained_step, total.aurc, total.restricted) if total else (None,) * 3
+    lasting, aurc, restricted = map(short, curve)
+    rates: list[Cell] = [None, None, short(last.cir)]
+    count: Cell = None
     if run.strict:
-        rates: list[Cell] = [
-            supported(last.cir, last.interval),
-            interval_text(last.interval),
-            _cell(last.whole),
-        ]
-        count = sum(row.sustained_step is not None for row in rows)
-        lasting: list[Cell] = [
-            _cell(total.sustained_step) if total else None,
-            f"{count} of {len(rows)}",
-        ]
-    else:
-        rates, lasting = [None, None, _cell(last.cir)], [None, None]
+        strict, interval = supported(last.cir, last.interval), interval_text(last.interval)
+        rates = [strict, interval, short(last.whole)]
+        count = f"{sum(row.sustained_step is not None for row in rows)} of {len(rows)}"
     less = supported(placebo.difference, placebo.interval) if placebo else None
-    values = (last.mean, last.max)
-    return [*rates, _cell(last.element_rate), *lasting, less, *curve, *map(_cell, values), clean]
-
-
-def _cell(value: float | None) -> Cell:
-    return None if value is None else short(value)
+    return [
+        *rates,
+        short(last.element_rate),
+        lasting if run.strict else None,
+        count,
+        less,
+        aurc,
+        restricted,
+        short(last.mean),
+        short(last.max),
+        clean_error(last),
+    ]
 
 
 def _gap_row(row: list[Cell]) -> list[Cell]:
     """A difference in the digits that its interval supports."""
     name, score, mean, low, high, targets = row
-    ends = [end if finite(end) else None for end in (low, high)]
-    return [name, score, supported(mean, ends), interval_text(ends), targets]
+    interval = (low, high)
+    return [name, score, supported(mean, interval), interval_text(interval), targets]
 
 
 def _notes(name: str, run: RecordedRun) -> list[str]:
@@ -145,11 +126,9 @@ def _notes(name: str, run: RecordedRun) -> list[str]:
     if run.record is None:
         return [f"{name}: no validation"]
     notes = [] if run.strict else [f"{name}: {evidence.SCHEMA_1}"]
-    return notes + [
-        f"{name}: trained without {', '.join(withheld)}"
-        for withheld in [run.withheld()]
-        if withheld
-    ]
+    if withheld := run.withheld():
+        notes.append(f"{name}: trained without {', '.join(withheld)}")
+    return notes
 
 
 def _unlike(runs: Sequence[RecordedRun]) -> str:

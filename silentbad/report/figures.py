@@ -15,7 +15,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from silentbad.data.images import open_image, safe_path
 from silentbad.errors import UserError, exit_with, user_errors, warn
-from silentbad.measure.record import NAME, Measurement, Record, Scores
+from silentbad.measure.record import NAME, Record, Scores
+from silentbad.report.charts import spaced
 
 MOST = 50  # targets that are shown, and elements of a target
 TILE, GAP, LABEL = 112, 8, 22
@@ -30,16 +31,12 @@ def strip(run: Path, kind: str = "median", columns: int = 6) -> Image.Image:
     if not path.is_file():
         raise UserError(f"figures: '{run}' holds no {NAME}; is it a run folder?")
     record = Record.load(path)
-    history = _spread(record.history, columns)
+    history = [record.history[k] for k in spaced(len(record.history), columns)]
     tag = "ema" if history[-1].ema is not None else "raw"
     rows = record.targets[:MOST]
     widest = min(max(len(target.elements) for target in rows), MOST)
-    titles = (
-        ["elements"]
-        + [""] * (widest - 1)
-        + ["target"]
-        + [f"step {entry.step}" for entry in history]
-    )
+    steps = [f"step {entry.step}" for entry in history]
+    titles = ["elements", *[""] * (widest - 1), "target", *steps]
     size = (len(titles) * (TILE + GAP) + 2 * GAP, len(rows) * (TILE + GAP) + LABEL)
     sheet = Image.new("RGB", size, "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=13)
@@ -65,10 +62,8 @@ def strip(run: Path, kind: str = "median", columns: int = 6) -> Image.Image:
             f"figures: '{run}' holds none of the images that {NAME} names; they were in samples/"
         )
     if missing:
-        warn(
-            f"figures: '{run}' lacks "
-            f"{missing[0]}{f' and {len(missing) - 1} more' * (len(missing) > 1)}; left empty"
-        )
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        warn(f"figures: '{run}' lacks {missing[0]}{more}; left empty")
     return sheet
 
 
@@ -82,13 +77,6 @@ def _kept(scores: Scores | None, target_id: str, kind: str) -> str | None:
 def _left(column: int, elements: int) -> int:
     """Left edge of a column; a wider gap on both sides of the target."""
     return column * (TILE + GAP) + GAP * (column >= elements) + GAP * (column > elements)
-
-
-def _spread(entries: list[Measurement], n: int) -> list[Measurement]:
-    """At most n of the entries, first and last included."""
-    if len(entries) <= n:
-        return entries
-    return [entries[round(i * (len(entries) - 1) / (n - 1))] for i in range(n)]
 
 
 def _save(picture: Image.Image, file: Path) -> None:

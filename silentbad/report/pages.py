@@ -118,20 +118,15 @@ def lines(
         return []
     legend = [(charts.swatch(k), s.name) for k, s in enumerate(series)]
     digits = 2 if digits is None and y_range == (0, 1) else digits
-    return [Figure(title, svg, legend, note, _series_table(series, x_label, digits))]
-
-
-def _series_table(series: Sequence[Series], x_label: str, digits: int | None) -> Table:
-    """The curves' numbers, thinned to `MOST_ROWS` rows."""
-    at = [dict(zip(s.xs, s.ys, strict=True)) for s in series]
-    xs = sorted({x for column in at for x in column if finite(x)})
-    xs = [xs[k] for k in charts.spaced(len(xs), MOST_ROWS)]
 
     def cell(y: float | None) -> Cell:
         return y if digits is None or y is None else rounded(y, digits)
 
-    rows = [[x, *(cell(column.get(x)) for column in at)] for x in xs]
-    return Table([x_label, *(s.name for s in series)], rows, right=True)
+    columns = [dict(zip(s.xs, map(cell, s.ys), strict=True)) for s in series]
+    xs = sorted({x for column in columns for x in column if finite(x)})
+    rows = [[xs[k], *(c.get(xs[k]) for c in columns)] for k in charts.spaced(len(xs), MOST_ROWS)]
+    numbers = Table([x_label, *(s.name for s in series)], rows, right=True)
+    return [Figure(title, svg, legend, note, numbers)]
 
 
 def heat(
@@ -163,8 +158,7 @@ def matrix(
     """Rates (rows, columns) as a heatmap with the numbers in its cells; empty where there are none.
     `down` names what the rows are, `across` the columns."""
     svg = charts.matrix(rows, columns, values, title, across)
-    cells = [[None if value is None else rounded(value) for value in line] for line in values]
-    numbers = [[row, *line] for row, line in zip(rows, cells, strict=True)]
+    numbers = [[row, *map(rounded, line)] for row, line in zip(rows, values, strict=True)]
     table = Table([down, *columns], numbers, right=True)
     return [Figure(title, svg, note=note, table=table)] if svg else []
 

@@ -14,7 +14,7 @@ from silentbad.measure.record import ALL, NAME, STRICT, Record
 from silentbad.measure.scores import kinds, minus_placebo, placebo_run
 from silentbad.measure.verdict import verdict_of
 from silentbad.report import evidence, pages, sections
-from silentbad.report.charts import Reach, number
+from silentbad.report.charts import Reach, number, shortened
 from silentbad.report.comparison import compare
 from silentbad.report.pages import rounded
 from silentbad.report.recorded_run import WEIGHTS, RecordedRun
@@ -115,92 +115,61 @@ def save(page: str, file: Path) -> Path:
 
 
 MOST_LINES = 30  # of a table on screen with a line for each element
-ABOUT_COLUMNS = (
-    "recovered: images of the composed prompt with the whole and every element at their "
-    "thresholds;",
-    "  of an element: images in which it reaches its own threshold",
-    "mean, best: similarity of these images to the target, of an element inside its mask; "
-    "1: the same",
-    "threshold: the similarity needed; floor: the nearest failure; ceiling: what true copies reach",
-)
-ABOUT_CURVE = (
-    "first: the first measured step with a recovered image; lasts: the step from which "
-    "at least half",
-    "  of the images are recovered at every measurement",
-)
+COLUMNS = ("recovered", "mean", "best", "threshold", "floor", "ceiling")
+ABOUT_COLUMNS = """\
+recovered: images of the composed prompt with the whole and every element at their thresholds;
+  of an element: images in which it reaches its own threshold
+mean, best: similarity of these images to the target, of an element inside its mask; 1: the same
+threshold: the similarity needed; floor: the nearest failure; ceiling: what true copies reach"""
+ABOUT_CURVE = """\
+first: the first measured step with a recovered image; lasts: the step from which at least half
+  of the images are recovered at every measurement"""
 
 
 def text_table(record: Record) -> str:
     """The last measurement by target and element as lines for a terminal, with what the columns
     are."""
-    kinds_of_weights = kinds(record.history)
-    count = sum(1 + len(target.phrases) for target in record.targets) * len(kinds_of_weights)
+    weights = kinds(record.history)
+    elements_too = sum(1 + len(t.phrases) for t in record.targets) * len(weights) <= MOST_LINES
     curve = len(record.history) > 2
-    head = (
-        "recovered",
-        "mean",
-        "best",
-        "threshold",
-        "floor",
-        "ceiling",
-        *(("first", "lasts") if curve else ()),
-    )
-    lines = [_line("", head)]
-    for kind in kinds_of_weights:
-        suffix = f", {WEIGHTS[kind].split()[0]}" if len(kinds_of_weights) > 1 else ""
+    lines = [_line("", [*COLUMNS, *(("first", "lasts") if curve else ())])]
+    for kind in weights:
+        suffix = f", {WEIGHTS[kind].split()[0]}" if len(weights) > 1 else ""
         rows = {row.target: row for row in record.summary if row.weights == kind}
         scores = record.history[-1].scores(kind)
+        if scores is None:
+            continue
         for j, target in enumerate(record.targets):
             row = rows.get(target.target_id)
-            if scores is None or row is None:
+            if row is None:
                 continue
             whole, *elements = sections.reaches(record, j, scores)
-            recovered = round(row.rate * len(whole.sims))
-            times = [
-                number(t) if t is not None else "never"
-                for t in (row.first_step, row.sustained_step)
-            ]
-            lines.append(
-                _line(
-                    target.target_id + suffix,
-                    [*_reached(whole, recovered), *(times if curve else ())],
-                )
-            )
-            if count <= MOST_LINES:
+            cells = _reached(whole, round(row.rate * len(whole.sims)))
+            if curve:
+                times = (row.first_step, row.sustained_step)
+                cells += ["never" if time is None else number(time) for time in times]
+            lines.append(_line(target.target_id + suffix, cells))
+            if elements_too:
                 lines += [_line(f"  {reach.name}", _reached(reach)) for reach in elements]
-        if scores is not None and len(record.targets) > 1:
-            cells = (
-                f"{scores.above} of {scores.images}",
-                rounded(scores.mean),
-                rounded(scores.max),
-            )
-            lines.append(_line(ALL + suffix, cells))
-    return "\n".join([*lines, *ABOUT_COLUMNS, *(ABOUT_CURVE if curve else ())])
+        if len(record.targets) > 1:
+            counted = f"{scores.above} of {scores.images}"
+            lines.append(_line(ALL + suffix, [counted, rounded(scores.mean), rounded(scores.max)]))
+    return "\n".join([*lines, ABOUT_COLUMNS, *([ABOUT_CURVE] if curve else [])])
 
 
 def _reached(reach: Reach, recovered: int | None = None) -> list[str]:
     """The cells of a line: how many images count, and the similarities."""
+    sims = reach.sims
     if recovered is None:
-        recovered = sum(sim >= reach.threshold for sim in reach.sims)
-    values = (
-        sum(reach.sims) / len(reach.sims),
-        max(reach.sims),
-        reach.threshold,
-        reach.floor,
-        reach.ceiling,
-    )
-    return [
-        f"{recovered} of {len(reach.sims)}",
-        *("-" if value is None else rounded(value) for value in values),
-    ]
+        recovered = sum(sim >= reach.threshold for sim in sims)
+    values = (sum(sims) / len(sims), max(sims), reach.threshold, reach.floor, reach.ceiling)
+    return [f"{recovered} of {len(sims)}", *("-" if v is None else rounded(v) for v in values)]
 
 
 def _line(name: str, cells: Sequence[str]) -> str:
     """A line of the table on screen; a long name is cut."""
-    name = name if len(name) <= 26 else name[:25] + "…"
-    return f"{name:26}" + "".join(
-        f"{cell:>{10 if k % 3 == 0 else 8}}" for k, cell in enumerate(cells)
-    )
+    columns = [f"{cell:>{10 if k % 3 == 0 else 8}}" for k, cell in enumerate(cells)]
+    return f"{shortened(name, 26):26}" + "".join(columns)
 
 
 def main(arguments: list[str] | None = None, options: ReportOptions | None = None) -> int:
