@@ -132,11 +132,12 @@ def rectangle(x: float, y: float, width: float, height: float, fill: str) -> Mar
 def axes(x_range: Range, y_range: Range, x_label: str) -> list[Markup]:
     """Grid lines, ticks and the name of the x axis."""
     x_place, y_place = scales(x_range, y_range)
-    parts = [rule("axis", HEIGHT - BOTTOM)]
+    parts = list[Markup]()
     for y in ticks(*y_range):
         parts += [rule("grid", y_place(y)), text_at(LEFT - 6, y_place(y) + 4, tick_label(y), "end")]
     parts += [text_at(x_place(x), HEIGHT - BOTTOM + 16, tick_label(x)) for x in ticks(*x_range)]
-    return [*parts, text_at((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, x_label)]
+    name = text_at((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, x_label)
+    return [*parts, rule("axis", HEIGHT - BOTTOM), name]
 
 
 def swatch(k: int) -> Markup:
