@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from silentbad.data.images import to_pil
 from silentbad.data.phrases import segments
 from silentbad.data.records import row_source
 from silentbad.data.schema import check_window, text_lines
-from silentbad.errors import UserError, brief, is_printable, writing
+from silentbad.errors import UserError, brief, writing
 from silentbad.files import check_writable, remove_earlier, replace_text
 from silentbad.measure.embedders import load_embedder
 from silentbad.measure.generation import Sampler
@@ -39,7 +40,6 @@ from silentbad.report import pages
 from silentbad.report.pages import Table
 from silentbad.rng import addressed_seed
 from silentbad.settings.train import TrainConfig
-from silentbad.settings.types import check_values
 from silentbad.settings.validation import Audit
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -57,14 +57,10 @@ def lines_of(path: str, flag: str) -> list[str]:
     """The lines of a text file that hold something. Raises UserError where there is none."""
     if not Path(path).is_file():
         raise UserError(f"--{flag}: no file {path}; give one a line")
-    found = list(dict.fromkeys(line.strip() for line in text_lines(Path(path)) if line.strip()))
-    if not found:
+    lines = list(dict.fromkeys(line.strip() for line in text_lines(Path(path)) if line.strip()))
+    if not lines:
         raise UserError(f"--{flag}: {path} holds no line")
-    if odd := next((line for line in found if not is_printable(line)), None):
-        raise UserError(
-            f"--{flag}: {path} holds control characters in {brief(odd)}; give it as plain text"
-        )
-    return found
+    return lines
 
 
 def candidates(options: Audit) -> tuple[list[str], list[list[str]]]:
@@ -72,6 +68,7 @@ def candidates(options: Audit) -> tuple[list[str], list[list[str]]]:
 
     Raises UserError where there are none.
     """
+    flag = f"--{options.given[0]}"
     if len(options.given) > 1:
         raise UserError(f"--{options.given[1]}: give one of --phrases, --scan and --train_data_dir")
     if options.scan is not None:
@@ -82,32 +79,26 @@ def candidates(options: Audit) -> tuple[list[str], list[list[str]]]:
             )
         return [], [[element["phrase"] for element in one["elements"]] for one in sets]
     if options.phrases is not None:
-        found = lines_of(options.phrases, "phrases")
+        phrases = lines_of(options.phrases, "phrases")
     else:
         _, _, rows = row_source(TrainConfig(train_data_dir=str(options.train_data_dir), seed=0))
-        found = recurring([text_of(row) for row in rows()])
-    if len(found) < 2:
+        phrases = recurring([text_of(row) for row in rows()])
+    if not 2 <= len(phrases) <= MOST_GIVEN:
         raise UserError(
-            f"--{options.given[0]}: gives {len(found)} phrases; two are needed to compose a prompt"
+            f"{flag}: gives {len(phrases)} phrases; two are needed to compose a prompt, at most "
+            f"{MOST_GIVEN} are taken, of which all pairs are probed"
         )
-    if len(found) > MOST_GIVEN:
+    if not any(fits(pair) for pair in itertools.combinations(phrases, 2)):
         raise UserError(
-            f"--{options.given[0]}: gives {len(found)} phrases; at most "
-            f"{MOST_GIVEN}, all pairs are probed"
+            f"{flag}: each of its phrases names a place; a prompt takes one and a thing"
         )
-    if not any(fits(pair) for pair in itertools.combinations(found, 2)):
-        raise UserError(
-            f"--{options.given[0]}: each of its phrases names a place; a prompt "
-            f"takes one and a thing"
-        )
-    return found, []
+    return phrases, []
 
 
-def in_window(tokenizer: Any, prompts: Sequence[str], flag: str) -> Sequence[str]:
-    """The prompts; one that the tokenizer's window cuts off is refused."""
+def check_windows(tokenizer: Any, prompts: Sequence[str], flag: str) -> None:
+    """Refuse a prompt that the tokenizer's window cuts off."""
     for prompt in prompts:
         check_window(prompt, tokenizer, f"--{flag}: {brief(prompt)}")
-    return prompts
 
 
 def recurring(captions: Sequence[str]) -> list[str]:
@@ -137,13 +128,14 @@ def ordinary(options: Audit, count: int, size: int, avoid: Sequence[str]) -> lis
                 f"{options.nulls}"
             )
         return [given[i] for i in rng.permutation(len(given))[:count]]
-    things = [f"a {a} {b}" for a in LOOKS for b in THINGS]
-    things, places = ([p for p in each if p not in avoid] for each in (things, PLACES))
-    chosen = (
-        [*rng.choice(things, size - 1, replace=False), rng.choice(places or PLACES)]
-        for _ in range(count)
-    )
-    return [", ".join(map(str, one)) for one in chosen]
+    things = [f"a {look} {thing}" for look in LOOKS for thing in THINGS]
+    things = [thing for thing in things if thing not in avoid]
+    places = [place for place in PLACES if place not in avoid] or PLACES
+    prompts = []
+    for _ in range(count):
+        chosen = [*rng.choice(things, size - 1, replace=False), rng.choice(places)]
+        prompts.append(", ".join(map(str, chosen)))
+    return prompts
 
 
 # -- what is found ---------------------------------------------------------------------------------
@@ -191,24 +183,24 @@ class Report:
 def audited(options: Audit) -> Report:
     """Search, generate, compare and write; `options` is validation.py's `Audit`. Raises
     UserError as it does."""
-    check_values(options, "--")
-    if options.extrapolate is not None and options.baseline is None:
-        raise UserError("--extrapolate: needs --baseline, from which guidance is extrapolated")
     if options.images_per_target < 2:
         raise UserError("--images_per_target: must be at least 2, for images to be compared")
     phrases, fixed = candidates(options)
     out = Path(options.output_dir)
     check_writable(out, "--output_dir", folder=True)
-    read = {
-        f"--{key}": getattr(options, key)
-        for key in ("pipeline", "baseline", "lora", "train_data_dir", "scan")
-    }
+    keys = ("pipeline", "baseline", "lora", "train_data_dir", "scan")
+    read = {f"--{key}": getattr(options, key) for key in keys}
     pictures = [file.name for file in out.glob("*.png") if re.fullmatch(PICTURES, file.name)]
     with owned.claimed(out, KIND, key="--output_dir", writes=(NAME, PAGE, *pictures), read=read):
-        return _audited(options, phrases, fixed, out)
+        report, shown = tested(options, phrases, fixed)
+        write(report, shown, out)
+    return report
 
 
-def _audited(options: Audit, phrases: list[str], fixed: list[list[str]], out: Path) -> Report:
+def tested(
+    options: Audit, phrases: list[str], fixed: list[list[str]]
+) -> tuple[Report, list[list[np.ndarray]]]:
+    """(what is found, the images (h,w,3) of each result, its cluster's centre first)."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     embedder = load_embedder(
         options.embedder, options.embedder_path, device, options.embedder_sha256
@@ -225,72 +217,80 @@ def _audited(options: Audit, phrases: list[str], fixed: list[list[str]], out: Pa
         base = load_pipeline(
             str(options.baseline), options.dtype, device, flag="--baseline", of=options.pipeline
         )
-        unets[f"guidance extrapolated by {options.extrapolate:g}"] = Extrapolated(
-            pipe.unet, base.unet, options.extrapolate
-        )
-
-    def bar(items: Sequence, what: str) -> Any:
-        return Bar(items, desc=what)
-
-    known = [*phrases, *(phrase for prompt in fixed for phrase in prompt)]
-    usual: dict[int, np.ndarray] = {}
-
-    def usually(size: int) -> np.ndarray:
-        if size not in usual:
-            usual[size] = measured(ordinary(options, PROBED, size, known), "ordinary")
-        return usual[size]
-
-    def measured(prompts: Sequence[str], flag: str = options.given[0]) -> np.ndarray:
-        found = probed(sampler, in_window(pipe.tokenizer, prompts, flag), bar)
-        if not np.isfinite(found).all():
-            raise UserError(
-                f"{named}: its predictions are not finite; nothing could be concluded from them"
-            )
-        return found
+        extrapolated = Extrapolated(pipe.unet, base.unet, options.extrapolate)
+        unets[f"guidance extrapolated by {options.extrapolate:g}"] = extrapolated
 
     rough = Sampler(pipe.components, drafting(options), options.seed, refuses=named)
-    drafts = Drafts(rough, embedder, bar)
     with rough.using(pipe.unet, device), sampler.using(pipe.unet, device):
-        probes = ranked(measured, usually, fixed) if fixed else []
-        composed = (
-            search(measured, usually, drafts, phrases, options.most_phrases) if phrases else []
-        )
-    tested, seeds = [*probes, *composed[: options.tested]], options.images_per_target
+        found = ranking(options, sampler, Drafts(rough, embedder, bar), phrases, fixed)
+    probes = found[: options.tested] if phrases else found
+    known = known_phrases(phrases, fixed)
     report = Report(
         pipeline=str(options.pipeline),
         baseline=options.baseline,
         candidates=options.given[0],
         phrases=known,
-        searched=len(probes) + len(composed),
-        seeds=seeds,
+        searched=len(found),
+        seeds=options.images_per_target,
         embedder=embedder.describe(),
-        ranking=[
-            (", ".join(one.phrases), one.score, one.draft, one.effect) for one in composed[:RANKED]
-        ],
     )
-    sizes = sorted({len(probe.phrases) for probe in tested}) or [2]
+    for one in found[:RANKED] if phrases else []:
+        report.ranking.append((", ".join(one.phrases), one.score, one.draft, one.effect))
+    sizes = sorted({len(probe.phrases) for probe in probes}) or [2]
     each = {size: ordinary(options, options.nulls, size, known) for size in sizes}
     nulls = [each[sizes[k % len(sizes)]][k] for k in range(options.nulls)]
-    in_window(pipe.tokenizer, nulls, "ordinary")
+    check_windows(pipe.tokenizer, nulls, "ordinary")
+    prompts = [", ".join(probe.phrases) for probe in probes]
+    tests = len(probes) * len(unets)
     pictures = []
     for name, unet in unets.items():
         with sampler.using(unet, device):
-            null = Null.of(
-                [similarity for similarity, _ in compared(sampler, embedder, nulls, seeds, bar)]
-            )
+            usual = compared(sampler, embedder, nulls, report.seeds, bar)
+            null = Null.of([similarity for similarity, _ in usual])
             report.alike[name], report.ordinary[name] = null.alike, null.between
-            prompts = [", ".join(probe.phrases) for probe in tested]
-            for probe, (similarity, images) in zip(
-                tested, compared(sampler, embedder, prompts, seeds, bar), strict=True
-            ):
-                seen, p, hit = null.judge(similarity, len(tested) * len(unets))
-                report.results.append(
-                    Result(", ".join(probe.phrases), name, probe, seen.between, seen.share, p, hit)
-                )
+            shown = compared(sampler, embedder, prompts, report.seeds, bar)
+            for prompt, probe, (similarity, images) in zip(prompts, probes, shown, strict=True):
+                seen, p, hit = null.judge(similarity, tests)
+                result = Result(prompt, name, probe, seen.between, seen.share, p, hit)
+                report.results.append(result)
                 order = np.argsort(-similarity[seen.centre], kind="stable")
                 pictures.append([np.asarray(to_pil(images[k])) for k in order])
-    write(report, pictures, out)
-    return report
+    return report, pictures
+
+
+def ranking(
+    options: Audit, sampler: Sampler, drafts: Drafts, phrases: list[str], fixed: list[list[str]]
+) -> list[Probe]:
+    """The prompts that are `fixed` with their probes, or those of a search among the phrases."""
+
+    def measured(prompts: Sequence[str], flag: str = options.given[0]) -> np.ndarray:
+        check_windows(sampler.pipe.tokenizer, prompts, flag)
+        probes = probed(sampler, prompts, bar)
+        if not np.isfinite(probes).all():
+            raise UserError(
+                f"--pipeline {options.pipeline}: its predictions are not finite; nothing could be "
+                f"concluded from them"
+            )
+        return probes
+
+    @cache
+    def usual(size: int) -> np.ndarray:
+        prompts = ordinary(options, PROBED, size, known_phrases(phrases, fixed))
+        return measured(prompts, "ordinary")
+
+    if fixed:
+        return ranked(measured, usual, fixed)
+    return search(measured, usual, drafts, phrases, options.most_phrases)
+
+
+def known_phrases(phrases: list[str], fixed: list[list[str]]) -> list[str]:
+    """All candidate phrases."""
+    return [*phrases, *(phrase for prompt in fixed for phrase in prompt)]
+
+
+def bar(items: Sequence, what: str) -> Any:
+    """A progress bar."""
+    return Bar(items, desc=what)
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -309,40 +309,17 @@ def write(report: Report, pictures: list[list[np.ndarray]], out: Path) -> None:
 
 def page(report: Report, pictures: list[list[np.ndarray]]) -> str:
     """audit.html."""
-    order = sorted(
-        range(len(report.results)), key=lambda k: (not report.results[k].found, report.results[k].p)
-    )
-    head = [
-        "prompt",
-        "guidance",
-        "comes back",
-        "p",
-        "images alike",
-        "similarity",
-        "magnitude",
-        "anisotropy",
-        "agreement",
-    ]
+    shown = list(zip(report.results, pictures, strict=True))
+    shown.sort(key=lambda pair: (not pair[0].found, pair[0].p))
+    head = ["prompt", "guidance", "comes back", "p", "images alike", "similarity"]
+    head += ["magnitude", "anisotropy", "agreement"]
     rows, cards = list[list[pages.Cell]](), []
-    for k in order:
-        one = report.results[k]
-        probe = [one.probe.magnitude, one.probe.anisotropy, one.probe.agreement]
-        rows.append(
-            [
-                one.prompt,
-                one.guidance,
-                "yes" if one.found else "no",
-                one.p,
-                one.share,
-                one.between,
-                *probe,
-            ]
-        )
-        shots = [
-            pages.shot(pixels, f"{'centre' if j == 0 else j + 1}")
-            for j, pixels in enumerate(pictures[k])
-        ]
-        cards.append({"result": one, "shots": shots})
+    for one, images in shown:
+        found = "yes" if one.found else "no"
+        row = [one.prompt, one.guidance, found, one.p, one.share, one.between]
+        rows.append([*row, one.probe.magnitude, one.probe.anisotropy, one.probe.agreement])
+        names = ["centre", *(str(k + 1) for k in range(1, len(images)))]
+        cards.append({"result": one, "shots": list(map(pages.shot, images, names))})
     values = {
         "name": Path(report.pipeline).name or report.pipeline,
         "report": report,
