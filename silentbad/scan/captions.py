@@ -87,20 +87,15 @@ class Captions:
             association(b, k, c - b, len(self) - k)
             for b, c in zip(support.tolist(), counts.tolist(), strict=True)
         ]
-        sure = {
-            n: (b, gain)
-            for n, b, gain in zip(held.tolist(), support.tolist(), nats, strict=True)
-            if gain >= SURE
-        }
+        scored = zip(held.tolist(), support.tolist(), nats, strict=True)
+        sure = {n: (b, gain) for n, b, gain in scored if gain >= SURE}
         if not sure:
             return None
-        spelt = {
-            text
-            for record in records
-            for text in phrases_of(self.texts[record])
-            if number(text) in sure
-        }
-        best = max(
-            spelt, key=lambda text: (sure[number(text)][1] * (1 + 0.02 * len(text.split())), text)
-        )
+        texts = {text for record in records for text in phrases_of(self.texts[record])}
+        spelt = [text for text in texts if number(text) in sure]
+
+        def worth(text: str) -> tuple[float, str]:
+            return sure[number(text)][1] * (1 + 0.02 * len(text.split())), text
+
+        best = max(spelt, key=worth)
         return best, *sure[number(best)]

@@ -19,6 +19,7 @@ import numpy as np
 from silentbad import owned
 from silentbad.data import scan_file
 from silentbad.data.records import row_source
+from silentbad.data.scan_file import PICTURE
 from silentbad.data.schema import csv_lines, json_lines
 from silentbad.errors import UserError, writing
 from silentbad.files import check_writable, remove_earlier, replace_text
@@ -49,6 +50,9 @@ def described(
     """scan.json."""
     sets = []
     for k, (one, composite) in enumerate(zip(found.sets, found.composites, strict=True)):
+        elements = [element_row(one, i, composite, where) for i in range(len(one.elements))]
+        for i, element in enumerate(elements):
+            element["mask"] = f"mask-{k + 1}-{i + 1}.png"
         sets.append(
             {
                 "prompt": one.prompt,
@@ -56,25 +60,21 @@ def described(
                 "false_alarm": found.alarms[k] if found.alarms else None,
                 "composite": f"composite-{k + 1}.png",
                 "known": round(float(composite.known.mean()), 4),
-                "elements": [
-                    element_row(one, i, composite, where) | {"mask": f"mask-{k + 1}-{i + 1}.png"}
-                    for i in range(len(one.elements))
-                ],
+                "elements": elements,
             }
         )
     recurring = [
         {"phrase": e.phrase, "records": len(e.group.records), "share": round(e.group.share, 4)}
         for e in found.recurring
     ]
+    suspects = [{"index": i, "file": where[i], "text": texts[i]} for i in found.records.tolist()]
     return {
         "schema": SCHEMA,
         "source": options.dataset_name or options.train_data_dir,
         "records": len(texts),
         "captions": scan_file.digest(texts),
         "found": bool(sets),
-        "suspects": [
-            {"index": int(i), "file": where[int(i)], "text": texts[i]} for i in found.records
-        ],
+        "suspects": suspects,
         "sets": sets,
         "recurring": recurring,
         "permutations": options.permutations,
@@ -86,19 +86,21 @@ def element_row(
     one: SuspectSet, i: int, composite: Composite, where: dict[int, str]
 ) -> dict[str, Any]:
     """An element of a set; `region` is its box in shares of the frame: left, top, right, bottom."""
-    element, records, region = one.elements[i], one.records[i], composite.parts[i].region
-    ys, xs = np.nonzero(region)
-    box = (
-        [xs.min() / 64, ys.min() / 64, (xs.max() + 1) / 64, (ys.max() + 1) / 64] if len(xs) else []
-    )
+    element, records = one.elements[i], one.records[i].tolist()
+    region = composite.parts[i].region
+    box = []
+    if region.any():
+        ys, xs = np.nonzero(region)
+        ends = (xs.min(), ys.min(), xs.max() + 1, ys.max() + 1)
+        box = [round(float(end) / PICTURE, 4) for end in ends]
     return {
         "phrase": element.phrase,
-        "records": [int(r) for r in records],
-        "files": [where[int(r)] for r in records],
+        "records": records,
+        "files": [where[record] for record in records],
         "association": round(element.association, 2),
         "isolation": round(element.group.isolation, 2),
         "backdrop": element.group.wide,
-        "region": [round(float(v), 4) for v in box],
+        "region": box,
         "share": round(float(region.mean()), 4),
     }
 
@@ -119,11 +121,9 @@ def page(found: Found, data: dict) -> str:
         ]
         files = [[file, e["phrase"]] for e in row["elements"] for file in e["files"]]
         card = {key: row[key] for key in ("prompt", "score", "false_alarm", "known")}
-        cards.append(
-            card
-            | {"records": len(files), "shots": shots}
-            | {"table": Table(head, rows), "files": Table(["record", "phrase"], files[:SHOWN])}
-        )
+        card |= {"records": len(files), "shots": shots, "table": Table(head, rows)}
+        card["files"] = Table(["record", "phrase"], files[:SHOWN])
+        cards.append(card)
     recurring = [[r["phrase"], r["records"], r["share"]] for r in data["recurring"]]
     values = {
         "name": Path(data["source"]).name or data["source"],
@@ -140,17 +140,14 @@ def metadata_rows(options: ScanOptions, rows: Any) -> Iterator[dict]:
     """The entries of the metadata as they stand; of other sources, what a metadata.jsonl would
     hold."""
     root = Path(options.train_data_dir or "")
-    if options.dataset_name is None and (root / "metadata.jsonl").is_file():
-        yield from (entry for _, entry in json_lines(root / "metadata.jsonl"))
-    elif options.dataset_name is None and (root / "metadata.csv").is_file():
-        yield from (entry for _, entry in csv_lines(root / "metadata.csv"))
-    else:
-        names = ("text", "phrases", "role", "target_id", "element_id")
-        for number, row in enumerate(rows()):
-            path = row["image"]["path"]
-            yield {"index": number, "file_name": path} | {
-                name: row[name] for name in names if row.get(name)
-            }
+    for name, read in (("metadata.jsonl", json_lines), ("metadata.csv", csv_lines)):
+        if options.dataset_name is None and (root / name).is_file():
+            yield from (entry for _, entry in read(root / name))
+            return
+    names = ("text", "phrases", "role", "target_id", "element_id")
+    for number, row in enumerate(rows()):
+        given = {name: row[name] for name in names if row.get(name)}
+        yield {"index": number, "file_name": row["image"]["path"], **given}
 
 
 PICTURES = r"composite-\d+\.png|mask-\d+-\d+\.png"
@@ -180,11 +177,11 @@ def write(out: Path, found: Found, data: dict, options: ScanOptions, rows: Any) 
 def scan(options: ScanOptions) -> dict:
     """Scan, write, and return what scan.json holds. Raises UserError where the data or the
     output is at fault."""
-    started, out = time.monotonic(), Path(options.output_dir)
+    started = time.monotonic()
+    out = Path(options.output_dir)
     check_writable(out, "--output_dir", folder=True)
-    if options.train_data_dir and out.resolve().is_relative_to(
-        Path(options.train_data_dir).resolve()
-    ):
+    data_dir = options.train_data_dir
+    if data_dir and out.resolve().is_relative_to(Path(data_dir).resolve()):
         raise UserError(
             f"--output_dir: {out} lies in the data, which must not change; name a "
             f"folder outside of it"
@@ -201,15 +198,10 @@ def scan(options: ScanOptions) -> dict:
             views.remove()
             raise
         with writing("--output_dir", str(views.folder)):
-            found = find(
-                views.pixels,
-                views.captions,
-                progress,
-                options.permutations,
-                options.seed,
-                views.folder,
-            )
-        wanted, suspects = set(pictures_needed(found, MOST).tolist()), set(found.records.tolist())
+            settings = (options.permutations, options.seed, views.folder)
+            found = find(views.pixels, views.captions, progress, *settings)
+        wanted = {*pictures_needed(found, MOST).tolist()}
+        suspects = {*found.records.tolist()}
         shown: dict[int, np.ndarray] = {}
         where: dict[int, str] = {}
         for number, row in enumerate(rows() if suspects else ()):

@@ -75,11 +75,8 @@ def elements_of(
 def apart(a: Element, b: Element, captions: Captions) -> float | None:
     """Nats by which two elements keep apart more than their words' rates let expect; None where
     they cannot be of one picture."""
-    if (
-        a.word == b.word
-        or (a.group.wide and b.group.wide)
-        or (names_place(a.phrase) and names_place(b.phrase))
-    ):
+    two_places = names_place(a.phrase) and names_place(b.phrase)
+    if a.word == b.word or (a.group.wide and b.group.wide) or two_places:
         return None
     sizes = sorted((len(a.group.records), len(b.group.records)))
     if sizes[0] < ALIKE * sizes[1]:

@@ -53,17 +53,14 @@ class Views:
     def _resume(self) -> None:
         """Keep the records that both files hold whole, up to the first damaged one."""
         views = self.folder / "views"
-        texts = self.folder / "captions"
         whole_views = (views.stat().st_size if views.is_file() else 0) // BYTES
         lines = self._read("captions").split("\n")[:-1][:whole_views]
         self.captions = [*_texts(lines)]
-        lines = lines[: len(self.captions)]
+        kept = len(self.captions)
+        sizes = {"views": kept * BYTES, "captions": sum(len(line) + 1 for line in lines[:kept])}
         with writing("--output_dir", str(self.folder)):
-            for file, size in (
-                (views, len(lines) * BYTES),
-                (texts, sum(len(line) + 1 for line in lines)),
-            ):
-                with file.open("ab") as opened:
+            for name, size in sizes.items():
+                with (self.folder / name).open("ab") as opened:
                     opened.truncate(size)
 
     def fill(self, rows: Rows, bar: Step = silent) -> None:
