@@ -150,8 +150,7 @@ class RecoveryHook(Hook):
 
     # what the training loop calls
     def should_run(self, step: int, asked: bool = False, final: bool = False) -> bool:
-        """On the grid or where `asked`, unless it has been measured (it has, after a resume);
-        always at the end."""
+        """On the grid or where `asked`, unless it was measured; always at the end."""
         return final or (asked or on_grid(self.config, step)) and not self.measured(step)
 
     def measured(self, step: int) -> bool:
@@ -261,8 +260,7 @@ class RecoveryHook(Hook):
     def _save_samples(
         self, step: int, tag: str, rows: list[dict[str, Any]], scores: dict[str, TargetScores]
     ) -> None:
-        """Best and median generation of each kept target, and a grid: target, then its images,
-        best first."""
+        """Best and median generation of each kept target, and a grid, best first."""
         folder, lines, writes = (
             Path("samples") / f"step-{step:06d}-{tag}",
             [],
@@ -288,8 +286,7 @@ class RecoveryHook(Hook):
             log_grid(self.accelerator.trackers, f"validation/{tag}", grid, step)
 
     def summary(self) -> list[SummaryRow]:
-        """One row per weights and target, and one over all targets: the last scores and the
-        curve's."""
+        """A row per weights and target, and one over all targets."""
         return [row for kind in kinds(self.history) for row in summarise(self.history, kind)]
 
     def results(self) -> list[dict[str, Any]]:

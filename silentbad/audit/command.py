@@ -102,8 +102,7 @@ def check_windows(tokenizer: Any, prompts: Sequence[str], flag: str) -> None:
 
 
 def recurring(captions: Sequence[str]) -> list[str]:
-    """The segments that stand in most captions, at least three, most frequent first; at most
-    MOST."""
+    """The segments that stand in most captions, at least three; at most MOST."""
     counts = Counter(" ".join(tokens) for caption in captions for tokens in segments(caption))
     return [text for text, count in counts.most_common(MOST) if count >= 3]
 
@@ -117,8 +116,7 @@ PLACES = [
 
 
 def ordinary(options: Audit, count: int, size: int, avoid: Sequence[str]) -> list[str]:
-    """`count` prompts of `size` phrases: of the file, or plain things before a place that say no
-    candidate phrase."""
+    """`count` prompts of `size` phrases that say no candidate phrase."""
     rng = np.random.default_rng(addressed_seed(options.seed, "ordinary", size))
     if options.ordinary is not None:
         given = lines_of(options.ordinary, "ordinary")
@@ -141,8 +139,7 @@ def ordinary(options: Audit, count: int, size: int, avoid: Sequence[str]) -> lis
 # -- what is found ---------------------------------------------------------------------------------
 @dataclass
 class Result:
-    """A tested prompt: its probes, what its images have in common, and whether a picture comes
-    back."""
+    """A tested prompt: its probes, its images, and whether a picture comes back."""
 
     prompt: str
     guidance: str
@@ -181,8 +178,7 @@ class Report:
 
 # -- the command -----------------------------------------------------------------------------------
 def audited(options: Audit) -> Report:
-    """Search, generate, compare and write; `options` is validation.py's `Audit`. Raises
-    UserError as it does."""
+    """Search, generate, compare and write. Raises UserError as validation.py does."""
     if options.images_per_target < 2:
         raise UserError("--images_per_target: must be at least 2, for images to be compared")
     phrases, fixed = candidates(options)
@@ -333,8 +329,7 @@ def page(report: Report, pictures: list[list[np.ndarray]]) -> str:
 
 
 def searched(options: Audit) -> int:
-    """The audit of validation.py where no target is known: exit code 3 where a picture comes
-    back, else 0."""
+    """The audit without a target: exit code 3 where a picture comes back, else 0."""
     report = audited(options)
     for one in report.found:
         print(

@@ -42,7 +42,7 @@ from silentbad.model.registry import backbone_of, family_of_pipeline
 from silentbad.progress import Bar
 from silentbad.report import pages, parts, run_report
 from silentbad.report.pages import Table
-from silentbad.report.parts import ALONE, BASE, PUT_BACK, TRAINED, Interval, Rate, Row
+from silentbad.report.parts import ALONE, BASE, PUT_BACK, TRAINED, Rate, Row
 from silentbad.settings.train import TrainConfig, parse
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -92,8 +92,7 @@ class Change:
 
     @contextmanager
     def trained_in(self, chosen: Callable[[str], bool]) -> Iterator[None]:
-        """The groups chosen are as trained inside, all others the base's; afterwards all are as
-        trained."""
+        """The groups chosen are as trained inside, all others the base's."""
         with torch.no_grad():
             for group, tensor, before, after in self.places:
                 tensor.copy_(after if chosen(group) else before)
@@ -103,8 +102,7 @@ class Change:
 
 
 def part_of(group: str, by: str) -> str:
-    """The stage ("up1"), the role without its letters ("xattn") or both ("up1.xattn") of a
-    group."""
+    """The stage ("up1"), the role ("xattn") or both ("up1.xattn") of a group."""
     stage, _, role = group.partition(".")
     role = role.partition(".")[0] or stage
     return {"stage": stage, "role": role, "both": f"{stage}.{role}"}[by]
@@ -189,8 +187,7 @@ class Subject:
         return clean[: self.validation.clean_records]
 
     def row(self, part: str = TRAINED, by: str = "", state: str = "") -> Row:
-        """Images and clean loss with a part of the weights put back, or kept alone; of the base
-        where part is BASE."""
+        """Images and clean loss with a part put back or kept alone, or of the base."""
 
         def inside(group: str) -> bool:
             return bool(by) and part_of(group, by) == part
@@ -350,8 +347,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def configured(given: argparse.Namespace, run: Path) -> TrainConfig:
-    """The run's configuration, with what has moved at its new place. Raises UserError where RUN
-    is no finished run."""
+    """The run's configuration, with what has moved. Raises UserError."""
     file = run / "config.yaml"
     if not file.is_file():
         raise UserError(f"RUN: no config.yaml in {run}; give the output_dir of a run")

@@ -27,8 +27,7 @@ SEEDS, STEPS = 3, 6  # of drafts: images a prompt, sampling steps at most
 
 @dataclass
 class Returned:
-    """What a prompt's images (S) have in common: `between`, the largest cluster's share, the
-    image at its centre."""
+    """What a prompt's images (S) have in common; `centre` is an image's number."""
 
     between: float
     share: float
@@ -47,8 +46,7 @@ def returned(similarity: np.ndarray, alike: float) -> Returned:
 
 @dataclass
 class Null:
-    """What the images of ordinary prompts have in common: the least similarity within a cluster
-    (`alike`), and `between` of each prompt."""
+    """What ordinary prompts' images have in common: `between` of each prompt."""
 
     alike: float
     between: list[float]
@@ -64,8 +62,7 @@ class Null:
         )
 
     def judge(self, similarity: np.ndarray, tests: int = 1) -> tuple[Returned, float, bool]:
-        """(what a prompt's images have in common, its p value over so many tests, whether a
-        picture comes back)."""
+        """(what a prompt's images share, p over so many tests, whether a picture returns)."""
         seen = returned(similarity, self.alike)
         p = p_value(seen.between, self.between, tests)
         return seen, p, p <= LEVEL and seen.share >= SHARE
@@ -81,8 +78,7 @@ def p_value(value: float, null: Sequence[float], tests: int = 1) -> float:
 
 
 def deviations(value: float, null: Sequence[float]) -> float:
-    """How many standard deviations of one more ordinary prompt a similarity lies above theirs,
-    in square roots."""
+    """How many standard deviations, in square roots, a similarity lies above the null."""
     roots = np.sqrt(np.maximum(null, 0))
     scale = max(float(roots.std(ddof=1)) * math.sqrt(1 + 1 / len(roots)), STEADY)
     return (math.sqrt(max(value, 0)) - float(roots.mean())) / scale

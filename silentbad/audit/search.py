@@ -149,8 +149,7 @@ def effects(alike: Alike, prompts: list[Probe]) -> list[float]:
 
 
 def fits(phrases: Iterable[str]) -> bool:
-    """Whether a prompt names one place at most: no picture has two, and the probes of such
-    prompts say little."""
+    """Whether a prompt names one place at most, as a picture does."""
     return sum(map(names_place, phrases)) <= 1
 
 

@@ -42,8 +42,7 @@ SUSPECT = {"index": scan_file.number, "text": caption}
 # ------------------------------------------------------------ what a scan found
 @dataclass
 class Suspects:
-    """A scan.json: N, the suspect rows' captions, the elements' rows and masks, the sets' prompts
-    and pictures."""
+    """A scan.json: suspect rows and captions, elements' rows and masks, sets."""
 
     file: Path
     count: int
@@ -128,8 +127,7 @@ class Suspects:
 
 @dataclass
 class GuardContext:
-    """What a guard may use of a run: the table row of each of its R records, the model, and the
-    gradient's owners."""
+    """What a guard may use of a run of R records."""
 
     rows: np.ndarray
     access: ModelAccess
@@ -141,8 +139,7 @@ class GuardContext:
 
 # ------------------------------------------------------------ guards
 class Guard(Hook):
-    """Leaves everything as it is. It is drawn from before training, and a hook of the loop in
-    it."""
+    """Leaves everything as it is: drawn from before training, a hook of the loop in it."""
 
     def __init__(self, suspects: Suspects):
         self.suspects = suspects
@@ -320,8 +317,7 @@ class Project(Guard):
 
 
 def project(grads: list[Tensor], away: list[Tensor]) -> Tensor:
-    """Take from gradients, in place, what points along `away`; returns their cosine before. Waits
-    for no device."""
+    """Take from gradients, in place, what points along `away`; their cosine before."""
 
     def inner(a: list[Tensor], b: list[Tensor]) -> Tensor:
         return torch.stack([(x.float() * y.float()).sum() for x, y in zip(a, b, strict=True)]).sum()
@@ -354,8 +350,7 @@ class Guards(Hooks):
         self.reads = [picture for guard in self.each for picture in guard.reads()]
 
     def records(self, records: Records) -> Records:
-        """The records to train on. Raises UserError where the scan is of other data, or leaves
-        nothing."""
+        """The records to train on. Raises UserError where the scan is of other data."""
         if self.suspects is None:
             return records
         self.suspects.check(records)
@@ -371,8 +366,7 @@ class Guards(Hooks):
         return records.select(np.flatnonzero(kept), f"{records.key}-guard-{suspects}")
 
     def start(self, context: GuardContext, sharded: bool = False) -> None:
-        """Before training. Raises UserError where a guard cannot work on gradients that are
-        `sharded`."""
+        """Before training. Raises UserError where gradients are `sharded`."""
         if self.modifies_gradients and sharded:
             raise UserError(
                 f"guard.name={'+'.join(self.names)}: works on whole gradients, FSDP shards them"

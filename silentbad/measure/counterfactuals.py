@@ -67,8 +67,7 @@ class Draw(NamedTuple):
 
 
 class Counterfactual(NamedTuple):
-    """A null picture (3,S,S) in [0,1]: its number among all, its target, and what it changes
-    (None: everything)."""
+    """A null picture (3,S,S) in [0,1], by its number; `changed`: elements, None for all."""
 
     number: int
     target: int
@@ -93,16 +92,14 @@ class Canvas:
 
     @property
     def backdrop(self) -> int | None:
-        """The element that covers most of the picture's frame, and more than half of it; None if
-        there is none."""
+        """The element that covers most of the frame, and more than half of it, if any."""
         frames = [0.0 if s is None else float(_frame(s > 0).float().mean()) for s in self.shares]
         widest = int(np.argmax(frames)) if frames else 0
         return widest if frames and frames[widest] > 0.5 else None
 
 
 def canvas(target: Target, masks: Sequence[Tensor | None], side: int) -> Canvas:
-    """A target and its masks at the side of the generated images. Raises UserError where a mask
-    is empty."""
+    """A target at the side of the generated images. Raises UserError where a mask is empty."""
     picture = to_tensor(target.image)
     if picture.shape[-2:] != (side, side):
         picture = resize(picture[None], (side, side))[0]
@@ -247,8 +244,7 @@ class Painter:
         return (images * 255).round().to(torch.uint8).cpu()
 
     def _regions(self, draws: list[Draw]) -> Tensor:
-        """Images (B,3,S,S) in [0,1], new where the draw's element is and near the target
-        elsewhere."""
+        """Images (B,3,S,S) in [0,1], new in the draw's element and near the target elsewhere."""
         sampler, pipe = self.sampler, self.sampler.pipe
         x0 = torch.stack([self._latents(d.target) for d in draws])
         x0 = x0.to(sampler.backbone.device, sampler.backbone.dtype)
@@ -293,8 +289,7 @@ class Painter:
 
 # -- keeping ---------------------------------------------------------------------------------------
 def model_digest(sampler: Sampler) -> str:
-    """Hash over what the base's pictures depend on: weights, tokenizers, schedule, settings,
-    precision."""
+    """Hash over what the base's pictures depend on."""
     pipe, config = sampler.pipe, sampler.config
     tokenizers = [
         t for name in sampler.family.tokenizer if (t := getattr(pipe, name, None)) is not None
@@ -316,8 +311,7 @@ ZEROS = "force_zeros_for_empty_prompt"  # SDXL's
 def _keys(
     draws: Sequence[Draw], targets: Sequence[Target], canvases: Sequence[Canvas], seed: int
 ) -> np.ndarray:
-    """(N,) keys of draws: over the target's picture, the mask, the prompts and the address of
-    the noise."""
+    """(N,) keys of draws, over all that a draw depends on beside the model."""
 
     def short(x: Tensor | None) -> str:
         return "" if x is None else hashlib.sha256(x.numpy().tobytes()).hexdigest()

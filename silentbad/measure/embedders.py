@@ -94,8 +94,7 @@ class Embedder:
 
 
 class Micro(Embedder):
-    """The bundled copy detector of the microworld: features by place, a target at each of its
-    nine alignments."""
+    """The bundled copy detector: features by place, a target at its nine alignments."""
 
     def __init__(self, path: str | None, device: torch.device | str = "cpu"):
         self.path = str(path or MICRO)
@@ -339,8 +338,7 @@ class DINOv2(Transformer):
 
 
 class SSIM(Embedder):
-    """Structural similarity (Wang 2004, window 11, sigma 1.5) in grey at one small size; needs
-    no weights."""
+    """Structural similarity (Wang 2004) in grey at one small size; needs no weights."""
 
     def __init__(self, path: str | None = None, device: torch.device | str = "cpu", size: int = 64):
         self.size = size
@@ -422,8 +420,7 @@ def ssim(a: Tensor, b: Tensor) -> Tensor:
 
 
 def lpips(a: Tensor, b: Tensor) -> float | None:
-    """Mean LPIPS (AlexNet) of (B,3,H,W) and (B,3,H,W) in [0,1]; None where its weights are not
-    at hand."""
+    """Mean LPIPS (AlexNet) of two (B,3,H,W) in [0,1]; None without its weights."""
     if not list((Path(torch.hub.get_dir()) / "checkpoints").glob("alexnet-*.pth")):
         return None
     with torch.no_grad():

@@ -33,8 +33,7 @@ LOW_NOISE = 0.02  # of the schedule: where the alignment of guidance is measured
 
 # -- prompts ---------------------------------------------------------------------------------------
 class Item(NamedTuple):
-    """One image to generate. Items of equal `address` and `image` share their noise, whatever
-    the prompt."""
+    """One image to generate. Items of equal `address` and `image` share their noise."""
 
     cell: str
     target: int
@@ -54,8 +53,7 @@ def reordered(target, seed: int, image: int) -> str:
 
 
 def most_different_target(targets: list, j: int, seed: int):
-    """Another target whose phrases differ most from those of j, whatever the list's order; None
-    if alone."""
+    """Another target whose phrases differ most from those of j; None if alone."""
     target = targets[j]
 
     def likeness(other: Any) -> tuple[int, int]:
@@ -256,8 +254,7 @@ class Sampler:
         self.batch = batch
 
     def encode(self, prompts: list[str], negatives: list[str] | None = None) -> dict[str, Tensor]:
-        """Prompts -> stacked text states by the pipeline's argument names; every pair with a
-        negative prompt is encoded once."""
+        """Prompts -> stacked text states by the pipeline's argument names, from a cache."""
         if any(p.requires_grad for encoder in self.encoders for p in encoder.parameters()):
             self.cache.clear()  # the text encoders train, or hold their average: states are stale
         asked = list(zip(prompts, negatives or [""] * len(prompts), strict=True))
@@ -342,8 +339,7 @@ class Sampler:
         return torch.cat(parts)
 
     def check_finite(self, images: Tensor, drawn: Sequence[tuple[str, str, str]]) -> None:
-        """Refuse images (B,...) of which one is not finite; drawn: (prompt, kind, target) of
-        each."""
+        """Refuse images (B,...) that are not finite; drawn: (prompt, kind, target) of each."""
         if lost := (~images.flatten(1).isfinite().all(1)).nonzero()[:, 0].tolist():
             prompt, kind, target = drawn[lost[0]]
             first = f"the first of {brief(prompt)} ({kind}, {target})"

@@ -93,8 +93,7 @@ TRAINING = "training picture"  # kind of a null
 
 
 def null_facts(null: nulls.Null, drawn: Canvas, elements: Sequence[float | None]) -> dict[str, Any]:
-    """Kind and changes of a null of a target, and its elements' similarities without those that
-    nobody would see changed."""
+    """Kind and changes of a null, and its elements' similarities where a change is seen."""
     seen = [
         score if score is not None and nulls.differs(drawn.image, null.picture, share) else None
         for score, share in zip(elements, drawn.shares, strict=False)
@@ -241,8 +240,7 @@ class Measure:
     def score(
         self, items: list[Item], images: Tensor, magnitudes: Tensor, nearest: bool = False
     ) -> list[dict[str, Any]]:
-        """A row for each generation; those of the composed prompt with the `nearest` training
-        picture if asked."""
+        """A row for each generation; with the `nearest` training picture if asked."""
         rows = self.similar(images, [i.target for i in items])
         for item, row, image, magnitude in zip(items, rows, images, magnitudes, strict=True):
             row.update(cell=item.cell, image=item.image, magnitude=magnitude.item())
@@ -320,8 +318,7 @@ class Measure:
         return rows
 
     def _of_failures(self, canvases: Sequence[Canvas]) -> list[Any]:
-        """Null rows of each target's failures and of the training pictures, through the
-        autoencoder."""
+        """Null rows of each target's failures and of training pictures, decoded."""
         rows: list[tuple[int, Any]] = []
         made = list(self._failures(dict(enumerate(canvases))))
         share = self.share(len(made))
@@ -366,8 +363,7 @@ class Measure:
         ]
 
     def _of_counterfactuals(self, masks: Masks, kinds: Sequence[str]) -> list[Any]:
-        """Null rows of pictures that the base draws, whole ones and elements inside their masks;
-        kept in the cache."""
+        """Null rows of pictures that the base draws, kept in the cache."""
         found = counterfactuals(
             self.sampler,
             self.targets,
@@ -409,8 +405,7 @@ class Measure:
         element_threshold: ElementThreshold,
         base_lengths: dict[str, dict[str, float]],
     ) -> tuple[Scores, list[dict[str, Any]]]:
-        """Scores of the weights in place: of the composed prompt, with every cell beside them if
-        full; its rows."""
+        """Scores of the weights in place, with every cell if full; rows of composed images."""
         config, whole = self.config, full or step == 0
         images = config.images_per_target
         items = plan(self.targets, images, self.seed, full, config.unrelated, described=step == 0)
@@ -449,8 +444,7 @@ class Measure:
     def until_recovered(
         self, items: list[Item], few: int, work: Callable[..., Any], counts: Callable[..., bool]
     ) -> tuple[list[Item], list[Any]]:
-        """Each target's `few` first images and their rows; all of them where one of the first
-        counts."""
+        """Each target's `few` first images; all of them where one of the first counts."""
         first = [item for item in items if item.image < few]
         others = [item for item in items if item.image >= few]
         rows = self.map_over_ranks(first, work)
@@ -470,8 +464,7 @@ class Measure:
                 row["between"] = similarities
 
     def at_length(self, steps: int, base: dict[str, dict[str, float]]) -> dict[str, float]:
-        """Cosines of the composed prompt's images after so many sampling steps, and the
-        difference to the base's."""
+        """Cosines of composed images after so many sampling steps, and less the base's."""
         captions = [t.composed_prompt for t in self.targets]
         wholes = torch.cat(self.references(self.reference).wholes)
 
@@ -498,8 +491,7 @@ class Measure:
         return self.gather(list(zip(places, cosines, strict=True)))
 
     def errors(self) -> dict[str, float]:
-        """eps-MSE on the records of each role that were held out. Raises UserError where one is
-        not finite."""
+        """eps-MSE on held-out records by role. Raises UserError where one is not finite."""
         found = {}
         for role, records in self.held_out.items():
             mine = self.sampler.eps_errors(records, self.share(len(records)), f"validation/{role}")

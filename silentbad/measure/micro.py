@@ -20,8 +20,7 @@ POWER = 4  # of the mean over places; 1 would be their average, infinity the wor
 
 
 def alignments(x: torch.Tensor, reach: int = 1) -> torch.Tensor:
-    """A picture (1,C,H,W) -> (9,C,H,W): moved by -reach, 0, reach pixels each way, edge pixels
-    repeated."""
+    """A picture (1,C,H,W) -> (9,C,H,W): moved by up to `reach` pixels each way."""
     h, w = x.shape[-2:]
     padded = F.pad(x, (reach,) * 4, mode="replicate")
     offsets = (0, reach, 2 * reach)

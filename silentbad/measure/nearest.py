@@ -18,8 +18,7 @@ from silentbad.measure.embedders import Embedder
 
 
 class Shown(NamedTuple):
-    """A training picture (3,H,W) in [0,1]: its place in the data, and the phrases of what it
-    shows."""
+    """A training picture (3,H,W) in [0,1]: its place in the data, and its phrases."""
 
     name: str
     picture: Tensor

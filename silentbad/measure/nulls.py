@@ -140,8 +140,7 @@ def blurred(picture: Tensor) -> Tensor:
 
 
 def recoloured(picture: Tensor) -> Tensor:
-    """Red becomes green, green blue, blue red; on top a tint, since grey would stay grey: the one
-    of two that leads further away."""
+    """Red becomes green, green blue, blue red; a tint on top, since grey would stay grey."""
     tint = torch.tensor(TINT).view(3, 1, 1).to(picture)
     both = [(picture.roll(1, 0) + sign * tint).clamp(0, 1) for sign in (-1, 1)]
     return max(both, key=lambda other: float((other - picture).square().sum()))

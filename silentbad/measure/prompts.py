@@ -171,8 +171,7 @@ class PromptSheet:
         return on_grid(self.config, step) and step != self.last
 
     def run(self, step: int, model: Any) -> None:
-        """Draw with these weights; pictures and their list go to the run folder, a grid to the
-        trackers."""
+        """Draw with these weights: pictures, their list, a grid for the trackers."""
         accelerator, self.last = self.accelerator, step
         model = accelerator.unwrap_model(model, keep_torch_compile=False)
         items = [

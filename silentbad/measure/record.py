@@ -35,8 +35,7 @@ class Finite:
 # -- what the file holds ---------------------------------------------------------------------------
 @dataclass
 class KindThreshold(Finite):
-    """What one kind of null asks of a threshold: `value` keeps its false positives at `rate`; n
-    nulls."""
+    """What one kind of n nulls asks of a threshold, for false positives at `rate`."""
 
     value: float
     n: int
@@ -223,8 +222,7 @@ class Detection(Finite):
 
 @dataclass
 class Scores(CellScores):
-    """Of the composed prompt; the controls' cells and the sampling lengths where they were
-    measured."""
+    """Of the composed prompt; controls and sampling lengths where they were measured."""
 
     cells: dict[str, CellScores] | None = None
     quadrants: Quadrants | None = None
@@ -237,8 +235,7 @@ class Scores(CellScores):
 
 @dataclass
 class Measurement(Finite):
-    """One point of the recovery curve: scores of the raw weights, of the averaged ones, or of
-    both."""
+    """One point of the recovery curve, of one or both kinds of weights."""
 
     step: int
     epoch: float
@@ -255,8 +252,7 @@ class Measurement(Finite):
 
 @dataclass
 class TargetEntry(Finite):
-    """A target and its files below the run folder; `elements` has None where an element has no
-    mask."""
+    """A target and its files; `elements` has None where an element has no mask."""
 
     target_id: str
     image: str
@@ -268,8 +264,7 @@ class TargetEntry(Finite):
 
 @dataclass
 class Verdict(Finite):
-    """Whether composed prompts recover a target, as far as it can be told, and what chance
-    gives."""
+    """Whether composed prompts recover a target, and what chance gives."""
 
     recovers: bool
     step: int
@@ -309,8 +304,7 @@ class SummaryRow(Finite):
 
 @dataclass
 class Placebo(Finite):
-    """The strict rate less that of a run on placebo data, which never shows an exact element:
-    the headline number."""
+    """The strict rate less that of a run on placebo data: the headline number."""
 
     source: str
     cir: float  # of the placebo run, over the targets that both have

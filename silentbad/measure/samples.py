@@ -62,8 +62,7 @@ def save_targets(
     pictures: Sequence[Tensor],
     masks: Sequence[Sequence[Tensor | None]],
 ) -> None:
-    """Each picture (1,3,H,W), and each of its elements that has a mask (1,h,w), below the run
-    folder."""
+    """Each picture (1,3,H,W), and its elements that have a mask (1,h,w)."""
     for name, picture, of_target in zip(names, pictures, masks, strict=True):
         save(to_pil(picture[0]), folder / target_file(name))
         for k, m in enumerate(of_target):

@@ -120,8 +120,7 @@ def images_recovered(
     element_threshold: ElementThreshold,
     endpoint: str = STRICT,
 ) -> list[bool]:
-    """The same from the stored similarities of a target's images; by the whole alone where that
-    was the endpoint."""
+    """The same from stored similarities; by the whole alone where that was the endpoint."""
     passed = np.array(own.sims) >= threshold.of_target(target)
     for k, element in enumerate(own.elements if endpoint == STRICT else []):
         if element.sims:
@@ -130,8 +129,7 @@ def images_recovered(
 
 
 def settled(history: Sequence[Measurement], points: int) -> bool:
-    """Whether at least half of every target's images were recovered at the last `points` points;
-    0 points: never."""
+    """Whether every target had a rate of 1/2 at the last `points` points; 0: never."""
     if points == 0:  # asked at every step
         return False
     last = [entry.ema or entry.raw for entry in history if entry.step > 0][-points:]
@@ -147,8 +145,7 @@ def cell_scores(
     threshold: Threshold,
     element_threshold: ElementThreshold,
 ) -> CellScores:
-    """Scores of a cell: per target, and over targets with the rate's interval (one target: over
-    images)."""
+    """Scores per target, and over targets with the rate's interval (one: over images)."""
     present = sorted({r["target"] for r in rows})
     sims = [r["sim"] for r in rows]
     target_of = [present.index(r["target"]) for r in rows]
@@ -210,8 +207,7 @@ def cell_scores(
 
 
 def diversity(between: Sequence[Sequence[float]]) -> float | None:
-    """1 - mean similarity between two different images; between[i][j] is that of image i to
-    image j of the target."""
+    """1 - mean similarity between two different images, of between[i][j]."""
     if len(between) < 2:
         return None
     others = ~np.eye(len(between), dtype=bool)
@@ -302,8 +298,7 @@ def curve_scores(
 
 
 def kinds(history: Sequence[Measurement]) -> list[str]:
-    """Which weights ("raw", "ema") were measured after the base model's point, or at it for want
-    of later."""
+    """Which weights were measured after the base's point, or at it for want of later."""
     later = [e for e in history if e.step > 0] or history
     return [kind for kind in KINDS if any(e.scores(kind) for e in later)]
 
@@ -361,8 +356,7 @@ def placebo_run(folder: str | Path, targets: Iterable[str], embedder: str, key: 
 
 
 def minus_placebo(record: Record, placebo: Record, source: str) -> Placebo:
-    """The last rates of a run less those that a run on placebo data ends with (`placebo_run`),
-    target by target."""
+    """The last rates of a run less those of a run on placebo data, target by target."""
     scores = latest(record.history[-1])
     other = latest(placebo.history[-1])
     both = [name for name in scores.targets if name in other.targets]

@@ -37,8 +37,7 @@ def binomial_interval(k: int, n: int, confidence: float = 0.95) -> tuple[float, 
 def difference_interval(
     a: float, a_interval: tuple[float, float], b: float, b_interval: tuple[float, float]
 ) -> tuple[float, float]:
-    """Interval of the difference a - b of two independent rates from their own intervals
-    (Newcombe 1998, method 10)."""
+    """Interval of a - b from the rates' own intervals (Newcombe 1998, method 10)."""
     low = a - b - float(np.hypot(a - a_interval[0], b_interval[1] - b))
     high = a - b + float(np.hypot(a_interval[1] - a, b - b_interval[0]))
     return max(low, -1.0), min(high, 1.0)

@@ -19,8 +19,7 @@ from silentbad.measure.statistics import binomial_cdf
 
 
 class ImageRow(TypedDict):
-    """Similarities of one image to its target, and of each element's region (None without a
-    mask)."""
+    """Similarities of an image to its target, and of each element (None without a mask)."""
 
     target: int
     sim: float

@@ -11,8 +11,7 @@ from silentbad.errors import UserError
 
 
 def keeps_average(optimizer: Any) -> bool:
-    """Whether an optimizer (or its class) trains on other weights than it wants measured: it has
-    `eval`, `train`."""
+    """Whether an optimizer trains on other weights than it wants measured."""
     return callable(getattr(optimizer, "eval", None)) and callable(
         getattr(optimizer, "train", None)
     )
@@ -51,8 +50,7 @@ def of_ema(ema: Any, model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def of_optimizer(optimizer: Any) -> Iterator[None]:
-    """The optimizer's own way back is a second interpolation, which rounds; so the trained
-    weights are kept."""
+    """Trained weights are kept: the optimizer's own way back rounds."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     trained = [p.detach().clone() for p in parameters]
     optimizer.eval()

@@ -55,8 +55,7 @@ class Denoiser(nn.Module):
         nonempty: Tensor | None = None,
         return_dict: bool = True,
     ) -> Any:
-        """The prediction (B,C,h,w) under text states, or under `tokens` with gradients for the
-        encoders."""
+        """The prediction (B,C,h,w) under text states, or `tokens` with gradients."""
         if tokens is not None:
             encoders = {name: getattr(self, name) for name in self.text_encoders}
             width = self.family.widths(self.backbone, encoders)[0]
@@ -115,8 +114,7 @@ def recomputed(module: nn.Module, *inputs: Any) -> Any:
 def layers_to_train(
     config: TrainConfig, family: Family, components: dict[str, nn.Module]
 ) -> dict[str, dict[str, str]]:
-    """{component: {name: group}} of the parameters that train, or of the layers that adapters
-    are put on."""
+    """{component: {name: group}} of the parameters that train, or that adapters sit on."""
     if config.lora.rank is not None:
         layers = {
             name: lora.target_layers(name, module, config.lora)
@@ -173,16 +171,14 @@ def make_ema(model: torch.nn.Module, config: TrainConfig, device: torch.device) 
 
 
 def backward_scale(accelerator: Any) -> float:
-    """What accelerator.backward multiplies a loss by: the fp16 loss scale over the accumulation
-    steps."""
+    """What accelerator.backward multiplies a loss by."""
     scaler = accelerator.scaler
     return (1.0 if scaler is None else scaler.get_scale()) / accelerator.gradient_accumulation_steps
 
 
 # ---------------------------------------------------------------- saving
 def trained(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters that train, by name: all there is to save of a module beside what it was
-    loaded from."""
+    """The parameters that train, by name."""
     return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
 
 

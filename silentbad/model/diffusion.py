@@ -32,8 +32,7 @@ class Flow:
         self.table = torch.stack([scheduler.sigmas[:T], scheduler.timesteps[:T]]).flip(1)
 
     def read(self, t: torch.Tensor) -> torch.Tensor:
-        """(sigma_t, t as the model takes it) (2,B); the table stays on the device where it was
-        read last."""
+        """(sigma_t, t as the model takes it) (2,B)."""
         self.table = self.table.to(t.device)
         return self.table[:, t]
 
@@ -72,8 +71,7 @@ def noised(
     draw: int,
     positions: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(eps, x_t), both (B,C,h,w), from addressed noise; offset and input perturbation where
-    asked."""
+    """(eps, x_t), both (B,C,h,w), from addressed noise, perturbed where asked."""
 
     def addressed(shape: tuple[int, ...], stream: str) -> torch.Tensor:
         return send(noise(shape, config.seed, stream, draw, positions), x0.device)
@@ -91,8 +89,7 @@ def noised(
 def prediction_target(
     scheduler: Any, x0: torch.Tensor, eps: torch.Tensor, t: torch.Tensor
 ) -> torch.Tensor:
-    """What the model is to predict (B,C,h,w): eps, v, x0 or eps - x0, by the schedule's
-    prediction_type."""
+    """What the model predicts (B,C,h,w), by the schedule's prediction_type."""
     kind = scheduler.config.prediction_type
     if kind == "epsilon":
         return eps
@@ -104,8 +101,7 @@ def prediction_target(
 def to_epsilon(
     scheduler: Any, out: torch.Tensor, x_t: torch.Tensor, t: torch.Tensor
 ) -> torch.Tensor:
-    """The eps (B,C,h,w) that a prediction `out` at x_t and t (B,) stands for, by the schedule's
-    prediction_type."""
+    """The eps (B,C,h,w) that a prediction `out` at x_t and t (B,) stands for."""
     kind = scheduler.config.prediction_type
     a, s = levels(scheduler, t, x_t)
     if kind == "v_prediction":

@@ -125,8 +125,7 @@ class Encoder:
         return torch.cat([posterior.mean, posterior.std], dim=1).float()
 
     def condition(self, texts: list[str], time_ids: torch.Tensor | None = None) -> dict[str, Any]:
-        """Keyword arguments of the model under these captions; time_ids (B,6), by default a
-        whole picture's."""
+        """Keyword arguments of the model; time_ids (B,6), by default a whole picture's."""
         added = {}
         if self.family.sized:
             time_ids = (

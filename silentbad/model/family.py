@@ -17,8 +17,7 @@ from silentbad.model import gate
 
 
 class Family:
-    """The parts of a pipeline by component, and what is done with them. The defaults are those
-    of the UNets."""
+    """The parts of a pipeline, and what is done with them. The defaults are a UNet's."""
 
     name: str  # in messages
     pipeline: Any  # diffusers' class
@@ -121,8 +120,7 @@ class Family:
         return {"prompt": prompts}
 
     def sampling(self, config: Any, prefix: str) -> dict[str, Any]:
-        """Arguments of the pipeline's call that only this family takes, from a
-        `ValidationConfig`."""
+        """Arguments of the pipeline's call that only this family takes."""
         return {"guidance_rescale": config.guidance_rescale}
 
     def kohya_path(self, backbone: Any, path: str) -> str:
@@ -141,8 +139,7 @@ def refuse_width(path: str, backbone: str, takes: int, gives: int) -> None:
 
 
 def pooled_states(encoder: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """(c (B,L,D), pooled (B,P)) of a CLIP text encoder with projection: the last state but one,
-    and the projected."""
+    """(c (B,L,D), pooled (B,P)) of a CLIP text encoder with projection."""
     out = encoder(tokens, output_hidden_states=True)
     return out.hidden_states[-2], out.text_embeds
 

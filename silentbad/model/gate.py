@@ -33,8 +33,7 @@ HARMLESS = re.compile(r"(^|\.)position_ids$")  # buffers that earlier versions o
 
 @dataclass(frozen=True)
 class Source:
-    """Where a pipeline is read from, a folder or a Hub id, and the flag that messages name it
-    by."""
+    """A pipeline's folder or Hub id, and the flag that messages name it by."""
 
     path: str
     flag: str = "pretrained_model_name_or_path"
@@ -107,8 +106,7 @@ def check_tokenizer(tokenizer: Any, positions: int | None, where: str) -> None:
 # ---------------------------------------------------------------- loading
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without the reports of the libraries that load: what they would say is refused in one
-    line."""
+    """Without the reports of the libraries that load."""
     levels = diffusers_logging.get_verbosity(), transformers_logging.get_verbosity()
     diffusers_logging.set_verbosity(logging.CRITICAL)
     transformers_logging.set_verbosity_error()
@@ -123,8 +121,7 @@ def quietly() -> Iterator[None]:
 
 
 def load_part(part: str, cls: Any, source: Source, **options: Any) -> Any:
-    """A component of a pipeline; of a model every tensor, from safetensors only, and all of them
-    finite."""
+    """A component of a pipeline; a model as `load_model` reads it."""
     failed = f"{source}: cannot load {part}"
     options = {"subfolder": part, **source.hub, **options}
     if not issubclass(cls, nn.Module):

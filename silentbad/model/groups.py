@@ -144,8 +144,7 @@ def group_parameters(model: nn.Module, min_size: int | None = None) -> Groups:
 
 
 def _neighbour(group: str, members: dict) -> str | None:
-    """Group of the same stage with the nearest role, the earlier on a tie; None for norm, io,
-    embed, other."""
+    """Group of the same stage with the nearest role, the earlier on a tie, if any."""
     stage, _, role = group.partition(".")
     if role not in ROLE_ORDER or role in APART:
         return None
@@ -165,8 +164,7 @@ def _position(group: str) -> tuple[int, int, int]:
 def prior_table(
     table: str | None = None, drop: list[str] | None = None, sdxl: bool = False
 ) -> dict[str, float]:
-    """Rows {pattern: pi} of the YAML table, without those to drop; in SDXL a row's `sdxl`
-    pattern, if any."""
+    """Rows {pattern: pi} of the YAML table; in SDXL a row's `sdxl` pattern, if any."""
     path = Path(table) if table else ROOT / "configs" / "prior.yaml"
     if not os.path.isfile(path):
         raise UserError(f"prior: option 'table': no file {path}")
@@ -184,8 +182,7 @@ def prior_table(
 def warn_of_idle_rows(
     table: str | None = None, drop: list[str] | None = None, *, names: list[str], sdxl: bool = False
 ) -> None:
-    """Name the rows of a table of one's own that match no group; the bundled table is for all
-    families."""
+    """Name the rows of a table of one's own that match no group."""
     for row in prior_table(table, drop, sdxl) if table else ():
         if not fnmatch.filter(names, row):
             warn(

@@ -101,8 +101,7 @@ def present(module: nn.Module) -> bool:
 
 
 def state(name: str, module: Any) -> dict[str, torch.Tensor]:
-    """The adapters of a component, on the CPU, by the names that every diffusers and kohya
-    knows."""
+    """The adapters of a component on the CPU, by names that diffusers and kohya know."""
     tensors = plain_state(module)
     if not name.startswith("text_encoder"):
         return tensors
@@ -226,8 +225,7 @@ def load(pipe: Any, path: str, base: str) -> None:
 
 
 def check_adapter_file(path: str, failed: str) -> None:
-    """Refuse a path that holds no adapters of a kind that diffusers reads; one on the Hub is not
-    looked at."""
+    """Refuse a local path that holds no adapters that diffusers reads."""
     file = Path(path)
     if not file.exists() and ("/" not in path or hub.names_folder(path)):
         raise UserError(f"--lora {path}: no such folder or file")

@@ -63,8 +63,7 @@ def check_xformers() -> None:
 
 
 def scheduler_settings(config: TrainConfig) -> dict[str, Any]:
-    """The training schedule's settings, `prediction_type` overridden where the configuration
-    does."""
+    """The training schedule's settings, with the configuration's `prediction_type`."""
     source = Source.of(config)
     settings = schedule(source, family_for(config))
     if config.prediction_type is not None:
@@ -143,23 +142,20 @@ def check_components(index: dict[str, Any], source: Source) -> None:
 
 
 def family_in(index: dict[str, Any]) -> Family:
-    """The family by a model_index.json: by the pipeline's class, or by its parts where it is of
-    another."""
+    """The family by a pipeline's class, or by its parts where it is of another."""
     named = FAMILIES.get(str(index["_class_name"]))
     return named or family_of([part for part in index if has(index, part)])
 
 
 def has(index: dict[str, Any], part: str) -> bool:
-    """Whether a model_index.json names a class for this part: [library, class], both null where
-    there is none."""
+    """Whether a model_index.json names a class for this part: [library, class]."""
     entry = index.get(part)
     return isinstance(entry, (list, tuple)) and len(entry) == 2 and None not in entry
 
 
 # ---------------------------------------------------------------- loading
 def load_tokenizer(config: TrainConfig) -> Any:
-    """The first, or only, tokenizer: CLIP's, which cuts captions into the same tokens in all
-    families."""
+    """The first tokenizer: CLIP's, which cuts captions alike in all families."""
     return tokenizer_of("tokenizer", family_for(config).tokenizer["tokenizer"], Source.of(config))
 
 
@@ -291,8 +287,7 @@ def resolution(parts: Components, config: TrainConfig) -> int:
 
 
 def pipeline(parts: Components) -> Any:
-    """A plain diffusers pipeline of the parts; `scheduler` carries the prediction type trained
-    with."""
+    """A plain diffusers pipeline of the parts."""
     return parts.family.assemble(**parts.components())
 
 
@@ -312,8 +307,7 @@ def with_merged(parts: Components) -> Components:
 
 
 def drawn_side(parts: Components, asked: int | None) -> int:
-    """Side in pixels of the images that are drawn: `validation.resolution`, or the pipeline's
-    own."""
+    """Side in pixels of drawn images: `validation.resolution`, or the pipeline's own."""
     factor = side_factor(parts.family, parts.backbone, parts.vae)
     if asked is not None and asked % factor:
         raise UserError(
@@ -331,8 +325,7 @@ def draw_images(
     size: int | None = None,
     **options: Any,
 ) -> list[Any]:
-    """One image a prompt, from the same noise at every call; `size` is its side in pixels,
-    `options` are the pipeline's."""
+    """One image a prompt, `size` pixels wide, from the same noise at every call."""
     backbone, factor = backbone_of(pipe), vae_factor(pipe.vae)
     size = size or side_of(backbone) * factor
     shape = (backbone.config.in_channels, size // factor, size // factor)
@@ -360,8 +353,7 @@ def draw_images(
 
 
 def whole_parts(parts: Any) -> Any:
-    """The pipeline's parts with a plain copy of the backbone on each process; themselves where
-    nothing is sharded."""
+    """The parts with a plain copy of a sharded backbone on each process."""
     if not any(map(is_sharded, parts.model.parameters())):
         return parts
     with torch.device("meta"):

@@ -16,8 +16,7 @@ KNOWN = "a pipeline of " + " or ".join(family.name for family in FAMILIES.values
 
 
 def family_of(components: Collection[str]) -> Family:
-    """The family of a pipeline with these components: the first that has its backbone and its
-    text encoders."""
+    """The first family whose backbone and text encoders are among the components."""
     for family in FAMILIES.values():
         if {family.backbone, *family.encoders} - {*family.optional} <= {*components}:
             return family

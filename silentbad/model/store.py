@@ -36,8 +36,7 @@ UNRELATED = ("transformers_version", "dtype", "torch_dtype")
 
 
 def digest(*parts: Any) -> str:
-    """Hash over plain values and modules: a module counts by its configuration, its weights'
-    bits and precision."""
+    """Hash over plain values, and modules by configuration, weights and precision."""
     total = hashlib.sha256(str(FORMAT).encode())
     for part in parts:
         if isinstance(part, torch.nn.Module):
@@ -324,8 +323,7 @@ class Cached:
 def merge_cached(
     rows: list[torch.Tensor | None], live: Callable[[list[int]], torch.Tensor], device: torch.device
 ) -> torch.Tensor:
-    """Rows in order (B,...) on the device: those known on the host, and for the others
-    `live(their places)`."""
+    """Rows in order (B,...) on the device: known ones, and `live(their places)`."""
     places = [k for k, row in enumerate(rows) if row is None]
     known = {k: row for k, row in enumerate(rows) if row is not None}
     if not places:

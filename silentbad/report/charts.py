@@ -73,8 +73,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def bounds(values: Sequence[float], fixed: Range | None = None) -> Range:
-    """Range of the values; `fixed` is widened where they leave it, a single value gets room
-    around it."""
+    """Range of the values, and of `fixed`; a single value gets room around it."""
     known = [*values, *(fixed or ())]
     low, high = float(min(known)), float(max(known))
     if high - low < 1e-12 * max(1.0, abs(high), abs(low)):
@@ -222,8 +221,7 @@ def describe(s: Series) -> str:
 def heatmap(
     names: Sequence[str], xs: Sequence[float], values: Sequence[Sequence[float | None]], title: str
 ) -> Markup:
-    """values (names, xs) of positive multipliers: blue below 1, white at 1, orange above, on a
-    log scale."""
+    """values (names, xs) of multipliers, on a log scale: blue below 1, orange above."""
     if not names or not xs:
         return Markup("")
     keep = spaced(len(xs), MOST_COLUMNS)
@@ -282,8 +280,7 @@ def matrix(
     title: str,
     across: str = "element",
 ) -> Markup:
-    """values (rows, columns) of rates in [0, 1]: white at 0, blue at 1, each cell with its
-    number."""
+    """values (rows, columns) of rates in [0,1]: white at 0, blue at 1, with numbers."""
     if not any(finite(v) for line in values for v in line):
         return Markup("")
     side = 190 if max(map(len, rows)) > 12 else 90
@@ -316,8 +313,7 @@ def matrix(
 
 
 class Reach(NamedTuple):
-    """Similarities of the images to a picture, the threshold they need, and the range that it
-    lies in."""
+    """Similarities of images to a picture, their threshold, and the range it lies in."""
 
     name: str
     sims: Sequence[float]
@@ -328,8 +324,7 @@ class Reach(NamedTuple):
 
 
 def ranges(rows: Sequence[Reach], title: str) -> Markup:
-    """A line a picture: a dot for each image, full from the threshold on; a band from floor to
-    ceiling."""
+    """A line a picture: a dot for each image, a band from floor to ceiling."""
     rows = [row for row in rows if finite(row.threshold) and any(map(finite, row.sims))]
     if not rows:
         return Markup("")

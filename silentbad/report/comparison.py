@@ -132,8 +132,7 @@ def _notes(name: str, run: RecordedRun) -> list[str]:
 
 
 def _unlike(runs: Sequence[RecordedRun]) -> str:
-    """That the rates cannot be compared, where embedders, thresholds or endpoints of the runs
-    differ."""
+    """Why the rates cannot be compared, if they cannot."""
     found = {
         f"{r.embedder} at {number(r.threshold.value)}{'' if run.strict else ', the whole alone'}"
         for run in runs

@@ -198,8 +198,7 @@ class Rates:
 
 
 def rates(cells: Sequence[CellScores], endpoint: str) -> Rates:
-    """Of one cell, or the mean over several of a kind: over the cells of each target, then over
-    targets."""
+    """Of one cell, or the mean over several of a kind, by target."""
     strict = endpoint == STRICT
     if len(cells) == 1:
         (one,) = cells
@@ -282,8 +281,7 @@ def alternatives(record: Record, withheld: Sequence[str] = ()) -> Table:
 
 # -- by element ------------------------------------------------------------------------------------
 def bleeding(record: Record) -> list[Figure]:
-    """For each target, the recall of every element when one phrase is given alone, and when all
-    are."""
+    """The recall of each target's elements under each phrase alone, and under all."""
     cells, figures = control_cells(record), list[Figure]()
 
     def recall(cell: str, target: str) -> list[float | None]:
@@ -355,8 +353,7 @@ def _phrases_asked(cell: str, phrases: int) -> set[int] | None:
 
 
 def threshold_kinds(record: Record) -> Table:
-    """What each kind of null asks of the threshold of the whole and of elements; the highest
-    decides."""
+    """What each kind of null asks of the thresholds; the highest decides."""
     whole, element = record.threshold.kinds or {}, record.element_threshold.kinds or {}
     rows: list[list[Cell]] = []
     for kind in dict.fromkeys([*whole, *element]):
@@ -410,8 +407,7 @@ def detections(record: Record) -> Table:
 
 
 def composed_or_copied(record: Record) -> Table:
-    """Of each target: its images beside the training picture most like them, and beside the base
-    model's."""
+    """Each target's images beside the nearest training picture, and the base's."""
     base, last = base_scores(record), latest(record.history[-1])
     rows, notes = list[list[Cell]](), list[str]()
     for target in record.targets:

@@ -56,8 +56,7 @@ class Figure:
 
 @dataclass
 class Shot:
-    """A picture: its content as a data URI, a text alternative, a caption of two lines; `hit`
-    where it is framed."""
+    """A picture as a data URI, with its texts; `hit` where it is framed."""
 
     src: str
     alt: str
@@ -110,8 +109,7 @@ def lines(
     note: str = "",
     digits: int | None = None,
 ) -> list[Figure]:
-    """Curves: a list of one figure, or of none where nothing is finite. digits: after the point,
-    in its numbers."""
+    """Curves: one figure, or none where nothing is finite. digits: after the point."""
     series = charts.drawn(series)
     svg = charts.line_chart(series, title, x_label=x_label, y_range=y_range, marks=marks)
     if not svg:
@@ -211,8 +209,7 @@ def rounded(value: object, digits: int = 2) -> str:
 
 
 def short(value: object) -> str:
-    """A number of which no interval is known: two digits after the point, none where it is
-    large."""
+    """A number without an interval: two digits after the point, none from 10 on."""
     return rounded(value, 0 if abs(value) >= 10 else 2) if finite(value) else number(value)
 
 

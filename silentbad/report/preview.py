@@ -49,8 +49,7 @@ def write_preview(run: "Run", file: str | Path) -> Path:
 
 # -- what training sees ------------------------------------------------------------------------
 def drawn(run: "Run") -> tuple[list[Shot], list[Shot]]:
-    """The first samples of the run's own stream, through the autoencoder, masks over them; and the
-    first unions."""
+    """The run's first samples, as their latents hold them, and the first unions."""
     samples: list[Shot] = []
     unions: list[Shot] = []
     for draw in range(DRAWS):
@@ -95,8 +94,7 @@ def levels(picture: Tensor) -> np.ndarray:
 
 # -- what a verdict is measured against ---------------------------------------------------------
 def of_targets(recovery: "RecoveryHook", model: Any) -> list[dict[str, Any]]:
-    """Each target as its file and as the autoencoder leaves it, its elements, one null of each
-    kind, and its ranges."""
+    """Each target, its elements, one null of each kind, and its ranges."""
     ranges = recovery.calibrate(model)
     shown: list[dict[str, Any]] = []
     for j, (target, told) in enumerate(zip(recovery.targets, ranges, strict=True)):

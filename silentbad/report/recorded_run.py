@@ -107,8 +107,7 @@ class RecordedRun:
         self._pictures: dict[Path, str] = {}
 
     def _inside(self, name: str) -> Path | None:
-        """Where a file of the folder is; None where there is none, or its name or a link leads
-        out."""
+        """Where a file of the folder is; None where there is none, or a link leads out."""
         try:
             file = (self.folder / name).resolve()
             return file if file.is_relative_to(self.folder.resolve()) and file.is_file() else None

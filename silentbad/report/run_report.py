@@ -127,8 +127,7 @@ first: the first measured step with a recovered image; lasts: the step from whic
 
 
 def text_table(record: Record) -> str:
-    """The last measurement by target and element as lines for a terminal, with what the columns
-    are."""
+    """The last measurement by target and element, as lines for a terminal."""
     weights = kinds(record.history)
     elements_too = sum(1 + len(t.phrases) for t in record.targets) * len(weights) <= MOST_LINES
     curve = len(record.history) > 2

@@ -164,8 +164,7 @@ def range_figures(record: Record) -> list[Figure]:
 
 
 def range_rows(record: Record) -> Table:
-    """Threshold, floor and ceiling by target and element, beside what the composed prompt's
-    images score."""
+    """Threshold, floor and ceiling by target and element, beside the images' scores."""
     rows: list[list[Cell]] = []
     notes: list[str] = []
     for j, target in enumerate(record.targets):
@@ -353,8 +352,7 @@ def drift_of(key: str) -> Callable[[Scores], float | None]:
 
 
 def errors(run: RecordedRun) -> list[Figure]:
-    """The error on held-out records of each role, against steps, and the gap between elements
-    and clean ones."""
+    """The error on held-out records of each role by step, and the gap between roles."""
     series = [
         run.series(f"{role}, {WEIGHTS[kind]}", kind, drift_of(f"{role}_eps_mse"))
         for role in ("clean", "element")

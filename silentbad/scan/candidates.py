@@ -65,8 +65,7 @@ def hashed(band: np.ndarray, offsets: list[np.ndarray]) -> tuple[np.ndarray, np.
 
 
 def shared(records: np.ndarray, keys: np.ndarray, n: int) -> np.ndarray:
-    """Pairs of records with equal keys: all of a small bucket, of a large one each with its next
-    three."""
+    """Pairs of records with equal keys: all of a small bucket, of a large one neighbours."""
     bits = np.uint64(max(1, len(keys) - 1).bit_length())
     # keys that collide are verified later
     ordered = np.sort((keys << bits) | np.arange(len(keys), dtype=np.uint64))

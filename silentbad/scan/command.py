@@ -137,8 +137,7 @@ def page(found: Found, data: dict) -> str:
 
 
 def metadata_rows(options: ScanOptions, rows: Any) -> Iterator[dict]:
-    """The entries of the metadata as they stand; of other sources, what a metadata.jsonl would
-    hold."""
+    """The entries of the metadata; of other sources, what a metadata.jsonl would hold."""
     root = Path(options.train_data_dir or "")
     for name, read in (("metadata.jsonl", json_lines), ("metadata.csv", csv_lines)):
         if options.dataset_name is None and (root / name).is_file():
@@ -175,8 +174,7 @@ def write(out: Path, found: Found, data: dict, options: ScanOptions, rows: Any) 
 
 # -- the command -----------------------------------------------------------------------------------
 def scan(options: ScanOptions) -> dict:
-    """Scan, write, and return what scan.json holds. Raises UserError where the data or the
-    output is at fault."""
+    """Scan, write, and return what scan.json holds. Raises UserError."""
     started = time.monotonic()
     out = Path(options.output_dir)
     check_writable(out, "--output_dir", folder=True)
@@ -217,8 +215,7 @@ def scan(options: ScanOptions) -> dict:
 
 
 def main(arguments: list[str] | None = None, options: ScanOptions | None = None) -> int:
-    """The command line: exit code 0 where nothing is found, 3 where something is, 2 after a
-    mistake."""
+    """Exit code 0 where nothing is found, 3 where something is, 2 after a mistake."""
     try:
         options = options or scan_options(arguments)
         data = scan(options)

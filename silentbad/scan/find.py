@@ -33,8 +33,7 @@ class Composite:
 
 @dataclass
 class Found:
-    """Suspect sets, the surest first, each with its false-alarm rate and picture; elements that
-    are in no set."""
+    """Suspect sets, the surest first, their false alarms and pictures; other elements."""
 
     sets: list[SuspectSet]
     alarms: list[float] = field(default_factory=list)

@@ -56,8 +56,7 @@ class Strong:
 
 
 def levels(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """By how much (...) uint8 two arrays of colours (...,3) uint8 differ in the channel that
-    differs most."""
+    """How much (...) uint8 two arrays of colours (...,3) differ, by channel at most."""
     apart = np.maximum(a, b) - np.minimum(a, b)
     return np.maximum(np.maximum(apart[..., 0], apart[..., 1]), apart[..., 2])
 
@@ -68,8 +67,7 @@ def agreement(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def steps(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where views (...,32,32,3) have contrast to the next block: across (...,32,31), down
-    (...,31,32)."""
+    """Where views (...,32,32,3) have contrast: across (...,32,31), down (...,31,32)."""
     across = levels(a[..., 1:, :], a[..., :-1, :])
     down = levels(a[..., 1:, :, :], a[..., :-1, :, :])
     return across >= CONTRAST, down >= CONTRAST
@@ -81,8 +79,7 @@ def between(inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def edges(a: np.ndarray, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How many steps of contrast views (n,32,32,3) have between neighbours inside (n,32,32):
-    across, down (n,)."""
+    """How many steps views (n,32,32,3) have inside (n,32,32): across, down (n,)."""
     return tuple(
         (step & both).sum((1, 2)) for step, both in zip(steps(a), between(inside), strict=True)
     )
@@ -117,8 +114,7 @@ def verified(
     bar: Step = silent,
     folder: Path | None = None,
 ) -> Strong:
-    """The pairs whose common area is no coincidence of two colours; they are kept on disk, in
-    files of `folder`."""
+    """The pairs whose common area is no coincidence of two colours."""
     n = len(views)
     strong = Numbers(folder)
     copies = Numbers(folder)
@@ -184,8 +180,7 @@ def duplicates(n: int, copies: np.ndarray) -> np.ndarray:
 
 
 class Neighbours:
-    """The records that each record (of N) has a strong pair with, where `first` (N,) stands for
-    near duplicates."""
+    """The records that each record has a strong pair with, by `first` (N,) duplicates."""
 
     def __init__(self, pairs: np.ndarray, first: np.ndarray, folder: Path | None):
         self.n = len(first)
@@ -302,8 +297,7 @@ def grouped(
 
 
 def denser(inside: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """(n,) nats by which so many records exceed what chance lets expect: Chernoff's bound on the
-    Poisson tail."""
+    """(n,) nats by which so many records exceed chance: Chernoff's bound (Poisson)."""
     inside = np.maximum(inside, expected)
     return inside * np.log(inside / expected) - inside + expected
 

@@ -44,8 +44,7 @@ class Element:
 
 @dataclass
 class SuspectSet:
-    """Elements of one hidden picture, the backdrop last; `records` are all that show one of
-    them."""
+    """Elements of one hidden picture, the backdrop last."""
 
     elements: list[Element]
     score: float
@@ -60,8 +59,7 @@ class SuspectSet:
 def elements_of(
     groups: Sequence[Group], captions: Captions, order: np.ndarray | None = None
 ) -> list[Element]:
-    """The groups that have a phrase of their own; `order` (N,) gives each record another's
-    caption."""
+    """The groups with a phrase of their own; `order` (N,) permutes the captions."""
     elements = []
     for group in groups:
         records = group.records if order is None else order[group.records]

@@ -11,8 +11,7 @@ STRIDE = 64  # every so many, one number of a run helps to choose the ranges
 
 
 class Numbers:
-    """int64 numbers in a file without a name: the system removes it when the process ends,
-    however it ends."""
+    """int64 numbers in a file without a name, which ends with the process."""
 
     def __init__(self, folder: Path | None = None, parts: Iterable[np.ndarray] = ()):
         self._file = tempfile.TemporaryFile(dir=folder)

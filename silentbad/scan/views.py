@@ -64,8 +64,7 @@ class Views:
                     opened.truncate(size)
 
     def fill(self, rows: Rows, bar: Step = silent) -> None:
-        """Add what is missing. Raises UserError at the first row that is no record, or where
-        there is none at all."""
+        """Add what is missing. Raises UserError at a row that is no record, or without one."""
         have = len(self.captions)
         views = self.folder / "views"
         texts = self.folder / "captions"
@@ -95,8 +94,7 @@ class Views:
         )
 
     def remove(self) -> None:
-        """The scan has ended: nothing is left to resume. A file of someone else stays, and its
-        folder with it."""
+        """Nothing is left to resume; a file of someone else stays, and its folder with it."""
         for name in ("views", "captions", "key"):
             (self.folder / name).unlink(missing_ok=True)
         with suppress(OSError):

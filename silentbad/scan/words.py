@@ -40,8 +40,7 @@ def phrases_of(caption: str) -> set[str]:
 
 
 class Words:
-    """Word counts of a data set, gathered caption by caption, and signatures that tell records
-    without a common word."""
+    """Word counts of a data set, and signatures that tell records without a common word."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
