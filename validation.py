@@ -111,12 +111,10 @@ class RecoveryHook(Hook):
         refuses: str | None = None,
         cache_dir: str | None = None,  # of null pictures; the Hugging Face cache when unset
     ):
-        self.config, self.targets, self.accelerator, self.seed = (
-            config,
-            list(targets),
-            accelerator,
-            seed,
-        )
+        self.config = config
+        self.targets = list(targets)
+        self.accelerator = accelerator
+        self.seed = seed
         self.names = slugs([t.target_id for t in self.targets])
         self.output_dir = Path(output_dir)
         redraws = bool(load_redraws(config.targets, self.targets))
@@ -132,14 +130,23 @@ class RecoveryHook(Hook):
             except UserError as error:
                 raise UserError(f"{sampler.prefix}clip_path: {error}") from None
         kept = {role: records[: config.clean_records] for role, records in (held_out or {}).items()}
-        own = (accelerator, seed, kept, training, self.output_dir, cache_dir)
-        self.measure = Measure(config, self.targets, sampler, self.embedder, clip, *own)
-        described = (
-            [t.target_id for t in targets],
-            self.embedder.describe(),
-            f"{sampler.prefix}placebo",
+        self.measure = Measure(
+            config,
+            self.targets,
+            sampler,
+            self.embedder,
+            clip,
+            accelerator,
+            seed,
+            kept,
+            training,
+            self.output_dir,
+            cache_dir,
         )
-        self.placebo = None if config.placebo is None else placebo_run(config.placebo, *described)
+        self.placebo = None
+        if config.placebo is not None:
+            ids, key = [t.target_id for t in targets], f"{sampler.prefix}placebo"
+            self.placebo = placebo_run(config.placebo, ids, self.embedder.describe(), key)
         self.history: list[Measurement] = []
         self.threshold: Threshold | None = None  # until calibrated
         self.element_threshold: ElementThreshold | None = None
@@ -181,12 +188,8 @@ class RecoveryHook(Hook):
     ) -> dict[str, Any]:
         """Measure, save images, append to `history`; returns flat scalars for the trackers."""
         started = time.perf_counter()
-        full = (
-            self.config.controls == "always"
-            and step > 0
-            or self.config.controls != "never"
-            and final
-        )
+        controls = self.config.controls
+        full = (controls == "always" and step > 0) or (controls != "never" and final)
         model = self.accelerator.unwrap_model(unet, keep_torch_compile=False)
         unet = backbone_in(model)  # in training the text encoders may stand beside it
         entry = Measurement(step, epoch, label or "base model" * (step == 0))
@@ -261,25 +264,19 @@ class RecoveryHook(Hook):
         self, step: int, tag: str, rows: list[dict[str, Any]], scores: dict[str, TargetScores]
     ) -> None:
         """Best and median generation of each kept target, and a grid, best first."""
-        folder, lines, writes = (
-            Path("samples") / f"step-{step:06d}-{tag}",
-            [],
-            self.accelerator.is_main_process,
-        )
+        folder, lines = Path("samples") / f"step-{step:06d}-{tag}", []
+        writes = self.accelerator.is_main_process
         for j, target in enumerate(self.targets[: self.config.sample_targets]):
-            mine, kept = (
-                sorted((r for r in rows if r["target"] == j), key=lambda r: -r["sim"]),
-                dict[str, Picture](),
-            )
-            best = next((row for row in mine if row["recovered"]), mine[0])
-            for kind, row in (("best", best), ("median", mine[len(mine) // 2])):
-                file = f"{folder}/{self.names[j]}-{kind}.png"
-                kept[kind] = Picture(file, row["sim"])
-                if writes:
-                    save(Image.fromarray(row["pixels"]), self.output_dir / file)
+            images = sorted((r for r in rows if r["target"] == j), key=lambda r: -r["sim"])
+            best = next((row for row in images if row["recovered"]), images[0])
+            median = images[len(images) // 2]
             own = scores[target.target_id]
-            own.best, own.median = kept["best"], kept["median"]
-            lines.append(grid_line(target.image, [r["pixels"] for r in mine]))
+            own.best = Picture(f"{folder}/{self.names[j]}-best.png", best["sim"])
+            own.median = Picture(f"{folder}/{self.names[j]}-median.png", median["sim"])
+            for kept, row in ((own.best, best), (own.median, median)):
+                if writes:
+                    save(Image.fromarray(row["pixels"]), self.output_dir / kept.file)
+            lines.append(grid_line(target.image, [row["pixels"] for row in images]))
         if lines and writes:
             grid = np.concatenate(lines)
             save(Image.fromarray(grid), self.output_dir / folder / "grid.png")
@@ -292,11 +289,8 @@ class RecoveryHook(Hook):
     def results(self) -> list[dict[str, Any]]:
         """The summary's rows with the verdict on each target, for a model card."""
         verdict = self.verdict()
-        states = verdict.states or {}
-        return [
-            asdict(row) | {"verdict": states.get(row.target, verdict.word)}
-            for row in self.summary()
-        ]
+        rows = [(row, (verdict.states or {}).get(row.target)) for row in self.summary()]
+        return [asdict(row) | {"verdict": state or verdict.word} for row, state in rows]
 
     def table(self) -> str:
         """The summary, its cost and the verdict, as text."""
@@ -313,21 +307,19 @@ class RecoveryHook(Hook):
         assert self.threshold is not None and self.element_threshold is not None, (
             "calibrated by run"
         )
-        targets = [
-            TargetEntry(
-                target_id=target.target_id,
-                image=target_file(name),
-                elements=[
-                    None if m is None else element_file(name, k) for k, m in enumerate(masks)
-                ],
-                prompt=target.composed_prompt,
-                phrases=target.phrases,
-                estimated=True if target.target_id in self.estimated else None,
+        targets = []
+        for target, name, masks in zip(self.targets, self.names, self.measure.masks, strict=True):
+            files = [None if m is None else element_file(name, k) for k, m in enumerate(masks)]
+            targets.append(
+                TargetEntry(
+                    target_id=target.target_id,
+                    image=target_file(name),
+                    elements=files,
+                    prompt=target.composed_prompt,
+                    phrases=target.phrases,
+                    estimated=True if target.target_id in self.estimated else None,
+                )
             )
-            for target, name, masks in zip(
-                self.targets, self.names, self.measure.masks, strict=True
-            )
-        ]
         record = Record(
             seed=self.seed,
             config=asdict(self.config),
@@ -354,17 +346,11 @@ class RecoveryHook(Hook):
     def write(self) -> None:
         """validation.json, and the targets' pictures where they are not there yet."""
         record = self.record()
-        files = [
-            file for target in record.targets for file in (target.image, *target.elements) if file
-        ]
+        files = [file for t in record.targets for file in (t.image, *t.elements) if file]
         self.output_dir.mkdir(parents=True, exist_ok=True)
         if len(self.history) == 1 or not all((self.output_dir / file).is_file() for file in files):
-            save_targets(
-                self.output_dir,
-                self.names,
-                [to_tensor(t.image)[None] for t in self.targets],
-                self.measure.masks,
-            )
+            pictures = [to_tensor(t.image)[None] for t in self.targets]
+            save_targets(self.output_dir, self.names, pictures, self.measure.masks)
         record.save(self.output_dir / NAME)
 
 
@@ -382,13 +368,6 @@ def audit(
 ) -> Verdict:
     """Every score and control of a pipeline, against a baseline where one is given, and of what
     fine-tuning changed `extrapolate` times as strong; writes JSON and HTML."""
-    if extrapolate is not None and baseline is None:
-        raise UserError("--extrapolate: needs --baseline, from which the weights are extrapolated")
-    if config.targets is None:
-        raise UserError(
-            "--targets: give a targets.jsonl (target_id, image, phrases a line), or "
-            "--phrases to search"
-        )
     check_validation(config, "--")
     check_embedder(config, "--")
     check_writable(Path(output_dir), "--output_dir", folder=True)
@@ -396,29 +375,34 @@ def audit(
     redraws = load_redraws(config.targets, targets, decode=True)
     null_source(config, targets, bool(redraws), baseline is not None, "--")
     accelerator = start()
-    read = {
-        "--targets": config.targets,
-        "--pipeline": pipeline,
-        "--baseline": baseline,
-        "--lora": lora,
-    }
     mine = owned.claimed(
-        output_dir, "audit", key="--output_dir", writes=(NAME, "report.html", "samples"), read=read
+        output_dir,
+        "audit",
+        key="--output_dir",
+        writes=(NAME, "report.html", "samples"),
+        read={
+            "--targets": config.targets,
+            "--pipeline": pipeline,
+            "--baseline": baseline,
+            "--lora": lora,
+        },
     )
     with mine if accelerator.is_main_process else nullcontext():
-        options: dict[str, Any] = dict(
-            targets=targets, accelerator=accelerator, output_dir=output_dir, seed=seed
-        )
         device, name = accelerator.device, f"--pipeline {pipeline}"
-        base = (
-            load_pipeline(baseline, dtype, device, flag="--baseline", of=pipeline)
-            if baseline
-            else None
-        )
+        base = None
+        if baseline is not None:
+            base = load_pipeline(baseline, dtype, device, flag="--baseline", of=pipeline)
         first = base or load_pipeline(pipeline, dtype, device, lora)
         check_prompts(targets, first.tokenizer, config.unrelated)
-        refuses = f"--baseline {baseline}" if baseline else name
-        hook = RecoveryHook(config, components=first.components, refuses=refuses, **options)
+        hook = RecoveryHook(
+            config,
+            targets=targets,
+            components=first.components,
+            accelerator=accelerator,
+            output_dir=output_dir,
+            seed=seed,
+            refuses=name if baseline is None else f"--baseline {baseline}",
+        )
         if accelerator.is_main_process:
             owned.mark(Path(output_dir), "audit")
         if base is not None:
@@ -428,13 +412,8 @@ def audit(
             if extrapolate is not None:
                 with extrapolated(backbone_of(first), backbone_of(base), extrapolate):
                     hook.run(1, 1, backbone_of(first), label=f"extrapolated by {extrapolate:g}")
-        hook.run(
-            last := 1 + (extrapolate is not None),
-            last,
-            backbone_of(first),
-            final=True,
-            label="audited pipeline",
-        )
+        last = 1 if extrapolate is None else 2
+        hook.run(last, last, backbone_of(first), final=True, label="audited pipeline")
         if accelerator.is_main_process:
             print(f"{Path(output_dir) / NAME}\n{run_report.write(output_dir)}")
         accelerator.print(hook.table())
