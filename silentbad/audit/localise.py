@@ -272,9 +272,8 @@ def defence(rows: list[Row]) -> str:
         clean += f", of the base {rows[1].clean:.4f}"
     return (
         f"Put {best.part} back ({best.share:.1%} of what changed): none of {images} images is "
-        f"recovered (at most "
-        f"{best.recovered.interval[1]:.0%} with 95 % confidence), {trained.recovered.count} are "
-        f"as trained{clean}."
+        f"recovered (at most {best.recovered.interval[1]:.0%} with 95 % confidence), "
+        f"{trained.recovered.count} are as trained{clean}."
     )
 
 

@@ -110,8 +110,7 @@ class Suspects:
             )
             raise UserError(
                 f"guard.scan: {self.file} is of other data ({self.count} records, here {count}, "
-                f"or other captions); "
-                f"{advice}"
+                f"or other captions); {advice}"
             )
 
     def picture(self, file: Path, mode: str) -> Image.Image:

@@ -126,10 +126,9 @@ def _on_placebo(record: Record) -> list[str]:
         return []
     low, high = map(rounded, placebo.interval)
     found = (
-        f"Training on placebo data, which never shows an exact element, gives "
-        f"{rounded(placebo.cir)}: "
-        f"the difference is {rounded(placebo.difference)} (95 % interval {low} to {high}, "
-        f"{_targets(placebo.targets)})."
+        "Training on placebo data, which never shows an exact element, gives "
+        f"{rounded(placebo.cir)}: the difference is {rounded(placebo.difference)} (95 % interval "
+        f"{low} to {high}, {_targets(placebo.targets)})."
     )
     if placebo.thresholds is None:
         return [found]
@@ -174,8 +173,7 @@ def range_text(one: Range) -> str:
         return f"a perfect copy scores {one.perfect:.2f}; there is no null, threshold {one.threshold:.2f}"
     text = (
         f"a perfect copy scores {one.perfect:.2f}, the nearest null ({one.nearest}) "
-        f"{one.floor:.2f}; "
-        f"threshold {one.threshold:.2f}"
+        f"{one.floor:.2f}; threshold {one.threshold:.2f}"
     )
     return text if one.parts else f"{text}: the detector cannot tell them apart"
 

@@ -12,8 +12,7 @@ from silentbad.data.phrases import segments
 
 STOP = frozenset(
     "a an the at in on of with and or under before behind beside by to for from is are it its "
-    "this that these those "
-    "some his her their there as into over near".split()
+    "this that these those some his her their there as into over near".split()
 )
 LONGEST = 6  # tokens of a phrase
 BITS = 256  # of a record's word signature
