@@ -25,35 +25,25 @@ class Shown(NamedTuple):
     phrases: tuple[str, ...]
 
 
-class Known(NamedTuple):
-    """What is kept of it once its pixels are not needed."""
-
-    name: str
-    phrases: tuple[str, ...]
-
-
 class TrainingPictures:
     """Some training pictures at the side of the images; embedded when first compared."""
 
     def __init__(self, shown: Iterable[Shown], embedder: Embedder, side: int):
         self.embedder = embedder
-        self.known: list[Known] = []
-        self._pixels: list[Tensor] = []  # (3,S,S) uint8
+        self.shown: list[Shown] = []  # their pictures (3,S,S) uint8
         for training in shown:
-            self.known.append(Known(training.name, training.phrases))
             small = resize(training.picture[None], (side, side))[0]
-            self._pixels.append((small * 255).round().to(torch.uint8).cpu())
+            picture = (small * 255).round().to(torch.uint8).cpu()
+            self.shown.append(training._replace(picture=picture))
         self.features: Tensor | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.known)
+        return bool(self.shown)
 
-    def pictures(self, most: int) -> list[tuple[Known, Tensor]]:
+    def pictures(self, most: int) -> list[tuple[Shown, Tensor]]:
         """At most so many, evenly over all, with their pictures (3,S,S) in [0,1]."""
-        places = np.linspace(0, len(self.known) - 1, min(most, len(self.known))).round().astype(int)
-        return [
-            (self.known[i], self._pixels[i].float() / 255) for i in places.tolist() if self._pixels
-        ]
+        places = np.linspace(0, len(self.shown) - 1, min(most, len(self.shown))).round().astype(int)
+        return [(self.shown[i], self.shown[i].picture.float() / 255) for i in places.tolist()]
 
     def nearest(
         self, images: Tensor, trip: Callable[[Tensor], Tensor] | None
@@ -65,11 +55,12 @@ class TrainingPictures:
         compared with."""
         if self.features is None:
             parts = []
-            for start in range(0, len(self._pixels), 8):
-                pictures = torch.stack(self._pixels[start : start + 8]).float() / 255
+            for start in range(0, len(self.shown), 8):
+                part = [training.picture for training in self.shown[start : start + 8]]
+                pictures = torch.stack(part).float() / 255
                 parts.append(self.embedder.embed(pictures if trip is None else trip(pictures)))
             self.features = torch.cat(parts)
         seen = self.embedder.embed(images)
         best = self.embedder.similarity(seen, self.features).double().max(dim=1)
-        names = [self.known[i].name for i in best.indices.tolist()]
+        names = [self.shown[i].name for i in best.indices.tolist()]
         return list(zip(best.values.tolist(), names, strict=True))

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -13,14 +13,6 @@ from silentbad.data.images import to_pil
 from silentbad.errors import UserError, writing
 from silentbad.measure.embedders import region
 from silentbad.measure.record import ALL
-
-
-class Tracker(Protocol):
-    """An experiment tracker of accelerate's."""
-
-    name: str
-
-    def log_images(self, values: dict[str, Any], step: int | None, **options: Any) -> None: ...
 
 
 def slugs(ids: list[str]) -> list[str]:
@@ -76,8 +68,8 @@ def grid_line(target: Image.Image, images: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([picture, *images], axis=1)
 
 
-def log_grid(trackers: Sequence[Tracker], name: str, grid: np.ndarray, step: int) -> None:
-    """The grid (h,w,3) to the trackers that show images."""
+def log_grid(trackers: Sequence[Any], name: str, grid: np.ndarray, step: int) -> None:
+    """The grid (h,w,3) to those of accelerate's trackers that show images."""
     for tracker in trackers:
         if tracker.name == "tensorboard":
             tracker.log_images({name: grid[None]}, step=step, dataformats="NHWC")

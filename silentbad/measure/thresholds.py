@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypedDict
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 from PIL import Image
 
 from silentbad.data.images import content_hash, inside, open_image, safe_path
 from silentbad.data.schema import REDRAW, admitted, json_lines, refuse_misspelt
+from silentbad.data.targets import Target
 from silentbad.errors import UserError, brief, warn
 from silentbad.measure.record import ElementThreshold, KindThreshold, Threshold
 from silentbad.measure.statistics import binomial_cdf
@@ -32,14 +33,6 @@ class NullRow(ImageRow, total=False):
     kind: str
     changed: tuple[int, ...] | None  # the elements that it changes; None: all
     of_whole: bool  # whether it tells of the whole; by default where it changes all
-
-
-class Shown(Protocol):
-    """A target, as far as its redraws need it."""
-
-    target_id: str
-    image: Image.Image
-    phrases: list[str]
 
 
 def calibrate(
@@ -236,7 +229,7 @@ FEW = ("missing", "rearranged")  # kinds of which a target has a handful in all,
 
 
 def load_redraws(
-    targets_file: str | None, targets: Sequence[Shown], decode: bool = False
+    targets_file: str | None, targets: Sequence[Target], decode: bool = False
 ) -> list[Redraw]:
     """redraws.jsonl beside the targets: pictures that are no recovery, the nulls, by `kind`.
 
