@@ -22,7 +22,7 @@ from silentbad.model.family import side_of
 from silentbad.model.forwards import as_convolutions, text_projected_once
 from silentbad.model.gate import quietly
 from silentbad.model.latents import decode, scaled
-from silentbad.model.pipeline import side_factor
+from silentbad.model.pipeline import check_side
 from silentbad.model.registry import family_of
 from silentbad.progress import Bar
 from silentbad.rng import addressed_seed, generator, noise
@@ -186,12 +186,8 @@ class Sampler:
 
     def _check(self) -> None:
         """Refuse a resolution or a number of sampling steps that this pipeline cannot have."""
-        factor = side_factor(self.family, self.backbone, self.pipe.vae)
-        if self.side % factor:
-            raise UserError(
-                f"{self.prefix}resolution: {self.side} is not a multiple of {factor}, which the "
-                f"pipeline needs"
-            )
+        key = f"{self.prefix}resolution"
+        check_side(self.side, self.family, self.backbone, self.pipe.vae, key)
         most = self.pipe.scheduler.config.num_train_timesteps
         asked = [("num_inference_steps", self.steps)]
         asked += [("sampling_lengths", steps) for steps in self.config.sampling_lengths]

@@ -182,53 +182,59 @@ def load_parts(
     half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
     # of weights that train themselves, or carry adapters
     own = torch.float32 if config.lora.rank is None else half
-    vae = gate.load_part("vae", AutoencoderKL, source, torch_dtype=half)
+    kinds = {name: half for name in ("vae", *family.encoders)} | {family.backbone: own}
+    if config.train_text_encoder:
+        kinds |= dict.fromkeys(family.encoders, own)
+    modules = load_modules(source, index, kinds, config.non_ema_revision)
+    vae, backbone = modules.pop("vae"), modules.pop(family.backbone)
     if family.upcasts and vae.config.force_upcast:
         vae.float()
-    encoders = text_encoders_of(index, source, own if config.train_text_encoder else half)
-    hub = {"revision": config.non_ema_revision} if config.non_ema_revision else {}
-    backbone = gate.load_part(family.backbone, family.kind, source, **hub, torch_dtype=own)
+    vae.requires_grad_(False).eval()
     with gate.quietly():  # diffusers mends old settings, at length
         noise_scheduler, scheduler = family.schedule(settings), scheduler_of(settings)
     parts = Components(
         family=family,
-        tokenizers=tokenizers_of(index, source, tokenizer),
-        text_encoders=encoders,
+        tokenizers=load_tokenizers(source, index, tokenizer),
+        text_encoders=modules,
         vae=vae,
         backbone=backbone,
         noise_scheduler=noise_scheduler,
         scheduler=scheduler,
-        model=make_trainable(config, family, noise_scheduler, backbone, encoders),
+        model=make_trainable(config, family, noise_scheduler, backbone, modules),
         zero_empty=family.zero_empty(index),
     )
-    vae.requires_grad_(False).eval()
-    check_fit(source.path, family, backbone, vae, encoders, parts.tokenizers)
-    side, factor = resolution(parts, config), side_factor(family, backbone, vae)
-    if side % factor:
-        raise UserError(
-            f"resolution: {side} is not a multiple of {factor}, which {source.path} needs"
-        )
+    check_fit(source.path, family, backbone, vae, modules, parts.tokenizers)
+    side = resolution(parts, config)
+    check_side(side, family, backbone, vae, "resolution")
     check_positions(parts, side, "resolution", source.path)
     if config.enable_xformers_memory_efficient_attention:
         backbone.enable_xformers_memory_efficient_attention()
     return parts
 
 
-def text_encoders_of(index: dict[str, Any], source: Source, dtype: torch.dtype) -> dict[str, Any]:
-    """The text encoders that a pipeline has, by component."""
-    kinds = {name: kind for name, kind in family_in(index).encoders.items() if has(index, name)}
-    return {
-        name: gate.load_part(name, kind, source, torch_dtype=dtype) for name, kind in kinds.items()
-    }
+def load_modules(
+    source: Source,
+    index: dict[str, Any],
+    kinds: dict[str, torch.dtype],
+    revision: str | None = None,
+) -> dict[str, Any]:
+    """The backbone (of a `revision`), the autoencoder and the text encoders that a pipeline has, by
+    component, each of its kind of numbers."""
+    family = family_in(index)
+    classes = {"vae": AutoencoderKL, **family.encoders, family.backbone: family.kind}
+    modules = {}
+    for name in (name for name in classes if has(index, name)):
+        hub = {"revision": revision} if revision and name == family.backbone else {}
+        modules[name] = gate.load_part(name, classes[name], source, **hub, torch_dtype=kinds[name])
+    return modules
 
 
-def tokenizers_of(index: dict[str, Any], source: Source, first: Any = None) -> dict[str, Any]:
-    """The tokenizers of these text encoders, by component; `first` where it is loaded already."""
+def load_tokenizers(source: Source, index: dict[str, Any], first: Any = None) -> dict[str, Any]:
+    """The tokenizers that a pipeline has, by component; `first` where it is loaded already."""
     kinds = {name: kind for name, kind in family_in(index).tokenizer.items() if has(index, name)}
     loaded = {} if first is None else {"tokenizer": first}
-    return loaded | {
-        name: tokenizer_of(name, kinds[name], source) for name in kinds if name not in loaded
-    }
+    missing = [name for name in kinds if name not in loaded]
+    return loaded | {name: tokenizer_of(name, kinds[name], source) for name in missing}
 
 
 def check_fit(
@@ -274,6 +280,12 @@ def side_factor(family: Family, backbone: Any, vae: Any) -> int:
     return vae_factor(vae) * family.side(backbone)
 
 
+def check_side(side: int, family: Family, backbone: Any, vae: Any, key: str) -> None:
+    """Refuse images with a side that the pipeline cannot draw."""
+    if side % (factor := side_factor(family, backbone, vae)):
+        raise UserError(f"{key}: {side} is not a multiple of {factor}, which the pipeline needs")
+
+
 def vae_factor(vae: Any) -> int:
     """Pixels a latent."""
     return 2 ** (len(vae.config.block_out_channels) - 1)
@@ -308,13 +320,9 @@ def with_merged(parts: Components) -> Components:
 
 def drawn_side(parts: Components, asked: int | None) -> int:
     """Side in pixels of drawn images: `validation.resolution`, or the pipeline's own."""
-    factor = side_factor(parts.family, parts.backbone, parts.vae)
-    if asked is not None and asked % factor:
-        raise UserError(
-            f"validation.resolution: {asked} is not a multiple of {factor}, which "
-            f"the pipeline needs"
-        )
-    return asked or side_of(parts.backbone) * vae_factor(parts.vae)
+    side = asked or side_of(parts.backbone) * vae_factor(parts.vae)
+    check_side(side, parts.family, parts.backbone, parts.vae, "validation.resolution")
+    return side
 
 
 def draw_images(
@@ -385,17 +393,15 @@ def load_pipeline(
             f"{source}: is {family.name}, --pipeline {of} {model.name}; they must be of one kind"
         )
     settings = schedule(source, family)
-    tokenizers = tokenizers_of(index, source)
-    precision = getattr(torch, dtype)
-    encoders = text_encoders_of(index, source, precision)
-    vae = gate.load_part("vae", AutoencoderKL, source, torch_dtype=precision)
-    backbone = gate.load_part(family.backbone, family.kind, source, torch_dtype=precision)
-    check_fit(name, family, backbone, vae, encoders, tokenizers)
+    tokenizers = load_tokenizers(source, index)
+    kinds = dict.fromkeys(("vae", family.backbone, *family.encoders), getattr(torch, dtype))
+    modules = load_modules(source, index, kinds)
+    encoders = {name: module for name, module in modules.items() if name in family.encoders}
+    check_fit(name, family, modules[family.backbone], modules["vae"], encoders, tokenizers)
     with gate.quietly():
         scheduler = scheduler_of(settings)
-    components = {"vae": vae, family.backbone: backbone, "scheduler": scheduler}
     options = family.options(family.zero_empty(index))
-    pipe = family.assemble(**tokenizers, **encoders, **components, **options)
+    pipe = family.assemble(**tokenizers, **modules, scheduler=scheduler, **options)
     if lora_path is not None:
         lora.load(pipe, lora_path, name)
     with gate.quietly():  # half precision on a CPU is slow, and is asked for
