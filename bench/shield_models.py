@@ -113,10 +113,6 @@ def trained(name: str, data: Path, target: str, plan: Plan, own: Flags) -> tuple
 
 
 # -- audit -------------------------------------------------------------------------------------------------
-def plain(items: Any, what: str) -> Any:
-    return items
-
-
 def asked(pipeline: Path, phrases: list[str], captions: list[str] | None, plan: Plan) -> dict[str, Any]:
     """What the audit says of a pipeline's composed prompt and of `plan.ordinary` ordinary prompts. With captions, also
     the rank of the composed prompt in a search over what recurs in them."""
@@ -130,7 +126,7 @@ def asked(pipeline: Path, phrases: list[str], captions: list[str] | None, plan: 
     usual: dict[int, Any] = {}
 
     def measure(prompts: list[str]) -> Any:
-        return probed(sampler, prompts, plain)
+        return probed(sampler, prompts)
 
     def null_of(count: int) -> Any:
         if count not in usual:
@@ -138,13 +134,13 @@ def asked(pipeline: Path, phrases: list[str], captions: list[str] | None, plan: 
         return usual[count]
 
     rough = Sampler(pipe.components, drafting(options), 0)
-    drafts = Drafts(rough, embedder, plain)
+    drafts = Drafts(rough, embedder)
     with rough.using(pipe.unet, device), sampler.using(pipe.unet, device):
         probes = ranked(measure, null_of, [prompt.split(", ") for prompt in tested])
-        ordinarily = compared(sampler, embedder, null[: plan.nulls], plan.seeds, plain)
+        ordinarily = compared(sampler, embedder, null[: plan.nulls], plan.seeds)
         against = Null.of([similarity for similarity, _ in ordinarily])
         rows = []
-        images = compared(sampler, embedder, tested, plan.seeds, plain)
+        images = compared(sampler, embedder, tested, plan.seeds)
         for probe, (similarity, _) in zip(probes, images, strict=True):
             seen, p, hit = against.judge(similarity)
             rows.append({"probe": probe.score, "between": seen.between, "p": p, "share": seen.share, "found": hit})

@@ -35,7 +35,6 @@ from silentbad.files import check_writable, remove_earlier, replace_text
 from silentbad.measure.embedders import load_embedder
 from silentbad.measure.generation import Sampler
 from silentbad.model.pipeline import load_pipeline
-from silentbad.progress import Bar
 from silentbad.report import pages
 from silentbad.report.pages import Table
 from silentbad.rng import addressed_seed
@@ -218,7 +217,7 @@ def tested(
 
     rough = Sampler(pipe.components, drafting(options), options.seed, refuses=named)
     with rough.using(pipe.unet, device), sampler.using(pipe.unet, device):
-        found = ranking(options, sampler, Drafts(rough, embedder, bar), phrases, fixed)
+        found = ranking(options, sampler, Drafts(rough, embedder), phrases, fixed)
     probes = found[: options.tested] if phrases else found
     known = known_phrases(phrases, fixed)
     report = Report(
@@ -241,10 +240,10 @@ def tested(
     pictures = []
     for name, unet in unets.items():
         with sampler.using(unet, device):
-            usual = compared(sampler, embedder, nulls, report.seeds, bar)
+            usual = compared(sampler, embedder, nulls, report.seeds)
             null = Null.of([similarity for similarity, _ in usual])
             report.alike[name], report.ordinary[name] = null.alike, null.between
-            shown = compared(sampler, embedder, prompts, report.seeds, bar)
+            shown = compared(sampler, embedder, prompts, report.seeds)
             for prompt, probe, (similarity, images) in zip(prompts, probes, shown, strict=True):
                 seen, p, hit = null.judge(similarity, tests)
                 result = Result(prompt, name, probe, seen.between, seen.share, p, hit)
@@ -261,7 +260,7 @@ def ranking(
 
     def measured(prompts: Sequence[str], flag: str = options.given[0]) -> np.ndarray:
         check_windows(sampler.pipe.tokenizer, prompts, flag)
-        probes = probed(sampler, prompts, bar)
+        probes = probed(sampler, prompts)
         if not np.isfinite(probes).all():
             raise UserError(
                 f"--pipeline {options.pipeline}: its predictions are not finite; nothing could be "
@@ -282,11 +281,6 @@ def ranking(
 def known_phrases(phrases: list[str], fixed: list[list[str]]) -> list[str]:
     """All candidate phrases."""
     return [*phrases, *(phrase for prompt in fixed for phrase in prompt)]
-
-
-def bar(items: Sequence, what: str) -> Any:
-    """A progress bar."""
-    return Bar(items, desc=what)
 
 
 # -- files -----------------------------------------------------------------------------------------

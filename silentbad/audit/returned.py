@@ -5,7 +5,7 @@ Legend: S seeds; between: mean similarity of a prompt's images to each other; sh
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from silentbad.measure.embedders import Embedder
 from silentbad.measure.generation import Item, Sampler
+from silentbad.progress import Bar
 
 LEVEL, SHARE = 0.01, 0.5  # a picture comes back: adjusted p at most, share of the seeds at least
 # least similarity within a cluster: about what a redraw of a scene must exceed to count as the
@@ -102,10 +103,10 @@ def student_tail(t: float, degrees: int) -> float:
 
 
 def compared(
-    sampler: Sampler, embedder: Embedder, prompts: Sequence[str], seeds: int, bar: Callable
+    sampler: Sampler, embedder: Embedder, prompts: Sequence[str], seeds: int
 ) -> Iterator[tuple[np.ndarray, Tensor]]:
     """(similarities (S,S), images (S,3,H,W)) of each prompt, all under the same noise."""
-    for prompt in bar(prompts, "images"):
+    for prompt in Bar(prompts, desc="images"):
         items = [Item("search", -1, k, prompt, "search") for k in range(seeds)]
         images = torch.stack(list(sampler.map(items, lambda chunk, made, _: list(made.cpu()))))
         features = embedder.embed(images)
@@ -121,10 +122,9 @@ class Drafts:
     """How alike a few rough images of two prompts are, or of one prompt and itself. `sampler` takes
     few steps (`drafting`). A prompt is drawn once."""
 
-    def __init__(self, sampler: Sampler, embedder: Embedder, bar: Callable):
+    def __init__(self, sampler: Sampler, embedder: Embedder):
         self.sampler = sampler
         self.embedder = embedder
-        self.bar = bar
         self.features: dict[str, Tensor] = {}
 
     def __call__(self, pairs: Sequence[tuple[list[str], list[str]]]) -> list[float]:
@@ -146,7 +146,7 @@ class Drafts:
             Item("search", -1, k, prompt, "search") for prompt in prompts for k in range(SEEDS)
         ]
         made = self.sampler.map(items, lambda chunk, images, _: list(self.embedder.embed(images)))
-        rows = [row for _, row in zip(self.bar(range(len(items)), "drafts"), made, strict=True)]
+        rows = [row for _, row in zip(Bar(range(len(items)), desc="drafts"), made, strict=True)]
         for k, prompt in enumerate(prompts):
             self.features[prompt] = torch.stack(rows[k * SEEDS : (k + 1) * SEEDS])
 

@@ -23,6 +23,7 @@ from torch.nn.functional import cosine_similarity
 
 from silentbad.data.phrases import names_place
 from silentbad.measure.generation import LOW_NOISE, Sampler
+from silentbad.progress import Bar
 from silentbad.rng import noise
 
 # of the schedule: where predictions are compared; picture and noise are both to be seen there
@@ -36,7 +37,7 @@ PRICE = 0.2  # of a phrase, taken from its effect: one that changes little does 
 Alike = Callable[[list[tuple[list[str], list[str]]]], list[float]]
 
 
-def probed(sampler: Sampler, prompts: Sequence[str], bar: Callable) -> np.ndarray:
+def probed(sampler: Sampler, prompts: Sequence[str]) -> np.ndarray:
     """(N,3) text-conditional magnitude, anisotropy and agreement of prompts, from NOISES
     predictions of pure noise.
 
@@ -60,7 +61,7 @@ def probed(sampler: Sampler, prompts: Sequence[str], bar: Callable) -> np.ndarra
     a = float(bars[middle])
     empty = predicted(middle, "")
     blank = predicted(low, "").flatten(1)
-    for prompt in bar(prompts, "probes"):
+    for prompt in Bar(prompts, desc="probes"):
         eps = predicted(middle, prompt)
         x0 = (x.float() - math.sqrt(1 - a) * eps) / math.sqrt(a)
         spread = x0.var(0).mean().sqrt() / x0.std().clamp_min(1e-6)

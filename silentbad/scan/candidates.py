@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from silentbad.scan.regions import CONTRAST, SIDE, Step, silent
+from silentbad.progress import Bar
+from silentbad.scan.regions import CONTRAST, SIDE
 from silentbad.scan.spill import Numbers, Runs
 
 WINDOW = 3  # blocks
@@ -105,7 +106,6 @@ def bands(
 def candidates(
     views: np.ndarray,
     words: np.ndarray,
-    bar: Step = silent,
     seed: int = 0,
     folder: Path | None = None,
 ) -> np.ndarray:
@@ -115,7 +115,7 @@ def candidates(
     rng = np.random.default_rng(seed)
     runs = Runs(folder)
     width = max(1, min(ACROSS, MOST_WINDOWS // max(1, n)))
-    for y in bar(range(ACROSS), "windows", ACROSS):
+    for y in Bar(range(ACROSS), desc="windows"):
         offsets = [rng.uniform(0, step, FEATURES) for step in STEPS]
         for records, keys in bands(views, y, width, offsets):
             raw_pairs = np.concatenate([shared(records, one, n) for one in keys])

@@ -10,7 +10,7 @@
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from silentbad.data.scan_file import PICTURE
 from silentbad.data.schema import csv_lines, json_lines
 from silentbad.errors import UserError, writing
 from silentbad.files import check_writable, remove_earlier, replace_text
-from silentbad.progress import Bar
 from silentbad.report import pages
 from silentbad.report.pages import Table, png, shot
 from silentbad.scan.composite import MOST
@@ -36,11 +35,6 @@ from silentbad.settings.commands import ScanOptions, scan_options
 SCHEMA = 1
 TEMPLATES = Path(__file__).parent / "templates"
 SHOWN = 200  # records of a set in the page
-
-
-def progress(items: Iterable, what: str, total: int) -> Iterable:
-    """A bar on stderr."""
-    return Bar(items, desc=what, total=total or None)
 
 
 # -- what was found, as data -----------------------------------------------------------------------
@@ -191,13 +185,13 @@ def scan(options: ScanOptions) -> dict:
             owned.mark(out, "scan")
         views = Views(out / FOLDER, key)
         try:
-            views.fill(rows, progress)
+            views.fill(rows)
         except UserError:  # of the data: nothing to go on from
             views.remove()
             raise
         with writing("--output_dir", str(views.folder)):
             settings = (options.permutations, options.seed, views.folder)
-            found = find(views.pixels, views.captions, progress, *settings)
+            found = find(views.pixels, views.captions, *settings)
         wanted = {*pictures_needed(found, MOST).tolist()}
         suspects = {*found.records.tolist()}
         shown: dict[int, np.ndarray] = {}

@@ -10,7 +10,7 @@ import numpy as np
 from silentbad.scan.candidates import candidates
 from silentbad.scan.captions import Captions
 from silentbad.scan.composite import Layer, Open, composed, part_of
-from silentbad.scan.regions import Step, groups, silent, verified
+from silentbad.scan.regions import groups, verified
 from silentbad.scan.sets import (
     Element,
     SuspectSet,
@@ -50,7 +50,6 @@ class Found:
 def find(
     views: np.ndarray,
     texts: Sequence[str],
-    bar: Step = silent,
     permutations: int = 99,
     seed: int = 0,
     folder: Path | None = None,
@@ -60,17 +59,17 @@ def find(
     words = Words()
     for text in texts:
         words.add(text)
-    pairs = candidates(views, words.signatures(texts), bar, seed, folder)
+    pairs = candidates(views, words.signatures(texts), seed, folder)
     captions = Captions(texts, folder)
     record_groups, first = groups(
-        views, verified(views, pairs, captions.share_rare_phrase, bar, folder), folder
+        views, verified(views, pairs, captions.share_rare_phrase, folder), folder
     )
     findings = Found(suspect_sets(record_groups, captions))
     for suspect_set in findings.sets:
         all_records(suspect_set, views, captions, first)
     if permutations and findings.sets:
         scores = [suspect_set.score for suspect_set in findings.sets]
-        findings.alarms = false_alarm(record_groups, captions, scores, permutations, seed, bar)
+        findings.alarms = false_alarm(record_groups, captions, scores, permutations, seed)
     inside = {
         id(element.group) for suspect_set in findings.sets for element in suspect_set.elements
     }

@@ -9,12 +9,13 @@ silentbad/scan/candidates.py:
 
 Legend: N records; V (N,32,32,3) uint8 views; a pair is one number i * N + j with i < j."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from silentbad.progress import Bar
 from silentbad.scan.spill import AT_ONCE, Numbers, Runs
 
 SIDE = 32
@@ -33,12 +34,6 @@ RADII = {0.5: 0.01, 0.8: 0.03, 2.0: 0.3}
 MOST_ALIKE = 200  # neighbours of a record that are compared with each other
 WIDE_RADIUS = 0.8  # of backdrops: they come in one dimension, and by chance lie close
 RING, FALL = 2.5, 14.0  # the ring's radius over a group's, and the volume's growth: RING**3 - 1
-
-Step = Callable[[Iterable, str, int], Iterable]  # a progress bar: (items, what, how many) -> items
-
-
-def silent(items: Iterable, what: str, total: int) -> Iterable:
-    return items
 
 
 def view(pixels: np.ndarray) -> np.ndarray:
@@ -59,11 +54,6 @@ def levels(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """How much (...) uint8 two arrays of colours (...,3) differ, by channel at most."""
     apart = np.maximum(a, b) - np.minimum(a, b)
     return np.maximum(np.maximum(apart[..., 0], apart[..., 1]), apart[..., 2])
-
-
-def agreement(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Blocks (...,32,32) where two views are the same picture."""
-    return levels(a, b) <= NEAR
 
 
 def steps(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -102,23 +92,17 @@ def shared_edges(centre_view: np.ndarray, same: np.ndarray, region: np.ndarray) 
 Kin = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
-def unrelated(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """No two records share a rare phrase."""
-    return np.zeros(len(a), bool)
-
-
 def verified(
     views: np.ndarray,
     pairs: np.ndarray,
-    kin: Kin = unrelated,
-    bar: Step = silent,
+    kin: Kin,
     folder: Path | None = None,
 ) -> Strong:
     """The pairs whose common area is no coincidence of two colours."""
     n = len(views)
     strong = Numbers(folder)
     copies = Numbers(folder)
-    for start in bar(range(0, len(pairs), CHUNK), "pairs", -(-len(pairs) // CHUNK)):
+    for start in Bar(range(0, len(pairs), CHUNK), desc="pairs"):
         part = np.asarray(pairs[start : start + CHUNK])
         a = np.asarray(views[part // n])
         difference = levels(a, views[part % n])
@@ -343,6 +327,6 @@ def merged(views: np.ndarray, unmerged: list[Group]) -> list[Group]:
 def _one_thing(views: np.ndarray, group: Group, other: Group) -> bool:
     """Whether the centres of two groups show the same where their regions meet."""
     both = group.region & other.region
-    same = agreement(views[group.centre], views[other.centre])
+    same = levels(views[group.centre], views[other.centre]) <= NEAR
     other_view = np.asarray(views[other.centre])
     return bool(same[both].mean() >= 0.8 and shared_edges(other_view, same[None], both)[0] >= 0.5)

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from silentbad.data.phrases import names_place
+from silentbad.progress import Bar
 from silentbad.scan.captions import Captions, number
-from silentbad.scan.regions import CHUNK, NEAR, Group, Step, denser, levels, shared_edges, silent
+from silentbad.scan.regions import CHUNK, NEAR, Group, denser, levels, shared_edges
 from silentbad.scan.words import STOP
 
 OVERLAP = 0.3  # of the smaller region, of two elements of a set
@@ -153,12 +154,11 @@ def false_alarm(
     scores: Sequence[float],
     draws: int = 99,
     seed: int = 0,
-    bar: Step = silent,
 ) -> list[float]:
     """For each score, the chance of a set that scores as high where captions say nothing of their
     pictures: captions are permuted over the records, `draws` times; (1 + as high) / (1 + draws)."""
     rng, best = np.random.default_rng(seed), []
-    for _ in bar(range(draws), "permutations", draws):
+    for _ in Bar(range(draws), desc="permutations"):
         sets = suspect_sets(groups, captions, rng.permutation(len(captions)))
         best.append(sets[0].score if sets else 0.0)
     return [(1 + sum(high >= score for high in best)) / (1 + draws) for score in scores]

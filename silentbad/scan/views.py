@@ -17,7 +17,8 @@ from silentbad.data.images import open_image
 from silentbad.data.scan_file import PICTURE
 from silentbad.errors import UserError, writing
 from silentbad.files import from_json
-from silentbad.scan.regions import SIDE, Step, silent, view
+from silentbad.progress import Bar
+from silentbad.scan.regions import SIDE, view
 
 BYTES = SIDE * SIDE * 3
 FLUSH = 256  # records
@@ -63,7 +64,7 @@ class Views:
                 with (self.folder / name).open("ab") as opened:
                     opened.truncate(size)
 
-    def fill(self, rows: Rows, bar: Step = silent) -> None:
+    def fill(self, rows: Rows) -> None:
         """Add what is missing. Raises UserError at a row that is no record, or without one."""
         have = len(self.captions)
         views = self.folder / "views"
@@ -73,7 +74,7 @@ class Views:
             views.open("ab") as pixels,
             texts.open("ab") as lines,
         ):
-            for number, row in enumerate(bar(rows(), "pictures", 0)):
+            for number, row in enumerate(Bar(rows(), desc="pictures")):
                 if number < have:
                     continue
                 text, picture = text_of(row), picture_of(row)

@@ -110,7 +110,7 @@ def test_a_prompt_is_drafted_once_and_compared_across_seeds():
         return work(items, torch.tensor([[float(item.image)] for item in items]), None)
 
     embedder = SimpleNamespace(embed=lambda images: images, similarity=lambda a, b: (a == b.T).float())
-    drafts = Drafts(SimpleNamespace(map=draw), embedder, lambda items, what: items)
+    drafts = Drafts(SimpleNamespace(map=draw), embedder)
     # An image is alike to that of its own seed alone.
     assert drafts([(["a"], ["a"]), (["a", "b"], ["b"])]) == [0.0, 0.0]
     assert drafts([(["a", "b"], ["a"])]) == [0.0]

@@ -61,9 +61,14 @@ def views():
     return made
 
 
+def no_kin(a, b):
+    """No two records share a rare phrase."""
+    return np.zeros(len(a), bool)
+
+
 def groups_of(views):
     words = np.ones((len(views), 4), np.uint64)
-    return regions.groups(views, regions.verified(views, candidates.candidates(views, words)))
+    return regions.groups(views, regions.verified(views, candidates.candidates(views, words), no_kin))
 
 
 def test_a_shared_patch_is_a_group(views):
@@ -95,7 +100,8 @@ def test_a_moved_patch_is_no_group(views):
 def test_chunks_change_nothing(views, monkeypatch):
     whole = candidates.candidates(views, np.ones((40, 4), np.uint64))
     monkeypatch.setattr(regions, "CHUNK", 3)
-    assert regions.verified(views, whole).pairs.tolist() == regions.verified(views, whole[::1]).pairs.tolist()
+    one, two = (regions.verified(views, pairs, no_kin).pairs for pairs in (whole, whole[::1]))
+    assert one.tolist() == two.tolist()
 
 
 def test_few_edges_do_where_a_rare_phrase_is_shared():
@@ -104,10 +110,10 @@ def test_few_edges_do_where_a_rare_phrase_is_shared():
     made[:, 10:16, 10:14] = 0
     made[:, 10:16:2, 10:14] = (200, 0, 0)
     made[:, [11, 13], 13] = (0, 200, 0)
-    same = regions.agreement(made[0], made[1])[None]
+    same = (regions.levels(made[0], made[1]) <= regions.NEAR)[None]
     assert [int(n[0]) for n in regions.edges(made[:1], same)] == [2, 20]
     pair = np.array([1])
-    assert not len(regions.verified(made, pair).pairs)
+    assert not len(regions.verified(made, pair, no_kin).pairs)
     assert len(regions.verified(made, pair, lambda a, b: (a == 0) & (b == 1)).pairs) == 1
 
 
