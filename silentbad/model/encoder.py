@@ -66,9 +66,8 @@ class Encoder:
     @contextmanager
     def on_device(self, *modules: torch.nn.Module) -> Iterator[None]:
         """These modules (all, where none is named) on the device."""
-        called = [
-            m for m in self.offloaded if not modules or any(m is wanted for wanted in modules)
-        ]
+        wanted = modules or self.offloaded
+        called = [m for m in self.offloaded if any(m is module for module in wanted)]
         for module in called:
             module.to(self.device)
         try:
@@ -80,14 +79,9 @@ class Encoder:
     @property
     def text_facts(self) -> list[Any]:
         """What the states of a text depend on."""
-        parts = self.parts
+        vocabularies = map(vocabulary, self.parts.tokenizers.values())
         of_backbone = self.family.text_facts(self.parts.backbone)
-        return [
-            *self.text_encoders,
-            *map(vocabulary, parts.tokenizers.values()),
-            parts.zero_empty,
-            *of_backbone,
-        ]
+        return [*self.text_encoders, *vocabularies, self.parts.zero_empty, *of_backbone]
 
     @torch.no_grad()
     def latents(self, batch: dict[str, Any], draw: int) -> torch.Tensor:
@@ -98,11 +92,9 @@ class Encoder:
             if not batch["fixed"][k]:
                 return None
             row = None if self.disk is None else self.disk.image(index)
-            return (
-                row
-                if row is not None
-                else self._kept(self.kept_images, index, lambda: self.moments(pixels[k][None])[0])
-            )
+            if row is not None:
+                return row
+            return self._kept(self.kept_images, index, lambda: self.moments(pixels[k][None])[0])
 
         rows = [known(k, index) for k, index in enumerate(batch["index"].tolist())]
         moments = merge_cached(
@@ -128,25 +120,23 @@ class Encoder:
         """Keyword arguments of the model; time_ids (B,6), by default a whole picture's."""
         added = {}
         if self.family.sized:
-            time_ids = (
-                self.default_time_ids.expand(len(texts), -1) if time_ids is None else time_ids
-            )
+            if time_ids is None:
+                time_ids = self.default_time_ids.expand(len(texts), -1)
             # no precision rounds these
             added = {"time_ids": time_ids.to(self.device, torch.long, non_blocking=True)}
         if self.live:
             tokens = [send(ids, self.device) for ids in tokenize(self.parts, texts)]
             return {"tokens": tokens, "nonempty": self._nonempty(texts), "added_cond_kwargs": added}
         on_disk = [None] * len(texts) if self.disk is None else self.disk.states(texts)
-        rows = [
-            row if row is not None else self._state(text)
-            for row, text in zip(on_disk, texts, strict=True)
-        ]
+        rows = []
+        for row, text in zip(on_disk, texts, strict=True):
+            if row is None:
+                row = self._kept(self.kept_texts, text, lambda text=text: self.states([text])[0])
+            rows.append(row)
         packed = merge_cached(rows, lambda live: self.states([texts[k] for k in live]), self.device)
-        if P := self.pooled:  # (B, L*D + P)
-            added["text_embeds"], packed = (
-                packed[:, -P:],
-                packed[:, :-P].unflatten(1, (-1, self.width)),
-            )
+        if self.pooled:  # (B, L*D + P)
+            packed, added["text_embeds"] = packed[:, : -self.pooled], packed[:, -self.pooled :]
+            packed = packed.unflatten(1, (-1, self.width))
         return {"encoder_hidden_states": packed, "added_cond_kwargs": added}
 
     def _nonempty(self, texts: list[str]) -> torch.Tensor | None:
@@ -166,10 +156,6 @@ class Encoder:
                 self.parts.text_encoders, tokens, self._nonempty(texts), self.width
             )
         return c if pooled is None else torch.cat([c.flatten(1), pooled], dim=1)
-
-    def _state(self, text: str) -> torch.Tensor | None:
-        """The states of one text, from memory where they are kept."""
-        return self._kept(self.kept_texts, text, lambda: self.states([text])[0])
 
     def _kept(
         self, store: dict, key: Any, compute: Callable[[], torch.Tensor]

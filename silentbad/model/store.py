@@ -42,12 +42,9 @@ def digest(*parts: Any) -> str:
         if isinstance(part, torch.nn.Module):
             config: Any = part.config
             settings = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-            facts = {
-                key: value
-                for key, value in settings.items()
-                if not key.startswith("_") and key not in UNRELATED
-            }
-            total.update(f"{part}{json.dumps(facts, sort_keys=True, default=str)}".encode())
+            names = [key for key in settings if not key.startswith("_") and key not in UNRELATED]
+            facts = json.dumps({key: settings[key] for key in names}, sort_keys=True, default=str)
+            total.update(f"{part}{facts}".encode())
             for name, value in part.state_dict().items():
                 total.update(f"{name}{value.dtype}{tuple(value.shape)}".encode())
                 total.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
@@ -73,7 +70,8 @@ class Store:
     encoded anew."""
 
     def __init__(self, folder: Path, say: Callable[[str], None] = print):
-        self.folder, self.say = folder, say
+        self.folder = folder
+        self.say = say
         self.keys = np.zeros(0, dtype=KEY)  # sorted; `places` (N,2) is the shard and row of each
         self.places = np.zeros((0, 2), dtype=np.int32)
         self.shards: list[torch.Tensor] = []
@@ -88,9 +86,8 @@ class Store:
             found = opened(file)
             if found is None:
                 self.say(f"cache: {file} is damaged; its rows are encoded anew")
-                with user_errors(
-                    f"cache_dir: {file} is damaged and cannot be removed", "remove it"
-                ):
+                failed = f"cache_dir: {file} is damaged and cannot be removed"
+                with user_errors(failed, "remove it"):
                     file.unlink(missing_ok=True)
                 continue
             keys, rows = found
@@ -116,13 +113,11 @@ class Store:
     def add(self, keys: np.ndarray, rows: torch.Tensor) -> None:
         """A shard of these rows; one that is being written has another name."""
         draft = self.folder / f".{uuid.uuid4().hex}"
-        packed = torch.from_numpy(
-            np.frombuffer(keys.tobytes(), dtype=np.uint8).reshape(-1, 16).copy()
-        )
-        with user_errors(
-            f"cache_dir: cannot write {self.folder}", "free some space, or choose another folder"
-        ):
-            save_file({"keys": packed, "rows": rows.contiguous()}, draft)
+        packed = np.frombuffer(keys.tobytes(), dtype=np.uint8).reshape(-1, 16).copy()
+        failed = f"cache_dir: cannot write {self.folder}"
+        with user_errors(failed, "free some space, or choose another folder"):
+            tensors = {"keys": torch.from_numpy(packed), "rows": rows.contiguous()}
+            save_file(tensors, draft)
             sealed(draft, self.folder, ".safetensors")
 
     def fill(
@@ -147,9 +142,8 @@ class Store:
             held: list[torch.Tensor] = []
             done = 0
             sizes = [batch]
-            for part in Bar(
-                np.array_split(missing, -(-len(missing) // batch)), desc=label, disable=not show
-            ):
+            parts = np.array_split(missing, -(-len(missing) // batch))
+            for part in Bar(parts, desc=label, disable=not show):
                 found = in_batches(part.tolist(), sizes[-1], encode, sizes.append)
                 held += [rows.cpu() for _, rows in found]
                 count = sum(map(len, held))
@@ -178,7 +172,7 @@ def refuse_not_finite(rows: torch.Tensor, what: Callable[[int], str]) -> torch.T
     lost = (~rows.flatten(1).isfinite().all(1)).nonzero().flatten().tolist()
     if lost:
         raise UserError(
-            f"{what(lost[0])} gives values that are not finite; nothing could be learned from it"
+            f"{what(lost[0])} gives values that are not finite; nothing could be learnt"
         )
     return rows
 
@@ -204,21 +198,18 @@ class Cached:
         show: bool,
         say: Callable[[str], None],
     ):
-        self.encoder, self.records, self.config, self.show, self.say = (
-            encoder,
-            reader.records,
-            config,
-            show,
-            say,
-        )
+        self.encoder = encoder
+        self.records = reader.records
+        self.config = config
+        self.show = show
+        self.say = say
         self.left = config.disk_cache_gb * 2**30
         self.batch = min(config.train_batch_size, config.max_batch_size or config.train_batch_size)
         self.posterior = np.full(len(self.records), -1)
         self.images: dict[tuple[int, int], Store] = {}  # by width and height of what a step sees
-        step = reader.transform.step
-        self.shapes: list[tuple[int, int]] | None = (
-            reader.transform.shapes(self.records.sizes) if step else None
-        )
+        self.shapes: list[tuple[int, int]] | None = None
+        if reader.transform.step:
+            self.shapes = reader.transform.shapes(self.records.sizes)
         self.texts: Store | None = None
         fixed = reader.transform.fixed(self.records.sizes)
         if not fixed.all():
@@ -226,13 +217,12 @@ class Cached:
                 f"cache: {(~fixed).sum()} of {len(fixed)} records are cut or flipped at random "
                 f"and encoded live"
             )
-        if fixed.any() and self.shapes is None:
-            self._fill_images(reader, np.flatnonzero(fixed))
-        elif fixed.any() and self.shapes is not None:
-            for shape in sorted(set(self.shapes)):
-                mine = fixed & (np.asarray(self.shapes) == shape).all(axis=1)
-                if mine.any():
-                    self._fill_images(reader, np.flatnonzero(mine), shape)
+        for shape in [None] if self.shapes is None else sorted({*self.shapes}):
+            own = fixed
+            if shape is not None:
+                own = fixed & (np.asarray(self.shapes) == shape).all(axis=1)
+            if own.any():
+                self._fill_images(reader, np.flatnonzero(own), shape)
         loose = self.records.column("shuffle").to_numpy() | config.shuffle_phrases
         if not encoder.live and not loose.all():
             self._fill_texts(np.flatnonzero(~loose))
@@ -254,13 +244,10 @@ class Cached:
             return None
         self.left -= need
         folder = Path(self.config.cache_dir or datasets.config.HF_DATASETS_CACHE) / "silentbad"
-        try:
-            (store := folder / f"{kind}-{digest(*facts)}").mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            reason = f"cannot write {folder} ({error.strerror})"
-            raise UserError(
-                f"cache_dir: {reason}; choose another folder, or disk_cache_gb 0"
-            ) from None
+        store = folder / f"{kind}-{digest(*facts)}"
+        failed = f"cache_dir: cannot write {folder}"
+        with user_errors(failed, "choose another folder, or disk_cache_gb 0"):
+            store.mkdir(parents=True, exist_ok=True)
         return Store(store, self.say)
 
     def _fill_images(
@@ -272,18 +259,11 @@ class Cached:
             samples = reader.pictures(rows[numbers].tolist())
             pixels = torch.stack([sample["pixels"] for sample in samples]).float() / 127.5 - 1
             moments = self.encoder.moments(pixels).to(self.encoder.vae.dtype)
-            return refuse_not_finite(
-                moments, lambda k: f"vae: {self.records.where(int(rows[numbers[k]]))}"
-            )
+            return refuse_not_finite(moments, lambda k: self._named("vae", rows[numbers[k]]))
 
         keys, transform = content_keys(self.records.column("content"))[rows], reader.transform
-        facts = [
-            self.encoder.vae,
-            transform.resolution,
-            transform.interpolation,
-            transform.center_crop,
-        ]
-        facts += [] if shape is None else [*shape]
+        cut = (transform.resolution, transform.interpolation, transform.center_crop)
+        facts = [self.encoder.vae, *cut, *(shape or ())]
         store = self._open("posteriors", facts, keys, encode([0])[0])
         if store is not None:
             label = "Posteriors" if shape is None else f"Posteriors {shape[0]}x{shape[1]}"
@@ -298,13 +278,17 @@ class Cached:
         def encode(numbers: list[int]) -> torch.Tensor:
             states = self.encoder.states([texts[int(rows[k])].as_py() for k in numbers])
             return refuse_not_finite(
-                states, lambda k: f"text_encoder: {self.records.where(int(rows[numbers[k]]))}"
+                states, lambda k: self._named("text_encoder", rows[numbers[k]])
             )
 
         keys = np.concatenate([text_keys(block) for block in blocks(texts)])[rows]
         self.texts = self._open("states", self.encoder.text_facts, keys, encode([0])[0])
         if self.texts is not None:
             self.texts.fill(keys, encode, batch=self.batch, label="Text states", show=self.show)
+
+    def _named(self, part: str, record: int) -> str:
+        """A part of the pipeline and a record, in a message."""
+        return f"{part}: {self.records.where(int(record))}"
 
     def image(self, index: int) -> torch.Tensor | None:
         """Mean and deviation of a record's posterior (2C,h,w), or None."""
@@ -316,8 +300,8 @@ class Cached:
         """The states of each text, or None."""
         if self.texts is None:
             return [None] * len(texts)
-        store, found = self.texts, self.texts.find(text_keys(texts)).tolist()
-        return [None if number < 0 else store.read(number).float() for number in found]
+        store, places = self.texts, self.texts.find(text_keys(texts)).tolist()
+        return [None if place < 0 else store.read(place).float() for place in places]
 
 
 def merge_cached(
@@ -326,11 +310,10 @@ def merge_cached(
     """Rows in order (B,...) on the device: known ones, and `live(their places)`."""
     places = [k for k, row in enumerate(rows) if row is None]
     known = {k: row for k, row in enumerate(rows) if row is not None}
-    if not places:
-        return send(torch.stack(list(known.values())), device)
-    made = live(places)
     if not known:
-        return made
+        return live(places)
     kept = send(torch.stack(list(known.values())), device)
-    order = {k: row for k, row in zip([*places, *known], [*made, *kept], strict=True)}
+    if not places:
+        return kept
+    order = dict(zip([*places, *known], [*live(places), *kept], strict=True))
     return torch.stack([order[k] for k in range(len(rows))])
