@@ -385,14 +385,19 @@ class Measure:
     def _of_redraws(self, redraws: list[Redraw]) -> list[Any]:
         """Null rows, in batches of one target and size."""
         rows: list[tuple[int, Any]] = []
-        batches: dict[tuple, dict[int, Tensor]] = defaultdict(dict)
+        batches: dict[tuple[int, int], list[int]] = defaultdict(list)
         for place, i in enumerate(self.share(len(redraws))):
-            image = to_tensor(open_image(redraws[i].file, "redraws.jsonl"))
-            batches[redraws[i].target, place // self.config.max_batch, image.shape][i] = image
-        for (target, *_), images in batches.items():
-            similar = self.similar(torch.stack([*images.values()]), [target] * len(images))
-            for i, row in zip(images, similar, strict=True):
-                rows.append((i, {**row, "kind": redraws[i].kind, "changed": redraws[i].changed}))
+            batches[redraws[i].target, place // self.config.max_batch].append(i)
+        for (target, _), part in batches.items():
+            by_size: dict[torch.Size, dict[int, Tensor]] = defaultdict(dict)
+            for i in part:
+                image = to_tensor(open_image(redraws[i].file, "redraws.jsonl"))
+                by_size[image.shape][i] = image
+            for images in by_size.values():
+                similar = self.similar(torch.stack([*images.values()]), [target] * len(images))
+                for i, row in zip(images, similar, strict=True):
+                    facts = {"kind": redraws[i].kind, "changed": redraws[i].changed}
+                    rows.append((i, row | facts))
         return self.gather(rows)
 
     # ---- scores
