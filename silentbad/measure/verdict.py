@@ -4,7 +4,7 @@ Images above a threshold are not enough. Where a prompt that leaves an element o
 same, where failures score as high as copies, or where nobody said which part of the picture is
 which element, the images prove nothing."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -13,8 +13,6 @@ from silentbad.measure.record import (
     RECOVERED,
     UNDECIDED,
     CellScores,
-    ElementThreshold,
-    Measurement,
     Placebo,
     Range,
     Record,
@@ -22,7 +20,6 @@ from silentbad.measure.record import (
     TargetEntry,
     TargetRange,
     TargetScores,
-    Threshold,
     Verdict,
 )
 from silentbad.measure.scores import images_recovered, latest
@@ -33,65 +30,43 @@ RATE = 0.01  # false positives of an image, where the thresholds promise no bett
 COPIED = 0.5  # share of the images that may be nearer to a training picture than to the target
 
 
-def verdict(
-    entry: Measurement,
-    threshold: Threshold,
-    element_threshold: ElementThreshold,
-    targets: Sequence[TargetEntry],
-    ranges: Sequence[TargetRange] | None = None,
-    placebo: Placebo | None = None,
-) -> Verdict:
-    """The verdict on the last measurement, composed prompts in either order."""
+def verdict_of(record: Record) -> Verdict:
+    """The verdict on a record's last measurement, composed prompts in either order."""
+    entry = record.history[-1]
     scores = latest(entry)
     shuffled = (scores.cells or {}).get("shuffled")
     cells: list[CellScores] = [scores, shuffled] if shuffled else [scores]
     above = sum(cell.above for cell in cells)
     images = sum(cell.images for cell in cells)
     answer = Verdict(above > 0, entry.step, above, images)
-    if (rate := threshold.attained) is not None:
+    if (rate := record.threshold.attained) is not None:
         answer.expected_by_chance = images * rate
         answer.p_value = chance(above, images, rate)
     states: dict[str, str] = {}
     reasons: list[str] = []
-    for j, target in enumerate(targets):
+    for j, target in enumerate(record.targets):
         own = scores.targets.get(target.target_id)
         if own is None:
             continue
-        own_range = ranges[j] if ranges else None
-        passed = images_recovered(own, j, threshold, element_threshold)
-        states[target.target_id] = RECOVERED if any(passed) else NOT_RECOVERED
-        doubts: list[str] = []
-        if any(passed):
-            doubts = list(_doubts(target, own, scores, own_range))
-        elif own_range is not None and _unseen_only(
-            own, j, threshold, element_threshold, own_range
-        ):
-            doubts = list(_blind(target, own_range))
-        if doubts:
-            states[target.target_id] = UNDECIDED
-            prefix = f"{target.target_id}: " if len(targets) > 1 else ""
-            reasons += [prefix + doubt for doubt in doubts]
+        own_range = record.ranges[j] if record.ranges else None
+        passed = any(images_recovered(own, j, record.threshold, record.element_threshold))
+        state, doubts = NOT_RECOVERED, list[str]()
+        if passed:
+            state, doubts = RECOVERED, [*_doubts(target, own, scores, own_range)]
+        elif own_range is not None and _unseen_only(record, own, j, own_range):
+            doubts = [*_blind(target, own_range)]
+        states[target.target_id] = UNDECIDED if doubts else state
+        prefix = f"{target.target_id}: " if len(record.targets) > 1 else ""
+        reasons += [prefix + doubt for doubt in doubts]
     answer.states = states
     answer.state = next((s for s in (RECOVERED, UNDECIDED) if s in states.values()), NOT_RECOVERED)
     if answer.state == RECOVERED:
-        general = list(_by_chance(answer)) + list(_on_placebo(placebo))
+        general = [*_by_chance(answer), *_on_placebo(record.placebo)]
         answer.state = UNDECIDED if general else RECOVERED
         reasons = general + reasons
     answer.recovers = answer.state == RECOVERED
     answer.reasons = reasons or None
     return answer
-
-
-def verdict_of(record: Record) -> Verdict:
-    """The verdict on a record's last measurement."""
-    return verdict(
-        record.history[-1],
-        record.threshold,
-        record.element_threshold,
-        record.targets,
-        record.ranges,
-        record.placebo,
-    )
 
 
 def chance(above: int, images: int, rate: float) -> float:
@@ -119,9 +94,8 @@ def _doubts(
     if _passes(cells.get("unrelated"), target):
         yield "images of an unrelated caption pass"
     if own.nearest:
-        nearer = float(
-            np.mean([near > sim for near, sim in zip(own.nearest, own.sims, strict=True)])
-        )
+        pairs = zip(own.nearest, own.sims, strict=True)
+        nearer = float(np.mean([near > sim for near, sim in pairs]))
         if nearer > COPIED:
             yield f"{nearer:.0%} of the images are nearer to a training picture ({own.nearest_record})"
 
@@ -163,20 +137,14 @@ def _blind(target: TargetEntry, own_range: TargetRange) -> Iterator[str]:
             yield f"the detector cannot tell {name}: {null}, a true copy {part.ceiling:.2f}"
 
 
-def _unseen_only(
-    own: TargetScores,
-    target: int,
-    threshold: Threshold,
-    element_threshold: ElementThreshold,
-    own_range: TargetRange,
-) -> bool:
-    """Whether some image fails only where the detector cannot tell."""
+def _unseen_only(record: Record, own: TargetScores, target: int, own_range: TargetRange) -> bool:
+    """Whether some image of a target fails only where the detector cannot tell."""
     checks: list[np.ndarray] = []
     if own_range.whole.parts:
-        checks.append(np.array(own.sims) >= threshold.of_target(target))
+        checks.append(np.array(own.sims) >= record.threshold.of_target(target))
     for k, (element, part) in enumerate(zip(own.elements, own_range.elements, strict=False)):
         if element.sims and part is not None and part.parts:
-            checks.append(np.array(element.sims) >= element_threshold.of(target, k))
+            checks.append(np.array(element.sims) >= record.element_threshold.of(target, k))
     blind = len(checks) < 1 + sum(part is not None for part in own_range.elements)
     return blind and bool(checks) and bool(np.logical_and.reduce(checks).any())
 

@@ -1,5 +1,7 @@
 """A verdict on somebody's own pictures: failures never count, copies do, and controls decide."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -20,13 +22,19 @@ from silentbad.measure.record import (
 from silentbad.measure.scores import cell_scores
 from silentbad.measure.statistics import fewer_by_chance
 from silentbad.measure.structure import detail, structure
-from silentbad.measure.verdict import verdict
+from silentbad.measure.verdict import verdict_of
 from tests import photographs
 
 SIDE = 64
 
 
 # -- an instrument on real pictures ------------------------------------------------------------
+def judged(entry, whole, element, targets, ranges):
+    """The verdict on a record of one measurement."""
+    parts = dict(threshold=whole, element_threshold=element, targets=targets, ranges=ranges, placebo=None)
+    return verdict_of(SimpleNamespace(history=[entry], **parts))
+
+
 class Judge(measured.Judge):
     """The judge of the benchmark, with verdicts on images of the first target."""
 
@@ -41,7 +49,7 @@ class Judge(measured.Judge):
         }
         scores = Scores(**vars(cells["composed"]), cells=cells)
         history = Measurement(1, 1, "", raw=scores)
-        return verdict(history, self.whole, self.element, [entry], self.ranges)
+        return judged(history, self.whole, self.element, [entry], self.ranges)
 
 
 SEEDS = (100, 101, 102, 103)
@@ -211,7 +219,7 @@ def test_where_only_the_blind_part_fails_the_answer_is_undecided():
     rows = [{"target": 0, "sim": 0.9, "elements": [0.7], "magnitude": None}] * 8
     scores = Scores(**vars(cell_scores(rows, ["a"], whole, element)))
     entry = TargetEntry("a", "a.png", ["m.png"], "", ["a ball"])
-    answer = verdict(Measurement(1, 1, "", raw=scores), whole, element, [entry], [told])
+    answer = judged(Measurement(1, 1, "", raw=scores), whole, element, [entry], [told])
     assert answer.state == "undecided" and answer.images_above == 0
     assert answer.reasons == ["the detector cannot tell 'a ball': 'mirrored' scores 0.80, a true copy 0.90"]
 
