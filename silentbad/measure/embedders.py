@@ -99,12 +99,6 @@ class Micro(Embedder):
     def __init__(self, path: str | None, device: torch.device | str = "cpu"):
         self.path = str(path or MICRO)
         self.device = device
-        if not os.path.isfile(Path(self.path) / "config.json"):
-            raise UserError(
-                f"micro: no config.json in '{self.path}'; give the folder "
-                f"assets/micro-sd/embedder, or "
-                "make it with `python -m silentbad.worlds.microworld.build`"
-            )
         check_files(Path(self.path), failed := f"micro: cannot load '{self.path}'")
         with user_errors(failed):
             self.model = MicroEmbedder.from_pretrained(self.path).to(device).eval()
@@ -192,13 +186,8 @@ class SSCD(Embedder):
     ):
         self.size = size
         self.device = device
-        if not path or not os.path.isfile(path):
-            raise UserError(
-                f"sscd: {f'no file {path!r}' if path else 'embedder_path is missing'}; "
-                f"{SSCD_ADVICE}"
-            )
-        self.file = Path(path)
-        with user_errors(f"sscd: cannot read '{path}'"):
+        self.file = Path(path or "")
+        with user_errors(f"sscd: cannot read '{path}'", SSCD_ADVICE):
             content = self.file.read_bytes()
         self.sha256 = hashlib.sha256(content).hexdigest()
         if sha256 is not None and sha256.strip().lower() != self.sha256:
@@ -210,10 +199,8 @@ class SSCD(Embedder):
                 self.model = OnnxNetwork(content, device)
                 self.size = self.model.size or size
             return
-        with (
-            warnings.catch_warnings(),
-            user_errors(f"sscd: '{path}' is not a TorchScript file", SSCD_ADVICE),
-        ):
+        failed = f"sscd: '{path}' is not a TorchScript file"
+        with warnings.catch_warnings(), user_errors(failed, SSCD_ADVICE):
             warnings.simplefilter("ignore")  # of the library, about itself
             self.model = torch.jit.load(io.BytesIO(content), map_location=device).eval()
         check_finite(self.model, f"sscd: cannot load '{path}'")
@@ -367,17 +354,13 @@ EMBEDDERS = {
 def load_embedder(
     name: str, path: str | None, device: torch.device | str, sha256: str | None = None
 ) -> Embedder:
-    """An embedder of the table; `sha256` is what sscd's file must have."""
-    if sha256 is not None and name != "sscd":
-        raise UserError(
-            f"embedder_sha256: is of sscd's file; the embedder is {name}, leave it unset"
-        )
+    """An embedder of the table, tried on two pictures; `sha256` is that of sscd's file."""
     if path is not None and name == "ssim":
         raise UserError(
             "embedder_path: has no effect on ssim, which has no weights; leave it unset"
         )
     name = "micro" if name == "auto" else name
-    options = {} if sha256 is None else {"sha256": sha256}
+    options = {"sha256": sha256} if name == "sscd" else {}
     embedder = EMBEDDERS[name](path, device, **options)
     try_embedder(embedder, f"{name}: '{path or 'the bundled weights'}' is no embedder")
     return embedder
@@ -386,19 +369,21 @@ def load_embedder(
 def try_embedder(embedder: Embedder, failed: str) -> None:
     """Refuse an embedder whose features (2,...) of two pictures are not a row each, finite, not
     zero and not the same for both: from such features nothing could be concluded."""
-    side = 64
-    ramp = torch.linspace(0, 1, side).expand(3, side, side)
-    pictures = torch.stack([ramp, torch.rand(3, side, side, generator=generator("embedder", 0))])
+    ramp = torch.linspace(0, 1, 64).expand(3, 64, 64)
+    noise = torch.rand(3, 64, 64, generator=generator("embedder", 0))
+    pictures = torch.stack([ramp, noise])
     with user_errors(failed):
         features = embedder.embed(pictures)
         first, second = features
         lengths = features.flatten(1).norm(dim=1)
-    if not features.isfinite().all():
-        raise UserError(f"{failed} (its features are not finite)")
-    if (lengths == 0).any():
-        raise UserError(f"{failed} (its features are zero)")
-    if torch.equal(first, second):
-        raise UserError(f"{failed} (its features are the same for every picture)")
+    found = {
+        "are not finite": not features.isfinite().all(),
+        "are zero": (lengths == 0).any(),
+        "are the same for every picture": torch.equal(first, second),
+    }
+    for what, wrong in found.items():
+        if wrong:
+            raise UserError(f"{failed} (its features {what})")
 
 
 def ssim(a: Tensor, b: Tensor) -> Tensor:
