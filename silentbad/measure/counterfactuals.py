@@ -46,11 +46,10 @@ Masks = Sequence[Sequence[Tensor | None]]  # of each target, of each element: (1
 
 
 class Draw(NamedTuple):
-    """One picture to draw; `element` is None where the whole picture is new.
+    """One picture to draw, led away from `against`; `element` is None where all of it is new.
 
-    `against` is what guidance leads away from. Against no caption, the base often leaves an element
-    out: the rest of the picture already agrees with the phrase. Against the picture without the
-    element, it draws it."""
+    Led away from no caption, the base often leaves an element out: the rest agrees with the
+    phrase."""
 
     kind: str
     target: int
@@ -191,10 +190,8 @@ def arrived(scheduler: Any, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
 
 
 class Painter:
-    """Draws in batches that fit; weights, modes and random streams are left as found.
-
-    `sampler` holds the base model: call it inside `sampler.using`. A halved batch is kept.
-    """
+    """Draws in batches that fit, inside `sampler.using` of the base model; nothing of it is
+    changed."""
 
     def __init__(
         self, sampler: Sampler, targets: Sequence[Target], canvases: Sequence[Canvas], seed: int
@@ -346,11 +343,9 @@ def counterfactuals(
     """`count` null pictures of each kind for each target, and for each of its elements with a mask.
 
     sampler: of the base model, inside `sampler.using`. masks: of each target, of each element,
-    (1,H,W) in [0,1] or None; by default the targets' own. cache: folder in which pictures are kept.
-    share: which numbers of n are this process's; by default all. show: a progress bar. say: prints
-    a line. A target of another size is squashed to the images' side first, as embedders squash it.
-    Two calls give equal bytes; another batch size may change a rounding. Raises UserError where a
-    mask is empty, a kind unknown or the cache cannot be written."""
+    (1,H,W) in [0,1]; by default the targets' own. cache: folder in which pictures are kept. share:
+    which numbers of n are this process's. Two calls give equal bytes; another batch size may change
+    a rounding. Raises UserError where a mask is empty or the cache cannot be written."""
     if masks is None:
         masks = [[None if m is None else to_tensor(m)[:1] for m in t.masks or []] for t in targets]
     canvases = [canvas(t, m, sampler.side) for t, m in zip(targets, masks, strict=True)]

@@ -46,8 +46,7 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 def region(images: Tensor, mask: Tensor, margin: float = 0.05) -> Tensor:
     """What lies inside an element's mask: the rest is grey, the picture cut to the mask's box.
 
-    images (B,3,H,W), mask (1,h,w) of the target -> (B,3,h',w'). An empty mask leaves the whole
-    picture."""
+    images (B,3,H,W), mask (1,h,w) -> (B,3,h',w'). An empty mask leaves the whole picture."""
     H, W = images.shape[-2:]
     m = resize(mask[None], (H, W))[0]
     if not (m > 0.5).any():
@@ -127,9 +126,7 @@ class Micro(Embedder):
 class Copy(Micro):
     """The bundled copy detector and fine structure (`structure.py`), whichever is lower.
 
-    The detector was trained on drawn scenes: it forgives a photograph its texture. Features (B,1,D)
-    hold both: the detector's map, then the detail of the picture or of the region.
-    """
+    The detector forgives a photograph its texture. Features (B,1,D): its map, then the detail."""
 
     SIDE = 64
     PIXELS = 3 * SIDE * SIDE
@@ -387,12 +384,10 @@ def try_embedder(embedder: Embedder, failed: str) -> None:
 
 
 def ssim(a: Tensor, b: Tensor) -> Tensor:
-    """Mean SSIM of (N,C,H,W) and (N,C,H,W) or (1,C,H,W) in [0,1], at least 6 pixels wide and high
-    -> (N,).
+    """Mean SSIM (N,) of (N,C,H,W) and (N or 1,C,H,W) in [0,1], at least 6 pixels wide and high.
 
     The mean is over the places where the window (11, sigma 1.5) lies inside the picture, as in Wang
-    2004; torchmetrics mirrors the border for the others. A picture of less than 11 pixels has no
-    such place: there all count."""
+    2004; in a picture of less than 11 pixels all count."""
     # in fp32 flat places round to errors of 2e-4
     wide = torch.float32 if a.device.type == "mps" else torch.float64
     a, b = (x.to(wide).contiguous() for x in torch.broadcast_tensors(a, b))

@@ -88,9 +88,8 @@ def plan(
 
 
 def controls(targets: list, j: int, seed: int, unrelated: str) -> dict[str, Callable[..., str]]:
-    """Prompts of image i of target j that should not give it back unless composition does, by cell:
-    phrases in another order, each alone, all but one, paraphrases, phrases of another target, an
-    unrelated caption."""
+    """Prompts of image i of target j that should not give it back, by cell: phrases in another
+    order, each alone, all but one, paraphrases, phrases of another target, an unrelated caption."""
     target, cells = targets[j], dict[str, Callable[..., str]]()
     phrases = target.phrases
     if len(phrases) > 1:
@@ -129,8 +128,7 @@ def left_as_found(*modules: torch.nn.Module):
 
 
 class Sampler:
-    """One pipeline over given modules: prompts encoded once, noise by address, a batch that halves
-    on OOM.
+    """One pipeline: prompts encoded once, noise by address, a batch that halves where memory ends.
 
     An image with NaN is a UserError, which names the step (`using`), or the pipeline of an audit
     (`refuses`). `prefix` stands before the name of a setting, which is a flag in an audit."""
@@ -387,9 +385,8 @@ class Sampler:
     def predict_eps(
         self, x_t: Tensor, t: Tensor, states: dict[str, Tensor], size: Sequence[int], which=""
     ) -> Tensor:
-        """eps_hat (B,C,h,w) at x_t, t (B,) under text states of `encode`: the prompts', or with
-        `which` "negative_" the empty prompt's; `size` is the picture's height and width, which SDXL
-        is told."""
+        """eps_hat (B,C,h,w) at x_t, t (B,) under text states of `encode`, with `which` "negative_"
+        the empty prompt's; `size` is the picture's height and width, which SDXL is told."""
         extra = {}
         if "pooled_prompt_embeds" in states:
             height, width = size
@@ -403,11 +400,10 @@ class Sampler:
         return to_epsilon(self.schedule, out, x_t, t)
 
     def alignments(self, items: list[Item]) -> list[float]:
-        """Cosine of the guidance eps_hat(x,c) - eps_hat(x,0) with eps_hat(x,0), of each item; x is
-        pure noise, t low.
+        """Cosine of the guidance eps_hat(x,c) - eps_hat(x,0) with eps_hat(x,0), at pure noise x, t
+        low.
 
-        Memorised prompts align there: anisotropy, arXiv 2601.20642. Two forwards an item and no
-        sampling."""
+        Memorised prompts align there: anisotropy, arXiv 2601.20642."""
         cosines = list[float]()
         low = round(LOW_NOISE * self.schedule.config.num_train_timesteps)
         size = (self.side, self.side)
@@ -427,10 +423,7 @@ class Sampler:
         work: Callable[[list[Item], Tensor, Tensor], list],
         show: bool = False,
     ) -> Iterator:
-        """`work(chunk, images, magnitudes)` over all items, in batches that fit; a halved batch is
-        kept.
-
-        show: a progress bar."""
+        """`work(chunk, images, magnitudes)` over all items, in batches that fit; show: a bar."""
 
         def drawn(chunk: list[Item]) -> list:
             with self.autocast():

@@ -57,10 +57,8 @@ def null_source(
 ) -> str:
     """Where the null pictures come from that set the threshold.
 
-    `redraws`: whether there are some; `base`: whether the base model is at hand, which alone can
-    draw nulls. Raises UserError, which begins with `prefix`, where what `calibration` asks for is
-    not there, or a setting has no effect.
-    """
+    `redraws`: whether there are some; `base`: whether the base model is at hand, which alone draws
+    nulls. Raises UserError where what `calibration` asks for is not there, or has no effect."""
     asked = config.calibration
     masked = any(mask is not None for target in targets for mask in target.masks or [])
     changed = off_default(config)
@@ -115,12 +113,10 @@ class References(NamedTuple):
 
 
 class Measure:
-    """Generates images of every target over all ranks and compares them with the target and its
-    elements.
+    """Compares images of every target, generated over all ranks, with the target and its elements.
 
-    `config` is a ValidationConfig. The rows of an image hold its cell, target (index), number,
-    similarities (whole and by element) and text-conditional magnitude; `pixels` (h,w,3) of the
-    composed prompt's images where they are kept."""
+    A row of an image holds its cell, target (index), number, similarities (whole and by element),
+    text-conditional magnitude, and `pixels` (h,w,3) of the composed prompt where they are kept."""
 
     def __init__(
         self,

@@ -75,10 +75,8 @@ class MicroEmbedder(nn.Module):
 
     @classmethod
     def paired(cls, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Features (N,dim,h,w), and as many or one -> similarities (N,) in (0,1]: exp(-distance).
-
-        b may have a dimension of alignments, (N or 1,A,dim,h,w): the best one counts.
-        """
+        """Features (N,dim,h,w), and as many or one -> similarities (N,) in (0,1]: exp(-distance);
+        of alignments (N or 1,A,dim,h,w) the best one counts."""
         if b.ndim > a.ndim:
             return torch.stack([cls.paired(a, one) for one in b.unbind(1)]).amax(0)
         return (-cls.distance(a, b)).exp()

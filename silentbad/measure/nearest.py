@@ -48,11 +48,9 @@ class TrainingPictures:
     def nearest(
         self, images: Tensor, trip: Callable[[Tensor], Tensor] | None
     ) -> list[tuple[float, str]]:
-        """Images (B,3,H,W) in [0,1] -> (similarity, name) of the most similar training picture, of
-        each.
+        """(similarity, name) of the training picture most like each of images (B,3,H,W) in [0,1].
 
-        trip: what each training picture goes through first, as the target did that images are
-        compared with."""
+        trip: what training pictures go through first, as the target did."""
         if self.features is None:
             parts = []
             for start in range(0, len(self.shown), 8):

@@ -70,11 +70,8 @@ def failures(
     backdrop: int | None,
     others: Sequence["Other"] = (),
 ) -> Iterator[Null]:
-    """Every failure of a target, with `others` to fill its regions from.
-
-    backdrop: the element that the others stand on, if any; it is flattened and replaced, never
-    moved.
-    """
+    """Every failure of a target, with `others` to fill its regions from; `backdrop` is the element
+    that the others stand on, which is flattened and replaced, never moved."""
     yield from empty(picture)
     for k, share in enumerate(shares):
         if share is None or not (share > 0.5).any():

@@ -145,8 +145,7 @@ def on_grid(config: ValidationConfig, step: int) -> bool:
 
 class PromptSheet:
     """Draws the prompts on the grid of validation. Every rank calls `run`; each draws its part.
-    Weights, modes and random streams are left as found. `config` is a ValidationConfig, of which
-    the sampler reads its settings."""
+    Weights, modes and random streams are left as found."""
 
     def __init__(
         self,

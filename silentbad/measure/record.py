@@ -46,11 +46,8 @@ class KindThreshold(Finite):
 
 @dataclass
 class Threshold(Finite):
-    """The similarity from which a picture counts as the target's. A given one has a value and a
-    source alone.
-
-    It is the highest that any kind of null asks for: each kind in `kinds`, each target's own in
-    `targets`."""
+    """The similarity from which a picture counts as the target's: the highest that any kind of null
+    asks for. A given one has a value and a source alone."""
 
     value: float
     source: str
@@ -343,10 +340,8 @@ class Record(Finite):
 
     @classmethod
     def load(cls, path: str | Path, flag: str = "") -> "Record":
-        """Read validation.json, also as earlier versions wrote it; messages begin with `flag`.
-
-        Raises UserError, one line that names the key, where something is missing, mistyped or not
-        finite."""
+        """Read validation.json, also as earlier versions wrote it. Raises UserError, which begins
+        with `flag` and names the key, where something is missing, mistyped or not finite."""
         try:
             record = read(cls, Path(path))
             record.check()
@@ -402,9 +397,8 @@ def decode(kind: type[T], value: Any) -> T:
 
 
 def read(kind: type[T], file: Path) -> T:
-    """A JSON file as a dataclass, or as a list or dict of one; other keys are ignored.
-
-    Raises UserError, which names the key, where a part is missing or of another type."""
+    """A JSON file as a dataclass, or as a list or dict of one; other keys are ignored. Raises
+    UserError."""
     try:
         return _adapter(kind).validate_json(file.read_bytes(), strict=True)
     except OSError as error:

@@ -58,9 +58,8 @@ def recovery(
 ) -> dict[str, Tensor]:
     """Per-target scores of the generations, each compared with its own target.
 
-    sim (N,T) or (N,), target_of (N,), threshold number or (T,) -> rate, mean, max, p75, p90, p95,
-    count (T,). `rate` is the share of a target's images at or above the threshold; a target without
-    images gets nan."""
+    sim (N,T) or (N,), target_of (N,), threshold number or (T,) -> rate (images at the threshold),
+    mean, max, p75, p90, p95, count (T,); nan for a target without images."""
     sim = torch.as_tensor(sim, dtype=torch.float64)
     target_of = torch.as_tensor(target_of, dtype=torch.long)
     T = sim.shape[1] if sim.ndim == 2 else int(target_of.max()) + 1
@@ -81,11 +80,8 @@ def recovery(
 
 def length_scores(rows: Sequence[LengthRow], base: Mapping[str, float]) -> dict[str, float]:
     """Cosines of the images of one sampling length: to the target they are asked for (`original`)
-    and to the others (`others`), by the run's embedder; to their own caption (`own`) and those of
-    other targets (`shuffled`), by CLIP; `difference` is `original` less the base model's at the
-    same length and noise. What cannot be had is absent.
-
-    rows: {target, sims (T), clip (T) or None} an image."""
+    and to the others, by the run's embedder; to their own caption and those of others (`shuffled`),
+    by CLIP; `difference` is `original` less the base model's. What cannot be had is absent."""
     pairs = {
         "original": mean_of(r["sims"][r["target"]] for r in rows),
         "others": mean_of(s for r in rows for j, s in enumerate(r["sims"]) if j != r["target"]),
@@ -337,8 +333,7 @@ def summarise(history: Sequence[Measurement], kind: str) -> list[SummaryRow]:
 
 
 def placebo_run(folder: str | Path, targets: Iterable[str], embedder: str, key: str) -> Record:
-    """The record of a run on placebo data, if it can be taken off a run of these targets and this
-    embedder.
+    """The record of a run on placebo data.
 
     Raises UserError where it has none of the targets, another endpoint or another embedder."""
     record = Record.load(Path(folder) / NAME, key)

@@ -21,9 +21,8 @@ def keeps_average(optimizer: Any) -> bool:
 def averaged(model: torch.nn.Module, ema: Any = None, optimizer: Any = None) -> Iterator[None]:
     """The averaged weights inside, the trained ones bit for bit afterwards, whatever happened.
 
-    The average is that of `ema`, diffusers' EMAModel; without one that of a schedule-free optimizer
-    (2405.15682), wrapped or not. Where there is neither, the trained weights are the ones to
-    measure."""
+    The average is that of `ema`, or of a schedule-free optimizer (2405.15682), wrapped or not;
+    where there is neither, the trained weights are the ones to measure."""
     inner = getattr(optimizer, "optimizer", optimizer)
     if ema is not None:
         with of_ema(ema, model):

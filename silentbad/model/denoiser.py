@@ -21,8 +21,7 @@ from silentbad.settings.train import TrainConfig
 
 
 class Denoiser(nn.Module):
-    """What predicts, called like diffusers' UNet whatever its family, and beside it the text
-    encoders where they train.
+    """What predicts, called like diffusers' UNet, and the text encoders where they train.
 
     `schedule` is the path's; without one the timesteps are passed on as they are."""
 

@@ -115,10 +115,7 @@ def dream(
     model: Callable, scheduler, x0, eps, t, x_t, preservation: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """DREAM (2312.00210) by diffusers' function -> (x_t, target) rectified by the model's own noise
-    estimate.
-
-    That function knows epsilon only; v and x0 predictions are read as epsilon on the way in, and
-    the rectified epsilon is turned into their target on the way out (x0 stays what it was)."""
+    estimate. It knows epsilon only: v and x0 are read as epsilon on the way in, and turned back."""
 
     def as_epsilon(x, t, c):
         return SimpleNamespace(sample=to_epsilon(scheduler, model(x, t), x, t))

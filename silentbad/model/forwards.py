@@ -41,8 +41,7 @@ def as_convolutions(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def text_projected_once(backbone: nn.Module) -> Iterator[None]:
-    """Keys and values of the text in cross-attention are computed once inside, for all sampling
-    steps, on a CPU.
+    """Keys and values of the text in cross-attention are computed once inside, on a CPU.
 
     The weights and the text states must stay as they are. Where gradients flow, nothing is kept."""
     across: list[Any] = [m for m in backbone.modules() if getattr(m, "is_cross_attention", False)]

@@ -71,9 +71,8 @@ PREDICTIONS = ("epsilon", "v_prediction", "sample")
 def check_schedule(settings: Mapping[str, Any], where: str) -> None:
     """Refuse a noise schedule that does not lead from the picture to noise.
 
-    alpha_bar (T,) is the share of the picture's variance that is left: within [0,1], never rising,
-    at least a half at the first timestep and at most a half at the last. Stable Diffusion's runs
-    from 0.999 to 0.005."""
+    alpha_bar (T,), the share of the picture's variance that is left, never rises, from at least a
+    half to at most a half. Stable Diffusion's runs from 0.999 to 0.005."""
     kind = settings.get("prediction_type", "epsilon")
     if str(settings.get("_class_name")).startswith("FlowMatch") or kind not in PREDICTIONS:
         raise UserError(

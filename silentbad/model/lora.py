@@ -122,9 +122,8 @@ def plain_state(module: Any) -> dict[str, torch.Tensor]:
 
 
 def save(model: Any, folder: Path) -> None:
-    """The adapters of a `Denoiser` for diffusers (`load_lora_weights`) or peft
-    (`PeftModel.from_pretrained`, a folder for each component), and for kohya's and LyCORIS's
-    readers where the family has names there."""
+    """The adapters of a `Denoiser` for diffusers, or for peft (a folder for each component), and
+    for kohya's and LyCORIS's readers where the family has names there."""
     modules, family = dict(model.named_children()), model.family
     layers = {name: state(name, module) for name, module in modules.items()}
     configs = {name: module.peft_config["default"] for name, module in modules.items()}
@@ -199,10 +198,8 @@ def merged(module: Any) -> Any:
 
 
 def load(pipe: Any, path: str, base: str) -> None:
-    """Put saved adapters on a pipeline: every pair of the file on a layer, all of them finite.
-
-    Raises UserError where a half is missing, a layer is not there or the file cannot be read.
-    """
+    """Put saved adapters on a pipeline: every tensor of the file on a layer, all of them finite.
+    Raises UserError."""
     failed = f"--lora {path}: no adapters of '{base}'"
     folders = [name for name in COMPONENTS if (Path(path) / name / PEFT_CONFIG).is_file()]
     if folders:

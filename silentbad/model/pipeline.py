@@ -26,10 +26,9 @@ from silentbad.settings.train import TrainConfig
 
 @dataclass
 class Components:
-    """Components of a pipeline; `noise_scheduler` trains, `scheduler` samples.
+    """Components of a pipeline; `noise_scheduler` trains, `scheduler` samples, `model` trains.
 
-    `model` is what trains; `backbone` predicts: a UNet or a transformer. Tokenizers and text
-    encoders are by component; `zero_empty` says that the states of no prompt are zeros."""
+    Tokenizers and text encoders are by component; `zero_empty`: states of no prompt are zeros."""
 
     family: Family
     tokenizers: dict[str, Any]

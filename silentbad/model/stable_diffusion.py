@@ -64,9 +64,8 @@ class StableDiffusion(Family):
 
 
 class StableDiffusionXL(StableDiffusion):
-    """Two text encoders, their last states but one side by side, the second's pooled state, and six
-    numbers: original height and width, top and left of the crop, target height and width, in
-    pixels."""
+    """Two text encoders, their last states but one side by side, the second's pooled state, and in
+    pixels original height and width, top and left of the crop, target height and width."""
 
     name = "Stable Diffusion XL"
     pipeline = StableDiffusionXLPipeline

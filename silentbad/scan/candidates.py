@@ -45,8 +45,7 @@ def spread(band: np.ndarray) -> np.ndarray:
 
 
 def hashed(band: np.ndarray, offsets: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """A band of views (n,3,w+2,3) -> which records (k,) have a window of contrast, and its keys
-    (grids,k) uint64.
+    """A band of views (n,3,w+2,3) -> records (k,) with a window of contrast, keys (grids,k) uint64.
 
     A key is a multilinear hash of the window's cells on a grid and of its place in the band."""
     records, x = np.nonzero(spread(band) >= CONTRAST)

@@ -60,10 +60,8 @@ def part_of(records: np.ndarray, group: Group, picture: Open) -> Layer:
 
 
 def with_outline(stack: np.ndarray, pixels: np.ndarray, core: np.ndarray) -> Layer:
-    """A thing that covers `core` (64,64), with the pixels around it that it covers in part.
-
-    Of the pixels beyond, the one that explains most of a pixel's variance over the pictures shows
-    what lies behind it."""
+    """A thing that covers `core` (64,64), with the pixels around it that it covers in part. The
+    pixel beyond that explains most of a pixel's variance shows what lies behind it."""
     pixels, cover = pixels.copy(), core.astype(float)
     wide = grown(core, MARGIN)
     band, outside = wide & ~core, ~wide

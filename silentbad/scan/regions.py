@@ -185,9 +185,7 @@ def groups(
     views: np.ndarray, strong: Strong, folder: Path | None = None
 ) -> tuple[list[Group], np.ndarray]:
     """Groups of at least LEAST records that lie apart, and each record's first near duplicate (N,).
-
-    A record may belong to one wide group and to one of another kind.
-    """
+    A record may belong to one wide group and to one of another kind."""
     first = duplicates(len(views), strong.copies)
     near = Neighbours(strong.pairs, first, folder)
     counts = np.diff(near.starts)
