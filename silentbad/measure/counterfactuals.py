@@ -251,7 +251,9 @@ class Painter:
             for name, k, image in places
         ]
         streams = [generator(self.seed, "counterfactual-steps", *place) for place in places]
-        hole = torch.stack([self._hole(d) for d in draws]).to(x0.device)
+        # the latents of which any pixel lies inside the mask
+        share = torch.stack([self._share(d) for d in draws])
+        hole = F.max_pool2d(share, pipe.vae_scale_factor).to(x0.device) > 0
         with sampler.autocast():
             states = sampler.encode([d.prompt for d in draws], [d.against for d in draws])
             latents = masked_denoising(sampler, states, x0, torch.cat(eps).to(x0), hole, streams)
@@ -267,11 +269,6 @@ class Painter:
         share = self.canvases[draw.target].shares[draw.place]
         assert share is not None, "only elements with a mask are drawn"
         return share
-
-    def _hole(self, draw: Draw) -> Tensor:
-        """The latents (1,h,w) of which any pixel lies inside the mask."""
-        factor = self.sampler.pipe.vae_scale_factor
-        return F.max_pool2d(self._share(draw)[None], factor)[0] > 0
 
     def _latents(self, target: int) -> Tensor:
         """x0 (C,h,w) of a target, encoded alone and once, in the autoencoder's own precision."""

@@ -156,14 +156,18 @@ class Copy(Micro):
     def paired(self, a: Tensor, b: Tensor) -> Tensor:
         """Features (N,1,D), and (1 or N,A,D) at A alignments -> (N,): the lower score, each at its
         best alignment."""
-        scores = [self._scores(a[:, 0], one) for one in b.unbind(1)]
-        looks, details = (torch.stack(column).amax(0) for column in zip(*scores, strict=True))
-        return torch.minimum(looks, details)
+        seen_map, seen_detail = self._split(a[:, 0])
+        looks, details = [], []
+        for one in b.unbind(1):
+            feature_map, feature_detail = self._split(one)
+            looks.append(self.model.paired(seen_map, feature_map))
+            details.append(structure(seen_detail, feature_detail))
+        return torch.minimum(torch.stack(looks).amax(0), torch.stack(details).amax(0))
 
-    def _scores(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        maps = [x[:, : -self.PIXELS].unflatten(1, (-1, *self.MAP)) for x in (a, b)]
-        pixels = [x[:, -self.PIXELS :].unflatten(1, (3, self.SIDE, self.SIDE)) for x in (a, b)]
-        return self.model.paired(*maps), structure(*pixels)
+    def _split(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """(the detector's map, the detail) of features (N,D)."""
+        feature_map = features[:, : -self.PIXELS].unflatten(1, (-1, *self.MAP))
+        return feature_map, features[:, -self.PIXELS :].unflatten(1, (3, self.SIDE, self.SIDE))
 
     def describe(self) -> str:
         return f"copy: the lower of two scores; {super().describe()}; detail at sigma 2 of 64x64"

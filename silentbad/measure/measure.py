@@ -184,8 +184,10 @@ class Measure:
         leaves of them at the side of the images."""
         if kind not in self._references:
             pictures = [to_tensor(target.image)[None] for target in self.targets]
-            if kind == DECODED:
-                pictures = [self.sampler.round_trip(self._at_side(picture)) for picture in pictures]
+            if kind == DECODED:  # at the side of the images, as training sees them
+                side = (self.sampler.side, self.sampler.side)
+                small = [p if p.shape[-2:] == side else resize(p, side) for p in pictures]
+                pictures = [self.sampler.round_trip(picture) for picture in small]
             with left_as_found():
                 wholes = [self.embedder.reference(picture) for picture in pictures]
                 elements = [
@@ -194,11 +196,6 @@ class Measure:
                 ]
             self._references[kind] = References(wholes, elements)
         return self._references[kind]
-
-    def _at_side(self, pictures: Tensor) -> Tensor:
-        """Pictures (B,3,H,W) at the side of the images, as training sees them."""
-        side = (self.sampler.side, self.sampler.side)
-        return pictures if pictures.shape[-2:] == side else resize(pictures, side)
 
     def similar(self, images: Tensor, target_of: list[int]) -> list[dict[str, Any]]:
         """Images (B,3,H,W) -> {target, sim, elements, raw, decoded} each, against its own target
@@ -278,9 +275,13 @@ class Measure:
         if source == REDRAWS:
             rows = quantiles = self._of_redraws(self.redraws)
         else:
-            drawn = self._drawn_by_base(source, step)
-            rows = self._of_failures(canvases) + drawn
-            quantiles = [] if source == FAILURES else drawn
+            of_base = self._drawn_by_base(source, step)
+            rows = self._of_failures(canvases) + of_base
+            quantiles = [] if source == FAILURES else of_base
+        copies: list[Any] = []  # rows of true copies, through the autoencoder; the plain one first
+        for j, drawn in enumerate(canvases):
+            pictures = self.sampler.round_trip(nulls.true_copies(drawn.image))
+            copies += self.similar(pictures.to(self.accelerator.device), [j] * len(pictures))
         calibrated = None
         if source != FAILURES:
             calibrated = thresholds(quantiles, config.threshold, config.false_positive_rate, source)
@@ -288,7 +289,7 @@ class Measure:
             [(target.target_id, target.image.size) for target in self.targets],
             self.sampler.side,
             rows,
-            self._of_copies(canvases),
+            copies,
             calibrated,
             is_recovered,
             given=config.threshold,
@@ -304,14 +305,6 @@ class Measure:
             return []
         masked = any(mask is not None for masks in self.masks for mask in masks)
         return self._of_counterfactuals(self.masks, KINDS if masked else SCENES)
-
-    def _of_copies(self, canvases: Sequence[Canvas]) -> list[Any]:
-        """Rows of true copies of each target, through the autoencoder; the plain one first."""
-        rows: list[Any] = []
-        for j, drawn in enumerate(canvases):
-            copies = self.sampler.round_trip(nulls.true_copies(drawn.image))
-            rows += self.similar(copies.to(self.accelerator.device), [j] * len(copies))
-        return rows
 
     def _of_failures(self, canvases: Sequence[Canvas]) -> list[Any]:
         """Null rows of each target's failures and of training pictures, decoded."""

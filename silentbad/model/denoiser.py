@@ -114,25 +114,17 @@ def layers_to_train(
     config: TrainConfig, family: Family, components: dict[str, nn.Module]
 ) -> dict[str, dict[str, str]]:
     """{component: {name: group}} of the parameters that train, or that adapters sit on."""
-    if config.lora.rank is not None:
-        layers = {
-            name: lora.target_layers(name, module, config.lora)
-            for name, module in components.items()
-        }
-        could = "those that lora.targets choose"
-    else:
-        layers = {
-            name: parameter_groups(family, name, module) for name, module in components.items()
-        }
-        could = "this model"
+    layers: dict[str, dict[str, str]] = {}
+    for name, module in components.items():
+        if config.lora.rank is not None:
+            layers[name] = lora.target_layers(name, module, config.lora)
+            continue
+        unused = {id(parameter) for parameter in family.unused(name, module)}
+        named = module.named_parameters()
+        paths = [path for path, parameter in named if id(parameter) not in unused]
+        layers[name] = {path: group_of(f"{name}.{path}") for path in paths}
+    could = "this model" if config.lora.rank is None else "those that lora.targets choose"
     return layers if config.train_layers is None else narrowed(layers, config.train_layers, could)
-
-
-def parameter_groups(family: Family, name: str, module: nn.Module) -> dict[str, str]:
-    """{parameter: group} of a component, without those that get no gradient."""
-    unused = {id(parameter) for parameter in family.unused(name, module)}
-    paths = [path for path, parameter in module.named_parameters() if id(parameter) not in unused]
-    return {path: group_of(f"{name}.{path}") for path in paths}
 
 
 def to_device(model: torch.nn.Module, config: TrainConfig, device: torch.device) -> torch.nn.Module:

@@ -45,17 +45,12 @@ def text_projected_once(backbone: nn.Module) -> Iterator[None]:
 
     The weights and the text states must stay as they are. Where gradients flow, nothing is kept."""
     across: list[Any] = [m for m in backbone.modules() if getattr(m, "is_cross_attention", False)]
-    layers = [
-        layer
-        for m in across
-        for layer in (m.to_k, m.to_v)
-        if "forward" not in vars(layer) or _ours(layer)
-    ]
-    changed = [
-        (layer, vars(layer).get("forward"))
-        for layer in layers
-        if next(layer.parameters()).device.type == "cpu"
-    ]
+    changed = []
+    for layer in (layer for m in across for layer in (m.to_k, m.to_v)):
+        before = vars(layer).get("forward")
+        ours = before is None or getattr(before, "__func__", None) is _convolved
+        if ours and next(layer.parameters()).device.type == "cpu":
+            changed.append((layer, before))
     try:
         for layer, _ in changed:
             layer.forward = _Once(layer.forward)
@@ -65,11 +60,6 @@ def text_projected_once(backbone: nn.Module) -> Iterator[None]:
             del layer.forward
             if before is not None:
                 layer.forward = before
-
-
-def _ours(layer: nn.Module) -> bool:
-    """Whether a layer runs as a convolution."""
-    return getattr(vars(layer)["forward"], "__func__", None) is _convolved
 
 
 class _Once:

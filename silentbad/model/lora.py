@@ -249,6 +249,10 @@ def refuse_not_finite(tensors: dict[str, torch.Tensor], failed: str) -> None:
         raise UserError(f"{failed} (NaN or infinite values in {bad[0]}, {len(bad)} tensors in all)")
 
 
+# by these peft would match layers with a file's regular expression, which may take forever
+PATTERNS = ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern")
+
+
 def _load_folder(module: Any, folder: Path, failed: str) -> None:
     """Put a folder of peft's on a component."""
     if module is None:
@@ -258,7 +262,11 @@ def _load_folder(module: Any, folder: Path, failed: str) -> None:
         tensors = load_file(folder / PEFT_WEIGHTS)
     if config.peft_type not in ("LOHA", "LOKR"):
         raise UserError(f"{failed} ({folder.name}/ holds {config.peft_type}, which one file holds)")
-    refuse_patterns(config, f"{failed} ({folder.name}/{PEFT_CONFIG}")
+    for key in PATTERNS:
+        names = getattr(config, key, None) or ()
+        if isinstance(names, str) or not all(re.fullmatch(r"[\w.]+", str(name)) for name in names):
+            where = f"{failed} ({folder.name}/{PEFT_CONFIG}"
+            raise UserError(f"{where}: {key} must list names of layers, not patterns)")
     refuse_not_finite(tensors, failed)
     config.inference_mode = False
     with quietly(), user_errors(failed):
@@ -271,15 +279,3 @@ def _load_folder(module: Any, folder: Path, failed: str) -> None:
             f"{len(mine)} others)"
         )
     set_peft_model_state_dict(module, tensors)
-
-
-PATTERNS = ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern")
-
-
-def refuse_patterns(config: PeftConfig, where: str) -> None:
-    """Refuse a setting by which peft would match layers with a file's regular expression, which may
-    take forever."""
-    for key in PATTERNS:
-        names = getattr(config, key, None) or ()
-        if isinstance(names, str) or not all(re.fullmatch(r"[\w.]+", str(name)) for name in names):
-            raise UserError(f"{where}: {key} must list names of layers, not patterns)")

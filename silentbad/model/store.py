@@ -15,7 +15,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
 import torch
 from filelock import FileLock
 from safetensors import safe_open
@@ -56,12 +55,6 @@ def digest(*parts: Any) -> str:
 def text_keys(texts: list[str]) -> np.ndarray:
     """(N,) keys of texts."""
     return np.array([hashlib.sha256(text.encode()).digest()[:16] for text in texts], dtype=KEY)
-
-
-def content_keys(contents: pa.ChunkedArray) -> np.ndarray:
-    """(R,) keys of the records' pixels, from their hashes in hexadecimal."""
-    keys = [[bytes.fromhex(content[:32]) for content in block] for block in blocks(contents)]
-    return np.concatenate([np.array(part, dtype=KEY) for part in keys])
 
 
 class Store:
@@ -261,7 +254,11 @@ class Cached:
             moments = self.encoder.moments(pixels).to(self.encoder.vae.dtype)
             return refuse_not_finite(moments, lambda k: self._named("vae", rows[numbers[k]]))
 
-        keys, transform = content_keys(self.records.column("content"))[rows], reader.transform
+        transform = reader.transform
+        contents = (
+            content for block in blocks(self.records.column("content")) for content in block
+        )
+        keys = np.array([bytes.fromhex(content[:32]) for content in contents], dtype=KEY)[rows]
         cut = (transform.resolution, transform.interpolation, transform.center_crop)
         facts = [self.encoder.vae, *cut, *(shape or ())]
         store = self._open("posteriors", facts, keys, encode([0])[0])

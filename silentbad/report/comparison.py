@@ -61,6 +61,10 @@ def compare(folders: Sequence[str | Path]) -> tuple[str, list[list[Cell]]]:
         if run is not runs[0]
         for key in keys
     ]
+    shown: list[list[Cell]] = [
+        [name, key, supported(mean, ends), interval_text(ends), targets]
+        for name, key, mean, *ends, targets in gaps
+    ]
     rates = [run.rates(label, kind) for label, run, kind in measured]
     means = [run.series(label, kind, lambda s: s.mean) for label, run, kind in measured]
     errors = [run.series(label, kind, clean_error) for label, run, kind in measured]
@@ -71,7 +75,7 @@ def compare(folders: Sequence[str | Path]) -> tuple[str, list[list[Cell]]]:
         "count": len(runs),
         "unlike": _unlike(runs),
         "scores": Table([*head, "clean eps-MSE"], scores, right=True),
-        "gaps": Table(gap_head, list(map(_gap_row, gaps)), right=True),
+        "gaps": Table(gap_head, shown, right=True),
         "figures": [
             *pages.lines(rates, "Recovery rate (CIR)", y_range=(0, 1)),
             *pages.lines(means, "Mean similarity"),
@@ -112,13 +116,6 @@ def _last_scores(run: RecordedRun, kind: str) -> list[Cell]:
         short(last.max),
         clean_error(last),
     ]
-
-
-def _gap_row(row: list[Cell]) -> list[Cell]:
-    """A difference in the digits that its interval supports."""
-    name, score, mean, low, high, targets = row
-    interval = (low, high)
-    return [name, score, supported(mean, interval), interval_text(interval), targets]
 
 
 def _notes(name: str, run: RecordedRun) -> list[str]:

@@ -125,10 +125,14 @@ def _on_placebo(record: Record) -> list[str]:
     if (placebo := record.placebo) is None:
         return []
     low, high = map(rounded, placebo.interval)
+    few = "one target" if placebo.targets == 1 else f"these {placebo.targets} targets"
+    over = f"over the images of {few}"
+    if placebo.targets >= FEW_TARGETS:
+        over = f"over {placebo.targets} targets"
     found = (
         "Training on placebo data, which never shows an exact element, gives "
         f"{rounded(placebo.cir)}: the difference is {rounded(placebo.difference)} (95 % interval "
-        f"{low} to {high}, {_targets(placebo.targets)})."
+        f"{low} to {high}, {over})."
     )
     if placebo.thresholds is None:
         return [found]
@@ -139,11 +143,6 @@ def _on_placebo(record: Record) -> list[str]:
 def not_comparable(what: str, found: Sequence[str]) -> str:
     """That runs were measured by different means."""
     return f"The runs used different {what}, so rates are not comparable: {'; '.join(found)}."
-
-
-def _targets(n: int) -> str:
-    few = "over the images of one target" if n == 1 else f"over the images of these {n} targets"
-    return f"over {n} targets" if n >= FEW_TARGETS else few
 
 
 def probability(p: float) -> str:
