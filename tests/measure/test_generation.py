@@ -89,7 +89,7 @@ def test_sampling_that_begins_beyond_the_schedule_is_one_line():
     settings = {**pipe.scheduler.config, "timestep_spacing": "leading", "steps_offset": 1}
     parts = {**pipe.components, "scheduler": type(pipe.scheduler).from_config(settings)}
     Sampler(parts, ValidationConfig(num_inference_steps=500), 0)
-    with pytest.raises(UserError, match="num_inference_steps: 1000 steps .* begin at timestep 1000 of 1000"):
+    with pytest.raises(UserError, match="num_inference_steps: 1000 steps begin at timestep 1000 of 1000"):
         Sampler(parts, ValidationConfig(num_inference_steps=1000), 0)
 
 
