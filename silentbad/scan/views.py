@@ -38,41 +38,31 @@ class Views:
 
     def __init__(self, folder: Path, key: str):
         self.folder = folder
-        self.captions = list[str]()
+        self.files = {name: folder / name for name in ("key", "views", "captions")}
         with writing("--output_dir", str(folder)):
             folder.mkdir(parents=True, exist_ok=True)
-            if self._read("key") != key:
-                for name in ("views", "captions", "key"):
-                    (folder / name).unlink(missing_ok=True)
-                (folder / "key").write_text(key)
-        self._resume()
-
-    def _read(self, name: str) -> str:
-        file = self.folder / name
-        return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-
-    def _resume(self) -> None:
-        """Keep the records that both files hold whole, up to the first damaged one."""
-        views = self.folder / "views"
-        whole_views = (views.stat().st_size if views.is_file() else 0) // BYTES
-        lines = self._read("captions").split("\n")[:-1][:whole_views]
-        self.captions = [*_texts(lines)]
-        kept = len(self.captions)
-        sizes = {"views": kept * BYTES, "captions": sum(len(line) + 1 for line in lines[:kept])}
-        with writing("--output_dir", str(self.folder)):
-            for name, size in sizes.items():
-                with (self.folder / name).open("ab") as opened:
-                    opened.truncate(size)
+            for file in self.files.values():
+                file.touch()
+            if self.files["key"].read_text(errors="replace") != key:
+                self.files["views"].write_bytes(b"")
+                self.files["captions"].write_bytes(b"")
+                self.files["key"].write_text(key)
+            # of a stopped scan: the records that both files hold whole, up to a damaged one
+            lines = self.files["captions"].read_text(encoding="utf-8", errors="replace")
+            whole = self.files["views"].stat().st_size // BYTES
+            self.captions = [*_texts(lines.split("\n")[:-1][:whole])]
+            kept = len(self.captions)
+            size = sum(len(json.dumps(text)) + 1 for text in self.captions)
+            os.truncate(self.files["views"], kept * BYTES)
+            os.truncate(self.files["captions"], size)
 
     def fill(self, rows: Rows) -> None:
         """Add what is missing. Raises UserError at a row that is no record, or without one."""
         have = len(self.captions)
-        views = self.folder / "views"
-        texts = self.folder / "captions"
         with (
             writing("--output_dir", str(self.folder)),
-            views.open("ab") as pixels,
-            texts.open("ab") as lines,
+            self.files["views"].open("ab") as pixels,
+            self.files["captions"].open("ab") as lines,
         ):
             for number, row in enumerate(Bar(rows(), desc="pictures")):
                 if number < have:
@@ -90,14 +80,13 @@ class Views:
     @property
     def pixels(self) -> np.ndarray:
         """(N,32,32,3) uint8, mapped from the file."""
-        return np.memmap(
-            self.folder / "views", np.uint8, "r", shape=(len(self.captions), SIDE, SIDE, 3)
-        )
+        shape = (len(self.captions), SIDE, SIDE, 3)
+        return np.memmap(self.files["views"], np.uint8, "r", shape=shape)
 
     def remove(self) -> None:
         """Nothing is left to resume; a file of someone else stays, and its folder with it."""
-        for name in ("views", "captions", "key"):
-            (self.folder / name).unlink(missing_ok=True)
+        for file in self.files.values():
+            file.unlink(missing_ok=True)
         with suppress(OSError):
             os.rmdir(self.folder)
 
