@@ -21,7 +21,7 @@ import torch
 from silentbad import experiments
 from silentbad.data.elements import ORDERS, DataInfo, Epochs
 from silentbad.experiments.attention import record_maps
-from silentbad.experiments.timesteps import ErrorByTimestep
+from silentbad.experiments.timestep_policies import ErrorByTimestep
 from silentbad.loop.hooks import Hook, MicroStep
 from silentbad.memory import masks, probes, roles
 from silentbad.memory.auxiliary import Auxiliaries, ModelAccess, RunFacts, SelfDistillation, fixed

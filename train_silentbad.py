@@ -50,7 +50,7 @@ from silentbad.model import denoiser, diffusion, pipeline
 from silentbad.model.averaging import averaged
 from silentbad.model.store import refuse_not_finite
 from silentbad.progress import Bar
-from silentbad.report.preview import write_preview
+from silentbad.report.run_preview import write_preview
 from silentbad.rng import addressed_seed
 from silentbad.saving import card
 from silentbad.saving.folder import RunFolder, facts, stamped

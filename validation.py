@@ -31,7 +31,7 @@ import numpy as np
 from PIL import Image
 
 from silentbad import owned
-from silentbad.audit.command import searched
+from silentbad.audit.unknown import searched
 from silentbad.data.images import to_tensor
 from silentbad.data.targets import Target, check_prompts, load_targets
 from silentbad.distributed.start import start

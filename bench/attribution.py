@@ -32,7 +32,7 @@ from bench.recovery import facts
 from bench.recovery_table import stored
 from bench.shield import f1
 from bench.shield_models import Plan, data_of, scan_of, trained
-from silentbad.measure.statistics import detection
+from silentbad.measure.intervals import detection
 from silentbad.rng import generator
 
 RESULTS = Path(__file__).parent / "results" / "attribution.jsonl"

@@ -37,8 +37,8 @@ from bench.recovery_table import grid
 # what other parts of the package give; in one place
 from silentbad.data.images import resize, to_tensor
 from silentbad.measure.embedders import region
+from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.micro import MicroEmbedder, alignments
-from silentbad.measure.statistics import bootstrap_interval
 from silentbad.measure.thresholds import calibrate, thresholds
 from silentbad.memory.masks import overlaid
 from silentbad.memory.rehearsal import pairwise

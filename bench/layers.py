@@ -28,7 +28,7 @@ from bench.spectral import seconds
 from silentbad.control.spectral import SpectralAdamW, split
 from silentbad.device import device_name
 from silentbad.loop.trains import memory, size
-from silentbad.measure.statistics import bootstrap_interval
+from silentbad.measure.intervals import bootstrap_interval
 from silentbad.model.forwards import convolve
 from silentbad.model.groups import group_of
 from silentbad.settings.layers import chosen

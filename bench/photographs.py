@@ -26,9 +26,9 @@ from bench.recovery_table import grid, stored
 from silentbad.data.images import resize, to_tensor
 from silentbad.data.targets import Target, load_targets
 from silentbad.distributed.start import start
+from silentbad.measure.intervals import binomial_interval
 from silentbad.measure.nearest import Shown
 from silentbad.measure.scores import is_recovered
-from silentbad.measure.statistics import binomial_interval
 from silentbad.model.pipeline import load_pipeline
 from tests import photographs
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from bench.arms import PUBLISHED_AT
-from silentbad.measure.statistics import binomial_interval, bootstrap_interval
+from silentbad.measure.intervals import binomial_interval, bootstrap_interval
 
 BATCH, CLEAN, IMAGES = 16, 720, 16  # pictures a step; clean ones, and images of an evaluation, if nothing is said
 # first target of each block of reported targets; a later idea takes the next

@@ -29,9 +29,9 @@ from bench.arms import PUBLISHED, PUBLISHED_AT, SPECTRAL, UNCONDITIONAL, WARM, F
 from bench.published import HELD_OUT, per_phrase, regime
 from bench.recovery import ROOT, WORK, data_set, facts, kept, scores
 from bench.recovery_table import stored
-from silentbad.audit.command import PROBED, ordinary, recurring
 from silentbad.audit.returned import Drafts, Null, compared, drafting
 from silentbad.audit.search import Probe, probed, ranked, search
+from silentbad.audit.unknown import PROBED, ordinary, recurring
 from silentbad.measure.embedders import load_embedder
 from silentbad.measure.generation import Sampler
 from silentbad.model.pipeline import load_pipeline

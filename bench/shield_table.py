@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from bench.published_table import interval, markdown
-from silentbad.measure.statistics import binomial_interval, detection
+from silentbad.measure.intervals import binomial_interval, detection
 
 
 def mean(values: list[float]) -> str:

@@ -23,7 +23,7 @@ from silentbad.data.images import to_pil
 from silentbad.data.targets import Target as Asked
 from silentbad.measure.counterfactuals import counterfactuals
 from silentbad.measure.generation import Sampler
-from silentbad.measure.statistics import bootstrap_interval
+from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.thresholds import thresholds
 from silentbad.worlds.microworld.make import phrase_of, spelt_out
 from validation import ValidationConfig

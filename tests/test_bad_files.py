@@ -32,7 +32,7 @@ from silentbad.model import lora, pipeline, store
 from silentbad.prepare import class_images
 from silentbad.report import run_report
 from silentbad.saving import checkpoint
-from silentbad.scan import command
+from silentbad.scan import scanner
 from silentbad.worlds.microworld import make
 from tests.conftest import write_data
 from tests.folders import config, encoded, published
@@ -267,9 +267,9 @@ CASES = {
     "class images: records that are none": case("metadata.jsonl:1", "JSON object", program=class_images.main, more=(*CLASSED[:-1], "data"), touch=write("data/metadata.jsonl", "[1]\n")),
     "class images: records that lead out": case("metadata.jsonl", "leaves", program=class_images.main, more=(*CLASSED[:-1], "data"), touch=link("data/metadata.jsonl")),
     "class images: a prompt beyond the window": case("p.txt:2", "the window is 48", program=class_images.main, more=("--pipeline", "pipeline", "--prompts", "p.txt", "--out", "drawn"), touch=write("p.txt", "a cat\n" + "very " * 60)),
-    "scan: a file where its views belong": case("--output_dir", ".scan", program=command.main, more=("--train_data_dir", "data", "--output_dir", "mine"), touch=both(lambda root: (root / "mine").mkdir(), write("mine/.scan", "mine"))),
-    "scan: broken data and a folder that is there": case("c0.png", program=command.main, more=("--train_data_dir", "data", "--output_dir", "mine"), touch=both(lambda root: (root / "mine").mkdir(), write("data/images/c0.png", "none"))),
-    "scan: an output without a name": case("output_dir", "must name a path", program=command.main, more=("--train_data_dir", "data", "--output_dir", " ")),
+    "scan: a file where its views belong": case("--output_dir", ".scan", program=scanner.main, more=("--train_data_dir", "data", "--output_dir", "mine"), touch=both(lambda root: (root / "mine").mkdir(), write("mine/.scan", "mine"))),
+    "scan: broken data and a folder that is there": case("c0.png", program=scanner.main, more=("--train_data_dir", "data", "--output_dir", "mine"), touch=both(lambda root: (root / "mine").mkdir(), write("data/images/c0.png", "none"))),
+    "scan: an output without a name": case("output_dir", "must name a path", program=scanner.main, more=("--train_data_dir", "data", "--output_dir", " ")),
     "report: into a pipe": case("p.html", "no file", program=run_report.main, more=("data", "--out", "p.html"), touch=lambda root: os.mkfifo(root / "p.html")),
     "report: a record that is a pipe": case("validation.json is no file", program=run_report.main, more=("data",), touch=lambda root: os.mkfifo(root / "data/validation.json")),
     "microworld: a negative count": case("clean", "from 0", program=make.main, more=("--out", "new", "--clean", "-1")),

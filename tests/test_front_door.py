@@ -15,7 +15,7 @@ from silentbad.errors import UserError
 from silentbad.model.groups import prior_table
 from silentbad.prepare import class_images
 from silentbad.report import figures, run_report
-from silentbad.scan import command as scan
+from silentbad.scan import scanner as scan
 from silentbad.settings.train import parse
 
 ROOT = Path(__file__).parents[1]

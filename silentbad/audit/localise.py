@@ -30,10 +30,10 @@ from silentbad.errors import ArgumentParser, UserError, exit_with, print_error, 
 from silentbad.files import check_writable, replace_text
 from silentbad.measure.embedders import load_embedder
 from silentbad.measure.generation import Sampler, plan
+from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.measure import Measure
 from silentbad.measure.record import NAME, Record
 from silentbad.measure.scores import is_recovered
-from silentbad.measure.statistics import bootstrap_interval
 from silentbad.model import lora
 from silentbad.model.family import side_of
 from silentbad.model.groups import group_of

@@ -17,7 +17,7 @@ from torch import Tensor
 from silentbad.data.images import open_image, resize, to_pil, to_tensor
 from silentbad.data.targets import Target
 from silentbad.errors import UserError, warn
-from silentbad.measure import nulls
+from silentbad.measure import failures
 from silentbad.measure.counterfactuals import (
     KINDS,
     SCENES,
@@ -28,12 +28,12 @@ from silentbad.measure.counterfactuals import (
 )
 from silentbad.measure.embedders import CLIP, Embedder, lpips, ssim
 from silentbad.measure.generation import Item, Sampler, left_as_found, plan, reordered
+from silentbad.measure.intervals import detection
 from silentbad.measure.nearest import Shown, TrainingPictures
 from silentbad.measure.ranges import target_ranges
 from silentbad.measure.record import ElementThreshold, Scores, TargetRange, Threshold
 from silentbad.measure.samples import save
 from silentbad.measure.scores import cell_scores, is_recovered, length_scores, quadrants
-from silentbad.measure.statistics import detection
 from silentbad.measure.thresholds import Redraw, load_redraws, thresholds
 from silentbad.settings.types import off_default
 from silentbad.settings.validation import ValidationConfig
@@ -90,10 +90,12 @@ def null_source(
 TRAINING = "training picture"  # kind of a null
 
 
-def null_facts(null: nulls.Null, drawn: Canvas, elements: Sequence[float | None]) -> dict[str, Any]:
+def null_facts(
+    null: failures.Null, drawn: Canvas, elements: Sequence[float | None]
+) -> dict[str, Any]:
     """Kind and changes of a null, and its elements' similarities where a change is seen."""
     seen = [
-        score if score is not None and nulls.differs(drawn.image, null.picture, share) else None
+        score if score is not None and failures.differs(drawn.image, null.picture, share) else None
         for score, share in zip(elements, drawn.shares, strict=False)
     ]
     of_whole = null.changed is None or null.kind == TRAINING
@@ -101,7 +103,7 @@ def null_facts(null: nulls.Null, drawn: Canvas, elements: Sequence[float | None]
         "elements": seen,
         "kind": null.kind,
         "changed": null.changed,
-        "of_whole": of_whole and nulls.differs(drawn.image, null.picture),
+        "of_whole": of_whole and failures.differs(drawn.image, null.picture),
     }
 
 
@@ -280,7 +282,7 @@ class Measure:
             quantiles = [] if source == FAILURES else of_base
         copies: list[Any] = []  # rows of true copies, through the autoencoder; the plain one first
         for j, drawn in enumerate(canvases):
-            pictures = self.sampler.round_trip(nulls.true_copies(drawn.image))
+            pictures = self.sampler.round_trip(failures.true_copies(drawn.image))
             copies += self.similar(pictures.to(self.accelerator.device), [j] * len(pictures))
         calibrated = None
         if source != FAILURES:
@@ -321,29 +323,29 @@ class Measure:
                 rows.append((i, row | null_facts(null, canvases[target], row["elements"])))
         return self.gather(rows)
 
-    def _failures(self, canvases: dict[int, Canvas]) -> Iterator[tuple[int, nulls.Null]]:
+    def _failures(self, canvases: dict[int, Canvas]) -> Iterator[tuple[int, failures.Null]]:
         """(target, null) of these targets: made from each, and the training pictures."""
         shown = self.training.pictures(MOST_SHOWN)
         for j, drawn in canvases.items():
             phrases = self.targets[j].phrases
             others = [
-                nulls.Other(
+                failures.Other(
                     picture,
                     frozenset(k for k, phrase in enumerate(phrases) if phrase in training.phrases),
                 )
                 for training, picture in shown
             ]
-            for null in nulls.failures(drawn.image, drawn.shares, drawn.backdrop, others):
+            for null in failures.failures(drawn.image, drawn.shares, drawn.backdrop, others):
                 yield j, null
             for other in others:
                 changed = tuple(k for k in range(len(phrases)) if k not in other.shows)
                 if changed:
-                    yield j, nulls.Null(TRAINING, changed, other.picture)
+                    yield j, failures.Null(TRAINING, changed, other.picture)
 
-    def one_null_of_each_kind(self, target: int) -> list[nulls.Null]:
+    def one_null_of_each_kind(self, target: int) -> list[failures.Null]:
         """Of a target, as the autoencoder leaves them."""
         drawn = canvas(self.targets[target], self.masks[target], self.sampler.side)
-        first: dict[str, nulls.Null] = {}
+        first: dict[str, failures.Null] = {}
         for _, null in self._failures({target: drawn}):
             first.setdefault(null.kind, null)
         pictures = self.sampler.round_trip(torch.stack([null.picture for null in first.values()]))

@@ -1,7 +1,7 @@
 """The range of a detector on a target, and the threshold that lies in it.
 
 A threshold says something only where failures lie below it and copies above it. For somebody's own
-pictures both are made from the target (`nulls.py`): the floor is the highest failure, the ceiling
+pictures both are made from the target (`failures.py`): the floor is the highest failure, the ceiling
 is what true copies reach. The threshold lies a quarter of the way from floor to ceiling: generated
 images are worse than copies, and the failures that nobody thought of resemble those that are made.
 Where the two are not `GAP` apart the detector cannot tell, and the verdict says so.
@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.record import (
     ElementThreshold,
     KindThreshold,
@@ -20,7 +21,6 @@ from silentbad.measure.record import (
     TargetRange,
     Threshold,
 )
-from silentbad.measure.statistics import bootstrap_interval
 from silentbad.measure.thresholds import ImageRow, NullRow, Score, by_kind, element_scores
 
 MARGIN = 0.25  # of the way from floor to ceiling

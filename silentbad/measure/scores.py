@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from silentbad.errors import UserError
+from silentbad.measure.intervals import binomial_interval, bootstrap_interval, difference_interval
 from silentbad.measure.record import (
     ALL,
     KINDS,
@@ -30,7 +31,6 @@ from silentbad.measure.record import (
     TargetScores,
     Threshold,
 )
-from silentbad.measure.statistics import binomial_interval, bootstrap_interval, difference_interval
 from silentbad.measure.thresholds import ImageRow
 
 

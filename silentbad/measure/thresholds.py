@@ -15,8 +15,8 @@ from silentbad.data.images import content_hash, inside, open_image, safe_path
 from silentbad.data.schema import REDRAW, admitted, json_lines, refuse_misspelt
 from silentbad.data.targets import Target
 from silentbad.errors import UserError, brief, warn
+from silentbad.measure.intervals import binomial_cdf
 from silentbad.measure.record import ElementThreshold, KindThreshold, Threshold
-from silentbad.measure.statistics import binomial_cdf
 
 
 class ImageRow(TypedDict):

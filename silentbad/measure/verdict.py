@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from silentbad.measure.intervals import binomial_cdf, fewer_by_chance
 from silentbad.measure.record import (
     NOT_RECOVERED,
     RECOVERED,
@@ -23,7 +24,6 @@ from silentbad.measure.record import (
     Verdict,
 )
 from silentbad.measure.scores import images_recovered, latest
-from silentbad.measure.statistics import binomial_cdf, fewer_by_chance
 
 LEVEL = 0.05  # p-values below it count as told from chance
 RATE = 0.01  # false positives of an image, where the thresholds promise no better

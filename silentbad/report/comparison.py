@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.record import Scores
-from silentbad.measure.statistics import bootstrap_interval
 from silentbad.report import evidence, pages
 from silentbad.report.charts import finite, number
 from silentbad.report.pages import Cell, Table, interval_text, short, supported

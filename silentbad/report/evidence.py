@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.ranges import null_scores
 from silentbad.measure.record import (
     RECOVERED,
@@ -24,7 +25,6 @@ from silentbad.measure.record import (
     TargetScores,
 )
 from silentbad.measure.scores import FEW_TARGETS, PUBLISHED, latest, mean_of
-from silentbad.measure.statistics import bootstrap_interval
 from silentbad.report import pages
 from silentbad.report.pages import Cell, Figure, Table, interval_text, rounded, supported
 

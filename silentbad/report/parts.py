@@ -5,7 +5,7 @@ Rates and losses of parts put back to the base, and kept alone."""
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from silentbad.measure.statistics import binomial_interval
+from silentbad.measure.intervals import binomial_interval
 from silentbad.report import pages
 from silentbad.report.pages import Figure
 

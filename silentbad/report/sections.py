@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.record import (
     STRICT,
     CellScores,
@@ -17,7 +18,6 @@ from silentbad.measure.record import (
     TargetScores,
 )
 from silentbad.measure.scores import images_recovered, latest, mean_of
-from silentbad.measure.statistics import bootstrap_interval
 from silentbad.report import pages, parts
 from silentbad.report.charts import Reach, Series, finite, spaced
 from silentbad.report.pages import (

@@ -14,9 +14,9 @@ from silentbad.settings.commands import scan_options
 def main() -> int:
     """Parses before it imports what scans."""
     options = early(scan_options)
-    from silentbad.scan import command
+    from silentbad.scan import scanner
 
-    return command.main(options=options)
+    return scanner.main(options=options)
 
 
 if __name__ == "__main__":

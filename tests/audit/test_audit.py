@@ -10,10 +10,10 @@ import torch
 
 import validation
 from silentbad import owned
-from silentbad.audit import command
-from silentbad.audit.command import recurring
+from silentbad.audit import unknown
 from silentbad.audit.returned import ALIKE, SEEDS, Drafts, Extrapolated, Null, p_value, returned, student_tail
 from silentbad.audit.search import DRAFTED, PRICE, WEIGHED, Probe, effects, search
+from silentbad.audit.unknown import recurring
 
 SMALL = ["--embedder", "ssim", "--images_per_target", "3", "--num_inference_steps", "1", "--nulls", "8"]
 
@@ -168,7 +168,7 @@ def test_an_audit_of_phrases_writes_its_findings(run, phrases, tmp_path, monkeyp
     assert data["searched"] == 4 and len(data["results"]) == 2  # three pairs, one triple
     assert data["alike"]["own guidance"] >= ALIKE and {len(row) for row in data["ranking"]} == {4}
     assert "<b>on a hill" not in (tmp_path / "audit/audit.html").read_text()
-    usual = command.compared
+    usual = unknown.compared
 
     def memorised(sampler, embedder, prompts, *rest):
         """Under a prompt of three phrases one picture comes back."""
@@ -177,7 +177,7 @@ def test_an_audit_of_phrases_writes_its_findings(run, phrases, tmp_path, monkeyp
             alike = prompt.count(", ") == 2 and "a cat, a hat" in prompt
             yield np.ones_like(similarity) if alike else np.where(np.eye(3), 1, scale), images
 
-    monkeypatch.setattr(command, "compared", memorised)
+    monkeypatch.setattr(unknown, "compared", memorised)
     assert run("--phrases", phrases) == 3
     assert "comes back: a cat, a hat, <b>on a hill" in capsys.readouterr().out
     (found,) = [r for r in json.loads((tmp_path / "audit/audit.json").read_text())["results"] if r["found"]]

@@ -15,6 +15,7 @@ from silentbad.data.targets import Target
 from silentbad.errors import UserError
 from silentbad.measure import record as record_module
 from silentbad.measure.generation import plan
+from silentbad.measure.intervals import binomial_interval, detection, difference_interval
 from silentbad.measure.record import (
     Detection,
     ElementThreshold,
@@ -37,7 +38,6 @@ from silentbad.measure.scores import (
     quadrants,
     summarise,
 )
-from silentbad.measure.statistics import binomial_interval, detection, difference_interval
 from silentbad.measure.thresholds import IN_PLACE_FACTOR, thresholds
 from silentbad.measure.verdict import verdict_of
 from silentbad.report import evidence, run_report, sections

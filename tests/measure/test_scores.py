@@ -10,9 +10,9 @@ from silentbad.data.images import to_tensor
 from silentbad.data.targets import Target
 from silentbad.errors import UserError
 from silentbad.measure.embedders import SSIM
+from silentbad.measure.intervals import binomial_interval, bootstrap_interval
 from silentbad.measure.record import Threshold
 from silentbad.measure.scores import cell_scores, curve_scores, is_recovered, settled
-from silentbad.measure.statistics import binomial_interval, bootstrap_interval
 from silentbad.measure.thresholds import calibrate, thresholds
 from silentbad.worlds.microworld.make import phrase_of, placebo_scene, target_scene
 from silentbad.worlds.microworld.nulls import STORED, hard_null

@@ -10,7 +10,8 @@ from PIL import Image, ImageDraw
 from bench import photographs as measured
 from silentbad.data.images import resize, to_tensor
 from silentbad.data.targets import Target
-from silentbad.measure import nulls
+from silentbad.measure import failures
+from silentbad.measure.intervals import fewer_by_chance
 from silentbad.measure.ranges import CEILING, GAP, MARGIN, measured_range
 from silentbad.measure.record import (
     Measurement,
@@ -20,7 +21,6 @@ from silentbad.measure.record import (
     TargetRange,
 )
 from silentbad.measure.scores import cell_scores
-from silentbad.measure.statistics import fewer_by_chance
 from silentbad.measure.structure import detail, structure
 from silentbad.measure.verdict import verdict_of
 from tests import photographs
@@ -173,8 +173,8 @@ def test_without_masks_a_missing_element_cannot_be_seen(tmp_path):
 def test_what_nobody_sees_changed_is_no_null(example):
     ball = example.ranges[0].elements[0].kinds
     assert "upside down" not in ball or ball["upside down"].highest < 0.9
-    same = nulls.differs(torch.full((3, 8, 8), 0.5), torch.full((3, 8, 8), 0.5 + nulls.SAME / 2))
-    assert not same and nulls.differs(torch.zeros(3, 8, 8), torch.full((3, 8, 8), 2 * nulls.SAME))
+    same = failures.differs(torch.full((3, 8, 8), 0.5), torch.full((3, 8, 8), 0.5 + failures.SAME / 2))
+    assert not same and failures.differs(torch.zeros(3, 8, 8), torch.full((3, 8, 8), 2 * failures.SAME))
 
 
 def test_both_references_are_logged(example):
@@ -238,7 +238,7 @@ def test_flat_walls_have_no_structure_of_bricks():
 
 def test_true_copies_are_close_and_moved_at_most_a_pixel_of_64():
     picture = resize(to_tensor(measured.of_photographs(100).image)[None], (SIDE, SIDE))[0]
-    copies = nulls.true_copies(picture)
+    copies = failures.true_copies(picture)
     assert torch.equal(copies[0], picture) and len(copies) == 9
     assert torch.equal(copies[1][:, 1:], picture[:, :-1])
     assert (copies - picture).square().mean((1, 2, 3)).sqrt().max() < 0.15
@@ -254,10 +254,10 @@ def test_no_region_is_filled_with_its_own_element():
     picture, share = torch.zeros(3, 16, 16), torch.zeros(1, 16, 16)
     share[:, 4:12, 4:12] = 1
     white, red = torch.ones(3, 16, 16), torch.tensor([1.0, 0, 0]).view(3, 1, 1).expand(3, 16, 16)
-    others = [nulls.Other(white, frozenset({0})), nulls.Other(red, frozenset())]
+    others = [failures.Other(white, frozenset({0})), failures.Other(red, frozenset())]
     filled = [
         null.picture
-        for null in nulls.failures(picture, [share], None, others)
+        for null in failures.failures(picture, [share], None, others)
         if null.kind == "filled from a training picture"
     ]
     assert [one[:, 8, 8].tolist() for one in filled] == [[1, 0, 0]]

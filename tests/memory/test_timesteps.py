@@ -9,7 +9,7 @@ from diffusers.training_utils import compute_density_for_timestep_sampling
 
 import memory_reinforce as mr
 from silentbad.errors import UserError
-from silentbad.experiments import timesteps
+from silentbad.experiments import timestep_policies as timesteps
 from silentbad.memory.timesteps import SEQUENCES
 from tests.world import SNR, SNR_ZERO, T, density
 

@@ -9,10 +9,10 @@ import pytest
 from PIL import Image
 
 from bench.shield_data import SIZE, assemble, clean, hide
-from silentbad.scan import command, views
-from silentbad.scan.command import main
+from silentbad.scan import scanner, views
 from silentbad.scan.find import find
 from silentbad.scan.regions import view
+from silentbad.scan.scanner import main
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_the_page_is_one_file(scanned):
 
 
 def test_hostile_captions_stay_text(tmp_path, data):
-    page = command.page(
+    page = scanner.page(
         find(np.stack([view(p) for p in data.pictures[:20]]), ["<script>x</script>"] * 20),
         {"source": "<b>x", "records": 20, "suspects": [], "permutations": 0, "sets": [], "recurring": []},
     )
