@@ -77,58 +77,50 @@ def as_trained(run: "Run", batch: dict[str, Any], draw: int) -> Tensor:
 
 def sample_shot(picture: Tensor, batch: dict[str, Any], i: int) -> Shot:
     """A sample with its caption; dark outside its mask."""
-    masked = bool(batch["has_mask"][i])
-    if masked:
-        height, width = picture.shape[-2:]
-        mask = resize(batch["mask"][i][None].float().cpu(), (height, width))[0]
-        picture = picture * (SHADE + (1 - SHADE) * mask)
+    mask = batch["mask"][i] if batch["has_mask"][i] else None
     phrases = ", ".join(batch["phrases"][i] or ()) or "no phrase"
-    role = batch["role"][i] + ("" if masked else ", no mask")
-    return pages.shot(levels(picture), brief(batch["text"][i]), f"{role}: {phrases}")
+    role = batch["role"][i] + (", no mask" if mask is None else "")
+    return shot_of(picture, brief(batch["text"][i]), f"{role}: {phrases}", mask)
 
 
-def levels(picture: Tensor) -> np.ndarray:
-    """A picture (3,H,W) in [0,1] -> (H,W,3) uint8."""
-    return np.asarray(to_pil(picture))
+def shot_of(picture: Tensor, caption: str, score: str, mask: Tensor | None = None) -> Shot:
+    """A picture (3,H,W) in [0,1] of the page; dark outside a mask (1,h,w)."""
+    if mask is not None:
+        height, width = picture.shape[-2:]
+        inside = resize(mask[None].float().cpu(), (height, width))[0]
+        picture = picture * (SHADE + (1 - SHADE) * inside)
+    return pages.shot(np.asarray(to_pil(picture)), caption, score)
 
 
 # -- what a verdict is measured against ---------------------------------------------------------
 def of_targets(recovery: "RecoveryHook", model: Any) -> list[dict[str, Any]]:
     """Each target, its elements, one null of each kind, and its ranges."""
     ranges = recovery.calibrate(model)
+    side = recovery.sampler.side
     shown: list[dict[str, Any]] = []
-    for j, (target, told) in enumerate(zip(recovery.targets, ranges, strict=True)):
+    for j, (target, measured) in enumerate(zip(recovery.targets, ranges, strict=True)):
         picture = to_tensor(target.image)
-        side = (recovery.sampler.side, recovery.sampler.side)
-        small = resize(picture[None], side)
         with recovery.using(model):
-            decoded = recovery.sampler.round_trip(small)[0]
+            decoded = recovery.sampler.round_trip(resize(picture[None], (side, side)))[0]
             nulls = recovery.measure.one_null_of_each_kind(j)
         width, height = target.image.size
         strip = [
-            pages.shot(levels(picture), "the target's file", f"{width}x{height}"),
-            pages.shot(levels(decoded), "through the autoencoder", f"{side[0]}x{side[1]}"),
+            shot_of(picture, "the target's file", f"{width}x{height}"),
+            shot_of(decoded, "through the autoencoder", f"{side}x{side}"),
         ]
         for phrase, mask in zip(target.phrases, target.masks, strict=False):
             if mask is not None:
-                inside = resize(to_tensor(mask)[None, :1], side)[0]
-                strip.append(
-                    pages.shot(levels(decoded * (SHADE + (1 - SHADE) * inside)), phrase, "its mask")
-                )
-        rows = [["the whole", range_text(told.whole)]]
-        for phrase, part in zip(target.phrases, told.elements, strict=False):
-            rows.append(
-                [phrase, "no mask: nothing is known of it" if part is None else range_text(part)]
-            )
+                strip.append(shot_of(decoded, phrase, "its mask", to_tensor(mask)[:1]))
+        rows = [["the whole", range_text(measured.whole)]]
+        for phrase, part in zip(target.phrases, measured.elements, strict=False):
+            nothing = "no mask: nothing is known of it"
+            rows.append([phrase, nothing if part is None else range_text(part)])
         shown.append(
             {
                 "name": target.target_id,
                 "prompt": target.composed_prompt,
                 "strip": strip,
-                "nulls": [
-                    pages.shot(levels(null.picture), null.kind, changes(target, null))
-                    for null in nulls
-                ],
+                "nulls": [shot_of(n.picture, n.kind, changes(target, n)) for n in nulls],
                 "ranges": Table(["of", "range"], rows),
             }
         )
