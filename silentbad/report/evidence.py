@@ -178,32 +178,17 @@ def range_text(one: Range) -> str:
 
 
 # -- what else would have counted ------------------------------------------------------------------
-@dataclass
-class Rates:
-    """The same images by each endpoint; None where the record does not say."""
-
-    strict: float | None
-    interval: tuple[float, float] | None
-    whole: float | None
-    published: float | None
-    elements: float | None
-
-    def cells(self) -> list[Cell]:
-        values = (self.whole, self.published, self.elements)
-        interval = interval_text(self.interval)
-        return [supported(self.strict, self.interval), interval, *map(rounded, values)]
-
-
-def rates(cells: Sequence[CellScores], endpoint: str) -> Rates:
-    """Of one cell, or the mean over several of a kind, by target."""
+def rates(cells: Sequence[CellScores], endpoint: str) -> list[Cell]:
+    """By each endpoint (strict, its interval, whole, published, elements), of one cell or the mean
+    over several of a kind, by target."""
     strict = endpoint == STRICT
     if len(cells) == 1:
         (one,) = cells
         best = [float(target.max > PUBLISHED) for target in one.targets.values()]
         published = mean_of(best) if one.published is None else one.published
         if not strict:
-            return Rates(None, None, one.cir, published, one.element_rate)
-        return Rates(one.cir, one.interval, one.whole, published, one.element_rate)
+            return rate_cells(None, None, one.cir, published, one.element_rate)
+        return rate_cells(one.cir, one.interval, one.whole, published, one.element_rate)
     by_target: dict[str, list[TargetScores]] = {}
     for cell in cells:
         for name, scores in cell.targets.items():
@@ -214,15 +199,19 @@ def rates(cells: Sequence[CellScores], endpoint: str) -> Rates:
         return mean_of(mean_of(map(value, group)) for group in groups)
 
     low, high = bootstrap_interval([float(np.mean([t.rate for t in group])) for group in groups])
-    rate = mean(lambda t: t.rate)
+    rate, published = mean(lambda t: t.rate), mean(lambda t: float(t.max > PUBLISHED))
     elements = mean_of(mean_of(e.rate for t in group for e in t.elements) for group in groups)
-    return Rates(
-        strict=rate if strict else None,
-        interval=(low, high) if strict and high > low else None,
-        whole=mean(lambda t: t.whole_rate) if strict else rate,
-        published=mean(lambda t: float(t.max > PUBLISHED)),
-        elements=elements,
-    )
+    if not strict:
+        return rate_cells(None, None, rate, published, elements)
+    interval = (low, high) if high > low else None
+    return rate_cells(rate, interval, mean(lambda t: t.whole_rate), published, elements)
+
+
+def rate_cells(
+    strict: float | None, interval: tuple[float, float] | None, *others: float | None
+) -> list[Cell]:
+    """Rates in the digits that an interval supports, the others in two."""
+    return [supported(strict, interval), interval_text(interval), *map(rounded, others)]
 
 
 def base_scores(record: Record) -> Scores | None:
@@ -245,14 +234,14 @@ def alternatives(record: Record, withheld: Sequence[str] = ()) -> Table:
     rows: list[list[Cell]] = []
     notes: list[str] = []
 
-    def add(name: str, asks: str, found: Rates | None) -> None:
-        if found is not None:
-            rows.append([name, *found.cells()])
+    def add(name: str, asks: str, cells: list[Cell]) -> None:
+        if cells:
+            rows.append([name, *cells])
             notes.append(asks)
 
-    def of(*cells: CellScores | None) -> Rates | None:
+    def of(*cells: CellScores | None) -> list[Cell]:
         there = [cell for cell in cells if cell is not None]
-        return rates(there, record.endpoint) if there else None
+        return rates(there, record.endpoint) if there else []
 
     last, base, cells = record.history[-1], base_scores(record), control_cells(record)
     asks = "The claim." if record.history[1:] else "One model, no training."
@@ -266,8 +255,8 @@ def alternatives(record: Record, withheld: Sequence[str] = ()) -> Table:
     add("spelt-out caption", "Do words alone give it after training?", of(cells.get("described")))
     if (placebo := record.placebo) is not None:
         asks = "Do the attributes alone give it, with no exact element shown?"
-        found = Rates(placebo.cir, None, placebo.whole, placebo.published, placebo.element_rate)
-        add("composed prompt, placebo data", asks, found)
+        others = (placebo.whole, placebo.published, placebo.element_rate)
+        add("composed prompt, placebo data", asks, rate_cells(placebo.cir, None, *others))
     for stem, (name, asks) in CONTROLS.items():
         pattern = re.compile(rf"{stem}(-\d+)?")
         numbered = [cell for key, cell in cells.items() if pattern.fullmatch(key)]
