@@ -105,14 +105,11 @@ def state(name: str, module: Any) -> dict[str, torch.Tensor]:
     tensors = plain_state(module)
     if not name.startswith("text_encoder"):
         return tensors
-    flat = not hasattr(module, "text_model")  # transformers 5 dropped a level of CLIPTextModel
-    tensors = {f"text_model.{key}" if flat else key: value for key, value in tensors.items()}
-    # and its reader, unlike diffusers' own, wants the full name of DoRA's magnitudes: others are
-    # drawn anew
-    return {
-        f"{key}.weight" if key.endswith("magnitude_vector") else key: value
-        for key, value in tensors.items()
-    }
+    # transformers 5 dropped a level of CLIPTextModel; its reader, unlike diffusers' own, wants the
+    # full name of DoRA's magnitudes: others are drawn anew
+    prefix = "" if hasattr(module, "text_model") else "text_model."
+    names = {key: ".weight" if key.endswith("magnitude_vector") else "" for key in tensors}
+    return {f"{prefix}{key}{names[key]}": value for key, value in tensors.items()}
 
 
 def plain_state(module: Any) -> dict[str, torch.Tensor]:
@@ -128,19 +125,17 @@ def save(model: Any, folder: Path) -> None:
     layers = {name: state(name, module) for name, module in modules.items()}
     configs = {name: module.peft_config["default"] for name, module in modules.items()}
     if isinstance(configs[family.backbone], LoraConfig):
-        about = {
-            f"{name}_lora_adapter_metadata": config.to_dict() for name, config in configs.items()
-        }
         named = {f"{name}_lora_layers": part for name, part in layers.items()}
-        family.pipeline.save_lora_weights(folder, **named, **about)
+        for name, config in configs.items():
+            named[f"{name}_lora_adapter_metadata"] = config.to_dict()
+        family.pipeline.save_lora_weights(folder, **named)
     else:
         for name, module in modules.items():
             config = copy.copy(configs[name])
             config.inference_mode = True
             config.save_pretrained(folder / name)
-            tensors = {
-                f"base_model.model.{key}": value for key, value in plain_state(module).items()
-            }
+            plain = plain_state(module)
+            tensors = {f"base_model.model.{key}": value for key, value in plain.items()}
             save_file(tensors, folder / name / PEFT_WEIGHTS)
     if family.kohya:
         tensors = {}
@@ -148,6 +143,13 @@ def save(model: Any, folder: Path) -> None:
             rename = partial(family.kohya_path, module) if name == family.backbone else str
             tensors |= kohya(family.kohya[name], layers[name], configs[name], rename)
         save_file(tensors, folder / KOHYA)
+
+
+KOHYAS = {  # its names of parts
+    "lora_A": "lora_down.weight",
+    "lora_B": "lora_up.weight",
+    "lora_magnitude_vector": "dora_scale",
+}
 
 
 def kohya(
@@ -166,16 +168,9 @@ def kohya(
         made[f"{name}.alpha"] = torch.tensor(alpha)
         if part == "lokr_w1" and f"{path}.lokr_w2" in tensors:
             value = value * (alpha / config.r)
-        elif (
-            part == "lora_magnitude_vector"
-        ):  # one number an output, in the shape of the layer's weight
+        elif part == "lora_magnitude_vector":  # in the shape of the layer's weight
             value = value.reshape(-1, *[1] * (tensors[f"{path}.lora_B.weight"].dim() - 1))
-        ours = {
-            "lora_A": "lora_down.weight",
-            "lora_B": "lora_up.weight",
-            "lora_magnitude_vector": "dora_scale",
-        }
-        made[f"{name}.{ours.get(part, part)}"] = value.contiguous()
+        made[f"{name}.{KOHYAS.get(part, part)}"] = value.contiguous()
     return made
 
 
