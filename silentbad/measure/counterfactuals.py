@@ -196,7 +196,10 @@ class Painter:
     def __init__(
         self, sampler: Sampler, targets: Sequence[Target], canvases: Sequence[Canvas], seed: int
     ):
-        self.sampler, self.targets, self.canvases, self.seed = sampler, targets, canvases, seed
+        self.sampler = sampler
+        self.targets = targets
+        self.canvases = canvases
+        self.seed = seed
         self.latents: dict[int, Tensor] = {}  # x0 (C,h,w) by target
 
     def paint(

@@ -12,7 +12,10 @@ from typing import NamedTuple, TypeGuard
 from markupsafe import Markup
 
 WIDTH, HEIGHT = 480, 250
-LEFT, RIGHT, TOP, BOTTOM = 60, 20, 12, 40
+LEFT = 60
+RIGHT = 20
+TOP = 12
+BOTTOM = 40
 # Okabe-Ito, darker
 COLOURS = "#0072b2 #d55e00 #009e73 #cc79a7 #8a6d00 #56b4e9 #5b5b5b #b22222".split()
 DASHES = ("", "7 4", "2 3", "9 3 2 3", "", "7 4", "2 3", "9 3 2 3")
@@ -336,8 +339,9 @@ def ranges(rows: Sequence[Reach], title: str) -> Markup:
     upright = Markup('<line class="{0}" x1="{1:.1f}" x2="{1:.1f}" y1="{2}" y2="{3}"/>')
     band = Markup('<rect class="band" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{}"/>')
     dot = Markup('<circle class="{}" cx="{:.1f}" cy="{:.1f}" r="4"/>')
-    marks, parts, counts = ticks(low, high, 4), list[Markup](), list[str]()
-    for x in marks:
+    parts = list[Markup]()
+    counts = list[str]()
+    for x in ticks(low, high, 4):
         parts.append(upright.format("grid", place(x), TOP // 2, below))
         parts.append(text_at(place(x), below + 15, tick_label(x)))
     for i, row in enumerate(rows):
