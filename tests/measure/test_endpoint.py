@@ -424,7 +424,7 @@ def test_a_record_of_schema_1_is_read_and_says_what_it_counts(tmp_path):
     record = Record.load(schema_1(tmp_path / "old") / "validation.json")
     assert record.endpoint == "whole" and record.summary[0].sustained_step is None
     table = evidence.alternatives(record)
-    assert table.rows[0] == ["composed prompt", None, None, "0.50", "1.00", "0.00"]
+    assert table.rows[0] == ["composed prompt", "–", None, "0.50", "1.00", "0.00"]
     page = run_report.render(tmp_path / "old")
     assert evidence.SCHEMA_1 in page and "Recovered by the whole alone" in page and "rate of the whole alone" in page
     assert "strict rate 0" not in evidence.verdict_sentence(record)
