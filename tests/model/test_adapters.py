@@ -13,9 +13,10 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
-from gradient_control import Controller, GradientControlConfig, prior
+from gradient_control import Controller, GradientControlConfig
 from silentbad.data.draws import Transform
 from silentbad.errors import UserError
+from silentbad.experiments.rules import prior
 from silentbad.loop import trackers
 from silentbad.memory.auxiliary import Teacher
 from silentbad.model import denoiser, lora, pipeline
