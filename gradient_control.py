@@ -165,9 +165,8 @@ def load_rule(place: str) -> Callable[..., Tensor]:
         inspect.Parameter.POSITIONAL_OR_KEYWORD
     ]:
         raise UserError(
-            f"{key}: {place} takes {inspect.signature(rule)}; a rule takes stats (a "
-            f"GroupStats) alone, "
-            "and after a * its options"
+            f"{key}: {place} takes {inspect.signature(rule)}; a rule takes stats (a GroupStats) "
+            "alone, and after a * its options"
         )
     return rule
 

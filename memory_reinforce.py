@@ -23,7 +23,7 @@ from silentbad.data.elements import ORDERS, DataInfo, Epochs
 from silentbad.experiments.attention import record_maps
 from silentbad.experiments.timestep_policies import ErrorByTimestep
 from silentbad.loop.hooks import Hook, MicroStep
-from silentbad.memory import masks, probes, roles
+from silentbad.memory import masks, probes
 from silentbad.memory.auxiliary import Auxiliaries, ModelAccess, RunFacts, SelfDistillation, fixed
 from silentbad.memory.masks import REGION
 from silentbad.memory.rehearsal import REHEARSAL, Rehearsal, Rehearsed
@@ -32,11 +32,7 @@ from silentbad.memory.timesteps import SEQUENCES, draw_timesteps, logit_normal, 
 from silentbad.memory.weightings import in_prediction, mse
 from silentbad.model import diffusion
 from silentbad.settings.check import check_part
-from silentbad.settings.memory import (
-    MemoryConfig,
-    Part,
-    check_memory,
-)
+from silentbad.settings.memory import MemoryConfig, Part, by_role, check_memory, policies
 from silentbad.settings.types import Decay, Positive, Unit
 
 Registry = dict[str, Callable[..., Any]]
@@ -223,13 +219,13 @@ class Memory(Hook):
         self.rehearsed = Rehearsed()
 
         # At which noise level, and how an error counts
-        self.policies = roles.policies(config)
+        self.policies = policies(config)
         policy_names = {config.timesteps.name, *(policy.name for policy in self.policies.values())}
         self.errors = None
         if "learning_progress" in policy_names:
             self.errors = ErrorByTimestep(len(self.snr), reduce)
         self.role_weights = {
-            role: settings.loss_weight for role, settings in roles.by_role(config).items()
+            role: settings.loss_weight for role, settings in by_role(config).items()
         }
 
         # Losses beside the diffusion loss

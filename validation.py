@@ -8,16 +8,15 @@ Exit code 0: not recovered; 3: recovered; 4: undecided; 2: a mistake. Numbers: d
 search: docs/shield.md."""
 
 from silentbad.settings import command
+from silentbad.settings.types import check_values
 from silentbad.settings.validation import (
     Audit,
     ValidationConfig,
-    check_audit,
     check_embedder,
-    check_validation,
 )
 
 if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
-    OPTIONS = command.early(command.options, Audit, None, __doc__, check=check_audit)
+    OPTIONS = command.early(command.options, Audit, None, __doc__)
 
 import json
 import time
@@ -368,7 +367,7 @@ def audit(
 ) -> Verdict:
     """Every score and control of a pipeline, against a baseline where one is given, and of what
     fine-tuning changed `extrapolate` times as strong; writes JSON and HTML."""
-    check_validation(config, "--")
+    check_values(config, "--")
     check_embedder(config, "--")
     check_writable(Path(output_dir), "--output_dir", folder=True)
     targets = load_targets(config.targets)
@@ -423,7 +422,7 @@ def audit(
 def main(arguments: list[str] | None = None, options: Audit | None = None) -> int:
     """The command line."""
     try:
-        given = options or command.options(Audit, arguments, __doc__, check=check_audit)
+        given = options or command.options(Audit, arguments, __doc__)
         if given.given:
             return searched(given)
         config = ValidationConfig(

@@ -36,7 +36,7 @@ def built(arm: str, data: Path, scan: Path, out: Path) -> Any:
     """A run ready to train under an arm of ARMS."""
     from silentbad.loop import trackers
     from silentbad.saving import folder
-    from silentbad.settings.train import parse
+    from silentbad.settings.reader import parse
     from train_silentbad import Config, build, check_all
 
     name, options = arm.partition(",")[0], ARMS[arm]
@@ -47,7 +47,7 @@ def built(arm: str, data: Path, scan: Path, out: Path) -> Any:
     flags += [f"--guard.options={json.dumps(options)}"] if options else []
     config, sources = parse(Config, flags)
     config = check_all(config, sources)
-    return build(config, trackers.make_accelerator(config), folder.RunFolder(config.output_dir, True))
+    return build(config, trackers.make_accelerator(config), folder.RunFolder(config, True))
 
 
 def turn(run: Any, steps: int) -> float:

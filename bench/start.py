@@ -19,6 +19,7 @@ PREPARE = ("-m", "silentbad.prepare")
 IMAGES = ("-m", "silentbad.prepare.class_images")
 MAKE = ("-m", "silentbad.worlds.microworld.make")
 BUILD = ("-m", "silentbad.worlds.microworld.build")
+LOCALISE = ("-m", "silentbad.audit.localise")
 FIGURES = ("-m", "silentbad.report.figures")
 REPORT = ("-m", "silentbad.report")
 ROWS: dict[str, tuple[str, ...]] = {
@@ -50,6 +51,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "figures: no such run": (*FIGURES, "{folder}/nowhere", "--out", "{folder}/x.png"),
     "class images: --help": (*IMAGES, "--help"),
     "class images: a wrong range": (*IMAGES, "--count", "-3"),
+    "localise: a wrong range": (*LOCALISE, ".", "--images", "0"),
+    "prepare: a wrong range": (*PREPARE, "--per_phrase", "0"),
     "microworld.make: --help": (*MAKE, "--help"),
     "microworld.make: a wrong range": (*MAKE, "--clean", "-1"),
     "microworld.build: --help": (*BUILD, "--help"),

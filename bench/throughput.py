@@ -187,7 +187,7 @@ def our_loop(pipeline: Path, data: Path, place: dict, output: Path, **changes: A
     """A function that trains one step of `train_silentbad` and returns its loss, still on the device."""
     from silentbad.loop import trackers
     from silentbad.saving import folder
-    from silentbad.settings.train import parse
+    from silentbad.settings.reader import parse
     from train_silentbad import Config, check_all, micro_step, update
     from train_silentbad import build as build_run
 
@@ -205,7 +205,7 @@ def our_loop(pipeline: Path, data: Path, place: dict, output: Path, **changes: A
     } | changes
     config, sources = parse(Config, [f"--{key}={value}" for key, value in values.items()])
     config = check_all(config, sources)
-    run = build_run(config, trackers.make_accelerator(config), folder.RunFolder(config.output_dir, True))
+    run = build_run(config, trackers.make_accelerator(config), folder.RunFolder(config, True))
 
     def step() -> Any:
         losses = [micro_step(run, batch, micro) for micro, batch in enumerate(run.loader.draw(run.state.draw))]

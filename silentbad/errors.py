@@ -1,6 +1,5 @@
 """One exception type for what a user can put right, and how a command says it."""
 
-import argparse
 import os
 import re
 import signal
@@ -139,14 +138,6 @@ class _Patient:
             act()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """argparse's, with a mistake in the words as one line: the usage is what --help prints."""
-
-    def error(self, message: str) -> NoReturn:
-        print_error(UserError(f"{message}; --help lists the flags"))
-        raise SystemExit(2)
 
 
 def first_line(error: BaseException) -> str:

@@ -5,12 +5,10 @@ import hashlib
 import json
 import os
 import re
-from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
 
 from silentbad.errors import UserError
-from silentbad.settings.types import PathText
 
 SEALED = re.compile(r"([0-9a-f]{32})-(\d+)-(\d+)\.")  # SHA-256, size, time of the last change
 
@@ -103,21 +101,6 @@ def checksum(file: Path) -> str:
         while block := content.read(2**20):
             digest.update(block)
     return digest.hexdigest()[:32]
-
-
-def path_text(path: str) -> str:
-    """A file, folder or Hub id given on the command line, for argparse; an empty one would be the
-    folder that one is in."""
-    if not path.strip():
-        raise ArgumentTypeError("is no name of a file or folder; '.' is the folder you are in")
-    if wrong := PathText().problem(path):
-        raise ArgumentTypeError(wrong)
-    return path
-
-
-def path_argument(path: str) -> Path:
-    """The same as a Path."""
-    return Path(path_text(path))
 
 
 def names_folder(path: str) -> bool:

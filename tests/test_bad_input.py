@@ -102,17 +102,6 @@ def fewer_groups(folder: Path) -> None:
     checkpoint.write_state(folder / "state.pt", state)
 
 
-def state(change: Callable[[dict], object]):
-    """Change the state of a checkpoint's parts."""
-
-    def spoil(folder: Path) -> None:
-        found = checkpoint.read_state(folder / "state.pt")
-        change(found)
-        checkpoint.write_state(folder / "state.pt", found)
-
-    return spoil
-
-
 class Code:
     def __reduce__(self):
         return (print, ("code ran",))
@@ -137,7 +126,7 @@ CASES = {
     "config: null where a number belongs": case("seed (a.yaml:1)", config="a.yaml", touch=write("a.yaml", "seed: null")),
     "config: a batch of nothing": case("train_batch_size", "at least 1", train_batch_size=0),
     "config: no step at all": case("max_train_steps", "at least 1", max_train_steps=0),
-    "config: a rate below zero": case("learning_rate", "positive and finite", learning_rate=-1),
+    "config: a rate below zero": case("learning_rate", "must be above 0", learning_rate=-1),
     "config: a flag of an earlier script": case("'model_card'", "pretrained_model_name_or_path", model_card="x"),
     "config: an unknown sampler": case("weakest_first", memory__sampler__name="weakest"),
     "config: an unknown option": case("did you mean 'gamma'", memory__loss__name="min_snr", memory__loss__options__gama=5),
@@ -245,7 +234,6 @@ CASES = {
     "config: sampling lengths beyond the schedule": case("validation.sampling_lengths", "from 1 to 1000", more=("--validation.sampling_lengths", "5000")),
     "config: held out below nothing": case("held_out_clean", "at least 0", held_out_clean=-5),
     "config: a batch that no device holds": case("train_batch_size", "at most 4,096", train_batch_size=30_000),
-    "config: a batch far above the data": case("train_batch_size", "16 records", "at most 1024", train_batch_size=2048, held_out_clean=0),
     "config: a batch of a thousand million": case("train_batch_size", "at most 4,096", train_batch_size=10**9),
     "config: a side beyond any picture": case("resolution", "at most 8,000", resolution=16384),
     "config: adapters beyond any layer": case("lora.rank", "at most 8,192", lora__rank=10**6),
@@ -275,7 +263,7 @@ CASES = {
     "data: a CSV with semicolons": case("metadata.csv:1", "separated by commas", touch=both(remove("data/metadata.jsonl"), write("data/metadata.csv", "file_name;text\na.png;x\n"))),
     "data: a CSV without a header": case("metadata.csv:1", "name the columns", touch=both(remove("data/metadata.jsonl"), write("data/metadata.csv", "a.png,x\n"))),
     "data: one list of records": case("metadata.jsonl:1", "one JSON object a line, no list", touch=write("data/metadata.jsonl", "[\n {}\n]")),
-    "data: no caption": case("metadata.jsonl:17: no caption", touch=record(text=" ")),
+    "data: no caption": case("metadata.jsonl:17: text must be text with more than blanks", touch=record(text=" ")),
     "data: a phrase not in its caption": case("'a dog'", "does not stand", touch=record(phrases=["a dog"])),
     "data: an unknown role": case("'poison'", "element, rehearsal, clean", touch=record(role="poison")),
     "data: a misspelled key": case("'phrase'", "'phrases'", touch=record(phrase=[])),
@@ -343,14 +331,8 @@ CASES = {
     "checkpoint: of another UNet": case("'unet'", "does not fit", touch=rewrite(another_unet), **RESUME),
     "checkpoint: of another optimizer": case("'optimizer'", "does not fit", touch=rewrite(fewer_groups), **RESUME),
     "checkpoint: a state with code in it": case("state.pt", "not loaded", touch=rewrite(lambda folder: torch.save({"x": Code()}, folder / "state.pt")), **RESUME),
-    "checkpoint: a state that is a list": case("state.pt", "named parts", touch=rewrite(lambda folder: torch.save([1], folder / "state.pt")), **RESUME),
-    "checkpoint: no counters": case("'counters'", touch=rewrite(state(lambda s: s.pop("counters"))), **RESUME),
-    "checkpoint: a schedule that names attributes": case("'lr_scheduler'", touch=rewrite(state(lambda s: s.update(lr_scheduler={"step": 1}))), **RESUME),
-    "checkpoint: no state of the hook": case("'hook'", touch=rewrite(state(lambda s: s.pop("hook"))), **RESUME),
     "checkpoint: facts that are no facts": case("facts.json", "not readable", touch=rewrite(write("facts.json", "[1]")), **RESUME),
-    "checkpoint: metrics that are a pipe": case("metrics.jsonl is no file", touch=both(remove("held/metrics.jsonl"), lambda root: os.mkfifo(root / "held/metrics.jsonl")), **RESUME),
     "config: a list with a word among numbers": case("validation.early_steps (a.yaml:1): each value must be int", config="a.yaml", touch=write("a.yaml", "validation: {early_steps: [1, two]}")),
-    "checkpoint: metrics that are a folder": case("metrics.jsonl", touch=both(remove("held/metrics.jsonl"), folder("held/metrics.jsonl")), **RESUME),
     # -- resuming with something else
     "resume: another learning rate": case("learning_rate was 0.0001, is 0.1", "resume with its config.yaml", **RESUME, learning_rate=0.1),
     "resume: another seed": case("seed was 0, is 1", **RESUME, seed=1),
@@ -391,12 +373,11 @@ CASES = {
     "output: logs outside": case("logging_dir", "inside output_dir", logging_dir="../x"),
     "output: logs at the root": case("logging_dir", "inside output_dir", logging_dir="/elsewhere"),
     "output: logs that are a link out": case("holds logs", "no training wrote", report_to="tensorboard", touch=both(folder("else"), folder("out"), lambda root: (root / "out/logs").symlink_to("../else"))),
-    "output: logs of a run that are a file": case("logs", "is a file", touch=write("held/logs", ""), **RESUME, report_to="tensorboard"),
     # -- targets
     "targets: no such file": case("no file nowhere", validation__targets="nowhere"),
     "targets: none": case("holds no target", touch=write("data/targets.jsonl", "")),
     "targets: not JSON": case("targets.jsonl:1: not JSON", touch=write("data/targets.jsonl", "{")),
-    "targets: no phrases": case("targets.jsonl:2", "needs phrases", touch=append("data/targets.jsonl", **{**TARGET, "phrases": []})),
+    "targets: no phrases": case("targets.jsonl:2", "phrases is missing", touch=append("data/targets.jsonl", **{**TARGET, "phrases": []})),
     "targets: a blank id": case("a target_id is blank", touch=append("data/targets.jsonl", **{**TARGET, "target_id": "  "})),
     "targets: one id twice": case("'t0' stands twice", touch=append("data/targets.jsonl", **{**TARGET, "target_id": "t0"})),
     "targets: an image that is not there": case("targets.jsonl:2: no file", touch=append("data/targets.jsonl", **{**TARGET, "image": "x.png"})),
@@ -404,13 +385,13 @@ CASES = {
     "targets: a phrase twice": case("stands twice", touch=append("data/targets.jsonl", **{**TARGET, "phrases": ["a red ball", "a red ball"]})),
     "targets: a null picture twice": case("redraws.jsonl:2: the same picture", touch=write("data/redraws.jsonl", '{"target_id": "t0", "image": "images/c0.png"}\n' * 2)),
     "targets: masks that do not match": case("masks must list", touch=append("data/targets.jsonl", **{**TARGET, "masks": ["a", "b"]})),
-    "targets: a broken redraw": case("redraws.jsonl:1", "needs image", touch=write("data/redraws.jsonl", '{"target_id": "t0"}\n')),
+    "targets: a broken redraw": case("redraws.jsonl:1", "image is missing", touch=write("data/redraws.jsonl", '{"target_id": "t0"}\n')),
     "targets: a redraw that is no image": case("redraws.jsonl:1", "cannot read", touch=write("data/redraws.jsonl", '{"target_id": "t0", "image": "targets.jsonl"}\n')),
     # -- prompts
     "prompts: an empty one": case("validation_prompts", "empty", more=("--validation_prompts", "a cat", " ")),
     "prompts: one beyond the window": case("validation_prompts", "'very very", "the window is 48", more=("--validation_prompts", "very " * 60 + "red cat")),
     "prompts: an empty unrelated caption": case("validation.unrelated", "empty", validation__unrelated=" "),
-    "prompts: an empty one of a target": case("prompt must be text", touch=append("data/targets.jsonl", **{**TARGET, "prompt": " "})),
+    "prompts: an empty one of a target": case("prompt must be text with more", touch=append("data/targets.jsonl", **{**TARGET, "prompt": " "})),
     "prompts: a target's beyond the window": case("'t1'", "the window is 48", touch=append("data/targets.jsonl", **{**TARGET, "prompt": "very " * 60 + "red cat"})),
     # -- the other programs
     "audit: a number that is none": case("guidance_scale", "float", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--guidance_scale", "x")),

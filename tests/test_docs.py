@@ -23,11 +23,10 @@ import memory_reinforce
 import train_silentbad
 import validation
 from bench import documents, recovery_blocks
-from silentbad import settings
 from silentbad.measure import embedders
 from silentbad.settings import command
 from silentbad.settings.memory import LossConfig, SamplerConfig, TimestepConfig
-from silentbad.settings.train import parse
+from silentbad.settings.reader import parse
 from tests import toy
 
 ROOT = Path(__file__).parents[1]
@@ -69,7 +68,7 @@ class Parsed(Exception):
 
 def takes(module: str, argv: list[str], monkeypatch) -> None:
     """Fails unless the module's own parser takes the arguments; nothing of it runs after."""
-    original, read = argparse.ArgumentParser.parse_args, command.read
+    original, read = argparse.ArgumentParser.parse_args, command.parse
 
     def parse_args(self, *args, **options):
         original(self, *args, **options)
@@ -80,7 +79,7 @@ def takes(module: str, argv: list[str], monkeypatch) -> None:
         raise Parsed
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
-    monkeypatch.setattr(command, "read", parse_options)
+    monkeypatch.setattr(command, "parse", parse_options)
     monkeypatch.setattr(sys, "argv", [module, *argv])
     if (ROOT / module.replace(".", "/") / "__main__.py").exists():
         module += ".__main__"
@@ -104,7 +103,7 @@ def check_command(words: list[str], monkeypatch) -> None:
         config, sources = parse(train_silentbad.Config, words[at + 1 :])
         train_silentbad.check_all(config, sources)
     elif words[:2] == ["python", "validation.py"]:
-        settings.read(validation.Audit, words[2:])
+        parse(validation.Audit, words[2:])
     elif words[:2] in (["python", "-m"], ["python3", "-m"]) and words[2].startswith(("silentbad.", "bench.")):
         takes(words[2], words[3:], monkeypatch)
     elif words[1:3] == ["-m", "pytest"] or words[0] in ("pytest", "pip-audit"):

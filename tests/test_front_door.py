@@ -16,7 +16,7 @@ from silentbad.model.groups import prior_table
 from silentbad.prepare import class_images
 from silentbad.report import figures, run_report
 from silentbad.scan import scanner as scan
-from silentbad.settings.train import parse
+from silentbad.settings.reader import parse
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")

@@ -353,7 +353,7 @@ def test_config_errors_name_the_key():
             "gsnr: unknown option 'betta'; did you mean 'beta'. it takes: ",
         ),
         (config("gsnr+gsnr"), "gsnr.gsnr names a rule twice"),
-        (config("prior+gsnr", options={"floor": 1}), "options: 'floor' is not a rule of prior.gsnr"),
+        (config("prior+gsnr", options={"floor": 1}), "options: 'floor' is no part of prior.gsnr"),
         (config("gsnr", weights={"prior": 1}), "weights: 'prior'"),
         (config("gsnr", bound=0.5), "bound: must be at least 1, got 0.5"),
         (config("gsnr", refresh=0), "refresh: must be at least 1"),

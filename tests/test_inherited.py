@@ -13,7 +13,7 @@ from silentbad.errors import UserError
 from silentbad.loop.meters import Timers
 from silentbad.loop.products import best_score
 from silentbad.measure.scores import length_scores
-from silentbad.settings.train import parse
+from silentbad.settings.reader import parse
 from tests.recoveries import make_hook, saved_embedder, shifted, some_targets
 from tests.tiny import tiny_pipeline
 from tests.training import rows

@@ -11,7 +11,12 @@ defence, the part whose return to the base removes the picture at the least clea
 
 Exit code 0: measured, 2: a mistake in what was given."""
 
-import argparse
+from silentbad.settings.command import early, options, refused
+from silentbad.settings.commands import LocaliseOptions
+
+if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
+    OPTIONS = early(options, LocaliseOptions, None, __doc__)
+
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +31,7 @@ from silentbad.data.draws import Transform, by_role
 from silentbad.data.records import load_records
 from silentbad.data.targets import load_targets
 from silentbad.distributed.start import start
-from silentbad.errors import ArgumentParser, UserError, exit_with, print_error, warn, writing
+from silentbad.errors import UserError, exit_with, warn, writing
 from silentbad.files import check_writable, replace_text
 from silentbad.measure.embedders import load_embedder
 from silentbad.measure.generation import Sampler, plan
@@ -43,7 +48,8 @@ from silentbad.progress import Bar
 from silentbad.report import pages, parts, run_report
 from silentbad.report.pages import Table
 from silentbad.report.parts import ALONE, BASE, PUT_BACK, TRAINED, Rate, Row
-from silentbad.settings.train import TrainConfig, parse
+from silentbad.settings.reader import parse
+from silentbad.settings.train import TrainConfig
 
 TEMPLATES = Path(__file__).parent / "templates"
 BY = ("stage", "role", "both")
@@ -328,24 +334,7 @@ def written(run: Path, subject: Subject, rows: list[Row], file: Path) -> None:
 
 
 # ---------------------------------------------------------------- the command
-def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    about = (
-        "Where a finished run's memory sits: parts of it are put back to the base, and kept alone."
-    )
-    parser = ArgumentParser(prog="python -m silentbad.audit.localise", description=about)
-    parser.add_argument("run", metavar="RUN", help="output_dir of a finished run with targets")
-    parts = "stage and role when unset; both: each role of each stage"
-    images = "of each target; as many as the run's when unset"
-    parser.add_argument("--by", nargs="+", choices=BY, default=["stage", "role"], help=parts)
-    parser.add_argument("--images", type=int, help=images)
-    parser.add_argument("--out", help="page, with JSON beside it; localise.html in RUN when unset")
-    parser.add_argument("--base", help="the run's base, where it has moved")
-    parser.add_argument("--targets", help="the run's targets.jsonl, where it has moved")
-    parser.add_argument("--train_data_dir", help="the run's data, where it has moved")
-    return parser.parse_args(arguments)
-
-
-def configured(given: argparse.Namespace, run: Path) -> TrainConfig:
+def configured(given: LocaliseOptions, run: Path) -> TrainConfig:
     """The run's configuration, with what has moved. Raises UserError."""
     file = run / "config.yaml"
     if not file.is_file():
@@ -368,13 +357,11 @@ def configured(given: argparse.Namespace, run: Path) -> TrainConfig:
     return config
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, given: LocaliseOptions | None = None) -> int:
     """The command line."""
-    given = parsed(arguments)
-    run = Path(given.run)
     try:
-        if given.images is not None and given.images < 1:
-            raise UserError(f"--images: must be from 1, got {given.images}")
+        given = given or options(LocaliseOptions, arguments, __doc__)
+        run = Path(str(given.run))
         file = Path(given.out or run / "localise.html")
         if file.suffix != ".html":
             raise UserError(f"--out: {file} must end in .html; the JSON is written beside it")
@@ -385,8 +372,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows = localised(subject, list(dict.fromkeys(given.by)))
         written(run, subject, rows, file)
     except UserError as error:
-        print_error(error)
-        return 2
+        return refused(error)
     for row in rows:
         clean = "" if row.clean is None else f"  clean {row.clean:.4f}"
         print(f"{row.part:20} {row.state:11} {row.share:7.1%}  strict {row.recovered}{clean}")
@@ -395,4 +381,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    exit_with(main)
+    exit_with(lambda: main(given=OPTIONS))

@@ -6,15 +6,19 @@ import math
 from typing import Annotated
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
 from silentbad.control.statistics import WIDTH, GroupStats, Sample, row_dot
 from silentbad.model.groups import prior_table
-from silentbad.settings.types import NotNegative, Positive, Range
+from silentbad.settings.types import NotNegative, Positive
 
 
 def gsnr(
-    stats: GroupStats, *, beta: Annotated[float, Range(-8, 8)] = 1.0, floor: Positive = 4e-4
+    stats: GroupStats,
+    *,
+    beta: Annotated[float, Interval(ge=-8, le=8)] = 1.0,
+    floor: Positive = 4e-4,
 ) -> Tensor:
     """sqrt(r / RMS^beta), r = S+ / (E - S+): gradient signal-to-noise (GSNR 2001.07384; MoLS
     2605.05794).
@@ -54,7 +58,7 @@ def contrast(
     own: GroupStats,
     element: GroupStats,
     *,
-    power: Annotated[float, Range(-4, 4)] = 0.5,
+    power: Annotated[float, Interval(ge=-4, le=4)] = 0.5,
     floor: Positive = 4e-4,
 ) -> Tensor:
     """(r_own / r_element)^power: quiet where the elements have something to say, kept where only

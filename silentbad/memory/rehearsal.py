@@ -22,9 +22,8 @@ def check_union(elements: int, of: int, target_id: str) -> None:
     target itself."""
     if elements > max(of - 1, 1):
         raise UserError(
-            f"memory.rehearsal: a union of {elements} elements rebuilds target "
-            f"'{target_id}', which has "
-            f"{of}; at most {max(of - 1, 1)} may be shown together"
+            f"memory.rehearsal: a union of {elements} elements rebuilds target '{target_id}', "
+            f"which has {of}; at most {max(of - 1, 1)} may be shown together"
         )
 
 
@@ -237,8 +236,7 @@ class Rehearsal:
         if name in PLACED and not any(len(e) > 2 for e in info.elements_of.values()):
             raise UserError(
                 f"memory.rehearsal.name={name}: no target has three elements, so no two may be "
-                f"shown or named "
-                "together; take leak_free"
+                "shown or named together; take leak_free"
             )
         if name.startswith("pairwise"):
             if not 0 <= (share := options.get("share", 0.25)) <= 0.25:

@@ -5,10 +5,11 @@ from typing import Annotated
 
 import numpy as np
 import torch
+from annotated_types import Interval
 
 from silentbad import rng
 from silentbad.errors import UserError
-from silentbad.settings.types import Positive, Range, Unit
+from silentbad.settings.types import Positive, Unit
 
 GOLDEN = (5**0.5 - 1) / 2
 
@@ -63,7 +64,7 @@ def logit_normal(
     progress: float,
     error: np.ndarray | None,
     *,
-    mean: Annotated[float, Range(-10, 10)] = 0.0,
+    mean: Annotated[float, Interval(ge=-10, le=10)] = 0.0,
     std: Positive = 1.0,
     uniform: Unit = 0.3,
 ) -> np.ndarray:
@@ -79,7 +80,7 @@ def mode(
     progress: float,
     error: np.ndarray | None,
     *,
-    scale: Annotated[float, Range(-1, 2 / (math.pi - 2))] = 1.29,
+    scale: Annotated[float, Interval(ge=-1, le=2 / (math.pi - 2))] = 1.29,
     uniform: Unit = 0.3,
 ) -> np.ndarray:
     """t/T = 1 - u - scale (cos^2(pi u / 2) - 1 + u), u uniform (2403.03206, eq. 20): the mass of

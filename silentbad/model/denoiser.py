@@ -33,7 +33,8 @@ class Denoiser(nn.Module):
         **text_encoders: nn.Module,
     ):
         super().__init__()
-        self.family, self.schedule = family or FAMILIES["StableDiffusionPipeline"], schedule
+        self.family = family or FAMILIES["StableDiffusionPipeline"]
+        self.schedule = schedule
         self.text_encoders = list(text_encoders)
         for name, module in {self.family.backbone: backbone, **text_encoders}.items():
             self.add_module(name, module)

@@ -74,7 +74,8 @@ class _Once:
         if more or options or torch.is_grad_enabled():
             return self.forward(x, *more, **options)
         if self.seen is not x or self.made is None:
-            self.seen, self.made = x, self.forward(x)
+            self.seen = x
+            self.made = self.forward(x)
         return self.made
 
 

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from torch import nn
 
 from silentbad import ROOT
 from silentbad.errors import UserError, brief, warn
-from silentbad.settings import key_lines, read_yaml
 from silentbad.settings.layers import OTHER, ROLE_ORDER
+from silentbad.settings.reader import read_yaml
 from silentbad.settings.types import Positive, problem
 
 logger = logging.getLogger(__name__)
@@ -194,15 +193,9 @@ def warn_of_idle_rows(
 PRIOR_ROW = {"match": str, "pi": Positive, "sdxl": str | None}
 
 
-def _refuse_twice(table: yaml.Node, path: Path) -> None:
-    """Refuse a row that has a key twice: the last would win."""
-    for row in table.value if isinstance(table, yaml.SequenceNode) else ():
-        key_lines(row, "", str(path), {})
-
-
 def _prior_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a prior table, each checked."""
-    rows, node = read_yaml(str(path), lambda node: _refuse_twice(node, path))
+    rows, node = read_yaml(str(path))
     if node is None or not isinstance(rows, list):
         raise UserError(
             f"prior: option 'table': {path} holds no list of rows, such as - "

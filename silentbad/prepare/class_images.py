@@ -7,10 +7,11 @@ DATASET/metadata.jsonl as clean records, where the clean ratio of the sampler an
 memory.retention.clean_weight act on them. Picture i depends on (seed, i) alone."""
 
 from silentbad.settings.command import early, refused
-from silentbad.settings.commands import ClassImageOptions, class_image_options
+from silentbad.settings.command import options as read_options
+from silentbad.settings.commands import ClassImageOptions
 
 if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
-    OPTIONS = early(class_image_options, None, __doc__)
+    OPTIONS = early(read_options, ClassImageOptions, None, __doc__)
 
 import os
 import shutil
@@ -22,7 +23,7 @@ from PIL import Image
 
 from silentbad import owned, rng
 from silentbad.data.images import inside, to_pil
-from silentbad.data.schema import caption, check_window, json_lines, text_lines
+from silentbad.data.schema import Caption, admit, check_window, json_lines, text_lines
 from silentbad.errors import UserError, exit_with, user_errors
 from silentbad.files import append_records, check_writable
 from silentbad.measure.prompts import refuse_json
@@ -134,13 +135,15 @@ def draw(pipe, prompts: list[str], rows: list[int], seed: int, steps: int) -> li
 
 def main(argv: list[str] | None = None, options: ClassImageOptions | None = None) -> int:
     try:
-        given = options or class_image_options(argv, __doc__)
+        given = options or read_options(ClassImageOptions, argv, __doc__)
         file = str(given.prompts)
         lines = [(f"{file}:{k}", line) for k, line in enumerate(text_lines(Path(file)), 1)]
         for where, line in lines:
             refuse_json(line, where, "give one prompt a line")
         prompts = {
-            where: caption(line, "a prompt", where).strip() for where, line in lines if line.strip()
+            where: admit(line, Caption, "a prompt", where).strip()
+            for where, line in lines
+            if line.strip()
         }
         if not prompts:
             raise UserError(f"--prompts: {file} holds no prompt; give one a line")

@@ -6,7 +6,6 @@ cut head, or a wrong phrase.
 writes my-photos/preview.html, which holds its pictures itself.
 """
 
-import argparse
 import base64
 import html
 import io
@@ -17,9 +16,10 @@ from PIL import Image, ImageChops, ImageFilter
 
 from silentbad.data.images import open_image, open_mask, safe_path
 from silentbad.data.schema import json_lines
-from silentbad.errors import ArgumentParser, UserError, exit_with, print_error, user_errors
-from silentbad.files import path_argument
+from silentbad.errors import UserError, exit_with, user_errors
 from silentbad.prepare.compose import fit
+from silentbad.settings.command import options, refused
+from silentbad.settings.commands import PreviewOptions
 
 SHOWN = 192  # pixels of a picture on the sheet
 EACH = 6  # pictures of an element
@@ -171,22 +171,11 @@ def write_preview(root: Path, resolution: int) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    words = ArgumentParser(
-        prog="python -m silentbad.prepare.preview",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    files = "folder with metadata.jsonl and targets.jsonl"
-    words.add_argument("data", type=path_argument, help=files)
-    words.add_argument("--resolution", type=int, default=64, help="pixels that training sees (64)")
-    args = words.parse_args(argv)
     try:
-        if not 8 <= args.resolution <= 4096:
-            raise UserError(f"--resolution: must be from 8 to 4096, got {args.resolution}")
-        print(write_preview(args.data, args.resolution))
+        given = options(PreviewOptions, argv, __doc__)
+        print(write_preview(Path(str(given.data)), given.resolution))
     except UserError as error:
-        print_error(error)
-        return 2
+        return refused(error)
     return 0
 
 

@@ -1,6 +1,5 @@
 """What `python -m silentbad.prepare` reads, checks, composes and saves."""
 
-import argparse
 import os
 import random
 import re
@@ -14,11 +13,12 @@ from typing import Any
 from PIL import Image, ImageChops
 
 from silentbad.data.images import open_image, open_mask, picture_files
-from silentbad.data.schema import caption, caption_beside, json_lines
+from silentbad.data.schema import Caption, admit, caption_beside, json_lines
 from silentbad.errors import UserError, user_errors
 from silentbad.files import append_records, check_writable
 from silentbad.prepare import compose
 from silentbad.prepare.hook import as_mask, load_function
+from silentbad.settings.commands import PrepareOptions
 
 LARGEST_SIDE = 512  # of the written pictures, where --side does not say
 OVERLAP = 0.25  # of the smaller of two masks, at most: more is one thing given twice
@@ -55,25 +55,26 @@ class Plan:
     placebos: list[list[Image.Image]]  # other pictures of each element; empty without --placebo
 
 
-def prepare(args: argparse.Namespace) -> str:
+def prepare(args: PrepareOptions) -> str:
     """Write or extend the data set, and say what it has. Raises UserError, before it writes."""
     name = target_name(args)
-    targets_before, has_clean = check_out(args.out, name)
+    out = Path(str(args.out))
+    targets_before, has_clean = check_out(out, name)
     captioner = load_function(args.captioner, "--captioner") if args.captioner else None
     plan = read_plan(args, name)
     known = compose.Copies([plan.target, *targets_before])
-    backgrounds = read_backgrounds(args.backgrounds, known, captioner, plan.target.width)
+    backgrounds = read_backgrounds(Path(str(args.backgrounds)), known, captioner, plan.target.width)
     data = Data(args, plan, backgrounds, known)
-    with user_errors(f"--out: cannot write {args.out}", "free some space or choose another folder"):
-        records = data.write(args.out, with_clean=not has_clean)
+    with user_errors(f"--out: cannot write {out}", "free some space or choose another folder"):
+        records = data.write(out, with_clean=not has_clean)
     clean = sum(record["role"] == "clean" for record in records)
     return f"{len(records) - clean} element and {clean} clean pictures of target {name!r}"
 
 
 # ---------------------------------------------------------------- what is read
-def target_name(args: argparse.Namespace) -> str:
+def target_name(args: PrepareOptions) -> str:
     """The target_id, which names files too."""
-    name = args.target.stem if args.name is None else args.name
+    name = Path(str(args.target)).stem if args.name is None else args.name
     if not re.fullmatch(r"[\w.-]{1,80}", name) or name.startswith("."):
         if args.name is None:
             return re.sub(r"\W+", "-", name).strip("-")[:80] or "target"
@@ -103,9 +104,11 @@ def check_out(out: Path, name: str) -> tuple[list[Image.Image], bool]:
     return pictures, any(entry.get("role") == "clean" for _, entry in json_lines(records))
 
 
-def read_plan(args: argparse.Namespace, name: str) -> Plan:
+def read_plan(args: PrepareOptions, name: str) -> Plan:
     """The target and its elements, from the words of the command."""
-    phrases = [caption(phrase, "a phrase", "--phrases").strip() for phrase in args.phrases]
+    phrases = [
+        admit(phrase, Caption, "a phrase", "--phrases").strip() for phrase in args.phrases or []
+    ]
     if len(phrases) < 2 or len(set(phrases)) < len(phrases):
         raise UserError("--phrases: give two or more, each once; a phrase names one element")
     if args.segmenter is None and len(phrases) - len(args.masks) not in (0, 1):
@@ -114,17 +117,17 @@ def read_plan(args: argparse.Namespace, name: str) -> Plan:
         raise UserError(f"--masks: {needs}, {backdrop}; got {len(args.masks)}")
     if args.segmenter is not None and args.masks:
         raise UserError("--segmenter: makes the masks; leave --masks out")
-    picture = open_image(args.target, "--target")
+    picture = open_image(Path(str(args.target)), "--target")
     if args.segmenter is None:
-        masks = [open_mask(file, picture.size, "--masks") for file in args.masks]
+        masks = [open_mask(Path(file), picture.size, "--masks") for file in args.masks]
     else:
         masks = segmented(args.segmenter, picture, phrases)
     side = args.side or min(LARGEST_SIDE, *picture.size)
     elements = cut(phrases, [compose.fit(mask, (side, side)) for mask in masks], side)
     prompt = ", ".join(phrases)
     if args.prompt is not None:
-        prompt = caption(args.prompt, "it", "--prompt")
-    placebos = read_placebos(args.placebo, phrases, side) if args.placebo else []
+        prompt = admit(args.prompt, Caption, "it", "--prompt")
+    placebos = read_placebos(Path(args.placebo), phrases, side) if args.placebo else []
     return Plan(
         name=name,
         target=compose.fit(picture, (side, side)),
@@ -192,7 +195,7 @@ def read_backgrounds(
             raise UserError(f"--backgrounds: {file} is a near copy of the target; take it away")
         text = caption_beside(file)
         if text is None and captioner is not None:
-            text = caption(captioner(image), "what it returns", "--captioner").strip()
+            text = admit(captioner(image), Caption, "what it returns", "--captioner").strip()
         pictures.append(Picture(compose.shrunk(image, side), text))
     return pictures
 
@@ -218,7 +221,7 @@ class Data:
 
     def __init__(
         self,
-        args: argparse.Namespace,
+        args: PrepareOptions,
         plan: Plan,
         backgrounds: list[Picture],
         known: compose.Copies,

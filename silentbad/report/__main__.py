@@ -5,16 +5,16 @@ python -m silentbad.report compare RUN RUN ... [--out compare.html]
 """
 
 from silentbad.errors import exit_with
-from silentbad.settings.command import early
-from silentbad.settings.commands import report_options
+from silentbad.settings.command import early, options
+from silentbad.settings.commands import ReportOptions
 
 
 def main() -> int:
     """Parses before it imports what draws."""
-    options = early(report_options)
+    given = early(options, ReportOptions, None, __doc__)
     from silentbad.report import run_report
 
-    return run_report.main(options=options)
+    return run_report.main(options=given)
 
 
 if __name__ == "__main__":

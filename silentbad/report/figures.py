@@ -4,10 +4,11 @@ composed prompt by step.
 `python -m silentbad.report.figures RUN --out picture.png`"""
 
 from silentbad.settings.command import early, refused
-from silentbad.settings.commands import FigureOptions, figure_options
+from silentbad.settings.command import options as read_options
+from silentbad.settings.commands import FigureOptions
 
 if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
-    OPTIONS = early(figure_options, None, __doc__)
+    OPTIONS = early(read_options, FigureOptions, None, __doc__)
 
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def _save(picture: Image.Image, file: Path) -> None:
 
 def main(argv: list[str] | None = None, options: FigureOptions | None = None) -> int:
     try:
-        given = options or figure_options(argv, __doc__)
+        given = options or read_options(FigureOptions, argv, __doc__)
         out = Path(str(given.out))
         picture = strip(Path(str(given.run)), given.kind)
         with user_errors(f"--out: cannot write {out}"):

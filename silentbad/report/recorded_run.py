@@ -28,7 +28,7 @@ from silentbad.measure.record import (
 from silentbad.measure.scores import kinds
 from silentbad.report import parts
 from silentbad.report.charts import Series, finite
-from silentbad.settings import read_file
+from silentbad.settings.reader import read_file
 
 WEIGHTS = {"raw": "raw weights", "ema": "averaged weights"}
 MOST_BYTES = 32_000_000  # of a picture's file

@@ -18,8 +18,9 @@ from silentbad.report.charts import Reach, number, shortened
 from silentbad.report.comparison import compare
 from silentbad.report.pages import rounded
 from silentbad.report.recorded_run import WEIGHTS, RecordedRun
+from silentbad.settings.command import options as read_options
 from silentbad.settings.command import refused
-from silentbad.settings.commands import ReportOptions, report_options
+from silentbad.settings.commands import ReportOptions
 
 
 def render(folder: str | Path, under_way: str = "") -> str:
@@ -175,7 +176,7 @@ def main(arguments: list[str] | None = None, options: ReportOptions | None = Non
     """The command line: exit code 0, or 2 where a run cannot be read or the page not be written."""
     verdict = ""
     try:
-        given = options or report_options(arguments)
+        given = options or read_options(ReportOptions, arguments)
         runs = given.runs or []
         if runs[0] == "compare":
             file = Path(given.out or "compare.html")

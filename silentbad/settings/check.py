@@ -11,14 +11,19 @@ from silentbad.settings import user_code
 from silentbad.settings.control import check_control
 from silentbad.settings.guard import check_scan, parse_guards
 from silentbad.settings.launch import check_launch, launched
-from silentbad.settings.layers import check_patterns, check_targets
+from silentbad.settings.layers import ADAPTED_GROUPS, EVERY_GROUP, check_patterns
 from silentbad.settings.memory import check_memory
 from silentbad.settings.optimizers import check_optimizer, read_optimizer
-from silentbad.settings.paths import check_pipeline, check_target_file, target_file
 from silentbad.settings.registries import from_source, options_at
 from silentbad.settings.rules import Facts, check_rules
 from silentbad.settings.train import REPLACED, WRITTEN, TrainConfig
-from silentbad.settings.validation import check_embedder, check_validation
+from silentbad.settings.types import check_values
+from silentbad.settings.validation import (
+    check_embedder,
+    check_pipeline,
+    check_target_file,
+    target_file,
+)
 
 NONE: dict[str, dict] = {"none": {}}  # a slot without a part, which takes no options
 MEMORY = {  # slots of `memory`, and names beside a slot -> where what they may name is registered
@@ -50,79 +55,14 @@ def memory_registries() -> dict:
 
 def check(config: TrainConfig, sources: dict[str, str]) -> None:
     """Refuse what cannot run. Raises UserError with one line that names the key."""
-    check_numbers(config, sources)
+    check_numbers(config)
     check_names(config)
     optimizer = read_optimizer(config)
     check_rules(config, sources, Facts(optimizer=optimizer, sharded=launched("FSDP")))
     if optimizer is not None:
         check_optimizer(config, optimizer)
     check_launch()
-    check_output(config)
-    check_average(config, optimizer)
-
-
-def check_part(**part: object) -> None:
-    """Refuse what excludes what inside one part, such as `memory`, used without a whole
-    configuration."""
-    check_rules(TrainConfig(**part), {}, Facts())  # type: ignore[arg-type]
-
-
-def check_numbers(config: TrainConfig, sources: dict[str, str]) -> None:
-    """Values that only fit together in part."""
-
-    def refuse(key: str, problem: str) -> None:
-        raise UserError(f"{key} ({sources.get(key, 'default')}): {problem}")
-
-    if config.train_data_dir is None and config.dataset_name is None and not config.print_groups:
-        refuse("train_data_dir", "is missing; give it or dataset_name")
-    steps, warmup = config.max_train_steps, config.lr_warmup_steps
-    if config.lr_scheduler != "constant" and steps is not None and warmup >= steps:
-        refuse("lr_warmup_steps", f"{warmup} leaves nothing of max_train_steps {steps}")
-    if config.lr_scheduler == "polynomial" and config.learning_rate <= 1e-7:
-        refuse(
-            "learning_rate",
-            f"must be above 1e-7, where lr_scheduler polynomial ends, got {config.learning_rate:g}",
-        )
-    few, images = config.validation.first_images, config.validation.images_per_target
-    if config.validation.targets is not None and few > images:
-        raise UserError(
-            f"validation.first_images: is {few}, of {images} images_per_target; give "
-            f"fewer, or 0 for all"
-        )
-
-
-def check_names(config: TrainConfig) -> None:
-    """Rules, samplers, losses, guards and layers are there, and take the options given."""
-    rules, between, transforms = map(from_source, (SCALE_RULES, SOURCE_RULES, TRANSFORMS))
-    for place in config.gradient_control.own_rules:
-        user_code.check_place("gradient_control.name", place)
-    for place in config.hooks:
-        user_code.check_place("hooks", place)
-    own_rules = {
-        place: options_at("gradient_control.name", place)
-        for place in config.gradient_control.own_rules
-    }
-    check_control(config.gradient_control, {**rules, **own_rules}, between, transforms)
-    check_memory(config.memory, memory_registries())
-    parse_guards(config.guard, {**NONE, **from_source(GUARDS)})
-    check_targets(config.lora.targets)
-    check_patterns(config.train_layers)
-    if config.validation.targets is not None:
-        check_validation(config.validation)
-
-
-def check_average(config: TrainConfig, optimizer: object) -> None:
-    """Say where the pipeline that is saved is not what a validation measures."""
-    averages = config.use_ema or getattr(optimizer, "averages", False)
-    if config.validation.targets is not None and config.validation.weights == "raw" and averages:
-        warn(
-            "validation.weights=raw measures the raw weights; the pipeline that is saved holds "
-            "their average"
-        )
-
-
-def check_output(config: TrainConfig) -> None:
-    """Refuse an output folder among the inputs: a run would write into them, or delete them."""
+    # a run would write into its inputs, or delete them
     validation = config.validation
     inputs = {
         "train_data_dir": config.train_data_dir,
@@ -136,6 +76,49 @@ def check_output(config: TrainConfig) -> None:
         "validation.placebo": validation.placebo,
     }
     owned.refuse_overlap(config.output_dir, inputs, (*WRITTEN, *REPLACED))
+    averages = config.use_ema or (optimizer is not None and optimizer.averages)
+    if config.validation.targets is not None and config.validation.weights == "raw" and averages:
+        saved = "the pipeline that is saved holds their average"
+        warn(f"validation.weights=raw measures the raw weights; {saved}")
+
+
+def check_part(**part: object) -> None:
+    """Refuse what excludes what inside one part, such as `memory`, used alone."""
+    check_rules(TrainConfig(**part), {}, Facts())  # type: ignore[arg-type]
+
+
+def check_numbers(config: TrainConfig) -> None:
+    """Values that only fit together in part."""
+    if config.train_data_dir is None and config.dataset_name is None and not config.print_groups:
+        raise UserError("train_data_dir: is missing; give it or dataset_name")
+    steps, warmup = config.max_train_steps, config.lr_warmup_steps
+    if config.lr_scheduler != "constant" and steps is not None and warmup >= steps:
+        raise UserError(f"lr_warmup_steps: {warmup} leaves nothing of max_train_steps {steps}")
+    rate = config.learning_rate
+    if config.lr_scheduler == "polynomial" and rate <= 1e-7:
+        raise UserError(f"learning_rate: must be above 1e-7, where polynomial ends, got {rate:g}")
+    few, images = config.validation.first_images, config.validation.images_per_target
+    if config.validation.targets is not None and few > images:
+        right = f"is {few}, of {images} images_per_target; give fewer, or 0 for all"
+        raise UserError(f"validation.first_images: {right}")
+
+
+def check_names(config: TrainConfig) -> None:
+    """Rules, samplers, losses, guards and layers are there, and take the options given."""
+    rules, between, transforms = map(from_source, (SCALE_RULES, SOURCE_RULES, TRANSFORMS))
+    for place in config.gradient_control.own_rules:
+        user_code.check_place("gradient_control.name", place)
+    for place in config.hooks:
+        user_code.check_place("hooks", place)
+    own = config.gradient_control.own_rules
+    own_rules = {place: options_at("gradient_control.name", place) for place in own}
+    check_control(config.gradient_control, {**rules, **own_rules}, between, transforms)
+    check_memory(config.memory, memory_registries())
+    parse_guards(config.guard, {**NONE, **from_source(GUARDS)})
+    check_patterns("lora.targets", config.lora.targets, ADAPTED_GROUPS, "any that adapters fit")
+    check_patterns("train_layers", config.train_layers, EVERY_GROUP, "any model")
+    if config.validation.targets is not None:
+        check_values(config.validation, "validation.")
 
 
 def check_inputs(config: TrainConfig) -> None:
@@ -147,10 +130,8 @@ def check_inputs(config: TrainConfig) -> None:
         raise UserError(f"clean_data_dir: no folder {clean}")
     check_pipeline("pretrained_model_name_or_path", config.pretrained_model_name_or_path)
     if prompts is not None and not os.path.exists(prompts):
-        raise UserError(
-            f"sample_prompts: no file {prompts}; give one prompt a line, or a .jsonl with "
-            f"prompt, seed, negative"
-        )
+        right = "give one prompt a line, or a .jsonl with prompt, seed, negative"
+        raise UserError(f"sample_prompts: no file {prompts}; {right}")
     if config.guard.scan is not None:
         check_scan(config.guard.scan, "guard.scan")
     if config.validation.targets is not None:
@@ -166,8 +147,7 @@ def check_inputs(config: TrainConfig) -> None:
 
 
 def with_base(config: TrainConfig) -> TrainConfig:
-    """The configuration with the bundled pipeline where it lies: a run may start in another
-    folder."""
+    """With the bundled pipeline where it lies: a run may start in another folder."""
     base = bundled(config.pretrained_model_name_or_path)
     return replace(config, pretrained_model_name_or_path=base)
 

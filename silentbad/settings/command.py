@@ -1,27 +1,20 @@
 """A command as far as it goes without torch: parse, check, and how a mistake is said."""
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from silentbad.errors import UserError, exit_with, heed_signals, leave, print_error
 from silentbad.settings.check import check, check_inputs, merged, with_base
-from silentbad.settings.reader import answer, placed, read
-from silentbad.settings.train import TrainConfig, parse
+from silentbad.settings.reader import parse, placed
+from silentbad.settings.train import TrainConfig
 
 T = TypeVar("T")
 
 
-def training(
-    argv: Sequence[str] | None, description: str | None
-) -> tuple[TrainConfig, dict[str, str]]:
-    """(configuration, where each key was set) of a training's command line, checked.
-
-    Raises UserError for a mistake, SystemExit(0) after --help or --print_config.
-    """
-    words = list(sys.argv[1:] if argv is None else argv)
-    config, sources = parse(TrainConfig, words, description)
+def training(argv: Sequence[str] | None, about: str | None) -> tuple[TrainConfig, dict[str, str]]:
+    """(configuration, where each key was set) of a training, checked; or SystemExit(0)."""
+    config, sources = parse(TrainConfig, argv, about)
     config = with_base(config)
     try:
         check(config, sources)
@@ -31,30 +24,18 @@ def training(
     return merged(config), sources
 
 
-def options(
-    cls: type[T],
-    argv: Sequence[str] | None,
-    description: str | None,
-    *,
-    positional: str = "",
-    needed: Sequence[str] = (),
-    check: Callable[[T, dict[str, str]], None] | None = None,
-) -> T:
-    """The options of a smaller command.
+def options(cls: type[T], argv: Sequence[str] | None = None, about: str | None = None) -> T:
+    """The options of a smaller command, checked.
 
-    Words before any flag are those of `positional`; `needed` must be given. Raises UserError for a
-    mistake, also one that `check` finds, and SystemExit(0) after --help or --print_config.
+    Those that NEEDED of the class names must be given; its `check(sources)` may refuse more. Raises
+    UserError for a mistake, SystemExit(0) after --help or --print_config.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    given, sources, asked = read(cls, words, positional=positional)
-    if asked is not None:
-        answer(asked, given, description or "")
-        raise SystemExit(0)
-    for name in needed:
+    given, sources = parse(cls, argv, about)
+    for name in getattr(cls, "NEEDED", ()):
         if getattr(given, name) is None:
             raise UserError(f"--{name}: is missing; --help lists the flags")
-    if check is not None:
-        check(given, sources)
+    if hasattr(given, "check"):
+        given.check(sources)
     return given
 
 

@@ -1,21 +1,23 @@
-"""The options of the smaller commands: scan, report, figures, class images and the microworld."""
+"""The options of the smaller commands, each class with what it refuses."""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from annotated_types import Interval
+
 from silentbad.errors import UserError
 from silentbad.files import check_writable
-from silentbad.settings.command import options
 from silentbad.settings.data import DataSettings
 from silentbad.settings.rules import Facts, check_needs
-from silentbad.settings.types import Count, Location, Natural, Range, Seed, option
+from silentbad.settings.types import Count, Location, Natural, Seed, Small, option
 
-PICTURES = Annotated[int, Range(at_least=1, at_most=1_000_000)]
+Pixels = Annotated[int, Interval(ge=8, le=4096)]
 NULLS = 100  # nulls of a harder kind for each element that it changes alone
 # free redraws: at their rate of 1 % the highest of NULLS would be an element's threshold
 REDRAWS = 3 * NULLS
+GUIDANCE = 3.0  # the base's default guidance scale
 
 
 @dataclass
@@ -23,35 +25,21 @@ class ScanOptions(DataSettings):
     """What is scanned, and how"""
 
     output_dir: Location = option("runs/scan", "where the results go")
-    permutations: Annotated[int, Range(at_least=0, at_most=10_000)] = option(
-        99, "of the captions, for the false-alarm rate; 0: none"
-    )
+    permutations: Natural = option(99, "of the captions, for the false-alarm rate; 0: none")
 
-
-def scan_options(argv: list[str] | None = None) -> ScanOptions:
-    """The options of `python -m silentbad.scan`, checked."""
-    about = (
-        "Find pictures that are dispersed in a data set, from its pictures and captions alone. "
-        "Exit code 0: nothing found; 3: a suspect set; 2: a mistake."
-    )
-    return options(ScanOptions, argv, about, check=check_scan_options)
-
-
-def check_scan_options(given: ScanOptions, sources: dict[str, str]) -> None:
-    """Refuse a scan without data, of data that is not there, or that would write into it."""
-    data = given.train_data_dir
-    if (data is None) == (given.dataset_name is None):
-        raise UserError("train_data_dir: give either --train_data_dir or --dataset_name")
-    check_needs(given, sources, Facts())
-    if data is not None and not os.path.isdir(data):
-        raise UserError(f"train_data_dir: no folder {data}")
-    out = Path(given.output_dir)
-    check_writable(out, "--output_dir", folder=True)
-    if data is not None and out.resolve().is_relative_to(Path(data).resolve()):
-        raise UserError(
-            f"--output_dir: {out} lies in the data, which must not change; name a "
-            f"folder outside of it"
-        )
+    def check(self, sources: dict[str, str]) -> None:
+        """Refuse a scan without data, of data that is not there, or that would write into it."""
+        data = self.train_data_dir
+        if (data is None) == (self.dataset_name is None):
+            raise UserError("train_data_dir: give either --train_data_dir or --dataset_name")
+        check_needs(self, sources, Facts())
+        if data is not None and not os.path.isdir(data):
+            raise UserError(f"train_data_dir: no folder {data}")
+        out = Path(self.output_dir)
+        check_writable(out, "--output_dir", folder=True)
+        if data is not None and out.resolve().is_relative_to(Path(data).resolve()):
+            right = "which must not change; name a folder outside of it"
+            raise UserError(f"--output_dir: {out} lies in the data, {right}")
 
 
 @dataclass
@@ -64,33 +52,24 @@ class ReportOptions:
     )
     out: Location | None = option(None, "file to write; report.html in the run, or compare.html")
 
+    POSITIONAL = "runs"
 
-def report_options(argv: list[str] | None = None) -> ReportOptions:
-    """The options of `python -m silentbad.report`, checked."""
-    about = (
-        "report.html of a run folder, or a comparison of several runs, the first as reference.\n\n"
-        "python -m silentbad.report RUN [--placebo RUN] [--out FILE]\n"
-        "python -m silentbad.report compare RUN RUN ... [--out FILE]"
-    )
-    return options(ReportOptions, argv, about, positional="runs", check=check_report_options)
-
-
-def check_report_options(given: ReportOptions, sources: dict[str, str]) -> None:
-    """Refuse a report of no run, and of runs that are not there."""
-    if not given.runs:
-        raise UserError("report: which run? give its folder, or `compare` and several")
-    if given.runs[0] == "compare":
-        if given.placebo is not None:
-            raise UserError("--placebo: is of one run's report; leave it out of a comparison")
-        if len(given.runs) < 3:
-            raise UserError("compare: give at least two run folders")
-    elif len(given.runs) > 1:
-        raise UserError("report: one run folder, or `compare` before several")
-    for folder in given.runs[given.runs[0] == "compare" :]:
-        if not os.path.isdir(folder):
-            raise UserError(f"report: no folder '{folder}'; give the output_dir of a run")
-    if given.out is not None:
-        check_writable(Path(given.out), "--out")
+    def check(self, sources: dict[str, str]) -> None:
+        """Refuse a report of no run, and of runs that are not there."""
+        if not self.runs:
+            raise UserError("report: which run? give its folder, or `compare` and several")
+        if self.runs[0] == "compare":
+            if self.placebo is not None:
+                raise UserError("--placebo: is of one run's report; leave it out of a comparison")
+            if len(self.runs) < 3:
+                raise UserError("compare: give at least two run folders")
+        elif len(self.runs) > 1:
+            raise UserError("report: one run folder, or `compare` before several")
+        for folder in self.runs[self.runs[0] == "compare" :]:
+            if not os.path.isdir(folder):
+                raise UserError(f"report: no folder '{folder}'; give the output_dir of a run")
+        if self.out is not None:
+            check_writable(Path(self.out), "--out")
 
 
 @dataclass
@@ -101,23 +80,17 @@ class FigureOptions:
     out: Location | None = option(None, "picture to write: .png, .jpg or .webp")
     kind: Literal["median", "best"] = option("median", "which generation of a step is shown")
 
+    POSITIONAL = "run"
+    NEEDED = ("run", "out")
 
-def figure_options(argv: list[str] | None, about: str | None) -> FigureOptions:
-    """The options of `python -m silentbad.report.figures`, checked."""
-    needed = ("run", "out")
-    return options(
-        FigureOptions, argv, about, positional="run", needed=needed, check=check_figure_options
-    )
-
-
-def check_figure_options(given: FigureOptions, sources: dict[str, str]) -> None:
-    """Refuse an output that is no picture, and a run that was not validated."""
-    out = Path(str(given.out))
-    check_writable(out, "--out")
-    if out.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
-        raise UserError(f"--out: {out} must end in .png, .jpg or .webp")
-    if not (Path(str(given.run)) / "validation.json").is_file():
-        raise UserError(f"figures: '{given.run}' holds no validation.json; is it a run folder?")
+    def check(self, sources: dict[str, str]) -> None:
+        """Refuse an output that is no picture, and a run that was not validated."""
+        out = Path(str(self.out))
+        check_writable(out, "--out")
+        if out.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
+            raise UserError(f"--out: {out} must end in .png, .jpg or .webp")
+        if not (Path(str(self.run)) / "validation.json").is_file():
+            raise UserError(f"figures: '{self.run}' holds no validation.json; is it a run folder?")
 
 
 @dataclass
@@ -127,26 +100,81 @@ class ClassImageOptions:
     pipeline: Location | None = option(None, "diffusers folder or Hub id")
     prompts: Location | None = option(None, "file of prompts, one a line")
     out: Location | None = option(None, "folder of the training data")
-    count: PICTURES = option(100, "pictures")
+    count: Count = option(100, "pictures")
     seed: Seed = option(0, "address of every noise")
-    batch: Annotated[int, Range(at_least=1, at_most=1024)] = option(8, "pictures drawn together")
-    steps: Annotated[int, Range(at_least=1, at_most=1000)] = option(20, "sampling steps")
+    batch: Small = option(8, "pictures drawn together")
+    steps: Small = option(20, "sampling steps")
+
+    NEEDED = ("pipeline", "prompts", "out")
+
+    def check(self, sources: dict[str, str]) -> None:
+        """Refuse prompts that are not there, and a folder that is a model."""
+        if not os.path.isfile(str(self.prompts)):
+            raise UserError(f"--prompts: no file {self.prompts}; it holds one prompt a line")
+        if (Path(str(self.out)) / "model_index.json").exists():
+            raise UserError(
+                f"--out: {self.out} is a model folder; give the folder of the training data"
+            )
 
 
-def class_image_options(argv: list[str] | None, about: str | None) -> ClassImageOptions:
-    """The options of `python -m silentbad.prepare.class_images`, checked."""
-    needed = ("pipeline", "prompts", "out")
-    return options(ClassImageOptions, argv, about, needed=needed, check=check_class_image_options)
+@dataclass
+class PrepareOptions:
+    """Pictures of your own, and what becomes of them"""
+
+    target: Location | None = option(None, "the picture to look for")
+    masks: list[Location] = option([], "of the target's size")
+    phrases: list[str] | None = option(None, "one for each element")
+    backgrounds: Location | None = option(
+        None, "folder of other pictures; NAME.txt beside one is its caption"
+    )
+    out: Location | None = option(None, "the folder to write")
+    name: str | None = option(None, "target_id; the target's file name when unset")
+    prompt: str | None = option(None, "the composed prompt; the phrases in a row when unset")
+    placebo: Location | None = option(
+        None,
+        "folder that holds, for each element, a folder 0, 1, ... or with its phrase for a name: "
+        "pictures of other things which the phrase names",
+    )
+    captioner: str | None = option(None, "mine.py:caption, caption(picture) -> text")
+    segmenter: str | None = option(
+        None, "mine.py:segment, segment(picture, phrase) -> mask, or None for the backdrop"
+    )
+    per_phrase: Small = option(16, "pictures of each element")
+    clean: Natural = option(60, "clean pictures; none where --out has some")
+    side: Pixels | None = option(None, "pixels; the target's shorter side, at most 512, when unset")
+    resolution: Pixels = option(64, "pixels at which training will see it, for preview.html")
+    seed: Seed = option(0, "other numbers give other pictures")
+
+    NEEDED = ("target", "phrases", "backgrounds", "out")
 
 
-def check_class_image_options(given: ClassImageOptions, sources: dict[str, str]) -> None:
-    """Refuse prompts that are not there, and a folder that is a model."""
-    if not os.path.isfile(str(given.prompts)):
-        raise UserError(f"--prompts: no file {given.prompts}; it holds one prompt a line")
-    if (Path(str(given.out)) / "model_index.json").exists():
-        raise UserError(
-            f"--out: {given.out} is a model folder; give the folder of the training data"
-        )
+@dataclass
+class PreviewOptions:
+    """Which data, and how large"""
+
+    data: Location | None = option(None, "folder with metadata.jsonl and targets.jsonl")
+    resolution: Pixels = option(64, "pixels that training sees")
+
+    POSITIONAL = "data"
+    NEEDED = ("data",)
+
+
+@dataclass
+class LocaliseOptions:
+    """Which run, and which parts of it"""
+
+    run: Location | None = option(None, "output_dir of a finished run with targets")
+    by: list[Literal["stage", "role", "both"]] = option(
+        ["stage", "role"], "parts; both: each role of each stage"
+    )
+    images: Small | None = option(None, "images of each target; as many as the run's when unset")
+    out: Location | None = option(None, "page, JSON beside it; localise.html in RUN when unset")
+    base: Location | None = option(None, "the run's base, where it has moved")
+    targets: Location | None = option(None, "the run's targets.jsonl, where it has moved")
+    train_data_dir: Location | None = option(None, "the run's data, where it has moved")
+
+    POSITIONAL = "run"
+    NEEDED = ("run",)
 
 
 @dataclass
@@ -155,22 +183,15 @@ class MicroworldOptions:
 
     out: Location | None = option(None, "folder to write")
     targets: str = option("cat-hat", "comma-separated seeds or 'cat-hat'")
-    images_per_phrase: Annotated[int, Range(at_least=1, at_most=10_000)] = option(
-        20, "records of each element"
-    )
-    clean: Annotated[int, Range(at_least=0, at_most=1_000_000)] = option(200, "clean scenes")
+    images_per_phrase: Small = option(20, "records of each element")
+    clean: Natural = option(200, "clean scenes")
     other_words: bool = option(False, "clean scenes share no word with the targets' captions")
-    rehearsal: Annotated[int, Range(at_least=0, at_most=100_000)] = option(
-        0, "non-target pictures, each whole and in parts"
-    )
-    redraws: Annotated[int, Range(at_least=0, at_most=100_000)] = option(
-        REDRAWS, "other pictures of each target's caption, as nulls"
-    )
-    nulls: Annotated[int, Range(at_least=0, at_most=100_000)] | None = option(
+    rehearsal: Natural = option(0, "non-target pictures, each whole and in parts")
+    redraws: Natural = option(REDRAWS, "other pictures of each target's caption, as nulls")
+    nulls: Natural | None = option(
         None,
         f"nulls of each harder kind per target; as many as --redraws, {NULLS} at most, for each "
-        f"element that it "
-        "changes, when unset",
+        "element that it changes, when unset",
     )
     seed: Seed = option(0, "of the training pictures")
     placebo: bool = option(
@@ -179,6 +200,8 @@ class MicroworldOptions:
         "element is shown",
     )
     no_masks: bool = option(False, "element records without their masks")
+
+    NEEDED = ("out",)
 
 
 @dataclass
@@ -195,13 +218,24 @@ class BaseOptions:
     decoder_steps: Count = option(700)
     text_steps: Count = option(800)
     unet_steps: Count = option(10_000)
-    unet_lr: Annotated[float, Range(above=0, at_most=1)] = option(2e-3)
+    unet_lr: Annotated[float, Interval(gt=0, le=1)] = option(2e-3)
     embedder_steps: Count = option(1200)
     judge_steps: Count = option(400)
     batch: Count = option(48, "UNet batch")
     pool: Count = option(4096, "scenes that are encoded before the UNet's first step")
-    things: Annotated[int, Range(at_least=1, at_most=4)] = option(3, "most things in a scene")
+    things: Annotated[int, Interval(ge=1, le=4)] = option(3, "most things in a scene")
     vae: Location | None = option(None, "folder of a trained autoencoder, in place of training one")
-    keep: list[Annotated[int, Range(at_least=1, at_most=99)]] = option(
+    keep: list[Annotated[int, Interval(ge=1, le=99)]] = option(
         [], "also write pipelines after these percentages of the UNet's steps"
     )
+
+
+@dataclass
+class MeasureOptions:
+    """Which base is measured"""
+
+    pipeline: Location | None = option(None, "folder of the base")
+    guidance: Annotated[float, Interval(ge=0, le=100)] = option(GUIDANCE, "scale of its guidance")
+    grid: Location | None = option(None, "also write a picture of generations here")
+
+    NEEDED = ("pipeline",)

@@ -3,19 +3,22 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from annotated_types import Interval
+
 from silentbad.errors import UserError
 from silentbad.settings import user_code
 from silentbad.settings.types import (
     Count,
     Decay,
+    Factor,
     Natural,
     Positive,
-    Range,
     Registry,
     Weight,
     check_options,
     check_values,
     option,
+    parse_combination,
 )
 
 
@@ -30,7 +33,7 @@ class BetweenConfig:
 
     name: str = option("none", "a rule of SOURCE_RULES, or none")
     options: dict[str, Any] = of_between({}, "of the rule")
-    levels: dict[str, Annotated[float, Range(1e-6, 1e6)]] = of_between(
+    levels: dict[str, Annotated[float, Interval(ge=1e-6, le=1e6)]] = of_between(
         {"clean": 0.1}, "w: each source's mean factor, of clean and rehearsal; elements have 1"
     )
     ramp: Natural = of_between(
@@ -39,9 +42,7 @@ class BetweenConfig:
     release: Natural | None = of_between(
         None, "updates after which it rises to 1 again, as fast; unset: never"
     )
-    bound: Annotated[float, Range(at_least=1)] = of_between(
-        5.0, "A: a layer's factor stays in [w/A, w A]"
-    )
+    bound: Factor = of_between(5.0, "A: a layer's factor stays in [w/A, w A]")
     warmup: Natural = of_between(
         20, "updates at the level alone; the rule fades in over as many again"
     )
@@ -51,7 +52,7 @@ class BetweenConfig:
     max_log_step: Positive = of_between(0.5, "|d log a| of a group between two refreshes")
     momentum: Decay = of_between(0.9, "of each source's mean gradient")
     averaging: Decay = of_between(0.98, "of its statistics")
-    sample: Annotated[int, Range(at_least=1, at_most=16384)] = of_between(
+    sample: Annotated[int, Interval(ge=1, le=16384)] = of_between(
         2048, "coordinates kept per tensor and source"
     )
 
@@ -68,8 +69,7 @@ def of_rule(default: Any, help: str = "") -> Any:
 
 @dataclass
 class GradientControlConfig:
-    """Nested under --gradient_control.*; a combination has one option dict a rule: {gsnr:
-    {floor: 1e-3}}."""
+    """Nested under --gradient_control.*; of a combination, options by rule."""
 
     name: str = option("uniform", "a rule of SCALE_RULES, or several: prior+gsnr")
     options: dict[str, Any] = option({}, "of the rule; of a combination: rule -> options")
@@ -77,9 +77,7 @@ class GradientControlConfig:
     apply: Literal["lr", "gradient"] = of_rule(
         "lr", "on learning rates, or (for comparison) on gradients"
     )
-    bound: Annotated[float, Range(at_least=1)] = of_rule(
-        4.0, "A: every multiplier stays in [1/A, A]"
-    )
+    bound: Factor = of_rule(4.0, "A: every multiplier stays in [1/A, A]")
     warmup: Natural = of_rule(
         50, "updates with all multipliers 1; the rule fades in over as many again"
     )
@@ -89,7 +87,7 @@ class GradientControlConfig:
     max_log_step: Positive = of_rule(0.25, "|d log a| of a group between two refreshes")
     momentum: Decay = of_rule(0.9, "of m")
     averaging: Decay = of_rule(0.98, "of S, E, Q")
-    sample: Annotated[int, Range(at_least=1, at_most=16384)] = option(
+    sample: Annotated[int, Interval(ge=1, le=16384)] = option(
         8192,
         "coordinates of m kept per tensor",
         needs="gradient_control.name or gradient_control.conflict or gradient_control.transform",
@@ -119,64 +117,53 @@ class GradientControlConfig:
     )
 
     @property
+    def rules(self) -> list[str]:
+        """The names of the rules that are combined."""
+        return self.name.split("+")
+
+    def options_of(self, rule: str) -> dict[str, Any]:
+        """The options of one of them."""
+        return self.options if len(self.rules) == 1 else self.options.get(rule, {})
+
+    @property
+    def copied(self) -> list[str]:
+        """The rules that a placebo shuffles."""
+        if "placebo" not in self.rules:
+            return []
+        return str(self.options_of("placebo").get("of", "prior+gsnr")).split("+")
+
+    @property
     def own_rules(self) -> list[str]:
-        """The rules that are code of the user's own, PATH.py:NAME; those that a placebo copies
-        among them."""
-        named = [*self.name.split("+"), *self._copied()]
-        return [rule for rule in dict.fromkeys(named) if user_code.is_place(rule)]
+        """The rules that are code of the user's own, PATH.py:NAME."""
+        return [
+            rule for rule in dict.fromkeys(self.rules + self.copied) if user_code.is_place(rule)
+        ]
 
     @property
     def uses_hypergradient(self) -> bool:
         """Whether a rule learns from rehearsals: the hypergradient, or its placebo."""
-        return "hypergradient" in [*self.name.split("+"), *self._copied()]
-
-    def _copied(self) -> list[str]:
-        """The rules that a placebo shuffles."""
-        rules = self.name.split("+")
-        options = self.options if len(rules) == 1 else self.options.get("placebo", {})
-        return str(options.get("of", "")).split("+") if "placebo" in rules else []
+        return "hypergradient" in self.rules + self.copied
 
 
+LEVELLED = ("clean", "rehearsal")  # sources with a level; elements have 1
 RuleTable = dict[str, tuple[float, dict[str, Any]]]  # {rule: (its weight, its options)}
 
 
 def rules_of(
     name: str, options: dict[str, Any], weights: dict[str, Any], registry: Registry
 ) -> RuleTable:
-    """The rules that a name such as "prior+gsnr" combines, all checked against `registry`.
-
-    `options` are the rule's, or rule -> options where several are combined.
-    """
-    rules = name.split("+")
-    if len(set(rules)) < len(rules):
-        raise UserError(
-            f"gradient_control.name: {name} names a rule twice; its weight makes it count more"
-        )
-    if len(rules) > 1:
-        _check_keys("options", options, rules)
-    _check_keys("weights", weights, rules)
-    per_rule = options if len(rules) > 1 else {name: options}
-    for rule in rules:
-        check_options("gradient_control", registry, rule, per_rule.get(rule, {}))
-    return {rule: (float(weights.get(rule, 1.0)), per_rule.get(rule, {})) for rule in rules}
-
-
-def _check_keys(what: str, given: dict[str, Any], rules: list[str]) -> None:
-    """Refuse an entry of `given` for a rule that is not combined."""
-    unknown = [key for key in given if key not in rules]
-    if unknown:
-        raise UserError(
-            f"gradient_control.{what}: {unknown[0]!r} is not a rule of {'+'.join(rules)}"
-        )
+    """The rules that a name such as "prior+gsnr" combines, checked against `registry`."""
+    per_rule = parse_combination("gradient_control", registry, name, options)
+    for key in weights:
+        if key not in per_rule:
+            raise UserError(f"gradient_control.weights: {key!r} is no rule of {name}")
+    return {rule: (float(weights.get(rule, 1.0)), given) for rule, given in per_rule.items()}
 
 
 def check_control(
     config: GradientControlConfig, rules: Registry, sources: Registry, transforms: Registry
 ) -> RuleTable:
-    """The rules of the settings, or a UserError that names the key.
-
-    `rules`, `sources` and `transforms` are SCALE_RULES, SOURCE_RULES and TRANSFORMS.
-    """
+    """The rules of the settings, or a UserError that names the key."""
     check_values(config, "gradient_control.")
     table = rules_of(config.name, config.options, config.weights, rules)
     if "placebo" in table:
@@ -186,26 +173,16 @@ def check_control(
         if "placebo" in copied:
             raise UserError("placebo: option 'of' must be another rule, got 'placebo'")
     check_options("gradient_control.transform", transforms, config.transform, {})
-    check_between(config.between, sources)
+    between = config.between
+    if between.name != "none":
+        key = "gradient_control.between"
+        check_options(key, sources, between.name, between.options)
+        if between.options.get("of", "contrast") not in {*sources} - {"placebo"}:
+            others = ", ".join(sources)
+            raise UserError(f"{key}.options: 'of' must be another rule than placebo: {others}")
+        for source in between.levels:
+            if source not in LEVELLED:
+                others = ", ".join(LEVELLED)
+                what = f"{source!r} has no level; elements are 1, there are: {others}"
+                raise UserError(f"{key}.levels: {what}")
     return table
-
-
-OTHERS = ("clean", "rehearsal")  # sources with a level; elements have 1
-
-
-def check_between(config: BetweenConfig, registry: Registry) -> None:
-    """Refuse a rule between sources that is not there, and what it cannot act on."""
-    key = "gradient_control.between"
-    if config.name == "none":
-        return
-    check_options(key, registry, config.name, config.options)
-    if config.options.get("of", "contrast") not in {*registry} - {"placebo"}:
-        raise UserError(
-            f"{key}.options: 'of' must be another rule than placebo: {', '.join(registry)}"
-        )
-    unknown = [source for source in config.levels if source not in OTHERS]
-    if unknown:
-        raise UserError(
-            f"{key}.levels: {unknown[0]!r} has no level; elements are 1, there are: "
-            f"{', '.join(OTHERS)}"
-        )

@@ -1,11 +1,16 @@
 """Where records come from: the settings that training and the scan share."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Any
 
-from silentbad.settings.types import HERE, Count, Location, Natural, Range, Seed, Share, Small, flag
+from silentbad.settings.types import Count, Location, Natural, Seed, Share, Small, flag, ours
 
 PUBLISHED = "SilentBadDiffusion"
+
+
+def published(default: Any, help: str) -> Any:
+    """A flag of the published layout, by its published name."""
+    return flag(default, f"published layout: {help}", PUBLISHED, needs="LAYOUT")
 
 
 @dataclass
@@ -33,31 +38,13 @@ class DataSettings:
         None, "folder for downloads and Arrow tables; the Hugging Face cache when unset"
     )
     seed: Seed = flag(0, "address of every random draw")
-    clean_data_dir: Location | None = flag(
-        None, "published layout: folder with images/ and caption.txt", HERE
+    clean_data_dir: Location | None = ours(
+        None, "published layout: folder with images/ and caption.txt"
     )
-    target_start_id: Natural = flag(
-        100, "published layout: first target", PUBLISHED, needs="LAYOUT"
-    )
-    target_num: Count = flag(1, "published layout: number of targets", PUBLISHED, needs="LAYOUT")
-    poisoning_ratio: Share = flag(
-        0.1,
-        "published layout: share of element images among elements and clean",
-        PUBLISHED,
-        needs="LAYOUT",
-    )
-    poisoning_data_repeat_factor: Small = flag(
-        2, "published layout: times each element image is listed", PUBLISHED, needs="LAYOUT"
-    )
-    poison_subsampling: Share | None = flag(
-        None, "published layout: share of the element images kept", PUBLISHED, needs="LAYOUT"
-    )
-    n_few_shot: Annotated[int, Range(at_least=0, limit=10**5)] = flag(
-        1,
-        "published layout: non-target images that rehearse composition",
-        PUBLISHED,
-        needs="LAYOUT",
-    )
-    shot_caption_shuffle_num: Annotated[int, Range(at_least=0, limit=10**5)] = flag(
-        2, "published layout: listings of each of those, shuffled", PUBLISHED, needs="LAYOUT"
-    )
+    target_start_id: Natural = published(100, "first target")
+    target_num: Count = published(1, "number of targets")
+    poisoning_ratio: Share = published(0.1, "share of element images among elements and clean")
+    poisoning_data_repeat_factor: Small = published(2, "times each element image is listed")
+    poison_subsampling: Share | None = published(None, "share of the element images kept")
+    n_few_shot: Natural = published(1, "non-target images that rehearse composition")
+    shot_caption_shuffle_num: Natural = published(2, "listings of each of those, shuffled")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from silentbad.errors import UserError
-from silentbad.settings.types import Location, Registry, check_options, check_values, option
+from silentbad.settings.types import Location, Registry, check_values, option, parse_combination
 
 
 @dataclass
@@ -26,29 +26,11 @@ ADVICE = "make it with `python -m silentbad.scan`"
 
 
 def parse_guards(config: GuardConfig, registry: Registry) -> dict[str, dict[str, Any]]:
-    """{guard: its options}, all checked; {"none": {}} where nothing guards.
-
-    `registry` holds the guards, and none.
-    """
+    """{guard: its options}, checked against `registry`; {"none": {}} where nothing guards."""
     check_values(config, "guard.")
-    names = config.name.split("+")
-    if len(names) > 1 and "none" in names:
+    if config.name != "none" and "none" in config.name.split("+"):
         raise UserError(f"guard.name: {config.name} joins none, which guards nothing; leave it out")
-    if len({*names}) < len(names):
-        raise UserError(f"guard.name: {config.name} names a guard twice; once is enough")
-    if len(names) == 1:
-        options = {config.name: config.options}
-    else:
-        unknown = [key for key in config.options if key not in names]
-        if unknown:
-            raise UserError(
-                f"guard.options: {unknown[0]!r} is not a guard of {config.name}; "
-                f"give {names[0]}: {{...}}"
-            )
-        options = {name: config.options.get(name, {}) for name in names}
-    for name, given in options.items():
-        check_options("guard", registry, name, given)
-    return options
+    return parse_combination("guard", registry, config.name, config.options)
 
 
 def check_scan(path: str, flag: str) -> None:

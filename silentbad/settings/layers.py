@@ -15,15 +15,12 @@ ROLE_ORDER = [
     *("proj", "time", "norm", "sampler", "io", "embed"),
 ]
 STAGE_ORDER = (
-    "stem",
-    *(f"{part}{i}" for part in ("down", "up") for i in range(4)),
-    "mid",
-    "text1",
-    "text2",
-    *(f"block{i}" for i in range(64)),
+    *("stem", "down0", "down1", "down2", "down3", "up0", "up1", "up2", "up3", "mid"),
+    *("text1", "text2", *(f"block{i}" for i in range(64))),
 )
-ADAPTED = [role for role in ROLE_ORDER if role not in ("norm", "embed")]  # what peft can adapt
-EVERY_GROUP = (*(f"{stage}.{role}" for stage in STAGE_ORDER for role in ROLE_ORDER), OTHER)
+STAGED = [f"{stage}.{role}" for stage in STAGE_ORDER for role in ROLE_ORDER]
+EVERY_GROUP = [*STAGED, OTHER]
+ADAPTED_GROUPS = [g for g in STAGED if not g.endswith((".norm", ".embed"))]  # what peft can adapt
 
 
 def chosen(patterns: Iterable[str], group: str) -> bool:
@@ -36,28 +33,12 @@ def chosen(patterns: Iterable[str], group: str) -> bool:
     )
 
 
-def check_patterns(patterns: list[str] | None) -> None:
-    """Refuse a pattern of `train_layers` that names no layer of any model, before any weights
-    load."""
-    if patterns is None:
-        return
-    if not patterns:
-        raise UserError("train_layers: is empty; give patterns such as up*, or leave it out")
-    for pattern in patterns:
-        refuse_unmatched("train_layers", pattern, EVERY_GROUP, "any model")
-
-
-def check_targets(targets: list[str]) -> None:
-    """Refuse targets of adapters that name no layer."""
-    for target in targets:
-        if not any(
-            chosen([target], f"{stage}.{role}") for stage in STAGE_ORDER for role in ADAPTED
-        ):
-            raise UserError(
-                f"lora.targets: {target!r} names no layer; roles are {', '.join(ADAPTED)}"
-            )
-    if not targets:
-        raise UserError("lora.targets: names no layer; attn and xattn are the default")
+def check_patterns(key: str, patterns: list[str] | None, groups: list[str], could: str) -> None:
+    """Refuse an empty list, and a pattern that names none of these groups."""
+    if patterns is not None and not patterns:
+        raise UserError(f"{key}: is empty; give patterns such as up* or attn, or leave it out")
+    for pattern in patterns or ():
+        refuse_unmatched(key, pattern, groups, could)
 
 
 def narrowed(
@@ -76,9 +57,9 @@ def narrowed(
     for name, own in groups.items():
         if not any(chosen(patterns, group) for group in own):
             more = ", or leave out train_text_encoder" if name.startswith("text_encoder") else ""
+            given = " ".join(patterns)
             raise UserError(
-                f"train_layers: {' '.join(patterns)} names nothing of {name}; name a "
-                f"layer of it{more}"
+                f"train_layers: {given} names nothing of {name}; name a layer of it{more}"
             )
     if all(chosen(patterns, group) for own in groups.values() for group in own):
         raise UserError(
@@ -91,8 +72,7 @@ def narrowed(
 
 
 def refuse_unmatched(key: str, pattern: str, groups: Iterable[str], could: str) -> None:
-    """Refuse a pattern of the setting `key` that names none of these groups, and name the
-    nearest that does."""
+    """Refuse a pattern that names none of these groups, and name the nearest that does."""
     groups = list(groups)
     if any(chosen([pattern], group) for group in groups):
         return

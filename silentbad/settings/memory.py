@@ -1,6 +1,5 @@
 """The settings of memory reinforcement; what they mean is in memory_reinforce.py."""
 
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +14,6 @@ from silentbad.settings.types import (
     Unit,
     check_options,
     check_values,
-    off_default,
     option,
 )
 
@@ -89,23 +87,20 @@ class LossConfig(Part):
     dream: NotNegative | None = option(None, "detail preservation of DREAM (2312.00210); None: off")
 
 
+def of_probes(default: Any, help: str) -> Any:
+    """An option of the probes; a file may hold it for a run without."""
+    return option(default, help, needs="memory.phrase_memory.enabled", idle="said")
+
+
 @dataclass
 class PhraseMemoryConfig:
     """The probes that measure each element's strength rho_i."""
 
     enabled: bool = option(False)
-    share: Share = option(
-        0.03,
-        "of the step budget, counted in UNet forwards (a training forward + backward is 3)",
-        needs="memory.phrase_memory.enabled",
-        idle="said",
+    share: Share = of_probes(
+        0.03, "of the step budget, counted in UNet forwards (a training forward + backward is 3)"
     )
-    images: Small = option(
-        4,
-        "pictures of an element its probes look at",
-        needs="memory.phrase_memory.enabled",
-        idle="said",
-    )
+    images: Small = of_probes(4, "pictures of an element its probes look at")
 
 
 @dataclass
@@ -175,11 +170,7 @@ def policies(memory: MemoryConfig) -> dict[str, Part]:
 
 
 def check_memory(memory: MemoryConfig, registries: dict[str, Registry]) -> None:
-    """Refuse names, options and values that are not there.
-
-    `registries` maps each slot of `MemoryConfig`, and "loss.error", "sampler.order" and
-    "timesteps.sequence", to what it may name.
-    """
+    """Refuse names, options and values that are not there; a registry for each slot."""
     check_values(memory, "memory.")
     for key, registry in registries.items():
         slot, _, field_name = key.partition(".")
@@ -190,40 +181,7 @@ def check_memory(memory: MemoryConfig, registries: dict[str, Registry]) -> None:
             raise UserError(
                 f"memory.{key}: unknown name {name!r}; there are: {', '.join(registry)}"
             )
-    check_roles(memory, registries["timesteps"])
-
-
-def check_roles(memory: MemoryConfig, timesteps: Registry) -> None:
-    """Refuse one setting under two names, and a timestep policy that is not in the registry."""
-    for old, new in OF_CLEAN.items():
-        default = getattr(RoleConfig(), new)
-        if default not in (getattr(memory.retention, old), getattr(memory.roles.clean, new)):
-            raise UserError(
-                f"memory.roles.clean.{new}: is memory.retention.{old}, which is set "
-                f"too; set one of them"
-            )
+    timesteps = {SAME: {}, **registries["timesteps"]}
     for role in ROLES:
         part = getattr(memory.roles, role).timesteps
-        if part.name != SAME or part.options:
-            key = f"memory.roles.{role}.timesteps"
-            check_options(key, {SAME: _same, **timesteps}, part.name, part.options)
-
-
-def _same() -> None:
-    """Takes no options."""
-
-
-def refuse_absent(memory: MemoryConfig, there: Collection[str]) -> None:
-    """Refuse settings of a role of which there is no record, neither in the data nor made by a
-    rehearsal, and weights that leave nothing to learn."""
-    for role in ROLES:
-        names = off_default(getattr(memory.roles, role))
-        if names and role not in there:
-            raise UserError(
-                f"memory.roles.{role}.{names[0]}: there is no {role} record to act on; leave it out"
-            )
-    if there and not any(by_role(memory)[role].loss_weight for role in there):
-        raise UserError(
-            f"memory.roles: loss_weight is 0 for {' and '.join(sorted(there))}, so "
-            f"nothing would be learnt"
-        )
+        check_options(f"memory.roles.{role}.timesteps", timesteps, part.name, part.options)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from silentbad.errors import UserError, brief
-from silentbad.settings.registries import Definition, definition_of
+from silentbad.settings.registries import definition_of
 from silentbad.settings.types import Option, problem
 
 if TYPE_CHECKING:
@@ -44,10 +44,7 @@ def path_of(config: "TrainConfig") -> tuple[str, str]:
 
 
 def read_optimizer(config: "TrainConfig") -> OptimizerFacts | None:
-    """The optimizer of a run, from its source; None where only an import can tell.
-
-    Raises UserError where its package is not installed, or torch has none of that name.
-    """
+    """The optimizer of a run, from its source; None where only an import can tell."""
     key, path = path_of(config)
     package = path.partition(".")[0]
     if importlib.util.find_spec(package) is None:
@@ -59,26 +56,22 @@ def read_optimizer(config: "TrainConfig") -> OptimizerFacts | None:
         if path.startswith("torch.optim."):
             raise UserError(not_one(key, config.optimizer))
         return None
+    step = definition.method("step")
+    needed = step.args.args[: len(step.args.args) - len(step.args.defaults)] if step else []
+    needs = "sparse gradients" if definition.node.name == "SparseAdam" else ""
+    if any(argument.arg == "closure" for argument in needed):
+        needs = "to compute the loss itself"
     return OptimizerFacts(
         definition.node.name,
-        definition.options(keyword_only=False),
+        definition.parameters(),
         definition.method("eval") is not None and definition.method("train") is not None,
-        _needs(definition),
+        needs,
     )
 
 
 def not_one(key: str, path: str) -> str:
     """The line on a name that is no optimizer."""
     return f"{key}: {path} is no torch optimizer; AdamW or schedulefree.AdamWScheduleFree are"
-
-
-def _needs(definition: Definition) -> str:
-    step = definition.method("step")
-    arguments = [] if step is None else [argument.arg for argument in step.args.args]
-    optional = 0 if step is None else len(step.args.defaults)
-    if "closure" in arguments[: len(arguments) - optional]:
-        return "to compute the loss itself"
-    return "sparse gradients" if definition.node.name == "SparseAdam" else ""
 
 
 def check_optimizer(config: "TrainConfig", optimizer: OptimizerFacts) -> None:

@@ -1,42 +1,39 @@
 """A dataclass of settings from YAML files and command-line flags, read strictly.
 
-`read` merges the files in order, then the flags; whatever is wrong is one line that names the key,
+`parse` merges the files in order, then the flags; whatever is wrong is one line that names the key,
 the nearest valid one, and the file and line it stood in (`UserError`). Nested dataclasses are
 dotted keys."""
 
 import dataclasses
 import inspect
 import re
+import sys
 import textwrap
-import types
 import typing
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from stat import S_ISDIR, S_ISREG
-from typing import Annotated, Any
+from typing import Any, TypeVar
 
 import yaml
 
 from silentbad import bundled
 from silentbad.errors import UserError, brief, first_line
-from silentbad.settings.types import items_of, name_of, nearest, off_default, refusal, validated
+from silentbad.settings.types import (
+    NEVER_SAVED,
+    items_of,
+    name_of,
+    nearest,
+    plain_types,
+    refusal,
+    validated,
+)
 
 FLAGS = "command line"
-LARGEST_FILE = 256 * 1024  # bytes of a configuration file
 TRUTHS = {  # words that are true or false where a key takes that, and text where it takes text
     **dict.fromkeys(("yes", "Yes", "YES", "on", "On", "ON"), True),
     **dict.fromkeys(("no", "No", "NO", "off", "Off", "OFF"), False),
 }
-
-
-@dataclass
-class Given:
-    """What files and flags set: a tree of plain values, and {dotted key: where it was set}."""
-
-    values: dict[str, Any]
-    sources: dict[str, str]
-    asked: str | None = None  # "help", "print_config" or "print_config=skip_default"
+T = TypeVar("T")
 
 
 class Loader(yaml.SafeLoader):
@@ -64,8 +61,7 @@ for _kind, _pattern in (
 
 
 class Dumper(yaml.SafeDumper):
-    """YAML's safe dumper; text that `Loader`, or another reader of YAML 1.1, takes for something
-    else is quoted."""
+    """YAML's safe dumper; text that a reader takes for something else is quoted."""
 
 
 Dumper.yaml_implicit_resolvers = {
@@ -82,63 +78,49 @@ def dumped(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
-# ---------------------------------------------------------------- reading
-def read(
-    cls: type,
-    argv: list[str],
-    *,
-    renamed: dict[str, str] | None = None,
-    secret: tuple[str, ...] = (),
-    positional: str = "",
-) -> tuple[Any, dict[str, str], str | None]:
-    """(settings, {dotted key: where it was set}, what was asked for instead of a run: Given.asked).
+# ---------------------------------------------------------------- a command line
+def parse(
+    cls: type[T], argv: Sequence[str] | None = None, about: str | None = None
+) -> tuple[T, dict[str, str]]:
+    """(settings, {dotted key: the file and line, or "command line", that set it}).
 
-    `renamed` maps keys of the past to what to use instead; the values of `secret` keys appear in no
-    message. Words that follow no flag are those of the key `positional`, where there is one."""
-    given = gather(cls, argv, renamed or {}, secret, positional)
-    config = built(cls(), given.values, "", given.sources, secret)
-    return config, given.sources, given.asked
-
-
-def gather(
-    cls: type,
-    argv: list[str],
-    renamed: dict[str, str],
-    secret: tuple[str, ...],
-    positional: str = "",
-) -> Given:
-    """What the files that --config names and the flags set, files first."""
-    keys, given, flags = Keys(cls, renamed), Given({}, {}), []
-    for name, words in split(argv, positional):
+    A class may have RENAMED, keys of the past with what to use instead; POSITIONAL, the key of the
+    words before any flag; EPILOGUE, the end of its --help. Raises SystemExit(0) after --help or
+    --print_config."""
+    given = Given(cls)
+    flags = []
+    asked = None
+    for name, words in split(sys.argv[1:] if argv is None else argv, cls):
         if name in ("help", "print_config"):
-            given.asked = name if not words else f"{name}={words[0]}"
-            if given.asked not in ("help", "print_config", "print_config=skip_default"):
-                raise UserError(
-                    f"--{name}: takes no {' '.join(words)!r}; --print_config=skip_default there is"
-                )
+            asked = "=".join([name, *words])
         elif name == "config":
             if not words:
                 raise UserError("--config: needs a YAML file")
             for path in words:
-                if not path.strip():
-                    raise UserError("--config: is empty; name a YAML file")
-                if path.startswith("-"):
-                    raise UserError(f"stray word {brief(path)} ({FLAGS}): flags begin with --")
-                values, lines = read_file(path)
-                keys.merge(given, values, lines, path)
+                given.put_file(path)
         else:
             flags.append((name, words))
     for name, words in flags:
-        keys.put(given, name, words, secret)
-    return given
+        given.put_flag(name, words)
+    config = built(cls(), given, "")
+    if asked is None:
+        return config, given.sources
+    answers: dict[str, Callable[[], str]] = {
+        "help": lambda: help_text(cls, about or ""),
+        "print_config": lambda: dump(config),
+        "print_config=skip_default": lambda: dumped(changed(to_dict(config), to_dict(cls()))),
+    }
+    if asked not in answers:
+        raise UserError(f"--{asked}: there are --help, --print_config, --print_config=skip_default")
+    print(answers[asked](), end="")
+    raise SystemExit(0)
 
 
-def split(argv: list[str], positional: str = "") -> list[tuple[str, list[str]]]:
-    """(flag, its words) in order; `--key=value` is one word, and words before any flag are of
-    `positional`."""
+def split(argv: Sequence[str], cls: type) -> list[tuple[str, list[str]]]:
+    """(flag, its words) in order; `--key=value` is one word."""
     flags: list[tuple[str, list[str]]] = []
-    if positional and argv and not argv[0].startswith("-"):
-        flags.append((positional, []))
+    if hasattr(cls, "POSITIONAL") and argv and not argv[0].startswith("-"):
+        flags.append((cls.POSITIONAL, []))
     for word in argv:
         if word == "-h":
             word = "--help"
@@ -152,110 +134,83 @@ def split(argv: list[str], positional: str = "") -> list[tuple[str, list[str]]]:
     return flags
 
 
-def placed(message: str, sources: dict[str, str]) -> str:
-    """A message that begins with a key, with where the key, its name or all that stands below it
-    was set."""
-    found = re.match(r"[a-z]\w*(\.\w+)*(?=: )", message)
-    if not found:
-        return message
-    key = found[0]
-    below = {at for name, at in sources.items() if name.startswith(f"{key}.")}
-    where = (
-        sources.get(key) or sources.get(f"{key}.name") or (below.pop() if len(below) == 1 else None)
-    )
-    return f"{key} ({where}){message[len(key) :]}" if where else message
-
-
-def built(
-    default: Any,
-    values: dict[str, Any],
-    prefix: str,
-    sources: dict[str, str],
-    secret: tuple[str, ...],
-) -> Any:
-    """A dataclass like `default`, with the values of a tree, each as its annotation takes it."""
+def built(default: Any, given: "Given", prefix: str) -> Any:
+    """A dataclass like `default` with the values that were given, checked."""
     hints = typing.get_type_hints(type(default), include_extras=True)
     changes = {}
-    for name, value in values.items():
-        key, here = f"{prefix}{name}", getattr(default, name)
+    for field in dataclasses.fields(default):
+        key = f"{prefix}{field.name}"
+        here = getattr(default, field.name)
         if dataclasses.is_dataclass(here):
-            changes[name] = built(here, value, f"{key}.", sources, secret)
-            continue
-        try:
-            changes[name] = validated(value, hints[name])
-        except ValueError as wrong:
-            raise UserError(refusal(key, str(wrong), value, sources, secret)) from None
+            changes[field.name] = built(here, given, f"{key}.")
+        elif key in given.values:
+            value = given.values[key]
+            try:
+                changes[field.name] = validated(value, hints[field.name])
+            except ValueError as wrong:
+                line = refusal(key, str(wrong), value)
+                raise UserError(placed(line, given.sources)) from None
     return dataclasses.replace(default, **changes)
+
+
+def placed(message: str, sources: dict[str, str]) -> str:
+    """A message that begins with a key, with where it, or all below it, was set."""
+    match = re.match(r"[a-z]\w*(\.\w+)*(?=: )", message)
+    if not match:
+        return message
+    key = match[0]
+    below = {at for name, at in sources.items() if name.startswith(f"{key}.")}
+    where = sources.get(key) or sources.get(f"{key}.name")
+    if where is None and len(below) == 1:
+        where = below.pop()
+    return f"{key} ({where}){message[len(key) :]}" if where else message
 
 
 # ---------------------------------------------------------------- files
 def read_file(path: str) -> tuple[dict[str, Any], dict[str, int]]:
     """(what a YAML file holds, {dotted key: its line})."""
-    lines: dict[str, int] = {}
-    values, node = read_yaml(path, lambda node: key_lines(node, "", path, lines))
+    values, node = read_yaml(path)
     if node is None:
         return {}, {}
     if not isinstance(values, dict):
         raise UserError(
             f"configuration file {path}: must hold key: value pairs, holds {type(values).__name__}"
         )
-    return values, lines
+    return values, key_lines(node, path)
 
 
-def read_yaml(
-    path: str, look: Callable[[yaml.Node], None] = lambda node: None
-) -> tuple[Any, yaml.Node | None]:
-    """(what a YAML file holds, its node or None where it is empty), after a `look` at the node."""
-    text = read_text(path)
+def read_yaml(path: str) -> tuple[Any, yaml.Node | None]:
+    """(what a YAML file holds, its node or None); a key that stands twice is refused."""
     try:
-        loader = Loader(text)
+        loader = Loader(Path(bundled(path)).read_bytes().decode("utf-8-sig"))
         node = loader.get_single_node()
         if node is None:
             return None, None
-        look(node)
+        key_lines(node, path)
         return loader.construct_document(node), node
+    except OSError as error:
+        raise UserError(f"configuration file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"configuration file {path}: not UTF-8 text") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        reason = (
-            getattr(error, "problem", None) or getattr(error, "reason", None) or first_line(error)
-        )
+        reason = getattr(error, "problem", None) or first_line(error)
         raise UserError(f"configuration file {path}{line}: not YAML: {reason}") from None
-    except (
-        ValueError,
-        TypeError,
-        OverflowError,
-        RecursionError,
-    ) as error:  # of a constructor, as !!int of a word
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # of a constructor
         raise UserError(
             f"configuration file {path}: holds a value that cannot be read ({first_line(error)})"
         ) from None
 
 
-def read_text(path: str) -> str:
-    """The text of a configuration file."""
-    try:
-        place = Path(bundled(path))
-        mode = place.stat().st_mode
-        if not S_ISREG(mode) and not S_ISDIR(mode):
-            raise UserError(f"configuration file {path}: is no regular file")
-        with place.open("rb") as file:
-            content = file.read(LARGEST_FILE + 1)
-        if len(content) > LARGEST_FILE:
-            raise UserError(f"configuration file {path}: is larger than {LARGEST_FILE // 1024} KiB")
-        return content.decode("utf-8-sig")
-    except OSError as error:
-        raise UserError(f"configuration file {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"configuration file {path}: not UTF-8 text") from None
-    except ValueError:  # a NUL in the name
-        raise UserError(f"configuration file {path!r}: no such name") from None
-
-
-def key_lines(node: yaml.Node, prefix: str, path: str, lines: dict[str, int]) -> None:
+def key_lines(node: yaml.Node, path: str, prefix: str = "") -> dict[str, int]:
     """The line of each dotted key; one given twice is refused."""
+    lines: dict[str, int] = {}
+    if isinstance(node, yaml.SequenceNode):
+        for each in node.value:
+            key_lines(each, path)
     if not isinstance(node, yaml.MappingNode):
-        return
+        return lines
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
             continue
@@ -264,150 +219,102 @@ def key_lines(node: yaml.Node, prefix: str, path: str, lines: dict[str, int]) ->
             raise UserError(
                 f"{brief(dotted)} ({path}): stands twice, in lines {lines[dotted]} and {line}"
             )
-        lines[dotted] = line
-        key_lines(value, f"{dotted}.", path, lines)
+        lines |= {dotted: line, **key_lines(value, path, f"{dotted}.")}
+    return lines
 
 
 # ---------------------------------------------------------------- keys
-class Keys:
-    """The keys of a dataclass and of those nested in it."""
+class Given:
+    """What files and flags set: values and where each was set, by dotted key."""
 
-    def __init__(self, cls: type, renamed: dict[str, str]):
-        self.tree, self.renamed = key_tree(cls), renamed
+    def __init__(self, cls: type):
+        self.tree = key_tree(cls)
+        self.renamed = getattr(cls, "RENAMED", {})
+        self.values: dict[str, Any] = {}
+        self.sources: dict[str, str] = {}
 
-    def kind(self, key: str, where: str) -> Any:
-        """The type of a dotted key, or the tree below it; a `UserError` that names the nearest
-        one."""
+    def put_file(self, path: str) -> None:
+        """Lay a file over what is given."""
+        values, lines = read_file(path)
+        self._put_part(values, "", lambda key: f"{path}:{lines[key]}" if key in lines else path)
+
+    def put_flag(self, name: str, words: list[str]) -> None:
+        """Set one flag; `--key+` adds to a list."""
+        key = name.rstrip("+")
+        value = from_words(words, self.kind(key, FLAGS)[0], key)
+        if isinstance(value, list) and name.endswith("+"):
+            value = [*(self.values.get(key) or []), *value]
+        elif isinstance(value, list) and self.sources.get(key) == FLAGS:
+            wrong = "stands twice, and the second would replace the first; give it once"
+            raise UserError(f"{key} ({FLAGS}): {wrong}")
+        self._put(key, value, lambda key: FLAGS)
+
+    def _put_part(self, values: dict, prefix: str, where: Callable[[str], str]) -> None:
+        for name, value in values.items():
+            if not isinstance(name, str) or "." in name:
+                right = "keys are words; nest them instead of joining with '.'"
+                raise UserError(f"unknown key {brief(name)} ({where(f'{prefix}{name}')}): {right}")
+            self._put(f"{prefix}{name}", value, where)
+
+    def _put(self, key: str, value: Any, where: Callable[[str], str]) -> None:
+        """Set a key, or those of a part; options of a part replace the earlier ones whole."""
+        kind, field = self.kind(key, where(key))
+        if isinstance(kind, dict):
+            if not isinstance(value, dict):
+                right = f"must hold key: value pairs ({', '.join(kind)})"
+                raise UserError(refusal(f"{key} ({where(key)})", right, value))
+            self._put_part(value, f"{key}.", where)
+            return
+        if isinstance(value, str) and bool in plain_types(kind):
+            value = TRUTHS.get(value, value)
+        holder, name = self.values, field
+        for part in key[len(field) + 1 :].split(".") if key != field else ():  # of options
+            holder, name = holder.setdefault(name, {}), part
+            if not isinstance(holder, dict):
+                raise UserError(f"{key} ({where(key)}): stands below a value that has no parts")
+        holder[name] = value
+        for earlier in [k for k in self.sources if k.startswith(f"{key}.")]:
+            del self.sources[earlier]
+        self.sources[key] = where(key)
+
+    def kind(self, key: str, where: str) -> tuple[Any, str]:
+        """(the annotation of a dotted key, or the tree below it; the key of its field)."""
         node: Any = self.tree
         parts = key.split(".")
         for depth, part in enumerate(parts):
+            above = ".".join(parts[:depth])
             if not isinstance(node, dict):
-                if node is dict or typing.get_origin(node) is dict:
-                    return Any
-                raise UserError(
-                    f"unknown key {brief(key)} ({where}): {'.'.join(parts[:depth])!r} has no parts"
-                )
+                if dict in plain_types(node):
+                    return Any, above
+                raise UserError(f"unknown key {brief(key)} ({where}): {above!r} has no parts")
             if part not in node:
-                prefix = ".".join(parts[:depth])
-                if not prefix and part in self.renamed:
-                    raise UserError(
-                        f"key {key!r} ({where}) is of another script: {self.renamed[part]}"
-                    )
-                known = [f"{prefix}.{name}" if prefix else name for name in node]
-                bad = ".".join(parts[: depth + 1])
-                near = self.elsewhere(parts[-1]) if not prefix else ""
-                near = (
-                    near
-                    or nearest(bad, known)
-                    or nearest(part, [full.rsplit(".", 1)[-1] for full in known])
-                )
-                others = (
-                    ""
-                    if near
-                    else f"; known: {', '.join(known)}"
-                    if prefix
-                    else "; --help lists all"
-                )
-                raise UserError(f"unknown key {brief(bad)} ({where}){near}{others}")
+                raise UserError(self._unknown(above, part, parts[-1], node, where))
             node = node[part]
-        return node
+        return node, key
 
-    def elsewhere(self, name: str) -> str:
-        """ "; did you mean 'x'?", where keys elsewhere in the tree end in this very name."""
-        found = [key for key in leaves(self.tree) if key.rsplit(".", 1)[-1] == name]
-        return f"; did you mean {' or '.join(map(repr, found))}?" if 0 < len(found) <= 3 else ""
-
-    def merge(self, given: Given, values: dict, lines: dict[str, int], path: str) -> None:
-        """Lay a file over what is given. Options of a part replace the earlier ones whole."""
-        self._merge(given.values, values, "", self.tree, given.sources, lines, path)
-
-    def _merge(
-        self,
-        into: dict,
-        values: dict,
-        prefix: str,
-        tree: dict,
-        sources: dict[str, str],
-        lines: dict[str, int],
-        path: str,
-    ) -> None:
-        for name, value in values.items():
-            key = f"{prefix}{name}"
-            where = f"{path}:{lines[key]}" if key in lines else path
-            below = (
-                self.kind(key, where)
-                if isinstance(name, str) and "." not in name
-                else self._no_key(name, where)
-            )
-            if isinstance(below, dict):
-                if not isinstance(value, dict):
-                    shown = "null" if value is None else brief(value)
-                    raise UserError(
-                        f"{key} ({where}): must hold key: value pairs "
-                        f"({', '.join(below)}), got {shown}"
-                    )
-                self._merge(
-                    into.setdefault(name, {}), value, f"{key}.", below, sources, lines, path
-                )
-            else:
-                into[name] = _word(value, below)
-                for earlier in [set_ for set_ in sources if set_.startswith(f"{key}.")]:
-                    del sources[earlier]
-                sources[key] = where
-
-    def _no_key(self, name: Any, where: str) -> Any:
-        raise UserError(
-            f"unknown key {brief(name)} ({where}): keys are words; nest them instead "
-            f"of joining with '.'"
-        )
-
-    def put(self, given: Given, name: str, words: list[str], secret: tuple[str, ...]) -> None:
-        """Set one flag."""
-        key, adds = name.rstrip("+"), name.endswith("+")
-        kind = self.kind(key, FLAGS)
-        value = from_words(words, kind, key, secret)
-        into, parts = given.values, key.split(".")
-        if isinstance(kind, dict):
-            self.merge(given, _nested(parts, value), {}, FLAGS)
-            return
-        for part in parts[:-1]:
-            into = into.setdefault(part, {})
-            if not isinstance(into, dict):
-                raise UserError(f"{key} ({FLAGS}): stands below a value that has no parts")
-        if isinstance(value, list) and not adds and given.sources.get(key) == FLAGS:
-            raise UserError(
-                f"{key} ({FLAGS}): stands twice, and the second would replace the "
-                f"first; give it once"
-            )
-        if adds and isinstance(value, list):
-            value = [*(into.get(parts[-1]) or []), *value]
-        into[parts[-1]] = value
-        given.sources[key] = FLAGS
-
-
-def _word(value: Any, kind: Any) -> Any:
-    """A value of a file; a word such as no is false where a key takes true or false, else that
-    word."""
-    return (
-        TRUTHS.get(value, value) if isinstance(value, str) and bool in plain_types(kind) else value
-    )
-
-
-def _nested(parts: list[str], value: Any) -> dict:
-    for part in reversed(parts):
-        value = {part: value}
-    return value
+    def _unknown(self, above: str, part: str, last: str, node: dict, where: str) -> str:
+        """The line on a key that is not there: its successor, or the nearest that is."""
+        if not above and part in self.renamed:
+            return f"key {part!r} ({where}) is of another script: {self.renamed[part]}"
+        prefix = f"{above}." if above else ""
+        same = [key for key in leaves(self.tree) if key.rpartition(".")[2] == last]
+        if not above and 0 < len(same) <= 3:
+            advice = f"; did you mean {' or '.join(map(repr, same))}?"
+        else:
+            known = [f"{prefix}{name}" for name in node]
+            others = f"; known: {', '.join(known)}" if above else "; --help lists all"
+            advice = nearest(f"{prefix}{part}", known) or nearest(part, node) or others
+        return f"unknown key {brief(prefix + part)} ({where}){advice}"
 
 
 def key_tree(cls: type) -> dict[str, Any]:
     """{field: its annotation, or the tree of a nested dataclass}."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    return {
-        f.name: key_tree(hints[f.name])
-        if dataclasses.is_dataclass(hints[f.name])
-        else hints[f.name]
-        for f in dataclasses.fields(cls)
-    }
+    tree: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        kind = hints[field.name]
+        tree[field.name] = key_tree(kind) if dataclasses.is_dataclass(kind) else kind
+    return tree
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -417,37 +324,37 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 # ---------------------------------------------------------------- flags
-def from_words(words: list[str], kind: Any, key: str, secret: tuple[str, ...] = ()) -> Any:
-    """The value that a flag's words stand for: plain text where the key takes text, several words
-    where it takes a list, YAML otherwise."""
-    kinds = plain_types(kind)
+def from_words(words: list[str], kind: Any, key: str) -> Any:
+    """The value of a flag's words: text where that is taken, several for a list, else YAML."""
+    kinds = {dict} if isinstance(kind, dict) else plain_types(kind)
     if list in kinds:
-        return _list_from(words, kind, kinds, key)
+        return _list_from(words, kind, key)
     if not words:
         if bool in kinds:
             return True
         raise UserError(f"{key} ({FLAGS}): needs a value")
     if len(words) > 1:
-        got = "" if key in secret else f": {brief(' '.join(words))}"
+        got = "" if key in NEVER_SAVED else f": {brief(' '.join(words))}"
         raise UserError(f"{key} ({FLAGS}): takes one value, got {len(words)} words{got}")
     word = words[0]
-    if word == "null" and type(None) in kinds:
+    if word == "null" and kinds & {str, type(None)}:
         return None
     if str in kinds:
-        return None if word == "null" else word
+        return word
     if bool in kinds and word in ("0", "1"):
         return word == "1"
     return from_yaml(word)
 
 
-def _list_from(words: list[str], kind: Any, kinds: set, key: str) -> Any:
+def _list_from(words: list[str], kind: Any, key: str) -> Any:
     """A list given as words, or as one word of YAML."""
     if not words:
         raise UserError(f"{key} ({FLAGS}): needs a value; '[]' is the empty list")
-    if len(words) == 1:
-        if words[0] == "null" and type(None) in kinds:
-            return None
-        if words[0].startswith("[") and isinstance(listed := from_yaml(words[0]), list):
+    if words == ["null"] and type(None) in plain_types(kind):
+        return None
+    if len(words) == 1 and words[0].startswith("["):
+        listed = from_yaml(words[0])
+        if isinstance(listed, list):
             return listed
     if str in plain_types(items_of(kind)):
         return words
@@ -462,30 +369,50 @@ def from_yaml(word: str) -> Any:
         return word
 
 
-def plain_types(kind: Any) -> set:
-    """The plain types that an annotation takes."""
-    origin = typing.get_origin(kind)
-    if origin is Annotated:
-        return plain_types(typing.get_args(kind)[0])
-    if origin in (typing.Union, types.UnionType):
-        return set().union(*(plain_types(argument) for argument in typing.get_args(kind)))
-    if origin is typing.Literal:
-        return {type(one) for one in typing.get_args(kind)}
-    return {origin or kind} if not isinstance(kind, dict) else {dict}
+# ---------------------------------------------------------------- what is shown
+def to_dict(config: Any) -> dict[str, Any]:
+    """The resolved settings as plain values, secrets left out."""
+    values = dataclasses.asdict(config)
+    return {key: value for key, value in values.items() if key not in NEVER_SAVED}
 
 
-# ---------------------------------------------------------------- help
-def help_text(cls: type, description: str, epilogue: str = "") -> str:
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested parts as dotted keys; options stay whole."""
+    items: dict[str, Any] = {}
+    for key, value in values.items():
+        part = isinstance(value, dict) and key not in ("options", "weights", "optimizer_options")
+        items |= flat(value, f"{prefix}{key}.") if part else {prefix + key: value}
+    return items
+
+
+def dump(config: Any) -> str:
+    """YAML that `--config` reads back to the same settings (secrets left out)."""
+    return dumped(to_dict(config))
+
+
+def changed(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+    """The part of plain settings that differs from others."""
+    different: dict[str, Any] = {}
+    for key, value in now.items():
+        if value != then[key]:
+            is_part = isinstance(value, dict) and set(value) == set(then[key])
+            different[key] = changed(value, then[key]) if is_part else value
+    return different
+
+
+def help_text(cls: type, about: str) -> str:
     """Every key with what it is, its type and its default."""
-    lines = [(description or "").strip(), "", "flags:"]
+    lines = [about.strip(), "", "flags:"]
     lines += _entry("--config", "YAML file; may be given several times, later wins, flags last")
     lines += _entry("--print_config[=skip_default]", "print the settings as YAML and stop")
     lines += _keys_help(cls(), "")
-    return "\n".join([*lines, "", epilogue]).rstrip() + "\n"
+    return "\n".join([*lines, "", getattr(cls, "EPILOGUE", "")]).rstrip() + "\n"
 
 
 def _keys_help(default: Any, prefix: str) -> list[str]:
-    hints, lines, nested = typing.get_type_hints(type(default), include_extras=True), [], []
+    hints = typing.get_type_hints(type(default), include_extras=True)
+    lines: list[str] = []
+    nested: list[str] = []
     for field in dataclasses.fields(default):
         value, key = getattr(default, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
@@ -500,21 +427,5 @@ def _keys_help(default: Any, prefix: str) -> list[str]:
 
 
 def _entry(flag: str, text: str) -> list[str]:
-    return [
-        f"  {flag}",
-        *textwrap.wrap(text, 112, initial_indent=" " * 8, subsequent_indent=" " * 8),
-    ]
-
-
-def answer(asked: str, given: Any, description: str) -> None:
-    """What --help or --print_config of a flat dataclass asks for, on stdout."""
-    if asked == "help":
-        print(help_text(type(given), description))
-        return
-    names = (
-        [f.name for f in dataclasses.fields(given)]
-        if asked == "print_config"
-        else off_default(given)
-    )
-    values = {name: getattr(given, name) for name in names}
-    print(dumped(values), end="")
+    indent = " " * 8
+    return [f"  {flag}", *textwrap.wrap(text, 112, initial_indent=indent, subsequent_indent=indent)]

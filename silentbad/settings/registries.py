@@ -31,30 +31,24 @@ class Definition:
     module: "Module"
     node: ast.FunctionDef | ast.ClassDef
 
-    def options(self, keyword_only: bool = True) -> dict[str, Option]:
-        """Its parameters; those of a class are its `__init__`'s, inherited where it has none."""
+    def parameters(self) -> dict[str, Option]:
+        """All but `self`; those of a class are its `__init__`'s, inherited where it has none."""
         function = self.node if isinstance(self.node, ast.FunctionDef) else self.method("__init__")
         if function is None:
             return {}
         arguments = function.args
-        options = {
-            argument.arg: self._option(argument, default)
-            for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-        }
-        if keyword_only:
-            return options
-        required = len(arguments.args) - len(arguments.defaults)
-        defaults = [None] * required + arguments.defaults
-        positional = {
-            argument.arg: self._option(argument, default)
-            for argument, default in zip(arguments.args, defaults, strict=True)
+        needed = len(arguments.args) - len(arguments.defaults)
+        defaults = [None] * needed + arguments.defaults + arguments.kw_defaults
+        pairs = zip(arguments.args + arguments.kwonlyargs, defaults, strict=True)
+        return {
+            argument.arg: Option(
+                _evaluated(argument.annotation, Any),
+                MISSING if default is None else _evaluated(default, None),
+                keyword_only=argument in arguments.kwonlyargs,
+            )
+            for argument, default in pairs
             if argument.arg != "self"
         }
-        return positional | options
-
-    def _option(self, argument: ast.arg, default: ast.expr | None) -> Option:
-        hint = _evaluated(argument.annotation, Any) if argument.annotation else Any
-        return Option(hint, MISSING if default is None else _evaluated(default, None))
 
     def method(self, name: str) -> ast.FunctionDef | None:
         """A method of a class, its own or of the nearest base that was found."""
@@ -62,116 +56,86 @@ class Definition:
         for statement in self.node.body:
             if isinstance(statement, ast.FunctionDef) and statement.name == name:
                 return statement
-        for base in self.node.bases:
-            parent = self.module.definition(base)
-            if parent is not None and (found := parent.method(name)) is not None:
-                return found
-        return None
+        parents = filter(None, map(self.module.definition, self.node.bases))
+        return next(filter(None, (parent.method(name) for parent in parents)), None)
 
 
 class Module:
-    """A module's top level as its source shows it: imports, definitions and assignments."""
+    """A module's top level as its source shows it."""
 
     def __init__(self, path: Path, package: str):
         self.package = package  # what relative imports start from
-        self.imports: dict[str, tuple[str, str]] = {}  # name here -> (module, name there or "")
-        self.nodes: dict[str, ast.FunctionDef | ast.ClassDef] = {}
-        self.values: dict[str, ast.expr] = {}
+        # name -> its definition or value, or (module, name there or "") where it is imported
+        self.names: dict[str, ast.AST | tuple[str, str]] = {}
         for statement in _statements(ast.parse(path.read_text(encoding="utf-8")).body):
             self._enter(statement)
 
     def _enter(self, statement: ast.stmt) -> None:
-        if isinstance(statement, ast.ImportFrom):
-            parents = (
-                self.package.split(".")[: 1 - statement.level or None] if statement.level else []
-            )
-            place = ".".join([*parents, *filter(None, [statement.module])])
-            for alias in statement.names:
-                self.imports[alias.asname or alias.name] = (place, alias.name)
-        elif isinstance(statement, ast.Import):
-            for alias in statement.names:
-                name = alias.asname or alias.name.partition(".")[0]
-                self.imports[name] = (alias.name if alias.asname else name, "")
-        elif isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-            self.nodes[statement.name] = statement
-        elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            if statement.value is not None:
-                self.values[statement.target.id] = statement.value
-        elif isinstance(statement, ast.Assign):
-            for target in statement.targets:
-                self._assign(target, statement.value)
+        match statement:
+            case ast.ImportFrom(module=module, names=aliases, level=level):
+                above = self.package.split(".")[: 1 - level or None] if level else []
+                place = ".".join([*above, *filter(None, [module])])
+                for alias in aliases:
+                    self.names[alias.asname or alias.name] = (place, alias.name)
+            case ast.Import(names=aliases):
+                for alias in aliases:
+                    first = alias.name.partition(".")[0]
+                    self.names[alias.asname or first] = (alias.name if alias.asname else first, "")
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                self.names[name] = statement
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                self.names[name] = value
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                self.names[name] = value
+            case ast.Assign(targets=[ast.Subscript(ast.Name(id=name), key)], value=value):
+                if isinstance(earlier := self.names.get(name), ast.expr):  # one more entry
+                    self.names[name] = ast.Dict([None, key], [earlier, value])
 
-    def _assign(self, target: ast.expr, value: ast.expr) -> None:
-        """NAME = value, or NAME["key"] = value, which adds to a dict."""
-        if isinstance(target, ast.Name):
-            self.values[target.id] = value
-        elif isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
-            name = target.value.id
-            if name in self.values:
-                added = ast.Dict(keys=[None, target.slice], values=[self.values[name], value])
-                self.values[name] = added
+    def find(self, expression: ast.AST) -> "tuple[Module, ast.AST] | None":
+        """Where what an expression stands for is defined; None where it is not found."""
+        match expression:
+            case ast.Constant(value=str(place)):  # "module:name"
+                dotted, _, name = place.partition(":")
+                return _find(dotted, name)
+            case ast.Attribute(value=owner, attr=name):  # experiments.RULES, torch.optim.AdamW
+                first, _, rest = ast.unparse(owner).partition(".")
+                imported = self.names.get(first)
+                if not isinstance(imported, tuple):
+                    return None
+                return _find(".".join(filter(None, [*imported, rest])), name)
+            case ast.Subscript(value=owner, slice=ast.Constant(value=str(key))):
+                module, inner = self.entries(owner)[key]
+                return module.find(inner)
+            case ast.Name(id=name):
+                known = self.names.get(name)
+                if known is None or isinstance(known, tuple):
+                    return None if known is None else _find(*known)
+                return self.find(known)
+        return self, expression
 
-    def lookup(self, expression: ast.expr) -> "tuple[Module, ast.AST] | None":
-        """Where a name, `module.name` or text "module:name" is defined; None where it is not
-        found."""
-        if isinstance(expression, ast.Constant) and isinstance(expression.value, str):
-            name, _, attribute = expression.value.partition(":")
-            return _looked_up(module_of(name), attribute)
-        if isinstance(expression, ast.Attribute):
-            return _looked_up(self._module_named(ast.unparse(expression.value)), expression.attr)
-        if not isinstance(expression, ast.Name):
-            return self, expression
-        name = expression.id
-        if name in self.nodes:
-            return self, self.nodes[name]
-        if name in self.values:
-            return self.lookup(self.values[name])
-        if name in self.imports:
-            place, attribute = self.imports[name]
-            return _looked_up(module_of(place), attribute)
-        return None
-
-    def _module_named(self, dotted: str) -> "Module | None":
-        """The module that a dotted expression means here, such as `experiments` or
-        `torch.optim`."""
-        first, _, rest = dotted.partition(".")
-        if first not in self.imports:
-            return None
-        place, attribute = self.imports[first]
-        return module_of(".".join(part for part in (place, attribute, rest) if part))
-
-    def definition(self, expression: ast.expr) -> Definition | None:
+    def definition(self, expression: ast.AST) -> Definition | None:
         """The function or class that an expression names."""
-        place = self.lookup(expression)
+        place = self.find(expression)
         if place is None or not isinstance(place[1], (ast.FunctionDef, ast.ClassDef)):
             return None
         return Definition(place[0], place[1])
 
-    def entries(self, expression: ast.expr) -> "dict[str, tuple[Module, ast.expr]]":
+    def entries(self, expression: ast.AST) -> "dict[str, tuple[Module, ast.AST]]":
         """{key: the module and expression of its value} of a dict display."""
-        if isinstance(expression, ast.Subscript) and isinstance(expression.slice, ast.Constant):
-            module, inner = self.entries(expression.value)[str(expression.slice.value)]
-            return module.entries(inner)
-        place = self.lookup(expression)
-        if place is None or not isinstance(place[1], (ast.Dict, ast.Call, ast.Subscript)):
+        place = self.find(expression)
+        if place is None:
             raise LookupError(f"no dict display: {ast.unparse(expression)}")
         module, node = place
-        if isinstance(node, ast.Subscript):
-            return module.entries(node)
         if isinstance(node, ast.Call):  # a class of dicts around the display
             return module.entries(node.args[0])
-        assert isinstance(node, ast.Dict)
-        entries: dict[str, tuple[Module, ast.expr]] = {}
+        assert isinstance(node, ast.Dict), f"no dict display: {ast.unparse(expression)}"
+        entries: dict[str, tuple[Module, ast.AST]] = {}
         for key, value in zip(node.keys, node.values, strict=True):
-            if key is None:
-                entries |= module.entries(value)
-            elif isinstance(key, ast.Constant):
+            if isinstance(key, ast.Constant):
                 entries[str(key.value)] = (module, value)
+            else:  # **another
+                entries |= module.entries(value)
         return entries
-
-
-def _looked_up(module: Module | None, name: str) -> tuple[Module, ast.AST] | None:
-    return None if module is None else module.lookup(ast.Name(name))
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -183,12 +147,17 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield statement
 
 
-def _evaluated(expression: ast.expr, unknown: Any) -> Any:
-    """The value of an annotation or a default; `unknown` where it names what is not known here."""
+def _evaluated(expression: ast.expr | None, unknown: Any) -> Any:
+    """The value of an annotation or a default; `unknown` where it names a type of torch."""
     try:
-        return eval(ast.unparse(expression), dict(NAMESPACE))  # noqa: S307 (the source that will run)
-    except Exception:  # a type of torch, say
+        return unknown if expression is None else eval(ast.unparse(expression), dict(NAMESPACE))  # noqa: S307 (the source that will run)
+    except Exception:
         return unknown
+
+
+def _find(dotted: str, name: str) -> tuple[Module, ast.AST] | None:
+    module = module_of(dotted)
+    return None if module is None else module.find(ast.Name(name))
 
 
 @cache
@@ -212,37 +181,25 @@ def module_of(dotted: str) -> Module | None:
 
 def definition_of(path: str) -> Definition | None:
     """The function or class of an import path such as torch.optim.AdamW."""
-    name, _, attribute = path.rpartition(".")
-    module = module_of(name)
-    return None if module is None else module.definition(ast.Name(attribute))
+    dotted, _, name = path.rpartition(".")
+    module = module_of(dotted)
+    return None if module is None else module.definition(ast.Name(name))
 
 
-class SourceRegistry(Mapping[str, dict[str, Option]]):
-    """{name: its options} of a registry of the project."""
-
-    def __init__(self, module: str, expression: str):
-        source = module_of(module)
-        assert source is not None, f"no module {module}"
-        self._entries = source.entries(ast.parse(expression, mode="eval").body)
-
-    def __getitem__(self, name: str) -> dict[str, Option]:
-        module, expression = self._entries[name]
-        definition = module.definition(expression)
-        return {} if definition is None else definition.options()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
+def _options(definition: Definition | None) -> dict[str, Option]:
+    parameters = definition.parameters() if definition else {}
+    return {name: option for name, option in parameters.items() if option.keyword_only}
 
 
 @cache
-def from_source(place: str) -> SourceRegistry:
-    """The registry that "module:EXPRESSION" names, such as
+def from_source(place: str) -> Mapping[str, Mapping[str, Option]]:
+    """{name: its options} of the registry that "module:EXPRESSION" names, such as
     "memory_reinforce:AUXILIARY['retention']"."""
-    module, _, expression = place.partition(":")
-    return SourceRegistry(module, expression)
+    dotted, _, expression = place.partition(":")
+    module = module_of(dotted)
+    assert module is not None, f"no module {dotted}"
+    entries = module.entries(ast.parse(expression, mode="eval").body)
+    return {name: _options(where.definition(value)) for name, (where, value) in entries.items()}
 
 
 def options_at(key: str, place: str) -> Mapping[str, Option]:
@@ -254,7 +211,6 @@ def options_at(key: str, place: str) -> Mapping[str, Option]:
         raise UserError(
             f"{key}: {file}, line {error.lineno} does not run (SyntaxError: {error.msg})"
         ) from None
-    if not (name in module.nodes or name in module.values or name in module.imports):
+    if name not in module.names:
         raise UserError(f"{key}: {file} defines no {name}")
-    definition = module.definition(ast.Name(name))
-    return {} if definition is None else definition.options()
+    return _options(module.definition(ast.Name(name)))

@@ -3,39 +3,37 @@
 Each flag carries its type and range, and what it needs; `silentbad.settings.check` refuses what
 cannot work together."""
 
-import dataclasses
-import sys
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from silentbad.settings import reader
+from annotated_types import Interval
+
 from silentbad.settings.control import GradientControlConfig
 from silentbad.settings.data import PUBLISHED, DataSettings
 from silentbad.settings.guard import GuardConfig
 from silentbad.settings.memory import MemoryConfig
 from silentbad.settings.outcomes import outcomes
 from silentbad.settings.types import (
-    HERE,
     Count,
     Decay,
-    Inside,
     Location,
-    Matching,
     Natural,
     NotNegative,
     Positive,
-    Range,
+    Prompt,
     Side,
     Small,
     flag,
+    matching,
+    ours,
 )
 from silentbad.settings.validation import ValidationConfig
 
 KOHYA = "sd-scripts"
-Suffix = Annotated[str, Matching(r"[\w.-]+", "letters, digits, '.', '_' and '-'")]
-Prompt = Annotated[str, Matching(r"(?s).*\S.*", "a prompt, not empty")]
-PathInside = Annotated[Location, Inside()]
-NameInside = Annotated[Location, Inside(parts=1)]
+Suffix = Annotated[str, matching(r"[\w.-]+", "letters, digits, '.', '_' and '-'")]
+INSIDE = "a name inside output_dir"
+PathInside = Annotated[Location, matching(r"(?!/)(?!(.*/)?\.\.(/.*)?$).*", INSIDE)]
+NameInside = Annotated[Location, matching(r"(?!\.\.?$)[^/]+", INSIDE)]
 # torchvision's names
 Interpolation = Literal[
     "bilinear", "bicubic", "nearest", "nearest-exact", "nearest_exact", "box", "hamming", "lanczos"
@@ -64,267 +62,32 @@ REPLACED = (  # by a run that resumes
     "phrase_memory.json",
     "timesteps.json",
 )
-NEVER_SAVED = ("hub_token",)  # secrets: read from flags or files, neither written nor printed
+
+
+def of_lora(default: Any, help: str) -> Any:
+    """An option of adapters."""
+    return ours(default, help, needs="lora.rank")
 
 
 @dataclass
 class LoraSettings:
     """Adapters in place of the weights themselves: nested under --lora.*"""
 
-    rank: Annotated[int, Range(at_least=1, limit=8192)] | None = flag(
-        None, "rank of the adapters; unset: the weights themselves train", HERE
-    )
-    kind: Literal["lora", "dora", "loha", "lokr"] = flag(
-        "lora", "what is added to a layer", HERE, needs="lora.rank"
-    )
-    alpha: Count | None = flag(
-        None, "adapters are scaled by alpha / rank; the rank when unset", HERE, needs="lora.rank"
-    )
-    targets: list[str] = flag(
+    rank: Small | None = ours(None, "rank of the adapters; unset: the weights themselves train")
+    kind: Literal["lora", "dora", "loha", "lokr"] = of_lora("lora", "what is added to a layer")
+    alpha: Count | None = of_lora(None, "adapters are scaled by alpha / rank; the rank when unset")
+    targets: list[str] = of_lora(
         ["attn", "xattn"],
         "layers by role (attn, xattn.v, ff, resnet, ...), stage (mid, up1) or both (mid.ff)",
-        HERE,
-        needs="lora.rank",
     )
-    factor: Annotated[int, Range(at_least=2, limit=10**5)] | None = flag(
+    factor: Annotated[int, Interval(ge=2, le=10**5)] | None = ours(
         None,
         "lokr: largest side of the first factor; as even as can be when unset",
-        HERE,
         needs="lora.kind=lokr",
     )
-    merged: bool = flag(
-        False,
-        "also write pipeline/, the whole pipeline with the adapters in its weights",
-        HERE,
-        needs="lora.rank",
+    merged: bool = of_lora(
+        False, "also write pipeline/, the whole pipeline with the adapters in its weights"
     )
-
-
-@dataclass
-class TrainConfig(DataSettings):
-    """Flat training flags. `source` of each says whose name it is; --help shows it."""
-
-    # The pipeline to start from
-    pretrained_model_name_or_path: Location = flag(
-        "assets/micro-sd", "diffusers pipeline: a folder or a Hub id"
-    )
-    revision: Location | None = flag(None, "Hub revision of the pipeline", needs="HUB", idle="said")
-    variant: Location | None = flag(None, "variant of the weight files, such as fp16")
-    non_ema_revision: Location | None = flag(
-        None, "Hub revision of the UNet alone, where it differs", needs="HUB", idle="said"
-    )
-    prediction_type: Literal["epsilon", "v_prediction", "sample"] | None = flag(
-        None, "what the UNet predicts; the scheduler's own setting when unset"
-    )
-
-    # What trains beside the UNet, and how
-    train_text_encoder: bool = flag(
-        False, "train the text encoders too, through LoRA where the UNet is"
-    )
-    train_layers: list[str] | None = flag(
-        None,
-        "layers that train, as patterns over --print_groups (up*, *.resnet.*, "
-        "mid.attn); unset: all",
-        HERE,
-    )
-    lora: LoraSettings = field(default_factory=LoraSettings)
-
-    # Levers of your own
-    hooks: list[str] = flag([], "hooks of your own, each PATH.py:CLASS (CONTRIBUTING.md)", HERE)
-
-    # Data
-    max_train_samples: Count | None = flag(None, "train on a seeded choice of so many records")
-    resolution: Side | None = flag(
-        None, "side of the square training images; the pipeline's own when unset"
-    )
-    buckets: bool = flag(
-        False, "shapes by aspect, their area that of the square; nothing is cut unasked", HERE
-    )
-    bucket_step: Side | None = flag(
-        None,
-        "what their sides are multiples of; 64, or the least the pipeline takes, when unset",
-        HERE,
-        needs="buckets",
-    )
-    image_interpolation_mode: Interpolation = flag(
-        "bilinear", "torchvision's name of the resize filter"
-    )
-    center_crop: bool = flag(False, "crop the centre instead of a random window")
-    random_flip: bool = flag(
-        False, "flip half the images; a flip moves an element from its native place"
-    )
-    shuffle_phrases: bool = flag(
-        False, "permute the phrases inside each caption, anew for each draw", HERE
-    )
-    token_warmup_step: Natural = flag(
-        0,
-        "steps in which the caption grows from its first parts, between commas, to all; 0: "
-        "all at once",
-        KOHYA,
-    )
-    token_warmup_min: Count = flag(
-        1,
-        "parts of the caption at the first step of token_warmup_step",
-        KOHYA,
-        needs="token_warmup_step",
-    )
-    allow_target_images: bool = flag(False, "let records train that equal a target image", HERE)
-    cache_mb: Natural = flag(
-        1024, "memory for decoded images and for latents and text states not on disk, in MiB", HERE
-    )
-    disk_cache_gb: NotNegative = flag(
-        8.0, "disk for latents and text states, under cache_dir, in GiB; 0 keeps none", HERE
-    )
-    dataloader_num_workers: Annotated[int, Range(at_least=0, limit=1024)] | None = flag(
-        None, "threads that make the next step's batch ready; 2 on CUDA, none elsewhere, when unset"
-    )
-    withhold: list[str] | None = flag(
-        None, "elements left out of training, as TARGET/ELEMENT: a control", HERE
-    )
-    held_out_clean: Natural = flag(
-        32, "clean records kept from training to measure drift, at most a tenth", HERE
-    )
-    held_out_elements: Natural = flag(
-        0,
-        "records of each element kept from training to measure their error, at most a quarter",
-        HERE,
-    )
-
-    # The run
-    output_dir: Location = flag("runs/silentbad", "everything the run writes")
-    stamp_output_dir: bool = flag(
-        False, "write into a folder of output_dir named by the time of the start", HERE
-    )
-    run_suffix: Suffix | None = flag(None, "added to that name", HERE, needs="stamp_output_dir")
-    overwrite_output_dir: bool = flag(
-        False, "delete the earlier run that stands in output_dir", HERE
-    )
-    train_batch_size: Annotated[int, Range(at_least=1, limit=4096)] = flag(
-        16, "samples a micro-batch and process; gradient_accumulation_steps makes larger batches"
-    )
-    max_batch_size: Small | None = flag(
-        None, "samples that fit: larger micro-batches are computed in parts", HERE
-    )
-    gradient_accumulation_steps: Small = flag(1, "micro-batches a step")
-    num_train_epochs: Count = flag(100, "epochs, where max_train_steps is unset")
-    max_train_steps: Count | None = flag(None, "optimizer steps")
-    checkpointing_steps: Count = flag(500, "steps between checkpoints")
-    checkpoints_total_limit: Count | None = flag(3, "checkpoints kept; all when unset")
-    resume_from_checkpoint: Location | None = flag(None, "a checkpoint folder anywhere, or latest")
-    save_ckpt_epoch_interval: Count | None = flag(
-        None, "save a pipeline every so many epochs", PUBLISHED
-    )
-    save_best: bool = flag(
-        False, "keep the best validated pipeline in best/", HERE, needs="validation.targets"
-    )
-    best_by: Literal["similarity", "clean_eps_mse"] = flag(
-        "similarity",
-        "best: largest mean similarity to the targets, or smallest loss on held-out clean records",
-        HERE,
-        needs="save_best",
-    )
-    preview: Location | None = flag(
-        None, "write a page of what training sees and a verdict is measured against, and stop", HERE
-    )
-    dry_run: bool = flag(
-        False, "load all, a few steps, one image; say hours, memory, disk; write caches alone", HERE
-    )
-
-    # Optimisation
-    learning_rate: Annotated[float, Range(above=0, limit=1000)] = flag(1e-4, "learning rate")
-    scale_lr: bool = flag(False, "multiply it by the effective batch size")
-    lr_scheduler: Literal[
-        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
-    ] = flag("constant", "schedule")
-    lr_warmup_steps: Natural = flag(0, "warm-up steps of the schedule", needs=SCHEDULED)
-    lr_power: Positive = flag(
-        1.0, "exponent of the polynomial schedule", needs="lr_scheduler=polynomial"
-    )
-    lr_num_cycles: Count = flag(
-        1, "restarts of cosine_with_restarts", needs="lr_scheduler=cosine_with_restarts"
-    )
-    optimizer: Location = flag(
-        "AdamW", "torch.optim class, or import path such as schedulefree.AdamWScheduleFree", HERE
-    )
-    optimizer_options: dict[str, Any] = flag(
-        {}, "its settings, beside the adam_* flags it takes", HERE
-    )
-    use_8bit_adam: bool = flag(False, "AdamW8bit of bitsandbytes")
-    adam_beta1: Decay = flag(0.9, "beta1", needs="BETAS", idle="said")
-    adam_beta2: Decay = flag(0.999, "beta2", needs="BETAS", idle="said")
-    adam_weight_decay: NotNegative = flag(
-        1e-2, "decoupled weight decay", needs="WEIGHT_DECAY", idle="said"
-    )
-    decay_norms_and_biases: bool = flag(
-        True, "let it act on norms and biases too, as diffusers does", HERE
-    )
-    adam_epsilon: Positive = flag(1e-8, "epsilon", needs="EPS", idle="said")
-    max_grad_norm: NotNegative = flag(1.0, "clip the gradient norm once a step; 0 does not clip")
-    max_nonfinite_steps: Count = flag(
-        10, "stop after so many NaN or infinite gradients in a row", HERE
-    )
-    use_ema: bool = flag(False, "average the weights (diffusers' EMAModel)")
-    ema_decay: Decay = flag(0.9999, "largest decay of the average", HERE, needs="use_ema")
-    offload_ema: bool = flag(False, "keep the average in CPU memory", needs="use_ema")
-    foreach_ema: bool = flag(True, "average with fused kernels", needs="use_ema")
-
-    # The loss
-    snr_gamma: Positive | None = flag(
-        None, "min-SNR gamma (arXiv 2303.09556); same as memory.loss: min_snr"
-    )
-    dream_training: bool = flag(False, "DREAM (arXiv 2312.00210); epsilon prediction only")
-    dream_detail_preservation: NotNegative = flag(1.0, "DREAM's exponent p", needs="dream_training")
-    noise_offset: NotNegative = flag(0.0, "scale of a per-channel offset of the noise")
-    input_perturbation: NotNegative = flag(0.0, "scale of extra noise on the input only")
-
-    # Machine
-    mixed_precision: Literal["no", "fp16", "bf16"] | None = flag(
-        None, "accelerate's own setting when unset"
-    )
-    allow_tf32: bool = flag(False, "TF32 matrix products on CUDA")
-    channels_last: bool | None = flag(
-        None, "memory format of what trains; on CUDA, not elsewhere, when unset", HERE
-    )
-    compile_model: bool = flag(
-        False, "torch.compile the training forward; takes minutes at first", HERE
-    )
-    gradient_checkpointing: bool = flag(False, "recompute activations in backward")
-    enable_xformers_memory_efficient_attention: bool = flag(
-        False, "xformers attention; PyTorch's SDPA otherwise"
-    )
-
-    # Logs, images, Hub
-    report_to: Literal["tensorboard", "wandb", "comet_ml", "all", "none"] = flag(
-        "tensorboard", "trackers; metrics.jsonl always"
-    )
-    tracker_project_name: NameInside = flag(
-        "silentbad", "project name given to the trackers", needs="report_to!=none", idle="said"
-    )
-    logging_dir: PathInside = flag("logs", "tracker logs, inside output_dir")
-    log_every: Count = flag(
-        10, "steps between log rows; the host waits for the device only then", HERE
-    )
-    validation_prompts: list[Prompt] | None = flag(None, "prompts to draw every validation_epochs")
-    sample_prompts: Location | None = flag(
-        None,
-        "file of prompts to draw at each validation: one a line, or .jsonl with prompt, "
-        "seed, negative",
-        KOHYA,
-    )
-    validation_epochs: Count = flag(5, "epochs between those", needs="validation_prompts")
-    push_to_hub: bool = flag(False, "upload the final pipeline")
-    hub_token: str | None = flag(
-        None, "token for that; neither written to files nor printed", needs="push_to_hub"
-    )
-    hub_model_id: Location | None = flag(
-        None, "repository for that; named like output_dir when unset", needs="push_to_hub"
-    )
-
-    gradient_control: GradientControlConfig = field(default_factory=GradientControlConfig)
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
-    validation: ValidationConfig = field(default_factory=ValidationConfig)
-    guard: GuardConfig = field(default_factory=GuardConfig)
-    print_groups: bool = flag(False, "print the parameter groups and stop", "here")
 
 
 # Flags of earlier scripts that are refused: what to use instead.
@@ -361,60 +124,221 @@ OTHERS = {  # flags of other trainers, by what they are here
 }
 
 
-# ---------------------------------------------------------------- reading
-def parse(
-    cls: type, argv: list[str] | None = None, description: str | None = None
-) -> tuple[Any, dict[str, str]]:
-    """(configuration, {dotted key: the file and line, or "command line", that set it}) of
-    command-line arguments.
+@dataclass
+class TrainConfig(DataSettings):
+    """Flat training flags. `source` of each says whose name it is; --help shows it."""
 
-    Raises SystemExit(0) after --help or --print_config."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    config, sources, asked = reader.read(
-        cls,
-        argv,
-        renamed=SUCCESSORS | {k: f"use --{v}" for k, v in OTHERS.items()},
-        secret=NEVER_SAVED,
+    # The pipeline to start from
+    pretrained_model_name_or_path: Location = flag(
+        "assets/micro-sd", "diffusers pipeline: a folder or a Hub id"
     )
-    if asked == "help":
-        epilogue = f"measured, and not recommended:\n{outcomes()}"
-        print(reader.help_text(cls, description or "", epilogue), end="")
-    elif asked is not None:
-        print(
-            dump(config) if asked == "print_config" else reader.dumped(changed(config, cls())),
-            end="",
-        )
-    if asked is not None:
-        raise SystemExit(0)
-    return config, sources
+    revision: Location | None = flag(None, "Hub revision of the pipeline", needs="HUB", idle="said")
+    variant: Location | None = flag(None, "variant of the weight files, such as fp16")
+    non_ema_revision: Location | None = flag(
+        None, "Hub revision of the UNet alone, where it differs", needs="HUB", idle="said"
+    )
+    prediction_type: Literal["epsilon", "v_prediction", "sample"] | None = flag(
+        None, "what the UNet predicts; the scheduler's own setting when unset"
+    )
+
+    # What trains beside the UNet, and how
+    train_text_encoder: bool = flag(
+        False, "train the text encoders too, through LoRA where the UNet is"
+    )
+    train_layers: list[str] | None = ours(
+        None,
+        "layers that train, as patterns over --print_groups (up*, *.resnet.*, "
+        "mid.attn); unset: all",
+    )
+    lora: LoraSettings = field(default_factory=LoraSettings)
+
+    # Levers of your own
+    hooks: list[str] = ours([], "hooks of your own, each PATH.py:CLASS (CONTRIBUTING.md)")
+
+    # Data
+    max_train_samples: Count | None = flag(None, "train on a seeded choice of so many records")
+    resolution: Side | None = flag(
+        None, "side of the square training images; the pipeline's own when unset"
+    )
+    buckets: bool = ours(
+        False, "shapes by aspect, their area that of the square; nothing is cut unasked"
+    )
+    bucket_step: Side | None = ours(
+        None,
+        "what their sides are multiples of; 64, or the least the pipeline takes, when unset",
+        needs="buckets",
+    )
+    image_interpolation_mode: Interpolation = flag(
+        "bilinear", "torchvision's name of the resize filter"
+    )
+    center_crop: bool = flag(False, "crop the centre instead of a random window")
+    random_flip: bool = flag(
+        False, "flip half the images; a flip moves an element from its native place"
+    )
+    shuffle_phrases: bool = ours(
+        False, "permute the phrases inside each caption, anew for each draw"
+    )
+    token_warmup_step: Natural = flag(
+        0,
+        "steps in which the caption grows from its first parts, between commas, to all; 0: "
+        "all at once",
+        KOHYA,
+    )
+    token_warmup_min: Count = flag(
+        1,
+        "parts of the caption at the first step of token_warmup_step",
+        KOHYA,
+        needs="token_warmup_step",
+    )
+    allow_target_images: bool = ours(False, "let records train that equal a target image")
+    cache_mb: Natural = ours(
+        1024, "memory for decoded images and for latents and text states not on disk, in MiB"
+    )
+    disk_cache_gb: NotNegative = ours(
+        8.0, "disk for latents and text states, under cache_dir, in GiB; 0 keeps none"
+    )
+    dataloader_num_workers: Natural | None = flag(
+        None, "threads that make the next step's batch ready; 2 on CUDA, none elsewhere, when unset"
+    )
+    withhold: list[str] | None = ours(
+        None, "elements left out of training, as TARGET/ELEMENT: a control"
+    )
+    held_out_clean: Natural = ours(
+        32, "clean records kept from training to measure drift, at most a tenth"
+    )
+    held_out_elements: Natural = ours(
+        0, "records of each element kept from training to measure their error, at most a quarter"
+    )
+
+    # The run
+    output_dir: Location = flag("runs/silentbad", "everything the run writes")
+    stamp_output_dir: bool = ours(
+        False, "write into a folder of output_dir named by the time of the start"
+    )
+    run_suffix: Suffix | None = ours(None, "added to that name", needs="stamp_output_dir")
+    overwrite_output_dir: bool = ours(False, "delete the earlier run that stands in output_dir")
+    train_batch_size: Small = flag(
+        16, "samples a micro-batch and process; gradient_accumulation_steps makes larger batches"
+    )
+    max_batch_size: Small | None = ours(
+        None, "samples that fit: larger micro-batches are computed in parts"
+    )
+    gradient_accumulation_steps: Small = flag(1, "micro-batches a step")
+    num_train_epochs: Count = flag(100, "epochs, where max_train_steps is unset")
+    max_train_steps: Count | None = flag(None, "optimizer steps")
+    checkpointing_steps: Count = flag(500, "steps between checkpoints")
+    checkpoints_total_limit: Count | None = flag(3, "checkpoints kept; all when unset")
+    resume_from_checkpoint: Location | None = flag(None, "a checkpoint folder anywhere, or latest")
+    save_ckpt_epoch_interval: Count | None = flag(
+        None, "save a pipeline every so many epochs", PUBLISHED
+    )
+    save_best: bool = ours(
+        False, "keep the best validated pipeline in best/", needs="validation.targets"
+    )
+    best_by: Literal["similarity", "clean_eps_mse"] = ours(
+        "similarity",
+        "best: largest mean similarity to the targets, or smallest loss on held-out clean records",
+        needs="save_best",
+    )
+    preview: Location | None = ours(
+        None, "write a page of what training sees and a verdict is measured against, and stop"
+    )
+    dry_run: bool = ours(
+        False, "load all, a few steps, one image; say hours, memory, disk; write caches alone"
+    )
+
+    # Optimisation
+    learning_rate: Annotated[float, Interval(gt=0, le=1000)] = flag(1e-4, "learning rate")
+    scale_lr: bool = flag(False, "multiply it by the effective batch size")
+    lr_scheduler: Literal[
+        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
+    ] = flag("constant", "schedule")
+    lr_warmup_steps: Natural = flag(0, "warm-up steps of the schedule", needs=SCHEDULED)
+    lr_power: Positive = flag(
+        1.0, "exponent of the polynomial schedule", needs="lr_scheduler=polynomial"
+    )
+    lr_num_cycles: Count = flag(
+        1, "restarts of cosine_with_restarts", needs="lr_scheduler=cosine_with_restarts"
+    )
+    optimizer: Location = ours(
+        "AdamW", "torch.optim class, or import path such as schedulefree.AdamWScheduleFree"
+    )
+    optimizer_options: dict[str, Any] = ours({}, "its settings, beside the adam_* flags it takes")
+    use_8bit_adam: bool = flag(False, "AdamW8bit of bitsandbytes")
+    adam_beta1: Decay = flag(0.9, "beta1", needs="BETAS", idle="said")
+    adam_beta2: Decay = flag(0.999, "beta2", needs="BETAS", idle="said")
+    adam_weight_decay: NotNegative = flag(
+        1e-2, "decoupled weight decay", needs="WEIGHT_DECAY", idle="said"
+    )
+    decay_norms_and_biases: bool = ours(
+        True, "let it act on norms and biases too, as diffusers does"
+    )
+    adam_epsilon: Positive = flag(1e-8, "epsilon", needs="EPS", idle="said")
+    max_grad_norm: NotNegative = flag(1.0, "clip the gradient norm once a step; 0 does not clip")
+    max_nonfinite_steps: Count = ours(10, "stop after so many NaN or infinite gradients in a row")
+    use_ema: bool = flag(False, "average the weights (diffusers' EMAModel)")
+    ema_decay: Decay = ours(0.9999, "largest decay of the average", needs="use_ema")
+    offload_ema: bool = flag(False, "keep the average in CPU memory", needs="use_ema")
+    foreach_ema: bool = flag(True, "average with fused kernels", needs="use_ema")
+
+    # The loss
+    snr_gamma: Positive | None = flag(
+        None, "min-SNR gamma (arXiv 2303.09556); same as memory.loss: min_snr"
+    )
+    dream_training: bool = flag(False, "DREAM (arXiv 2312.00210); epsilon prediction only")
+    dream_detail_preservation: NotNegative = flag(1.0, "DREAM's exponent p", needs="dream_training")
+    noise_offset: NotNegative = flag(0.0, "scale of a per-channel offset of the noise")
+    input_perturbation: NotNegative = flag(0.0, "scale of extra noise on the input only")
+
+    # Machine
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = flag(
+        None, "accelerate's own setting when unset"
+    )
+    allow_tf32: bool = flag(False, "TF32 matrix products on CUDA")
+    channels_last: bool | None = ours(
+        None, "memory format of what trains; on CUDA, not elsewhere, when unset"
+    )
+    compile_model: bool = ours(False, "torch.compile the training forward; takes minutes at first")
+    gradient_checkpointing: bool = flag(False, "recompute activations in backward")
+    enable_xformers_memory_efficient_attention: bool = flag(
+        False, "xformers attention; PyTorch's SDPA otherwise"
+    )
+
+    # Logs, images, Hub
+    report_to: Literal["tensorboard", "wandb", "comet_ml", "all", "none"] = flag(
+        "tensorboard", "trackers; metrics.jsonl always"
+    )
+    tracker_project_name: NameInside = flag(
+        "silentbad", "project name given to the trackers", needs="report_to!=none", idle="said"
+    )
+    logging_dir: PathInside = flag("logs", "tracker logs, inside output_dir")
+    log_every: Count = ours(10, "steps between log rows; the host waits for the device only then")
+    validation_prompts: list[Prompt] | None = flag(None, "prompts to draw every validation_epochs")
+    sample_prompts: Location | None = flag(
+        None,
+        "file of prompts to draw at each validation: one a line, or .jsonl with prompt, "
+        "seed, negative",
+        KOHYA,
+    )
+    validation_epochs: Count = flag(5, "epochs between those", needs="validation_prompts")
+    push_to_hub: bool = flag(False, "upload the final pipeline")
+    hub_token: str | None = flag(
+        None, "token for that; neither written to files nor printed", needs="push_to_hub"
+    )
+    hub_model_id: Location | None = flag(
+        None, "repository for that; named like output_dir when unset", needs="push_to_hub"
+    )
+
+    gradient_control: GradientControlConfig = field(default_factory=GradientControlConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    print_groups: bool = ours(False, "print the parameter groups and stop")
+
+    RENAMED = SUCCESSORS | {name: f"use --{ours}" for name, ours in OTHERS.items()}
+    EPILOGUE = f"measured, and not recommended:\n{outcomes()}"
 
 
 def own_code(config: TrainConfig) -> list[str]:
     """The code of the user's own that a run takes in: PATH.py:NAME."""
     return [*config.gradient_control.own_rules, *config.hooks]
-
-
-def to_dict(config: TrainConfig) -> dict[str, Any]:
-    """The resolved configuration as plain values, secrets left out."""
-    return {
-        key: value for key, value in dataclasses.asdict(config).items() if key not in NEVER_SAVED
-    }
-
-
-def dump(config: TrainConfig) -> str:
-    """YAML that `--config` reads back to the same configuration (secrets left out)."""
-    return reader.dumped(to_dict(config))
-
-
-def changed(config: TrainConfig, default: TrainConfig) -> dict[str, Any]:
-    """The part of a configuration that differs from the defaults."""
-
-    def differing(now: dict, then: dict) -> dict[str, Any]:
-        found = {}
-        for key, value in now.items():
-            if value != then[key]:
-                part = isinstance(value, dict) and set(value) == set(then[key])
-                found[key] = differing(value, then[key]) if part else value
-        return found
-
-    return differing(to_dict(config), to_dict(default))

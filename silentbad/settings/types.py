@@ -1,8 +1,8 @@
 """What an option may be: its type, and beside it in the annotation its range.
 
-One check serves the fields of dataclasses and the keyword options of registered functions.
+pydantic checks the fields of dataclasses and the keyword options of registered functions alike.
 
-    rate: Annotated[float, Range(above=0)] = 1e-4
+    rate: Annotated[float, Interval(gt=0)] = 1e-4
     steps: list[Count] = field(default_factory=list)
 
 A number is always finite. `problem(value, annotation)` says what would be right, where the value is
@@ -11,15 +11,16 @@ not."""
 import dataclasses
 import difflib
 import inspect
+import os
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from annotated_types import Interval
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
 from silentbad.errors import UserError, brief
@@ -27,9 +28,7 @@ from silentbad.errors import UserError, brief
 LONGEST_TEXT = 10_000  # characters of a text option
 LONGEST_NAME = 255  # bytes of a file name, on every file system in use
 LARGEST = 10**12  # no option of this program is larger; more is a slip, or would not fit in memory
-
-
-HERE = "here"  # where the name of a flag comes from: this project
+NEVER_SAVED = ("hub_token",)  # secrets: neither written nor printed
 
 
 def option(
@@ -53,137 +52,68 @@ def flag(
     return option(default, help, needs=needs, idle=idle, source=source)
 
 
-# ---------------------------------------------------------------- ranges
-class Mark:
-    """Beside a type in an annotation: what else a value must be. `problem` says so where it is
-    not."""
-
-    def problem(self, value: Any) -> str | None:
-        raise NotImplementedError
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        return AfterValidator(self._checked).__get_pydantic_core_schema__(source, handler)
-
-    def _checked(self, value: Any) -> Any:
-        wrong = self.problem(value)
-        if wrong is not None:
-            raise ValueError(wrong)
-        return value
+def ours(default: Any, help: str, *, needs: str = "", idle: str = "refused") -> Any:
+    """A flag whose name is this project's."""
+    return option(default, help, needs=needs, idle=idle, source="here")
 
 
-@dataclass(frozen=True)
-class Range(Mark):
-    """The numbers that an option takes: `at_least` and `at_most` belong to them, `above` and
-    `below` do not.
-
-    `limit` is a bound of common sense on the size, named only where it is passed."""
-
-    at_least: float | None = None
-    at_most: float | None = None
-    above: float | None = None
-    below: float | None = None
-    limit: int = LARGEST
-
-    def problem(self, value: float) -> str | None:
-        """What is right, where `value` is not."""
-        inside = (
-            (self.at_least is None or value >= self.at_least)
-            and (self.at_most is None or value <= self.at_most)
-            and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
-        )
-        if not inside:
-            return f"must be {self}"
-        return None if abs(value) <= self.limit else f"must be at most {self.limit:,}"
-
-    def __str__(self) -> str:
-        low, high = (self.at_least, self.above), (self.at_most, self.below)
-        if low == (None, None) or high == (None, None):
-            if self.above == 0:
-                return "positive and finite"
-            words = {
-                "at least": self.at_least,
-                "above": self.above,
-                "at most": self.at_most,
-                "below": self.below,
-            }
-            return " and ".join(
-                f"{word} {bound:g}" for word, bound in words.items() if bound is not None
-            )
-        if None not in (self.at_least, self.at_most):
-            return f"from {self.at_least:g} to {self.at_most:g}"
-        left = f"({self.above:g}" if self.above is not None else f"[{self.at_least:g}"
-        return f"in {left}, " + (
-            f"{self.below:g})" if self.below is not None else f"{self.at_most:g}]"
-        )
+# ---------------------------------------------------------------- what else a value must be
+def path_text(path: str) -> str:
+    """The name of a file, a folder or a repository: not empty, and each part fits a file name."""
+    if not path.strip() or "\0" in path:
+        raise ValueError("must name a path, not be empty or hold a NUL")
+    if path == "~" or path.startswith("~/"):
+        raise ValueError("must be the whole path; the shell did not expand ~")
+    if variable := re.search(r"\$(\w+|\{\w+\})", path):
+        raise ValueError(f"must be the whole path; nothing expands {variable[0]} here")
+    if any(len(os.fsencode(part)) > LONGEST_NAME for part in path.split("/")):
+        raise ValueError(f"must be a path whose names have at most {LONGEST_NAME} bytes")
+    return path
 
 
-@dataclass(frozen=True)
-class PathText(Mark):
-    """Of a text: it names a file, a folder or a repository, so it is not empty and each part
-    fits a file name."""
-
-    def problem(self, value: str) -> str | None:
-        if not value.strip() or "\0" in value:
-            return "must name a path, not be empty or hold a NUL"
-        if value == "~" or value.startswith("~/"):
-            return "must be the whole path; the shell did not expand ~"
-        if variable := re.search(r"\$(\w+|\{\w+\})", value):
-            return f"must be the whole path; nothing expands {variable[0]} here"
-        if any(
-            len(part.encode(errors="surrogatepass")) > LONGEST_NAME for part in value.split("/")
-        ):
-            return f"must be a path whose names have at most {LONGEST_NAME} bytes"
-        return None
-
-
-@dataclass(frozen=True)
-class Matching(Mark):
+def matching(pattern: str, words: str) -> AfterValidator:
     """Of a text: it matches a regular expression, which `words` describe."""
 
-    pattern: str
-    words: str
+    def match(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"must be {words}")
+        return text
 
-    def problem(self, value: str) -> str | None:
-        return None if re.fullmatch(self.pattern, value) else f"must be {self.words}"
-
-
-@dataclass(frozen=True)
-class Inside(Mark):
-    """Of a path: it stays inside output_dir, and has so many parts at most."""
-
-    parts: int | None = None
-
-    def problem(self, value: str) -> str | None:
-        parts = Path(value).parts
-        leaves = ".." in parts or parts[:1] == ("/",)
-        too_deep = self.parts is not None and len(parts) > self.parts
-        return "must be a name inside output_dir" if leaves or too_deep else None
+    return AfterValidator(match)
 
 
-Count = Annotated[int, Range(at_least=1, limit=10**9)]
-Natural = Annotated[int, Range(at_least=0, limit=10**9)]  # zero too
-Small = Annotated[int, Range(at_least=1, limit=10**5)]  # of what lies in memory at once
-# of a square, in pixels: 64 million of them, as in data.images
-Side = Annotated[int, Range(at_least=1, limit=8000)]
-Positive = Annotated[float, Range(above=0)]
-NotNegative = Annotated[float, Range(at_least=0)]
-# of one kind of record to another: an epoch holds so many
-Ratio = Annotated[float, Range(at_least=0, at_most=1000)]
-Unit = Annotated[float, Range(at_least=0, at_most=1)]
-Share = Annotated[float, Range(above=0, at_most=1)]  # more than nothing
-Rate = Annotated[float, Range(above=0, below=1)]
-Cosine = Annotated[float, Range(at_least=-1, at_most=1)]
-Decay = Annotated[float, Range(at_least=0, below=1)]
-# of an element, about 0 to 1; -100 keeps a gate open
-Strength = Annotated[float, Range(at_least=-100, at_most=100)]
-Seed = Annotated[int, Range(at_least=0, limit=2**63 - 1)]
-Weight = Annotated[float, Range(at_least=-100, at_most=100)]  # of a logarithm
-Location = Annotated[str, PathText()]
+Count = Annotated[int, Interval(ge=1, le=10**9)]
+Natural = Annotated[int, Interval(ge=0, le=10**9)]  # zero too
+Small = Annotated[int, Interval(ge=1, le=10**5)]  # of what lies in memory at once
+Side = Annotated[int, Interval(ge=1, le=8000)]  # of a square, in pixels: 64 million of them
+Seed = Annotated[int, Interval(ge=0, lt=2**63)]
+Positive = Annotated[float, Interval(gt=0, le=LARGEST)]
+NotNegative = Annotated[float, Interval(ge=0, le=LARGEST)]
+Factor = Annotated[float, Interval(ge=1, le=LARGEST)]
+Ratio = Annotated[float, Interval(ge=0, le=1000)]  # of one kind of record to another
+Unit = Annotated[float, Interval(ge=0, le=1)]
+Share = Annotated[float, Interval(gt=0, le=1)]  # more than nothing
+Rate = Annotated[float, Interval(gt=0, lt=1)]
+Cosine = Annotated[float, Interval(ge=-1, le=1)]
+Decay = Annotated[float, Interval(ge=0, lt=1)]
+Strength = Annotated[float, Interval(ge=-100, le=100)]  # of an element; -100 keeps a gate open
+Weight = Annotated[float, Interval(ge=-100, le=100)]  # of a logarithm
+Prompt = Annotated[str, matching(r"(?s).*\S.*", "a prompt, not empty")]
+Location = Annotated[str, AfterValidator(path_text)]
 
 
 # ---------------------------------------------------------------- a value against an annotation
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, str_max_length=LONGEST_TEXT)
+WORDS = {  # of pydantic's kinds of errors
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be above {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be below {lt}",
+    "finite_number": "must be a finite number",
+    "string_too_long": "must be text of at most {max_length} characters",
+    "string_unicode": "must be text without broken Unicode",
+    "value_error": "{error}",
+}
 
 
 @cache
@@ -192,10 +122,7 @@ def _adapter(hint: Any) -> TypeAdapter:
 
 
 def validated(value: Any, hint: Any) -> Any:
-    """A value as its annotation takes it, such as 1 as 1.0 where that is float.
-
-    Raises ValueError, which says what would be right ("must be float").
-    """
+    """A value as its annotation takes it, or ValueError, which says what would be right."""
     try:
         return _adapter(hint).validate_python(value)
     except ValidationError as error:
@@ -213,25 +140,27 @@ def problem(value: Any, hint: Any) -> str | None:
 
 def _what_is_right(error: Any, hint: Any) -> str:
     """pydantic's complaint in the words of the other messages."""
-    kind = error["type"]
-    inner = hint
+    is_list = list in plain_types(hint)
     for _ in error["loc"]:  # of a list or a dict
-        inner = items_of(inner)
-    if kind == "value_error":  # of a Range and its like
-        right = str(error["ctx"]["error"])
-    elif kind == "finite_number":
-        right = "must be a finite number"
-    elif kind == "string_too_long":
-        right = f"must be text of at most {LONGEST_TEXT:,} characters"
-    elif kind == "string_unicode":
-        right = "must be text without NUL characters and broken Unicode"
-    else:
-        right = f"must be {name_of(inner)}"
-    return f"each value {right}" if _is_list(hint) and error["loc"] else right
+        hint = items_of(hint)
+    context = dict(error.get("ctx", {}))
+    for key, value in context.items():
+        if isinstance(value, (int, float)):
+            context[key] = f"{value:,}".removesuffix(".0")
+    right = WORDS.get(error["type"], f"must be {name_of(hint)}").format(**context)
+    return f"each value {right}" if is_list and error["loc"] else right
 
 
-def _is_list(hint: Any) -> bool:
-    return any(typing.get_origin(part) is list for part in (hint, *typing.get_args(hint)))
+def plain_types(hint: Any) -> set:
+    """The plain types that an annotation takes."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return plain_types(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        return set().union(*map(plain_types, arguments))
+    if origin is Literal:
+        return set(map(type, arguments))
+    return {origin or hint}
 
 
 def items_of(hint: Any) -> Any:
@@ -248,7 +177,7 @@ def name_of(hint: Any) -> str:
     if origin is Annotated:
         return name_of(arguments[0])
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(name_of(argument) for argument in arguments)
+        return " or ".join(map(name_of, arguments))
     if origin is Literal:
         *others, last = map(str, arguments)
         return f"{', '.join(others)} or {last}" if others else last
@@ -261,10 +190,7 @@ def name_of(hint: Any) -> str:
 
 # ---------------------------------------------------------------- dataclasses
 def check_values(config: Any, prefix: str = "") -> None:
-    """Refuse a field of a dataclass, or of one nested in it, that its annotation does not take.
-
-    `prefix` stands before each key in the message, such as "memory.".
-    """
+    """Refuse a field, also of a nested part, that its annotation does not take."""
     hints = typing.get_type_hints(type(config), include_extras=True)
     for field in dataclasses.fields(config):
         value, key = getattr(config, field.name), f"{prefix}{field.name}"
@@ -274,34 +200,17 @@ def check_values(config: Any, prefix: str = "") -> None:
             raise UserError(refusal(key, wrong, value))
 
 
-def refusal(
-    key: str,
-    wrong: str,
-    value: Any,
-    sources: Mapping[str, str] | None = None,
-    secret: Collection[str] = (),
-) -> str:
-    """The line on a value that its key does not take; that of a `secret` key is not shown."""
-    where = f" ({_source(key, sources)})" if sources is not None else ""
-    got = "" if key in secret else f", got {'null' if value is None else brief(value)}"
-    return f"{key}{where}: {wrong}{got}"
+def refusal(key: str, wrong: str, value: Any, where: str = "") -> str:
+    """The line on a value that its key does not take."""
+    got = "" if key in NEVER_SAVED else f", got {'null' if value is None else brief(value)}"
+    return f"{key}{where and f' ({where})'}: {wrong}{got}"
 
 
 def off_default(config: Any) -> list[str]:
     """The fields of a dataclass that are not at their defaults."""
     default = type(config)()
-    return [
-        f.name
-        for f in dataclasses.fields(config)
-        if getattr(config, f.name) != getattr(default, f.name)
-    ]
-
-
-def _source(key: str, sources: Mapping[str, str]) -> str:
-    """Where a key, or an entry of it, was set."""
-    return sources.get(key) or next(
-        (at for set_, at in sources.items() if set_.startswith(f"{key}.")), "default"
-    )
+    names = [field.name for field in dataclasses.fields(config)]
+    return [name for name in names if getattr(config, name) != getattr(default, name)]
 
 
 # ---------------------------------------------------------------- options of registered functions
@@ -310,10 +219,11 @@ MISSING = object()  # the default of an option that must be given
 
 @dataclass(frozen=True)
 class Option:
-    """A keyword-only parameter of a registered function: its annotation and its default."""
+    """A parameter of a registered function: its annotation and its default."""
 
     hint: Any
     default: Any
+    keyword_only: bool = True
 
 
 # name -> a function, or its options where only its source was read
@@ -337,15 +247,10 @@ def options_of(entry: Callable[..., Any] | Mapping[str, Option]) -> Mapping[str,
 
 
 def check_options(kind: str, registry: Registry, name: str, given: dict[str, Any]) -> None:
-    """Refuse an unknown name, an unknown or missing option, or one of the wrong type or out of
-    range.
-
-    `kind` names the registry in the message, such as "gradient_control"."""
+    """Refuse an unknown name of a registry `kind`, an unknown, missing or wrong option."""
     if name not in registry:
-        raise UserError(
-            f"{kind}: unknown name {brief(name)}{nearest(name, registry)}; there are: "
-            f"{', '.join(registry)}"
-        )
+        others = f"{nearest(name, registry)}; there are: {', '.join(registry)}"
+        raise UserError(f"{kind}: unknown name {brief(name)}{others}")
     options = options_of(registry[name])
     takes = "it takes: " + ", ".join(options) if options else "it takes no options"
     for key, value in given.items():
@@ -364,6 +269,27 @@ def check_options(kind: str, registry: Registry, name: str, given: dict[str, Any
     missing = [k for k, option in options.items() if option.default is MISSING and k not in given]
     if missing:
         raise UserError(f"{kind}.options: {name}: option {missing[0]!r} is missing; {takes}")
+
+
+def parse_combination(
+    kind: str, registry: Registry, name: str, options: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """{part: its options} of a name such as "prior+gsnr", checked as `check_options` does.
+
+    `options` are the part's, or part -> options where several are combined."""
+    parts = name.split("+")
+    if len(set(parts)) < len(parts):
+        raise UserError(f"{kind}.name: {name} names a part twice; once is enough")
+    if len(parts) == 1:
+        options = {name: options}
+    for key in options:
+        if key not in parts:
+            raise UserError(
+                f"{kind}.options: {key!r} is no part of {name}; give {parts[0]}: {{...}}"
+            )
+    for part in parts:
+        check_options(kind, registry, part, options.get(part, {}))
+    return {part: options.get(part, {}) for part in parts}
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

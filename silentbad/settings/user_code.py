@@ -9,6 +9,7 @@ that run are the ones whose SHA-256 is recorded. What the file imports is not.
 import hashlib
 import re
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,8 +35,7 @@ def check_place(key: str, place: str) -> None:
 
 
 def load(key: str, place: str) -> Any:
-    """What the file defines under that name. Raises UserError where it cannot be read or run, or
-    defines none."""
+    """What the file defines under that name. Raises UserError where it does not run."""
     file = _file(place).resolve()
     try:
         source = file.read_bytes()
@@ -91,12 +91,8 @@ def _run(key: str, file: Path, source: bytes, digest: str) -> ModuleType:
 
 def _line_of(error: BaseException, file: str) -> str:
     """ ", line N", where the file itself raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == file]
     if isinstance(error, SyntaxError):
-        return f", line {error.lineno}"
-    line = 0
-    step = error.__traceback__
-    while step is not None:
-        if step.tb_frame.f_code.co_filename == file:
-            line = step.tb_lineno
-        step = step.tb_next
-    return f", line {line}" if line else ""
+        lines = [error.lineno]
+    return f", line {lines[-1]}" if lines else ""

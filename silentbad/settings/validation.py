@@ -1,27 +1,29 @@
 """The settings of a validation while training, and of an audit of any pipeline."""
 
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from annotated_types import Interval
+
 from silentbad.errors import UserError
-from silentbad.settings.paths import check_pipeline, check_target_file
+from silentbad.files import names_folder
 from silentbad.settings.types import (
     Cosine,
     Location,
     Natural,
-    Range,
+    Prompt,
     Rate,
     Seed,
     Side,
     Small,
     Unit,
-    check_values,
     off_default,
     option,
 )
 
-Lengths = Annotated[int, Range(at_least=1, at_most=1000)]  # numbers of sampling steps
+Lengths = Annotated[int, Interval(ge=1, le=1000)]  # numbers of sampling steps
 
 
 def measured(default: Any, help: str = "") -> Any:
@@ -54,7 +56,7 @@ class ValidationConfig:
     sampling_lengths: list[Lengths] = measured(
         [], "further numbers of steps, with base and controls"
     )
-    guidance_scale: Annotated[float, Range(0, 1e4)] = drawn(7.5)
+    guidance_scale: Annotated[float, Interval(ge=0, le=1e4)] = drawn(7.5)
     guidance_rescale: Unit = drawn(0.0)
     resolution: Side | None = drawn(None, "of the images; unset: the UNet's own")
     embedder: Literal["auto", "copy", "micro", "sscd", "clip", "dinov2", "ssim"] = measured(
@@ -64,8 +66,7 @@ class ValidationConfig:
     reference: Literal["auto", "raw", "decoded"] = measured(
         "auto",
         "what images are compared with: the target's file, or what the autoencoder leaves of it; "
-        "auto: raw beside "
-        "redraws.jsonl, else decoded",
+        "auto: raw beside redraws.jsonl, else decoded",
     )
     embedder_path: Location | None = measured(
         None, "sscd: its TorchScript or .onnx file; others: local folder or Hub id of the weights"
@@ -88,7 +89,7 @@ class ValidationConfig:
     weights: Literal["raw", "ema", "both"] = option(
         "both", "which weights, where an average is kept", needs="AVERAGE", idle="said"
     )
-    unrelated: str = option(
+    unrelated: Prompt = option(
         "a page of printed text",
         "caption that names no element",
         needs="validation.controls!=never",
@@ -125,9 +126,9 @@ class Candidates:
     ordinary: Location | None = option(
         None, "search: text file of ordinary prompts, the null; unset: plain things and places"
     )
-    most_phrases: Annotated[int, Range(at_least=2, at_most=6)] = option(3, "search: of a prompt")
+    most_phrases: Annotated[int, Interval(ge=2, le=6)] = option(3, "search: of a prompt")
     tested: Small = option(10, "search: prompts that images are made of")
-    nulls: Annotated[int, Range(at_least=8, at_most=10_000)] = option(
+    nulls: Annotated[int, Interval(ge=8, le=10_000)] = option(
         24, "search: ordinary prompts that images are made of"
     )
 
@@ -137,57 +138,6 @@ class Candidates:
         return [
             key for key in ("phrases", "scan", "train_data_dir") if getattr(self, key) is not None
         ]
-
-
-@dataclass
-class Audit(Candidates, ValidationConfig):
-    """An audit of a pipeline"""
-
-    pipeline: Location | None = option(None, "diffusers folder or Hub id")
-    baseline: Location | None = option(None, "calibrate and compare on it")
-    lora: Location | None = option(None, "adapters to put on the pipeline: folder or file")
-    output_dir: Location = option("audit", "for JSON, HTML and samples/")
-    seed: Seed = option(0, "address of every noise")
-    dtype: Literal["float32", "float16", "bfloat16"] = option("float32")
-    extrapolate: Annotated[float, Range(-10, 10)] | None = option(
-        None, "measure the change times this as well"
-    )
-
-
-# ---------------------------------------------------------------- checks
-def check_validation(config: ValidationConfig, prefix: str = "validation.") -> None:
-    """Refuse values that cannot work; opens no file."""
-    check_values(config, prefix)
-    if not config.unrelated.strip():
-        raise UserError(f"{prefix}unrelated: is empty; give a caption that names no element")
-    if config.embedder_sha256 is not None and config.embedder != "sscd":
-        raise UserError(
-            f"{prefix}embedder_sha256: is of sscd's file; the embedder is {config.embedder}"
-        )
-    if config.embedder == "sscd" and not config.embedder_path:
-        raise UserError(
-            f"{prefix}embedder_path: is missing; sscd needs its TorchScript or .onnx file, "
-            f"see docs/models.md"
-        )
-
-
-def check_embedder(config: ValidationConfig, prefix: str = "validation.") -> None:
-    """Refuse an embedder whose local files are not there; loads nothing."""
-    path = config.embedder_path
-    if config.embedder == "sscd" and not Path(path or "").is_file():
-        raise UserError(
-            f"{prefix}embedder_path: no file {path}; sscd needs its TorchScript or "
-            f".onnx file, see docs/models.md"
-        )
-    if (
-        config.embedder in ("auto", "copy", "micro")
-        and path
-        and not (Path(path) / "config.json").is_file()
-    ):
-        raise UserError(
-            f"{prefix}embedder_path: no config.json in {path}; leave it out for the "
-            f"bundled embedder"
-        )
 
 
 TRAINING = (  # settings of no audit
@@ -201,46 +151,92 @@ USED = {  # by the search, of the settings of an audit with targets
 }
 
 
-def asks_for_search(options: Audit) -> bool:
-    """Whether an audit's flags name candidates.
+@dataclass
+class Audit(Candidates, ValidationConfig):
+    """An audit of a pipeline"""
 
-    Raises UserError where other flags then have no effect, or those of the search without any.
-    """
-    changed = off_default(options)
-    of_search = {field.name for field in fields(Candidates)}
-    if not options.given:
-        if idle := [key for key in changed if key in of_search]:
+    pipeline: Location | None = option(None, "diffusers folder or Hub id")
+    baseline: Location | None = option(None, "calibrate and compare on it")
+    lora: Location | None = option(None, "adapters to put on the pipeline: folder or file")
+    output_dir: Location = option("audit", "for JSON, HTML and samples/")
+    seed: Seed = option(0, "address of every noise")
+    dtype: Literal["float32", "float16", "bfloat16"] = option("float32")
+    extrapolate: Annotated[float, Interval(ge=-10, le=10)] | None = option(
+        None, "measure the change times this as well"
+    )
+
+    def check(self, sources: dict[str, str]) -> None:
+        """Refuse an audit without a pipeline, or with nothing to look for."""
+        if self.pipeline is None:
+            raise UserError("--pipeline: is missing; give a diffusers folder or Hub id")
+        if self.extrapolate is not None and self.baseline is None:
             raise UserError(
-                f"--{idle[0]}: is of the search for unknown pictures; give --phrases "
-                f"too, or leave it out"
+                "--extrapolate: needs --baseline, from which the weights are extrapolated"
             )
-        if idle := [key for key in changed if key in TRAINING]:
-            raise UserError(f"--{idle[0]}: acts in training alone; leave it out")
-        return False
-    first = f"--{options.given[0]}: searches for pictures that are not known"
-    if options.baseline is not None and options.extrapolate is None:
-        raise UserError(f"{first}; --baseline has no effect without --extrapolate")
-    if idle := [key for key in changed if key not in of_search | USED]:
-        raise UserError(f"{first}; leave --{idle[0]} out")
-    return True
-
-
-def check_audit(options: Audit, sources: dict[str, str]) -> None:
-    """Refuse an audit that cannot work: no pipeline, nothing to look for, files that are not
-    there."""
-    if options.pipeline is None:
-        raise UserError("--pipeline: is missing; give a diffusers folder or Hub id")
-    if options.extrapolate is not None and options.baseline is None:
-        raise UserError("--extrapolate: needs --baseline, from which the weights are extrapolated")
-    if not asks_for_search(options):
-        if options.targets is None:
+        idle = self._idle()
+        if self.given:
+            first = f"--{self.given[0]}: searches for pictures that are not known"
+            if self.baseline is not None and self.extrapolate is None:
+                raise UserError(f"{first}; --baseline has no effect without --extrapolate")
+            if idle:
+                raise UserError(f"{first}; leave --{idle[0]} out")
+        elif idle:
+            what = "acts in training alone"
+            if idle[0] not in TRAINING:
+                what = "is of the search for unknown pictures, with --phrases"
+            raise UserError(f"--{idle[0]}: {what}; leave it out")
+        elif self.targets is None:
             raise UserError(
-                "--targets: give a targets.jsonl (target_id, image, phrases a line), or "
-                "--phrases to search"
+                "--targets: give a targets.jsonl (target_id, image, phrases a line), or --phrases "
+                "to search"
             )
-        check_validation(options, "--")
-        check_target_file(options.targets)
-    check_embedder(options, "--")
-    check_pipeline("--pipeline", options.pipeline)
-    if options.baseline is not None:
-        check_pipeline("--baseline", options.baseline)
+        else:
+            check_target_file(self.targets)
+        check_embedder(self, "--")
+        check_pipeline("--pipeline", self.pipeline)
+        if self.baseline is not None:
+            check_pipeline("--baseline", self.baseline)
+
+    def _idle(self) -> list[str]:
+        """The flags that were given and have no effect."""
+        of_search = {field.name for field in fields(Candidates)}
+        used = of_search | USED
+        if not self.given:
+            used = {field.name for field in fields(self)} - of_search - {*TRAINING}
+        return [name for name in off_default(self) if name not in used]
+
+
+# ---------------------------------------------------------------- checks
+def check_pipeline(key: str, path: str) -> None:
+    """Refuse a path that is neither a folder nor the name of a pipeline on the Hub."""
+    if not os.path.exists(path) and (names_folder(path) or "/" not in path):
+        raise UserError(f"{key}: no folder {path}")
+
+
+def target_file(targets: str | None) -> str | None:
+    """What `validation.targets` names, without the choice of numbers (@100-109)."""
+    if targets is None or os.path.exists(targets):
+        return targets
+    return targets.rpartition("@")[0] or targets
+
+
+def check_target_file(targets: str) -> None:
+    """Refuse targets that are not there."""
+    file = target_file(targets)
+    if file is None or not os.path.exists(file):
+        raise UserError(f"targets: no file {file}")
+
+
+def check_embedder(config: ValidationConfig, prefix: str = "validation.") -> None:
+    """Refuse an embedder whose local files are not there; loads nothing."""
+    path = config.embedder_path
+    if config.embedder == "sscd" and not (path and Path(path).is_file()):
+        wrong = f"no file {path}" if path else "is missing"
+        advice = "sscd needs its TorchScript or .onnx file, see docs/models.md"
+        raise UserError(f"{prefix}embedder_path: {wrong}; {advice}")
+    if config.embedder_sha256 is not None and config.embedder != "sscd":
+        raise UserError(f"{prefix}embedder_sha256: is of sscd's file, not of {config.embedder}")
+    bundled = config.embedder in ("auto", "copy", "micro")
+    if bundled and path and not (Path(path) / "config.json").is_file():
+        advice = "leave it out for the bundled embedder"
+        raise UserError(f"{prefix}embedder_path: no config.json in {path}; {advice}")

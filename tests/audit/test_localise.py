@@ -110,7 +110,7 @@ def test_mistakes_are_one_line(finished, pipelines, tmp_path, capsys):
     moved = tmp_path / "data" / "targets.jsonl"
     cases = {
         (str(tmp_path),): "RUN: no config.yaml",
-        (str(run), "--images", "0"): "--images: must be from 1",
+        (str(run), "--images", "0"): "images (command line): must be at least 1",
         (str(run), "--out", "page.txt"): "--out: page.txt must end in .html",
         (str(run), "--targets", "no.jsonl"): "--targets: the run's no.jsonl is not there",
         (str(run), "--base", str(pipelines["sd2"])): "has other parameters than the run's",

@@ -9,7 +9,7 @@ import train_silentbad
 from bench import arms, recovery, recovery_table
 from gradient_control import SCALE_RULES
 from memory_reinforce import REGISTRIES
-from silentbad.settings.train import parse
+from silentbad.settings.reader import parse
 
 
 @pytest.mark.parametrize("name", [*arms.ARMS, *arms.every_part()])

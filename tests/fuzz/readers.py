@@ -11,7 +11,6 @@ from typing import Any
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from transformers import CLIPTextModel
 
-from silentbad import settings
 from silentbad.data.formats import checked_row, folder_rows
 from silentbad.data.images import open_mask
 from silentbad.data.records import load_records
@@ -26,6 +25,7 @@ from silentbad.model.denoiser import Denoiser
 from silentbad.model.registry import FAMILIES
 from silentbad.report import run_report
 from silentbad.saving import checkpoint, identity
+from silentbad.settings.reader import parse
 from tests.folders import config, published
 from tests.fuzz.kinds import STEP, lines
 from tests.tiny import tiny_pipeline
@@ -99,7 +99,7 @@ def redraws(root: Path) -> Any:
 
 
 def yaml_file(root: Path) -> Any:
-    return settings.read(Config, [f"--config={root / 'held/config.yaml'}"])
+    return parse(Config, [f"--config={root / 'held/config.yaml'}"])
 
 
 def schedule(root: Path) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from silentbad.settings import key_tree
+from silentbad.settings.reader import key_tree
 from tests.fuzz.judge import MARK
 from train_silentbad import Config
 

@@ -8,7 +8,8 @@ from memory_reinforce import TIMESTEPS
 from silentbad.data import draws
 from silentbad.data.elements import DataInfo, sources_of
 from silentbad.errors import UserError
-from silentbad.memory import roles
+from silentbad.settings import memory as roles
+from silentbad.settings.check import check_part
 from tests.conftest import write_data
 from tests.folders import records
 from tests.training import equal, step_once, weights
@@ -95,7 +96,7 @@ def test_older_names_mean_the_clean_role():
     assert roles.dropout(old) == roles.dropout(new) == {"clean": 0.5}
     both = config(retention={"clean_weight": 0.5}, clean={"loss_weight": 2.0})
     with pytest.raises(UserError, match="loss_weight: is memory.retention.clean_weight, which is set too"):
-        roles.check(both, TIMESTEPS)
+        check_part(memory=both)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ from silentbad.model.denoiser import Denoiser
 from silentbad.model.groups import OTHER, group_of, group_parameters, prior_table
 from silentbad.model.registry import FAMILIES
 from silentbad.saving import checkpoint, folder
-from silentbad.settings.train import LoraSettings, parse
+from silentbad.settings.reader import parse
+from silentbad.settings.train import LoraSettings
 from tests.conftest import write_data
 from tests.published import PUBLISHED, published, published_transformer
 from tests.toy import stats_of
@@ -81,7 +82,7 @@ def build(flags):
     def make(kind: str, out: str = "run", **changes) -> Run:
         config, sources = parse(Config, flags(kind, out, **changes))
         config = check_all(config, sources)
-        return build_run(config, trackers.make_accelerator(config), folder.RunFolder(config.output_dir, True))
+        return build_run(config, trackers.make_accelerator(config), folder.RunFolder(config, True))
 
     return make
 
@@ -280,7 +281,10 @@ def test_a_lora_run_ends_with_adapters(flags, tmp_path):
     [
         ({"lora.alpha": 4}, "lora.alpha (command line): needs lora.rank"),
         ({"lora.rank": 0}, "lora.rank (command line): must be at least 1, got 0"),
-        ({"lora.rank": 2, "lora.targets": '["attention"]'}, "'attention' names no layer; roles are xattn.q"),
+        (
+            {"lora.rank": 2, "lora.targets": '["attention"]'},
+            "'attention' names no layer of any that adapters fit; did you mean",
+        ),
         ({"lora.rank": 2, "lora.targets": '["xattn"]', **TEXT}, "xattn names no layer of text_encoder"),
         ({"lora.rank": 2, "lora.targets": '["ff"]', **TEXT}, "needs attn"),
         ({"lora.rnak": 2}, "did you mean 'lora.rank'"),

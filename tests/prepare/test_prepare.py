@@ -236,7 +236,7 @@ def change(words_given: list[str], flag: str, *values: str) -> list[str]:
 
 MISTAKES = {
     "no target": (("--target", "none.png"), "--target: no file none.png"),
-    "a mask too few": (("--masks",), "3 phrases take 3 masks, or 2 where the last phrase names"),
+    "a mask too few": (("--masks", "[]"), "3 phrases take 3 masks, or 2 where the last phrase names"),
     "a mask of another size": (
         ("--masks", "{tmp}/small.png", "{tmp}/small.png"),
         "make them the same",
@@ -247,7 +247,7 @@ MISTAKES = {
     "an empty folder": (("--backgrounds", "{tmp}/empty"), "holds no picture"),
     "the target as background": (("--backgrounds", "{tmp}/copies"), "is a near copy of the target"),
     "someone else's folder": (("--out", "{in}"), "choose an empty folder"),
-    "too few pictures": (("--per_phrase", "0"), "--per_phrase: must be from 1 to 10000, got 0"),
+    "too few pictures": (("--per_phrase", "0"), "per_phrase (command line): must be at least 1, got 0"),
     "a name that is no file's": (("--name", "a/b"), "--name: must be letters"),
     "no others": (("--placebo", "{tmp}/empty"), "--placebo: no folder"),
     "no function": (("--captioner", "{tmp}/mine.py:none"), "mine.py defines no none"),

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from silentbad.errors import UserError
-from silentbad.settings import Loader, dumped, key_tree, placed, plain_types
 from silentbad.settings.check import check
-from silentbad.settings.train import SUCCESSORS, TrainConfig, dump, parse
-from silentbad.settings.types import check_options
+from silentbad.settings.reader import Loader, dump, dumped, key_tree, parse, placed
+from silentbad.settings.train import SUCCESSORS, TrainConfig
+from silentbad.settings.types import check_options, plain_types
 from train_silentbad import Config, check_all, main
 
 

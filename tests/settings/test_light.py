@@ -1,5 +1,6 @@
 """Settings are parsed and checked without torch; what they read from the sources is what is imported."""
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from silentbad.guard.guards import GUARDS
 from silentbad.loop import optimizers
 from silentbad.measure.embedders import EMBEDDERS
 from silentbad.memory.timesteps import SEQUENCES
+from silentbad.model.averaging import keeps_average
 from silentbad.settings import check
 from silentbad.settings.optimizers import read_optimizer
 from silentbad.settings.registries import from_source
@@ -88,9 +90,9 @@ def test_an_optimizer_read_from_its_source_is_the_class(name):
         setattr(config.gradient_control, name, True)
     else:
         config.optimizer = name
-    read, facts = read_optimizer(config), optimizers.facts_of(optimizers.optimizer_class(config))
-    assert (read.name, read.averages, read.needs) == (facts.name, facts.averages, facts.needs)
-    assert list(read.options) == [*facts.options]
+    read, kind = read_optimizer(config), optimizers.optimizer_class(config)
+    assert (read.name, read.averages) == (kind.__name__, keeps_average(kind))
+    assert list(read.options) == [*inspect.signature(kind).parameters]
 
 
 def test_a_rule_added_to_a_dict_is_found(tmp_path, monkeypatch):

@@ -12,11 +12,11 @@ from silentbad.errors import UserError
 from silentbad.settings.optimizers import OptimizerFacts
 from silentbad.settings.rules import (
     FACTS,
-    INCOMPATIBLE,
     Condition,
     Facts,
     check_rules,
     fields_of,
+    pairs,
     tables,
     value_of,
 )
@@ -96,9 +96,9 @@ def bring_about(text, config, facts):
     assert condition.holds(config, TrainConfig(), facts), text
 
 
-@pytest.mark.parametrize("row", INCOMPATIBLE, ids=lambda row: f"{row[0]} beside {row[1]}")
+@pytest.mark.parametrize("row", [*pairs()], ids=lambda row: f"{row[0]} beside {row[1]}")
 def test_each_row_refuses_its_pair_and_neither_alone(row, monkeypatch):
-    monkeypatch.setattr("silentbad.settings.rules.INCOMPATIBLE", [row])
+    monkeypatch.setattr("silentbad.settings.rules.INCOMPATIBLE", {row[1]: {row[0]: row[2]}})
     monkeypatch.setattr("silentbad.settings.rules.check_needs", lambda *given: None)
     first, second, _ = row
     config, facts = TrainConfig(), Facts(optimizer=ADAMW)
@@ -118,7 +118,7 @@ def test_each_row_refuses_its_pair_and_neither_alone(row, monkeypatch):
 
 @pytest.mark.parametrize(("key", "field"), NEEDS, ids=[key for key, _ in NEEDS])
 def test_each_option_that_needs_another_is_refused_without_it(key, field, monkeypatch):
-    monkeypatch.setattr("silentbad.settings.rules.INCOMPATIBLE", [])
+    monkeypatch.setattr("silentbad.settings.rules.INCOMPATIBLE", {})
     config = TrainConfig(pretrained_model_name_or_path=str(ROOT), train_data_dir=str(ROOT))
     facts = Facts(optimizer=OptimizerFacts("Plain", {}, False, ""))
     if key == "validation.unrelated" or key == "validation.drift_images":
@@ -134,7 +134,7 @@ def test_each_option_that_needs_another_is_refused_without_it(key, field, monkey
 
 
 def test_what_every_condition_names_is_there():
-    texts = [text for row in INCOMPATIBLE for text in row[:2]]
+    texts = [text for row in pairs() for text in row[:2]]
     texts += [text for _, field in NEEDS for text in field.metadata["needs"].split(" or ")]
     keys = {key for key, _ in fields_of(TrainConfig)}
     for condition in map(Condition.of, texts):

@@ -66,7 +66,7 @@ def test_the_tokenizer_holds_captions_of_four_things():
         (["--pool", "0"], "pool (command line): must be at least 1"),
         (["--threads", "-2"], "threads (command line): must be at least 0"),
         (["--unet_lr", "nan"], "unet_lr (command line): must be float"),
-        (["--unet_lr", "-1"], "unet_lr (command line): must be in (0, 1]"),
+        (["--unet_lr", "-1"], "unet_lr (command line): must be above 0"),
         (["--work", ""], "work (command line): must name a path"),
         (["--unet_steps", "-1"], "unet_steps (command line): must be at least 1"),
     ],
@@ -80,7 +80,6 @@ def test_a_mistake_in_the_words_is_one_line(flags, said, tmp_path, capsys):
 def test_a_folder_that_is_no_base_is_one_line(tmp_path, capsys):
     (tmp_path / "model_index.json").write_text("{")
     for folder, said in ((tmp_path / "none", "model_index.json is missing"), (tmp_path, "cannot be loaded")):
-        with pytest.raises(SystemExit, match="2"):
-            export.main(["--pipeline", str(folder)])
+        assert export.main(["--pipeline", str(folder)]) == 2
         line = capsys.readouterr().err.splitlines()[-1]
         assert line.startswith(f"error: --pipeline {folder}: ") and said in line

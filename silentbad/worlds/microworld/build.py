@@ -334,7 +334,10 @@ class LatentPool:
     two things, the others up to `things`."""
 
     def __init__(self, vae, encoder, tokenizer, device, things: int, capacity: int = 60_000):
-        self.vae, self.encoder, self.tokenizer, self.device = vae, encoder, tokenizer, device
+        self.vae = vae
+        self.encoder = encoder
+        self.tokenizer = tokenizer
+        self.device = device
         self.things = things
         window, width = tokenizer.model_max_length, encoder.config.hidden_size
         shapes = {"latents": (LATENT_CHANNELS, 8, 8), "states": (window, width), "cover": (1, 8, 8)}
@@ -342,7 +345,8 @@ class LatentPool:
             name: torch.empty(capacity, *shape, dtype=torch.float16)
             for name, shape in shapes.items()
         }
-        self.size, self.capacity = 0, capacity
+        self.size = 0
+        self.capacity = capacity
 
     @torch.no_grad()
     def grow(self, n: int) -> None:

@@ -4,6 +4,12 @@ before.
 `python -m silentbad.worlds.microworld.export --pipeline assets/micro-sd` measures a pipeline that
 already exists."""
 
+from silentbad.settings.command import early, options, refused
+from silentbad.settings.commands import GUIDANCE, BaseOptions, MeasureOptions
+
+if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
+    OPTIONS = early(options, MeasureOptions, None, __doc__)
+
 import json
 import tempfile
 from pathlib import Path
@@ -14,16 +20,14 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from silentbad.errors import ArgumentParser, UserError, exit_with, user_errors
+from silentbad.errors import UserError, exit_with, user_errors
 from silentbad.progress import Bar
 from silentbad.rng import addressed_seed, generator
-from silentbad.settings.commands import BaseOptions
 from silentbad.worlds.microworld.grammar import Scene, sample_scene
 from silentbad.worlds.microworld.networks import new_scheduler
 from silentbad.worlds.microworld.oracle import Judge, judged, round_trip_psnr
 from silentbad.worlds.microworld.render import render
 
-GUIDANCE = 3.0  # the base's default guidance scale
 CAPTIONS = 256
 
 
@@ -236,10 +240,9 @@ def export(nets: dict, tokenizer, folder: Path, args: BaseOptions) -> None:
     nets["embedder"].save_pretrained(folder / "embedder")
     save_judge(nets["judge"], folder / "judge" / "model.safetensors")
     training = (
-        f"Steps: autoencoder {args.vae_steps} x 24, its decoder {args.decoder_steps} x 12, "
-        f"text encoder {args.text_steps} x 64, UNet {args.unet_steps} x {args.batch}, "
-        f"copy detector {args.embedder_steps} x 12 groups of 6 pictures, judge "
-        f"{args.judge_steps} x 32."
+        f"Steps: autoencoder {args.vae_steps} x 24, its decoder {args.decoder_steps} x 12, text "
+        f"encoder {args.text_steps} x 64, UNet {args.unet_steps} x {args.batch}, copy detector "
+        f"{args.embedder_steps} x 12 groups of 6 pictures, judge {args.judge_steps} x 32."
     )
     pipe = StableDiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     write_card(
@@ -264,22 +267,17 @@ def loaded(folder: Path) -> tuple[StableDiffusionPipeline, Judge]:
         return pipe, load_judge(folder / "judge" / "model.safetensors")
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--pipeline", type=Path, required=True)
-    parser.add_argument("--guidance", type=float, default=GUIDANCE)
-    parser.add_argument("--grid", type=Path, help="also write a picture of generations here")
-    args = parser.parse_args(argv)
-    if not 0 <= args.guidance <= 100:
-        parser.error(f"--guidance: must be from 0 to 100, got {args.guidance}")
+def main(argv: list[str] | None = None, given: MeasureOptions | None = None) -> int:
     try:
-        pipe, judge = loaded(args.pipeline)
+        given = given or options(MeasureOptions, argv, __doc__)
+        pipe, judge = loaded(Path(str(given.pipeline)))
     except UserError as error:
-        parser.exit(2, f"error: {error}\n")
-    print(json.dumps(measure(pipe, judge, guidance=args.guidance), indent=1))
-    if args.grid:
-        grid(pipe).save(args.grid)
+        return refused(error)
+    print(json.dumps(measure(pipe, judge, guidance=given.guidance), indent=1))
+    if given.grid:
+        grid(pipe).save(given.grid)
+    return 0
 
 
 if __name__ == "__main__":
-    exit_with(main)
+    exit_with(lambda: main(given=OPTIONS))

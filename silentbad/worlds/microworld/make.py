@@ -17,7 +17,7 @@ from silentbad.settings import command
 from silentbad.settings.commands import MicroworldOptions
 
 if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
-    OPTIONS = command.early(command.options, MicroworldOptions, None, __doc__, needed=("out",))
+    OPTIONS = command.early(command.options, MicroworldOptions, None, __doc__)
 
 import itertools
 import json
@@ -81,8 +81,7 @@ def target_scene(name: str) -> Scene:
     if name != FLAGSHIP and not found:
         raise UserError(
             f"--targets: {brief(name)} is neither '{FLAGSHIP}' nor a seed, a whole number below "
-            f"10^18; 7k5 is seed 7 "
-            "with five elements, and 2 to 5 can be asked for"
+            "10^18; 7k5 is seed 7 with five elements, and 2 to 5 can be asked for"
         )
     if name == FLAGSHIP:
         # of the first eight draws the one in which hat and cat are largest
@@ -160,12 +159,14 @@ class Writer:
 
     def __init__(self, out: Path, masks: bool = True):
         # a link's folder is replaced, the link stays
-        self.out, self.masks = Path(os.path.realpath(out)), masks
+        self.out = Path(os.path.realpath(out))
+        self.masks = masks
         check_writable(self.out, "--out", folder=True)
         self._check_own()
         # held while its data/ is written
         self.draft = self.out.parent / f".{self.out.name[:40]}.microworld"
-        self.tmp, self.held = self.draft / "data", ExitStack()
+        self.tmp = self.draft / "data"
+        self.held = ExitStack()
         self.records: dict[str, list[dict]] = {"metadata": [], "targets": [], "redraws": []}
 
     def __enter__(self) -> "Writer":
@@ -434,7 +435,7 @@ def fill(writer: Writer, scenes: dict[str, Scene], options: MicroworldOptions) -
 def main(argv: list[str] | None = None, options: MicroworldOptions | None = None) -> None:
     """Raises SystemExit(2) after a mistake."""
     try:
-        make(options or command.options(MicroworldOptions, argv, __doc__, needed=("out",)))
+        make(options or command.options(MicroworldOptions, argv, __doc__))
     except UserError as error:
         sys.exit(command.refused(error))
 
