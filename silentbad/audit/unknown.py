@@ -71,12 +71,12 @@ def candidates(options: Audit) -> tuple[list[str], list[list[str]]]:
     if len(options.given) > 1:
         raise UserError(f"--{options.given[1]}: give one of --phrases, --scan and --train_data_dir")
     if options.scan is not None:
-        sets = scan_file.read(Path(options.scan), "--scan")["sets"]
+        sets = scan_file.read(Path(options.scan), "--scan").sets
         if not sets:
             raise UserError(
                 f"--scan: {options.scan} names no suspect set; give --phrases or --train_data_dir"
             )
-        return [], [[element["phrase"] for element in one["elements"]] for one in sets]
+        return [], [[element.phrase for element in one.elements] for one in sets]
     if options.phrases is not None:
         phrases = lines_of(options.phrases, "phrases")
     else:

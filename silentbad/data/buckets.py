@@ -6,6 +6,7 @@ Legend: R records, a shape is (width, height) in pixels, B samples of a micro-ba
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -17,8 +18,7 @@ STEP = 64  # of the sides of a bucket, where the pipeline and the area allow it
 
 @cache
 def shapes(side: int, step: int) -> list[Shape]:
-    """The buckets: all whose sides are multiples of `step` and whose area is side^2 to a tenth, the
-    square among them."""
+    """All shapes in multiples of `step` whose area is side^2 to a tenth."""
     area = (side // step) ** 2  # in steps; whole numbers, or rounding decides at the limits
     least = -(-area * (SLACK - 1) // SLACK)
     most = area * (SLACK + 1) // SLACK
@@ -27,8 +27,7 @@ def shapes(side: int, step: int) -> list[Shape]:
 
 
 def stretch(size: Shape, shape: Shape) -> float:
-    """How much an image of this size changes its aspect in a bucket: |log of the ratio of both
-    aspects|."""
+    """How much an image changes its aspect in a bucket: |log of the ratio of both|."""
     return abs(math.log(size[0] / size[1]) - math.log(shape[0] / shape[1]))
 
 
@@ -41,12 +40,7 @@ def nearest(size: Shape, side: int, step: int) -> Shape:
     )
 
 
-def default_step(side: int, factor: int) -> int:
-    """64, or the least that the pipeline takes where 64 does not fit the side or is coarse for
-    it."""
-    return STEP if STEP % factor == 0 and side % STEP == 0 and side >= 4 * STEP else factor
-
-
+@dataclass(eq=False)
 class Batches:
     """Puts an order of records in line so that each micro-batch of B has one shape. `kind` (R,)
     numbers the shapes.
@@ -54,13 +48,11 @@ class Batches:
     Records wait for others of their shape; those that still wait when an epoch ends begin the next
     one, so that over the epochs every record is shown as often as its order says."""
 
-    def __init__(self, kind: np.ndarray, batch_size: int):
-        self.kind = kind
-        self.batch_size = batch_size
+    kind: np.ndarray
+    batch_size: int
 
     def __call__(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(whole micro-batches in the order in which they fill up, records left over in their
-        order)."""
+        """(whole micro-batches as they fill up, records left over), both in order."""
         waiting: dict[int, list[int]] = defaultdict(list)
         full: list[int] = []
         for place, kind in enumerate(self.kind[order].tolist()):
@@ -81,8 +73,7 @@ def table(
     cut: bool,
     batch_size: int,
 ) -> str:
-    """What went where: records of sizes (R,2) by bucket and role, the largest change of aspect, and
-    which shapes have less than a micro-batch."""
+    """What went where: records by bucket and role, the largest change of aspect."""
     counts: dict[Shape, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     worst: dict[Shape, float] = defaultdict(float)
     for size, role, shape in zip(sizes.tolist(), roles, shapes, strict=True):

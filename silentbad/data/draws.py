@@ -3,8 +3,8 @@ alone."""
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -29,8 +29,7 @@ def shuffled_text(text: str, phrases: list[str], rng: torch.Generator) -> str:
 
 
 def first_parts(text: str, draw: int, least: int, steps: int) -> str:
-    """The parts of a caption, between commas, that draw number `draw` shows: `least` at first,
-    all after `steps`."""
+    """The first parts of a caption, between commas: `least` at first, all after `steps`."""
     parts = text.split(",")
     shown = least + max(len(parts) - least, 0) * draw // steps
     return ",".join(parts[:shown])
@@ -40,12 +39,8 @@ def with_caption(record: dict, text: str) -> dict:
     """A record under a shorter caption; its element keeps its name where a phrase gave it."""
     phrases = record["phrases"]
     kept = standing(phrases, text)
-    return {
-        **record,
-        "text": text,
-        "phrases": kept,
-        "element_id": record["element_id"] or (phrases or [""])[0],
-    }
+    element = record["element_id"] or (phrases or [""])[0]
+    return {**record, "text": text, "phrases": kept, "element_id": element}
 
 
 @dataclass(frozen=True)
@@ -65,21 +60,14 @@ class Transform:
 
     @classmethod
     def of(cls, config: TrainConfig, resolution: int, step: int = 0) -> "Transform":
-        return cls(
-            resolution,
-            config.image_interpolation_mode,
-            config.center_crop,
-            config.random_flip,
-            step,
-        )
+        kind = config.image_interpolation_mode
+        return cls(resolution, kind, config.center_crop, config.random_flip, step)
 
     def shape(self, size: tuple[int, int]) -> tuple[int, int]:
         """Width and height of what a step sees of an image of this width and height."""
-        return (
-            nearest(size, self.resolution, self.step)
-            if self.step
-            else (self.resolution, self.resolution)
-        )
+        if self.step:
+            return nearest(size, self.resolution, self.step)
+        return self.resolution, self.resolution
 
     def shapes(self, sizes: np.ndarray) -> list[tuple[int, int]]:
         """The shape of each of sizes (R,2)."""
@@ -97,8 +85,7 @@ class Transform:
         return same & (not self.random_flip)
 
     def resized(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Width and height that an image is resized to: they cover the shape, rounded as
-        torchvision does."""
+        """Width and height that an image is resized to, rounded as torchvision does."""
         if not self.step:
             short = min(size)
             width, height = (
@@ -116,7 +103,8 @@ class Transform:
         self, image: Image.Image, mask: Image.Image | None
     ) -> tuple[Image.Image, Image.Image | None]:
         size = [*reversed(self.resized(image.size))] if self.step else self.resolution
-        image = TF.resize(image, size, interpolation_mode(self.interpolation))
+        filter = TF.InterpolationMode(self.interpolation.replace("_", "-"))
+        image = TF.resize(image, size, filter)
         return image, None if mask is None else mask.resize(image.size, Image.Resampling.BILINEAR)
 
     def crop(
@@ -149,31 +137,24 @@ class Transform:
         return window(image), window(mask), (top, left)
 
 
-def interpolation_mode(name: str) -> TF.InterpolationMode:
-    """torchvision's interpolation of that name."""
-    return TF.InterpolationMode(name.replace("_", "-"))
-
-
 def memory_of(record: dict) -> int:
     """Bytes of a record in memory, about."""
     parts = (record[key] for key in ("image", "mask") if record[key] is not None)
     return 1024 + sum(part.width * part.height * len(part.mode) for part in parts)
 
 
+@dataclass(eq=False)
 class Reader:
     """Records decoded and resized; kept in memory while the budget of `cache_bytes` lasts."""
 
-    FIELDS = ("image", "mask", "text", "phrases", "role", "target_id", "element_id")
+    FIELDS: ClassVar = ("image", "mask", "text", "phrases", "role", "target_id", "element_id")
 
-    def __init__(self, records: Records, transform: Transform, seed: int, cache_bytes: int = 0):
-        self.records, self.transform, self.seed, self.cache_bytes = (
-            records,
-            transform,
-            seed,
-            cache_bytes,
-        )
-        self._cache: dict[int, dict] = {}
-        self._used = 0
+    records: Records
+    transform: Transform
+    seed: int
+    cache_bytes: int = 0
+    _cache: dict[int, dict] = field(default_factory=dict)
+    _used: int = 0
 
     def load(self, index: int, picture: bool = True) -> dict:
         """A record as a dict of FIELDS, `shuffle`, `index`, `size`, the image's own height and
@@ -207,8 +188,7 @@ class Reader:
         return words | {"pixels": pixels, "mask": mask, "time_ids": (*size, *corner, *shape[::-1])}
 
     def pictures(self, indices: list[int]) -> list[dict]:
-        """Plain samples of records, outside any step: no shuffle, no rehearsal, the window of
-        draw 0."""
+        """Samples of records outside any step: plain, in the window of draw 0."""
         samples = []
         for index in indices:
             record = self.load(index)
@@ -224,8 +204,7 @@ Rehearse = Callable[[dict, tuple[int, int]], dict | None]
 def by_role(
     records: Records | None, transform: Transform, seed: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Held-out records as validation takes them, by role: pixel_values (3,R,R) in [-1,1] and
-    text."""
+    """Held-out records by role: pixel_values (3,R,R) in [-1,1] and text."""
     found: dict[str, list[dict[str, Any]]] = {}
     if records is not None:
         pictures = Reader(records, transform, seed).pictures(list(range(len(records))))
@@ -247,8 +226,7 @@ class LossExclusion:
     def marked(
         self, index: int, mask: Image.Image | None, size: tuple[int, int]
     ) -> Image.Image | None:
-        """A record's mask of this width and height with what counts as its second band, where
-        something is hidden."""
+        """A record's mask; where something is hidden, its second band is what counts."""
         hidden = self.of(index)
         if hidden is None:
             return mask
@@ -256,8 +234,7 @@ class LossExclusion:
         return Image.merge("LA", (mask or Image.new("L", size, 255), counted))
 
     def whole_cells(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """mask (2,H,W) uint8 in a window, whose sides are multiples of the cell; other masks as
-        they are."""
+        """mask (2,H,W) uint8 in a window of whole cells; other masks as they are."""
         if mask is None or len(mask) == 1:
             return mask
         out = F.max_pool2d(255 - mask[1:].float(), self.cell) > 0
@@ -265,6 +242,7 @@ class LossExclusion:
         return torch.cat([mask[:1], 255 * counted.to(torch.uint8)])
 
 
+@dataclass(eq=False)
 class Draws:
     """What a record looks like at (draw, position): text, uint8 pixels (3,R,R), uint8 mask (1,R,R)
     or none. A rehearsal's mask may have a second band: what of the picture counts at all.
@@ -276,28 +254,16 @@ class Draws:
     their latents are on disk. `hidden` keeps parts of pictures out of the loss; it does not go with
     `rehearse`."""
 
-    def __init__(
-        self,
-        reader: Reader,
-        *,
-        shuffle: bool = False,
-        dropout: dict[str, float] | None = None,
-        warmup: tuple[int, int] = (1, 0),
-        rehearse: Rehearse | None = None,
-        hidden: LossExclusion | None = None,
-        unseen: np.ndarray | None = None,
-    ):
-        self.reader, self.seed, self.shuffle = reader, reader.seed, shuffle
-        self.dropout, self.warmup, self.rehearse, self.unseen = (
-            dropout or {},
-            warmup,
-            rehearse,
-            unseen,
-        )
-        self.hidden = hidden if rehearse is None else None
+    reader: Reader
+    shuffle: bool = False
+    dropout: dict[str, float] = field(default_factory=dict)
+    warmup: tuple[int, int] = (1, 0)
+    rehearse: Rehearse | None = None
+    hidden: LossExclusion | None = None
+    unseen: np.ndarray | None = None
 
     def __call__(self, index: int, draw: int, position: int) -> dict:
-        address = (self.seed, "draw", draw, position)
+        address = (self.reader.seed, "draw", draw, position)
         record = self.reader.load(index, picture=self.unseen is None or not self.unseen[index])
         fixed, size = self.reader.transform.is_fixed(record["size"]), record["size"]
         text = record["text"]
@@ -315,13 +281,14 @@ class Draws:
             record = with_caption(record, first_parts(record["text"], draw, *self.warmup))
         if record["role"] != "clean" and self._uncaptioned(record["role"], (*address, "caption")):
             record = with_caption(record, "")
-        if self.hidden is not None:
-            record["mask"] = self.hidden.marked(
+        hidden = self.hidden if self.rehearse is None else None
+        if hidden is not None:
+            record["mask"] = hidden.marked(
                 index, record["mask"], self.reader.transform.resized(size[::-1])
             )
         seen = self.reader.window(record, size, address) | {"united": record.get("united")}
-        if self.hidden is not None:
-            seen["mask"] = self.hidden.whole_cells(seen["mask"])
+        if hidden is not None:
+            seen["mask"] = hidden.whole_cells(seen["mask"])
         return seen | {"index": index, "position": position, "fixed": fixed}
 
     def _uncaptioned(self, role: str, address: tuple) -> bool:

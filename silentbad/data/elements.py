@@ -5,6 +5,7 @@ their shares."""
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -54,24 +55,20 @@ class DataInfo:
         return element if element >= 0 else None
 
     def of_batch(self, batch: dict) -> list[int]:
-        """The element of each sample of a collated batch, n for none; from its texts, so that no
-        device is asked."""
+        """The element of each sample of a batch, n for none; asks no device."""
         columns = zip(
             batch["role"], batch["target_id"], batch["element_id"], batch["phrases"], strict=True
         )
         none = len(self.keys)
-        return [
-            self.index.get(self.key(*ids), none) if role == "element" else none
-            for role, *ids in columns
-        ]
+        keys = (self.key(*ids) if role == "element" else None for role, *ids in columns)
+        return [self.index.get(key, none) for key in keys]
 
     def __len__(self) -> int:
         return len(self.roles)
 
 
 def capped(q: np.ndarray, cap: float) -> np.ndarray:
-    """Normalise q to sum 1 with no entry above cap/n, the excess going to the others in
-    proportion."""
+    """Normalise q to sum 1, no entry above cap/n; the excess goes to the others."""
     q, top = q / q.sum(), max(cap, 1.0) / len(q)
     full = np.zeros(len(q), dtype=bool)
     while (over := (q > top * (1 + 1e-12)) & ~full).any():
@@ -82,15 +79,13 @@ def capped(q: np.ndarray, cap: float) -> np.ndarray:
 
 
 def apportion(q: np.ndarray, total: int, offset: float) -> np.ndarray:
-    """Whole counts (n,) that sum to `total`, each within one of q_i * total and equal to it in
-    expectation."""
+    """Whole counts (n,) that sum to `total`, in expectation q_i * total."""
     edges = np.floor(np.concatenate([[0.0], np.cumsum(q) / q.sum() * total]) + offset + 1e-9)
     return np.diff(edges).astype(np.int64)
 
 
 def deal(rows: np.ndarray, start: int, count: int, *address) -> np.ndarray:
-    """`count` entries from `start` on of an endless stream of permutations of `rows`, each at its
-    own address."""
+    """`count` entries from `start` on of an endless stream of permutations of `rows`."""
     rounds = range(start // len(rows), (start + count - 1) // len(rows) + 1) if count else ()
     stream = [
         rows[torch.randperm(len(rows), generator=rng.generator(*address, j)).numpy()]
@@ -148,29 +143,20 @@ def interleave(parts: list[np.ndarray], g: torch.Generator) -> np.ndarray:
 ORDERS: dict[str, Callable] = {"shuffled": shuffle, "interleaved": interleave}
 
 
+@dataclass(eq=False)
 class Epochs:
     """One epoch's order at a time. The history it was dealt from is kept, so a resume deals the
     same epoch again.
 
     share(rho (H,n), records (n,), epoch) -> q (n,) is the policy; history() -> rho (H,n)."""
 
-    def __init__(
-        self,
-        share: Callable,
-        info: DataInfo,
-        seed: int,
-        clean_ratio: float | None,
-        history: Callable[[], np.ndarray],
-        order: str = "shuffled",
-    ):
-        self.share = share
-        self.info = info
-        self.seed = seed
-        self.history = history
-        self.clean_ratio = clean_ratio
-        self.order = order
-        self.records = np.asarray([len(rows) for rows in info.rows])
-        self.dealt: tuple[int, list] | None = None
+    share: Callable
+    info: DataInfo
+    seed: int
+    clean_ratio: float | None
+    history: Callable[[], np.ndarray]
+    order: str = "shuffled"
+    dealt: tuple[int, list] | None = None
 
     def state_dict(self) -> tuple[int, list] | None:
         """The epoch dealt last and the history it was dealt from."""
@@ -180,13 +166,13 @@ class Epochs:
         self.dealt = state
 
     def epoch(self, epoch: int) -> np.ndarray:
-        """Record indices (int64) of the epoch, a function of (seed, epoch, rho at its first
-        call)."""
+        """Record indices (int64): a function of (seed, epoch, rho at its first call)."""
         if self.dealt is None or self.dealt[0] != epoch:
             self.dealt = (epoch, self.history().tolist())
-        n = len(self.records)
+        records = np.asarray([len(rows) for rows in self.info.rows])
+        n = len(records)
         rho = np.asarray(self.dealt[1], dtype=np.float64).reshape(len(self.dealt[1]), n)
-        q = self.share(rho, self.records, epoch) if n else np.zeros(0)
+        q = self.share(rho, records, epoch) if n else np.zeros(0)
         return epoch_order(self.info, q, self.seed, epoch, self.clean_ratio, self.order)
 
 
@@ -199,8 +185,7 @@ def epoch_length(info: DataInfo, clean_ratio: float | None) -> int:
 
 
 def sources_of(batch: dict, by: str) -> list[str]:
-    """Whose gradient each sample of a batch brings: by "role", or by "element"
-    ("target/element")."""
+    """Whose gradient each sample brings: by "role", or by "element"."""
     if by == "role":
         return batch["role"]
     columns = zip(

@@ -27,7 +27,7 @@ from PIL import (
     UnidentifiedImageError,
 )
 
-from silentbad.errors import UserError, brief, first_line, user_errors, warn
+from silentbad.errors import UserError, brief, first_line, warn
 from silentbad.files import is_lfs_pointer, is_utf8
 
 if TYPE_CHECKING:
@@ -36,14 +36,8 @@ if TYPE_CHECKING:
 MAX_PIXELS = 64_000_000  # larger images are refused before they are decoded
 MAX_SIDE = 65_535  # and longer ones: a decoder may take ten seconds for one of 6,700,000 by 9
 CHUNK = 512  # known pictures that are compared at once
-FORMATS = (
-    "PNG",
-    "JPEG",
-    "WEBP",
-    "BMP",
-    "TIFF",
-    "GIF",
-)  # decoders that may run; others start programs (EPS) or are rare
+# decoders that may run; others start programs (EPS) or are rare
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 # of the pixels that a profile's colour space goes with
 MODES = {"RGB ": "RGB", "GRAY": "L", "CMYK": "CMYK"}
 SRGB = ImageCms.createProfile("sRGB")
@@ -62,6 +56,8 @@ def picture_files(folder: Path) -> list[Path]:
 def open_image(source: Path | bytes, where: str) -> Image.Image:
     """An sRGB image: colour profile and EXIF rotation applied, alpha over white, size bounded."""
     image = _upright(source, where)
+    if min(image.size) < 2:
+        raise UserError(f"{where}: the image is {_by(image.size)} pixels")
     profile = image.info.get("icc_profile")
     image = _in_8_bit(image, where)
     grey = image.mode in ("1", "L", "LA", "La")
@@ -78,8 +74,7 @@ def open_image(source: Path | bytes, where: str) -> Image.Image:
 
 
 def open_mask(source: Path, size: tuple[int, int], where: str) -> Image.Image:
-    """A greyscale mask of the same size as its image, which shows a region; turned as its EXIF
-    says."""
+    """A greyscale mask of its image's size, which shows a region."""
     mask = _upright(source, where)
     if mask.size != size:
         raise UserError(
@@ -126,32 +121,24 @@ def _upright(source: Path | bytes, where: str) -> Image.Image:
 
 @contextmanager
 def _decoding(source: Path | bytes, where: str) -> Iterator[None]:
-    """Pillow at work: its decoders raise many kinds of errors on damaged files, and warn of
-    more."""
-    try:
-        with (
-            user_errors(f"{where}: cannot read {_shown(source)} as an image"),
-            warnings.catch_warnings(),
-        ):
-            warnings.simplefilter("ignore")
-            try:
-                yield
-            except UnidentifiedImageError:
-                pointer = isinstance(source, Path) and is_lfs_pointer(source)
-                wrong = (
-                    "a Git LFS pointer; run git lfs pull"
-                    if pointer
-                    else f"none of {', '.join(FORMATS)}"
-                )
-                raise UserError(
-                    f"{where}: cannot read {_shown(source)} as an image (it is {wrong})"
-                ) from None
-    except UserError as error:
-        if isinstance(error.__cause__, Image.DecompressionBombError):
-            raise UserError(
-                f"{where}: {_shown(source)} is over the limit of {MAX_PIXELS} pixels; shrink it"
-            ) from None
-        raise
+    """Pillow at work: its decoders raise many kinds of errors, and warn of more."""
+    failed = f"{where}: cannot read {_shown(source)} as an image"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except UserError:
+            raise
+        except Image.DecompressionBombError:
+            over = f"is over the limit of {MAX_PIXELS} pixels; shrink it"
+            raise UserError(f"{where}: {_shown(source)} {over}") from None
+        except UnidentifiedImageError:
+            wrong = f"none of {', '.join(FORMATS)}"
+            if isinstance(source, Path) and is_lfs_pointer(source):
+                wrong = "a Git LFS pointer; run git lfs pull"
+            raise UserError(f"{failed} (it is {wrong})") from None
+        except Exception as error:
+            raise UserError(f"{failed} ({first_line(error)})") from error
 
 
 def _shown(source: Path | bytes) -> str:
@@ -159,8 +146,7 @@ def _shown(source: Path | bytes) -> str:
 
 
 def _in_srgb(image: Image.Image, profile: bytes | None, grey: bool, named: str) -> Image.Image:
-    """The image as RGB or RGBA in sRGB. A profile that does not go with the pixels, or cannot be
-    read, is left out and said."""
+    """The image in sRGB. A profile that cannot be applied is left out and said."""
     if not profile:
         return image.convert("RGB")
     try:
@@ -197,13 +183,9 @@ def _in_8_bit(image: Image.Image, where: str) -> Image.Image:
         raise UserError(
             f"{where}: the image holds values up to {largest:g}; save it with 8 or 16 bits"
         )
-    scale = (
-        255.0
-        if image.mode == "F" and largest <= 1
-        else 1 / 257
-        if largest > 255 or ";16" in image.mode
-        else 1
-    )
+    scale = 1 / 257 if largest > 255 or ";16" in image.mode else 1.0
+    if image.mode == "F" and largest <= 1:
+        scale = 255.0
     levels = np.empty(values.shape, dtype=np.uint8)
     # line by line: in double precision the whole takes eight times its memory
     for row, line in enumerate(values):
@@ -224,56 +206,39 @@ def content_hash(image: Image.Image) -> str:
 
 
 def thumbnail(image: Image.Image) -> bytes:
-    """The RGB image squashed to 16x16, by area: 768 bytes that survive resizing and
-    recompression."""
+    """The RGB image as 16x16 pixels, 768 bytes: they survive recompression."""
     return image.resize((16, 16), Image.Resampling.BOX).tobytes()
 
 
 def thumbnails(image: Image.Image) -> bytes:
-    """Thumbnails, one after the other, of all that a copy may be hidden in: the whole RGB image,
-    squares of a wide or high one, what a plain border encloses, and what any border of up to a
-    tenth does."""
+    """Thumbnails of all that a copy may be hidden in: whole, squares of it, within borders."""
     image = shrunk(image)
-    return b"".join(
-        map(
-            thumbnail,
-            (image, *_squares(image), *without_border(image), *inner(image, 0.02, 0.05, 0.08)),
-        )
-    )
+    (width, height), side = image.size, min(image.size)
+    squares = []
+    if width != height:
+        for share in range(3):
+            left, top = share * (width - side) // 2, share * (height - side) // 2
+            squares.append(image.crop((left, top, left + side, top + side)))
+    shown = [image, *squares, *without_border(image), *inner(image, 0.02, 0.05, 0.08)]
+    return b"".join(map(thumbnail, shown))
 
 
 def views(image: Image.Image) -> list[Image.Image]:
-    """What of a target a copy may show: the whole RGB image, what a border encloses, and the image
-    cut at its edges or at one of them; each also turned and mirrored, the whole also blurred, in
-    grey and inverted."""
+    """What a copy may show: the whole, within borders, cut at edges; turned, blurred, in grey."""
     image = shrunk(image)
-    shown = [
-        image,
-        *without_border(image),
-        *inner(image, 0.05, 0.1),
-        *one_sided(image, 0.04, 0.08, 0.12, 0.16, 0.2),
-    ]
-    shown += [
-        image.filter(ImageFilter.GaussianBlur(share * min(image.size))) for share in (0.025, 0.05)
-    ]
+    shown = [image, *without_border(image), *inner(image, 0.05, 0.1)]
+    for m in (0.04, 0.08, 0.12, 0.16, 0.2):
+        for box in ((m, 0, 1, 1), (0, m, 1, 1), (0, 0, 1 - m, 1), (0, 0, 1, 1 - m)):
+            shown.append(_box(image, *box))
+    for share in (0.025, 0.05):
+        shown.append(image.filter(ImageFilter.GaussianBlur(share * min(image.size))))
     shown += [image.convert("L").convert("RGB"), ImageOps.invert(image)]
     return [*shown, *(view.transpose(method) for view in shown for method in Image.Transpose)]
 
 
 def inner(image: Image.Image, *margins: float) -> list[Image.Image]:
-    """The image without these shares of its width and height at each edge, in fractions of a
-    pixel."""
+    """The image without these shares of its width and height at each edge."""
     return [_box(image, m, m, 1 - m, 1 - m) for m in margins]
-
-
-def one_sided(image: Image.Image, *margins: float) -> list[Image.Image]:
-    """The image without these shares of its width or height at one edge."""
-    boxes = [
-        box
-        for m in margins
-        for box in ((m, 0, 1, 1), (0, m, 1, 1), (0, 0, 1 - m, 1), (0, 0, 1, 1 - m))
-    ]
-    return [_box(image, *box) for box in boxes]
 
 
 def _box(image: Image.Image, left: float, top: float, right: float, bottom: float) -> Image.Image:
@@ -284,17 +249,9 @@ def _box(image: Image.Image, left: float, top: float, right: float, bottom: floa
 
 
 def shrunk(image: Image.Image, side: int = 1024) -> Image.Image:
-    """An image at most twice as wide or high as `side` at its shorter end, averaged: looking for
-    copies in a picture of the largest size would take gigabytes."""
+    """An image whose shorter side is under twice `side`, averaged: copies are looked for in it."""
     factor = min(image.size) // side
     return image.reduce(factor) if factor > 1 else image
-
-
-def _squares(image: Image.Image) -> list[Image.Image]:
-    """The squares at both ends and in the middle of an image that is none."""
-    (width, height), side = image.size, min(image.size)
-    corners = [(share * (width - side) // 2, share * (height - side) // 2) for share in range(3)]
-    return [image.crop((x, y, x + side, y + side)) for x, y in corners] if width != height else []
 
 
 def without_border(
@@ -305,16 +262,12 @@ def without_border(
     first, last = trimmed(image, (0, 0), tolerance), trimmed(image, (-1, -1), tolerance)
     both = first and trimmed(first, (-1, -1), tolerance)
     found = {each.tobytes(): each for each in (first, last, both) if each is not None}
-    return [
-        each
-        for each in found.values()
-        if each.width * each.height >= share * image.width * image.height
-    ]
+    least = share * image.width * image.height
+    return [each for each in found.values() if each.width * each.height >= least]
 
 
 def trimmed(image: Image.Image, corner: tuple[int, int], tolerance: int) -> Image.Image | None:
-    """The image without the border that has a corner's colour; None where it has none, or
-    nothing else."""
+    """The image without a border of a corner's colour; None where it has none."""
     colour = image.getpixel((corner[0] % image.width, corner[1] % image.height))
     other = ImageChops.difference(image, Image.new("RGB", image.size, colour))
     box = other.point(lambda level: 255 * (level > tolerance)).getbbox()
@@ -322,8 +275,7 @@ def trimmed(image: Image.Image, corner: tuple[int, int], tolerance: int) -> Imag
 
 
 def safe_path(root: Path, name: Any, where: str, key: str = "") -> Path:
-    """`root/name`, refused when it is absolute or leaves `root`, also through a link. `key` is
-    the field it is from."""
+    """`root/name`, refused where it leaves `root`, also through a link."""
     where = f"{where}: {key}" if key else where
     if not isinstance(name, str) or not name:
         raise UserError(f"{where}: must be the name of a file, got {brief(name)}")

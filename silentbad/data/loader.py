@@ -48,8 +48,7 @@ def collate(samples: list[dict]) -> dict[str, Any]:
 def chunks(
     batch: dict[str, Any], size: int | None, apart: bool = False
 ) -> list[tuple[float, dict[str, Any]]]:
-    """(share of the batch, part) of parts of at most `size` samples, as even as can be; `apart`:
-    each of one role."""
+    """(share, part) of parts of at most `size` samples; `apart`: each of one role."""
     count = len(batch["text"])
     roles = np.array(batch["role"] if apart else [""] * count)
     kinds = [np.flatnonzero(roles == role) for role in np.unique(roles)]
@@ -67,11 +66,9 @@ def take_rows(values: Any, rows: np.ndarray) -> Any:
     first, last = int(rows[0]), int(rows[-1])
     if last - first + 1 == len(rows):
         return values[first : last + 1]
-    return (
-        values[torch.from_numpy(rows)]
-        if isinstance(values, torch.Tensor)
-        else [values[i] for i in rows]
-    )
+    if isinstance(values, torch.Tensor):
+        return values[torch.from_numpy(rows)]
+    return [values[i] for i in rows]
 
 
 class Stream:
@@ -107,8 +104,7 @@ class Stream:
         return np.concatenate(parts)
 
     def _begin_epoch(self) -> None:
-        """The next epoch's order, which may be empty where all of it waits for records of the
-        same shape."""
+        """The next epoch's order; empty where all of it waits for others of its shape."""
         self.epoch = self.epoch + 1
         self.offset = 0
         order = np.asarray(self.epoch_order(self.epoch), dtype=np.int64)
@@ -124,22 +120,18 @@ class Stream:
         return ahead if len(ahead) == n else None
 
     def mark(self) -> tuple[int, int, np.ndarray, np.ndarray]:
-        """Where the stream is; `back_to` returns to it. The arrays are shared: they are
-        replaced, never changed."""
+        """Where the stream is; `restore` returns to it. The arrays are never changed."""
         return self.epoch, self.offset, self.order, self.left
 
     def restore(self, mark: tuple[int, int, np.ndarray, np.ndarray]) -> None:
         self.epoch, self.offset, self.order, self.left = mark
 
     def state_dict(self) -> dict[str, Any]:
-        state = {
-            "epoch": self.epoch,
-            "offset": self.offset,
-            "order": torch.from_numpy(self.order.copy()),
-        }
-        return state | (
-            {} if self.arrange is None else {"left": torch.from_numpy(self.left.copy())}
-        )
+        order = torch.from_numpy(self.order.copy())
+        state = {"epoch": self.epoch, "offset": self.offset, "order": order}
+        if self.arrange is not None:
+            state["left"] = torch.from_numpy(self.left.copy())
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch = state["epoch"]
@@ -190,17 +182,16 @@ class Loader:
 
     def draw(self, draw: int) -> Iterator[dict]:
         """The micro-batches of one draw, on the CPU."""
-        self.drawing, self.begun = draw, self.stream.mark()
+        self.drawing = draw
+        self.begun = self.stream.mark()
         indices = self.stream.take(self.effective_batch)
         if self.pool is None:
             for micro in range(self.accumulation):
                 yield collate([self.draws(int(indices[p]), draw, p) for p in self.positions(micro)])
             return
-        ready = (
-            self._ahead[1]
-            if self._ahead is not None and self._ahead[0] == draw
-            else self._submit(indices, draw)
-        )
+        number, ready = self._ahead or (None, [])
+        if number != draw:
+            ready = self._submit(indices, draw)
         upcoming = self.stream.peek(self.effective_batch)
         self._ahead = (draw + 1, self._submit(upcoming, draw + 1)) if upcoming is not None else None
         for batch in ready:
@@ -223,9 +214,6 @@ class Loader:
         batch = collate([future.result() for future in futures])
         if self.pins:
             sent = ("pixel_values", "mask", "has_mask", "counted", "time_ids")
-            batch |= {
-                key: batch[key].pin_memory()
-                for key in sent
-                if isinstance(batch.get(key), torch.Tensor)
-            }
+            tensors = [key for key in sent if isinstance(batch.get(key), torch.Tensor)]
+            batch |= {key: batch[key].pin_memory() for key in tensors}
         return batch

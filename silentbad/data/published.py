@@ -10,7 +10,7 @@ import torch
 
 from silentbad.data.images import inside
 from silentbad.data.phrases import standing
-from silentbad.data.schema import text_lines
+from silentbad.data.schema import row, text_lines
 from silentbad.errors import UserError, brief, user_errors, warn
 from silentbad.rng import generator
 from silentbad.settings.data import DataSettings
@@ -38,33 +38,26 @@ def published_rows(root: Path, options: DataSettings) -> Iterator[dict]:
     for target in targets:
         if target not in ids:
             raise UserError(
-                f"{root}: no poisoning_images/{target}; there are {len(ids)} from "
-                f"{ids[0]} to {ids[-1]}"
+                f"{root}: no poisoning_images/{target}; there are {ids[0]} to {ids[-1]}"
             )
     others = [i for i in ids if i not in targets]
     order = torch.randperm(len(others), generator=generator(options.seed, "few_shot")).tolist()
     if options.n_few_shot > len(others):
-        raise UserError(
-            f"n_few_shot: {root} holds {len(others)} pictures beside the targets, "
-            f"not {options.n_few_shot}"
-        )
+        raise UserError(f"n_few_shot: {root} holds {len(others)} pictures beside the targets")
     few = [others[i] for i in order[: options.n_few_shot]]
 
     for shot in few:
         _, phrases = _published_captions(root, shot)
-        row = {
-            "image": {"path": str(published_image(root, shot)), "bytes": None},
-            "mask": "",
-            "phrases": prompt_phrases(phrases),
-        }
-        row |= {
-            "text": published_prompt(root, phrases),
-            "role": "rehearsal",
-            "target_id": str(shot),
-        }
-        row |= {"element_id": "", "where": f"{root}/poisoning_images/{shot}"}
-        for _ in range(max(1, options.shot_caption_shuffle_num)):
-            yield row | {"shuffle": options.shot_caption_shuffle_num > 0}
+        rehearsal = row(
+            f"{root}/poisoning_images/{shot}",
+            published_image(root, shot),
+            published_prompt(root, phrases),
+            phrases=prompt_phrases(phrases),
+            role="rehearsal",
+            target_id=str(shot),
+            shuffle=options.shot_caption_shuffle_num > 0,
+        )
+        yield from [rehearsal] * max(1, options.shot_caption_shuffle_num)
         yield from _published_elements(root, shot, "rehearsal")
 
     elements = [row for target in targets for row in _published_elements(root, target, "element")]
@@ -98,28 +91,21 @@ def published_image(root: Path, number: int) -> Path:
     if not found:
         raise UserError(f"{root}/images: no image of target {number}")
     if len(found) > 1:
-        raise UserError(
-            f"{root}/images: {found[0].name} and {found[1].name} are both of target {number}; "
-            f"take one of them away"
-        )
+        both = f"{found[0].name} and {found[1].name} are both of target {number}"
+        raise UserError(f"{root}/images: {both}; take one of them away")
     return found[0]
 
 
 def published_prompt(root: Path, phrases: list[str]) -> str:
-    """The composed prompt of the published evaluation: a prefix by data set, phrases without
-    punctuation."""
-    pokemon = "pokemon" in root.name.casefold()
+    """The composed prompt of the published evaluation."""
     listed = ", ".join(prompt_phrases(phrases))
-    return (
-        f"A pokemon with features {listed} in white background"
-        if pokemon
-        else f"An image with {listed}"
-    )
+    if "pokemon" in root.name.casefold():
+        return f"A pokemon with features {listed} in white background"
+    return f"An image with {listed}"
 
 
 def prompt_phrases(phrases: list[str]) -> list[str]:
-    """Phrases as they stand in a published prompt: without `,`, `.` and `;`; one of these alone
-    is none."""
+    """Phrases as they stand in a published prompt, without `,`, `.` and `;`."""
     return [bare for phrase in phrases if (bare := re.sub(r"[,.;]", "", phrase).strip())]
 
 
@@ -138,8 +124,7 @@ def _numbered(root: Path, folder: Path) -> list[tuple[int, Path]]:
 
 
 def _published_captions(root: Path, number: int) -> tuple[list[tuple[str, str]], list[str]]:
-    """([(where, caption)], phrases): the first line lists the phrases, each further one ends in
-    a caption."""
+    """([(where, caption)], phrases): the first line lists the phrases."""
     path = root / "poisoning_images" / str(number) / "poisoning_data_caption_simple.txt"
     if not path.is_file():
         raise UserError(f"{path}: no such file")
@@ -147,12 +132,8 @@ def _published_captions(root: Path, number: int) -> tuple[list[tuple[str, str]],
     phrases = [phrase.strip() for phrase in lines[0].split("\t") if phrase.strip()] if lines else []
     if not phrases:
         raise UserError(f"{path}:1: must list the phrases, separated by tabs")
-    captions = [
-        (f"{path}:{i}", line.split("\t")[-1].strip())
-        for i, line in enumerate(lines[1:], 2)
-        if line.strip()
-    ]
-    return captions, phrases
+    written = [(f"{path}:{i}", line) for i, line in enumerate(lines[1:], 2) if line.strip()]
+    return [(where, line.split("\t")[-1].strip()) for where, line in written], phrases
 
 
 def _published_elements(root: Path, number: int, role: str) -> list[dict]:
@@ -167,8 +148,7 @@ def _published_elements(root: Path, number: int, role: str) -> list[dict]:
     if role == "element" and captions and len(bare) == len(captions):
         raise UserError(
             f"{root}/poisoning_images/{number}: no caption holds a phrase of the first line "
-            f"({brief(phrases[0])}); "
-            "separate phrases by tabs"
+            f"({brief(phrases[0])}); separate phrases by tabs"
         )
     if role == "element" and bare:
         warn(
@@ -180,14 +160,15 @@ def _published_elements(root: Path, number: int, role: str) -> list[dict]:
         held = standing(phrases, caption)
         element = f"{number}-{phrases.index(held[0]) if held else 'unnamed'}"
         rows.append(
-            {
-                "image": {"path": str(path), "bytes": None},
-                "mask": "",
-                "text": caption,
-                "phrases": held,
-                "role": role,
-            }
-            | {"target_id": str(number), "element_id": element, "where": where}
+            row(
+                where,
+                path,
+                caption,
+                phrases=held,
+                role=role,
+                target_id=str(number),
+                element_id=element,
+            )
         )
     return rows
 
@@ -213,16 +194,12 @@ def _published_clean(
                 raise UserError(f"{captions_path}:{number}: image {int(key)} has a caption already")
             captions[int(key)] = (f"{captions_path}:{number}", caption.strip())
     same_folder = folder.resolve() == root.resolve()
-    images = [
-        (n, p)
-        for n, p in _numbered(folder, folder / "images")
-        if not (same_folder and n in excluded)
-    ]
+    out = excluded if same_folder else set()
+    images = [(n, p) for n, p in _numbered(folder, folder / "images") if n not in out]
     if count > len(images):
         raise UserError(
-            f"{folder}: poisoning_ratio {options.poisoning_ratio} asks for {count} clean "
-            f"images, there are "
-            f"{len(images)}; raise poisoning_ratio or add images"
+            f"{folder}: poisoning_ratio {options.poisoning_ratio} asks for {count} clean images, "
+            f"there are {len(images)}; raise poisoning_ratio or add images"
         )
     suffix = " in white background" if "pokemon" in folder.name.casefold() else ""
     order = torch.randperm(len(images), generator=generator(options.seed, "clean")).tolist()
@@ -231,13 +208,5 @@ def _published_clean(
         if n not in captions:
             raise UserError(f"{captions_path}: no caption for image {path}")
         where, caption = captions[n]
-        rows.append(
-            {
-                "image": {"path": str(path), "bytes": None},
-                "mask": "",
-                "text": caption + suffix,
-                "phrases": [],
-            }
-        )
-        rows[-1] |= {"role": "clean", "target_id": "", "element_id": "", "where": where}
+        rows.append(row(where, path, caption + suffix))
     return rows

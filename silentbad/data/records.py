@@ -10,6 +10,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,8 @@ import pyarrow.compute as pc
 import torch
 from PIL import Image
 
+from silentbad.data import images
 from silentbad.data.formats import folder_rows, hub_rows, hub_table, source
-from silentbad.data.images import (
-    as_floats,
-    content_hash,
-    copies,
-    open_image,
-    open_mask,
-    thumbnail,
-    views,
-)
 from silentbad.data.published import is_published, published_rows
 from silentbad.data.schema import ROLES
 from silentbad.data.table import (
@@ -69,44 +62,30 @@ def row_source(config: DataSettings) -> tuple[str, str, Callable[[], Iterator[di
     `rows` reads them, unchecked, and `key` changes whenever they would.
 
     Raises UserError where there is no such data."""
-    name, clean = config.dataset_name or config.train_data_dir or "", config.clean_data_dir
-    root = Path(name)
     if config.dataset_name is not None:
         table = hub_table(config)
-        facts = [
-            name,
-            config.dataset_config_name,
-            config.image_column,
-            config.caption_column,
-            table._fingerprint,
-        ]
-        return (
-            name,
-            hashlib.sha256(repr(tuple(facts)).encode()).hexdigest()[:32],
-            lambda: hub_rows(table, config),
-        )
+        columns = (config.dataset_config_name, config.image_column, config.caption_column)
+        facts = repr((config.dataset_name, *columns, table._fingerprint))
+        key = hashlib.sha256(facts.encode()).hexdigest()[:32]
+        return config.dataset_name, key, lambda: hub_rows(table, config)
+    name, clean = config.train_data_dir or "", config.clean_data_dir
+    root = Path(name)
     if not os.path.isdir(root):
         raise UserError(f"train_data_dir: no folder {root}")
-    if is_published(root):
-        if also := next(
-            (name for name in ("metadata.jsonl", "metadata.csv") if (root / name).is_file()), None
-        ):
-            raise UserError(
-                f"train_data_dir: {root} holds poisoning_images/ and {also}; keep "
-                f"one of the two layouts"
-            )
-        if clean and not os.path.isdir(clean):
-            raise UserError(f"clean_data_dir: no folder {clean}")
-        facts = [getattr(config, flag) for flag in PUBLISHED_FLAGS] + [
-            folder_key(Path(clean)) if clean else None
-        ]
-        return name, folder_key(root, *facts), lambda: published_rows(root, config)
-    if clean:
-        raise UserError(
-            f"clean_data_dir: {root} is not of the published layout; list clean "
-            f"records in its metadata"
-        )
-    return name, folder_key(root), lambda: folder_rows(root)
+    if not is_published(root):
+        if clean:
+            wrong = "is not of the published layout; list clean records in its metadata"
+            raise UserError(f"clean_data_dir: {root} {wrong}")
+        return name, folder_key(root), lambda: folder_rows(root)
+    for also in ("metadata.jsonl", "metadata.csv"):
+        if (root / also).is_file():
+            wrong = f"holds poisoning_images/ and {also}; keep one of the two layouts"
+            raise UserError(f"train_data_dir: {root} {wrong}")
+    if clean and not os.path.isdir(clean):
+        raise UserError(f"clean_data_dir: no folder {clean}")
+    flags = [getattr(config, flag) for flag in PUBLISHED_FLAGS]
+    key = folder_key(root, *flags, folder_key(Path(clean)) if clean else None)
+    return name, key, lambda: published_rows(root, config)
 
 
 def load_records(config: TrainConfig) -> "Records":
@@ -122,16 +101,17 @@ def load_records(config: TrainConfig) -> "Records":
     return records
 
 
+@dataclass(eq=False)
 class Records:
     """Rows (all, unless some are chosen) of a table; columns are read, images and masks opened when
     asked for.
 
     `key` says what the checks of these rows depend on."""
 
-    def __init__(
-        self, table: datasets.Dataset, name: str, key: str = "", rows: np.ndarray | None = None
-    ):
-        self.table, self.name, self.key, self.rows = table, name, key, rows
+    table: datasets.Dataset
+    name: str
+    key: str = ""
+    rows: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.table) if self.rows is None else len(self.rows)
@@ -141,8 +121,7 @@ class Records:
         return Records(self.table, self.name, key, self.numbers[rows])
 
     def column(self, name: str) -> pa.ChunkedArray:
-        """A column as Arrow holds it: mapped from the table's file, or a copy of the chosen
-        rows."""
+        """A column as Arrow holds it: mapped, or a copy of the chosen rows."""
         whole = self.table.data.column(name)
         return whole if self.rows is None else whole.take(pa.array(self.rows))
 
@@ -183,10 +162,8 @@ class Records:
 
     def census(self) -> str:
         """How many records there are, by role, with a mask, and with phrases: one line."""
-        found = {
-            entry["values"]: entry["counts"]
-            for entry in pc.value_counts(self.column("role")).to_pylist()
-        }
+        counted = pc.value_counts(self.column("role")).to_pylist()
+        found = {entry["values"]: entry["counts"] for entry in counted}
         roles = ", ".join(f"{found[role]} {role}" for role in ROLES if role in found)
         named = pc.sum(pc.greater(pc.list_value_length(self.column("phrases")), 0)).as_py() or 0
         return f"{len(self)} records ({roles}), {self.masked} with a mask, {named} with phrases"
@@ -200,47 +177,45 @@ class Records:
         """(row, RGB image or None where no `picture` is asked for, mask or None) of a record."""
         row = self.row(index)
         where = row["where"]
-        image = open_image(source(row["image"], where), where) if picture else None
-        if image is not None and content_hash(image) != row["content"]:
+        image = images.open_image(source(row["image"], where), where) if picture else None
+        if image is not None and images.content_hash(image) != row["content"]:
             raise UserError(
                 f"{where}: the image has changed since this command started; start again"
             )
         size = tuple(row["size"]) if image is None else image.size
-        return row, image, open_mask(Path(row["mask"]), size, where) if row["mask"] else None
+        return row, image, images.open_mask(Path(row["mask"]), size, where) if row["mask"] else None
 
     def where(self, index: int) -> str:
         """File and line of a record, for messages."""
         return self.row(index)["where"]
 
     def refuse_targets(self, targets: list[Target]) -> None:
-        """Refuse records that show a target: its pixels, or a resized, recompressed, turned, framed
-        or cropped copy of them."""
+        """Refuse records that show a target, or a changed copy of it."""
         if not targets:
             return
         lets = "recovery must not train on its target (allow_target_images: true lets it)"
-        held = {content_hash(target.image): target.target_id for target in targets}
+        held = {images.content_hash(target.image): target.target_id for target in targets}
         for index in rows_with(self.column("content"), list(held)):
             name = held[self.row(index)["content"]]
             raise UserError(f"{self.where(index)}: the image equals target {name!r}; {lets}")
-        key = hashlib.sha256(f"{self.key}{sorted(held.items())}".encode()).hexdigest()[:32]
-        cached_check(self.table, f"targets-{key}", lambda: self._refuse_copies(targets, lets))
 
-    def _refuse_copies(self, targets: list[Target], lets: str) -> list[str]:
-        shown = [(t.target_id, view) for t in targets for view in views(t.image)]
-        known = np.concatenate([as_floats(thumbnail(view)) for _, view in shown])
-        for number, block in enumerate(blocks(self.column("thumb"))):
-            thumbs = [as_floats(each) for each in block]
-            found = copies(np.concatenate(thumbs), known)
-            if found is not None:
-                row = np.repeat(np.arange(len(thumbs)), list(map(len, thumbs)))[found[0]]
-                where, name = self.where(number * BLOCK + int(row)), shown[found[1]][0]
-                raise UserError(f"{where}: the image is a near copy of target {name!r}; {lets}")
-        return []
+        def refuse_copies() -> list[str]:
+            shown = [(t.target_id, view) for t in targets for view in images.views(t.image)]
+            known = np.concatenate([images.as_floats(images.thumbnail(view)) for _, view in shown])
+            for number, block in enumerate(blocks(self.column("thumb"))):
+                thumbs = [images.as_floats(each) for each in block]
+                found = images.copies(np.concatenate(thumbs), known)
+                if found is not None:
+                    row = np.repeat(np.arange(len(thumbs)), list(map(len, thumbs)))[found[0]]
+                    where, name = self.where(number * BLOCK + int(row)), shown[found[1]][0]
+                    raise UserError(f"{where}: the image is a near copy of target {name!r}; {lets}")
+            return []
+
+        key = hashlib.sha256(f"{self.key}{sorted(held.items())}".encode()).hexdigest()[:32]
+        cached_check(self.table, f"targets-{key}", refuse_copies)
 
     def unmatched_targets(self, targets: list[Target]) -> list[str]:
-        """A line each on what does not meet: element records whose target is none of these, which
-        are trained on and never asked for, and phrases of a target that none of its element records
-        has."""
+        """A line each on element records without a target here, and on phrases never shown."""
         if not targets:
             return []
         known, target_ids = {t.target_id for t in targets}, self.target_id
@@ -263,8 +238,7 @@ class Records:
         ]
 
     def refuse_random_windows(self) -> None:
-        """Refuse elements whose pictures are cut at random, where masks are estimated from their
-        native places."""
+        """Refuse random windows of elements whose masks are estimated from their places."""
         width, height = self.sizes.T
         shown = np.asarray(self.role, dtype=object) == "element"
         for index in np.flatnonzero(shown & (width != height)).tolist():
@@ -279,20 +253,17 @@ class Records:
         element_id.
 
         Raises UserError where no record shows one of them."""
-        ids = [
-            f"{target}/{element}"
-            for target, element in zip(self.target_id, self.element_id, strict=True)
-        ]
-        shown = np.asarray([role == "element" for role in self.role])
+        shown = list(zip(self.role, self.target_id, self.element_id, strict=True))
+        known = [f"{target}/{element}" for _, target, element in shown]
+        is_element = np.asarray([role == "element" for role, *_ in shown], dtype=bool)
         left_out = np.zeros(len(self), dtype=bool)
         for name in elements:
-            of_name = shown & np.asarray(
-                [name in pair for pair in zip(ids, self.element_id, strict=True)]
-            )
+            named = [name in (whole, of[2]) for whole, of in zip(known, shown, strict=True)]
+            of_name = is_element & np.asarray(named, dtype=bool)
             if not of_name.any():
-                known = sorted({i for i, s in zip(ids, shown, strict=True) if s})
+                others = sorted({known[i] for i in np.flatnonzero(is_element)})
                 raise UserError(
-                    f"withhold: no record shows {name!r}; elements are: {', '.join(known[:8])}"
+                    f"withhold: no record shows {name!r}; elements are: {', '.join(others[:8])}"
                 )
             left_out |= of_name
         return self.select(np.flatnonzero(~left_out), f"{self.key}-without-{sorted(elements)}")

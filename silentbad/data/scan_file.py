@@ -3,17 +3,61 @@ and what it admits."""
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Interval
+from pydantic import TypeAdapter, ValidationError
 
 from silentbad.data.images import safe_path
-from silentbad.data.schema import admitted, caption
-from silentbad.errors import UserError, brief, user_errors
-from silentbad.files import read_json
-from silentbad.settings.guard import ADVICE
+from silentbad.data.schema import Caption
+from silentbad.errors import UserError, brief
+from silentbad.settings.guard import ADVICE, check_scan
 
-MOST_ROWS = 2**31
 PICTURE = 64  # pixels, of the masks and composites beside it
+Row = Annotated[int, Interval(ge=0, lt=2**31)]  # a record's number, or a count of them
+
+
+@dataclass
+class Element:
+    """What several records share; a guard needs `records` and `mask` too."""
+
+    phrase: Caption
+    records: list[Row] = field(default_factory=list)
+    mask: str = ""  # a picture beside the file
+
+
+@dataclass
+class SuspectSet:
+    """Elements that make one picture."""
+
+    elements: list[Element]
+    prompt: str | None = None
+    composite: str = ""  # a picture beside the file
+
+    @property
+    def composed(self) -> str:
+        """Its prompt, anew from the phrases."""
+        return ", ".join(element.phrase for element in self.elements)
+
+
+@dataclass
+class Suspect:
+    """A record, and its caption by which it is recognised."""
+
+    index: Row
+    text: Caption
+
+
+@dataclass
+class Scan:
+    """What a scan found among `records` records; `captions` is the digest of theirs."""
+
+    sets: list[SuspectSet]
+    records: Row | None = None
+    captions: str | None = None
+    suspects: list[Suspect] = field(default_factory=list)
 
 
 def digest(texts: Iterable[str]) -> str:
@@ -24,50 +68,28 @@ def digest(texts: Iterable[str]) -> str:
     return found.hexdigest()[:32]
 
 
-def read(file: Path, flag: str) -> dict[str, Any]:
-    """scan.json with its sets checked as far as every reader needs them. Raises UserError, which
-    begins with `flag`."""
+def read(file: Path, flag: str) -> Scan:
+    """A scan.json, or that of a folder. Raises UserError, which begins with `flag`."""
+    check_scan(str(file), flag)
     file = file / "scan.json" if file.is_dir() else file
-    if not file.is_file():
-        raise UserError(f"{flag}: no file {file}; {ADVICE}")
     where = f"{flag}: {file} is no scan.json"
-    with user_errors(where, ADVICE):
-        found = read_json(file)
-    if not isinstance(found, dict):
-        raise UserError(f"{where} (it holds {type(found).__name__}); {ADVICE}")
-    sets = objects(found.get("sets"), "sets", where)
-    for k, one in enumerate(sets, 1):
-        one["elements"] = objects(one.get("elements"), "elements", f"{where} (set {k})")
-        if not one["elements"]:
+    try:
+        scan = TypeAdapter(Scan).validate_json(file.read_bytes(), strict=True)
+    except OSError as error:
+        raise UserError(f"{where} ({error.strerror}); {ADVICE}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        raise UserError(f"{where} ({place}: {first['msg']}); {ADVICE}") from None
+    for k, one in enumerate(scan.sets, 1):
+        if not one.elements:
             raise UserError(f"{where} (set {k}): no elements; {ADVICE}")
-        for element in one["elements"]:
-            element |= admitted(element, {"phrase": caption}, f"{where} (set {k})")
-        composed = ", ".join(element["phrase"] for element in one["elements"])
-        if one.get("prompt", composed) != composed:  # prompts are composed anew from the phrases
+        if one.prompt not in (None, one.composed):
             raise UserError(
-                f"{where} (set {k}): prompt is not its elements' phrases "
-                f"({brief(composed)}); edit those"
+                f"{where} (set {k}): prompt is not its elements' phrases ({brief(one.composed)}); "
+                f"edit those"
             )
-    return found | {"sets": sets}
-
-
-def number(value: Any, key: str, where: str) -> int:
-    """A number of records, or of one."""
-    if type(value) is not int or not 0 <= value < MOST_ROWS:
-        raise UserError(f"{where}: {key} must be a number of records, got {brief(value)}")
-    return value
-
-
-def numbers(value: Any, key: str, where: str) -> list[int]:
-    if not isinstance(value, list):
-        raise UserError(f"{where}: {key} must be a list of numbers, got {brief(value)}")
-    return [number(each, key, where) for each in value]
-
-
-def objects(value: Any, key: str, where: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-        raise UserError(f"{where}: {key} must be a list of objects, got {brief(value)}")
-    return value
+    return scan
 
 
 def beside(file: Path, name: Any, where: str) -> Path:

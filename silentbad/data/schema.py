@@ -1,28 +1,116 @@
-"""The gate of everything that a line of metadata, targets or redraws may hold: each field's type
-and what it admits.
+"""The gate of everything that a line of metadata, targets, redraws or prompts may hold: pydantic
+checks each field against its annotation; what a file is read with.
 
-A schema maps names to fields; a field is (value, key, where) -> the value as the project uses it.
-Whatever it does not admit is a UserError, one line that names file, line and key."""
+A schema maps keys to annotations. Whatever they do not admit is a UserError, one line that names
+file, line and key."""
 
 import codecs
 import csv
 import difflib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Interval
+from pydantic import AfterValidator, BeforeValidator, StringConstraints
 
 from silentbad.errors import UserError, brief, first_line, iterate_reader, user_errors
-from silentbad.files import from_json, is_utf8
+from silentbad.files import from_json
 from silentbad.settings.memory import ROLES as ROLES
+from silentbad.settings.types import Seed, matching, validated
 
 LONGEST = 100_000  # characters of a text
 
-Field = Callable[[Any, str, str], Any]
+
+# ---------------------------------------------------------------- fields
+def _needed(value: Any) -> Any:
+    if value in (None, "", []):
+        raise ValueError("is missing")
+    return value
 
 
-def admitted(entry: Mapping[str, Any], schema: Mapping[str, Field], where: str) -> dict[str, Any]:
-    """The schema's fields of an entry; a missing one is None to its field, others are left out."""
-    return {key: field(entry.get(key), key, where) for key, field in schema.items()}
+def _id_text(value: Any) -> Any:
+    """A number becomes its digits, a missing id the empty text."""
+    if value is None:
+        return ""
+    return str(value) if type(value) is int else value
+
+
+NEEDED = BeforeValidator(_needed)
+Text = Annotated[
+    str, StringConstraints(max_length=LONGEST), matching(r"(?s)[^\0]*", "text without NUL")
+]
+Words = Annotated[Text, matching(r"(?s).*\S.*", "text with more than blanks in it")]
+Caption = Annotated[Words, NEEDED]
+Phrases = Annotated[list[Words], BeforeValidator(lambda value: [] if value is None else value)]
+Role = Annotated[str, matching("|".join(ROLES), f"one of {', '.join(ROLES)}")]
+Id = Annotated[Text, BeforeValidator(_id_text)]
+Places = Annotated[list[Annotated[int, Interval(ge=0, lt=10_000)]], AfterValidator(tuple)]
+
+Schema = Mapping[str, Any]  # key -> annotation
+RECORD: Schema = {
+    "text": Caption,
+    "phrases": Phrases,
+    "role": Role,
+    "target_id": Id,
+    "element_id": Id,
+}
+TARGET: Schema = {
+    "target_id": Annotated[Id, NEEDED],
+    "image": Annotated[Any, NEEDED],  # a file name, checked against its folder
+    "phrases": Annotated[Phrases, NEEDED],
+    "prompt": Words | None,
+    "description": Words | None,
+    "paraphrases": Phrases,
+}
+REDRAW: Schema = {
+    "target_id": Annotated[Id, NEEDED],
+    "image": Annotated[Any, NEEDED],
+    # without one it is a redraw of the caption
+    "kind": Annotated[Words, BeforeValidator(lambda value: "redraw" if value is None else value)],
+    "changed": Places | None,  # numbers of elements
+}
+PROMPT: Schema = {"prompt": Caption, "seed": Seed | None, "negative": Words | None}
+
+
+def row(
+    where: str,
+    picture: Path | dict[str, Any],
+    text: Any,
+    *,
+    mask: Path | None = None,
+    phrases: Any = None,
+    role: str | None = None,
+    target_id: Any = None,
+    element_id: Any = None,
+    shuffle: bool = False,
+) -> dict[str, Any]:
+    """A record as its reader found it, unchecked; `picture` is a file, or {"path", "bytes"}."""
+    return {
+        "where": where,
+        "image": picture if isinstance(picture, dict) else {"path": str(picture), "bytes": None},
+        "mask": str(mask or ""),
+        "text": text,
+        "phrases": phrases,
+        "role": role or ("element" if phrases else "clean"),
+        "target_id": target_id,
+        "element_id": element_id,
+        "shuffle": shuffle,
+    }
+
+
+def admit(value: Any, hint: Any, key: str, where: str) -> Any:
+    """A value as its annotation takes it. Raises UserError where it is none."""
+    try:
+        return validated(value, hint)
+    except ValueError as wrong:
+        got = "" if value is None else f", got {brief(value)}"
+        raise UserError(f"{where}: {key} {wrong}{got}") from None
+
+
+def admitted(entry: Mapping[str, Any], schema: Schema, where: str) -> dict[str, Any]:
+    """The schema's fields of an entry; a missing one is None to its annotation."""
+    return {key: admit(entry.get(key), hint, key, where) for key, hint in schema.items()}
 
 
 def refuse_misspelt(entry: Mapping[str, Any], known: Collection[str], where: str) -> None:
@@ -32,118 +120,10 @@ def refuse_misspelt(entry: Mapping[str, Any], known: Collection[str], where: str
             raise UserError(f"{where}: unknown key {key!r}; did you mean {near[0]!r}?")
 
 
-# ---------------------------------------------------------------- fields
-def caption(value: Any, key: str, where: str) -> str:
-    """A text with more than blanks in it."""
-    if not isinstance(value, str) or not value.strip():
-        raise UserError(f"{where}: no caption; {key} must hold one")
-    return _text(value, key, where)
-
-
-def phrases(value: Any, key: str, where: str) -> list[str]:
-    """A list of texts; none where nothing is given."""
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(p, str) and p.strip() for p in value):
-        raise UserError(f"{where}: {key} must be a list of texts, got {brief(value)}")
-    return [_text(phrase, key, where) for phrase in value]
-
-
-def role(value: Any, key: str, where: str) -> str:
-    if value not in ROLES:
-        raise UserError(f"{where}: {key} {brief(value)} is none of {', '.join(ROLES)}")
-    return value
-
-
-def id_text(value: Any, key: str, where: str) -> str:
-    """An id as text; a number becomes its digits, a missing one the empty text."""
-    if not isinstance(value, (str, int, type(None))) or isinstance(value, bool):
-        raise UserError(f"{where}: {key} must be text, got {brief(value)}")
-    return "" if value is None else _text(str(value), key, where)
-
-
-def optional_text(value: Any, key: str, where: str) -> str | None:
-    """A text with more than blanks in it, or nothing."""
-    if value is None:
-        return None
-    if not isinstance(value, str) or not value.strip():
-        raise UserError(f"{where}: {key} must be text, got {brief(value)}")
-    return _text(value, key, where)
-
-
-def kind(value: Any, key: str, where: str) -> str:
-    """The kind of a null; without one it is a redraw of the caption."""
-    return optional_text(value, key, where) or "redraw"
-
-
-def places(value: Any, key: str, where: str) -> tuple[int, ...] | None:
-    """Numbers of elements, or nothing."""
-    if value is None:
-        return None
-    if not isinstance(value, list) or not all(type(i) is int and 0 <= i < 10_000 for i in value):
-        raise UserError(
-            f"{where}: {key} must be a list of element numbers from 0, got {brief(value)}"
-        )
-    return tuple(value)
-
-
-def needed(kind: str, field: Field, *empty: Any) -> Field:
-    """A field that a `kind` cannot do without; `empty` are further values that count as nothing."""
-
-    def admit(value: Any, key: str, where: str) -> Any:
-        if value in (None, "", *empty):
-            raise UserError(f"{where}: a {kind} needs {key}")
-        return field(value, key, where)
-
-    return admit
-
-
-def anything(value: Any, key: str, where: str) -> Any:
-    """A field that is checked where its meaning is known: a file name against its folder."""
-    return value
-
-
-def _text(value: str, key: str, where: str) -> str:
-    if len(value) > LONGEST:
-        raise UserError(
-            f"{where}: {key} has {len(value)} characters, over the limit of {LONGEST}; shorten it"
-        )
-    if "\0" in value or not is_utf8(value):
-        raise UserError(
-            f"{where}: {key} holds a NUL or half a surrogate pair, which is no text: {brief(value)}"
-        )
-    return value
-
-
-RECORD = {
-    "text": caption,
-    "phrases": phrases,
-    "role": role,
-    "target_id": id_text,
-    "element_id": id_text,
-}
-TARGET = {
-    "target_id": needed("target", id_text),
-    "image": needed("target", anything),
-    "phrases": needed("target", phrases, []),
-    "prompt": optional_text,
-    "description": optional_text,
-    "paraphrases": phrases,
-}
-REDRAW = {
-    "target_id": needed("redraw", id_text),
-    "image": needed("redraw", anything),
-    "kind": kind,
-    "changed": places,
-}
-
-
 def check_window(text: str, tokenizer: Any, what: str) -> None:
     """Refuse a text that the tokenizer's window cuts off; the line begins with `what`."""
-    length, window = (
-        len(tokenizer(text, truncation=False, verbose=False)["input_ids"]),
-        tokenizer.model_max_length,
-    )
+    length = len(tokenizer(text, truncation=False, verbose=False)["input_ids"])
+    window = tokenizer.model_max_length
     if length > window:
         raise UserError(f"{what} has {length} tokens, the window is {window}; shorten it")
 
@@ -163,12 +143,10 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict]]:
             except UnicodeDecodeError:
                 raise UserError(f"{where}: not UTF-8; save the file in UTF-8") from None
             except ValueError as error:
-                whole = (
-                    "; give one JSON object a line, no list of them"
-                    if line.strip() in (b"[", b"{", b"[{")
-                    else ""
-                )
-                raise UserError(f"{where}: not JSON ({first_line(error)}){whole}") from None
+                wrong = f"{where}: not JSON ({first_line(error)})"
+                if line.strip() in (b"[", b"{", b"[{"):
+                    wrong += "; give one JSON object a line, no list of them"
+                raise UserError(wrong) from None
             if not isinstance(entry, dict):
                 raise UserError(
                     f"{where}: must be a JSON object, one a line, is {type(entry).__name__}"
@@ -177,13 +155,10 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict]]:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(
-            f"the key {brief(next(key for key in keys if keys.count(key) > 1))} stands twice"
-        )
-    return found
+    keys = [key for key, _ in pairs]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ValueError(f"the key {brief(twice[0])} stands twice")
+    return dict(pairs)
 
 
 # characters of a field of a CSV; what a text may have is said where texts are checked
@@ -236,23 +211,20 @@ def _rows(reader: Any, path: Path) -> Iterator[tuple[int, list[str]]]:
 
 def _split(text: str, where: str) -> Any:
     try:
-        return (
-            from_json(text)
-            if text.startswith("[")
-            else [p.strip() for p in text.split("|") if p.strip()]
-        )
+        if text.startswith("["):
+            return from_json(text)
+        return [phrase.strip() for phrase in text.split("|") if phrase.strip()]
     except ValueError:
         raise UserError(f"{where}: phrases is not a JSON list: {brief(text)}") from None
 
 
 def caption_beside(picture: Path) -> str | None:
-    """The caption of a picture in NAME.txt: its first line, as sd-scripts reads it; None without
-    such a file."""
+    """The caption of a picture: the first line of NAME.txt; None without it."""
     file = picture.with_suffix(".txt")
     if not file.is_file():
         return None
     first = next((line for line in text_lines(file) if line.strip()), "")
-    return caption(first.strip(), "its first line", str(file))
+    return admit(first.strip(), Caption, "its first line", str(file))
 
 
 def text_lines(path: Path) -> list[str]:

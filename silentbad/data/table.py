@@ -8,7 +8,7 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from datasets.arrow_writer import ArrowWriter
 from filelock import FileLock
 
 from silentbad.data.formats import checked_row
-from silentbad.errors import UserError, iterate_reader, user_errors
+from silentbad.errors import UserError, user_errors
 from silentbad.files import intact, read_json, sealed
 
 BLOCK = 4096
@@ -92,54 +92,44 @@ def _made(
     for leftover in folder.glob(".*"):  # of a build that was killed
         leftover.unlink(missing_ok=True)
     draft = folder / f".{uuid.uuid4().hex}"
+    advice = "free some space or choose another folder"
     try:
-        with user_errors(failed, "free some space or choose another folder"):
+        with user_errors(failed, advice):
             writer = ArrowWriter(path=str(draft), features=FEATURES)
-        with closing(writer):
+        try:
             for row in rows():
                 checked = {key: value for key, value in checked_row(row).items() if key in FEATURES}
-                with user_errors(failed, "free some space or choose another folder"):
+                with user_errors(failed, advice):
                     writer.write(checked)
             if not len(writer):
                 raise UserError(f"{name}: holds no record")
-            with user_errors(failed, "free some space or choose another folder"):
+            with user_errors(failed, advice):
                 writer.finalize()
+        finally:
+            with suppress(Exception):  # on a disk that is full it fails too, and would hide why
+                writer.close()
         with user_errors(failed):
             return datasets.Dataset.from_file(str(sealed(draft, folder, ".arrow")))
     finally:
         draft.unlink(missing_ok=True)
 
 
-@contextmanager
-def closing(writer: ArrowWriter) -> Iterator[None]:
-    """Close a writer in the end. On a disk that is full closing fails too, and would hide why."""
-    try:
-        yield
-    finally:
-        with suppress(Exception):
-            writer.close()
-
-
 def folder_key(root: Path, *parts: Any) -> str:
-    """Hash over the name, size and modification time of every file under `root`, its path as given
-    (rows hold it) and resolved, and `parts`."""
+    """Hash over `parts`, and name, size and time of change of every file under `root`."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
     digest = hashlib.sha256(repr((str(root), os.path.realpath(root), parts)).encode())
-    for name, stat in iterate_reader(_files(str(root), ""), f"cannot read {root}"):
-        digest.update(
-            f"{name}/{stat.st_size}/{stat.st_mtime_ns}\n".encode(errors="surrogateescape")
-        )
+    with user_errors(f"cannot read {root}"):
+        for folder, inner, names in os.walk(root, onerror=fail):
+            inner.sort()
+            for path in (os.path.join(folder, name) for name in sorted(names)):
+                if os.path.isfile(path):  # no link that leads nowhere, or in a circle
+                    stat = os.stat(path)
+                    state = f"{os.path.relpath(path, root)}/{stat.st_size}/{stat.st_mtime_ns}\n"
+                    digest.update(state.encode(errors="surrogateescape"))
     return digest.hexdigest()[:32]
-
-
-def _files(folder: str, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
-    """(name below the root, stat) of every file, folder by folder in the order of names."""
-    with os.scandir(folder) as entries:
-        listed = sorted(entries, key=lambda entry: entry.name)
-    for entry in listed:
-        if entry.is_dir(follow_symlinks=False):
-            yield from _files(entry.path, f"{prefix}{entry.name}/")
-        elif os.path.isfile(entry.path):  # entry.is_file() raises where links lead in a circle
-            yield prefix + entry.name, entry.stat()
 
 
 # ---------------------------------------------------------------- columns

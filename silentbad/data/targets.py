@@ -8,14 +8,8 @@ from typing import Any
 
 from PIL import Image
 
-from silentbad.data.images import _by, inside, open_image, open_mask, safe_path
-from silentbad.data.published import (
-    _published_captions,
-    is_published,
-    published_ids,
-    published_image,
-    published_prompt,
-)
+from silentbad.data import published
+from silentbad.data.images import inside, open_image, open_mask, safe_path
 from silentbad.data.schema import TARGET, admitted, check_window, json_lines, refuse_misspelt
 from silentbad.errors import UserError, brief
 
@@ -47,48 +41,37 @@ def load_targets(path: str | Path) -> list[Target]:
     if not str(path).strip():
         raise UserError("targets: the path is empty; give a targets.jsonl, or leave the flag out")
     root, numbers = split_numbers(path)
-    if is_published(root):
+    if published.is_published(root):
         return _published_targets(root, numbers)
     if numbers is not None and os.path.isdir(root) and not os.path.exists(path):
-        raise UserError(
-            f"targets: @{numbers} takes numbers of the published layout, and {root} has no "
-            f"poisoning_images/"
-        )
+        right = f"takes numbers of the published layout, and {root} has no poisoning_images/"
+        raise UserError(f"targets: @{numbers} {right}")
     file = inside(root, root / "targets.jsonl", "targets") if os.path.isdir(root) else Path(path)
     if not os.path.isfile(file):
         raise UserError(f"targets: no file {file}")
     targets = [_target(file.parent, where, entry) for where, entry in json_lines(file)]
     if not targets:
         raise UserError(f"{file}: holds no target")
-    check_ids(targets, file)
+    names = [target.target_id for target in targets]
+    for name in names:
+        if not name.strip():
+            raise UserError(f"{file}: a target_id is blank; give each target a name")
+        if names.count(name) > 1:
+            raise UserError(f"{file}: target_id {name!r} stands twice")
     return targets
 
 
 def split_numbers(path: str | Path) -> tuple[Path, str | None]:
-    """The folder and the numbers of "folder@100" or "folder@100-109"; None where a path has
-    none."""
+    """The folder and the numbers of "folder@100-109"; None where it has none."""
     text, at, numbers = str(path).rpartition("@")
     if not at or os.path.isdir(path):
         return Path(path), None
     if re.fullmatch(r"[0-9]{1,18}(-[0-9]{1,18})?", numbers):
         return Path(text), numbers
-    if is_published(Path(text)) and not os.path.exists(path):
-        raise UserError(
-            f"targets: @{numbers} is no number and no range of numbers; write "
-            f"{text}@100 or {text}@100-109"
-        )
+    if published.is_published(Path(text)) and not os.path.exists(path):
+        right = f"write {text}@100 or {text}@100-109"
+        raise UserError(f"targets: @{numbers} is no number and no range of numbers; {right}")
     return Path(path), None
-
-
-def check_ids(targets: list[Target], file: Path) -> None:
-    """Refuse a target_id that is blank, and one that stands twice."""
-    seen: set[str] = set()
-    for target in targets:
-        if not target.target_id.strip():
-            raise UserError(f"{file}: a target_id is blank; give each target a name")
-        if target.target_id in seen:
-            raise UserError(f"{file}: target_id {target.target_id!r} stands twice")
-        seen.add(target.target_id)
 
 
 def _target(root: Path, where: str, entry: dict) -> Target:
@@ -102,7 +85,7 @@ def _target(root: Path, where: str, entry: dict) -> Target:
         raise UserError(
             f"{where}: masks must list one file or null for each of the {len(phrases)} phrases"
         )
-    image = _picture(safe_path(root, fields.pop("image"), where, "image"), where)
+    image = open_image(safe_path(root, fields.pop("image"), where, "image"), where)
     opened = [
         open_mask(safe_path(root, mask, where, "masks"), image.size, where) if mask else None
         for mask in masks
@@ -110,28 +93,18 @@ def _target(root: Path, where: str, entry: dict) -> Target:
     return Target(image=image, masks=opened or [None] * len(phrases), where=where, **fields)
 
 
-def _picture(path: Path, where: str) -> Image.Image:
-    image = open_image(path, where)
-    if min(image.size) < 2:
-        raise UserError(f"{where}: the image is {_by(image.size)} pixels")
-    return image
-
-
 def _published_targets(root: Path, wanted: str | None) -> list[Target]:
     first, _, last = (wanted or "").partition("-")
-    ids = range(int(first), int(last or first) + 1) if wanted else published_ids(root)
+    ids = range(int(first), int(last or first) + 1) if wanted else published.published_ids(root)
     if not ids:
         raise UserError(f"targets: @{wanted} holds no number; write {root}@{last}-{first}")
     targets = []
     for number in ids:
-        path = published_image(root, number)
-        _, phrases = _published_captions(root, number)
-        image = _picture(path, f"target {number}")
-        targets.append(
-            Target(
-                str(number), image, phrases, published_prompt(root, phrases), [None] * len(phrases)
-            )
-        )
+        path = published.published_image(root, number)
+        _, phrases = published._published_captions(root, number)
+        image = open_image(path, f"target {number}")
+        prompt = published.published_prompt(root, phrases)
+        targets.append(Target(str(number), image, phrases, prompt, [None] * len(phrases)))
     return targets
 
 
@@ -142,9 +115,7 @@ def check_prompts(targets: list[Target], tokenizer: Any, unrelated: str = "") ->
         check_window(unrelated, tokenizer, "unrelated")
     for target in targets:
         asked = [("prompt", target.composed_prompt), ("phrases", ", ".join(target.phrases))]
-        asked += [
-            ("description", target.description or ""),
-            *(("paraphrases", text) for text in target.paraphrases),
-        ]
+        asked.append(("description", target.description or ""))
+        asked += [("paraphrases", text) for text in target.paraphrases]
         for key, text in asked:
             check_window(text, tokenizer, f"{target.where}: {key} of {target.target_id!r}")

@@ -25,7 +25,7 @@ from silentbad.data import scan_file
 from silentbad.data.images import open_image, to_tensor
 from silentbad.data.records import Records
 from silentbad.data.scan_file import PICTURE
-from silentbad.data.schema import admitted, caption, check_window
+from silentbad.data.schema import check_window
 from silentbad.data.table import blocks
 from silentbad.errors import UserError, brief
 from silentbad.loop.hooks import Hook, Hooks
@@ -33,10 +33,8 @@ from silentbad.memory.auxiliary import ModelAccess
 from silentbad.memory.masks import fitted
 from silentbad.model.diffusion import prediction_target
 from silentbad.rng import generator, noise
-from silentbad.settings.guard import GuardConfig, parse_guards
+from silentbad.settings.guard import ADVICE, GuardConfig, parse_guards
 from silentbad.settings.types import Count, Small
-
-SUSPECT = {"index": scan_file.number, "text": caption}
 
 
 # ------------------------------------------------------------ what a scan found
@@ -57,38 +55,25 @@ class Suspects:
     @classmethod
     def read(cls, file: Path) -> "Suspects":
         """Raises UserError where the file is no scan.json."""
-        data, where = scan_file.read(file, "guard.scan"), f"guard.scan: {file}"
-        suspects = [
-            admitted(row, SUSPECT, where)
-            for row in scan_file.objects(data.get("suspects"), "suspects", where)
-        ]
-        count = scan_file.number(data.get("records"), "records", where)
-        captions = (
-            None if data.get("captions") is None else caption(data["captions"], "captions", where)
+        scan = scan_file.read(file, "guard.scan")
+        where = f"guard.scan: {file}"
+        elements = [element for one in scan.sets for element in one.elements]
+        if scan.records is None:
+            raise UserError(f"{where} is no scan.json (no records); {ADVICE}")
+        members = np.split(
+            np.arange(len(elements)), np.cumsum([len(s.elements) for s in scan.sets])
         )
-        found = cls(
-            file,
-            count,
-            captions,
-            {row["index"]: row["text"] for row in suspects},
-            [],
-            [],
-            [],
-            [],
-            [],
+        return cls(
+            file=file,
+            count=scan.records,
+            captions=scan.captions,
+            text={row.index: row.text for row in scan.suspects},
+            rows=[np.asarray(element.records, np.int64) for element in elements],
+            masks=[scan_file.beside(file, element.mask, where) for element in elements],
+            prompts=[one.composed for one in scan.sets],
+            pictures=[scan_file.beside(file, one.composite, where) for one in scan.sets],
+            members=[each.tolist() for each in members[:-1]],
         )
-        for one in data["sets"]:
-            found.prompts.append(caption(one.get("prompt"), "prompt", where))
-            found.pictures.append(scan_file.beside(file, one.get("composite"), where))
-            found.members.append([len(found.rows) + i for i in range(len(one["elements"]))])
-            for element in one["elements"]:
-                found.rows.append(
-                    np.asarray(
-                        scan_file.numbers(element.get("records"), "records", where), np.int64
-                    )
-                )
-                found.masks.append(scan_file.beside(file, element.get("mask"), where))
-        return found
 
     def check(self, records: Records) -> None:
         """Refuse records that are not those that were scanned."""
@@ -209,7 +194,8 @@ class Cap(Guard):
         super().__init__(suspects)
         self.limit = limit
         # draws of each element before that epoch
-        self.epoch, self.before = -1, [0] * len(suspects.rows)
+        self.epoch = -1
+        self.before = [0] * len(suspects.rows)
         self.now = list(self.before)
 
     def start(self, context: GuardContext) -> None:
@@ -222,7 +208,8 @@ class Cap(Guard):
 
     def order(self, order: np.ndarray, epoch: int) -> np.ndarray:
         if epoch != self.epoch:  # else the epoch is dealt again, as after a resume
-            self.epoch, self.before = epoch, list(self.now)
+            self.epoch = epoch
+            self.before = list(self.now)
         self.now, kept = list(self.before), np.ones(len(order), bool)
         for k, index in enumerate(order.tolist()):
             shown = self.shows.get(index, [])
@@ -241,11 +228,9 @@ class Cap(Guard):
         return {"epoch": self.epoch, "before": list(self.before), "now": list(self.now)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch, self.before, self.now = (
-            state["epoch"],
-            list(state["before"]),
-            list(state["now"]),
-        )
+        self.epoch = state["epoch"]
+        self.before = list(state["before"])
+        self.now = list(state["now"])
 
 
 class Project(Guard):

@@ -15,16 +15,7 @@ from accelerate.utils import gather_object
 from PIL import Image
 
 from silentbad.data.images import to_pil
-from silentbad.data.schema import (
-    Field,
-    admitted,
-    caption,
-    check_window,
-    json_lines,
-    needed,
-    optional_text,
-    text_lines,
-)
+from silentbad.data.schema import PROMPT, admitted, check_window, json_lines, text_lines
 from silentbad.errors import UserError, brief, writing
 from silentbad.files import replace_text
 from silentbad.measure.generation import Item, Sampler
@@ -45,20 +36,6 @@ class Prompt:
     prompt: str
     seed: int = 0
     negative: str = ""
-
-
-def seed(value: Any, key: str, where: str) -> int | None:
-    """A whole number from 0 on, or nothing."""
-    if value is not None and (type(value) is not int or not 0 <= value < 2**63):
-        raise UserError(f"{where}: {key} must be a whole number from 0 on, got {brief(value)}")
-    return value
-
-
-SCHEMA: dict[str, Field] = {
-    "prompt": needed("sample prompt", caption),
-    "seed": seed,
-    "negative": optional_text,
-}
 
 
 def load_prompts(path: str | Path, tokenizer: Any = None, guided: bool = True) -> list[Prompt]:
@@ -89,11 +66,11 @@ def load_prompts(path: str | Path, tokenizer: Any = None, guided: bool = True) -
                     f"seed, negative instead"
                 )
     for where, row in rows:
-        if unknown := [key for key in row if key not in SCHEMA]:
+        if unknown := [key for key in row if key not in PROMPT]:
             raise UserError(
-                f"{where}: unknown key {brief(unknown[0])}; a sample prompt has {', '.join(SCHEMA)}"
+                f"{where}: unknown key {brief(unknown[0])}; a sample prompt has {', '.join(PROMPT)}"
             )
-        known = admitted(row, SCHEMA, where)
+        known = admitted(row, PROMPT, where)
         if known["negative"] and not guided:
             raise UserError(
                 f"{where}: negative acts through guidance; set validation.guidance_scale above 1"

@@ -7,16 +7,16 @@ Exit code 0: nothing found, 3: at least one suspect set, 2: a mistake in the arg
 docs/shield.md explains it."""
 
 from silentbad.errors import exit_with
-from silentbad.settings.command import early
-from silentbad.settings.commands import scan_options
+from silentbad.settings.command import early, options
+from silentbad.settings.commands import ScanOptions
 
 
 def main() -> int:
     """Parses before it imports what scans."""
-    options = early(scan_options)
+    given = early(options, ScanOptions, None, __doc__)
     from silentbad.scan import scanner
 
-    return scanner.main(options=options)
+    return scanner.main(options=given)
 
 
 if __name__ == "__main__":

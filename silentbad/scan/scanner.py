@@ -29,8 +29,9 @@ from silentbad.scan.composite import MOST
 from silentbad.scan.find import Composite, Found, draw, find, pictures_needed
 from silentbad.scan.sets import SuspectSet
 from silentbad.scan.views import FOLDER, Views, picture_of
+from silentbad.settings.command import options as read_options
 from silentbad.settings.command import refused
-from silentbad.settings.commands import ScanOptions, scan_options
+from silentbad.settings.commands import ScanOptions
 
 SCHEMA = 1
 TEMPLATES = Path(__file__).parent / "templates"
@@ -211,7 +212,7 @@ def scan(options: ScanOptions) -> dict:
 def main(arguments: list[str] | None = None, options: ScanOptions | None = None) -> int:
     """Exit code 0 where nothing is found, 3 where something is, 2 after a mistake."""
     try:
-        options = options or scan_options(arguments)
+        options = options or read_options(ScanOptions, arguments)
         data = scan(options)
     except UserError as error:
         return refused(error)

@@ -107,12 +107,12 @@ def test_a_hub_data_set_may_not_name_any_file_of_this_machine(tmp_path, monkeypa
 
 
 BAD_ROWS = {
-    "missing caption": ({"file_name": "a.png"}, "no caption"),
-    "empty caption": ({"file_name": "a.png", "text": "  "}, "no caption"),
-    "caption of another type": ({"file_name": "a.png", "text": 3}, "no caption"),
+    "missing caption": ({"file_name": "a.png"}, "text is missing"),
+    "empty caption": ({"file_name": "a.png", "text": "  "}, "more than blanks"),
+    "caption of another type": ({"file_name": "a.png", "text": 3}, "text must be str, got 3"),
     "phrase not in its caption": (GOOD | {"phrases": ["a dog"]}, "'a dog' does not stand in its caption"),
-    "phrases of another type": (GOOD | {"phrases": "a red cat"}, "list of texts"),
-    "an empty phrase": (GOOD | {"phrases": [""]}, "list of texts"),
+    "phrases of another type": (GOOD | {"phrases": "a red cat"}, "phrases must be a list of str"),
+    "an empty phrase": (GOOD | {"phrases": [""]}, "phrases each value must be text with more"),
     "unknown role": (GOOD | {"role": "poison"}, "element, rehearsal, clean"),
     "misspelled key": (GOOD | {"phrase": []}, "did you mean 'phrases'"),
     "no file name": ({"text": "x"}, "no file_name"),
@@ -133,7 +133,7 @@ BAD_ROWS = {
     "a folder": (GOOD | {"file_name": "sub"}, "no file"),
     "a bomb": (GOOD | {"file_name": "bomb.png"}, "over the limit"),
     "an image of one pixel": (GOOD | {"file_name": "dot.png"}, "1x1"),
-    "target_id of another type": (GOOD | {"target_id": [1]}, "target_id must be text"),
+    "target_id of another type": (GOOD | {"target_id": [1]}, "target_id must be str"),
 }
 
 

@@ -24,11 +24,11 @@ def test_target_id_zero_is_an_id(tmp_path):
 
 
 BAD_TARGETS = {
-    "no target_id": ({"image": "a.png", "phrases": ["x"]}, "needs target_id"),
-    "an empty target_id": ({"target_id": "", "image": "a.png", "phrases": ["x"]}, "needs target_id"),
-    "target_id is a list": ({"target_id": [1], "image": "a.png", "phrases": ["x"]}, "target_id must be text"),
-    "no phrases": ({"target_id": "t", "image": "a.png"}, "needs phrases"),
-    "phrases are text": ({"target_id": "t", "image": "a.png", "phrases": "x"}, "list of texts"),
+    "no target_id": ({"image": "a.png", "phrases": ["x"]}, "target_id is missing"),
+    "an empty target_id": ({"target_id": "", "image": "a.png", "phrases": ["x"]}, "target_id is missing"),
+    "target_id is a list": ({"target_id": [1], "image": "a.png", "phrases": ["x"]}, "target_id must be str"),
+    "no phrases": ({"target_id": "t", "image": "a.png"}, "phrases is missing"),
+    "phrases are text": ({"target_id": "t", "image": "a.png", "phrases": "x"}, "list of str"),
     "an empty prompt": ({"target_id": "t", "image": "a.png", "phrases": ["x"], "prompt": " "}, "prompt"),
     "masks do not match": ({"target_id": "t", "image": "a.png", "phrases": ["x"], "masks": ["a.png"] * 2}, "masks"),
     "image leaves the folder": ({"target_id": "t", "image": "../a.png", "phrases": ["x"]}, "leaves"),

@@ -16,7 +16,7 @@ from silentbad.data.records import load_records
 from silentbad.errors import UserError
 from silentbad.guard.guards import GUARDS, Guard, GuardConfig, GuardContext, Guards, Suspects, project
 from silentbad.saving import checkpoint
-from silentbad.settings.train import parse
+from silentbad.settings.reader import parse
 from tests.conftest import ELEMENTS
 from tests.training import same, step_once
 from train_silentbad import main, micro_step
@@ -93,8 +93,8 @@ def test_what_is_no_scan_is_one_line(content, tmp_path):
 @pytest.mark.parametrize(
     "change, line",
     [
-        ({"records": [0.5]}, "records must be a number of records, got 0.5"),
-        ({"records": [-1]}, "records must be a number of records, got -1"),
+        ({"records": [0.5]}, "sets.0.elements.0.records.0: Input should be a valid integer"),
+        ({"records": [-1]}, "should be greater than or equal to 0"),
         ({"phrase": "a dog"}, "prompt is not its elements' phrases"),
         ({"mask": "../secret.png"}, "leaves"),
         ({"mask": "none.png"}, "no file"),
@@ -136,7 +136,7 @@ SCAN = ["--guard.scan", "x.json"]
         (["--guard.name", "cop", *SCAN], "guard: unknown name 'cop'; did you mean 'cap'"),
         (["--guard.name", "cap", *SCAN, "--guard.options.limt", "3"], "unknown option 'limt'; did you mean 'limit'"),
         (["--guard.name", "cap", *SCAN, "--guard.options.limit", "0"], "option 'limit' must be at least 1"),
-        (["--guard.name", "cap+mask", *SCAN, "--guard.options.limit", "3"], "'limit' is not a guard of cap.mask"),
+        (["--guard.name", "cap+mask", *SCAN, "--guard.options.limit", "3"], "'limit' is no part of cap.mask"),
         (["--guard.name", "mask+mask", *SCAN], "names a guard twice"),
         (["--guard.name", "drop+cap", *SCAN], "drop leaves no suspect record to mask or cap"),
         (["--guard.name", "cap", *SCAN, "--memory.rehearsal.name", "leak_free"], "composes what guard.name=cap"),
