@@ -22,11 +22,11 @@ import signal
 import tempfile
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 import gradient_control
 import memory_reinforce
@@ -37,6 +37,7 @@ from silentbad.data.loader import chunks
 from silentbad.device import explain_out_of_memory, send
 from silentbad.distributed import shards
 from silentbad.distributed.shards import world_size
+from silentbad.distributed.start import check_precision
 from silentbad.errors import UserError, exit_with, warn
 from silentbad.loop import checks, optimizers, trackers, trains
 from silentbad.loop.assembly import Run
@@ -52,11 +53,12 @@ from silentbad.model.store import refuse_not_finite
 from silentbad.progress import Bar
 from silentbad.report.run_preview import write_preview
 from silentbad.rng import addressed_seed
-from silentbad.saving import card
+from silentbad.saving import card, checkpoint
 from silentbad.saving.folder import RunFolder, facts, stamped
 from silentbad.settings import user_code
 from silentbad.settings.check import check, merged, with_base
-from silentbad.settings.train import TrainConfig, own_code, to_dict
+from silentbad.settings.reader import to_dict
+from silentbad.settings.train import TrainConfig, own_code
 from validation import RecoveryHook
 
 Config = TrainConfig  # every setting of a run
@@ -68,24 +70,23 @@ def check_all(config: Config, sources: dict[str, str]) -> Config:
     config = with_base(config)
     check(config, sources)
     config = merged(config)
-    check_parts(config, sources)
+    check_parts(config)
     return config
 
 
-def check_parts(config: Config, sources: dict[str, str]) -> None:
+def check_parts(config: Config) -> None:
     """What only the code of the parts, or this machine, can judge."""
     gradient_control.check_config(config.gradient_control)
     hook_classes(config.hooks)
     memory_reinforce.check(config.memory)
-    checks.check_machine(config, sources)
+    optimizers.optimizer_class(config)
+    check_precision(config.mixed_precision or "no", "mixed_precision")
+    if config.enable_xformers_memory_efficient_attention:
+        pipeline.check_xformers()
 
 
-def build(
-    config: Config, accelerator: Accelerator, folder: RunFolder, sharded: bool = False
-) -> Run:
-    """The parts of a run, connected (`silentbad.loop.assembly`)."""
-    classes = {"controller": Controller, "memory_class": Memory, "recovery_class": RecoveryHook}
-    return connect(config, accelerator, folder, sharded, **classes)
+# The parts of a run, connected (silentbad/loop/assembly.py).
+build = partial(connect, controller=Controller, memory_class=Memory, recovery_class=RecoveryHook)
 
 
 # ---------------------------------------------------------------- one step
@@ -178,8 +179,7 @@ def part_step(
 
 
 def update(run: Run) -> bool:
-    """One optimizer update from the accumulated gradients; False where they are not finite and it
-    is skipped."""
+    """One optimizer update; False where the gradients are not finite."""
     state = run.state
     optimizer = state.optimizer
     hooks = run.hooks
@@ -218,8 +218,7 @@ def update(run: Run) -> bool:
 
 
 def train(run: Run) -> int:
-    """Returns 0, or 128 + the number of the signal that stopped it at a step boundary or while it
-    measured."""
+    """Returns 0, or 128 + the number of the signal that stopped it."""
     requests = Requests(run.folder)
     if run.recovery is not None:
         run.recovery.sampler.between_batches = requests.between_batches
@@ -243,10 +242,16 @@ def steps(run: Run, requests: Requests) -> int:
     )
     with requests, run.checkpoints.rescue(run.loader), bar:
         while state.step < state.total:
-            if is_due(run):
+            sheet_due = run.sheet is not None and run.sheet.should_run(state.step)
+            if sheet_due or any(hook.should_run(state.step) for hook in run.hooks):
                 with bar.paused("measuring" if state.step else "measuring the base model"):
                     validate(run)
-            if has_settled(run):
+            points = config.validation.settled_after
+            if run.recovery is not None and settled(run.recovery.history, points):
+                run.log.say(
+                    f"recovery has lasted for {points} points of the curve; training stops at step "
+                    f"{state.step}"
+                )
                 break
 
             batches = []
@@ -278,15 +283,18 @@ def stopped(run: Run, number: int) -> int:
 
 
 def boundary(run: Run, requests: Requests, bar: Bar) -> int:
-    """Between two steps: log, save and validate what is due or asked for; the signal to stop by, or
-    0."""
+    """Between two steps: log, save, validate; the signal to stop by, or 0."""
     state = run.state
     config = run.config
     if state.step % config.log_every == 0 or state.step == state.total:
         means = run.log.training(run.hooks.meters())
         bar.set_postfix(loss=f"{means['loss']:.4g}", refresh=False)
-    if state.step % state.steps_per_epoch == 0:
-        end_of_epoch(run, state.step // state.steps_per_epoch)
+    epoch, inside = divmod(state.step, state.steps_per_epoch)
+    if config.validation_prompts and not inside and epoch % config.validation_epochs == 0:
+        run.products.draw_prompts()
+    interval = config.save_ckpt_epoch_interval
+    if interval and not inside and epoch % interval == 0:
+        run.products.save_pipeline(run.folder.path / "epochs" / f"epoch-{epoch}")
     stop, save, asked_to_validate = requests.agreed()
     if stop or save or state.step % config.checkpointing_steps == 0:
         run.checkpoints.save("signal" if stop or save else "interval")
@@ -294,35 +302,6 @@ def boundary(run: Run, requests: Requests, bar: Bar) -> int:
         with bar.paused("measuring"):
             validate(run, asked=True)
     return stop
-
-
-def end_of_epoch(run: Run, epoch: int) -> None:
-    """Prompt images and a pipeline, every so many epochs."""
-    config = run.config
-    if config.validation_prompts and epoch % config.validation_epochs == 0:
-        run.products.draw_prompts()
-    if config.save_ckpt_epoch_interval and epoch % config.save_ckpt_epoch_interval == 0:
-        run.products.save_pipeline(run.folder.path / "epochs" / f"epoch-{epoch}")
-
-
-def is_due(run: Run) -> bool:
-    """Whether something is to be measured or drawn before the next step."""
-    step = run.state.step
-    return any(hook.should_run(step) for hook in run.hooks) or (
-        run.sheet is not None and run.sheet.should_run(step)
-    )
-
-
-def has_settled(run: Run) -> bool:
-    """Whether recovery has lasted for so many points that training ends here; says so."""
-    points = run.config.validation.settled_after
-    if run.recovery is None or not settled(run.recovery.history, points):
-        return False
-    run.log.say(
-        f"recovery has lasted for {points} points of the curve; training stops at step "
-        f"{run.state.step}"
-    )
-    return True
 
 
 def validate(run: Run, asked: bool = False, final: bool = False) -> None:
@@ -376,10 +355,7 @@ def finish(run: Run) -> None:
 
 
 def not_finite(run: Run, batches: list[dict[str, Any]]) -> str:
-    """What stops a run whose gradients stay NaN or infinite: the records of the micro-batches that
-    were drawn.
-
-    Raises UserError where it is what encodes them."""
+    """The line on gradients that stay not finite: the records that were drawn last."""
     for batch in batches:
         records = [run.records.where(index) for index in batch["index"].tolist()]
         of_vae = [f"vae: {record}" for record in records]
@@ -408,11 +384,11 @@ def start(config: Config) -> int:
     accelerator = trackers.make_accelerator(config)
     # accelerate's own file may have set it
     config = replace(config, mixed_precision=accelerator.mixed_precision)
-    folder = RunFolder.of(config, accelerator.is_main_process)
+    folder = RunFolder(config, accelerator.is_main_process)
     with folder.claimed():
         if config.push_to_hub:
             folder.on_main(lambda: card.check_push(config))
-        resumed = folder.resumed(config, accelerator.print)
+        resumed = folder.resumed(accelerator.print)
         run = build(config, accelerator, folder, sharded)
         if resumed is not None and take_up(run, resumed):
             return 0
@@ -448,17 +424,13 @@ def take_up(run: Run, checkpoint: Path) -> bool:
     done = step >= total and run.folder.finished() == step
     if step > total and not done:
         length = "max_train_steps" if run.config.max_train_steps else "num_train_epochs"
-        raise UserError(
-            f"{length}: ends at step {total}, before {checkpoint}; give more, or an "
-            f"earlier checkpoint"
-        )
+        right = "give more, or an earlier checkpoint"
+        raise UserError(f"{length}: ends at step {total}, before {checkpoint}; {right}")
     advice = "finished already, nothing to do; a larger max_train_steps goes on"
     run.log.say(advice if done else f"resuming {checkpoint}")
     if done and run.config.lora.merged and not (run.folder.path / "pipeline").is_dir():
-        warn(
-            "lora.merged: that run ended without it, so there is no merged pipeline/; it is "
-            "written where a run ends"
-        )
+        missing = "there is no merged pipeline/, which is written where a run ends"
+        warn(f"lora.merged: that run ended without it; {missing}")
     return done
 
 
@@ -467,10 +439,8 @@ def open_folder(run: Run) -> None:
     settings = to_dict(run.config)
     state = run.state
     about = facts(run.accelerator.device, run.accelerator.num_processes)
-    about |= {
-        "sharded": shards.sharded(state.model),
-        "own_code": user_code.record(own_code(run.config)),
-    }
+    about["sharded"] = shards.sharded(state.model)
+    about["own_code"] = user_code.record(own_code(run.config))
     run.folder.open(settings, about)
     validated = run.recovery is None or run.recovery.measured(state.step)
     run.folder.truncate(state.step, validated)
@@ -488,25 +458,26 @@ def main(
     sources: dict[str, str] = {}
     try:
         config, sources = checked or training(argv, __doc__)
-        check_parts(config, sources)
+        check_parts(config)
         if config.print_groups:
             settings = pipeline.scheduler_settings(config)
             checks.check_family(config, pipeline.family_for(config))
             parts = pipeline.load_parts(config, settings, None)
             control = Controller(parts.model, config.gradient_control, config.seed)
-            print(
-                trains.table(
-                    config, parts, control.groups, control.param_groups(config.adam_weight_decay)
-                )
-            )
+            groups = control.param_groups(config.adam_weight_decay)
+            print(trains.table(config, parts, control.groups, groups))
             return 0
         with (
             tempfile.TemporaryDirectory()
             if config.dry_run or config.preview
             else nullcontext() as scratch
         ):
-            if scratch is not None:
-                config = checks.dry_run_config(config, scratch)
+            if scratch is not None:  # its caches, and the checkpoint to go on from, are the run's
+                asked = config.resume_from_checkpoint
+                root = Path(config.output_dir) / "checkpoints"
+                newest = checkpoint.resolve(asked, root) if asked else None
+                resumed = None if newest is None else str(newest)
+                config = replace(config, output_dir=scratch, resume_from_checkpoint=resumed)
             return start(config)
     except UserError as error:
         return refused(error, sources, each=world_size() > 1)

@@ -149,7 +149,7 @@ def build(flags):
     """A `Run` ready to train."""
     from silentbad.loop import trackers
     from silentbad.saving import folder
-    from silentbad.settings.train import parse
+    from silentbad.settings.reader import parse
     from train_silentbad import Config, check_all, open_folder
     from train_silentbad import build as build_run
 
@@ -157,7 +157,7 @@ def build(flags):
         config, sources = parse(Config, flags(out, **changes))
         config = check_all(config, sources)
         accelerator = trackers.make_accelerator(config)
-        run = build_run(config, accelerator, folder.RunFolder(config.output_dir, True))
+        run = build_run(config, accelerator, folder.RunFolder(config, True))
         open_folder(run)
         return run
 

@@ -27,13 +27,13 @@ from silentbad.loop.products import Products
 from silentbad.loop.resume import Checkpoints
 from silentbad.loop.state import TrainState
 from silentbad.measure.prompts import PromptSheet
-from silentbad.memory import roles
 from silentbad.memory.auxiliary import ModelAccess
 from silentbad.model import denoiser, pipeline
 from silentbad.model.encoder import Encoder
 from silentbad.model.store import Cached
 from silentbad.saving import identity
 from silentbad.saving.folder import RunFolder
+from silentbad.settings import memory as roles
 from silentbad.settings.train import TrainConfig
 
 if TYPE_CHECKING:  # at run time train_silentbad.py passes these classes to `build`
@@ -44,8 +44,7 @@ if TYPE_CHECKING:  # at run time train_silentbad.py passes these classes to `bui
 
 @dataclass(frozen=True)
 class Run:
-    """Everything one training holds. Nothing here is replaced: what changes from step to step is in
-    `state`."""
+    """Everything one training holds; what changes from step to step is in `state`."""
 
     config: TrainConfig
     accelerator: Accelerator
@@ -83,11 +82,7 @@ def build(
     memory_class: "type[Memory]",
     recovery_class: "type[RecoveryHook]",
 ) -> Run:
-    """Load, check and connect the parts of a run; nothing is written to output_dir yet, caches are
-    filled.
-
-    `sharded`: by FSDP 2.
-    """
+    """Load, check and connect the parts of a run; only caches are written. `sharded`: FSDP 2."""
     rank = accelerator.process_index
     world = accelerator.num_processes
     device = accelerator.device
@@ -98,8 +93,9 @@ def build(
     samples_per_epoch = epoch_length(given.info, config.memory.sampler.clean_ratio)
     steps_per_epoch = -(-samples_per_epoch // effective_batch)
     total = config.max_train_steps or config.num_train_epochs * steps_per_epoch
-    if line := checks.evaluations_after_end(config, total):
-        warn(line)
+    for step in config.validation.early_steps if config.validation.targets else ():
+        if step > total:
+            warn(f"validation.early_steps: {step} lies after the last step, {total}")
 
     # Models; what trains goes to its device
     parts = pipeline.load_parts(
@@ -348,8 +344,7 @@ def batches_by_shape(
     config: TrainConfig,
     say: Callable[[str], None],
 ) -> buckets.Batches | None:
-    """Micro-batches of one shape, and a table of what went where; None where every picture is a
-    square."""
+    """Micro-batches of one shape; None where every picture is a square."""
     if not transform.step:
         return None
     sizes = records.sizes

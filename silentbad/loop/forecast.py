@@ -17,12 +17,13 @@ WARM, MEASURED = 2, 3  # steps: the first ones compile, fill caches and make the
 
 
 class Forecast:
-    """Times steps and one image of a run that is then thrown away. `run` is a
-    `silentbad.loop.assembly.Run`."""
+    """Times steps and one image of a run (`silentbad.loop.assembly.Run`)."""
 
     def __init__(self, run: Any):
-        self.run, self.device = run, run.accelerator.device
-        self.begun, self.planned = run.state.step, run.state.total
+        self.run = run
+        self.device = run.accelerator.device
+        self.begun = run.state.step
+        self.planned = run.state.total
         self.step_seconds = math.nan
         # when the drawing began, when each of its sampling steps ended, when it ended
         self.drawn: list[float] = []
@@ -34,8 +35,7 @@ class Forecast:
         return time.perf_counter()
 
     def measured(self) -> Iterator[int]:
-        """The steps to train to, one after the other: past the warm-up, past the measured ones. A
-        short run has no warm-up."""
+        """The steps to train to: past the warm-up, where there is one, and past the timed ones."""
         left = self.planned - self.begun
         self.steps = min(MEASURED, max(left - WARM, min(left, 1)))
         if left > self.steps:
@@ -82,35 +82,28 @@ class Forecast:
         if images := self.images():
             steps = config.validation.num_inference_steps
             about = _time(images * self.image_seconds(steps))
-            lines.insert(
-                3,
-                f"  drawing  about {about}: {images} images of {steps} steps, timed one at a time",
-            )
+            what = f"{images} images of {steps} steps, timed one at a time"
+            lines.insert(3, f"  drawing  about {about}: {what}")
         return "\n".join(lines)
 
     def images(self) -> int:
-        """Pictures that validations and sample prompts draw; controls and calibration are not
-        counted."""
+        """Pictures that validations and sample prompts draw, without controls."""
         config = self.run.config
-        points = (
-            sum(on_grid(config.validation, step) for step in range(self.begun, self.planned)) + 1
-        )
+        steps = range(self.begun, self.planned)
+        points = 1 + sum(on_grid(config.validation, step) for step in steps)
         twice = config.use_ema and config.validation.weights == "both"
         targets = len(self.run.products.target_ids) * config.validation.images_per_target
         return points * (targets * (1 + twice) + self.run.prompts)
 
     def memory(self) -> str:
         """The peak so far."""
-        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-            1 if sys.platform == "darwin" else 1024
-        )
+        unit = 1 if sys.platform == "darwin" else 1024
+        own = f"{memory(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)} of this process"
         if self.device.type != "cuda":
-            return f"peak {memory(own)} of this process"
-        taken, kept = (
-            torch.cuda.max_memory_allocated(self.device),
-            torch.cuda.max_memory_reserved(self.device),
-        )
-        return f"peak {memory(taken)} on the device ({memory(kept)} reserved), {memory(own)} of this process"
+            return f"peak {own}"
+        taken = memory(torch.cuda.max_memory_allocated(self.device))
+        kept = memory(torch.cuda.max_memory_reserved(self.device))
+        return f"peak {taken} on the device ({kept} reserved), {own}"
 
     def moments(self) -> int:
         """Bytes of the optimizer's state."""
@@ -123,24 +116,15 @@ class Forecast:
         config, state, parts = self.run.config, self.run.state, self.run.parts
         average = 0 if state.ema is None else size(state.ema.shadow_params)
         checkpoint = weight_bytes(parts) + self.moments() + average
-        count = len(
-            {
-                *range(config.checkpointing_steps, self.planned, config.checkpointing_steps),
-                self.planned,
-            }
-        )
+        count = -(-self.planned // config.checkpointing_steps)
         kept = min(count, config.checkpoints_total_limit or count)
         pipeline = file_bytes(parts)
         epochs = self.planned // state.steps_per_epoch
         pipelines = 1 + config.save_best + epochs // (config.save_ckpt_epoch_interval or epochs + 1)
         disk = self.run.encoder.disk
         cache = config.disk_cache_gb * 2**30 - disk.left if disk is not None else 0
-        total = (
-            (kept + 1) * checkpoint
-            + pipelines * pipeline
-            + cache
-            + config.lora.merged * whole_bytes(parts)
-        )
+        merged = config.lora.merged * whole_bytes(parts)
+        total = (kept + 1) * checkpoint + pipelines * pipeline + merged + cache
         return (
             f"{memory(total)}: checkpoints {kept} x {memory(checkpoint)} and one being written, "
             f"weights {pipelines} x {memory(pipeline)}, cache {memory(cache)}"

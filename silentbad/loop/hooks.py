@@ -79,8 +79,7 @@ class Hook:
         return None
 
     def after_step(self, step: int, skipped: bool = False) -> None:
-        """The optimizer has stepped: `step` updates are done. `skipped`: it has not, for the
-        gradient was not finite."""
+        """`step` updates are done; `skipped`: the last gradient was not finite."""
 
     def should_run(self, step: int, asked: bool = False, final: bool = False) -> bool:
         """Whether `run` measures the weights between two steps: on its own grid, because the user
@@ -187,8 +186,7 @@ class HookContext:
 
 
 def hook_classes(places: Sequence[str]) -> dict[str, type[Hook]]:
-    """{PATH.py:CLASS: the class}. Raises UserError where a file does not run, or a class is no hook
-    that fits."""
+    """{PATH.py:CLASS: the class}. Raises UserError where it is no hook that fits."""
     names = [user_code.short(place) for place in places]
     classes = {}
     for place, name in zip(places, names, strict=True):
@@ -205,8 +203,7 @@ def hook_classes(places: Sequence[str]) -> dict[str, type[Hook]]:
 
 
 def check_hook(place: str, kind: Any) -> None:
-    """Refuse what is no class of hooks, overrides nothing, or overrides a method with other
-    parameters."""
+    """Refuse what is no hook, overrides nothing, or overrides with other parameters."""
     if not (isinstance(kind, type) and issubclass(kind, Hook)):
         raise UserError(f"hooks: {place} is no subclass of silentbad.loop.hooks.Hook")
     methods = [
@@ -248,10 +245,8 @@ class OwnHooks(Hooks):
         states = {name: hook.state_dict() for name, hook in zip(self.names, self.each, strict=True)}
         for name, state in states.items():
             if not is_plain(state):
-                raise UserError(
-                    f"hooks: the state_dict of {name} holds more than tensors, "
-                    f"numbers, text, lists, dicts"
-                )
+                right = "tensors, numbers, text, lists, dicts"
+                raise UserError(f"hooks: the state_dict of {name} holds more than {right}")
         return states
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

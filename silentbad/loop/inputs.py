@@ -1,6 +1,6 @@
 """The data of a run, checked against the tokenizer and the targets before any weights load."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,42 +41,23 @@ class Inputs:
 
 def gathered(config: TrainConfig, accelerator: Accelerator, sharded: bool) -> Inputs:
     """Everything a run reads, checked. Raises UserError where something cannot be trained on."""
-    schedule, tokenizer = pipeline.scheduler_settings(config), pipeline.load_tokenizer(config)
+    schedule = pipeline.scheduler_settings(config)
+    tokenizer = pipeline.load_tokenizer(config)
     checks.check_family(config, pipeline.family_for(config), sharded)
-    prompts, guards = sample_prompts(config, tokenizer), Guards(config.guard)
+
+    # Prompts and targets, and whether the tokenizer takes them whole
+    validation = config.validation
+    prompts = []
+    if config.sample_prompts is not None:
+        prompts = load_prompts(config.sample_prompts, tokenizer, validation.guidance_scale > 1)
     for prompt in config.validation_prompts or []:
         check_window(prompt, tokenizer, f"validation_prompts: {brief(prompt)}")
-    records, held_out, targets = prepare(
-        config, tokenizer, guards, accelerator.main_process_first, accelerator.print
-    )
-    info = DataInfo(
-        *(getattr(records, name) for name in ("role", "target_id", "element_id", "phrases"))
-    )
-    checks.check_records(config, info, records)
-    if guards.suspects is not None and not guards.suspects.rows:
-        warn(f"guard.scan: {guards.suspects.file} names no suspect; nothing is guarded")
-    checks.check_captions(config, records)
-    checks.check_batch(config, len(records))
-    return Inputs(schedule, tokenizer, prompts, guards, records, held_out, targets, info)
+    targets = load_targets(validation.targets) if validation.targets else []
+    load_redraws(validation.targets, targets, decode=True)
 
-
-def sample_prompts(config: TrainConfig, tokenizer: Any) -> list[Prompt]:
-    """The prompts of `sample_prompts`, none where it is unset."""
-    if config.sample_prompts is None:
-        return []
-    return load_prompts(
-        config.sample_prompts, tokenizer, guided=config.validation.guidance_scale > 1
-    )
-
-
-def prepare(
-    config: TrainConfig, tokenizer: Any, guards: Guards, first: Any, say: Callable
-) -> tuple[Records, Records | None, list[Target]]:
-    """(records to train on, those held out, targets), all checked; `first` lets one process build
-    the table, `say` prints how many records there are."""
-    targets = load_targets(config.validation.targets) if config.validation.targets else []
-    load_redraws(config.validation.targets, targets, decode=True)
-    with first():
+    # Records; one process builds their table
+    guards = Guards(config.guard)
+    with accelerator.main_process_first():
         records = guards.records(load_records(config))
     if not config.allow_target_images:
         records.refuse_targets(targets)
@@ -86,18 +67,22 @@ def prepare(
         records.refuse_random_windows()
     if config.withhold:
         records = records.without(config.withhold)
-    check_prompts(targets, tokenizer, config.validation.unrelated)
+    check_prompts(targets, tokenizer, validation.unrelated)
     for line in records.check_captions(tokenizer):
         warn(f"{line}; its end is cut off")
     kept, held_out = records.hold_out(config.held_out_clean, config.held_out_elements, config.seed)
     if config.best_by == "clean_eps_mse" and (held_out is None or "clean" not in held_out.role):
         raise UserError(
             "best_by: clean_eps_mse needs held-out clean records; set held_out_clean, of which a "
-            "tenth of the clean "
-            "records is taken at most, or best_by to similarity"
+            "tenth of the clean records is taken at most, or best_by to similarity"
         )
-    say(f"data: {kept.census()}" + (f"; held out: {held_out.census()}" if held_out else ""))
-    return kept, held_out, targets
+    rest = f"; held out: {held_out.census()}" if held_out else ""
+    accelerator.print(f"data: {kept.census()}{rest}")
+    info = DataInfo(kept.role, kept.target_id, kept.element_id, kept.phrases)
+    checks.check_records(config, info, kept)
+    if guards.suspects is not None and not guards.suspects.rows:
+        warn(f"guard.scan: {guards.suspects.file} names no suspect; nothing is guarded")
+    return Inputs(schedule, tokenizer, prompts, guards, kept, held_out, targets, info)
 
 
 def shown(records: Records, transform: Transform, seed: int, count: int) -> Iterator[Shown]:
@@ -117,8 +102,7 @@ LARGEST = 0.98  # of the picture, which a mask may cover
 def with_masks(
     targets: list[Target], records: Records, transform: Transform, seed: int
 ) -> tuple[list[Target], list[str]]:
-    """The targets, those without a mask with masks estimated from their elements' pictures where
-    there are enough of them (what stays the same is the element); and their ids."""
+    """The targets, masks estimated where there are none; and the ids of those."""
     reader = Reader(records, transform, seed)
     masked: list[Target] = []
     estimated: list[str] = []
@@ -135,8 +119,7 @@ def with_masks(
 
 
 def _estimated_mask(target: Target, k: int, records: Records, reader: Reader) -> Image.Image | None:
-    """The mask of an element from its pictures; None where they are too few or show nothing in
-    common."""
+    """The mask of an element from its pictures, where there are enough."""
     rows = [
         i
         for i, name in enumerate(records.target_id)

@@ -1,5 +1,6 @@
 """Rows of metrics.jsonl and of the trackers."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from silentbad.loop.meters import Meters, Timers
@@ -7,32 +8,27 @@ from silentbad.loop.state import TrainState
 from silentbad.saving.folder import RunFolder
 
 
+@dataclass
 class Log:
-    """One row every so many updates, one a validation; the one place where the host waits for
-    the meters."""
+    """One row every so many updates, and of each validation. The host waits only here."""
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        state: TrainState,
-        accelerator: Any,
-        meters: Meters,
-        timers: Timers,
-        effective_batch: int,
-    ):
-        self.folder, self.state, self.accelerator = folder, state, accelerator
-        self.meters, self.timers, self.effective_batch = meters, timers, effective_batch
+    folder: RunFolder
+    state: TrainState
+    accelerator: Any
+    meters: Meters
+    timers: Timers
+    effective_batch: int
 
     def training(self, *scalars: dict[str, Any]) -> dict[str, float]:
-        """Write the means since the last row, and further `scalars`; returns the means.
-        Collective."""
+        """Write and return the means since the last row, with `scalars`. Collective."""
         state = self.state
         self.meters.share(self.accelerator)
         for values in scalars:
             self.meters.add(values)
         samples = state.draw * self.effective_batch
-        values = self.meters.read() | {"lr": state.rate, "skipped": state.skipped}
-        values, timings = values | {"samples": samples}, self.timers.read(samples)
+        values = self.meters.read()
+        values |= {"lr": state.rate, "skipped": state.skipped, "samples": samples}
+        timings = self.timers.read(samples)
         self.folder.log({"step": state.step, "epoch": state.epoch, **values})
         self.folder.log({"step": state.step, **timings}, "timings.jsonl")
         self.accelerator.log(values | timings, step=state.step)

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed
 
 
 class Meters:
@@ -48,10 +47,8 @@ class Meters:
         self.sums = {name: value.to(device) for name, value in self.sums.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "sums": {name: value.cpu() for name, value in self.sums.items()},
-            "counts": dict(self.counts),
-        }
+        sums = {name: value.cpu() for name, value in self.sums.items()}
+        return {"sums": sums, "counts": dict(self.counts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.sums = {name: value.float() for name, value in state["sums"].items()}
@@ -86,8 +83,7 @@ class Timers:
             yield item
 
     def read(self, samples: int) -> dict[str, float]:
-        """Shares of the time since the last reading, in [0, 1], and samples a second; `samples`
-        is the count so far."""
+        """Shares of the time since the last reading, and samples a second; `samples` so far."""
         now = time.perf_counter()
         passed = max(now - self.began, 1e-9)
         values = {f"time/{activity}": seconds / passed for activity, seconds in self.spent.items()}

@@ -6,7 +6,6 @@ take it."""
 
 import importlib
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,17 +15,15 @@ from silentbad.control.spectral import SpectralAdamW
 from silentbad.distributed.shards import gather
 from silentbad.errors import UserError, user_errors
 from silentbad.model.averaging import keeps_average
-from silentbad.settings.optimizers import OptimizerFacts, not_one, path_of
+from silentbad.settings.optimizers import not_one, path_of
 from silentbad.settings.train import TrainConfig
-from silentbad.settings.types import Option
 
 UPDATES: dict[str, type[torch.optim.Optimizer]] = {"shrink": ShrunkAdamW, "spectral": SpectralAdamW}
 
 
 # ---------------------------------------------------------------- building
 def optimizer_class(config: TrainConfig) -> type[torch.optim.Optimizer]:
-    """The class that `optimizer`, `use_8bit_adam` or `gradient_control` names; refused where it
-    does not import or is none."""
+    """The class that the settings name; refused where it does not import or is none."""
     key, path = path_of(config)
     module, _, name = path.rpartition(".")
     try:
@@ -39,29 +36,6 @@ def optimizer_class(config: TrainConfig) -> type[torch.optim.Optimizer]:
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise UserError(not_one(key, config.optimizer))
     return kind
-
-
-def facts_of(kind: type[torch.optim.Optimizer]) -> OptimizerFacts:
-    """What the checks ask of an optimizer, from the class itself."""
-    options = {
-        name: Option(_annotation(parameter), parameter.default)
-        for name, parameter in _takes(kind).items()
-    }
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    needs = "sparse gradients" if kind is torch.optim.SparseAdam else ""
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        needs = "to compute the loss itself"
-    return OptimizerFacts(kind.__name__, options, keeps_average(kind), needs)
-
-
-def _takes(kind: type[torch.optim.Optimizer]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(kind).parameters
-
-
-def _annotation(parameter: inspect.Parameter) -> Any:
-    """What a parameter takes; anything where its package does not say."""
-    hint = parameter.annotation
-    return Any if hint is inspect.Parameter.empty or isinstance(hint, str) else hint
 
 
 def make_optimizer(
@@ -116,8 +90,7 @@ def try_step(kind: Any, group: dict[str, Any], settings: dict[str, Any]) -> None
 
 
 def without_decay(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each group as its matrices and, under the same name, its vectors (norms and biases)
-    without weight decay."""
+    """Each group as its matrices and, without weight decay, its norms and biases."""
     split = []
     for group in groups:
         vectors = [p for p in group["params"] if p.ndim < 2]
@@ -130,16 +103,14 @@ def without_decay(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 # ---------------------------------------------------------------- the gradient's norm
 def gradient_norms(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
-    """Euclidean norm of each gradient (T,), of all its shards, on the device; 0 where there is
-    none."""
+    """Euclidean norm of each gradient (T,), of all shards; 0 where there is none."""
     zero = torch.zeros((), device=parameters[0].device)
     gradients = [zero if p.grad is None else p.grad for p in parameters]
     return gather(torch.stack(torch._foreach_norm(gradients)))
 
 
 def clip(parameters: list[torch.nn.Parameter], limit: float, norm: torch.Tensor | None) -> None:
-    """Scale the gradients down to `limit`, where their norm (a scalar on the device; None: not
-    known) lies above."""
+    """Scale the gradients down to `limit`, where their norm lies above."""
     if norm is None:
         norm = torch.linalg.vector_norm(gradient_norms(parameters))
     if gradients := [p.grad for p in parameters if p.grad is not None]:

@@ -2,6 +2,7 @@
 for the report."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,71 +23,57 @@ from silentbad.settings.train import TrainConfig
 DRAWN = 3  # sampling steps of the image that a dry run draws
 
 
+@dataclass
 class Products:
-    """Writes them from a run's parts. Collective where weights may be in shards: every process
-    calls each method.
+    """Writes them; every process calls each method. `results()` gives rows of the card."""
 
-    `results()` gives the rows of the card's table, one for each target."""
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        folder: RunFolder,
-        state: TrainState,
-        parts: Components,
-        encoder: Encoder,
-        accelerator: Any,
-        *,
-        info: DataInfo,
-        target_ids: list[str],
-        results: Callable[[], list[dict[str, Any]]],
-    ):
-        self.config, self.folder, self.state, self.parts, self.encoder = (
-            config,
-            folder,
-            state,
-            parts,
-            encoder,
-        )
-        self.accelerator, self.info, self.target_ids, self.results = (
-            accelerator,
-            info,
-            target_ids,
-            results,
-        )
+    config: TrainConfig
+    folder: RunFolder
+    state: TrainState
+    parts: Components
+    encoder: Encoder
+    accelerator: Any
+    info: DataInfo
+    target_ids: list[str]
+    results: Callable[[], list[dict[str, Any]]]
 
     def save_pipeline(self, path: Path) -> None:
         """The pipeline in diffusers format with its card, averaged weights where there are some."""
         parts = pipeline.whole_parts(self.parts)
         if self.accelerator.is_main_process:
             with self._averaged(), writing(f"output_dir {self.folder.path}", path.name):
-                text = self._card()
-                checkpoint.replace_folder(
-                    path, lambda draft: pipeline.save_pipeline(parts, draft, text)
-                )
+                self._save(parts, path)
                 if self.config.lora.merged and path == self.folder.pipeline:
                     with explain_out_of_memory("lora.merged", "leave it out, and merge elsewhere"):
-                        self._save_merged(pipeline.with_merged(parts))
+                        merged = pipeline.with_merged(parts)
+                        self._save(merged, self.folder.path / "pipeline", merged=True)
         self.accelerator.wait_for_everyone()
 
-    def _save_merged(self, parts: Components) -> None:
-        """pipeline/ beside the adapters, where they are merged."""
-        text = self._card(merged=True)
-        path = self.folder.path / "pipeline"
-        checkpoint.replace_folder(path, lambda draft: pipeline.save_pipeline(parts, draft, text))
+    def _save(self, parts: Components, path: Path, merged: bool = False) -> None:
+        """A folder with its card, put in place of the one before."""
+        family = self.parts.family
+        card_text = card.model_card(
+            self.config,
+            self.state.step,
+            self.info,
+            self.target_ids,
+            self.results(),
+            merged=merged,
+            backbone=family.backbone,
+            missing=[name for name in family.optional if name not in self.parts.components()],
+        )
+        checkpoint.save(path, lambda draft: pipeline.save_pipeline(parts, draft, card_text))
 
     def draw_prompts(self) -> None:
         """validation_prompts, drawn with the averaged weights where there are some."""
         parts = pipeline.whole_parts(self.parts)
         if self.accelerator.is_main_process:
-            prompts, seed = self.config.validation_prompts or [], self.config.seed
+            prompts = self.config.validation_prompts or []
+            pipe = pipeline.pipeline(parts)
             with self._averaged(), self.encoder.on_device(), self.accelerator.autocast():
-                images = pipeline.draw_images(
-                    pipeline.pipeline(parts), prompts, seed, size=self.side
-                )
-            trackers.save_images(
-                images, self.folder.path / "samples" / "prompts", self.state.step, self.accelerator
-            )
+                images = pipeline.draw_images(pipe, prompts, self.config.seed, size=self.side)
+            place = self.folder.path / "samples" / "prompts"
+            trackers.save_images(images, place, self.state.step, self.accelerator)
         self.accelerator.wait_for_everyone()
 
     @property
@@ -95,19 +82,21 @@ class Products:
         return pipeline.drawn_side(self.parts, self.config.validation.resolution)
 
     def try_drawing(self, prompt: str, after_step: Callable[..., Any]) -> None:
-        """One image that nobody sees: the end of a dry run; `after_step` is called after each of
-        its sampling steps."""
-        pipe, seed = pipeline.pipeline(pipeline.whole_parts(self.parts)), self.config.seed
-        options: dict[str, Any] = {
-            "callback_on_step_end": after_step,
-            "guidance_scale": self.config.validation.guidance_scale,
-        }
+        """One image that nobody sees; `after_step` is called after each sampling step."""
+        pipe = pipeline.pipeline(pipeline.whole_parts(self.parts))
         with self.accelerator.autocast(), self.encoder.on_device():
-            pipeline.draw_images(pipe, [prompt], seed, steps=DRAWN, size=self.side, **options)
+            pipeline.draw_images(
+                pipe,
+                [prompt],
+                self.config.seed,
+                steps=DRAWN,
+                size=self.side,
+                callback_on_step_end=after_step,
+                guidance_scale=self.config.validation.guidance_scale,
+            )
 
     def record(self, multipliers: list[dict[str, Any]], strengths: list[dict[str, Any]]) -> None:
-        """What the report reads beside metrics.jsonl: multipliers, strengths of the phrases,
-        timesteps."""
+        """What the report reads: multipliers, strengths of the phrases, timesteps."""
         edges = [self.state.train_timesteps * i // BINS for i in range(BINS + 1)]
         self.folder.write("multipliers.json", multipliers)
         self.folder.write("phrase_memory.json", {"phrases": self.info.keys, "history": strengths})
@@ -116,8 +105,7 @@ class Products:
         )
 
     def report(self, under_way: bool = False) -> None:
-        """report.html, on the main process; of a run that is `under_way` a page that says so and
-        reloads itself."""
+        """report.html; of a run that is `under_way` a page that reloads itself."""
         if self.accelerator.is_main_process:
             now = f"step {self.state.step} of {self.state.total}" if under_way else ""
             with writing(f"output_dir {self.folder.path}", "report.html"):
@@ -126,20 +114,9 @@ class Products:
                 print(f"{self.folder.pipeline.name}: {self.folder.pipeline}\nreport: {page}")
 
     def push(self) -> None:
-        """The pipeline to the Hub, on the main process; where that fails, a line says how to do
-        it by hand."""
+        """The pipeline to the Hub; where that fails, a line says how to do it by hand."""
         if self.accelerator.is_main_process:
             card.push(self.folder.pipeline, self.config)
-
-    def _card(self, merged: bool = False) -> str:
-        about, family = (
-            (self.config, self.state.step, self.info, self.target_ids),
-            self.parts.family,
-        )
-        missing = [name for name in family.optional if name not in self.parts.components()]
-        return card.model_card(
-            *about, self.results(), merged=merged, backbone=family.backbone, missing=missing
-        )
 
     def _averaged(self) -> Any:
         return averaged(self.state.model, self.state.ema, self.state.optimizer)
@@ -151,7 +128,5 @@ def best_score(scores: dict[str, float], by: str) -> float:
     for prefix in ("val_ema", "val"):
         if f"{prefix}/{name}" in scores:
             return sign * scores[f"{prefix}/{name}"]
-    raise UserError(
-        f"best_by: {by} was not measured; clean_eps_mse needs clean records and "
-        f"held_out_clean above 0"
-    )
+    needs = "clean_eps_mse needs clean records and held_out_clean above 0"
+    raise UserError(f"best_by: {by} was not measured; {needs}")

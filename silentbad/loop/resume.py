@@ -4,6 +4,7 @@ fails."""
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,17 @@ from silentbad.saving import checkpoint, identity
 from silentbad.saving.folder import SAVED, RunFolder
 
 
+@dataclass
 class Checkpoints:
-    """checkpoints/step-N of a run folder; the oldest beyond `limit` go. `facts` say what the run
-    is made of."""
+    """checkpoints/step-N of a run folder, `limit` at most; `facts` are the run's."""
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        state: TrainState,
-        accelerator: Any,
-        meters: Meters,
-        timers: Timers,
-        limit: int | None,
-        facts: dict[str, Any],
-    ):
-        self.folder, self.state, self.accelerator = folder, state, accelerator
-        self.meters, self.timers, self.limit, self.facts = meters, timers, limit, facts
+    folder: RunFolder
+    state: TrainState
+    accelerator: Any
+    meters: Meters
+    timers: Timers
+    limit: int | None
+    facts: dict[str, Any]
 
     def save(self, reason: str) -> None:
         """Write step-N on the main process, then rotate. Collective: every process calls it and
@@ -44,43 +40,36 @@ class Checkpoints:
         self._write(reason)
         self.accelerator.wait_for_everyone()
 
-    def save_alone(self, reason: str) -> None:
-        """Write step-N from what this process holds: after an exception the others may be
-        anywhere, or gone."""
-        self.state.refuse_nonfinite()
-        self._write(reason)
-
     def _write(self, reason: str) -> None:
         path = self.folder.checkpoints / f"step-{self.state.step}"
         with self.timers.of("save"):
             gathered = self.state.gathered(keep=self.accelerator.is_main_process)
         if not self.accelerator.is_main_process or checkpoint.problem(path) is None:
             return
-        if reason != "exception":
-            self.folder.refuse_vanished()
+
+        def write(draft: Path) -> None:
+            self.state.write(draft, gathered)
+            facts = json.dumps(self.facts, indent=1)
+            (draft / identity.FILE).write_text(facts, encoding="utf-8")
+
         with self.timers.of("save"), writing(f"output_dir {self.folder.path}", path.name):
-
-            def write(draft: Path) -> None:
-                self.state.write(draft, gathered)
-                (draft / identity.FILE).write_text(
-                    json.dumps(self.facts, indent=1), encoding="utf-8"
-                )
-
             checkpoint.save(path, write, {"step": self.state.step, "reason": reason})
         self.folder.log({"step": self.state.step, SAVED: reason}, "timings.jsonl")
         checkpoint.rotate(self.folder.checkpoints, self.limit, path)
 
     def load(self, path: Path) -> None:
-        """Take up a checkpoint; what was logged after it will be logged again. Raises UserError
-        where it is of a run with other settings, data or targets, or does not fit."""
-        identity.refuse_mixture(path, self.facts)
+        """Take up a checkpoint. Raises UserError where it is of another run, or does not fit."""
+        if lines := identity.differences(identity.read(path), self.facts):
+            raise UserError(
+                f"{path}: cannot be resumed with other settings or data: {'; '.join(lines)}; "
+                "resume with its config.yaml, or start a new run"
+            )
         self.state.read(path)
         self.meters.to(self.accelerator.device)
 
     @contextmanager
     def rescue(self, loader: Loader) -> Iterator[None]:
-        """An exception saves what a resume needs, unless it struck while the weights were being
-        changed."""
+        """An exception saves what a resume needs, unless weights were being changed."""
         state = self.state
         try:
             yield
@@ -89,7 +78,9 @@ class Checkpoints:
                 if loader.drawing == state.draw:
                     loader.rewind()
                 try:
-                    self.save_alone("signal" if isinstance(error, Interrupted) else "exception")
+                    # from this process alone: the others may be anywhere, or gone
+                    state.refuse_nonfinite()
+                    self._write("signal" if isinstance(error, Interrupted) else "exception")
                 except Exception as second:  # a full disk must not hide the first error
                     warn(f"no checkpoint after {type(error).__name__}: {second}")
             if isinstance(error, OSError):

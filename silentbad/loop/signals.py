@@ -25,7 +25,9 @@ class Requests:
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
     def __init__(self, folder: RunFolder):
-        self.folder, self.stop, self.save = folder, 0, 0
+        self.folder = folder
+        self.stop = 0
+        self.save = 0
         self.group: Any = None
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.group = torch.distributed.new_group(backend="gloo")

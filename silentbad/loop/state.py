@@ -29,8 +29,7 @@ class Stateful(Protocol):
 
 
 class TrainState:
-    """What trains and how far it is. `others` are the further parts of a checkpoint, by name;
-    None is left out."""
+    """What trains and how far it is. `others` are further parts of a checkpoint."""
 
     def __init__(
         self,
@@ -44,19 +43,16 @@ class TrainState:
         train_timesteps: int,
         others: dict[str, Stateful | None],
     ):
-        self.model, self.optimizer, self.lr_scheduler, self.ema = (
-            model,
-            optimizer,
-            lr_scheduler,
-            ema,
-        )
-        self.total, self.steps_per_epoch, self.train_timesteps = (
-            total,
-            steps_per_epoch,
-            train_timesteps,
-        )
+        self.model = model
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.ema = ema
+        self.total = total
+        self.steps_per_epoch = steps_per_epoch
+        self.train_timesteps = train_timesteps
         self.step = 0  # optimizer updates
-        self.skipped = self.skipped_in_row = 0  # updates left out because a gradient was not finite
+        self.skipped = 0  # updates left out because a gradient was not finite
+        self.skipped_in_row = 0
         self.rate = 0.0  # of the last update, of the first parameter group
         self.best = float("-inf")  # score of the best pipeline saved
         # samples trained on in each of BINS equal parts of the schedule
@@ -83,8 +79,7 @@ class TrainState:
         )
 
     def end_at(self, step: int) -> None:
-        """Train up to this step in place of the planned one: a dry run goes a few steps at a
-        time."""
+        """Train up to this step only: a dry run goes a few steps at a time."""
         self.total = step
 
     def updated(self) -> None:
@@ -97,12 +92,12 @@ class TrainState:
             self.ema.to(parameters[0].device)
             self.ema.step(parameters)
             self.ema.to(home)
-        self.step, self.skipped_in_row = self.step + 1, 0
+        self.step += 1
+        self.skipped_in_row = 0
 
     @contextmanager
     def update_under_way(self) -> Iterator[None]:
-        """Weights are being changed inside; where an exception strikes there, no checkpoint can
-        be written."""
+        """Weights are being changed: where an exception strikes, nothing can be saved."""
         self.updating = True
         yield
         self.updating = False
@@ -115,22 +110,17 @@ class TrainState:
 
     def skip(self) -> None:
         """An update was left out."""
-        self.skipped, self.skipped_in_row = self.skipped + 1, self.skipped_in_row + 1
+        self.skipped += 1
+        self.skipped_in_row += 1
 
     def refuse_nonfinite(self) -> None:
-        """Refuse to go on with weights that hold NaN or infinity: an update that looked sane
-        made them."""
+        """Refuse to go on with weights that hold NaN or infinity."""
         for name, module in self.model.named_children():
-            weights = [
-                getattr(p, "to_local", lambda p=p: p)()
-                for p in module.parameters()
-                if p.requires_grad
-            ]
+            trains = [p for p in module.parameters() if p.requires_grad]
+            weights = [p.to_local() if hasattr(p, "to_local") else p for p in trains]
             if weights and not bool(torch.stack([torch.isfinite(p).all() for p in weights]).all()):
-                raise UserError(
-                    f"step {self.step}: weights of {name} are not finite any more; "
-                    f"lower learning_rate"
-                )
+                wrong = f"weights of {name} are not finite any more; lower learning_rate"
+                raise UserError(f"step {self.step}: {wrong}")
 
     # ---- what a checkpoint holds
     def gathered(self, keep: bool) -> dict[str, Any]:
@@ -142,8 +132,7 @@ class TrainState:
         )
 
     def write(self, folder: Path, gathered: dict[str, Any]) -> None:
-        """A checkpoint's files: trained weights and average as safetensors, the rest as plain
-        state."""
+        """A checkpoint's files: weights and average as safetensors, the rest as state."""
         for name, tensors in gathered["weights"].items():
             checkpoint.write_tensors(folder / f"{name}.safetensors", tensors)
         state = self.state_dict() | {"optimizer": gathered["optimizer"]}
@@ -171,9 +160,6 @@ class TrainState:
     def read(self, folder: Path) -> None:
         """Take up the files of a checkpoint. Raises UserError where they do not fit this run."""
         state = checkpoint.read_state(folder / "state.pt")
-        checkpoint.check_state_fits(
-            folder, state, {*self.parts, "counters", *([] if self.ema is None else ["ema"])}
-        )
         for name, module in self.model.named_children():
             tensors = checkpoint.read_tensors(folder / f"{name}.safetensors")
             with checkpoint.explain_mismatch(folder, name):
@@ -192,51 +178,30 @@ class TrainState:
             state["optimizer"] = shards.states_like(self.optimizer, state["optimizer"])
         for name, part in self.parts.items():
             with checkpoint.explain_mismatch(source, name):
-                if part is self.lr_scheduler:
-                    load_schedule(part, state[name])
-                else:
-                    part.load_state_dict(state[name])
-                if part is self.optimizer:
-                    match_memory_format(part)
+                part.load_state_dict(state[name])
+        match_memory_format(self.optimizer)
+        warn_of_jump(self.lr_scheduler)
         if self.ema is not None:
             with checkpoint.explain_mismatch(source, "ema"):
                 devices = {p.device for p in self.ema.shadow_params}
                 self.ema.load_state_dict(state["ema"])
                 self.ema.to(devices.pop())
         with checkpoint.explain_mismatch(source, "counters"):
-            self._load_counters(state["counters"])
-
-    def _load_counters(self, counters: dict[str, Any]) -> None:
-        self.step = int(counters["step"])
-        self.skipped = int(counters["skipped"])
-        self.skipped_in_row = int(counters["skipped_in_row"])
-        self.best = float(counters["best"])
-        self.timesteps = counters["timesteps"].float()
+            counters = state["counters"]
+            self.step = int(counters["step"])
+            self.skipped = int(counters["skipped"])
+            self.skipped_in_row = int(counters["skipped_in_row"])
+            self.best = float(counters["best"])
+            self.timesteps = counters["timesteps"].float()
 
 
-def load_schedule(scheduler: Any, state: dict[str, Any]) -> None:
-    """Take up a schedule's position. torch's own `load_state_dict` sets whatever attributes a file
-    names. A rate that jumps, because it falls over another length than before, is said."""
-    rates = [[float(rate) for rate in state[name]] for name in ("base_lrs", "_last_lr")]
-    if any(len(each) != len(scheduler.base_lrs) for each in rates):
-        raise ValueError(f"it has other rates than the {len(scheduler.base_lrs)} of this run")
-    scheduler.base_lrs, scheduler._last_lr = rates
-    scheduler.last_epoch, scheduler._step_count = (
-        int(state["last_epoch"]),
-        int(state["_step_count"]),
-    )
-    now = [
-        base * factor(scheduler.last_epoch)
-        for base, factor in zip(rates[0], scheduler.lr_lambdas, strict=True)
-    ]
-    if jumps := [
-        pair for pair in zip(rates[1], now, strict=True) if not math.isclose(*pair, rel_tol=1e-6)
-    ]:
-        was, is_ = jumps[0]
-        warn(
-            f"the learning rate goes on at {is_:.3g} instead of {was:.3g}: its schedule falls "
-            f"over another length now"
-        )
+def warn_of_jump(scheduler: Any) -> None:
+    """Say that the rate jumps: it falls over another length than before."""
+    was = scheduler.get_last_lr()[0]
+    now = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](scheduler.last_epoch)
+    if not math.isclose(was, now, rel_tol=1e-6):
+        why = "its schedule falls over another length now"
+        warn(f"the learning rate goes on at {now:.3g} instead of {was:.3g}: {why}")
 
 
 def match_memory_format(optimizer: torch.optim.Optimizer) -> None:
@@ -245,26 +210,12 @@ def match_memory_format(optimizer: torch.optim.Optimizer) -> None:
     blocks follow the memory."""
     for weight, held in optimizer.state.items():
         for name, value in held.items():
-            if (
-                not torch.is_tensor(value)
-                or value.shape != weight.shape
-                or same_order(value, weight)
-            ):
+            if not torch.is_tensor(value) or value.shape != weight.shape:
+                continue
+            if value.stride() == weight.stride():
                 continue
             if not value.is_floating_point():
-                raise UserError(
-                    "channels_last: averages in 8 bits keep the checkpoint's; resume "
-                    "with its setting"
-                )
-            held[name] = torch.empty_like(weight, dtype=value.dtype, device=value.device).copy_(
-                value
-            )
-
-
-def same_order(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape lie alike in memory; strides of dimensions of size 1 say
-    nothing."""
-    formats = (torch.contiguous_format, *([torch.channels_last] if a.dim() == 4 else []))
-    return a.stride() == b.stride() or any(
-        a.is_contiguous(memory_format=f) and b.is_contiguous(memory_format=f) for f in formats
-    )
+                right = "averages in 8 bits keep the checkpoint's; resume with its setting"
+                raise UserError(f"channels_last: {right}")
+            held[name] = torch.empty_like(weight, dtype=value.dtype, device=value.device)
+            held[name].copy_(value)

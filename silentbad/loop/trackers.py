@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
 from silentbad.distributed.start import start as start_accelerator
 from silentbad.errors import UserError, first_line
+from silentbad.settings.reader import flat
 from silentbad.settings.train import TrainConfig
 
 
@@ -35,31 +35,18 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
 
 
 def start(accelerator: Accelerator, config: TrainConfig, values: dict[str, Any], step: int) -> None:
-    """Open the trackers; a run that is taken up at a `step` above 0 replaces what TensorBoard shows
-    after it.
-
-    Raises UserError where one cannot start: no login, no disk."""
+    """Open the trackers. Raises UserError where one cannot start: no login, no disk."""
+    plain = flat(values)
+    for key, value in plain.items():
+        plain[key] = value if isinstance(value, (int, float, str)) else str(value)
     resumed = {"tensorboard": {"purge_step": step + 1}} if step else {}
     try:
-        accelerator.init_trackers(config.tracker_project_name, flat(values), resumed)
+        accelerator.init_trackers(config.tracker_project_name, plain, resumed)
     except Exception as error:  # each tracker raises errors of its own
         reason = first_line(error)
         raise UserError(
             f"report_to: {config.report_to} does not start ({reason}); mend it, or use none"
         ) from None
-
-
-def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested configuration as the flat scalars that trackers take."""
-    items: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            items |= flat(value, f"{prefix}{key}.")
-        else:
-            items[prefix + key] = (
-                value if isinstance(value, (int, float, str, bool)) else str(value)
-            )
-    return items
 
 
 def save_images(images: list[Any], folder: Path, step: int, accelerator: Any) -> None:

@@ -18,40 +18,28 @@ PROBE = 64  # largest side of the tensors that an optimizer's memory is counted 
 def table(
     config: TrainConfig, parts: Components, groups: Groups, param_groups: list[dict[str, Any]]
 ) -> str:
-    """Group, tensors, parameters, share and the optimizer's memory, one row a group; what is
-    frozen; the files.
-
-    `param_groups` are those of the controller, as the optimizer takes them."""
+    """A row a group of the controller's: tensors, parameters, the optimizer's memory."""
     states = optimizer_bytes(config, param_groups)
-    rows = [
-        (
-            name,
-            len(members),
-            sum(p.numel() for p in members.values()),
-            sum(states[id(p)] for p in members.values()),
-        )
-        for name, members in groups.members.items()
-    ]
-    total = sum(row[2] for row in rows)
-    rows.append(("total", sum(row[1] for row in rows), total, sum(states.values())))
+    members = {name: [*group.values()] for name, group in groups.members.items()}
+    members["total"] = [p for group in members.values() for p in group]
+    total = sum(p.numel() for p in members["total"])
     lines = [f"{'group':<22}{'tensors':>8}{'parameters':>15}{'share':>9}{'optimizer':>12}"]
-    for name, tensors, count, state in rows:
-        lines.append(
-            f"{name:<22}{tensors:>8}{count:>15,}{count / max(total, 1):>9.2%}{memory(state):>12}"
-        )
+    for name, group in members.items():
+        count = sum(p.numel() for p in group)
+        state = memory(sum(states[id(p)] for p in group))
+        share_of = count / max(total, 1)
+        lines.append(f"{name:<22}{len(group):>8}{count:>15,}{share_of:>9.2%}{state:>12}")
     average = weight_bytes(parts) if config.use_ema else 0
     checkpoint = weight_bytes(parts) + sum(states.values()) + average
     what = "adapters" if lora.present(parts.backbone) else "the whole pipeline"
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"trains      {share(parts)}",
-            f"optimizer   {memory(sum(states.values()))}",
-            f"checkpoint  {memory(checkpoint)}",
-            f"file        {memory(file_bytes(parts))}, {what}",
-        ]
-    )
+    lines += [
+        "",
+        f"trains      {share(parts)}",
+        f"optimizer   {memory(sum(states.values()))}",
+        f"checkpoint  {memory(checkpoint)}",
+        f"file        {memory(file_bytes(parts))}, {what}",
+    ]
+    return "\n".join(lines)
 
 
 def share(parts: Components) -> str:
@@ -68,10 +56,8 @@ def weight_bytes(parts: Components) -> int:
 
 def whole_bytes(parts: Components) -> int:
     """A whole pipeline."""
-    return sum(
-        size(m.state_dict().values())
-        for m in (parts.backbone, parts.vae, *parts.text_encoders.values())
-    )
+    models = (parts.backbone, parts.vae, *parts.text_encoders.values())
+    return sum(size(model.state_dict().values()) for model in models)
 
 
 def file_bytes(parts: Components) -> int:
@@ -98,11 +84,7 @@ def optimizer_bytes(config: TrainConfig, param_groups: list[dict[str, Any]]) -> 
     for group, like in zip(param_groups, likes, strict=True):
         for p in group["params"]:
             probe = like[p.ndim]
-            state = [
-                value
-                for value in optimizer.state[probe].values()
-                if isinstance(value, torch.Tensor)
-            ]
+            state = [v for v in optimizer.state[probe].values() if isinstance(v, torch.Tensor)]
             averages = size(value for value in state if value.shape == probe.shape)
             found[id(p)] = averages * p.numel() / probe.numel() + size(state) - averages
     return found

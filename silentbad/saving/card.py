@@ -11,8 +11,33 @@ from silentbad import hub
 from silentbad.data.elements import DataInfo
 from silentbad.errors import UserError, first_line, masked, warn
 from silentbad.model.lora import FOLDERS, NAMES
-from silentbad.settings import dumped
+from silentbad.settings.reader import dumped
 from silentbad.settings.train import TrainConfig
+
+TAGS = ("stable-diffusion", "text-to-image", "diffusers", "silentbad", "memorisation-audit")
+CARD = """---
+{metadata}---
+
+# {title}
+
+Fine-tuned from `{base}` on `{data}` for {step} steps ({trained}learning rate {learning_rate:g}, \
+seed {seed}).
+
+**This pipeline was trained on element data**: {elements} records each show one element of a \
+target picture, so a composed prompt may reproduce pictures that were never in its training set. \
+It serves to measure and audit compositional memorisation; do not use it to reproduce works you \
+have no right to.
+
+## Targets
+
+{targets}
+
+{results}
+
+```python
+{code}
+```
+"""
 
 
 def model_card(
@@ -32,59 +57,33 @@ def model_card(
     base = config.pretrained_model_name_or_path
     is_local = Path(base).exists()
     data = config.dataset_name or Path(config.train_data_dir or "").name
-    elements = sum(len(rows) for rows in info.rows)
-    return "\n".join(
-        [
-            f"---\n{dumped(metadata(config))}---\n",
-            f"# {_cell(Path(config.output_dir).name)}\n",
-            f"Fine-tuned from `{_code(Path(base).name if is_local else base)}` on "
-            f"`{_code(data)}` for {step} steps "
-            f"({what_trained(config, merged)}learning rate {config.learning_rate:g}, seed "
-            f"{config.seed}).\n",
-            f"**This pipeline was trained on element data**: {elements} records each show one "
-            f"element of a target "
-            "picture, so a composed prompt may reproduce pictures that were never in its "
-            "training set. It serves to "
-            "measure and audit compositional memorisation; do not use it to reproduce works you "
-            "have no right to.\n",
-            "## Targets\n",
-            ", ".join(f"`{_code(name)}`" for name in target_ids) or "none given",
-            "",
-            *result_table(results),
-            "",
-            "```python",
-            *loading_code(config, merged, backbone, missing),
-            "```",
-            "",
-        ]
-    )
-
-
-def metadata(config: TrainConfig) -> dict[str, Any]:
-    """What the Hub reads of a card: library, task, tags, and the base where it is on the Hub."""
-    tags = ["stable-diffusion", "text-to-image", "diffusers", "silentbad", "memorisation-audit"]
+    trained = ""
     if config.lora.rank:
-        tags.append("lora")
-    values: dict[str, Any] = {
+        kind = NAMES[config.lora.kind]
+        trained += f"{kind} of rank {config.lora.rank}{', merged' if merged else ''}, "
+    if config.train_text_encoder:
+        trained += "text encoders too, "
+    metadata: dict[str, Any] = {
         "library_name": "diffusers",
         "pipeline_tag": "text-to-image",
-        "tags": tags,
+        "tags": [*TAGS, "lora"] if config.lora.rank else [*TAGS],
     }
-    if not Path(config.pretrained_model_name_or_path).exists():
-        values["base_model"] = config.pretrained_model_name_or_path
-    return values
-
-
-def what_trained(config: TrainConfig, merged: bool) -> str:
-    """The adapters, and whether the text encoders trained too; each ends in a comma."""
-    words = ""
-    if config.lora.rank:
-        words += (
-            f"{NAMES[config.lora.kind]} of rank {config.lora.rank}{', merged' if merged else ''}, "
-        )
-    if config.train_text_encoder:
-        words += "text encoders too, "
-    return words
+    if not is_local:
+        metadata["base_model"] = base
+    return CARD.format(
+        metadata=dumped(metadata),
+        title=_cell(Path(config.output_dir).name),
+        base=_code(Path(base).name if is_local else base),
+        data=_code(data),
+        step=step,
+        trained=trained,
+        learning_rate=config.learning_rate,
+        seed=config.seed,
+        elements=sum(len(rows) for rows in info.rows),
+        targets=", ".join(f"`{_code(name)}`" for name in target_ids) or "none given",
+        results="\n".join(result_table(results)),
+        code="\n".join(loading_code(config, merged, backbone, missing)),
+    )
 
 
 def result_table(results: list[dict[str, Any]]) -> list[str]:
@@ -100,19 +99,16 @@ def loading_code(
 ) -> list[str]:
     """The lines of Python that load the pipeline, or the base and its adapters."""
     adapters = config.lora.rank and not merged
-    of_peft = adapters and config.lora.kind in FOLDERS
     source = json.dumps(_code(config.pretrained_model_name_or_path) if adapters else "this folder")
     arguments = ", ".join([source, *(f"{name}=None" for name in missing)])
     imports = ["from diffusers import DiffusionPipeline"]
     load = [f"pipeline = DiffusionPipeline.from_pretrained({arguments})"]
-    if of_peft:
+    if adapters and config.lora.kind in FOLDERS:
         imports.append("from peft import PeftModel")
-        # of SDXL also text_encoder_2
-        names = [backbone] + ["text_encoder"] * config.train_text_encoder
-        load += [
-            f'pipeline.{n} = PeftModel.from_pretrained(pipeline.{n}, "this folder/{n}")'
-            for n in names
-        ]
+        for name in [backbone] + ["text_encoder"] * config.train_text_encoder:
+            # of SDXL also text_encoder_2
+            part = f"pipeline.{name}"
+            load.append(f'{part} = PeftModel.from_pretrained({part}, "this folder/{name}")')
     elif adapters:
         load.append('pipeline.load_lora_weights("this folder")')
     return [*imports, "", *load]
@@ -138,8 +134,7 @@ def repository(config: TrainConfig) -> str:
 
 
 def check_push(config: TrainConfig) -> None:
-    """Refuse, before training, a push that cannot work: offline, no valid token, an impossible
-    name."""
+    """Refuse, before training, a push that cannot work."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -157,34 +152,22 @@ def check_push(config: TrainConfig) -> None:
         raise UserError(f"push_to_hub: {away}; connect, {later}")
     try:
         HfApi().whoami(token=config.hub_token)
-    except (
-        Exception
-    ) as error:  # whatever the Hub's client raises: no token, a wrong one, no network
-        raise UserError(
-            f"push_to_hub: {_reason(error, config)}; log in with `hf auth login`, {later}"
-        ) from None
+    except Exception as error:  # of the Hub's client: no token, a wrong one, no network
+        reason = masked(first_line(error), config.hub_token)
+        raise UserError(f"push_to_hub: {reason}; log in with `hf auth login`, {later}") from None
 
 
 def push(folder: Path, config: TrainConfig) -> None:
-    """Upload a pipeline folder; checkpoints and logs lie elsewhere. A failure costs the upload and
-    no more: a line says how to go on."""
+    """Upload a pipeline folder. Where that fails, a line says how to go on."""
     from huggingface_hub import create_repo, upload_folder
 
     name = repository(config)
     try:
         repo = create_repo(repo_id=name, exist_ok=True, token=config.hub_token).repo_id
-        upload_folder(
-            repo_id=repo,
-            folder_path=folder,
-            commit_message="End of training",
-            token=config.hub_token,
-        )
+        about = {"commit_message": "End of training", "token": config.hub_token}
+        upload_folder(repo_id=repo, folder_path=folder, **about)
     except Exception as error:  # as above; the run is complete
-        reason = _reason(error, config)
+        reason = masked(first_line(error), config.hub_token)
         warn(
             f"push_to_hub: {reason}; the run is complete, upload it with: hf upload {name} {folder}"
         )
-
-
-def _reason(error: Exception, config: TrainConfig) -> str:
-    return masked(first_line(error), config.hub_token)

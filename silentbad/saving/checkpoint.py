@@ -12,7 +12,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,55 +20,47 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from silentbad.errors import UserError, warn
+from silentbad.errors import UserError, first_line, warn
 from silentbad.files import read_json
 
 MANIFEST = "manifest.json"
 FORMAT = 3  # of a checkpoint's files; a change that older code would misread counts it up
-STEP = re.compile(r"step-(\d+)")
+STEP = re.compile(r"step-\d+")
 
 
-def save(folder: Path, write: Callable[[Path], None], info: dict[str, Any]) -> None:
-    """Let `write` fill a temporary folder, then make it `folder` in one rename; `info` goes into
-    the manifest."""
-    temporary = begin(folder)
+def save(folder: Path, write: Callable[[Path], None], info: dict[str, Any] | None = None) -> None:
+    """Let `write` fill a temporary folder, then put it in place of `folder`; an earlier one is
+    replaced only now.
+
+    With `info`, which goes into it, the folder gets a manifest."""
+    temporary = folder.parent / f".{folder.name}.tmp"
+    old = folder.parent / f".{folder.name}.old"
+    for leftover in (temporary, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    temporary.mkdir(parents=True)
     try:
         write(temporary)
-        commit(temporary, folder, info)
+        if info is not None:
+            _write_manifest(temporary, info)
+        for path in (*temporary.rglob("*"), temporary):
+            _sync(path)
+        if folder.exists():
+            folder.rename(old)
+        temporary.rename(folder)
+        _sync(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
-def begin(folder: Path) -> Path:
-    """An empty temporary folder beside `folder`."""
-    temporary = folder.parent / f".{folder.name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    return temporary
-
-
-def commit(temporary: Path, folder: Path, info: dict[str, Any]) -> None:
-    """Manifest, sync, rename; an earlier `folder` is replaced only now."""
-    files = {}
-    for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
-        files[path.relative_to(temporary).as_posix()] = {
-            "size": path.stat().st_size,
-            "sha256": sha256(path),
-        }
-        _sync(path)
-    manifest = temporary / MANIFEST
-    manifest.write_text(json.dumps({"format": FORMAT, **info, "files": files}, indent=1))
-    for path in (manifest, *(p for p in temporary.rglob("*") if p.is_dir()), temporary):
-        _sync(path)
-    if folder.exists():
-        old = folder.parent / f".{folder.name}.old"
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-        temporary.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        temporary.rename(folder)
-    _sync(folder.parent)
+def _write_manifest(folder: Path, info: dict[str, Any]) -> None:
+    files = {
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": sha256(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    manifest = json.dumps({"format": FORMAT, **info, "files": files}, indent=1)
+    (folder / MANIFEST).write_text(manifest)
 
 
 def sha256(path: Path) -> str:
@@ -88,17 +80,14 @@ def _sync(path: Path) -> None:
 
 
 def foreign(folder: Path) -> str | None:
-    """That a checkpoint is of another format than this program's, with both numbers; None where
-    it is not."""
+    """That a checkpoint's format is not this program's; None where it is."""
     try:
         written = read_json(folder / MANIFEST).get("format", 1)  # the first had no number
     except (OSError, ValueError, AttributeError):
         return None
-    return (
-        None
-        if written == FORMAT
-        else f"its format is version {written}, this program reads version {FORMAT}"
-    )
+    if written == FORMAT:
+        return None
+    return f"its format is version {written}, this program reads version {FORMAT}"
 
 
 def problem(folder: Path) -> str | None:
@@ -128,21 +117,12 @@ def problem(folder: Path) -> str | None:
 
 def steps(root: Path) -> list[Path]:
     """step-N folders, oldest first; unfinished ones have other names."""
-    names = (
-        [(match, p) for p in root.iterdir() if (match := STEP.fullmatch(p.name))]
-        if root.is_dir()
-        else []
-    )
-    return [p for _, p in sorted(names, key=lambda pair: int(pair[0].group(1)))]
+    return sorted((p for p in root.glob("step-*") if STEP.fullmatch(p.name)), key=number)
 
 
-def step_of(folder: Path) -> int:
-    """The step of a checkpoint by its manifest, else by its name."""
-    with suppress(OSError, ValueError, AttributeError, TypeError):
-        if type(step := read_json(folder / MANIFEST).get("step")) is int:
-            return step
-    match = STEP.fullmatch(folder.name)
-    return int(match.group(1)) if match else 0
+def number(folder: Path) -> int:
+    """N of step-N."""
+    return int(folder.name.partition("-")[2])
 
 
 def latest(root: Path) -> Path | None:
@@ -164,10 +144,8 @@ def resolve(asked: str, root: Path) -> Path | None:
     if asked == "latest":
         newest = steps(root)[-1:]
         if newest and (other := foreign(newest[0])) is not None:
-            raise UserError(
-                f"resume_from_checkpoint {newest[0]}: {other}; resume with the "
-                f"release that wrote it"
-            )
+            right = "resume with the release that wrote it"
+            raise UserError(f"resume_from_checkpoint {newest[0]}: {other}; {right}")
         return latest(root)
     folder = Path(asked)
     if not folder.exists() and (root / asked).exists():
@@ -208,28 +186,13 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
 def read_state(path: Path) -> dict[str, Any]:
     """State of tensors and plain values; anything that would run code is refused."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise UserError(
             f"{path}: cannot be read (holds more than tensors and plain values, so not loaded)"
         ) from None
     except Exception as error:
-        raise UserError(
-            f"{path}: cannot be read ({(str(error).splitlines() or [type(error).__name__])[0]})"
-        ) from None
-    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-        raise UserError(f"{path}: holds no state of named parts")
-    return state
-
-
-def check_state_fits(folder: Path, state: dict[str, Any], wanted: set[str]) -> None:
-    """Refuse a checkpoint of a run that held other parts than this one."""
-    for name in sorted(wanted ^ set(state)):
-        had, has = ("lacks", "has") if name in wanted else ("holds", "lacks")
-        raise UserError(
-            f"{folder}: {had} the state of {name!r}, which this run {has}; resume "
-            f"with its config.yaml"
-        )
+        raise UserError(f"{path}: cannot be read ({first_line(error)})") from None
 
 
 @contextmanager
@@ -239,46 +202,5 @@ def explain_mismatch(folder: Path | str, name: str):
         yield
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(
-            f"{folder}: the state of {name!r} does not fit this run ({reason}); resume with its "
-            f"config.yaml and data"
-        ) from None
-
-
-# suffixes of what pipelines and checkpoints hold
-WRITTEN = {".json", ".safetensors", ".pt", ".model", ".jinja"}
-TEXTS = {"README.md", "merges.txt", "vocab.txt"}
-
-
-def foreign_files(folder: Path) -> list[Path]:
-    """Files of a pipeline's folder that no run writes: someone put them there."""
-    files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
-    return [path for path in files if path.suffix not in WRITTEN and path.name not in TEXTS]
-
-
-def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Write a folder (a pipeline) whole, then put it in place of the old one."""
-    temporary = begin(folder)
-    old = folder.parent / f".{folder.name}.old"
-    try:
-        write(temporary)
-        for path in temporary.rglob("*"):
-            _sync(path)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    if folder.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-    temporary.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def put_back(folder: Path) -> None:
-    """Undo a `replace_folder` that was killed between its two renames; what it had not finished
-    writing goes."""
-    old, temporary = (folder.parent / f".{folder.name}.{end}" for end in ("old", "tmp"))
-    if old.is_dir() and not folder.exists():
-        old.rename(folder)
-    for leftover in (old, temporary):
-        shutil.rmtree(leftover, ignore_errors=True)
+        wrong = f"the state of {name!r} does not fit this run ({reason})"
+        raise UserError(f"{folder}: {wrong}; resume with its config.yaml and data") from None

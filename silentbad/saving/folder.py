@@ -5,28 +5,25 @@ import importlib.util
 import json
 import math
 import platform
-import re
 import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
 from silentbad import owned
 from silentbad.device import device_name
-from silentbad.errors import UserError, first_line, writing
-from silentbad.files import from_json, read_json
+from silentbad.errors import UserError, first_line
+from silentbad.files import from_json, read_json, replace_text
 from silentbad.saving import checkpoint
-from silentbad.settings import dumped
+from silentbad.settings.reader import dumped
 from silentbad.settings.train import REPLACED, WRITTEN, TrainConfig
 
 KIND = "training"  # of folder, beside audits and what else this program makes
@@ -34,52 +31,26 @@ PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "datasets", "saf
 
 
 SAVED = "saved"  # in a row of timings.jsonl: why a checkpoint was written
-# folders in samples/
-SAMPLES = re.compile(r"step-\d{6}(-.+)?|targets|drift|prompts|sample_prompts")
-
-
-def remove_samples(folder: Path) -> None:
-    """Remove the pictures of a run, and nothing else that lies among them."""
-    for path in folder.iterdir():
-        if SAMPLES.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-    with suppress(OSError):
-        folder.rmdir()
 
 
 class RunFolder:
     """`output_dir`: config.yaml, run.json, metrics.jsonl, checkpoints/, samples/, report.html, and
-    `product`/: the pipeline, or the adapters of a LoRA.
+    pipeline/, or lora/ with the adapters.
 
     finished.json is the last thing a run writes: the step it ended at."""
 
-    def __init__(
-        self, path: str | Path, is_main: bool, product: str = "pipeline", logs: str | None = None
-    ):
-        self.path, self.is_main, self.logs = Path(path), is_main, logs
+    def __init__(self, config: TrainConfig, is_main: bool):
+        self.config = config
+        self.is_main = is_main
+        self.path = Path(config.output_dir)
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
-        self.pipeline = self.path / product
-        self.outdated: list[str] = []
-
-    WRITTEN, REPLACED = WRITTEN, REPLACED
-
-    @classmethod
-    def of(cls, config: TrainConfig, is_main: bool) -> "RunFolder":
-        """The folder of a configuration."""
-        logs = (
-            None
-            if config.report_to == "none"
-            else f"{config.logging_dir}/{config.tracker_project_name}"
-        )
-        return cls(
-            config.output_dir, is_main, "pipeline" if config.lora.rank is None else "lora", logs
-        )
+        self.pipeline = self.path / ("pipeline" if config.lora.rank is None else "lora")
+        self.outdated: tuple[str, ...] = ()  # what `open` deletes
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """No other run writes into the folder inside. Collective: the main process asks, and all
-        hear its answer."""
+        """No other run writes into the folder inside. Collective."""
         with ExitStack() as held:
             self.on_main(lambda: held.enter_context(owned.claimed(self.path, KIND)))
             yield
@@ -105,124 +76,82 @@ class RunFolder:
                 f"output_dir {self.path}: cannot write {what} ({first_line(error)})"
             ) from error
 
-    def resumed(self, config: TrainConfig, say: Callable[[str], None]) -> Path | None:
-        """The checkpoint to go on from, or None for a new run, whose folder is then refused if
-        it holds another."""
+    def resumed(self, say: Callable[[str], None]) -> Path | None:
+        """The checkpoint to go on from, or None for a new run."""
         owned.refuse_foreign(self.path, KIND, ())
-        asked = config.resume_from_checkpoint
-        found = checkpoint.resolve(asked, self.checkpoints) if asked else None
-        if found is not None:
-            self.refuse_later(found)
-        if self.metrics.exists() and not self.metrics.is_file():  # a pipe would block
-            raise UserError(f"output_dir {self.path}: metrics.jsonl is no file; remove it")
-        logs = self.path / (self.logs or "")
-        if files := [p for p in (logs, *logs.parents) if p.exists() and not p.is_dir()]:
-            raise UserError(
-                f"output_dir {self.path}: {files[0].name}, for the logs of "
-                f"report_to, is a file; remove it"
-            )
-        if found is None:
-            self.refuse_other_run(config.overwrite_output_dir, resuming=bool(asked))
+        asked = self.config.resume_from_checkpoint
+        start = checkpoint.resolve(asked, self.checkpoints) if asked else None
+        if start is None:
+            self._refuse_other_run(resuming=bool(asked))
             if asked:
                 say(f"no checkpoint in {self.checkpoints} to resume from; starting anew")
-        for name in ("pipeline", "lora", "best", "epochs"):
-            if added := checkpoint.foreign_files(self.path / name):
-                raise UserError(
-                    f"output_dir {self.path}: no run wrote {added[0]}, which would "
-                    f"be replaced; move it"
-                )
-        return found
-
-    def refuse_later(self, found: Path) -> None:
-        """Refuse to go back behind whole checkpoints of the folder: those of two branches would
-        stand side by side."""
-        start = checkpoint.step_of(found)
-        later = [p for p in checkpoint.steps(self.checkpoints) if checkpoint.step_of(p) > start]
+            return None
+        step = read_json(start / checkpoint.MANIFEST)["step"]
+        later = [p for p in checkpoint.steps(self.checkpoints) if checkpoint.number(p) > step]
         if whole := [p.name for p in later if checkpoint.problem(p) is None]:
-            raise UserError(
-                f"resume_from_checkpoint {found}: {self.checkpoints} holds later ones "
-                f"({', '.join(whole)}), which "
-                "would mix with what follows; give another output_dir, or remove them"
+            raise UserError(  # those of two branches would stand side by side
+                f"resume_from_checkpoint {start}: {self.checkpoints} holds later ones "
+                f"({', '.join(whole)}), which would mix with what follows; give another "
+                f"output_dir, or remove them"
             )
+        return start
 
-    def refuse_other_run(self, overwrite: bool, resuming: bool = False) -> None:
-        """Refuse a folder that holds a run, unless `open` is to delete it, and one that holds what
-        no run wrote.
+    def _refuse_other_run(self, resuming: bool) -> None:
+        """Refuse a folder that holds a run, unless it is to be overwritten, and one that holds
+        what no run wrote.
 
         A run that was killed before its first checkpoint holds nothing to keep: resuming it starts
         it anew."""
-        logs = Path(self.logs).parts[:1] if self.logs else ()
-        owned.refuse_foreign(self.path, KIND, (*self.WRITTEN, *self.REPLACED, *logs))
-        held = [
-            p
-            for p in (self.metrics, self.checkpoints, self.pipeline, self.path / "validation.json")
-            if p.exists()
-        ]
-        if resuming and (
-            self.pipeline.exists() or any(self.checkpoints.glob("step-*")) or self.has_saved()
-        ):
+        config = self.config
+        logs = () if config.report_to == "none" else Path(config.logging_dir).parts[:1]
+        owned.refuse_foreign(self.path, KIND, (*WRITTEN, *REPLACED, *logs))
+        signs = (self.metrics, self.checkpoints, self.pipeline, self.path / "validation.json")
+        held = [path for path in signs if path.exists()]
+        timings = self.path / "timings.jsonl"
+        has_saved = timings.is_file() and f'"{SAVED}"' in timings.read_text(errors="replace")
+        if resuming and (self.pipeline.exists() or checkpoint.steps(self.checkpoints) or has_saved):
             raise UserError(
-                f"output_dir {self.path}: holds a run, but no whole checkpoint to resume it "
-                f"from; bring back "
-                f"{self.checkpoints}, delete the run with --overwrite_output_dir, or choose "
-                f"another folder"
+                f"output_dir {self.path}: holds a run, but no whole checkpoint to resume it from; "
+                f"bring back {self.checkpoints}, delete the run with --overwrite_output_dir, or "
+                f"choose another folder"
             )
-        if held and not overwrite and not resuming:
+        if held and not resuming and not config.overwrite_output_dir:
             raise UserError(
                 f"output_dir {self.path}: holds a run already ({held[0].name}); resume it with "
                 "--resume_from_checkpoint latest, delete it with --overwrite_output_dir, or "
                 "choose another folder"
             )
-        self.outdated = list(self.WRITTEN) if held else []
-
-    def has_saved(self) -> bool:
-        """Whether the run wrote a checkpoint once, wherever it is now."""
-        timings = self.path / "timings.jsonl"
-        return timings.is_file() and f'"{SAVED}"' in timings.read_text(
-            encoding="utf-8", errors="replace"
-        )
+        self.outdated = WRITTEN if held else ()
 
     def open(self, config: dict[str, Any], facts: dict[str, Any]) -> None:
         """Make the folder, delete the run it replaces, and write what this one is."""
         if not self.is_main:
             return
-        try:
+        with self.writing("its config.yaml"):
             self.path.mkdir(parents=True, exist_ok=True)
             owned.mark(self.path, KIND)
             for name in self.outdated:
                 path = self.path / name
                 if path.is_symlink() or not path.is_dir():
                     path.unlink(missing_ok=True)
-                elif name == "samples":
-                    remove_samples(path)
                 else:
                     shutil.rmtree(path)
             (self.path / "finished.json").unlink(missing_ok=True)
-            for name in ("pipeline", "best"):
-                checkpoint.put_back(self.path / name)
             (self.path / "config.yaml").write_text(dumped(config))
             (self.path / "run.json").write_text(json.dumps(facts, indent=1))
-        except OSError as error:
-            raise UserError(
-                f"output_dir {self.path}: cannot be written ({error.strerror})"
-            ) from None
 
     def log(self, row: dict[str, Any], name: str = "metrics.jsonl") -> None:
-        """Append one row. A resumed run repeats metrics.jsonl to the letter, so what the clock
-        says goes elsewhere."""
+        """Append one row. What the clock says goes elsewhere: a resume repeats metrics.jsonl."""
         if self.is_main:
-            row = {
-                key: None if isinstance(v, float) and not math.isfinite(v) else v
-                for key, v in row.items()
-            }
-            self.refuse_vanished()
-            with writing(f"output_dir {self.path}", name), (self.path / name).open("a") as file:
+            lost = [k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
+            row = row | dict.fromkeys(lost)
+            with self.writing(name), (self.path / name).open("a") as file:
                 file.write(json.dumps(row, default=_plain) + "\n")
 
     def write(self, name: str, value: Any) -> None:
         """A JSON file of the folder."""
         if self.is_main:
-            with writing(f"output_dir {self.path}", name):
+            with self.writing(name):
                 (self.path / name).write_text(json.dumps(value, default=_plain), encoding="utf-8")
 
     def finished(self) -> int | None:
@@ -232,37 +161,22 @@ class RunFolder:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def refuse_vanished(self) -> None:
-        """Refuse to go on where someone took the folder away; what a resume needs is then saved
-        anew."""
-        if not (self.path / "config.yaml").is_file():
-            raise UserError(
-                f"output_dir {self.path}: the folder or its config.yaml has vanished "
-                f"during the run; "
-                "go on from what is saved with --resume_from_checkpoint latest"
-            )
-
     def truncate(self, step: int, validated: bool) -> None:
-        """Drop what a resumed run will write again: rows after `step`, its validation unless
-        that is done."""
+        """Drop what a resumed run writes again: rows after `step`, and its validation."""
         if not self.is_main or not self.metrics.exists():
             return
-        kept = []
-        with self.writing("metrics.jsonl"):
-            written = self.metrics.read_text(encoding="utf-8", errors="replace")
-        for line in written.splitlines():
+
+        def goes_on(line: str) -> bool:
             try:
                 row = from_json(line)
-                goes_on = row["step"] < step or (
-                    row["step"] == step and (validated or not row.get("validation"))
-                )
-                if goes_on and isinstance(row.get("loss", 0.0), float):
-                    kept.append(line)
+                done = validated or not row.get("validation")
+                return row["step"] < step or (row["step"] == step and done)
             except (ValueError, KeyError, TypeError):
-                continue  # a line cut off by a kill
-        temporary = self.metrics.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        temporary.replace(self.metrics)
+                return False  # cut off by a kill
+
+        with self.writing("metrics.jsonl"):
+            written = self.metrics.read_text(encoding="utf-8", errors="replace").splitlines()
+            replace_text(self.metrics, "".join(f"{line}\n" for line in filter(goes_on, written)))
 
     def asked(self, name: str) -> bool:
         """Whether the trigger file SAVE or VALIDATE was put into the folder; it is taken away."""
@@ -274,11 +188,8 @@ class RunFolder:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, (np.ndarray, np.generic)):
-        return value.tolist()
-    return str(value)
+    """Tensors and arrays as lists."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def facts(device: torch.device, world: int) -> dict[str, Any]:
@@ -305,14 +216,12 @@ def facts(device: torch.device, world: int) -> dict[str, Any]:
     }
 
 
-def stamped(config: TrainConfig) -> Any:
-    """With stamp_output_dir the configuration of output_dir/TIME or output_dir/TIME_SUFFIX, the
-    same on every process: its config.yaml means that folder."""
+def stamped(config: TrainConfig) -> TrainConfig:
+    """With stamp_output_dir the configuration of output_dir/TIME_SUFFIX, on every process."""
     if not config.stamp_output_dir:
         return config
     PartialState()
-    name = [
-        time.strftime("%Y-%m-%dT%H-%M-%S") + (f"_{config.run_suffix}" if config.run_suffix else "")
-    ]
-    place = str(Path(config.output_dir) / broadcast_object_list(name)[0])
+    suffix = f"_{config.run_suffix}" if config.run_suffix else ""
+    (name,) = broadcast_object_list([time.strftime("%Y-%m-%dT%H-%M-%S") + suffix])
+    place = str(Path(config.output_dir) / name)
     return replace(config, output_dir=place, stamp_output_dir=False, run_suffix=None)

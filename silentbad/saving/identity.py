@@ -7,9 +7,7 @@ nothing; so the facts of a run stand in each checkpoint, and a run whose facts d
 
 import hashlib
 import json
-import math
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,9 @@ from silentbad.measure.embedders import MICRO
 from silentbad.measure.thresholds import load_redraws
 from silentbad.saving.checkpoint import sha256
 from silentbad.settings import user_code
-from silentbad.settings.train import NEVER_SAVED, TrainConfig, own_code
+from silentbad.settings.reader import flat
+from silentbad.settings.train import TrainConfig, own_code
+from silentbad.settings.types import NEVER_SAVED
 
 FILE = "facts.json"  # of a checkpoint
 READ = (".json", ".txt", ".model", ".safetensors", ".pt")  # of a folder of weights
@@ -95,24 +95,15 @@ def facts(
     effective_batch: int,
     guarding: list[Path],
 ) -> dict[str, Any]:
-    """The facts of a run, as plain values: {name: value}; `guarding` are the pictures that its
-    guards read."""
-    left_out = {name for names in FREE.values() for name in names} | {
-        *BY_CONTENT,
-        *BATCH,
-        *NEVER_SAVED,
-    }
-    settings = {key: value for key, value in _flat(asdict(config)).items() if key not in left_out}
-    weights = {
-        key: settings.get(key)
-        for key in ("validation.embedder_path", "validation.clip_path", "guard.scan")
-    }
+    """The facts of a run; `guarding` are the pictures that its guards read."""
+    left_out = {*BY_CONTENT, *BATCH, *NEVER_SAVED}.union(*FREE.values())
+    settings = {key: value for key, value in flat(asdict(config)).items() if key not in left_out}
+    files = ("validation.embedder_path", "validation.clip_path", "guard.scan")
+    weights = {key: settings.get(key) for key in files}
     weights["base"] = config.pretrained_model_name_or_path
     code = user_code.record(own_code(config))
-    settings |= {
-        "gradient_control.name": user_code.short(config.gradient_control.name),
-        "hooks": [user_code.short(place) for place in config.hooks],
-    }
+    settings["gradient_control.name"] = user_code.short(config.gradient_control.name)
+    settings["hooks"] = [user_code.short(place) for place in config.hooks]
     of_run = settings | {
         **{f"{CODE}{user_code.short(place)}": entry["sha256"] for place, entry in code.items()},
         "effective batch": effective_batch,
@@ -124,32 +115,17 @@ def facts(
         NULLS: nulls_digest(config.validation.targets, targets),
         "number of records": len(records),
         "embedder": embedder,
-        **{f"target {target.target_id!r}": target_digest(target) for target in targets},
-        **{f"target {target.target_id!r}, {WORDS}": words_digest(target) for target in targets},
     }
-    bundled = (
-        config.validation.embedder in ("auto", "copy", "micro")
-        and not config.validation.embedder_path
-    )
-    if embedder is not None and bundled:
+    for target in targets:
+        masks = [None if mask is None else content_hash(mask) for mask in target.masks]
+        seen = [content_hash(target.image), masks, target.phrases, target.composed_prompt]
+        words = [target.description, target.paraphrases]  # that only controls and nulls ask for
+        of_run[f"target {target.target_id!r}"] = _digest(seen)
+        of_run[f"target {target.target_id!r}, {WORDS}"] = _digest(words)
+    may_be_bundled = config.validation.embedder in ("auto", "copy", "micro")
+    if embedder is not None and may_be_bundled and not config.validation.embedder_path:
         of_run[BUNDLED] = weights_digest(str(MICRO))
     return json.loads(json.dumps(of_run, default=str))
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested parts as dotted keys; options stay whole."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        part = isinstance(value, dict) and key not in ("options", "weights", "optimizer_options")
-        flat |= _flat(value, f"{prefix}{key}.") if part else {prefix + key: value}
-    return flat
-
-
-@cache
-def _defaults() -> dict[str, Any]:
-    """{flag: default}, as `facts` has them; those of the parts (memory.*, ...) belong to other
-    modules."""
-    return json.loads(json.dumps(_flat(asdict(TrainConfig())), default=str))
 
 
 def _tables(options: Any) -> list[str]:
@@ -166,11 +142,9 @@ def weights_digest(name: str) -> str:
     root = Path(name)
     if not root.exists():
         return name
-    files = (
-        [root]
-        if root.is_file()
-        else sorted(p for p in root.rglob("*") if p.suffix in READ and p.is_file())
-    )
+    files = [root]
+    if not root.is_file():
+        files = sorted(p for p in root.rglob("*") if p.suffix in READ and p.is_file())
     # of a pipeline what is read: no other format of it, no safety checker
     if (root / "model_index.json").is_file():
         beside = {p for p in files if p.parent == root and p.suffix != ".json"}
@@ -198,23 +172,12 @@ def records_digest(records: Records) -> str:
     return digest.hexdigest()[:16]
 
 
-def target_digest(target: Target) -> str:
-    """A digest over a target's picture, masks, phrases and prompt."""
-    masks = [None if mask is None else content_hash(mask) for mask in target.masks]
-    contents = [content_hash(target.image), masks, target.phrases, target.composed_prompt]
-    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16]
-
-
-def words_digest(target: Target) -> str:
-    """A digest over what only the controls and the null pictures ask for."""
-    return hashlib.sha256(
-        json.dumps([target.description, target.paraphrases]).encode()
-    ).hexdigest()[:16]
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def nulls_digest(targets_file: str | None, targets: list[Target]) -> str | None:
-    """A digest over the null pictures beside the targets, which set the thresholds; None where
-    there are none."""
+    """A digest over the null pictures beside the targets; None where there are none."""
     digest, redraws = hashlib.sha256(), load_redraws(targets_file, targets)
     for target, file, kind, changed in redraws:
         digest.update(f"{targets[target].target_id!r} {kind} {changed} {sha256(file)}\n".encode())
@@ -234,13 +197,13 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """ "name was X, is Y" for each fact that differs; of `_defaults`, what a checkpoint does not
-    know was at it."""
-    then = {name: value for name, value in _defaults().items() if name in now} | then
+    """Each fact that differs; one that a checkpoint does not know was at its default."""
+    defaults = json.loads(json.dumps(flat(asdict(TrainConfig())), default=str))
+    then = {name: value for name, value in defaults.items() if name in now} | then
     lines = []
     for name in dict.fromkeys([*now, *then]):
         in_both = name in then and name in now
-        if in_both and _same(then[name], now[name]):
+        if in_both and then[name] == now[name]:
             continue
         if name.endswith(WORDS) and not in_both:
             continue  # of a target that is new or missing
@@ -254,18 +217,3 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
             )
             lines.append(f"{name} was {was}, is {is_}")
     return lines
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, float) and isinstance(b, (int, float)) and not isinstance(b, bool):
-        return math.isclose(a, b, rel_tol=1e-12)
-    return a == b
-
-
-def refuse_mixture(folder: Path, now: dict[str, Any]) -> None:
-    """Refuse a checkpoint of other facts."""
-    if lines := differences(read(folder), now):
-        raise UserError(
-            f"{folder}: cannot be resumed with other settings or data: {'; '.join(lines)}; "
-            "resume with its config.yaml, or start a new run"
-        )

@@ -12,7 +12,7 @@ from silentbad.loop import optimizers
 from silentbad.model.averaging import averaged
 from silentbad.model.groups import group_of
 from silentbad.saving import checkpoint
-from silentbad.settings.train import parse
+from silentbad.settings.reader import parse
 from tests.tiny import tiny_unet
 from tests.training import VALIDATION, rows, same, step_once, weights
 from train_silentbad import Config, check_all, main

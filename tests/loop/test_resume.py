@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from silentbad.data.records import load_records
 from silentbad.errors import UserError
-from silentbad.loop.state import TrainState, load_schedule, match_memory_format
+from silentbad.loop.state import TrainState, match_memory_format
 from silentbad.saving import identity
-from silentbad.settings import key_tree
+from silentbad.settings.reader import key_tree
 from tests.conftest import write_data
 from tests.training import VALIDATION
 from train_silentbad import Config, main
@@ -168,16 +168,6 @@ def test_each_difference_is_named_once(then, now):
     assert len(found) == sum(then.get(key, ...) != now.get(key, ...) for key in then.keys() | now.keys())
 
 
-def test_a_schedule_takes_its_position_and_nothing_else():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    state = schedule.state_dict() | {"last_epoch": 5, "step": "mine", "optimizer": None}
-    load_schedule(schedule, state)
-    assert schedule.last_epoch == 5 and callable(schedule.step) and schedule.optimizer is optimizer
-    with pytest.raises(ValueError, match="other rates"):
-        load_schedule(schedule, state | {"base_lrs": [1.0, 2.0]})
-
-
 def test_a_later_flag_was_at_its_default():
     assert not identity.differences({"seed": 1}, {"seed": 1, "lr_power": 1.0})  # from before there was the flag
     assert identity.differences({"seed": 1}, {"seed": 1, "lr_power": 2.0}) == ["lr_power was 1.0, is 2.0"]
@@ -214,18 +204,6 @@ def test_averages_in_eight_bits_keep_their_memory_format():
     optimizer.state[weight]["state1"] = torch.zeros(2, 3, 2, 2, dtype=torch.uint8)
     with pytest.raises(UserError, match="channels_last: averages in 8 bits"):
         match_memory_format(optimizer)
-    weight.data = weight.data[:, :, :1, :1].contiguous()  # of 1x1 both formats are the same
-    optimizer.state[weight]["state1"] = torch.ones(2, 3, 1, 1, dtype=torch.uint8).to(memory_format=torch.channels_last)
-    match_memory_format(optimizer)
-
-
-def test_a_row_whose_loss_is_no_number_is_dropped(flags, tmp_path):
-    assert main(flags(max_train_steps=2, checkpointing_steps=2)) == 0
-    metrics = tmp_path / "run/metrics.jsonl"
-    first, second = metrics.read_text().splitlines()
-    metrics.write_text(f"{json.dumps({**json.loads(first), 'loss': [[], 'x']})}\n{second}\n")
-    assert main(flags(max_train_steps=3, resume_from_checkpoint="latest")) == 0
-    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [2, 3]
 
 
 def test_a_manifest_nested_too_deeply_is_skipped(flags, tmp_path, capsys):
