@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed
 from accelerate.utils.memory import should_reduce_batch_size
 
 from silentbad.errors import UserError, first_line
@@ -34,12 +33,14 @@ class Mailbox:
     def receive(self) -> torch.Tensor | None:
         """What was sent since the last visit, or None."""
         value = self.peek()
-        self.value, self.sent = None, None
+        self.value = None
+        self.sent = None
         return value
 
     def restore(self, value: torch.Tensor | None) -> None:
         """Take up what a checkpoint had on its way."""
-        self.value, self.sent = None if value is None else value.cpu().clone(), None
+        self.value = None if value is None else value.cpu().clone()
+        self.sent = None
 
     def peek(self) -> torch.Tensor | None:
         """The same, left in its place."""
