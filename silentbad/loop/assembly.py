@@ -13,7 +13,7 @@ from diffusers.optimization import get_scheduler
 
 from silentbad.data import buckets
 from silentbad.data.draws import Draws, LossExclusion, Reader, Transform, by_role
-from silentbad.data.elements import DataInfo, epoch_length
+from silentbad.data.elements import epoch_length
 from silentbad.data.loader import Loader, Stream, collate
 from silentbad.data.records import Records
 from silentbad.distributed import shards
@@ -50,7 +50,6 @@ class Run:
     accelerator: Accelerator
     folder: RunFolder
     records: Records
-    info: DataInfo
     parts: pipeline.Components
     encoder: Encoder
     model: Any  # what trains, as accelerate prepared it
@@ -314,7 +313,6 @@ def build(
         accelerator=accelerator,
         folder=folder,
         records=given.records,
-        info=given.info,
         parts=parts,
         encoder=encoder,
         model=model,

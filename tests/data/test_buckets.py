@@ -187,9 +187,9 @@ def test_a_bucket_without_positions_is_one_line(flags, pipelines, data, capsys):
     [
         (
             {"buckets": True, "compile_model": True},
-            "buckets (command line): compile_model works on pictures of one size",
+            "compile_model (command line): is for pictures of one size",
         ),
-        ({"buckets": True, "memory.phrase_memory.enabled": True}, "memory.phrase_memory.enabled works on pictures"),
+        ({"buckets": True, "memory.phrase_memory.enabled": True}, "is for pictures of one size"),
         ({"bucket_step": 8}, "needs buckets"),
         ({"buckets": True, "bucket_step": 6}, "bucket_step (command line): 6 must be a multiple of 4"),
     ],

@@ -180,7 +180,7 @@ def test_a_bad_folder_is_one_line(case, tmp_path):
 
 
 def test_a_long_field_of_a_csv_is_said_as_anywhere(tmp_path):
-    with pytest.raises(UserError, match="metadata.csv:2: text has 200000 characters"):
+    with pytest.raises(UserError, match="metadata.csv:2: text must be text of at most 100,000 characters"):
         records(folder(tmp_path / "d", name="metadata.csv", text="file_name,text\na.png," + "x" * 200_000 + "\n"))
 
 

@@ -137,7 +137,7 @@ SCAN = ["--guard.scan", "x.json"]
         (["--guard.name", "cap", *SCAN, "--guard.options.limt", "3"], "unknown option 'limt'; did you mean 'limit'"),
         (["--guard.name", "cap", *SCAN, "--guard.options.limit", "0"], "option 'limit' must be at least 1"),
         (["--guard.name", "cap+mask", *SCAN, "--guard.options.limit", "3"], "'limit' is no part of cap.mask"),
-        (["--guard.name", "mask+mask", *SCAN], "names a guard twice"),
+        (["--guard.name", "mask+mask", *SCAN], "names a part twice"),
         (["--guard.name", "drop+cap", *SCAN], "drop leaves no suspect record to mask or cap"),
         (["--guard.name", "cap", *SCAN, "--memory.rehearsal.name", "leak_free"], "composes what guard.name=cap"),
         (["--guard.name", "mask", *SCAN, "--memory.region.name", "estimated"], "stresses what recurs"),

@@ -44,7 +44,7 @@ def test_a_text_file_holds_one_prompt_a_line(tmp_path):
         ("a.txt", '["a cat", "a dog"]', "a.txt:1: the JSON would be drawn as a prompt"),
         ("a.txt", "# mine\na cat", "a.txt:1: # would be drawn"),
         ("a.jsonl", '{"prompt": "a"}\n{"promt": "b"}', "a.jsonl:2: unknown key 'promt'; a sample prompt has prompt"),
-        ("a.jsonl", '{"seed": 1}', "a.jsonl:1: a sample prompt needs prompt"),
+        ("a.jsonl", '{"seed": 1}', "a.jsonl:1: prompt is missing"),
         ("a.jsonl", '{"prompt": "a", "seed": -1}', "seed must be at least 0, got -1"),
         ("a.jsonl", '{"prompt": "a", "seed": true}', "seed must be int"),
         ("a.jsonl", '{"prompt": "a", "negative": 3}', "negative must be str"),
