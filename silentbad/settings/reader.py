@@ -97,6 +97,8 @@ def parse(
             if not words:
                 raise UserError("--config: needs a YAML file")
             for path in words:
+                if not path.strip():
+                    raise UserError("--config: is empty; name a YAML file")
                 given.put_file(path)
         else:
             flags.append((name, words))

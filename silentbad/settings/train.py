@@ -73,7 +73,9 @@ def of_lora(default: Any, help: str) -> Any:
 class LoraSettings:
     """Adapters in place of the weights themselves: nested under --lora.*"""
 
-    rank: Small | None = ours(None, "rank of the adapters; unset: the weights themselves train")
+    rank: Annotated[int, Interval(ge=1, le=8192)] | None = ours(
+        None, "rank of the adapters; unset: the weights themselves train"
+    )
     kind: Literal["lora", "dora", "loha", "lokr"] = of_lora("lora", "what is added to a layer")
     alpha: Count | None = of_lora(None, "adapters are scaled by alpha / rank; the rank when unset")
     targets: list[str] = of_lora(
@@ -197,7 +199,7 @@ class TrainConfig(DataSettings):
     disk_cache_gb: NotNegative = ours(
         8.0, "disk for latents and text states, under cache_dir, in GiB; 0 keeps none"
     )
-    dataloader_num_workers: Natural | None = flag(
+    dataloader_num_workers: Annotated[int, Interval(ge=0, le=1024)] | None = flag(
         None, "threads that make the next step's batch ready; 2 on CUDA, none elsewhere, when unset"
     )
     withhold: list[str] | None = ours(
@@ -217,7 +219,7 @@ class TrainConfig(DataSettings):
     )
     run_suffix: Suffix | None = ours(None, "added to that name", needs="stamp_output_dir")
     overwrite_output_dir: bool = ours(False, "delete the earlier run that stands in output_dir")
-    train_batch_size: Small = flag(
+    train_batch_size: Annotated[int, Interval(ge=1, le=4096)] = flag(
         16, "samples a micro-batch and process; gradient_accumulation_steps makes larger batches"
     )
     max_batch_size: Small | None = ours(

@@ -86,7 +86,7 @@ Count = Annotated[int, Interval(ge=1, le=10**9)]
 Natural = Annotated[int, Interval(ge=0, le=10**9)]  # zero too
 Small = Annotated[int, Interval(ge=1, le=10**5)]  # of what lies in memory at once
 Side = Annotated[int, Interval(ge=1, le=8000)]  # of a square, in pixels: 64 million of them
-Seed = Annotated[int, Interval(ge=0, lt=2**63)]
+Seed = Annotated[int, Interval(ge=0, le=2**63 - 1)]
 Positive = Annotated[float, Interval(gt=0, le=LARGEST)]
 NotNegative = Annotated[float, Interval(ge=0, le=LARGEST)]
 Factor = Annotated[float, Interval(ge=1, le=LARGEST)]
@@ -146,7 +146,7 @@ def _what_is_right(error: Any, hint: Any) -> str:
     context = dict(error.get("ctx", {}))
     for key, value in context.items():
         if isinstance(value, (int, float)):
-            context[key] = f"{value:,}".removesuffix(".0")
+            context[key] = f"{value:,}" if isinstance(value, int) else f"{value:g}"
     right = WORDS.get(error["type"], f"must be {name_of(hint)}").format(**context)
     return f"each value {right}" if is_list and error["loc"] else right
 
