@@ -72,26 +72,25 @@ def memory(key: str) -> float:
 def start_up(root: Path) -> dict:
     """Everything a run does with its records before its first step, then DRAWS more batches."""
     from contextlib import nullcontext
+    from types import SimpleNamespace
 
     import numpy as np
 
     from silentbad.data.draws import Draws, Reader, Transform
     from silentbad.data.elements import DataInfo, epoch_order
     from silentbad.data.loader import Loader, Stream
-    from silentbad.guard.guards import Guards
-    from silentbad.loop.inputs import prepare
-    from silentbad.model import pipeline
+    from silentbad.loop.inputs import gathered
     from train_silentbad import Config
 
     config = Config(train_data_dir=str(root), cache_dir=str(root.parent / "cache"), cache_mb=0)
-    tokenizer = pipeline.load_tokenizer(config)
+    alone = SimpleNamespace(main_process_first=nullcontext, print=print)
     before, wall, cpu = memory("RssAnon"), time.perf_counter(), time.process_time()
     marks: dict[str, float] = {}
 
     def mark(name: str) -> None:
         marks[name] = round(time.perf_counter() - wall - sum(marks.values()), 3)
 
-    records, _, _ = prepare(config, tokenizer, Guards(config.guard), nullcontext, print)
+    records = gathered(config, alone, sharded=False).records
     mark("table and checks")
     info = DataInfo(*(getattr(records, name) for name in ("role", "target_id", "element_id", "phrases")))
     mark("who is who")

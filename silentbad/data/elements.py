@@ -6,6 +6,7 @@ their shares."""
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +22,7 @@ class DataInfo:
     order of appearance; rows[i] the records of element i; phrase[i] what its captions share;
     target[i] whose element it is."""
 
-    def __init__(
-        self, roles: list[str], target_ids: list, element_ids: list, phrases: list[list[str]]
-    ):
+    def __init__(self, roles: list[str], target_ids: list, element_ids: list, phrases: Any):
         self.roles = np.asarray(roles, dtype=object)
         rows: dict[str, list[int]] = defaultdict(list)
         common: dict[str, list[str]] = {}
@@ -60,7 +59,7 @@ class DataInfo:
             batch["role"], batch["target_id"], batch["element_id"], batch["phrases"], strict=True
         )
         none = len(self.keys)
-        keys = (self.key(*ids) if role == "element" else None for role, *ids in columns)
+        keys = (self.key(*ids) if role == "element" else "" for role, *ids in columns)
         return [self.index.get(key, none) for key in keys]
 
     def __len__(self) -> int:

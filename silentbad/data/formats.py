@@ -5,7 +5,7 @@ Whatever is wrong is one line that names file and record."""
 
 import os
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def folder_rows(root: Path) -> Iterator[dict]:
             images.safe_path(root, entry["file_name"], where, "file_name"),
             entry.get("text"),
             mask=images.safe_path(root, mask, where, "mask") if mask else None,
-            **{key: entry.get(key) for key in ("phrases", "role", "target_id", "element_id")},
+            **named(entry),
         )
 
 
@@ -72,6 +72,11 @@ def captioned_rows(root: Path) -> Iterator[dict]:
         if text is None:
             raise UserError(f"{file}: no caption; write it into {file.with_suffix('.txt').name}")
         yield row(str(file), file, text)
+
+
+def named(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What an entry says of who is shown."""
+    return {key: entry.get(key) for key in ("phrases", "role", "target_id", "element_id")}
 
 
 @contextmanager
@@ -118,7 +123,7 @@ def hub_rows(table: datasets.Dataset, config: DataSettings) -> Iterator[dict]:
             where,
             hub_image(entry[image], config, where),
             text[0] if isinstance(text, list) and text else text,
-            **{key: entry.get(key) for key in ("phrases", "role", "target_id", "element_id")},
+            **named(entry),
         )
 
 

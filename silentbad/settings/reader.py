@@ -315,7 +315,8 @@ def key_tree(cls: type) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         kind = hints[field.name]
-        tree[field.name] = key_tree(kind) if dataclasses.is_dataclass(kind) else kind
+        is_part = isinstance(kind, type) and dataclasses.is_dataclass(kind)
+        tree[field.name] = key_tree(kind) if is_part else kind
     return tree
 
 

@@ -56,7 +56,7 @@ def _is_layout(config: "TrainConfig", facts: Facts) -> bool:
 
 
 def _averages(config: "TrainConfig", facts: Facts) -> bool | None:
-    return facts.optimizer and facts.optimizer.averages
+    return None if facts.optimizer is None else facts.optimizer.averages
 
 
 def _rows_of_prior(config: "TrainConfig", facts: Facts) -> bool:
