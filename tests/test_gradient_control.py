@@ -352,7 +352,7 @@ def test_config_errors_name_the_key():
             config("gsnr", options={"betta": 1}),
             "gsnr: unknown option 'betta'; did you mean 'beta'. it takes: ",
         ),
-        (config("gsnr+gsnr"), "gsnr.gsnr names a rule twice"),
+        (config("gsnr+gsnr"), "gsnr.gsnr names a part twice"),
         (config("prior+gsnr", options={"floor": 1}), "options: 'floor' is no part of prior.gsnr"),
         (config("gsnr", weights={"prior": 1}), "weights: 'prior'"),
         (config("gsnr", bound=0.5), "bound: must be at least 1, got 0.5"),

@@ -237,7 +237,7 @@ def test_a_search_leaves_the_folder_of_an_audit_alone(run, phrases, tmp_path, ca
         (["--phrases", "{long}"], "the window is 48"),
         (["--phrases", "{places}"], "each of its phrases names a place"),
         (["--scan", "{empty}"], "names no suspect set"),
-        (["--scan", "{unsaid}"], "phrase must hold one"),
+        (["--scan", "{unsaid}"], "elements.0.phrase"),
     ],
 )
 def test_what_cannot_be_searched_is_one_line(arguments, line, run, tmp_path, capsys):

@@ -233,7 +233,7 @@ def test_parts_by_source_hold_each_sample_once():
         ({"name": "contrst"}, "unknown"),
         ({"name": "none"}, "between.[a-z]+ .default.: needs gradient_control.between.name"),
         ({"levels": {"element": 2.0}}, "elements are 1"),
-        ({"levels": {"clean": 0.0}}, "from 1e-06 to 1e[+]06"),
+        ({"levels": {"clean": 0.0}}, "must be at least 1e-06"),
         ({"name": "placebo", "options": {"of": "placebo"}}, "another rule"),
         ({"name": "placebo", "options": {"of": "nothing"}}, "another rule"),
         ({"bound": 0.5}, "bound"),
