@@ -18,7 +18,8 @@ except ModuleNotFoundError:  # Python 3.10; pytest brings this there
 ROOT = Path(__file__).parents[1]
 CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUP = CONFIG["tool"]["setuptools"]
-DISTRIBUTION = {"yaml": "pyyaml", "PIL": "pillow", "annotated_types": "annotated-types"}  # where a module's name is not its distribution's
+# where a module's name is not its distribution's
+DISTRIBUTION = {"yaml": "pyyaml", "PIL": "pillow", "annotated_types": "annotated-types"}
 
 
 def folder_of(package: str) -> str:
