@@ -10,6 +10,7 @@ over repeats, in which every arm runs once, so that other work falls on all alik
 import argparse
 import statistics
 import time
+from functools import cache
 from typing import Any
 
 import torch
@@ -98,6 +99,7 @@ def of_picture(unet: UNet2DConditionModel) -> float:
     return 3 * counter.get_total_flops() / 1e12
 
 
+@cache
 def by_model() -> str:
     """A line a model: an update in fp32 and in bf16, a picture, and the batch at which an update costs as much."""
     lines = []
@@ -109,7 +111,7 @@ def by_model() -> str:
         values = (exact, half, decoder, picture)
         lines.append([name, *(f"{value:.1f}" for value in values), f"{exact / picture:.0f} to {half / picture:.0f}"])
     head = ("model", "update, fp32", "update, bf16", "`up*`, bf16", "a picture", "batch of equal cost")
-    return markdown(head, lines)
+    return markdown(head, lines) + "\n"
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
