@@ -81,6 +81,8 @@ CHINESE = {
     "optimizer": "优化器",
     "by": "按",
     "parts": "部分数",
+    "R": "R",
+    "H": "H",
     "R, other bank": "R，另一组",
     "R within 4": "4 倍之内的 R",
     "within 4, other bank": "4 倍之内，另一组",
