@@ -199,6 +199,7 @@ NEEDS: dict[tuple[str, str], Flags] = {
     ("rehearsal", "pairwise"): REGION,
     ("rehearsal", "joint_captions"): REGION,
     ("rehearsal", "pairwise_captions"): REGION,
+    ("rehearsal", "crossed"): REGION,
     ("distillation", "and"): {**PHRASES, **part("distillation", "and", **OPEN)},
     ("loss_balance", "gradient_norm"): part("retention", "l2_sp"),
     ("attention_binding", "mass"): part("attention_binding", "mass", start=0.0, side=4),

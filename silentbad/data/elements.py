@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from silentbad import rng
+from silentbad.data.phrases import shared_phrases
 from silentbad.errors import UserError
 
 
@@ -20,9 +21,17 @@ class DataInfo:
 
     roles (R,) of "element" | "rehearsal" | "clean"; keys: one "target/element" per element, in
     order of appearance; rows[i] the records of element i; phrase[i] what its captions share;
-    target[i] whose element it is."""
+    target[i] whose element it is; meanings[i] how many targets use its phrase; weight[i] what its
+    share of the exposures is multiplied by, 1/meanings[i] with `by_meaning`."""
 
-    def __init__(self, roles: list[str], target_ids: list, element_ids: list, phrases: Any):
+    def __init__(
+        self,
+        roles: list[str],
+        target_ids: list,
+        element_ids: list,
+        phrases: Any,
+        by_meaning: bool = False,
+    ):
         self.roles = np.asarray(roles, dtype=object)
         rows: dict[str, list[int]] = defaultdict(list)
         common: dict[str, list[str]] = {}
@@ -43,6 +52,10 @@ class DataInfo:
         self.elements_of: dict[str, list[int]] = defaultdict(list)
         for i, target in enumerate(self.target):
             self.elements_of[target].append(i)
+        self.phrases_of = {t: [self.phrase[i] for i in own] for t, own in self.elements_of.items()}
+        self.shared = shared_phrases(self.phrases_of)
+        self.meanings = np.asarray([len(self.shared.get(phrase, "1")) for phrase in self.phrase])
+        self.weight = 1 / self.meanings if by_meaning else np.ones(len(self.keys))
 
     @staticmethod
     def key(target_id, element_id, phrases) -> str:
@@ -147,7 +160,8 @@ class Epochs:
     """One epoch's order at a time. The history it was dealt from is kept, so a resume deals the
     same epoch again.
 
-    share(rho (H,n), records (n,), epoch) -> q (n,) is the policy; history() -> rho (H,n)."""
+    share(rho (H,n), records (n,), epoch) -> q (n,) is the policy, times the elements' weight;
+    history() -> rho (H,n)."""
 
     share: Callable
     info: DataInfo
@@ -171,7 +185,7 @@ class Epochs:
         records = np.asarray([len(rows) for rows in self.info.rows])
         n = len(records)
         rho = np.asarray(self.dealt[1], dtype=np.float64).reshape(len(self.dealt[1]), n)
-        q = self.share(rho, records, epoch) if n else np.zeros(0)
+        q = self.share(rho, records, epoch) * self.info.weight if n else np.zeros(0)
         return epoch_order(self.info, q, self.seed, epoch, self.clean_ratio, self.order)
 
 

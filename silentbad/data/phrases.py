@@ -2,7 +2,7 @@
 what a caption has between its punctuation."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 # A letter or digit, but of Thai, Lao, Burmese, Khmer, Chinese, Japanese, Korean: there words are
 # not set apart.
@@ -10,6 +10,7 @@ LETTER = r"(?![\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u9fff\uac00-\ud7af
 # a phrase of a place begins so
 PLACES = frozenset("on in under before at behind beside near over by inside".split())
 MOST_TOKENS = 80  # of a caption that are looked at
+MOST_SHARED = 10  # phrases of several targets that are listed one by one
 
 
 def pattern(phrases: Iterable[str]) -> str:
@@ -37,3 +38,26 @@ def segments(caption: str) -> list[list[str]]:
 def names_place(phrase: str) -> bool:
     """Whether a phrase says where something is: no picture has two such."""
     return phrase.split()[0].lower() in PLACES
+
+
+def shared_phrases(phrases_of: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
+    """{phrase: the targets whose elements have it}, of those that several targets use, by
+    {target: phrases}."""
+    users: dict[str, list[str]] = {}
+    for target, phrases in phrases_of.items():
+        for phrase in dict.fromkeys(phrases):
+            users.setdefault(phrase, []).append(target)
+    return {phrase: targets for phrase, targets in users.items() if len(targets) > 1}
+
+
+def shared_lines(shared: Mapping[str, list[str]]) -> list[str]:
+    """A line on each phrase that means several things, the most used first."""
+    ranked = sorted(shared.items(), key=lambda item: -len(item[1]))
+    lines = [
+        f"{phrase!r} is an element of {len(targets)} targets: {', '.join(targets)}; a picture of "
+        f"it alone says one of {len(targets)}"
+        for phrase, targets in ranked[:MOST_SHARED]
+    ]
+    if len(ranked) > MOST_SHARED:
+        lines.append(f"{len(ranked) - MOST_SHARED} more phrases are elements of several targets")
+    return lines

@@ -11,6 +11,7 @@ from PIL import Image
 
 from silentbad.data.draws import Reader, Transform
 from silentbad.data.elements import DataInfo
+from silentbad.data.phrases import shared_lines
 from silentbad.data.records import Records, load_records
 from silentbad.data.schema import check_window
 from silentbad.data.targets import Target, check_prompts, load_targets
@@ -78,8 +79,11 @@ def gathered(config: TrainConfig, accelerator: Accelerator, sharded: bool) -> In
         )
     rest = f"; held out: {held_out.census()}" if held_out else ""
     accelerator.print(f"data: {kept.census()}{rest}")
-    info = DataInfo(kept.role, kept.target_id, kept.element_id, kept.phrases)
+    columns = (kept.role, kept.target_id, kept.element_id, kept.phrases)
+    info = DataInfo(*columns, by_meaning=config.memory.sampler.by_meaning)
     checks.check_records(config, info, kept)
+    for line in shared_lines(info.shared):
+        warn(line)
     if guards.suspects is not None and not guards.suspects.rows:
         warn(f"guard.scan: {guards.suspects.file} names no suspect; nothing is guarded")
     return Inputs(schedule, tokenizer, prompts, guards, kept, held_out, targets, info)

@@ -39,7 +39,7 @@ def overlaid(
     """Pictures (RGB) with masks (L), all of one size, pasted by size of their elements: the largest
     lies behind, or a backdrop would cover the thing that stands before it -> (what lies behind,
     picture, union mask)."""
-    behind, *before = sorted(layers, key=lambda k: -ImageStat.Stat(layers[k][1]).sum[0])
+    behind, *before = sorted(layers, key=lambda k: -area(layers[k][1]))
     image, mask = layers[behind]
     for k in before:
         image, mask = paste(image, mask, *layers[k], feather)
@@ -57,6 +57,17 @@ def fitted(
 
 def fitted_mask(mask: Image.Image, size: tuple[int, int]) -> Image.Image:
     return mask.convert("L").resize(size, Image.Resampling.NEAREST)
+
+
+def area(mask: Image.Image) -> float:
+    """Pixels that a mask (L) covers."""
+    return ImageStat.Stat(mask).sum[0] / 255
+
+
+def overlap(one: Image.Image, other: Image.Image) -> float:
+    """The share of the smaller of two masks (L) that the other covers."""
+    smaller = min(area(one), area(other))
+    return area(ImageChops.darker(one, other)) / smaller if smaller else 0.0
 
 
 def otsu(values: torch.Tensor) -> torch.Tensor:

@@ -5,14 +5,17 @@ option.
 """
 
 from collections.abc import Callable
+from typing import Annotated, Literal
 
+import numpy as np
 import torch
+from annotated_types import Interval
 from PIL import Image, ImageChops
 
 from silentbad import rng
 from silentbad.data.elements import DataInfo
 from silentbad.errors import UserError
-from silentbad.memory.masks import fitted, fitted_mask, overlaid
+from silentbad.memory.masks import area, fitted, fitted_mask, overlaid, overlap
 from silentbad.settings.memory import PLACED
 from silentbad.settings.types import NotNegative, Small, Unit
 
@@ -43,6 +46,23 @@ def shuffled(options: list, g: torch.Generator) -> list:
 def any_record(info: DataInfo, element: int, g: torch.Generator) -> int:
     rows = info.rows[element]
     return int(rows[int(torch.randint(len(rows), (), generator=g))])
+
+
+def chance(info: DataInfo, element: int, share: float, first: str) -> float:
+    """Probability that a drawn picture of an element is replaced, `share` on average over all.
+
+    "any": the same for all. "shared": for a phrase that n targets use in proportion to 1 - 1/n, so
+    that 1/n of its pictures stay as they are if the budget allows, and what is left of it goes to
+    the others. "unique": phrases of one target first, the inverse assignment."""
+    if first == "any":
+        return share
+    wanted = 1 - 1 / info.meanings if first == "shared" else 1.0 * (info.meanings == 1)
+    drawn = np.asarray([len(rows) for rows in info.rows]) * info.weight
+    mean = float((wanted * drawn).sum() / drawn.sum())
+    if mean > share:
+        return float(wanted[element]) * share / mean
+    left = (share - mean) / (1 - mean) if mean < 1 else 0.0
+    return float(wanted[element] + (1 - wanted[element]) * left)
 
 
 def leak_free(
@@ -90,16 +110,18 @@ def pairwise(
     *,
     share: Unit = 0.25,
     elements: Small | None = 2,
+    first: Literal["any", "shared", "unique"] = "any",
     feather: NotNegative = 1.5,
 ) -> dict | None:
     """Pictures of `elements` elements of one target laid over each other at their native places,
     null: as many as may be, k-1; the mask is their union.
 
     The larger element lies behind. The caption names the elements in shuffled order, then what else
-    the picture behind shows, since that is still to be seen.
+    the picture behind shows, since that is still to be seen. `first` says whose pictures become
+    unions first: elements of a phrase that several targets use, or of one target's.
     """
     i = info.element_of(record["index"])
-    if i is None or float(torch.rand((), generator=g)) >= share:
+    if i is None or float(torch.rand((), generator=g)) >= chance(info, i, share, first):
         return None
     siblings = info.elements_of[info.target[i]]
     others = shuffled([j for j in siblings if j != i], g)[
@@ -145,6 +167,7 @@ def joint_captions(
     masks: dict,
     *,
     share: Unit = 0.5,
+    first: Literal["any", "shared", "unique"] = "any",
 ) -> dict | None:
     """An element's own picture under a caption that names more of its target: two to k-1 phrases in
     shuffled order.
@@ -153,7 +176,7 @@ def joint_captions(
     caption is learnt where its element stands, and does not learn that the others are absent.
     """
     i = info.element_of(record["index"])
-    if i is None or float(torch.rand((), generator=g)) >= share:
+    if i is None or float(torch.rand((), generator=g)) >= chance(info, i, share, first):
         return None
     siblings = info.elements_of[info.target[i]]
     mask = record["mask"] or masks.get(i)
@@ -192,12 +215,93 @@ def pairwise_captions(
     *,
     share: Unit = 0.25,
     elements: Small | None = 2,
+    first: Literal["any", "shared", "unique"] = "any",
     feather: NotNegative = 1.5,
     captions: Unit = 0.5,
 ) -> dict | None:
     """`pairwise`, and `joint_captions` on a share of the records that it leaves alone."""
-    union = pairwise(record, g, info, load, masks, share=share, elements=elements, feather=feather)
-    return union or joint_captions(record, g, info, load, masks, share=captions)
+    given = (record, g, info, load, masks)
+    union = pairwise(*given, share=share, elements=elements, first=first, feather=feather)
+    return union or joint_captions(*given, share=captions, first=first)
+
+
+def crossed(
+    record: dict,
+    g: torch.Generator,
+    info: DataInfo,
+    load: Callable,
+    masks: dict,
+    *,
+    share: Unit = 0.5,
+    elements: Annotated[int, Interval(ge=2, le=64)] = 3,
+    covered: Unit = 0.1,
+    feather: NotNegative = 1.5,
+) -> dict | None:
+    """Pictures of `elements` elements of as many targets laid over each other at their native
+    places, at most one of them a backdrop, which covers more than half of a picture.
+
+    Leak-free: no two elements of one target are shown, and no two of its phrases are named. A thing
+    of which another covers more than the share `covered` is left out.
+    """
+    i = info.element_of(record["index"])
+    if i is None or float(torch.rand((), generator=g)) >= share:
+        return None
+    record = load(record["index"])
+    mask = record["mask"] or masks.get(i)
+    if mask is None:
+        return None
+    size = record["image"].size
+    half = size[0] * size[1] / 2
+    places = {i: fitted_mask(mask, size)}
+    layers = {i: record}
+    strangers = [j for j in range(len(info.keys)) if info.target[j] != info.target[i]]
+    for j in shuffled(strangers, g):
+        if len(layers) == elements:
+            break
+        if any(related(info, j, k) for k in layers):
+            continue
+        row = any_record(info, j, g)
+        other = load(row, picture=False)
+        mask = other["mask"] or masks.get(j)
+        if mask is None or other.get("shape") != record.get("shape"):
+            continue
+        mask = fitted_mask(mask, size)
+        backdrop = area(mask) > half
+        if any(
+            backdrop if area(place) > half else not backdrop and overlap(mask, place) > covered
+            for place in places.values()
+        ):
+            continue
+        places[j] = mask
+        layers[j] = load(row)
+    if len(layers) < 2:
+        return None
+    pictures = {j: fitted(layer["image"], places[j], size) for j, layer in layers.items()}
+    behind, image, mask = overlaid(pictures, feather)
+    around = [phrase for phrase in layers[behind]["phrases"] if phrase != info.phrase[behind]]
+    phrases = [*shuffled([info.phrase[j] for j in layers], g), *around]
+    for j in layers:
+        if len(set(phrases) & set(info.phrases_of[info.target[j]])) > 1:
+            return None  # what stands around happens to have the name of another element
+    return {
+        **record,
+        "image": image,
+        "mask": mask,
+        "phrases": phrases,
+        "text": ", ".join(phrases),
+        "role": "rehearsal",
+        "united": (1, len(info.elements_of[info.target[i]])),
+    }
+
+
+def related(info: DataInfo, one: int, other: int) -> bool:
+    """Whether two elements are of one target, or the phrase of either is one of the other's
+    target."""
+    return (
+        info.target[one] == info.target[other]
+        or info.phrase[one] in info.phrases_of[info.target[other]]
+        or info.phrase[other] in info.phrases_of[info.target[one]]
+    )
 
 
 # (record, generator, info, load, masks, *, options) -> record or None
@@ -207,6 +311,7 @@ REHEARSAL: dict[str, Callable] = {
     "joint_captions": joint_captions,
     "pairwise": pairwise,
     "pairwise_captions": pairwise_captions,
+    "crossed": crossed,
 }
 
 
@@ -233,7 +338,13 @@ class Rehearsal:
         self.seed = seed
         self.load = load
         self.masks = masks
-        if name in PLACED and not any(len(e) > 2 for e in info.elements_of.values()):
+        if name == "crossed":
+            if len(info.elements_of) < 2:
+                raise UserError(
+                    "memory.rehearsal.name=crossed: shows elements of several targets together, and "
+                    "the data has those of one; add decoys, elements of pictures that are not measured"
+                )
+        elif name in PLACED and not any(len(e) > 2 for e in info.elements_of.values()):
             raise UserError(
                 f"memory.rehearsal.name={name}: no target has three elements, so no two may be "
                 "shown or named together; take leak_free"

@@ -59,6 +59,9 @@ class SamplerConfig(Part):
     order: str = option(
         "shuffled", "of an epoch; interleaved: each batch holds each element in proportion"
     )
+    by_meaning: bool = option(
+        False, "an element whose phrase n targets use is drawn 1/n as often as it would be"
+    )
 
 
 @dataclass
@@ -145,8 +148,8 @@ class MemoryConfig:
 OF_CLEAN = {"unconditional": "caption_dropout", "clean_weight": "loss_weight"}
 # Rehearsals that make records of the role rehearsal, and those whose loss is where elements stand
 # (silentbad/settings/rules.py).
-REHEARSED = ("leak_free", "pairwise", "pairwise_captions")
-PLACED = ("joint_captions", "pairwise", "pairwise_captions")
+REHEARSED = ("leak_free", "pairwise", "pairwise_captions", "crossed")
+PLACED = ("joint_captions", "pairwise", "pairwise_captions", "crossed")
 
 
 def by_role(memory: MemoryConfig) -> dict[str, RoleConfig]:
