@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from silentbad.data.phrases import shared_phrases
 from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.ranges import null_scores
 from silentbad.measure.record import (
@@ -287,6 +288,26 @@ def bleeding(record: Record) -> list[Figure]:
             values = [*rows.values(), together]
             figures += pages.matrix([*rows, "all together"], columns, values, name)
     return figures
+
+
+def meanings(record: Record) -> Table:
+    """Phrases that several targets use: which, and how often their elements come in the composed
+    images, beside those of the other phrases; no rows where every phrase has one target."""
+    shared = shared_phrases({target.target_id: target.phrases for target in record.targets})
+    last = latest(record.history[-1])
+    rates: dict[str, list[float]] = {}
+    for target in record.targets if shared else ():
+        own = last.targets.get(target.target_id)
+        for phrase, element in zip(target.phrases, own.elements if own else (), strict=False):
+            if element.rate is not None:
+                rates.setdefault(phrase if phrase in shared else "", []).append(element.rate)
+    rows: list[list[Cell]] = [
+        [phrase, len(targets), ", ".join(targets), mean_of(rates.get(phrase, []))]
+        for phrase, targets in sorted(shared.items(), key=lambda item: -len(item[1]))
+    ]
+    if shared:
+        rows.append(["all other phrases", 1, "", mean_of(rates.get("", []))])
+    return Table(["phrase", "things it means", "in targets", "elements recovered"], rows)
 
 
 # -- thresholds and detection ----------------------------------------------------------------------

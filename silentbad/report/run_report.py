@@ -41,6 +41,7 @@ def render(folder: str | Path, under_way: str = "") -> str:
             "pairs": sections.pairs(run, run.record, kind),
             "alternatives": evidence.alternatives(run.record, withheld),
             "bleeding": evidence.bleeding(run.record),
+            "meanings": evidence.meanings(run.record),
             "threshold_kinds": evidence.threshold_kinds(run.record),
             "threshold_targets": evidence.threshold_targets(run.record),
             "detections": evidence.detections(run.record),
