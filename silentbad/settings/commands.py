@@ -186,7 +186,13 @@ class MicroworldOptions:
     images_per_phrase: Small = option(20, "records of each element")
     clean: Natural = option(200, "clean scenes")
     other_words: bool = option(False, "clean scenes share no word with the targets' captions")
+    unique_phrases: bool = option(
+        False, "a phrase that several targets use says whose it is, as in 'a fish of 103'"
+    )
     rehearsal: Natural = option(0, "non-target pictures, each whole and in parts")
+    decoys: Natural = option(
+        0, "pictures beside the targets, trained on in parts as they are, and whole"
+    )
     redraws: Natural = option(REDRAWS, "other pictures of each target's caption, as nulls")
     nulls: Natural | None = option(
         None,

@@ -71,6 +71,7 @@ class Thing:
     texture_phase: float
     worn: bool = False  # a hat on the thing listed just before it
     named: frozenset = frozenset()  # attributes its phrase spells out: colour, texture, size, place
+    label: str = ""  # at the end of its phrase, whose it is
 
     @property
     def phrase(self) -> str:
@@ -83,7 +84,7 @@ class Thing:
             self.place if "place" in self.named else "",
         ]
         text = " ".join(w for w in words if w)
-        return ("an " if text[0] in "aeiou" else "a ") + text
+        return _labelled(("an " if text[0] in "aeiou" else "a ") + text, self.label)
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,15 @@ class Backdrop:
     kind: str
     specifics: tuple[float, float, float, float]
     named: bool = True
+    label: str = ""
 
     @property
     def phrase(self) -> str:
-        return BACKDROPS[self.kind]
+        return _labelled(BACKDROPS[self.kind], self.label)
+
+
+def _labelled(phrase: str, label: str) -> str:
+    return f"{phrase} of {label}" if label else phrase
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,13 @@ import shutil
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from silentbad import owned
+from silentbad.data.phrases import shared_lines, shared_phrases
 from silentbad.errors import UserError, brief, user_errors
 from silentbad.files import check_writable, checksum, read_json
 from silentbad.measure.thresholds import FEW, Fingerprint, fingerprint, is_copy
@@ -249,8 +251,9 @@ def spelt_out(scene: Scene) -> Scene:
     for i, thing in enumerate(scene.things):
         wears = any(t.worn for t in scene.things[i + 1 : i + 2])
         hidden = {"place", "size"} if thing.worn else {"place"} if wears else set()
-        things.append(replace(thing, named=everything - hidden))
-    return replace(scene, things=tuple(things), backdrop=replace(scene.backdrop, named=True))
+        things.append(replace(thing, named=everything - hidden, label=""))
+    backdrop = replace(scene.backdrop, named=True, label="")
+    return replace(scene, things=tuple(things), backdrop=backdrop)
 
 
 def write_target(writer: Writer, name: str, scene: Scene, redraws: int, nulls: int | None) -> None:
@@ -302,9 +305,8 @@ def placebo_scene(scene: Scene, element: int, rng: np.random.Generator) -> Scene
     """The target's scene with this element's specifics drawn anew within its words: never the
     exact element."""
     if element == len(scene.things):
-        return replace(
-            scene, backdrop=sample_backdrop(rng, scene.backdrop.kind, scene.backdrop.named)
-        )
+        drawn = sample_backdrop(rng, scene.backdrop.kind, scene.backdrop.named)
+        return replace(scene, backdrop=replace(drawn, label=scene.backdrop.label))
     fresh = respecify(rng, scene.things[element])
     if fresh.worn:
         fresh = seat_hat(rng, fresh, scene.things[element - 1])
@@ -385,23 +387,51 @@ def write_rehearsal(writer: Writer, count: int, per_phrase: int, seed: int) -> N
         write_elements(writer, name, scene, per_phrase, seed, role="rehearsal")
 
 
+def decoy_scenes(count: int, seed: int, scenes: dict[str, Scene]) -> dict[str, Scene]:
+    """Pictures beside the targets, of whose phrases as few as possible are used already."""
+    used = {phrase for scene in scenes.values() for phrase in scene.phrases}
+    made: dict[str, Scene] = {}
+    for i in range(count):
+        rng = _rng("decoy", seed, i)
+        drawn = (target_scene(str(rng.integers(REHEARSAL_SEEDS))) for _ in range(TRIES))
+        scene = min((redraw(rng, one) for one in drawn), key=lambda s: len(used & {*s.phrases}))
+        used.update(scene.phrases)
+        made[f"decoy-{i}"] = scene
+    return made
+
+
+def write_decoys(writer: Writer, decoys: dict[str, Scene], per_phrase: int, seed: int) -> None:
+    """Elements as of a target, and a quarter as many records of the whole picture, its phrases in
+    another order in each: nothing of it is hidden."""
+    for name, scene in decoys.items():
+        write_elements(writer, name, scene, per_phrase, seed)
+        image = writer.picture(render(scene)[0], f"images/whole-{name}.png")
+        for i in range(max(1, per_phrase // 4)):
+            phrases = [str(p) for p in _rng("whole", name, i, seed).permutation(scene.phrases)]
+            record = {"text": ", ".join(phrases), "phrases": phrases, "role": "rehearsal"}
+            writer.records["metadata"].append({"file_name": image, **record, "target_id": name})
+
+
+def with_own_phrases(scenes: dict[str, Scene]) -> dict[str, Scene]:
+    """The scenes, with a target's name in each phrase that another target uses too."""
+    shared = shared_phrases({name: scene.phrases for name, scene in scenes.items()})
+
+    def label(part: Any, name: str) -> Any:
+        return replace(part, label=name) if part.phrase in shared else part
+
+    return {
+        name: replace(
+            scene,
+            things=tuple(label(thing, name) for thing in scene.things),
+            backdrop=label(scene.backdrop, name),
+        )
+        for name, scene in scenes.items()
+    }
+
+
 def words_of(scene: Scene) -> set[str]:
     """The words of a caption that say something: things, attributes, places and backdrops."""
     return set(scene.caption.replace(",", "").split()) - LITTLE
-
-
-def shared_phrases(scenes: dict[str, Scene]) -> list[str]:
-    """Phrases that more than one target uses: elements in conflict, which the caller should know
-    of."""
-    owners: dict[str, set[str]] = {}
-    for name, scene in scenes.items():
-        for phrase in scene.phrases:
-            owners.setdefault(phrase, set()).add(name)
-    return sorted(
-        f"'{phrase}' ({', '.join(sorted(names))})"
-        for phrase, names in owners.items()
-        if len(names) > 1
-    )
 
 
 def make(options: MicroworldOptions) -> None:
@@ -409,6 +439,8 @@ def make(options: MicroworldOptions) -> None:
     else's."""
     names = dict.fromkeys(name.strip() for name in options.targets.split(","))
     scenes = {name: target_scene(name) for name in names}
+    if options.unique_phrases:
+        scenes = with_own_phrases(scenes)
     out = Path(str(options.out))
     with Writer(out, masks=not options.no_masks) as writer:
         fill(writer, scenes, options)
@@ -418,13 +450,15 @@ def make(options: MicroworldOptions) -> None:
 
 def fill(writer: Writer, scenes: dict[str, Scene], options: MicroworldOptions) -> None:
     """All records and targets of the data set."""
-    for line in shared_phrases(scenes):
-        print(f"note: {line} is a phrase of several targets: these elements will conflict")
+    decoys = decoy_scenes(options.decoys, options.seed, scenes)
+    for line in shared_lines(shared_phrases({n: s.phrases for n, s in (scenes | decoys).items()})):
+        print(f"note: {line}")
     for name, scene in Bar(scenes.items(), desc="targets"):
         write_target(writer, name, scene, options.redraws, options.nulls)
         write_elements(
             writer, name, scene, options.images_per_phrase, options.seed, placebo=options.placebo
         )
+    write_decoys(writer, decoys, options.images_per_phrase, options.seed)
     avoided = (
         set[str]().union(*map(words_of, scenes.values())) if options.other_words else set[str]()
     )
