@@ -31,9 +31,20 @@ TARGETS = ";".join(map(str, range(MAIN, MAIN + 24)))
 OWN = (8.0, 600, 50)  # rate, steps and steps between evaluations of an arm that is not reported
 RUN = ("arm", "factor", "steps", "ratio", "targets", "seed")  # what names a run
 Run = tuple[str, float, int, float, str, int]
-SETTING = ("clean", "images", "first_images", "settled", "guidance", "flags", "placebo", "nulls", "words")
+SETTING = (
+    *("clean", "images", "first_images", "settled", "guidance", "flags"),
+    *("placebo", "nulls", "words", "unique_phrases", "decoys"),
+)
 # Of a row that does not say.
-BEFORE = {"base": None, "nulls": "target", "words": "shared", "first_images": 0, "settled": 0}
+BEFORE = {
+    "base": None,
+    "nulls": "target",
+    "words": "shared",
+    "first_images": 0,
+    "settled": 0,
+    "unique_phrases": False,
+    "decoys": 0,
+}
 NULLS = {"target": 100, "element": None}  # of each harder kind: 100 for a target, or for each element it changes
 
 
@@ -54,6 +65,7 @@ def train(run: Run, args: argparse.Namespace) -> list[dict]:
     arm, factor, steps, ratio, targets, seed = run
     own, images = {**PUBLISHED[arm], **json.loads(args.flags or "{}")}, per_phrase(targets, args.clean, ratio)
     more = ("--placebo",) * args.placebo + ("--other_words",) * (args.words == "other")
+    more += ("--unique_phrases",) * args.unique_phrases + ("--decoys", str(args.decoys)) * bool(args.decoys)
     clean, nulls = args.clean + HELD_OUT, NULLS[args.nulls]
     data = data_set(targets, seed, images, own, clean=clean, more=more, nulls=nulls)
     flags = {
@@ -121,6 +133,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--settled", type=int, default=0, help="end a run once it recovers at so many evaluations")
     parser.add_argument("--nulls", choices=NULLS, default="element", help="100 of each harder kind for each of these")
     parser.add_argument("--words", choices=("shared", "other"), default="shared", help="of clean and element captions")
+    parser.add_argument("--unique-phrases", action="store_true", help="no phrase is of several targets")
+    parser.add_argument(
+        "--decoys", type=int, default=0, help="pictures beside the targets, trained on and not measured"
+    )
     parser.add_argument("--guidance", type=float, default=2.0, help="guidance scale of the evaluations")
     parser.add_argument("--flags", help="further flags of train_silentbad.py for every arm, as JSON")
     parser.add_argument("--base", type=Path, help="folder of another base to fine-tune")
@@ -140,7 +156,8 @@ def main(argv: list[str] | None = None) -> None:
         if time.monotonic() > deadline:
             print(f"--budget-minutes {args.budget_minutes:g} are over; the same command goes on from here")
             break
-        also = zlib.crc32(f"{args.flags or ''}{args.base or ''}{args.words}".encode())
+        data = f"{args.words}{args.unique_phrases}{args.decoys}"
+        also = zlib.crc32(f"{args.flags or ''}{args.base or ''}{data}".encode())
         with claimed(("published", *run, int(args.placebo), also)) as free:
             if free and run not in done(args):
                 made = train(run, args)

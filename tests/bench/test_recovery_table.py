@@ -27,14 +27,15 @@ def test_every_arm_is_a_configuration_that_passes_the_checks(name):
     [
         (arms.PUBLISHED["recommended"], ["recommended"]),
         (arms.PUBLISHED["recommended"] | arms.rule("gsnr", **arms.SOON), ["recommended", "low_drift"]),
+        (arms.PUBLISHED["recommended_long"], ["recommended", "many"]),
     ],
-    ids=["recommended", "low drift"],
+    ids=["recommended", "low drift", "many"],
 )
 def test_a_configuration_is_the_arm_it_names(flags, files):
     argv = ["--config", "configs/microworld.yaml", "--train_data_dir", "data", "--output_dir", "out"]
     merged = [part for name in files for part in ("--config", f"configs/{name}.yaml")]
     from_files, _ = parse(train_silentbad.Config, [*argv, *merged], "")
-    own = {k: v for k, v in flags.items() if k.startswith(("memory.", "gradient_control."))}
+    own = {k: v for k, v in flags.items() if k.startswith(("memory.", "gradient_control.", "lr_scheduler", "lr_power"))}
     from_flags, _ = parse(train_silentbad.Config, [*argv, *(f"--{k}={v}" for k, v in own.items())], "")
     assert from_files == from_flags
 
