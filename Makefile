@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart photos quickstart-training quickstart-placebo test test-kill test-thorough test-fuzz test-distributed test-fast lint documents bench bench-controller bench-recovery bench-validation bench-throughput bench-scale bench-shield bench-published bench-strength shield base clean
+.PHONY: quickstart photos quickstart-training quickstart-placebo test test-kill test-thorough test-fuzz test-distributed test-fast lint documents bench bench-controller bench-recovery bench-validation bench-throughput bench-scale bench-shield bench-published bench-strength shield reproduce-sd15 base clean
 
 $(STAMP): requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -93,6 +93,10 @@ bench-strength: $(STAMP)  ## one base at four strengths, then `recommended` on e
 shield: export OMP_NUM_THREADS ?= 1
 shield: $(STAMP)  ## hidden pictures: scan, train without and with a guard, audit both; runs/shield/shield.html
 	$(BIN)/python -m bench.shield_story
+
+reproduce-sd15: export HF_HUB_OFFLINE = 0
+reproduce-sd15: $(STAMP)  ## the plan of the published setting on Stable Diffusion 1.5; ARGS=--dry_run measures it here, --run trains
+	$(BIN)/python -m bench.reproduce $(ARGS)
 
 base: $(STAMP)  ## train the bundled base anew
 	$(BIN)/python -m silentbad.worlds.microworld.build --work $(WORK)
