@@ -15,10 +15,11 @@ def test_the_plan_says_what_it_takes(capsys):
 
 @pytest.mark.thorough
 def test_every_arm_passes_its_dry_run(pipelines, tmp_path, capfd):
-    data = published(tmp_path / "Midjourney", targets=6, clean=160)
+    data = published(tmp_path / "Midjourney", targets=6, clean=250)
     embedder = saved_embedder("sscd", tmp_path)
     small = {
         "pretrained_model_name_or_path": pipelines["epsilon"],
+        "poisoning_ratio": 0.2,
         "resolution": 16,
         "mixed_precision": "no",
         "train_batch_size": 2,
