@@ -326,6 +326,14 @@ def test_caching_takes_what_fits_or_is_one_line(limit, code, flags, tmp_path, mo
         assert line.startswith("error: resolution: memory ran out (CUDA out of memory.") and "mixed_precision" in line
 
 
+@pytest.mark.parametrize("place", ["build", "update"])
+def test_memory_that_runs_out_elsewhere_is_one_line(place, flags, monkeypatch, capsys):
+    monkeypatch.setattr(f"train_silentbad.{place}", partial(out_of_memory(-1, None), ()))
+    assert main(flags(max_train_steps=1)) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: pretrained_model_name_or_path: memory ran out") and "use_8bit_adam" in line
+
+
 def test_null_pictures_are_kept_in_cache_dir_and_said(flags, data, tmp_path, capsys):
     settings = VALIDATION | {"validation.targets": data / "targets.jsonl", "validation.threshold": None}
     settings |= {"validation.calibration": "base", "validation.null_images": 8, "cache_dir": tmp_path / "cache"}
