@@ -76,7 +76,6 @@ def command(base: Path, data: Path, out: Path, settings: dict) -> list[str]:
         "train_data_dir": data,
         "output_dir": out,
         "resolution": 256,
-        "validation.resolution": 256,
         "train_batch_size": 1,
         "max_train_steps": STEPS,
         "log_every": 1,
