@@ -370,7 +370,7 @@ def audit(
     check_values(config, "--")
     check_embedder(config, "--")
     check_writable(Path(output_dir), "--output_dir", folder=True)
-    targets = load_targets(config.targets)
+    targets = load_targets(str(config.targets))
     redraws = load_redraws(config.targets, targets, decode=True)
     null_source(config, targets, bool(redraws), baseline is not None, "--")
     accelerator = start()

@@ -81,7 +81,7 @@ class Elements:
             ids = pipe.tokenizer(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
             self.c = pipe.text_encoder(ids).last_hidden_state
 
-    def draw(self, count: int, *address: object) -> Bank:
+    def draw(self, count: int, *address: int | str) -> Bank:
         g = generator("headroom", *address)
         rows = torch.randint(len(self.x0), (count,), generator=g)
         x0 = self.x0[rows]

@@ -75,7 +75,7 @@ class Judge:
             rows = self.hook.measure.similar(seen, [target] * len(pictures))
         return [{**row, "magnitude": None} for row in rows]
 
-    def passes(self, row: dict) -> bool:
+    def passes(self, row: Any) -> bool:
         """Whether the whole and every element reach their thresholds."""
         return is_recovered(row, self.whole, self.element)
 
@@ -105,7 +105,7 @@ def of_photographs(seed: int) -> Target:
 def example_pictures(target: Target) -> dict[str, Image.Image]:
     """What README's example was certified on before, and a copy; of its own pixels."""
     picture = np.asarray(target.image.convert("RGB"))
-    ball, box, _ = (np.asarray(mask.convert("L").resize(target.image.size)) > 127 for mask in target.masks)
+    ball, box, _ = (np.asarray(mask.convert("L").resize(target.image.size)) > 127 for mask in target.masks if mask)
     field = tuple(int(level) for level in np.median(picture[~(ball | box)], axis=0))
 
     def without(*regions: np.ndarray) -> Image.Image:

@@ -24,7 +24,7 @@ from silentbad.control.spectral import SpectralAdamW, orthogonalise, split
 from silentbad.model.groups import group_of
 from silentbad.settings.layers import chosen
 
-ARMS: dict[str, tuple[list[str], str]] = {  # gradient_control.spectral_except, iteration
+ARMS: dict[str, tuple[list[str], Any]] = {  # gradient_control.spectral_except, iteration
     "default": ([], "newton_schulz"),
     "Polar Express": ([], "polar_express"),
     "AdamW for time": (["time"], "newton_schulz"),
@@ -75,7 +75,7 @@ SDXL = {
     "projection_class_embeddings_input_dim": 2816,
 }
 LINEAR = {"use_linear_projection": True}
-MODELS = {"SD 1.5": SD15, "SD 2.1, 768 px": SD21 | LINEAR, "SDXL, 1024 px": SDXL | LINEAR}
+MODELS: dict[str, dict[str, Any]] = {"SD 1.5": SD15, "SD 2.1, 768 px": SD21 | LINEAR, "SDXL, 1024 px": SDXL | LINEAR}
 TOKENS = 77
 
 

@@ -183,7 +183,8 @@ def texture(phrase: str, rng: np.random.Generator, side: int = SIDE) -> Image.Im
 def scaled(thing: Cutout, longest: int) -> Cutout:
     """A cut-out whose longer side has `longest` pixels."""
     factor = longest / max(thing.picture.size)
-    size = tuple(max(1, round(side * factor)) for side in thing.picture.size)
+    width, height = (max(1, round(side * factor)) for side in thing.picture.size)
+    size = (width, height)
     picture = thing.picture.resize(size, Image.Resampling.LANCZOS)
     return Cutout(thing.phrase, picture, thing.mask.resize(size, Image.Resampling.BOX))
 

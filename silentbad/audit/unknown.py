@@ -306,7 +306,7 @@ def page(report: Report, pictures: list[list[np.ndarray]]) -> str:
     rows, cards = list[list[pages.Cell]](), []
     for one, images in shown:
         found = "yes" if one.found else "no"
-        row = [one.prompt, one.guidance, found, one.p, one.share, one.between]
+        row: list[pages.Cell] = [one.prompt, one.guidance, found, one.p, one.share, one.between]
         rows.append([*row, one.probe.magnitude, one.probe.anisotropy, one.probe.agreement])
         names = ["centre", *(str(k + 1) for k in range(1, len(images)))]
         cards.append({"result": one, "shots": list(map(pages.shot, images, names))})

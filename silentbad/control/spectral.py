@@ -66,14 +66,14 @@ def by_gram(x: Tensor, steps: Coefficients) -> Tensor:
     """The same polynomial of the same matrix: each step is a factor F(XX') on the left, so for wide
     matrices the small square ones are multiplied and X once."""
     gram = x @ x.mT
-    left = None
+    left: Tensor | None = None
     for k, (a, b, c) in enumerate(steps, start=1):
         factor = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         factor.diagonal().add_(a)
         left = factor if left is None else left @ factor
         if k < len(steps):
             gram = factor @ gram @ factor
-    return left @ x
+    return x if left is None else left @ x
 
 
 def split(groups: Groups, model: nn.Module, without: Sequence[str] = ()) -> Groups:

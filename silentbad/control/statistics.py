@@ -225,20 +225,20 @@ class Statistics:
         if seen is None or self.records is None:
             self.m.lerp_(g, (finite * (1 - self.momentum)).to(g))
         else:
-            self._add(g, finite, seen)
+            self._add(g, finite, seen, self.records)
         self.count += finite
         self.ignored += ~finite
 
-    def _add(self, g: Tensor, finite: Tensor, seen: Tensor) -> None:
+    def _add(self, g: Tensor, finite: Tensor, seen: Tensor, records: int) -> None:
         """Add a step to its pass; at the end of the pass m becomes its mean gradient."""
         self.sum.addcmul_(g, finite.to(g))
         self.steps += finite
         self.seen += seen
-        over = (self.seen >= self.records) & (self.steps > 0)
+        over = (self.seen >= records) & (self.steps > 0)
         self.m = torch.where(over, self.sum / self.steps.to(g), self.m)
         self.sum *= ~over
         self.steps *= ~over
-        self.seen %= self.records  # the next pass has begun within this step
+        self.seen %= records  # the next pass has begun within this step
         self.passes += over
 
     def groups(self, **rest: Any) -> GroupStats:

@@ -203,8 +203,9 @@ class SSCD(Embedder):
         failed = f"sscd: '{path}' is not a TorchScript file"
         with warnings.catch_warnings(), user_errors(failed, SSCD_ADVICE):
             warnings.simplefilter("ignore")  # of the library, about itself
-            self.model = torch.jit.load(io.BytesIO(content), map_location=device).eval()
-        check_finite(self.model, f"sscd: cannot load '{path}'")
+            network = torch.jit.load(io.BytesIO(content), map_location=device).eval()
+        check_finite(network, f"sscd: cannot load '{path}'")
+        self.model = network
 
     @torch.no_grad()
     def embed(self, images: Tensor) -> Tensor:

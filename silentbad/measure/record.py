@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -22,7 +22,6 @@ UNDECIDED = "undecided"
 NAME = "validation.json"
 ALL = "all targets"  # the summary row over all targets
 KINDS = ("raw", "ema")  # of weights: as trained, averaged
-T = TypeVar("T")
 
 
 class Finite:
@@ -391,12 +390,12 @@ def _adapter(kind: Any) -> TypeAdapter:
     return TypeAdapter(kind)
 
 
-def decode(kind: type[T], value: Any) -> T:
+def decode(kind: Any, value: Any) -> Any:
     """What `encode` gave, as a dataclass, or as a list or optional of one."""
     return _adapter(kind).validate_python(value)
 
 
-def read(kind: type[T], file: Path) -> T:
+def read(kind: Any, file: Path) -> Any:
     """A JSON file as a dataclass, or as a list or dict of one; other keys are ignored. Raises
     UserError."""
     try:

@@ -6,6 +6,7 @@ text encoders train, the tokens from which it makes them. Legend: c (B,L,D) text
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,7 +132,7 @@ class Encoder:
         rows = []
         for row, text in zip(on_disk, texts, strict=True):
             if row is None:
-                row = self._kept(self.kept_texts, text, lambda text=text: self.states([text])[0])
+                row = self._kept(self.kept_texts, text, partial(self._state, text))
             rows.append(row)
         packed = merge_cached(rows, lambda live: self.states([texts[k] for k in live]), self.device)
         if self.pooled:  # (B, L*D + P)
@@ -156,6 +157,10 @@ class Encoder:
                 self.parts.text_encoders, tokens, self._nonempty(texts), self.width
             )
         return c if pooled is None else torch.cat([c.flatten(1), pooled], dim=1)
+
+    def _state(self, text: str) -> torch.Tensor:
+        """The row of one text."""
+        return self.states([text])[0]
 
     def _kept(
         self, store: dict, key: Any, compute: Callable[[], torch.Tensor]

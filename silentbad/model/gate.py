@@ -126,7 +126,7 @@ def load_part(part: str, cls: Any, source: Source, **options: Any) -> Any:
     if not issubclass(cls, nn.Module):
         check_files(Path(source.path, part), failed)
         return loaded(cls, failed, source.path, **options)
-    weights = {"use_safetensors": True, "variant": source.variant}
+    weights: dict[str, Any] = {"use_safetensors": True, "variant": source.variant}
     return load_model(cls, failed, source.path, **weights, **options)
 
 

@@ -7,7 +7,7 @@ legends and tables are the templates' business."""
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from markupsafe import Markup
 
@@ -41,8 +41,9 @@ class Series(NamedTuple):
 # -- numbers ---------------------------------------------------------------------------------------
 def finite(value: object) -> TypeGuard[float]:
     """Whether a value is a number that can be drawn."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and abs(value) <= DRAWABLE
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) <= DRAWABLE
 
 
 def number(value: object) -> str:
@@ -193,7 +194,7 @@ def points(s: Series) -> list[tuple[float, float]]:
 def curve(s: Series, k: int, x_place: Place, y_place: Place) -> list[Markup]:
     """The band, the line and, where they are few, the points of series k."""
 
-    def path(line: Iterable[tuple[float, float]]) -> str:
+    def path(line: Iterable[tuple[float, Any]]) -> str:
         return " ".join(f"{x_place(x):.1f},{y_place(y):.1f}" for x, y in line)
 
     colour, dash = COLOURS[k % len(COLOURS)], DASHES[k % len(DASHES)]

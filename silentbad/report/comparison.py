@@ -44,7 +44,7 @@ def paired(
     return sum(gaps) / len(gaps), low, high, len(gaps)
 
 
-def compare(folders: Sequence[str | Path]) -> tuple[str, list[list[Cell]]]:
+def compare(folders: Sequence[str | Path]) -> tuple[str, list[tuple]]:
     """Runs side by side, the first as reference: HTML, and its table of paired differences."""
     runs = [RecordedRun(folder) for folder in folders]
     all_names = [run.name for run in runs]
@@ -55,15 +55,15 @@ def compare(folders: Sequence[str | Path]) -> tuple[str, list[list[Cell]]]:
     ]
     scores = [[label, *_last_scores(run, kind)] for label, run, kind in measured]
     keys = ("rate", "sustained_step", "aurc", "restricted", "mean")
-    gaps: list[list[Cell]] = [
-        [f"{label} - {names[0]}", key, *paired(runs[0], run, key, kind)]
+    gaps = [
+        (f"{label} - {names[0]}", key, *paired(runs[0], run, key, kind))
         for label, run, kind in measured
         if run is not runs[0]
         for key in keys
     ]
     shown: list[list[Cell]] = [
-        [name, key, supported(mean, ends), interval_text(ends), targets]
-        for name, key, mean, *ends, targets in gaps
+        [name, key, supported(mean, (low, high)), interval_text((low, high)), targets]
+        for name, key, mean, low, high, targets in gaps
     ]
     rates = [run.rates(label, kind) for label, run, kind in measured]
     means = [run.series(label, kind, lambda s: s.mean) for label, run, kind in measured]
