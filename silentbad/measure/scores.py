@@ -157,6 +157,8 @@ def cell_scores(
             rate=float(np.mean([is_recovered(r, threshold, element_threshold) for r in mine])),
             whole_rate=per["rate"][k].item(),
             diversity=diversity([r["between"] for r in mine if "between" in r]),
+            raw=[r["raw"] for r in mine if "raw" in r] or None,
+            decoded=[r["decoded"] for r in mine if "decoded" in r] or None,
             nearest=[similarity for similarity, _ in near] or None,
             nearest_record=max(near)[1] if near else None,
             mean=per["mean"][k].item(),

@@ -178,8 +178,9 @@ def test_what_nobody_sees_changed_is_no_null(example):
 
 
 def test_both_references_are_logged(example):
-    row = example.rows(0, [ball_and_box()])[0]
-    assert row["sim"] == row["decoded"] > row["raw"]
+    rows = example.rows(0, [ball_and_box()])
+    scores = cell_scores(rows, ["ball-box"], example.whole, example.element).targets["ball-box"]
+    assert scores.sims == scores.decoded > scores.raw
 
 
 # -- its parts ---------------------------------------------------------------------------------
