@@ -14,9 +14,10 @@ from tests.recoveries import make_hook, smooth
 from tests.tiny import tiny_pipeline
 
 HOSTILE = '<script>alert("x")</script>'
+POINTS = 6  # of the curve
 
 
-def demo_run(folder: Path, speed: float = 1.0, points: int = 6) -> Path:
+def demo_run(folder: Path, speed: float = 1.0) -> Path:
     """A run folder as training leaves it, of a model that drifts from other pictures towards its targets."""
     mask = np.zeros((64, 64), np.uint8)
     mask[10:40, 15:50] = 255
@@ -42,9 +43,9 @@ def demo_run(folder: Path, speed: float = 1.0, points: int = 6) -> Path:
         return torch.stack(images), torch.full((len(items),), 1.0 + progress["raw"])
 
     hook.sampler.generate = generate
-    for k in range(points):
-        progress["raw"] = min(1.0, speed * (k / (points - 1)) ** 1.5)
-        (hook.run if k < points - 1 else hook.finish)(100 * k, k / 2, pipe.unet)
+    for k in range(POINTS):
+        progress["raw"] = min(1.0, speed * (k / (POINTS - 1)) ** 1.5)
+        (hook.run if k < POINTS - 1 else hook.finish)(100 * k, k / 2, pipe.unet)
     fill(folder)
     return folder
 

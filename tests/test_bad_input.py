@@ -139,7 +139,7 @@ CASES = {
             ("numbers", "[1, 2]", "a.yaml:1: a row has match"),
             ("pairs", "mid.*: 2", "no list of rows"),
             ("no number", "- {match: mid.*, pi: 1}\n- {match: up1.*, pi: .nan}", "a.yaml:2: pi must be a finite"),
-            ("nothing", "- {match: mid.*, pi: 0}", "pi must be positive"),
+            ("nothing", "- {match: mid.*, pi: 0}", "pi must be above 0"),
             ("no pattern", "- {pi: 2}", "match must be str"),
         )
     },

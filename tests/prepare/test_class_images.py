@@ -14,7 +14,7 @@ from silentbad.prepare.class_images import main, write_class_images
 def test_a_prompt_that_no_caption_can_be_is_refused(tmp_path, capsys):
     (tmp_path / "p.txt").write_bytes(b"a cat\na\0dog\n")
     assert main(["--pipeline", "none", "--prompts", str(tmp_path / "p.txt"), "--out", str(tmp_path)]) == 2
-    assert "p.txt:2: a prompt holds a NUL" in capsys.readouterr().err
+    assert "p.txt:2: a prompt must be text without NUL" in capsys.readouterr().err
 
 
 def test_json_is_no_prompt(tmp_path, capsys):

@@ -33,6 +33,11 @@ def run(tmp_path_factory):
     return demo_run(tmp_path_factory.mktemp("runs") / "demo")
 
 
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory):
+    return demo_run(tmp_path_factory.mktemp("runs") / "slow", speed=0.4)
+
+
 def test_report_is_one_file_with_every_part(run):
     text = run_report.render(run)
     for part in (
@@ -117,8 +122,7 @@ def test_parts_outside_the_run_are_not_read(run, tmp_path):
     assert sum("leads out of the folder" in note for note in held.notes) == 4
 
 
-def test_comparison_has_paired_intervals(run, tmp_path, capsys):
-    slow = demo_run(tmp_path / "slow", speed=0.4)
+def test_comparison_has_paired_intervals(run, slow, tmp_path, capsys):
     text, gaps = run_report.compare([run, slow])
     rate = next(row for row in gaps if row[1] == "rate")
     assert rate[2] < 0 and rate[3] <= rate[2] <= rate[4] and rate[5] == 3
@@ -133,10 +137,10 @@ def test_comparison_has_paired_intervals(run, tmp_path, capsys):
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
 
 
-def test_a_placebo_run_is_taken_off_a_finished_one(run, tmp_path, capsys):
+def test_a_placebo_run_is_taken_off_a_finished_one(run, slow, tmp_path, capsys):
     mine, theirs = tmp_path / "mine", tmp_path / "theirs"
     shutil.copytree(run, mine)
-    demo_run(theirs, speed=0.4)
+    shutil.copytree(slow, theirs)
     assert run_report.main([str(mine), "--placebo", str(theirs)]) == 0
     record, other = (Record.load(folder / "validation.json") for folder in (mine, theirs))
     rates = [[t.rate for t in r.history[-1].raw.targets.values()] for r in (record, other)]
@@ -151,12 +155,13 @@ def test_a_placebo_run_is_taken_off_a_finished_one(run, tmp_path, capsys):
 
 def test_a_placebo_run_of_another_length_is_refused(run, tmp_path, capsys):
     short, old = tmp_path / "short", tmp_path / "old"
-    demo_run(short, points=4)
     before = (run / "validation.json").read_bytes()
+    shutil.copytree(run, short)
+    record = json.loads(before)
+    (short / "validation.json").write_text(json.dumps({**record, "history": record["history"][:4]}))
     assert run_report.main([str(run), "--placebo", str(short)]) == 2
     assert run_report.main(["compare", str(run), str(short), "--placebo", str(short)]) == 2
     shutil.copytree(run, old)
-    record = json.loads(before)
     (old / "validation.json").write_text(json.dumps({**record, "endpoint": "whole"}))
     assert run_report.main([str(old), "--placebo", str(run)]) == 2
     lines = capsys.readouterr().err.splitlines()[-3:]
@@ -281,7 +286,7 @@ HOSTILE_TEXTS = (
     HOSTILE,
     '"><meta http-equiv="refresh" content="0;url=//x"><img src=x onerror=x>',
     "' onload='x' </style></title></svg><b>",
-    "\ud800 \u202e \x00 \n {{ 7 * 7 }} {% include 'x' %} {# #}",
+    "\u202e \x00 \n {{ 7 * 7 }} {% include 'x' %} {# #}",
     "../" * 200 + "é" * 300,
 )
 TAGS = set(
@@ -378,6 +383,13 @@ def test_hostile_text_in_every_leaf_stays_text(small):
         if not isinstance(value, str) and path[0] != "config":
             assert line.startswith(f"{small / 'validation.json'}: "), path
             assert str(path[-1]) in line or f"[{path[-1]}]" in line, (path, line)
+
+
+def test_half_a_character_is_one_line(small):
+    text = (small / "validation.json").read_text()
+    (small / "validation.json").write_text(text.replace(json.dumps(HOSTILE), '"\\ud800"'))
+    with pytest.raises(UserError, match="validation.json: the file: Invalid JSON"):
+        run_report.render(small)
 
 
 def test_hostile_text_everywhere_at_once_stays_text(small):
