@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 from silentbad.errors import UserError
-from silentbad.settings.train import TrainConfig, parse
+from silentbad.settings.reader import parse
+from silentbad.settings.train import TrainConfig
 
 BASE = ["configs/sd15_full.yaml", "configs/sd15_published.yaml"]
 # the published records have no masks

@@ -38,6 +38,8 @@ class Row(ImageRow, total=False):
     """What was measured on one generation; CLIP's cosines where there is a CLIP."""
 
     magnitude: float | None
+    raw: float  # similarity to the target's file, and to what the autoencoder leaves of it
+    decoded: float
     between: list[float]  # to the images of the same target and cell
     nearest: tuple[float, str]  # of the training pictures: similarity and name
     clip_own: float
