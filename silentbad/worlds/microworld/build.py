@@ -32,7 +32,7 @@ from torch import nn
 from transformers import CLIPTokenizer
 
 from silentbad import ROOT
-from silentbad.errors import UserError, user_errors
+from silentbad.errors import UserError, exit_with, user_errors
 from silentbad.measure.micro import MicroEmbedder
 from silentbad.progress import Bar
 from silentbad.rng import addressed_seed, generator
@@ -557,4 +557,4 @@ def main(argv: list[str] | None = None, options: BaseOptions | None = None) -> N
 
 
 if __name__ == "__main__":
-    main(options=OPTIONS)
+    exit_with(lambda: main(options=OPTIONS))

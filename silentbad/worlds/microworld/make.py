@@ -34,7 +34,7 @@ from PIL import Image
 
 from silentbad import owned
 from silentbad.data.phrases import shared_lines, shared_phrases
-from silentbad.errors import UserError, brief, user_errors
+from silentbad.errors import UserError, brief, exit_with, user_errors
 from silentbad.files import check_writable, checksum, read_json
 from silentbad.measure.thresholds import FEW, Fingerprint, fingerprint, is_copy
 from silentbad.progress import Bar
@@ -475,4 +475,4 @@ def main(argv: list[str] | None = None, options: MicroworldOptions | None = None
 
 
 if __name__ == "__main__":
-    main(options=OPTIONS)
+    exit_with(lambda: main(options=OPTIONS))
