@@ -14,6 +14,7 @@ from silentbad.data.images import safe_path
 from silentbad.data.schema import Caption
 from silentbad.errors import UserError, brief
 from silentbad.settings.guard import ADVICE, check_scan
+from silentbad.settings.types import first_problem
 
 PICTURE = 64  # pixels, of the masks and composites beside it
 Row = Annotated[int, Interval(ge=0, lt=2**31)]  # a record's number, or a count of them
@@ -78,9 +79,7 @@ def read(file: Path, flag: str) -> Scan:
     except OSError as error:
         raise UserError(f"{where} ({error.strerror}); {ADVICE}") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise UserError(f"{where} ({place}: {first['msg']}); {ADVICE}") from None
+        raise UserError(f"{where} ({first_problem(error)}); {ADVICE}") from None
     for k, one in enumerate(scan.sets, 1):
         if not one.elements:
             raise UserError(f"{where} (set {k}): no elements; {ADVICE}")

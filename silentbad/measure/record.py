@@ -14,6 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from silentbad.errors import UserError, writing
 from silentbad.files import replace_text
+from silentbad.settings.types import first_problem
 
 STRICT, WHOLE = "strict", "whole"  # endpoints
 RECOVERED = "recovered"  # the states of a verdict
@@ -403,6 +404,4 @@ def read(kind: Any, file: Path) -> Any:
     except OSError as error:
         raise UserError(f"cannot be read ({error.strerror})") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise UserError(f"{place}: {first['msg']}") from None
+        raise UserError(first_problem(error)) from None

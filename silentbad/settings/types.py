@@ -138,6 +138,13 @@ def problem(value: Any, hint: Any) -> str | None:
     return None
 
 
+def first_problem(error: ValidationError) -> str:
+    """pydantic's first complaint about a file: the place in it, and what is wrong there."""
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"])) or "the file"
+    return f"{place}: {first['msg']}"
+
+
 def _what_is_right(error: Any, hint: Any) -> str:
     """pydantic's complaint in the words of the other messages."""
     is_list = list in plain_types(hint)
