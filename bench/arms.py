@@ -54,11 +54,13 @@ def half(seed: int) -> Flags:
     sizes = group_sizes()
     most = sum(size for group, size in sizes.items() if group.startswith("up"))
     drawn: list[str] = []
+    total = 0
     names = sorted(sizes)
     for i in torch.randperm(len(names), generator=generator("half", seed)).tolist():
         group = names[i]
-        if sum(sizes[name] for name in [*drawn, group]) <= 1.001 * most:
+        if total + sizes[group] <= 1.001 * most:
             drawn.append(group)
+            total += sizes[group]
     return layers(*drawn)
 
 

@@ -22,13 +22,12 @@ import numpy as np
 import torch
 from diffusers import UNet2DConditionModel
 
-from bench.published_table import Runs, by_arm, interval, markdown, sign_flips
+from bench.published_table import Runs, by_arm, interval, markdown, ratio, sign_flips
 from bench.recovery_table import stored
 from bench.spectral import seconds
 from silentbad.control.spectral import SpectralAdamW, split
 from silentbad.device import device_name
 from silentbad.loop.trains import memory, size
-from silentbad.measure.intervals import bootstrap_interval
 from silentbad.model.forwards import convolve
 from silentbad.model.groups import group_of
 from silentbad.settings.layers import chosen
@@ -152,18 +151,9 @@ def compared(rows: list[dict]) -> str:
             np.log(mean_of(arms[decoder], key, both) / mean_of(arms[name], key, both)) for key in ("drift", "s/step")
         )
         p = f"{sign_flips(gain):.3f}" if len(both) > 1 else ""
-        cells = [interval(gain.tolist(), "+.2f"), p, *(two_digits(logs) for logs in (drift, step))]
+        cells = [interval(gain.tolist(), "+.2f"), p, *(ratio(logs, False, ".2f") for logs in (drift, step))]
         lines.append([TRAINS[name], str(len(both)), *cells])
     return markdown(OVER, lines)
-
-
-def two_digits(logs: np.ndarray) -> str:
-    """A geometric mean of ratios, with its bootstrap interval over targets."""
-    mean = f"{np.exp(logs.mean()):.2f}"
-    if len(logs) < 2:
-        return mean
-    low, high = np.exp(bootstrap_interval(logs))
-    return f"{mean} [{low:.2f}, {high:.2f}]"
 
 
 def steps_table(figures: dict) -> str:

@@ -150,14 +150,14 @@ def interval(values: Sequence[float], form: str = ".2f") -> str:
     return f"{np.mean(values):{form}} [{low:{form}}, {high:{form}}]"
 
 
-def ratio(logs: np.ndarray, bound: bool) -> str:
+def ratio(logs: np.ndarray, bound: bool, form: str = ".1f") -> str:
     """Geometric mean of ratios from their logs, with its interval unless it is one; `bound`: plain never recovered in
     some run."""
-    mean = f"{'>= ' if bound else ''}{np.exp(logs.mean()):.1f}"
+    mean = f"{'>= ' if bound else ''}{np.exp(logs.mean()):{form}}"
     if len(logs) < 2:
         return mean
     low, high = np.exp(bootstrap_interval(logs))
-    return f"{mean} [{low:.1f}, {high:.1f}]"
+    return f"{mean} [{low:{form}}, {high:{form}}]"
 
 
 def summary(rows: list[dict]) -> str:
