@@ -11,16 +11,14 @@ import hashlib
 import io
 import os
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchmetrics.functional.image import (
-    learned_perceptual_image_patch_similarity,
-    structural_similarity_index_measure,
-)
+from torchmetrics.functional.image import learned_perceptual_image_patch_similarity
 
 from silentbad import ROOT, hub
 from silentbad.data.images import resize
@@ -392,16 +390,40 @@ def ssim(a: Tensor, b: Tensor) -> Tensor:
     """Mean SSIM (N,) of (N,C,H,W) and (N or 1,C,H,W) in [0,1], at least 6 pixels wide and high.
 
     The mean is over the places where the window (11, sigma 1.5) lies inside the picture, as in Wang
-    2004; in a picture of less than 11 pixels all count."""
+    2004; in a picture of less than 11 pixels all count. The window is separable, so two matrix
+    products blur: on a CPU in a fiftieth of the time of a convolution with 11 x 11 weights."""
     # in fp32 flat places round to errors of 2e-4
     wide = torch.float32 if a.device.type == "mps" else torch.float64
-    a, b = (x.to(wide).contiguous() for x in torch.broadcast_tensors(a, b))
-    options = {"kernel_size": WINDOW, "sigma": 1.5, "data_range": 1.0, "reduction": "none"}
-    _, scores = structural_similarity_index_measure(a, b, return_full_image=True, **options)
-    if min(scores.shape[-2:]) >= WINDOW:
-        edge = WINDOW // 2
-        scores = scores[..., edge:-edge, edge:-edge]
-    return scores.flatten(1).mean(1).float()
+    a, b = (x.to(wide) for x in torch.broadcast_tensors(a, b))
+    inside = min(a.shape[-2:]) >= WINDOW
+    rows, columns = (gaussian_windows(side, inside).to(a) for side in a.shape[-2:])
+
+    def blurred(x: Tensor) -> Tensor:
+        return rows @ x @ columns.mT
+
+    mean_a, mean_b = blurred(a), blurred(b)
+    variance_a = (blurred(a * a) - mean_a**2).clamp(min=0)
+    variance_b = (blurred(b * b) - mean_b**2).clamp(min=0)
+    covariance = blurred(a * b) - mean_a * mean_b
+
+    c1, c2 = 0.01**2, 0.03**2  # stabilise, for values up to 1
+    luminance = (2 * mean_a * mean_b + c1) / (mean_a**2 + mean_b**2 + c1)
+    structure_of_places = (2 * covariance + c2) / (variance_a + variance_b + c2)
+    return (luminance * structure_of_places).flatten(1).mean(1).float()
+
+
+@cache
+def gaussian_windows(side: int, inside: bool) -> Tensor:
+    """(places, side): the weights of SSIM's window at each place of a line, where it lies inside
+    the picture or, reflected at the edges, everywhere."""
+    reach = WINDOW // 2
+    offsets = torch.arange(-reach, reach + 1)
+    weights = torch.softmax(-((offsets / 1.5) ** 2).double() / 2, 0)
+    centres = torch.arange(reach, side - reach) if inside else torch.arange(side)
+    pixels = (centres[:, None] + offsets).abs()
+    pixels = torch.where(pixels < side, pixels, 2 * (side - 1) - pixels)
+    windows = torch.zeros(len(centres), side, dtype=weights.dtype)
+    return windows.scatter_add_(1, pixels, weights.expand(pixels.shape))
 
 
 def lpips(a: Tensor, b: Tensor) -> float | None:
