@@ -10,6 +10,7 @@ over repeats, in which every arm runs once, so that other work falls on all alik
 import argparse
 import statistics
 import time
+from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -81,11 +82,15 @@ TOKENS = 77
 
 def of_update(unet: nn.Module, patterns: list[str], dtype: torch.dtype) -> float:
     """TFLOP of the iteration on the matrices of the layers that `patterns` choose, whatever the batch."""
-    with FlopCounterMode(display=False) as counter:
-        for name, p in unet.named_parameters():
-            if p.ndim > 1 and chosen(patterns, group_of(name)):
-                orthogonalise(p.detach().to(dtype).flatten(1))
-    return counter.get_total_flops() / 1e12
+    shapes = Counter(
+        p.flatten(1).shape for name, p in unet.named_parameters() if p.ndim > 1 and chosen(patterns, group_of(name))
+    )
+    total = 0
+    for shape, matrices in shapes.items():
+        with FlopCounterMode(display=False) as counter:
+            orthogonalise(torch.empty(shape, dtype=dtype, device="meta"))
+        total += matrices * counter.get_total_flops()
+    return total / 1e12
 
 
 def of_picture(unet: UNet2DConditionModel) -> float:
