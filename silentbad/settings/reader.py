@@ -102,7 +102,7 @@ def parse(
                 given.put_file(path)
         else:
             flags.append((name, words))
-    for name, words in flags:
+    for name, words in sorted(flags, key=lambda flag: not flag[0].endswith(".name")):
         given.put_flag(name, words)
     config = built(cls(), given, "")
     if asked is None:
@@ -252,14 +252,15 @@ class Given:
         self._put(key, value, lambda key: FLAGS)
 
     def _put_part(self, values: dict, prefix: str, where: Callable[[str], str]) -> None:
-        for name, value in values.items():
+        for name, value in sorted(values.items(), key=lambda item: item[0] != "name"):
             if not isinstance(name, str) or "." in name:
                 right = "keys are words; nest them instead of joining with '.'"
                 raise UserError(f"unknown key {brief(name)} ({where(f'{prefix}{name}')}): {right}")
             self._put(f"{prefix}{name}", value, where)
 
     def _put(self, key: str, value: Any, where: Callable[[str], str]) -> None:
-        """Set a key, or those of a part; options of a part replace the earlier ones whole."""
+        """Set a key, or those of a part; options of a part replace the earlier ones whole, and
+        another name leaves behind the options that were given to the earlier one."""
         kind, field = self.kind(key, where(key))
         if isinstance(kind, dict):
             if not isinstance(value, dict):
@@ -269,6 +270,10 @@ class Given:
             return
         if isinstance(value, str) and bool in plain_types(kind):
             value = TRUTHS.get(value, value)
+        if key.endswith(".name") and self.values.get(key, value) != value:
+            options = key.removesuffix("name") + "options"
+            self.values.pop(options, None)
+            self.sources = {k: at for k, at in self.sources.items() if not k.startswith(options)}
         holder, name = self.values, field
         for part in key[len(field) + 1 :].split(".") if key != field else ():  # of options
             holder, name = holder.setdefault(name, {}), part

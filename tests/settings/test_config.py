@@ -57,6 +57,20 @@ def test_files_merge_in_order_then_flags(tmp_path):
     assert sources["learning_rate"].endswith("b.yaml:1") and sources["seed"] == "command line"
 
 
+def test_another_name_leaves_the_options_of_the_earlier_one_behind(tmp_path):
+    file = tmp_path / "recommended.yaml"
+    file.write_text("memory: {rehearsal: {name: pairwise, options: {elements: null}}}\n")
+
+    def options(*flags: str) -> dict:
+        config, _ = parse(TrainConfig, ["--config", str(file), *flags])
+        return config.memory.rehearsal.options
+
+    assert options() == options("--memory.rehearsal.name=pairwise") == {"elements": None}
+    assert options("--memory.rehearsal.name=leak_free") == {}
+    flags = ["--memory.rehearsal.options.share=0.5", "--memory.rehearsal.name=leak_free"]
+    assert options(*flags) == options(*reversed(flags)) == {"share": 0.5}
+
+
 def test_diffusers_spelling_of_flags():
     argv = ["--use_ema", "--validation_prompts", "a cat", "b: c, d", "--center_crop", "--random_flip", "0"]
     config, _ = parse(Config, argv)
