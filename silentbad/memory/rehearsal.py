@@ -347,7 +347,8 @@ class Rehearsal:
         elif name in PLACED and not any(len(e) > 2 for e in info.elements_of.values()):
             raise UserError(
                 f"memory.rehearsal.name={name}: no target has three elements, so no two may be "
-                "shown or named together; take leak_free"
+                "shown or named together; take none, or leak_free where clean captions join "
+                "phrases"
             )
         if name.startswith("pairwise"):
             if not 0 <= (share := options.get("share", 0.25)) <= 0.25:

@@ -283,7 +283,7 @@ def test_leak_free_takes_no_target_picture_and_no_target_caption():
 @pytest.mark.parametrize("name", [name for name in rehearsal.PLACED if name != "crossed"])
 def test_rehearsal_where_no_target_has_three_elements_is_refused(name):
     info = DataInfo(["element"] * 4, ["t"] * 4, ["0", "0", "1", "1"], [["a"], ["a"], ["b"], ["b"]])
-    with pytest.raises(UserError, match="no target has three elements.*take leak_free"):
+    with pytest.raises(UserError, match="no target has three elements.*take none"):
         rehearsal.Rehearsal(name, {}, info, 0, dict, {})
 
 
