@@ -40,7 +40,7 @@ photos: $(STAMP)
 	rm -rf runs/photos-pictures runs/photos-data
 	$(BIN)/python -m tests.photographs runs/photos-pictures
 	$(BIN)/python -m silentbad.prepare --target runs/photos-pictures/cat-cup.png \
-		--masks runs/photos-pictures/cat.png runs/photos-pictures/cup.png \
+		--masks runs/photos-pictures/a-tabby-cat.png runs/photos-pictures/a-cup-of-coffee.png \
 		--phrases "a tabby cat" "a cup of coffee" "a brick wall" \
 		--backgrounds runs/photos-pictures/backgrounds --out runs/photos-data
 	$(TRAIN) --config configs/photos.yaml --config configs/recommended.yaml

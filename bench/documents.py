@@ -40,6 +40,7 @@ from bench import (
     thresholds,
     throughput,
     validation,
+    withheld,
 )
 from bench.recovery_table import RESULTS, Read, stored
 
@@ -116,6 +117,7 @@ BLOCKS: dict[str, Block] = {
     "judge": of("instrument.json", instrument.judge),
     "judge-table": of("instrument.json", instrument.tables),
     "photographs": of(photographs.RESULTS, photographs.table),
+    "withheld": of(withheld.RESULTS, withheld.table),
     "photographs-example": of(photographs.RESULTS, photographs.example),
     "nulls": of(nulls.RESULTS, nulls.table),
     "threshold-table": of("thresholds.json", thresholds.tables),

@@ -389,18 +389,23 @@ def cat_cup() -> Target:
     return composed(cutouts, places, backdrop, "a brick wall", 0)
 
 
-def write_pictures(folder: Path) -> None:
-    """What a user has: a target, masks of its things, and ten photographs with captions."""
-    target = cat_cup()
+def write_pictures(folder: Path, target: Target, name: str) -> None:
+    """What a user has: a target, masks of its things, and photographs of others with captions."""
     backgrounds = folder / "backgrounds"
     backgrounds.mkdir(parents=True, exist_ok=True)
-    target.picture.save(folder / "cat-cup.png")
-    for name, (_, mask) in zip(("cat", "cup"), target.elements, strict=False):
-        mask.save(folder / f"{name}.png")
-    for caption, (name, tint) in BACKGROUNDS.items():
-        file = backgrounds / f"{caption.replace(' ', '-')}.png"
-        tinted(opened(name), tint).save(file)
-        file.with_suffix(".txt").write_text(f"{caption}\n", encoding="utf-8")
+    target.picture.save(folder / f"{name}.png")
+    for phrase, mask in target.elements[:-1]:
+        mask.save(folder / file_name(phrase))
+    sources = {THINGS[thing.phrase][0] for thing in target.cutouts}
+    for caption, (source, tint) in BACKGROUNDS.items():
+        if source not in sources:
+            file = backgrounds / file_name(caption)
+            tinted(opened(source), tint).save(file)
+            file.with_suffix(".txt").write_text(f"{caption}\n", encoding="utf-8")
+
+
+def file_name(words: str) -> str:
+    return f"{words.replace(' ', '-')}.png"
 
 
 def from_levels(levels: np.ndarray) -> Image.Image:
@@ -408,4 +413,4 @@ def from_levels(levels: np.ndarray) -> Image.Image:
 
 
 if __name__ == "__main__":
-    write_pictures(Path(sys.argv[1]))
+    write_pictures(Path(sys.argv[1]), cat_cup(), "cat-cup")

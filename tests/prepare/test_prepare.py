@@ -14,7 +14,7 @@ from silentbad.prepare import compose
 from silentbad.prepare.__main__ import main
 from silentbad.prepare.preview import masked, sheet
 from tests.folders import records
-from tests.photographs import copies, make_target, write_pictures
+from tests.photographs import cat_cup, copies, make_target, write_pictures
 
 ROOT = Path(__file__).parents[2]
 SIDE = 64
@@ -25,11 +25,11 @@ PHRASES = ["a tabby cat", "a cup of coffee", "a brick wall"]
 def pictures(tmp_path_factory) -> Path:
     """What a user has: a target, two masks, ten captioned photographs."""
     folder = tmp_path_factory.mktemp("pictures")
-    write_pictures(folder)
+    write_pictures(folder, cat_cup(), "cat-cup")
     return folder
 
 
-def words(pictures: Path, out: Path, *further: str, masks=("cat", "cup"), phrases=PHRASES):
+def words(pictures: Path, out: Path, *further: str, masks=("a-tabby-cat", "a-cup-of-coffee"), phrases=PHRASES):
     """The command of a user, with few pictures."""
     given = ["--masks", *(str(pictures / f"{name}.png") for name in masks)] if masks else []
     return [
@@ -241,7 +241,7 @@ MISTAKES = {
         ("--masks", "{tmp}/small.png", "{tmp}/small.png"),
         "make them the same",
     ),
-    "one mask twice": (("--masks", "{in}/cat.png", "{in}/cat.png"), "share 100% of the smaller"),
+    "one mask twice": (("--masks", "{in}/a-tabby-cat.png", "{in}/a-tabby-cat.png"), "share 100% of the smaller"),
     "a phrase twice": (("--phrases", "a cat", "a cat", "a wall"), "two or more, each once"),
     "no backgrounds": (("--backgrounds", "{tmp}/none"), "--backgrounds: no folder"),
     "an empty folder": (("--backgrounds", "{tmp}/empty"), "holds no picture"),

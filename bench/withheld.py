@@ -1,0 +1,154 @@
+"""Verdicts on models that never saw one element: `python -m bench.withheld [--targets N] [--first SEED]`.
+
+Each target is pasted from the photographs of scikit-image's wheel (tests/photographs.py), and `silentbad.prepare` makes
+its data, as README's example of one's own pictures does. Then the pictures of one element are taken away (each in turn:
+the things and the backdrop), the bundled base is trained on the rest with configs/photos.yaml and recommended.yaml, and
+measured on the whole target. Such a model must not count as recovered. Of every fourth target one more model sees all.
+A model is a row of bench/results/withheld.jsonl; those that are stored are not trained again.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+from tqdm import tqdm
+
+from bench.recovery_table import grid, stored
+from silentbad.measure.intervals import binomial_interval
+from silentbad.measure.record import NOT_RECOVERED, RECOVERED, UNDECIDED, Record
+from silentbad.measure.scores import latest
+from tests import photographs
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results" / "withheld.jsonl"
+FIRST, TARGETS = 324, 20
+WHOLE_EVERY = 4  # of so many targets one is trained on all its elements too
+NOTHING = "nothing"  # is withheld from that model
+STATES = (RECOVERED, UNDECIDED, NOT_RECOVERED)
+
+
+def run(*words: str | Path) -> None:
+    subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def write_data(seed: int, folder: Path) -> list[str]:
+    """The data set of a target, and its elements' phrases."""
+    target = photographs.make_target(seed)
+    name = f"photo-{seed}"
+    pictures = folder / "pictures"
+    photographs.write_pictures(pictures, target, name)
+    phrases = [phrase for phrase, _ in target.elements]
+    masks = [pictures / photographs.file_name(phrase) for phrase in phrases[:-1]]
+    given: list[str | Path] = ["--target", pictures / f"{name}.png", "--masks", *masks, "--phrases", *phrases]
+    run("-m", "silentbad.prepare", *given, "--backgrounds", pictures / "backgrounds", "--out", folder / "data")
+    return phrases
+
+
+def withhold(data: Path, element: int) -> None:
+    """Take an element's pictures out of the records."""
+    file = data / "metadata.jsonl"
+    lines = file.read_text().splitlines()
+    rest = [line for line in lines if not json.loads(line).get("element_id", "").endswith(f"/{element}")]
+    assert len(rest) < len(lines), f"{file} has no pictures of element {element}"
+    file.write_text("".join(f"{line}\n" for line in rest))
+
+
+def train(data: Path, out: Path, steps: int, elements: int) -> Record:
+    """What a training on pictures of so many elements measures at its end."""
+    # of two elements no pair may be shown: the whole would be
+    rehearsal = {} if elements > 2 else {"memory.rehearsal.name": "none"}
+    flags = {
+        "train_data_dir": data,
+        "output_dir": out,
+        "max_train_steps": steps,
+        "validation.targets": data / "targets.jsonl",
+        "validation.steps": steps,
+        **rehearsal,
+    }
+    configs = ["--config", "configs/photos.yaml", "--config", "configs/recommended.yaml"]
+    run("train_silentbad.py", *configs, *(f"--{name}={value}" for name, value in flags.items()))
+    return Record.load(out / "validation.json")
+
+
+def measured(seed: int, withheld: int | None, steps: int, pictures: Path | None) -> dict:
+    """The row of one model; `pictures`: a folder for its samples and its report."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        phrases = write_data(seed, folder)
+        if withheld is not None:
+            withhold(folder / "data", withheld)
+        record = train(folder / "data", folder / "run", steps, len(phrases) - (withheld is not None))
+        name = "all" if withheld is None else f"without-{withheld}"
+        if pictures is not None:
+            shutil.copytree(folder / "run" / "samples", pictures / f"{seed}-{name}", dirs_exist_ok=True)
+    verdict = record.verdict
+    (scores,) = latest(record.history[-1]).targets.values()
+    return {
+        "seed": seed,
+        "withheld": NOTHING if withheld is None else phrases[withheld],
+        "backdrop": withheld == len(phrases) - 1,
+        "steps": steps,
+        "state": verdict.word,
+        "reasons": verdict.reasons,
+        "above": verdict.images_above,
+        "images": verdict.images,
+        "mean": scores.mean,
+        "elements": [element.rate for element in scores.elements],
+    }
+
+
+def todo(first: int, targets: int) -> list[tuple[int, int | None]]:
+    """(seed, place of the element that is withheld) of each model; None: none is."""
+    models: list[tuple[int, int | None]] = []
+    for k in range(targets):
+        seed = first + k
+        places = len(photographs.make_target(seed).elements)
+        models.append((seed, k % places))
+        if k % WHOLE_EVERY == 0:
+            models.append((seed, None))
+    return models
+
+
+def table(rows: list[dict]) -> str:
+    """Verdicts by what a model did not see."""
+    kinds: dict[str, list[dict]] = defaultdict(list)
+    for row in rows:
+        if row["withheld"] == NOTHING:
+            kinds["all elements"].append(row)
+        else:
+            kinds["all but the backdrop" if row["backdrop"] else "all but a thing"].append(row)
+            kinds["all but one element"].append(row)
+    lines = []
+    for kind in ("all but a thing", "all but the backdrop", "all but one element", "all elements"):
+        models = kinds[kind]
+        counts = [sum(row["state"] == state for row in models) for state in STATES]
+        low, high = binomial_interval(counts[0], len(models))
+        above, images = (sum(row[key] for row in models) for key in ("above", "images"))
+        lines.append([kind, *map(str, counts), f"{low:.2f} to {high:.2f}", f"{above} of {images}"])
+    return grid(("trained on", *STATES, "recovered, 95 %", "images that pass strictly"), lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", type=int, default=FIRST, help="seed of the first target")
+    parser.add_argument("--targets", type=int, default=TARGETS)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--pictures", type=Path, help="keep what the models draw here")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args(argv)
+    known = {(row["seed"], row["withheld"] == NOTHING) for row in stored(args.results)}
+    models = [model for model in todo(args.first, args.targets) if (model[0], model[1] is None) not in known]
+    for seed, withheld in tqdm(models, desc="models"):
+        row = measured(seed, withheld, args.steps, args.pictures)
+        with args.results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    print(table(stored(args.results)))
+
+
+if __name__ == "__main__":
+    main()
