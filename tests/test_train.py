@@ -298,25 +298,40 @@ def test_signals_save_at_the_next_step_boundary(number, code, flags, tmp_path, m
     assert same(a, b)
 
 
-def test_a_signal_ends_a_measurement_between_two_batches(flags, data, tmp_path, monkeypatch, capfd):
-    settings = VALIDATION | {"validation.steps": 4, "validation.targets": data / "targets.jsonl"}
-    settings |= {"validation.max_batch": 1, "max_train_steps": 6}
+@pytest.mark.parametrize("drawn", ["targets", "prompts"])
+def test_a_signal_ends_a_measurement_between_two_batches(drawn, flags, data, tmp_path, monkeypatch, capfd):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a cat\na red hat\n")
+    asked = {"validation.targets": data / "targets.jsonl"} if drawn == "targets" else {"sample_prompts": prompts}
+    settings = VALIDATION | {"validation.steps": 4, "validation.max_batch": 1, "max_train_steps": 6} | asked
+    if drawn == "prompts":
+        settings = {key: settings[key] for key in settings if key.split(".")[-1] not in ONLY_OF_TARGETS}
     assert main(flags("whole", **settings)) == 0
-    generate, drawn = Sampler.generate, []
+    generate, batches = Sampler.generate, []
 
     def generate_and_signal(self, items):
-        drawn.append(self.at)
-        if drawn.count(4) == 1:
+        batches.append(self.at)
+        if batches.count(4) == 1:
             os.kill(os.getpid(), signal.SIGINT)
         return generate(self, items)
 
     monkeypatch.setattr(Sampler, "generate", generate_and_signal)
     assert main(flags("cut", **settings)) == 130
-    assert drawn.count(4) == 1 and "SIGINT: saving and stopping as soon as possible" in capfd.readouterr().err
+    assert batches.count(4) == 1 and "SIGINT: saving and stopping as soon as possible" in capfd.readouterr().err
     monkeypatch.setattr(Sampler, "generate", generate)
     assert main(flags("cut", resume_from_checkpoint="latest", **settings)) == 0
-    whole, cut = (json.loads((tmp_path / out / "validation.json").read_text())["history"] for out in ("whole", "cut"))
-    assert [entry["raw"]["targets"] for entry in whole] == [entry["raw"]["targets"] for entry in cut]
+    whole, cut = (drawings(tmp_path / out) for out in ("whole", "cut"))
+    assert whole == cut
+
+
+ONLY_OF_TARGETS = ("embedder", "images_per_target", "threshold")
+
+
+def drawings(run) -> list:
+    """What a run measured of its targets at each step, or the pictures of its sample prompts."""
+    if (file := run / "validation.json").exists():
+        return [entry["raw"]["targets"] for entry in json.loads(file.read_text())["history"]]
+    return [picture.read_bytes() for picture in sorted((run / "samples" / "sample_prompts").iterdir())]
 
 
 def test_an_exception_saves_what_a_resume_needs(flags, tmp_path, monkeypatch):

@@ -169,10 +169,13 @@ def checked_row(given: dict) -> dict:
             f"{where}: role element needs phrases or element_id, which say what element it shows"
         )
     image = images.open_image(source(given["image"], where), where)
+    mask_content = None
     if given["mask"]:
-        images.open_mask(Path(given["mask"]), image.size, where)
+        mask = images.open_mask(Path(given["mask"]), image.size, where)
+        mask_content = images.content_hash(mask)
     seen = {
         "content": images.content_hash(image),
+        "mask_content": mask_content,
         "thumb": images.thumbnails(image),
         "size": list(image.size),
     }

@@ -201,7 +201,7 @@ def _by(size: tuple[int, int]) -> str:
 
 
 def content_hash(image: Image.Image) -> str:
-    """SHA-256 of an RGB image's size and pixels, whatever file it came from."""
+    """SHA-256 of an image's size and pixels, whatever file it came from."""
     return hashlib.sha256(f"{_by(image.size)}/".encode() + image.tobytes()).hexdigest()
 
 

@@ -101,6 +101,12 @@ def load_records(config: TrainConfig) -> "Records":
     return records
 
 
+def refuse_changed(image: Image.Image, content: str, what: str) -> None:
+    """Refuse a picture that is not the one which the table was made of."""
+    if images.content_hash(image) != content:
+        raise UserError(f"{what} has changed since this command started; start again")
+
+
 @dataclass(eq=False)
 class Records:
     """Rows (all, unless some are chosen) of a table; columns are read, images and masks opened when
@@ -177,13 +183,15 @@ class Records:
         """(row, RGB image or None where no `picture` is asked for, mask or None) of a record."""
         row = self.row(index)
         where = row["where"]
-        image = images.open_image(source(row["image"], where), where) if picture else None
-        if image is not None and images.content_hash(image) != row["content"]:
-            raise UserError(
-                f"{where}: the image has changed since this command started; start again"
-            )
-        size = tuple(row["size"]) if image is None else image.size
-        return row, image, images.open_mask(Path(row["mask"]), size, where) if row["mask"] else None
+        image = mask = None
+        if picture:
+            image = images.open_image(source(row["image"], where), where)
+            refuse_changed(image, row["content"], f"{where}: the image")
+        if row["mask"]:
+            size = tuple(row["size"]) if image is None else image.size
+            mask = images.open_mask(Path(row["mask"]), size, where)
+            refuse_changed(mask, row["mask_content"], f"{where}: mask {row['mask']}")
+        return row, image, mask
 
     def where(self, index: int) -> str:
         """File and line of a record, for messages."""

@@ -38,6 +38,7 @@ FEATURES = datasets.Features(
         "shuffle": datasets.Value("bool"),
         "where": datasets.Value("string"),
         "content": datasets.Value("string"),
+        "mask_content": datasets.Value("string"),
         "thumb": datasets.Value("binary"),
         "size": datasets.List(datasets.Value("int32")),
     }

@@ -161,14 +161,10 @@ def weights_digest(name: str) -> str:
 def records_digest(records: Records) -> str:
     """A digest over what records show and say, wherever their files lie."""
     digest = hashlib.sha256()
-    for name in ("content", "text", "role", "target_id", "element_id", "phrases"):
+    columns = ("content", "mask_content", "text", "role", "target_id", "element_id", "phrases")
+    for name in columns:
         for block in blocks(records.column(name)):
             digest.update(json.dumps(block).encode())
-    for block in blocks(records.column("mask")):
-        for mask in filter(None, block):
-            digest.update(
-                Path(mask).name.encode(errors="surrogateescape") + Path(mask).read_bytes()
-            )
     return digest.hexdigest()[:16]
 
 

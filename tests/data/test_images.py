@@ -181,3 +181,13 @@ def test_a_picture_that_changed_after_the_start_is_refused(tmp_path):
     Image.new("RGB", (8, 8), "blue").save(root / "a.png")
     with pytest.raises(UserError, match=r"metadata.jsonl:1: the image has changed since .*; start again"):
         read.open(0)
+
+
+def test_a_mask_that_changed_after_the_start_is_refused(tmp_path):
+    root = folder(tmp_path / "d", GOOD | {"mask": "mask.png"})
+    Image.new("L", (8, 8), 255).save(root / "mask.png")
+    read = records(root)
+    assert read.open(0)[2] is not None
+    Image.new("L", (8, 8), 200).save(root / "mask.png")
+    with pytest.raises(UserError, match=r"metadata.jsonl:1: mask .*mask.png has changed since"):
+        read.open(0, picture=False)
