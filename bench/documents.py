@@ -29,6 +29,7 @@ from bench import (
     layerwise,
     nulls,
     photographs,
+    photographs_withheld,
     published_blocks,
     recovery_blocks,
     scale,
@@ -40,7 +41,6 @@ from bench import (
     thresholds,
     throughput,
     validation,
-    withheld,
 )
 from bench.recovery_table import RESULTS, Read, stored
 
@@ -117,7 +117,7 @@ BLOCKS: dict[str, Block] = {
     "judge": of("instrument.json", instrument.judge),
     "judge-table": of("instrument.json", instrument.tables),
     "photographs": of(photographs.RESULTS, photographs.table),
-    "withheld": of(withheld.RESULTS, withheld.table),
+    "photographs-withheld": of(photographs_withheld.RESULTS, photographs_withheld.table),
     "photographs-example": of(photographs.RESULTS, photographs.example),
     "nulls": of(nulls.RESULTS, nulls.table),
     "threshold-table": of("thresholds.json", thresholds.tables),

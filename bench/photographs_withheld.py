@@ -1,10 +1,10 @@
-"""Verdicts on models that never saw one element: `python -m bench.withheld [--targets N] [--first SEED]`.
+"""Verdicts on models that never saw one element: `python -m bench.photographs_withheld [--targets N] [--first SEED]`.
 
 Each target is pasted from the photographs of scikit-image's wheel (tests/photographs.py), and `silentbad.prepare` makes
 its data, as README's example of one's own pictures does. Then the pictures of one element are taken away (each in turn:
 the things and the backdrop), the bundled base is trained on the rest with configs/photos.yaml and recommended.yaml, and
 measured on the whole target. Such a model must not count as recovered. Of every fourth target one more model sees all.
-A model is a row of bench/results/withheld.jsonl; those that are stored are not trained again.
+A model is a row of bench/results/photographs-withheld.jsonl; those that are stored are not trained again.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from silentbad.measure.scores import latest
 from tests import photographs
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results" / "withheld.jsonl"
+RESULTS = ROOT / "bench" / "results" / "photographs-withheld.jsonl"
 FIRST, TARGETS = 324, 20
 WHOLE_EVERY = 4  # of so many targets one is trained on all its elements too
 NOTHING = "nothing"  # is withheld from that model
