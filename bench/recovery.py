@@ -7,7 +7,6 @@ arm is and where its rows come from stands in recovery-arms.json. The protocol i
 """
 
 import argparse
-import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -24,6 +23,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 import train_silentbad
@@ -286,12 +286,11 @@ def done(path: Path, mine: dict) -> set[tuple]:
 def claimed(run: tuple):
     """True while no other process makes this run: several may work on one results file."""
     (WORK / "claims").mkdir(parents=True, exist_ok=True)
-    with (WORK / "claims" / "-".join(map(str, run)).replace(",", "+")).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        with FileLock(WORK / "claims" / "-".join(map(str, run)).replace(",", "+"), blocking=False):
             yield True
-        except BlockingIOError:
-            yield False
+    except Timeout:
+        yield False
 
 
 # ------------------------------------------------------------------------------------------------- command

@@ -252,3 +252,10 @@ def test_what_cannot_be_searched_is_one_line(arguments, line, run, tmp_path, cap
     assert run(*(argument.format(**names) for argument in arguments)) == 2
     said = capsys.readouterr().err
     assert line in said and said.startswith("error: ") and said.count("\n") == 1
+
+
+def test_phrases_may_hold_joiners(tmp_path):
+    """Zero-width ones are of words in Persian and of emoji."""
+    phrases = ["می\u200cخواهم", "\U0001f468\u200d\U0001f469\u200d\U0001f467"]
+    (tmp_path / "phrases.txt").write_text("\n".join(phrases), encoding="utf-8")
+    assert unknown.lines_of(str(tmp_path / "phrases.txt"), "phrases") == phrases
