@@ -116,6 +116,7 @@ BLOCKS: dict[str, Block] = {
     "validation": of("validation.json", validation.table),
     "judge": of("instrument.json", instrument.judge),
     "judge-table": of("instrument.json", instrument.tables),
+    "judge-later": of("instrument-2548.json", instrument.table),
     "photographs": of(photographs.RESULTS, photographs.table),
     "photographs-withheld": of(photographs_withheld.RESULTS, photographs_withheld.table),
     "photographs-example": of(photographs.RESULTS, photographs.example),
