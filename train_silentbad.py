@@ -220,8 +220,10 @@ def update(run: Run) -> bool:
 def train(run: Run) -> int:
     """Returns 0, or 128 + the number of the signal that stopped it."""
     requests = Requests(run.folder)
-    for drawing in filter(None, (run.recovery, run.sheet)):
-        drawing.sampler.between_batches = requests.between_batches
+    if run.recovery is not None:
+        run.recovery.sampler.between_batches = requests.between_batches
+    if run.sheet is not None:
+        run.sheet.sampler.between_batches = requests.between_batches
     try:
         return steps(run, requests)
     except Interrupted:

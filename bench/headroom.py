@@ -30,8 +30,8 @@ from bench.attribution import picture
 from bench.published_table import markdown
 from bench.recovery import data_set
 from bench.recovery_table import stored
-from silentbad.audit.localise import part_of
 from silentbad.control.spectral import SpectralAdamW, split
+from silentbad.localise.substitution import part_of
 from silentbad.model.diffusion import prediction_target
 from silentbad.model.forwards import convolve
 from silentbad.model.groups import group_of

@@ -27,6 +27,7 @@ BELOW: dict[str, set[str]] = {
     "report": SHARED | {"measure"},
     "guard": SHARED | {"memory", "measure"},
     "audit": SHARED | {"measure", "report"},
+    "localise": SHARED | {"measure", "report"},
     "saving": SHARED | {"measure", "report"},
     "loop": SHARED | {"control", "memory", "measure", "report", "guard", "saving"},
     "scan": {"data", "report"},
@@ -36,7 +37,6 @@ BELOW: dict[str, set[str]] = {
 }
 REGISTRIES = {"gradient_control", "memory_reinforce"}  # that find experiments by name
 COMMANDS = {  # started with `python -m`
-    "silentbad.audit.localise",
     "silentbad.prepare.class_images",
     "silentbad.report.figures",
 }

@@ -1,4 +1,4 @@
-"""Where the memory of a finished run sits: what `silentbad.audit.localise` writes, as heat maps.
+"""Where the memory of a finished run sits: what `silentbad.localise` writes, as heat maps.
 
 Rates and losses of parts put back to the base, and kept alone."""
 

@@ -7,8 +7,10 @@ import shutil
 import pytest
 import torch
 
-from silentbad.audit import localise
+from silentbad.localise import __main__ as localise
+from silentbad.localise import findings, substitution
 from silentbad.measure.record import Record
+from silentbad.report.parts import Rate, Row
 from silentbad.report.run_report import render
 from tests.conftest import write_data
 from tests.training import VALIDATION
@@ -83,26 +85,26 @@ def test_a_mixture_is_undone():
     modules = {"unet": torch.nn.Linear(4, 4)}
     base = {"unet": torch.nn.Linear(4, 4)}
     weight = modules["unet"].weight.detach().clone()
-    change = localise.Change(modules, base, "--base x")
+    change = substitution.Change(modules, base, "--base x")
     with change.trained_in(lambda group: False):
         assert torch.equal(modules["unet"].weight, base["unet"].weight)
     assert torch.equal(modules["unet"].weight, weight)
 
 
 def row(part, state, count, clean, by="stage", share=0.5):
-    rate = localise.Rate.of([True] * count + [False] * (8 - count))
-    return localise.Row(part, by, state, share, rate, {"t": rate}, {"t": rate}, {"t": [rate]}, clean)
+    rate = Rate.of([True] * count + [False] * (8 - count))
+    return Row(part, by, state, share, rate, {"t": rate}, {"t": rate}, {"t": [rate]}, clean)
 
 
 def test_the_defence_is_the_part_that_costs_least():
     ends = [row("as trained", "", 8, 0.2, by=""), row("base", "", 0, 0.1, by="")]
     parts = [row("a", "put back", 0, 0.18), row("b", "put back", 0, 0.12), row("c", "put back", 3, 0.1)]
     alone = [row("d", "kept alone", 0, 0.05)]
-    said = localise.defence([*ends, *parts, *alone])
+    said = findings.defence([*ends, *parts, *alone])
     assert said.startswith("Put b back (50.0% of what changed): none of 8 images") and "0.1200" in said
-    assert "No single part" in localise.defence([*ends, parts[2], *alone])
-    assert "with c put back, 3 of 8 images stay" in localise.defence([*ends, parts[2], *alone])
-    assert "nothing to remove" in localise.defence([ends[1], ends[1], *parts])
+    assert "No single part" in findings.defence([*ends, parts[2], *alone])
+    assert "with c put back, 3 of 8 images stay" in findings.defence([*ends, parts[2], *alone])
+    assert "nothing to remove" in findings.defence([ends[1], ends[1], *parts])
 
 
 def test_mistakes_are_one_line(finished, pipelines, tmp_path, capsys):

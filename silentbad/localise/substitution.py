@@ -1,26 +1,13 @@
-"""Where does a finished run's memory sit? Parts of it are put back to its base, or kept alone, and
-measured again.
-
-    python -m silentbad.audit.localise RUN [--by stage role both] [--images 16]
+"""A run's weights with parts put back to its base, or kept alone, and what images they draw.
 
 A part is a stage (up1), a role (resnet), or both (up1.resnet), over the groups of
 silentbad/model/groups.py. *Put back*: the part has the base's weights, all others the trained ones.
 *Kept alone*: the other way round. Thresholds, prompts and noise are those of the run's validation, so
-that the trained weights give its images again. Module substitution as a tool: 2412.20476; as a
-defence, the part whose return to the base removes the picture at the least clean loss.
+that the trained weights give its images again. Module substitution as a tool: 2412.20476."""
 
-Exit code 0: measured, 2: a mistake in what was given."""
-
-from silentbad.settings.command import early, options, refused
-from silentbad.settings.commands import LocaliseOptions
-
-if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
-    OPTIONS = early(options, LocaliseOptions, None, __doc__)
-
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +18,12 @@ from silentbad.data.draws import Transform, by_role
 from silentbad.data.records import load_records
 from silentbad.data.targets import load_targets
 from silentbad.distributed.start import start
-from silentbad.errors import UserError, exit_with, warn, writing
-from silentbad.files import check_writable, replace_text
+from silentbad.errors import UserError, warn
 from silentbad.measure.embedders import load_embedder
 from silentbad.measure.generation import Sampler, plan
 from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.measure import Measure
-from silentbad.measure.record import NAME, Record
+from silentbad.measure.record import Record
 from silentbad.measure.scores import is_recovered
 from silentbad.model import lora
 from silentbad.model.family import side_of
@@ -45,14 +31,9 @@ from silentbad.model.groups import group_of
 from silentbad.model.pipeline import load_pipeline
 from silentbad.model.registry import backbone_of, family_of_pipeline
 from silentbad.progress import Bar
-from silentbad.report import pages, parts, run_report
-from silentbad.report.pages import Table
 from silentbad.report.parts import ALONE, BASE, PUT_BACK, TRAINED, Rate, Row
-from silentbad.settings.reader import parse
 from silentbad.settings.train import TrainConfig
 
-TEMPLATES = Path(__file__).parent / "templates"
-BY = ("stage", "role", "both")
 ORDER = "stem down mid up"  # of a UNet's stages
 
 
@@ -253,132 +234,3 @@ def localised(subject: Subject, by: list[str]) -> list[Row]:
         row.rise = float(np.mean(row.errors - base))
         row.rise_interval = bootstrap_interval(row.errors - base)
     return rows
-
-
-# ---------------------------------------------------------------- what it says
-def defence(rows: list[Row]) -> str:
-    """Which part put back removes the picture at the least clean loss, in a sentence."""
-    trained, others = rows[0], [row for row in rows if row.state == PUT_BACK]
-    images = trained.recovered.images
-    if not trained.recovered.count:
-        return f"The trained weights recover none of {images} images: there is nothing to remove."
-
-    def cost(row: Row) -> tuple[float, float]:
-        return (row.clean or 0.0, row.share)
-
-    gone = [row for row in others if not row.recovered.count]
-    if not gone:
-        best = min(others, key=lambda row: (row.recovered.count, *cost(row)))
-        stay = f"{best.recovered.count} of {images} images stay"
-        return f"No single part removes the picture: with {best.part} put back, {stay}."
-    best = min(gone, key=cost)
-    clean = ""
-    if best.clean is not None and trained.clean is not None:
-        clean = f"; the clean loss is then {best.clean:.4f}, as trained {trained.clean:.4f}"
-        clean += f", of the base {rows[1].clean:.4f}"
-    return (
-        f"Put {best.part} back ({best.share:.1%} of what changed): none of {images} images is "
-        f"recovered (at most {best.recovered.interval[1]:.0%} with 95 % confidence), "
-        f"{trained.recovered.count} are as trained{clean}."
-    )
-
-
-def page(name: str, subject: Subject, rows: list[Row]) -> str:
-    """The rows as heat maps and a table."""
-    values = {
-        "name": name,
-        "sentence": defence(rows),
-        "heats": parts.heat_maps(
-            rows, {target.target_id: target.phrases for target in subject.targets}
-        ),
-        "grids": parts.grids(rows),
-        "table": table(rows),
-        "images": rows[0].recovered.images,
-        "clean": len(rows[0].errors),
-    }
-    return pages.render("localise.html.j2", values, TEMPLATES)
-
-
-def table(rows: list[Row]) -> Table:
-    """Every row with its intervals."""
-    head = ["weights", "share of change", "strict rate", "elements", "clean loss", "above the base"]
-    lines: list[list[Any]] = []
-    for row in rows:
-        rise = "–"
-        if row.rise is not None and row.rise_interval is not None:
-            low, high = row.rise_interval
-            rise = f"{row.rise:+.4f} ({low:+.4f} to {high:+.4f})"
-        mean = row.element_mean()
-        elements = "–" if mean is None else f"{mean:.2f}"
-        clean = "–" if row.clean is None else f"{row.clean:.4f}"
-        name = f"{row.part} {row.state}".strip()
-        lines.append([name, f"{row.share:.1%}", str(row.recovered), elements, clean, rise])
-    return Table(head, lines, right=True)
-
-
-def written(run: Path, subject: Subject, rows: list[Row], file: Path) -> None:
-    """The page, and the same as JSON beside it."""
-    plain = [{key: value for key, value in asdict(row).items() if key != "errors"} for row in rows]
-    about = {
-        "run": run.resolve().name,
-        "base": subject.config.pretrained_model_name_or_path,
-        "step": subject.record.history[-1].step,
-        "seed": subject.record.seed,
-        "embedder": subject.record.embedder,
-        "clean_records": len(rows[0].errors),
-        "defence": defence(rows),
-    }
-    with writing(str(file.parent), file.with_suffix(".json").name):
-        replace_text(file.with_suffix(".json"), json.dumps(about | {"rows": plain}, indent=1))
-    run_report.save(page(run.resolve().name, subject, rows), file)
-
-
-# ---------------------------------------------------------------- the command
-def configured(given: LocaliseOptions, run: Path) -> TrainConfig:
-    """The run's configuration, with what has moved. Raises UserError."""
-    file = run / "config.yaml"
-    if not file.is_file():
-        raise UserError(f"RUN: no config.yaml in {run}; give the output_dir of a run")
-    moved = {
-        "pretrained_model_name_or_path": given.base,
-        "validation.targets": given.targets,
-        "train_data_dir": given.train_data_dir,
-    }
-    flags = [f"--{key}={value}" for key, value in moved.items() if value is not None]
-    config, _ = parse(TrainConfig, ["--config", str(file), *flags])
-    targets = config.validation.targets
-    if targets is None:
-        raise UserError(
-            "RUN: has no targets (validation.targets), so there is no picture to look for"
-        )
-    for flag, place in (("--targets", targets), ("--train_data_dir", config.train_data_dir)):
-        if place is not None and not Path(place).exists():
-            raise UserError(f"{flag}: the run's {place} is not there; give its place")
-    return config
-
-
-def main(arguments: list[str] | None = None, given: LocaliseOptions | None = None) -> int:
-    """The command line."""
-    try:
-        given = given or options(LocaliseOptions, arguments, __doc__)
-        run = Path(str(given.run))
-        file = Path(given.out or run / "localise.html")
-        if file.suffix != ".html":
-            raise UserError(f"--out: {file} must end in .html; the JSON is written beside it")
-        config, record = configured(given, run), Record.load(run / NAME, "RUN")
-        check_writable(file, "--out")
-        key = "pretrained_model_name_or_path" if given.base is None else "--base"
-        subject = Subject(run, config, record, given.images, key)
-        rows = localised(subject, list(dict.fromkeys(given.by)))
-        written(run, subject, rows, file)
-    except UserError as error:
-        return refused(error)
-    for row in rows:
-        clean = "" if row.clean is None else f"  clean {row.clean:.4f}"
-        print(f"{row.part:20} {row.state:11} {row.share:7.1%}  strict {row.recovered}{clean}")
-    print(defence(rows), file, sep="\n")
-    return 0
-
-
-if __name__ == "__main__":
-    exit_with(lambda: main(given=OPTIONS))
