@@ -37,7 +37,7 @@ from silentbad.distributed.start import start
 from silentbad.errors import UserError, exit_with
 from silentbad.files import check_writable
 from silentbad.loop.hooks import Hook
-from silentbad.measure.embedders import CLIP, load_embedder
+from silentbad.measure.embedders import CLIP, embedder_of
 from silentbad.measure.generation import Sampler
 from silentbad.measure.measure import Measure, null_source
 from silentbad.measure.nearest import Shown
@@ -117,10 +117,7 @@ class RecoveryHook(Hook):
         self.names = slugs([t.target_id for t in self.targets])
         self.output_dir = Path(output_dir)
         redraws = bool(load_redraws(config.targets, self.targets))
-        name = ("micro" if redraws else "copy") if config.embedder == "auto" else config.embedder
-        self.embedder = load_embedder(
-            name, config.embedder_path, accelerator.device, config.embedder_sha256
-        )
+        self.embedder = embedder_of(config, accelerator.device, redraws)
         sampler = Sampler(components, config, seed, prediction_type, refuses)
         clip = None
         if config.clip_path:

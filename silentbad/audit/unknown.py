@@ -32,7 +32,7 @@ from silentbad.data.records import row_source
 from silentbad.data.schema import check_window, text_lines
 from silentbad.errors import UserError, brief, writing
 from silentbad.files import check_writable, remove_earlier, replace_text
-from silentbad.measure.embedders import load_embedder
+from silentbad.measure.embedders import embedder_of
 from silentbad.measure.generation import Sampler
 from silentbad.model.pipeline import load_pipeline
 from silentbad.report import pages
@@ -197,9 +197,8 @@ def tested(
 ) -> tuple[Report, list[list[np.ndarray]]]:
     """(what is found, the images (h,w,3) of each result, its cluster's centre first)."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    embedder = load_embedder(
-        options.embedder, options.embedder_path, device, options.embedder_sha256
-    )
+    # ALIKE and PRICE were chosen with micro
+    embedder = embedder_of(options, device, redraws=True)
     pipe = load_pipeline(str(options.pipeline), options.dtype, device, options.lora)
     named = f"--pipeline {options.pipeline}"
     sampler = Sampler(pipe.components, options, options.seed, refuses=named)

@@ -19,12 +19,13 @@ from silentbad.data.records import load_records
 from silentbad.data.targets import load_targets
 from silentbad.distributed.start import start
 from silentbad.errors import UserError, warn
-from silentbad.measure.embedders import load_embedder
+from silentbad.measure.embedders import embedder_of
 from silentbad.measure.generation import Sampler, plan
 from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.measure import Measure
 from silentbad.measure.record import Record
 from silentbad.measure.scores import is_recovered
+from silentbad.measure.thresholds import load_redraws
 from silentbad.model import lora
 from silentbad.model.family import side_of
 from silentbad.model.groups import group_of
@@ -137,9 +138,8 @@ class Subject:
         sampler = Sampler(
             self.pipe.components, validation, record.seed, config.prediction_type, str(run)
         )
-        embedder = load_embedder(
-            validation.embedder, validation.embedder_path, device, validation.embedder_sha256
-        )
+        redraws = bool(load_redraws(validation.targets, self.targets))
+        embedder = embedder_of(validation, device, redraws)
         if embedder.describe() != record.embedder:
             raise UserError(
                 f"RUN: was measured with {record.embedder}, here is {embedder.describe()}"

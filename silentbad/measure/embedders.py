@@ -351,6 +351,15 @@ EMBEDDERS = {
 }
 
 
+def embedder_of(config: Any, device: torch.device | str, redraws: bool) -> Embedder:
+    """The embedder that validation settings name; `auto` is micro where the targets have null
+    pictures, and copy elsewhere."""
+    name = config.embedder
+    if name == "auto":
+        name = "micro" if redraws else "copy"
+    return load_embedder(name, config.embedder_path, device, config.embedder_sha256)
+
+
 def load_embedder(
     name: str, path: str | None, device: torch.device | str, sha256: str | None = None
 ) -> Embedder:
@@ -359,7 +368,6 @@ def load_embedder(
         raise UserError(
             "embedder_path: has no effect on ssim, which has no weights; leave it unset"
         )
-    name = "micro" if name == "auto" else name
     options = {"sha256": sha256} if name == "sscd" else {}
     embedder = EMBEDDERS[name](path, device, **options)
     try_embedder(embedder, f"{name}: '{path or 'the bundled weights'}' is no embedder")

@@ -27,6 +27,7 @@ def finished(flags, tmp_path):
     def make(**changes):
         settings = {"train_data_dir": data, "validation.targets": data / "targets.jsonl", "held_out_clean": 2}
         settings |= VALIDATION | {"validation.threshold": 0.02, "validation.images_per_target": 3}
+        settings |= {"validation.embedder": "auto"}  # as a run on one's own pictures, without redraws
         settings |= {"max_train_steps": 4, "learning_rate": 0.02, "train_layers": '["up*"]'}
         assert main(flags(**settings | {"validation.steps": 4, "validation.controls": "never"} | changes)) == 0
         return tmp_path / "run"
