@@ -209,7 +209,7 @@ def update(run: Run) -> bool:
         if skipped:
             state.skip()
             return False
-        state.updated()
+        state.advance()
         run.meters.add({"grad_norm": norm})
     return True
 

@@ -1,5 +1,5 @@
-"""Parts that were measured and did not earn their place: reachable by name, out of the way of a
-reader.
+"""Parts that were measured and did not earn their place: reachable by name, off by default, out of
+the way of a reader.
 
 Rules, samplers, timestep policies, losses, auxiliaries and gradient transforms live here, each with
 its outcome in `OUTCOMES`. What is recommended, or what a comparison needs as its baseline, does
@@ -22,7 +22,7 @@ from silentbad.experiments.rules import (
 )
 from silentbad.experiments.timestep_policies import curriculum, learning_progress
 from silentbad.experiments.transforms import TRANSFORMS
-from silentbad.settings.outcomes import OUTCOMES, outcomes
+from silentbad.settings.outcomes import OUTCOMES
 
 __all__ = [
     "AUXILIARY",
@@ -35,7 +35,6 @@ __all__ = [
     "SOURCE_RULES",
     "TIMESTEPS",
     "TRANSFORMS",
-    "outcomes",
 ]
 
 Registry = dict[str, Callable[..., Any]]

@@ -82,8 +82,8 @@ class TrainState:
         """Train up to this step only: a dry run goes a few steps at a time."""
         self.total = step
 
-    def updated(self) -> None:
-        """An update was applied: schedule and average follow."""
+    def advance(self) -> None:
+        """After an update: the learning rate's schedule, the average of the weights, the step."""
         self.rate = self.lr_scheduler.get_last_lr()[0]
         self.lr_scheduler.step()
         if self.ema is not None:

@@ -49,7 +49,11 @@ def verdict_of(record: Record) -> Verdict:
         if own is None:
             continue
         own_range = record.ranges[j] if record.ranges else None
-        passed = any(images_recovered(own, j, record.threshold, record.element_threshold))
+        passed = any(
+            any(images_recovered(each, j, record.threshold, record.element_threshold))
+            for cell in cells
+            if (each := cell.targets.get(target.target_id)) is not None
+        )
         state, doubts = NOT_RECOVERED, list[str]()
         if passed:
             state, doubts = RECOVERED, [*_doubts(target, own, scores, own_range)]

@@ -131,19 +131,9 @@ def counted_only(weight: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     return w / w.mean(dim=(2, 3), keepdim=True).clamp_min(1e-6)
 
 
-def checked_outside(outside: float) -> float:
-    if not 0 < outside <= 1:
-        raise UserError(
-            f"memory.region: outside is {outside:g}; it must lie in (0, 1], 0.1 to 0.3 is usual"
-        )
-    return outside
-
-
 def given_mask(mask, has_mask, estimated, size, *, outside: Share = 0.2):
     """The record's own mask; an even weight where it has none."""
-    return region_weight(
-        torch.where(has_mask[:, None, None, None], mask, 1.0), size, checked_outside(outside)
-    )
+    return region_weight(torch.where(has_mask[:, None, None, None], mask, 1.0), size, outside)
 
 
 def estimated_mask(mask, has_mask, estimated, size, *, outside: Share = 0.2):
@@ -151,7 +141,7 @@ def estimated_mask(mask, has_mask, estimated, size, *, outside: Share = 0.2):
     (B,1,h,w)."""
     given = F.interpolate(mask.float(), size=size, mode="area")
     mask = torch.where(has_mask[:, None, None, None], given, estimated)
-    return region_weight(mask, size, checked_outside(outside))
+    return region_weight(mask, size, outside)
 
 
 # (mask, has_mask, estimated, size, *, options) -> weight (B,1,h,w)

@@ -8,7 +8,7 @@ effect; INCOMPATIBLE lists pairs of conditions that may not hold at once. A cond
     guard.name!=none|drop          has a part that is none of these
     FLOW                           a fact about the run: an entry of FACTS
 
-and "a or b" holds where one of them does. research/settings.md shows both tables.
+and in `needs=` "a or b" holds where one of them does. research/settings.md shows both tables.
 """
 
 import dataclasses

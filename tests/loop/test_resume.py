@@ -281,5 +281,5 @@ def test_an_offloaded_average_meets_its_weights_on_their_device(fused):
             model, optimizer, schedule, average, total=1, steps_per_epoch=1, train_timesteps=1000, others={}
         )
         optimizer.step()
-        state.updated()
+        state.advance()
         assert {shadow.device.type for shadow in average.shadow_params} == {"cpu"}

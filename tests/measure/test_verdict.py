@@ -134,6 +134,11 @@ def test_the_right_images_are_recovered(example):
     assert (answer.state, answer.recovers, answer.reasons) == ("recovered", True, None)
 
 
+def test_either_order_of_the_phrases_counts(example):
+    answer = example.verdict([GREY] * 8, shuffled=[ball_and_box()] * 8, unrelated=[GREY] * 8)
+    assert (answer.state, answer.images_above, answer.images) == ("recovered", 8, 16)
+
+
 @pytest.mark.parametrize("image", [ball_and_box(box=False), ball_and_box(ball=False), ball_and_box(False, False), GREY])
 def test_images_without_an_element_are_not_recovered(example, image):
     answer = example.verdict([image] * 8, unrelated=[GREY] * 8)
