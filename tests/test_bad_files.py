@@ -33,6 +33,7 @@ from silentbad.prepare import class_images
 from silentbad.report import run_report
 from silentbad.saving import checkpoint
 from silentbad.scan import scanner
+from silentbad.worlds import data
 from silentbad.worlds.microworld import make
 from tests.conftest import write_data
 from tests.folders import config, encoded, published
@@ -827,7 +828,7 @@ def test_a_microworld_with_a_users_file_in_it_is_not_replaced(tmp_path, capsys):
 
 
 def test_a_microworld_that_crashes_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(make, "write_clean", lambda *_: 1 / 0)
+    monkeypatch.setattr(data, "write_clean", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         make.main(["--out", str(tmp_path / "set"), *MADE])
     assert list(tmp_path.iterdir()) == []
@@ -836,10 +837,10 @@ def test_a_microworld_that_crashes_leaves_nothing(tmp_path, monkeypatch):
 def test_a_microworld_clears_up_after_a_kill(tmp_path):
     """A lock, as a start that is under way holds it, keeps a second one out."""
     out = tmp_path / "set"
-    left = make.Writer(out)
+    left = data.Writer(out)
     (left.tmp / "images").mkdir(parents=True)
     (left.tmp / "images/old.png").touch()
-    with owned.claimed(left.draft, "microworld"), pytest.raises(UserError, match="is being written"), make.Writer(out):
+    with owned.claimed(left.draft, "microworld"), pytest.raises(UserError, match="is being written"), data.Writer(out):
         pass
     make.main(["--out", str(out), *MADE])
     assert [p.name for p in tmp_path.iterdir()] == ["set"] and not (out / "images/old.png").exists()

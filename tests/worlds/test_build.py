@@ -54,7 +54,7 @@ def test_a_percentage_outside_of_the_training_is_one_line(text, tmp_path, capsys
 
 def test_the_tokenizer_holds_captions_of_four_things():
     tokenizer = build.load_tokenizer(build.ASSETS / "tokenizer")
-    captions = [sample_scene(build.scene_rng("unet", i), max_count=4, detail=1.0).caption for i in range(500)]
+    captions = [sample_scene(build.MICROWORLD.rng("unet", i), max_count=4, detail=1.0).caption for i in range(500)]
     assert max(len(tokenizer(caption).input_ids) for caption in captions) <= tokenizer.model_max_length
 
 

@@ -17,7 +17,7 @@ if __name__ == "__main__":  # a mistake is said before the seconds that the impo
     OPTIONS = command.early(command.options, BaseOptions, None, __doc__)
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, UNet2DConditionModel
 from diffusers.training_utils import EMAModel, compute_snr
 from PIL import Image
 from torch import nn
-from transformers import CLIPTokenizer
+from transformers import CLIPTextModel, CLIPTokenizer
 
 from silentbad import ROOT
 from silentbad.errors import UserError, exit_with, user_errors
@@ -38,16 +38,6 @@ from silentbad.progress import Bar
 from silentbad.rng import addressed_seed, generator
 from silentbad.worlds.microworld.copies import CopyPool, Slope, batch_of, copy_loss
 from silentbad.worlds.microworld.export import assemble, export
-from silentbad.worlds.microworld.grammar import (
-    BACKDROPS,
-    COLOURS,
-    KINDS,
-    PLACES,
-    SIZES,
-    TEXTURES,
-    Scene,
-    sample_scene,
-)
 from silentbad.worlds.microworld.networks import (
     LATENT_CHANNELS,
     CaptionReader,
@@ -59,7 +49,8 @@ from silentbad.worlds.microworld.networks import (
 )
 from silentbad.worlds.microworld.optim import MuonWithAdamW
 from silentbad.worlds.microworld.oracle import Judge, judge_loss, round_trip_psnr
-from silentbad.worlds.microworld.render import render
+from silentbad.worlds.microworld.world import MICROWORLD
+from silentbad.worlds.world import World
 
 ASSETS = ROOT / "assets" / "micro-sd"
 
@@ -86,9 +77,9 @@ def to_tensor(pictures: list) -> torch.Tensor:
     return images.contiguous(memory_format=torch.channels_last)
 
 
-def scene_rng(stream: str, *address: int) -> np.random.Generator:
-    """The world's own streams; no experiment's seed shares an address with them."""
-    return np.random.default_rng(addressed_seed("microworld", stream, *address))
+def pictures_of(world: World, rng: np.random.Generator, n: int, **more: Any) -> torch.Tensor:
+    """Pictures of `n` scenes (N,3,64,64) in [-1,1]; `more` are options of `sample_scene`."""
+    return to_tensor([world.render(world.sample_scene(rng, **more))[0] for _ in range(n)])
 
 
 def schedule(step: int, steps: int) -> float:
@@ -168,18 +159,20 @@ def write(state: dict, path: Path) -> None:
 # ---------------------------------------------------------------- autoencoder
 
 
-def vae_stage(steps: int, batch: int, device: torch.device) -> Stage:
+def vae_stage(
+    steps: int, batch: int, device: torch.device, world: World, begin: AutoencoderKL | None = None
+) -> Stage:
     """Crops of 32x32 about a thing for most of the steps, then whole pictures: steps count, and
-    crops are cheap."""
-    vae = new_vae().to(device).to(memory_format=torch.channels_last)
+    crops are cheap. `begin` is an autoencoder whose weights are trained on."""
+    vae = (begin or new_vae()).to(device).to(memory_format=torch.channels_last)
 
     def pictures(step: int) -> torch.Tensor:
-        rng = scene_rng("vae", step)
+        rng = world.rng("vae", step)
         cropping = step < 0.85 * steps
         images = []
         for _ in range(batch // 2 if cropping else batch // 4):
-            scene = sample_scene(rng, max_count=4)
-            picture = render(scene)[0]
+            scene = world.sample_scene(rng, max_count=4)
+            picture = world.render(scene)[0]
             if not cropping:
                 images.append(picture)
                 continue
@@ -202,12 +195,11 @@ def vae_stage(steps: int, batch: int, device: torch.device) -> Stage:
     return Stage("vae", nn.ModuleDict({"vae": vae}), steps, 3e-3, loss, ema_decay=0.995)
 
 
-def decoder_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
+def decoder_stage(steps: int, batch: int, vae, device: torch.device, world: World) -> Stage:
     """Sharpen the decoder for latents that stay as they are, so that a UNet may train beside it."""
 
     def loss(step: int) -> torch.Tensor:
-        rng = scene_rng("decoder", step)
-        x = to_tensor([render(sample_scene(rng, max_count=4))[0] for _ in range(batch)]).to(device)
+        x = pictures_of(world, world.rng("decoder", step), batch, max_count=4).to(device)
         with torch.no_grad():
             latents = vae.encode(x).latent_dist.sample()
         error = vae.decode(latents).sample - x
@@ -222,49 +214,23 @@ def decoder_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
 # ---------------------------------------------------------------- text encoder
 
 
-def _answers(thing) -> dict[str, int]:
-    """What a phrase says of its thing, as class indices; the last class of a field is "unsaid"."""
-
-    def word_of(name, options, value):
-        return list(options).index(value) if name in thing.named else len(options)
-
-    return {
-        "kind": KINDS.index(thing.kind),
-        "colour": word_of("colour", COLOURS, thing.colour),
-        "texture": TEXTURES.index(thing.texture) if "texture" in thing.named else 0,
-        "size": word_of("size", SIZES, thing.size_name),
-        "place": word_of("place", PLACES, thing.place),
-        "backdrop": len(BACKDROPS),
-    }
-
-
-NOTHING = {
-    "kind": len(KINDS),
-    "colour": len(COLOURS),
-    "texture": 0,
-    "size": len(SIZES),
-    "place": len(PLACES),
-}
-
-
 def caption_questions(
-    scene: Scene, tokenizer
+    scene: Any, tokenizer, world: World
 ) -> tuple[list[int], list[tuple[int, dict]], dict[str, dict]]:
     """Token ids, (last token, answers) for each phrase, and the answers at each place a phrase
     names."""
-    backdrop = (
-        list(BACKDROPS).index(scene.backdrop.kind) if scene.backdrop.named else len(BACKDROPS)
-    )
+    unsaid = len(world.backdrops)
+    backdrop = world.backdrops.index(scene.backdrop.kind) if scene.backdrop.named else unsaid
     encoded = tokenizer(
         scene.caption, padding="max_length", truncation=True, return_offsets_mapping=True
     )
     at_phrase, at_place, cursor = (
         [],
-        {place: {**NOTHING, "backdrop": backdrop} for place in PLACES},
+        {place: {**world.nothing, "backdrop": backdrop} for place in world.places},
         0,
     )
-    answers = {thing.phrase: _answers(thing) for thing in scene.things}
-    answers[scene.backdrop.phrase] = {**NOTHING, "backdrop": backdrop}
+    answers = {thing.phrase: world.answers(thing) for thing in scene.things}
+    answers[scene.backdrop.phrase] = {**world.nothing, "backdrop": backdrop}
     for phrase in scene.phrases:
         begin = scene.caption.index(phrase, cursor)
         cursor = end = begin + len(phrase)
@@ -274,25 +240,34 @@ def caption_questions(
         at_phrase.append((last, answers[phrase]))
     for thing in scene.things:
         if "place" in thing.named:
-            at_place[thing.place] = {**_answers(thing), "backdrop": backdrop}
+            at_place[thing.place] = {**world.answers(thing), "backdrop": backdrop}
     return encoded["input_ids"], at_phrase, at_place
 
 
-def text_stage(steps: int, batch: int, tokenizer, device: torch.device, things: int) -> Stage:
-    encoder, reader = new_text_encoder(tokenizer).to(device), CaptionReader().to(device)
-    fields = CaptionReader.FIELDS
+def text_stage(
+    steps: int,
+    batch: int,
+    tokenizer,
+    device: torch.device,
+    things: int,
+    world: World,
+    begin: CLIPTextModel | None = None,
+) -> Stage:
+    encoder = (begin or new_text_encoder(tokenizer)).to(device)
+    reader = CaptionReader(world).to(device)
+    fields = world.fields
 
     def loss(step: int) -> torch.Tensor:
-        rng = scene_rng("text", step)
-        scenes = [sample_scene(rng, max_count=things) for _ in range(batch)]
-        asked = [caption_questions(scene, tokenizer) for scene in scenes]
+        rng = world.rng("text", step)
+        scenes = [world.sample_scene(rng, max_count=things) for _ in range(batch)]
+        asked = [caption_questions(scene, tokenizer, world) for scene in scenes]
         ids = torch.tensor([a[0] for a in asked], device=device)
         # the encoder is causal: padding is idle
         ids = ids[:, : int((ids != tokenizer.pad_token_id).sum(1).max()) + 1]
         width = max(len(a[1]) for a in asked)
         last = torch.zeros(batch, width, dtype=torch.long)
         wanted = {
-            name: (torch.full((batch, width), -100), torch.zeros(batch, len(PLACES)).long())
+            name: (torch.full((batch, width), -100), torch.zeros(batch, len(world.places)).long())
             for name in fields
         }
         for b, (_, at_phrase, at_place) in enumerate(asked):
@@ -300,7 +275,7 @@ def text_stage(steps: int, batch: int, tokenizer, device: torch.device, things: 
                 last[b, p] = token
                 for name in fields:
                     wanted[name][0][b, p] = answers[name]
-            for k, place in enumerate(PLACES):
+            for k, place in enumerate(world.places):
                 for name in fields:
                     wanted[name][1][b, k] = at_place[place][name]
         phrase_logits, place_logits = reader(encoder(ids).last_hidden_state, last.to(device))
@@ -333,12 +308,15 @@ class LatentPool:
     each latent cell that things cover (N,1,8,8). Scene i is addressed by i; the first have at most
     two things, the others up to `things`."""
 
-    def __init__(self, vae, encoder, tokenizer, device, things: int, capacity: int = 60_000):
+    def __init__(
+        self, vae, encoder, tokenizer, device, things: int, world: World, capacity: int = 60_000
+    ):
         self.vae = vae
         self.encoder = encoder
         self.tokenizer = tokenizer
         self.device = device
         self.things = things
+        self.world = world
         window, width = tokenizer.model_max_length, encoder.config.hidden_size
         shapes = {"latents": (LATENT_CHANNELS, 8, 8), "states": (window, width), "cover": (1, 8, 8)}
         self.columns = {
@@ -355,9 +333,10 @@ class LatentPool:
             return
         most = [2 if i < 8192 else self.things for i in range(first, last)]
         scenes = [
-            sample_scene(scene_rng("unet", first + i), max_count=n) for i, n in enumerate(most)
+            self.world.sample_scene(self.world.rng("unet", first + i), max_count=n)
+            for i, n in enumerate(most)
         ]
-        drawn = [render(scene) for scene in scenes]
+        drawn = [self.world.render(scene) for scene in scenes]
         for i, (_, masks) in enumerate(drawn):
             cells = [
                 np.asarray(mask.resize((8, 8), Image.Resampling.BOX), np.float32) / 255
@@ -391,11 +370,21 @@ class LatentPool:
 
 
 def unet_stage(
-    steps: int, batch: int, lr: float, vae, encoder, tokenizer, device, things: int, first: int
+    steps: int,
+    batch: int,
+    lr: float,
+    vae,
+    encoder,
+    tokenizer,
+    device,
+    things: int,
+    first: int,
+    world: World,
+    begin: UNet2DConditionModel | None = None,
 ) -> Stage:
     """`first` scenes are encoded before the first step, and others beside each step."""
-    unet = new_unet().to(device).to(memory_format=torch.channels_last)
-    scheduler, pool = new_scheduler(), LatentPool(vae, encoder, tokenizer, device, things)
+    unet = (begin or new_unet()).to(device).to(memory_format=torch.channels_last)
+    scheduler, pool = new_scheduler(), LatentPool(vae, encoder, tokenizer, device, things, world)
     scale = vae.config.scaling_factor
     with torch.no_grad():
         blank = encoder(
@@ -404,8 +393,8 @@ def unet_stage(
 
     def loss(step: int) -> torch.Tensor:
         pool.grow(batch // 4 if pool.size else first)
-        batch_of = pool.draw(scene_rng("unet-batch", step), batch)
-        draw = generator("microworld", "unet-noise", step)
+        batch_of = pool.draw(world.rng("unet-batch", step), batch)
+        draw = generator(world.name, "unet-noise", step)
         x0 = batch_of["latents"] * scale
         eps = torch.randn(x0.shape, generator=draw).to(device)
         u = (torch.randperm(batch, generator=draw) + torch.rand(batch, generator=draw)) / batch
@@ -450,14 +439,14 @@ def embedder_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
     )
 
 
-def judge_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
-    judge = Judge().to(device).to(memory_format=torch.channels_last)
+def judge_stage(steps: int, batch: int, vae, device: torch.device, world: World) -> Stage:
+    judge = Judge(world).to(device).to(memory_format=torch.channels_last)
 
     def loss(step: int) -> torch.Tensor:
-        rng = scene_rng("judge", step)
-        scenes = [sample_scene(rng) for _ in range(batch)]
-        x = to_tensor([render(s)[0] for s in scenes]).to(device)
-        return judge_loss(judge, x, scenes, vae, rng)
+        rng = world.rng("judge", step)
+        scenes = [world.sample_scene(rng) for _ in range(batch)]
+        x = to_tensor([world.render(scene)[0] for scene in scenes]).to(device)
+        return judge_loss(judge, x, scenes, vae, rng, world)
 
     return Stage("judge", nn.ModuleDict({"judge": judge}), steps, 2e-3, loss, ema_decay=0.995)
 
@@ -466,25 +455,30 @@ def judge_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
 
 
 @torch.no_grad()
-def latent_scale(vae, device) -> float:
+def latent_scale(vae, device, world: World) -> float:
     """1 / std of the posterior means over 512 scenes: the factor that gives latents unit
     variance."""
-    rng = scene_rng("scale")
-    x = to_tensor([render(sample_scene(rng))[0] for _ in range(512)]).to(device)
+    x = pictures_of(world, world.rng("scale"), 512).to(device)
     return 1.0 / torch.cat([vae.encode(part).latent_dist.mean for part in x.split(64)]).std().item()
 
 
-def held_out_pictures(n: int = 256) -> torch.Tensor:
-    rng = scene_rng("held-out")
-    return to_tensor([render(sample_scene(rng))[0] for _ in range(n)])
+def held_out_pictures(world: World, n: int = 256) -> torch.Tensor:
+    return pictures_of(world, world.rng("held-out"), n)
 
 
 STAGES = ("vae", "decoder", "text", "unet", "embedder", "judge")
 
 
-def run(args: BaseOptions, wanted: tuple[str, ...]) -> dict[str, nn.Module]:
+def run(
+    args: BaseOptions,
+    wanted: tuple[str, ...],
+    world: World = MICROWORLD,
+    begin: Mapping[str, Any] | None = None,
+) -> dict[str, nn.Module]:
     """Run the wanted stages in order (each needs the finished ones before it); returns the
-    trained networks."""
+    trained networks. `begin` are networks by the names of their stages whose weights are trained
+    on."""
+    begin = begin or {}
     asked = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with user_errors(f"--device {asked}"):
         device = torch.zeros(1, device=asked).device
@@ -503,18 +497,33 @@ def run(args: BaseOptions, wanted: tuple[str, ...]) -> dict[str, nn.Module]:
         work.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(ASSETS / "tokenizer")
     if not args.vae and set(wanted) != {"text"}:
-        nets["vae"] = run_stage(vae_stage(args.vae_steps, 24, device), work, device)["vae"]
-        nets["vae"].register_to_config(scaling_factor=latent_scale(nets["vae"], device))
-        print(f"vae: round trip {round_trip_psnr(nets['vae'], held_out_pictures()):.2f} dB")
+        stage = vae_stage(args.vae_steps, 24, device, world, begin.get("vae"))
+        nets["vae"] = run_stage(stage, work, device)["vae"]
+        nets["vae"].register_to_config(scaling_factor=latent_scale(nets["vae"], device, world))
+        print(f"vae: round trip {round_trip_psnr(nets['vae'], held_out_pictures(world)):.2f} dB")
     if set(wanted) & {"decoder", "embedder", "judge"}:
-        run_stage(decoder_stage(args.decoder_steps, 12, nets["vae"], device), work, device)
-        print(f"decoder: round trip {round_trip_psnr(nets['vae'], held_out_pictures()):.2f} dB")
+        run_stage(decoder_stage(args.decoder_steps, 12, nets["vae"], device, world), work, device)
+        print(
+            f"decoder: round trip {round_trip_psnr(nets['vae'], held_out_pictures(world)):.2f} dB"
+        )
     if set(wanted) & {"text", "unet"}:
-        stage = text_stage(args.text_steps, 64, tokenizer, device, args.things)
+        parts = (tokenizer, device, args.things, world)
+        stage = text_stage(args.text_steps, 64, *parts, begin.get("text"))
         nets["text"] = run_stage(stage, work, device)["encoder"]
     if "unet" in wanted:
-        parts = (nets["vae"], nets["text"], tokenizer, device, args.things, args.pool)
-        stage = unet_stage(args.unet_steps, args.batch, args.unet_lr, *parts)
+        stage = unet_stage(
+            args.unet_steps,
+            args.batch,
+            args.unet_lr,
+            nets["vae"],
+            nets["text"],
+            tokenizer,
+            device,
+            args.things,
+            args.pool,
+            world,
+            begin.get("unet"),
+        )
         nets["unet"] = run_stage(stage, work, device, kept)["unet"]
         write_strengths(nets, tokenizer, work, kept)
     if "embedder" in wanted:
@@ -523,7 +532,7 @@ def run(args: BaseOptions, wanted: tuple[str, ...]) -> dict[str, nn.Module]:
         )["net"]
     if "judge" in wanted:
         nets["judge"] = run_stage(
-            judge_stage(args.judge_steps, 32, nets["vae"], device), work, device
+            judge_stage(args.judge_steps, 32, nets["vae"], device, world), work, device
         )["judge"]
     return nets
 

@@ -8,7 +8,7 @@ from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from silentbad.worlds.microworld.grammar import BACKDROPS, COLOURS, KINDS, PLACES, SIZES, TEXTURES
+from silentbad.worlds.world import World
 
 TEXT_WIDTH = 64
 LATENT_CHANNELS = 16
@@ -88,26 +88,17 @@ def new_scheduler() -> DDIMScheduler:
 class CaptionReader(nn.Module):
     """Heads that make a text encoder bind attributes to things before any picture is seen.
 
-    Two questions per caption: at the last token of each phrase, what does it say (kind, colour,
-    texture, size, place, each with an "unsaid" answer); and for each named place, asked by one
-    cross-attention as the UNet will ask, what stands there. Only used in training; the pipeline
+    Two questions per caption: at the last token of each phrase, what does it say (the world's
+    fields, each with an "unsaid" answer); and for each named place, asked by one cross-attention as
+    the UNet will ask, what stands there. Only used in training; the pipeline
     keeps the encoder alone."""
 
-    FIELDS = {
-        "kind": len(KINDS) + 1,
-        "colour": len(COLOURS) + 1,
-        "texture": len(TEXTURES),
-        "size": len(SIZES) + 1,
-        "place": len(PLACES) + 1,
-        "backdrop": len(BACKDROPS) + 1,
-    }
-
-    def __init__(self, width: int = TEXT_WIDTH):
+    def __init__(self, world: World, width: int = TEXT_WIDTH):
         super().__init__()
-        self.at_phrase = nn.Linear(width, sum(self.FIELDS.values()))
-        self.queries = nn.Parameter(torch.randn(len(PLACES), width) * 0.1)
+        self.at_phrase = nn.Linear(width, sum(world.fields.values()))
+        self.queries = nn.Parameter(torch.randn(len(world.places), width) * 0.1)
         self.look = nn.MultiheadAttention(width, 4, batch_first=True)
-        self.at_place = nn.Linear(width, sum(self.FIELDS.values()))
+        self.at_place = nn.Linear(width, sum(world.fields.values()))
 
     def forward(
         self, states: torch.Tensor, last: torch.Tensor

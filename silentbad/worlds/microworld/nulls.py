@@ -6,6 +6,7 @@ checked on nulls that change it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +36,7 @@ class Null:
     """A scene that is no copy; `changed` are the indices of the elements that differ from the
     target's."""
 
-    scene: Scene
+    scene: Any  # of the world whose null it is
     changed: tuple[int, ...]
 
     @property

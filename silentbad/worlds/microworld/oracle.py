@@ -6,17 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from silentbad.worlds.microworld.grammar import COLOURS, KINDS, PLACES, Scene, Thing
+from silentbad.worlds.microworld.world import MICROWORLD
+from silentbad.worlds.world import World
 
 CROP = 34  # pixels around a place's centre
-HAT_LIFT = 20  # a worn hat sits about this far above its wearer's place
-
-
-def spot(thing: Thing) -> tuple[float, float]:
-    """Where a caption says to look for a thing: its place, or above it for a worn hat. Pixels
-    (x, y)."""
-    x, y = PLACES[thing.place]
-    return (x, y - HAT_LIFT + 2) if thing.worn else (x, y + 0.0)
 
 
 def crops(x: torch.Tensor, spots: list[tuple[int, float, float]]) -> torch.Tensor:
@@ -30,52 +23,63 @@ def crops(x: torch.Tensor, spots: list[tuple[int, float, float]]) -> torch.Tenso
 
 
 class Judge(nn.Module):
-    """(N,3,34,34) -> logits of kind (N,12) and colour (N,8)."""
+    """(N,3,34,34) -> logits (N,words) of each field that the world has judged."""
 
-    def __init__(self, width: int = 32):
+    def __init__(self, world: World = MICROWORLD, width: int = 32):
         super().__init__()
+        self.words = {name: list(words) for name, words in world.judged.items()}
         layers, c = [], 3
         for c_out, stride in ((width, 2), (2 * width, 2), (2 * width, 1), (3 * width, 2)):
             layers += [nn.Conv2d(c, c_out, 3, stride, 1), nn.GroupNorm(8, c_out), nn.SiLU()]
             c = c_out
         self.features = nn.Sequential(*layers, nn.Flatten())
-        self.head = nn.Linear(c * 25, len(KINDS) + len(COLOURS))
+        self.head = nn.Linear(c * 25, sum(map(len, self.words.values())))
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.head(self.features(x)).split([len(KINDS), len(COLOURS)], dim=1)
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        parts = self.head(self.features(x)).split([*map(len, self.words.values())], dim=1)
+        return dict(zip(self.words, parts, strict=True))
+
+    def truth(self, things: list) -> dict[str, torch.Tensor]:
+        """The right answers (N,) of each field."""
+        return {
+            name: torch.tensor([words.index(getattr(thing, name)) for thing in things])
+            for name, words in self.words.items()
+        }
 
 
 def judge_loss(
-    judge: Judge, x: torch.Tensor, scenes: list[Scene], vae, rng: np.random.Generator
+    judge: Judge,
+    x: torch.Tensor,
+    scenes: list,
+    vae,
+    rng: np.random.Generator,
+    world: World = MICROWORLD,
 ) -> torch.Tensor:
-    """Cross-entropy of kind and colour; half of the pictures pass through the autoencoder first,
+    """Cross-entropy of every field; half of the pictures pass through the autoencoder first,
     as generations do."""
     with torch.no_grad():
         half = len(x) // 2
         x = torch.cat([x[:half], vae.decode(vae.encode(x[half:]).latent_dist.mean).sample])
     things = [(b, thing) for b, scene in enumerate(scenes) for thing in scene.things]
-    where = [(b, *(np.array(spot(t)) + rng.integers(-3, 4, 2))) for b, t in things]
-    kind, colour = judge(crops(x, where).to(x.device))
-    kinds = torch.tensor([KINDS.index(t.kind) for _, t in things], device=x.device)
-    colours = torch.tensor([list(COLOURS).index(t.colour) for _, t in things], device=x.device)
-    return F.cross_entropy(kind, kinds) + F.cross_entropy(colour, colours)
+    where = [(b, *(np.array(world.spot(t)) + rng.integers(-3, 4, 2))) for b, t in things]
+    logits = judge(crops(x, where).to(x.device))
+    truth = judge.truth([t for _, t in things])
+    losses = [F.cross_entropy(logits[name], truth[name].to(x.device)) for name in truth]
+    return torch.stack(losses).sum()
 
 
 @torch.no_grad()
-def judged(judge: Judge, x: torch.Tensor, scenes: list[Scene]) -> dict[str, float]:
-    """Share of things whose kind, colour, and both are right at their place."""
+def judged(
+    judge: Judge, x: torch.Tensor, scenes: list, world: World = MICROWORLD
+) -> dict[str, float]:
+    """Share of things of which each field, and then all fields, are right at their place."""
     things = [(b, thing) for b, scene in enumerate(scenes) for thing in scene.things]
-    kind, colour = judge(crops(x, [(b, *spot(t)) for b, t in things]))
-    right_kind = kind.argmax(1).cpu() == torch.tensor([KINDS.index(t.kind) for _, t in things])
-    right_colour = colour.argmax(1).cpu() == torch.tensor(
-        [list(COLOURS).index(t.colour) for _, t in things]
-    )
-    return {
-        "kind": right_kind.float().mean().item(),
-        "colour": right_colour.float().mean().item(),
-        "both": (right_kind & right_colour).float().mean().item(),
-        "things": len(things),
-    }
+    logits = judge(crops(x, [(b, *world.spot(t)) for b, t in things]))
+    truth = judge.truth([t for _, t in things])
+    right = {name: logits[name].argmax(1).cpu() == truth[name] for name in truth}
+    shares = {name: one.float().mean().item() for name, one in right.items()}
+    every = torch.stack([*right.values()]).all(0).float().mean().item()
+    return {**shares, "both": every, "things": len(things)}
 
 
 @torch.no_grad()

@@ -1,0 +1,34 @@
+"""What a world gives to the code that trains a base on it and writes its data sets."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from silentbad.rng import addressed_seed
+
+
+@dataclass(frozen=True)
+class World:
+    """Scenes, their pictures, and what their captions say.
+
+    A scene has `things`, a `backdrop`, `phrases` in the order of its `caption`; a thing and a
+    backdrop have a `phrase`, and a thing has a `place` and the attributes that it has `named`."""
+
+    name: str  # of its streams of randomness
+    sample_scene: Callable[..., Any]  # (rng, detail=, count=, max_count=) -> scene
+    render: Callable[..., Any]  # scene -> picture (RGB, 64x64), masks of its things (L)
+    places: Mapping[str, tuple[int, int]]  # name -> centre (x, y) in pixels
+    backdrops: Sequence[str]
+    # what a phrase says of its thing, as class indices: field -> number of answers
+    fields: Mapping[str, int]
+    answers: Callable[[Any], dict[str, int]]  # of a thing
+    nothing: Mapping[str, int]  # the answers where no thing is named
+    # what the judge looks for: field -> its words; and where
+    judged: Mapping[str, Sequence[str]]
+    spot: Callable[[Any], tuple[float, float]]  # thing -> (x, y) in pixels
+
+    def rng(self, stream: str, *address: int | str) -> np.random.Generator:
+        """The world's own streams; no experiment's seed shares an address with them."""
+        return np.random.default_rng(addressed_seed(self.name, stream, *address))
