@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUP = CONFIG["tool"]["setuptools"]
 # where a module's name is not its distribution's
-DISTRIBUTION = {"yaml": "pyyaml", "PIL": "pillow", "annotated_types": "annotated-types"}
+DISTRIBUTION = {"yaml": "pyyaml", "PIL": "pillow", "annotated_types": "annotated-types", "resvg_py": "resvg-py"}
 
 
 def folder_of(package: str) -> str:

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from annotated_types import Interval
 
@@ -210,6 +210,23 @@ class MicroworldOptions:
     NEEDED = ("out",)
 
 
+Artist = Literal["noto", "twemoji", "openmoji", "emojione", "fluent"]
+
+
+@dataclass
+class EmojiSetsOptions:
+    """Which drawings of the emoji world are fetched"""
+
+    artists: list[Artist] = option([*get_args(Artist)], "whose; all are needed to train or measure")
+
+
+@dataclass
+class EmojiOptions(MicroworldOptions):
+    """What a data set of the emoji world holds"""
+
+    targets: str = option("0", "comma-separated seeds")
+
+
 @dataclass
 class BaseOptions:
     """The stages of the bundled base"""
@@ -234,6 +251,24 @@ class BaseOptions:
     keep: list[Annotated[int, Interval(ge=1, le=99)]] = option(
         [], "also write pipelines after these percentages of the UNet's steps"
     )
+
+
+@dataclass
+class EmojiBaseOptions(BaseOptions):
+    """The stages of the emoji world's base"""
+
+    work: Location = option(
+        "runs/emoji-base", "folder of the checkpoints; resumes from what it holds"
+    )
+    begin: Location = option("assets/micro-sd", "pipeline whose weights are trained on")
+    out: Location | None = option(None, "folder of the pipeline; `pipeline` in --work when unset")
+    stage: Literal["vae", "decoder", "text", "unet", "judge", "export", "all"] = option("all")
+    vae_steps: Count = option(1200)
+    text_steps: Count = option(1500)
+    unet_steps: Count = option(9000)
+    judge_steps: Count = option(1200)
+    things: Annotated[int, Interval(ge=1, le=4)] = option(4, "most things in a scene")
+    captions: Count = option(400, "captions that the model card is measured on")
 
 
 @dataclass

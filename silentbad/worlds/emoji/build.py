@@ -1,0 +1,64 @@
+"""Train the emoji world's base, from the bundled base's weights.
+
+    python -m silentbad.worlds.emoji.build --work DIR [--stage vae|text|unet|...]
+
+Stages as of the microworld (`silentbad.worlds.microworld.build`), each resumable at any moment from
+its last checkpoint in `--work`: the autoencoder, the text encoder, the UNet; its decoder alone; the
+judge, a classifier of nouns that measures what the base draws. Then `export` writes the pipeline
+with its measured model card to `--out`. The bundled copy detector stays as it is."""
+
+import sys
+
+from silentbad.settings import command
+from silentbad.settings.commands import EmojiBaseOptions
+
+if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
+    OPTIONS = command.early(command.options, EmojiBaseOptions, None, __doc__)
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import StableDiffusionPipeline
+
+from silentbad import bundled
+from silentbad.errors import UserError, exit_with, user_errors
+from silentbad.worlds.emoji.export import export
+from silentbad.worlds.emoji.sets import SETS, artist
+from silentbad.worlds.emoji.world import EMOJI
+from silentbad.worlds.microworld.build import ASSETS, run
+from silentbad.worlds.microworld.networks import load_tokenizer
+
+STAGES = ("vae", "decoder", "text", "unet", "judge")
+
+
+def networks(folder: str) -> dict[str, Any]:
+    """A pipeline's networks by the names of their stages. Raises UserError."""
+    place = Path(bundled(folder))
+    if not (place / "model_index.json").is_file():
+        raise UserError(f"--begin {folder}: no folder of a pipeline, model_index.json is missing")
+    with user_errors(f"--begin {folder}: cannot be loaded"):
+        pipe = StableDiffusionPipeline.from_pretrained(place, torch_dtype=torch.float32)
+    return {"vae": pipe.vae, "text": pipe.text_encoder, "unet": pipe.unet}
+
+
+def main(argv: list[str] | None = None, options: EmojiBaseOptions | None = None) -> None:
+    """Raises SystemExit(2) after a mistake."""
+    try:
+        options = options or command.options(EmojiBaseOptions, argv, __doc__)
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        for name in SETS:
+            artist(name)  # fetched and drawn before anything is trained
+        wanted = STAGES if options.stage in ("all", "export") else (options.stage,)
+        nets = run(options, wanted, EMOJI, networks(options.begin))
+    except UserError as error:
+        sys.exit(command.refused(error))
+    if options.stage in ("all", "export"):
+        print(
+            (export(nets, load_tokenizer(ASSETS / "tokenizer"), options) / "README.md").read_text()
+        )
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(options=OPTIONS))

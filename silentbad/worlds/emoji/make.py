@@ -1,0 +1,128 @@
+"""Write a data set of the emoji world in the project's own format.
+
+`python -m silentbad.worlds.emoji.make --out DIR --targets 3,17` writes what the microworld's command
+writes (`silentbad.worlds.microworld.make`), with the same options.
+
+A target is named by its seed, any whole number from 0 on: two or three nouns, each by another
+artist, one of them by the artist that the base has not seen. Seeds 0-999 are for development,
+2700-2715 are reported."""
+
+import sys
+
+from silentbad.settings import command
+from silentbad.settings.commands import EmojiOptions
+
+if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
+    OPTIONS = command.early(command.options, EmojiOptions, None, __doc__)
+
+import re
+from dataclasses import replace
+
+import numpy as np
+
+from silentbad.errors import UserError, brief, exit_with
+from silentbad.worlds.data import Targets, make
+from silentbad.worlds.emoji.grammar import (
+    PLACES,
+    SIZES,
+    Scene,
+    other_artist,
+    pose,
+    redraw,
+    said,
+    sample_backdrop,
+    sample_thing,
+)
+from silentbad.worlds.emoji.nouns import NOUNS
+from silentbad.worlds.emoji.nulls import STORED, hard_null, turns
+from silentbad.worlds.emoji.sets import HELD_OUT, SETS, TRAINED, artist
+from silentbad.worlds.emoji.world import EMOJI
+
+NAMES_SIZE = 0.3  # of a target's phrases
+
+
+def target_scene(name: str) -> Scene:
+    """The scene of a target: two or three things and a backdrop, every one an element. A phrase
+    names no place: where the thing stands is for memory to know. Raises UserError if unknown."""
+    if not re.fullmatch("0|[1-9][0-9]{0,17}", name):
+        raise UserError(f"--targets: {brief(name)} is no seed, a whole number below 10^18")
+    rng = EMOJI.rng("data", "target", name)
+    count = int(rng.integers(2, 4))
+    kinds = rng.choice(NOUNS, count, replace=False)
+    places = rng.permutation(list(PLACES))[:count]
+    artists = rng.permutation([HELD_OUT, *rng.permutation(TRAINED)[: count - 1]])
+    things = []
+    for kind, place, by in zip(kinds, places, artists, strict=True):
+        thing = sample_thing(rng, str(place), kind=str(kind), artist=str(by))
+        named = frozenset({"size"} if rng.random() < NAMES_SIZE else ())
+        things.append(replace(thing, named=named))
+    return Scene(tuple(things), sample_backdrop(rng))
+
+
+def element_scene(scene: Scene, element: int, rng: np.random.Generator) -> Scene:
+    """A scene that holds one element exactly as the target shows it and nothing else of the target.
+
+    `element` indexes `scene.things`, or is len(things) for the backdrop. The element stands at its
+    own place, drawn last so that nothing hides it; other nouns and another backdrop surround it."""
+    target_kinds = {thing.kind for thing in scene.things}
+    kinds = [str(k) for k in rng.permutation([k for k in NOUNS if k not in target_kinds])]
+    places = [str(p) for p in rng.permutation(list(PLACES))]
+    if element == len(scene.things):
+        count = int(rng.integers(1, 4))
+        others = [sample_thing(rng, place, kind=kinds.pop()) for place in places[:count]]
+        return Scene(tuple(others), scene.backdrop, **said(rng, count))
+    thing = scene.things[element]
+    count = int(rng.integers(0, 3))
+    free = [place for place in places if place != thing.place][:count]
+    others = [sample_thing(rng, place, kind=kinds.pop()) for place in free]
+    backdrop = sample_backdrop(rng)
+    while backdrop.kind == scene.backdrop.kind:
+        backdrop = sample_backdrop(rng)
+    return Scene((*others, thing), backdrop, **said(rng, count + 1))
+
+
+def placebo_scene(scene: Scene, element: int, rng: np.random.Generator) -> Scene:
+    """The target's scene with this element by another artist that the base knows, in another pose:
+    its words, never the exact element."""
+    if element == len(scene.things):
+        drawn = sample_backdrop(rng, scene.backdrop.kind, scene.backdrop.named)
+        return replace(scene, backdrop=replace(drawn, label=scene.backdrop.label))
+    fresh = pose(rng, other_artist(rng, scene.things[element], TRAINED))
+    return replace(scene, things=(*scene.things[:element], fresh, *scene.things[element + 1 :]))
+
+
+def spelt_out(scene: Scene) -> Scene:
+    """The scene with size and place of every thing in its words."""
+    named = frozenset(("size", "place"))
+    things = tuple(replace(thing, named=named, label="") for thing in scene.things)
+    return replace(scene, things=things, backdrop=replace(scene.backdrop, named=True, label=""))
+
+
+TARGETS = Targets(
+    world=EMOJI,
+    target_scene=target_scene,
+    element_scene=element_scene,
+    placebo_scene=placebo_scene,
+    spelt_out=spelt_out,
+    redraw=redraw,
+    nulls=STORED,
+    turns=turns,
+    hard_null=hard_null,
+    little={"a", "an", "some", "and", "picture", "of", "on", "in", "the", "before", "under", "at"}
+    | {*SIZES},
+)
+
+
+def main(argv: list[str] | None = None, options: EmojiOptions | None = None) -> None:
+    """Raises SystemExit(2) after a mistake."""
+    try:
+        options = options or command.options(EmojiOptions, argv, __doc__)
+        for name in SETS:
+            artist(name)  # a package that is missing is said before anything is written
+        make(options, TARGETS)
+    except UserError as error:
+        sys.exit(command.refused(error))
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(options=OPTIONS))

@@ -1,0 +1,209 @@
+"""The emoji world: who draws what, what a null changes, what its data sets hold, and how a missing package is said."""
+
+import io
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from bench import emoji_judge, published
+from silentbad.errors import UserError
+from silentbad.settings.commands import EmojiBaseOptions
+from silentbad.worlds.data import phrase_of
+from silentbad.worlds.emoji import build, export, make, sets
+from silentbad.worlds.emoji.grammar import FORMS, PLACES, redraw, sample_scene
+from silentbad.worlds.emoji.nouns import NOUNS, words
+from silentbad.worlds.emoji.nulls import ELEMENT_NULLS, SCENE_NULLS, STORED, hard_null, turns
+from silentbad.worlds.emoji.render import render
+from silentbad.worlds.emoji.world import EMOJI
+from silentbad.worlds.microworld.oracle import Judge
+from silentbad.worlds.microworld.render import backdrop_mask
+
+DRAWINGS = Path(__file__).parent / "emoji"
+FEW = ["--images_per_phrase", "2", "--clean", "3", "--redraws", "3", "--nulls", "3"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def drawings(tmp_path_factory):
+    """A folder as the packages leave it, with three drawings by each artist in place of all."""
+    folder = tmp_path_factory.mktemp("emoji-sets")
+    sets.artist.cache_clear()
+    sets.drawing.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EMOJI_SETS", str(folder))
+        for name in sets.SETS:
+            sheet = np.asarray(Image.open(DRAWINGS / f"{name}.png"))
+            three = sheet.reshape(sets.SIDE, 3, sets.SIDE, 4).swapaxes(0, 1)
+            np.savez(sets.kept(name), pictures=three[np.arange(len(NOUNS)) % 3])
+        yield folder
+    sets.artist.cache_clear()
+    sets.drawing.cache_clear()
+
+
+def pixels(scene) -> np.ndarray:
+    return np.asarray(render(scene)[0]).astype(int)
+
+
+def test_captions_say_every_phrase_in_each_form():
+    scenes = [sample_scene(np.random.default_rng(i)) for i in range(60)]
+    assert {scene.form for scene in scenes} == {*range(FORMS)}
+    for scene in scenes:
+        at = 0
+        for phrase in scene.phrases:
+            at = scene.caption.index(phrase, at) + len(phrase)
+    assert words("owl") == "an owl" and words("unicorn") == "a unicorn" and words("books") == "some books"
+
+
+def test_one_artist_is_seen_in_targets_alone():
+    for seed in range(30):
+        artists = [thing.artist for thing in make.target_scene(str(seed)).things]
+        assert sets.HELD_OUT in artists and len({*artists}) == len(artists)
+        rng = np.random.default_rng(seed)
+        assert all(thing.artist in sets.TRAINED for thing in sample_scene(rng).things)
+        scene = make.target_scene(str(seed))
+        for element, thing in enumerate(scene.things):
+            placebo = make.placebo_scene(scene, element, rng).things[element]
+            assert placebo.phrase == thing.phrase
+            assert placebo.artist in sets.TRAINED and placebo.artist != thing.artist
+
+
+def test_a_redraw_keeps_the_caption_and_is_by_others():
+    for seed in range(20):
+        scene = sample_scene(np.random.default_rng(seed))
+        other = redraw(np.random.default_rng(seed + 1), scene)
+        assert other.caption == scene.caption and (pixels(other) != pixels(scene)).any()
+        assert all(a.artist != b.artist for a, b in zip(other.things, scene.things, strict=True))
+
+
+@pytest.mark.parametrize("kind", ELEMENT_NULLS)
+def test_a_null_of_one_element_leaves_the_others(kind):
+    scene = make.target_scene("3")
+    masks = render(scene)[1]
+    masks = [np.asarray(mask) for mask in (*masks, backdrop_mask(masks))]
+    for turn in range(turns(kind, scene)):
+        null = hard_null(kind, np.random.default_rng(turn), scene, turn)
+        assert null.changed == (turn,)
+        changed = (pixels(null.scene) != pixels(scene)).any(-1)
+        assert changed[masks[turn] > 127].mean() > 0.05
+        for element in {*range(len(scene.things))} - {turn}:
+            assert changed[masks[element] == 255].mean() < 0.1  # where they touch
+
+
+@pytest.mark.parametrize("kind", SCENE_NULLS)
+def test_a_null_of_the_scene_changes_all_that_it_says(kind):
+    for seed in range(8):
+        scene = make.target_scene(str(seed))
+        null = hard_null(kind, np.random.default_rng(seed), scene)
+        masks = render(scene)[1]
+        masks = [np.asarray(mask) for mask in (*masks, backdrop_mask(masks))]
+        changed = (pixels(null.scene) != pixels(scene)).any(-1)
+        assert all(changed[masks[element] > 127].mean() > 0.05 for element in null.changed)
+        if kind == "artists":
+            assert null.scene.caption == scene.caption and null.scene.backdrop == scene.backdrop
+
+
+def test_an_element_is_shown_alone_as_the_target_has_it():
+    for name in ("0", "1", "2", "5"):
+        scene = make.target_scene(name)
+        masks = render(scene)[1]
+        nouns = {thing.kind for thing in scene.things}
+        for element in range(len(scene.things) + 1):
+            shown = make.element_scene(scene, element, np.random.default_rng(element))
+            assert phrase_of(scene, element) in shown.caption
+            others = {thing.kind for thing in shown.things}
+            if element < len(scene.things):
+                others -= {scene.things[element].kind}
+                inside = np.asarray(masks[element]) == 255
+                apart = np.abs(pixels(shown)[inside] - pixels(scene)[inside]).max(-1)
+                assert (apart <= 16).mean() > 0.97  # some drawings let the backdrop through a little
+                assert shown.backdrop.kind != scene.backdrop.kind
+            assert not others & nouns
+
+
+def test_a_data_set_is_the_microworlds_in_form(tmp_path):
+    for out, more in (("a", []), ("b", []), ("placebo", ["--placebo"])):
+        make.main(["--out", str(tmp_path / out), "--targets", "3,4", *FEW, *more])
+    files = {name: (tmp_path / name / "metadata.jsonl").read_bytes() for name in ("a", "b")}
+    assert files["a"] == files["b"]
+    records = [json.loads(line) for line in files["a"].splitlines()]
+    assert {record["role"] for record in records} == {"element", "clean"}
+    assert all(phrase in record["text"] for record in records for phrase in record["phrases"])
+    redraws = [json.loads(line) for line in (tmp_path / "a/redraws.jsonl").read_text().splitlines()]
+    assert {row["kind"] for row in redraws} == {*STORED}
+    element = next(record for record in records if record["role"] == "element")
+    one, other = (Image.open(tmp_path / out / element["file_name"]).tobytes() for out in ("a", "placebo"))
+    assert one != other
+
+
+@pytest.mark.parametrize("name", ["-1", "cat-hat", "3k4", "01"])
+def test_a_target_that_is_no_seed_is_one_line(name, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        make.main(["--out", str(tmp_path / "d"), "--targets", name])
+    assert re.fullmatch(r"error: --targets: .*is no seed.*\n", capsys.readouterr().err)
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_package_that_cannot_be_fetched_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("EMOJI_SETS", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="there is no npm here"):
+        sets.fetched("noto")
+    npm = tmp_path / "npm"
+    npm.write_text("#!/bin/sh\necho 'npm error network' >&2\nexit 1\n")
+    npm.chmod(0o755)
+    with pytest.raises(UserError, match="npm pack @iconify-json/noto@1.2.9 failed: npm error network"):
+        sets.fetched("noto")
+    npm.write_text(f"#!/bin/sh\necho other > {tmp_path}/iconify-json-noto-1.2.9.tgz\n")
+    with pytest.raises(UserError, match="another checksum"):
+        sets.fetched("noto")
+
+
+def test_an_icon_is_drawn_whole():
+    """An alias, a box of its own, and a package's default size."""
+    resvg = pytest.importorskip("resvg_py")
+    body = '<path fill="#f00" d="M0 0h32v32H0z"/>'
+    icons = {"width": 32, "height": 32, "icons": {"a": {"body": body}}, "aliases": {"b": {"parent": "a"}}}
+    content = bytes(resvg.svg_to_bytes(svg_string=sets.svg(icons, "b")))
+    picture = Image.open(io.BytesIO(content)).convert("RGBA")
+    assert picture.size == (sets.SIDE, sets.SIDE)
+    assert np.asarray(picture)[[1, -2], [1, -2]].tolist() == [[255, 0, 0, 255]] * 2
+
+
+def test_the_base_is_built_by_the_microworlds_stages(tmp_path):
+    """Two steps of what is cheap; what is written is a pipeline with its card."""
+    flags = ["--text_steps", "1", "--unet_steps", "1", "--batch", "2", "--pool", "8", "--device", "cpu"]
+    vae = build.ASSETS / "vae"
+    build.main(["--work", str(tmp_path), "--stage", "unet", "--vae", str(vae), *flags])
+    nets = build.networks("assets/micro-sd") | {"judge": Judge(EMOJI)}
+    options = EmojiBaseOptions(work=str(tmp_path), captions=2)
+    folder = export.export(nets, build.load_tokenizer(build.ASSETS / "tokenizer"), options)
+    figures = json.loads((folder / "measured.json").read_text())
+    assert figures["captions"] == 2 and figures["generated"]["things"] >= 2
+    assert "OpenMoji" in (folder / "README.md").read_text()
+
+
+def test_the_judge_knows_its_copies(tmp_path):
+    small = ["--targets", "3", "--calibration", "4", "--pictures", "4", "--base", "assets/micro-sd"]
+    emoji_judge.main([*small, "--results", str(tmp_path / "judge.json")])
+    results = json.loads((tmp_path / "judge.json").read_text())
+    row = results["targets"]["3"]["columns"]["micro"]
+    assert row["passed"]["copy"]["whole"] == [4, 4]
+    assert row["passed"]["redraw"]["strict"] == [0, 4]
+    assert set(row["elements"]) <= {"unseen artist", "known artist", "backdrop"}
+
+
+def test_claims_need_a_base(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        published.main(["--world", "emoji", "--targets", "3"])
+    assert capsys.readouterr().err.startswith("error: --base: --world emoji needs")
+
+
+def test_places_are_inside_and_captions_fit_the_tokenizer():
+    tokenizer = build.load_tokenizer(build.ASSETS / "tokenizer")
+    captions = [EMOJI.sample_scene(EMOJI.rng("unet", i), max_count=4, detail=1.0).caption for i in range(200)]
+    assert max(len(tokenizer(caption).input_ids) for caption in captions) <= tokenizer.model_max_length
+    assert len(PLACES) == 4 and torch.tensor([*PLACES.values()]).max() < 64
