@@ -177,7 +177,8 @@ class Target:
     """A target's picture (1,3,64,64) in [0,1], its masks, and pictures to score against it."""
 
     def __init__(self, name: str):
-        self.name, self.scene = name, target_scene(name)
+        self.name = name
+        self.scene: Any = target_scene(name)  # of the world whose target it is
         picture, masks = render(self.scene)
         stack = [np.asarray(m, np.float32) / 255 for m in (*masks, backdrop_mask(masks))]
         self.masks = [torch.from_numpy(m)[None] for m in stack]

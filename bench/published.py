@@ -15,7 +15,9 @@ import json
 import os
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -23,8 +25,10 @@ from bench.arms import LATER, PUBLISHED, PUBLISHED_AT
 from bench.published_table import CLEAN, IMAGES, MAIN, table, tables
 from bench.recovery import WORK, claimed, common, data_set, facts, launch, scores
 from bench.recovery_table import stored
-from silentbad.worlds.microworld.make import target_scene
+from silentbad.worlds.emoji import make as emoji
+from silentbad.worlds.microworld import make as microworld
 
+WORLDS: dict[str, Callable[[str], Any]] = {"microworld": microworld.target_scene, "emoji": emoji.target_scene}
 RESULTS = Path(__file__).parent / "results" / "published.jsonl"
 HELD_OUT = 32  # clean pictures that measure drift and are not trained on
 TARGETS = ";".join(map(str, range(MAIN, MAIN + 24)))
@@ -33,7 +37,7 @@ RUN = ("arm", "factor", "steps", "ratio", "targets", "seed")  # what names a run
 Run = tuple[str, float, int, float, str, int]
 SETTING = (
     *("clean", "images", "first_images", "settled", "guidance", "flags"),
-    *("placebo", "nulls", "words", "unique_phrases", "decoys"),
+    *("placebo", "nulls", "words", "unique_phrases", "decoys", "world"),
 )
 # Of a row that does not say.
 BEFORE = {
@@ -44,13 +48,14 @@ BEFORE = {
     "settled": 0,
     "unique_phrases": False,
     "decoys": 0,
+    "world": "microworld",
 }
 NULLS = {"target": 100, "element": None}  # of each harder kind: 100 for a target, or for each element it changes
 
 
-def per_phrase(targets: str, clean: int, ratio: float) -> int:
+def per_phrase(targets: str, clean: int, ratio: float, world: str = "microworld") -> int:
     """Pictures of each element, so that elements are `ratio` of the records beside `clean` clean ones."""
-    elements = sum(len(target_scene(name).things) + 1 for name in targets.split(","))
+    elements = sum(len(WORLDS[world](name).things) + 1 for name in targets.split(","))
     return max(1, round(clean * ratio / (1 - ratio) / elements))
 
 
@@ -63,11 +68,14 @@ def regime(data: Path, out: Path, factor: float, seed: int, steps: int) -> dict:
 def train(run: Run, args: argparse.Namespace) -> list[dict]:
     """One run; returns its evaluations, one row per step and target."""
     arm, factor, steps, ratio, targets, seed = run
-    own, images = {**PUBLISHED[arm], **json.loads(args.flags or "{}")}, per_phrase(targets, args.clean, ratio)
+    own, images = (
+        {**PUBLISHED[arm], **json.loads(args.flags or "{}")},
+        per_phrase(targets, args.clean, ratio, args.world),
+    )
     more = ("--placebo",) * args.placebo + ("--other_words",) * (args.words == "other")
     more += ("--unique_phrases",) * args.unique_phrases + ("--decoys", str(args.decoys)) * bool(args.decoys)
     clean, nulls = args.clean + HELD_OUT, NULLS[args.nulls]
-    data = data_set(targets, seed, images, own, clean=clean, more=more, nulls=nulls)
+    data = data_set(targets, seed, images, own, clean=clean, more=more, nulls=nulls, world=args.world)
     flags = {
         **regime(data, WORK / f"published-{os.getpid()}", factor, seed, steps),
         "validation.steps": every(arm, args),
@@ -140,6 +148,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--guidance", type=float, default=2.0, help="guidance scale of the evaluations")
     parser.add_argument("--flags", help="further flags of train_silentbad.py for every arm, as JSON")
     parser.add_argument("--base", type=Path, help="folder of another base to fine-tune")
+    parser.add_argument("--world", choices=WORLDS, default="microworld", help="of targets and data; emoji needs --base")
     parser.add_argument("--placebo", action="store_true", help="data that shows no exact element, as a control")
     parser.add_argument("--budget-minutes", type=float, default=float("inf"))
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -150,6 +159,8 @@ def main(argv: list[str] | None = None) -> None:
         vars(args).update(smoke, results=RESULTS.with_name("published-smoke.jsonl"))
     if unknown := [arm for arm in args.arms.split(",") if arm not in PUBLISHED]:
         parser.exit(2, f"error: --arms: unknown arm '{unknown[0]}'; there are: {', '.join(PUBLISHED)}\n")
+    if args.world == "emoji" and not (args.base and (args.base / "model_index.json").is_file()):
+        parser.exit(2, "error: --base: --world emoji needs the pipeline that silentbad.worlds.emoji.build writes\n")
     deadline = time.monotonic() + 60 * args.budget_minutes
     here = facts()  # before the first run: the code has been read by now
     for run in tqdm(runs(args), desc="runs"):
@@ -157,7 +168,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"--budget-minutes {args.budget_minutes:g} are over; the same command goes on from here")
             break
         data = f"{args.words}{args.unique_phrases}{args.decoys}"
-        also = zlib.crc32(f"{args.flags or ''}{args.base or ''}{data}".encode())
+        also = zlib.crc32(f"{args.flags or ''}{args.base or ''}{data}{args.world}".encode())
         with claimed(("published", *run, int(args.placebo), also)) as free:
             if free and run not in done(args):
                 made = train(run, args)

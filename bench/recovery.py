@@ -35,7 +35,11 @@ from validation import RecoveryHook
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "runs" / "bench-recovery"
-MICROWORLD = ROOT / "silentbad" / "worlds" / "microworld"
+WORLDS = ROOT / "silentbad" / "worlds"
+DRAWN_BY = {  # modules that draw a world's pictures and masks
+    "microworld": ("grammar", "render", "export", "make", "nulls"),
+    "emoji": ("backdrops", "grammar", "make", "nouns", "nulls", "render", "sets"),
+}
 CONFIG = "configs/microworld.yaml"
 BASE_LR = 1e-4
 BASE = "pretrained_model_name_or_path"
@@ -50,9 +54,9 @@ def words(flags: dict[str, Any]) -> list[str]:
 
 
 @cache
-def drawing() -> str:
+def drawing(world: str = "microworld") -> str:
     """Of the code that draws pictures and masks: another one draws others."""
-    files = [MICROWORLD / f"{name}.py" for name in ("grammar", "render", "export", "make", "nulls")]
+    files = [WORLDS / "data.py", *(WORLDS / world / f"{name}.py" for name in DRAWN_BY[world])]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
 
 
@@ -64,19 +68,20 @@ def data_set(
     clean: int = 64,
     more: tuple[str, ...] = (),
     nulls: int | None = 100,
+    world: str = "microworld",
 ) -> Path:
     """The data set of these targets, made once by this code; without masks for an arm that estimates them. `more` are
-    further arguments of silentbad.worlds.microworld.make; `nulls` are a target's of each harder kind, beside 100
+    further arguments of the world's `make`; `nulls` are a target's of each harder kind, beside 100
     redraws; None: 300 redraws, and 100 for each element that the kind changes."""
     masks = ["--no_masks"] if flags.get("memory.region.name") == "estimated" else []
     own = "".join(["" if clean == 64 else f"-{clean}", "" if nulls == 100 else f"-{nulls}", *masks, *more])
-    out = WORK / "data" / f"{targets.replace(',', '+')}-{seed}-{images}{own}-{drawing()}"
+    out = WORK / "data" / f"{targets.replace(',', '+')}-{seed}-{images}{own}-{drawing(world)}"
     if not out.exists():  # made aside and renamed when whole: another process may wait for the same data
         draft = out.with_name(f"{out.name}.{os.getpid()}")
         shutil.rmtree(draft, ignore_errors=True)
         command = [
             "-m",
-            "silentbad.worlds.microworld.make",
+            f"silentbad.worlds.{world}.make",
             "--out",
             draft,
             "--targets",

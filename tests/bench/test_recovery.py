@@ -8,12 +8,14 @@ from tests.training import VALIDATION
 
 def test_another_drawing_code_makes_another_data_set(tmp_path, monkeypatch):
     before = recovery.drawing()
-    shutil.copytree(recovery.MICROWORLD, tmp_path / "microworld")
-    with (tmp_path / "microworld/render.py").open("a") as file:
+    other = recovery.drawing("emoji")
+    shutil.copytree(recovery.WORLDS, tmp_path / "worlds")
+    with (tmp_path / "worlds/microworld/render.py").open("a") as file:
         file.write("# another cup\n")
-    monkeypatch.setattr(recovery, "MICROWORLD", tmp_path / "microworld")
+    monkeypatch.setattr(recovery, "WORLDS", tmp_path / "worlds")
     recovery.drawing.cache_clear()
     assert recovery.drawing() != before
+    assert recovery.drawing("emoji") == other
     recovery.drawing.cache_clear()
 
 

@@ -1,0 +1,146 @@
+"""What the bundled copy detector lets pass in the emoji world: `python -m bench.emoji_judge [--targets SEEDS]`.
+
+The detector has never seen a drawing of it. As in bench/instrument.py: for each target, nulls of every kind and true
+copies (the autoencoder's round trip, a shift, gain, noise) are scored, whole and element by element; thresholds come
+from other nulls of the same target. `artist` is the hardest: everything is exact but who drew one thing. Targets that
+bench/results/emoji-judge.json has under the same settings are not measured again.
+"""
+
+import argparse
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL
+from tqdm import tqdm
+
+from bench import instrument
+from bench.instrument import AlignedSSIM, Detector, agreement, by_kind, eight_bits, measure, rate_of, scored
+from bench.recovery import drawing
+from bench.recovery_table import grid
+from silentbad.data.images import to_tensor
+from silentbad.rng import generator
+from silentbad.settings.commands import REDRAWS
+from silentbad.worlds.data import ENOUGH
+from silentbad.worlds.emoji.make import target_scene
+from silentbad.worlds.emoji.nulls import ELEMENT_NULLS, SCENE_NULLS, STORED, hard_null, turns
+from silentbad.worlds.emoji.sets import HELD_OUT
+from silentbad.worlds.emoji.world import EMOJI
+from silentbad.worlds.microworld.copies import round_trip
+from silentbad.worlds.microworld.render import backdrop_mask
+
+RESULTS = Path(__file__).parent / "results" / "emoji-judge.json"
+TARGETS = range(2700, 2716)
+TESTED = (*SCENE_NULLS, *ELEMENT_NULLS)
+WORDS = {
+    "redraw": "free redraw of the caption",
+    "attributes": "same words and places, other artists and poses",
+    "artists": "all things by other artists, their poses and the backdrop exact",
+    "rearranged": "elements exact, rearranged",
+    "other_backdrop": "things exact, another kind of backdrop",
+    "redrawn": "one element redrawn in place",
+    "artist": "one thing by another artist, all else exact",
+    "pose": "one thing in another pose",
+    "recoloured": "one thing recoloured",
+    "missing": "one thing missing",
+    "moved": "one thing moved by 4 to 8 pixels",
+    "copy": "true copy",
+}
+IN_PLACE = ("redrawn", "moved")  # 5 % may pass; 1 % of every other kind
+
+
+class Target(instrument.Target):
+    """A target of the emoji world, and pictures to score against it."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.scene: Any = target_scene(name)  # of the world whose target it is
+        picture, masks = EMOJI.render(self.scene)
+        stack = [np.asarray(mask, np.float32) / 255 for mask in (*masks, backdrop_mask(masks))]
+        self.masks = [torch.from_numpy(mask)[None] for mask in stack]
+        self.image = to_tensor(picture)[None]
+        artists = ["unseen artist" if thing.artist == HELD_OUT else "known artist" for thing in self.scene.things]
+        self.kinds = [*artists, "backdrop"]
+
+    def nulls(self, kind: str, count: int, split: str) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
+        """`count` pictures of the kind (N,3,64,64) in [0,1], and the elements that each changes."""
+        rngs = [EMOJI.rng("instrument", split, self.name, kind, i) for i in range(count)]
+        found = [hard_null(kind, rng, self.scene, i) for i, rng in enumerate(rngs)]
+        pictures = [to_tensor(EMOJI.render(null.scene)[0]) for null in found]
+        return torch.stack(pictures), [null.changed for null in found]
+
+
+def pictures_of(target: Target, vae: AutoencoderKL, calibration: int, count: int) -> tuple[dict, dict]:
+    """Nulls to calibrate on and pictures to test: {kind: (pictures, the elements each changes)}."""
+    counts = {kind: calibration * turns(kind, target.scene) for kind in STORED}
+    counts["redraw"] = calibration * REDRAWS // ENOUGH
+    known = {kind: target.nulls(kind, n, "calibration") for kind, n in counts.items()}
+    tested: dict[str, tuple] = {kind: target.nulls(kind, count, "tested") for kind in TESTED}
+    for kind, (x, _) in tested.items():  # every other one through the autoencoder
+        x[1::2] = eight_bits(round_trip(x[1::2] * 2 - 1, vae, generator("emoji", "instrument", kind, target.name)))
+    tested["copy"] = (target.copies(count, vae),)
+    return known, tested
+
+
+def measured(name: str, judges: dict, vae: AutoencoderKL, args: argparse.Namespace) -> dict:
+    """What each judge lets pass of one target."""
+    target = Target(name)
+    known, tested = pictures_of(target, vae, args.calibration, args.pictures)
+    columns = {
+        judge: measure(by_kind, target, scored(of, target, known), scored(of, target, tested))
+        for judge, of in judges.items()
+    }
+    changed = {kind: pair[1] for kind, pair in tested.items() if len(pair) > 1}
+    shared = agreement(columns["micro"]["verdicts"], columns["ssim"]["verdicts"], changed)
+    for column in columns.values():
+        del column["verdicts"]
+    return {"columns": columns, "agreement": shared}
+
+
+def table(results: dict) -> str:
+    """What passes, by kind of picture: mean over targets of each target's rate, and its interval."""
+    levels = (("micro", "whole"), ("micro", "element"), ("micro", "strict"), ("ssim", "strict"))
+    lines = []
+    for kind, said in WORDS.items():
+        limit = ">= 0.95" if kind == "copy" else "<= 0.05" if kind in IN_PLACE else "<= 0.01"
+        found = [rate_of(results, judge, kind, level) for judge, level in levels]
+        lines.append([said, limit, *("" if f is None else f"{f[0]:.3f} [{f[1]:.3f}, {f[2]:.3f}]" for f in found)])
+    head = ("picture", "may pass", "whole", "element", "strict", "structural similarity, strict")
+    return f"{len(results['targets'])} targets.\n\n{grid(head, lines)}\n\n{by_artist(results)}"
+
+
+def by_artist(results: dict) -> str:
+    """Room between true copies and thresholds, by who drew the element."""
+    return instrument.by_element(results, column="micro")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", default=",".join(map(str, TARGETS)), help="comma-separated seeds")
+    parser.add_argument("--calibration", type=int, default=ENOUGH, help="nulls of each kind and element")
+    parser.add_argument("--pictures", type=int, default=25, help="tested pictures of each kind per target")
+    parser.add_argument("--base", type=Path, required=True, help="pipeline whose autoencoder makes the copies")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args(argv)
+    vae = AutoencoderKL.from_pretrained(args.base / "vae").eval().requires_grad_(False)
+    detector = instrument.BASE / "embedder"
+    judges = {"micro": Detector(detector), "ssim": AlignedSSIM()}
+    settings = {
+        "calibration": args.calibration,
+        "pictures": args.pictures,
+        "detector": hashlib.sha256((detector / "model.safetensors").read_bytes()).hexdigest(),
+        "autoencoder": args.base.name,
+        "drawing": drawing("emoji"),
+    }
+    results: dict = {**settings, "targets": instrument.known(args.results, settings)}
+    for name in tqdm([name for name in args.targets.split(",") if name not in results["targets"]], desc="targets"):
+        results["targets"][name] = measured(name, judges, vae, args)
+        args.results.write_text(json.dumps(results, indent=1) + "\n")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
