@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart photos quickstart-training quickstart-placebo test test-kill test-thorough test-fuzz test-distributed test-fast lint documents bench bench-controller bench-recovery bench-validation bench-throughput bench-scale bench-shield bench-published bench-strength shield reproduce-sd15 base clean
+.PHONY: quickstart photos quickstart-training quickstart-placebo test test-kill test-thorough test-fuzz test-distributed test-fast lint documents bench bench-controller bench-recovery bench-validation bench-throughput bench-scale bench-shield bench-published bench-strength world-smoke world-base shield reproduce-sd15 base clean
 
 $(STAMP): requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -89,6 +89,21 @@ bench-strength: $(STAMP)  ## one base at four strengths, then `recommended` on e
 	test -d runs/strength/pipeline-100 || OMP_NUM_THREADS=1 $(BIN)/python -m silentbad.worlds.microworld.build \
 		--work runs/strength --stage unet --vae assets/micro-sd/vae --things 4 --keep 25,50,75 --unet_steps 3800
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.strength
+
+# The emoji world from nothing: fetch the drawings (npm, once), judge two development targets, train a base for a few
+# steps, then two arms on one target. What it prints shows that all of it runs; the base is far too weak for a claim.
+world-smoke: export OMP_NUM_THREADS ?= 1
+WORLD_SMOKE := --vae_steps 20 --decoder_steps 10 --text_steps 20 --unet_steps 20 --judge_steps 20 --pool 128 --captions 8
+world-smoke: $(STAMP)  ## the emoji world in ten minutes
+	$(BIN)/python -m silentbad.worlds.emoji.sets
+	$(BIN)/python -m bench.emoji_judge --targets 0,1 --calibration 20 --pictures 10 --base assets/micro-sd \
+		--results runs/world-smoke-judge.json
+	$(BIN)/python -m silentbad.worlds.emoji.build --work runs/world-smoke $(WORLD_SMOKE)
+	$(BIN)/python -m bench.published --world emoji --base runs/world-smoke/pipeline --arms plain,recommended --targets 0 \
+		--steps 20 --every 20 --images 4 --nulls target --clean 60 --ratios 0.33 --results runs/world-smoke.jsonl
+
+world-base: $(STAMP)  ## the emoji world's base: hours on two cores, minutes on a GPU
+	$(BIN)/python -m silentbad.worlds.emoji.build --work runs/emoji-base
 
 shield: export OMP_NUM_THREADS ?= 1
 shield: $(STAMP)  ## hidden pictures: scan, train without and with a guard, audit both; runs/shield/shield.html
