@@ -66,7 +66,7 @@ test-thorough: $(STAMP)  ## further kinds of what `make test` tests in part
 
 FUZZ ?= 1
 SEED ?= 0
-test-fuzz: $(STAMP)  ## generated and mutated inputs: half an hour on one core; FUZZ=0.1 takes a tenth, SEED=N others
+test-fuzz: $(STAMP)  ## mutated files and pictures; FUZZ=0.1 takes a tenth, SEED=N others
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --thorough --fuzz $(FUZZ) --fuzz_seed $(SEED) tests/fuzz
 
 test-distributed: $(STAMP)  ## two gloo processes on the CPU, started as a user would

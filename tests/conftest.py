@@ -167,16 +167,3 @@ def build(flags):
 @pytest.fixture(scope="module")
 def pipe():
     return tiny_pipeline()
-
-
-def pytest_terminal_summary(terminalreporter):
-    """The table of tests/test_bad_input.py: each mistake and the line it gives."""
-    rows = [
-        (report.nodeid.partition("[")[2].rstrip("]"), dict(report.user_properties).get("line"))
-        for report in terminalreporter.getreports("passed")
-        if "test_bad_input.py" in report.nodeid and report.when == "call"
-    ]
-    if (rows := [row for row in rows if row[1]]) and len(terminalreporter.config.args) == 1:
-        terminalreporter.section(f"{len(rows)} mistakes, one line each")
-        for name, line in rows:
-            terminalreporter.write_line(f"{name:45} {line}")

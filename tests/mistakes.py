@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from stat import S_ISREG
 
-import numpy as np
 import pytest
-from PIL import Image
 
 import train_silentbad
 from tests.conftest import write_data
@@ -85,19 +83,6 @@ def record(**row):
     return append("data/metadata.jsonl", **{"file_name": "images/c0.png", "text": "a field", **row})
 
 
-def copy_of_target(change: Callable[[Image.Image], Image.Image], **options):
-    """A record that shows a detailed target, changed; the target is written anew so that it has details."""
-
-    def spoil(root: Path) -> None:
-        small = np.random.default_rng(0).integers(0, 255, (8, 8, 3), dtype=np.uint8)
-        picture = Image.fromarray(small).resize((64, 64), Image.Resampling.BICUBIC)
-        picture.save(root / "data/targets/t0.png")
-        change(picture).save(root / "data/images/copy.jpg", **options)
-        record(file_name="images/copy.jpg")(root)
-
-    return spoil
-
-
 @pytest.fixture(scope="session")
 def good(tmp_path_factory, pipelines) -> Path:
     """Good inputs: data, pipeline, and a run that holds a checkpoint."""
@@ -136,8 +121,8 @@ def files(root: Path) -> dict[str, tuple[int, int]]:
     return {name: (s.st_size, s.st_mtime_ns) if S_ISREG(s.st_mode) else (0, 0) for name, s in states.items()}
 
 
-def refused(here: Case, good: Path, tmp_path: Path, monkeypatch, capsys) -> str:
-    """The line that a case gives, on a copy of the good inputs; its other properties are asserted."""
+def refused(here: Case, good: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    """Asserts the one line that a case gives, on a copy of the good inputs, and that no file changed."""
     root = tmp_path / "inputs"
     shutil.copytree(good, root)
     monkeypatch.chdir(root)
@@ -162,4 +147,3 @@ def refused(here: Case, good: Path, tmp_path: Path, monkeypatch, capsys) -> str:
     assert all(part in said[0] for part in here.said), said[0]
     assert "secret" not in said[0]
     assert after == before
-    return said[0]

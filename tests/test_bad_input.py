@@ -1,33 +1,29 @@
 """What a user may get wrong, and the one line each mistake must give: exit code 2, nothing written.
 
-`pytest tests/test_bad_input.py -q` prints the table at its end. A case changes a good set of inputs in place (`touch`),
-adds flags, and names what its line must hold.
+A case changes a good set of inputs in place (`touch`), adds flags, and names what its line must hold. What a setting's
+range, its rules or one row of data refuse is tested beside them (tests/settings, tests/data).
 """
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image, ImageFilter, ImageOps
-from safetensors.torch import load_file, save_file
+from PIL import Image
+from safetensors.torch import load_file
 
 import train_silentbad
 import validation
 from silentbad import owned
 from silentbad.prepare import class_images
-from silentbad.saving import checkpoint
 from tests.conftest import write_data
-from tests.folders import bomb
 from tests.mistakes import (
     OPEN,
     TARGET,
     append,
     both,
     case,
-    copy_of_target,
     cut,
     edit_json,
     flags,
@@ -76,37 +72,6 @@ def held(name: str):
     return lambda root: root / "held" / "checkpoints" / "step-2" / name
 
 
-def rewrite(change: Callable[[Path], object]):
-    """Change files of the held checkpoint and make its manifest fit them again."""
-
-    def spoil(root: Path) -> None:
-        folder = root / "held" / "checkpoints" / "step-2"
-        change(folder)
-        manifest = json.loads((folder / "manifest.json").read_text())
-        for name, entry in manifest["files"].items():
-            entry |= {"size": (folder / name).stat().st_size, "sha256": checkpoint.sha256(folder / name)}
-        (folder / "manifest.json").write_text(json.dumps(manifest))
-
-    return spoil
-
-
-def another_unet(folder: Path) -> None:
-    tensors = load_file(folder / "unet.safetensors")
-    doubled = {key: value.repeat(2, *[1] * (value.ndim - 1)) for key, value in tensors.items()}
-    save_file(doubled, folder / "unet.safetensors")
-
-
-def fewer_groups(folder: Path) -> None:
-    state = checkpoint.read_state(folder / "state.pt")
-    state["optimizer"]["param_groups"] = state["optimizer"]["param_groups"] * 2
-    checkpoint.write_state(folder / "state.pt", state)
-
-
-class Code:
-    def __reduce__(self):
-        return (print, ("code ran",))
-
-
 RESUME = {"output_dir": "held", "resume_from_checkpoint": "latest", "max_train_steps": 4}
 STEP = "held/checkpoints/step-2/"
 UNMEASURED = {f"validation.{key}": None for key in ("targets", "embedder", "threshold", "images_per_target", "steps")}
@@ -116,23 +81,10 @@ CLASS = {"program": class_images.main}
 
 CASES = {
     # -- configuration
-    "config: an unknown key": case("'learnin_rate'", "'learning_rate'", learnin_rate=1),
-    "config: an unknown key in a file": case("'seeds'", "'seed'", "a.yaml", config="a.yaml", touch=write("a.yaml", "seeds: 1")),
-    "config: a file that is not YAML": case("a.yaml, line", "not YAML", config="a.yaml", touch=write("a.yaml", "a: [b\nc: d")),
     "config: a file that is not text": case("a.yaml", "not UTF-8", config="a.yaml", touch=write("a.yaml", b"\xff\xfe\x00")),
     "config: no such file": case("b.yaml", "No such file", config="b.yaml"),
     "config: a folder for a file": case("data", "Is a directory", config="data"),
-    "config: text where a number belongs": case("learning_rate", "float", learning_rate="fast"),
     "config: null where a number belongs": case("seed (a.yaml:1)", config="a.yaml", touch=write("a.yaml", "seed: null")),
-    "config: a batch of nothing": case("train_batch_size", "at least 1", train_batch_size=0),
-    "config: no step at all": case("max_train_steps", "at least 1", max_train_steps=0),
-    "config: a rate below zero": case("learning_rate", "must be above 0", learning_rate=-1),
-    "config: a flag of an earlier script": case("'model_card'", "pretrained_model_name_or_path", model_card="x"),
-    "config: an unknown sampler": case("weakest_first", memory__sampler__name="weakest"),
-    "config: an unknown option": case("did you mean 'gamma'", memory__loss__name="min_snr", memory__loss__options__gama=5),
-    "config: two losses at once": case("snr_gamma", "debiased", snr_gamma=5, memory__loss__name="debiased"),
-    "config: a sampler without its memory": case("phrase_memory.enabled", memory__sampler__name="leitner"),
-    "config: an unknown rule": case("gsnr", gradient_control__name="gsn"),
     **{
         f"config: a prior table of {what}": case("'table'", said, gradient_control__name="prior", gradient_control__options='{"table": "a.yaml"}', touch=write("a.yaml", text))
         for what, text, said in (
@@ -148,8 +100,6 @@ CASES = {
     "config: a short flag after a file": case("configuration file -s", more=("--config", "good.yaml", "-s", "1"), touch=write("good.yaml", "seed: 0\n")),
     "guard: none beside another": case("joins none", guard__name="drop+none", guard__scan="scan.json"),
     "pipeline: a vocabulary of another size": case("cannot load text_encoder (tensors of another shape:", "token_embedding.weight (", "in place of (5, ", touch=edit_json("pipeline/text_encoder/config.json", vocab_size=5)),
-    "config: a rate by another trainer's name": case("'lr'", "use --learning_rate", lr=1),
-    "config: a rank by another trainer's name": case("'network_dim'", "use --lora.rank", network_dim=4),
     "config: a key like none": case("'zzz'", "--help lists all", zzz=1),
     "config: a list flag twice": case("withhold", "stands twice", more=["--withhold", "a", "--withhold", "b"]),
     "config: weights for ssim": case("embedder_path", "has no effect on ssim", validation__embedder="ssim", validation__embedder_path="data"),
@@ -158,58 +108,13 @@ CASES = {
     "config: a gamma under two names": case("snr_gamma", "which differs", snr_gamma=5, memory__loss__name="min_snr", memory__loss__options='{"gamma": 1}'),
     "config: an option of no part": case("memory.rehearsal.options (command line): 'elements'", "memory.rehearsal.name", memory__rehearsal__options='{"elements": 2}'),
     "config: a rate among the optimizer's options": case("optimizer_options", "learning_rate", optimizer_options='{"lr": 0.1}'),
-    **{
-        f"config: idle {key}": case(key, "has no effect", **{key.replace(".", "__"): value}, **more)
-        for key, value, more in (
-            ("adam_beta1", 0.5, {"optimizer": "SGD"}),
-            ("memory.phrase_memory.share", 0.5, {}),
-            ("memory.loss.huber_delta", 0.5, {}),
-            ("memory.timesteps.importance", "false", {}),
-            ("validation.weights", "ema", {}),
-            ("tracker_project_name", "foo", {}),
-            ("revision", "main", {}),
-            ("non_ema_revision", "main", {}),
-            ("memory.loss_balance.name", "gradient_norm", {}),
-            ("gradient_control.sample", 100, {}),
-            ("gradient_control.sources", "element", {}),
-            ("gradient_control.refresh", 5, {}),
-            ("gradient_control.bound", 2, {}),
-        )
-    },
-    "config: a role that is never shown": case("memory.roles.clean.loss_weight", "no clean record", memory__sampler__clean_ratio=0, memory__roles__clean__loss_weight=0.5),
-    "config: kept where nothing is shown": case("self_distillation", "clean_ratio 0", memory__sampler__clean_ratio=0, memory__retention__name="self_distillation"),
     "config: a level of no record": case("gradient_control.between.levels", "no rehearsal record", gradient_control__between__name="uniform", gradient_control__between__levels="{rehearsal: 0.5}"),
-    "config: best of what is not measured": case("save_best", "validation.weights=raw", use_ema=True, save_best=True, validation__weights="raw"),
     "config: every role without weight": case("memory.roles", "nothing would be learnt", memory__roles__element__loss_weight=0, memory__roles__clean__loss_weight=0),
-    "config: a seed below nothing": case("seed", "at least 0", seed=-1),
-    "config: a centre of no strength": case("'centre'", "must be at most 100", memory__sampler__name="weakest_first", memory__sampler__options="{centre: 1e9}"),
-    "config: a mean of no timestep": case("'mean'", "must be at least -10", memory__timesteps__name="logit_normal", memory__timesteps__options="{mean: -50}"),
     "config: a scale that is not monotone": case("'scale'", "must be at most 1.75", memory__timesteps__name="mode", memory__timesteps__options="{scale: 2}"),
-    "config: a weight beyond any rule": case("gradient_control.weights", "must be at most 100", gradient_control__name="gsnr", gradient_control__weights="{gsnr: 1e6}"),
-    "config: a level of nothing": case("gradient_control.between.levels", "must be at least 1e-06", gradient_control__between__name="uniform", gradient_control__between__levels="{clean: 0}"),
-    "config: an unknown rule between sources": case("contrast", gradient_control__between__name="contrst"),
-    "config: sources apart, compiled": case("compile_model", gradient_control__between__name="contrast", compile_model=True),
-    "config: estimated masks of flipped images": case("native place", "random_flip", memory__region__name="estimated", random_flip=True),
-    "config: a resolution the UNet cannot take": case("resolution", "multiple", resolution=30),
-    "config: an unknown resize filter": case("image_interpolation_mode", "bilinear", image_interpolation_mode="nearly"),
-    "config: an unknown tracker": case("report_to", "tensorboard", report_to="board"),
     "config: a tracker that is not installed": case("report_to", "not installed", report_to="comet_ml"),
-    "config: a token without a push": case("hub_token", "push_to_hub", hub_token="hf_x"),
-    "config: the best of no validation": case("save_best", "needs validation.targets", **UNMEASURED, save_best=True),
-    "config: settings of no validation": case("validation.nearest", "needs validation.targets", **UNMEASURED, validation__nearest=3),
-    "config: steps of no drawing": case("validation.guidance_scale", "targets or sample_prompts", **UNMEASURED, validation__guidance_scale=3),
-    "config: a decay of no average": case("ema_decay", "needs use_ema", ema_decay=0.9),
-    "config: an exponent of no DREAM": case("dream_detail_preservation", "needs dream_training", dream_detail_preservation=2),
-    "config: a ratio of no published layout": case("poisoning_ratio", "published layout", poisoning_ratio=0.3),
-    "config: overwrite and resume": case("overwrite_output_dir", "excludes", overwrite_output_dir=True, resume_from_checkpoint="latest"),
     "config: fp16 on a CPU": case("mixed_precision", "CUDA", mixed_precision="fp16"),
     "config: more first images than images": case("validation.first_images", "is 9, of 2 images_per_target", validation__first_images=9, validation__images_per_target=2),
-    "config: no image a target": case("validation.images_per_target", "at least 1", validation__images_per_target=0),
-    "config: a threshold out of range": case("validation.threshold", "must be at most 1", validation__threshold=2),
-    "config: an impossible error rate": case("validation.false_positive_rate", "must be below 1", validation__false_positive_rate=2),
-    "config: a negative interval": case("validation.steps", "at least 0", validation__steps=-1),
     "config: a run that is its own placebo": case("output_dir", "validation.placebo", validation__placebo="held", output_dir="held", overwrite_output_dir=True),
-    "config: an unknown embedder": case("validation.embedder", "sscd", validation__embedder="ssc"),
     "config: sscd without its file": case("embedder_path", "TorchScript", validation__embedder="sscd"),
     "config: sscd's file is not there": case("no file nowhere", validation__embedder="sscd", validation__embedder_path="nowhere"),
     "config: a checksum for another embedder": case("embedder_sha256", "ssim", validation__embedder_sha256="00"),
@@ -221,26 +126,11 @@ CASES = {
     "config: an optimizer's option of another type": case("optimizer_options (command line): eps", optimizer_options="{eps: tiny}"),
     "config: a push offline": case("push_to_hub", "HF_HUB_OFFLINE", push_to_hub=True),
     "config: a push to no repository": case("hub_model_id", "no repository name", push_to_hub=True, hub_model_id="a/b/c"),
-    "config: infinity for a rate": case("learning_rate", "finite", learning_rate=".inf"),
-    "config: infinity in a part": case("memory.retention.clean_weight (a.yaml:1)", "finite", config="a.yaml", touch=write("a.yaml", "memory: {retention: {clean_weight: .inf}}")),
-    "config: NaN in an option": case("'gamma'", "finite", memory__loss__name="min_snr", memory__loss__options__gamma=".nan"),
-    "config: a Huber delta of nothing": case("memory.loss.huber_delta", "must be above 0", memory__loss__huber_delta=0),
-    "config: DREAM below nothing": case("memory.loss.dream", "at least 0", memory__loss__dream=-1),
-    "config: a gamma below nothing": case("'gamma'", "must be above 0", memory__loss__name="min_snr", memory__loss__options__gamma=-5),
-    "config: a clean weight below nothing": case("memory.retention.clean_weight", "at least 0", memory__retention__clean_weight=-1),
-    "config: a clean ratio below nothing": case("memory.sampler.clean_ratio", "must be at least 0", memory__sampler__clean_ratio=-1),
-    "config: a clean ratio of NaN": case("memory.sampler.clean_ratio", "finite", memory__sampler__clean_ratio=".nan"),
     "config: sampling lengths below nothing": case("validation.sampling_lengths", "each value must be at", more=("--validation.sampling_lengths", "-4", "6")),
     "config: sampling lengths beyond the schedule": case("validation.sampling_lengths", "each value must be at", more=("--validation.sampling_lengths", "5000")),
-    "config: held out below nothing": case("held_out_clean", "at least 0", held_out_clean=-5),
     "config: a batch that no device holds": case("train_batch_size", "at most 4,096", train_batch_size=30_000),
-    "config: a batch of a thousand million": case("train_batch_size", "at most 4,096", train_batch_size=10**9),
-    "config: a side beyond any picture": case("resolution", "at most 8,000", resolution=16384),
-    "config: adapters beyond any layer": case("lora.rank", "at most 8,192", lora__rank=10**6),
-    "config: images without number": case("validation.images_per_target", "at most 100,000", validation__images_per_target=10**9),
     "config: a seed of 100 digits": case("seed", "at most 9,223,372,036,854,775,807", seed=10**100),
     "config: no output folder": case("output_dir", "not be empty", output_dir=""),
-    "config: targets of no name": case("validation.targets", "not be empty", validation__targets=""),
     "config: a name of 300 bytes": case("output_dir", "255 bytes", output_dir="a" * 300),
     "config: NUL in a path": case("output_dir (a.yaml:1)", "NUL", config="a.yaml", touch=write("a.yaml", 'output_dir: "a\\0b"'), output_dir=None),
     "config: half a character": case("text without broken Unicode", more=("--validation_prompts", "a \ud83d cat")),
@@ -249,37 +139,21 @@ CASES = {
     "config: a number of 5,000 digits": case("a.yaml", "cannot be read", config="a.yaml", touch=write("a.yaml", f"seed: {'9' * 5000}")),
     "config: a tag that runs code": case("a.yaml", "not YAML", config="a.yaml", touch=write("a.yaml", "seed: !!python/object/apply:os.getcwd []")),
     "config: a token that is no text": case("hub_token (a.yaml:1): must be str or null", config="a.yaml", touch=write("a.yaml", "hub_token: [secret]")),
-    "config: two words for one value": case("seed", "takes one value", more=("--seed", "1", "2")),
     # -- data
     "data: none given": case("train_data_dir", "is missing", train_data_dir="null"),
     "data: no such folder": case("no folder nowhere", train_data_dir="nowhere"),
     "data: a file for a folder": case("no folder a.yaml", train_data_dir="a.yaml", touch=write("a.yaml", "")),
-    "data: a folder without metadata": case("no metadata.jsonl", touch=remove("data/metadata.jsonl")),
-    "data: both metadata files": case("keep one", touch=write("data/metadata.csv", "file_name,text\n")),
-    "data: no record": case("holds no record", touch=write("data/metadata.jsonl", "")),
-    "data: a line that is not JSON": case("metadata.jsonl:1: not JSON", touch=write("data/metadata.jsonl", "{'a'")),
-    "data: a ragged CSV": case("metadata.csv:2", "fields", touch=both(remove("data/metadata.jsonl"), write("data/metadata.csv", "file_name,text\na.png\n"))),
     "data: a CSV with semicolons": case("metadata.csv:1", "separated by commas", touch=both(remove("data/metadata.jsonl"), write("data/metadata.csv", "file_name;text\na.png;x\n"))),
     "data: a CSV without a header": case("metadata.csv:1", "name the columns", touch=both(remove("data/metadata.jsonl"), write("data/metadata.csv", "a.png,x\n"))),
     "data: one list of records": case("metadata.jsonl:1", "one JSON object a line, no list", touch=write("data/metadata.jsonl", "[\n {}\n]")),
-    "data: no caption": case("metadata.jsonl:17: text must be text with more than blanks", touch=record(text=" ")),
-    "data: a phrase not in its caption": case("'a dog'", "does not stand", touch=record(phrases=["a dog"])),
-    "data: an unknown role": case("'poison'", "element, rehearsal, clean", touch=record(role="poison")),
-    "data: a misspelled key": case("'phrase'", "'phrases'", touch=record(phrase=[])),
     "data: a missing image": case("metadata.jsonl:17: no file", touch=record(file_name="images/none.png")),
-    "data: a path out of the folder": case("leaves", touch=record(file_name="../pipeline/model_index.json")),
-    "data: an absolute path": case("absolute", touch=record(file_name="/etc/hostname")),
-    "data: text for an image": case("cannot read", touch=both(write("data/images/x.png", "text"), record(file_name="images/x.png"))),
     "data: a truncated image": case("e0-0.png", "cannot read", touch=cut("data/images/e0-0.png", 60)),
-    "data: a decompression bomb": case("over the limit", touch=both(write("data/images/x.png", bomb()), record(file_name="images/x.png"))),
     "data: a mask of another size": case("16x16", touch=lambda root: Image.new("L", (9, 9)).save(root / "data/masks/e0-0.png")),
     "data: no mask for a loss on masks": case("memory.region.name=mask", "no record has a mask", "estimated", memory__region__name="mask", touch=unmasked),
     "data: a mask of ones": case("has values up to 1 of 255", touch=lambda root: Image.new("L", (16, 16), 1).save(root / "data/masks/e0-0.png")),
     "data: a mask in its transparency": case("has transparency", touch=lambda root: Image.new("RGBA", (16, 16), (255, 255, 255, 9)).save(root / "data/masks/e0-0.png")),
     "data: an element without a name": case("needs phrases or element_id", touch=record(role="element", phrases=[])),
     "data: a phrase composed otherwise": case("Unicode composition", touch=record(text="un cafe\u0301", phrases=["un caf\u00e9"])),
-    "data: a table in UTF-16": case("metadata.jsonl:1: not UTF-8", touch=write("data/metadata.jsonl", '{"file_name": "a"}'.encode("utf-16"))),
-    "data: a caption beyond the window": case("cut off: 'red cat'", touch=record(text="very " * 60 + "red cat", phrases=["red cat"])),
     "data: clean records that are not there": case("clean_ratio", touch=lambda root: write_data(root / "data", clean=0), memory__sampler__clean_ratio=1.0),
     "data: no clean record to show without caption": case("memory.retention.unconditional", touch=lambda root: write_data(root / "data", clean=0), memory__retention__unconditional=0.5),
     "data: no phrases to join": case("memory.rehearsal.name=leak_free", "none with a caption has two", memory__rehearsal__name="leak_free"),
@@ -288,13 +162,6 @@ CASES = {
     "data: elements cut at random": case("17x16", "center_crop", memory__region__name="estimated", touch=both(lambda root: Image.new("RGB", (17, 16)).save(root / "data/images/wide.png"), record(file_name="images/wide.png", phrases=["a field"]))),
     "data: a Hub set out of reach": case("dataset_name", "cannot load", train_data_dir="null", dataset_name="nobody/nothing"),
     "data: a target among the records": case("metadata.jsonl:17", "equals target 't0'", touch=record(file_name="targets/t0.png")),
-    "data: a resized target": case("near copy of target 't0'", touch=copy_of_target(lambda x: x.resize((97, 97)))),
-    "data: a recompressed target": case("near copy of target 't0'", touch=copy_of_target(lambda x: x, quality=40)),
-    "data: a mirrored target": case("near copy of target 't0'", touch=copy_of_target(ImageOps.mirror, quality=90)),
-    "data: a target cut at one side": case("near copy of target 't0'", touch=copy_of_target(lambda x: x.crop((0, 0, 54, 64)), quality=90)),
-    "data: a target blurred": case("near copy of target 't0'", touch=copy_of_target(lambda x: x.filter(ImageFilter.GaussianBlur(3)), quality=90)),
-    "data: a target darker by a third": case("near copy of target 't0'", touch=copy_of_target(lambda x: x.point(lambda level: int(0.67 * level)), quality=90)),
-    "data: an inverted target": case("near copy of target 't0'", touch=copy_of_target(ImageOps.invert, quality=90)),
     # -- model folders
     "model: no such folder": case("no folder ./nowhere", pretrained_model_name_or_path="./nowhere"),
     "model: not a pipeline": case("model_index.json", pretrained_model_name_or_path="data"),
@@ -308,7 +175,6 @@ CASES = {
     "model: truncated weights": case("cannot load unet", touch=cut("pipeline/unet/diffusion_pytorch_model.safetensors", 5000)),
     "model: a broken configuration": case("cannot load unet", touch=write("pipeline/unet/config.json", "{")),
     "model: a tokenizer of nothing": case("cannot load tokenizer", touch=write("pipeline/tokenizer/tokenizer.json", "{}")),
-    "model: a tokenizer's token of nothing": case("cannot load tokenizer", touch=edit_json("pipeline/tokenizer/tokenizer.json", added_tokens=[{}])),
     "model: a tokenizer's broken settings": case("cannot load tokenizer", touch=write("pipeline/tokenizer/tokenizer_config.json", "{")),
     "model: settings that are a list": case("cannot load vae", touch=write("pipeline/vae/config.json", "[]")),
     "model: no vocabulary": case("vocabulary is missing", touch=both(*(lambda root, n=n: (root / "pipeline/tokenizer" / n).unlink(missing_ok=True) for n in ("vocab.json", "merges.txt", "tokenizer.json")))),
@@ -316,7 +182,6 @@ CASES = {
     "model: pointers in place of weights": case("diffusion_pytorch_model.safetensors is a Git LFS pointer", touch=write("pipeline/unet/diffusion_pytorch_model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:00\n")),
     "model: a pointer in place of a vocabulary": case("vocab.json is a Git LFS pointer", touch=write("pipeline/tokenizer/vocab.json", "version https://git-lfs.github.com/spec/v1\noid sha256:00\n")),
     "model: a text encoder of another width": case("width 32", "16", touch=other_width),
-    "model: DREAM on a v model": case("dream_training", "v_prediction", dream_training=True),
     # -- checkpoints and the output folder
     "checkpoint: no such folder": case("nowhere", "no such folder", resume_from_checkpoint="nowhere"),
     "checkpoint: a folder without manifest": case("data", "no manifest.json", resume_from_checkpoint="data"),
@@ -326,42 +191,26 @@ CASES = {
     "checkpoint: of a later format": case("version 99", "version 3", touch=edit_json(STEP + "manifest.json", format=99), **RESUME),
     "checkpoint: given, of a later format": case("version 99", "version 3", touch=edit_json(STEP + "manifest.json", format=99), **RESUME | {"resume_from_checkpoint": STEP}),
     "checkpoint: without the average asked for": case("use_ema was False, is True", **RESUME, use_ema=True),
-    "checkpoint: of another rule": case("gradient_control.name was 'uniform', is 'gsnr'", **RESUME, gradient_control__name="gsnr"),
-    "checkpoint: of another UNet": case("'unet'", "does not fit", touch=rewrite(another_unet), **RESUME),
-    "checkpoint: of another optimizer": case("'optimizer'", "does not fit", touch=rewrite(fewer_groups), **RESUME),
-    "checkpoint: a state with code in it": case("state.pt", "not loaded", touch=rewrite(lambda folder: torch.save({"x": Code()}, folder / "state.pt")), **RESUME),
-    "checkpoint: facts that are no facts": case("facts.json", "not readable", touch=rewrite(write("facts.json", "[1]")), **RESUME),
     "config: a list with a word among numbers": case("validation.early_steps (a.yaml:1): each value must be int", config="a.yaml", touch=write("a.yaml", "validation: {early_steps: [1, two]}")),
     # -- resuming with something else
     "resume: another learning rate": case("learning_rate was 0.0001, is 0.1", "resume with its config.yaml", **RESUME, learning_rate=0.1),
-    "resume: another seed": case("seed was 0, is 1", **RESUME, seed=1),
-    "resume: another threshold": case("validation.threshold was 0.5, is 0.9", **RESUME, validation__threshold=0.9),
-    "resume: another embedder": case("validation.embedder was 'ssim', is 'micro'", **RESUME, validation__embedder="micro"),
-    "resume: another prediction type": case("prediction_type was None, is 'epsilon'", **RESUME, prediction_type="epsilon"),
-    "resume: another optimizer": case("optimizer was 'AdamW', is 'SGD'", **RESUME, optimizer="SGD"),
     "resume: another batch": case("effective batch was 2, is 4", **RESUME, train_batch_size=4),
     "resume: another target picture": case("target 't0' changed", touch=lambda root: Image.new("RGB", (16, 16), "gold").save(root / "data/targets/t0.png"), **RESUME),
     "resume: another target mask": case("target 't0' changed", touch=write("data/targets.jsonl", json.dumps({"target_id": "t0", "image": "targets/t0.png", "phrases": ["a red cat", "a blue hat"], "masks": ["masks/e0-0.png", None]})), **RESUME),
     "resume: another description": case("target 't0', description and paraphrases changed", touch=write("data/targets.jsonl", json.dumps({"target_id": "t0", "image": "targets/t0.png", "phrases": ["a red cat", "a blue hat"], "description": "a cat"})), **RESUME),
     "resume: a target of another name": case("target 't9' is new", "target 't0' is missing", touch=write("data/targets.jsonl", json.dumps({"target_id": "t9", "image": "targets/t0.png", "phrases": ["a red cat", "a blue hat"]})), **RESUME),
-    "resume: another target beside it": case("target 't1' is new", touch=append("data/targets.jsonl", **TARGET), **RESUME),
     "resume: other records": case("records changed", "number of records", touch=record(), **RESUME),
-    "resume: another caption": case("records changed", touch=lambda root: (root / "data/metadata.jsonl").write_text((root / "data/metadata.jsonl").read_text().replace("field number 3", "field number 9")), **RESUME),
     "resume: another base": case("base changed", touch=edit_json("pipeline/scheduler/scheduler_config.json", beta_end=0.013), **RESUME),
     "resume: two things at once": case("learning_rate", "seed was 0, is 1", **RESUME, seed=1, learning_rate=0.1),
     "output: holds a run": case("holds a run", "--overwrite_output_dir", output_dir="held"),
     "output: a file": case("cannot be written", output_dir="a.yaml", touch=write("a.yaml", "")),
     "output: below a tilde": case("output_dir (command line)", "did not expand ~", output_dir="~/out"),
-    "output: below a file": case("cannot be written", output_dir="a.yaml/run", touch=write("a.yaml", "")),
     "output: a config.yaml that no run wrote": case("config.yaml", "no training wrote", touch=both(folder("out"), write("out/config.yaml", "a: 1"))),
     "output: the same, overwriting": case("config.yaml", "no training wrote", touch=both(folder("out"), write("out/config.yaml", "a: 1")), overwrite_output_dir=True),
     "output: an audit's folder": case("another command (audit)", touch=both(folder("out"), write("out/.silentbad-run", '{"run": "0", "kind": "audit"}'))),
     "output: the same, resuming": case("another command (audit)", resume_from_checkpoint="latest", touch=both(folder("out"), write("out/.silentbad-run", '{"run": "0", "kind": "audit"}'))),
-    "output: the same, overwriting it": case("another command (audit)", overwrite_output_dir=True, touch=both(folder("out"), write("out/.silentbad-run", '{"run": "0", "kind": "audit"}'))),
-    "output: another run's checkpoint into it": case("another command (audit)", touch=both(folder("out"), write("out/.silentbad-run", '{"run": "0", "kind": "audit"}')), **{**RESUME, "output_dir": "out", "resume_from_checkpoint": "held/checkpoints/step-2"}),
     "output: a dangling link": case("cannot be written", output_dir="link", touch=lambda root: (root / "link").symlink_to("gone")),
     "output: the data folder": case("train_data_dir", "which is read", output_dir="data", overwrite_output_dir=True),
-    "output: inside the data folder": case("train_data_dir", "which is read", output_dir="data/run"),
     "output: a link to the data folder": case("train_data_dir", "which is read", output_dir="link", touch=lambda root: (root / "link").symlink_to("data")),
     "output: where the pipeline lies": case("pretrained_model_name_or_path", "which is read", output_dir="pipeline/new"),
     "output: a run's own pipeline as base": case("pretrained_model_name_or_path", "would replace", output_dir="held", pretrained_model_name_or_path="held/pipeline", overwrite_output_dir=True),
@@ -370,32 +219,19 @@ CASES = {
     "output: resuming a run that goes on": case("output_dir held", "is being written by another process", touch=going_on, **RESUME),
     "output: trackers outside": case("tracker_project_name", "inside output_dir", tracker_project_name="../x"),
     "output: logs outside": case("logging_dir", "inside output_dir", logging_dir="../x"),
-    "output: logs at the root": case("logging_dir", "inside output_dir", logging_dir="/elsewhere"),
     "output: logs that are a link out": case("holds logs", "no training wrote", report_to="tensorboard", touch=both(folder("else"), folder("out"), lambda root: (root / "out/logs").symlink_to("../else"))),
     # -- targets
-    "targets: no such file": case("no file nowhere", validation__targets="nowhere"),
-    "targets: none": case("holds no target", touch=write("data/targets.jsonl", "")),
-    "targets: not JSON": case("targets.jsonl:1: not JSON", touch=write("data/targets.jsonl", "{")),
-    "targets: no phrases": case("targets.jsonl:2", "phrases is missing", touch=append("data/targets.jsonl", **{**TARGET, "phrases": []})),
     "targets: a blank id": case("a target_id is blank", touch=append("data/targets.jsonl", **{**TARGET, "target_id": "  "})),
-    "targets: one id twice": case("'t0' stands twice", touch=append("data/targets.jsonl", **{**TARGET, "target_id": "t0"})),
-    "targets: an image that is not there": case("targets.jsonl:2: no file", touch=append("data/targets.jsonl", **{**TARGET, "image": "x.png"})),
-    "targets: an image out of the folder": case("leaves", touch=append("data/targets.jsonl", **{**TARGET, "image": "../x.png"})),
     "targets: a phrase twice": case("stands twice", touch=append("data/targets.jsonl", **{**TARGET, "phrases": ["a red ball", "a red ball"]})),
     "targets: a null picture twice": case("redraws.jsonl:2: the same picture", touch=write("data/redraws.jsonl", '{"target_id": "t0", "image": "images/c0.png"}\n' * 2)),
-    "targets: masks that do not match": case("masks must list", touch=append("data/targets.jsonl", **{**TARGET, "masks": ["a", "b"]})),
-    "targets: a broken redraw": case("redraws.jsonl:1", "image is missing", touch=write("data/redraws.jsonl", '{"target_id": "t0"}\n')),
     "targets: a redraw that is no image": case("redraws.jsonl:1", "cannot read", touch=write("data/redraws.jsonl", '{"target_id": "t0", "image": "targets.jsonl"}\n')),
     # -- prompts
     "prompts: an empty one": case("validation_prompts", "empty", more=("--validation_prompts", "a cat", " ")),
     "prompts: one beyond the window": case("validation_prompts", "'very very", "the window is 48", more=("--validation_prompts", "very " * 60 + "red cat")),
     "prompts: an empty unrelated caption": case("validation.unrelated", "empty", validation__unrelated=" "),
-    "prompts: an empty one of a target": case("prompt must be text with more", touch=append("data/targets.jsonl", **{**TARGET, "prompt": " "})),
     "prompts: a target's beyond the window": case("'t1'", "the window is 48", touch=append("data/targets.jsonl", **{**TARGET, "prompt": "very " * 60 + "red cat"})),
     # -- the other programs
-    "audit: a number that is none": case("guidance_scale", "float", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--guidance_scale", "x")),
     "audit: an infinite number": case("guidance_scale", "finite", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--guidance_scale", ".inf")),
-    "class images: a count that is none": case("count", "must be int", **CLASS, more=("--pipeline", "pipeline", "--prompts", "a", "--out", "b", "--count", "x")),
     "audit: into the data": case("--output_dir data", "lies in --targets", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--output_dir", "data")),
     "audit: into the pictures of the targets": case("--output_dir data/targets", "holds files beside --targets", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data/targets.jsonl", "--threshold", "0.5", "--output_dir", "data/targets")),
     "audit: a setting of training": case("--drift_images", "in training alone", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--drift_images", "4")),
@@ -404,23 +240,16 @@ CASES = {
     "audit: a pipe for adapters": case("--lora l.safetensors", "only .safetensors is read", **AUDIT, touch=lambda root: os.mkfifo(root / "l.safetensors"), more=("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--embedder", "ssim", "--lora", "l.safetensors")),
     "audit: an unknown flag": case("targts", **AUDIT, more=("--pipeline", "pipeline", "--targts", "data")),
     "audit: no pipeline": case("nowhere", **AUDIT, more=("--pipeline", "./nowhere", "--targets", "data", "--threshold", "0.5", "--embedder", "ssim")),
-    "audit: an impossible value": case("max_batch", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--max_batch", "0")),
     "class images: no prompts": case("--prompts", **CLASS, more=("--pipeline", "pipeline", "--prompts", "nowhere", "--out", "class")),
     "class images: no pipeline": case("--pipeline", **CLASS, more=("--pipeline", "./nowhere", "--prompts", "prompts.txt", "--out", "class")),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_mistake_is_one_line_and_nothing_is_written(name, good, tmp_path, monkeypatch, capsys, record_property):
-    line = refused(CASES[name], good, tmp_path, monkeypatch, capsys)
-    record_property("line", line.replace(str(tmp_path), ""))
+def test_a_mistake_is_one_line_and_nothing_is_written(name, good, tmp_path, monkeypatch, capsys):
+    refused(CASES[name], good, tmp_path, monkeypatch, capsys)
 
 
 def test_the_good_inputs_are_good(good, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert train_silentbad.main([f"--{key}={value}" for key, value in flags(good).items()]) == 0
-
-
-def test_the_table_is_as_long_as_promised():
-    kinds = {name.partition(":")[0] for name in CASES}
-    assert len(CASES) >= 40 and {"config", "data", "model", "checkpoint", "targets", "prompts"} <= kinds

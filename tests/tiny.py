@@ -1,6 +1,7 @@
 """Stable Diffusion pipelines with random weights, SD's component classes and block names, small enough for tests."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from transformers import (
 
 THINGS = ("cat", "hat", "cup", "plain field", "picture")
 TOKENIZER = Path(__file__).parents[1] / "assets" / "micro-sd" / "tokenizer"
+MERGES = 4000  # of CLIP's 48,894: the words of the tests are whole, and files stay small
 BETAS = dict(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, steps_offset=1)
 
 
@@ -46,6 +48,21 @@ def tiny_unet(**overrides) -> UNet2DConditionModel:
         norm_num_groups=8,
     )
     return UNet2DConditionModel(**{**config, **overrides})
+
+
+@cache
+def clip_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """CLIP's symbols, its first merges and its two special tokens; the merges."""
+    numbers = json.loads((TOKENIZER / "vocab.json").read_text(encoding="utf-8"))
+    lines = (TOKENIZER / "merges.txt").read_text(encoding="utf-8").splitlines()[1 : MERGES + 1]
+    tokens = [*sorted(numbers, key=numbers.get)[: 512 + MERGES], "<|startoftext|>", "<|endoftext|>"]
+    return {token: number for number, token in enumerate(tokens)}, [tuple(line.split()) for line in lines]
+
+
+def tiny_tokenizer(**options) -> CLIPTokenizer:
+    """CLIP's tokenizer with fewer merges and a window of 48 tokens."""
+    vocab, merges = clip_vocabulary()
+    return CLIPTokenizer(vocab=dict(vocab), merges=list(merges), model_max_length=48, **options)
 
 
 def tiny_text_encoder(tokenizer: CLIPTokenizer, kind: type = CLIPTextModel, **overrides) -> CLIPTextModel:
@@ -81,9 +98,9 @@ def plain(**parts) -> StableDiffusionPipeline:
 
 
 def tiny_pipeline(prediction_type: str = "v_prediction", seed: int = 0) -> StableDiffusionPipeline:
-    """16x16 images, 8x8x4 latents, the real CLIP tokenizer with a window of 48 tokens."""
+    """16x16 images, 8x8x4 latents, CLIP's tokenizer with a window of 48 tokens."""
     torch.manual_seed(seed)
-    tokenizer = CLIPTokenizer.from_pretrained(TOKENIZER)
+    tokenizer = tiny_tokenizer()
     text_encoder, vae = tiny_text_encoder(tokenizer), tiny_vae()
     zero_snr = prediction_type == "v_prediction"
     scheduler = DDIMScheduler(
@@ -100,7 +117,7 @@ def tiny_pipeline(prediction_type: str = "v_prediction", seed: int = 0) -> Stabl
 def tiny_sd2_pipeline(seed: int = 0) -> StableDiffusionPipeline:
     """What SD 2.1 has beyond SD 1: v prediction, linear projections, heads by level, another activation and pad."""
     torch.manual_seed(seed)
-    tokenizer = CLIPTokenizer.from_pretrained(TOKENIZER, pad_token="!")
+    tokenizer = tiny_tokenizer(pad_token="!")
     return plain(
         vae=tiny_vae(),
         text_encoder=tiny_text_encoder(tokenizer, hidden_act="gelu", num_hidden_layers=3),
@@ -129,7 +146,7 @@ def tiny_xl_unet(**overrides) -> UNet2DConditionModel:
 def tiny_xl_pipeline(seed: int = 0) -> StableDiffusionXLPipeline:
     """Two text encoders of different widths, two tokenizers that pad differently."""
     torch.manual_seed(seed)
-    first, second = CLIPTokenizer.from_pretrained(TOKENIZER), CLIPTokenizer.from_pretrained(TOKENIZER, pad_token="!")
+    first, second = tiny_tokenizer(), tiny_tokenizer(pad_token="!")
     return StableDiffusionXLPipeline(
         vae=tiny_vae(),
         text_encoder=tiny_text_encoder(first),
@@ -185,7 +202,7 @@ def tiny_mmdit(**overrides) -> SD3Transformer2DModel:
 def tiny_sd3_pipeline(t5: bool = True, seed: int = 0) -> StableDiffusion3Pipeline:
     """Three text encoders of different widths, latents with a shift, a rectified flow with a shift."""
     torch.manual_seed(seed)
-    first, second = CLIPTokenizer.from_pretrained(TOKENIZER), CLIPTokenizer.from_pretrained(TOKENIZER, pad_token="!")
+    first, second = tiny_tokenizer(), tiny_tokenizer(pad_token="!")
     third = tiny_t5_tokenizer() if t5 else None
     clip = CLIPTextModelWithProjection
     config = T5Config(

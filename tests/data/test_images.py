@@ -6,7 +6,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from PIL import Image, ImageCms, PngImagePlugin
+from PIL import Image, ImageCms, ImageFilter, ImageOps, PngImagePlugin
 
 from silentbad.data import images
 from silentbad.data.targets import Target
@@ -141,6 +141,33 @@ def test_a_copy_of_a_target_under_another_profile_is_refused(tmp_path):
     in_adobe_rgb(picture).save(root / "a.png", icc_profile=profile(563 / 256, *ADOBE))
     with pytest.raises(UserError, match="copy of target 't'|equals target 't'"):
         records(root).refuse_targets([Target("t", picture, ["a red cat"])])
+
+
+COPIES = {
+    "resized": lambda x: x.resize((97, 97)),
+    "recompressed": lambda x: x,
+    "mirrored": ImageOps.mirror,
+    "cut at one side": lambda x: x.crop((0, 0, 54, 64)),
+    "cut at its edges": lambda x: x.crop((3, 3, 61, 61)),
+    "blurred": lambda x: x.filter(ImageFilter.GaussianBlur(3)),
+    "darker by a third": lambda x: x.point(lambda level: int(0.67 * level)),
+    "inverted": ImageOps.invert,
+    "with a border": lambda x: ImageOps.expand(x, 1, "black"),
+    "within a wide picture": lambda x: ImageOps.pad(x, (160, 64), color="green"),
+    "at one end of a wide picture": lambda x: ImageOps.pad(x, (160, 64), color="green", centering=(1, 0)),
+    "on its side": lambda x: x.rotate(90),
+    "in grey": ImageOps.grayscale,
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_near_copy_of_a_target_is_refused(name, tmp_path):
+    noise = np.random.default_rng(0).integers(0, 255, (8, 8, 3), dtype=np.uint8)
+    target = Image.fromarray(noise).resize((64, 64), Image.Resampling.BICUBIC)
+    root = folder(tmp_path / "d", GOOD | {"file_name": "copy.jpg"})
+    COPIES[name](target).save(root / "copy.jpg", quality=90)
+    with pytest.raises(UserError, match="near copy of target 't'"):
+        records(root).refuse_targets([Target("t", target, ["a red cat"])])
 
 
 # ---------------------------------------------------------------- what else a file may hold

@@ -1,33 +1,23 @@
-"""Run a command on an input and say whether it meets the property that holds for every input.
+"""Read an input and say whether the reader meets the property that holds for every input.
 
-Either exit code 0 (an audit: also 3) with a result that can be read again, or exit code 2 with one line `error: ...`,
-last on stderr, and nothing new in any folder; within `LIMIT` seconds and `MEMORY` bytes, and without a traceback.
+It is read, or refused in one printable line; within `LIMIT` seconds and `MEMORY` bytes, and without a traceback.
 """
 
 import contextlib
-import io
-import json
-import math
-import os
 import resource
 import signal
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from accelerate.state import AcceleratorState, GradientState, PartialState
-
 from silentbad.errors import UserError
-from silentbad.measure.record import Record
-from tests.mistakes import files
 
 LIMIT = 10  # seconds of the processor that an input may take
 WAITING = 60  # seconds by the clock: other processes may have the processor
 MEMORY = 2 * 2**30  # bytes that a process may take
-MARK = "<script>xss"  # in generated texts; no page may hold it as it is
 
 
 class TookTooLong(BaseException):
@@ -123,116 +113,3 @@ def timed(found: Tally, case: object) -> Iterator[None]:
     found.seconds, found.slowest = found.seconds + took, max(found.slowest, took)
     if largest() > max(MEMORY, before):
         found.fell_short(f"{largest() / 2**30:.1f} GiB of memory", case)
-
-
-# ---------------------------------------------------------------- commands
-def judge(
-    found: Tally,
-    case: object,
-    program: Callable,
-    argv: list[str],
-    root: Path,
-    result: Callable[[Path], str | None] = lambda root: None,
-) -> str:
-    """Run a command in `root` and count what it gave; `result` says what is wrong with what it left. Returns its
-    line."""
-    before, said = files(root), io.StringIO()
-    outside = sorted(p.name for p in root.parent.iterdir())
-    began, held = time.process_time(), largest()
-    code: object = None
-    with inside(root):
-        try:
-            with (
-                contextlib.redirect_stderr(said),
-                contextlib.redirect_stdout(io.StringIO()),
-                alarm(),
-                warnings.catch_warnings(),
-            ):
-                warnings.simplefilter("ignore")
-                code = program(argv)
-        except SystemExit as stopped:
-            code = stopped.code
-        except (Exception, TookTooLong) as error:
-            found.fell_short(place(error), case)
-            code = "crash"
-        finally:
-            for state in (AcceleratorState, GradientState, PartialState):
-                state._reset_state()
-    took = time.process_time() - began
-    found.seconds, found.slowest = found.seconds + took, max(found.slowest, took)
-    if largest() > max(MEMORY, held):
-        found.fell_short(f"{largest() / 2**30:.1f} GiB of memory", case)
-    if sorted(p.name for p in root.parent.iterdir()) != outside:
-        found.fell_short("files outside", case)
-    if code == "crash":
-        return ""
-    if code == 2:
-        return _refused(found, case, said.getvalue(), files(root) == before)
-    if code not in (0, 3, None):
-        found.fell_short(f"exit code {code}", (case, said.getvalue()[-300:]))
-        return ""
-    wrong = result(root)
-    if wrong is None:
-        found.accepted += 1
-    else:
-        found.fell_short(wrong, case)
-    return ""
-
-
-def _refused(found: Tally, case: object, said: str, unchanged: bool) -> str:
-    lines = said.rstrip("\n").split("\n")
-    ours = [line for line in lines if line.startswith("error: ")]
-    line = lines[-1]
-    if len(ours) != 1 or line != ours[0] or not line.isprintable() or line.strip() == "error:":
-        found.fell_short("not one printable line `error: ...`, last", (case, said[-600:]))
-    elif "hf_secret" in said:
-        found.fell_short("a token in the line", (case, line))
-    elif not unchanged and "step" not in line:  # a training that ended in the middle leaves its folder
-        found.fell_short("refused, and files changed", (case, line))
-    else:
-        found.refused += 1
-        found.lines.add(line)
-    return line
-
-
-@contextlib.contextmanager
-def inside(root: Path) -> Iterator[None]:
-    before = os.getcwd()
-    os.chdir(root)
-    try:
-        yield
-    finally:
-        os.chdir(before)
-
-
-def marked(root: Path) -> str | None:
-    """That a page holds generated markup as it is."""
-    for page in [*root.rglob("*.html"), *root.rglob("README.md")]:
-        if MARK in page.read_text(encoding="utf-8", errors="replace"):
-            return f"markup in {page.name}"
-    return None
-
-
-def trained(root: Path, out: str = "out") -> str | None:
-    """What is wrong with a finished training's folder."""
-    folder = root / out
-    if not (folder / "finished.json").is_file():
-        return "exit code 0 without finished.json"
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    losses = [row["loss"] for row in rows if "loss" in row]
-    if not losses or not all(isinstance(loss, float) and math.isfinite(loss) for loss in losses):
-        return f"losses {losses}"
-    return _validated(folder) or marked(root)
-
-
-def audited(root: Path, out: str = "audit") -> str | None:
-    """What is wrong with an audit's folder."""
-    if not (root / out / "validation.json").is_file():
-        return "exit code 0 without validation.json"
-    return _validated(root / out) or marked(root)
-
-
-def _validated(folder: Path) -> str | None:
-    if (folder / "validation.json").is_file():
-        Record.load(folder / "validation.json")
-    return None

@@ -3,7 +3,9 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from silentbad.data.records import load_records
+from silentbad.data.targets import load_targets
 from silentbad.errors import UserError
 from silentbad.loop.state import TrainState, match_memory_format
 from silentbad.saving import identity
@@ -42,6 +45,28 @@ def test_every_flag_is_free_or_compared():
     assert known >= FREE and known >= {*identity.BY_CONTENT, *identity.BATCH}
     assert not FREE & {*identity.BY_CONTENT, *identity.BATCH}
     assert {"learning_rate", "seed", "validation.threshold", "memory.loss.options"} <= known - FREE
+
+
+def with_value(config: Any, key: str, value: Any) -> Any:
+    """A copy of the configuration with one setting changed."""
+    first, _, rest = key.partition(".")
+    return replace(config, **{first: with_value(getattr(config, first), rest, value) if rest else value})
+
+
+def test_each_setting_is_free_or_a_difference(data, pipelines, tmp_path):
+    config = Config(train_data_dir=str(data), cache_dir=str(tmp_path))
+    config.pretrained_model_name_or_path = str(pipelines["v_prediction"])
+    records, targets = load_records(config), load_targets(data)
+    then = identity.facts(config, records, None, targets, "ssim", 2, [])
+    resuming = {"output_dir", "resume_from_checkpoint", "max_train_steps"}
+    otherwise = {*identity.BY_CONTENT, *identity.BATCH, *identity.NEVER_SAVED, *resuming, "hooks"}
+    for key in keys(key_tree(Config)) - otherwise:
+        now = identity.facts(with_value(config, key, "something else"), records, None, targets, "ssim", 2, [])
+        named = {line.partition(" was ")[0] for line in identity.differences(then, now)}
+        expected = {name for name in named if name == key or name.startswith(f"{key}.")}  # a table's entries by name
+        if key.startswith("validation.embedder"):
+            expected |= {name for name in named if name.startswith(identity.BUNDLED)}  # whose weights no longer count
+        assert (not named) if key in FREE else (expected and expected == named), (key, named)
 
 
 def test_the_document_lists_the_free_flags():
