@@ -49,20 +49,20 @@ photos: $(STAMP)
 		--output_dir runs/photos-audit || test $$? -gt 2
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile tests
 
 # Unit tests alone, under a minute: rooms without a whole run in them.
 FAST := tests/control tests/data tests/experiments/test_outcomes.py tests/memory tests/prepare tests/worlds \
 	tests/model/test_groups.py tests/measure/test_scores.py \
 	tests/test_imports.py tests/test_packaging.py tests/test_rng.py
 test-fast: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(FAST)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(FAST)
 
 test-kill: $(STAMP)  ## 100 kills and failing disks; the disks need root
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/kill --kills 100
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --thorough tests/kill --kills 100
 
 test-thorough: $(STAMP)  ## further kinds of what `make test` tests in part
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --thorough -m thorough tests --ignore tests/fuzz --ignore tests/distributed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --thorough -m thorough tests --ignore tests/fuzz --ignore tests/distributed --ignore tests/kill
 
 FUZZ ?= 1
 SEED ?= 0

@@ -402,10 +402,12 @@ def test_the_worked_example_ends_in_a_report(tmp_path, monkeypatch):
     (words,) = commands(body)
     argv = words[words.index("train_silentbad.py") + 1 :]
     shorter = {
-        "max_train_steps": 4,
+        "max_train_steps": 2,
         "lr_warmup_steps": 1,
-        "validation.images_per_target": 2,
-        "validation.null_images": 4,
+        "train_batch_size": 4,
+        "validation.images_per_target": 1,
+        "validation.num_inference_steps": 2,
+        "validation.null_images": 2,
         "output_dir": tmp_path,
         "cache_dir": tmp_path / "cache",
         "report_to": "none",

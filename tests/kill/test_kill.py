@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from silentbad import owned
 from silentbad.saving import checkpoint
 from tests.kill.runner import finish, start
+from tests.training import equal
 
 STEPS, INTERVAL = 14, 2
 EVERYTHING = {
@@ -101,14 +101,6 @@ def kept(out: Path) -> int:
     """The step of the newest whole checkpoint."""
     whole = [p for p in checkpoint.steps(out / "checkpoints") if checkpoint.problem(p) is None]
     return int(whole[-1].name[5:]) if whole else 0
-
-
-def equal(a, b) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a.nan_to_num(), b.nan_to_num())
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    return len(a) == len(b) and all(map(equal, a, b)) if isinstance(a, (list, tuple)) else a == b
 
 
 def assert_same_end(out: Path, alone: Path) -> None:
@@ -220,6 +212,7 @@ def disk(tmp_path):
     subprocess.run(["umount", "-l", folder], check=True)
 
 
+@pytest.mark.thorough
 def test_a_full_disk_is_one_line_and_costs_no_bit(inputs, plain, disk, tmp_path):
     folder, change = disk
     out = folder / "run"
@@ -247,6 +240,7 @@ def test_a_file_that_may_not_grow_is_one_line(inputs, plain, tmp_path):
     assert_same_end(out, plain)
 
 
+@pytest.mark.thorough
 def test_a_read_only_disk_is_one_line_at_the_start_and_later(inputs, plain, disk, tmp_path):
     folder, change = disk
     out = folder / "run"
@@ -271,6 +265,7 @@ def test_a_read_only_disk_is_one_line_at_the_start_and_later(inputs, plain, disk
     assert_same_end(out, plain)
 
 
+@pytest.mark.thorough
 def test_an_output_folder_that_vanishes_costs_no_bit(inputs, plain, tmp_path):
     out = tmp_path / "run"
     process = start(argv(inputs, out, **PLAIN), out.with_suffix(".log"))

@@ -173,7 +173,7 @@ def test_adapters_begin_as_nothing_and_by_the_seed(build):
     assert same(*weights[:2]) and not same(weights[0], weights[2])
 
 
-@pytest.mark.parametrize("file", ["pytorch_lora_weights.safetensors", lora.KOHYA, None])
+@pytest.mark.parametrize("file", [lora.KOHYA, None])
 @pytest.mark.parametrize("kind", ["epsilon", "sd2", "xl"])
 def test_plain_diffusers_loads_what_lora_learnt(kind, file, build, pipelines, tmp_path):
     run = build(kind, **{**LORA, "lora.targets": '["attn","xattn","ff","resnet"]'}, **TEXT, learning_rate=0.05)
