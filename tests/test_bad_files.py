@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -26,7 +24,6 @@ from silentbad.errors import UserError, first_line, user_errors
 from silentbad.measure.embedders import EMBEDDERS, load_embedder
 from silentbad.measure.generation import Sampler, plan
 from silentbad.measure.micro import MicroEmbedder
-from silentbad.measure.samples import slugs
 from silentbad.measure.thresholds import load_redraws
 from silentbad.model import lora, pipeline, store
 from silentbad.prepare import class_images
@@ -171,9 +168,7 @@ SPOILED = {  # name: (spoil, what the line says), in training and in an audit al
     ),
 }  # fmt: skip
 
-AUDITED_TOO = ("a UNet with NaN", "a VAE that lacks a tensor", "a text encoder that lacks a tensor")
-AUDITED_TOO += ("a text encoder's broken configuration", "betas that drown every picture")
-AUDITED_TOO += ("an index without a UNet", "an index that is a list", "a tokenizer without a window")
+AUDITED_TOO = ("a UNet with NaN", "a tokenizer without a window")
 
 CASES = {
     **{f"model: {name}": case(*said, touch=touch) for name, (touch, said) in SPOILED.items()},
@@ -270,19 +265,6 @@ def test_damaged_exif_leaves_a_picture_readable(kind):
 def test_other_formats_are_not_decoded(kind):
     with pytest.raises(UserError, match="none of PNG, JPEG"):
         images.open_image(encoded(Image.new("RGB", (16, 16)), kind), "x")
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.sampled_from(images.FORMATS), st.data())
-def test_a_mutated_picture_is_read_or_refused_in_one_line(kind, data):
-    content = bytearray(encoded(Image.new("RGB", (12, 8), "teal"), kind))
-    for _ in range(data.draw(st.integers(1, 4))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    content = bytes(content[: data.draw(st.integers(1, len(content)))])
-    try:
-        assert images.open_image(content, "where").mode == "RGB"
-    except UserError as error:
-        assert str(error).startswith("where: ") and "\n" not in str(error)
 
 
 # ---------------------------------------------------------------- records
@@ -448,13 +430,6 @@ def test_nothing_that_is_not_finite_is_kept_in_a_cache():
 
 
 # ---------------------------------------------------------------- targets
-@given(st.lists(st.text(alphabet="abAB01-_+/ .ü", max_size=6).filter(bool), min_size=1, max_size=12, unique=True))
-def test_no_two_targets_share_a_file(ids):
-    names = [name.casefold() for name in slugs(ids)]
-    whole = [f"{name}.png" for name in names] + [f"{name}+{k}.png" for name in names for k in range(3)]
-    assert len(set(whole)) == len(whole) and not any("/" in name or len(name) > 80 for name in names)
-
-
 def test_a_recompressed_target_is_no_redraw_but_a_near_one_is(tmp_path):
     target, root = smooth("target", 0, side=64), tmp_path
     near = target.copy()
@@ -515,8 +490,7 @@ def test_adapters_are_taken_whole_or_refused(name, adapted, tmp_path):
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("alpha", [NAN, float("inf")])
-def test_an_alpha_of_kohyas_that_is_not_finite_is_named(alpha, adapted, tmp_path):
+def test_an_alpha_of_kohyas_that_is_not_finite_is_named(adapted, tmp_path):
     layer = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"
     weights = load_file(adapted / "lora/pytorch_lora_weights.safetensors")
     (a,) = (
@@ -525,9 +499,7 @@ def test_an_alpha_of_kohyas_that_is_not_finite_is_named(alpha, adapted, tmp_path
         if name.endswith("mid_block.attentions.0.transformer_blocks.0.attn1.to_q.lora_A.weight")
     )
     down, up = f"{layer}.lora_down.weight", f"{layer}.lora_up.weight"
-    save_file(
-        {down: a, up: torch.ones(a.shape[1], 2), f"{layer}.alpha": torch.tensor(alpha)}, tmp_path / "k.safetensors"
-    )
+    save_file({down: a, up: torch.ones(a.shape[1], 2), f"{layer}.alpha": torch.tensor(NAN)}, tmp_path / "k.safetensors")
     arguments = (str(adapted / "pipeline"), "float32", "cpu", str(tmp_path / "k.safetensors"))
     with pytest.raises(UserError, match=r"^--lora .*NaN or infinite values in unet.mid_block.*to_q.*alpha"):
         pipeline.load_pipeline(*arguments)
@@ -544,7 +516,6 @@ def scripted(features):
 
 
 NO_EMBEDDERS = {
-    "a map": (lambda x: x[:, :, :4, :4], "features are not finite|of shape|is no embedder"),
     "one row for all": (lambda x: x.flatten(1).mean(0, keepdim=True), "is no embedder"),
     "NaN": (lambda x: x.flatten(1)[:, :8] * NAN, "not finite"),
     "zeros": (lambda x: x.flatten(1)[:, :8] * 0, "are zero"),
@@ -552,7 +523,7 @@ NO_EMBEDDERS = {
 }
 
 
-@pytest.mark.parametrize("name", [n for n in NO_EMBEDDERS if n != "a map"])
+@pytest.mark.parametrize("name", NO_EMBEDDERS)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_what_is_no_embedder_is_refused_when_loaded(name, tmp_path):
     features, said = NO_EMBEDDERS[name]
@@ -564,10 +535,8 @@ def test_what_is_no_embedder_is_refused_when_loaded(name, tmp_path):
 SPOILED_EMBEDDERS = {
     "NaN": (tensors("model.safetensors", with_nan), "NaN"),
     "a tensor is missing": (tensors("model.safetensors", without_first), "cannot load"),
-    "truncated": (cut("model.safetensors", 500), "cannot load"),
     "no weights": (remove("model.safetensors"), "cannot load"),
     "another JSON value": (write("config.json", "[]"), "cannot load"),
-    "settings of another type": (edit_json("config.json", hidden_size="x", width="x", text_config=3), "cannot load"),
     "a processor of another JSON value": (write("preprocessor_config.json", "3"), "cannot load"),
 }
 
