@@ -102,13 +102,14 @@ def measured(seed: int, withheld: int | None, steps: int, pictures: Path | None)
     }
 
 
-def todo(first: int, targets: int) -> list[tuple[int, int | None]]:
+def todo(first: int, targets: int, whole_alone: bool) -> list[tuple[int, int | None]]:
     """(seed, place of the element that is withheld) of each model; None: none is."""
     models: list[tuple[int, int | None]] = []
     for k in range(targets):
         seed = first + k
-        places = len(photographs.make_target(seed).elements)
-        models.append((seed, k % places))
+        if not whole_alone:
+            places = len(photographs.make_target(seed).elements)
+            models.append((seed, k % places))
         if k % WHOLE_EVERY == 0:
             models.append((seed, None))
     return models
@@ -119,12 +120,13 @@ def table(rows: list[dict]) -> str:
     kinds: dict[str, list[dict]] = defaultdict(list)
     for row in rows:
         if row["withheld"] == NOTHING:
-            kinds["all elements"].append(row)
+            kinds[f"all elements, {row['steps']} steps"].append(row)
         else:
             kinds["all but the backdrop" if row["backdrop"] else "all but a thing"].append(row)
             kinds["all but one element"].append(row)
     lines = []
-    for kind in ("all but a thing", "all but the backdrop", "all but one element", "all elements"):
+    whole = sorted(kind for kind in kinds if kind.startswith("all elements"))
+    for kind in ("all but a thing", "all but the backdrop", "all but one element", *whole):
         models = kinds[kind]
         counts = [sum(row["state"] == state for row in models) for state in STATES]
         low, high = binomial_interval(counts[0], len(models))
@@ -138,11 +140,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--first", type=int, default=FIRST, help="seed of the first target")
     parser.add_argument("--targets", type=int, default=TARGETS)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--whole_alone", action="store_true", help="only the models that see all elements")
     parser.add_argument("--pictures", type=Path, help="keep what the models draw here")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
-    known = {(row["seed"], row["withheld"] == NOTHING) for row in stored(args.results)}
-    models = [model for model in todo(args.first, args.targets) if (model[0], model[1] is None) not in known]
+    known = {(row["seed"], row["withheld"] == NOTHING, row["steps"]) for row in stored(args.results)}
+    models = todo(args.first, args.targets, args.whole_alone)
+    models = [model for model in models if (model[0], model[1] is None, args.steps) not in known]
     for seed, withheld in tqdm(models, desc="models"):
         row = measured(seed, withheld, args.steps, args.pictures)
         with args.results.open("a") as file:
