@@ -123,7 +123,7 @@ BLOCKS: dict[str, Block] = {
     "nulls": of(nulls.RESULTS, nulls.table),
     "threshold-table": of("thresholds.json", thresholds.tables),
     "headroom": of(headroom.RESULTS, headroom.table),
-    "spectral-cost": lambda read: spectral.by_model(),
+    "spectral-cost": of(spectral.OPERATIONS, spectral.by_model),
     "stealth": of(stealth.RESULTS, stealth.table),
     "strength": lambda read: strength.by_strength(read("strength.jsonl"), read("strength-bases.json")) + "\n",
     "strength-elements": of(strength.RESULTS, strength.by_elements),

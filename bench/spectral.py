@@ -1,17 +1,17 @@
 """Cost of spectral updates on a UNet's own matrices: arms interleaved in one process, as shares of the first.
 
     python -m bench.spectral [--unet DIR] [--repeats N] [--smoke]
-    python -m bench.spectral --models       operations by model, counted from shapes, as Markdown
+    python -m bench.spectral --models       operations by model, counted from shapes, stored and printed
 
 Gradients are drawn once. Seconds are processor time on a CPU, wall clock on CUDA; ratios are medians
 over repeats, in which every arm runs once, so that other work falls on all alike.
 """
 
 import argparse
+import json
 import statistics
 import time
 from collections import Counter
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.controller import SD15
 from bench.published_table import markdown
+from bench.recovery_table import RESULTS
 from silentbad.control.spectral import SpectralAdamW, orthogonalise, split
 from silentbad.model.groups import group_of
 from silentbad.settings.layers import chosen
@@ -78,6 +79,7 @@ SDXL = {
 LINEAR = {"use_linear_projection": True}
 MODELS: dict[str, dict[str, Any]] = {"SD 1.5": SD15, "SD 2.1, 768 px": SD21 | LINEAR, "SDXL, 1024 px": SDXL | LINEAR}
 TOKENS = 77
+OPERATIONS = RESULTS.parent / "spectral-models.json"
 
 
 def of_update(unet: nn.Module, patterns: list[str], dtype: torch.dtype) -> float:
@@ -104,17 +106,28 @@ def of_picture(unet: UNet2DConditionModel) -> float:
     return 3 * counter.get_total_flops() / 1e12
 
 
-@cache
-def by_model() -> str:
-    """A line a model: an update in fp32 and in bf16, a picture, and the batch at which an update costs as much."""
-    lines = []
+def counted() -> dict[str, dict[str, float]]:
+    """TFLOP by model: an update of all layers in fp32 and in bf16, of the decoder in bf16, and a picture."""
+    costs = {}
     for name, shape in MODELS.items():
         with torch.device("meta"):
             unet = UNet2DConditionModel(**shape)
-        exact, half = (of_update(unet, ["*"], dtype) for dtype in (torch.float32, torch.bfloat16))
-        decoder, picture = of_update(unet, ["up*"], torch.bfloat16), of_picture(unet)
-        values = (exact, half, decoder, picture)
-        lines.append([name, *(f"{value:.1f}" for value in values), f"{exact / picture:.0f} to {half / picture:.0f}"])
+        tflop = {
+            "fp32": of_update(unet, ["*"], torch.float32),
+            "bf16": of_update(unet, ["*"], torch.bfloat16),
+            "decoder": of_update(unet, ["up*"], torch.bfloat16),
+            "picture": of_picture(unet),
+        }
+        costs[name] = {key: round(value, 3) for key, value in tflop.items()}
+    return costs
+
+
+def by_model(costs: dict[str, dict[str, float]]) -> str:
+    """A line a model: an update, a picture, and the batch at which an update costs as much."""
+    lines = []
+    for name, tflop in costs.items():
+        batches = (tflop[precision] / tflop["picture"] for precision in ("fp32", "bf16"))
+        lines.append([name, *(f"{value:.1f}" for value in tflop.values()), " to ".join(f"{n:.0f}" for n in batches)])
     head = ("model", "update, fp32", "update, bf16", "`up*`, bf16", "a picture", "batch of equal cost")
     return markdown(head, lines) + "\n"
 
@@ -125,10 +138,11 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--unet", default="assets/micro-sd/unet", help="folder of a UNet")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--smoke", action="store_true", help="two repeats")
-    parser.add_argument("--models", action="store_true", help="print operations by model, and measure nothing")
+    parser.add_argument("--models", action="store_true", help="count operations by model, store and print them")
     given = parser.parse_args(arguments)
     if given.models:
-        print(by_model())
+        OPERATIONS.write_text(json.dumps(counted(), indent=1) + "\n")
+        print(by_model(json.loads(OPERATIONS.read_text())))
         return {}
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,5 +1,9 @@
 """The benchmarks of layers that train and of spectral updates run, on the bundled UNet."""
 
+import json
+
+import pytest
+
 from bench import layers, spectral
 
 SETTING = {"ratio": 0.1, "seed": 0, "factor": 40.0, "placebo": False, "commit": "c" * 40, "steps": 200}
@@ -41,3 +45,8 @@ def test_spectral_updates_are_timed():
     ratios = spectral.main(["--smoke"])
     assert ratios.keys() == spectral.ARMS.keys() and ratios["default"] == 1
     assert ratios["AdamW for time, proj"] < 1
+
+
+@pytest.mark.thorough
+def test_the_stored_operations_are_those_of_the_shapes():
+    assert json.loads(spectral.OPERATIONS.read_text()) == spectral.counted()
