@@ -411,14 +411,16 @@ def start(config: Config) -> int:
 
 
 def try_out(run: Run) -> int:
-    """A dry run: a few steps and one image, and what the whole run will take."""
+    """A dry run: a few steps, one image where the run draws some, and what the whole run will
+    take."""
     forecast = Forecast(run)
     for last in forecast.measured():
         run.state.end_at(last)
         if code := train(run):
             return code
-    with forecast.drawing():
-        run.products.try_drawing(run.records.row(0)["text"], forecast.sampling_step)
+    if forecast.draws():
+        with forecast.drawing():
+            run.products.try_drawing(run.records.row(0)["text"], forecast.sampling_step)
     run.accelerator.print(forecast.text())
     return 0
 

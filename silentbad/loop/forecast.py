@@ -70,7 +70,8 @@ class Forecast:
         config, state, left = self.run.config, self.run.state, self.planned - self.begun
         warm = state.step - self.begun - self.steps
         lines = [
-            f"dry run: {self.steps} steps timed after {warm}, one image; only caches are written",
+            f"dry run: {self.steps} steps timed after {warm}{', one image' * self.draws()}; only "
+            f"caches are written",
             f"  steps    {left}, of {self.run.loader.effective_batch} samples; an epoch has "
             f"{state.steps_per_epoch}",
             f"  time     {_time(left * self.step_seconds)} to train, "
@@ -85,6 +86,10 @@ class Forecast:
             what = f"{images} images of {steps} steps, timed one at a time"
             lines.insert(3, f"  drawing  about {about}: {what}")
         return "\n".join(lines)
+
+    def draws(self) -> bool:
+        """Whether the run draws anything: its memory is then the run's too."""
+        return bool(self.images() or self.run.config.validation_prompts)
 
     def images(self) -> int:
         """Pictures that validations and sample prompts draw, without controls."""

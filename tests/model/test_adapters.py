@@ -542,4 +542,5 @@ def test_an_audit_takes_adapters(build, pipelines, tmp_path):
 @pytest.mark.parametrize("kind", ["epsilon", "xl", "sd3"])
 def test_a_dry_run_in_half_precision_draws(kind, flags, tmp_path):
     """The autoencoder keeps SDXL's full precision under autocast, in training and in pictures."""
-    assert main(flags(kind, **LORA, mixed_precision="bf16", dry_run=True)) == 0
+    drawn = ["--validation_prompts", "a red cat"]
+    assert main([*flags(kind, **LORA, mixed_precision="bf16", dry_run=True), *drawn]) == 0
