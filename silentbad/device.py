@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
-from silentbad.errors import UserError, first_line
+from silentbad.errors import UserError, first_line, no_memory
 
 T = TypeVar("T")
 Made = TypeVar("Made")
@@ -82,9 +82,8 @@ def in_batches(
 
 def ran_out(error: Exception) -> bool:
     """Whether memory ran out, of the device or of this machine."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or should_reduce_batch_size(
-        error
-    )
+    on_device = isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
+    return on_device or no_memory(error)
 
 
 @contextmanager
@@ -93,6 +92,8 @@ def explain_out_of_memory(flag: str, advice: str) -> Iterator[None]:
     flag to blame."""
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
         if not ran_out(error):
             raise

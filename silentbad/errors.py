@@ -74,6 +74,7 @@ def exit_with(main: Callable[[], int | None]) -> NoReturn:
         stream = getattr(sys, name) or open(os.devnull, "w")  # None under `>&-`
         setattr(sys, name, _Patient(stream, plain=name == "stdout"))
     heed_signals(_stop)
+    sys.excepthook = say_no_memory
     try:
         code = main()
     except KeyboardInterrupt as stop:
@@ -102,6 +103,30 @@ def leave(number: int, frame: Any) -> NoReturn:
     otherwise."""
     os.write(2, f"stopped by {signal.Signals(number).name}\n".encode())
     os._exit(128 + number)
+
+
+def say_no_memory(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """`sys.excepthook`: memory that runs out where no flag is to blame, as while the libraries
+    load, is one line."""
+    if no_memory(error):
+        room = "the libraries alone take some 6 GiB of address space (ulimit -v), 1 GiB of memory"
+        print_error(f"memory ran out ({first_line(error)}); {room}")
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+NO_MEMORY = re.compile(
+    r"can(no|')t allocate memory|failed to map segment|bad_alloc|can't start new thread", re.I
+)
+
+
+def no_memory(error: BaseException | None) -> bool:
+    """Whether an error, or what it came from, says that this machine's memory ran out."""
+    while error is not None:
+        if isinstance(error, MemoryError) or NO_MEMORY.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _stop(number: int, frame: Any) -> NoReturn:

@@ -1,6 +1,7 @@
 """A mistake as a person meets it, in real processes: its line is the last thing said, the exit code as stated."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -108,6 +109,14 @@ def test_a_signal_during_the_imports_is_one_line(tmp_path):
         assert process.stderr.readline() == "importing\n"
         process.send_signal(signal.SIGINT)
         assert process.communicate()[1] == "stopped by SIGINT\n" and process.returncode == 130
+
+
+def test_memory_that_runs_out_during_the_imports_is_one_line():
+    little = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_AS, (2 * 2**30, 2 * 2**30))}
+    command = [sys.executable, "train_silentbad.py", "--train_data_dir", "docs/example", "--output_dir", "none"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **little)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and line.startswith("error: memory ran out (") and "ulimit -v" in line
 
 
 LONG = "n" * 300
