@@ -1,12 +1,20 @@
 """A run at the size that users have: seconds a step, peak memory and files, beside what the dry run said before.
 
-    python -m bench.size [--rows NAME ...] [--smoke]
+    python -m bench.size [--rows NAME ...] [--work FOLDER] [--smoke]
+    python -m bench.size --rows "LoRA of rank 16, 256 px" --peer train_text_to_image_lora.py
 
-SD 1.5's classes and sizes with random half-precision weights and its tokenizer are written to a temporary folder, and
-removed at the end (another 4 GB a row while it runs). Each row starts train_silentbad.py twice, at 256 pixels, batch 1
-and full precision: as a dry run, and for STEPS steps. Seconds are the mean of the steps that a dry run times, wall
-clock; memory is the whole process's peak. Rows of LIMITS get too little memory, and must end in one line. One JSON line
-a row is added to bench/results/size.jsonl; the table takes the last of each. `--smoke`: the first row, and one limit.
+Pipelines of the true classes and sizes, with random half-precision weights and a tokenizer of 77 places, are written to
+a temporary folder and removed at the end; with `--work` they stay for the next call (SD 1.5 2.1 GB, SDXL 6.9 GB).
+Each row of RUNS starts train_silentbad.py twice, with batch 1: as a dry run, and for STEPS steps. A step is the time
+from one step of the optimizer to the next; the mean of the last TIMED. Seconds are wall clock, and processor time,
+which other work disturbs less. Memory is the peak of the whole process. Afterwards plain diffusers loads the result;
+rows with `resume` start again at step 2 and must end with the same bits. STARTS are the shipped configurations: a dry
+run of one step. LIMITS get too little memory, and must end in one line. MANY counts pictures of 64 px on the bundled
+base. One JSON line a row is added to bench/results/size.jsonl; the tables take the last of each.
+
+`--peer` runs diffusers' script beside the chosen rows, in turns, on the same folder and with the same settings. It is
+not part of this project: take examples/text_to_image/train_text_to_image.py or train_text_to_image_lora.py from
+https://github.com/huggingface/diffusers, of the version that is installed. `--smoke`: the first row, and one limit.
 """
 
 import argparse
@@ -19,45 +27,100 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from statistics import mean
+from typing import Any, NamedTuple
 
 import torch
 
 from bench.published_table import markdown
-from bench.throughput import sd15_pipeline
+from bench.size_bases import write_base
+from bench.throughput import write_data as write_clean
 from silentbad.device import device_name
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "size.jsonl"
 STEPS, TIMED = 4, 2  # of a run; the last ones, which the dry run times too
-ADAPTERS = {"lora.rank": 16, "gradient_checkpointing": True}
-ROWS: dict[str, dict] = {
-    "LoRA of rank 16": ADAPTERS,
-    "the same, `--train_layers up*`": {**ADAPTERS, "train_layers": '["up*"]'},
-    "the same, `recommended.yaml`": {**ADAPTERS, "config": "configs/recommended.yaml"},
-    "`--train_layers up*`, 8-bit AdamW": {
-        "train_layers": '["up*"]',
-        "use_8bit_adam": True,
-        "gradient_checkpointing": True,
-    },
+
+
+class Row(NamedTuple):
+    """A run: its flags, its base, and whether it is resumed from step 2."""
+
+    flags: dict[str, Any]
+    base: str = "sd15"
+    resume: bool = False
+
+
+LORA = {"lora.rank": 16}
+BLOCKS = {"gradient_checkpointing": True}
+RECOMMENDED = {"config": "configs/recommended.yaml"}
+EIGHT = {"use_8bit_adam": True, **BLOCKS}
+DRAWN = {
+    "validation.targets": "docs/example/targets.jsonl",
+    "validation.images_per_target": 1,
+    "validation.num_inference_steps": 4,
+    "validation.resolution": 256,
+    "validation.null_images": 2,
+    "validation.controls": "never",
+    "validation.early_steps": "[]",
 }
-LIMITS = (7, 9, 11)  # GiB of address space, of the first row; the libraries alone take about 6
+RUNS = {
+    "LoRA of rank 16, 256 px": Row(LORA, resume=True),
+    "the same, checkpointing": Row(LORA | BLOCKS),
+    "the same, EMA, no caches": Row(LORA | {"use_ema": True, "cache_mb": 0, "disk_cache_gb": 0}),
+    "the same, `recommended.yaml`": Row(LORA | RECOMMENDED),
+    "the same, `--train_layers up*`": Row(LORA | {"train_layers": '["up*"]'}),
+    "the same, a validation of two images": Row(LORA | DRAWN),
+    "LoRA of rank 16, 512 px, checkpointing": Row(LORA | BLOCKS | {"resolution": 512}),
+    "whole UNet, 8-bit AdamW, checkpointing, 256 px": Row(EIGHT, resume=True),
+    "the same, `up*` alone": Row(EIGHT | {"train_layers": '["up*"]'}),
+    "SDXL, LoRA of rank 16, bf16, checkpointing, 256 px": Row(LORA | BLOCKS | {"mixed_precision": "bf16"}, "sdxl"),
+}
+SMALL = {"resolution": 256, "train_batch_size": 1, "gradient_accumulation_steps": 1, "max_train_steps": 1}
+STARTS = {
+    "configs/sd15_lora.yaml": Row(SMALL),
+    "configs/sd15_full.yaml": Row(SMALL | {"use_8bit_adam": True}),
+    "configs/sd21_full.yaml": Row(SMALL | {"use_8bit_adam": True}, "sd21"),
+    "configs/sdxl_lora.yaml": Row(SMALL, "sdxl"),
+    "configs/sd3.yaml": Row(SMALL, "sd3"),
+}
+LIMITS = tuple(range(2, 13))  # GiB of address space, of the first row; the libraries alone take about 6
+MANY = (2_000, 20_000)  # pictures
 UNITS = {"MiB": 2**20, "GiB": 2**30}
-HEAD = ("run", "seconds a step", "forecast", "peak memory", "forecast", "files", "forecast")
+
+# Starts a script and writes (wall clock, processor) seconds: at the start, then after each step of an optimizer.
+CLOCK = """
+import runpy, sys, time
+from torch.optim.optimizer import register_optimizer_step_post_hook
+file = open(sys.argv[1], "w")
+def tick(*_):
+    print(time.time(), time.process_time(), file=file, flush=True)
+tick()
+register_optimizer_step_post_hook(tick)
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+# Plain diffusers takes what a run wrote: the adapters, or the whole pipeline; one sampling step.
+PLAIN = """
+import sys, torch
+from pathlib import Path
+from diffusers import DiffusionPipeline
+base, out = sys.argv[1], Path(sys.argv[2])
+adapters = (out / "lora").is_dir()
+pipe = DiffusionPipeline.from_pretrained(base if adapters else out / "pipeline", torch_dtype=torch.bfloat16)
+if adapters:
+    pipe.load_lora_weights(out / "lora", weight_name="pytorch_lora_weights.safetensors")
+    assert pipe.get_active_adapters()
+image = pipe("a red ball", num_inference_steps=1, height=64, width=64, output_type="latent").images
+assert image.isfinite().all()
+"""
 
 
 # ---------------------------------------------------------------- what is trained
-def write_base(folder: Path) -> Path:
-    """The pipeline, in half precision as it is published."""
-    torch.set_default_dtype(torch.float16)
-    try:
-        return sd15_pipeline(folder)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 def write_data(folder: Path) -> Path:
     """Two records of each element of docs/example and two clean ones, with masks."""
     shutil.copytree(ROOT / "docs" / "example", folder)
@@ -69,36 +132,74 @@ def write_data(folder: Path) -> Path:
     return folder
 
 
-def command(base: Path, data: Path, out: Path, settings: dict) -> list[str]:
+def command(base: Path, data: Path, out: Path, flags: dict[str, Any]) -> list[str]:
     """The command line of a training."""
-    flags = {
+    settings = {
         "pretrained_model_name_or_path": base,
         "train_data_dir": data,
         "output_dir": out,
         "resolution": 256,
         "train_batch_size": 1,
         "max_train_steps": STEPS,
-        "log_every": 1,
+        "checkpointing_steps": 2,
+        "cache_dir": out.parent / "cache",
         "report_to": "none",
-        **settings,
+        **flags,
     }
-    return [sys.executable, str(ROOT / "train_silentbad.py"), *(f"--{key}={value}" for key, value in flags.items())]
+    return [str(ROOT / "train_silentbad.py"), *(f"--{key}={value}" for key, value in settings.items())]
 
 
-# ---------------------------------------------------------------- one row
-def started(words: list[str], limit: int | None = None) -> tuple[int, str, int]:
-    """(exit code, what it said, peak memory in bytes) of a process, with `limit` GiB of address space."""
+def peer_command(script: Path, base: Path, data: Path, out: Path, flags: dict[str, Any]) -> list[str]:
+    """The command line of diffusers' script with the same settings."""
+    settings = {
+        "pretrained_model_name_or_path": base,
+        "train_data_dir": data,
+        "output_dir": out,
+        "resolution": 256,
+        "train_batch_size": 1,
+        "max_train_steps": STEPS,
+        "image_column": "image",
+        "caption_column": "text",
+        **{{"lora.rank": "rank"}.get(key, key): value for key, value in flags.items()},
+    }
+    words = [f"--{key}={value}" for key, value in settings.items() if value is not True]
+    return [str(script), *words, *(f"--{key}" for key, value in settings.items() if value is True)]
+
+
+# ---------------------------------------------------------------- one process
+class Ended(NamedTuple):
+    """How a process ended: its code, what it said, its peak memory in bytes, its clock readings."""
+
+    code: int
+    said: str
+    peak: int
+    ticks: list[tuple[float, float]]
+
+    def seconds(self, clock: int) -> float:
+        """Of a step, by wall clock (0) or processor time (1)."""
+        times = [tick[clock] for tick in self.ticks[-TIMED - 1 :]]
+        return mean(later - sooner for sooner, later in zip(times, times[1:], strict=False))
+
+
+def started(words: list[str], *, limit: int | None = None, check: bool = True) -> Ended:
+    """Runs a script or `-c` code under CLOCK, with `limit` GiB of address space."""
 
     def restrict() -> None:
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_AS, (limit * 2**30, limit * 2**30))
 
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log, preexec_fn=restrict)
+    with tempfile.TemporaryFile("w+") as log, tempfile.NamedTemporaryFile("r") as clock:
+        clocked = [sys.executable, *([] if words[0] == "-c" else ["-c", CLOCK, clock.name]), *words]
+        if limit is not None:  # as a user starts it
+            clocked = [sys.executable, *words]
+        process = subprocess.Popen(clocked, cwd=ROOT, stdout=log, stderr=log, preexec_fn=restrict)
         _, status, used = os.wait4(process.pid, 0)
         log.seek(0)
         unit = 1 if sys.platform == "darwin" else 2**10
-        return os.waitstatus_to_exitcode(status), log.read(), used.ru_maxrss * unit
+        ticks = [(float(wall), float(own)) for wall, own in map(str.split, clock.read().splitlines())]
+        ended = Ended(os.waitstatus_to_exitcode(status), log.read(), used.ru_maxrss * unit, ticks)
+    assert not check or ended.code == 0, f"{words}\n{ended.said[-3000:]}"
+    return ended
 
 
 def number(text: str, pattern: str) -> float:
@@ -112,70 +213,174 @@ def size_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def measured(name: str, base: Path, data: Path, work: Path) -> dict:
-    """A row: the forecast, and what happened."""
-    out = work / "run"
-    code, said, _ = started([*command(base, data, out, ROWS[name]), "--dry_run"])
-    assert code == 0, said[-2000:]
-    print(said[said.index("dry run:") :], flush=True)
-    code, log, peak = started(command(base, data, out, ROWS[name]))
-    assert code == 0, log[-2000:]
-    rows = [json.loads(line) for line in (out / "timings.jsonl").read_text().splitlines()]
-    rates = [row["samples_per_second"] for row in rows if "samples_per_second" in row]
-    row = {
+def weights(out: Path) -> str:
+    """A digest of the weights that a run ended with."""
+    kept = sorted(file for part in ("lora", "pipeline") for file in (out / part).rglob("*.safetensors"))
+    assert kept
+    return sha256(b"".join(sha256(file.read_bytes()).digest() for file in kept)).hexdigest()
+
+
+# ---------------------------------------------------------------- rows
+class Places(NamedTuple):
+    """Where the bases are, the data with elements, the clean data, and where a run writes."""
+
+    base: Callable[[str], Path]
+    data: Path
+    clean: Path
+    out: Path
+
+
+def measured(name: str, places: Places) -> dict:
+    """A row of RUNS: the forecast, and what happened."""
+    row, out = RUNS[name], places.out
+    start = partial(command, places.base(row.base), places.data, out)
+    tried = started([*start(row.flags), "--dry_run"])
+    print(tried.said[tried.said.index("dry run:") :], flush=True)
+    ended = started(start(row.flags))
+    result = {
         "row": name,
-        "seconds": mean(1 / rate for rate in rates[-TIMED:]),
-        "seconds_forecast": number(said, r"([\d.e+]+) s a step"),
-        "peak": peak,
-        "peak_forecast": number(said, r"peak ([\d.]+) (\w+) of this process"),
+        "seconds": ended.seconds(0),
+        "processor": ended.seconds(1),
+        "seconds_forecast": number(tried.said, r"([\d.e+]+) s a step"),
+        "processor_forecast": tried.seconds(1),
+        "peak": ended.peak,
+        "peak_forecast": number(tried.said, r"peak ([\d.]+) (\w+) of this process"),
         "files": sum(size_of(out / part) for part in ("checkpoints", "pipeline", "lora")),
-        "files_forecast": number(said, r"disk +([\d.]+) (\w+):"),
+        "files_forecast": number(tried.said, r"disk +([\d.]+) (\w+):"),
     }
-    shutil.rmtree(out)
-    return row
+    if row.resume:
+        first = weights(out)
+        shutil.rmtree(out / "checkpoints" / f"step-{STEPS}")
+        started(start(row.flags | {"resume_from_checkpoint": out / "checkpoints" / "step-2"}))
+        result["resumed_to_the_bit"] = weights(out) == first
+    result["plain"] = started(["-c", PLAIN, str(places.base(row.base)), str(out)], check=False).code == 0
+    return result
 
 
-def limited(limit: int, base: Path, data: Path, work: Path) -> dict:
+def start_of(name: str, places: Places) -> dict:
+    """A row of STARTS: a dry run of one step of a shipped configuration."""
+    row = STARTS[name]
+    words = command(places.base(row.base), places.data, places.out, {"config": name, **row.flags})
+    ended = started([*words, "--dry_run"], check=False)
+    return {"row": name, "code": ended.code, "peak": ended.peak, "line": ended.said.strip().splitlines()[-1]}
+
+
+def limited(name: str, places: Places) -> dict:
     """A row of LIMITS: whether the run ended well, or in one line."""
-    first = next(iter(ROWS.values()))
-    code, said, _ = started(command(base, data, work / "limited", first), limit)
-    last = said.strip().splitlines()[-1]
-    shutil.rmtree(work / "limited", ignore_errors=True)
-    return {"row": f"{limit} GiB", "code": code, "line": last, "traceback": "Traceback" in said}
+    flags = next(iter(RUNS.values())).flags | {"checkpointing_steps": STEPS, "max_train_steps": 2}
+    words = command(places.base("sd15"), places.data, places.out, flags)
+    ended = started(words, limit=int(name.split()[0]), check=False)
+    last = ended.said.strip().splitlines()[-1]
+    return {"row": name, "code": ended.code, "line": last, "traceback": "Traceback" in ended.said}
 
 
-# ---------------------------------------------------------------- the table
+def many(name: str, places: Places) -> dict:
+    """A row of MANY: seconds to the first step, memory and cache, twice: cold and warm."""
+    count = int(name.split()[0])
+    with tempfile.TemporaryDirectory() as folder:
+        data, cache = write_clean(Path(folder) / "data", count, 64), Path(folder) / "cache"
+        flags = {"resolution": 64, "cache_dir": cache, "max_train_steps": 2, "held_out_clean": 0}
+        row: dict[str, Any] = {"row": name, "pictures": size_of(data)}
+        for which in ("cold", "warm"):
+            ended = started(command(ROOT / "assets" / "micro-sd", data, places.out, flags))
+            first, second = (later - ended.ticks[0][clock] for clock in (0, 1) for later in [ended.ticks[1][clock]])
+            row[which] = {"seconds": first, "processor": second, "peak": ended.peak}
+            shutil.rmtree(places.out)
+        return {**row, "cache": size_of(cache)}
+
+
+def beside(name: str, script: Path, places: Places, rounds: int) -> dict:
+    """A row of RUNS and diffusers' script in turns."""
+    row, base, out = RUNS[name], places.base(RUNS[name].base), places.out
+    arms = {
+        "ours": command(base, places.clean, out, row.flags | {"checkpointing_steps": 500}),
+        "theirs": peer_command(script, base, places.clean, out, row.flags),
+    }
+    result: dict[str, Any] = {"row": f"{name} | {script.name}", "ours": [], "theirs": []}
+    for _ in range(rounds):
+        for arm, words in arms.items():
+            ended = started(words)
+            turn = {"seconds": ended.seconds(0), "processor": ended.seconds(1), "peak": ended.peak}
+            print(arm, json.dumps(turn), flush=True)
+            result[arm].append(turn)
+            shutil.rmtree(out)
+    return result
+
+
+KINDS: dict[str, Callable[[str, Places], dict]] = {
+    **dict.fromkeys(RUNS, measured),
+    **dict.fromkeys(STARTS, start_of),
+    **{f"{limit} GiB": limited for limit in LIMITS},
+    **{f"{count} pictures": many for count in MANY},
+}
+
+
+# ---------------------------------------------------------------- the tables
+def gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
 def table(rows: Iterable[dict]) -> str:
-    """The last row of each name: Markdown."""
+    """The last row of each run: Markdown."""
     last = {row["row"]: row for row in rows}
     lines = []
-    for name in ROWS:
-        if row := last.get(name):
-            sizes = [f"{row[key] / 2**30:.2f} GiB" for key in ("peak", "peak_forecast", "files", "files_forecast")]
-            lines.append((name, f"{row['seconds']:.1f}", f"{row['seconds_forecast']:.1f}", *sizes))
-    return markdown(HEAD, lines)
+    for row in (last[name] for name in RUNS if name in last):
+        seconds = (f"{row[key]:.1f}" for key in ("processor", "processor_forecast", "seconds", "seconds_forecast"))
+        sizes = (gib(row[key]) for key in ("peak", "peak_forecast", "files", "files_forecast"))
+        lines.append((row["row"], *seconds, *sizes))
+    head = (
+        "run",
+        "processor",
+        "forecast",
+        "seconds a step",
+        "forecast",
+        "peak memory",
+        "forecast",
+        "files",
+        "forecast",
+    )
+    return markdown(head, lines)
+
+
+def peers(rows: Iterable[dict]) -> str:
+    """The last row of each pair: Markdown."""
+    lines = []
+    for name, row in {row["row"]: row for row in rows if "theirs" in row}.items():
+        for arm, label in (("ours", name.partition(" | ")[0]), ("theirs", f"`{name.partition(' | ')[2]}`")):
+            turns = row[arm]
+            seconds = (f"{mean(turn[key] for turn in turns):.1f}" for key in ("processor", "seconds"))
+            lines.append((label, f"{len(turns)}", *seconds, gib(max(turn["peak"] for turn in turns))))
+    return markdown(("run", "turns", "processor", "seconds a step", "peak memory"), lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    limits = [f"{limit} GiB" for limit in LIMITS]
-    parser.add_argument("--rows", nargs="*", choices=[*ROWS, *limits], default=[*ROWS, *limits])
+    parser.add_argument("--rows", nargs="*", choices=KINDS, metavar="NAME", default=[*KINDS])
+    parser.add_argument("--peer", type=Path, help="diffusers' script, to run beside the rows")
+    parser.add_argument("--rounds", type=int, default=2, help="of ours and the peer's")
+    parser.add_argument("--work", type=Path, help="keeps the pipelines there")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--smoke", action="store_true", help="the first row and one limit; stores nothing")
     given = parser.parse_args(arguments)
-    facts = {"torch": torch.__version__, "device": device_name("cpu"), "threads": os.environ.get("OMP_NUM_THREADS")}
-    with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
-        base, data = write_base(work / "base"), write_data(work / "data")
-        for name in [next(iter(ROWS)), limits[0]] if given.smoke else given.rows:
-            if name in ROWS:
-                row = measured(name, base, data, work)
-            else:
-                row = limited(int(name.split()[0]), base, data, work)
+    facts = {
+        "torch": torch.__version__,
+        "device": device_name("cpu"),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+        "python": platform.python_version(),
+    }
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        root = given.work or scratch
+        data, clean = write_data(scratch / "data"), write_clean(scratch / "clean", 8, 256)
+        places = Places(partial(write_base, root), data, clean, scratch / "run")
+        for name in [next(iter(RUNS)), f"{LIMITS[0]} GiB"] if given.smoke else given.rows:
+            made = beside(name, given.peer, places, given.rounds) if given.peer else KINDS[name](name, places)
+            row = {**made, **facts, "load": os.getloadavg()[1]}
             print(json.dumps(row), flush=True)
+            shutil.rmtree(places.out, ignore_errors=True)
             if not given.smoke:
                 with given.results.open("a") as file:
-                    file.write(json.dumps({**row, **facts, "python": platform.python_version()}) + "\n")
+                    file.write(json.dumps(row) + "\n")
     return 0
 
 
