@@ -381,8 +381,8 @@ def not_finite(run: Run, batches: list[dict[str, Any]]) -> str:
 
 @explain_out_of_memory(
     "pretrained_model_name_or_path",
-    "train less of it (lora.rank, train_layers), or with less memory (use_8bit_adam, "
-    "gradient_checkpointing)",
+    "train less of it (lora.rank, train_layers), or with less memory (mixed_precision, "
+    "use_8bit_adam, gradient_checkpointing)",
 )
 def start(config: Config) -> int:
     """Build the run, or take it up where it stopped, and train; returns the exit code."""

@@ -182,12 +182,15 @@ def user_errors(what: str, advice: str = "") -> Iterator[None]:
     line, `what` and the cause.
 
     Only foreign code stands inside. An exception of the project's own code thus keeps its
-    traceback, since it is no mistake of the user's."""
+    traceback, since it is no mistake of the user's. Memory that runs out says nothing of what the
+    user gave."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
+        if no_memory(error):
+            raise
         raise UserError(f"{what} ({first_line(error)}){advice and '; '}{advice}") from error
 
 
@@ -202,6 +205,8 @@ def writing(place: str, what: str):
         RuntimeError,
         SafetensorError,
     ) as error:  # torch and safetensors wrap the system's errors
+        if no_memory(error):
+            raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{place}: cannot write {what} ({reason})") from error
 

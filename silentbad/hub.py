@@ -14,7 +14,7 @@ import datasets
 from huggingface_hub import constants
 from huggingface_hub.utils import get_session
 
-from silentbad.errors import UserError, first_line
+from silentbad.errors import UserError, first_line, no_memory
 from silentbad.files import names_folder as names_folder
 
 # of httpx and of requests
@@ -58,6 +58,8 @@ def fetching(path: str, failed: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
+        if no_memory(error):
+            raise
         if away is None and not here and constants.HF_HUB_OFFLINE:
             away = "HF_HUB_OFFLINE is set"
         absent = f"{away}; the cache holds no whole copy; connect, or give a local folder"

@@ -13,7 +13,7 @@ import torch
 from silentbad.control.shrinkage import ShrunkAdamW
 from silentbad.control.spectral import SpectralAdamW
 from silentbad.distributed.shards import gather
-from silentbad.errors import UserError, user_errors
+from silentbad.errors import UserError, no_memory, user_errors
 from silentbad.model.averaging import keeps_average
 from silentbad.settings.optimizers import not_one, path_of
 from silentbad.settings.train import TrainConfig
@@ -29,6 +29,8 @@ def optimizer_class(config: TrainConfig) -> type[torch.optim.Optimizer]:
     try:
         kind = getattr(importlib.import_module(module), name, None)
     except Exception as error:  # whatever a package raises while it is imported
+        if no_memory(error):
+            raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"{key}: {module} does not import ({reason}); pip install {module.split('.')[0]}"

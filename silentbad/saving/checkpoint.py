@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from silentbad.errors import UserError, first_line, warn
+from silentbad.errors import UserError, first_line, no_memory, warn
 from silentbad.files import read_json
 
 MANIFEST = "manifest.json"
@@ -192,6 +192,8 @@ def read_state(path: Path) -> dict[str, Any]:
             f"{path}: cannot be read (holds more than tensors and plain values, so not loaded)"
         ) from None
     except Exception as error:
+        if no_memory(error):
+            raise
         raise UserError(f"{path}: cannot be read ({first_line(error)})") from None
 
 
@@ -201,6 +203,8 @@ def explain_mismatch(folder: Path | str, name: str):
     try:
         yield
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        if no_memory(error):
+            raise
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         wrong = f"the state of {name!r} does not fit this run ({reason})"
         raise UserError(f"{folder}: {wrong}; resume with its config.yaml and data") from None
