@@ -70,17 +70,22 @@ DRAWN = {
 }
 RUNS = {
     "LoRA of rank 16, 256 px": Row(LORA, resume=True),
-    "the same, checkpointing": Row(LORA | BLOCKS),
-    "the same, EMA, no caches": Row(LORA | {"use_ema": True, "cache_mb": 0, "disk_cache_gb": 0}),
-    "the same, `recommended.yaml`": Row(LORA | RECOMMENDED),
-    "the same, `--train_layers up*`": Row(LORA | {"train_layers": '["up*"]'}),
-    "the same, a validation of two images": Row(LORA | DRAWN),
-    "LoRA of rank 16, 512 px, checkpointing": Row(LORA | BLOCKS | {"resolution": 512}),
+    "LoRA of rank 16, checkpointing": Row(LORA | BLOCKS),
+    "LoRA of rank 16, EMA, no caches": Row(LORA | {"use_ema": True, "cache_mb": 0, "disk_cache_gb": 0}),
+    "LoRA of rank 16, `recommended.yaml`": Row(LORA | RECOMMENDED),
+    "LoRA of rank 16, `--train_layers up*`": Row(LORA | {"train_layers": '["up*"]'}),
+    "LoRA of rank 16, images drawn": Row(LORA | DRAWN),
+    "LoRA of rank 16, checkpointing, 512 px": Row(LORA | BLOCKS | {"resolution": 512}),
     "whole UNet, 8-bit AdamW, checkpointing, 256 px": Row(EIGHT, resume=True),
-    "the same, `up*` alone": Row(EIGHT | {"train_layers": '["up*"]'}),
+    "`--train_layers up*`, 8-bit AdamW, checkpointing": Row(EIGHT | {"train_layers": '["up*"]'}),
     "SDXL, LoRA of rank 16, bf16, checkpointing, 256 px": Row(LORA | BLOCKS | {"mixed_precision": "bf16"}, "sdxl"),
 }
-SMALL = {"resolution": 256, "train_batch_size": 1, "gradient_accumulation_steps": 1, "max_train_steps": 1}
+SMALL = {
+    "resolution": 256,
+    "gradient_accumulation_steps": 1,
+    "lr_warmup_steps": 0,
+    "max_train_steps": 1,
+}
 STARTS = {
     "configs/sd15_lora.yaml": Row(SMALL),
     "configs/sd15_full.yaml": Row(SMALL | {"use_8bit_adam": True}),
@@ -90,6 +95,16 @@ STARTS = {
 }
 LIMITS = tuple(range(2, 13))  # GiB of address space, of the first row; the libraries alone take about 6
 MANY = (2_000, 20_000)  # pictures
+HEAD = (
+    "run",
+    "processor",
+    "seconds a step (forecast)",
+    "peak memory (forecast)",
+    "counted",
+    "files (forecast)",
+    "resumed to the bit",
+    "in plain diffusers",
+)
 UNITS = {"MiB": 2**20, "GiB": 2**30}
 
 # Starts a script and writes (wall clock, processor) seconds: at the start, then after each step of an optimizer.
@@ -209,6 +224,15 @@ def number(text: str, pattern: str) -> float:
     return float(found[1]) * (UNITS[found[2]] if found.re.groups > 1 else 1)
 
 
+def counted(base: Path, row: Row, said: str) -> float:
+    """Bytes of the weights, the gradients and the optimizer's state; the base's files are in half precision."""
+    frozen = sum(file.stat().st_size for file in base.rglob("*.safetensors"))
+    copies = 1 if "mixed_precision" in row.flags else 2
+    trained = float(re.search(r"trains +([\d,]+)", said)[1].replace(",", ""))  # type: ignore[index]
+    own = 2 if "lora.rank" in row.flags else 1  # adapters beside the base, and gradients
+    return copies * frozen + own * 4 * trained + number(said, r"; ([\d.]+) (\w+) of optimizer")
+
+
 def size_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
@@ -244,6 +268,7 @@ def measured(name: str, places: Places) -> dict:
         "seconds_forecast": number(tried.said, r"([\d.e+]+) s a step"),
         "processor_forecast": tried.seconds(1),
         "peak": ended.peak,
+        "counted": counted(places.base(row.base), row, tried.said),
         "peak_forecast": number(tried.said, r"peak ([\d.]+) (\w+) of this process"),
         "files": sum(size_of(out / part) for part in ("checkpoints", "pipeline", "lora")),
         "files_forecast": number(tried.said, r"disk +([\d.]+) (\w+):"),
@@ -325,21 +350,11 @@ def table(rows: Iterable[dict]) -> str:
     last = {row["row"]: row for row in rows}
     lines = []
     for row in (last[name] for name in RUNS if name in last):
-        seconds = (f"{row[key]:.1f}" for key in ("processor", "processor_forecast", "seconds", "seconds_forecast"))
-        sizes = (gib(row[key]) for key in ("peak", "peak_forecast", "files", "files_forecast"))
-        lines.append((row["row"], *seconds, *sizes))
-    head = (
-        "run",
-        "processor",
-        "forecast",
-        "seconds a step",
-        "forecast",
-        "peak memory",
-        "forecast",
-        "files",
-        "forecast",
-    )
-    return markdown(head, lines)
+        seconds = f"{row['seconds']:.1f} ({row['seconds_forecast']:.1f})"
+        peak, files = (f"{gib(row[key])} ({gib(row[f'{key}_forecast'])})" for key in ("peak", "files"))
+        checks = ({True: "yes", False: "no"}.get(row.get(key), "") for key in ("resumed_to_the_bit", "plain"))
+        lines.append((row["row"], f"{row['processor']:.1f}", seconds, peak, gib(row["counted"]), files, *checks))
+    return markdown(HEAD, lines)
 
 
 def peers(rows: Iterable[dict]) -> str:
@@ -351,6 +366,17 @@ def peers(rows: Iterable[dict]) -> str:
             seconds = (f"{mean(turn[key] for turn in turns):.1f}" for key in ("processor", "seconds"))
             lines.append((label, f"{len(turns)}", *seconds, gib(max(turn["peak"] for turn in turns))))
     return markdown(("run", "turns", "processor", "seconds a step", "peak memory"), lines)
+
+
+def pictures(rows: Iterable[dict]) -> str:
+    """The last row of each number of MANY: Markdown."""
+    last = {row["row"]: row for row in rows}
+    lines = []
+    for row in (last[name] for name in (f"{count} pictures" for count in MANY) if name in last):
+        for which in ("cold", "warm"):
+            first = (f"{row[which][key]:.0f} s" for key in ("processor", "seconds"))
+            lines.append((row["row"], which, *first, gib(row[which]["peak"]), gib(row["cache"])))
+    return markdown(("data", "cache", "processor", "to the first step", "peak memory", "cache on disk"), lines)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -23,11 +23,16 @@ def test_a_step_lasts_from_one_update_to_the_next(tmp_path):
 def test_the_tables_take_the_last_row_of_each_name():
     name = next(iter(size.RUNS))
     row = dict.fromkeys(("processor", "processor_forecast", "seconds", "seconds_forecast"), 2.0)
-    row |= dict.fromkeys(("peak", "peak_forecast", "files", "files_forecast"), 3 * 2**30)
+    row |= dict.fromkeys(("peak", "peak_forecast", "files", "files_forecast", "counted"), 3 * 2**30)
     turn = {"seconds": 3.0, "processor": 2.0, "peak": 2**30}
     pair = {"row": f"{name} | train_text_to_image_lora.py", "ours": [turn], "theirs": [turn, {**turn, "seconds": 5.0}]}
-    rows = [{"row": name, **row}, {"row": "7 GiB", "code": 2}, pair, {"row": name, **row, "seconds": 4.0}]
+    rows = [
+        {"row": name, **row},
+        {"row": "7 GiB", "code": 2},
+        pair,
+        {"row": name, **row, "seconds": 4.0, "plain": True},
+    ]
     (line,) = size.table(rows).splitlines()[2:]
-    assert line.count("3.00 GiB") == 4 and "| 2.0 | 2.0 | 4.0 | 2.0 |" in line
+    assert line.count("3.00 GiB") == 5 and "| 2.0 | 4.0 (2.0) |" in line and line.endswith("|  | yes |")
     ours, theirs = size.peers(rows).splitlines()[2:]
     assert "| 1 | 2.0 | 3.0 | 1.00 GiB |" in ours and "`train_text_to_image_lora.py` | 2 | 2.0 | 4.0 |" in theirs
