@@ -5,10 +5,10 @@
 
 Pipelines of the true classes and sizes, with random half-precision weights and a tokenizer of 77 places, are written to
 a temporary folder and removed at the end; with `--work` they stay for the next call (SD 1.5 2.1 GB, SDXL 6.9 GB).
-Each row of RUNS starts train_silentbad.py twice, with batch 1: as a dry run, and for STEPS steps. A step is the time
-from one step of the optimizer to the next; the mean of the last TIMED. Seconds are wall clock, and processor time,
+Each row of RUNS starts train_silentbad.py twice, with batch 1: as a dry run, and for a few steps. A step is the time
+from one step of the optimizer to the next; the mean of the second half. Seconds are wall clock, and processor time,
 which other work disturbs less. Memory is the peak of the whole process. Afterwards plain diffusers loads the result;
-rows with `resume` start again at step 2 and must end with the same bits. STARTS are the shipped configurations: a dry
+rows with `resume` start again half-way and must end with the same bits. STARTS are the shipped configurations: a dry
 run of one step. LIMITS get too little memory, and must end in one line. MANY counts pictures of 64 px on the bundled
 base. One JSON line a row is added to bench/results/size.jsonl; the tables take the last of each.
 
@@ -44,15 +44,19 @@ from silentbad.device import device_name
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "size.jsonl"
-STEPS, TIMED = 4, 2  # of a run; the last ones, which the dry run times too
 
 
 class Row(NamedTuple):
-    """A run: its flags, its base, and whether it is resumed from step 2."""
+    """A run: its flags, its base, whether it is resumed half-way, and its steps: the dry run times the second half."""
 
     flags: dict[str, Any]
     base: str = "sd15"
     resume: bool = False
+    steps: int = 4
+
+    @property
+    def half(self) -> int:
+        return self.steps // 2
 
 
 LORA = {"lora.rank": 16}
@@ -76,7 +80,7 @@ RUNS = {
     "LoRA of rank 16, `--train_layers up*`": Row(LORA | {"train_layers": '["up*"]'}),
     "LoRA of rank 16, images drawn": Row(LORA | DRAWN),
     "LoRA of rank 16, checkpointing, 512 px": Row(LORA | BLOCKS | {"resolution": 512}),
-    "whole UNet, 8-bit AdamW, checkpointing, 256 px": Row(EIGHT, resume=True),
+    "whole UNet, 8-bit AdamW, checkpointing, 256 px": Row(EIGHT, resume=True, steps=2),
     "`--train_layers up*`, 8-bit AdamW, checkpointing": Row(EIGHT | {"train_layers": '["up*"]'}),
     "SDXL, LoRA of rank 16, bf16, checkpointing, 256 px": Row(LORA | BLOCKS | {"mixed_precision": "bf16"}, "sdxl"),
 }
@@ -85,6 +89,7 @@ SMALL = {
     "gradient_accumulation_steps": 1,
     "lr_warmup_steps": 0,
     "max_train_steps": 1,
+    "checkpointing_steps": 1,
 }
 STARTS = {
     "configs/sd15_lora.yaml": Row(SMALL),
@@ -147,24 +152,25 @@ def write_data(folder: Path) -> Path:
     return folder
 
 
-def command(base: Path, data: Path, out: Path, flags: dict[str, Any]) -> list[str]:
-    """The command line of a training."""
+def command(base: Path, data: Path, out: Path, row: Row, **more: Any) -> list[str]:
+    """The command line of a training, with `more` flags."""
     settings = {
         "pretrained_model_name_or_path": base,
         "train_data_dir": data,
         "output_dir": out,
         "resolution": 256,
         "train_batch_size": 1,
-        "max_train_steps": STEPS,
-        "checkpointing_steps": 2,
+        "max_train_steps": row.steps,
+        "checkpointing_steps": row.half,
         "cache_dir": out.parent / "cache",
         "report_to": "none",
-        **flags,
+        **row.flags,
+        **more,
     }
     return [str(ROOT / "train_silentbad.py"), *(f"--{key}={value}" for key, value in settings.items())]
 
 
-def peer_command(script: Path, base: Path, data: Path, out: Path, flags: dict[str, Any]) -> list[str]:
+def peer_command(script: Path, base: Path, data: Path, out: Path, row: Row) -> list[str]:
     """The command line of diffusers' script with the same settings."""
     settings = {
         "pretrained_model_name_or_path": base,
@@ -172,10 +178,10 @@ def peer_command(script: Path, base: Path, data: Path, out: Path, flags: dict[st
         "output_dir": out,
         "resolution": 256,
         "train_batch_size": 1,
-        "max_train_steps": STEPS,
+        "max_train_steps": row.steps,
         "image_column": "image",
         "caption_column": "text",
-        **{{"lora.rank": "rank"}.get(key, key): value for key, value in flags.items()},
+        **{{"lora.rank": "rank"}.get(key, key): value for key, value in row.flags.items()},
     }
     words = [f"--{key}={value}" for key, value in settings.items() if value is not True]
     return [str(script), *words, *(f"--{key}" for key, value in settings.items() if value is True)]
@@ -190,9 +196,9 @@ class Ended(NamedTuple):
     peak: int
     ticks: list[tuple[float, float]]
 
-    def seconds(self, clock: int) -> float:
-        """Of a step, by wall clock (0) or processor time (1)."""
-        times = [tick[clock] for tick in self.ticks[-TIMED - 1 :]]
+    def seconds(self, clock: int, steps: int) -> float:
+        """Of one of the last steps, by wall clock (0) or processor time (1)."""
+        times = [tick[clock] for tick in self.ticks[-steps - 1 :]]
         return mean(later - sooner for sooner, later in zip(times, times[1:], strict=False))
 
 
@@ -257,16 +263,16 @@ class Places(NamedTuple):
 def measured(name: str, places: Places) -> dict:
     """A row of RUNS: the forecast, and what happened."""
     row, out = RUNS[name], places.out
-    start = partial(command, places.base(row.base), places.data, out)
-    tried = started([*start(row.flags), "--dry_run"])
+    start = partial(command, places.base(row.base), places.data, out, row)
+    tried = started([*start(), "--dry_run"])
     print(tried.said[tried.said.index("dry run:") :], flush=True)
-    ended = started(start(row.flags))
+    ended = started(start())
     result = {
         "row": name,
-        "seconds": ended.seconds(0),
-        "processor": ended.seconds(1),
+        "seconds": ended.seconds(0, row.half),
+        "processor": ended.seconds(1, row.half),
         "seconds_forecast": number(tried.said, r"([\d.e+]+) s a step"),
-        "processor_forecast": tried.seconds(1),
+        "processor_forecast": tried.seconds(1, row.half),
         "peak": ended.peak,
         "counted": counted(places.base(row.base), row, tried.said),
         "peak_forecast": number(tried.said, r"peak ([\d.]+) (\w+) of this process"),
@@ -275,8 +281,8 @@ def measured(name: str, places: Places) -> dict:
     }
     if row.resume:
         first = weights(out)
-        shutil.rmtree(out / "checkpoints" / f"step-{STEPS}")
-        started(start(row.flags | {"resume_from_checkpoint": out / "checkpoints" / "step-2"}))
+        shutil.rmtree(out / "checkpoints" / f"step-{row.steps}")
+        started(start(resume_from_checkpoint=out / "checkpoints" / f"step-{row.half}"))
         result["resumed_to_the_bit"] = weights(out) == first
     result["plain"] = started(["-c", PLAIN, str(places.base(row.base)), str(out)], check=False).code == 0
     return result
@@ -285,15 +291,14 @@ def measured(name: str, places: Places) -> dict:
 def start_of(name: str, places: Places) -> dict:
     """A row of STARTS: a dry run of one step of a shipped configuration."""
     row = STARTS[name]
-    words = command(places.base(row.base), places.data, places.out, {"config": name, **row.flags})
+    words = command(places.base(row.base), places.data, places.out, row, config=name)
     ended = started([*words, "--dry_run"], check=False)
     return {"row": name, "code": ended.code, "peak": ended.peak, "line": ended.said.strip().splitlines()[-1]}
 
 
 def limited(name: str, places: Places) -> dict:
     """A row of LIMITS: whether the run ended well, or in one line."""
-    flags = next(iter(RUNS.values())).flags | {"checkpointing_steps": STEPS, "max_train_steps": 2}
-    words = command(places.base("sd15"), places.data, places.out, flags)
+    words = command(places.base("sd15"), places.data, places.out, next(iter(RUNS.values())), max_train_steps=2)
     ended = started(words, limit=int(name.split()[0]), check=False)
     last = ended.said.strip().splitlines()[-1]
     return {"row": name, "code": ended.code, "line": last, "traceback": "Traceback" in ended.said}
@@ -304,11 +309,11 @@ def many(name: str, places: Places) -> dict:
     count = int(name.split()[0])
     with tempfile.TemporaryDirectory() as folder:
         data, cache = write_clean(Path(folder) / "data", count, 64), Path(folder) / "cache"
-        flags = {"resolution": 64, "cache_dir": cache, "max_train_steps": 2, "held_out_clean": 0}
+        run = Row({"resolution": 64, "cache_dir": cache, "held_out_clean": 0}, steps=2)
         row: dict[str, Any] = {"row": name, "pictures": size_of(data)}
         for which in ("cold", "warm"):
-            ended = started(command(ROOT / "assets" / "micro-sd", data, places.out, flags))
-            first, second = (later - ended.ticks[0][clock] for clock in (0, 1) for later in [ended.ticks[1][clock]])
+            ended = started(command(ROOT / "assets" / "micro-sd", data, places.out, run))
+            first, second = (ended.ticks[1][clock] - ended.ticks[0][clock] for clock in (0, 1))
             row[which] = {"seconds": first, "processor": second, "peak": ended.peak}
             shutil.rmtree(places.out)
         return {**row, "cache": size_of(cache)}
@@ -318,14 +323,15 @@ def beside(name: str, script: Path, places: Places, rounds: int) -> dict:
     """A row of RUNS and diffusers' script in turns."""
     row, base, out = RUNS[name], places.base(RUNS[name].base), places.out
     arms = {
-        "ours": command(base, places.clean, out, row.flags | {"checkpointing_steps": 500}),
-        "theirs": peer_command(script, base, places.clean, out, row.flags),
+        "ours": command(base, places.clean, out, row, checkpointing_steps=500),
+        "theirs": peer_command(script, base, places.clean, out, row),
     }
     result: dict[str, Any] = {"row": f"{name} | {script.name}", "ours": [], "theirs": []}
     for _ in range(rounds):
         for arm, words in arms.items():
             ended = started(words)
-            turn = {"seconds": ended.seconds(0), "processor": ended.seconds(1), "peak": ended.peak}
+            seconds = (ended.seconds(clock, row.half) for clock in (0, 1))
+            turn = {**dict(zip(("seconds", "processor"), seconds, strict=True)), "peak": ended.peak}
             print(arm, json.dumps(turn), flush=True)
             result[arm].append(turn)
             shutil.rmtree(out)

@@ -218,9 +218,11 @@ def load_modules(
     revision: str | None = None,
 ) -> dict[str, Any]:
     """The backbone (of a `revision`), the autoencoder and the text encoders that a pipeline has, by
-    component, each of its kind of numbers."""
+    component, each of its kind of numbers.
+
+    The largest comes first: while it loads, its file stands in memory beside it."""
     family = family_in(index)
-    classes = {"vae": AutoencoderKL, **family.encoders, family.backbone: family.kind}
+    classes = {family.backbone: family.kind, "vae": AutoencoderKL, **family.encoders}
     modules = {}
     for name in (name for name in classes if has(index, name)):
         hub = {"revision": revision} if revision and name == family.backbone else {}

@@ -17,7 +17,7 @@ def test_a_step_lasts_from_one_update_to_the_next(tmp_path):
     script.write_text(SCRIPT)
     ended = size.started([str(script)])
     assert len(ended.ticks) == 4 and ended.peak > 2**26  # the start, three steps; torch alone takes more
-    assert 0.2 <= ended.seconds(0) < 1 and ended.seconds(1) < 0.2
+    assert 0.2 <= ended.seconds(0, 2) < 1 and ended.seconds(1, 2) < 0.2
 
 
 def test_the_tables_take_the_last_row_of_each_name():
