@@ -358,7 +358,7 @@ def table(rows: Iterable[dict]) -> str:
     for row in (last[name] for name in RUNS if name in last):
         seconds = f"{row['seconds']:.1f} ({row['seconds_forecast']:.1f})"
         peak, files = (f"{gib(row[key])} ({gib(row[f'{key}_forecast'])})" for key in ("peak", "files"))
-        checks = ({True: "yes", False: "no"}.get(row.get(key), "") for key in ("resumed_to_the_bit", "plain"))
+        checks = ("" if key not in row else "yes" if row[key] else "no" for key in ("resumed_to_the_bit", "plain"))
         lines.append((row["row"], f"{row['processor']:.1f}", seconds, peak, gib(row["counted"]), files, *checks))
     return markdown(HEAD, lines)
 
