@@ -139,7 +139,6 @@ BLOCKS: dict[str, Block] = {
     "headroom": of(headroom.RESULTS, headroom.table),
     "size": of(size.RESULTS, size.table),
     "size-peers": of(size.RESULTS, size.peers),
-    "size-pictures": of(size.RESULTS, size.pictures),
     "spectral-cost": of(spectral.OPERATIONS, spectral.by_model),
     "stealth": of(stealth.RESULTS, stealth.table),
     "strength": lambda read: strength.by_strength(read("strength.jsonl"), read("strength-bases.json")) + "\n",

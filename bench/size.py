@@ -374,17 +374,6 @@ def peers(rows: Iterable[dict]) -> str:
     return markdown(("run", "turns", "processor", "seconds a step", "peak memory"), lines)
 
 
-def pictures(rows: Iterable[dict]) -> str:
-    """The last row of each number of MANY: Markdown."""
-    last = {row["row"]: row for row in rows}
-    lines = []
-    for row in (last[name] for name in (f"{count} pictures" for count in MANY) if name in last):
-        for which in ("cold", "warm"):
-            first = (f"{row[which][key]:.0f} s" for key in ("processor", "seconds"))
-            lines.append((row["row"], which, *first, gib(row[which]["peak"]), gib(row["cache"])))
-    return markdown(("data", "cache", "processor", "to the first step", "peak memory", "cache on disk"), lines)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="*", choices=KINDS, metavar="NAME", default=[*KINDS])
