@@ -1,39 +1,143 @@
-"""Time and memory of a scan against the number of pictures: `python -m bench.scan_scale [--pictures 10000 100000]`.
+"""The scan at size: what it finds, seconds by step and memory a worker, against the number of records.
 
-Each size is a data set of the microworld on disk, clean scenes and four hidden pictures of 20 records an element, which
-`python -m silentbad.scan` then reads in a process of its own, as a user would start it. Seconds are wall clock and
-processor time. Memory is the most that the process held of its own (RssAnon, asked twice a second), without the mapped
-views, which the kernel takes back when it needs them. The goal: 100,000 pictures in 20 minutes on two cores.
+    python -m bench.scan_scale --records 10000 100000                 the search in one process
+    python -m bench.scan_scale --records 20000 --workers 1 2          on Dask, with one and with two workers
+
+Each row is a data set of generated views: clean scenes of the microworld, hard negatives (bench/shield_data.py) and
+four hidden pictures of 20 records an element. Clean views come from a pool of rendered scenes, each mirrored or not and
+with a contrast and a brightness of its own for each colour, so that a pool of any size gives any number of different
+ones. Seeds 0-999 are for development; from 3100 on, rows are reported: run once, after the commit that froze the
+thresholds.
+
+Seconds are processor seconds of the tasks of a step, summed, and of all processes together; memory is the most that a
+process had of its own (RssAnon, asked twice a second), without mapped files, which the kernel takes back when it needs
+them. Bytes are what the tasks of a step write. Reading pictures is not in the rows, for views are made here.
 """
 
 import argparse
 import json
+import math
 import os
-import resource
+import shutil
 import subprocess
 import sys
+import threading
 import time
+from collections import defaultdict
 from pathlib import Path
 
-from bench.recovery import drawing, facts, words
+import numpy as np
+
+from bench.recovery import facts
 from bench.recovery_table import grid, stored
+from bench.shield_data import copies, draw_of, drawn, hide, names_of, series, subject, templates
+from silentbad.scan.candidates import places
+from silentbad.scan.find import search
+from silentbad.scan.plan import Plan, describe
+from silentbad.scan.regions import view
+from silentbad.scan.store import Store
+from silentbad.scan.views import Views
+from silentbad.worlds.microworld.grammar import sample_scene
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results" / "scan-scale.json"
+RESULTS = ROOT / "bench" / "results" / "scan-scale.jsonl"
+DEVELOPMENT = ROOT / "runs" / "scan-scale-dev.jsonl"
 WORK = ROOT / "runs" / "scan-scale"
-HIDDEN = ("500", "501", "502", "503")  # development targets
-RECORDS = 20  # of an element
-MINUTES = 20.0  # of the largest size
+POOL, PART = 10_000, 4096  # rendered scenes of a file; records of a part
+HIDDEN, EACH = 4, 20  # pictures, and records of an element
+FAINTEST = 0.7  # of a clean view's contrast
+Drawn = tuple[str, np.ndarray]
 
 
-def data_of(pictures: int) -> Path:
-    """A data set of so many clean pictures beside the hidden ones, made once."""
-    out = WORK / f"data-{pictures}-{drawing()}"
-    if not out.is_dir():
-        asked = {"out": out, "targets": ",".join(HIDDEN), "clean": pictures, "images_per_phrase": RECORDS}
-        make = [sys.executable, "-m", "silentbad.worlds.microworld.make", *words(asked), "--redraws", "0", "--no_masks"]
-        subprocess.run(make, cwd=ROOT, check=True)
+# -- data ------------------------------------------------------------------------------------------------------
+def pool(number: int) -> tuple[np.ndarray, list[str]]:
+    """Views (POOL,32,32,3) and captions of rendered scenes, made once."""
+    file = WORK / "pool" / f"0-{number:03d}.npz"
+    if not file.is_file():
+        made = [drawn(sample_scene(draw_of("scale", "0", number * POOL + i))) for i in range(POOL)]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(file, views=np.stack([view(p) for p, _ in made]), captions=np.asarray([c for _, c in made]))
+    with np.load(file) as kept:
+        return kept["views"], kept["captions"].tolist()
+
+
+def varied(views: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Views (n,32,32,3), some mirrored, each with a contrast and a brightness of its own for each colour."""
+    gain = rng.uniform(FAINTEST, 1, (len(views), 1, 1, 3)).astype(np.float32)
+    bias = rng.uniform(0, 255 * (1 - gain)).astype(np.float32)
+    mirrored = rng.random(len(views)) < 0.5
+    turned = np.where(mirrored[:, None, None, None], views[:, :, ::-1], views)
+    return np.rint(gain * turned + bias).astype(np.uint8)
+
+
+def planted(seed: int) -> tuple[list[Drawn], int]:
+    """Captions and views beside the clean ones, and how many of them, the first ones, show an element."""
+    rows = [row for name in names_of(seed, HIDDEN) for row in hide(name, EACH)[1]]
+    elements = len(rows)
+    for maker in (series, subject, copies, templates):
+        rows += maker(seed)
+    return [(caption, view(picture)) for picture, caption in rows], elements
+
+
+def data_of(clean: int, seed: int, pools: int) -> Path:
+    """A data set of so many clean views beside the planted ones, in parts, made once. `truth.json` has its records, the
+    sizes of its parts, and which records show an element."""
+    out = WORK / f"views-{clean}-{seed}"
+    if (out / "truth.json").is_file():
+        return out
+    extra, elements = planted(seed)
+    n, rng = clean + len(extra), draw_of("scale-places", seed)
+    special = rng.permutation(n)[: len(extra)]
+    at = {int(place): k for k, place in enumerate(special)}
+    store, sizes, fresh = Store(out), list[int](), _clean(seed, pools)
+    for number, start in enumerate(range(0, n, PART)):
+        part = Views(store.part(number), "")
+        part.empty()
+        part.add(extra[at[i]] if i in at else next(fresh) for i in range(start, min(start + PART, n)))
+        sizes.append(len(part.captions))
+    truth = {"records": n, "sizes": sizes, "elements": sorted(int(place) for place in special[:elements])}
+    (out / "truth.json").write_text(json.dumps(truth))
     return out
+
+
+def _clean(seed: int, pools: int):
+    """Clean views without end."""
+    for turn in range(10**6):
+        views, captions = pool(turn % pools)
+        yield from zip(captions, varied(views, draw_of("scale-clean", seed, turn)), strict=True)
+
+
+# -- measuring -------------------------------------------------------------------------------------------------
+def given(store: Store, number: int, data: Path) -> int:
+    """A part of generated views, in place of one that is read."""
+    made = Views(data / f"part-{number}", "")
+    shutil.copytree(data / f"part-{number}", store.part(number), dirs_exist_ok=True)
+    describe(store, number, Views(store.part(number), ""))
+    return len(made.captions)
+
+
+class Memory(threading.Thread):
+    """The most that this process and those below it had of their own, in MiB, by process."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most = defaultdict[int, float](float)
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            for pid in (os.getpid(), *below(os.getpid())):
+                self.most[pid] = max(self.most[pid], anonymous(pid))
+            time.sleep(0.5)
+
+
+def below(pid: int) -> list[int]:
+    """The processes that a process started, and theirs."""
+    found = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, file.read_text().split()):
+            found += [child, *below(child)]
+    return found
 
 
 def anonymous(pid: int) -> float:
@@ -45,63 +149,184 @@ def anonymous(pid: int) -> float:
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon")), 0.0)
 
 
-def measured(pictures: int) -> dict:
-    """One scan, watched from outside."""
-    data, out = data_of(pictures), WORK / f"scan-{os.getpid()}"
-    before, start, most = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter(), 0.0
-    scan = subprocess.Popen(
-        [sys.executable, "-m", "silentbad.scan", "--train_data_dir", str(data), "--output_dir", str(out)],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-    )
-    while scan.poll() is None:
-        most = max(most, anonymous(scan.pid))
-        time.sleep(0.5)
-    seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
-    if scan.returncode not in (0, 3):
-        raise SystemExit(f"the scan stopped with exit code {scan.returncode}")
-    found = json.loads((out / "scan.json").read_text())
-    suspects = {row["file"] for row in found["suspects"]}
+def written(folder: Path) -> dict[str, int]:
+    """Bytes of a scan's folder, by what they hold."""
+    sizes = defaultdict[str, int](int)
+    for file in folder.rglob("*"):
+        if file.is_file():
+            kind = file.name if file.parent.name.startswith("part-") else file.stem.partition("-")[0]
+            sizes["marks" if file.parent.name == "done" else kind.removesuffix(".npy")] += file.stat().st_size
+    return dict(sizes)
+
+
+def measured(data: Path, workers: int, permutations: int) -> dict:
+    """One search, in this process; with `workers`, on as many of a local Dask cluster."""
+    from silentbad.scan.engines import opened
+    from silentbad.settings.commands import ScanOptions
+
+    memory, folder = Memory(), WORK / f"scan-{os.getpid()}"
+    truth = json.loads((data / "truth.json").read_text())
+    options = ScanOptions(engine="dask" if workers else "process", workers=workers or 1)
+    start, own = time.perf_counter(), time.process_time()
+    try:
+        with opened(options) as engine:
+            plan = Plan(folder, engine)
+            plan.index(plan.steps.run("given", given, [(plan.store, k, data) for k in range(len(truth["sizes"]))]))
+            found = search(plan, permutations)
+        seconds, steps = time.perf_counter() - start, plan.steps.seconds
+        sizes = written(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    by_step = defaultdict[str, float](float)
+    for step, spent in steps.items():
+        by_step["groups" if step.startswith("groups") else step] += spent
+    driver = time.process_time() - own - (0 if workers else sum(by_step.values()))
+    flagged, elements = set(found.records.tolist()), set(truth["elements"])
     return {
-        "records": found["records"],
+        "records": truth["records"],
+        "workers": workers,
+        "places": len(places(truth["records"])),
+        "sets": len(found.sets),
+        "hidden": HIDDEN,
+        "elements": len(elements),
+        "right": len(flagged & elements),
+        "wrong": len(flagged - elements),
         "seconds": round(seconds, 1),
-        "processor_seconds": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
-        "own_mib": round(most),
-        "sets": len(found["sets"]),
-        "hidden": len(HIDDEN),
-        **flagged(data, suspects),
+        "plan_seconds": round(driver, 1),
+        "steps": {step: round(spent, 1) for step, spent in by_step.items()},
+        "bytes": sizes,
+        "own_mib": sorted((round(mib) for mib in memory.most.values()), reverse=True),
     }
-
-
-def flagged(data: Path, suspects: set[str]) -> dict[str, int]:
-    """How many records show an element, and how many of those and of the others the scan names."""
-    rows = stored(data / "metadata.jsonl")
-    elements = {f"{data / 'metadata.jsonl'}:{i + 1}" for i, row in enumerate(rows) if row["role"] == "element"}
-    return {"elements": len(elements), "right": len(suspects & elements), "wrong": len(suspects - elements)}
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pictures", type=int, nargs="+", default=[10_000, 100_000])
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--records", type=int, nargs="+", default=[10_000, 100_000], help="clean records")
+    parser.add_argument("--workers", type=int, nargs="+", default=[0], help="of a local cluster; 0: one process")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--pools", type=int, default=10, help="files of rendered scenes")
+    parser.add_argument("--permutations", type=int, default=0)
+    parser.add_argument("--one", action="store_true", help="measure in this process, and print the row")
     args = parser.parse_args(argv)
-    found: dict = {**facts(), "goal_minutes": MINUTES, "rows": []}
-    for pictures in args.pictures:
-        found["rows"].append(measured(pictures))
-        print(found["rows"][-1])
-        args.results.write_text(json.dumps(found, indent=1) + "\n")
+    if args.one:
+        row = measured(WORK / f"views-{args.records[0]}-{args.seeds[0]}", args.workers[0], args.permutations)
+        print(json.dumps(row))
+        return
+    for seed in args.seeds:
+        file = DEVELOPMENT if seed < 1000 else RESULTS
+        for records in args.records:
+            for workers in args.workers:
+                key = {"seed": seed, "clean": records, "workers": workers}
+                if any(key.items() <= row.items() for row in stored(file)):
+                    continue
+                data_of(records, seed, args.pools)
+                row = key | alone(records, seed, workers, args.permutations) | facts()
+                file.parent.mkdir(exist_ok=True)
+                with file.open("a") as rows:
+                    rows.write(json.dumps(row) + "\n")
+                print(row)
 
 
-def table(measured: dict) -> str:
-    """Seconds and memory of a scan by number of pictures."""
+def alone(records: int, seed: int, workers: int, permutations: int) -> dict:
+    """A measurement in a process of its own."""
+    named = {"records": records, "seeds": seed, "workers": workers, "permutations": permutations}
+    words = [word for name, value in named.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "bench.scan_scale", "--one", *words]
+    return json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout.splitlines()[-1])
+
+
+# -- tables ----------------------------------------------------------------------------------------------------
+# What writes which bytes; what lies in a part is written by "given", or by "read" where pictures are read.
+WRITERS = {"windows": "windows", "strong": "pairs", "copies": "pairs", "links": "links", "near": "near"}
+WRITERS |= {"views": "place", "signatures": "place", "several": "several"}
+BILLION = 10**9
+CORES, DOLLARS = 1024, 0.05  # of the cluster on paper; a core's price an hour
+
+
+def table(rows: list[dict]) -> str:
+    """What was found, time and memory by number of records."""
     lines = []
-    for row in measured["rows"]:
+    for row in sorted(rows, key=lambda row: (row["records"], row["seed"], row["workers"])):
+        spent = row["plan_seconds"] + sum(row["steps"].values())
+        lines.append(
+            (
+                f"{row['records']:,}",
+                str(row["seed"]),
+                str(row["workers"] or "none, one process"),
+                f"{row['sets']}, {row['hidden']}",
+                f"{row['right']} of {row['elements']}",
+                str(row["wrong"]),
+                f"{row['seconds'] / 60:.1f}",
+                f"{spent / 60:.1f}",
+                f"{max(row['own_mib'])} MiB",
+            )
+        )
+    head = ("records", "seed", "workers", "sets found, hidden", "element records flagged", "others flagged")
+    return grid((*head, "minutes", "processor minutes", "most memory of a process"), lines)
+
+
+def by_step(rows: list[dict]) -> str:
+    """Seconds and bytes of each step at the two largest sizes that one process ran, and on paper at a billion: each
+    step's own growth between the two goes on."""
+    alone = sorted((row for row in rows if not row["workers"]), key=lambda row: row["records"])
+    if len({row["records"] for row in alone}) < 2:
+        return "Too few sizes were run.\n"
+    large = alone[-1]
+    small = [row for row in alone if row["records"] < large["records"]][-1]
+    lines, hours = [], 0.0
+    for step, spent in _spent(large).items():
+        power = _power(small, large, _spent(small).get(step, 0), spent)
+        paper = spent * (BILLION / large["records"]) ** power / 3600
+        hours += paper
+        size = _written(large).get(step, 0) / large["records"]
+        lines.append(
+            (step, *_thousand(small, step), *_thousand(large, step), f"{power:.2f}", f"{size:,.0f}", f"{paper:,.0f}")
+        )
+    head = (
+        "step",
+        f"seconds a 1,000 of {small['records']:,}",
+        f"of {large['records']:,}",
+        "grows as N to the power of",
+    )
+    said = (
+        f"At a billion: {hours:,.0f} core hours, {hours / CORES:,.0f} hours on {CORES} cores, "
+        f"{hours * DOLLARS:,.0f} dollars at {DOLLARS} a core hour.\n"
+    )
+    return f"{grid((*head, 'bytes written a record', 'core hours at a billion'), lines)}\n{said}"
+
+
+def _spent(row: dict) -> dict[str, float]:
+    return row["steps"] | {"the plan itself": row["plan_seconds"]}
+
+
+def _thousand(row: dict, step: str) -> tuple[str]:
+    return (f"{1000 * _spent(row).get(step, 0) / row['records']:.3f}",)
+
+
+def _power(small: dict, large: dict, before: float, after: float) -> float:
+    """How a step grows between two sizes, from 1 to 2; 1 where it took too little to tell."""
+    if min(before, after) < 0.5:
+        return 1.0
+    return min(2.0, max(1.0, math.log(after / before) / math.log(large["records"] / small["records"])))
+
+
+def _written(row: dict) -> dict[str, int]:
+    """Bytes by the step that wrote them."""
+    sizes = defaultdict[str, int](int)
+    for kind, size in row["bytes"].items():
+        sizes[WRITERS.get(kind, "given" if kind not in ("marks", "words", "first", "starts") else "")] += size
+    return sizes
+
+
+def before(found: dict) -> str:
+    """The same of the code before, which read pictures from disk."""
+    lines = []
+    for row in found["rows"]:
         minutes = (f"{row['seconds'] / 60:.1f}", f"{row['processor_seconds'] / 60:.1f}", f"{row['own_mib']} MiB")
-        sets = f"{row['sets']}, {row['hidden']}"
-        records = f"{row['right'] + row['wrong']}, {row['right']} of {row['elements']}"
-        lines.append((f"{row['records']:,}", *minutes, sets, records))
-    head = ("pictures", "minutes", "processor minutes", "own memory", "sets found, hidden", "records flagged, right")
-    return grid(head, lines)
+        right = f"{row['right']} of {row['elements']}"
+        lines.append((f"{row['records']:,}", f"{row['sets']}, {row['hidden']}", right, str(row["wrong"]), *minutes))
+    head = ("records", "sets found, hidden", "element records flagged", "others flagged", "minutes")
+    return grid((*head, "processor minutes", "own memory"), lines)
 
 
 if __name__ == "__main__":

@@ -3,25 +3,22 @@ with all.
 
 Windows of 3x3 blocks with some contrast are hashed with their place (locality-sensitive hashing on
 a grid of random offset, Datar 2004). Records that share two windows and a word are candidates.
-Windows are hashed a block of records at a time, and the pairs are counted on disk, so memory does
-not grow with them.
+Each place in the frame is a task of its own, for windows meet at one place only.
 
 Legend: N records; V (N,32,32,3) uint8 views; a pair is one number i * N + j with i < j."""
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
-from silentbad.progress import Bar
 from silentbad.scan.regions import CONTRAST, SIDE
-from silentbad.scan.spill import Numbers, Runs
 
 WINDOW = 3  # blocks
 ACROSS = SIDE - WINDOW + 1  # windows in a row of the frame
 FEATURES = WINDOW * WINDOW + 2  # of a window: its blocks' luma, and two mean differences of colour
 STEPS = (4.0, 12.0)  # levels, of the hash's grids: exact copies, and copies that were recompressed
-LUMA = np.array([0.3, 0.59, 0.11], np.float32)
+LUMA = [np.float32(weight) for weight in (0.3, 0.59, 0.11)]
 FACTORS = np.random.default_rng(0).integers(1 << 62, size=FEATURES + 1).astype(
     np.uint64
 ) * np.uint64(2) + np.uint64(1)
@@ -50,7 +47,9 @@ def hashed(band: np.ndarray, offsets: list[np.ndarray]) -> tuple[np.ndarray, np.
     A key is a multilinear hash of the window's cells on a grid and of its place in the band."""
     records, x = np.nonzero(spread(band) >= CONTRAST)
     red, green, blue = np.moveaxis(band.astype(np.int16), -1, 0)
-    luma = np.lib.stride_tricks.sliding_window_view(band @ LUMA, WINDOW, axis=2)  # (n,3,w,3)
+    # one product and sum after another: a matrix product rounds by the size of the block
+    grey = red * LUMA[0] + green * LUMA[1] + blue * LUMA[2]
+    luma = np.lib.stride_tricks.sliding_window_view(grey, WINDOW, axis=2)  # (n,3,w,3)
     features = [luma[records, i, x, j] for i in range(WINDOW) for j in range(WINDOW)]
     features += [
         (sums(one - green)[records, x] / np.float32(WINDOW * WINDOW)) for one in (red, blue)
@@ -85,40 +84,83 @@ def shared(records: np.ndarray, keys: np.ndarray, n: int) -> np.ndarray:
     return np.concatenate(pairs) if pairs else np.zeros(0, np.int64)
 
 
-def bands(
-    views: np.ndarray, y: int, width: int, offsets: list[np.ndarray]
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(records, keys) of the windows of a row of the frame, `width` places at a time."""
-    block = max(1, BLOCK // width)
-    for left in range(0, ACROSS, width):
-        blocks = []
-        for start in range(0, len(views), block):
-            band = views[start : start + block, y : y + WINDOW, left : left + width + WINDOW - 1]
-            records, keys = hashed(np.asarray(band), offsets)
-            blocks.append((start + records, keys))
-        yield (
-            np.concatenate([records for records, _ in blocks]),
-            np.concatenate([keys for _, keys in blocks], axis=1),
-        )
+@dataclass(frozen=True)
+class Places:
+    """Windows of one row `y` of the frame, at the places [left, left + width)."""
+
+    y: int
+    left: int
+    width: int
+
+    @property
+    def rows(self) -> slice:
+        """Of a view, what the windows cover."""
+        return slice(self.y, self.y + WINDOW)
+
+    @property
+    def columns(self) -> slice:
+        """Of a view, what the windows cover."""
+        return slice(self.left, self.left + self.width + WINDOW - 1)
 
 
-def candidates(
-    views: np.ndarray,
-    words: np.ndarray,
-    seed: int = 0,
-    folder: Path | None = None,
-) -> np.ndarray:
-    """Pairs of records, in ascending order, that share a word and at least two windows at the same
-    place; two grids count as two windows. They are kept on disk, in a file of `folder`."""
-    n = len(views)
-    rng = np.random.default_rng(seed)
-    runs = Runs(folder)
+def places(n: int) -> list[Places]:
+    """All windows of the frame, as many together as N records allow."""
     width = max(1, min(ACROSS, MOST_WINDOWS // max(1, n)))
-    for y in Bar(range(ACROSS), desc="windows"):
-        offsets = [rng.uniform(0, step, FEATURES) for step in STEPS]
-        for records, keys in bands(views, y, width, offsets):
-            raw_pairs = np.concatenate([shared(records, one, n) for one in keys])
-            pairs, counts = np.unique(raw_pairs, return_counts=True)
-            common = (words[pairs // n] & words[pairs % n]).any(1)
-            runs.add(np.repeat(pairs[common], np.minimum(counts[common], 2)))
-    return Numbers(folder, (twice for twice, _ in runs.merged(2))).array()
+    return [
+        Places(y, left, min(width, ACROSS - left))
+        for y in range(ACROSS)
+        for left in range(0, ACROSS, width)
+    ]
+
+
+def offsets(seed: int) -> list[list[np.ndarray]]:
+    """Of the grids, by row of the frame."""
+    rng = np.random.default_rng(seed)
+    return [[rng.uniform(0, step, FEATURES) for step in STEPS] for _ in range(ACROSS)]
+
+
+def window_pairs(
+    bands: Iterable[np.ndarray],
+    grids: list[np.ndarray],
+    words: np.ndarray,
+) -> np.ndarray:
+    """Pairs of records with a word in common that share a window of some places, in ascending
+    order; twice where they share more. `bands` are those places of all views in turn, (n,3,w+2,3)
+    each; `grids` the offsets of their row; `words` (N,W) uint64 signatures."""
+    n = len(words)
+    records, keys, start = [np.zeros(0, np.int64)], [np.zeros((len(STEPS), 0), np.uint64)], 0
+    for band in bands:
+        own, hashes = hashed(band, grids)
+        records.append(start + own)
+        keys.append(hashes)
+        start += len(band)
+    every, hashes = np.concatenate(records), np.concatenate(keys, axis=1)
+    del records, keys
+    raw_pairs = np.concatenate([shared(every, one, n) for one in hashes])
+    pairs, counts = np.unique(raw_pairs, return_counts=True)
+    common = (words[pairs // n] & words[pairs % n]).any(1)
+    return np.repeat(pairs[common], np.minimum(counts[common], 2))
+
+
+def in_blocks(band: np.ndarray) -> Iterator[np.ndarray]:
+    """A band of views (n,3,w+2,3), a block of records at a time."""
+    block = max(1, BLOCK // (band.shape[2] - WINDOW + 1))
+    return (
+        np.ascontiguousarray(band[start : start + block]) for start in range(0, len(band), block)
+    )
+
+
+def twice(parts: Iterable[np.ndarray]) -> np.ndarray:
+    """Numbers that several lists hold, or one holds twice, in ascending order."""
+    values, counts = np.unique(np.concatenate([np.zeros(0, np.int64), *parts]), return_counts=True)
+    return values[counts >= 2]
+
+
+def candidates(views: np.ndarray, words: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Pairs of records, in ascending order, that share a word and at least two windows at the same
+    place; two grids count as two windows."""
+    grids = offsets(seed)
+    return twice(
+        window_pairs(in_blocks(views[:, at.rows, at.columns]), grids[at.y], words)
+        for at in places(len(views))
+    )

@@ -1,62 +1,84 @@
 """The phrases of all captions: which records hold one, and which belongs to a group of records.
 
-Phrases are known by 64-bit numbers. Those of each caption lie on disk; in memory are the counts of
-those that several captions hold, since no other names a group."""
+Phrases are known by 64-bit numbers. Only those that several captions hold are counted, since no
+other names a group."""
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 
 import numpy as np
 
 from silentbad.scan.regions import LEAST, SURE
-from silentbad.scan.spill import Numbers, Runs
 from silentbad.scan.words import association, phrases_of
 
 HELD = 0.4  # of a group's records hold its phrase; the others may say it in other words
 RARE = 0.03  # of the records hold a rare phrase at most
-BLOCK = 2048  # captions numbered together
 
 
 def number(phrase: str) -> int:
-    """The same within a process; two phrases of one number are as good as impossible."""
-    return hash(phrase)
+    """The same in every process; two phrases of one number are as good as impossible."""
+    digest = blake2b(phrase.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def numbers_of(texts: Iterable[str]) -> tuple[np.ndarray, np.ndarray]:
+    """(numbers of the phrases of each caption in turn, where each caption's end (n,))."""
+    numbers, ends = list[int](), list[int]()
+    for text in texts:
+        numbers += map(number, phrases_of(text))
+        ends.append(len(numbers))
+    return np.asarray(numbers, np.int64), np.asarray(ends, np.int64)
+
+
+def counted(numbers: Iterable[np.ndarray], counts: Iterable[np.ndarray]) -> np.ndarray:
+    """(2,m) each number once, in ascending order, and the sum of its counts."""
+    values, inverse = np.unique(
+        np.concatenate([np.zeros(0, np.int64), *numbers]), return_inverse=True
+    )
+    sums = np.zeros(len(values), np.int64)
+    np.add.at(sums, inverse, np.concatenate([np.zeros(0, np.int64), *counts]))
+    return np.stack([values, sums])
 
 
 class Captions:
-    """Captions, and how many hold a phrase or a word."""
+    """Captions, and how many hold a phrase or a word.
 
-    def __init__(self, captions: Sequence[str], folder: Path | None = None):
-        self.texts = captions
-        numbers = Numbers(folder)
-        runs = Runs(folder)
-        sizes = np.zeros(len(captions), np.int64)
-        for start in range(0, len(captions), BLOCK):
-            each = [list(map(number, phrases_of(text))) for text in captions[start : start + BLOCK]]
-            sizes[start : start + BLOCK] = [len(one) for one in each]
-            part = np.asarray([one for phrases in each for one in phrases], np.int64)
-            numbers.add(part)
-            runs.add(np.sort(part))
-        self._numbers = numbers.array()
-        self._ends = np.cumsum(sizes)
-        values, counts = zip(*runs.merged(LEAST), strict=True)
-        self._values = np.concatenate(values)
-        self._counts = np.concatenate(counts)
+    `parts` has the phrases of some captions after the others, as `numbers_of` gives them; `several`
+    (2,m) the numbers of phrases that LEAST captions hold, and how many do."""
+
+    def __init__(
+        self,
+        texts: Sequence[str],
+        parts: Sequence[tuple[np.ndarray, np.ndarray]] = (),
+        several: np.ndarray | None = None,
+    ):
+        self.texts = texts
+        self._parts = list(parts) or [numbers_of(texts)]
+        self._starts = np.cumsum([0, *(len(ends) for _, ends in self._parts)])
+        if several is None:
+            numbers = [numbers for numbers, _ in self._parts]
+            every = counted(numbers, map(np.ones_like, numbers))
+            several = every[:, every[1] >= LEAST]
+        self._values, self._counts = several
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def phrases(self, records: np.ndarray) -> np.ndarray:
         """The numbers of the records' phrases."""
-        starts = np.where(records > 0, self._ends[records - 1], 0)
-        parts = [
-            self._numbers[a:b]
-            for a, b in zip(starts.tolist(), self._ends[records].tolist(), strict=True)
-        ]
-        return np.concatenate(parts)
+        found = [np.zeros(0, np.int64)]
+        places = np.searchsorted(self._starts, records, side="right") - 1
+        for place, record in zip(places.tolist(), np.asarray(records).tolist(), strict=True):
+            numbers, ends = self._parts[place]
+            at = record - int(self._starts[place])
+            found.append(numbers[ends[at - 1] if at else 0 : ends[at]])
+        return np.concatenate(found)
 
     def share_rare_phrase(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Which pairs of records (P,), (P,) share a rare phrase: (P,) bool."""
         shared = np.zeros(len(a), bool)
+        if not len(self._values):
+            return shared
         for k, (one, other) in enumerate(zip(a, b, strict=True)):
             common = np.intersect1d(self.phrases(one[None]), self.phrases(other[None]))
             places = np.searchsorted(self._values, common).clip(max=len(self._values) - 1)
@@ -67,9 +89,12 @@ class Captions:
 
     def holding(self, phrase: str) -> np.ndarray:
         """The records whose captions hold a phrase."""
-        return np.searchsorted(
-            self._ends, np.flatnonzero(self._numbers == number(phrase)), side="right"
-        )
+        found, wanted = [np.zeros(0, np.int64)], number(phrase)
+        for (numbers, ends), start in zip(self._parts, self._starts.tolist(), strict=False):
+            found.append(
+                start + np.searchsorted(ends, np.flatnonzero(numbers == wanted), side="right")
+            )
+        return np.concatenate(found)
 
     def rate(self, phrase: str) -> float:
         """The share of the records that hold a phrase, which several do."""

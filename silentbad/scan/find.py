@@ -1,25 +1,19 @@
-"""The whole search over views and captions, without files: what the command and the benchmark
-both call."""
+"""The whole search over a plan's records, without the files of its result: what the command and the
+benchmark both call."""
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from silentbad.scan.candidates import candidates
-from silentbad.scan.captions import Captions
 from silentbad.scan.composite import Layer, Open, composed, part_of
-from silentbad.scan.regions import groups, verified
-from silentbad.scan.sets import (
-    Element,
-    SuspectSet,
-    all_records,
-    elements_of,
-    false_alarm,
-    suspect_sets,
-)
-from silentbad.scan.words import Words
+from silentbad.scan.engines import Engine, Process
+from silentbad.scan.plan import Plan, describe
+from silentbad.scan.sets import Element, SuspectSet, all_records, elements_of, suspect_sets
+from silentbad.scan.sources import PART
+from silentbad.scan.views import Views
 
 
 @dataclass
@@ -52,30 +46,37 @@ def find(
     texts: Sequence[str],
     permutations: int = 99,
     seed: int = 0,
-    folder: Path | None = None,
+    engine: Engine | None = None,
+    size: int = PART,
 ) -> Found:
-    """Suspect sets of views (N,32,32,3) uint8 with their N captions; pairs of records are kept on
-    disk, in `folder`. `draw` adds the sets' pictures."""
-    words = Words()
-    for text in texts:
-        words.add(text)
-    pairs = candidates(views, words.signatures(texts), seed, folder)
-    captions = Captions(texts, folder)
-    record_groups, first = groups(
-        views, verified(views, pairs, captions.share_rare_phrase, folder), folder
-    )
-    findings = Found(suspect_sets(record_groups, captions))
+    """Suspect sets of views (N,32,32,3) uint8 with their N captions, in parts of `size` records.
+    `draw` adds the sets' pictures."""
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Plan(Path(folder), engine or Process(), seed)
+        sizes = []
+        for number, start in enumerate(range(0, len(views), size)):
+            part = Views(plan.store.part(number), "")
+            part.add(zip(texts[start : start + size], views[start : start + size], strict=True))
+            describe(plan.store, number, part)
+            sizes.append(len(part.captions))
+        plan.index(sizes)
+        return search(plan, permutations)
+
+
+def search(plan: Plan, permutations: int) -> Found:
+    """Suspect sets of the records that a plan has read."""
+    groups, first = plan.groups()
+    captions = plan.store.captions()
+    findings = Found(suspect_sets(groups, captions))
     for suspect_set in findings.sets:
-        all_records(suspect_set, views, captions, first)
+        all_records(suspect_set, plan.store.views, captions, first)
     if permutations and findings.sets:
         scores = [suspect_set.score for suspect_set in findings.sets]
-        findings.alarms = false_alarm(record_groups, captions, scores, permutations, seed)
+        findings.alarms = plan.alarms(groups, scores, permutations)
     inside = {
         id(element.group) for suspect_set in findings.sets for element in suspect_set.elements
     }
-    findings.recurring = [
-        e for e in elements_of(record_groups, captions) if id(e.group) not in inside
-    ]
+    findings.recurring = [e for e in elements_of(groups, captions) if id(e.group) not in inside]
     return findings
 
 

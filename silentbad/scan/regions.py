@@ -11,12 +11,9 @@ Legend: N records; V (N,32,32,3) uint8 views; a pair is one number i * N + j wit
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
-
-from silentbad.progress import Bar
-from silentbad.scan.spill import AT_ONCE, Numbers, Runs
 
 SIDE = 32
 CONTRAST = 20  # levels between neighbouring blocks that make an edge
@@ -28,6 +25,7 @@ WIDE, WIDE_EDGES = 0.3, 10  # a common backdrop: share of the frame, edges
 SAME = 0.93  # share of the frame from which a pair are near duplicates
 CHUNK = 1000  # pairs verified together
 LEAST = 3  # records of a group
+FIRST_BLOCK, LAST_BLOCK = 512, 1 << 16  # centres whose groups are gathered together
 SURE = 6.0  # nats: least isolation of a group, and least association of its phrase
 # levels: how near copies are, exact to recompressed; least expected by chance
 RADII = {0.5: 0.01, 0.8: 0.03, 2.0: 0.3}
@@ -92,17 +90,12 @@ def shared_edges(centre_view: np.ndarray, same: np.ndarray, region: np.ndarray) 
 Kin = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
-def verified(
-    views: np.ndarray,
-    pairs: np.ndarray,
-    kin: Kin,
-    folder: Path | None = None,
-) -> Strong:
+def verified(views: np.ndarray, pairs: np.ndarray, kin: Kin) -> Strong:
     """The pairs whose common area is no coincidence of two colours."""
     n = len(views)
-    strong = Numbers(folder)
-    copies = Numbers(folder)
-    for start in Bar(range(0, len(pairs), CHUNK), desc="pairs"):
+    strong = [np.zeros(0, np.int64)]
+    copies = [np.zeros(0, np.int64)]
+    for start in range(0, len(pairs), CHUNK):
         part = np.asarray(pairs[start : start + CHUNK])
         a = np.asarray(views[part // n])
         difference = levels(a, views[part % n])
@@ -119,9 +112,9 @@ def verified(
             & (share < WIDE)
         )
         both[few] = kin(part[few] // n, part[few] % n)
-        copies.add(part[share >= SAME])
-        strong.add(part[both & (share < SAME)])
-    return Strong(strong.array(), copies.array())
+        copies.append(part[share >= SAME])
+        strong.append(part[both & (share < SAME)])
+    return Strong(np.concatenate(strong), np.concatenate(copies))
 
 
 # -- groups ----------------------------------------------------------------------------------------
@@ -146,6 +139,24 @@ class Group:
         """Of the frame."""
         return float(self.region.mean())
 
+    def as_json(self) -> dict[str, Any]:
+        """All of it, for `from_json`."""
+        arrays = {
+            "records": self.records.tolist(),
+            "region": np.packbits(self.region).tobytes().hex(),
+        }
+        return {**vars(self), **arrays}
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> "Group":
+        """The same group."""
+        bits = np.frombuffer(bytes.fromhex(row["region"]), np.uint8)
+        arrays = {
+            "records": np.asarray(row["records"]),
+            "region": np.unpackbits(bits).reshape(SIDE, SIDE).astype(bool),
+        }
+        return cls(**{**row, **arrays})
+
 
 def duplicates(n: int, copies: np.ndarray) -> np.ndarray:
     """(n,) the first record of each record's near duplicates; itself where it has none."""
@@ -163,44 +174,68 @@ def duplicates(n: int, copies: np.ndarray) -> np.ndarray:
     return np.asarray([root(i) for i in range(n)])
 
 
-class Neighbours:
-    """The records that each record has a strong pair with, by `first` (N,) duplicates."""
+def linked(pairs: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Strong pairs (P,) between the first of near duplicates, as i * N + j both ways, each once, in
+    ascending order."""
+    n = len(first)
+    a, b = first[pairs // n], first[pairs % n]
+    a, b = a[a != b], b[a != b]
+    return np.unique(np.concatenate([a * n + b, b * n + a]))
 
-    def __init__(self, pairs: np.ndarray, first: np.ndarray, folder: Path | None):
-        self.n = len(first)
-        runs = Runs(folder)
-        for start in range(0, len(pairs), AT_ONCE):
-            part = pairs[start : start + AT_ONCE]
-            a, b = first[part // self.n], first[part % self.n]
-            a, b = a[a != b], b[a != b]
-            runs.add(np.sort(np.r_[a * self.n + b, b * self.n + a]))
-        self.pairs = Numbers(folder, (pairs for pairs, _ in runs.merged())).array()
-        self.starts = np.searchsorted(self.pairs, np.arange(self.n + 1) * self.n)
+
+class Neighbours:
+    """The records that each of N records has a strong pair with, from all that are `linked`; those
+    of a record begin at `starts` (N+1,)."""
+
+    def __init__(self, links: np.ndarray, starts: np.ndarray):
+        self.n = len(starts) - 1
+        self.links = links
+        self.starts = starts
 
     def of(self, record: int) -> np.ndarray:
-        return np.asarray(self.pairs[self.starts[record] : self.starts[record + 1]]) % self.n
+        """Their numbers, in ascending order."""
+        return np.asarray(self.links[self.starts[record] : self.starts[record + 1]]) % self.n
 
 
-def groups(
-    views: np.ndarray, strong: Strong, folder: Path | None = None
-) -> tuple[list[Group], np.ndarray]:
+def starts_of(links: np.ndarray, n: int) -> np.ndarray:
+    """(N+1,) where the links of each of N records begin, and where the last ones end."""
+    return np.searchsorted(links, np.arange(n + 1) * n)
+
+
+# centres -> the group about each, or None
+Gather = Callable[[list[int]], "list[Group | None]"]
+
+
+def centred(counts: np.ndarray, gather: Gather) -> list[Group]:
+    """Groups about the records with most neighbours `counts` (N,); members of one are no centre of
+    another. As one centre after the other, but a block of them is gathered together, larger each
+    time, and what an earlier one of the block has made needless is left out."""
+    found = list[Group]()
+    tried = np.zeros(len(counts), bool)
+    order = np.argsort(-counts, kind="stable")
+    order = order[counts[order] + 1 >= LEAST]
+    start, size = 0, FIRST_BLOCK
+    while start < len(order):
+        block = [int(centre) for centre in order[start : start + size] if not tried[centre]]
+        for centre, group in zip(block, gather(block), strict=True):
+            if group is not None and not tried[centre]:
+                tried[group.records] = True
+                found.append(group)
+        start, size = start + size, min(2 * size, LAST_BLOCK)
+    return found
+
+
+def groups(views: np.ndarray, strong: Strong) -> tuple[list[Group], np.ndarray]:
     """Groups of at least LEAST records that lie apart, and each record's first near duplicate (N,).
     A record may belong to one wide group and to one of another kind."""
     first = duplicates(len(views), strong.copies)
-    near = Neighbours(strong.pairs, first, folder)
-    counts = np.diff(near.starts)
-    unmerged = list[Group]()
-    tried = np.zeros(len(views), bool)
-    for centre in np.argsort(-counts, kind="stable").tolist():
-        if counts[centre] + 1 < LEAST:
-            break
-        if tried[centre]:
-            continue
-        group = gathered(views, centre, near.of(centre))
-        if group is not None:
-            tried[group.records] = True
-            unmerged.append(group)
-    return merged(views, unmerged), first
+    links = linked(strong.pairs, first)
+    near = Neighbours(links, starts_of(links, len(views)))
+
+    def gather(centres: list[int]) -> list[Group | None]:
+        return [gathered(views, centre, near.of(centre)) for centre in centres]
+
+    return merged(views, centred(np.diff(near.starts), gather)), first
 
 
 def differences(views: np.ndarray, records: np.ndarray, centre_view: np.ndarray) -> np.ndarray:

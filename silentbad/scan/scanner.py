@@ -9,8 +9,8 @@
 
 import json
 import re
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,20 @@ import numpy as np
 
 from silentbad import owned
 from silentbad.data import scan_file
-from silentbad.data.records import row_source
 from silentbad.data.scan_file import PICTURE
 from silentbad.data.schema import csv_lines, json_lines
-from silentbad.errors import UserError, writing
+from silentbad.errors import UserError, warn, writing
 from silentbad.files import check_writable, remove_earlier, replace_text
 from silentbad.report import pages
 from silentbad.report.pages import Table, png, shot
 from silentbad.scan.composite import MOST
-from silentbad.scan.find import Composite, Found, draw, find, pictures_needed
+from silentbad.scan.engines import opened
+from silentbad.scan.find import Composite, Found, draw, pictures_needed, search
+from silentbad.scan.plan import Plan
 from silentbad.scan.sets import SuspectSet
-from silentbad.scan.views import FOLDER, Views, picture_of
+from silentbad.scan.sources import PART, Part, key_of, parts_of
+from silentbad.scan.store import Store
+from silentbad.scan.views import FOLDER, LeftOut
 from silentbad.settings.command import options as read_options
 from silentbad.settings.command import refused
 from silentbad.settings.commands import ScanOptions
@@ -40,7 +43,11 @@ SHOWN = 200  # records of a set in the page
 
 # -- what was found, as data -----------------------------------------------------------------------
 def described(
-    found: Found, where: dict[int, str], options: ScanOptions, texts: list[str], seconds: float
+    found: Found,
+    where: dict[int, str],
+    options: ScanOptions,
+    texts: Sequence[str],
+    left_out: list[LeftOut],
 ) -> dict:
     """scan.json."""
     sets = []
@@ -73,7 +80,7 @@ def described(
         "sets": sets,
         "recurring": recurring,
         "permutations": options.permutations,
-        "seconds": round(seconds, 1),
+        "left_out": left_out,
     }
 
 
@@ -131,26 +138,30 @@ def page(found: Found, data: dict) -> str:
     return pages.render("scan.html.j2", values, TEMPLATES)
 
 
-def metadata_rows(options: ScanOptions, rows: Any) -> Iterator[dict]:
-    """The entries of the metadata; of other sources, what a metadata.jsonl would hold."""
+def metadata_rows(options: ScanOptions, parts: list[Part]) -> Iterator[tuple[str, dict]]:
+    """(where, entry) of the metadata; of other sources, what a metadata.jsonl would hold."""
     root = Path(options.train_data_dir or "")
     for name, read in (("metadata.jsonl", json_lines), ("metadata.csv", csv_lines)):
         if options.dataset_name is None and (root / name).is_file():
-            yield from (entry for _, entry in read(root / name))
+            yield from read(root / name)
             return
     names = ("text", "phrases", "role", "target_id", "element_id")
-    for number, row in enumerate(rows()):
-        given = {name: row[name] for name in names if row.get(name)}
-        yield {"index": number, "file_name": row["image"]["path"], **given}
+    number = 0
+    for part in parts:
+        with suppress(UserError) if options.skip_unreadable else nullcontext():
+            for row in part.rows():
+                given = {name: row[name] for name in names if row.get(name)}
+                yield row["where"], {"index": number, "file_name": row["image"]["path"], **given}
+                number += 1
 
 
 PICTURES = r"composite-\d+\.png|mask-\d+-\d+\.png"
 WRITTEN = ("scan.json", "scan.html", "clean.jsonl", FOLDER)
 
 
-def write(out: Path, found: Found, data: dict, options: ScanOptions, rows: Any) -> None:
+def write(out: Path, found: Found, data: dict, options: ScanOptions, parts: list[Part]) -> None:
     """All files, clean.jsonl last. Raises UserError where one cannot be written."""
-    suspect = {row["index"] for row in data["suspects"]}
+    removed = {row["file"] for row in (*data["suspects"], *data["left_out"])}
     with writing("--output_dir", str(out)):
         remove_earlier(out / "scan.json", PICTURES)
         for row, composite in zip(data["sets"], found.composites, strict=True):
@@ -161,8 +172,8 @@ def write(out: Path, found: Found, data: dict, options: ScanOptions, rows: Any) 
         replace_text(out / "scan.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
         draft = out / "clean.jsonl.tmp"
         with draft.open("w", encoding="utf-8") as lines:
-            for number, entry in enumerate(metadata_rows(options, rows)):
-                if number not in suspect:
+            for where, entry in metadata_rows(options, parts):
+                if where not in removed:
                     lines.write(json.dumps(entry, ensure_ascii=False) + "\n")
         draft.replace(out / "clean.jsonl")
 
@@ -170,7 +181,6 @@ def write(out: Path, found: Found, data: dict, options: ScanOptions, rows: Any) 
 # -- the command -----------------------------------------------------------------------------------
 def scan(options: ScanOptions) -> dict:
     """Scan, write, and return what scan.json holds. Raises UserError."""
-    started = time.monotonic()
     out = Path(options.output_dir)
     check_writable(out, "--output_dir", folder=True)
     data_dir = options.train_data_dir
@@ -179,34 +189,45 @@ def scan(options: ScanOptions) -> dict:
             f"--output_dir: {out} lies in the data, which must not change; name a "
             f"folder outside of it"
         )
-    _, key, rows = row_source(options)
+    key, rows = key_of(options)
     pictures = [file.name for file in out.glob("*.png") if re.fullmatch(PICTURES, file.name)]
     with owned.claimed(out, "scan", key="--output_dir", writes=(*WRITTEN, *pictures)):
         with writing("--output_dir", str(out)):
             owned.mark(out, "scan")
-        views = Views(out / FOLDER, key)
-        try:
-            views.fill(rows)
-        except UserError:  # of the data: nothing to go on from
-            views.remove()
-            raise
-        with writing("--output_dir", str(views.folder)):
-            settings = (options.permutations, options.seed, views.folder)
-            found = find(views.pixels, views.captions, *settings)
-        wanted = {*pictures_needed(found, MOST).tolist()}
-        suspects = {*found.records.tolist()}
-        shown: dict[int, np.ndarray] = {}
-        where: dict[int, str] = {}
-        for number, row in enumerate(rows() if suspects else ()):
-            if number in suspects:
-                where[number] = row["where"]
-            if number in wanted:
-                shown[number] = picture_of(row)
+        folder = opened_folder(out / FOLDER, key, options)
+        with opened(options) as engine, writing("--output_dir", str(folder)):
+            plan = Plan(folder, engine, options.seed)
+            try:
+                parts = parts_of(options, rows, folder / "rows")
+                left_out = plan.read(parts, key, options.skip_unreadable)
+                if not len(plan.store):
+                    raise UserError("train_data_dir: holds no record")
+            except UserError:  # of the data: nothing to go on from
+                plan.store.remove()
+                raise
+            found = search(plan, options.permutations)
+            where, shown = plan.pictures(
+                parts, found.records, pictures_needed(found, MOST), [e["file"] for e in left_out]
+            )
         draw(found, shown.__getitem__)
-        data = described(found, where, options, views.captions, time.monotonic() - started)
-        write(out, found, data, options, rows)
-        views.remove()
+        data = described(found, where, options, plan.store.texts, left_out)
+        write(out, found, data, options, parts)
+        plan.store.remove()
     return data
+
+
+def opened_folder(folder: Path, data_key: str, options: ScanOptions) -> Path:
+    """The folder of a scan; one of other data or options is emptied. Raises UserError where it
+    cannot be written."""
+    key = f"{data_key} {PART} {options.seed} {options.skip_unreadable}"
+    file = folder / "key"
+    with writing("--output_dir", str(folder)):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not file.is_file() or file.read_text(errors="replace") != key:
+            Store(folder).remove()
+            folder.mkdir(exist_ok=True)
+            file.write_text(key)
+    return folder
 
 
 def main(arguments: list[str] | None = None, options: ScanOptions | None = None) -> int:
@@ -219,6 +240,8 @@ def main(arguments: list[str] | None = None, options: ScanOptions | None = None)
     for one in data["sets"]:
         count = sum(len(element["records"]) for element in one["elements"])
         print(f"found: {one['prompt']} ({count} records, false-alarm rate {one['false_alarm']})")
+    for one in data["left_out"]:
+        warn(f"left out: {one['why']}")
     print(
         f"{len(data['sets'])} hidden pictures in {data['records']} records; "
         f"{options.output_dir}/scan.html"

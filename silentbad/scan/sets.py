@@ -6,13 +6,12 @@ picture is dispersed.
 
 Legend: N records; a group has k records, of which b hold its phrase."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from silentbad.data.phrases import names_place
-from silentbad.progress import Bar
 from silentbad.scan.captions import Captions, number
 from silentbad.scan.regions import CHUNK, NEAR, Group, denser, levels, shared_edges
 from silentbad.scan.words import STOP
@@ -148,20 +147,23 @@ def _grown(
         total += float(worth[best])
 
 
-def false_alarm(
-    groups: Sequence[Group],
-    captions: Captions,
-    scores: Sequence[float],
-    draws: int = 99,
-    seed: int = 0,
+def permuted_scores(
+    groups: Sequence[Group], captions: Captions, draws: Iterable[int], seed: int = 0
 ) -> list[float]:
+    """The score of the surest set where captions say nothing of their pictures, by draw: they are
+    permuted over the records; 0 where there is none."""
+    best = []
+    for draw in draws:
+        order = np.random.default_rng((seed, draw)).permutation(len(captions))
+        found = suspect_sets(groups, captions, order)
+        best.append(found[0].score if found else 0.0)
+    return best
+
+
+def false_alarm(scores: Sequence[float], permuted: Sequence[float]) -> list[float]:
     """For each score, the chance of a set that scores as high where captions say nothing of their
-    pictures: captions are permuted over the records, `draws` times; (1 + as high) / (1 + draws)."""
-    rng, best = np.random.default_rng(seed), []
-    for _ in Bar(range(draws), desc="permutations"):
-        sets = suspect_sets(groups, captions, rng.permutation(len(captions)))
-        best.append(sets[0].score if sets else 0.0)
-    return [(1 + sum(high >= score for high in best)) / (1 + draws) for score in scores]
+    pictures: (1 + as high) / (1 + draws) of the `permuted_scores`."""
+    return [(1 + sum(high >= score for high in permuted)) / (1 + len(permuted)) for score in scores]
 
 
 def all_records(

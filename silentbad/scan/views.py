@@ -1,12 +1,13 @@
-"""Every record as a small view on disk: written once, resumed after a stop, mapped into memory.
+"""The records of a part as small views on disk: written once, resumed after a stop.
 
 A view is (32,32,3) uint8, 3 KiB. Pictures are decoded one at a time, so that memory does not grow
 with them."""
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,6 @@ from silentbad.data.images import open_image
 from silentbad.data.scan_file import PICTURE
 from silentbad.errors import UserError, writing
 from silentbad.files import from_json
-from silentbad.progress import Bar
 from silentbad.scan.regions import SIDE, view
 
 BYTES = SIDE * SIDE * 3
@@ -25,6 +25,8 @@ FLUSH = 256  # records
 FOLDER = ".scan"  # in the output folder, until the scan has ended
 
 Rows = Callable[[], Iterator[dict]]
+Record = tuple[str, np.ndarray]  # caption, view (32,32,3) uint8
+LeftOut = dict[str, str]  # "file": record or file, "why": a line
 
 
 def picture_of(row: dict) -> np.ndarray:
@@ -34,7 +36,7 @@ def picture_of(row: dict) -> np.ndarray:
 
 
 class Views:
-    """The views and captions of a data set in a folder: `pixels` (N,32,32,3) mapped, `captions`."""
+    """The views and captions of a part in a folder: `pixels` (n,32,32,3) mapped, `captions`."""
 
     def __init__(self, folder: Path, key: str):
         self.folder = folder
@@ -44,8 +46,7 @@ class Views:
             for file in self.files.values():
                 file.touch()
             if self.files["key"].read_text(errors="replace") != key:
-                self.files["views"].write_bytes(b"")
-                self.files["captions"].write_bytes(b"")
+                self.empty()
                 self.files["key"].write_text(key)
             # of a stopped scan: the records that both files hold whole, up to a damaged one
             lines = self.files["captions"].read_text(encoding="utf-8", errors="replace")
@@ -56,31 +57,57 @@ class Views:
             os.truncate(self.files["views"], kept * BYTES)
             os.truncate(self.files["captions"], size)
 
+    def empty(self) -> None:
+        """Forget all records."""
+        self.captions: list[str] = []
+        for name in ("views", "captions"):
+            self.files[name].write_bytes(b"")
+
     def fill(self, rows: Rows) -> None:
-        """Add what is missing. Raises UserError at a row that is no record, or without one."""
+        """Add what is missing. Raises UserError at a row that is no record."""
         have = len(self.captions)
+        records = ((text_of(row), picture_of(row)) for row in islice(rows(), have, None))
+        self.add((text, view(picture)) for text, picture in records)
+
+    def fill_readable(self, rows: Rows, name: str) -> list[LeftOut]:
+        """Read anew what can be read; returns what cannot, with `name` where the rows broke off."""
+        left_out = list[LeftOut]()
+
+        def records() -> Iterator[Record]:
+            try:
+                for row in rows():
+                    try:
+                        yield text_of(row), view(picture_of(row))
+                    except UserError as error:
+                        left_out.append({"file": row["where"], "why": str(error)})
+            except UserError as error:
+                left_out.append({"file": name, "why": str(error)})
+
+        self.empty()
+        self.add(records())
+        return left_out
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Write captions and views at the end."""
         with (
             writing("--output_dir", str(self.folder)),
             self.files["views"].open("ab") as pixels,
             self.files["captions"].open("ab") as lines,
         ):
-            for number, row in enumerate(Bar(rows(), desc="pictures")):
-                if number < have:
-                    continue
-                text, picture = text_of(row), picture_of(row)
-                pixels.write(view(picture).tobytes())
+            for text, pixel_view in records:
+                pixels.write(pixel_view.tobytes())
                 lines.write(json.dumps(text).encode() + b"\n")
                 self.captions.append(text)
-                if number % FLUSH == 0:
+                if len(self.captions) % FLUSH == 0:
                     pixels.flush()
                     lines.flush()
-        if not self.captions:
-            raise UserError("train_data_dir: holds no record")
 
     @property
     def pixels(self) -> np.ndarray:
-        """(N,32,32,3) uint8, mapped from the file."""
+        """(n,32,32,3) uint8, mapped from the file."""
         shape = (len(self.captions), SIDE, SIDE, 3)
+        if not self.captions:
+            return np.zeros(shape, np.uint8)
         return np.memmap(self.files["views"], np.uint8, "r", shape=shape)
 
     def remove(self) -> None:

@@ -47,14 +47,13 @@ class Words:
     def add(self, caption: str) -> None:
         self.counts.update(content_words(caption))
 
-    def signatures(self, captions: Sequence[str]) -> np.ndarray:
-        """(N, BITS/64) uint64: a bit for each word that recurs and is not in most records."""
-        n = len(captions)
-        recurring = (
-            word for word, count in self.counts.items() if 3 <= count <= max(3, COMMON * n)
-        )
+    def signatures(self, captions: Sequence[str], records: int | None = None) -> np.ndarray:
+        """(n, BITS/64) uint64 of n captions, of `records` in all: a bit for each word that recurs
+        and is not in most of them."""
+        most = max(3, COMMON * (records or len(captions)))
+        recurring = (word for word, count in self.counts.items() if 3 <= count <= most)
         place = {word: i % BITS for i, word in enumerate(sorted(recurring))}
-        signatures = np.zeros((n, BITS // 64), np.uint64)
+        signatures = np.zeros((len(captions), BITS // 64), np.uint64)
         for i, caption in enumerate(captions):
             for word in content_words(caption):
                 if (bit := place.get(word)) is not None:

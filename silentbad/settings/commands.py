@@ -26,6 +26,16 @@ class ScanOptions(DataSettings):
 
     output_dir: Location = option("runs/scan", "where the results go")
     permutations: Natural = option(99, "of the captions, for the false-alarm rate; 0: none")
+    skip_unreadable: bool = option(
+        False, "leave out records and files that cannot be read, and list them in scan.json"
+    )
+    engine: Literal["process", "dask"] = option(
+        "process", "what runs the steps: this process, or the workers of a Dask cluster"
+    )
+    workers: Small = option(2, "processes of a local cluster", needs="engine=dask")
+    scheduler: Location | None = option(
+        None, "address of a running cluster, as tcp://HOST:8786", needs="engine=dask"
+    )
 
     def check(self, sources: dict[str, str]) -> None:
         """Refuse a scan without data, of data that is not there, or that would write into it."""

@@ -181,7 +181,8 @@ def test_two_places_are_no_set():
 def test_permuted_captions_give_the_false_alarm_rate():
     captions = Captions(CAPTIONS)
     (one,) = sets.suspect_sets([*PARTS, BACKDROP], captions)
-    assert sets.false_alarm([*PARTS, BACKDROP], captions, [one.score, 0.0], draws=19) == [1 / 20, 1.0]
+    permuted = sets.permuted_scores([*PARTS, BACKDROP], captions, range(19))
+    assert sets.false_alarm([one.score, 0.0], permuted) == [1 / 20, 1.0]
 
 
 def test_the_backdrop_lies_behind():

@@ -1,12 +1,11 @@
 """What a scan holds in memory does not grow with the pairs, and what lies on disk is counted exactly."""
 
 import tracemalloc
-from collections import Counter
 
 import numpy as np
 import pytest
 
-from silentbad.scan import candidates, captions, regions, spill
+from silentbad.scan import candidates, captions, plan, regions
 from silentbad.scan.find import find
 from silentbad.scan.words import phrases_of
 
@@ -17,31 +16,10 @@ def small(monkeypatch):
     for module, name, size in (
         (candidates, "MOST_WINDOWS", 1 << 12),
         (candidates, "BLOCK", 1 << 12),
-        (captions, "BLOCK", 50),
         (regions, "CHUNK", 50),
-        (spill, "AT_ONCE", 1 << 10),
-        (spill, "STRIDE", 4),
+        (plan, "AT_ONCE", 1 << 14),
     ):
         monkeypatch.setattr(module, name, size)
-
-
-@pytest.mark.parametrize("least", [1, 2, 3])
-def test_runs_on_disk_are_counted_as_in_memory(small, least, tmp_path):
-    rng, runs, whole = np.random.default_rng(0), spill.Runs(tmp_path), Counter()
-    for size in (0, 3000, 1, 2500, 4000):
-        run = np.sort(rng.integers(0, 4000, size))
-        runs.add(run)
-        whole.update(run.tolist())
-    parts = [*runs.merged(least)]
-    assert len(parts) > 3 and max(len(values) for values, _ in parts) < 2 * spill.AT_ONCE
-    found = {v: c for values, counts in parts for v, c in zip(values.tolist(), counts.tolist(), strict=True)}
-    assert found == {v: c for v, c in whole.items() if c >= least} and [*found] == sorted(found)
-    assert not [*tmp_path.iterdir()]
-
-
-def test_nothing_is_no_pair(tmp_path):
-    assert [values.tolist() for values, _ in spill.Runs(tmp_path).merged()] == [[]]
-    assert spill.Numbers(tmp_path).array().tolist() == []
 
 
 def test_phrases_on_disk_are_those_of_the_captions(small):

@@ -1,0 +1,276 @@
+"""The steps of a scan: what one task of each does, and the plan that runs them on an engine.
+
+    read      a part's pictures and captions: views, words, phrases        map over parts
+    place     a part's views and word signatures among all                 map over parts
+    several   phrases that several captions hold                           reduce by phrase
+    windows   records that share a window of one place                     map over places
+    pairs     records that share two windows, compared                     reduce by record
+    links     strong pairs both ways, without near duplicates              map over ranges
+    near      the records that each record has a strong pair with          reduce by record
+    groups    about the records with most of them                          map over centres
+    alarms    sets among permuted captions                                 map over draws
+
+Sets, pictures and pages are made of what these return, by the process that runs the plan. What a
+task writes depends on the data and the options alone, not on who runs it and when; the same holds
+for results with other parts, since each reduce sorts what it gets."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from silentbad.scan import candidates
+from silentbad.scan.captions import counted, numbers_of
+from silentbad.scan.engines import Engine, Steps
+from silentbad.scan.regions import (
+    LEAST,
+    Group,
+    Neighbours,
+    centred,
+    duplicates,
+    gathered,
+    linked,
+    merged,
+    starts_of,
+    verified,
+)
+from silentbad.scan.sets import false_alarm, permuted_scores
+from silentbad.scan.sources import Part
+from silentbad.scan.store import Store
+from silentbad.scan.views import Views, picture_of
+from silentbad.scan.words import Words
+
+AT_ONCE = 1 << 20  # pairs of a task
+CENTRES = 256  # of a task
+DRAWS = 10  # permutations of a task
+
+
+# -- tasks -----------------------------------------------------------------------------------------
+def read(store: Store, number: int, part: Part, key: str, skip: bool) -> dict[str, Any]:
+    """Write a part's views and captions; returns how many, and what was left out."""
+    views = Views(store.part(number), key)
+    left_out = []
+    if skip:
+        left_out = views.fill_readable(part.rows, str(part.file or number))
+    else:
+        views.fill(part.rows)
+    describe(store, number, views)
+    return {"records": len(views.captions), "left_out": left_out}
+
+
+def describe(store: Store, number: int, views: Views) -> None:
+    """Write what a part's captions say, and its views by place in the frame."""
+    name = f"part-{number}"
+    numbers, ends = numbers_of(views.captions)
+    values, counts = np.unique(numbers, return_counts=True)
+    words = Words()
+    for text in views.captions:
+        words.add(text)
+    (store.part(number) / "words.json").write_text(json.dumps(words.counts))
+    store.save(f"{name}/phrases", numbers)
+    store.save(f"{name}/ends", ends)
+    store.save(f"{name}/values", values)
+    store.save(f"{name}/counts", counts)
+    lines = [len(json.dumps(text)) + 1 for text in views.captions]
+    store.save(f"{name}/lines", np.cumsum(lines, dtype=np.int64))
+    store.save(f"{name}/columns", np.moveaxis(views.pixels, 0, 2))
+
+
+def place(store: Store, number: int) -> None:
+    """Write a part's views and signatures among those of all records."""
+    if not store.sizes[number]:
+        return
+    folder = store.part(number)
+    views = Views(folder, (folder / "key").read_text())
+    words = Words()
+    words.counts = Counter(json.loads((store.folder / "words.json").read_text()))
+    store.place("signatures", number, words.signatures(views.captions, len(store)))
+    store.place("views", number, views.pixels)
+
+
+def several(store: Store, task: int, low: int, high: int) -> None:
+    """Of the phrases whose numbers lie in [low, high), those that LEAST captions hold."""
+    values = [np.zeros(0, np.int64)]
+    counts = [np.zeros(0, np.int64)]
+    for number in range(len(store.sizes)):
+        own = store.load(f"part-{number}/values")
+        start, end = np.searchsorted(own, [low, high])
+        values.append(np.asarray(own[start:end]))
+        counts.append(np.asarray(store.load(f"part-{number}/counts")[start:end]))
+    every = counted(values, counts)
+    store.save(f"several-{task}", every[:, every[1] >= LEAST])
+
+
+def windows(store: Store, task: int, at: candidates.Places, seed: int) -> int:
+    """Pairs of records that share windows of some places; returns how many."""
+
+    def bands() -> Iterator[np.ndarray]:
+        for number in range(len(store.sizes)):
+            columns = store.load(f"part-{number}/columns")[at.rows, at.columns]
+            yield from candidates.in_blocks(np.moveaxis(columns, 2, 0))
+
+    grids = candidates.offsets(seed)[at.y]
+    pairs = candidates.window_pairs(bands(), grids, store.signatures)
+    store.save(f"windows-{task}", pairs)
+    return len(pairs)
+
+
+def pairs(store: Store, task: int, low: int, high: int, tasks: int) -> list[int]:
+    """Compare the records [low, high) with later ones that share two windows with them; returns how
+    many pairs are strong, and how many are near duplicates."""
+    n = len(store)
+    met = candidates.twice(store.sliced("windows", tasks, low * n, high * n))
+    strong = verified(store.views, met, store.captions().share_rare_phrase)
+    store.save(f"strong-{task}", strong.pairs)
+    store.save(f"copies-{task}", strong.copies)
+    return [len(met), len(strong.pairs), len(strong.copies)]
+
+
+def links(store: Store, task: int) -> int:
+    """The strong pairs of a range, both ways."""
+    both = linked(np.asarray(store.load(f"strong-{task}")), np.asarray(store.load("first")))
+    store.save(f"links-{task}", both)
+    return len(both)
+
+
+def near(store: Store, task: int, low: int, high: int, tasks: int) -> int:
+    """All links of the records [low, high)."""
+    n = len(store)
+    own = np.unique(np.concatenate([*store.sliced("links", tasks, low * n, high * n)]))
+    store.save(f"near-{task}", own)
+    return len(own)
+
+
+def groups(store: Store, centres: list[int]) -> list[dict | None]:
+    """The group about each record."""
+    neighbours = Neighbours(np.memmap(store.folder / "near", np.int64, "r"), store.load("starts"))
+    views = store.views
+    found = [gathered(views, centre, neighbours.of(centre)) for centre in centres]
+    return [None if group is None else group.as_json() for group in found]
+
+
+def alarms(store: Store, draws: list[int], seed: int) -> list[float]:
+    """The score of the surest set among permuted captions, by draw."""
+    found = [Group.from_json(row) for row in json.loads((store.folder / "groups.json").read_text())]
+    return permuted_scores(found, store.captions(), draws, seed)
+
+
+def pictures(part: Part, wanted: dict[int, bool], left_out: list[str]) -> dict[int, Any]:
+    """Where some records of a part come from, and their pictures (64,64,3) where they are to be
+    opened: `wanted` maps a record's number in the part to whether it is."""
+    found, number = dict[int, Any](), 0
+    rows = part.rows()
+    while len(found) < len(wanted):
+        row = next(rows)
+        if row["where"] in left_out:
+            continue
+        if (opens := wanted.get(number)) is not None:
+            found[number] = [row["where"], picture_of(row).tolist() if opens else None]
+        number += 1
+    return found
+
+
+# -- the plan --------------------------------------------------------------------------------------
+class Plan:
+    """Runs the steps on an engine, in a folder that all its workers see."""
+
+    def __init__(self, folder: Path, engine: Engine, seed: int = 0):
+        self.steps = Steps(folder, engine)
+        self.store = Store(folder)
+        self.seed = seed
+
+    def read(self, parts: list[Part], key: str, skip: bool = False) -> list[dict[str, str]]:
+        """Views and captions of all parts; returns what was left out. Raises UserError at a row
+        that is no record, unless it may `skip` them."""
+        calls = [(self.store, number, part, key, skip) for number, part in enumerate(parts)]
+        results = self.steps.run("read", read, calls)
+        self.index([result["records"] for result in results])
+        return [left_out for result in results for left_out in result["left_out"]]
+
+    def index(self, sizes: list[int]) -> None:
+        """Words, phrases and views of all parts, each of so many records."""
+        self.store = Store(self.store.folder, sizes)
+        words = Counter[str]()
+        for number in range(len(sizes)):
+            words.update(json.loads((self.store.part(number) / "words.json").read_text()))
+        recurring = {word: count for word, count in words.items() if count >= LEAST}
+        (self.store.folder / "words.json").write_text(json.dumps(recurring))
+        self.store.reserve()
+        self.steps.run("place", place, [(self.store, number) for number in range(len(sizes))])
+        bounds = _ranges(-(2**63), 2**63 - 1, len(sizes))
+        calls = [(self.store, task, *bound) for task, bound in enumerate(bounds)]
+        self.steps.run("several", several, calls)
+        found = [*self.store.parts("several", len(calls))]
+        self.store.save("several", np.concatenate(found, axis=1))
+
+    def groups(self) -> tuple[list[Group], np.ndarray]:
+        """The groups of all records, and each record's first near duplicate (N,)."""
+        store, n = self.store, len(self.store)
+        at = candidates.places(n)
+        calls = [(store, task, places, self.seed) for task, places in enumerate(at)]
+        raw = sum(self.steps.run("windows", windows, calls))
+        ranges = _ranges(0, n, max(len(store.sizes), 2 * raw // AT_ONCE))
+        sliced = [(store, task, *bound, len(at)) for task, bound in enumerate(ranges)]
+        self.steps.run("pairs", pairs, sliced)
+        copies = np.concatenate([*store.parts("copies", len(ranges))])
+        first = duplicates(n, copies)
+        store.save("first", first)
+        self.steps.run("links", links, [(store, task) for task in range(len(ranges))])
+        sliced = [(store, task, *bound, len(ranges)) for task, bound in enumerate(ranges)]
+        self.steps.run("near", near, sliced)
+        every = store.joined("near", store.parts("near", len(ranges)))
+        starts = starts_of(every, n)
+        store.save("starts", starts)
+        found = centred(np.diff(starts), self._gather())
+        return merged(store.views, found), first
+
+    def _gather(self) -> Callable[[list[int]], list[Group | None]]:
+        """Gathers groups, a step for each block of centres."""
+        blocks = 0
+
+        def gather(centres: list[int]) -> list[Group | None]:
+            nonlocal blocks
+            blocks += 1
+            starts = range(0, len(centres), CENTRES)
+            calls = [(self.store, centres[at : at + CENTRES]) for at in starts]
+            rows = self.steps.run(f"groups-{blocks}", groups, calls)
+            return [row and Group.from_json(row) for part in rows for row in part]
+
+        return gather
+
+    def alarms(self, found: list[Group], scores: list[float], draws: int) -> list[float]:
+        """The chance of a set with each score among `draws` permutations of the captions."""
+        rows = json.dumps([group.as_json() for group in found])
+        (self.store.folder / "groups.json").write_text(rows)
+        starts = range(0, draws, DRAWS)
+        calls = [(self.store, [*range(at, min(at + DRAWS, draws))], self.seed) for at in starts]
+        permuted = [score for part in self.steps.run("alarms", alarms, calls) for score in part]
+        return false_alarm(scores, permuted)
+
+    def pictures(
+        self, parts: list[Part], named: np.ndarray, opened: np.ndarray, left_out: list[str]
+    ) -> tuple[dict[int, str], dict[int, np.ndarray]]:
+        """(where the `named` records come from, the pictures (64,64,3) of those to be `opened`)."""
+        opens, calls, starts = {*opened.tolist()}, [], []
+        for number, part in enumerate(parts):
+            start = self.store.start(number)
+            own = named[(named >= start) & (named < start + self.store.sizes[number])].tolist()
+            if own:
+                calls.append((part, {i - start: i in opens for i in own}, left_out))
+                starts.append(start)
+        where, shown = dict[int, str](), dict[int, np.ndarray]()
+        for start, rows in zip(starts, self.steps.run("pictures", pictures, calls), strict=True):
+            for number, (place, pixels) in rows.items():
+                where[start + int(number)] = place
+                if pixels is not None:
+                    shown[start + int(number)] = np.asarray(pixels, np.uint8)
+        return where, shown
+
+
+def _ranges(low: int, high: int, count: int) -> list[tuple[int, int]]:
+    """[low, high) in ranges of nearly one length."""
+    ends = [low + (high - low) * k // count for k in range(count + 1)]
+    return [*zip(ends[:-1], ends[1:], strict=True)]
