@@ -8,7 +8,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from silentbad.scan.regions import LEAST, SURE
+from silentbad.scan.regions import LEAST, surely
 from silentbad.scan.words import association, phrases_of
 
 HELD = 0.4  # of a group's records hold its phrase; the others may say it in other words
@@ -113,7 +113,8 @@ class Captions:
             for b, c in zip(support.tolist(), counts.tolist(), strict=True)
         ]
         scored = zip(held.tolist(), support.tolist(), nats, strict=True)
-        sure = {n: (b, gain) for n, b, gain in scored if gain >= SURE}
+        least = surely(len(self))
+        sure = {n: (b, gain) for n, b, gain in scored if gain >= least}
         if not sure:
             return None
         texts = {text for record in records for text in phrases_of(self.texts[record])}

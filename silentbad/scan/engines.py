@@ -122,10 +122,12 @@ class Steps:
                 results[number] = read_json(self._file(name, number))
         missing = [number for number in range(len(calls)) if number not in results]
         ended = self.engine.run(timed, [(task, *calls[number]) for number in missing])
-        for place, result in Bar(ended, desc=name, total=len(missing)):
-            file = self._file(name, missing[place])
-            replace_text(file, json.dumps(result))
-            results[missing[place]] = read_json(file)
+        with Bar(desc=name, total=len(missing)) as bar:
+            for place, result in ended:
+                file = self._file(name, missing[place])
+                replace_text(file, json.dumps(result))
+                results[missing[place]] = read_json(file)
+                bar.update()
         self.seconds[name] = sum(seconds for _, seconds in results.values())
         return [results[number][0] for number in range(len(calls))]
 

@@ -27,6 +27,7 @@ from silentbad.scan.captions import counted, numbers_of
 from silentbad.scan.engines import Engine, Steps
 from silentbad.scan.regions import (
     LEAST,
+    Chance,
     Group,
     Neighbours,
     centred,
@@ -144,11 +145,11 @@ def near(store: Store, task: int, low: int, high: int, tasks: int) -> int:
     return len(own)
 
 
-def groups(store: Store, centres: list[int]) -> list[dict | None]:
-    """The group about each record."""
+def groups(store: Store, centres: list[int], density: float) -> list[dict | None]:
+    """The group about each record, where chance has such a density."""
     neighbours = Neighbours(np.memmap(store.folder / "near", np.int64, "r"), store.load("starts"))
     views = store.views
-    found = [gathered(views, centre, neighbours.of(centre)) for centre in centres]
+    found = [gathered(views, centre, neighbours.of(centre), density) for centre in centres]
     return [None if group is None else group.as_json() for group in found]
 
 
@@ -224,10 +225,12 @@ class Plan:
         every = store.joined("near", store.parts("near", len(ranges)))
         starts = starts_of(every, n)
         store.save("starts", starts)
-        found = centred(np.diff(starts), self._gather())
-        return merged(store.views, found), first
+        counts = np.diff(starts)
+        chance = Chance.among(counts)
+        found = centred(counts, self._gather(chance.density), chance.fewest)
+        return merged(store.views, found, chance.sure), first
 
-    def _gather(self) -> Callable[[list[int]], list[Group | None]]:
+    def _gather(self, density: float) -> Callable[[list[int]], list[Group | None]]:
         """Gathers groups, a step for each block of centres."""
         blocks = 0
 
@@ -235,7 +238,7 @@ class Plan:
             nonlocal blocks
             blocks += 1
             starts = range(0, len(centres), CENTRES)
-            calls = [(self.store, centres[at : at + CENTRES]) for at in starts]
+            calls = [(self.store, centres[at : at + CENTRES], density) for at in starts]
             rows = self.steps.run(f"groups-{blocks}", groups, calls)
             return [row and Group.from_json(row) for part in rows for row in part]
 

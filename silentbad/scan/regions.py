@@ -27,6 +27,7 @@ CHUNK = 1000  # pairs verified together
 LEAST = 3  # records of a group
 FIRST_BLOCK, LAST_BLOCK = 512, 1 << 16  # centres whose groups are gathered together
 SURE = 6.0  # nats: least isolation of a group, and least association of its phrase
+CHOSEN_AT = 8000  # records that SURE and RADII were chosen at, where half have a neighbour or none
 # levels: how near copies are, exact to recompressed; least expected by chance
 RADII = {0.5: 0.01, 0.8: 0.03, 2.0: 0.3}
 MOST_ALIKE = 200  # neighbours of a record that are compared with each other
@@ -202,18 +203,55 @@ def starts_of(links: np.ndarray, n: int) -> np.ndarray:
     return np.searchsorted(links, np.arange(n + 1) * n)
 
 
+@dataclass(frozen=True)
+class Chance:
+    """What chance brings among `records`: `density` times as many neighbours of a record as where
+    the constants were chosen."""
+
+    records: int
+    density: float = 1.0
+
+    @classmethod
+    def among(cls, counts: np.ndarray) -> "Chance":
+        """Estimated from how many neighbours each of N records has: few show an element, so the
+        median is chance's. It grows with N; more than twice as much as N does is not chance, but
+        pictures of one kind."""
+        most = max(1.0, 2 * len(counts) / CHOSEN_AT)
+        return cls(len(counts), float(np.clip(np.median(counts), 1.0, most)) if len(counts) else 1)
+
+    @property
+    def sure(self) -> float:
+        """Nats that none of so many records reaches by chance more often than among CHOSEN_AT."""
+        return surely(self.records)
+
+    @property
+    def fewest(self) -> int:
+        """Neighbours that may be sure where no more than the least are expected."""
+        expected = np.array([min(RADII.values()) * self.density])
+        inside = LEAST - 1
+        while denser(np.array([float(inside)]), expected)[0] < self.sure:
+            inside += 1
+        return inside
+
+
+def surely(records: int) -> float:
+    """Nats that count as sure among so many records: as many more tries ask for as much less
+    chance (Bonferroni)."""
+    return SURE + float(np.log(max(1.0, records / CHOSEN_AT)))
+
+
 # centres -> the group about each, or None
 Gather = Callable[[list[int]], "list[Group | None]"]
 
 
-def centred(counts: np.ndarray, gather: Gather) -> list[Group]:
-    """Groups about the records with most neighbours `counts` (N,); members of one are no centre of
-    another. As one centre after the other, but a block of them is gathered together, larger each
+def centred(counts: np.ndarray, gather: Gather, fewest: int) -> list[Group]:
+    """Groups about the records with most neighbours `counts` (N,), `fewest` at least; members of
+    one are no centre of another. As one centre after the other, but a block of them is gathered together, larger each
     time, and what an earlier one of the block has made needless is left out."""
     found = list[Group]()
     tried = np.zeros(len(counts), bool)
     order = np.argsort(-counts, kind="stable")
-    order = order[counts[order] + 1 >= LEAST]
+    order = order[counts[order] >= fewest]
     start, size = 0, FIRST_BLOCK
     while start < len(order):
         block = [int(centre) for centre in order[start : start + size] if not tried[centre]]
@@ -231,11 +269,13 @@ def groups(views: np.ndarray, strong: Strong) -> tuple[list[Group], np.ndarray]:
     first = duplicates(len(views), strong.copies)
     links = linked(strong.pairs, first)
     near = Neighbours(links, starts_of(links, len(views)))
+    counts = np.diff(near.starts)
+    chance = Chance.among(counts)
 
     def gather(centres: list[int]) -> list[Group | None]:
-        return [gathered(views, centre, near.of(centre)) for centre in centres]
+        return [gathered(views, centre, near.of(centre), chance.density) for centre in centres]
 
-    return merged(views, centred(np.diff(near.starts), gather)), first
+    return merged(views, centred(counts, gather, chance.fewest), chance.sure), first
 
 
 def differences(views: np.ndarray, records: np.ndarray, centre_view: np.ndarray) -> np.ndarray:
@@ -246,14 +286,16 @@ def differences(views: np.ndarray, records: np.ndarray, centre_view: np.ndarray)
     return np.concatenate([np.zeros((0, SIDE, SIDE), np.uint8), *parts])
 
 
-def gathered(views: np.ndarray, centre: int, others: np.ndarray) -> Group | None:
+def gathered(
+    views: np.ndarray, centre: int, others: np.ndarray, density: float = 1.0
+) -> Group | None:
     """The group about a record, from the records that it has a strong pair with. Where those agree
     with it in various places, it begins from the most that do so in one place."""
     centre_view = np.asarray(views[centre])
     difference = differences(views, others, centre_view)
-    group = grouped(centre_view, centre, others, difference, np.ones(len(others), bool))
+    group = grouped(centre_view, centre, others, difference, np.ones(len(others), bool), density)
     if group is None and LEAST <= len(others) <= MOST_ALIKE:
-        group = grouped(centre_view, centre, others, difference, alike(difference <= NEAR))
+        group = grouped(centre_view, centre, others, difference, alike(difference <= NEAR), density)
     return group
 
 
@@ -271,6 +313,7 @@ def grouped(
     others: np.ndarray,
     difference: np.ndarray,
     start: np.ndarray,
+    density: float = 1.0,
     rounds: int = 3,
 ) -> Group | None:
     """The group about a record with the view `centre_view` (32,32,3): its region is where most
@@ -278,7 +321,8 @@ def grouped(
     `others` (n,) are from it; `start` (n,) says which come first.
 
     Copies lie closer together than honest neighbours. Of the RADII, the one counts within which the
-    members exceed most what the ring around it lets expect (Chernoff's bound on the Poisson tail).
+    members exceed most what the ring around it lets expect (Chernoff's bound on the Poisson tail),
+    or what chance does at its `density`.
     """
     same = difference <= NEAR
     best: Group | None = None
@@ -300,7 +344,7 @@ def grouped(
         if inside + 1 < LEAST:
             continue
         expected = max(
-            chance, float((agrees & (far > radius) & (far <= RING * radius)).sum()) / FALL
+            chance * density, float((agrees & (far > radius) & (far <= RING * radius)).sum()) / FALL
         )
         isolation = float(denser(np.array([inside]), np.array([expected]))[0])
         if best is None or isolation > 1.25 * best.isolation:
@@ -319,14 +363,17 @@ def denser(inside: np.ndarray, expected: np.ndarray) -> np.ndarray:
     return inside * np.log(inside / expected) - inside + expected
 
 
-def merged(views: np.ndarray, unmerged: list[Group]) -> list[Group]:
+def merged(views: np.ndarray, unmerged: list[Group], sure: float = SURE) -> list[Group]:
     """The most isolated of groups that share records; groups of one thing at one place become one,
     for words, or what stands before it, had kept their records apart.
 
     A group is compared with those kept that share a record or half of the smaller region: all
-    others are no match. One that does not lie apart is kept only as part of another."""
+    others are no match. One that does not lie apart is kept only as part of another, unless so many
+    records were tried that chance makes it."""
+    chance = sure - SURE
+    unmerged = [group for group in unmerged if group.isolation >= chance]
     distinct: list[Group] = []
-    most = sum(group.isolation >= SURE for group in unmerged)
+    most = sum(group.isolation >= sure for group in unmerged)
     regions = np.zeros((most, SIDE * SIDE // 64), np.uint64)  # a bit for each block
     sizes = np.zeros(len(regions))
     of_record = dict[int, set[int]]()
@@ -348,7 +395,7 @@ def merged(views: np.ndarray, unmerged: list[Group]) -> list[Group]:
                 other.isolation = max(other.isolation, group.isolation)
                 break
         else:
-            if group.isolation < SURE:
+            if group.isolation < sure:
                 continue
             place, regions[k], sizes[k] = k, region, size
             distinct.append(group)

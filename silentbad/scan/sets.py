@@ -23,6 +23,7 @@ OWN = 0.1  # of an element's isolation counts when a set takes it
 ALIKE = 0.4  # least ratio of two groups' sizes in a set
 ELEMENTS = 3  # of a suspect set; a series before one backdrop and a logo make two
 THINGS = 2  # of them no backdrop
+COMMON = 3  # times as many other records that name an element and show its region are chance
 
 
 @dataclass
@@ -87,8 +88,10 @@ def apart(a: Element, b: Element, captions: Captions) -> float | None:
     for one, other in ((a, b), (b, a)):
         together = int((one.held == number(other.word)).sum())
         rate = min(0.9, max(captions.rate(other.word), 2 * SLIP))
-        gain += (len(one.group.records) - together) * float(np.log((1 - SLIP) / (1 - rate)))
-        gain += together * float(np.log(SLIP / rate))
+        nats = (len(one.group.records) - together) * float(np.log((1 - SLIP) / (1 - rate)))
+        nats += together * float(np.log(SLIP / rate))
+        # as of as many records as the other has: more of them say nothing of the set
+        gain += nats * sizes[0] / len(one.group.records)
     return gain if gain > APART else None
 
 
@@ -169,11 +172,12 @@ def false_alarm(scores: Sequence[float], permuted: Sequence[float]) -> list[floa
 def all_records(
     suspect_set: SuspectSet, views: np.ndarray, captions: Captions, first: np.ndarray
 ) -> None:
-    """Fill in the records of a set: each group's, others that name the element and show its region,
-    and near duplicates."""
+    """Fill in the records of a set: each group's, others that name the element and show its region
+    unless they are COMMON, and near duplicates."""
     for element in suspect_set.elements:
         group = element.group
         members = set(element.group.records.tolist())
+        showing = set[int]()
         others = np.setdiff1d(captions.holding(element.phrase), group.records)
         centre = np.asarray(views[group.centre])
         for start in range(0, len(others), CHUNK):
@@ -184,6 +188,8 @@ def all_records(
                 shared_edges(centre, same, group.region) >= 0.5
             )
             near = np.median(difference[:, group.region], axis=1) <= group.radius
-            members.update(part[agrees & near].tolist())
+            showing.update(part[agrees & near].tolist())
+        if len(showing) <= COMMON * len(members):
+            members |= showing
         copies = np.flatnonzero(np.isin(first, list({int(first[i]) for i in members})))
         suspect_set.records.append(np.union1d(sorted(members), copies))
