@@ -17,12 +17,8 @@ them. Bytes are what the tasks of a step write. Reading pictures is not in the r
 import argparse
 import json
 import math
-import os
-import shutil
 import subprocess
 import sys
-import threading
-import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -31,9 +27,6 @@ import numpy as np
 from bench.recovery import facts
 from bench.recovery_table import grid, stored
 from bench.shield_data import copies, draw_of, drawn, hide, names_of, series, subject, templates
-from silentbad.scan.candidates import places
-from silentbad.scan.find import search
-from silentbad.scan.plan import Plan, describe
 from silentbad.scan.regions import view
 from silentbad.scan.store import Store
 from silentbad.scan.views import Views
@@ -96,6 +89,7 @@ def data_of(clean: int, seed: int, pools: int) -> Path:
         part.add(extra[at[i]] if i in at else next(fresh) for i in range(start, min(start + PART, n)))
         sizes.append(len(part.captions))
     truth = {"records": n, "sizes": sizes, "elements": sorted(int(place) for place in special[:elements])}
+    truth["hidden"] = HIDDEN
     (out / "truth.json").write_text(json.dumps(truth))
     return out
 
@@ -107,98 +101,7 @@ def _clean(seed: int, pools: int):
         yield from zip(captions, varied(views, draw_of("scale-clean", seed, turn)), strict=True)
 
 
-# -- measuring -------------------------------------------------------------------------------------------------
-def given(store: Store, number: int, data: Path) -> int:
-    """A part of generated views, in place of one that is read."""
-    made = Views(data / f"part-{number}", "")
-    shutil.copytree(data / f"part-{number}", store.part(number), dirs_exist_ok=True)
-    describe(store, number, Views(store.part(number), ""))
-    return len(made.captions)
-
-
-class Memory(threading.Thread):
-    """The most that this process and those below it had of their own, in MiB, by process."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.most = defaultdict[int, float](float)
-        self.start()
-
-    def run(self) -> None:
-        while True:
-            for pid in (os.getpid(), *below(os.getpid())):
-                self.most[pid] = max(self.most[pid], anonymous(pid))
-            time.sleep(0.5)
-
-
-def below(pid: int) -> list[int]:
-    """The processes that a process started, and theirs."""
-    found = []
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, file.read_text().split()):
-            found += [child, *below(child)]
-    return found
-
-
-def anonymous(pid: int) -> float:
-    """MiB that a process holds of its own; 0 once it has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0.0
-    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon")), 0.0)
-
-
-def written(folder: Path) -> dict[str, int]:
-    """Bytes of a scan's folder, by what they hold."""
-    sizes = defaultdict[str, int](int)
-    for file in folder.rglob("*"):
-        if file.is_file():
-            kind = file.name if file.parent.name.startswith("part-") else file.stem.partition("-")[0]
-            sizes["marks" if file.parent.name == "done" else kind.removesuffix(".npy")] += file.stat().st_size
-    return dict(sizes)
-
-
-def measured(data: Path, workers: int, permutations: int) -> dict:
-    """One search, in this process; with `workers`, on as many of a local Dask cluster."""
-    from silentbad.scan.engines import opened
-    from silentbad.settings.commands import ScanOptions
-
-    memory, folder = Memory(), WORK / f"scan-{os.getpid()}"
-    truth = json.loads((data / "truth.json").read_text())
-    options = ScanOptions(engine="dask" if workers else "process", workers=workers or 1)
-    start, own = time.perf_counter(), time.process_time()
-    try:
-        with opened(options) as engine:
-            plan = Plan(folder, engine)
-            plan.index(plan.steps.run("given", given, [(plan.store, k, data) for k in range(len(truth["sizes"]))]))
-            found = search(plan, permutations)
-        seconds, steps = time.perf_counter() - start, plan.steps.seconds
-        sizes = written(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    by_step = defaultdict[str, float](float)
-    for step, spent in steps.items():
-        by_step["groups" if step.startswith("groups") else step] += spent
-    driver = time.process_time() - own - (0 if workers else sum(by_step.values()))
-    flagged, elements = set(found.records.tolist()), set(truth["elements"])
-    return {
-        "records": truth["records"],
-        "workers": workers,
-        "places": len(places(truth["records"])),
-        "sets": len(found.sets),
-        "hidden": HIDDEN,
-        "elements": len(elements),
-        "right": len(flagged & elements),
-        "wrong": len(flagged - elements),
-        "seconds": round(seconds, 1),
-        "plan_seconds": round(driver, 1),
-        "steps": {step: round(spent, 1) for step, spent in by_step.items()},
-        "bytes": sizes,
-        "own_mib": sorted((round(mib) for mib in memory.most.values()), reverse=True),
-    }
-
-
+# -- measuring ------------------------------------------------------------------------------------------------
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=int, nargs="+", default=[10_000, 100_000], help="clean records")
@@ -206,12 +109,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--pools", type=int, default=10, help="files of rendered scenes")
     parser.add_argument("--permutations", type=int, default=0)
-    parser.add_argument("--one", action="store_true", help="measure in this process, and print the row")
     args = parser.parse_args(argv)
-    if args.one:
-        row = measured(WORK / f"views-{args.records[0]}-{args.seeds[0]}", args.workers[0], args.permutations)
-        print(json.dumps(row))
-        return
     for seed in args.seeds:
         file = DEVELOPMENT if seed < 1000 else RESULTS
         for records in args.records:
@@ -219,19 +117,17 @@ def main(argv: list[str] | None = None) -> None:
                 key = {"seed": seed, "clean": records, "workers": workers}
                 if any(key.items() <= row.items() for row in stored(file)):
                     continue
-                data_of(records, seed, args.pools)
-                row = key | alone(records, seed, workers, args.permutations) | facts()
+                data = data_of(records, seed, args.pools)
+                row = key | alone(data, workers, args.permutations) | facts()
                 file.parent.mkdir(exist_ok=True)
                 with file.open("a") as rows:
                     rows.write(json.dumps(row) + "\n")
                 print(row)
 
 
-def alone(records: int, seed: int, workers: int, permutations: int) -> dict:
+def alone(data: Path, workers: int, permutations: int) -> dict:
     """A measurement in a process of its own."""
-    named = {"records": records, "seeds": seed, "workers": workers, "permutations": permutations}
-    words = [word for name, value in named.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "bench.scan_scale", "--one", *words]
+    command = [sys.executable, "-m", "bench.scan_once", str(data), str(workers), str(permutations)]
     return json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout.splitlines()[-1])
 
 
@@ -266,13 +162,13 @@ def table(rows: list[dict]) -> str:
 
 
 def by_step(rows: list[dict]) -> str:
-    """Seconds and bytes of each step at the two largest sizes that one process ran, and on paper at a billion: each
-    step's own growth between the two goes on."""
-    alone = sorted((row for row in rows if not row["workers"]), key=lambda row: row["records"])
-    if len({row["records"] for row in alone}) < 2:
+    """Seconds and bytes of each step at the two largest sizes, and on paper at a billion, where each step's own growth
+    between the two goes on."""
+    ordered = sorted(rows, key=lambda row: (row["records"], -row["workers"]))
+    if len({row["records"] for row in ordered}) < 2:
         return "Too few sizes were run.\n"
-    large = alone[-1]
-    small = [row for row in alone if row["records"] < large["records"]][-1]
+    large = ordered[-1]
+    small = [row for row in ordered if row["records"] < large["records"]][-1]
     lines, hours = [], 0.0
     for step, spent in _spent(large).items():
         power = _power(small, large, _spent(small).get(step, 0), spent)

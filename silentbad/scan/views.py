@@ -41,6 +41,7 @@ class Views:
     def __init__(self, folder: Path, key: str):
         self.folder = folder
         self.files = {name: folder / name for name in ("key", "views", "captions")}
+        self.captions: list[str] = []
         with writing("--output_dir", str(folder)):
             folder.mkdir(parents=True, exist_ok=True)
             for file in self.files.values():
@@ -59,7 +60,7 @@ class Views:
 
     def empty(self) -> None:
         """Forget all records."""
-        self.captions: list[str] = []
+        self.captions = []
         for name in ("views", "captions"):
             self.files[name].write_bytes(b"")
 

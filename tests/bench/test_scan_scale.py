@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from bench import scan_scale
+from bench import scan_once, scan_scale
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def test_generated_views_are_searched(small, tmp_path):
     data = scan_scale.data_of(60, 1, 2)
     truth = json.loads((data / "truth.json").read_text())
     assert truth["records"] == sum(truth["sizes"]) == 60 + 110 + len(truth["elements"]) and len(truth["sizes"]) == 2
-    row = scan_scale.measured(data, 0, 0)
+    row = scan_once.measured(data, 0, 0)
     assert row["elements"] == len(truth["elements"]) and row["right"] >= 0.9 * row["elements"] and row["wrong"] == 0
     assert {"given", "place", "windows", "pairs", "groups"} <= row["steps"].keys() and row["bytes"]["views"] > 0
     assert [path.name for path in tmp_path.glob("scan-*")] == []
@@ -56,4 +56,4 @@ def test_growth_between_two_sizes_goes_on():
 
 
 def test_memory_of_a_process_that_has_ended_is_none():
-    assert scan_scale.anonymous(os.getpid()) > 10 and scan_scale.anonymous(2**22 + 1) == 0
+    assert scan_once.anonymous(os.getpid()) > 10 and scan_once.anonymous(2**22 + 1) == 0

@@ -14,7 +14,7 @@ from silentbad.scan.words import phrases_of
 def small(monkeypatch):
     """Blocks so small that few pictures fill several."""
     for module, name, size in (
-        (candidates, "MOST_WINDOWS", 1 << 12),
+        (candidates, "MOST_WINDOWS", 1 << 13),
         (candidates, "BLOCK", 1 << 12),
         (regions, "CHUNK", 50),
         (plan, "AT_ONCE", 1 << 14),
@@ -44,13 +44,13 @@ def held_by(n, tmp_path):
     views = np.load(tmp_path / "views.npy", mmap_mode="r")
     pairs = candidates.candidates(views, np.ones((n, 4), np.uint64))
     tracemalloc.start()
-    find(views, texts, permutations=0)
+    find(views, texts, permutations=0, size=250)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return peak, len(pairs)
 
 
 def test_memory_does_not_grow_with_the_pictures(small, tmp_path):
-    few, many = held_by(400, tmp_path), held_by(1600, tmp_path)
+    few, many = held_by(300, tmp_path), held_by(1000, tmp_path)
     assert many[1] > 8 * few[1]
-    assert (many[0] - few[0]) / 1200 < 300
+    assert (many[0] - few[0]) / 700 < 300
