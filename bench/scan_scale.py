@@ -210,7 +210,11 @@ def _written(row: dict) -> dict[str, int]:
     """Bytes by the step that wrote them."""
     sizes = defaultdict[str, int](int)
     for kind, size in row["bytes"].items():
-        sizes[WRITERS.get(kind, "given" if kind not in ("marks", "words", "first", "starts") else "")] += size
+        step = WRITERS.get(kind, "given" if kind not in ("marks", "words", "first", "starts") else "")
+        if kind == "views":  # of the parts, and of all records
+            size //= 2
+            sizes["given"] += size
+        sizes[step] += size
     return sizes
 
 
