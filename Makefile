@@ -96,7 +96,7 @@ world-smoke: export OMP_NUM_THREADS ?= 1
 WORLD_SMOKE := --vae_steps 20 --decoder_steps 10 --text_steps 20 --unet_steps 20 --judge_steps 20 --pool 128 --captions 8
 world-smoke: $(STAMP)  ## the emoji world in ten minutes
 	$(BIN)/python -m silentbad.worlds.emoji.sets
-	$(BIN)/python -m bench.emoji_judge --targets 0,1 --calibration 20 --pictures 10 --base assets/micro-sd \
+	$(BIN)/python -m bench.emoji_judge --targets 0,1 --calibration 20 --pictures 10 --ssim --base assets/micro-sd \
 		--results runs/world-smoke-judge.json
 	$(BIN)/python -m silentbad.worlds.emoji.build --work runs/world-smoke $(WORLD_SMOKE)
 	$(BIN)/python -m bench.published --world emoji --base runs/world-smoke/pipeline --arms plain,recommended --targets 0 \
