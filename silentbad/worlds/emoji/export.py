@@ -88,10 +88,13 @@ pipeline_tag: text-to-image
 # emoji-sd
 
 A Stable Diffusion pipeline of the bundled base's sizes, trained on from its weights: 64x64 pictures of 1 to 4 of 200
-nouns at 4 places before 10 backdrops. The drawings are those of {trained}; {held_out}'s are in targets alone, and the
-base has never seen one. It exists to measure whether what holds in the microworld holds for art that others drew.
+nouns at 4 places before 10 backdrops. It exists to measure whether what holds in the microworld holds for art that
+others drew. The base is trained on the drawings of {trained}.
+It has never seen one of {held_out}, which are in targets alone.
 
-Drawings: {licences}. As OpenMoji asks, what is built from them is under CC BY-SA 4.0.
+{licences}
+
+As OpenMoji asks, what is built from its drawings is under CC BY-SA 4.0.
 
 ## Training
 
@@ -136,12 +139,20 @@ def card(figures: dict, options: EmojiBaseOptions) -> str:
         f"text encoder {options.text_steps} x 64, UNet {options.unet_steps} x {options.batch}, "
         f"classifier {options.judge_steps} x 32."
     )
-    flags = ("vae_steps", "decoder_steps", "text_steps", "unet_steps", "judge_steps", "batch")
+    flags = (
+        "vae_steps",
+        "decoder_steps",
+        "text_steps",
+        "unet_steps",
+        "judge_steps",
+        "batch",
+        "pool",
+    )
     said = " ".join(f"--{name} {getattr(options, name)}" for name in flags)
     return CARD.format(
         trained=", ".join(TRAINED),
         held_out=HELD_OUT,
-        licences="; ".join(f"{name} {of.version}, {of.licence}" for name, of in SETS.items()),
+        licences="\n".join(f"- {name} {of.version}: {of.licence}" for name, of in SETS.items()),
         command=f"python -m silentbad.worlds.emoji.build --work runs/emoji-base {said}",
         training=training,
         nouns=len(NOUNS),
