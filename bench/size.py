@@ -36,6 +36,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 
 from bench.published_table import markdown
 from bench.size_bases import write_base
@@ -244,10 +245,16 @@ def size_of(folder: Path) -> int:
 
 
 def weights(out: Path) -> str:
-    """A digest of the weights that a run ended with."""
+    """A digest of the weights that a run ended with; the order of a file's metadata is not theirs."""
     kept = sorted(file for part in ("lora", "pipeline") for file in (out / part).rglob("*.safetensors"))
     assert kept
-    return sha256(b"".join(sha256(file.read_bytes()).digest() for file in kept)).hexdigest()
+    digest = sha256()
+    for file in kept:
+        with safe_open(file, framework="pt") as tensors:
+            for name in sorted(tensors.keys()):
+                digest.update(name.encode())
+                digest.update(tensors.get_tensor(name).reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 # ---------------------------------------------------------------- rows
