@@ -32,3 +32,8 @@ class World:
     def rng(self, stream: str, *address: int | str) -> np.random.Generator:
         """The world's own streams; no experiment's seed shares an address with them."""
         return np.random.default_rng(addressed_seed(self.name, stream, *address))
+
+
+def answer(thing: Any, field: str, words: Sequence[str] | Mapping[str, Any], word: str) -> int:
+    """The class index of what a phrase says in a field; the last class is "unsaid"."""
+    return list(words).index(word) if field in thing.named else len(words)

@@ -4,7 +4,7 @@ from silentbad.worlds.emoji.backdrops import BACKDROPS
 from silentbad.worlds.emoji.grammar import PLACES, SIZES, Thing, sample_scene
 from silentbad.worlds.emoji.nouns import NOUNS
 from silentbad.worlds.emoji.render import render
-from silentbad.worlds.world import World
+from silentbad.worlds.world import World, answer
 
 FIELDS = {
     "kind": len(NOUNS) + 1,
@@ -15,15 +15,11 @@ FIELDS = {
 
 
 def answers(thing: Thing) -> dict[str, int]:
-    """What a phrase says of its thing, as class indices; the last class of a field is "unsaid"."""
-
-    def word_of(name, options, value):
-        return list(options).index(value) if name in thing.named else len(options)
-
+    """What a phrase says of its thing, as class indices."""
     return {
         "kind": NOUNS.index(thing.kind),
-        "size": word_of("size", SIZES, thing.size_name),
-        "place": word_of("place", PLACES, thing.place),
+        "size": answer(thing, "size", SIZES, thing.size_name),
+        "place": answer(thing, "place", PLACES, thing.place),
         "backdrop": len(BACKDROPS),
     }
 

@@ -11,7 +11,7 @@ from silentbad.worlds.microworld.grammar import (
     sample_scene,
 )
 from silentbad.worlds.microworld.render import render
-from silentbad.worlds.world import World
+from silentbad.worlds.world import World, answer
 
 HAT_LIFT = 20  # a worn hat sits about this far above its wearer's place
 FIELDS = {
@@ -32,17 +32,13 @@ NOTHING = {
 
 
 def answers(thing: Thing) -> dict[str, int]:
-    """What a phrase says of its thing, as class indices; the last class of a field is "unsaid"."""
-
-    def word_of(name, options, value):
-        return list(options).index(value) if name in thing.named else len(options)
-
+    """What a phrase says of its thing, as class indices."""
     return {
         "kind": KINDS.index(thing.kind),
-        "colour": word_of("colour", COLOURS, thing.colour),
+        "colour": answer(thing, "colour", COLOURS, thing.colour),
         "texture": TEXTURES.index(thing.texture) if "texture" in thing.named else 0,
-        "size": word_of("size", SIZES, thing.size_name),
-        "place": word_of("place", PLACES, thing.place),
+        "size": answer(thing, "size", SIZES, thing.size_name),
+        "place": answer(thing, "place", PLACES, thing.place),
         "backdrop": len(BACKDROPS),
     }
 
