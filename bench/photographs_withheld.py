@@ -49,17 +49,8 @@ def write_data(seed: int, folder: Path) -> list[str]:
     return phrases
 
 
-def withhold(data: Path, element: int) -> None:
-    """Take an element's pictures out of the records."""
-    file = data / "metadata.jsonl"
-    lines = file.read_text().splitlines()
-    rest = [line for line in lines if not json.loads(line).get("element_id", "").endswith(f"/{element}")]
-    assert len(rest) < len(lines), f"{file} has no pictures of element {element}"
-    file.write_text("".join(f"{line}\n" for line in rest))
-
-
-def train(data: Path, out: Path, steps: int, elements: int) -> Record:
-    """What a training on pictures of so many elements measures at its end."""
+def train(data: Path, out: Path, steps: int, elements: int, **more: str) -> Record:
+    """What a training on pictures of so many elements measures at its end; `more` flags."""
     # of two elements no pair may be shown: the whole would be
     rehearsal = {} if elements > 2 else {"memory.rehearsal.name": "none"}
     flags = {
@@ -69,6 +60,7 @@ def train(data: Path, out: Path, steps: int, elements: int) -> Record:
         "validation.targets": data / "targets.jsonl",
         "validation.steps": steps,
         **rehearsal,
+        **more,
     }
     configs = ["--config", "configs/photos.yaml", "--config", "configs/recommended.yaml"]
     run("train_silentbad.py", *configs, *(f"--{name}={value}" for name, value in flags.items()))
@@ -80,9 +72,8 @@ def measured(seed: int, withheld: int | None, steps: int, pictures: Path | None)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         phrases = write_data(seed, folder)
-        if withheld is not None:
-            withhold(folder / "data", withheld)
-        record = train(folder / "data", folder / "run", steps, len(phrases) - (withheld is not None))
+        left_out = {} if withheld is None else {"withhold": f"photo-{seed}/{withheld}"}
+        record = train(folder / "data", folder / "run", steps, len(phrases) - len(left_out), **left_out)
         name = "all" if withheld is None else f"without-{withheld}"
         if pictures is not None:
             shutil.copytree(folder / "run" / "samples", pictures / f"{seed}-{name}", dirs_exist_ok=True)

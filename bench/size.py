@@ -153,15 +153,22 @@ def write_data(folder: Path) -> Path:
     return folder
 
 
-def command(base: Path, data: Path, out: Path, row: Row, **more: Any) -> list[str]:
-    """The command line of a training, with `more` flags."""
-    settings = {
+def shared(base: Path, data: Path, out: Path, row: Row) -> dict[str, Any]:
+    """The settings that diffusers' scripts have under the same names."""
+    return {
         "pretrained_model_name_or_path": base,
         "train_data_dir": data,
         "output_dir": out,
         "resolution": 256,
         "train_batch_size": 1,
         "max_train_steps": row.steps,
+    }
+
+
+def command(base: Path, data: Path, out: Path, row: Row, **more: Any) -> list[str]:
+    """The command line of a training, with `more` flags."""
+    settings = {
+        **shared(base, data, out, row),
         "checkpointing_steps": row.half,
         "cache_dir": out.parent / "cache",
         "report_to": "none",
@@ -174,12 +181,7 @@ def command(base: Path, data: Path, out: Path, row: Row, **more: Any) -> list[st
 def peer_command(script: Path, base: Path, data: Path, out: Path, row: Row) -> list[str]:
     """The command line of diffusers' script with the same settings."""
     settings = {
-        "pretrained_model_name_or_path": base,
-        "train_data_dir": data,
-        "output_dir": out,
-        "resolution": 256,
-        "train_batch_size": 1,
-        "max_train_steps": row.steps,
+        **shared(base, data, out, row),
         "image_column": "image",
         "caption_column": "text",
         **{{"lora.rank": "rank"}.get(key, key): value for key, value in row.flags.items()},
