@@ -27,15 +27,20 @@ class Bar(tqdm):
         self.lines = not (options.get("file") or sys.stderr).isatty()
         if self.lines:
             options |= {"bar_format": LINE, "mininterval": FIRST, "miniters": 1, "delay": 1e-9}
+        self.interval = FIRST
+        self.due = 0.0  # no earlier line
         super().__init__(*args, **options)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
         """Draw the bar, or print a line."""
         if not self.lines:
             return super().display(msg, pos)
-        if msg is None:  # tqdm wipes a bar out with an empty text
+        now = self._time()
+        if msg is None and now >= self.due:  # tqdm wipes a bar out with an empty text
             self.say(" ".join(str(self).split()))  # tqdm pads its numbers
-            self.mininterval = min(2 * self.mininterval, LONGEST)
+            # tqdm's own interval stays: its loop over an iterable reads it once, `update` each time
+            self.interval = min(2 * self.interval, LONGEST)
+            self.due = now + self.interval
         return False
 
     def say(self, line: str) -> None:
@@ -46,6 +51,7 @@ class Bar(tqdm):
         """The last state, once; nothing in a log where it came before the first line was due."""
         if self.lines and not self.disable:
             if self.leave is not False and self._time() - self.start_t >= FIRST:
+                self.due = 0.0
                 self.display()
             self.leave = False  # the line stands already
         super().close()

@@ -57,6 +57,13 @@ def test_a_log_has_lines_in_growing_intervals_and_the_last_state(log, clock):
     assert lines[0] == "Steps: 5 of 200, 00:05 so far, 03:15 to go, 1.00step/s, loss=0.5"
 
 
+def test_an_iterable_is_counted_as_it_is_read(log, clock):
+    for _ in Bar(range(200), desc="Steps", file=log):
+        clock.now += 1
+    said = [line.split(",")[0] for line in log.getvalue().splitlines()]
+    assert said == [f"Steps: {n} of 200" for n in (5, 15, 35, 75, 135, 195, 200)]
+
+
 def test_what_is_done_before_a_line_is_due_leaves_no_line(log, clock):
     assert list(Bar(range(3), desc="targets", file=log)) == [0, 1, 2]
     assert log.getvalue() == ""
