@@ -105,9 +105,9 @@ HEAD = (
     "run",
     "processor",
     "seconds a step (forecast)",
-    "peak memory (forecast)",
+    "peak GiB (forecast)",
     "counted",
-    "files (forecast)",
+    "files GiB (forecast)",
     "resumed to the bit",
     "in plain diffusers",
 )
@@ -357,7 +357,7 @@ KINDS: dict[str, Callable[[str, Places], dict]] = {
 
 # ---------------------------------------------------------------- the tables
 def gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**30:.2f}"
 
 
 def table(rows: Iterable[dict]) -> str:
@@ -380,7 +380,24 @@ def peers(rows: Iterable[dict]) -> str:
             turns = row[arm]
             seconds = (f"{mean(turn[key] for turn in turns):.1f}" for key in ("processor", "seconds"))
             lines.append((label, f"{len(turns)}", *seconds, gib(max(turn["peak"] for turn in turns))))
-    return markdown(("run", "turns", "processor", "seconds a step", "peak memory"), lines)
+    return markdown(("run", "turns", "processor", "seconds a step", "peak GiB"), lines)
+
+
+def starts(rows: Iterable[dict]) -> str:
+    """How a dry run of one step of each shipped configuration ended: Markdown."""
+    last = {row["row"]: row for row in rows if row["row"] in STARTS}
+    lines = [(f"`{name}`", f"{row['code']}", gib(row["peak"])) for name, row in sorted(last.items())]
+    return markdown(("configuration", "exit code", "peak GiB"), lines)
+
+
+def counts(rows: Iterable[dict]) -> str:
+    """Seconds to the first step by number of pictures: Markdown."""
+    last = {row["row"]: row for row in rows if "cold" in row}
+    lines = []
+    for name, row in last.items():
+        seconds = (f"{row[which]['seconds']:.0f}" for which in ("cold", "warm"))
+        lines.append((name, *seconds, gib(row["cold"]["peak"]), gib(row["cache"])))
+    return markdown(("data", "seconds to the first step", "again", "peak GiB", "cache GiB"), lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
