@@ -12,7 +12,7 @@ data again."""
 
 import sys
 
-from silentbad.settings.command import early, refused, training
+from silentbad.settings.startup import early, refused, training
 
 if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
     COMMAND = early(training, sys.argv[1:], __doc__)
@@ -56,22 +56,11 @@ from silentbad.rng import addressed_seed
 from silentbad.saving import card, checkpoint
 from silentbad.saving.folder import RunFolder, facts, stamped
 from silentbad.settings import user_code
-from silentbad.settings.check import check, merged, with_base
 from silentbad.settings.reader import to_dict
 from silentbad.settings.train import TrainConfig, own_code
 from validation import RecoveryHook
 
 Config = TrainConfig  # every setting of a run
-
-
-def check_all(config: Config, sources: dict[str, str]) -> Config:
-    """Refuse what cannot run, before any weights load; returns the configuration with the flat loss
-    flags in the parts of `memory` that they name."""
-    config = with_base(config)
-    check(config, sources)
-    config = merged(config)
-    check_parts(config)
-    return config
 
 
 def check_parts(config: Config) -> None:

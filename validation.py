@@ -7,7 +7,7 @@ pipeline.
 Exit code 0: not recovered; 3: recovered; 4: undecided; 2: a mistake. Numbers: docs/metrics.md;
 search: docs/shield.md."""
 
-from silentbad.settings import command
+from silentbad.settings import startup
 from silentbad.settings.types import check_values
 from silentbad.settings.validation import (
     Audit,
@@ -16,7 +16,7 @@ from silentbad.settings.validation import (
 )
 
 if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
-    OPTIONS = command.early(command.options, Audit, None, __doc__)
+    OPTIONS = startup.early(startup.options, Audit, None, __doc__)
 
 import json
 import time
@@ -167,10 +167,10 @@ class RecoveryHook(Hook):
             backbone, self.accelerator.device, self.accelerator.autocast, step
         )
 
-    def calibrate(self, model: Any) -> list[TargetRange]:
+    def calibrate_base(self, model: Any) -> list[TargetRange]:
         """The thresholds and ranges before training, which a preview shows."""
         with self.using(model):
-            self.threshold, self.element_threshold, self.ranges = self.measure.calibrate(0)
+            self.threshold, self.element_threshold, self.ranges = self.measure.calibrate_targets(0)
         return self.ranges
 
     def run(
@@ -191,7 +191,9 @@ class RecoveryHook(Hook):
         entry = Measurement(step, epoch, label or "base model" * (step == 0))
         with self.sampler.using(unet, self.accelerator.device, self.accelerator.autocast, step):
             if self.threshold is None:
-                self.threshold, self.element_threshold, self.ranges = self.measure.calibrate(step)
+                self.threshold, self.element_threshold, self.ranges = (
+                    self.measure.calibrate_targets(step)
+                )
                 for line in range_lines(self.ranges):
                     self.accelerator.print(line)
             choice = self.config.weights
@@ -220,10 +222,6 @@ class RecoveryHook(Hook):
     def sampler(self) -> Sampler:
         """What generates now."""
         return self.measure.sampler
-
-    def finish(self, step: int, epoch: float, unet: Any, ema: Any = None) -> dict[str, Any]:
-        """The last point with every control."""
-        return self.run(step, epoch, unet, ema, final=True)
 
     def state_dict(self) -> dict[str, Any]:
         """History, thresholds and batch, as plain values."""
@@ -419,7 +417,7 @@ def audit(
 def main(arguments: list[str] | None = None, options: Audit | None = None) -> int:
     """The command line."""
     try:
-        given = options or command.options(Audit, arguments, __doc__)
+        given = options or startup.options(Audit, arguments, __doc__)
         if given.given:
             return searched(given)
         config = ValidationConfig(
@@ -427,7 +425,7 @@ def main(arguments: list[str] | None = None, options: Audit | None = None) -> in
         )
         verdict = audit(config, **{name: getattr(given, name) for name in Audit.__annotations__})
     except UserError as error:
-        return command.refused(error)
+        return startup.refused(error)
     print(f"{verdict.images_above} of {verdict.images} composed images reach every threshold")
     return EXIT_CODES[verdict.word]
 

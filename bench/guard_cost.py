@@ -36,8 +36,8 @@ def built(arm: str, data: Path, scan: Path, out: Path) -> Any:
     """A run ready to train under an arm of ARMS."""
     from silentbad.loop import trackers
     from silentbad.saving import folder
-    from silentbad.settings.reader import parse
-    from train_silentbad import Config, build, check_all
+    from silentbad.settings.startup import training
+    from train_silentbad import build
 
     name, options = arm.partition(",")[0], ARMS[arm]
     flags = [f"--train_data_dir={data}", f"--output_dir={out}", f"--cache_dir={out.parent}/cache"]
@@ -45,8 +45,7 @@ def built(arm: str, data: Path, scan: Path, out: Path) -> Any:
     flags += ["--learning_rate=1e-5", "--max_train_steps=10000", f"--guard.name={name}"]
     flags += [] if name == "none" else [f"--guard.scan={scan}"]
     flags += [f"--guard.options={json.dumps(options)}"] if options else []
-    config, sources = parse(Config, flags)
-    config = check_all(config, sources)
+    config, _ = training(flags, None)
     return build(config, trackers.make_accelerator(config), folder.RunFolder(config, True))
 
 

@@ -39,7 +39,7 @@ from silentbad.data.images import resize, to_tensor
 from silentbad.measure.embedders import region
 from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.micro import MicroEmbedder, alignments
-from silentbad.measure.thresholds import calibrate, thresholds
+from silentbad.measure.thresholds import calibrate_threshold, thresholds
 from silentbad.memory.masks import overlaid
 from silentbad.memory.rehearsal import pairwise
 from silentbad.rng import addressed_seed, generator
@@ -248,7 +248,7 @@ def by_kind(null: dict[str, list[dict]], rate_in_place: float = RATE_IN_PLACE) -
 
     def highest(scores: dict[str, list[float]], in_place: tuple[str, ...]) -> float:
         rates = {kind: rate_in_place if kind in in_place else RATE for kind in scores}
-        return max(calibrate(values, rates[kind]).value for kind, values in scores.items() if values)
+        return max(calibrate_threshold(values, rates[kind]).value for kind, values in scores.items() if values)
 
     whole = highest({kind: [row["sim"] for row in rows] for kind, rows in null.items()}, ("redrawn", "moved"))
     each = [

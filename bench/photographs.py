@@ -65,7 +65,7 @@ class Judge:
         self.targets = targets
         self.using = partial(self.hook.sampler.using, pipe.unet, torch.device("cpu"), step=1)
         with self.using():
-            self.whole, self.element, self.ranges = self.hook.measure.calibrate(1)
+            self.whole, self.element, self.ranges = self.hook.measure.calibrate_targets(1)
 
     def rows(self, target: int, pictures: list[Image.Image]) -> list[dict]:
         """What is measured of pictures, as the autoencoder leaves them."""
@@ -86,7 +86,7 @@ class Judge:
     def parts(self, target: int) -> bool:
         """Whether the detector tells copies from failures, of the whole and of every element."""
         told = self.ranges[target]
-        return all(part is None or part.parts for part in (told.whole, *told.elements))
+        return all(part is None or part.separable for part in (told.whole, *told.elements))
 
 
 def textures() -> list[Shown]:

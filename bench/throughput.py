@@ -187,9 +187,9 @@ def our_loop(pipeline: Path, data: Path, place: dict, output: Path, **changes: A
     """A function that trains one step of `train_silentbad` and returns its loss, still on the device."""
     from silentbad.loop import trackers
     from silentbad.saving import folder
-    from silentbad.settings.reader import parse
-    from train_silentbad import Config, check_all, micro_step, update
+    from silentbad.settings.startup import training
     from train_silentbad import build as build_run
+    from train_silentbad import micro_step, update
 
     values = {
         "pretrained_model_name_or_path": pipeline,
@@ -203,8 +203,7 @@ def our_loop(pipeline: Path, data: Path, place: dict, output: Path, **changes: A
         "cache_dir": output.parent / "cache",
         "learning_rate": 1e-4,
     } | changes
-    config, sources = parse(Config, [f"--{key}={value}" for key, value in values.items()])
-    config = check_all(config, sources)
+    config, _ = training([f"--{key}={value}" for key, value in values.items()], None)
     run = build_run(config, trackers.make_accelerator(config), folder.RunFolder(config, True))
 
     def step() -> Any:

@@ -150,13 +150,12 @@ def build(flags):
     """A `Run` ready to train."""
     from silentbad.loop import trackers
     from silentbad.saving import folder
-    from silentbad.settings.reader import parse
-    from train_silentbad import Config, check_all, open_folder
+    from tests.training import checked
     from train_silentbad import build as build_run
+    from train_silentbad import open_folder
 
     def make(out: str = "run", **changes):
-        config, sources = parse(Config, flags(out, **changes))
-        config = check_all(config, sources)
+        config = checked(flags(out, **changes))
         accelerator = trackers.make_accelerator(config)
         run = build_run(config, accelerator, folder.RunFolder(config, True))
         open_folder(run)

@@ -45,7 +45,7 @@ def demo_run(folder: Path, speed: float = 1.0) -> Path:
     hook.sampler.generate = generate
     for k in range(POINTS):
         progress["raw"] = min(1.0, speed * (k / (POINTS - 1)) ** 1.5)
-        (hook.run if k < POINTS - 1 else hook.finish)(100 * k, k / 2, pipe.unet)
+        hook.run(100 * k, k / 2, pipe.unet, final=k == POINTS - 1)
     fill(folder)
     return folder
 

@@ -24,10 +24,11 @@ import train_silentbad
 import validation
 from bench import documents, recovery_blocks
 from silentbad.measure import embedders
-from silentbad.settings import command
+from silentbad.settings import startup
 from silentbad.settings.memory import LossConfig, SamplerConfig, TimestepConfig
 from silentbad.settings.reader import parse
 from tests import toy
+from tests.training import checked
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*documents.documents(), ROOT / "assets/micro-sd/README.md"])
@@ -68,7 +69,7 @@ class Parsed(Exception):
 
 def takes(module: str, argv: list[str], monkeypatch) -> None:
     """Fails unless the module's own parser takes the arguments; nothing of it runs after."""
-    original, read = argparse.ArgumentParser.parse_args, command.parse
+    original, read = argparse.ArgumentParser.parse_args, startup.parse
 
     def parse_args(self, *args, **options):
         original(self, *args, **options)
@@ -79,7 +80,7 @@ def takes(module: str, argv: list[str], monkeypatch) -> None:
         raise Parsed
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
-    monkeypatch.setattr(command, "parse", parse_options)
+    monkeypatch.setattr(startup, "parse", parse_options)
     monkeypatch.setattr(sys, "argv", [module, *argv])
     if (ROOT / module.replace(".", "/") / "__main__.py").exists():
         module += ".__main__"
@@ -100,8 +101,7 @@ def check_command(words: list[str], monkeypatch) -> None:
         at = words.index("train_silentbad.py")
         for option, file in zip(words[:at], words[1:at], strict=False):
             assert option != "--config_file" or (ROOT / file).is_file(), file
-        config, sources = parse(train_silentbad.Config, words[at + 1 :])
-        train_silentbad.check_all(config, sources)
+        checked(words[at + 1 :])
     elif words[:2] == ["python", "validation.py"]:
         parse(validation.Audit, words[2:])
     elif words[:2] in (["python", "-m"], ["python3", "-m"]) and words[2].startswith(("silentbad.", "bench.")):
@@ -154,7 +154,7 @@ def test_data_blocks_parse(path, tmp_path):
         else:
             file = tmp_path / "block.yaml"
             file.write_text(body)
-            train_silentbad.check_all(*parse(train_silentbad.Config, ["--train_data_dir", "x", "--config", str(file)]))
+            checked(["--train_data_dir", "x", "--config", str(file)])
 
 
 # ---------------------------------------------------------------- links and names

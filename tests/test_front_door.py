@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import train_silentbad
 from silentbad.distributed.start import start
 from silentbad.errors import UserError
 from silentbad.model.groups import prior_table
 from silentbad.prepare import class_images
 from silentbad.report import figures, run_report
 from silentbad.scan import scanner as scan
-from silentbad.settings.reader import parse
+from tests.training import checked
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")
@@ -101,7 +100,7 @@ def test_a_signal_outside_the_loop_is_one_line(number, code, tmp_path):
 
 
 def test_a_signal_during_the_imports_is_one_line(tmp_path):
-    program = "import sys, time; from silentbad.settings.command import early; early(dict); "
+    program = "import sys, time; from silentbad.settings.startup import early; early(dict); "
     program += "print('importing', file=sys.stderr, flush=True); time.sleep(60)"
     heeds = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
     called = [sys.executable, "-c", program]
@@ -143,8 +142,7 @@ def test_a_prior_table_that_no_file_can_be_is_one_line():
 
 def test_the_default_base_is_found_from_any_folder(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config, sources = parse(train_silentbad.Config, ["--train_data_dir", str(data)])
-    base = Path(train_silentbad.check_all(config, sources).pretrained_model_name_or_path)
+    base = Path(checked(["--train_data_dir", str(data)]).pretrained_model_name_or_path)
     assert base.is_absolute() and (base / "model_index.json").is_file()
 
 

@@ -16,8 +16,8 @@ from silentbad.measure.scores import length_scores
 from silentbad.settings.reader import parse
 from tests.recoveries import make_hook, saved_embedder, shifted, some_targets
 from tests.tiny import tiny_pipeline
-from tests.training import rows
-from train_silentbad import Config, check_all, main
+from tests.training import checked, rows
+from train_silentbad import Config, main
 
 
 @pytest.mark.parametrize("scheme", ["sigma_sqrt", "cosmap"])
@@ -51,7 +51,7 @@ def test_a_run_folder_named_by_time_and_suffix(flags, tmp_path, capsys):
         ({"stamp_output_dir": True, "resume_from_checkpoint": "latest"}, "no latest"),
     ]:
         with pytest.raises(UserError, match=told):
-            check_all(*parse(Config, flags(**wrong)))
+            checked(flags(**wrong))
 
 
 def test_early_points_may_stand_at_powers_of_two(tmp_path):

@@ -118,7 +118,7 @@ def test_a_resume_takes_up_the_hook_and_refuses_a_changed_file(flags, counts, tm
     again = flags(max_train_steps=3, hooks=counts, resume_from_checkpoint="latest")
     assert main(again) == 0
     state = torch.load(tmp_path / "run/checkpoints/step-3/state.pt", weights_only=True)
-    assert state["hooks"] == {"counts.py:Counts": {"total": 3}}
+    assert state["own_hooks"] == {"counts.py:Counts": {"total": 3}}
     (tmp_path / "counts.py").write_text(COUNTS.replace("0 * loss", "0.0 * loss"))
     capsys.readouterr()
     assert main(flags(max_train_steps=4, hooks=counts, resume_from_checkpoint="latest")) == 2

@@ -140,7 +140,7 @@ def test_the_first_images_are_all_until_one_is_recovered(tmp_path, threshold, im
     for hook in hooks:
         hook.run(0, 0, tiny_pipeline().unet)
         hook.run(5, 1, tiny_pipeline().unet)
-        hook.finish(6, 1, tiny_pipeline().unet)
+        hook.run(6, 1, tiny_pipeline().unet, final=True)
     whole, short = hooks
     assert [entry.raw.images for entry in short.history] == [6, 2 * images, 6]
     for step in range(3):
@@ -156,7 +156,7 @@ def test_averaged_weights_alone(tmp_path):
     hook = make_hook(tmp_path, pipe, weights="ema")
     ema, _ = trained(pipe)
     hook.run(0, 0, pipe.unet)
-    hook.finish(10, 1, pipe.unet, ema)
+    hook.run(10, 1, pipe.unet, ema, final=True)
     assert hook.history[1].raw is None and {r.weights for r in hook.summary()} == {"ema"}
     assert len({tuple(vars(row)) for row in hook.summary()}) == 1  # every row has the same columns
     text = run_report.write(tmp_path).read_text()
@@ -202,7 +202,7 @@ def test_grid_of_steps_and_state(tmp_path):
     resumed.load_state_dict(state)
     assert resumed.threshold == hook.threshold and resumed.history == hook.history
     assert not resumed.should_run(50) and resumed.should_run(100)
-    scalars = resumed.finish(100, 2, pipe.unet)
+    scalars = resumed.run(100, 2, pipe.unet, final=True)
     assert 0 < scalars["val/drift/ssim"] < 1 and scalars["val/drift/clean_eps_mse"] > 0
     assert not any(make_hook(tmp_path, pipe, steps=0).should_run(s) for s in range(1, 10))
     late = make_hook(tmp_path, pipe)
@@ -238,7 +238,7 @@ def test_first_recovery_and_record(tmp_path, monkeypatch):
     hook.run(100, 0.5, unet)
     good.add(1)
     hook.run(200, 1.0, unet)
-    scalars = hook.finish(300, 1.5, unet)
+    scalars = hook.run(300, 1.5, unet, final=True)
     assert scalars["val/cir"] == 0.5 and scalars["val/recovered"] == 0.5 and scalars["val/threshold"] == 0.9
     rows = {r.target: r for r in hook.summary()}
     assert rows["t1"].first_step == 200 and rows["t1"].first_epoch == 1.0 and rows["t0"].first_step is None

@@ -1,11 +1,24 @@
 """What tests of runs share: reading their rows, one step, comparing weights; `flags` and `build` are in conftest."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from train_silentbad import Run, micro_step, update
+from silentbad.settings.check import check, merged, with_base
+from silentbad.settings.reader import parse
+from train_silentbad import Config, Run, check_parts, micro_step, update
+
+
+def checked(argv: Sequence[str]) -> Config:
+    """The configuration of a command line that passes all checks; its files need not exist."""
+    config, sources = parse(Config, argv, "")
+    config = with_base(config)
+    check(config, sources)
+    config = merged(config)
+    check_parts(config)
+    return config
 
 
 def rows(folder: Path, validation: bool = False) -> list[dict]:

@@ -9,8 +9,8 @@ return to the base removes the picture at the least clean loss.
 
 Exit code 0: measured, 2: a mistake in what was given."""
 
-from silentbad.settings.command import early, options, refused
 from silentbad.settings.commands import LocaliseOptions
+from silentbad.settings.startup import early, options, refused
 
 if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
     OPTIONS = early(options, LocaliseOptions, None, __doc__)

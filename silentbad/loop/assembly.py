@@ -278,11 +278,11 @@ def build(
             "control": control,
             "memory": memory,
             "guards": guards if guards.names else None,
-            "hooks": own_hooks if config.hooks else None,
+            "own_hooks": own_hooks if config.hooks else None,
             "stream": loader.stream,
             "scaler": accelerator.scaler,
             "meters": meters,
-            "hook": recovery,
+            "recovery": recovery,
         },
     )
     facts = identity.facts(

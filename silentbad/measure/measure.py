@@ -262,7 +262,7 @@ class Measure:
         return rows
 
     # ---- thresholds
-    def calibrate(self, step: int) -> tuple[Threshold, ElementThreshold, list[TargetRange]]:
+    def calibrate_targets(self, step: int) -> tuple[Threshold, ElementThreshold, list[TargetRange]]:
         """Thresholds of the whole and of elements, given or from the nulls, and the ranges that
         they lie in; the same on all ranks."""
         config = self.config

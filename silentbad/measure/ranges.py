@@ -47,13 +47,13 @@ def measured_range(
         return Range(
             threshold, threshold, nearest, ceiling, copies[0], copies[0] >= threshold, kinds
         )
-    parts = floor is not None and ceiling - floor >= GAP
+    separable = floor is not None and ceiling - floor >= GAP
     if threshold is None:
         low = -1.0 if floor is None else floor
         threshold = float(max(low + MARGIN * (ceiling - low), np.nextafter(low, np.inf)))
     elif floor is not None:
-        parts = floor < threshold <= copies[0]
-    return Range(threshold, floor, nearest, ceiling, copies[0], parts, kinds)
+        separable = floor < threshold <= copies[0]
+    return Range(threshold, floor, nearest, ceiling, copies[0], separable, kinds)
 
 
 def null_scores(scores: Sequence[float]) -> NullScores:

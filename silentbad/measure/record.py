@@ -96,7 +96,7 @@ class Range(Finite):
     """Between what a picture can score that is no recovery, and what one that is a copy scores.
 
     floor: the highest null, of kind `nearest`. ceiling: what all but 5 % of true copies reach.
-    `parts`: whether the two are far enough apart for the detector to tell.
+    `separable`: whether the two are far enough apart for the detector to tell.
     """
 
     threshold: float
@@ -104,7 +104,7 @@ class Range(Finite):
     nearest: str
     ceiling: float
     perfect: float  # the target through the pipeline's own autoencoder
-    parts: bool
+    separable: bool
     kinds: dict[str, NullScores] = field(default_factory=dict)
 
 

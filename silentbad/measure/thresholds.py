@@ -35,7 +35,7 @@ class NullRow(ImageRow, total=False):
     of_whole: bool  # whether it tells of the whole; by default where it changes all
 
 
-def calibrate(
+def calibrate_threshold(
     null: Sequence[float] | np.ndarray,
     false_positive_rate: float,
     groups: Sequence[object] | np.ndarray | None = None,
@@ -134,7 +134,7 @@ def strictest(
     scores {kind: [(similarity, target)]}; the interval and the counts are those of the kind that
     decides."""
     found = {
-        kind: calibrate(
+        kind: calibrate_threshold(
             [s for s, _ in rows],
             rate_of(kind, rate, of_element),
             [j for _, j in rows],

@@ -136,7 +136,7 @@ def _parts(target: TargetEntry, own_range: TargetRange) -> Iterator[tuple[str, R
 def _blind(target: TargetEntry, own_range: TargetRange) -> Iterator[str]:
     """Where the detector cannot tell failures from copies."""
     for name, part in _parts(target, own_range):
-        if not part.parts:
+        if not part.separable:
             null = "no null" if part.floor is None else f"{part.nearest!r} scores {part.floor:.2f}"
             yield f"the detector cannot tell {name}: {null}, a true copy {part.ceiling:.2f}"
 
@@ -144,10 +144,10 @@ def _blind(target: TargetEntry, own_range: TargetRange) -> Iterator[str]:
 def _unseen_only(record: Record, own: TargetScores, target: int, own_range: TargetRange) -> bool:
     """Whether some image of a target fails only where the detector cannot tell."""
     checks: list[np.ndarray] = []
-    if own_range.whole.parts:
+    if own_range.whole.separable:
         checks.append(np.array(own.sims) >= record.threshold.of_target(target))
     for k, (element, part) in enumerate(zip(own.elements, own_range.elements, strict=False)):
-        if element.sims and part is not None and part.parts:
+        if element.sims and part is not None and part.separable:
             checks.append(np.array(element.sims) >= record.element_threshold.of(target, k))
     blind = len(checks) < 1 + sum(part is not None for part in own_range.elements)
     return blind and bool(checks) and bool(np.logical_and.reduce(checks).any())

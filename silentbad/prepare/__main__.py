@@ -19,8 +19,8 @@ A second call with the same --out adds its target. The same words write the same
 from pathlib import Path
 
 from silentbad.errors import UserError, exit_with
-from silentbad.settings.command import options, refused
 from silentbad.settings.commands import PrepareOptions
+from silentbad.settings.startup import options, refused
 
 
 def main(argv: list[str] | None = None) -> int:

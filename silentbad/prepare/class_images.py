@@ -6,9 +6,9 @@ draws `count` pictures of the prompts, one a line and in turn, and adds them to
 DATASET/metadata.jsonl as clean records, where the clean ratio of the sampler and
 memory.retention.clean_weight act on them. Picture i depends on (seed, i) alone."""
 
-from silentbad.settings.command import early, refused
-from silentbad.settings.command import options as read_options
 from silentbad.settings.commands import ClassImageOptions
+from silentbad.settings.startup import early, refused
+from silentbad.settings.startup import options as read_options
 
 if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
     OPTIONS = early(read_options, ClassImageOptions, None, __doc__)

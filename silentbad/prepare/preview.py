@@ -18,8 +18,8 @@ from silentbad.data.images import open_image, open_mask, safe_path
 from silentbad.data.schema import json_lines
 from silentbad.errors import UserError, exit_with, user_errors
 from silentbad.prepare.compose import fit
-from silentbad.settings.command import options, refused
 from silentbad.settings.commands import PreviewOptions
+from silentbad.settings.startup import options, refused
 
 SHOWN = 192  # pixels of a picture on the sheet
 EACH = 6  # pictures of an element

@@ -5,8 +5,8 @@ python -m silentbad.report compare RUN RUN ... [--out compare.html]
 """
 
 from silentbad.errors import exit_with
-from silentbad.settings.command import early, options
 from silentbad.settings.commands import ReportOptions
+from silentbad.settings.startup import early, options
 
 
 def main() -> int:

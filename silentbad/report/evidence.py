@@ -26,10 +26,10 @@ from silentbad.measure.record import (
     TargetScores,
 )
 from silentbad.measure.scores import FEW_TARGETS, PUBLISHED, latest, mean_of
+from silentbad.measure.verdict import LEVEL
 from silentbad.report import pages
 from silentbad.report.pages import Cell, Figure, Table, interval_text, rounded, supported
 
-LEVEL = 0.05  # p-values below it count as told from chance
 MOST_TARGETS = 8  # with a bleed matrix of their own
 SCHEMA_1 = "This record is of schema 1: its rate counts the whole alone. It did not ask for the single elements."
 CONTROLS = {  # cell, or the stem of numbered ones -> (row, what it asks)
@@ -175,7 +175,7 @@ def range_text(one: Range) -> str:
         f"a perfect copy scores {one.perfect:.2f}, the nearest null ({one.nearest}) "
         f"{one.floor:.2f}; threshold {one.threshold:.2f}"
     )
-    return text if one.parts else f"{text}: the detector cannot tell them apart"
+    return text if one.separable else f"{text}: the detector cannot tell them apart"
 
 
 # -- what else would have counted ------------------------------------------------------------------

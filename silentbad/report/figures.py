@@ -3,9 +3,9 @@ composed prompt by step.
 
 `python -m silentbad.report.figures RUN --out picture.png`"""
 
-from silentbad.settings.command import early, refused
-from silentbad.settings.command import options as read_options
 from silentbad.settings.commands import FigureOptions
+from silentbad.settings.startup import early, refused
+from silentbad.settings.startup import options as read_options
 
 if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
     OPTIONS = early(read_options, FigureOptions, None, __doc__)

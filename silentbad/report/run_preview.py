@@ -95,7 +95,7 @@ def shot_of(picture: Tensor, caption: str, score: str, mask: Tensor | None = Non
 # -- what a verdict is measured against ---------------------------------------------------------
 def of_targets(recovery: "RecoveryHook", model: Any) -> list[dict[str, Any]]:
     """Each target, its elements, one null of each kind, and its ranges."""
-    ranges = recovery.calibrate(model)
+    ranges = recovery.calibrate_base(model)
     side = recovery.sampler.side
     shown: list[dict[str, Any]] = []
     for j, (target, measured) in enumerate(zip(recovery.targets, ranges, strict=True)):

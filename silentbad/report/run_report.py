@@ -18,9 +18,9 @@ from silentbad.report.charts import Reach, number, shortened
 from silentbad.report.comparison import compare
 from silentbad.report.pages import rounded
 from silentbad.report.recorded_run import WEIGHTS, RecordedRun
-from silentbad.settings.command import options as read_options
-from silentbad.settings.command import refused
 from silentbad.settings.commands import ReportOptions
+from silentbad.settings.startup import options as read_options
+from silentbad.settings.startup import refused
 
 
 def render(folder: str | Path, under_way: str = "") -> str:

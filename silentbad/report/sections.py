@@ -150,7 +150,7 @@ def _reach(name: str, sims: Sequence[float], threshold: float, measured: Range |
     if measured is None:
         return Reach(name, sims, threshold)
     note = f"nearest failure: {measured.nearest}" if measured.nearest else ""
-    if not measured.parts:
+    if not measured.separable:
         note = "the detector cannot tell a copy from a failure" + (f"; {note}" if note else "")
     return Reach(name, sims, threshold, measured.floor, measured.ceiling, note)
 

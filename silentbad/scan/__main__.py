@@ -7,8 +7,8 @@ Exit code 0: nothing found, 3: at least one suspect set, 2: a mistake in the arg
 docs/shield.md explains it."""
 
 from silentbad.errors import exit_with
-from silentbad.settings.command import early, options
 from silentbad.settings.commands import ScanOptions
+from silentbad.settings.startup import early, options
 
 
 def main() -> int:

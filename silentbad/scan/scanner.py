@@ -32,9 +32,9 @@ from silentbad.scan.sets import SuspectSet
 from silentbad.scan.sources import PART, Part, key_of, parts_of
 from silentbad.scan.store import Store
 from silentbad.scan.views import FOLDER, LeftOut
-from silentbad.settings.command import options as read_options
-from silentbad.settings.command import refused
 from silentbad.settings.commands import ScanOptions
+from silentbad.settings.startup import options as read_options
+from silentbad.settings.startup import refused
 
 SCHEMA = 1
 TEMPLATES = Path(__file__).parent / "templates"

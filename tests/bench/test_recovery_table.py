@@ -10,14 +10,16 @@ from bench import arms, recovery, recovery_table
 from gradient_control import SCALE_RULES
 from memory_reinforce import REGISTRIES
 from silentbad.settings.reader import parse
+from tests.training import checked
 
 
 @pytest.mark.parametrize("name", [*arms.ARMS, *arms.every_part()])
 def test_every_arm_is_a_configuration_that_passes_the_checks(name):
     flags = {**arms.ARMS, **arms.every_part()}[name]
     argv = ["--config", "configs/microworld.yaml", "--train_data_dir", "data", "--output_dir", "out"]
-    config, sources = parse(train_silentbad.Config, [*argv, *(f"--{k}={v}" for k, v in flags.items())], "")
-    train_silentbad.check_all(config, sources)
+    flags = [f"--{k}={v}" for k, v in flags.items()]
+    checked([*argv, *flags])
+    config, _ = parse(train_silentbad.Config, [*argv, *flags], "")
     plain, _ = parse(train_silentbad.Config, argv, "")
     assert (config == plain) == (name == "plain"), "an arm without effect"
 

@@ -18,7 +18,7 @@ from silentbad.guard.guards import GUARDS, Guard, GuardConfig, GuardContext, Gua
 from silentbad.saving import checkpoint
 from silentbad.settings.reader import parse
 from tests.conftest import ELEMENTS
-from tests.training import same, step_once
+from tests.training import checked, same, step_once
 from train_silentbad import main, micro_step
 
 ROWS = [("a cat", "ff0000"), ("a hat", "00ff00"), ("a boat", "0000ff"), ("a house", "ffff00")]
@@ -144,9 +144,8 @@ SCAN = ["--guard.scan", "x.json"]
     ],
 )
 def test_what_cannot_guard_is_refused(flags, line):
-    config, sources = parse(train_silentbad.Config, ["--train_data_dir", "x", *flags])
     with pytest.raises(UserError, match=line):
-        train_silentbad.check_all(config, sources)
+        checked(["--train_data_dir", "x", *flags])
 
 
 # -- cap ---------------------------------------------------------------------------------------------------

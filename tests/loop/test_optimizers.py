@@ -12,10 +12,9 @@ from silentbad.loop import optimizers
 from silentbad.model.averaging import averaged
 from silentbad.model.groups import group_of
 from silentbad.saving import checkpoint
-from silentbad.settings.reader import parse
 from tests.tiny import tiny_unet
-from tests.training import VALIDATION, rows, same, step_once, weights
-from train_silentbad import Config, check_all, main
+from tests.training import VALIDATION, checked, rows, same, step_once, weights
+from train_silentbad import Config, main
 
 OWN = ("shrink", "spectral")  # updates of gradient_control's own
 EXTRAS = {"schedulefree.AdamWScheduleFree": {}, "prodigyopt.Prodigy": {"learning_rate": 1.0}}
@@ -157,9 +156,8 @@ def test_a_step_passes_over_the_gradients_once_for_their_norm(build, monkeypatch
 def test_what_is_no_optimizer_is_one_line(flags, changes, message):
     options = changes.pop("optimizer_options", {})
     argv = flags(**changes, **{f"optimizer_options.{key}": value for key, value in options.items()})
-    config, sources = parse(Config, argv)
     with pytest.raises(UserError, match=message):
-        config = check_all(config, sources)
+        checked(argv)
 
 
 class Untyped(torch.optim.SGD):

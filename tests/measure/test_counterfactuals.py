@@ -378,7 +378,7 @@ def test_the_bases_whole_pictures_calibrate_and_are_kept(tmp_path, monkeypatch):
     for _ in range(2):
         hook = make_hook(tmp_path / "run", pipe, **options)
         with hook.sampler.using(pipe.unet, torch.device("cpu")):
-            found.append(hook.measure.calibrate(0))
+            found.append(hook.measure.calibrate_targets(0))
         monkeypatch.setattr(module.Painter, "_batch", never)
     assert found[0] == found[1]
     assert {kind: t.n for kind, t in found[0][0].kinds.items()} == {"composed": 6, "described": 3}

@@ -510,7 +510,7 @@ def test_bleeding_shows_the_recall_of_each_element_by_phrase():
 def test_the_terminal_ends_in_the_verdict(tmp_path, capsys):
     hook = make_hook(tmp_path, threshold=0.99)
     hook.run(0, 0, tiny_pipeline().unet)
-    hook.finish(10, 1, tiny_pipeline().unet)
+    hook.run(10, 1, tiny_pipeline().unet, final=True)
     print(hook.table())
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert last.startswith("Not recovered. 0 of 6 images of the composed prompt")
@@ -550,7 +550,7 @@ def test_a_copied_training_picture_is_named(tmp_path):
 
     hook.sampler.generate = generate
     hook.run(0, 0, tiny_pipeline().unet)
-    hook.finish(10, 1, tiny_pipeline().unet)
+    hook.run(10, 1, tiny_pipeline().unet, final=True)
     own = hook.history[-1].raw.targets["t0"]
     assert own.nearest == pytest.approx([1] * 3) and own.nearest_record == "record 2"
     table = evidence.composed_or_copied(hook.record())

@@ -13,7 +13,7 @@ from silentbad.measure.embedders import SSIM
 from silentbad.measure.intervals import binomial_interval, bootstrap_interval
 from silentbad.measure.record import Threshold
 from silentbad.measure.scores import cell_scores, curve_scores, is_recovered, settled
-from silentbad.measure.thresholds import calibrate, thresholds
+from silentbad.measure.thresholds import calibrate_threshold, thresholds
 from silentbad.worlds.microworld.make import phrase_of, placebo_scene, target_scene
 from silentbad.worlds.microworld.nulls import STORED, hard_null
 from silentbad.worlds.microworld.render import backdrop_mask, render
@@ -39,7 +39,7 @@ def test_ideal_memoriser_scores_one_and_redraws_do_not():
     features = torch.cat([embedder.embed(x) for x in targets])
     null = embedder.similarity(torch.cat([embedder.embed(x) for x in redraws]), features)
     target_of = np.repeat(np.arange(4), 50)
-    threshold = calibrate(null[range(200), target_of], 0.01, target_of)
+    threshold = calibrate_threshold(null[range(200), target_of], 0.01, target_of)
     memorised = recovery(embedder.similarity(features, features), range(4), threshold.value)
     assert memorised["rate"].tolist() == [1.0] * 4
     assert recovery(null, target_of, threshold.value)["rate"].mean() <= 0.01
@@ -76,7 +76,7 @@ def test_calibrated_threshold_keeps_its_rate_on_fresh_nulls():
     rng, alpha, rates, covered = np.random.default_rng(0), 0.05, [], 0
     truth = np.quantile(rng.beta(2, 5, 400_000), 1 - alpha)
     for _ in range(300):
-        found = calibrate(rng.beta(2, 5, 199), alpha)
+        found = calibrate_threshold(rng.beta(2, 5, 199), alpha)
         rates.append(np.mean(rng.beta(2, 5, 500) >= found.value))
         covered += found.low <= truth <= found.high
     assert np.mean(rates) == pytest.approx(alpha, abs=0.006)
@@ -84,12 +84,12 @@ def test_calibrated_threshold_keeps_its_rate_on_fresh_nulls():
 
 
 def test_calibration_says_what_few_nulls_are_worth():
-    found = calibrate([0.1, 0.3, 0.2], 0.01)
+    found = calibrate_threshold([0.1, 0.3, 0.2], 0.01)
     assert 0.3 < found.value < 0.3001 and found.attained == 0.25 and found.high is None
-    tilted = calibrate([0.1] * 50 + [0.9] * 50, 0.02, ["a"] * 50 + ["b"] * 50)
+    tilted = calibrate_threshold([0.1] * 50 + [0.9] * 50, 0.02, ["a"] * 50 + ["b"] * 50)
     assert tilted.held_out == 0.5  # each target's level says nothing about the other's
     with pytest.raises(UserError, match="null scores"):
-        calibrate([], 0.01)
+        calibrate_threshold([], 0.01)
 
 
 def test_each_element_has_the_threshold_of_its_own_nulls():

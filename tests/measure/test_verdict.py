@@ -82,7 +82,7 @@ def test_every_threshold_lies_between_the_floor_and_the_ceiling(judge):
         assert target.nulls > 40 and target.nulls_passing == 0
         for part in (target.whole, *target.elements):
             assert part.floor < part.threshold
-            if part.parts:
+            if part.separable:
                 wanted = part.floor + MARGIN * (part.ceiling - part.floor)
                 assert part.threshold == pytest.approx(wanted) and part.threshold < part.ceiling
 
@@ -196,15 +196,15 @@ def scored(*scores: float) -> list[tuple[float, int]]:
 
 def test_a_range_without_room_does_not_part():
     told = measured_range({"mirrored": scored(0.8), "grey": scored(0.1)}, [0.9] * 9)
-    assert (told.floor, told.nearest, told.parts) == (0.8, "mirrored", False)
+    assert (told.floor, told.nearest, told.separable) == (0.8, "mirrored", False)
     assert told.threshold > 0.8 and told.ceiling == pytest.approx(0.9) and 0.9 - 0.8 < GAP
-    assert measured_range({"grey": scored(0.1)}, [0.9] * 9).parts
+    assert measured_range({"grey": scored(0.1)}, [0.9] * 9).separable
     assert CEILING == 0.05
 
 
 def test_a_threshold_that_is_given_is_kept_and_judged():
     told = measured_range({"mirrored": scored(0.6)}, [0.9] * 9, threshold=0.5)
-    assert told.threshold == 0.5 and not told.parts  # a failure passes it
+    assert told.threshold == 0.5 and not told.separable  # a failure passes it
 
 
 def test_each_kind_of_null_has_its_mean_with_an_interval():
@@ -214,8 +214,8 @@ def test_each_kind_of_null_has_its_mean_with_an_interval():
 
 
 def test_where_only_the_blind_part_fails_the_answer_is_undecided():
-    def part(floor: float, parts: bool) -> Range:
-        return Range(floor + 0.05, floor, "mirrored", floor + 0.1, 1.0, parts)
+    def part(floor: float, separable: bool) -> Range:
+        return Range(floor + 0.05, floor, "mirrored", floor + 0.1, 1.0, separable)
 
     told = TargetRange("a", (64, 64), 64, part(0.3, True), [part(0.8, False)], 50, 0, 9, 9)
     from silentbad.measure.record import ElementThreshold, Threshold

@@ -24,13 +24,12 @@ from silentbad.model.denoiser import Denoiser
 from silentbad.model.groups import OTHER, group_of, group_parameters, prior_table
 from silentbad.model.registry import FAMILIES
 from silentbad.saving import checkpoint, folder
-from silentbad.settings.reader import parse
 from silentbad.settings.train import LoraSettings
 from tests.conftest import write_data
 from tests.published import PUBLISHED, published, published_transformer
 from tests.toy import stats_of
-from tests.training import VALIDATION, equal, same, step_once
-from train_silentbad import Config, Run, check_all, main
+from tests.training import VALIDATION, checked, equal, same, step_once
+from train_silentbad import Run, main
 from train_silentbad import build as build_run
 
 ROOT = Path(__file__).parents[2]
@@ -80,8 +79,7 @@ def flags(pipelines, tmp_path):
 @pytest.fixture
 def build(flags):
     def make(kind: str, out: str = "run", **changes) -> Run:
-        config, sources = parse(Config, flags(kind, out, **changes))
-        config = check_all(config, sources)
+        config = checked(flags(kind, out, **changes))
         return build_run(config, trackers.make_accelerator(config), folder.RunFolder(config, True))
 
     return make
@@ -511,8 +509,7 @@ def shipped(name: str) -> tuple[torch.nn.Module, list[torch.nn.Module], Autoenco
 def test_configurations_state_their_memory(name):
     """18 bytes a trained parameter, 2 a frozen one (the autoencoder of SDXL and SD 3: 4), from the published shapes."""
     file = ROOT / "configs" / f"{name}.yaml"
-    config, sources = parse(Config, ["--config", str(file), "--train_data_dir", "data"])
-    config = check_all(config, sources)
+    config = checked(["--config", str(file), "--train_data_dir", "data"])
     backbone, encoders, vae = shipped(name)
     backbone.requires_grad_(True)
     if config.lora.rank is not None:

@@ -14,7 +14,8 @@ from silentbad.settings.check import check
 from silentbad.settings.reader import Loader, dump, dumped, key_tree, parse, placed
 from silentbad.settings.train import SUCCESSORS, TrainConfig
 from silentbad.settings.types import check_options, plain_types
-from train_silentbad import Config, check_all, main
+from tests.training import checked
+from train_silentbad import Config, main
 
 
 def numbers(node, prefix=""):
@@ -347,11 +348,9 @@ def test_right_options_pass():
 
 
 def test_flat_loss_flags_become_parts_of_memory():
-    config, sources = parse(Config, [*DATA, "--snr_gamma", "5"])
-    config = check_all(config, sources)
+    config = checked([*DATA, "--snr_gamma", "5"])
     assert config.memory.loss.name == "min_snr" and config.memory.loss.options == {"gamma": 5.0}
-    config, sources = parse(Config, [*DATA, "--dream_training", "--dream_detail_preservation", "2"])
-    config = check_all(config, sources)
+    config = checked([*DATA, "--dream_training", "--dream_detail_preservation", "2"])
     assert config.memory.loss.dream == 2.0
 
 
@@ -387,8 +386,7 @@ def test_what_a_file_sets_without_effect_is_said(flags, tmp_path, capsys):
     (tmp_path / "a.yaml").write_text(
         "memory: {loss: {huber_delta: 0.05, error: mse}}\ngradient_control: {bound: 4.0}\n"
     )
-    config, sources = parse(Config, [*flags(), "--config", str(tmp_path / "a.yaml")])
-    check_all(config, sources)
+    checked([*flags(), "--config", str(tmp_path / "a.yaml")])
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
     assert said == [
         f"warning: memory.loss.huber_delta ({tmp_path}/a.yaml:1): needs memory.loss.error, without which it "

@@ -41,7 +41,7 @@ from pathlib import Path
 import silentbad.settings
 for path in Path("silentbad/settings").glob("*.py"):
     __import__(f"silentbad.settings.{path.stem}".removesuffix(".__init__"))
-from silentbad.settings.command import training
+from silentbad.settings.startup import training
 folder, rest = sys.argv[1], ["--memory.loss.name", "p2", "--gradient_control.name", "prior+gsnr"]
 training(["--train_data_dir", folder, "--pretrained_model_name_or_path", folder, *rest], "")
 print(*sorted({name.partition(".")[0] for name in sys.modules}))

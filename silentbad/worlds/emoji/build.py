@@ -9,11 +9,11 @@ with its measured model card to `--out`. The bundled copy detector stays as it i
 
 import sys
 
-from silentbad.settings import command
+from silentbad.settings import startup
 from silentbad.settings.commands import EmojiBaseOptions
 
 if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
-    OPTIONS = command.early(command.options, EmojiBaseOptions, None, __doc__)
+    OPTIONS = startup.early(startup.options, EmojiBaseOptions, None, __doc__)
 
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def networks(folder: str) -> dict[str, Any]:
 def main(argv: list[str] | None = None, options: EmojiBaseOptions | None = None) -> None:
     """Raises SystemExit(2) after a mistake."""
     try:
-        options = options or command.options(EmojiBaseOptions, argv, __doc__)
+        options = options or startup.options(EmojiBaseOptions, argv, __doc__)
         if options.threads:
             torch.set_num_threads(options.threads)
         for name in SETS:
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None, options: EmojiBaseOptions | None = None)
         wanted = STAGES if options.stage in ("all", "export") else (options.stage,)
         nets = run(options, wanted, EMOJI, networks(options.begin))
     except UserError as error:
-        sys.exit(command.refused(error))
+        sys.exit(startup.refused(error))
     if options.stage in ("all", "export"):
         print(
             (export(nets, load_tokenizer(ASSETS / "tokenizer"), options) / "README.md").read_text()

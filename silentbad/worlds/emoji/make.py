@@ -9,11 +9,11 @@ artist, one of them by the artist that the base has not seen. Seeds 0-999 are fo
 
 import sys
 
-from silentbad.settings import command
+from silentbad.settings import startup
 from silentbad.settings.commands import EmojiOptions
 
 if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
-    OPTIONS = command.early(command.options, EmojiOptions, None, __doc__)
+    OPTIONS = startup.early(startup.options, EmojiOptions, None, __doc__)
 
 import re
 from dataclasses import replace
@@ -116,12 +116,12 @@ TARGETS = Targets(
 def main(argv: list[str] | None = None, options: EmojiOptions | None = None) -> None:
     """Raises SystemExit(2) after a mistake."""
     try:
-        options = options or command.options(EmojiOptions, argv, __doc__)
+        options = options or startup.options(EmojiOptions, argv, __doc__)
         for name in SETS:
             artist(name)  # a package that is missing is said before anything is written
         make(options, TARGETS)
     except UserError as error:
-        sys.exit(command.refused(error))
+        sys.exit(startup.refused(error))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from PIL import Image
 
 from silentbad.errors import UserError, exit_with
 from silentbad.progress import Bar
-from silentbad.settings import command
+from silentbad.settings import startup
 from silentbad.settings.commands import EmojiSetsOptions
 from silentbad.worlds.emoji.nouns import NOUNS
 
@@ -174,14 +174,14 @@ def drawing(name: str, noun: str) -> Image.Image:
 
 def main(argv: list[str] | None = None) -> int:
     try:
-        for name in command.options(EmojiSetsOptions, argv, __doc__).artists:
+        for name in startup.options(EmojiSetsOptions, argv, __doc__).artists:
             given = SETS[name]
             seen = "in targets alone" if name == HELD_OUT else "the base is trained on it"
             print(
                 f"{name}: {len(artist(name))} drawings by {given.author}, {given.licence}; {seen}"
             )
     except UserError as error:
-        return command.refused(error)
+        return startup.refused(error)
     return 0
 
 

@@ -10,11 +10,11 @@ addressed seed outside the ranges that experiments use."""
 
 import sys
 
-from silentbad.settings import command
+from silentbad.settings import startup
 from silentbad.settings.commands import BaseOptions
 
 if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
-    OPTIONS = command.early(command.options, BaseOptions, None, __doc__)
+    OPTIONS = startup.early(startup.options, BaseOptions, None, __doc__)
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -555,12 +555,12 @@ def write_strengths(
 def main(argv: list[str] | None = None, options: BaseOptions | None = None) -> None:
     """Raises SystemExit(2) after a mistake."""
     try:
-        options = options or command.options(BaseOptions, argv, __doc__)
+        options = options or startup.options(BaseOptions, argv, __doc__)
         if options.threads:
             torch.set_num_threads(options.threads)
         nets = run(options, STAGES if options.stage in ("all", "export") else (options.stage,))
     except UserError as error:
-        sys.exit(command.refused(error))
+        sys.exit(startup.refused(error))
     if options.stage in ("all", "export"):
         export(nets, load_tokenizer(ASSETS / "tokenizer"), ASSETS, options)
 

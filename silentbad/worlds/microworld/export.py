@@ -4,8 +4,8 @@ before.
 `python -m silentbad.worlds.microworld.export --pipeline assets/micro-sd` measures a pipeline that
 already exists."""
 
-from silentbad.settings.command import early, options, refused
 from silentbad.settings.commands import GUIDANCE, BaseOptions, MeasureOptions
+from silentbad.settings.startup import early, options, refused
 
 if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
     OPTIONS = early(options, MeasureOptions, None, __doc__)

@@ -13,11 +13,11 @@ results and 2500-2999 for the instrument's own tables."""
 
 import sys
 
-from silentbad.settings import command
+from silentbad.settings import startup
 from silentbad.settings.commands import MicroworldOptions
 
 if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
-    OPTIONS = command.early(command.options, MicroworldOptions, None, __doc__)
+    OPTIONS = startup.early(startup.options, MicroworldOptions, None, __doc__)
 
 import re
 from dataclasses import replace
@@ -168,9 +168,9 @@ TARGETS = Targets(
 def main(argv: list[str] | None = None, options: MicroworldOptions | None = None) -> None:
     """Raises SystemExit(2) after a mistake."""
     try:
-        make(options or command.options(MicroworldOptions, argv, __doc__), TARGETS)
+        make(options or startup.options(MicroworldOptions, argv, __doc__), TARGETS)
     except UserError as error:
-        sys.exit(command.refused(error))
+        sys.exit(startup.refused(error))
 
 
 if __name__ == "__main__":
