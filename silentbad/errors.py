@@ -5,7 +5,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any, NoReturn, TypeVar
 
@@ -176,10 +176,15 @@ def first_line(error: BaseException) -> str:
     return (message.strip() or type(error).__name__)[:300]
 
 
+ErrorKinds = type[Exception] | tuple[type[Exception], ...]
+
+
 @contextmanager
-def user_errors(what: str, advice: str = "") -> Iterator[None]:
-    """Around a call of someone else's reader on what a user gave: whatever that raises becomes one
-    line, `what` and the cause.
+def user_errors(
+    what: str, advice: str = "", kinds: ErrorKinds = Exception, reason: str = ""
+) -> Iterator[None]:
+    """Around a call of someone else's reader on what a user gave: an error of these kinds becomes
+    one line, `what` and the cause (or the `reason` known beforehand).
 
     Only foreign code stands inside. An exception of the project's own code thus keeps its
     traceback, since it is no mistake of the user's. Memory that runs out says nothing of what the
@@ -188,27 +193,19 @@ def user_errors(what: str, advice: str = "") -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except kinds as error:
         if no_memory(error):
             raise
-        raise UserError(f"{what} ({first_line(error)}){advice and '; '}{advice}") from error
+        line = f"{what} ({reason or first_line(error)}){advice and '; '}{advice}"
+        raise UserError(line) from error
 
 
-@contextmanager
-def writing(place: str, what: str):
+def writing(place: str, what: str) -> AbstractContextManager[None]:
     """A disk that is full, gone or read-only while `what` is written is one line that names
     `place`."""
-    try:
-        yield
-    except (
-        OSError,
-        RuntimeError,
-        SafetensorError,
-    ) as error:  # torch and safetensors wrap the system's errors
-        if no_memory(error):
-            raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{place}: cannot write {what} ({reason})") from error
+    # torch and safetensors wrap the system's errors
+    kinds = (OSError, RuntimeError, SafetensorError)
+    return user_errors(f"{place}: cannot write {what}", kinds=kinds)
 
 
 T = TypeVar("T")

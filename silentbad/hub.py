@@ -14,7 +14,7 @@ import datasets
 from huggingface_hub import constants
 from huggingface_hub.utils import get_session
 
-from silentbad.errors import UserError, first_line, no_memory
+from silentbad.errors import first_line, user_errors
 from silentbad.files import names_folder as names_folder
 
 # of httpx and of requests
@@ -53,14 +53,8 @@ def fetching(path: str, failed: str) -> Iterator[None]:
     `failed`. Where the Hub does not answer, the line says so and what to do instead."""
     here = os.path.exists(path) or names_folder(path)
     away = None if here else unreachable()
-    try:
+    if away is None and not here and constants.HF_HUB_OFFLINE:
+        away = "HF_HUB_OFFLINE is set"
+    absent = f"{away}; the cache holds no whole copy; connect, or give a local folder"
+    with user_errors(failed, reason=absent if away else ""):
         yield
-    except UserError:
-        raise
-    except Exception as error:
-        if no_memory(error):
-            raise
-        if away is None and not here and constants.HF_HUB_OFFLINE:
-            away = "HF_HUB_OFFLINE is set"
-        absent = f"{away}; the cache holds no whole copy; connect, or give a local folder"
-        raise UserError(f"{failed} ({first_line(error) if away is None else absent})") from error

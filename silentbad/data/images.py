@@ -27,7 +27,7 @@ from PIL import (
     UnidentifiedImageError,
 )
 
-from silentbad.errors import UserError, brief, first_line, warn
+from silentbad.errors import UserError, brief, first_line, user_errors, warn
 from silentbad.files import is_lfs_pointer, is_utf8
 
 if TYPE_CHECKING:
@@ -123,12 +123,10 @@ def _upright(source: Path | bytes, where: str) -> Image.Image:
 def _decoding(source: Path | bytes, where: str) -> Iterator[None]:
     """Pillow at work: its decoders raise many kinds of errors, and warn of more."""
     failed = f"{where}: cannot read {_shown(source)} as an image"
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), user_errors(failed):
         warnings.simplefilter("ignore")
         try:
             yield
-        except UserError:
-            raise
         except Image.DecompressionBombError:
             over = f"is over the limit of {MAX_PIXELS} pixels; shrink it"
             raise UserError(f"{where}: {_shown(source)} {over}") from None
@@ -137,8 +135,6 @@ def _decoding(source: Path | bytes, where: str) -> Iterator[None]:
             if isinstance(source, Path) and is_lfs_pointer(source):
                 wrong = "a Git LFS pointer; run git lfs pull"
             raise UserError(f"{failed} (it is {wrong})") from None
-        except Exception as error:
-            raise UserError(f"{failed} ({first_line(error)})") from error
 
 
 def _shown(source: Path | bytes) -> str:

@@ -13,7 +13,7 @@ import torch
 from silentbad.control.shrinkage import ShrunkAdamW
 from silentbad.control.spectral import SpectralAdamW
 from silentbad.distributed.shards import gather
-from silentbad.errors import UserError, no_memory, user_errors
+from silentbad.errors import UserError, user_errors
 from silentbad.model.averaging import keeps_average
 from silentbad.settings.optimizers import not_one, path_of
 from silentbad.settings.train import TrainConfig
@@ -26,15 +26,8 @@ def optimizer_class(config: TrainConfig) -> type[torch.optim.Optimizer]:
     """The class that the settings name; refused where it does not import or is none."""
     key, path = path_of(config)
     module, _, name = path.rpartition(".")
-    try:
+    with user_errors(f"{key}: {module} does not import", f"pip install {module.split('.')[0]}"):
         kind = getattr(importlib.import_module(module), name, None)
-    except Exception as error:  # whatever a package raises while it is imported
-        if no_memory(error):
-            raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"{key}: {module} does not import ({reason}); pip install {module.split('.')[0]}"
-        ) from None
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise UserError(not_one(key, config.optimizer))
     return kind

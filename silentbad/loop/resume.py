@@ -10,7 +10,7 @@ from typing import Any
 
 from silentbad.data.loader import Loader
 from silentbad.distributed import shards
-from silentbad.errors import UserError, no_memory, warn, writing
+from silentbad.errors import UserError, user_errors, warn, writing
 from silentbad.loop.meters import Meters, Timers
 from silentbad.loop.signals import Interrupted
 from silentbad.loop.state import TrainState
@@ -83,8 +83,5 @@ class Checkpoints:
                     self._write("signal" if isinstance(error, Interrupted) else "exception")
                 except Exception as second:  # a full disk must not hide the first error
                     warn(f"no checkpoint after {type(error).__name__}: {second}")
-            if isinstance(error, OSError) and not no_memory(error):
-                raise UserError(
-                    f"output_dir {self.folder.path}: step {state.step}: {error}"
-                ) from error
-            raise
+            with user_errors(f"output_dir {self.folder.path}: step {state.step}", kinds=OSError):
+                raise

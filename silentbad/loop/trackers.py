@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
 from silentbad.distributed.start import start as start_accelerator
-from silentbad.errors import UserError, first_line
+from silentbad.errors import UserError, user_errors
 from silentbad.settings.reader import flat
 from silentbad.settings.train import TrainConfig
 
@@ -40,13 +40,9 @@ def start(accelerator: Accelerator, config: TrainConfig, values: dict[str, Any],
     for key, value in plain.items():
         plain[key] = value if isinstance(value, (int, float, str)) else str(value)
     resumed = {"tensorboard": {"purge_step": step + 1}} if step else {}
-    try:
+    # each tracker raises errors of its own
+    with user_errors(f"report_to: {config.report_to} does not start", "mend it, or use none"):
         accelerator.init_trackers(config.tracker_project_name, plain, resumed)
-    except Exception as error:  # each tracker raises errors of its own
-        reason = first_line(error)
-        raise UserError(
-            f"report_to: {config.report_to} does not start ({reason}); mend it, or use none"
-        ) from None
 
 
 def save_images(images: list[Any], folder: Path, step: int, accelerator: Any) -> None:

@@ -12,7 +12,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from silentbad.errors import UserError, first_line, no_memory, warn
+from silentbad.errors import UserError, user_errors, warn
 from silentbad.files import read_json
 
 MANIFEST = "manifest.json"
@@ -172,10 +172,8 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Safetensors onto the CPU. Raises UserError where the file cannot be read."""
-    try:
+    with user_errors(f"{path}: cannot be read", kinds=(SafetensorError, OSError)):
         return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from None
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
@@ -185,26 +183,14 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
 
 def read_state(path: Path) -> dict[str, Any]:
     """State of tensors and plain values; anything that would run code is refused."""
-    try:
+    failed = f"{path}: cannot be read"
+    more = "holds more than tensors and plain values, so not loaded"
+    with user_errors(failed), user_errors(failed, kinds=pickle.UnpicklingError, reason=more):
         return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise UserError(
-            f"{path}: cannot be read (holds more than tensors and plain values, so not loaded)"
-        ) from None
-    except Exception as error:
-        if no_memory(error):
-            raise
-        raise UserError(f"{path}: cannot be read ({first_line(error)})") from None
 
 
-@contextmanager
-def explain_mismatch(folder: Path | str, name: str):
+def explain_mismatch(folder: Path | str, name: str) -> AbstractContextManager[None]:
     """A state of other shapes or parts than this run's is one line, not a traceback."""
-    try:
-        yield
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        if no_memory(error):
-            raise
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        wrong = f"the state of {name!r} does not fit this run ({reason})"
-        raise UserError(f"{folder}: {wrong}; resume with its config.yaml and data") from None
+    wrong = f"{folder}: the state of {name!r} does not fit this run"
+    kinds = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError)
+    return user_errors(wrong, "resume with its config.yaml and data", kinds)
