@@ -43,11 +43,6 @@ def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None
     if there and not any(roles.by_role(memory)[role].loss_weight for role in there):
         named = " and ".join(sorted(there))
         raise UserError(f"memory.roles: loss_weight is 0 for {named}, so nothing would be learnt")
-    if memory.retention.name == "self_distillation" and unseen:
-        raise UserError(
-            "memory.retention.name=self_distillation: acts on clean records, of which "
-            "memory.sampler.clean_ratio 0 shows none; leave one of them out"
-        )
     between = config.gradient_control.between
     idle = {*between.levels} - {*info.roles, *made} - {*type(between)().levels}
     if between.name != "none" and idle:

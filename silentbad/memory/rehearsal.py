@@ -19,6 +19,8 @@ from silentbad.memory.masks import area, fitted, fitted_mask, overlaid, overlap
 from silentbad.settings.memory import PLACED
 from silentbad.settings.types import NotNegative, Small, Unit
 
+UnionShare = Annotated[float, Interval(ge=0, le=0.25)]  # of an element's records that show two
+
 
 def check_union(elements: int, of: int, target_id: str) -> None:
     """Refuse a picture or caption with more than k - 1 of a target's k elements: it would be the
@@ -108,7 +110,7 @@ def pairwise(
     load: Callable,
     masks: dict,
     *,
-    share: Unit = 0.25,
+    share: UnionShare = 0.25,
     elements: Small | None = 2,
     first: Literal["any", "shared", "unique"] = "any",
     feather: NotNegative = 1.5,
@@ -213,7 +215,7 @@ def pairwise_captions(
     load: Callable,
     masks: dict,
     *,
-    share: Unit = 0.25,
+    share: UnionShare = 0.25,
     elements: Small | None = 2,
     first: Literal["any", "shared", "unique"] = "any",
     feather: NotNegative = 1.5,
@@ -351,10 +353,6 @@ class Rehearsal:
                 "phrases"
             )
         if name.startswith("pairwise"):
-            if not 0 <= (share := options.get("share", 0.25)) <= 0.25:
-                raise UserError(
-                    f"memory.rehearsal: share is {share:g}; pairwise rehearsal takes at most 0.25"
-                )
             wanted = options.get("elements", 2)
             for target, elements in info.elements_of.items():
                 if wanted and len(elements) > 2:  # of fewer no union is made at all

@@ -234,6 +234,10 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
             "{a_value} needs memory.region.name=mask: its loss is where elements stand"
         ),
     },
+    "memory.sampler.clean_ratio=0.0": {
+        "memory.retention.name=self_distillation": "{a_value} acts on clean records, of which {b} 0 "
+        f"shows none; {LEAVE}"
+    },
     "memory.retention.unconditional": {
         "memory.roles.clean.caption_dropout": "is {b}, which is set too; set one of them"
     },

@@ -10,6 +10,7 @@ from silentbad.data.loader import collate
 from silentbad.errors import UserError
 from silentbad.experiments import auxiliaries
 from silentbad.memory import masks, rehearsal
+from silentbad.settings.types import check_options
 from tests.world import BOXES, PHRASES, Trainer, World, config, hook, taken
 
 
@@ -132,8 +133,6 @@ def test_pairwise_captions_are_unions_and_captions_of_the_rest():
             assert pair is None or fresh["image"].tobytes() == pair["image"].tobytes()
             made, united = made + (fresh is not None), united + (pair is not None)
     assert 0.4 < (made - united) / (300 - united) < 0.6
-    with pytest.raises(UserError, match="at most 0.25"):
-        hook(world, "pairwise_captions", share=0.5)
 
 
 def test_joint_captions_name_two_to_one_less_than_all():
@@ -218,8 +217,9 @@ def test_rehearsal_cap_cannot_be_configured_away():
     world = World()
     with pytest.raises(UserError, match="at most 2"):
         hook(world, "pairwise", elements=3)
-    with pytest.raises(UserError, match="at most 0.25"):
-        hook(world, "pairwise", share=0.5)
+    for name in ("pairwise", "pairwise_captions"):
+        with pytest.raises(UserError, match="at most 0.25"):
+            check_options("memory.rehearsal", rehearsal.REHEARSAL, name, {"share": 0.5})
     rehearse = hook(world, "pairwise")
     rehearse.options["elements"] = 99  # past the check at construction
     made = [rehearse({"index": r, "role": "element"}, (d, r)) for r in range(25) for d in range(20)]
