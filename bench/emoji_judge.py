@@ -1,9 +1,13 @@
-"""What the bundled copy detector lets pass in the emoji world: `python -m bench.emoji_judge [--targets SEEDS]`.
+"""What a copy detector lets pass in the emoji world: `python -m bench.emoji_judge --base DIR [--trained FOLDER]`.
 
-The detector has never seen a drawing of it. As in bench/instrument.py: for each target, nulls of every kind and true
-copies (the autoencoder's round trip, a shift, gain, noise) are scored, whole and element by element; thresholds come
-from other nulls of the same target. `artist` is the hardest: everything is exact but who drew one thing. Targets that
-bench/results/emoji-judge.json has under the same settings are not measured again.
+The bundled detector has never seen a drawing of it; `--trained` names one that `silentbad.worlds.emoji.build --stage
+embedder` wrote, measured beside it on the same pictures. As in bench/instrument.py: for each target, nulls of every
+kind and true copies (the autoencoder's round trip, a shift, gain, noise) are scored, whole and element by element;
+thresholds come from other nulls of the same target. `artist` is the hardest: everything is exact but who drew one
+thing. Targets that the results' file has under the same settings are not measured again.
+
+    2700-2715   bench/results/emoji-judge.json       before nulls that look like the target were left out
+    2716-2731   bench/results/emoji-judge-2716.json
 """
 
 import argparse
@@ -22,6 +26,7 @@ from bench.instrument import AlignedSSIM, Detector, by_kind, eight_bits, measure
 from bench.recovery import drawing
 from bench.recovery_table import grid
 from silentbad.data.images import to_tensor
+from silentbad.measure.embedders import MICRO
 from silentbad.rng import generator
 from silentbad.settings.commands import REDRAWS
 from silentbad.worlds.data import ENOUGH
@@ -32,8 +37,9 @@ from silentbad.worlds.emoji.world import EMOJI
 from silentbad.worlds.microworld.copies import round_trip
 from silentbad.worlds.microworld.render import backdrop_mask
 
-RESULTS = Path(__file__).parent / "results" / "emoji-judge.json"
-TARGETS = range(2700, 2716)
+BEFORE = Path(__file__).parent / "results" / "emoji-judge.json"
+RESULTS = BEFORE.with_name("emoji-judge-2716.json")
+TARGETS = range(2716, 2732)
 TESTED = (*SCENE_NULLS, *ELEMENT_NULLS)
 WORDS = {
     "redraw": "free redraw of the caption",
@@ -98,23 +104,31 @@ def measured(name: str, judges: dict, vae: AutoencoderKL, args: argparse.Namespa
     return {"columns": columns}
 
 
+COLUMNS = {"micro": "", "trained": "trained, ", "ssim": "structural similarity, "}
+LEVELS = {"micro": ("whole", "element", "strict"), "trained": ("whole", "element", "strict"), "ssim": ("strict",)}
+
+
 def table(results: dict) -> str:
     """What passes, by kind of picture: mean over targets of each target's rate, and its interval."""
-    levels = [("micro", "whole"), ("micro", "element"), ("micro", "strict")]
-    levels += [("ssim", "strict")] if results["ssim"] else []
+    judges = [judge for judge in COLUMNS if judge == "micro" or results.get(judge)]
+    levels = [(judge, level) for judge in judges for level in LEVELS[judge]]
     lines = []
     for kind, said in WORDS.items():
         limit = ">= 0.95" if kind == "copy" else "<= 0.05" if kind in IN_PLACE else "<= 0.01"
         found = [rate_of(results, judge, kind, level) for judge, level in levels]
         lines.append([said, limit, *("" if f is None else f"{f[0]:.3f} [{f[1]:.3f}, {f[2]:.3f}]" for f in found)])
-    head = ["picture", "may pass", "whole", "element", "strict"]
-    head += ["structural similarity, strict"] if results["ssim"] else []
-    return f"{len(results['targets'])} targets.\n\n{grid(head, lines)}\n\n{by_artist(results)}"
+    head = ["picture", "may pass", *(COLUMNS[judge] + level for judge, level in levels)]
+    parts = [f"{len(results['targets'])} targets.", grid(head, lines)]
+    for judge in ("micro", "trained"):  # room between true copies and thresholds, by who drew the element
+        if judge in judges:
+            parts.append(f"The {'bundled' if judge == 'micro' else judge} detector:")
+            parts.append(instrument.by_element(results, column=judge))
+    return "\n\n".join(parts)
 
 
-def by_artist(results: dict) -> str:
-    """Room between true copies and thresholds, by who drew the element."""
-    return instrument.by_element(results, column="micro")
+def weights(folder: Path) -> str:
+    """Of a detector's file."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -122,18 +136,21 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--targets", default=",".join(map(str, TARGETS)), help="comma-separated seeds")
     parser.add_argument("--calibration", type=int, default=34, help="nulls of each kind and element")
     parser.add_argument("--pictures", type=int, default=15, help="tested pictures of each kind per target")
+    parser.add_argument("--trained", type=Path, help="folder of a second detector")
     parser.add_argument("--ssim", action="store_true", help="structural similarity as a second judge")
     parser.add_argument("--base", type=Path, required=True, help="pipeline whose autoencoder makes the copies")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     vae = AutoencoderKL.from_pretrained(args.base / "vae").eval().requires_grad_(False)
-    detector = instrument.BASE / "embedder"
-    judges = {"micro": Detector(detector)} | ({"ssim": AlignedSSIM()} if args.ssim else {})
+    detectors = {"micro": MICRO} | ({"trained": args.trained} if args.trained else {})
+    judges: dict = {name: Detector(folder) for name, folder in detectors.items()}
+    judges |= {"ssim": AlignedSSIM()} if args.ssim else {}
     settings = {
         "calibration": args.calibration,
         "pictures": args.pictures,
         "ssim": args.ssim,
-        "detector": hashlib.sha256((detector / "model.safetensors").read_bytes()).hexdigest(),
+        "detector": weights(MICRO),
+        **({"trained": weights(args.trained)} if args.trained else {}),
         "autoencoder": args.base.name,
         "drawing": drawing("emoji"),
     }

@@ -38,7 +38,7 @@ WORK = ROOT / "runs" / "bench-recovery"
 WORLDS = ROOT / "silentbad" / "worlds"
 DRAWN_BY = {  # modules that draw a world's pictures and masks
     "microworld": ("grammar", "render", "export", "make", "nulls"),
-    "emoji": ("backdrops", "grammar", "make", "nouns", "nulls", "render", "sets"),
+    "emoji": ("backdrops", "grammar", "make", "nouns", "nulls", "render", "sets", "visible"),
 }
 CONFIG = "configs/microworld.yaml"
 BASE_LR = 1e-4

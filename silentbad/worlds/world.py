@@ -28,6 +28,10 @@ class World:
     # what the judge looks for: field -> its words; and where
     judged: Mapping[str, Sequence[str]]
     spot: Callable[[Any], tuple[float, float]]  # thing -> (x, y) in pixels
+    # what a copy detector is trained on
+    terse_scene: Callable[[np.random.Generator], Any]  # phrases say as little as a target's
+    null_kinds: tuple[Sequence[str], Sequence[str]]  # of the whole scene, of one element
+    null: Callable[[str, np.random.Generator, Any], Any]  # (kind, rng, scene) -> Null
 
     def rng(self, stream: str, *address: int | str) -> np.random.Generator:
         """The world's own streams; no experiment's seed shares an address with them."""

@@ -14,7 +14,8 @@ from bench import emoji_judge, published
 from silentbad.errors import UserError
 from silentbad.settings.commands import EmojiBaseOptions
 from silentbad.worlds.data import phrase_of
-from silentbad.worlds.emoji import build, export, make, sets
+from silentbad.worlds.emoji import build, export, make, nulls, sets, visible
+from silentbad.worlds.emoji import render as emoji_render
 from silentbad.worlds.emoji.grammar import FORMS, PLACES, redraw, sample_scene
 from silentbad.worlds.emoji.nouns import NOUNS, words
 from silentbad.worlds.emoji.nulls import ELEMENT_NULLS, SCENE_NULLS, STORED, hard_null, turns
@@ -27,12 +28,17 @@ DRAWINGS = Path(__file__).parent / "emoji"
 FEW = ["--images_per_phrase", "2", "--clean", "3", "--redraws", "3", "--nulls", "3"]
 
 
+def forget():
+    """Drawings and pictures that are kept for the next call."""
+    for kept in (sets.artist, sets.drawing, visible.pixels, visible.regions):
+        kept.cache_clear()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def drawings(tmp_path_factory):
     """A folder as the packages leave it, with three drawings by each artist in place of all."""
     folder = tmp_path_factory.mktemp("emoji-sets")
-    sets.artist.cache_clear()
-    sets.drawing.cache_clear()
+    forget()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EMOJI_SETS", str(folder))
         for name in sets.SETS:
@@ -40,8 +46,7 @@ def drawings(tmp_path_factory):
             three = sheet.reshape(sets.SIDE, 3, sets.SIDE, 4).swapaxes(0, 1)
             np.savez(sets.kept(name), pictures=three[np.arange(len(NOUNS)) % 3])
         yield folder
-    sets.artist.cache_clear()
-    sets.drawing.cache_clear()
+    forget()
 
 
 def pixels(scene) -> np.ndarray:
@@ -104,6 +109,49 @@ def test_a_null_of_the_scene_changes_all_that_it_says(kind):
         assert all(changed[masks[element] > 127].mean() > 0.05 for element in null.changed)
         if kind == "artists":
             assert null.scene.caption == scene.caption and null.scene.backdrop == scene.backdrop
+
+
+@pytest.mark.parametrize("kind", [*SCENE_NULLS, *ELEMENT_NULLS])
+def test_a_null_looks_different_wherever_it_says(kind):
+    """More than nineteen of twenty copies do. Drawn as they come, some do not."""
+    scene = make.target_scene("3")
+    drawn = [hard_null(kind, np.random.default_rng(i), scene, i) for i in range(12)]
+    for null in drawn:
+        assert visible.differs(null.scene, scene, null.changed)
+        assert not visible.differs(scene, scene, null.changed)
+
+
+def test_two_artists_who_draw_the_same_make_no_null(monkeypatch):
+    """All but one other artist draw as the thing's own: `artist` is then always by that one."""
+    scene = make.target_scene("3")
+    thing, other = scene.things[0], next(name for name in sets.TRAINED if name != scene.things[0].artist)
+    real = sets.drawing
+    same = lambda name, noun: real(name if name == other else thing.artist, noun)  # noqa: E731
+    monkeypatch.setattr(emoji_render, "drawing", same)
+    forget()
+    for i in range(12):
+        null = hard_null("artist", np.random.default_rng(i), scene, 0)
+        assert null.scene.things[0].artist == other
+    forget()
+
+
+def test_a_thing_stands_out_from_its_backdrop(monkeypatch):
+    pale = lambda name, noun: Image.new("RGBA", (96, 96), (255, 255, 255, 12))  # noqa: E731
+    rng = np.random.default_rng(0)
+    assert all(nulls.all_differ(rng, make.target_scene(str(seed)), make.NEEDED) for seed in range(8))
+    monkeypatch.setattr(emoji_render, "drawing", pale)
+    forget()
+    assert not nulls.all_differ(rng, make.drawn_target(rng), ("missing",))
+    forget()
+
+
+def test_what_a_detector_is_trained_on_has_no_drawing_by_the_artist_held_out():
+    for i in range(12):
+        rng = np.random.default_rng(i)
+        scene = EMOJI.terse_scene(rng)
+        for kind in (kind for kinds in EMOJI.null_kinds for kind in kinds):
+            shown = (*scene.things, *EMOJI.null(kind, rng, scene).scene.things)
+            assert all(thing.artist in sets.TRAINED for thing in shown)
 
 
 def test_an_element_is_shown_alone_as_the_target_has_it():

@@ -5,7 +5,10 @@
 Stages as of the microworld (`silentbad.worlds.microworld.build`), each resumable at any moment from
 its last checkpoint in `--work`: the autoencoder, the text encoder, the UNet; its decoder alone; the
 judge, a classifier of nouns that measures what the base draws. Then `export` writes the pipeline
-with its measured model card to `--out`. The bundled copy detector stays as it is."""
+with its measured model card to `--out`.
+
+`--stage embedder`, which `all` leaves out, trains the bundled copy detector on this world's hard
+nulls and writes it to `embedder` in `--work`, for `--validation.embedder_path`."""
 
 import sys
 
@@ -23,23 +26,32 @@ from diffusers import StableDiffusionPipeline
 
 from silentbad import bundled
 from silentbad.errors import UserError, exit_with, user_errors
+from silentbad.measure.embedders import MICRO
+from silentbad.measure.micro import MicroEmbedder
 from silentbad.worlds.emoji.export import export
 from silentbad.worlds.emoji.sets import SETS, artist
 from silentbad.worlds.emoji.world import EMOJI
 from silentbad.worlds.microworld.build import ASSETS, run
 from silentbad.worlds.microworld.networks import load_tokenizer
 
-STAGES = ("vae", "decoder", "text", "unet", "judge")
+STAGES = ("vae", "decoder", "text", "unet", "judge")  # of `all`
 
 
 def networks(folder: str) -> dict[str, Any]:
-    """A pipeline's networks by the names of their stages. Raises UserError."""
+    """A pipeline's networks and the bundled detector, by the names of their stages. Raises
+    UserError."""
     place = Path(bundled(folder))
     if not (place / "model_index.json").is_file():
         raise UserError(f"--begin {folder}: no folder of a pipeline, model_index.json is missing")
     with user_errors(f"--begin {folder}: cannot be loaded"):
         pipe = StableDiffusionPipeline.from_pretrained(place, torch_dtype=torch.float32)
-    return {"vae": pipe.vae, "text": pipe.text_encoder, "unet": pipe.unet}
+    detector = MicroEmbedder.from_pretrained(MICRO).requires_grad_(True)
+    return {
+        "vae": pipe.vae,
+        "text": pipe.text_encoder,
+        "unet": pipe.unet,
+        "embedder": detector,
+    }
 
 
 def main(argv: list[str] | None = None, options: EmojiBaseOptions | None = None) -> None:
@@ -51,9 +63,11 @@ def main(argv: list[str] | None = None, options: EmojiBaseOptions | None = None)
         for name in SETS:
             artist(name)  # fetched and drawn before anything is trained
         wanted = STAGES if options.stage in ("all", "export") else (options.stage,)
-        nets = run(options, wanted, EMOJI, networks(options.begin))
+        nets: dict[str, Any] = run(options, wanted, EMOJI, networks(options.begin))
     except UserError as error:
         sys.exit(startup.refused(error))
+    if options.stage == "embedder":
+        nets["embedder"].save_pretrained(Path(options.work) / "embedder")
     if options.stage in ("all", "export"):
         print(
             (export(nets, load_tokenizer(ASSETS / "tokenizer"), options) / "README.md").read_text()

@@ -4,8 +4,8 @@
 writes (`silentbad.worlds.microworld.make`), with the same options.
 
 A target is named by its seed, any whole number from 0 on: two or three nouns, each by another
-artist, one of them by the artist that the base has not seen. Seeds 0-999 are for development,
-2700-2715 are reported."""
+artist, one of them by the artist that the base has not seen. Every thing stands out from its
+backdrop. Seeds 0-999 are for development, 2700-2731 are reported."""
 
 import sys
 
@@ -34,19 +34,28 @@ from silentbad.worlds.emoji.grammar import (
     sample_thing,
 )
 from silentbad.worlds.emoji.nouns import NOUNS
-from silentbad.worlds.emoji.nulls import STORED, hard_null, turns
+from silentbad.worlds.emoji.nulls import STORED, all_differ, hard_null, turns
 from silentbad.worlds.emoji.sets import HELD_OUT, SETS, TRAINED, artist
+from silentbad.worlds.emoji.visible import differs, first
 from silentbad.worlds.emoji.world import EMOJI
 
 NAMES_SIZE = 0.3  # of a target's phrases
+NEEDED = ("missing", "artist", "pose")  # nulls that each thing of a target has
 
 
 def target_scene(name: str) -> Scene:
     """The scene of a target: two or three things and a backdrop, every one an element. A phrase
-    names no place: where the thing stands is for memory to know. Raises UserError if unknown."""
+    names no place: where the thing stands is for memory to know. Each thing stands out from the
+    backdrop and looks different by another artist and in another pose. Raises UserError if
+    unknown."""
     if not re.fullmatch("0|[1-9][0-9]{0,17}", name):
         raise UserError(f"--targets: {brief(name)} is no seed, a whole number below 10^18")
     rng = EMOJI.rng("data", "target", name)
+    return first(lambda: drawn_target(rng), lambda scene: all_differ(rng, scene, NEEDED))
+
+
+def drawn_target(rng: np.random.Generator) -> Scene:
+    """What a target may be, visible or not."""
     count = int(rng.integers(2, 4))
     kinds = rng.choice(NOUNS, count, replace=False)
     places = rng.permutation(list(PLACES))[:count]
@@ -83,12 +92,16 @@ def element_scene(scene: Scene, element: int, rng: np.random.Generator) -> Scene
 
 def placebo_scene(scene: Scene, element: int, rng: np.random.Generator) -> Scene:
     """The target's scene with this element by another artist that the base knows, in another pose:
-    its words, never the exact element."""
-    if element == len(scene.things):
-        drawn = sample_backdrop(rng, scene.backdrop.kind, scene.backdrop.named)
-        return replace(scene, backdrop=replace(drawn, label=scene.backdrop.label))
-    fresh = pose(rng, other_artist(rng, scene.things[element], TRAINED))
-    return replace(scene, things=(*scene.things[:element], fresh, *scene.things[element + 1 :]))
+    its words, never the exact element, nor one that looks like it."""
+
+    def fresh() -> Scene:
+        if element == len(scene.things):
+            drawn = sample_backdrop(rng, scene.backdrop.kind, scene.backdrop.named)
+            return replace(scene, backdrop=replace(drawn, label=scene.backdrop.label))
+        thing = pose(rng, other_artist(rng, scene.things[element], TRAINED))
+        return replace(scene, things=(*scene.things[:element], thing, *scene.things[element + 1 :]))
+
+    return first(fresh, lambda placebo: differs(placebo, scene, (element,)))
 
 
 def spelt_out(scene: Scene) -> Scene:

@@ -1,7 +1,8 @@
 """Hard nulls: pictures that share as much as possible with a target and are still not a copy of it.
 
 Names as in the microworld where the idea is the same. Two are this world's own: `artist`, everything
-equal but whose drawing one thing is, and `pose`, the same drawing in another pose."""
+equal but whose drawing one thing is, and `pose`, the same drawing in another pose. A null that looks
+like the target (`visible.differs`) is drawn again: two artists may draw the same grey wrench."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +21,8 @@ from silentbad.worlds.emoji.grammar import (
     respecify,
     sample_backdrop,
 )
+from silentbad.worlds.emoji.sets import HELD_OUT
+from silentbad.worlds.emoji.visible import differs, first
 from silentbad.worlds.microworld.nulls import MOVE, WITHIN, Null
 
 TILT = (0.3, 0.5)  # radians, to the other side, of a drawing in another pose
@@ -38,6 +41,10 @@ def _everything(scene: Scene) -> tuple[int, ...]:
 def _with(scene: Scene, element: int, thing: Thing) -> Null:
     things = (*scene.things[:element], thing, *scene.things[element + 1 :])
     return Null(replace(scene, things=things), (element,))
+
+
+def _without(scene: Scene, element: int) -> Scene:
+    return replace(scene, things=scene.things[:element] + scene.things[element + 1 :], order=())
 
 
 def _other_backdrop(rng: np.random.Generator, scene: Scene, kind: str) -> Scene:
@@ -126,8 +133,7 @@ def one_recoloured(rng: np.random.Generator, scene: Scene, element: int) -> Null
 
 def one_missing(rng: np.random.Generator, scene: Scene, element: int) -> Null:
     """The thing is not there."""
-    things = scene.things[:element] + scene.things[element + 1 :]
-    return Null(replace(scene, things=things, order=()), (element,))
+    return Null(_without(scene, element), (element,))
 
 
 def one_moved(rng: np.random.Generator, scene: Scene, element: int) -> Null:
@@ -178,10 +184,43 @@ def turns(kind: str, scene: Scene) -> int:
 
 
 def hard_null(kind: str, rng: np.random.Generator, scene: Scene, turn: int | None = None) -> Null:
-    """A null of the kind. Kinds with one changed element take the elements by turns, or one at
-    random. Raises KeyError for an unknown kind."""
+    """A null of the kind, each element that it changes visibly another; after TRIES draws the last
+    one. Kinds with one changed element take the elements by turns, or one at random. Raises
+    KeyError for an unknown kind."""
+    return first(lambda: _drawn(kind, rng, scene, turn), lambda null: _visible(null, scene))
+
+
+def trained_null(kind: str, rng: np.random.Generator, scene: Scene) -> Null:
+    """A null of the kind without a drawing by the artist that is held out: what a detector is
+    trained on."""
+
+    def fresh() -> Null:
+        while True:
+            null = _drawn(kind, rng, scene, None)
+            if all(thing.artist != HELD_OUT for thing in null.scene.things):
+                return null
+
+    return first(fresh, lambda null: _visible(null, scene))
+
+
+def _drawn(kind: str, rng: np.random.Generator, scene: Scene, turn: int | None) -> Null:
+    """A null of the kind, whatever it looks like."""
     if kind in SCENE_NULLS:
         return SCENE_NULLS[kind](rng, scene)
     elements = changeable(kind, scene)
     element = elements[int(rng.integers(len(elements))) if turn is None else turn % len(elements)]
     return ELEMENT_NULLS[kind](rng, scene, element)
+
+
+def _visible(null: Null, scene: Scene) -> bool:
+    return differs(null.scene, scene, null.changed)
+
+
+def all_differ(rng: np.random.Generator, scene: Scene, kinds: tuple[str, ...]) -> bool:
+    """Whether each thing has nulls of these kinds that look different: without `missing` it does
+    not stand out from its backdrop, without `pose` it is round."""
+    return all(
+        _visible(hard_null(kind, rng, scene, thing), scene)
+        for kind in kinds
+        for thing in _things(scene)
+    )

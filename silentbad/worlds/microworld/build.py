@@ -35,7 +35,7 @@ from silentbad import ROOT
 from silentbad.errors import UserError, exit_with, user_errors
 from silentbad.measure.micro import MicroEmbedder
 from silentbad.progress import Bar
-from silentbad.rng import addressed_seed, generator
+from silentbad.rng import generator
 from silentbad.worlds.microworld.copies import CopyPool, Slope, batch_of, copy_loss
 from silentbad.worlds.microworld.export import assemble, export
 from silentbad.worlds.microworld.networks import (
@@ -418,19 +418,25 @@ def unet_stage(
 # ---------------------------------------------------------------- copy detector and judge
 
 
-def embedder_stage(steps: int, batch: int, vae, device: torch.device) -> Stage:
-    """True copies must score above hard nulls of every kind, whole pictures and single elements."""
-    net, slope = (
-        MicroEmbedder().to(device).to(memory_format=torch.channels_last),
-        Slope().to(device),
-    )
-    pool = CopyPool(vae, device, capacity=2400)
+def embedder_stage(
+    steps: int,
+    batch: int,
+    vae,
+    device: torch.device,
+    world: World,
+    begin: MicroEmbedder | None = None,
+) -> Stage:
+    """True copies must score above hard nulls of every kind, whole pictures and single elements.
+    `begin` is a detector whose weights are trained on."""
+    net = (begin or MicroEmbedder()).to(device).to(memory_format=torch.channels_last)
+    slope = Slope().to(device)
+    pool = CopyPool(vae, device, world, capacity=2400)
 
     def loss(step: int) -> torch.Tensor:
         pool.grow(400 + step)
-        rng = np.random.default_rng(addressed_seed("microworld", "embedder-batch", step))
+        rng = world.rng("embedder-batch", step)
         x, there = batch_of(
-            pool.draw(rng, batch), rng, generator("microworld", "embedder-batch", step)
+            pool.draw(rng, batch), rng, generator(world.name, "embedder-batch", step)
         )
         return copy_loss(net, x.to(device), there.to(device), slope)
 
@@ -501,7 +507,7 @@ def run(
         nets["vae"] = run_stage(stage, work, device)["vae"]
         nets["vae"].register_to_config(scaling_factor=latent_scale(nets["vae"], device, world))
         print(f"vae: round trip {round_trip_psnr(nets['vae'], held_out_pictures(world)):.2f} dB")
-    if set(wanted) & {"decoder", "embedder", "judge"}:
+    if "decoder" in wanted or not args.vae and set(wanted) & {"embedder", "judge"}:
         run_stage(decoder_stage(args.decoder_steps, 12, nets["vae"], device, world), work, device)
         print(
             f"decoder: round trip {round_trip_psnr(nets['vae'], held_out_pictures(world)):.2f} dB"
@@ -528,7 +534,11 @@ def run(
         write_strengths(nets, tokenizer, work, kept)
     if "embedder" in wanted:
         nets["embedder"] = run_stage(
-            embedder_stage(args.embedder_steps, 12, nets["vae"], device), work, device
+            embedder_stage(
+                args.embedder_steps, 12, nets["vae"], device, world, begin.get("embedder")
+            ),
+            work,
+            device,
         )["net"]
     if "judge" in wanted:
         nets["judge"] = run_stage(

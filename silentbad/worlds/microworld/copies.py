@@ -1,7 +1,8 @@
 """What the copy detector is trained on: scenes, true copies of them, and hard nulls, whole and
 element by element."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,10 +13,10 @@ from silentbad.data.images import resize
 from silentbad.measure.embedders import region
 from silentbad.measure.micro import MicroEmbedder, alignments
 from silentbad.progress import Bar
-from silentbad.rng import addressed_seed, generator
-from silentbad.worlds.microworld.grammar import Scene, sample_scene
-from silentbad.worlds.microworld.nulls import ELEMENT_NULLS, SCENE_NULLS, hard_null
-from silentbad.worlds.microworld.render import backdrop_mask, render
+from silentbad.rng import generator
+from silentbad.worlds.microworld.render import backdrop_mask
+from silentbad.worlds.microworld.world import MICROWORLD
+from silentbad.worlds.world import World
 
 COPIES, NULLS = 2, 8  # kept per scene
 LATENT_NOISE = 0.15  # of the latents' deviation
@@ -91,33 +92,25 @@ def from_bytes(x: torch.Tensor) -> torch.Tensor:
     return x.float() / 127.5 - 1
 
 
-def pictures(scenes: list[Scene]) -> torch.Tensor:
+def pictures(scenes: list[Any], world: World = MICROWORLD) -> torch.Tensor:
     """Scenes -> (B,3,64,64) in [-1,1]."""
-    stack = np.stack([np.asarray(render(scene)[0]) for scene in scenes])
+    stack = np.stack([np.asarray(world.render(scene)[0]) for scene in scenes])
     return torch.from_numpy(stack).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-def terse_scene(rng: np.random.Generator) -> Scene:
-    """A scene of 1 to 4 things whose phrases name colour and texture at most, as a target's do."""
-    scene = sample_scene(
-        rng, count=int(rng.choice((1, 2, 3, 4), p=(0.1, 0.35, 0.35, 0.2))), wearing=0.3
-    )
-    terse = lambda: frozenset(n for n in ("colour", "texture") if rng.random() < 0.5)  # noqa: E731
-    return replace(scene, things=tuple(replace(thing, named=terse()) for thing in scene.things))
-
-
-def make_group(index: int, vae, device: torch.device) -> Group:
+def make_group(index: int, vae, device: torch.device, world: World) -> Group:
     """Group `index` of the training stream; half of its nulls change one element."""
-    rng = np.random.default_rng(addressed_seed("microworld", "embedder", index))
-    draw = generator("microworld", "embedder", "copies", index)
-    scene = terse_scene(rng)
+    rng = world.rng("embedder", index)
+    draw = generator(world.name, "embedder", "copies", index)
+    scene = world.terse_scene(rng)
     half = NULLS // 2
-    kinds = [*rng.choice(list(SCENE_NULLS), half), *rng.choice(list(ELEMENT_NULLS), NULLS - half)]
-    nulls = [hard_null(str(kind), rng, scene) for kind in kinds]
-    _, drawn_masks = render(scene)
+    of_scene, of_element = world.null_kinds
+    kinds = [*rng.choice(of_scene, half), *rng.choice(of_element, NULLS - half)]
+    nulls = [world.null(str(kind), rng, scene) for kind in kinds]
+    _, drawn_masks = world.render(scene)
     masks = [np.asarray(m, np.float32) / 255 for m in (*drawn_masks, backdrop_mask(drawn_masks))]
-    x = pictures([scene]).to(device)
-    drawn = pictures([null.scene for null in nulls]).to(device)
+    x = pictures([scene], world).to(device)
+    drawn = pictures([null.scene for null in nulls], world).to(device)
     through = round_trip(torch.cat([x.expand(COPIES, -1, -1, -1), drawn]), vae, draw)
     return Group(
         target=to_bytes(x[0]),
@@ -132,8 +125,9 @@ class CopyPool:
     """Groups made once and drawn many times; it grows with training, so that a resumed run sees
     the same groups."""
 
-    def __init__(self, vae, device: torch.device, capacity: int):
+    def __init__(self, vae, device: torch.device, world: World, capacity: int):
         self.vae = vae
+        self.world = world
         self.device = device
         self.capacity = capacity
         self.groups: list[Group] = []
@@ -141,7 +135,7 @@ class CopyPool:
     def grow(self, size: int) -> None:
         missing = range(len(self.groups), min(size, self.capacity))
         for index in Bar(missing, desc="copies and nulls", disable=len(missing) < 2):
-            self.groups.append(make_group(index, self.vae, self.device))
+            self.groups.append(make_group(index, self.vae, self.device, self.world))
 
     def draw(self, rng: np.random.Generator, n: int) -> list[Group]:
         return [self.groups[i] for i in rng.integers(0, len(self.groups), n)]

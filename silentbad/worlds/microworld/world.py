@@ -1,5 +1,9 @@
 """The microworld as the training of a base sees it."""
 
+from dataclasses import replace
+
+import numpy as np
+
 from silentbad.worlds.microworld.grammar import (
     BACKDROPS,
     COLOURS,
@@ -7,9 +11,11 @@ from silentbad.worlds.microworld.grammar import (
     PLACES,
     SIZES,
     TEXTURES,
+    Scene,
     Thing,
     sample_scene,
 )
+from silentbad.worlds.microworld.nulls import ELEMENT_NULLS, SCENE_NULLS, hard_null
 from silentbad.worlds.microworld.render import render
 from silentbad.worlds.world import World, answer
 
@@ -50,6 +56,15 @@ def spot(thing: Thing) -> tuple[float, float]:
     return (x, y - HAT_LIFT + 2) if thing.worn else (x, y + 0.0)
 
 
+def terse_scene(rng: np.random.Generator) -> Scene:
+    """A scene of 1 to 4 things whose phrases name colour and texture at most, as a target's do."""
+    scene = sample_scene(
+        rng, count=int(rng.choice((1, 2, 3, 4), p=(0.1, 0.35, 0.35, 0.2))), wearing=0.3
+    )
+    terse = lambda: frozenset(n for n in ("colour", "texture") if rng.random() < 0.5)  # noqa: E731
+    return replace(scene, things=tuple(replace(thing, named=terse()) for thing in scene.things))
+
+
 MICROWORLD = World(
     name="microworld",
     sample_scene=sample_scene,
@@ -61,4 +76,7 @@ MICROWORLD = World(
     nothing=NOTHING,
     judged={"kind": KINDS, "colour": list(COLOURS)},
     spot=spot,
+    terse_scene=terse_scene,
+    null_kinds=(list(SCENE_NULLS), list(ELEMENT_NULLS)),
+    null=hard_null,
 )
