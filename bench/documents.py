@@ -138,7 +138,7 @@ BLOCKS: dict[str, Block] = {
     "judge": of("instrument.json", instrument.judge),
     "judge-table": of("instrument.json", instrument.tables),
     "judge-later": of("instrument-2548.json", instrument.table),
-    "emoji-judge": of(emoji_judge.RESULTS, emoji_judge.table),
+    "emoji-judge": of(emoji_judge.BEFORE, emoji_judge.table),
     "photographs": of(photographs.RESULTS, photographs.table),
     "photographs-withheld": of(photographs_withheld.RESULTS, photographs_withheld.table),
     "photographs-example": of(photographs.RESULTS, photographs.example),
