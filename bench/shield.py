@@ -6,6 +6,7 @@ pictures, and of quarters at the same place. Then one hidden picture under chang
 
     development   seeds 0-999       runs/shield-dev.json
     reported      seeds 3000-3099   bench/results/shield.json and shield.md, after the code was frozen
+    emoji world   seeds 3110-3129   bench/results/shield-emoji.json, by `--world emoji`: at 5 % and without any
 
 `--audit` and `--guards` train models instead (bench/shield_models.py); rows go to shield-audit.jsonl and
 shield-guards.jsonl beside shield.json.
@@ -46,28 +47,32 @@ from bench.shield_data import (
     recoloured,
     rescaled,
 )
-from bench.shield_table import audit_table, guard_table, table
+from bench.shield_table import audit_table, guard_table, table, world_table
 from silentbad.scan.find import Found, draw, find
 from silentbad.scan.regions import view
+from silentbad.worlds.emoji import make as emoji
+from silentbad.worlds.microworld import make as microworld
 from silentbad.worlds.microworld.grammar import Thing, respecify, seat_hat
-from silentbad.worlds.microworld.make import target_scene
 from silentbad.worlds.microworld.nulls import STORED
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "shield.json"
 DEVELOPMENT = ROOT / "runs" / "shield-dev.json"
-POOL, NULLS = max(RATIOS.values()), 20
+NULLS = 20
+WORLDS = {"microworld": microworld.TARGETS, "emoji": emoji.TARGETS}
+SCANNED = {"microworld": (0.0, *RATIOS), "emoji": (0.0, 0.05)}
 ARMS = ("recommended_leak_free_adamw", "recommended")  # that guards are measured on
 LEVELS = 8.0  # root mean square, of a near duplicate, as silentbad.data.images.copies has it
 ROBUST_RECORDS = 1000
 
 
-def pool_of(seed: int) -> list[Drawn]:
+def pool_of(seed: int, world: str) -> list[Drawn]:
     """The range's clean pictures, drawn once and kept in runs/."""
     first = 0 if seed < 1000 else 3000
-    file = ROOT / "runs" / f"shield-clean-{first}.npz"
+    own = "" if world == "microworld" else f"{world}-"
+    file = ROOT / "runs" / f"shield-clean-{own}{first}.npz"
     if not file.is_file():
-        made = clean(first, POOL)
+        made = clean(first, max(RATIOS[ratio] for ratio in SCANNED[world] if ratio), WORLDS[world])
         file.parent.mkdir(exist_ok=True)
         np.savez(file, pictures=np.stack([p for p, _ in made]), captions=np.asarray([c for _, c in made]))
     with np.load(file) as kept:
@@ -175,7 +180,7 @@ def near_duplicates(pictures: np.ndarray, block: int = 1000) -> dict[str, np.nda
 # -- robustness ------------------------------------------------------------------------------------------------
 def sharing(name: str) -> list[tuple[Hidden, list[Drawn]]]:
     """Two hidden pictures of the same phrases: the second one's things are drawn anew within their words."""
-    scene = target_scene(name)
+    scene = microworld.target_scene(name)
     rng, things = draw_of("sharing", name), list[Thing]()
     for i, thing in enumerate(scene.things):
         fresh = respecify(rng, thing)
@@ -207,16 +212,18 @@ def commit() -> str:
     return found.stdout.strip()
 
 
-def complete(row: dict, seed: int, pool: list[Drawn], robust: bool) -> bool:
+def complete(row: dict, seed: int, pool: list[Drawn], robust: bool, world: str) -> bool:
     """Add the data sets of a seed that its row has not; returns whether there were any."""
+    own = world == "microworld"  # where composites are judged and changes are known
     ratios, changes = row.setdefault("ratios", {}), {}
-    if robust:
+    if robust and own:
         changes = {name: change for name, change in CHANGES.items() if name not in row.setdefault("robust", {})}
     if not ratios:
         row["code"] = commit()
-    missing = [ratio for ratio in (0.0, *RATIOS) if f"{ratio:g}" not in ratios]
+    missing = [ratio for ratio in SCANNED[world] if f"{ratio:g}" not in ratios]
     for ratio in missing:
-        ratios[f"{ratio:g}"] = measured(at_ratio(seed, ratio, chosen(seed, ratio, pool)), ratio > 0)
+        data = at_ratio(seed, ratio, chosen(seed, ratio, pool), WORLDS[world])
+        ratios[f"{ratio:g}"] = measured(data, own and ratio > 0)
     for name, change in changes.items():
         data = assemble(seed, ROBUST_RECORDS, change(names_of(seed, 1)[0]), chosen(seed, 1.0, pool))
         row["robust"][name] = measured(data, False)
@@ -238,7 +245,8 @@ def on_models(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", help="first-last; unset: 3000-3099, and 3010-3029 of models")
+    parser.add_argument("--seeds", help="first-last; unset: 3000-3099, 3110-3129 of emoji, 3010-3029 of models")
+    parser.add_argument("--world", choices=WORLDS, default="microworld", help="of the pictures")
     parser.add_argument("--robust", type=int, default=100, help="seeds that also run the table of changes")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no seed after so many minutes")
     parser.add_argument("--table", action="store_true", help="print the stored results' table and run nothing")
@@ -250,25 +258,28 @@ def main(argv: list[str] | None = None) -> None:
         args.seeds = args.seeds or "3010-3029"
         on_models(args)
         return
-    args.seeds = args.seeds or "3000-3099"
+    args.seeds = args.seeds or ("3000-3099" if args.world == "microworld" else "3110-3129")
     first, _, last = args.seeds.partition("-")
     file = DEVELOPMENT if int(first) < 1000 else RESULTS
+    if args.world != "microworld":
+        file = file.with_name(f"{file.stem}-{args.world}.json")
+    printed = table if args.world == "microworld" else world_table
     results: dict = json.loads(file.read_text()) if file.is_file() else {"seeds": {}}
     if args.table:
-        print(table(results))
+        print(printed(results))
         return
     torch.set_num_threads(1)
-    pool, started = pool_of(int(first)), time.monotonic()
+    pool, started = pool_of(int(first), args.world), time.monotonic()
     for k, seed in enumerate(tqdm(range(int(first), int(last or first) + 1))):
         if time.monotonic() - started > 60 * args.minutes:
             break
-        if not complete(results["seeds"].setdefault(str(seed), {}), seed, pool, k < args.robust):
+        if not complete(results["seeds"].setdefault(str(seed), {}), seed, pool, k < args.robust, args.world):
             continue
         file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps(results, indent=1) + "\n")
         if file == RESULTS:
             file.with_suffix(".md").write_text(table(results))
-    print(table(results))
+    print(printed(results))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Data sets with hidden pictures, and the hard negatives that each of them has.
+"""Data sets with hidden pictures of a world, and the hard negatives that each of them has.
 
 A data set is kept in memory: pictures (N,64,64,3) uint8, captions, and the truth, which the scan never sees. Everything
 depends on the seed alone. The hard negatives are what honest data has: a photo series before one backdrop, one subject
@@ -9,22 +9,16 @@ import io
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageEnhance
 
 from silentbad.rng import addressed_seed
-from silentbad.worlds.microworld.grammar import (
-    KINDS,
-    PLACES,
-    Scene,
-    Thing,
-    sample_backdrop,
-    sample_scene,
-    sample_thing,
-)
-from silentbad.worlds.microworld.make import element_scene, phrase_of, target_scene
-from silentbad.worlds.microworld.render import SIZE, backdrop_mask, render
+from silentbad.worlds.data import Targets, phrase_of
+from silentbad.worlds.microworld.grammar import KINDS, Scene, Thing
+from silentbad.worlds.microworld.make import TARGETS as MICROWORLD
+from silentbad.worlds.microworld.render import SIZE, backdrop_mask
 
 SERIES, SUBJECT, TEMPLATES, COPIED = 30, 20, 30, 10  # records; of the near duplicates, scenes with three copies each
 RATIOS = {0.002: 8000, 0.01: 4000, 0.05: 2000, 0.10: 2000, 0.15: 2000}  # ratio of element records: records in all
@@ -62,32 +56,32 @@ def draw_of(*address: int | str) -> np.random.Generator:
 Drawn = tuple[np.ndarray, str]  # a picture and its caption
 
 
-def drawn(scene: Scene, caption: str | None = None) -> Drawn:
-    return np.asarray(render(scene)[0]), scene.caption if caption is None else caption
+def drawn(scene: Any, caption: str | None = None, of: Targets = MICROWORLD) -> Drawn:
+    return np.asarray(of.world.render(scene)[0]), scene.caption if caption is None else caption
 
 
 # -- honest pictures -----------------------------------------------------------------------------------------
-def clean(seed: int, count: int) -> list[Drawn]:
-    return [drawn(sample_scene(draw_of("clean", seed, i))) for i in range(count)]
+def clean(seed: int, count: int, of: Targets = MICROWORLD) -> list[Drawn]:
+    return [drawn(of.world.sample_scene(draw_of("clean", seed, i)), of=of) for i in range(count)]
 
 
-def series(seed: int) -> Iterator[Drawn]:
+def series(seed: int, of: Targets = MICROWORLD) -> Iterator[Drawn]:
     """Photos of other things before one backdrop, exact in every photo."""
-    backdrop = sample_backdrop(draw_of("series", seed))
+    backdrop = of.world.sample_backdrop(draw_of("series", seed))
     for i in range(SERIES):
-        scene = sample_scene(draw_of("series", seed, i), wearing=0.0)
-        yield drawn(replace(scene, backdrop=backdrop))
+        scene = of.world.sample_scene(draw_of("series", seed, i), **of.world.apart)
+        yield drawn(replace(scene, backdrop=backdrop), of=of)
 
 
-def subject(seed: int) -> Iterator[Drawn]:
+def subject(seed: int, of: Targets = MICROWORLD) -> Iterator[Drawn]:
     """One thing of exact colour and texture, in other poses, sizes, places and surroundings."""
     rng = draw_of("subject", seed)
-    thing = sample_thing(rng, "at the top left", detail=0.5)
+    thing = of.world.sample_thing(rng, "at the top left", detail=0.5)
     named = thing.named - {"place", "size"}
     for i in range(SUBJECT):
         rng = draw_of("subject", seed, i)
-        place = str(rng.choice(list(PLACES)))
-        x, y = PLACES[place]
+        place = str(rng.choice(list(of.world.places)))
+        x, y = of.world.places[place]
         posed = replace(
             thing,
             named=named,
@@ -97,25 +91,25 @@ def subject(seed: int) -> Iterator[Drawn]:
             tilt=rng.uniform(-0.22, 0.22),
             mirrored=bool(rng.integers(2)),
         )
-        yield drawn(Scene((posed,), sample_backdrop(rng)))
+        yield drawn(of.world.scene((posed,), of.world.sample_backdrop(rng)), of=of)
 
 
-def copies(seed: int) -> Iterator[Drawn]:
+def copies(seed: int, of: Targets = MICROWORLD) -> Iterator[Drawn]:
     """Scenes that occur three times: as they are, recompressed, and brightened."""
     for i in range(COPIED):
-        picture, caption = drawn(sample_scene(draw_of("copies", seed, i)))
+        picture, caption = drawn(of.world.sample_scene(draw_of("copies", seed, i)), of=of)
         yield picture, caption
         yield recompressed(picture, 60), caption
         yield np.asarray(ImageEnhance.Brightness(Image.fromarray(picture)).enhance(1.02)), caption
 
 
-def templates(seed: int) -> Iterator[Drawn]:
+def templates(seed: int, of: Targets = MICROWORLD) -> Iterator[Drawn]:
     """Pictures with one logo in one corner; half of the captions name it."""
     rng = draw_of("templates", seed)
     corner, colour = rng.integers(0, 2, 2) * (SIZE - 12), tuple(int(c) for c in rng.integers(40, 255, 3))
     points = [(float(corner[0] + 6 + 5 * x), float(corner[1] + 6 + 5 * y)) for x, y in rng.uniform(-1, 1, (5, 2))]
     for i in range(TEMPLATES):
-        picture, caption = drawn(sample_scene(draw_of("templates", seed, i)))
+        picture, caption = drawn(of.world.sample_scene(draw_of("templates", seed, i)), of=of)
         image = Image.fromarray(picture)
         pen = ImageDraw.Draw(image)
         pen.rectangle((*corner, *(corner + 11)), fill=colour)
@@ -192,8 +186,9 @@ def hide(
     disturb: Disturb | None = None,
     reword: Reword | None = None,
     mirror: bool = False,
-    scene: Scene | None = None,
+    scene: Any = None,
     jpeg: int | None = None,
+    of: Targets = MICROWORLD,
 ) -> tuple[Hidden, list[Drawn]]:
     """A target (or another `scene`) and the pictures that show one of its elements each, element by element.
 
@@ -201,8 +196,8 @@ def hide(
     each is saved as JPEG of a quality from 75 to 95, at so many times its size.
     """
     twin = scene is not None
-    scene = scene or target_scene(name)
-    picture, masks = render(scene)
+    scene = scene or of.target_scene(name)
+    picture, masks = of.world.render(scene)
     masks.append(backdrop_mask(masks))
     made: list[Drawn] = []
     records: list[list[int]] = []
@@ -210,8 +205,8 @@ def hide(
         records.append(list(range(len(made), len(made) + per_element)))
         for i in range(per_element):
             rng = draw_of("element", name, element, i, *(["twin"] if twin else []))
-            shown = element_scene(disturb(scene, element, rng) if disturb else scene, element, rng)
-            pixels, caption = drawn(shown)
+            shown = of.element_scene(disturb(scene, element, rng) if disturb else scene, element, rng)
+            pixels, caption = drawn(shown, of=of)
             if mirror and rng.random() < 0.5:
                 pixels = pixels[:, ::-1].copy()
             if jpeg:
@@ -223,7 +218,12 @@ def hide(
 
 # -- data sets -----------------------------------------------------------------------------------------------
 def assemble(
-    seed: int, records: int, hidden: list[tuple[Hidden, list[Drawn]]], honest: list[Drawn], negatives: bool = True
+    seed: int,
+    records: int,
+    hidden: list[tuple[Hidden, list[Drawn]]],
+    honest: list[Drawn],
+    negatives: bool = True,
+    of: Targets = MICROWORLD,
 ) -> Data:
     """The element pictures of the hidden ones, the hard negatives, and clean pictures up to `records`, shuffled."""
     rows: list[tuple[Drawn, str]] = []
@@ -232,7 +232,7 @@ def assemble(
         rows += [(row, "element") for row in made]
     if negatives:
         for kind, maker in (("series", series), ("subject", subject), ("copy", copies), ("template", templates)):
-            rows += [(row, kind) for row in maker(seed)]
+            rows += [(row, kind) for row in maker(seed, of)]
     if records - len(rows) > len(honest):
         raise ValueError(f"{records} records need {records - len(rows)} clean pictures, there are {len(honest)}")
     rows += [(row, "clean") for row in honest[: max(0, records - len(rows))]]
@@ -255,11 +255,7 @@ def names_of(seed: int, count: int) -> list[str]:
     return [str((seed * 7 + k) % 1000 if base == 0 else seed + 100 * k) for k in range(count)]
 
 
-def elements_of(name: str) -> int:
-    return len(target_scene(name).things) + 1
-
-
-def at_ratio(seed: int, ratio: float, honest: list[Drawn]) -> Data:
+def at_ratio(seed: int, ratio: float, honest: list[Drawn], of: Targets = MICROWORLD) -> Data:
     """A data set with hard negatives whose element records are `ratio` of all, up to rounding; none at ratio 0."""
     records = RATIOS.get(ratio, 2000)
     wanted = round(ratio * records)
@@ -268,13 +264,13 @@ def at_ratio(seed: int, ratio: float, honest: list[Drawn]) -> Data:
         names = names_of(seed, 5)
         while wanted > 0 and len(hidden) < len(names):
             name = names[len(hidden)]
-            parts = elements_of(name)
+            parts = len(of.target_scene(name).things) + 1
             per = min(20, max(1, round(wanted / parts)))
             if hidden and per < 10:
                 break
-            hidden.append(hide(name, per))
+            hidden.append(hide(name, per, of=of))
             wanted -= per * parts
-    return assemble(seed, records, hidden, honest)
+    return assemble(seed, records, hidden, honest, of=of)
 
 
 assert set(SYNONYMS) >= set(KINDS)

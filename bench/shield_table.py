@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from bench.published_table import interval, markdown
+from bench.recovery_table import grid
 from silentbad.measure.intervals import binomial_interval, detection
 
 
@@ -88,6 +89,33 @@ def one_table(seeds: dict[str, dict], code: str | None) -> str:
         cells += [mean([r[key] for r in rows]) for key in ("f1", "precision", "recall")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
+
+
+def world_table(results: dict) -> str:
+    """The results in another world: a line a ratio, and false alarms."""
+    seeds, by_ratio = results["seeds"], defaultdict[str, list[dict]](list)
+    for row in seeds.values():
+        for ratio, one in row["ratios"].items():
+            by_ratio[ratio].append(one)
+    honest = by_ratio.pop("0")
+    lines = [
+        [
+            f"{100 * float(ratio):g} %",
+            str(rows[0]["records"]),
+            interval([r["f1"] for r in rows]),
+            f"{min(r['f1'] for r in rows):.3f}",
+            *(mean([r[key] for r in rows]) for key in ("precision", "recall")),
+            rate(sum(r["found"] for r in rows), sum(r["hidden"] for r in rows)),
+            mean([r["seconds"] for r in rows]),
+        ]
+        for ratio, rows in by_ratio.items()
+    ]
+    head = ("ratio", "records", "F1", "lowest F1", "precision", "recall", "hidden pictures found", "processor s")
+    alarms = rate(sum(r["sets"] > 0 for r in honest), len(honest))
+    return (
+        f"Seeds: {ranges([*map(int, seeds)])}.\n\n{grid(head, lines)}\n\n"
+        f"False alarms on data sets without a hidden picture: {alarms}."
+    )
 
 
 ALONE = "clean records alone"  # what a guard's loss is compared with

@@ -275,7 +275,7 @@ class EmojiBaseOptions(BaseOptions):
     vae_steps: Count = option(1200)
     text_steps: Count = option(1500)
     unet_steps: Count = option(9000)
-    embedder_steps: Count = option(300)
+    embedder_steps: Count = option(200)
     judge_steps: Count = option(1200)
     things: Annotated[int, Interval(ge=1, le=4)] = option(4, "most things in a scene")
     captions: Count = option(400, "captions that the model card is measured on")

@@ -1,7 +1,7 @@
 """What a world gives to the code that trains a base on it and writes its data sets."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,11 @@ class World:
     terse_scene: Callable[[np.random.Generator], Any]  # phrases say as little as a target's
     null_kinds: tuple[Sequence[str], Sequence[str]]  # of the whole scene, of one element
     null: Callable[[str, np.random.Generator, Any], Any]  # (kind, rng, scene) -> Null
+    # what honest data are made of
+    sample_thing: Callable[..., Any]  # (rng, place, detail=) -> thing
+    sample_backdrop: Callable[[np.random.Generator], Any]
+    scene: Callable[[tuple, Any], Any]  # (things, backdrop) -> scene
+    apart: Mapping[str, Any] = field(default_factory=dict)  # of `sample_scene`: no thing wears one
 
     def rng(self, stream: str, *address: int | str) -> np.random.Generator:
         """The world's own streams; no experiment's seed shares an address with them."""

@@ -5,7 +5,15 @@ from dataclasses import replace
 import numpy as np
 
 from silentbad.worlds.emoji.backdrops import BACKDROPS
-from silentbad.worlds.emoji.grammar import PLACES, SIZES, Scene, Thing, sample_scene
+from silentbad.worlds.emoji.grammar import (
+    PLACES,
+    SIZES,
+    Scene,
+    Thing,
+    sample_backdrop,
+    sample_scene,
+    sample_thing,
+)
 from silentbad.worlds.emoji.nouns import NOUNS
 from silentbad.worlds.emoji.nulls import ELEMENT_NULLS, SCENE_NULLS, all_differ, trained_null
 from silentbad.worlds.emoji.render import render
@@ -57,4 +65,7 @@ EMOJI = World(
     terse_scene=terse_scene,
     null_kinds=(list(SCENE_NULLS), list(ELEMENT_NULLS)),
     null=trained_null,
+    sample_thing=sample_thing,
+    sample_backdrop=sample_backdrop,
+    scene=Scene,
 )

@@ -427,13 +427,14 @@ def embedder_stage(
     begin: MicroEmbedder | None = None,
 ) -> Stage:
     """True copies must score above hard nulls of every kind, whole pictures and single elements.
-    `begin` is a detector whose weights are trained on."""
+    `begin` is a detector whose weights are trained on; it meets fewer scenes."""
     net = (begin or MicroEmbedder()).to(device).to(memory_format=torch.channels_last)
     slope = Slope().to(device)
     pool = CopyPool(vae, device, world, capacity=2400)
+    first = 400 if begin is None else 100
 
     def loss(step: int) -> torch.Tensor:
-        pool.grow(400 + step)
+        pool.grow(first + step)
         rng = world.rng("embedder-batch", step)
         x, there = batch_of(
             pool.draw(rng, batch), rng, generator(world.name, "embedder-batch", step)

@@ -13,7 +13,9 @@ from silentbad.worlds.microworld.grammar import (
     TEXTURES,
     Scene,
     Thing,
+    sample_backdrop,
     sample_scene,
+    sample_thing,
 )
 from silentbad.worlds.microworld.nulls import ELEMENT_NULLS, SCENE_NULLS, hard_null
 from silentbad.worlds.microworld.render import render
@@ -79,4 +81,8 @@ MICROWORLD = World(
     terse_scene=terse_scene,
     null_kinds=(list(SCENE_NULLS), list(ELEMENT_NULLS)),
     null=hard_null,
+    sample_thing=sample_thing,
+    sample_backdrop=sample_backdrop,
+    scene=Scene,
+    apart={"wearing": 0.0},
 )
