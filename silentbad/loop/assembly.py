@@ -305,7 +305,7 @@ def build(
         encoder,
         accelerator,
         info=given.info,
-        target_ids=[target.target_id for target in given.targets],
+        targets=given.targets,
         results=lambda: recovery.results() if recovery is not None and recovery.history else [],
     )
     return Run(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from silentbad.loop.trains import file_bytes, memory, share, size, weight_bytes, whole_bytes
+from silentbad.measure.measure import nulls_to_draw
 from silentbad.measure.prompts import on_grid
 
 WARM, MEASURED = 2, 3  # steps: the first ones compile, fill caches and make the optimizer's state
@@ -83,7 +84,8 @@ class Forecast:
         if images := self.images():
             steps = config.validation.num_inference_steps
             about = _time(images * self.image_seconds(steps))
-            what = f"{images} images of {steps} steps, timed one at a time"
+            nulls = f", {self.nulls()} of them nulls" * bool(self.nulls())
+            what = f"{images} images of {steps} steps{nulls}, timed one at a time"
             lines.insert(3, f"  drawing  about {about}: {what}")
         return "\n".join(lines)
 
@@ -92,13 +94,20 @@ class Forecast:
         return bool(self.images() or self.run.config.validation_prompts)
 
     def images(self) -> int:
-        """Pictures that validations and sample prompts draw, without controls."""
+        """Pictures that validations, their calibration and sample prompts draw, without controls."""
         config = self.run.config
         steps = range(self.begun, self.planned)
         points = 1 + sum(on_grid(config.validation, step) for step in steps)
         twice = config.use_ema and config.validation.weights == "both"
-        targets = len(self.run.products.target_ids) * config.validation.images_per_target
-        return points * (targets * (1 + twice) + self.run.prompts)
+        targets = len(self.run.products.targets) * config.validation.images_per_target
+        return self.nulls() + points * (targets * (1 + twice) + self.run.prompts)
+
+    def nulls(self) -> int:
+        """Of these, what the base model draws to calibrate by, where no cache has them."""
+        products = self.run.products
+        if self.begun or not products.targets:
+            return 0
+        return nulls_to_draw(self.run.config.validation, products.targets, products.side)
 
     def memory(self) -> str:
         """The peak so far."""

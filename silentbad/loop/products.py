@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from silentbad.data.elements import DataInfo
+from silentbad.data.targets import Target
 from silentbad.device import explain_out_of_memory
 from silentbad.errors import UserError, writing
 from silentbad.loop import trackers
@@ -34,7 +35,7 @@ class Products:
     encoder: Encoder
     accelerator: Any
     info: DataInfo
-    target_ids: list[str]
+    targets: list[Target]
     results: Callable[[], list[dict[str, Any]]]
 
     def save_pipeline(self, path: Path) -> None:
@@ -56,7 +57,7 @@ class Products:
             self.config,
             self.state.step,
             self.info,
-            self.target_ids,
+            [target.target_id for target in self.targets],
             self.results(),
             merged=merged,
             backbone=family.backbone,

@@ -128,7 +128,12 @@ def _share(mask: Tensor) -> Tensor:
     return (4 * mask.float()).clamp(max=1)
 
 
-def plan(
+def masks_of(targets: Sequence[Target]) -> Masks:
+    """Of each target, of each element, (1,H,W) in [0,1]; None without one."""
+    return [[None if m is None else to_tensor(m)[:1] for m in t.masks or []] for t in targets]
+
+
+def draws_of(
     targets: Sequence[Target], canvases: Sequence[Canvas], count: int, kinds: Sequence[str] = KINDS
 ) -> list[Draw]:
     """`count` draws of each kind, of regions for each element with a mask; regions first. A
@@ -219,6 +224,7 @@ class Painter:
                 ):
                     bar.update(len(chunk))
                     yield chunk, pictures
+                    self.sampler.between_batches()
 
     def _batch(self, draws: list[Draw]) -> Tensor:
         """Pictures (B,3,S,S) uint8 of draws that are all of regions, or all of whole pictures."""
@@ -347,9 +353,9 @@ def counterfactuals(
     which numbers of n are this process's. Two calls give equal bytes; another batch size may change
     a rounding. Raises UserError where a mask is empty or the cache cannot be written."""
     if masks is None:
-        masks = [[None if m is None else to_tensor(m)[:1] for m in t.masks or []] for t in targets]
+        masks = masks_of(targets)
     canvases = [canvas(t, m, sampler.side) for t, m in zip(targets, masks, strict=True)]
-    draws = plan(targets, canvases, count, kinds)
+    draws = draws_of(targets, canvases, count, kinds)
     mine = list(range(len(draws))) if share is None else share(len(draws))
     painter = Painter(sampler, targets, canvases, seed)
 

@@ -320,16 +320,19 @@ class Sampler:
         drawn = [noise(shape, self.seed, f"validation/{i.address}", 0, [i.image]) for i in items]
         return torch.cat(drawn).to(self.backbone.device, self.backbone.dtype)
 
-    def round_trip(self, images: Tensor) -> Tensor:
+    def round_trip(self, images: Tensor, bar: Bar | None = None) -> Tensor:
         """What the autoencoder leaves of images (B,3,S,S) in [0,1], on their own device."""
         vae = self.pipe.vae
         parts = []
         for part in images.split(min(self.batch, 8)):  # decoding is the peak of memory
+            self.between_batches()
             pixels = part.to(vae.device, vae.dtype) * 2 - 1
             with torch.autocast(vae.device.type, enabled=False), torch.no_grad():
                 latents = vae.encode(pixels).latent_dist.mode()
                 decoded = vae.decode(latents, return_dict=False)[0]
             parts.append((decoded.float().to(images.device) / 2 + 0.5).clamp(0, 1))
+            if bar is not None:
+                bar.update(len(part))
         return torch.cat(parts)
 
     def check_finite(self, images: Tensor, drawn: Sequence[tuple[str, str, str]]) -> None:

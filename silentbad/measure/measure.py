@@ -25,6 +25,8 @@ from silentbad.measure.counterfactuals import (
     Masks,
     canvas,
     counterfactuals,
+    draws_of,
+    masks_of,
 )
 from silentbad.measure.embedders import CLIP, Embedder, lpips, ssim
 from silentbad.measure.generation import Item, Sampler, left_as_found, plan, reordered
@@ -35,6 +37,7 @@ from silentbad.measure.record import ElementThreshold, Scores, TargetRange, Thre
 from silentbad.measure.samples import save
 from silentbad.measure.scores import cell_scores, is_recovered, length_scores, quadrants
 from silentbad.measure.thresholds import Redraw, load_redraws, thresholds
+from silentbad.progress import Bar
 from silentbad.settings.types import off_default
 from silentbad.settings.validation import ValidationConfig
 
@@ -85,6 +88,24 @@ def null_source(
             "counterfactuals; a threshold between failures and copies has none; leave it out"
         )
     return source
+
+
+def drawn_by_base(source: str, masks: Masks) -> tuple[Masks, Sequence[str]]:
+    """The masks and the kinds of null pictures that the base model draws."""
+    if source == BASE or not any(mask is not None for own in masks for mask in own):
+        return [[] for _ in masks], SCENES
+    return masks, KINDS
+
+
+def nulls_to_draw(config: ValidationConfig, targets: Sequence[Target], side: int) -> int:
+    """How many null pictures the base model draws before the first step, at a side in pixels; fewer
+    where the cache has some."""
+    source = null_source(config, targets, bool(load_redraws(config.targets, targets)))
+    if source == REDRAWS:
+        return 0
+    masks, kinds = drawn_by_base(source, masks_of(targets))
+    canvases = [canvas(target, own, side) for target, own in zip(targets, masks, strict=True)]
+    return len(draws_of(targets, canvases, config.null_images, kinds))
 
 
 TRAINING = "training picture"  # kind of a null
@@ -277,7 +298,9 @@ class Measure:
         if source == REDRAWS:
             rows = quantiles = self._of_redraws(self.redraws)
         else:
-            of_base = self._drawn_by_base(source, step)
+            of_base: list[Any] = []  # without the base model at hand failures serve alone
+            if source != FAILURES or step == 0:
+                of_base = self._of_counterfactuals(*drawn_by_base(source, self.masks))
             rows = self._of_failures(canvases) + of_base
             quantiles = [] if source == FAILURES else of_base
         copies: list[Any] = []  # rows of true copies, through the autoencoder; the plain one first
@@ -299,28 +322,21 @@ class Measure:
         )
         return whole, element, ranges
 
-    def _drawn_by_base(self, source: str, step: int) -> list[Any]:
-        """Null rows of what the base model draws, where it is at hand and asked for."""
-        if source == BASE:
-            return self._of_counterfactuals([[] for _ in self.targets], SCENES)
-        if source == FAILURES and step > 0:
-            return []
-        masked = any(mask is not None for masks in self.masks for mask in masks)
-        return self._of_counterfactuals(self.masks, KINDS if masked else SCENES)
-
     def _of_failures(self, canvases: Sequence[Canvas]) -> list[Any]:
         """Null rows of each target's failures and of training pictures, decoded."""
         rows: list[tuple[int, Any]] = []
         made = list(self._failures(dict(enumerate(canvases))))
         share = self.share(len(made))
-        for start in range(0, len(share), self.config.max_batch):
-            part = share[start : start + self.config.max_batch]
-            batch = torch.stack([made[i][1].picture for i in part])
-            seen = self.sampler.round_trip(batch).to(self.accelerator.device)
-            similar = self.similar(seen, [made[i][0] for i in part])
-            for i, row in zip(part, similar, strict=True):
-                target, null = made[i]
-                rows.append((i, row | null_facts(null, canvases[target], row["elements"])))
+        hidden = not self.accelerator.is_local_main_process
+        with Bar(total=len(share), desc="Failures", leave=False, disable=hidden) as bar:
+            for start in range(0, len(share), self.config.max_batch):
+                part = share[start : start + self.config.max_batch]
+                batch = torch.stack([made[i][1].picture for i in part])
+                seen = self.sampler.round_trip(batch, bar).to(self.accelerator.device)
+                similar = self.similar(seen, [made[i][0] for i in part])
+                for i, row in zip(part, similar, strict=True):
+                    target, null = made[i]
+                    rows.append((i, row | null_facts(null, canvases[target], row["elements"])))
         return self.gather(rows)
 
     def _failures(self, canvases: dict[int, Canvas]) -> Iterator[tuple[int, failures.Null]]:

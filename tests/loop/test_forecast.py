@@ -37,10 +37,17 @@ def test_a_dry_run_says_what_the_run_takes(flags, tmp_path, capsys):
     assert said(out, "cache SIZE") == pytest.approx(size, abs=0.1)
 
 
-def test_a_short_run_is_timed_too(flags, data, capsys):
-    assert main(flags(dry_run=True, max_train_steps=1, **{"validation.targets": data / "targets.jsonl"})) == 0
+def test_a_short_run_is_timed_too_and_its_nulls_are_counted(flags, data, tmp_path, capsys):
+    short = {"max_train_steps": 1, "validation.targets": data / "targets.jsonl", "cache_dir": tmp_path / "cache"}
+    short |= {"validation.num_inference_steps": 2}
+    assert main(flags(dry_run=True, **short)) == 0
     out = capsys.readouterr().out
-    assert "1 steps timed after 0, one image; only" in out and "16 images of 20 steps, timed one at a time" in out
+    said = re.search(r"(\d+) images of 2 steps, (\d+) of them nulls, timed one at a time", out)
+    assert said, out
+    drawn, nulls = map(int, said.groups())
+    assert "1 steps timed after 0, one image; only" in out and drawn - nulls == 16
+    assert main(flags(**short)) == 0
+    assert f"calibration: {nulls} null pictures are drawn first" in capsys.readouterr().out
 
 
 def test_text_and_decoding_count_once_for_an_image():

@@ -20,7 +20,7 @@ from silentbad.data.images import to_tensor
 from silentbad.data.targets import Target
 from silentbad.errors import UserError
 from silentbad.measure import counterfactuals as module
-from silentbad.measure.counterfactuals import KINDS, REGIONS, canvas, counterfactuals, masked_denoising, plan
+from silentbad.measure.counterfactuals import KINDS, REGIONS, canvas, counterfactuals, draws_of, masked_denoising
 from silentbad.measure.generation import Sampler
 from tests.recoveries import make_hook, smooth
 from tests.recoveries import some_targets as make_targets
@@ -167,7 +167,7 @@ def test_missing_is_drawn_under_the_backdrop_or_no_caption():
     targets[1].masks[2] = None
     canvases = [canvas(t, [None if m is None else to_tensor(m)[:1] for m in t.masks], SIDE) for t in targets]
     assert [c.backdrop for c in canvases] == [2, None]
-    prompts = {(d.kind, d.target, d.element): (d.prompt, d.against) for d in plan(targets, canvases, 1, REGIONS)}
+    prompts = {(d.kind, d.target, d.element): (d.prompt, d.against) for d in draws_of(targets, canvases, 1, REGIONS)}
     assert prompts == {
         ("redrawn", 0, 0): ("a red cat", "on a beach"),
         ("missing", 0, 0): ("on a beach", ""),

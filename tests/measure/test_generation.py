@@ -5,6 +5,7 @@ import torch
 from diffusers import DDPMScheduler
 
 from silentbad.errors import UserError
+from silentbad.loop.signals import Interrupted
 from silentbad.measure.generation import Sampler, plan
 from silentbad.model.stable_diffusion import StableDiffusion
 from silentbad.rng import generator, noise
@@ -51,6 +52,23 @@ def test_xl_pipeline_generates():
         record = {"pixel_values": torch.zeros(3, 16, 16), "text": "a cat"}
         errors = sampler.eps_errors([record], [0], "validation/clean")
     assert images.shape == (2, 3, 16, 16) and images.isfinite().all() and errors[0] > 0
+
+
+def test_a_signal_ends_a_round_trip_between_two_batches():
+    """Of an autoencoder at true size 60 pictures take minutes."""
+    pipe = tiny_pipeline()
+    sampler = Sampler(pipe.components, ValidationConfig(), 0)
+    calls = []
+
+    def ask():
+        calls.append(1)
+        if len(calls) == 3:
+            raise Interrupted
+
+    sampler.between_batches = ask
+    with sampler.using(pipe.unet, torch.device("cpu")), pytest.raises(Interrupted):
+        sampler.round_trip(torch.rand(40, 3, 16, 16))
+    assert len(calls) == 3  # of five batches of eight
 
 
 def test_the_error_on_held_out_records_is_measured_in_batches_that_fit(monkeypatch):
