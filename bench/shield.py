@@ -112,6 +112,19 @@ def matched(hidden: Hidden, found: Found) -> tuple[int | None, list[int]]:
     return None, []
 
 
+def elements_found(data: Data, found: Found) -> list[int]:
+    """[elements that have a group of their own, in a set or in none, and all]: most of the group's records are the
+    element's, and most of the element's records are there."""
+    groups = [records for one in found.sets for records in one.records]
+    groups += [element.group.records for element in found.recurring]
+    elements = [records for hidden in data.hidden for records in hidden.records]
+    seen = [
+        any(np.isin(group, own).mean() > 0.5 and np.isin(own, group).mean() > 0.5 for group in groups)
+        for own in elements
+    ]
+    return [sum(seen), len(seen)]
+
+
 def as_tensor(picture: np.ndarray) -> Tensor:
     return torch.from_numpy(picture.copy()).permute(2, 0, 1)[None].float() / 255
 
@@ -148,6 +161,7 @@ def measured(data: Data, compare: bool) -> dict:
         "hidden": len(data.hidden),
         "found": sum(place is not None for place, _ in places),
         "sets": len(found.sets),
+        "elements": elements_found(data, found),
         "seconds": seconds,
         "flagged_kinds": dict(Counter(kind for kind, flag in zip(data.kinds, flagged, strict=True) if flag)),
     }

@@ -106,14 +106,15 @@ def world_table(results: dict) -> str:
             f"{min(r['f1'] for r in rows):.3f}",
             *(mean([r[key] for r in rows]) for key in ("precision", "recall")),
             rate(sum(r["found"] for r in rows), sum(r["hidden"] for r in rows)),
+            rate(sum(r["elements"][0] for r in rows), sum(r["elements"][1] for r in rows)),
             mean([r["seconds"] for r in rows]),
         ]
         for ratio, rows in by_ratio.items()
     ]
-    head = ("ratio", "records", "F1", "lowest F1", "precision", "recall", "hidden pictures found", "processor s")
+    head = "ratio | records | F1 | lowest F1 | precision | recall | pictures found | elements found | processor s"
     alarms = rate(sum(r["sets"] > 0 for r in honest), len(honest))
     return (
-        f"Seeds: {ranges([*map(int, seeds)])}.\n\n{grid(head, lines)}\n\n"
+        f"Seeds: {ranges([*map(int, seeds)])}.\n\n{grid(head.split(' | '), lines)}\n"
         f"False alarms on data sets without a hidden picture: {alarms}."
     )
 
