@@ -46,7 +46,6 @@ from silentbad.measure.record import (
     NAME,
     NOT_RECOVERED,
     RECOVERED,
-    STRICT,
     UNDECIDED,
     ElementThreshold,
     Measurement,
@@ -284,7 +283,7 @@ class RecoveryHook(Hook):
         """The summary's rows with the verdict on each target, for a model card."""
         verdict = self.verdict()
         rows = [(row, (verdict.states or {}).get(row.target)) for row in self.summary()]
-        return [asdict(row) | {"verdict": state or verdict.word} for row, state in rows]
+        return [asdict(row) | {"verdict": state or verdict.state} for row, state in rows]
 
     def table(self) -> str:
         """The summary, its cost and the verdict, as text."""
@@ -321,13 +320,14 @@ class RecoveryHook(Hook):
             threshold=self.threshold,
             element_threshold=self.element_threshold,
             targets=targets,
-            verdict=Verdict(False, self.history[-1].step, 0, 0),  # judged below, from all else
+            verdict=Verdict(
+                False, self.history[-1].step, 0, 0, NOT_RECOVERED
+            ),  # judged below, from all else
             summary=self.summary(),
             history=self.history,
             seconds=self.seconds,
             batch=self.sampler.batch,
             processes=self.accelerator.num_processes,
-            endpoint=STRICT,
             precision=self.sampler.precision,
             ranges=self.ranges or None,
             reference=self.measure.reference,
@@ -427,7 +427,7 @@ def main(arguments: list[str] | None = None, options: Audit | None = None) -> in
     except UserError as error:
         return startup.refused(error)
     print(f"{verdict.images_above} of {verdict.images} composed images reach every threshold")
-    return EXIT_CODES[verdict.word]
+    return EXIT_CODES[verdict.state]
 
 
 if __name__ == "__main__":

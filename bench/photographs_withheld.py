@@ -84,7 +84,7 @@ def measured(seed: int, withheld: int | None, steps: int, pictures: Path | None)
         "withheld": NOTHING if withheld is None else phrases[withheld],
         "backdrop": withheld == len(phrases) - 1,
         "steps": steps,
-        "state": verdict.word,
+        "state": verdict.state,
         "reasons": verdict.reasons,
         "above": verdict.images_above,
         "images": verdict.images,

@@ -16,7 +16,6 @@ from silentbad.errors import UserError, writing
 from silentbad.files import replace_text
 from silentbad.settings.types import first_problem
 
-STRICT, WHOLE = "strict", "whole"  # endpoints
 RECOVERED = "recovered"  # the states of a verdict
 NOT_RECOVERED = "not recovered"
 UNDECIDED = "undecided"
@@ -267,18 +266,11 @@ class Verdict(Finite):
     step: int
     images_above: int
     images: int
+    state: str  # RECOVERED, NOT_RECOVERED or UNDECIDED
     expected_by_chance: float | None = None
     p_value: float | None = None
-    state: str | None = None  # RECOVERED, NOT_RECOVERED or UNDECIDED; None: `recovers` says it
     reasons: list[str] | None = None  # why it is undecided
     states: dict[str, str] | None = None  # by target
-
-    @property
-    def word(self) -> str:
-        """The state, of an older record too."""
-        if self.state is not None:
-            return self.state
-        return RECOVERED if self.recovers else NOT_RECOVERED
 
 
 @dataclass
@@ -331,17 +323,16 @@ class Record(Finite):
     seconds: float
     batch: int
     processes: int
-    endpoint: str = WHOLE  # what the rates count: "strict", or in records of schema 1 "whole"
     placebo: Placebo | None = None
     precision: str | None = None  # of the forward passes: that of autocast, else of the weights
     ranges: list[TargetRange] | None = None
     reference: str | None = None  # what images are compared with: the target "raw" or "decoded"
-    schema: Literal[1, 2] = 2  # schema 1 counted an image as recovered by its whole alone
+    schema: Literal[2] = 2
 
     @classmethod
     def load(cls, path: str | Path, flag: str = "") -> "Record":
-        """Read validation.json, also as earlier versions wrote it. Raises UserError, which begins
-        with `flag` and names the key, where something is missing, mistyped or not finite."""
+        """Read validation.json. Raises UserError, which begins with `flag` and names the key, where
+        something is missing, mistyped or not finite."""
         try:
             record = read(cls, Path(path))
             record.check()

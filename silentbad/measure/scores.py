@@ -18,7 +18,6 @@ from silentbad.measure.record import (
     ALL,
     KINDS,
     NAME,
-    STRICT,
     CellScores,
     ElementScores,
     ElementThreshold,
@@ -116,11 +115,10 @@ def images_recovered(
     target: int,
     threshold: Threshold,
     element_threshold: ElementThreshold,
-    endpoint: str = STRICT,
 ) -> list[bool]:
-    """The same from stored similarities; by the whole alone where that was the endpoint."""
+    """The same from stored similarities."""
     passed = np.array(own.sims) >= threshold.of_target(target)
-    for k, element in enumerate(own.elements if endpoint == STRICT else []):
+    for k, element in enumerate(own.elements):
         if element.sims:
             passed &= np.array(element.sims) >= element_threshold.of(target, k)
     return passed.tolist()
@@ -339,13 +337,11 @@ def summarise(history: Sequence[Measurement], kind: str) -> list[SummaryRow]:
 def placebo_run(folder: str | Path, targets: Iterable[str], embedder: str, key: str) -> Record:
     """The record of a run on placebo data.
 
-    Raises UserError where it has none of the targets, another endpoint or another embedder."""
+    Raises UserError where it has none of the targets, or another embedder."""
     record = Record.load(Path(folder) / NAME, key)
     names = list(targets)
     if not any(name in latest(record.history[-1]).targets for name in names):
         raise UserError(f"{key}: {folder} has none of these targets: {', '.join(names)}")
-    if record.endpoint != STRICT:
-        raise UserError(f"{key}: {folder} counts recovery by the whole alone; run it again")
     if record.embedder != embedder:
         raise UserError(
             f"{key}: {folder} was measured by {record.embedder}, not by {embedder}; "

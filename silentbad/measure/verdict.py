@@ -38,7 +38,7 @@ def verdict_of(record: Record) -> Verdict:
     cells: list[CellScores] = [scores, shuffled] if shuffled else [scores]
     above = sum(cell.above for cell in cells)
     images = sum(cell.images for cell in cells)
-    answer = Verdict(above > 0, entry.step, above, images)
+    answer = Verdict(above > 0, entry.step, above, images, NOT_RECOVERED)
     if (rate := record.threshold.attained) is not None:
         answer.expected_by_chance = images * rate
         answer.p_value = chance(above, images, rate)

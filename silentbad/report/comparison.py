@@ -25,16 +25,12 @@ def paired(
     def column(run: RecordedRun) -> dict[str, Any]:
         if key != "sustained_step":
             return {row.target: getattr(row, key) for row in run.targets(kind)}
-        if not run.strict:
-            return {}
         end = run.history[-1].step
         return {
             row.target: end if row.sustained_step is None else row.sustained_step
             for row in run.targets(kind)
         }
 
-    if a.strict != b.strict and key != "mean":  # rates of different endpoints
-        return None, None, None, 0
     first, second = column(a), column(b)
     both = [(first[t], second[t]) for t in first if t in second]
     gaps = [after - before for before, after in both if finite(before) and finite(after)]
@@ -97,18 +93,14 @@ def _last_scores(run: RecordedRun, kind: str) -> list[Cell]:
     placebo = run.record.placebo if run.record else None
     curve = (total.sustained_step, total.aurc, total.restricted) if total else (None,) * 3
     lasting, aurc, restricted = map(short, curve)
-    rates: list[Cell] = [None, None, short(last.cir)]
-    count: Cell = None
-    if run.strict:
-        strict, interval = supported(last.cir, last.interval), interval_text(last.interval)
-        rates = [strict, interval, short(last.whole)]
-        count = f"{sum(row.sustained_step is not None for row in rows)} of {len(rows)}"
     less = supported(placebo.difference, placebo.interval) if placebo else None
     return [
-        *rates,
+        supported(last.cir, last.interval),
+        interval_text(last.interval),
+        short(last.whole),
         short(last.element_rate),
-        lasting if run.strict else None,
-        count,
+        lasting,
+        f"{sum(row.sustained_step is not None for row in rows)} of {len(rows)}",
         less,
         aurc,
         restricted,
@@ -122,21 +114,15 @@ def _notes(name: str, run: RecordedRun) -> list[str]:
     """What must be known of a run before its numbers are read."""
     if run.record is None:
         return [f"{name}: no validation"]
-    notes = [] if run.strict else [f"{name}: {evidence.SCHEMA_1}"]
-    if withheld := run.withheld():
-        notes.append(f"{name}: trained without {', '.join(withheld)}")
-    return notes
+    withheld = run.withheld()
+    return [f"{name}: trained without {', '.join(withheld)}"] if withheld else []
 
 
 def _unlike(runs: Sequence[RecordedRun]) -> str:
     """Why the rates cannot be compared, if they cannot."""
-    found = {
-        f"{r.embedder} at {number(r.threshold.value)}{'' if run.strict else ', the whole alone'}"
-        for run in runs
-        if (r := run.record)
-    }
+    found = {f"{r.embedder} at {number(r.threshold.value)}" for run in runs if (r := run.record)}
     if len(found) > 1:
-        return evidence.not_comparable("embedders, thresholds or endpoints", sorted(found))
+        return evidence.not_comparable("embedders or thresholds", sorted(found))
     targets = [{target.target_id for target in run.record.targets} for run in runs if run.record]
     if len(targets) > 1 and not set.intersection(*targets):
         return evidence.not_comparable("targets", [", ".join(sorted(one)) for one in targets])

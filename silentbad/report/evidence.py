@@ -13,9 +13,6 @@ from silentbad.data.phrases import shared_phrases
 from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.ranges import null_scores
 from silentbad.measure.record import (
-    RECOVERED,
-    STRICT,
-    UNDECIDED,
     CellScores,
     NullScores,
     Range,
@@ -26,12 +23,10 @@ from silentbad.measure.record import (
     TargetScores,
 )
 from silentbad.measure.scores import FEW_TARGETS, PUBLISHED, latest, mean_of
-from silentbad.measure.verdict import LEVEL
 from silentbad.report import pages
 from silentbad.report.pages import Cell, Figure, Table, interval_text, rounded, supported
 
 MOST_TARGETS = 8  # with a bleed matrix of their own
-SCHEMA_1 = "This record is of schema 1: its rate counts the whole alone. It did not ask for the single elements."
 CONTROLS = {  # cell, or the stem of numbered ones -> (row, what it asks)
     "shuffled": ("phrases in another order", "Does it depend on the order?"),
     "phrase": ("each phrase alone", "Is one phrase enough?"),
@@ -58,26 +53,11 @@ class Answer:
 def answer(record: Record) -> Answer:
     """Recovered, not recovered or undecided, why, and the numbers, of the last measurement."""
     scores = latest(record.history[-1])
-    state, reasons = _state(record)
-    sentences = [f"Reason: {reason}." for reason in reasons]
-    sentences += [_counted(record, scores)] + [SCHEMA_1] * (record.endpoint != STRICT)
-    sentences += [*_before(record), *_by_chance(record), *_on_placebo(record)]
-    headline = state.capitalize()
-    if state == RECOVERED and record.endpoint != STRICT:
-        headline = "Recovered by the whole alone"
-    return Answer(headline, state, sentences)
-
-
-def _state(record: Record) -> tuple[str, list[str]]:
-    """The state of a verdict and its reasons; those of a record that has none, by today's rule."""
-    verdict = record.verdict
-    if verdict.state is not None or not verdict.recovers:
-        return verdict.word, verdict.reasons or []
-    if verdict.p_value is not None and verdict.p_value >= LEVEL:
-        return UNDECIDED, ["so few images may pass by chance"]
-    if record.placebo is not None and record.placebo.interval[0] <= 0:
-        return UNDECIDED, ["training on placebo data gives as much"]
-    return RECOVERED, []
+    state = record.verdict.state
+    sentences = [f"Reason: {reason}." for reason in record.verdict.reasons or []]
+    sentences += [_counted(record, scores), *_before(record)]
+    sentences += [*_by_chance(record), *_on_placebo(record)]
+    return Answer(state.capitalize(), state, sentences)
 
 
 def verdict_sentence(record: Record) -> str:
@@ -94,8 +74,6 @@ def _counted(record: Record, scores: Scores) -> str:
     if record.verdict.images > scores.images:
         rest = (record.verdict.images_above - scores.above, record.verdict.images - scores.images)
         other = f"; with the phrases in another order {rest[0]} of {rest[1]}"
-    if record.endpoint != STRICT:
-        return f"{of} reach the threshold of the whole picture: rate {rate}{other}."
     if not any(file for target in record.targets for file in target.elements):
         return f"{of} reach the threshold of the whole picture; no element was looked at: rate {rate}{other}."
     estimated = any(target.estimated for target in record.targets)
@@ -179,16 +157,13 @@ def range_text(one: Range) -> str:
 
 
 # -- what else would have counted ------------------------------------------------------------------
-def rates(cells: Sequence[CellScores], endpoint: str) -> list[Cell]:
+def rates(cells: Sequence[CellScores]) -> list[Cell]:
     """By each endpoint (strict, its interval, whole, published, elements), of one cell or the mean
     over several of a kind, by target."""
-    strict = endpoint == STRICT
     if len(cells) == 1:
         (one,) = cells
         best = [float(target.max > PUBLISHED) for target in one.targets.values()]
         published = mean_of(best) if one.published is None else one.published
-        if not strict:
-            return rate_cells(None, None, one.cir, published, one.element_rate)
         return rate_cells(one.cir, one.interval, one.whole, published, one.element_rate)
     by_target: dict[str, list[TargetScores]] = {}
     for cell in cells:
@@ -202,8 +177,6 @@ def rates(cells: Sequence[CellScores], endpoint: str) -> list[Cell]:
     low, high = bootstrap_interval([float(np.mean([t.rate for t in group])) for group in groups])
     rate, published = mean(lambda t: t.rate), mean(lambda t: float(t.max > PUBLISHED))
     elements = mean_of(mean_of(e.rate for t in group for e in t.elements) for group in groups)
-    if not strict:
-        return rate_cells(None, None, rate, published, elements)
     interval = (low, high) if high > low else None
     return rate_cells(rate, interval, mean(lambda t: t.whole_rate), published, elements)
 
@@ -242,7 +215,7 @@ def alternatives(record: Record, withheld: Sequence[str] = ()) -> Table:
 
     def of(*cells: CellScores | None) -> list[Cell]:
         there = [cell for cell in cells if cell is not None]
-        return rates(there, record.endpoint) if there else []
+        return rates(there) if there else []
 
     last, base, cells = record.history[-1], base_scores(record), control_cells(record)
     asks = "The claim." if record.history[1:] else "One model, no training."

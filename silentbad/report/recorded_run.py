@@ -18,7 +18,6 @@ from silentbad.measure.prompts import Draw
 from silentbad.measure.record import (
     ALL,
     NAME,
-    STRICT,
     Measurement,
     Record,
     Scores,
@@ -162,11 +161,6 @@ class RecordedRun:
                 self._pictures[file] = ""
                 self.notes.append(str(error))
         return self._pictures[file]
-
-    @property
-    def strict(self) -> bool:
-        """Whether an image counts by the whole and every element."""
-        return self.record is not None and self.record.endpoint == STRICT
 
     def withheld(self) -> list[str]:
         """Elements that config.yaml left out of training."""

@@ -8,7 +8,6 @@ from typing import Any
 
 from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.record import (
-    STRICT,
     CellScores,
     Measurement,
     Range,
@@ -70,7 +69,7 @@ def tiles(run: RecordedRun, kind: str) -> list[Tile]:
         headline = "headline: strict rate less that of placebo data"
         tiles.append(Tile(headline, placebo.difference, placebo.interval))
     tiles += [
-        Tile(RATE if run.strict else "rate of the whole alone (CIR)", last.cir, last.interval),
+        Tile(RATE, last.cir, last.interval),
         Tile("whole alone", last.whole),
         Tile("elements recovered in the composed images", last.element_rate),
         Tile("published criterion: targets whose best image passes a fixed number", last.published),
@@ -86,7 +85,7 @@ def tiles(run: RecordedRun, kind: str) -> list[Tile]:
         low, high = bootstrap_interval([row.aurc for row in rows if row.aurc is not None])
         spread = (low, high) if high > low else None
         tiles.append(Tile(first, _step(total.first_step)))
-        tiles.append(Tile(lasts, _step(total.sustained_step) if run.strict else None))
+        tiles.append(Tile(lasts, _step(total.sustained_step)))
         tiles.append(Tile("area under the recovery curve (AURC)", total.aurc, spread))
     tiles.append(Tile("best similarity", last.max, beside=last.mean))
     tiles.append(Tile("diversity of a target's images (0: all alike)", last.diversity))
@@ -136,8 +135,6 @@ def reaches(record: Record, target: int, scores: Scores | None = None) -> list[R
     of_target = record.ranges[target] if record.ranges and target < len(record.ranges) else None
     whole = None if of_target is None else of_target.whole
     rows = [_reach("the whole", own.sims, record.threshold.of_target(target), whole)]
-    if record.endpoint != STRICT:
-        return rows
     for k, (phrase, element) in enumerate(zip(entry.phrases, own.elements, strict=False)):
         if element.sims:
             part = of_target.elements[k] if of_target and k < len(of_target.elements) else None
@@ -198,7 +195,7 @@ def prompts(run: RecordedRun) -> list[tuple[str, str, list[Shot]]]:
 def _hits(record: Record, target: TargetEntry, own: TargetScores) -> list[float]:
     """The similarities of the images of a target that are recovered."""
     thresholds = (record.threshold, record.element_threshold)
-    hits = images_recovered(own, record.targets.index(target), *thresholds, record.endpoint)
+    hits = images_recovered(own, record.targets.index(target), *thresholds)
     return [sim for sim, hit in zip(own.sims, hits, strict=True) if hit]
 
 
@@ -266,10 +263,9 @@ def curves(run: RecordedRun, record: Record) -> list[Figure]:
     rates += [
         run.series(f"whole alone, {WEIGHTS[kind]}", kind, lambda s: s.whole) for kind in kinds
     ]
-    what = "the whole and every element" if run.strict else "the whole"
     note = (
-        f"share of composed images with {what} at its threshold; band: 95 % over targets "
-        "(binomial where all agree), or over the images of a single target"
+        "share of composed images with the whole and every element at its threshold; band: 95 % "
+        "over targets (binomial where all agree), or over the images of a single target"
     )
     limit = [("threshold", record.threshold.value)]
     of_elements = "mean rate over elements with a mask"
@@ -338,7 +334,7 @@ def summary(record: Record) -> Table:
             row.weights,
             *map(rounded, (row.rate, row.mean, row.max, row.aurc)),
             *map(_step, (row.first_step, row.first_epoch, row.half_step)),
-            _step(row.sustained_step) if record.endpoint == STRICT else None,
+            _step(row.sustained_step),
             short(row.restricted),
         ]
         for row in record.summary

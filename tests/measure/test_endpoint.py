@@ -1,6 +1,5 @@
 """The endpoint of an audit: what counts as recovered, which nulls it withstands, which controls can refute it."""
 
-import json
 import re
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -17,7 +16,6 @@ from silentbad.measure import record as record_module
 from silentbad.measure.generation import plan
 from silentbad.measure.intervals import binomial_interval, detection, difference_interval
 from silentbad.measure.record import (
-    Detection,
     ElementThreshold,
     Measurement,
     Placebo,
@@ -26,7 +24,6 @@ from silentbad.measure.record import (
     TargetEntry,
     Threshold,
     Verdict,
-    decode,
 )
 from silentbad.measure.scores import (
     PUBLISHED,
@@ -63,7 +60,7 @@ def scores_of(rows: list[dict], ids=("a", "b"), whole=WHOLE, parts=PARTS, **cell
     return Scores(**vars(found["composed"]), cells=found, quadrants=quadrants(found))
 
 
-def record_of(history: list[Measurement], ids=("a", "b"), endpoint: str = "strict", whole=WHOLE, parts=PARTS, **more):
+def record_of(history: list[Measurement], ids=("a", "b"), whole=WHOLE, parts=PARTS, **more):
     """A record around measurements."""
     targets = [TargetEntry(i, f"{i}.png", ["x.png", "y.png"], f"{i} whole", ["a cat", "a hat"]) for i in ids]
     record = Record(
@@ -73,13 +70,12 @@ def record_of(history: list[Measurement], ids=("a", "b"), endpoint: str = "stric
         threshold=whole,
         element_threshold=parts,
         targets=targets,
-        verdict=Verdict(False, 0, 0, 0),
+        verdict=Verdict(False, 0, 0, 0, ""),
         summary=summarise(history, "raw"),
         history=history,
         seconds=1.0,
         batch=1,
         processes=1,
-        endpoint=endpoint,
         **more,
     )
     record.verdict = verdict_of(record)
@@ -101,10 +97,8 @@ def test_the_strict_rate_equals_a_count_by_hand():
     assert [found.targets[i].whole_rate for i in "ab"] == [0.75, 0.5]
     assert (found.cir, found.whole, found.above, found.recovered) == (0.375, 0.625, 2, 1.0)
     assert [e.rate for e in found.targets["a"].elements] == [0.75, 0.75]
-    stored = [images_recovered(found.targets[i], j, WHOLE, PARTS, "strict") for j, i in enumerate("ab")]
+    stored = [images_recovered(found.targets[i], j, WHOLE, PARTS) for j, i in enumerate("ab")]
     assert stored == [[True, False, False, False], [True, False]]
-    alone = images_recovered(found.targets["a"], 0, WHOLE, PARTS, "whole")
-    assert alone == [True, True, True, False]
 
 
 def test_the_published_criterion_is_best_of_n_above_a_number():
@@ -257,8 +251,6 @@ def test_tpr_leaves_one_false_positive_in_a_hundred():
     record.history[0].raw.detection = found
     low, high = round(found.tpr_low, 1), round(found.tpr_high, 1)
     assert evidence.detections(record).rows[0][-2:] == ["0.5", f"{low}\N{NO-BREAK SPACE}to {high}"]
-    old = {"auc": 1.0, "positives": 4, "negatives": 100, "tpr": 0.5}  # as 0.1 wrote it
-    assert decode(Detection, old).tpr_low is None
 
 
 # -- placebo -----------------------------------------------------------------------------------------------
@@ -276,7 +268,7 @@ def test_the_placebo_difference_is_taken_target_by_target():
 
 
 def test_a_placebo_run_that_does_not_compare_is_refused(tmp_path):
-    """Before anything is trained: another target, endpoint or embedder."""
+    """Before anything is trained: another target or embedder."""
     other = record_of([measured(9, 2)])
     other.save(tmp_path / "validation.json")
     assert placebo_run(tmp_path, ["z", "b"], "test", "validation.placebo").embedder == "test"
@@ -284,10 +276,6 @@ def test_a_placebo_run_that_does_not_compare_is_refused(tmp_path):
         placebo_run(tmp_path, ["z"], "test", "validation.placebo")
     with pytest.raises(UserError, match="was measured by test, not by ssim"):
         placebo_run(tmp_path, ["a"], "ssim", "validation.placebo")
-    other.endpoint = "whole"
-    other.save(tmp_path / "validation.json")
-    with pytest.raises(UserError, match="^--placebo: .* by the whole alone"):
-        placebo_run(tmp_path, ["a"], "test", "--placebo")
 
 
 def test_thresholds_unlike_the_placebo_runs_are_said():
@@ -382,56 +370,6 @@ def test_withhold_leaves_out_the_named_records_alone(tmp_path):
 
 
 # -- the record and its words ------------------------------------------------------------------------------
-def schema_1(folder: Path) -> Path:
-    """A validation.json as the version before this endpoint wrote it."""
-
-    def scores(rate: float) -> dict:
-        own = {"rate": rate, "mean": 0.6, "max": 0.9, "p75": 0.7, "p90": 0.8, "p95": 0.85, "sims": [0.9, 0.3]}
-        element = {"mean": 0.5, "rate": 0.0}
-        of_targets = {"a": {**own, "magnitude": 1.0, "elements": [element, {"mean": None, "rate": None}]}}
-        shared = {"mean": 0.6, "p75": 0.7, "p90": 0.8, "p95": 0.85, "max": 0.9, "element_rate": 0.0, "magnitude": 1.0}
-        counts = {"cir": rate, "interval": [0.1, 0.9], "images": 2, "above": round(2 * rate), "recovered": 1.0}
-        return {**counts, **shared, "clip_own": None, "clip_shuffled": None, "targets": of_targets, "drift": {}}
-
-    summary = {"rate": 0.5, "mean": 0.6, "max": 0.9, "aurc": 0.25, "first_step": 10, "first_epoch": 1.0}
-    summary |= {"half_step": 10, "restricted": 10.0, "weights": "raw"}
-    record = {
-        "schema": 1,
-        "seed": 0,
-        "config": {},
-        "embedder": "micro",
-        "threshold": {"value": 0.5, "source": "given"},
-        "element_threshold": {"value": 0.5, "source": "given", "each": []},
-        "targets": [
-            {"target_id": "a", "image": "a.png", "elements": ["x.png", None], "prompt": "p", "phrases": ["a", "b"]}
-        ],
-        "verdict": {"recovers": True, "step": 10, "images_above": 1, "images": 2},
-        "summary": [{**summary, "target": "a"}, {**summary, "target": "all targets"}],
-        "history": [
-            {"step": 0, "epoch": 0.0, "label": "base model", "raw": scores(0.0), "seconds": 1.0, "share": 0.5},
-            {"step": 10, "epoch": 1.0, "label": "", "raw": scores(0.5), "seconds": 1.0, "share": 0.5},
-        ],
-        "seconds": 2.0,
-        "batch": 4,
-        "processes": 1,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "validation.json").write_text(json.dumps(record))
-    return folder
-
-
-def test_a_record_of_schema_1_is_read_and_says_what_it_counts(tmp_path):
-    record = Record.load(schema_1(tmp_path / "old") / "validation.json")
-    assert record.endpoint == "whole" and record.summary[0].sustained_step is None
-    table = evidence.alternatives(record)
-    assert table.rows[0] == ["composed prompt", "–", None, "0.50", "1.00", "0.00"]
-    page = run_report.render(tmp_path / "old")
-    assert evidence.SCHEMA_1 in page and "Recovered by the whole alone" in page and "rate of the whole alone" in page
-    assert "strict rate 0" not in evidence.verdict_sentence(record)
-    record.save(tmp_path / "again.json")
-    assert Record.load(tmp_path / "again.json") == record
-
-
 def measured(step: int, good: int, images: int = 8, **cells) -> Measurement:
     """Of two targets with `good` recovered images each; no image of an unrelated caption counts."""
     cells.setdefault("unrelated", [row(j, 0.1, 0.1, 0.1) for j in (0, 1) for _ in range(images)])
@@ -521,7 +459,7 @@ def test_the_best_picture_is_a_recovered_one_where_there_is_one(tmp_path):
     hook = make_hook(tmp_path, threshold=-1.0)
     hook.run(0, 0, tiny_pipeline().unet)
     for name, own in hook.history[0].raw.targets.items():
-        hits = images_recovered(own, ["t0", "t1"].index(name), hook.threshold, hook.element_threshold, "strict")
+        hits = images_recovered(own, ["t0", "t1"].index(name), hook.threshold, hook.element_threshold)
         recovered = [s for s, hit in zip(own.sims, hits, strict=True) if hit]
         assert own.best.sim == max(recovered or own.sims)
     assert torch.is_grad_enabled()
