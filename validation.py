@@ -215,7 +215,7 @@ class RecoveryHook(Hook):
 
     def take(self, components: dict[str, Any], refuses: str | None = None) -> None:
         """Measure another pipeline from now on, with the thresholds found."""
-        self.measure.take(Sampler(components, self.config, self.seed, refuses=refuses))
+        self.measure.sampler = Sampler(components, self.config, self.seed, refuses=refuses)
 
     @property
     def sampler(self) -> Sampler:

@@ -94,13 +94,18 @@ def is_lfs_pointer(file: Path) -> bool:
         return False
 
 
-def checksum(file: Path) -> str:
-    """The first half of a file's SHA-256."""
+def sha256(file: Path) -> str:
+    """The SHA-256 of a file's content."""
     digest = hashlib.sha256()
     with file.open("rb") as content:
         while block := content.read(2**20):
             digest.update(block)
-    return digest.hexdigest()[:32]
+    return digest.hexdigest()
+
+
+def checksum(file: Path) -> str:
+    """The first half of a file's SHA-256."""
+    return sha256(file)[:32]
 
 
 def names_folder(path: str) -> bool:

@@ -141,7 +141,7 @@ class TrainState:
             checkpoint.write_tensors(
                 folder / "ema.safetensors", {str(i): p for i, p in enumerate(shadow)}
             )
-        checkpoint.write_state(folder / "state.pt", state)
+        torch.save(state, folder / "state.pt")
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights and, sharded as it may be, the optimizer's state."""

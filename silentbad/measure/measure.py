@@ -181,10 +181,6 @@ class Measure:
         self.training = TrainingPictures(training, embedder, sampler.side)
         self._references: dict[str, References] = {}
 
-    def take(self, sampler: Sampler) -> None:
-        """Generate with another pipeline from now on."""
-        self.sampler = sampler
-
     # ---- over the ranks
     def map_over_ranks(self, items: list[Item], work: Callable[..., Any]) -> list[Any]:
         """`work` on this rank's share of the items; the rows of all ranks, in the items' order."""

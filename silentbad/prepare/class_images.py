@@ -14,7 +14,7 @@ if __name__ == "__main__":  # a mistake is said before the seconds that the impo
     OPTIONS = early(read_options, ClassImageOptions, None, __doc__)
 
 import os
-import shutil
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,8 +30,6 @@ from silentbad.measure.prompts import refuse_json
 from silentbad.model.family import side_of
 from silentbad.model.pipeline import load_pipeline, vae_factor
 from silentbad.model.registry import backbone_of
-
-DRAFT = ".class-images"  # the folder that becomes class/
 
 
 def check_out(out: Path) -> None:
@@ -77,33 +75,30 @@ def write_class_images(
 
     Raises UserError where a picture is not finite."""
     check_out(out)
-    folder = out / DRAFT
+    failed = f"--out: cannot write {out}"
     created = not out.exists()
     records = []
+    with user_errors(failed):
+        out.mkdir(parents=True, exist_ok=True)
+        draft = tempfile.TemporaryDirectory(prefix=".draft-", dir=out)
+        folder = Path(draft.name) / "class"
+        folder.mkdir()
     try:
-        with user_errors(f"--out: cannot write {folder}"):
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
-            folder.mkdir(parents=True)
-        for first in range(0, count, batch):
-            rows = list(range(first, min(first + batch, count)))
-            texts = [prompts[i % len(prompts)] for i in rows]
-            images = draw(pipe, texts, rows, seed, steps)
-            for i, text, image in zip(rows, texts, images, strict=True):
-                with user_errors(f"--out: cannot write {folder}"):
-                    image.save(folder / f"{i:05d}.png")
-                records.append(
-                    {
-                        "file_name": f"class/{i:05d}.png",
-                        "text": text,
-                        "phrases": [],
-                        "role": "clean",
-                    }
-                )
-        with user_errors(f"--out: cannot write {out}"):
-            folder.rename(out / "class")
-            append_records(records, out / "metadata.jsonl")
+        with draft:
+            for first in range(0, count, batch):
+                rows = list(range(first, min(first + batch, count)))
+                texts = [prompts[i % len(prompts)] for i in rows]
+                images = draw(pipe, texts, rows, seed, steps)
+                for i, text, image in zip(rows, texts, images, strict=True):
+                    name = f"{i:05d}.png"
+                    with user_errors(failed):
+                        image.save(folder / name)
+                    record = {"text": text, "phrases": [], "role": "clean"}
+                    records.append({"file_name": f"class/{name}", **record})
+            with user_errors(failed):
+                folder.rename(out / "class")
+                append_records(records, out / "metadata.jsonl")
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
         if created:
             with suppress(OSError):  # it holds something by now
                 out.rmdir()
@@ -148,9 +143,8 @@ def main(argv: list[str] | None = None, options: ClassImageOptions | None = None
         if not prompts:
             raise UserError(f"--prompts: {file} holds no prompt; give one a line")
         out = Path(os.path.realpath(str(given.out)))
-        check_writable(out, "--out", folder=True)
+        check_out(out)
         with owned.claimed(out, "class images", key="--out"):
-            check_out(out)
             device = "cuda" if torch.cuda.is_available() else "cpu"
             pipe = load_pipeline(str(given.pipeline), "float32", device)
             for where, prompt in prompts.items():

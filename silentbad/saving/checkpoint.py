@@ -5,7 +5,6 @@ A folder `step-N` counts only with a manifest of this FORMAT that its files matc
 deleted before the new one stands. State is read back with `weights_only=True`; tensors of models
 are safetensors."""
 
-import hashlib
 import json
 import os
 import pickle
@@ -21,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from silentbad.errors import UserError, user_errors, warn
-from silentbad.files import read_json
+from silentbad.files import read_json, sha256
 
 MANIFEST = "manifest.json"
 FORMAT = 3  # of a checkpoint's files; a change that older code would misread counts it up
@@ -61,14 +60,6 @@ def _write_manifest(folder: Path, info: dict[str, Any]) -> None:
     }
     manifest = json.dumps({"format": FORMAT, **info, "files": files}, indent=1)
     (folder / MANIFEST).write_text(manifest)
-
-
-def sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:
@@ -174,11 +165,6 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Safetensors onto the CPU. Raises UserError where the file cannot be read."""
     with user_errors(f"{path}: cannot be read", kinds=(SafetensorError, OSError)):
         return load_file(path)
-
-
-def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Tensors and plain values, with torch.save."""
-    torch.save(state, path)
 
 
 def read_state(path: Path) -> dict[str, Any]:

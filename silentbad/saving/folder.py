@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from accelerate.utils import broadcast_object_list
 
 from silentbad import owned
 from silentbad.device import device_name
-from silentbad.errors import UserError, first_line
+from silentbad.errors import UserError, writing
 from silentbad.files import from_json, read_json, replace_text
 from silentbad.saving import checkpoint
 from silentbad.settings.reader import dumped
@@ -66,15 +66,9 @@ class RunFolder:
         if answer := broadcast_object_list(refusal)[0]:
             raise UserError(answer)
 
-    @contextmanager
-    def writing(self, what: str) -> Iterator[None]:
+    def writing(self, what: str) -> AbstractContextManager[None]:
         """A disk that is full, gone or read-only while `what` is written is one line."""
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"output_dir {self.path}: cannot write {what} ({first_line(error)})"
-            ) from error
+        return writing(f"output_dir {self.path}", what)
 
     def resumed(self, say: Callable[[str], None]) -> Path | None:
         """The checkpoint to go on from, or None for a new run."""

@@ -16,10 +16,9 @@ from silentbad.data.records import Records
 from silentbad.data.table import blocks
 from silentbad.data.targets import Target
 from silentbad.errors import UserError, brief
-from silentbad.files import read_json
+from silentbad.files import read_json, sha256
 from silentbad.measure.embedders import MICRO
 from silentbad.measure.thresholds import load_redraws
-from silentbad.saving.checkpoint import sha256
 from silentbad.settings import user_code
 from silentbad.settings.reader import flat
 from silentbad.settings.train import TrainConfig, own_code
