@@ -28,7 +28,7 @@ from silentbad.data.scan_file import PICTURE
 from silentbad.data.schema import check_window
 from silentbad.data.table import blocks
 from silentbad.errors import UserError, brief
-from silentbad.loop.hooks import Hook, Hooks
+from silentbad.loop.hooks import Hook, NamedHooks
 from silentbad.memory.auxiliary import ModelAccess
 from silentbad.memory.masks import fitted
 from silentbad.model.diffusion import prediction_target
@@ -321,16 +321,13 @@ GUARDS: dict[str, Callable[..., Guard]] = {
 
 
 # ------------------------------------------------------------ in a run
-class Guards(Hooks):
+class Guards(NamedHooks):
     """The guards of a run, one after the other; none where nothing guards."""
 
     def __init__(self, config: GuardConfig):
         options = {} if config.name == "none" else parse_guards(config, GUARDS)
         self.suspects = Suspects.read(Path(str(config.scan))) if options else None
-        self.each: list[Any] = [
-            GUARDS[name](self.suspects, **given) for name, given in options.items()
-        ]
-        self.names = list(options)
+        super().__init__({name: GUARDS[name](self.suspects, **options[name]) for name in options})
         self.reads = [picture for guard in self.each for picture in guard.reads()]
 
     def records(self, records: Records) -> Records:
@@ -349,12 +346,8 @@ class Guards(Hooks):
         suspects = hashlib.sha256(repr(sorted(self.suspects.text)).encode()).hexdigest()[:16]
         return records.select(np.flatnonzero(kept), f"{records.key}-guard-{suspects}")
 
-    def start(self, context: GuardContext, sharded: bool = False) -> None:
-        """Before training. Raises UserError where gradients are `sharded`."""
-        if self.modifies_gradients and sharded:
-            raise UserError(
-                f"guard.name={'+'.join(self.names)}: works on whole gradients, FSDP shards them"
-            )
+    def start(self, context: GuardContext) -> None:
+        """Before training."""
         for guard in self.each:
             guard.start(context)
 
@@ -374,11 +367,3 @@ class Guards(Hooks):
         return next(
             (image for guard in self.each if (image := guard.hidden(index)) is not None), None
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: guard.state_dict() for name, guard in zip(self.names, self.each, strict=True)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the state of the same guards."""
-        for name, guard in zip(self.names, self.each, strict=True):
-            guard.load_state_dict(state[name])

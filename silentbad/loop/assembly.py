@@ -168,7 +168,7 @@ def build(
         side=side,
         seed=config.seed,
     )
-    guards.start(guard_context, sharded)
+    guards.start(guard_context)
 
     # What a step is shown; what a run can encode beforehand is encoded now, and kept
     rehearse = None if config.memory.rehearsal.name == "none" else memory.rehearse

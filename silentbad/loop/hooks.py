@@ -166,6 +166,22 @@ class Hooks(Hook):
         return {name: value for hook in self for name, value in hook.meters().items()}
 
 
+class NamedHooks(Hooks):
+    """Several hooks, and their states by name."""
+
+    def __init__(self, hooks: Mapping[str, Hook]):
+        super().__init__([*hooks.values()])
+        self.names = list(hooks)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: hook.state_dict() for name, hook in zip(self.names, self.each, strict=True)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up the states of the same hooks."""
+        for name, hook in zip(self.names, self.each, strict=True):
+            hook.load_state_dict(state[name])
+
+
 # ------------------------------------------------------------ hooks of your own
 @dataclass(frozen=True)
 class HookContext:
@@ -232,27 +248,23 @@ def takes(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
-class OwnHooks(Hooks):
-    """Hooks of your own, and their states by name."""
+class OwnHooks(NamedHooks):
+    """Hooks of your own."""
 
     def __init__(self, classes: Mapping[str, type[Hook]], context: HookContext):
-        super().__init__([kind(context) for kind in classes.values()])  # type: ignore[call-arg]
-        self.names = [user_code.short(place) for place in classes]
+        super().__init__(
+            {user_code.short(place): kind(context) for place, kind in classes.items()}  # type: ignore[call-arg]
+        )
         self.state_dict()  # refused now, not at the first checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         """Raises UserError where a state could not be read back."""
-        states = {name: hook.state_dict() for name, hook in zip(self.names, self.each, strict=True)}
+        states = super().state_dict()
         for name, state in states.items():
             if not is_plain(state):
                 right = "tensors, numbers, text, lists, dicts"
                 raise UserError(f"hooks: the state_dict of {name} holds more than {right}")
         return states
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the states of the same hooks."""
-        for name, hook in zip(self.names, self.each, strict=True):
-            hook.load_state_dict(state[name])
 
 
 def is_plain(value: Any) -> bool:

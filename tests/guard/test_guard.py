@@ -289,11 +289,6 @@ def test_a_resume_compares_the_pictures_of_a_guard(name, picture, flags, guardin
     assert "pictures of guard.scan changed" in capsys.readouterr().err
 
 
-def test_gradients_in_shards_are_refused(tmp_path):
-    with pytest.raises(UserError, match="guard.name=project: works on whole gradients, FSDP shards them"):
-        Guards(scan_of(tmp_path, [0], "project")).start(None, sharded=True)  # type: ignore[arg-type]
-
-
 def test_one_more_guard_is_a_class_and_an_entry(tmp_path, monkeypatch):
     class Odd(Guard):
         """Only odd records."""
