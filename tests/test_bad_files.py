@@ -28,7 +28,6 @@ from silentbad.measure.thresholds import load_redraws
 from silentbad.model import lora, pipeline, store
 from silentbad.prepare import class_images
 from silentbad.report import run_report
-from silentbad.saving import checkpoint
 from silentbad.scan import scanner
 from silentbad.worlds import data
 from silentbad.worlds.microworld import make
@@ -711,12 +710,6 @@ def test_a_number_that_python_does_not_read_is_named():
         int("9" * 5000)
     except ValueError as error:
         assert first_line(error).endswith("5000 digits")
-
-
-def test_a_damaged_checkpoint_is_skipped_in_one_line(tmp_path, capsys):
-    (tmp_path / "step-1").mkdir()
-    assert checkpoint.latest(tmp_path) is None
-    assert capsys.readouterr().err == f"warning: checkpoint {tmp_path}/step-1 skipped: no manifest.json\n"
 
 
 def test_a_tokenizer_without_merges_is_one_line(tmp_path):

@@ -6,6 +6,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -120,14 +121,14 @@ def test_capabilities_train(flags, tmp_path, changes):
     assert all(math.isfinite(row["loss"]) for row in rows(tmp_path / "run"))
 
 
-def test_threads_and_caches_change_no_bit(build):
+def test_defect_18_a_seed_fixes_the_weights_whatever_the_threads(build):
     ends = []
-    for changes in ({}, {"dataloader_num_workers": 3}):
-        run = build(**changes)
+    for changes in ({}, {"dataloader_num_workers": 3}, {"seed": 1}):
+        run = build(random_flip=True, shuffle_phrases=True, **changes)
         for _ in range(4):
             step_once(run)
         ends.append(weights(run))
-    assert same(*ends)
+    assert same(*ends[:2]) and not same(ends[0], ends[2])
 
 
 def test_the_hub_token_is_written_nowhere(flags, tmp_path, monkeypatch):
@@ -186,7 +187,10 @@ ARMS = {
 }
 
 
-@pytest.mark.parametrize("arm", ARMS)
+IN_PART = {"plain", "gsnr", "phrase memory", "rehearsal", "retention"}  # of other arms, there or in test_adapters
+
+
+@pytest.mark.parametrize("arm", [pytest.param(k, marks=pytest.mark.thorough if k in IN_PART else ()) for k in ARMS])
 def test_resume_is_bit_equal_mid_epoch(arm, flags, tmp_path):
     changes = {"max_train_steps": 5, "checkpointing_steps": 2, "checkpoints_total_limit": None} | ARMS[arm]
     rehearses = "memory.rehearsal.name" in changes
@@ -264,8 +268,20 @@ def test_a_log_of_a_training_has_lines_and_no_carriage_returns(flags, data, caps
     assert "to go" in steps[0] and "loss=" in steps[-1]
 
 
+WHOLE: dict[str, torch.Tensor] = {}
+
+
+@pytest.fixture
+def six_steps(flags, tmp_path):
+    """The weights after six steps that nothing disturbs."""
+    if not WHOLE:
+        assert main(flags("whole")) == 0
+        WHOLE.update(checkpoint.read_tensors(tmp_path / "whole/checkpoints/step-6/unet.safetensors"))
+    return WHOLE
+
+
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 0)])
-def test_signals_save_at_the_next_step_boundary(number, code, flags, tmp_path, monkeypatch):
+def test_signals_save_at_the_next_step_boundary(number, code, flags, six_steps, tmp_path, monkeypatch):
     log = Log.training
 
     def log_and_signal(self, *scalars):
@@ -274,15 +290,13 @@ def test_signals_save_at_the_next_step_boundary(number, code, flags, tmp_path, m
             os.kill(os.getpid(), number)
         return means
 
-    main(flags("whole"))
     monkeypatch.setattr(Log, "training", log_and_signal)
     assert main(flags("cut")) == code
     assert checkpoint.problem(tmp_path / "cut" / "checkpoints" / "step-2") is None
     monkeypatch.setattr(Log, "training", log)
     if code:
         assert main(flags("cut", resume_from_checkpoint="latest")) == 0
-    a, b = (checkpoint.read_tensors(tmp_path / out / "checkpoints/step-6/unet.safetensors") for out in ("whole", "cut"))
-    assert same(a, b)
+    assert same(six_steps, checkpoint.read_tensors(tmp_path / "cut/checkpoints/step-6/unet.safetensors"))
 
 
 @pytest.mark.parametrize("drawn", ["targets", "prompts"])
@@ -321,8 +335,7 @@ def drawings(run) -> list:
     return [picture.read_bytes() for picture in sorted((run / "samples" / "sample_prompts").iterdir())]
 
 
-def test_an_exception_saves_what_a_resume_needs(flags, tmp_path, monkeypatch):
-    main(flags("whole"))
+def test_an_exception_saves_what_a_resume_needs(flags, six_steps, tmp_path, monkeypatch):
     boom = train_silentbad.micro_step
 
     def fails_at_3(run, batch, micro):
@@ -335,8 +348,7 @@ def test_an_exception_saves_what_a_resume_needs(flags, tmp_path, monkeypatch):
         main(flags("cut"))
     monkeypatch.setattr(train_silentbad, "micro_step", boom)
     assert main(flags("cut", resume_from_checkpoint="latest")) == 0
-    a, b = (checkpoint.read_tensors(tmp_path / out / "checkpoints/step-6/unet.safetensors") for out in ("whole", "cut"))
-    assert same(a, b)
+    assert same(six_steps, checkpoint.read_tensors(tmp_path / "cut/checkpoints/step-6/unet.safetensors"))
 
 
 def test_trigger_files_save_and_validate(flags, data, tmp_path, monkeypatch):
@@ -356,16 +368,12 @@ def test_trigger_files_save_and_validate(flags, data, tmp_path, monkeypatch):
     assert [row["step"] for row in rows(tmp_path / "run", validation=True)] == [0, 3, 6]
 
 
-def test_a_finished_run_says_so(flags, tmp_path, capsys):
+def test_a_finished_run_says_so_and_goes_on_with_more_steps(flags, tmp_path, capsys):
     main(flags(max_train_steps=2))
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert main(flags(max_train_steps=2, resume_from_checkpoint="latest")) == 0
     assert "step 2 of 2: finished already" in capsys.readouterr().out
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
-
-
-def test_a_finished_run_goes_on_with_more_steps(flags, tmp_path):
-    main(flags(max_train_steps=2))
     assert main(flags(max_train_steps=3, resume_from_checkpoint="latest")) == 0
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
 
@@ -401,15 +409,17 @@ def test_nan_gradients_in_a_row_stop_and_name_the_records(flags, monkeypatch, ca
 def test_latest_skips_damaged_checkpoints_and_names_them(flags, tmp_path, capsys):
     main(flags(max_train_steps=4, checkpointing_steps=1, checkpoints_total_limit=None))
     folder = tmp_path / "run" / "checkpoints"
-    (folder / "step-4" / "manifest.json").unlink()
+    (folder / "step-4" / "manifest.json").write_text("[" * 5000)
     with (folder / "step-3" / "state.pt").open("r+b") as file:
         file.seek(100)
         file.write(b"x")
     (folder / "step-2" / "unet.safetensors").write_bytes(b"short")
+    (folder / "step-5").mkdir()
     capsys.readouterr()
     assert checkpoint.latest(folder) == folder / "step-1"
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 3 and all(f"step-{n}" in text for n, text in zip((4, 3, 2), said, strict=True))
+    assert said[0] == f"warning: checkpoint {folder}/step-5 skipped: no manifest.json"
+    assert [re.search(r"step-\d", line)[0] for line in said] == ["step-5", "step-4", "step-3", "step-2"]
 
 
 def test_a_state_file_with_code_in_it_is_refused(tmp_path):
@@ -588,19 +598,6 @@ def test_defect_09_a_failing_validation_leaves_raw_weights(build, data, monkeypa
     assert same(before, weights(run))
 
 
-def test_defect_10_a_scaler_skip_advances_nothing(build, monkeypatch):
-    run = build(use_ema=True)
-    step_once(run)
-    monkeypatch.setattr(type(run.accelerator), "optimizer_step_was_skipped", property(lambda self: True))
-    step_once(run)
-    assert (run.state.step, run.state.skipped, run.state.ema.optimization_step, run.state.lr_scheduler.last_epoch) == (
-        1,
-        1,
-        1,
-        1,
-    )
-
-
 def test_defect_10_the_scaler_itself(build, monkeypatch):
     """fp16's loss scaling, on the CPU: an overflow lowers the scale and changes nothing else."""
     scaler, make = torch.amp.GradScaler("cpu", init_scale=1024.0), trackers.make_accelerator
@@ -733,19 +730,6 @@ def test_defect_17_an_epoch_is_what_the_sampler_deals(build):
     assert len(run.memory.epochs.epoch(0)) == 8 + 4 and (run.state.steps_per_epoch, run.state.total) == (2, 4)
 
 
-def test_defect_18_two_runs_of_one_seed_are_bit_equal(build):
-    ends = []
-    for _ in range(2):
-        run = build(random_flip=True, shuffle_phrases=True)
-        for _ in range(2):
-            step_once(run)
-        ends.append(weights(run))
-    assert same(*ends)
-    run = build(seed=1)
-    step_once(run)
-    assert not same(ends[0], weights(run))
-
-
 def test_defect_19_validation_leaves_training_bit_equal(build, data):
     ends = []
     for validated in (False, True):
@@ -775,9 +759,6 @@ def test_defect_23_the_best_pipeline_is_written_first(tmp_path):
         (path / "a").write_text("new")
 
     checkpoint.save(best, look)
-    assert (best / "a").read_text() == "new"
-    with pytest.raises(OSError):
-        checkpoint.save(best, lambda p: (_ for _ in ()).throw(OSError("disk full")))
     assert (best / "a").read_text() == "new"
 
 

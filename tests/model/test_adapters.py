@@ -106,7 +106,8 @@ KINDS |= {
     "sd3, memory, control": ("sd3", {**FLOW, **GSNR, "memory.timesteps.name": "logit_normal", "use_ema": True}),
     "sd3 lora": ("sd3", {**LORA, "memory.loss.name": "x0", "gradient_checkpointing": True, "mixed_precision": "bf16"}),
 }
-LONGER = {"sd3 lora", "sd text, all memory", "xl lora text, all", "xl text"}  # what the others have in part
+# what the others have in part
+LONGER = {"sd2", "sd lora", "sd3 lora", "sd text, all memory", "xl lora text, all", "xl text"}
 
 
 PARTS = ("attention_binding", "distillation", "retention")
