@@ -3,9 +3,8 @@ root modules; `loop` and `saving` belong to train_silentbad.py alone, and no roo
 experiments."""
 
 import ast
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 THREE = {"gradient_control", "memory_reinforce", "validation"}
@@ -51,6 +50,12 @@ class AtRunTime(ast.NodeTransformer):
         return None if for_types else node
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imported(path: Path) -> set[str]:
     """Full names of the modules that a module imports at run time, as `silentbad.data.images`."""
     names = set()
@@ -64,6 +69,7 @@ def imported(path: Path) -> set[str]:
     return names
 
 
+@cache
 def is_module(package: str, name: str) -> bool:
     place = ROOT.joinpath(*package.split("."), name)
     return place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
@@ -83,44 +89,37 @@ def tops(path: Path) -> set[str]:
     return {name.split(".")[0] for name in imported(path)}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_one_way(path):
-    names = tops(path)
-    assert "train_silentbad" not in names
-    if path.parent != ROOT:
-        assert not names & THREE
-    elif path.stem in THREE:
-        assert not names & (THREE - {path.stem})
+def test_root_modules_stand_apart():
+    for path in MODULES:
+        names = tops(path)
+        assert "train_silentbad" not in names, path
+        if path.parent != ROOT:
+            assert not names & THREE, path
+        elif path.stem in THREE:
+            assert not names & (THREE - {path.stem}), path
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_rooms_import_only_what_lies_below(path):
-    module, ours = dotted(path), {name for name in imported(path) if name.startswith("silentbad.")}
-    room, rooms = room_of(module), {room_of(name) for name in ours} - {""}
-    assert not ours & COMMANDS
-    if module in GROUND:
-        assert ours <= GROUND
-    elif room:
-        assert rooms <= BELOW[room] | {room}
-    elif module != "train_silentbad":
-        assert not rooms & {"loop", "saving"}
+def test_rooms_import_only_what_lies_below():
+    for path in MODULES:
+        module, ours = dotted(path), {name for name in imported(path) if name.startswith("silentbad.")}
+        room, rooms = room_of(module), {room_of(name) for name in ours} - {""}
+        assert not ours & COMMANDS, path
+        if module in GROUND:
+            assert ours <= GROUND, path
+        elif room:
+            assert rooms <= BELOW[room] | {room}, path
+        elif module != "train_silentbad":
+            assert not rooms & {"loop", "saving"}, path
+        last = LAST - {"experiments"} if module in REGISTRIES else LAST
+        assert not rooms & last - {room}, path
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_nothing_imports_what_training_does_not_need(path):
-    last = LAST - {"experiments"} if dotted(path) in REGISTRIES else LAST
-    assert not {room_of(name) for name in imported(path)} & last - {room_of(dotted(path))}
-
-
-def test_every_room_has_its_arrows():
-    assert {path.parent.name for path in ROOT.glob("silentbad/*/__init__.py")} <= BELOW.keys() | {"settings"}
+def test_every_room_has_its_arrows_and_says_what_lives_there():
+    inits = [*ROOT.glob("silentbad/*/__init__.py")]
+    assert {path.parent.name for path in inits} <= BELOW.keys() | {"settings"}
     assert len([*ROOT.glob("silentbad/*.py")]) <= FLAT
-
-
-@pytest.mark.parametrize("path", [*ROOT.glob("silentbad/*/__init__.py")], ids=lambda path: path.parent.name)
-def test_each_room_says_what_lives_there(path):
-    text = ast.get_docstring(ast.parse(path.read_text()))
-    assert text and len(text.split()) >= 10
+    for path in inits:
+        assert len((ast.get_docstring(ast.parse(path.read_text())) or "").split()) >= 10, path
 
 
 def test_the_walk_sees_the_entry_point():
@@ -131,8 +130,9 @@ def test_the_walk_sees_the_entry_point():
 SAFE = {"weights_only": True, "trust_remote_code": False, "allow_pickle": False}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_no_loader_may_run_code_from_data(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.keyword) and node.arg in SAFE:
-            assert isinstance(node.value, ast.Constant) and node.value.value is SAFE[node.arg], node.lineno
+def test_no_loader_may_run_code_from_data():
+    for path in MODULES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.keyword) and node.arg in SAFE:
+                given = node.value.value if isinstance(node.value, ast.Constant) else None
+                assert given is SAFE[node.arg], f"{path}:{node.lineno}"
