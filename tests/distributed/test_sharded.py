@@ -136,20 +136,7 @@ REFUSED = {  # what is asked for -> the key that the line names
     ("FSDP_OFFLOAD_PARAMS=true",): "fsdp_offload_params",
     ("WORLD_SIZE=1",): "num_processes",
     ("ACCELERATE_MIXED_PRECISION=fp8",): "mixed_precision",
-    ("--optimizer=Adafactor",): "optimizer",
-    ("--use_ema=true",): "use_ema",
-    ("--lora.rank=2",): "lora.rank",
-    ("--train_text_encoder=true",): "train_text_encoder",
-    ("--compile_model=true",): "compile_model",
-    ("--channels_last=true",): "channels_last",
-    ("--gradient_control.conflict=true",): "gradient_control.conflict",
-    ("--gradient_control.transform=pcgrad",): "gradient_control.transform",
-    ("--gradient_control.name=prior+hypergradient",): "gradient_control.name",
-    ("--gradient_control.between.name=contrast",): "gradient_control.between.name",
-    ("--memory.retention.name=l2_sp",): "memory.retention.name",
-    ("--memory.distillation.name=and", "--memory.phrase_memory.enabled=true"): "memory.distillation.name",
-    ("--memory.attention_binding.name=mass",): "memory.attention_binding.name",
-    ("--memory.loss_balance.name=gradient_norm",): "memory.loss_balance.name",
+    ("--lora.rank=2",): "lora.rank",  # a row of the table of what excludes what
 }
 
 

@@ -127,8 +127,6 @@ SCAN = ["--guard.scan", "x.json"]
 @pytest.mark.parametrize(
     "flags, line",
     [
-        (["--guard.name", "drop"], "guard.name .*: drop needs guard.scan"),
-        (SCAN, "guard.scan .*: needs guard.name"),
         (
             ["--guard.options.limit", "3"],
             "guard.options: 'limit' has no effect",
@@ -138,9 +136,6 @@ SCAN = ["--guard.scan", "x.json"]
         (["--guard.name", "cap", *SCAN, "--guard.options.limit", "0"], "option 'limit' must be at least 1"),
         (["--guard.name", "cap+mask", *SCAN, "--guard.options.limit", "3"], "'limit' is no part of cap.mask"),
         (["--guard.name", "mask+mask", *SCAN], "names a part twice"),
-        (["--guard.name", "drop+cap", *SCAN], "drop leaves no suspect record to mask or cap"),
-        (["--guard.name", "cap", *SCAN, "--memory.rehearsal.name", "leak_free"], "composes what guard.name=cap"),
-        (["--guard.name", "mask", *SCAN, "--memory.region.name", "estimated"], "stresses what recurs"),
     ],
 )
 def test_what_cannot_guard_is_refused(flags, line):

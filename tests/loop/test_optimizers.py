@@ -127,25 +127,6 @@ def test_a_step_passes_over_the_gradients_once_for_their_norm(build, monkeypatch
         ({"optimizer": "os.path"}, "no torch optimizer"),
         ({"optimizer_options": {"betta": 1}}, "takes no 'betta'"),
         ({"optimizer_options": {"amsgrad": "maybe"}}, "optimizer_options: amsgrad must be bool, got 'maybe'"),
-        ({"optimizer": "SGD", "use_8bit_adam": True}, "excludes optimizer SGD"),
-        (
-            {"gradient_control.shrink": True, "optimizer": "SGD"},
-            "shrink .command line.: is for optimizer AdamW, not for optimizer SGD",
-        ),
-        (
-            {"gradient_control.shrink": True, "use_8bit_adam": True},
-            "shrink .command line.: is for optimizer AdamW, not for use_8bit_adam",
-        ),
-        ({"gradient_control.shrink": True, "adam_beta1": 0}, "adam_beta1 0 averages nothing"),
-        (
-            {"gradient_control.spectral": True, "optimizer": "SGD"},
-            "spectral .command line.: is for optimizer AdamW, not for optimizer SGD",
-        ),
-        (
-            {"gradient_control.spectral": True, "gradient_control.shrink": True},
-            "spectral .command line.: does not go with shrink",
-        ),
-        ({"gradient_control.spectral_except": '["time"]'}, "needs gradient_control.spectral"),
         (
             {"gradient_control.spectral": True, "optimizer_options": {"iteration": "polar"}},
             "iteration must be newton_schulz or polar_express, got 'polar'",
@@ -247,11 +228,6 @@ def test_schedule_free_is_measured_and_saved_at_its_average(build, tmp_path):
     saved = next((Path(tmp_path) / "saved" / "unet").glob("*.safetensors"))
     assert same(checkpoint.read_tensors(saved), average) and same(trained, weights(run))
     step_once(run)  # back in training mode
-
-
-def test_schedule_free_beside_an_average_is_refused(flags, capsys):
-    assert main(flags(**extra("schedulefree.AdamWScheduleFree"), use_ema=True)) == 2
-    assert "keeps an average" in capsys.readouterr().err
 
 
 def test_only_uniform_takes_a_rate_adapting_optimizer(flags, capsys):

@@ -240,24 +240,6 @@ def test_the_usual_targets_adapt_all_of_joint_attention():
     "settings, said",
     [
         ({"snr_gamma": 5}, "snr_gamma (command line): weighs the error of epsilon"),
-        ({"memory.loss.name": "p2"}, "memory.loss.name (command line): p2 weighs the error of epsilon"),
-        ({"dream_training": True}, "dream_training (command line): rectifies"),
-        ({"memory.loss.dream": 1.0}, "memory.loss.dream (command line): rectifies"),
-        ({"prediction_type": "epsilon"}, "prediction_type (command line): Stable Diffusion 3 predicts the velocity"),
-        ({"noise_offset": 0.1}, "noise_offset (command line): mends a path"),
-        ({"train_text_encoder": True}, "train_text_encoder (command line): is not there for Stable Diffusion 3"),
-        (
-            {"memory.attention_binding.name": "mass"},
-            "memory.attention_binding.name (command line): reads maps of cross-attention",
-        ),
-        (
-            {"gradient_control.name": "prior+gsnr"},
-            "gradient_control.name (command line): the rows of prior are about a UNet",
-        ),
-        (
-            {"gradient_control.name": "placebo"},
-            "gradient_control.name (command line): placebo: option 'of' names prior",
-        ),
         ({"resolution": 15}, "resolution (command line): 15 is not a multiple of 4"),
         ({"resolution": 64}, "resolution (command line): 64 is more than the 32 that"),
     ],
