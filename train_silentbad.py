@@ -404,7 +404,7 @@ def try_out(run: Run) -> int:
     take."""
     forecast = Forecast(run)
     for last in forecast.measured():
-        run.state.end_at(last)
+        run.state.total = last
         if code := train(run):
             return code
     if forecast.draws():

@@ -52,11 +52,7 @@ class SourceBank:
             grads = torch.autograd.grad(
                 loss, self.sample.params, retain_graph=True, allow_unused=True
             )
-            self.give(name, list(grads))
-
-    def give(self, source: str, grads: list[Tensor | None]) -> None:
-        """Bank gradients that were taken beside the accumulated ones, in the same unit."""
-        self.add(source, self._read(grads))
+            self.add(name, self._read(list(grads)))
 
     def add(self, source: str, part: list[Tensor]) -> None:
         if source in self.parts:

@@ -153,18 +153,14 @@ def _in_srgb(image: Image.Image, profile: bytes | None, grey: bool, named: str) 
         converted = ImageCms.profileToProfile(image.convert(mode), source, SRGB, outputMode="RGB")
         return image.convert("RGB") if converted is None else converted
     except Exception as error:  # Pillow and LittleCMS raise many kinds
-        _warn_of_profile(first_line(error), named)
+        reason = first_line(error)
+        if reason not in _WARNED:  # said once: a whole folder may come from one program
+            _WARNED.add(reason)
+            warn(f"{named}: its colour profile is left out ({reason}), as those of others like it")
         return image.convert("RGB")
 
 
 _WARNED: set[str] = set()
-
-
-def _warn_of_profile(reason: str, named: str) -> None:
-    """A line on the first picture of each kind: a whole folder may come from one program."""
-    if reason not in _WARNED:
-        _WARNED.add(reason)
-        warn(f"{named}: its colour profile is left out ({reason}), as those of others like it")
 
 
 def _in_8_bit(image: Image.Image, where: str) -> Image.Image:

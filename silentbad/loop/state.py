@@ -78,10 +78,6 @@ class TrainState:
             t.float(), bins=BINS, min=0, max=self.train_timesteps
         )
 
-    def end_at(self, step: int) -> None:
-        """Train up to this step only: a dry run goes a few steps at a time."""
-        self.total = step
-
     def advance(self) -> None:
         """After an update: the learning rate's schedule, the average of the weights, the step."""
         self.rate = self.lr_scheduler.get_last_lr()[0]

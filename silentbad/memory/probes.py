@@ -169,11 +169,6 @@ class PhraseMemory:
         self.mail.restore(state["mail"])
 
 
-def latent_mask(mask: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """mask (m,1,H,W) -> (m,1,h,w), by area."""
-    return F.interpolate(mask.float(), size=size, mode="area")
-
-
 @torch.no_grad()
 def build_bank(
     info, encode: Callable, pictures: Callable, count: int, device, most: int = 12
@@ -194,7 +189,7 @@ def build_bank(
             estimated = estimate_mask(pictures(rows)["pixel_values"])
             masks = estimated.expand(len(x0), -1, -1, -1)
         if masks is not None:
-            masks = latent_mask(masks.to(device), tuple(x0.shape[-2:]))
+            masks = F.interpolate(masks.to(device).float(), size=x0.shape[-2:], mode="area")
         bank.append(Element(x0, masks, batch["text"], rows[:count], estimated))
     return bank
 
