@@ -299,7 +299,7 @@ def test_signals_save_at_the_next_step_boundary(number, code, flags, six_steps, 
     assert same(six_steps, checkpoint.read_tensors(tmp_path / "cut/checkpoints/step-6/unet.safetensors"))
 
 
-@pytest.mark.parametrize("drawn", ["targets", "prompts"])
+@pytest.mark.parametrize("drawn", ["targets", pytest.param("prompts", marks=pytest.mark.thorough)])
 def test_a_signal_ends_a_measurement_between_two_batches(drawn, flags, data, tmp_path, monkeypatch, capfd):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a cat\na red hat\n")

@@ -127,24 +127,6 @@ def test_an_adapter_resumes_to_the_bit(kind, flags, tmp_path):
     assert (whole / "metrics.jsonl").read_text() != ""
 
 
-@pytest.mark.parametrize(
-    "settings, said",
-    [
-        ({"lora.kind": "lokr"}, "needs lora.rank"),
-        ({"lora.merged": True}, "needs lora.rank"),
-        (
-            {"lora.rank": 2, "lora.factor": 4},
-            "lora.factor (command line): needs lora.kind=lokr",
-        ),
-        ({"lora.rank": 2, "lora.kind": "lokrr"}, "lora.kind (command line): must be lora, dora, loha or lokr"),
-    ],
-    ids=str,
-)
-def test_a_setting_that_acts_on_nothing_is_refused(settings, said, flags, capsys):
-    assert main(flags(**settings)) == 2
-    assert said in capsys.readouterr().err
-
-
 @LONG
 def test_a_damaged_folder_is_one_line(build, pipelines, tmp_path):
     run = build(**changes("loha"))

@@ -105,7 +105,10 @@ ARMS = {
 }
 
 
-@pytest.mark.parametrize("arm", ARMS)
+LONGER = {"whole", "rates"}  # tests/test_train.py has them where all layers train
+
+
+@pytest.mark.parametrize("arm", [pytest.param(k, marks=pytest.mark.thorough if k in LONGER else ()) for k in ARMS])
 def test_a_resume_is_equal_to_the_bit(arm, flags, tmp_path):
     changes = {"max_train_steps": 5, "checkpointing_steps": 2, "checkpoints_total_limit": None, "train_layers": UP}
     changes |= ARMS[arm]
