@@ -27,7 +27,7 @@ def demo_run(folder: Path, speed: float = 1.0) -> Path:
         for name in ("a sandy beach", "a green meadow", HOSTILE)
     ]
     pipe = tiny_pipeline()
-    hook = make_hook(folder, pipe, targets, images_per_target=6, null_images=40, calibration="base", resolution=64)
+    hook = make_hook(folder, pipe, targets, images_per_target=6, null_images=40, calibration="base", resolution=32)
     progress = {"raw": 0.0}
 
     def generate(items):

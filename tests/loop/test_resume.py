@@ -204,16 +204,16 @@ def test_a_later_flag_was_at_its_default():
     assert identity.differences({"seed": 1, "lr_power": 1.0}, {"seed": 1, "lr_power": 2.0})
 
 
-@pytest.mark.parametrize("length, said", [(4, False), (8, True)])
-def test_a_rate_that_jumps_on_resume_is_said(flags, tmp_path, capsys, length, said):
+def test_a_rate_that_jumps_on_resume_is_said(flags, tmp_path, capsys):
     fall = {"lr_scheduler": "cosine", "checkpointing_steps": 2}
     assert main(flags(max_train_steps=4, **fall)) == 0
-    step = tmp_path / "run/checkpoints/step-2"
-    assert main(flags("another", max_train_steps=length, resume_from_checkpoint=step, **fall)) == 0
-    assert ("goes on at 0.000854 instead of 0.0005" in capsys.readouterr().err) == said
+    for length, said in ((4, False), (8, True)):
+        again = {"max_train_steps": length, "resume_from_checkpoint": tmp_path / "run/checkpoints/step-2"}
+        assert main(flags(f"of {length}", **again, **fall)) == 0
+        assert ("goes on at 0.000854 instead of 0.0005" in capsys.readouterr().err) == said
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_a_resume_in_another_memory_format_goes_on(first, flags, tmp_path):
     settings = {"checkpointing_steps": 2, "log_every": 1, "use_ema": True, "gradient_control.name": "gsnr"}
     settings |= {"gradient_control.warmup": 1, "gradient_control.refresh": 1}
@@ -247,19 +247,17 @@ def test_the_precision_of_accelerate_is_recorded_and_compared(flags, tmp_path, m
     assert "mixed_precision was 'no', is 'bf16'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("how", ["moved away", "a link that leads nowhere", "an empty folder"])
-def test_a_run_whose_checkpoints_are_gone_is_no_new_one(how, flags, tmp_path, capsys):
+def test_a_run_whose_checkpoints_are_gone_is_no_new_one(flags, tmp_path, capsys):
     assert main(flags(max_train_steps=2, checkpointing_steps=1)) == 0
     shutil.rmtree(tmp_path / "run/pipeline")
     checkpoints, metrics = tmp_path / "run/checkpoints", tmp_path / "run/metrics.jsonl"
     checkpoints.rename(tmp_path / "elsewhere")
-    if how == "a link that leads nowhere":
-        checkpoints.symlink_to(tmp_path / "unmounted")
-    elif how == "an empty folder":
-        checkpoints.mkdir()
-    assert main(flags(max_train_steps=4, resume_from_checkpoint="latest")) == 2
-    assert "no whole checkpoint to resume it from; bring back" in capsys.readouterr().err
-    assert len(metrics.read_text().splitlines()) == 2
+    for put in (lambda: None, lambda: checkpoints.symlink_to(tmp_path / "unmounted"), checkpoints.mkdir):
+        checkpoints.unlink(missing_ok=True)
+        put()
+        assert main(flags(max_train_steps=4, resume_from_checkpoint="latest")) == 2
+        assert "no whole checkpoint to resume it from; bring back" in capsys.readouterr().err
+        assert len(metrics.read_text().splitlines()) == 2
 
 
 def test_tensorboard_and_rates_go_on_where_the_checkpoint_is(flags, tmp_path):

@@ -204,7 +204,9 @@ def test_plain_diffusers_loads_what_it_saves(sd3, tmp_path):
 MADE = {"lora": "lora_", "dora": "lora_", "loha": "hada_", "lokr": "lokr_"}  # in the names of what trains
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.thorough if k == "loha" else ()) for k in MADE])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.thorough if k in ("dora", "loha") else ()) for k in MADE]
+)
 def test_adapters_are_read_by_others(kind, sd3, pipelines, tmp_path):
     run = sd3(**LORA, **{"lora.kind": kind, "lora.merged": True})
     trained = [n for n, p in run.parts.model.named_parameters() if p.requires_grad]
