@@ -251,7 +251,7 @@ def test_two_processes_equal_one_in_buckets(inputs, tmp_path):
 
 
 CASES["sources apart"] = ({**BETWEEN, "max_batch_size": 1}, BETWEEN | {"train_batch_size": 4})
-LONGER = {"plain", "sources apart"}  # the first is in "everything with state"
+LONGER = {"plain", "sources apart", "AND distillation"}  # the first is in "everything with state"
 
 
 @pytest.mark.parametrize("name", [pytest.param(c, marks=pytest.mark.thorough if c in LONGER else ()) for c in CASES])
