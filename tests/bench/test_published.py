@@ -19,12 +19,10 @@ from bench.published_table import (
     sign_flips,
     summary,
     sustained,
-    swept,
     table,
     times_sooner,
     usual,
 )
-from bench.recovery_figures import at_end
 from bench.recovery_table import RESULTS, stored
 from silentbad.worlds.microworld.make import target_scene
 
@@ -143,19 +141,6 @@ def test_rows_by_strength_are_of_what_was_fixed_before():
     descend(frozen, rows)
 
 
-def test_a_line_a_base_over_the_targets_that_all_ran():
-    rows = [
-        {**row, "base": f"pipeline-{percent}"}
-        for percent in strength.PERCENT
-        for row in run([0.0, percent / 100], target="7k2") + (run([0.0, 1.0], target="8k2") if percent == 100 else [])
-    ]
-    drawn = {f"pipeline-{percent}": {"both": percent / 200} for percent in strength.PERCENT}
-    lines = strength.by_strength(rows, drawn).splitlines()[2:]
-    assert [line.split(" | ")[0] for line in lines] == ["| 25 %", "| 50 %", "| 75 %", "| 100 %"]
-    assert all(" | 1 | " in line for line in lines) and "| 0.25 | 1 | 1 of 1 | 0.50 |" in lines[1]
-    assert len(strength.by_elements(rows).splitlines()) == 3
-
-
 def test_rows_by_layer_are_of_what_was_fixed_before():
     rows, frozen = stored(layerwise.RESULTS), "9e379b12584afcb6fb522477346246355e0dbd54"
     assert {row["targets"] for row in rows} <= {*layerwise.TARGETS.split(";")}
@@ -163,25 +148,6 @@ def test_rows_by_layer_are_of_what_was_fixed_before():
         assert (row["arm"], row["factor"]) in layerwise.RUNS and not row["flags"] and not row["placebo"]
         assert (row["steps"], row["every"], row["ratio"]) == (layerwise.STEPS, layerwise.EVERY, 0.1)
     descend(frozen, rows)
-
-
-def test_a_rule_is_compared_over_the_targets_of_both():
-    def ran(name, factor, when):
-        return arm(name, when, steps=200, factor=factor)
-
-    rows = ran("recommended", 40.0, [100, None, 50]) + ran("recommended_gsnr", 80.0, [50, 100])
-    line = layerwise.compared(rows).splitlines()[2]
-    assert line.startswith("| `recommended` | 40 | 2 | 2.0 [2.0, 2.0] |") and line.endswith("| +0.50 [+0.00, +1.00] |")
-    assert len(layerwise.by_run(rows).splitlines()) == 4
-
-
-def test_a_sweep_compares_the_targets_that_ran_at_several_shares():
-    usually = run([0, 0.5], targets="2100", target="2100") + run([0, 1.0], targets="2101", target="2101")
-    more = run([0, 1.0], targets="2100", target="2100", ratio=0.33)
-    rows = swept(usually + more + run([0, 0], targets="2100", target="2100", seed=1))
-    assert {row["target"] for row in rows} == {"2100"} and {row["seed"] for row in rows} == {0}
-    curve = at_end("images", rows, lambda run: run["strict rate"], lambda row: round(100 * row["ratio"]))
-    assert (curve.xs, curve.ys) == ([10, 33], [0.5, 1.0])
 
 
 def test_rows_between_sources_are_of_what_was_fixed_before():
@@ -194,39 +160,12 @@ def test_rows_between_sources_are_of_what_was_fixed_before():
     descend(frozen, rows)
 
 
-def test_a_factor_between_sources_is_compared_at_its_own_rate():
-    def ran(name, factor, similar, targets):
-        more = {"arm": name, "factor": factor, "steps": between.STEPS, "element_means": similar}
-        return [row for target in targets for row in run([0.0, 0.0], target=target, **more)]
-
-    rows = ran("contrast_warm", 16.0, [0.4, 0.2], "12") + ran("clean_weight_warm", 16.0, [0.2, 0.2], "123")
-    rows += ran("plain_warm", 8.0, [0.1, 0.1], "12")
-    (line,) = between.compared(rows).splitlines()[2:]
-    assert line.startswith("| `clean_weight_warm` | 16 | 2 | +0.10 [") and line.endswith("| 1.0 [1.0, 1.0] |")
-    assert [row.split(" | ")[:3] for row in between.frontier(rows).splitlines()[2:]] == [
-        ["| `plain_warm`", "8", "2"],
-        ["| `clean_weight_warm`", "16", "3"],
-        ["| `contrast_warm`", "16", "2"],
-    ]
-
-
 def test_rows_by_nulls_are_of_what_was_fixed_before():
     rows, frozen = stored(nulls.RESULTS), "32c3b93099bee9ee4c2e4ae7b5f301410a671f09"
     assert {row["target"] for row in rows} <= {*nulls.TARGETS.split(";")}
     runs = Counter((row["target"], row["model"]) for row in rows)
     assert all(count == len(nulls.NULLS) for count in runs.values())
     descend(frozen, rows)
-
-
-def test_both_numbers_of_nulls_are_of_the_targets_that_have_all():
-    def judged(target, model, many, rate):
-        shared = {"whole_rate": 1.0, "elements": [rate, 1.0]}
-        return {"target": target, "model": model, "nulls": many, "rate": rate, **shared}
-
-    few, enough = nulls.NULLS
-    rows = [judged("7", model, many, rate) for model in nulls.MODELS for many, rate in ((few, 0.25), (enough, 0.75))]
-    lines = nulls.table([*rows, judged("8", "recommended", few, 1.0)]).splitlines()[2:]
-    assert [line.split(" | ")[2:5] for line in lines] == 2 * [["1", "0 of 1", "0.25"], ["1", "1 of 1", "0.75"]]
 
 
 def descend(frozen: str, rows: list[dict]) -> None:
