@@ -102,7 +102,7 @@ world-smoke: $(STAMP)  ## the emoji world in ten minutes
 	$(BIN)/python -m bench.published --world emoji --base runs/world-smoke/pipeline --arms plain,recommended --targets 0 \
 		--steps 20 --every 20 --images 4 --nulls target --clean 60 --ratios 0.33 --results runs/world-smoke.jsonl
 
-world-base: $(STAMP)  ## the emoji world's base: hours on two cores, minutes on a GPU
+world-base: $(STAMP)  ## the emoji world's base: about 75 minutes of one core
 	$(BIN)/python -m silentbad.worlds.emoji.build --work runs/emoji-base
 
 shield: export OMP_NUM_THREADS ?= 1

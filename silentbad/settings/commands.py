@@ -272,11 +272,14 @@ class EmojiBaseOptions(BaseOptions):
     )
     begin: Location = option("assets/micro-sd", "pipeline whose weights are trained on")
     out: Location | None = option(None, "folder of the pipeline; `pipeline` in --work when unset")
+    # the steps of the base that research/emoji.md measures
     vae_steps: Count = option(1200)
+    decoder_steps: Count = option(400)
     text_steps: Count = option(1500)
-    unet_steps: Count = option(9000)
+    unet_steps: Count = option(3000)
     embedder_steps: Count = option(200)
-    judge_steps: Count = option(1200)
+    judge_steps: Count = option(600)
+    pool: Count = option(2048, "scenes that are encoded before the UNet's first step")
     things: Annotated[int, Interval(ge=1, le=4)] = option(4, "most things in a scene")
     captions: Count = option(400, "captions that the model card is measured on")
 
