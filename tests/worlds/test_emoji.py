@@ -10,8 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
-from bench import emoji_judge, published
+from bench import emoji_judge, published, shield
+from bench.shield_data import assemble, clean, hide
 from silentbad.errors import UserError
+from silentbad.scan.find import Found
+from silentbad.scan.sets import SuspectSet
 from silentbad.settings.commands import EmojiBaseOptions
 from silentbad.worlds.data import phrase_of
 from silentbad.worlds.emoji import build, export, make, nulls, sets, visible
@@ -235,13 +238,30 @@ def test_the_base_is_built_by_the_microworlds_stages(tmp_path):
 
 
 def test_the_judge_knows_its_copies(tmp_path):
-    small = ["--targets", "3", "--calibration", "4", "--pictures", "4", "--base", "assets/micro-sd"]
-    emoji_judge.main([*small, "--results", str(tmp_path / "judge.json")])
+    """By the bundled detector, and by one that was trained on from it, for two steps."""
+    vae = ["--vae", str(build.ASSETS / "vae"), "--device", "cpu"]
+    build.main(["--work", str(tmp_path), "--stage", "embedder", "--embedder_steps", "2", *vae])
+    small = ["--targets", "3", "--calibration", "3", "--pictures", "3", "--base", "assets/micro-sd"]
+    trained = ["--trained", str(tmp_path / "embedder")]
+    emoji_judge.main([*small, *trained, "--results", str(tmp_path / "judge.json")])
     results = json.loads((tmp_path / "judge.json").read_text())
-    row = results["targets"]["3"]["columns"]["micro"]
-    assert row["passed"]["copy"]["whole"] == [4, 4]
-    assert row["passed"]["redraw"]["strict"] == [0, 4]
-    assert set(row["elements"]) <= {"unseen artist", "known artist", "backdrop"}
+    assert results["trained"] != results["detector"]
+    for row in results["targets"]["3"]["columns"].values():
+        assert row["passed"]["copy"]["whole"] == [3, 3]
+        assert row["passed"]["redraw"]["strict"] == [0, 3]
+        assert set(row["elements"]) <= {"unseen artist", "known artist", "backdrop"}
+    assert "trained, strict" in emoji_judge.table(results)
+
+
+def test_the_scan_is_measured_on_data_of_this_world():
+    hidden = hide("3", 3, of=make.TARGETS)
+    data = assemble(3, 120, [hidden], clean(3, 10, make.TARGETS), of=make.TARGETS)
+    assert data.suspect().sum() == 3 * len(hidden[0].records)
+    for phrase, records in zip(hidden[0].phrases, hidden[0].records, strict=True):
+        assert all(phrase in data.captions[i] and data.kinds[i] == "element" for i in records)
+    exact = Found([SuspectSet([], 0.0, [np.asarray(records) for records in hidden[0].records])])
+    assert shield.elements_found(data, exact) == [len(hidden[0].records)] * 2
+    assert shield.elements_found(data, Found([])) == [0, len(hidden[0].records)]
 
 
 def test_claims_need_a_base(capsys):

@@ -431,7 +431,7 @@ def embedder_stage(
     net = (begin or MicroEmbedder()).to(device).to(memory_format=torch.channels_last)
     slope = Slope().to(device)
     pool = CopyPool(vae, device, world, capacity=2400)
-    first = 400 if begin is None else 100
+    first = 400 if begin is None else steps // 2
 
     def loss(step: int) -> torch.Tensor:
         pool.grow(first + step)
