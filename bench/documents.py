@@ -139,6 +139,8 @@ BLOCKS: dict[str, Block] = {
     "judge-table": of("instrument.json", instrument.tables),
     "judge-later": of("instrument-2548.json", instrument.table),
     "emoji-judge": of(emoji_judge.BEFORE, emoji_judge.table),
+    "emoji-judge-2716": of(emoji_judge.RESULTS, emoji_judge.table),
+    "emoji-shield": of("shield-emoji.json", shield_table.world_table),
     "photographs": of(photographs.RESULTS, photographs.table),
     "photographs-withheld": of(photographs_withheld.RESULTS, photographs_withheld.table),
     "photographs-example": of(photographs.RESULTS, photographs.example),
