@@ -45,6 +45,7 @@ from bench import (
     validation,
 )
 from bench.recovery_table import RESULTS, Read, stored
+from silentbad.worlds.emoji import export
 
 ROOT = Path(__file__).parents[1]
 Block = Callable[[Read], str]
@@ -138,6 +139,7 @@ BLOCKS: dict[str, Block] = {
     "judge": of("instrument.json", instrument.judge),
     "judge-table": of("instrument.json", instrument.tables),
     "judge-later": of("instrument-2548.json", instrument.table),
+    "emoji-base": of("emoji-base.json", export.measured),
     "emoji-judge": of(emoji_judge.BEFORE, emoji_judge.table),
     "emoji-judge-2716": of(emoji_judge.RESULTS, emoji_judge.table),
     "emoji-shield": of("shield-emoji.json", shield_table.world_table),

@@ -37,6 +37,7 @@ from bench.recovery_table import Read, grid
 FILE = "published.jsonl"
 FILES = {LAYERS: "layers.jsonl"}  # of a block whose rows lie apart
 SOONER = "times sooner than `plain`"
+ELSEWHERE = ("arm", "steps", "recovered", "strict rate", "elements", "drift", "s/step")  # in another world
 OUTCOME = ("arm", "targets (runs)", "recovered", "median step", "strict rate", "elements", "drift")
 SHORT = ("arm", "steps", "recovered", "strict rate", "median step", SOONER)
 
@@ -76,6 +77,12 @@ def outcome(rows: list[dict]) -> list[str]:
     """The cells under OUTCOME of an arm's rows."""
     cells = dict(zip(HEAD, lines_of(rows)[0], strict=True))
     return [cells[column] for column in OUTCOME]
+
+
+def elsewhere(read: Read) -> str:
+    """The arms in the emoji world."""
+    cells = [dict(zip(HEAD, line, strict=True)) for line in lines_of(read("emoji-claims.jsonl"))]
+    return grid(ELSEWHERE, [[line[column] for column in ELSEWHERE] for line in cells])
 
 
 def split(rows: list[dict], column: str, key: Callable[[dict], Any], form: Callable = str) -> str:
@@ -322,4 +329,5 @@ BLOCKS: dict[str, Callable[[Read], str]] = {
     "published-together-long": partial(together, block=LONG, arm="recommended_long"),
     "published-sixteen": partial(together, block=LONG),
     "withheld": withheld,
+    "emoji-claims": elsewhere,
 }

@@ -109,12 +109,7 @@ As OpenMoji asks, what is built from its drawings is under CC BY-SA 4.0.
 {captions} held-out captions that name every size and place, every noun first in as many; guidance {guidance_scale}, 25
 DDIM steps. A classifier of {nouns} nouns, trained on drawings alone, says what stands at each place; chance is 0.5 %.
 
-| | things | noun right |
-|---|---|---|
-{rows}
-
-Autoencoder round trip: {vae_psnr_db:.2f} dB PSNR, {vae_psnr_db_held_out:.2f} dB on the artist held out.
-
+{measured}
 Drawn right every time: {best}.
 
 Never drawn right: {worst}.
@@ -125,14 +120,27 @@ def listed(names: list[str]) -> str:
     return ", ".join(name.replace("-", " ") for name in names) or "none"
 
 
-def card(figures: dict, options: EmojiBaseOptions) -> str:
+def measured(figures: dict) -> str:
+    """What the base draws by name, and what its autoencoder leaves: Markdown."""
+
     def row(name: str, of: dict) -> str:
         return f"| {name} | {of['things']} | {of['kind']:.1%} |"
 
-    rows = [row("generated", figures["generated"])]
-    rows += [row(f"scenes of {k}", of) for k, of in figures["generated_by_things"].items()]
-    rows += [row("the classifier on drawings", figures["judge_on_drawings"])]
-    rows += [row("the classifier on the artist held out", figures["judge_on_the_artist_held_out"])]
+    rows = [
+        "| | things | noun right |",
+        "|---|---|---|",
+        row("generated", figures["generated"]),
+        *(row(f"scenes of {k}", of) for k, of in figures["generated_by_things"].items()),
+        row("the classifier on drawings", figures["judge_on_drawings"]),
+        row("the classifier on the artist held out", figures["judge_on_the_artist_held_out"]),
+        "",
+        f"Autoencoder round trip: {figures['vae_psnr_db']:.2f} dB PSNR, "
+        f"{figures['vae_psnr_db_held_out']:.2f} dB on the artist held out.",
+    ]
+    return "\n".join(rows) + "\n"
+
+
+def card(figures: dict, options: EmojiBaseOptions) -> str:
     shares = {noun: right / asked for noun, (right, asked) in figures["nouns"].items()}
     training = (
         f"Steps: autoencoder {options.vae_steps} x 24, its decoder {options.decoder_steps} x 12, "
@@ -156,7 +164,7 @@ def card(figures: dict, options: EmojiBaseOptions) -> str:
         command=f"python -m silentbad.worlds.emoji.build --work runs/emoji-base {said}",
         training=training,
         nouns=len(NOUNS),
-        rows="\n".join(rows),
+        measured=measured(figures),
         best=listed([noun for noun, share in shares.items() if share == 1]),
         worst=listed([noun for noun, share in shares.items() if share == 0]),
         **{name: value for name, value in figures.items() if isinstance(value, int | float)},
