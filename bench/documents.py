@@ -140,6 +140,7 @@ BLOCKS: dict[str, Block] = {
     "judge-table": of("instrument.json", instrument.tables),
     "judge-later": of("instrument-2548.json", instrument.table),
     "emoji-base": of("emoji-base.json", export.measured),
+    "emoji-claims-over": of("emoji-claims.jsonl", layers.compared),
     "emoji-judge": of(emoji_judge.BEFORE, emoji_judge.table),
     "emoji-judge-2716": of(emoji_judge.RESULTS, emoji_judge.table),
     "emoji-shield": of("shield-emoji.json", shield_table.world_table),
