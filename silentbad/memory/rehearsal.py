@@ -17,9 +17,7 @@ from silentbad.data.elements import DataInfo
 from silentbad.errors import UserError
 from silentbad.memory.masks import area, fitted, fitted_mask, overlaid, overlap
 from silentbad.settings.memory import PLACED
-from silentbad.settings.types import NotNegative, Small, Unit
-
-UnionShare = Annotated[float, Interval(ge=0, le=0.25)]  # of an element's records that show two
+from silentbad.settings.types import NotNegative, Small, UnionShare, Unit
 
 
 def check_union(elements: int, of: int, target_id: str) -> None:
