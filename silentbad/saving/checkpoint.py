@@ -23,7 +23,7 @@ from silentbad.errors import UserError, user_errors, warn
 from silentbad.files import read_json, sha256
 
 MANIFEST = "manifest.json"
-FORMAT = 3  # of a checkpoint's files; a change that older code would misread counts it up
+FORMAT = 4  # of a checkpoint's files; a change that older code would misread counts it up
 STEP = re.compile(r"step-\d+")
 
 
