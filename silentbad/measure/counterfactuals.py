@@ -29,7 +29,6 @@ from torch import Tensor
 from silentbad.data.images import resize, to_tensor
 from silentbad.data.table import vocabulary
 from silentbad.data.targets import Target
-from silentbad.device import in_batches
 from silentbad.errors import UserError, writing
 from silentbad.measure.generation import Item, Sampler, left_as_found
 from silentbad.model.latents import decode, scaled
@@ -216,15 +215,11 @@ class Painter:
         hidden = not (show and numbers)
         with Bar(total=len(numbers), desc="Counterfactuals", disable=hidden) as bar:
             for part in (regions, scenes):
-                for chunk, pictures in in_batches(
-                    part,
-                    self.sampler.batch,
-                    lambda chunk: self._batch([draws[n] for n in chunk]),
-                    self.sampler.limit,
+                for chunk, pictures in self.sampler.in_batches(
+                    part, lambda chunk: self._batch([draws[n] for n in chunk])
                 ):
                     bar.update(len(chunk))
                     yield chunk, pictures
-                    self.sampler.between_batches()
 
     def _batch(self, draws: list[Draw]) -> Tensor:
         """Pictures (B,3,S,S) uint8 of draws that are all of regions, or all of whole pictures."""

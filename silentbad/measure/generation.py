@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from silentbad.device import in_batches
+from silentbad.device import Made, T, in_batches
 from silentbad.errors import UserError, brief, user_errors
 from silentbad.model.diffusion import levels, model_time, to_epsilon
 from silentbad.model.family import side_of
@@ -247,6 +247,14 @@ class Sampler:
         """At most so many images at once from now on."""
         self.batch = batch
 
+    def in_batches(
+        self, items: list[T], work: Callable[[list[T]], Made]
+    ) -> Iterator[tuple[list[T], Made]]:
+        """(chunk, `work(chunk)`) in batches that fit; a signal ends it between two of them."""
+        for found in in_batches(items, self.batch, work, self.limit):
+            yield found
+            self.between_batches()
+
     def encode(self, prompts: list[str], negatives: list[str] | None = None) -> dict[str, Tensor]:
         """Prompts -> stacked text states by the pipeline's argument names, from a cache."""
         if any(p.requires_grad for encoder in self.encoders for p in encoder.parameters()):
@@ -381,7 +389,7 @@ class Sampler:
 
         errors: list[float] = []
         for part in np.array_split(mine, -(-len(mine) // self.batch)) if mine else []:
-            for _, found in in_batches(part.tolist(), self.batch, of, self.limit):
+            for _, found in self.in_batches(part.tolist(), of):
                 errors += found
         return errors
 
@@ -436,7 +444,6 @@ class Sampler:
         with Bar(
             total=len(items), desc="Images", unit="image", leave=False, disable=not show
         ) as bar:
-            for chunk, rows in in_batches(items, self.batch, drawn, self.limit):
+            for chunk, rows in self.in_batches(items, drawn):
                 bar.update(len(chunk))
                 yield from rows
-                self.between_batches()
