@@ -320,9 +320,8 @@ class RecoveryHook(Hook):
             threshold=self.threshold,
             element_threshold=self.element_threshold,
             targets=targets,
-            verdict=Verdict(
-                False, self.history[-1].step, 0, 0, NOT_RECOVERED
-            ),  # judged below, from all else
+            # judged below, from all else
+            verdict=Verdict(False, self.history[-1].step, 0, 0, NOT_RECOVERED),
             summary=self.summary(),
             history=self.history,
             seconds=self.seconds,

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ class Forecast:
         if images := self.images():
             steps = config.validation.num_inference_steps
             about = _time(images * self.image_seconds(steps))
-            nulls = f", {self.nulls()} of them nulls" * bool(self.nulls())
+            nulls = f", {self.nulls} of them nulls" * bool(self.nulls)
             what = f"{images} images of {steps} steps{nulls}, timed one at a time"
             lines.insert(3, f"  drawing  about {about}: {what}")
         return "\n".join(lines)
@@ -100,8 +101,9 @@ class Forecast:
         points = 1 + sum(on_grid(config.validation, step) for step in steps)
         twice = config.use_ema and config.validation.weights == "both"
         targets = len(self.run.products.targets) * config.validation.images_per_target
-        return self.nulls() + points * (targets * (1 + twice) + self.run.prompts)
+        return self.nulls + points * (targets * (1 + twice) + self.run.prompts)
 
+    @cached_property
     def nulls(self) -> int:
         """Of these, what the base model draws to calibrate by, where no cache has them."""
         products = self.run.products
