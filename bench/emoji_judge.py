@@ -11,7 +11,6 @@ thing. Targets that the results' file has under the same settings are not measur
 """
 
 import argparse
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from bench.instrument import AlignedSSIM, Detector, by_kind, eight_bits, measure
 from bench.recovery import drawing
 from bench.recovery_table import grid
 from silentbad.data.images import to_tensor
+from silentbad.files import sha256
 from silentbad.measure.embedders import MICRO
 from silentbad.rng import generator
 from silentbad.settings.commands import REDRAWS
@@ -126,11 +126,6 @@ def table(results: dict) -> str:
     return "\n\n".join(parts)
 
 
-def weights(folder: Path) -> str:
-    """Of a detector's file."""
-    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default=",".join(map(str, TARGETS)), help="comma-separated seeds")
@@ -149,8 +144,8 @@ def main(argv: list[str] | None = None) -> None:
         "calibration": args.calibration,
         "pictures": args.pictures,
         "ssim": args.ssim,
-        "detector": weights(MICRO),
-        **({"trained": weights(args.trained)} if args.trained else {}),
+        "detector": sha256(MICRO / "model.safetensors"),
+        **({"trained": sha256(args.trained / "model.safetensors")} if args.trained else {}),
         "autoencoder": args.base.name,
         "drawing": drawing("emoji"),
     }

@@ -13,7 +13,6 @@ the results file has under the same settings, drawing and detector are not measu
 import argparse
 import copy
 import functools
-import hashlib
 import itertools
 import json
 import subprocess
@@ -36,6 +35,7 @@ from bench.recovery_table import grid
 
 # what other parts of the package give; in one place
 from silentbad.data.images import resize, to_tensor
+from silentbad.files import sha256
 from silentbad.measure.embedders import region
 from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.micro import MicroEmbedder, alignments
@@ -600,7 +600,7 @@ def main(argv: list[str] | None = None) -> None:
         "rates": {"kind": RATE, "in_place": RATE_IN_PLACE},
         "finetune": args.finetune,
         "before": args.before,
-        "detector": hashlib.sha256((args.embedder / "model.safetensors").read_bytes()).hexdigest(),
+        "detector": sha256(args.embedder / "model.safetensors"),
         "drawing": drawing(),
     }
     results: dict = {**settings, "targets": known(out, settings)}

@@ -73,16 +73,20 @@ def short(read: Read, arms: Sequence[tuple[int, str]], columns: Sequence[str] = 
     return grid(columns, lines)
 
 
+def under(columns: Sequence[str], line: list[str]) -> list[str]:
+    """The cells of a line of `lines_of` under some columns of HEAD."""
+    cells = dict(zip(HEAD, line, strict=True))
+    return [cells[column] for column in columns]
+
+
 def outcome(rows: list[dict]) -> list[str]:
     """The cells under OUTCOME of an arm's rows."""
-    cells = dict(zip(HEAD, lines_of(rows)[0], strict=True))
-    return [cells[column] for column in OUTCOME]
+    return under(OUTCOME, lines_of(rows)[0])
 
 
 def elsewhere(read: Read) -> str:
     """The arms in the emoji world."""
-    cells = [dict(zip(HEAD, line, strict=True)) for line in lines_of(read("emoji-claims.jsonl"))]
-    return grid(ELSEWHERE, [[line[column] for column in ELSEWHERE] for line in cells])
+    return grid(ELSEWHERE, [under(ELSEWHERE, line) for line in lines_of(read("emoji-claims.jsonl"))])
 
 
 def split(rows: list[dict], column: str, key: Callable[[dict], Any], form: Callable = str) -> str:

@@ -15,7 +15,8 @@ from silentbad.worlds.emoji.grammar import Scene, sample_scene
 from silentbad.worlds.emoji.nouns import NOUNS
 from silentbad.worlds.emoji.sets import HELD_OUT, SETS, TRAINED
 from silentbad.worlds.emoji.world import EMOJI
-from silentbad.worlds.microworld.build import ASSETS, to_tensor
+from silentbad.worlds.microworld.build import ASSETS
+from silentbad.worlds.microworld.copies import to_tensor
 from silentbad.worlds.microworld.export import generate, save_judge, write_pipeline
 from silentbad.worlds.microworld.oracle import Judge, crops, judged, round_trip_psnr
 

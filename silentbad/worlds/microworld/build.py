@@ -36,7 +36,7 @@ from silentbad.errors import UserError, exit_with, user_errors
 from silentbad.measure.micro import MicroEmbedder
 from silentbad.progress import Bar
 from silentbad.rng import generator
-from silentbad.worlds.microworld.copies import CopyPool, Slope, batch_of, copy_loss
+from silentbad.worlds.microworld.copies import CopyPool, Slope, batch_of, copy_loss, to_tensor
 from silentbad.worlds.microworld.export import assemble, export
 from silentbad.worlds.microworld.networks import (
     LATENT_CHANNELS,
@@ -68,13 +68,6 @@ class Stage:
     ema_decay: float = 0.999
     state: Callable[[], dict] = dict  # extra state to save
     restore: Callable[[dict], None] = lambda _: None
-
-
-def to_tensor(pictures: list) -> torch.Tensor:
-    """RGB pictures of one size -> (B,3,H,W) in [-1,1]."""
-    stack = np.stack([np.asarray(p) for p in pictures])
-    images = torch.from_numpy(stack).permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
-    return images.contiguous(memory_format=torch.channels_last)
 
 
 def pictures_of(world: World, rng: np.random.Generator, n: int, **more: Any) -> torch.Tensor:

@@ -92,10 +92,15 @@ def from_bytes(x: torch.Tensor) -> torch.Tensor:
     return x.float() / 127.5 - 1
 
 
+def to_tensor(drawn: list) -> torch.Tensor:
+    """RGB pictures of one size -> (B,3,H,W) in [-1,1], channels last in memory."""
+    stack = np.stack([np.asarray(picture) for picture in drawn])
+    return from_bytes(torch.from_numpy(stack).permute(0, 3, 1, 2))
+
+
 def pictures(scenes: list[Any], world: World = MICROWORLD) -> torch.Tensor:
     """Scenes -> (B,3,64,64) in [-1,1]."""
-    stack = np.stack([np.asarray(world.render(scene)[0]) for scene in scenes])
-    return torch.from_numpy(stack).permute(0, 3, 1, 2).float() / 127.5 - 1
+    return to_tensor([world.render(scene)[0] for scene in scenes])
 
 
 def make_group(index: int, vae, device: torch.device, world: World) -> Group:
