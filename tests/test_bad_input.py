@@ -188,8 +188,8 @@ CASES = {
     "checkpoint: a damaged file": case("state.pt does not match", touch=lambda root: held("state.pt")(root).write_bytes(held("state.pt")(root).read_bytes()[:-1] + b"x"), **RESUME | {"resume_from_checkpoint": STEP}),
     "checkpoint: a truncated file": case("unet.safetensors has 100 bytes", touch=cut(STEP + "unet.safetensors"), **RESUME | {"resume_from_checkpoint": STEP}),
     "checkpoint: none of a run is whole": case("no whole checkpoint", touch=cut(STEP + "unet.safetensors"), **RESUME),
-    "checkpoint: of a later format": case("version 99", "version 3", touch=edit_json(STEP + "manifest.json", format=99), **RESUME),
-    "checkpoint: given, of a later format": case("version 99", "version 3", touch=edit_json(STEP + "manifest.json", format=99), **RESUME | {"resume_from_checkpoint": STEP}),
+    "checkpoint: of a later format": case("version 99", "version 4", touch=edit_json(STEP + "manifest.json", format=99), **RESUME),
+    "checkpoint: given, of a later format": case("version 99", "version 4", touch=edit_json(STEP + "manifest.json", format=99), **RESUME | {"resume_from_checkpoint": STEP}),
     "checkpoint: without the average asked for": case("use_ema was False, is True", **RESUME, use_ema=True),
     "config: a list with a word among numbers": case("validation.early_steps (a.yaml:1): each value must be int", config="a.yaml", touch=write("a.yaml", "validation: {early_steps: [1, two]}")),
     # -- resuming with something else
