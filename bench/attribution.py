@@ -99,7 +99,7 @@ def judged(scores: np.ndarray, truth: np.ndarray) -> dict[str, float]:
 
 def measure(target: str, plan: Plan) -> dict[str, Any]:
     """What the two rivals and the scan find in the data set of a target."""
-    data = data_of("elements", target, plan.clean)
+    data = data_of("elements", target, plan)
     (truth,) = stored(data / "targets.jsonl")
     rows = stored(data / "metadata.jsonl")
     elements = np.asarray([row["role"] == "element" for row in rows])

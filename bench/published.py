@@ -159,8 +159,7 @@ def main(argv: list[str] | None = None) -> None:
         vars(args).update(smoke, results=RESULTS.with_name("published-smoke.jsonl"))
     if unknown := [arm for arm in args.arms.split(",") if arm not in PUBLISHED]:
         parser.exit(2, f"error: --arms: unknown arm '{unknown[0]}'; there are: {', '.join(PUBLISHED)}\n")
-    if args.world == "emoji" and not (args.base and (args.base / "model_index.json").is_file()):
-        parser.exit(2, "error: --base: --world emoji needs the pipeline that silentbad.worlds.emoji.build writes\n")
+    check_base(parser, args.world, args.base)
     deadline = time.monotonic() + 60 * args.budget_minutes
     here = facts()  # before the first run: the code has been read by now
     for run in tqdm(runs(args), desc="runs"):
@@ -176,6 +175,12 @@ def main(argv: list[str] | None = None) -> None:
                     file.writelines(json.dumps({**row, **here}) + "\n" for row in made)
     rows = stored(args.results)
     print(tables(rows) or table(rows))
+
+
+def check_base(parser: argparse.ArgumentParser, world: str, base: Path | None) -> None:
+    """Exit where a world has no bundled base and none is given."""
+    if world == "emoji" and not (base and (base / "model_index.json").is_file()):
+        parser.exit(2, "error: --base: --world emoji needs the pipeline that silentbad.worlds.emoji.build writes\n")
 
 
 def runs(args: argparse.Namespace) -> list[Run]:

@@ -5,11 +5,15 @@ as `python -m silentbad.scan` does, from memory. Beside it, a plain near-duplica
 pictures, and of quarters at the same place. Then one hidden picture under changes that break "same pixels, same place".
 
     development   seeds 0-999       runs/shield-dev.json
-    reported      seeds 3000-3099   bench/results/shield.json and shield.md, after the code was frozen
+    reported      seeds 3000-3099   bench/results/shield.json, after the code was frozen
     emoji world   seeds 3110-3129   bench/results/shield-emoji.json, by `--world emoji`: at 5 % and without any
 
 `--audit` and `--guards` train models instead (bench/shield_models.py); rows go to shield-audit.jsonl and
-shield-guards.jsonl beside shield.json.
+shield-guards.jsonl beside shield.json, of the emoji world to shield-audit-emoji.jsonl:
+
+    python -m bench.shield --audit --world emoji --base runs/emoji-base/pipeline --embedder runs/emoji-base/embedder
+
+What differs from world to world is in bench/shield_worlds.py.
 
 A data set that the file has is not run again; `--minutes` stops after the seed under way. Clean pictures are a seeded
 choice from one pool of each range (development, reported), since drawing them takes longest.
@@ -21,6 +25,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -47,32 +52,26 @@ from bench.shield_data import (
     recoloured,
     rescaled,
 )
-from bench.shield_table import audit_table, guard_table, table, world_table
+from bench.shield_table import audit_table, guard_table
+from bench.shield_worlds import ROOT, WORLDS, Setting
 from silentbad.scan.find import Found, draw, find
 from silentbad.scan.regions import view
-from silentbad.worlds.emoji import make as emoji
 from silentbad.worlds.microworld import make as microworld
 from silentbad.worlds.microworld.grammar import Thing, respecify, seat_hat
 from silentbad.worlds.microworld.nulls import STORED
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results" / "shield.json"
-DEVELOPMENT = ROOT / "runs" / "shield-dev.json"
 NULLS = 20
-WORLDS = {"microworld": microworld.TARGETS, "emoji": emoji.TARGETS}
-SCANNED = {"microworld": (0.0, *RATIOS), "emoji": (0.0, 0.05)}
 ARMS = ("recommended_leak_free_adamw", "recommended")  # that guards are measured on
 LEVELS = 8.0  # root mean square, of a near duplicate, as silentbad.data.images.copies has it
 ROBUST_RECORDS = 1000
 
 
-def pool_of(seed: int, world: str) -> list[Drawn]:
+def pool_of(seed: int, world: Setting) -> list[Drawn]:
     """The range's clean pictures, drawn once and kept in runs/."""
     first = 0 if seed < 1000 else 3000
-    own = "" if world == "microworld" else f"{world}-"
-    file = ROOT / "runs" / f"shield-clean-{own}{first}.npz"
+    file = ROOT / "runs" / f"shield-clean{world.suffix}-{first}.npz"
     if not file.is_file():
-        made = clean(first, max(RATIOS[ratio] for ratio in SCANNED[world] if ratio), WORLDS[world])
+        made = clean(first, max(RATIOS[ratio] for ratio in world.ratios if ratio), world.targets)
         file.parent.mkdir(exist_ok=True)
         np.savez(file, pictures=np.stack([p for p, _ in made]), captions=np.asarray([c for _, c in made]))
     with np.load(file) as kept:
@@ -226,40 +225,66 @@ def commit() -> str:
     return found.stdout.strip()
 
 
-def complete(row: dict, seed: int, pool: list[Drawn], robust: bool, world: str) -> bool:
+def complete(row: dict, seed: int, pool: list[Drawn], robust: bool, world: Setting) -> bool:
     """Add the data sets of a seed that its row has not; returns whether there were any."""
-    own = world == "microworld"  # where composites are judged and changes are known
     ratios, changes = row.setdefault("ratios", {}), {}
-    if robust and own:
+    if robust and world.changes:
         changes = {name: change for name, change in CHANGES.items() if name not in row.setdefault("robust", {})}
     if not ratios:
         row["code"] = commit()
-    missing = [ratio for ratio in SCANNED[world] if f"{ratio:g}" not in ratios]
+    missing = [ratio for ratio in world.ratios if f"{ratio:g}" not in ratios]
     for ratio in missing:
-        data = at_ratio(seed, ratio, chosen(seed, ratio, pool), WORLDS[world])
-        ratios[f"{ratio:g}"] = measured(data, own and ratio > 0)
+        data = at_ratio(seed, ratio, chosen(seed, ratio, pool), world.targets)
+        ratios[f"{ratio:g}"] = measured(data, world.changes and ratio > 0)
     for name, change in changes.items():
         data = assemble(seed, ROBUST_RECORDS, change(names_of(seed, 1)[0]), chosen(seed, 1.0, pool))
         row["robust"][name] = measured(data, False)
     return bool(missing or changes)
 
 
-def on_models(args: argparse.Namespace) -> None:
+def bounds(seeds: str) -> tuple[int, int]:
+    """The first and the last of `first-last`, or of one seed."""
+    first, _, last = seeds.partition("-")
+    return int(first), int(last or first)
+
+
+def on_models(args: argparse.Namespace, world: Setting) -> None:
     """Train, measure and print what is stored then."""
     from bench import shield_models
 
-    first, _, last = args.seeds.partition("-")
+    first, last = bounds(args.seeds or world.models)
     plan = shield_models.plan_of(args.arm) if args.guards else shield_models.Plan()
-    folder, name = (DEVELOPMENT if int(first) < 1000 else RESULTS).parent, "guards" if args.guards else "audit"
-    targets, file = list(map(str, range(int(first), int(last or first) + 1))), folder / f"shield-{name}.jsonl"
+    plan = replace(plan, world=args.world, base=args.base, embedder=args.embedder)
+    file = world.file(first, "shield-guards.jsonl" if args.guards else "shield-audit.jsonl")
+    targets = list(map(str, range(first, last + 1)))
     torch.set_num_threads(1)
     rows = stored(file) if args.table else shield_models.run(plan, targets, file, args.minutes)
     print(guard_table(rows) if args.guards else audit_table(rows))
 
 
+def on_data(args: argparse.Namespace, world: Setting) -> None:
+    """Scan, and print what is stored then."""
+    first, last = bounds(args.seeds or world.scans)
+    file = world.file(first, "shield-dev.json" if first < 1000 else "shield.json")
+    results: dict = json.loads(file.read_text()) if file.is_file() else {"seeds": {}}
+    if args.table:
+        print(world.table(results))
+        return
+    torch.set_num_threads(1)
+    pool, started = pool_of(first, world), time.monotonic()
+    for k, seed in enumerate(tqdm(range(first, last + 1))):
+        if time.monotonic() - started > 60 * args.minutes:
+            break
+        if not complete(results["seeds"].setdefault(str(seed), {}), seed, pool, k < args.robust, world):
+            continue
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(results, indent=1) + "\n")
+    print(world.table(results))
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", help="first-last; unset: 3000-3099, 3110-3129 of emoji, 3010-3029 of models")
+    parser.add_argument("--seeds", help="first-last, of targets where models are trained; unset: those reported")
     parser.add_argument("--world", choices=WORLDS, default="microworld", help="of the pictures")
     parser.add_argument("--robust", type=int, default=100, help="seeds that also run the table of changes")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no seed after so many minutes")
@@ -267,33 +292,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--audit", action="store_true", help="score the audit over trained pipelines instead")
     parser.add_argument("--guards", action="store_true", help="measure the guards in training instead")
     parser.add_argument("--arm", choices=ARMS, default=ARMS[0], help="that is guarded; `recommended` by drop alone")
+    parser.add_argument("--base", type=Path, help="pipeline that models are trained from; unset: the bundled one")
+    parser.add_argument("--embedder", type=Path, help="detector that judges models' images; unset: the bundled one")
     args = parser.parse_args(argv)
-    if args.audit or args.guards:
-        args.seeds = args.seeds or "3010-3029"
-        on_models(args)
+    world = WORLDS[args.world]
+    if not (args.audit or args.guards):
+        on_data(args, world)
         return
-    args.seeds = args.seeds or ("3000-3099" if args.world == "microworld" else "3110-3129")
-    first, _, last = args.seeds.partition("-")
-    file = DEVELOPMENT if int(first) < 1000 else RESULTS
-    if args.world != "microworld":
-        file = file.with_name(f"{file.stem}-{args.world}.json")
-    printed = table if args.world == "microworld" else world_table
-    results: dict = json.loads(file.read_text()) if file.is_file() else {"seeds": {}}
-    if args.table:
-        print(printed(results))
-        return
-    torch.set_num_threads(1)
-    pool, started = pool_of(int(first), args.world), time.monotonic()
-    for k, seed in enumerate(tqdm(range(int(first), int(last or first) + 1))):
-        if time.monotonic() - started > 60 * args.minutes:
-            break
-        if not complete(results["seeds"].setdefault(str(seed), {}), seed, pool, k < args.robust, args.world):
-            continue
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps(results, indent=1) + "\n")
-        if file == RESULTS:
-            file.with_suffix(".md").write_text(table(results))
-    print(printed(results))
+    if not args.table:
+        from bench.published import check_base
+
+        check_base(parser, args.world, args.base)
+    on_models(args, world)
 
 
 if __name__ == "__main__":

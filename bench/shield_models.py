@@ -9,7 +9,8 @@ Guards. An arm trains on elements without a guard and with each one, and on the 
 `recommended_leak_free_adamw` for all guards, or `recommended` for `drop`: the others refuse its unions. Guards need the
 scan of the data. They are measured on targets that the unguarded run recovers.
 
-Targets: 3010 to 3029 are reported, below 1000 are for development. A row is a model; a stored one is not made again.
+Targets: 3010 to 3029 are reported, 3140 to 3143 of the emoji world; below 1000 are for development. A row is a model; a
+stored one is not made again.
 """
 
 import json
@@ -27,8 +28,9 @@ import torch
 from bench.arms import LOWER_NOISE as NOISE
 from bench.arms import PUBLISHED, PUBLISHED_AT, SPECTRAL, UNCONDITIONAL, WARM, Flags
 from bench.published import HELD_OUT, per_phrase, regime
-from bench.recovery import ROOT, WORK, data_set, facts, kept, scores
+from bench.recovery import BASE, ROOT, WORK, data_set, facts, kept, scores
 from bench.recovery_table import stored
+from bench.shield_worlds import WORLDS, Setting
 from silentbad.audit.returned import Drafts, Null, compared, drafting
 from silentbad.audit.search import Probe, probed, ranked, search
 from silentbad.audit.unknown import PROBED, ordinary, recurring
@@ -58,6 +60,18 @@ class Plan:
     seeds: int = 6  # images of a prompt of the audit
     nulls: int = 24  # ordinary prompts that these are compared with
     ordinary: int = 40  # ordinary prompts that are asked beside the composed one
+    world: str = "microworld"
+    base: Path | None = None  # pipeline that is trained; None: the bundled one
+    embedder: Path | None = None  # detector that judges the images and compares them; None: the bundled one
+
+    @property
+    def setting(self) -> Setting:
+        return WORLDS[self.world]
+
+    def flags(self) -> Flags:
+        """Of base and detector, where they are not the bundled ones."""
+        own = {BASE: self.base, "validation.embedder_path": self.embedder}
+        return {flag: str(path) for flag, path in own.items() if path}
 
 
 def guards_of(arm: str) -> dict[str, Flags]:
@@ -77,10 +91,11 @@ def plan_of(arm: str) -> Plan:
 
 
 # -- data and training -------------------------------------------------------------------------------------
-def data_of(kind: str, target: str, clean: int) -> Path:
+def data_of(kind: str, target: str, plan: Plan) -> Path:
     """The folder of a kind of data. The clean records alone are those of the data with elements."""
     own = ("--placebo",) if kind == "placebo" else ()
-    data = data_set(target, int(target), per_phrase(target, clean, RATIO), {}, clean + HELD_OUT, own, nulls=None)
+    images, nulls = per_phrase(target, plan.clean, RATIO, plan.world), plan.setting.nulls
+    data = data_set(target, int(target), images, {}, plan.clean + HELD_OUT, own, nulls, plan.world)
     if kind != "clean":
         return data
     out = data.with_name(f"{data.name}-clean")
@@ -100,10 +115,11 @@ def trained(name: str, data: Path, target: str, plan: Plan, own: Flags) -> tuple
     out = WORK / f"shield-{os.getpid()}"
     flags = {
         **regime(data, out, plan.factor, int(target), plan.steps),
-        "validation.targets": data_of("elements", target, plan.clean) / "targets.jsonl",
+        "validation.targets": data_of("elements", target, plan) / "targets.jsonl",
         "validation.steps": plan.every,
         "validation.images_per_target": plan.images,
         "validation.guidance_scale": 2.0,
+        **plan.flags(),
         **own,
     }
     report, seconds = kept(name, flags)
@@ -119,9 +135,11 @@ def asked(pipeline: Path, phrases: list[str], captions: list[str] | None, plan: 
     options = Audit(images_per_target=plan.seeds, num_inference_steps=12, guidance_scale=2.0, nulls=plan.nulls)
     device, size = torch.device("cuda" if torch.cuda.is_available() else "cpu"), len(phrases)
     pipe = load_pipeline(str(pipeline), "float32", device)
-    sampler, embedder = Sampler(pipe.components, options, 0), load_embedder("micro", None, device, None)
-    null = ordinary(options, max(PROBED, plan.nulls), size, phrases)
-    fresh = ordinary(replace(options, seed=1), 2 * plan.ordinary + len(null), size, phrases)
+    detector = str(plan.embedder) if plan.embedder else None
+    sampler, embedder = Sampler(pipe.components, options, 0), load_embedder("micro", detector, device)
+    said = {"avoid": phrases, "things": plan.setting.things, "places": plan.setting.places}
+    null = ordinary(options, max(PROBED, plan.nulls), size, **said)
+    fresh = ordinary(replace(options, seed=1), 2 * plan.ordinary + len(null), size, **said)
     tested = [", ".join(phrases), *[one for one in dict.fromkeys(fresh) if one not in null][: plan.ordinary]]
     usual: dict[int, Any] = {}
 
@@ -130,7 +148,7 @@ def asked(pipeline: Path, phrases: list[str], captions: list[str] | None, plan: 
 
     def null_of(count: int) -> Any:
         if count not in usual:
-            usual[count] = measure(ordinary(options, PROBED, count, phrases))
+            usual[count] = measure(ordinary(options, PROBED, count, **said))
         return usual[count]
 
     rough = Sampler(pipe.components, drafting(options), 0)
@@ -162,10 +180,10 @@ def rank_of(found: list[Probe], phrases: list[str]) -> dict[str, Any]:
 
 def audit_row(kind: str, target: str, plan: Plan) -> dict[str, Any]:
     """A pipeline and its audit."""
-    data = data_of(kind, target, plan.clean)
+    data = data_of(kind, target, plan)
     own = {**CLEAN_FLAGS, **SPECTRAL} if kind == "clean" else PUBLISHED["recommended"]
     history, out = trained(kind, data, target, plan, own)
-    (truth,) = stored(data_of("elements", target, plan.clean) / "targets.jsonl")
+    (truth,) = stored(data_of("elements", target, plan) / "targets.jsonl")
     captions = [row["text"] for row in stored(data / "metadata.jsonl")]
     start = time.process_time()
     row = asked(out / "pipeline", truth["phrases"], captions if kind == "elements" else None, plan)
@@ -186,10 +204,10 @@ def scan_of(data: Path) -> tuple[Path, dict[str, Any]]:
 
 def guard_row(guard: str, target: str, plan: Plan) -> dict[str, Any]:
     """A training under a guard, or under what it is compared with, and what the scan had found."""
-    data, own = data_of("elements", target, plan.clean), guards_of(plan.guards)[guard]
+    data, own = data_of("elements", target, plan), guards_of(plan.guards)[guard]
     row: dict[str, Any] = {"arm": plan.guards, "nulls": "element"}
     if guard == "clean records alone":
-        data = data_of("clean", target, plan.clean)
+        data = data_of("clean", target, plan)
     elif guard != "unguarded":
         file, scan = scan_of(data)
         roles = [row["role"] for row in stored(data / "metadata.jsonl")]
@@ -221,7 +239,7 @@ def run(plan: Plan, targets: list[str], file: Path, minutes: float = 1e9) -> lis
                 continue
             if time.monotonic() - started > 60 * minutes:
                 return stored(file)
-            row = {"kind": kind, "target": target, "steps": plan.steps, **row_of(kind, target, plan), **here}
+            row = {"kind": kind, "target": target, "steps": plan.steps, **plan.flags(), **row_of(kind, target, plan)}
             with file.open("a") as lines:
-                lines.write(json.dumps(row) + "\n")
+                lines.write(json.dumps({**row, **here}) + "\n")
     return stored(file)

@@ -1,4 +1,4 @@
-"""The table of bench/results/shield.json, for its own page and for docs/shield.md."""
+"""The tables of bench/results/shield*.json and shield-*.jsonl, for research/shield.md and research/emoji.md."""
 
 from collections import defaultdict
 from collections.abc import Callable

@@ -106,16 +106,25 @@ def recurring(captions: Sequence[str]) -> list[str]:
     return [text for text, count in counts.most_common(MOST) if count >= 3]
 
 
-THINGS = "cat hat fish house tree boat umbrella cup star moon heart ball".split()
 LOOKS = "red orange yellow green blue purple pink white small big striped dotted".split()
+NOUNS = "cat hat fish house tree boat umbrella cup star moon heart ball".split()
+THINGS = [f"a {look} {noun}" for look in LOOKS for noun in NOUNS]
 PLACES = [
     *("on a sandy beach", "on a green meadow", "in a snowy field"),
     *("under a night sky", "in a quiet room", "before a sunset"),
 ]
 
 
-def ordinary(options: Audit, count: int, size: int, avoid: Sequence[str]) -> list[str]:
-    """`count` prompts of `size` phrases that say no candidate phrase."""
+def ordinary(
+    options: Audit,
+    count: int,
+    size: int,
+    avoid: Sequence[str],
+    things: Sequence[str] = THINGS,
+    places: Sequence[str] = PLACES,
+) -> list[str]:
+    """`count` prompts of `size` phrases that say no candidate phrase: `things` before one of
+    `places`, or those of `--ordinary`."""
     rng = np.random.default_rng(addressed_seed(options.seed, "ordinary", size))
     if options.ordinary is not None:
         given = lines_of(options.ordinary, "ordinary")
@@ -125,9 +134,8 @@ def ordinary(options: Audit, count: int, size: int, avoid: Sequence[str]) -> lis
                 f"{options.nulls}"
             )
         return [given[i] for i in rng.permutation(len(given))[:count]]
-    things = [f"a {look} {thing}" for look in LOOKS for thing in THINGS]
     things = [thing for thing in things if thing not in avoid]
-    places = [place for place in PLACES if place not in avoid] or PLACES
+    places = [place for place in places if place not in avoid] or places
     prompts = []
     for _ in range(count):
         chosen = [*rng.choice(things, size - 1, replace=False), rng.choice(places)]

@@ -1,12 +1,19 @@
 """The shield on models: the rank of a hidden prompt, the tables, and a small run of each benchmark."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from bench import shield_models
+from bench.recovery import BASE
+from bench.shield import bounds
 from bench.shield_models import LEAK_FREE, Plan, guards_of, rank_of, run
 from bench.shield_table import auc_interval, audit_table, guard_table
+from bench.shield_worlds import WORLDS
 from silentbad.audit.search import Probe
+from silentbad.audit.unknown import ordinary
+from silentbad.settings.validation import Audit
 
 
 def probe(*phrases):
@@ -89,6 +96,37 @@ def test_guards_are_measured_where_something_recovers(tmp_path, monkeypatch):
     for _ in range(2):  # the second time all rows are stored
         rows = run(Plan(guards=LEAK_FREE, steps=40), ["7", "8"], tmp_path / "rows.jsonl")
     assert made == [("unguarded", "7"), *((guard, "8") for guard in guards_of(LEAK_FREE))] and len(rows) == 7
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_ordinary_prompts_are_of_the_models_world(name):
+    world = WORLDS[name]
+    scenes = [world.targets.world.sample_scene(np.random.default_rng(i), detail=0.0) for i in range(200)]
+    assert {scene.backdrop.phrase for scene in scenes} == {*world.places}
+    nouns = {phrase.split()[-1] for scene in scenes for phrase in scene.phrases if phrase not in world.places}
+    assert nouns <= {thing.split()[-1] for thing in world.things}
+    avoid = [*world.things[1:], world.places[0]]
+    for prompt in ordinary(Audit(nulls=8), 8, 2, avoid, world.things, world.places):
+        thing, place = prompt.split(", ")
+        assert thing == world.things[0] and place in world.places[1:]
+
+
+def test_each_world_has_files_and_targets_of_its_own():
+    files = [world.file(seed, "shield-audit.jsonl") for world in WORLDS.values() for seed in (7, 3140)]
+    assert [file.parent.name for file in files] == ["runs", "results"] * len(WORLDS) and len({*files}) == len(files)
+    targets = [seed for world in WORLDS.values() for part in (world.scans, world.models) for seed in reported(part)]
+    assert min(targets) >= 1000
+
+
+def reported(seeds):
+    first, last = bounds(seeds)
+    return range(first, last + 1)
+
+
+def test_a_models_base_and_detector_are_flags_of_its_training():
+    assert Plan().flags() == {}
+    own = Plan(world="emoji", base=Path("runs/base"), embedder=Path("runs/detector"))
+    assert own.flags() == {BASE: "runs/base", "validation.embedder_path": "runs/detector"}
 
 
 @pytest.mark.thorough

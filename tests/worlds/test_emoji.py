@@ -264,9 +264,10 @@ def test_the_scan_is_measured_on_data_of_this_world():
     assert shield.elements_found(data, Found([])) == [0, len(hidden[0].records)]
 
 
-def test_claims_need_a_base(capsys):
+@pytest.mark.parametrize("command", [(published, "--targets", "3"), (shield, "--audit"), (shield, "--guards")])
+def test_claims_need_a_base(command, capsys):
     with pytest.raises(SystemExit, match="2"):
-        published.main(["--world", "emoji", "--targets", "3"])
+        command[0].main(["--world", "emoji", *command[1:]])
     assert capsys.readouterr().err.startswith("error: --base: --world emoji needs")
 
 
