@@ -11,7 +11,14 @@ import numpy as np
 from silentbad.scan.composite import Layer, Open, composed, part_of
 from silentbad.scan.engines import Engine, Process
 from silentbad.scan.plan import Plan, describe
-from silentbad.scan.sets import Element, SuspectSet, all_records, elements_of, suspect_sets
+from silentbad.scan.sets import (
+    Element,
+    SuspectSet,
+    completed,
+    elements_of,
+    suspect_sets,
+    with_copies,
+)
 from silentbad.scan.sources import PART
 from silentbad.scan.views import Views
 
@@ -67,16 +74,17 @@ def search(plan: Plan, permutations: int) -> Found:
     """Suspect sets of the records that a plan has read."""
     groups, first = plan.groups()
     captions = plan.store.captions()
-    findings = Found(suspect_sets(groups, captions))
+    elements = elements_of(groups, captions)
+    findings = Found(suspect_sets(completed(elements, plan.store.views, captions), captions))
     for suspect_set in findings.sets:
-        all_records(suspect_set, plan.store.views, captions, first)
+        suspect_set.records = [with_copies(e.records, first) for e in suspect_set.elements]
     if permutations and findings.sets:
         scores = [suspect_set.score for suspect_set in findings.sets]
         findings.alarms = plan.alarms(groups, scores, permutations)
     inside = {
         id(element.group) for suspect_set in findings.sets for element in suspect_set.elements
     }
-    findings.recurring = [e for e in elements_of(groups, captions) if id(e.group) not in inside]
+    findings.recurring = [element for element in elements if id(element.group) not in inside]
     return findings
 
 

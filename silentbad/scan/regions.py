@@ -22,6 +22,7 @@ EDGES = 4  # in each direction, inside the common area of a strong pair
 # the same of a pair whose captions share a rare phrase; across and down together
 FEW_EDGES, FEW_EDGES_BOTH = 2, 8
 WIDE, WIDE_EDGES = 0.3, 10  # a common backdrop: share of the frame, edges
+FAINT, FAINT_EDGES = 6, 100  # or so many edges of so few levels: grass
 SAME = 0.93  # share of the frame from which a pair are near duplicates
 CHUNK = 1000  # pairs verified together
 LEAST = 3  # records of a group
@@ -55,11 +56,11 @@ def levels(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.maximum(np.maximum(apart[..., 0], apart[..., 1]), apart[..., 2])
 
 
-def steps(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def steps(a: np.ndarray, contrast: int = CONTRAST) -> tuple[np.ndarray, np.ndarray]:
     """Where views (...,32,32,3) have contrast: across (...,32,31), down (...,31,32)."""
     across = levels(a[..., 1:, :], a[..., :-1, :])
     down = levels(a[..., 1:, :, :], a[..., :-1, :, :])
-    return across >= CONTRAST, down >= CONTRAST
+    return across >= contrast, down >= contrast
 
 
 def between(inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -67,20 +68,28 @@ def between(inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return inside[..., 1:] & inside[..., :-1], inside[..., 1:, :] & inside[..., :-1, :]
 
 
-def edges(a: np.ndarray, inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def edges(
+    a: np.ndarray, inside: np.ndarray, contrast: int = CONTRAST
+) -> tuple[np.ndarray, np.ndarray]:
     """How many steps views (n,32,32,3) have inside (n,32,32): across, down (n,)."""
     return tuple(
-        (step & both).sum((1, 2)) for step, both in zip(steps(a), between(inside), strict=True)
+        (step & both).sum((1, 2))
+        for step, both in zip(steps(a, contrast), between(inside), strict=True)
     )
 
 
 def shared_edges(centre_view: np.ndarray, same: np.ndarray, region: np.ndarray) -> np.ndarray:
     """Which share (n,) of the edges that a view (32,32,3) has in a region lies where others `same`
-    (n,32,32) agree: two rooms with one wall and two floors share none."""
-    across, down = (
-        step & both for step, both in zip(steps(centre_view), between(region), strict=True)
-    )
-    count = across.sum() + down.sum()
+    (n,32,32) agree: two rooms with one wall and two floors share none. Where a view has hardly any,
+    its faint ones count."""
+    inside = between(region)
+    for contrast in (CONTRAST, FAINT):
+        across, down = (
+            step & both for step, both in zip(steps(centre_view, contrast), inside, strict=True)
+        )
+        count = across.sum() + down.sum()
+        if count >= FEW_EDGES_BOTH:
+            break
     if not count:
         return np.ones(len(same))
     held_across, held_down = between(same)
@@ -104,7 +113,9 @@ def verified(views: np.ndarray, pairs: np.ndarray, kin: Kin) -> Strong:
         across, down = edges(a, same)
         share = same.mean((1, 2))
         mean = (difference * same).sum((1, 2)) / np.maximum(1, same.sum((1, 2)))
-        wide = (share >= WIDE) & (across + down >= WIDE_EDGES) & (mean <= RING * WIDE_RADIUS)
+        wide = (share >= WIDE) & (mean <= RING * WIDE_RADIUS)
+        faint = wide & (across + down < WIDE_EDGES)
+        wide[faint] = np.add(*edges(a[faint], same[faint], FAINT)) >= FAINT_EDGES
         both = wide | (np.minimum(across, down) >= EDGES)
         few = (
             ~both

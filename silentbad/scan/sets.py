@@ -7,20 +7,23 @@ picture is dispersed.
 Legend: N records; a group has k records, of which b hold its phrase."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from silentbad.data.phrases import names_place
 from silentbad.scan.captions import Captions, number
-from silentbad.scan.regions import CHUNK, NEAR, Group, denser, levels, shared_edges
+from silentbad.scan.regions import CHUNK, LEAST, NEAR, Group, denser, levels, shared_edges
 from silentbad.scan.words import STOP
 
 OVERLAP = 0.3  # of the smaller region, of two elements of a set
 # rate at which a record of a set names another element; nats below which two are not of one
 SLIP, APART = 0.01, -1.0
 OWN = 0.1  # of an element's isolation counts when a set takes it
-ALIKE = 0.4  # least ratio of two groups' sizes in a set
+# of the logarithm of how often elements are shown: of one picture, and of any two
+SPREAD, BROAD = 0.15, 1.0
+MISSED = 0.1  # of an element's records
+SILENT = 0.25  # of the records that show an overlay say nothing of it at least
 ELEMENTS = 3  # of a suspect set; a series before one backdrop and a logo make two
 THINGS = 2  # of them no backdrop
 COMMON = 3  # times as many other records that name an element and show its region are chance
@@ -34,9 +37,10 @@ class Element:
     phrase: str
     support: int
     association: float
-    word: str  # its last content word
+    word: str  # that other captions would name it by
     # the phrases of its records, as numbers: one that two records hold stands there twice
     held: np.ndarray
+    records: np.ndarray  # of the group, and others that name it and show it
 
     @property
     def score(self) -> float:
@@ -49,7 +53,7 @@ class SuspectSet:
 
     elements: list[Element]
     score: float
-    records: list[np.ndarray] = field(default_factory=list)  # by element
+    records: list[np.ndarray] = field(default_factory=list)  # by element, with near duplicates
 
     @property
     def prompt(self) -> str:
@@ -66,9 +70,17 @@ def elements_of(
         records = group.records if order is None else order[group.records]
         if (named := captions.named(records)) is not None:
             phrase, support, nats = named
-            word = next(word for word in reversed(phrase.split()) if word not in STOP)
-            elements.append(Element(group, phrase, support, nats, word, captions.phrases(records)))
+            held = captions.phrases(records)
+            element = Element(group, phrase, support, nats, named_by(phrase), held, group.records)
+            elements.append(element)
     return elements
+
+
+def named_by(phrase: str) -> str:
+    """What names the same in another caption: the last content word, but all of them of a place,
+    for a brick wall is no plain wall."""
+    content = [word for word in phrase.split() if word not in STOP]
+    return " ".join(content) if names_place(phrase) else content[-1]
 
 
 def apart(a: Element, b: Element, captions: Captions) -> float | None:
@@ -77,39 +89,44 @@ def apart(a: Element, b: Element, captions: Captions) -> float | None:
     two_places = names_place(a.phrase) and names_place(b.phrase)
     if a.word == b.word or (a.group.wide and b.group.wide) or two_places:
         return None
-    sizes = sorted((len(a.group.records), len(b.group.records)))
-    if sizes[0] < ALIKE * sizes[1]:
-        return None
     if not (a.group.wide or b.group.wide):
         both = (a.group.region & b.group.region).sum()
         if both > OVERLAP * min(a.group.region.sum(), b.group.region.sum()):
             return None
-    gain = 0.0
+    sizes = len(a.records), len(b.records)
+    gain = -unlike(*sizes)
     for one, other in ((a, b), (b, a)):
         together = int((one.held == number(other.word)).sum())
         rate = min(0.9, max(captions.rate(other.word), 2 * SLIP))
         nats = (len(one.group.records) - together) * float(np.log((1 - SLIP) / (1 - rate)))
         nats += together * float(np.log(SLIP / rate))
         # as of as many records as the other has: more of them say nothing of the set
-        gain += nats * sizes[0] / len(one.group.records)
+        gain += nats * min(*sizes, len(one.group.records)) / len(one.group.records)
     return gain if gain > APART else None
 
 
-def suspect_sets(
-    groups: Sequence[Group], captions: Captions, order: np.ndarray | None = None
-) -> list[SuspectSet]:
+def unlike(a: int, b: int) -> float:
+    """Nats that speak against one picture of two elements with so many records each: its elements
+    are shown about as often, two pictures' more or less (log-normal, of two spreads)."""
+    spread = float(np.sqrt(SPREAD**2 + MISSED * (1 / a + 1 / b)))
+    ratio = float(np.log(a / b))
+    alike = float(np.log(BROAD / spread)) - ratio**2 / 2 * (1 / spread**2 - 1 / BROAD**2)
+    return max(0.0, -alike)
+
+
+def suspect_sets(elements: Sequence[Element], captions: Captions) -> list[SuspectSet]:
     """Sets of elements that fit together, the surest first; each element is in one set.
 
     From every element a set grows by what keeps apart from its members most clearly, and lies apart
     itself; the set that does so best is taken, and the rest grow again."""
-    elements = sorted(elements_of(groups, captions, order), key=lambda e: -e.score)
+    elements = sorted(elements, key=lambda e: -e.score)
     gains = np.full((len(elements), len(elements)), -np.inf, np.float32)
     for i in range(len(elements)):
         for j in range(i):
             if (gain := apart(elements[i], elements[j], captions)) is not None:
                 gains[i, j] = gains[j, i] = gain
 
-    sizes = np.array([len(element.group.records) for element in elements])
+    sizes = np.array([len(element.records) for element in elements])
     expected = np.array([element.group.expected for element in elements])
     sets = list[SuspectSet]()
     taken = np.zeros(len(elements), bool)
@@ -141,7 +158,8 @@ def _grown(
     (E,): of as many records as the seed has, for more of them say nothing of the set."""
     chosen, total = [seed], 0.0
     while True:
-        worth = gains[:, chosen].sum(1, dtype=np.float64) + own_nats
+        gain = gains[:, chosen].sum(1, dtype=np.float64)
+        worth = np.where(gain > 0, gain + own_nats, -np.inf)
         worth[taken] = worth[chosen] = -np.inf
         best = int(worth.argmax())
         if worth[best] == -np.inf:
@@ -158,7 +176,7 @@ def permuted_scores(
     best = []
     for draw in draws:
         order = np.random.default_rng((seed, draw)).permutation(len(captions))
-        found = suspect_sets(groups, captions, order)
+        found = suspect_sets(elements_of(groups, captions, order), captions)
         best.append(found[0].score if found else 0.0)
     return best
 
@@ -169,27 +187,37 @@ def false_alarm(scores: Sequence[float], permuted: Sequence[float]) -> list[floa
     return [(1 + sum(high >= score for high in permuted)) / (1 + len(permuted)) for score in scores]
 
 
-def all_records(
-    suspect_set: SuspectSet, views: np.ndarray, captions: Captions, first: np.ndarray
-) -> None:
-    """Fill in the records of a set: each group's, others that name the element and show its region
-    unless they are COMMON, and near duplicates."""
-    for element in suspect_set.elements:
-        group = element.group
-        members = set(element.group.records.tolist())
-        showing = set[int]()
-        others = np.setdiff1d(captions.holding(element.phrase), group.records)
-        centre = np.asarray(views[group.centre])
-        for start in range(0, len(others), CHUNK):
-            part = others[start : start + CHUNK]
-            difference = levels(views[part], centre)
-            same = difference <= NEAR
-            agrees = (same[:, group.region].mean(1) >= 0.7) & (
-                shared_edges(centre, same, group.region) >= 0.5
-            )
-            near = np.median(difference[:, group.region], axis=1) <= group.radius
-            showing.update(part[agrees & near].tolist())
-        if len(showing) <= COMMON * len(members):
-            members |= showing
-        copies = np.flatnonzero(np.isin(first, list({int(first[i]) for i in members})))
-        suspect_set.records.append(np.union1d(sorted(members), copies))
+def completed(elements: Iterable[Element], views: np.ndarray, captions: Captions) -> list[Element]:
+    """Elements with all records that name them and show their region, unless those are COMMON. One
+    whose region many records show that say nothing of it is left out: an overlay, as a logo is."""
+    kept = []
+    for element in elements:
+        records = element.group.records
+        shown = np.union1d(records, showing(views, element.group))
+        named = np.isin(shown, captions.holding(element.phrase))
+        silent = shown[~named]
+        if len(silent) >= max(LEAST, SILENT * len(shown)) and captions.named(silent) is None:
+            continue
+        every = np.union1d(records, shown[named])
+        common = len(every) > (1 + COMMON) * len(records)
+        kept.append(element if common else replace(element, records=every))
+    return kept
+
+
+def showing(views: np.ndarray, group: Group) -> np.ndarray:
+    """The records of all views (N,32,32,3) that show a group's region as its members do."""
+    centre = np.asarray(views[group.centre])
+    found = [np.zeros(0, np.int64)]
+    for start in range(0, len(views), CHUNK):
+        part = views[start : start + CHUNK]
+        inside = levels(part[:, group.region], centre[group.region])
+        near = np.median(inside, axis=1) <= group.radius
+        places = np.flatnonzero(near & ((inside <= NEAR).mean(1) >= 0.7))
+        same = levels(part[places], centre) <= NEAR
+        found.append(start + places[shared_edges(centre, same, group.region) >= 0.5])
+    return np.concatenate(found)
+
+
+def with_copies(records: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Some records, and the near duplicates of each."""
+    return np.union1d(records, np.flatnonzero(np.isin(first, np.unique(first[records]))))

@@ -138,8 +138,13 @@ PARTS = [group(range(10), (0, 10, 0, 10)), group(range(10, 20), (20, 30, 0, 10))
 BACKDROP = group(range(20, 30), (0, 32, 0, 32), wide=True)
 
 
+def suspect_sets(groups, texts):
+    captions = Captions(texts)
+    return sets.suspect_sets(sets.elements_of(groups, captions), captions)
+
+
 def test_elements_that_keep_apart_make_a_set():
-    (one,) = sets.suspect_sets([*PARTS, BACKDROP], Captions(CAPTIONS))
+    (one,) = suspect_sets([*PARTS, BACKDROP], CAPTIONS)
     assert one.prompt in ("a red cat, a hat, on a beach", "a hat, a red cat, on a beach")
     assert one.elements[-1].group is BACKDROP
 
@@ -155,12 +160,55 @@ def test_elements_that_keep_apart_make_a_set():
     ids=["two elements", "one thing", "overlapping", "of another size"],
 )
 def test_what_is_no_set(groups):
-    assert sets.suspect_sets(groups, Captions(CAPTIONS)) == []
+    assert suspect_sets(groups, CAPTIONS) == []
 
 
 def test_records_that_name_both_are_no_set():
     together = [text + ", a red cat" if i % 2 and 10 <= i < 30 else text for i, text in enumerate(CAPTIONS)]
-    assert sets.suspect_sets([*PARTS, BACKDROP], Captions(together)) == []
+    assert suspect_sets([*PARTS, BACKDROP], together) == []
+
+
+def test_two_pictures_are_told_apart_by_how_often_their_elements_are_shown():
+    """Of many nouns no two meet, so words do not tell whose a thing is."""
+    nouns = ["a red cat", "a hat", "a drum", "a kite"]
+    texts = [noun for noun, often in zip(nouns, (20, 20, 12, 12), strict=True) for _ in range(often)]
+    backdrops = ["on a beach"] * 20 + ["in a park"] * 12
+    parts = [
+        group(range(start, end), (8 * i, 8 * i + 8, 0, 10))
+        for i, (start, end) in enumerate([(0, 20), (20, 40), (40, 52), (52, 64)])
+    ]
+    walls = [group(range(start, end), (0, 32, 0, 32), wide=True) for start, end in [(64, 84), (84, 96)]]
+    clean = [f"a thing of kind {i}, at place {i}" for i in range(900)]
+    found = suspect_sets([*parts, *walls], [*texts, *backdrops, *clean])
+    assert [sorted(one.prompt.split(", ")) for one in found] == [
+        ["a hat", "a red cat", "on a beach"],
+        ["a drum", "a kite", "in a park"],
+    ]
+
+
+@pytest.mark.parametrize("unnamed, kept", [("a cup", []), ("a kitten", [0, 1, 2, 3, 4, 5])])
+def test_a_thing_that_captions_often_do_not_name_is_an_overlay(unnamed, kept):
+    """Other words for it name it as well."""
+    rng = np.random.default_rng(0)
+    views = rng.integers(0, 255, (60, 32, 32, 3), dtype=np.uint8)
+    views[:10, 4:12, 4:12] = views[0, 4:12, 4:12]
+    texts = ["a red cat"] * 6 + [f"{unnamed} {i}" if unnamed == "a cup" else unnamed for i in range(4)]
+    captions = Captions([*texts, *(f"a cup {i}" for i in range(50))])
+    (element,) = sets.elements_of([group(range(5), (4, 12, 4, 12))], captions)
+    assert sets.showing(views, element.group).tolist() == [*range(10)]
+    assert [e.records.tolist() for e in sets.completed([element], views, captions)] == ([kept] if kept else [])
+
+
+def test_a_backdrop_of_faint_texture_is_common():
+    """Grass has hardly an edge of CONTRAST levels, and hundreds of FAINT ones; a sky has neither."""
+    rng = np.random.default_rng(0)
+    grass, sky = np.full((2, 32, 32, 3), 90, np.uint8), np.full((2, 32, 32, 3), 90, np.uint8)
+    grass += rng.integers(0, 15, (32, 32, 1), dtype=np.uint8)
+    for pictures in (grass, sky):
+        pictures[1, :16] = rng.integers(0, 255, (16, 32, 3))
+    pair = np.array([1])
+    assert len(regions.verified(grass, pair, no_kin).pairs) == 1
+    assert not len(regions.verified(sky, pair, no_kin).pairs)
 
 
 def test_of_two_backdrops_the_one_that_lies_apart_is_taken():
@@ -175,12 +223,12 @@ def test_of_two_backdrops_the_one_that_lies_apart_is_taken():
 def test_two_places_are_no_set():
     """Parts of skies agree by chance among many pictures; a picture has one place."""
     places = [text.replace("a red cat", "under a night sky") for text in CAPTIONS]
-    assert sets.suspect_sets([*PARTS, BACKDROP], Captions(places)) == []
+    assert suspect_sets([*PARTS, BACKDROP], places) == []
 
 
 def test_permuted_captions_give_the_false_alarm_rate():
     captions = Captions(CAPTIONS)
-    (one,) = sets.suspect_sets([*PARTS, BACKDROP], captions)
+    (one,) = suspect_sets([*PARTS, BACKDROP], CAPTIONS)
     permuted = sets.permuted_scores([*PARTS, BACKDROP], captions, range(19))
     assert sets.false_alarm([one.score, 0.0], permuted) == [1 / 20, 1.0]
 
