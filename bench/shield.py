@@ -220,9 +220,10 @@ CHANGES: dict[str, Callable[[str], list[tuple[Hidden, list[Drawn]]]]] = {
 
 
 # -- running ---------------------------------------------------------------------------------------------------
-def commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return found.stdout.strip()
+def code() -> str:
+    """The commit that last changed the scan or its data."""
+    command = ["git", "log", "-1", "--format=%h", "--", "silentbad/scan", "bench/shield_data.py"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def complete(row: dict, seed: int, pool: list[Drawn], robust: bool, world: Setting) -> bool:
@@ -231,7 +232,7 @@ def complete(row: dict, seed: int, pool: list[Drawn], robust: bool, world: Setti
     if robust and world.changes:
         changes = {name: change for name, change in CHANGES.items() if name not in row.setdefault("robust", {})}
     if not ratios:
-        row["code"] = commit()
+        row["code"] = code()
     missing = [ratio for ratio in world.ratios if f"{ratio:g}" not in ratios]
     for ratio in missing:
         data = at_ratio(seed, ratio, chosen(seed, ratio, pool), world.targets)

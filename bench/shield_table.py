@@ -31,14 +31,27 @@ def ranges(numbers: list[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ends)
 
 
-def table(results: dict) -> str:
-    """The results as Markdown: the seeds of each way to search, the present one first."""
+def of_each_code(results: dict, one_table: Callable[[dict[str, dict], str], str]) -> str:
+    """A table of the seeds of each way to search, the present one first."""
     by_code: dict[str | None, dict[str, dict]] = {}
     for seed in sorted(results["seeds"], key=int, reverse=True):
         row = results["seeds"][seed]
         by_code.setdefault(row.get("code", results.get("commit")), {})[seed] = row
-    parts = [one_table(dict(reversed(rows.items())), code) for code, rows in by_code.items()]
-    return "\n".join([*parts[:1], *(f"By the code before, on other seeds:\n\n{part}" for part in parts[1:]), RIVAL])
+    parts = [
+        one_table(dict(reversed(rows.items())), f"Seeds: {ranges(sorted(map(int, rows)))} ({len(rows)}). Code: {code}.")
+        for code, rows in by_code.items()
+    ]
+    return "\n".join([*parts[:1], *(f"By the code before, on other seeds:\n\n{part}" for part in parts[1:])])
+
+
+def table(results: dict) -> str:
+    """The results in the microworld as Markdown."""
+    return of_each_code(results, one_table) + "\n" + RIVAL
+
+
+def world_table(results: dict) -> str:
+    """The results in another world as Markdown."""
+    return of_each_code(results, one_world_table)
 
 
 RIVAL = """CopyrightShield (arXiv 2412.01528) reports a detection F1 of 0.665 in version 2 of the paper, and of 0.709 in
@@ -46,7 +59,7 @@ version 1, on its own data with a trained model. Those figures are from the pape
 """
 
 
-def one_table(seeds: dict[str, dict], code: str | None) -> str:
+def one_table(seeds: dict[str, dict], which: str) -> str:
     """A line a ratio and a line a change, over these seeds."""
     ratios: dict[str, list[dict]] = defaultdict(list)
     robust: dict[str, list[dict]] = defaultdict(list)
@@ -55,7 +68,7 @@ def one_table(seeds: dict[str, dict], code: str | None) -> str:
             ratios[ratio].append(one)
         for name, one in row.get("robust", {}).items():
             robust[name].append(one)
-    lines = [f"Seeds: {ranges([*map(int, seeds)])} ({len(seeds)} of the 100 from 3000 to 3099). Code: {code}.", ""]
+    lines = [which, ""]
     lines += [
         "| ratio | records | F1 | lowest F1 | precision | recall | hidden pictures found | elements of composites"
     ]
@@ -91,9 +104,9 @@ def one_table(seeds: dict[str, dict], code: str | None) -> str:
     return "\n".join([*lines, ""])
 
 
-def world_table(results: dict) -> str:
-    """The results in another world: a line a ratio, and false alarms."""
-    seeds, by_ratio = results["seeds"], defaultdict[str, list[dict]](list)
+def one_world_table(seeds: dict[str, dict], which: str) -> str:
+    """A line a ratio, and false alarms, over these seeds."""
+    by_ratio = defaultdict[str, list[dict]](list)
     for row in seeds.values():
         for ratio, one in row["ratios"].items():
             by_ratio[ratio].append(one)
@@ -114,8 +127,7 @@ def world_table(results: dict) -> str:
     head = "ratio | records | F1 | lowest F1 | precision | recall | pictures found | elements found | processor s"
     alarms = rate(sum(r["sets"] > 0 for r in honest), len(honest))
     return (
-        f"Seeds: {ranges([*map(int, seeds)])}.\n\n{grid(head.split(' | '), lines)}\n"
-        f"False alarms on data sets without a hidden picture: {alarms}."
+        f"{which}\n\n{grid(head.split(' | '), lines)}\nFalse alarms on data sets without a hidden picture: {alarms}.\n"
     )
 
 

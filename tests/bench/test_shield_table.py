@@ -13,6 +13,6 @@ def seed(f1, **more):
 def test_seeds_of_earlier_code_are_apart():
     seeds = {"3000": seed(0.5), "3001": seed(0.7), "3042": seed(0.9, code="abc1234")}
     now, before = table({"commit": "old", "seeds": seeds}).split("By the code before")
-    assert "Seeds: 3042 (1 of the 100" in now and "Code: abc1234." in now and "| 0.90 |" in now and "0 of 1 [" in now
-    assert "Seeds: 3000-3001 (2 of the 100" in before and "Code: old." in before and "2 of 4 [" in before
+    assert "Seeds: 3042 (1)." in now and "Code: abc1234." in now and "| 0.90 |" in now and "0 of 1 [" in now
+    assert "Seeds: 3000-3001 (2)." in before and "Code: old." in before and "2 of 4 [" in before
     assert before.count("CopyrightShield") == 1 and "change" not in now
