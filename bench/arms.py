@@ -144,6 +144,8 @@ LEAK_FREE_STRONG = {**MOSTLY_ELEMENTS, **part("region", "mask", outside=0.05), *
 WARM = {"lr_warmup_steps": "10"}
 SPECTRAL = {"gradient_control.spectral": "true"}
 DECODER = layers("up*")
+# adapters of as many parameters as the decoder has (1.03 times)
+ADAPTERS = {"lora.rank": "64", "lora.targets": '["attn", "xattn", "ff", "resnet"]'}
 ALL_BUT_ONE = part("rehearsal", "pairwise", elements=None)
 STRONG = {**WARM, **ALL_BUT_ONE, **LEAK_FREE_STRONG}
 PUBLISHED: dict[str, Flags] = {
@@ -173,6 +175,7 @@ PUBLISHED: dict[str, Flags] = {
     "all_but_decoder": {**STRONG, **SPECTRAL, **layers("stem", "down*", "mid")},
     **{f"half_{seed}": {**STRONG, **SPECTRAL, **half(seed)} for seed in range(4)},
     "decoder_leak_free": {**WARM, **LEAK_FREE_STRONG, **SPECTRAL, **DECODER},
+    "lora": {**STRONG, **SPECTRAL, **ADAPTERS},
     "recommended_first": {**REPLAY, **RECOMMENDED},  # that of the first edition
 }
 LAYERS = ("decoder", "decoder_resnets", "all_but_decoder", "half_0", "half_1", "half_2", "half_3", "decoder_leak_free")
