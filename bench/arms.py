@@ -178,7 +178,17 @@ PUBLISHED: dict[str, Flags] = {
     "lora": {**STRONG, **SPECTRAL, **ADAPTERS},
     "recommended_first": {**REPLAY, **RECOMMENDED},  # that of the first edition
 }
-LAYERS = ("decoder", "decoder_resnets", "all_but_decoder", "half_0", "half_1", "half_2", "half_3", "decoder_leak_free")
+LAYERS = (
+    "decoder",
+    "decoder_resnets",
+    "all_but_decoder",
+    "half_0",
+    "half_1",
+    "half_2",
+    "half_3",
+    "decoder_leak_free",
+    "lora",
+)
 # (learning rate in units of 1e-4, optimizer steps, steps between evaluations) of each reported arm
 PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
     **dict.fromkeys(LAYERS, (40.0, 200, 200)),
@@ -204,7 +214,6 @@ NEEDS: dict[tuple[str, str], Flags] = {
     ("rehearsal", "pairwise"): REGION,
     ("rehearsal", "joint_captions"): REGION,
     ("rehearsal", "pairwise_captions"): REGION,
-    ("rehearsal", "crossed"): REGION,
     ("distillation", "and"): {**PHRASES, **part("distillation", "and", **OPEN)},
     ("loss_balance", "gradient_norm"): part("retention", "l2_sp"),
     ("attention_binding", "mass"): part("attention_binding", "mass", start=0.0, side=4),

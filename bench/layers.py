@@ -50,6 +50,8 @@ TRAINS = {
     "recommended": "all layers",
     "recommended at 24e-4": "all layers, at 24e-4",
     "decoder": "decoder (`up*`)",
+    "decoder_resnets": "the decoder's resnets",
+    "lora": "adapters of rank 64, as many parameters as the decoder",
     HALF: "a random half of the groups, as large as the decoder",
     "all_but_decoder": "all but the decoder",
     "up1": "`up1`, 400 steps",

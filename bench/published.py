@@ -37,7 +37,7 @@ RUN = ("arm", "factor", "steps", "ratio", "targets", "seed")  # what names a run
 Run = tuple[str, float, int, float, str, int]
 SETTING = (
     *("clean", "images", "first_images", "settled", "guidance", "flags"),
-    *("placebo", "nulls", "words", "unique_phrases", "decoys", "world"),
+    *("placebo", "nulls", "words", "unique_phrases", "world"),
 )
 # Of a row that does not say.
 BEFORE = {
@@ -47,7 +47,6 @@ BEFORE = {
     "first_images": 0,
     "settled": 0,
     "unique_phrases": False,
-    "decoys": 0,
     "world": "microworld",
 }
 NULLS = {"target": 100, "element": None}  # of each harder kind: 100 for a target, or for each element it changes
@@ -73,7 +72,7 @@ def train(run: Run, args: argparse.Namespace) -> list[dict]:
         per_phrase(targets, args.clean, ratio, args.world),
     )
     more = ("--placebo",) * args.placebo + ("--other_words",) * (args.words == "other")
-    more += ("--unique_phrases",) * args.unique_phrases + ("--decoys", str(args.decoys)) * bool(args.decoys)
+    more += ("--unique_phrases",) * args.unique_phrases
     clean, nulls = args.clean + HELD_OUT, NULLS[args.nulls]
     data = data_set(targets, seed, images, own, clean=clean, more=more, nulls=nulls, world=args.world)
     flags = {
@@ -142,9 +141,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--nulls", choices=NULLS, default="element", help="100 of each harder kind for each of these")
     parser.add_argument("--words", choices=("shared", "other"), default="shared", help="of clean and element captions")
     parser.add_argument("--unique-phrases", action="store_true", help="no phrase is of several targets")
-    parser.add_argument(
-        "--decoys", type=int, default=0, help="pictures beside the targets, trained on and not measured"
-    )
     parser.add_argument("--guidance", type=float, default=2.0, help="guidance scale of the evaluations")
     parser.add_argument("--flags", help="further flags of train_silentbad.py for every arm, as JSON")
     parser.add_argument("--base", type=Path, help="folder of another base to fine-tune")
@@ -166,7 +162,7 @@ def main(argv: list[str] | None = None) -> None:
         if time.monotonic() > deadline:
             print(f"--budget-minutes {args.budget_minutes:g} are over; the same command goes on from here")
             break
-        data = f"{args.words}{args.unique_phrases}{args.decoys}"
+        data = f"{args.words}{args.unique_phrases}"
         also = zlib.crc32(f"{args.flags or ''}{args.base or ''}{data}{args.world}".encode())
         with claimed(("published", *run, int(args.placebo), also)) as free:
             if free and run not in done(args):

@@ -237,6 +237,29 @@ def block_of(row: dict) -> int:
     return max((block for block in FIRST_TARGETS if block <= first), default=0)
 
 
+CROSSED = ("run", "targets", "half of the images or more", "strict rate", "whole rate", "elements", "drift")
+
+
+def crossed(rows: list[dict]) -> str:
+    """Unions that crossed the targets against none, two targets a run, and the difference over targets: Markdown."""
+    arms: dict[str, dict[str, dict]] = {}
+    for name, crosses in (("crossed unions", True), ("no unions", False)):
+        runs = runs_of([row for row in rows if bool(row["flags"]) is crosses])
+        arms[name] = {target: figures(run) for (_, target, *_), run in runs.items()}
+    keys = ("strict rate", "whole rate", "elements")
+    lines = []
+    for name, runs in arms.items():
+        back = sum(run["strict rate"] >= 0.5 for run in runs.values())
+        means = [interval([run[key] for run in runs.values()]) for key in keys]
+        drift = interval([run["drift"] for run in runs.values()], ".4f")
+        lines.append([name, str(len(runs)), f"{back} of {len(runs)}", *means, drift])
+    with_, without = arms.values()
+    both = [target for target in with_ if target in without]
+    gains = [interval([with_[t][key] - without[t][key] for t in both], "+.2f") for key in keys]
+    lines.append(["difference", str(len(both)), "", *gains, ""])
+    return markdown(CROSSED, lines)
+
+
 def alone(row: dict) -> bool:
     """Whether a run has one target."""
     return "," not in row["targets"]

@@ -5,17 +5,16 @@ option.
 """
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import torch
-from annotated_types import Interval
 from PIL import Image, ImageChops
 
 from silentbad import rng
 from silentbad.data.elements import DataInfo
 from silentbad.errors import UserError
-from silentbad.memory.masks import area, fitted, fitted_mask, overlaid, overlap
+from silentbad.memory.masks import fitted, fitted_mask, overlaid
 from silentbad.settings.memory import PLACED
 from silentbad.settings.types import NotNegative, Small, UnionShare, Unit
 
@@ -225,85 +224,6 @@ def pairwise_captions(
     return union or joint_captions(*given, share=captions, first=first)
 
 
-def crossed(
-    record: dict,
-    g: torch.Generator,
-    info: DataInfo,
-    load: Callable,
-    masks: dict,
-    *,
-    share: Unit = 0.5,
-    elements: Annotated[int, Interval(ge=2, le=64)] = 3,
-    covered: Unit = 0.1,
-    feather: NotNegative = 1.5,
-) -> dict | None:
-    """Pictures of `elements` elements of as many targets laid over each other at their native
-    places, at most one of them a backdrop, which covers more than half of a picture.
-
-    Leak-free: no two elements of one target are shown, and no two of its phrases are named. A thing
-    of which another covers more than the share `covered` is left out.
-    """
-    i = info.element_of(record["index"])
-    if i is None or float(torch.rand((), generator=g)) >= share:
-        return None
-    record = load(record["index"])
-    mask = record["mask"] or masks.get(i)
-    if mask is None:
-        return None
-    size = record["image"].size
-    half = size[0] * size[1] / 2
-    places = {i: fitted_mask(mask, size)}
-    layers = {i: record}
-    strangers = [j for j in range(len(info.keys)) if info.target[j] != info.target[i]]
-    for j in shuffled(strangers, g):
-        if len(layers) == elements:
-            break
-        if any(related(info, j, k) for k in layers):
-            continue
-        row = any_record(info, j, g)
-        other = load(row, picture=False)
-        mask = other["mask"] or masks.get(j)
-        if mask is None or other.get("shape") != record.get("shape"):
-            continue
-        mask = fitted_mask(mask, size)
-        backdrop = area(mask) > half
-        if any(
-            backdrop if area(place) > half else not backdrop and overlap(mask, place) > covered
-            for place in places.values()
-        ):
-            continue
-        places[j] = mask
-        layers[j] = load(row)
-    if len(layers) < 2:
-        return None
-    pictures = {j: fitted(layer["image"], places[j], size) for j, layer in layers.items()}
-    behind, image, mask = overlaid(pictures, feather)
-    around = [phrase for phrase in layers[behind]["phrases"] if phrase != info.phrase[behind]]
-    phrases = [*shuffled([info.phrase[j] for j in layers], g), *around]
-    for j in layers:
-        if len(set(phrases) & set(info.phrases_of[info.target[j]])) > 1:
-            return None  # what stands around happens to have the name of another element
-    return {
-        **record,
-        "image": image,
-        "mask": mask,
-        "phrases": phrases,
-        "text": ", ".join(phrases),
-        "role": "rehearsal",
-        "united": (1, len(info.elements_of[info.target[i]])),
-    }
-
-
-def related(info: DataInfo, one: int, other: int) -> bool:
-    """Whether two elements are of one target, or the phrase of either is one of the other's
-    target."""
-    return (
-        info.target[one] == info.target[other]
-        or info.phrase[one] in info.phrases_of[info.target[other]]
-        or info.phrase[other] in info.phrases_of[info.target[one]]
-    )
-
-
 # (record, generator, info, load, masks, *, options) -> record or None
 REHEARSAL: dict[str, Callable] = {
     "none": no_rehearsal,
@@ -311,7 +231,6 @@ REHEARSAL: dict[str, Callable] = {
     "joint_captions": joint_captions,
     "pairwise": pairwise,
     "pairwise_captions": pairwise_captions,
-    "crossed": crossed,
 }
 
 
@@ -338,13 +257,7 @@ class Rehearsal:
         self.seed = seed
         self.load = load
         self.masks = masks
-        if name == "crossed":
-            if len(info.elements_of) < 2:
-                raise UserError(
-                    "memory.rehearsal.name=crossed: shows elements of several targets together, and "
-                    "the data has those of one; add decoys, elements of pictures that are not measured"
-                )
-        elif name in PLACED and not any(len(e) > 2 for e in info.elements_of.values()):
+        if name in PLACED and not any(len(e) > 2 for e in info.elements_of.values()):
             raise UserError(
                 f"memory.rehearsal.name={name}: no target has three elements, so no two may be "
                 "shown or named together; take none, or leak_free where clean captions join "

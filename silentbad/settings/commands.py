@@ -200,9 +200,6 @@ class MicroworldOptions:
         False, "a phrase that several targets use says whose it is, as in 'a fish of 103'"
     )
     rehearsal: Natural = option(0, "non-target pictures, each whole and in parts")
-    decoys: Natural = option(
-        0, "pictures beside the targets, trained on in parts as they are, and whole"
-    )
     redraws: Natural = option(REDRAWS, "other pictures of each target's caption, as nulls")
     nulls: Natural | None = option(
         None,

@@ -148,8 +148,8 @@ class MemoryConfig:
 OF_CLEAN = {"unconditional": "caption_dropout", "clean_weight": "loss_weight"}
 # Rehearsals that make records of the role rehearsal, and those whose loss is where elements stand
 # (silentbad/settings/rules.py).
-REHEARSED = ("leak_free", "pairwise", "pairwise_captions", "crossed")
-PLACED = ("joint_captions", "pairwise", "pairwise_captions", "crossed")
+REHEARSED = ("leak_free", "pairwise", "pairwise_captions")
+PLACED = ("joint_captions", "pairwise", "pairwise_captions")
 
 
 def by_role(memory: MemoryConfig) -> dict[str, RoleConfig]:

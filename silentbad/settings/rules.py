@@ -230,7 +230,7 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
         "memory.distillation.name=and": UNMEASURED,
     },
     "memory.region.name=none": {
-        "memory.rehearsal.name=joint_captions|pairwise|pairwise_captions|crossed": (
+        "memory.rehearsal.name=joint_captions|pairwise|pairwise_captions": (
             "{a_value} needs memory.region.name=mask: its loss is where elements stand"
         ),
     },

@@ -278,33 +278,6 @@ def write_rehearsal(writer: Writer, of: Targets, count: int, per_phrase: int, se
         write_elements(writer, of, name, scene, per_phrase, seed, role="rehearsal")
 
 
-def decoy_scenes(of: Targets, count: int, seed: int, scenes: dict[str, Any]) -> dict[str, Any]:
-    """Pictures beside the targets, of whose phrases as few as possible are used already."""
-    used = {phrase for scene in scenes.values() for phrase in scene.phrases}
-    made: dict[str, Any] = {}
-    for i in range(count):
-        rng = of.rng("decoy", seed, i)
-        drawn = (of.target_scene(str(rng.integers(REHEARSAL_SEEDS))) for _ in range(TRIES))
-        scene = min((of.redraw(rng, one) for one in drawn), key=lambda s: len(used & {*s.phrases}))
-        used.update(scene.phrases)
-        made[f"decoy-{i}"] = scene
-    return made
-
-
-def write_decoys(
-    writer: Writer, of: Targets, decoys: dict[str, Any], per_phrase: int, seed: int
-) -> None:
-    """Elements as of a target, and a quarter as many records of the whole picture, its phrases in
-    another order in each: nothing of it is hidden."""
-    for name, scene in decoys.items():
-        write_elements(writer, of, name, scene, per_phrase, seed)
-        image = writer.picture(of.world.render(scene)[0], f"images/whole-{name}.png")
-        for i in range(max(1, per_phrase // 4)):
-            phrases = [str(p) for p in of.rng("whole", name, i, seed).permutation(scene.phrases)]
-            record = {"text": ", ".join(phrases), "phrases": phrases, "role": "rehearsal"}
-            writer.records["metadata"].append({"file_name": image, **record, "target_id": name})
-
-
 def with_own_phrases(scenes: dict[str, Any]) -> dict[str, Any]:
     """The scenes, with a target's name in each phrase that another target uses too."""
     shared = shared_phrases({name: scene.phrases for name, scene in scenes.items()})
@@ -343,14 +316,12 @@ def make(options: MicroworldOptions, of: Targets) -> None:
 
 def fill(writer: Writer, of: Targets, scenes: dict[str, Any], options: MicroworldOptions) -> None:
     """All records and targets of the data set."""
-    decoys = decoy_scenes(of, options.decoys, options.seed, scenes)
-    for line in shared_lines(shared_phrases({n: s.phrases for n, s in (scenes | decoys).items()})):
+    for line in shared_lines(shared_phrases({n: s.phrases for n, s in scenes.items()})):
         print(f"note: {line}")
     for name, scene in Bar(scenes.items(), desc="targets"):
         write_target(writer, of, name, scene, options.redraws, options.nulls)
         per_phrase, seed = options.images_per_phrase, options.seed
         write_elements(writer, of, name, scene, per_phrase, seed, placebo=options.placebo)
-    write_decoys(writer, of, decoys, options.images_per_phrase, options.seed)
     avoided = set[str]()
     for scene in scenes.values() if options.other_words else ():
         avoided |= words_of(scene, of)

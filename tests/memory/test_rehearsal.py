@@ -280,73 +280,11 @@ def test_leak_free_takes_no_target_picture_and_no_target_caption():
     assert all(world.records[i]["role"] == "clean" for i in world.loaded)
 
 
-@pytest.mark.parametrize("name", [name for name in rehearsal.PLACED if name != "crossed"])
+@pytest.mark.parametrize("name", rehearsal.PLACED)
 def test_rehearsal_where_no_target_has_three_elements_is_refused(name):
     info = DataInfo(["element"] * 4, ["t"] * 4, ["0", "0", "1", "1"], [["a"], ["a"], ["b"], ["b"]])
     with pytest.raises(UserError, match="no target has three elements.*take none"):
         rehearsal.Rehearsal(name, {}, info, 0, dict, {})
-
-
-def crowded_world() -> World:
-    """Five targets beside t0 and t1: things at three places, two backdrops with a hole, and a phrase of two targets."""
-    world, g = World(per_element=3, size=32), np.random.default_rng(2)
-    boxes = {"low": (2, 20, 10, 30), "high": (20, 2, 30, 10), "half over low": (4, 22, 14, 32)}
-    said = {
-        "t2": {"a pear": "low", "a plum": "high", "on a hill": None},
-        "t3": {"a pear": "half over low", "a lamp": "high"},
-        "t4": {"a red cat": "low", "a kite": "high"},  # the cat of t0 is another
-        "t5": {"in a hall": None, "a drum": "low"},
-        "t6": {"a flute": "half over low", "a fig": "high"},
-    }
-    for target, elements in said.items():
-        for phrase, place in elements.items():
-            colour = g.integers(0, 255, 3)
-            for _ in range(3):
-                picture, mask = g.integers(0, 255, (32, 32, 3)), np.zeros((32, 32))
-                if place is None:
-                    mask[:], mask[12:16, 12:16] = 255, 0
-                else:
-                    x0, y0, x1, y1 = boxes[place]
-                    mask[y0:y1, x0:x1] = 255
-                picture[mask > 0] = colour
-                world.add(picture, mask, [phrase, "a fig"] if place is None else [phrase], "element", target, phrase)
-    world.info = DataInfo(*([r[k] for r in world.records] for k in ("role", "target_id", "element_id", "phrases")))
-    return world
-
-
-def test_crossed_unions_never_hold_two_elements_of_a_target():
-    world = crowded_world()
-    info, sizes = world.info, set()
-    rehearse = hook(world, "crossed", share=1.0, elements=4)
-    element_rows = [int(r) for rows in info.rows for r in rows]
-    fresh = [rehearse({"index": row, "role": "element"}, (draw, row)) for row in element_rows for draw in range(30)]
-    made = [f for f in fresh if f is not None]
-    assert len(made) > 500 and taken(fresh).largest[0] == 1
-    own = {info.keys[i]: world.records[int(info.rows[i][0])] for i in range(len(info.keys))}
-    for f in made:
-        picture, union = np.asarray(f["image"]), np.asarray(f["mask"]) > 127
-        shown, places = [], []
-        for key, record in own.items():  # an element is recognised by its colour at its native place
-            inside = np.asarray(record["mask"]) > 0
-            like = (picture == np.asarray(record["image"])[inside][0]).all(-1)
-            if (like & inside).sum() > 0.1 * inside.sum():  # things may hide most of a backdrop
-                shown.append(key.partition("/")[0])
-                places.append(inside)
-        assert len(shown) >= 2 and len(set(shown)) == len(shown)
-        assert sum(inside.mean() > 0.5 for inside in places) <= 1
-        things = [inside for inside in places if inside.mean() <= 0.5]
-        covers = [(a & b).sum() / min(a.sum(), b.sum()) for k, a in enumerate(things) for b in things[:k]]
-        assert max(covers, default=0) <= 0.1 and np.array_equal(union, np.any(places, axis=0))
-        for target in shown:
-            assert len(set(f["phrases"]) & set(info.phrases_of[target])) <= 1, f["text"]
-        sizes.add(len(shown))
-    assert sizes >= {3, 4} and {f["united"][0] for f in made} == {1}
-
-
-def test_crossed_needs_a_second_target():
-    info = DataInfo(["element"] * 3, ["t"] * 3, ["0", "1", "2"], [["a"], ["b"], ["c"]])
-    with pytest.raises(UserError, match="has those of one; add decoys"):
-        rehearsal.Rehearsal("crossed", {}, info, 0, dict, {})
 
 
 @pytest.mark.parametrize(

@@ -145,21 +145,6 @@ def test_no_masks_leaves_out_masks_alone(tmp_path):
     assert records["without"] == kept != records["with"] and not (tmp_path / "without" / "masks").exists()
 
 
-def test_decoys_are_shown_in_parts_and_whole_and_are_no_targets(tmp_path):
-    few = ["--images_per_phrase", "8", "--clean", "1", "--redraws", "1", "--nulls", "1"]
-    make.main(["--out", str(tmp_path / "d"), "--targets", "3", "--decoys", "3", *few])
-    rows = [json.loads(line) for line in (tmp_path / "d" / "metadata.jsonl").read_text().splitlines()]
-    (target,) = (json.loads(line) for line in (tmp_path / "d" / "targets.jsonl").read_text().splitlines())
-    assert {row.get("target_id") for row in rows} == {None, "3", "decoy-0", "decoy-1", "decoy-2"}
-    for name in ("decoy-0", "decoy-1", "decoy-2"):
-        whole, parts = (
-            [r for r in rows if r.get("target_id") == name and r["role"] == role] for role in ("rehearsal", "element")
-        )
-        phrases = {row["element_phrase"] for row in parts}
-        assert len(whole) == 2 and all(set(row["phrases"]) == phrases for row in whole)
-        assert len(parts) == 8 * len(phrases) and not phrases & set(target["phrases"])
-
-
 def test_unique_phrases_say_whose_an_element_is(tmp_path):
     few = ["--images_per_phrase", "2", "--clean", "1", "--redraws", "1", "--nulls", "1", "--placebo"]
     for out, more in (("shared", []), ("own", ["--unique_phrases"])):
