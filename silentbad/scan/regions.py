@@ -33,6 +33,11 @@ CHOSEN_AT = 8000  # records that SURE and RADII were chosen at, where half have 
 RADII = {0.5: 0.01, 0.8: 0.03, 2.0: 0.3}
 MOST_ALIKE = 200  # neighbours of a record that are compared with each other
 WIDE_RADIUS = 0.8  # of backdrops: they come in one dimension, and by chance lie close
+ROUNDS = 3  # of a group's region and members, each from the other
+MOST = 0.6  # of the members agree in each block of the region
+SMALLEST = 8  # blocks of a region
+AGREES, SHARES = 0.7, 0.5  # of the region's blocks, and of its edges, a member has in common
+CLEARLY = 1.25  # times as isolated, before a larger radius counts
 RING, FALL = 2.5, 14.0  # the ring's radius over a group's, and the volume's growth: RING**3 - 1
 
 
@@ -325,7 +330,6 @@ def grouped(
     difference: np.ndarray,
     start: np.ndarray,
     density: float = 1.0,
-    rounds: int = 3,
 ) -> Group | None:
     """The group about a record with the view `centre_view` (32,32,3): its region is where most
     agree with it, its members agree in most of the region. `difference` (n,32,32) is how far
@@ -335,37 +339,45 @@ def grouped(
     members exceed most what the ring around it lets expect (Chernoff's bound on the Poisson tail),
     or what chance does at its `density`.
     """
-    same = difference <= NEAR
     best: Group | None = None
     for radius, chance in RADII.items():
-        chosen = start
-        for _ in range(rounds):
-            if chosen.sum() + 1 < LEAST:
-                break
-            region = same[chosen].mean(0) >= 0.6
-            if region.sum() < 8:
-                chosen = np.zeros(len(others), bool)
-                break
-            agrees = (same[:, region].mean(1) >= 0.7) & (
-                shared_edges(centre_view, same, region) >= 0.5
-            )
-            far = (difference * same)[:, region].sum(1) / np.maximum(1, same[:, region].sum(1))
-            chosen = agrees & (far <= radius)
-        inside = int(chosen.sum())
-        if inside + 1 < LEAST:
+        if (found := members_within(radius, centre_view, difference, start)) is None:
             continue
-        expected = max(
-            chance * density, float((agrees & (far > radius) & (far <= RING * radius)).sum()) / FALL
-        )
-        isolation = float(denser(np.array([inside]), np.array([expected]))[0])
-        if best is None or isolation > 1.25 * best.isolation:
-            members = np.sort(np.r_[centre, others[chosen]])
-            wide = bool(
-                region.mean() >= WIDE or min(edges(centre_view[None], region[None]))[0] < FEW_EDGES
-            )
-            if radius <= WIDE_RADIUS or not wide:
-                best = Group(members, region, centre, radius, expected, isolation, wide)
+        region, members, ring = found
+        expected = max(chance * density, ring / FALL)
+        isolation = float(denser(np.array([members.sum()]), np.array([expected]))[0])
+        if best is not None and isolation <= CLEARLY * best.isolation:
+            continue
+        few_edges = min(edges(centre_view[None], region[None]))[0] < FEW_EDGES
+        wide = bool(region.mean() >= WIDE or few_edges)
+        if radius <= WIDE_RADIUS or not wide:
+            records = np.sort(np.r_[centre, others[members]])
+            best = Group(records, region, centre, radius, expected, isolation, wide)
     return best
+
+
+def members_within(
+    radius: float, centre_view: np.ndarray, difference: np.ndarray, start: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, int] | None:
+    """(region (32,32), members (n,), records in the ring around them) of the group within a radius
+    in levels, as `grouped` has it; None where too few or too little agree."""
+    same = difference <= NEAR
+    members = start
+    for _ in range(ROUNDS):
+        if members.sum() + 1 < LEAST:
+            return None
+        region = same[members].mean(0) >= MOST
+        if region.sum() < SMALLEST:
+            return None
+        agrees = (same[:, region].mean(1) >= AGREES) & (
+            shared_edges(centre_view, same, region) >= SHARES
+        )
+        apart = (difference * same)[:, region].sum(1) / np.maximum(1, same[:, region].sum(1))
+        members = agrees & (apart <= radius)
+    if members.sum() + 1 < LEAST:
+        return None
+    ring = agrees & (apart > radius) & (apart <= RING * radius)
+    return region, members, int(ring.sum())
 
 
 def denser(inside: np.ndarray, expected: np.ndarray) -> np.ndarray:

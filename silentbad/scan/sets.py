@@ -13,7 +13,17 @@ import numpy as np
 
 from silentbad.data.phrases import names_place
 from silentbad.scan.captions import Captions, number
-from silentbad.scan.regions import CHUNK, LEAST, NEAR, Group, denser, levels, shared_edges
+from silentbad.scan.regions import (
+    AGREES,
+    CHUNK,
+    LEAST,
+    NEAR,
+    SHARES,
+    Group,
+    denser,
+    levels,
+    shared_edges,
+)
 from silentbad.scan.words import STOP
 
 OVERLAP = 0.3  # of the smaller region, of two elements of a set
@@ -212,9 +222,9 @@ def showing(views: np.ndarray, group: Group) -> np.ndarray:
         part = views[start : start + CHUNK]
         inside = levels(part[:, group.region], centre[group.region])
         near = np.median(inside, axis=1) <= group.radius
-        places = np.flatnonzero(near & ((inside <= NEAR).mean(1) >= 0.7))
+        places = np.flatnonzero(near & ((inside <= NEAR).mean(1) >= AGREES))
         same = levels(part[places], centre) <= NEAR
-        found.append(start + places[shared_edges(centre, same, group.region) >= 0.5])
+        found.append(start + places[shared_edges(centre, same, group.region) >= SHARES])
     return np.concatenate(found)
 
 
