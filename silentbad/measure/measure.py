@@ -291,32 +291,45 @@ class Measure:
             for target, masks in zip(self.targets, self.masks, strict=True)
         ]
         quantiles: list[Any] = []  # null rows of which the thresholds are quantiles
-        if source == REDRAWS:
-            rows = quantiles = self._of_redraws(self.redraws)
-        else:
-            of_base: list[Any] = []  # without the base model at hand failures serve alone
-            if source != FAILURES or step == 0:
-                of_base = self._of_counterfactuals(*drawn_by_base(source, self.masks))
-            rows = self._of_failures(canvases) + of_base
-            quantiles = [] if source == FAILURES else of_base
-        copies: list[Any] = []  # rows of true copies, through the autoencoder; the plain one first
-        for j, drawn in enumerate(canvases):
-            pictures = self.sampler.round_trip(failures.true_copies(drawn.image))
-            copies += self.similar(pictures.to(self.accelerator.device), [j] * len(pictures))
-        calibrated = None
+        rows, quantiles = self._null_rows(source, step, canvases)
+        copies = self._true_copies(canvases)
+        of_quantiles = None
         if source != FAILURES:
-            calibrated = thresholds(quantiles, config.threshold, config.false_positive_rate, source)
+            of_quantiles = thresholds(
+                quantiles, config.threshold, config.false_positive_rate, source
+            )
         ranges, whole, element = target_ranges(
             [(target.target_id, target.image.size) for target in self.targets],
             self.sampler.side,
             rows,
             copies,
-            calibrated,
+            of_quantiles,
             is_recovered,
             given=config.threshold,
             calibrated=source == REDRAWS,
         )
         return whole, element, ranges
+
+    def _null_rows(
+        self, source: str, step: int, canvases: Sequence[Canvas]
+    ) -> tuple[list[Any], list[Any]]:
+        """(all null rows, those that thresholds are quantiles of)."""
+        if source == REDRAWS:
+            rows = self._of_redraws(self.redraws)
+            return rows, rows
+        of_base: list[Any] = []  # without the base model at hand failures serve alone
+        if source != FAILURES or step == 0:
+            of_base = self._of_counterfactuals(*drawn_by_base(source, self.masks))
+        rows = self._of_failures(canvases) + of_base
+        return rows, [] if source == FAILURES else of_base
+
+    def _true_copies(self, canvases: Sequence[Canvas]) -> list[Any]:
+        """Rows of true copies, through the autoencoder; the plain one of each target first."""
+        rows: list[Any] = []
+        for j, drawn in enumerate(canvases):
+            pictures = self.sampler.round_trip(failures.true_copies(drawn.image))
+            rows += self.similar(pictures.to(self.accelerator.device), [j] * len(pictures))
+        return rows
 
     def _of_failures(self, canvases: Sequence[Canvas]) -> list[Any]:
         """Null rows of each target's failures and of training pictures, decoded."""
