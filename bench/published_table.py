@@ -253,9 +253,9 @@ def crossed(rows: list[dict]) -> str:
         means = [interval([run[key] for run in runs.values()]) for key in keys]
         drift = interval([run["drift"] for run in runs.values()], ".4f")
         lines.append([name, str(len(runs)), f"{back} of {len(runs)}", *means, drift])
-    with_, without = arms.values()
-    both = [target for target in with_ if target in without]
-    gains = [interval([with_[t][key] - without[t][key] for t in both], "+.2f") for key in keys]
+    crossing, control = arms.values()
+    both = [target for target in crossing if target in control]
+    gains = [interval([crossing[t][key] - control[t][key] for t in both], "+.2f") for key in keys]
     lines.append(["difference", str(len(both)), "", *gains, ""])
     return markdown(CROSSED, lines)
 
