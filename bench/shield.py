@@ -6,7 +6,7 @@ pictures, and of quarters at the same place. Then one hidden picture under chang
 
     development   seeds 0-999       runs/shield-dev.json
     reported      seeds 3170-3189   bench/results/shield.json, after the code was frozen; 3000-3099 by earlier code
-    emoji world   seeds 3150-3169   bench/results/shield-emoji.json, by `--world emoji`, at 5 % and without any; 3110-3129
+    emoji world   seeds 3150-3169   bench/results/shield-emoji.json, by `--world emoji`, at 5 % and without any
 
 `--audit` and `--guards` train models instead (bench/shield_models.py); rows go to shield-audit.jsonl and
 shield-guards.jsonl beside shield.json, of the emoji world to shield-audit-emoji.jsonl:
