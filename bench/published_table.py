@@ -248,11 +248,11 @@ def crossed(rows: list[dict]) -> str:
         arms[name] = {target: figures(run) for (_, target, *_), run in runs.items()}
     keys = ("strict rate", "whole rate", "elements")
     lines = []
-    for name, runs in arms.items():
-        back = sum(run["strict rate"] >= 0.5 for run in runs.values())
-        means = [interval([run[key] for run in runs.values()]) for key in keys]
-        drift = interval([run["drift"] for run in runs.values()], ".4f")
-        lines.append([name, str(len(runs)), f"{back} of {len(runs)}", *means, drift])
+    for name, of_target in arms.items():
+        back = sum(run["strict rate"] >= 0.5 for run in of_target.values())
+        means = [interval([run[key] for run in of_target.values()]) for key in keys]
+        drift = interval([run["drift"] for run in of_target.values()], ".4f")
+        lines.append([name, str(len(of_target)), f"{back} of {len(of_target)}", *means, drift])
     crossing, control = arms.values()
     both = [target for target in crossing if target in control]
     gains = [interval([crossing[t][key] - control[t][key] for t in both], "+.2f") for key in keys]
