@@ -123,6 +123,7 @@ ALSO = {  # to see whether they arrive at all, in pairs with `recommended_long`,
     "plain": {(4000, 250)},
     "replay": {(1800, 100)},
     "recommended": {(200, 50), (200, 200)},
+    "recommended_leak_free": {(200, 200)},
     "recommended_long": {(600, 200)},  # more seeds, more clean pictures
 }
 
