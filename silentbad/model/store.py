@@ -133,16 +133,16 @@ class Store:
             for leftover in self.folder.glob(".*"):
                 leftover.unlink()
             held: list[torch.Tensor] = []
-            done = 0
+            done = count = 0
             sizes = [batch]
             parts = np.array_split(missing, -(-len(missing) // batch))
             for part in Bar(parts, desc=label, disable=not show):
-                found = in_batches(part.tolist(), sizes[-1], encode, sizes.append)
-                held += [rows.cpu() for _, rows in found]
-                count = sum(map(len, held))
+                for _, rows in in_batches(part.tolist(), sizes[-1], encode, sizes.append):
+                    held.append(rows.cpu())
+                    count += len(rows)
                 if count * held[0][0].nbytes >= SHARD:
                     self.add(keys[missing[done : done + count]], torch.cat(held))
-                    held, done = [], done + count
+                    held, done, count = [], done + count, 0
             if held:
                 self.add(keys[missing[done:]], torch.cat(held))
             self.refresh()
