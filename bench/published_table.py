@@ -244,8 +244,8 @@ def crossed(rows: list[dict]) -> str:
     """Unions that crossed the targets against none, two targets a run, and the difference over targets: Markdown."""
     arms: dict[str, dict[str, dict]] = {}
     for name, crosses in (("crossed unions", True), ("no unions", False)):
-        runs = runs_of([row for row in rows if bool(row["flags"]) is crosses])
-        arms[name] = {target: figures(run) for (_, target, *_), run in runs.items()}
+        (runs,) = by_arm([row for row in rows if bool(row["flags"]) is crosses]).values()
+        arms[name] = {target: run for target, (run,) in runs.items()}
     keys = ("strict rate", "whole rate", "elements")
     lines = []
     for name, of_target in arms.items():

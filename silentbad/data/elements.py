@@ -52,8 +52,9 @@ class DataInfo:
         self.elements_of: dict[str, list[int]] = defaultdict(list)
         for i, target in enumerate(self.target):
             self.elements_of[target].append(i)
-        self.phrases_of = {t: [self.phrase[i] for i in own] for t, own in self.elements_of.items()}
-        self.shared = shared_phrases(self.phrases_of)
+        self.shared = shared_phrases(
+            {target: [self.phrase[i] for i in own] for target, own in self.elements_of.items()}
+        )
         self.meanings = np.asarray([len(self.shared.get(phrase, "1")) for phrase in self.phrase])
         self.weight = 1 / self.meanings if by_meaning else np.ones(len(self.keys))
 

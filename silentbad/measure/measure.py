@@ -290,7 +290,6 @@ class Measure:
             canvas(target, masks, self.sampler.side)
             for target, masks in zip(self.targets, self.masks, strict=True)
         ]
-        quantiles: list[Any] = []  # null rows of which the thresholds are quantiles
         rows, quantiles = self._null_rows(source, step, canvases)
         copies = self._true_copies(canvases)
         of_quantiles = None

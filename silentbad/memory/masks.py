@@ -64,12 +64,6 @@ def area(mask: Image.Image) -> float:
     return ImageStat.Stat(mask).sum[0] / 255
 
 
-def overlap(one: Image.Image, other: Image.Image) -> float:
-    """The share of the smaller of two masks (L) that the other covers."""
-    smaller = min(area(one), area(other))
-    return area(ImageChops.darker(one, other)) / smaller if smaller else 0.0
-
-
 def otsu(values: torch.Tensor) -> torch.Tensor:
     """The threshold that maximises the variance between two classes (Otsu 1979), exact over the
     sorted values."""

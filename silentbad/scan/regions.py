@@ -339,9 +339,11 @@ def grouped(
     members exceed most what the ring around it lets expect (Chernoff's bound on the Poisson tail),
     or what chance does at its `density`.
     """
+    same = difference <= NEAR
+    near = difference * same
     best: Group | None = None
     for radius, chance in RADII.items():
-        if (found := members_within(radius, centre_view, difference, start)) is None:
+        if (found := members_within(radius, centre_view, same, near, start)) is None:
             continue
         region, members, ring = found
         expected = max(chance * density, ring / FALL)
@@ -357,11 +359,15 @@ def grouped(
 
 
 def members_within(
-    radius: float, centre_view: np.ndarray, difference: np.ndarray, start: np.ndarray
+    radius: float,
+    centre_view: np.ndarray,
+    same: np.ndarray,
+    near: np.ndarray,
+    start: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, int] | None:
     """(region (32,32), members (n,), records in the ring around them) of the group within a radius
-    in levels, as `grouped` has it; None where too few or too little agree."""
-    same = difference <= NEAR
+    in levels, as `grouped` has it; None where too few or too little agree. `same` (n,32,32) is where
+    others agree with the centre, `near` how far they are from it there."""
     members = start
     for _ in range(ROUNDS):
         if members.sum() + 1 < LEAST:
@@ -372,7 +378,7 @@ def members_within(
         agrees = (same[:, region].mean(1) >= AGREES) & (
             shared_edges(centre_view, same, region) >= SHARES
         )
-        apart = (difference * same)[:, region].sum(1) / np.maximum(1, same[:, region].sum(1))
+        apart = near[:, region].sum(1) / np.maximum(1, same[:, region].sum(1))
         members = agrees & (apart <= radius)
     if members.sum() + 1 < LEAST:
         return None

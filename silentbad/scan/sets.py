@@ -103,15 +103,15 @@ def apart(a: Element, b: Element, captions: Captions) -> float | None:
         both = (a.group.region & b.group.region).sum()
         if both > OVERLAP * min(a.group.region.sum(), b.group.region.sum()):
             return None
-    sizes = len(a.records), len(b.records)
-    gain = -unlike(*sizes)
+    gain = -unlike(len(a.records), len(b.records))
     for one, other in ((a, b), (b, a)):
+        k = len(one.group.records)
         together = int((one.held == number(other.word)).sum())
         rate = min(0.9, max(captions.rate(other.word), 2 * SLIP))
-        nats = (len(one.group.records) - together) * float(np.log((1 - SLIP) / (1 - rate)))
+        nats = (k - together) * float(np.log((1 - SLIP) / (1 - rate)))
         nats += together * float(np.log(SLIP / rate))
         # as of as many records as the other has: more of them say nothing of the set
-        gain += nats * min(*sizes, len(one.group.records)) / len(one.group.records)
+        gain += nats * min(k, len(other.records)) / k
     return gain if gain > APART else None
 
 
