@@ -41,5 +41,5 @@ def pytest_terminal_summary(terminalreporter):
     terminalreporter.write_line(
         f"{accepted + refused + short:,} inputs: {accepted:,} accepted, {refused:,} refused, {short} fell short; "
         f"{changed:,} bytes mutated; {seconds:.0f} s; slowest {max(found.slowest for found in TALLIES):.1f} s; "
-        f"memory at most {largest() / 2**30:.2f} GiB of {MEMORY / 2**30:.0f}"
+        f"memory of a process at most {largest() / 2**30:.2f} GiB, {MEMORY / 2**30:.1f} more allowed to an input"
     )
