@@ -249,3 +249,28 @@ def guard_table(rows: list[dict]) -> str:
         lines.append([*cells, f"{np.mean([row['seconds'] for row in mine]):.0f}"])
     code = ", ".join(sorted({row["commit"][:7] for row in rows}))
     return f"Code: {code}.\n\n{markdown(head, lines)}\n"
+
+
+def put_back_table(rows: list[dict]) -> str:
+    """The rows of put-back.jsonl as Markdown: a line for each arm and choice of weights, over its recovered targets."""
+    head = ["arm", "weights", "put back", "strict rate", "targets with any image", "elements"]
+    head += ["clean loss over the base's", "of that rise, left"]
+    counts, lines = [], []
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        tried = [row for row in rows if row["arm"] == arm]
+        recovered = [row["models"] for row in tried if "models" in row]
+        counts.append(f"`{arm}`: {len(recovered)} of {len(tried)} targets recovered")
+        names = recovered[0] if recovered else {}
+        clean = {name: np.array([models[name]["clean"] for models in recovered]) for name in names}
+        for name in clean:
+            mine = [models[name] for models in recovered]
+            parts = {model["part"] for model in mine} - {"as trained", "base", "drawn"}
+            cells = [f"`{arm}`", name, ", ".join(f"`{part}`" for part in sorted(parts))]
+            cells += [interval([model["recovered"] / model["images"] for model in mine])]
+            cells += [rate(sum(model["recovered"] > 0 for model in mine), len(mine))]
+            cells += [interval([model["elements"] for model in mine])]
+            cells += [f"{100 * (clean[name] / clean['base'] - 1).mean():+.1f} %"]
+            left = (clean[name] - clean["base"]) / (clean["as trained"] - clean["base"])
+            lines.append([*cells, interval(left.tolist())])
+    code = ", ".join(sorted({row["commit"][:7] for row in rows}))
+    return f"{'; '.join(counts)}. Code: {code}.\n\n{markdown(head, lines)}\n"

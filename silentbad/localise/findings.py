@@ -16,22 +16,23 @@ from silentbad.report.parts import PUT_BACK, Row
 TEMPLATES = Path(__file__).parent / "templates"
 
 
+def cheapest(rows: list[Row]) -> Row:
+    """Of the parts put back, the one that leaves the fewest images; of equal ones, that with the
+    least clean loss."""
+    others = [row for row in rows if row.state == PUT_BACK]
+    return min(others, key=lambda row: (row.recovered.count, row.clean or 0.0, row.share))
+
+
 def defence(rows: list[Row]) -> str:
     """Which part put back removes the picture at the least clean loss, in a sentence."""
-    trained, others = rows[0], [row for row in rows if row.state == PUT_BACK]
+    trained = rows[0]
     images = trained.recovered.images
     if not trained.recovered.count:
         return f"The trained weights recover none of {images} images: there is nothing to remove."
-
-    def cost(row: Row) -> tuple[float, float]:
-        return (row.clean or 0.0, row.share)
-
-    gone = [row for row in others if not row.recovered.count]
-    if not gone:
-        best = min(others, key=lambda row: (row.recovered.count, *cost(row)))
+    best = cheapest(rows)
+    if best.recovered.count:
         stay = f"{best.recovered.count} of {images} images stay"
         return f"No single part removes the picture: with {best.part} put back, {stay}."
-    best = min(gone, key=cost)
     clean = ""
     if best.clean is not None and trained.clean is not None:
         clean = f"; the clean loss is then {best.clean:.4f}, as trained {trained.clean:.4f}"

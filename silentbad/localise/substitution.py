@@ -219,13 +219,15 @@ class Subject:
         )
 
 
-def localised(subject: Subject, by: list[str]) -> list[Row]:
-    """The trained weights, the base, then every part put back and kept alone."""
+def localised(
+    subject: Subject, by: list[str], states: tuple[str, ...] = (PUT_BACK, ALONE)
+) -> list[Row]:
+    """The trained weights, the base, then every part in each of the states."""
     asked = [
         (part, kind, state)
         for kind in by
         for part in subject.change.parts(kind)
-        for state in (PUT_BACK, ALONE)
+        for state in states
     ]
     asked = [(TRAINED, "", ""), (BASE, "", ""), *asked]
     rows = [subject.row(*each) for each in Bar(asked, desc="Parts")]
