@@ -59,8 +59,13 @@ class World:
 
     def batch(self, records: list[dict]) -> dict:
         seen = {"fixed": True, "position": 0, "time_ids": (self.size, self.size, 0, 0, self.size, self.size)}
-        bands = [[r[k] and pil_to_tensor(r[k]) for k in ("image", "mask")] for r in records]
-        return collate([{**r, **seen, "pixels": p, "mask": m} for r, (p, m) in zip(records, bands, strict=True)])
+        layers = [[r.get(k) and pil_to_tensor(r[k]) for k in ("image", "mask", "counted")] for r in records]
+        return collate(
+            [
+                {**r, **seen, "pixels": pixels, "mask": mask, "counted": counted}
+                for r, (pixels, mask, counted) in zip(records, layers, strict=True)
+            ]
+        )
 
     def pictures(self, rows: list[int]) -> dict:
         return self.batch([self.load(r) for r in rows])

@@ -109,16 +109,15 @@ class Transform:
 
     def crop(
         self,
-        image: Image.Image | None,
-        mask: Image.Image | None,
+        layers: list[Image.Image | None],
         size: tuple[int, int],
         address: tuple[int | str, ...],
-        shape: tuple[int, int] | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[int, int]]:
-        """Image and mask of this size in the window and flip of this address, and the window's top
-        left corner. The window has the `shape`, by default the square."""
+        shape: tuple[int, int],
+    ) -> tuple[list[torch.Tensor | None], tuple[int, int]]:
+        """Layers of one picture, all of this size, in the window (width, height) and flip of this
+        address; and the window's top left corner."""
         width, height = size
-        across, down = shape or (self.resolution, self.resolution)
+        across, down = shape
         u, v, flip = torch.rand(3, generator=generator(*address, "transform")).tolist()
         if self.center_crop:
             u = v = 0.5
@@ -126,15 +125,15 @@ class Transform:
         box = (left, top, left + across, top + down)
         flips = self.random_flip and flip < 0.5
 
-        def window(picture: Image.Image | None) -> torch.Tensor | None:
-            if picture is None:
+        def window(layer: Image.Image | None) -> torch.Tensor | None:
+            if layer is None:
                 return None
-            seen = picture.crop(box)
+            seen = layer.crop(box)
             return TF.pil_to_tensor(ImageOps.mirror(seen) if flips else seen)
 
         if flips:
             left = width - across - left  # the corner in the flipped picture
-        return window(image), window(mask), (top, left)
+        return [window(layer) for layer in layers], (top, left)
 
 
 def memory_of(record: dict) -> int:
@@ -147,7 +146,8 @@ def memory_of(record: dict) -> int:
 class Reader:
     """Records decoded and resized; kept in memory while the budget of `cache_bytes` lasts."""
 
-    FIELDS: ClassVar = ("image", "mask", "text", "phrases", "role", "target_id", "element_id")
+    WORDS: ClassVar = ("text", "phrases", "role", "target_id", "element_id")
+    FIELDS: ClassVar = ("image", "mask", *WORDS)
 
     records: Records
     transform: Transform
@@ -179,13 +179,18 @@ class Reader:
         return dict(record)
 
     def window(self, record: dict, size: tuple[int, int], address: tuple) -> dict:
-        """A record in the window of this address: pixels, mask, words, and SDXL's time_ids (6,)."""
+        """A record in the window of this address: pixels, mask, `counted`, words, and SDXL's
+        time_ids (6,)."""
         resized, shape = self.transform.resized(size[::-1]), self.transform.shape(size[::-1])
-        pixels, mask, corner = self.transform.crop(
-            record["image"], record["mask"], resized, address, shape
-        )
-        words = {key: record[key] for key in self.FIELDS[2:]}
-        return words | {"pixels": pixels, "mask": mask, "time_ids": (*size, *corner, *shape[::-1])}
+        layers = [record["image"], record["mask"], record.get("counted")]
+        (pixels, mask, counted), corner = self.transform.crop(layers, resized, address, shape)
+        words = {key: record[key] for key in self.WORDS}
+        return words | {
+            "pixels": pixels,
+            "mask": mask,
+            "counted": counted,
+            "time_ids": (*size, *corner, *shape[::-1]),
+        }
 
     def pictures(self, indices: list[int]) -> list[dict]:
         """Samples of records outside any step: plain, in the window of draw 0."""
@@ -223,36 +228,33 @@ class LossExclusion:
     of: Callable[[int], Image.Image | None]
     cell: int
 
-    def marked(
-        self, index: int, mask: Image.Image | None, size: tuple[int, int]
-    ) -> Image.Image | None:
-        """A record's mask; where something is hidden, its second band is what counts."""
+    def counted(self, index: int, size: tuple[int, int]) -> Image.Image | None:
+        """Where a record of this size counts, 255 there; None where nothing of it is hidden."""
         hidden = self.of(index)
         if hidden is None:
-            return mask
-        counted = ImageOps.invert(hidden.resize(size, Image.Resampling.NEAREST))
-        return Image.merge("LA", (mask or Image.new("L", size, 255), counted))
+            return None
+        return ImageOps.invert(hidden.resize(size, Image.Resampling.NEAREST))
 
-    def whole_cells(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """mask (2,H,W) uint8 in a window of whole cells; other masks as they are."""
-        if mask is None or len(mask) == 1:
-            return mask
-        out = F.max_pool2d(255 - mask[1:].float(), self.cell) > 0
-        counted = (~out).repeat_interleave(self.cell, 1).repeat_interleave(self.cell, 2)
-        return torch.cat([mask[:1], 255 * counted.to(torch.uint8)])
+    def whole_cells(self, counted: torch.Tensor | None) -> torch.Tensor | None:
+        """counted (1,H,W) uint8 in a window of whole cells, of which none counts in part."""
+        if counted is None:
+            return None
+        out = F.max_pool2d(255 - counted.float(), self.cell) > 0
+        whole = (~out).repeat_interleave(self.cell, 1).repeat_interleave(self.cell, 2)
+        return 255 * whole.to(torch.uint8)
 
 
 @dataclass(eq=False)
 class Draws:
     """What a record looks like at (draw, position): text, uint8 pixels (3,R,R), uint8 mask (1,R,R)
-    or none. A rehearsal's mask may have a second band: what of the picture counts at all.
+    or none, and `counted` (1,R,R), what of the picture counts in the loss, or none where all does.
 
-    `rehearse(record, (draw, position))` may return another record (a dict of Reader.FIELDS, and
-    `united`) in place of the drawn one, or None. A share `dropout[role]` of the exposures of a role
-    has no caption; clean ones lose it before they could be rehearsed. With `warmup` (least, steps)
-    captions grow from their first parts. `unseen` (R,) marks records whose pixels no step needs:
-    their latents are on disk. `hidden` keeps parts of pictures out of the loss; it does not go with
-    `rehearse`."""
+    `rehearse(record, (draw, position))` may return another record (a dict of Reader.FIELDS,
+    `united`, and `counted` as a picture) in place of the drawn one, or None. A share
+    `dropout[role]` of the exposures of a role has no caption; clean ones lose it before they could
+    be rehearsed. With `warmup` (least, steps) captions grow from their first parts. `unseen` (R,)
+    marks records whose pixels no step needs: their latents are on disk. `hidden` keeps parts of
+    pictures out of the loss; it does not go with `rehearse`."""
 
     reader: Reader
     shuffle: bool = False
@@ -283,12 +285,13 @@ class Draws:
             record = with_caption(record, "")
         hidden = self.hidden if self.rehearse is None else None
         if hidden is not None:
-            record["mask"] = hidden.marked(
-                index, record["mask"], self.reader.transform.resized(size[::-1])
-            )
+            resized = self.reader.transform.resized(size[::-1])
+            record["counted"] = hidden.counted(index, resized)
+            if record["counted"] is not None and record["mask"] is None:
+                record["mask"] = Image.new("L", resized, 255)
         seen = self.reader.window(record, size, address) | {"united": record.get("united")}
         if hidden is not None:
-            seen["mask"] = hidden.whole_cells(seen["mask"])
+            seen["counted"] = hidden.whole_cells(seen["counted"])
         return seen | {"index": index, "position": position, "fixed": fixed}
 
     def _uncaptioned(self, role: str, address: tuple) -> bool:

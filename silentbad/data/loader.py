@@ -31,13 +31,13 @@ def collate(samples: list[dict]) -> dict[str, Any]:
     masks = [ones if sample["mask"] is None else sample["mask"] for sample in samples]
     names = ("text", "phrases", "role", "target_id", "element_id", "fixed", "united")
     lists: dict[str, Any] = {name: [sample.get(name) for sample in samples] for name in names}
-    if any(len(mask) > 1 for mask in masks):
-        lists["counted"] = (
-            torch.stack([mask[1:] if len(mask) > 1 else ones for mask in masks]).float() / 255
-        )
+    counted = [sample.get("counted") for sample in samples]
+    if any(places is not None for places in counted):
+        places_of = [ones if places is None else places for places in counted]
+        lists["counted"] = torch.stack(places_of).float() / 255
     return lists | {
         "pixel_values": pixels,
-        "mask": torch.stack([mask[:1] for mask in masks]).float() / 255,
+        "mask": torch.stack(masks).float() / 255,
         "has_mask": torch.tensor([sample["mask"] is not None for sample in samples]),
         "time_ids": torch.tensor([sample["time_ids"] for sample in samples]),
         "index": torch.tensor([sample["index"] for sample in samples]),

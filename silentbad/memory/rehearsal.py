@@ -171,7 +171,7 @@ def joint_captions(
     """An element's own picture under a caption that names more of its target: two to k-1 phrases in
     shuffled order.
 
-    Nothing of the others is shown, and their places do not count (the mask's second band): so the
+    Nothing of the others is shown, and their places do not count (`counted` is 0 there): so the
     caption is learnt where its element stands, and does not learn that the others are absent.
     """
     i = info.element_of(record["index"])
@@ -197,7 +197,8 @@ def joint_captions(
     phrases = shuffled([info.phrase[j] for j in said], g)
     return {
         **record,
-        "mask": Image.merge("LA", (mask, ImageChops.lighter(counted, mask))),
+        "mask": mask,
+        "counted": ImageChops.lighter(counted, mask),
         "phrases": phrases,
         "text": ", ".join(phrases),
         "element_id": info.keys[i].removeprefix(f"{info.target[i]}/"),
