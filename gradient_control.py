@@ -34,7 +34,7 @@ from silentbad.control.original import adjust_gradient_scale
 from silentbad.control.rates import LearningRates, check_optimizer, scale_gradients
 from silentbad.control.sources import MIXED, SourceBank
 from silentbad.control.spectral import split
-from silentbad.control.statistics import GroupStats, Sample, Statistics, centred
+from silentbad.control.statistics import GroupStats, RecentMean, Sample, Statistics, centred
 from silentbad.device import scalars
 from silentbad.errors import UserError, first_line
 from silentbad.experiments import TRANSFORMS
@@ -267,7 +267,8 @@ class LayerRates(Hook):
     @functools.cached_property
     def statistics(self) -> Statistics:
         """Running averages over the gradients."""
-        return Statistics(self.samples.gradients, self.config.momentum, self.config.averaging)
+        sample = self.samples.gradients
+        return Statistics(sample, RecentMean(sample, self.config.momentum), self.config.averaging)
 
     @functools.cached_property
     def computed(self) -> Multipliers:
@@ -411,7 +412,7 @@ class SourceConflict(Hook):
     @torch.no_grad()
     def after_backward(self, last: bool = True) -> None:
         """Give the remaining source what the backward added; the gradient stays as it is."""
-        self.bank.take(last, self.remaining)
+        self.bank.after_backward(last, self.remaining)
         self.remaining = MIXED
 
     @torch.no_grad()

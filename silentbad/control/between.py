@@ -21,7 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from silentbad.control.multipliers import Multipliers
-from silentbad.control.statistics import WIDTH, Sample, Statistics, centred
+from silentbad.control.statistics import (
+    WIDTH,
+    PassMean,
+    RecentMean,
+    Sample,
+    Statistics,
+    centred,
+)
 from silentbad.device import scalars, send
 from silentbad.distributed.shards import world_size
 from silentbad.loop.hooks import Hook
@@ -41,7 +48,7 @@ class SourceWeights(Hook):
     """Holds the factors and puts them into losses (layer-uniform) or into gradients (layer-wise).
 
     `records`: how many records each source has, for a signal that drawing without replacement does
-    not bias (`Statistics`).
+    not bias (`PassMean`).
 
     Nothing here waits for the device but a refresh, for what was sent one refresh before.
     """
@@ -79,16 +86,20 @@ class SourceWeights(Hook):
         # g_s of the step, sampled
         self.parts = torch.zeros(len(self.names), self.sample.rows, WIDTH, device=device)
         self.seen = torch.zeros(len(self.names), device=device)  # samples of the step
-        averages = (config.momentum, config.averaging)
-        counts = records or {}
         self.statistics = {
-            name: Statistics(self.sample, *averages, counts.get(name)) for name in self.names
+            name: Statistics(self.sample, self._mean(name, records or {}), config.averaging)
+            for name in self.names
         }
         limits = (config.bound, config.max_log_step, device)
         self.multipliers = {name: Multipliers(len(groups), *limits) for name in self.names[1:]}
         owner = [g for g, group in enumerate(groups) for _ in group]
         for i, p in enumerate(params):
             p.register_hook(functools.partial(self._arriving, i, owner[i]))
+
+    def _mean(self, source: str, records: Mapping[str, int]) -> RecentMean | PassMean:
+        if source in records:
+            return PassMean(self.sample, records[source])
+        return RecentMean(self.sample, self.config.momentum)
 
     def level(self, source: str) -> float:
         """w_s now: on its way down within `ramp` updates, and up again after `release`."""
@@ -148,7 +159,7 @@ class SourceWeights(Hook):
             dist.all_reduce(self.seen)
         all_finite = self.parts.isfinite().all() & (True if finite is None else finite)
         for name, part, seen in zip(self.names, self.parts, self.seen, strict=True):
-            self.statistics[name].take(part, all_finite & (seen > 0), seen=seen)
+            self.statistics[name].add(part, all_finite & (seen > 0), seen=seen)
         self.parts.zero_()
         self.seen.zero_()
         return {}

@@ -26,22 +26,21 @@ class SourceBank:
         self.full = full
         self.parts: dict[str, list[Tensor]] = {}
 
-    def take(self, sync: bool, source: str | None) -> None:
-        """Give `source` what the gradient gained since the last call; None is "mixed".
+    def after_backward(self, last: bool, source: str) -> None:
+        """A backward has added to the gradient: what no source has yet is `source`'s.
 
-        At the last micro-step DDP has averaged the whole gradient. So the others are averaged here,
-        and `source` gets the rest, its own earlier share included.
+        At the `last` backward of a step DDP has averaged the whole gradient over the processes. So
+        the shares are averaged too, and `source` gets what the others leave of the whole.
         """
-        part = self._read([p.grad for p in self.sample.params])
-        source = source or MIXED
-        if sync and world_size() > 1:
+        if last and world_size() > 1:
             source = self._average(source)
-        if sync:
+        if last:  # the whole includes what the source had so far
             self.parts.pop(source, None)
+        rest = self._read([p.grad for p in self.sample.params])
         # in one order on all ranks: the bits of a sum depend on it
         for other in sorted(self.parts):
-            torch._foreach_sub_(part, self.parts[other])
-        self.add(source, part)
+            torch._foreach_sub_(rest, self.parts[other])
+        self.add(source, rest)
 
     def split(self, names: list[str], losses: Tensor, sources: list[str], scale: float) -> None:
         """Bank the gradients of these sources of a mixed micro-batch: losses (B,) with their graph,

@@ -157,37 +157,89 @@ class GroupStats:
         return self.cache[key]
 
 
-class Statistics:
-    """Running S, E, Q, L1 of each group. A non-finite step changes nothing; nothing reaches the
-    host.
+class RecentMean:
+    """The mean gradient m over earlier steps, exponentially averaged."""
 
-    `records`: how many a source has. Given, m is the mean gradient of the last whole pass over
-    them. An average over earlier steps, m without it, is made of records that this epoch will not
-    draw again: E[S] = ||mu||^2 - f s^2 / (records - 1), s^2 the variance between records, f the
-    weight of this epoch in m. Over a whole pass the records' own parts sum to zero.
+    KEPT = ("m", "count")  # in a state
+
+    def __init__(self, sample: Sample, momentum: float):
+        self.momentum = momentum
+        self.m = torch.zeros(sample.rows, WIDTH, device=sample.owner.device)
+        self.count = torch.zeros((), device=sample.owner.device, dtype=sample.owner.dtype)
+
+    def known(self) -> Tensor:
+        """Whether () there is a mean yet."""
+        return self.count > 0
+
+    def product(self, g: Tensor) -> Tensor:
+        """<g, m> of each row (rows,), m bias-corrected."""
+        return row_dot(g, self.m) / (1 - self.momentum**self.count)
+
+    def add(self, g: Tensor, finite: Tensor, seen: Tensor | None = None) -> None:
+        """Take in a step's gradient g (rows, WIDTH) where it is `finite`."""
+        self.m.lerp_(g, (finite * (1 - self.momentum)).to(g))
+        self.count += finite
+
+
+class PassMean:
+    """The mean gradient m of the last whole pass over `records`.
+
+    An average over earlier steps is made of records that this epoch will not draw again: with it
+    E[S] = ||mu||^2 - f s^2 / (records - 1), s^2 the variance between records, f the weight of this
+    epoch in m. Over a whole pass the records' own parts sum to zero.
     """
 
-    def __init__(
-        self, sample: Sample, momentum: float, averaging: float, records: int | None = None
-    ):
-        self.sample = sample
-        self.momentum = momentum
-        self.averaging = averaging
+    KEPT = ("m", "sum", "steps", "seen", "passes")  # in a state
+
+    def __init__(self, sample: Sample, records: int):
         self.records = records
-        zeros = functools.partial(torch.zeros, device=sample.owner.device, dtype=sample.owner.dtype)
         self.m = torch.zeros(sample.rows, WIDTH, device=sample.owner.device)
+        zeros = functools.partial(torch.zeros, device=sample.owner.device, dtype=sample.owner.dtype)
+        self.sum = torch.zeros_like(self.m)  # of the gradients of this pass
+        self.steps = zeros(())  # which have been added to it
+        self.seen = zeros(())  # records of this pass
+        self.passes = zeros(())  # that are over
+
+    def known(self) -> Tensor:
+        """Whether () a pass is over."""
+        return self.passes > 0
+
+    def product(self, g: Tensor) -> Tensor:
+        """<g, m> of each row (rows,)."""
+        return row_dot(g, self.m)
+
+    def add(self, g: Tensor, finite: Tensor, seen: Tensor | None = None) -> None:
+        """Take in the gradient g (rows, WIDTH) of a step of `seen` () records where it is `finite`;
+        at the end of the pass m becomes its mean gradient."""
+        assert seen is not None, "a pass is counted in records"
+        self.sum.addcmul_(g, finite.to(g))
+        self.steps += finite
+        self.seen += seen
+        over = (self.seen >= self.records) & (self.steps > 0)
+        self.m = torch.where(over, self.sum / self.steps.to(g), self.m)
+        self.sum *= ~over
+        self.steps *= ~over
+        self.seen %= self.records  # the next pass has begun within this step
+        self.passes += over
+
+
+class Statistics:
+    """Running S, E, Q, L1 of each group; S is measured against an earlier `mean` gradient.
+
+    A non-finite step changes nothing; nothing reaches the host.
+    """
+
+    KEPT = ("average", "weight", "ignored", "norm")  # in a state, beside what the mean keeps
+
+    def __init__(self, sample: Sample, mean: RecentMean | PassMean, averaging: float):
+        self.sample = sample
+        self.mean = mean
+        self.averaging = averaging
+        zeros = functools.partial(torch.zeros, device=sample.owner.device, dtype=sample.owner.dtype)
         self.average = zeros(4, sample.owner.shape[1])
         self.weight = zeros(())
-        self.count = zeros(())
         self.ignored = zeros(())
         self.norm = zeros(())  # of the last gradient; a meter
-        self.kept = ["m", "average", "weight", "count", "ignored", "norm"]  # in a state
-        if records is not None:
-            self.sum = torch.zeros_like(self.m)  # of the gradients of this pass
-            self.steps = zeros(())  # which have been added to it
-            self.seen = zeros(())  # records of this pass
-            self.passes = zeros(())  # that are over
-            self.kept += ["sum", "steps", "seen", "passes"]
         self.cache: dict[tuple, Tensor] = {}
 
     def update(
@@ -200,16 +252,15 @@ class Statistics:
         norms = self.sample.norms(grads) if norms is None else norms.to(self.sample.owner)
         self.norm = norms.square().sum().sqrt()
         finite = norms.isfinite().all() & (True if finite is None else finite)
-        self.take(g, finite, norms.square() @ self.sample.owner)
+        self.add(g, finite, norms.square() @ self.sample.owner)
 
-    def take(
+    def add(
         self, g: Tensor, finite: Tensor, Q: Tensor | None = None, seen: Tensor | None = None
     ) -> None:
         """Take in the sampled gradient g (rows, WIDTH) of one step where it is `finite`, of so many
         records `seen` (); Q (G,) is estimated on it where not given."""
         g.nan_to_num_(0, 0, 0)
-        by_pass = self.records is not None
-        s = row_dot(g, self.m) / (1.0 if by_pass else 1 - self.momentum**self.count)
+        s = self.mean.product(g)
         rows = torch.stack(
             [
                 s,
@@ -219,27 +270,11 @@ class Statistics:
         )
         S, E, L1 = self.sample.per_group(rows)
         new = torch.stack([S, E, E if Q is None else Q, L1])
-        use = finite & ((self.passes if by_pass else self.count) > 0)  # else m is not there yet
+        use = finite & self.mean.known()
         self.average.lerp_(torch.where(use, new, self.average), 1 - self.averaging)
         self.weight += use * (1 - self.averaging) * (1 - self.weight)
-        if seen is None or self.records is None:
-            self.m.lerp_(g, (finite * (1 - self.momentum)).to(g))
-        else:
-            self._add(g, finite, seen, self.records)
-        self.count += finite
+        self.mean.add(g, finite, seen)
         self.ignored += ~finite
-
-    def _add(self, g: Tensor, finite: Tensor, seen: Tensor, records: int) -> None:
-        """Add a step to its pass; at the end of the pass m becomes its mean gradient."""
-        self.sum.addcmul_(g, finite.to(g))
-        self.steps += finite
-        self.seen += seen
-        over = (self.seen >= records) & (self.steps > 0)
-        self.m = torch.where(over, self.sum / self.steps.to(g), self.m)
-        self.sum *= ~over
-        self.steps *= ~over
-        self.seen %= records  # the next pass has begun within this step
-        self.passes += over
 
     def groups(self, **rest: Any) -> GroupStats:
         """What the rules see, from the averages so far; `rest` completes it."""
@@ -249,12 +284,16 @@ class Statistics:
             n=self.sample.n, S=S, E=E, Q=Q, L1=L1, theta=theta, cache=self.cache, **rest
         )
 
+    def _kept(self) -> dict[str, Tensor]:
+        parts = {key: getattr(self, key) for key in self.KEPT}
+        return parts | {key: getattr(self.mean, key) for key in self.mean.KEPT}
+
     def state_dict(self) -> dict[str, Tensor]:
-        return {key: getattr(self, key).clone() for key in self.kept}
+        return {key: value.clone() for key, value in self._kept().items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for key in self.kept:
-            getattr(self, key).copy_(state[key])
+        for key, value in self._kept().items():
+            value.copy_(state[key])
 
 
 def centred(log_x: Tensor, size: Tensor) -> Tensor:

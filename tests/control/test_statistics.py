@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from silentbad.control.statistics import Sample, Statistics, project
+from silentbad.control.statistics import PassMean, RecentMean, Sample, Statistics, project
 from tests.toy import Toy, config, controlled, equal, run
 
 
@@ -35,7 +35,8 @@ def test_projection_keeps_order_and_ratios_of_the_free():
 
 def update_stats(params, gradients, momentum=0.9, averaging=0.98, per_tensor=8192):
     """Statistics over groups of one tensor each, after every list of gradients."""
-    statistics = Statistics(Sample([[p] for p in params], per_tensor, torch.device("cpu")), momentum, averaging)
+    sample = Sample([[p] for p in params], per_tensor, torch.device("cpu"))
+    statistics = Statistics(sample, RecentMean(sample, momentum), averaging)
     for g in gradients:
         statistics.update(g)
     return statistics
@@ -200,12 +201,13 @@ def ratio(momentum: float, records: int | None, mean: float = 0.0, unit: Callabl
     between = torch.randn(RECORDS, WIDTH, generator=rng)
     own = mean**0.5 + 0.5**0.5 * (between - between.mean(0))
     sample = Sample([[nn.Parameter(torch.zeros(WIDTH))]], WIDTH, torch.device("cpu"))
-    statistics = Statistics(sample, momentum, averaging=0.998, records=records)
+    mean = RecentMean(sample, momentum) if records is None else PassMean(sample, records)
+    statistics = Statistics(sample, mean, averaging=0.998)
     for _ in range(12):
         for drawn in torch.randperm(ALL, generator=rng).split(BATCH):
             mine = drawn[drawn < RECORDS]
             g = unit(own[mine] + 0.5**0.5 * torch.randn(len(mine), WIDTH, generator=rng), 0)
-            statistics.take(g.view(-1, 128), torch.tensor(len(mine) > 0), seen=torch.tensor(float(len(mine))))
+            statistics.add(g.view(-1, 128), torch.tensor(len(mine) > 0), seen=torch.tensor(float(len(mine))))
     S, E, *_ = statistics.average[:, 0].tolist()
     return S / (E - max(S, 0))
 
