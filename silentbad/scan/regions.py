@@ -396,41 +396,75 @@ def merged(views: np.ndarray, unmerged: list[Group], sure: float = SURE) -> list
     """The most isolated of groups that share records; groups of one thing at one place become one,
     for words, or what stands before it, had kept their records apart.
 
-    A group is compared with those kept that share a record or half of the smaller region: all
-    others are no match. One that does not lie apart is kept only as part of another, unless so many
-    records were tried that chance makes it."""
+    One that does not lie apart is kept only as part of another, unless so many records were tried
+    that chance makes it."""
     chance = sure - SURE
-    unmerged = [group for group in unmerged if group.isolation >= chance]
-    distinct: list[Group] = []
-    most = sum(group.isolation >= sure for group in unmerged)
-    regions = np.zeros((most, SIDE * SIDE // 64), np.uint64)  # a bit for each block
-    sizes = np.zeros(len(regions))
-    of_record = dict[int, set[int]]()
-    for group in sorted(unmerged, key=lambda g: -g.isolation):
-        k = len(distinct)
-        size = 0 if group.wide else group.region.sum()  # a backdrop's region is like no other
-        region = np.packbits(group.region & (not group.wide)).view(np.uint64)
-        common = np.bitwise_count(regions[:k] & region).sum(1)
-        near = (common > 0) & (common >= 0.5 * np.minimum(sizes[:k], size))
+    candidates = [group for group in unmerged if group.isolation >= chance]
+    kept = Distinct(views, sum(group.isolation >= sure for group in candidates))
+    for group in sorted(candidates, key=lambda g: -g.isolation):
+        place = kept.match(group)
+        if place is not None and not _of_one_set(group, kept.groups[place]):
+            kept.join(place, group)
+        elif place is None and group.isolation >= sure:
+            kept.append(group)
+    return kept.groups
+
+
+class Distinct:
+    """At most `most` groups of different things, with tables that find the few to compare with."""
+
+    def __init__(self, views: np.ndarray, most: int):
+        self.views = views
+        self.groups: list[Group] = []
+        self.regions = np.zeros((most, SIDE * SIDE // 64), np.uint64)  # a bit for each block
+        self.sizes = np.zeros(most)
+        self.of_record: dict[int, set[int]] = {}
+
+    def match(self, group: Group) -> int | None:
+        """The place of the first that has the group's records or shows its thing; only those that
+        share a record or half of the smaller region can."""
+        k = len(self.groups)
+        region = _bits(group)
+        common = np.bitwise_count(self.regions[:k] & region).sum(1)
+        smaller = np.minimum(self.sizes[:k], np.bitwise_count(region).sum())
+        near = (common > 0) & (common >= 0.5 * smaller)
         sharing = {
-            place for record in group.records.tolist() for place in of_record.get(record, ())
+            place for record in group.records.tolist() for place in self.of_record.get(record, ())
         }
         for place in sorted(sharing.union(np.flatnonzero(near).tolist())):
-            other = distinct[place]
-            if group.wide == other.wide and np.isin(group.records, other.records).mean() > 0.3:
-                break
-            if near[place] and _one_thing(views, group, other):
-                other.records = np.union1d(other.records, group.records)
-                other.isolation = max(other.isolation, group.isolation)
-                break
-        else:
-            if group.isolation < sure:
-                continue
-            place, regions[k], sizes[k] = k, region, size
-            distinct.append(group)
-        for record in distinct[place].records.tolist():
-            of_record.setdefault(record, set()).add(place)
-    return distinct
+            other = self.groups[place]
+            if _of_one_set(group, other) or (near[place] and _one_thing(self.views, group, other)):
+                return place
+        return None
+
+    def append(self, group: Group) -> None:
+        """Keep a group as one more."""
+        place = len(self.groups)
+        self.regions[place] = _bits(group)
+        self.sizes[place] = np.bitwise_count(self.regions[place]).sum()
+        self.groups.append(group)
+        self._note_records(place)
+
+    def join(self, place: int, group: Group) -> None:
+        """Add a group's records to the one that shows the same thing."""
+        other = self.groups[place]
+        other.records = np.union1d(other.records, group.records)
+        other.isolation = max(other.isolation, group.isolation)
+        self._note_records(place)
+
+    def _note_records(self, place: int) -> None:
+        for record in self.groups[place].records.tolist():
+            self.of_record.setdefault(record, set()).add(place)
+
+
+def _bits(group: Group) -> np.ndarray:
+    """The blocks of a group's region as bits; none of a backdrop's, which is like no other."""
+    return np.packbits(group.region & (not group.wide)).view(np.uint64)
+
+
+def _of_one_set(group: Group, other: Group) -> bool:
+    """Whether a group's records are mostly those of another of its kind."""
+    return group.wide == other.wide and bool(np.isin(group.records, other.records).mean() > 0.3)
 
 
 def _one_thing(views: np.ndarray, group: Group, other: Group) -> bool:
