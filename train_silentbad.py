@@ -403,10 +403,14 @@ def try_out(run: Run) -> int:
     """A dry run: a few steps, one image where the run draws some, and what the whole run will
     take."""
     forecast = Forecast(run)
-    for last in forecast.measured():
+    run.state.total = forecast.end_of_warm_up()
+    if code := train(run):
+        return code
+    with forecast.timing() as last:
         run.state.total = last
-        if code := train(run):
-            return code
+        code = train(run)
+    if code:
+        return code
     if forecast.draws():
         with forecast.drawing():
             run.products.try_drawing(run.records.row(0)["text"], forecast.sampling_step)

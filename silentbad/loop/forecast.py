@@ -36,14 +36,17 @@ class Forecast:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def measured(self) -> Iterator[int]:
-        """The steps to train to: past the warm-up, where there is one, and past the timed ones."""
+    def end_of_warm_up(self) -> int:
+        """The step to train to before the timed ones; the present one where the run is short."""
         left = self.planned - self.begun
         self.steps = min(MEASURED, max(left - WARM, min(left, 1)))
-        if left > self.steps:
-            yield self.begun + min(WARM, left - self.steps)
-        started, first = self._now(), self.run.state.step
-        yield first + self.steps
+        return self.begun + min(WARM, left - self.steps)
+
+    @contextmanager
+    def timing(self) -> Iterator[int]:
+        """Around the timed steps; gives the step to train to."""
+        started = self._now()
+        yield self.run.state.step + self.steps
         self.step_seconds = (self._now() - started) / max(self.steps, 1)
 
     @contextmanager
