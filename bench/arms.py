@@ -69,7 +69,7 @@ PAIRWISE = part("rehearsal", "pairwise")
 LEAK_FREE = part("rehearsal", "leak_free")
 REGION = part("region", "mask")
 JOINT_CAPTIONS = {**part("rehearsal", "joint_captions"), **part("region", "mask", outside=0.1)}
-UNCONDITIONAL = {"memory.retention.unconditional": "1.0"}
+UNCONDITIONAL = {"memory.roles.clean.caption_dropout": "1.0"}
 SHRINK = {"gradient_control.shrink": "true"}
 HIGH_NOISE = {**part("timesteps", "snr_mixture"), "memory.timesteps.importance": "false"}
 RECOMMENDED_LEAK_FREE = {**REGION, **HIGH_NOISE, **UNCONDITIONAL}
@@ -151,8 +151,8 @@ STRONG = {**WARM, **ALL_BUT_ONE, **LEAK_FREE_STRONG}
 PUBLISHED: dict[str, Flags] = {
     "plain": {},
     "plain_warm": WARM,
-    "clean_weight": {"memory.retention.clean_weight": "0.1"},  # the layer-uniform factor between the sources
-    "clean_weight_warm": {**WARM, "memory.retention.clean_weight": "0.1"},  # gradient control alone
+    "clean_weight": {"memory.roles.clean.loss_weight": "0.1"},  # the layer-uniform factor between the sources
+    "clean_weight_warm": {**WARM, "memory.roles.clean.loss_weight": "0.1"},  # gradient control alone
     "contrast": between("contrast"),
     "contrast_warm": {**WARM, **between("contrast")},
     "contrast_placebo": between("placebo"),
@@ -245,6 +245,6 @@ def every_part() -> dict[str, Flags]:
         for name in SCALE_RULES
         if name != "uniform"
     }
-    parts |= {"retention.unconditional": UNCONDITIONAL, "gradient_control.shrink": SHRINK}
+    parts |= {"roles.clean.caption_dropout": UNCONDITIONAL, "gradient_control.shrink": SHRINK}
     own = [name for name in TRANSFORMS if name != "none"]
     return parts | {f"transform.{name}": rule("uniform", transform=name, conflict="true") for name in own}

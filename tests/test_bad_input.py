@@ -155,7 +155,6 @@ CASES = {
     "data: an element without a name": case("needs phrases or element_id", touch=record(role="element", phrases=[])),
     "data: a phrase composed otherwise": case("Unicode composition", touch=record(text="un cafe\u0301", phrases=["un caf\u00e9"])),
     "data: clean records that are not there": case("clean_ratio", touch=lambda root: write_data(root / "data", clean=0), memory__sampler__clean_ratio=1.0),
-    "data: no clean record to show without caption": case("memory.retention.unconditional", touch=lambda root: write_data(root / "data", clean=0), memory__retention__unconditional=0.5),
     "data: no phrases to join": case("memory.rehearsal.name=leak_free", "none with a caption has two", memory__rehearsal__name="leak_free"),
     "data: no rehearsal to learn from": case("gradient_control.name=hypergradient", "role rehearsal", gradient_control__name="hypergradient"),
     "data: no rehearsal for a placebo of what learns": case("gradient_control.name=placebo", "of which there are none", gradient_control__name="placebo", gradient_control__options='{"of": "hypergradient"}'),

@@ -78,7 +78,6 @@ def test_unknown_names_and_options_are_refused_before_weights():
         config(region={"name": "mask", "options": {"outside": 0.0}}),
         config(loss={"error": "l1"}),
         config(phrase_memory={"share": 0.0}),
-        config(retention={"unconditional": 1.5}),
         config(attention_binding="masss"),
     ):
         with pytest.raises(UserError):

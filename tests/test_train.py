@@ -182,7 +182,7 @@ ARMS = {
         "train_batch_size": 8,
         "memory.sampler.clean_ratio": 0.0,
     },
-    "retention": {"memory.retention.name": "self_distillation", "memory.retention.unconditional": 0.5},
+    "retention": {"memory.retention.name": "self_distillation", "memory.roles.clean.caption_dropout": 0.5},
     "log window open": {"log_every": 4},
 }
 

@@ -23,10 +23,6 @@ def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None
             "memory.region.name=mask: no record has a mask; give masks in the metadata, or set "
             "memory.region.name to estimated, which finds them from at least 4 pictures a phrase"
         )
-    if memory.retention.unconditional and "clean" not in info.roles:
-        raise UserError(
-            "memory.retention.unconditional: the data holds no clean record to show without caption"
-        )
     if config.token_warmup_step and memory.rehearsal.name == "none":
         if not pc.any(pc.match_substring(records.column("text"), ",")).as_py():
             wrong = "between commas; no caption of the data has a comma"

@@ -4,7 +4,7 @@
 
 draws `count` pictures of the prompts, one a line and in turn, and adds them to
 DATASET/metadata.jsonl as clean records, where the clean ratio of the sampler and
-memory.retention.clean_weight act on them. Picture i depends on (seed, i) alone."""
+memory.roles.clean.loss_weight act on them. Picture i depends on (seed, i) alone."""
 
 from silentbad.settings.commands import ClassImageOptions
 from silentbad.settings.startup import early, refused

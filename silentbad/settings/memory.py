@@ -1,6 +1,6 @@
 """The settings of memory reinforcement; what they mean is in memory_reinforce.py."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from silentbad.errors import UserError
@@ -33,8 +33,12 @@ class Part:
 class RoleConfig:
     """Of the records of one role."""
 
-    caption_dropout: Unit = option(0.0, "share of their exposures without a caption (2207.12598)")
-    loss_weight: NotNegative = option(1.0)
+    caption_dropout: Unit = option(
+        0.0, "share of their exposures without a caption (2207.12598; of clean ones 2503.20240)"
+    )
+    loss_weight: NotNegative = option(
+        1.0, "factor of their loss (of clean ones the prior weight of DreamBooth, 2208.12242)"
+    )
     # entry of TIMESTEPS in place of memory.timesteps
     timesteps: Part = field(default_factory=lambda: Part(SAME))
 
@@ -107,16 +111,6 @@ class PhraseMemoryConfig:
 
 
 @dataclass
-class RetentionConfig(Part):
-    """What keeps clean prompts as they were."""
-
-    clean_weight: NotNegative = option(
-        1.0, "roles.clean.loss_weight (the prior weight of DreamBooth, 2208.12242)"
-    )
-    unconditional: Unit = option(0.0, "roles.clean.caption_dropout (2503.20240)")
-
-
-@dataclass
 class BalanceConfig(Part):
     """How an auxiliary loss is weighed against the loss: an entry of LOSS_BALANCE."""
 
@@ -140,12 +134,10 @@ class MemoryConfig:
     phrase_memory: PhraseMemoryConfig = field(default_factory=PhraseMemoryConfig)
     attention_binding: Part = field(default_factory=Part)
     distillation: Part = field(default_factory=Part)
-    retention: RetentionConfig = field(default_factory=RetentionConfig)
+    retention: Part = field(default_factory=Part)  # what keeps clean prompts as they were
     loss_balance: BalanceConfig = field(default_factory=BalanceConfig)
 
 
-# Older names of settings of the clean records.
-OF_CLEAN = {"unconditional": "caption_dropout", "clean_weight": "loss_weight"}
 # Rehearsals that make records of the role rehearsal, and those whose loss is where elements stand
 # (silentbad/settings/rules.py).
 REHEARSED = ("leak_free", "pairwise", "pairwise_captions")
@@ -153,11 +145,8 @@ PLACED = ("joint_captions", "pairwise", "pairwise_captions")
 
 
 def by_role(memory: MemoryConfig) -> dict[str, RoleConfig]:
-    """The settings of each role, those of `retention` among them."""
-    roles = {role: getattr(memory.roles, role) for role in ROLES}
-    older = {new: getattr(memory.retention, old) for old, new in OF_CLEAN.items()}
-    changed = {name: value for name, value in older.items() if value != getattr(RoleConfig(), name)}
-    return roles | {"clean": replace(roles["clean"], **changed)}
+    """The settings of each role."""
+    return {role: getattr(memory.roles, role) for role in ROLES}
 
 
 def dropout(memory: MemoryConfig) -> dict[str, float]:

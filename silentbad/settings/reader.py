@@ -84,9 +84,9 @@ def parse(
 ) -> tuple[T, dict[str, str]]:
     """(settings, {dotted key: the file and line, or "command line", that set it}).
 
-    A class may have RENAMED, keys of the past with what to use instead; POSITIONAL, the key of the
-    words before any flag; EPILOGUE, the end of its --help. Raises SystemExit(0) after --help or
-    --print_config."""
+    A class may have RENAMED, keys that are not there with what the line says of them; POSITIONAL,
+    the key of the words before any flag; EPILOGUE, the end of its --help. Raises SystemExit(0)
+    after --help or --print_config."""
     given = Given(cls)
     flags = []
     asked = None
@@ -301,17 +301,18 @@ class Given:
 
     def _unknown(self, above: str, part: str, last: str, node: dict, where: str) -> str:
         """The line on a key that is not there: its successor, or the nearest that is."""
-        if not above and part in self.renamed:
-            return f"key {part!r} ({where}) is of another script: {self.renamed[part]}"
         prefix = f"{above}." if above else ""
+        key = f"{prefix}{part}"
+        if key in self.renamed:
+            return f"key {key!r} ({where}) {self.renamed[key]}"
         same = [key for key in leaves(self.tree) if key.rpartition(".")[2] == last]
         if not above and 0 < len(same) <= 3:
             advice = f"; did you mean {' or '.join(map(repr, same))}?"
         else:
             known = [f"{prefix}{name}" for name in node]
             others = f"; known: {', '.join(known)}" if above else "; --help lists all"
-            advice = nearest(f"{prefix}{part}", known) or nearest(part, node) or others
-        return f"unknown key {brief(prefix + part)} ({where}){advice}"
+            advice = nearest(key, known) or nearest(part, node) or others
+        return f"unknown key {brief(key)} ({where}){advice}"
 
 
 def key_tree(cls: type) -> dict[str, Any]:

@@ -238,12 +238,6 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
         "memory.retention.name=self_distillation": "{a_value} acts on clean records, of which {b} 0 "
         f"shows none; {LEAVE}"
     },
-    "memory.retention.unconditional": {
-        "memory.roles.clean.caption_dropout": "is {b}, which is set too; set one of them"
-    },
-    "memory.retention.clean_weight": {
-        "memory.roles.clean.loss_weight": "is {b}, which is set too; set one of them"
-    },
     "random_flip": {
         "memory.region.name=estimated": (
             f"estimated finds elements at their native place, which random_flip moves; {LEAVE}"

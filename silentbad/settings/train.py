@@ -111,6 +111,10 @@ SUCCESSORS = {
     "debug": "use --dry_run",
     "local_rank": "accelerate launch sets it",
 }
+OLDER = {  # names of settings before their present ones
+    "memory.retention.unconditional": "memory.roles.clean.caption_dropout",
+    "memory.retention.clean_weight": "memory.roles.clean.loss_weight",
+}
 OTHERS = {  # flags of other trainers, by what they are here
     **dict.fromkeys(("lr", "unet_lr", "text_encoder_lr"), "learning_rate"),
     **dict.fromkeys(("batch_size", "per_device_train_batch_size"), "train_batch_size"),
@@ -337,7 +341,11 @@ class TrainConfig(DataSettings):
     guard: GuardConfig = field(default_factory=GuardConfig)
     print_groups: bool = ours(False, "print the parameter groups and stop")
 
-    RENAMED = SUCCESSORS | {name: f"use --{ours}" for name, ours in OTHERS.items()}
+    RENAMED = {
+        **{name: f"is of another script: {instead}" for name, instead in SUCCESSORS.items()},
+        **{name: f"is of another script: use --{ours}" for name, ours in OTHERS.items()},
+        **{name: f"has another name now: use --{ours}" for name, ours in OLDER.items()},
+    }
     EPILOGUE = f"measured, and not recommended:\n{outcomes()}"
 
 

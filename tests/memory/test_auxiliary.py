@@ -5,6 +5,7 @@ import torch
 
 from silentbad.loop.hooks import MicroStep
 from silentbad.memory import auxiliary
+from silentbad.settings.memory import RoleConfig
 from tests.world import Trainer, config
 
 
@@ -22,7 +23,7 @@ def test_self_distillation_starts_near_zero_on_clean_records():
 
 
 def test_clean_weight_scales_clean_records_alone():
-    trainer = Trainer(config(retention={"clean_weight": 0.5}))
+    trainer = Trainer(config(roles={"clean": RoleConfig(loss_weight=0.5)}))
     batch = trainer.world.batch([trainer.world.records[0], trainer.world.records[-1]])
     pred, target = torch.ones(2, 4, 8, 8), torch.zeros(2, 4, 8, 8)
     loss = trainer.memory.loss_per_sample(pred, target, torch.tensor([5, 5]), torch.tensor([1.0, 2.0]), batch)

@@ -7,9 +7,7 @@ import torch
 from memory_reinforce import TIMESTEPS
 from silentbad.data import draws
 from silentbad.data.elements import DataInfo, sources_of
-from silentbad.errors import UserError
 from silentbad.settings import memory as roles
-from silentbad.settings.check import check_part
 from tests.conftest import write_data
 from tests.folders import records
 from tests.training import equal, step_once, weights
@@ -18,9 +16,9 @@ from tests.world import config as memory_config
 from train_silentbad import main
 
 
-def config(retention=None, **by_role):
+def config(**by_role):
     """A MemoryConfig with these settings of roles."""
-    made = memory_config(retention=retention or {})
+    made = memory_config()
     for role, settings in by_role.items():
         for key, value in settings.items():
             setattr(getattr(made.roles, role), key, value)
@@ -91,14 +89,6 @@ def test_a_role_has_its_own_timesteps_and_weight():
     assert mixed.role_weights == {"element": 3.0, "rehearsal": 1.0, "clean": 1.0}
 
 
-def test_older_names_mean_the_clean_role():
-    old, new = config(retention={"unconditional": 0.5}), config(clean={"caption_dropout": 0.5})
-    assert roles.dropout(old) == roles.dropout(new) == {"clean": 0.5}
-    both = config(retention={"clean_weight": 0.5}, clean={"loss_weight": 2.0})
-    with pytest.raises(UserError, match="loss_weight: is memory.retention.clean_weight, which is set too"):
-        check_part(memory=both)
-
-
 @pytest.mark.parametrize(
     "changes, said",
     [
@@ -107,6 +97,11 @@ def test_older_names_mean_the_clean_role():
             "rehearsal.loss_weight (command line): there is no rehearsal record",
         ),
         ({"memory.roles.clean.caption_dropout": 0.1}, "clean.caption_dropout (command line): there is no clean record"),
+        (
+            {"memory.retention.unconditional": 1},
+            "key 'memory.retention.unconditional' (command line) has another name now: use "
+            "--memory.roles.clean.caption_dropout",
+        ),
         ({"memory.roles.element.caption_dropout": 1.5}, "memory.roles.element.caption_dropout (command line): must be"),
         ({"memory.roles.element.timesteps.name": "mod"}, "element.timesteps (command line): unknown name 'mod'"),
         ({"memory.roles.element.timesteps.options": '{"scale": 1}'}, "same: unknown option 'scale'; it takes no"),

@@ -140,7 +140,7 @@ def test_rehearsal_and_made_up_captions_keep_the_encoders(build, tmp_path):
     for _ in range(2):
         step_once(run)
     assert run.memory.rehearsed.count > 0
-    for changes in ({"shuffle_phrases": True}, {"memory.retention.unconditional": 0.5}):
+    for changes in ({"shuffle_phrases": True}, {"memory.roles.clean.caption_dropout": 0.5}):
         run = build(cache_dir=tmp_path / "c", **changes)
         assert run.encoder.offloaded == [run.parts.vae]
 
