@@ -79,7 +79,7 @@ def start_up(root: Path) -> dict:
     from silentbad.data.draws import Draws, Reader, Transform
     from silentbad.data.elements import DataInfo, epoch_order
     from silentbad.data.loader import Loader, Stream
-    from silentbad.loop.inputs import gathered
+    from silentbad.loop.inputs import load_inputs
     from train_silentbad import Config
 
     config = Config(train_data_dir=str(root), cache_dir=str(root.parent / "cache"), cache_mb=0)
@@ -90,7 +90,7 @@ def start_up(root: Path) -> dict:
     def mark(name: str) -> None:
         marks[name] = round(time.perf_counter() - wall - sum(marks.values()), 3)
 
-    records = gathered(config, alone, sharded=False).records
+    records = load_inputs(config, alone, sharded=False).records
     mark("table and checks")
     info = DataInfo(*(getattr(records, name) for name in ("role", "target_id", "element_id", "phrases")))
     mark("who is who")

@@ -19,8 +19,9 @@ from silentbad.data.records import Records
 from silentbad.distributed import shards
 from silentbad.errors import warn
 from silentbad.guard.guards import GuardContext, Guards
-from silentbad.loop import checks, inputs, optimizers
+from silentbad.loop import checks, optimizers
 from silentbad.loop.hooks import Hook, HookContext, Hooks, OwnHooks, hook_classes
+from silentbad.loop.inputs import Inputs, load_inputs, shown, with_masks
 from silentbad.loop.log import Log
 from silentbad.loop.meters import Meters, Timers
 from silentbad.loop.products import Products
@@ -87,9 +88,9 @@ def build(
     device = accelerator.device
 
     # Data, and the length of the run
-    given = inputs.gathered(config, accelerator, sharded)
+    inputs = load_inputs(config, accelerator, sharded)
     effective_batch = config.train_batch_size * config.gradient_accumulation_steps * world
-    samples_per_epoch = epoch_length(given.info, config.memory.sampler.clean_ratio)
+    samples_per_epoch = epoch_length(inputs.info, config.memory.sampler.clean_ratio)
     steps_per_epoch = -(-samples_per_epoch // effective_batch)
     total = config.max_train_steps or config.num_train_epochs * steps_per_epoch
     for step in config.validation.early_steps if config.validation.targets else ():
@@ -98,11 +99,11 @@ def build(
 
     # Models; what trains goes to its device
     parts = pipeline.load_parts(
-        config, given.schedule, given.tokenizer, accelerator.mixed_precision
+        config, inputs.schedule, inputs.tokenizer, accelerator.mixed_precision
     )
     side = pipeline.resolution(parts, config)
     drawn = pipeline.drawn_side(parts, config.validation.resolution)
-    if drawn != side and (given.targets or given.prompts or config.validation_prompts):
+    if drawn != side and (inputs.targets or inputs.prompts or config.validation_prompts):
         warn(
             f"resolution: trains on pictures of {side}, draws images of {drawn}: "
             f"validation.resolution"
@@ -114,7 +115,7 @@ def build(
         shards.shard(parts.model, device, accelerator.mixed_precision)
 
     # Gradient control, and the optimizer over its groups
-    records = dict(Counter(given.info.roles.tolist()))
+    records = dict(Counter(inputs.info.roles.tolist()))
     control = controller(parts.model, config.gradient_control, config.seed, records=records)
     groups = control.param_groups(config.adam_weight_decay)
     rate_scale = effective_batch if config.scale_lr else 1.0
@@ -138,18 +139,18 @@ def build(
     # Memory and guards, which may ask the model and the data
     factor = pipeline.side_factor(parts.family, parts.backbone, parts.vae)
     transform = Transform.of(config, side, checks.bucket_step(config, side, factor))
-    reader = Reader(given.records, transform, config.seed, cache_bytes)
+    reader = Reader(inputs.records, transform, config.seed, cache_bytes)
     access = ModelAccess(
         unet=parts.model,
         predict=partial(prediction, encoder, model, accelerator),
         encode=encoder.mode,
         pictures=lambda rows: collate(reader.pictures(rows)),
         load=reader.load,
-        tokenizer=given.tokenizer,
+        tokenizer=inputs.tokenizer,
     )
     memory = memory_class(
         config.memory,
-        given.info,
+        inputs.info,
         parts.noise_scheduler,
         access,
         seed=config.seed,
@@ -159,9 +160,9 @@ def build(
         world=world,
         reduce=partial(accelerator.reduce, reduction="sum"),
     )
-    guards = given.guards
+    guards = inputs.guards
     guard_context = GuardContext(
-        rows=given.records.numbers,
+        rows=inputs.records.numbers,
         access=access,
         scheduler=parts.noise_scheduler,
         params=control.params,
@@ -170,33 +171,9 @@ def build(
     )
     guards.start(guard_context)
 
-    # What a step is shown; what a run can encode beforehand is encoded now, and kept
-    rehearse = None if config.memory.rehearsal.name == "none" else memory.rehearse
-    batches = batches_by_shape(given.records, transform, parts, config, accelerator.print)
-    caption_dropout = roles.dropout(config.memory)
-    unseen = None
-    if config.disk_cache_gb:
-        cached = Cached(
-            encoder,
-            reader,
-            config,
-            composes=rehearse is not None,
-            blank=bool(caption_dropout) or config.token_warmup_step > 0,
-            show=accelerator.is_local_main_process,
-            say=accelerator.print,
-        )
-        encoder.read_from(cached)
-        if rehearse is None:
-            unseen = cached.posterior >= 0
-    draws = Draws(
-        reader,
-        shuffle=config.shuffle_phrases,
-        dropout=caption_dropout,
-        warmup=(config.token_warmup_min, config.token_warmup_step),
-        rehearse=rehearse,
-        hidden=LossExclusion(guards.hidden, pipeline.vae_factor(parts.vae)),
-        unseen=unseen,
-    )
+    # What a step is shown
+    batches = batches_by_shape(inputs.records, transform, parts, config, accelerator.print)
+    draws = make_draws(config, reader, encoder, memory, guards, accelerator)
     loader = Loader(
         draws,
         Stream(guards.epoch(memory.epochs.epoch), batches),
@@ -210,34 +187,14 @@ def build(
 
     # What is measured while training
     recovery = None
-    if given.targets and (config.preview or not config.dry_run):
-        whole_pictures = replace(transform, step=0)
-        masked, estimated = inputs.with_masks(
-            given.targets, given.records, whole_pictures, config.seed
-        )
-        for name in estimated:
-            accelerator.print(
-                f"target {name}: masks of its elements are estimated from their pictures"
-            )
-        recovery = recovery_class(
-            config.validation,
-            targets=masked,
-            estimated=estimated,
-            components=parts.components(),
-            accelerator=accelerator,
-            output_dir=folder.path,
-            seed=config.seed,
-            cache_dir=config.cache_dir,
-            held_out=by_role(given.held_out, whole_pictures, config.seed),
-            training=inputs.shown(
-                given.records, whole_pictures, config.seed, config.validation.nearest
-            ),
-            prediction_type=config.prediction_type,
+    if inputs.targets and (config.preview or not config.dry_run):
+        recovery = make_recovery(
+            recovery_class, config, inputs, replace(transform, step=0), parts, accelerator, folder
         )
     sheet = None
-    if given.prompts and not config.dry_run:
+    if inputs.prompts and not config.dry_run:
         sheet = PromptSheet(
-            given.prompts,
+            inputs.prompts,
             config.validation,
             components=parts.components(),
             accelerator=accelerator,
@@ -245,6 +202,7 @@ def build(
             prediction_type=config.prediction_type,
         )
 
+    # The hooks of a step: the levers, one's own, and what measures
     context = HookContext(
         config=config,
         model=parts.model,
@@ -287,9 +245,9 @@ def build(
     )
     facts = identity.facts(
         config,
-        given.records,
-        given.held_out,
-        given.targets,
+        inputs.records,
+        inputs.held_out,
+        inputs.targets,
         None if recovery is None else recovery.embedder.describe(),
         effective_batch,
         guards.reads,
@@ -304,15 +262,15 @@ def build(
         parts,
         encoder,
         accelerator,
-        info=given.info,
-        targets=given.targets,
+        info=inputs.info,
+        targets=inputs.targets,
         results=lambda: recovery.results() if recovery is not None and recovery.history else [],
     )
     return Run(
         config=config,
         accelerator=accelerator,
         folder=folder,
-        records=given.records,
+        records=inputs.records,
         parts=parts,
         encoder=encoder,
         model=model,
@@ -326,7 +284,7 @@ def build(
         loader=loader,
         recovery=recovery,
         sheet=sheet,
-        prompts=len(given.prompts),
+        prompts=len(inputs.prompts),
         meters=meters,
         timers=timers,
         checkpoints=checkpoints,
@@ -364,6 +322,72 @@ def batches_by_shape(
     numbers = {shape: number for number, shape in enumerate(sorted(set(shapes)))}
     shape_numbers = np.asarray([numbers[shape] for shape in shapes])
     return buckets.Batches(shape_numbers, config.train_batch_size)
+
+
+def make_draws(
+    config: TrainConfig,
+    reader: Reader,
+    encoder: Encoder,
+    memory: "Memory",
+    guards: Guards,
+    accelerator: Accelerator,
+) -> Draws:
+    """What a record looks like in a step; what can be encoded beforehand is encoded now, and
+    kept on disk."""
+    rehearse = None if config.memory.rehearsal.name == "none" else memory.rehearse
+    caption_dropout = roles.dropout(config.memory)
+    unseen = None
+    if config.disk_cache_gb:
+        cached = Cached(
+            encoder,
+            reader,
+            config,
+            composes=rehearse is not None,
+            blank=bool(caption_dropout) or config.token_warmup_step > 0,
+            show=accelerator.is_local_main_process,
+            say=accelerator.print,
+        )
+        encoder.read_from(cached)
+        if rehearse is None:
+            unseen = cached.posterior >= 0
+    return Draws(
+        reader,
+        shuffle=config.shuffle_phrases,
+        dropout=caption_dropout,
+        warmup=(config.token_warmup_min, config.token_warmup_step),
+        rehearse=rehearse,
+        hidden=LossExclusion(guards.hidden, pipeline.vae_factor(encoder.parts.vae)),
+        unseen=unseen,
+    )
+
+
+def make_recovery(
+    recovery_class: "type[RecoveryHook]",
+    config: TrainConfig,
+    inputs: Inputs,
+    whole_pictures: Transform,
+    parts: pipeline.Components,
+    accelerator: Accelerator,
+    folder: RunFolder,
+) -> "RecoveryHook":
+    """What measures recovery; masks that the targets lack are estimated first."""
+    masked, estimated = with_masks(inputs.targets, inputs.records, whole_pictures, config.seed)
+    for name in estimated:
+        accelerator.print(f"target {name}: masks of its elements are estimated from their pictures")
+    nearest = config.validation.nearest
+    return recovery_class(
+        config.validation,
+        targets=masked,
+        estimated=estimated,
+        components=parts.components(),
+        accelerator=accelerator,
+        output_dir=folder.path,
+        seed=config.seed,
+        cache_dir=config.cache_dir,
+        held_out=by_role(inputs.held_out, whole_pictures, config.seed),
+        training=shown(inputs.records, whole_pictures, config.seed, nearest),
+        prediction_type=config.prediction_type,
+    )
 
 
 def prediction(

@@ -40,7 +40,7 @@ class Inputs:
     info: DataInfo
 
 
-def gathered(config: TrainConfig, accelerator: Accelerator, sharded: bool) -> Inputs:
+def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) -> Inputs:
     """Everything a run reads, checked. Raises UserError where something cannot be trained on."""
     schedule = pipeline.scheduler_settings(config)
     tokenizer = pipeline.load_tokenizer(config)
