@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from gradient_control import SCALE_RULES, TRANSFORMS
-from memory_reinforce import REGISTRIES
 from silentbad.model.groups import group_of
 from silentbad.rng import generator
 
@@ -206,45 +204,3 @@ LATER = ("recommended_long", "up1", *LAYERS)  # reported on targets of their own
 
 # The learning rate each arm is reported at, in units of 1e-4 (research/protocol.md says what it was chosen by).
 RATES: dict[str, float] = dict.fromkeys(ARMS, 8.0)
-
-# What a part needs beside its name to run at all, and to do its work within a few steps.
-NEEDS: dict[tuple[str, str], Flags] = {
-    ("sampler", "weakest_first"): PHRASES,
-    ("sampler", "leitner"): PHRASES,
-    ("rehearsal", "pairwise"): REGION,
-    ("rehearsal", "joint_captions"): REGION,
-    ("rehearsal", "pairwise_captions"): REGION,
-    ("distillation", "and"): {**PHRASES, **part("distillation", "and", **OPEN)},
-    ("loss_balance", "gradient_norm"): part("retention", "l2_sp"),
-    ("attention_binding", "mass"): part("attention_binding", "mass", start=0.0, side=4),
-}
-
-
-def every_part() -> dict[str, Flags]:
-    """Every entry of every registry, switched on alone: {"slot.name": flags}."""
-    parts = {
-        f"{slot}.{name}": {**part(slot, name), **NEEDS.get((slot, name), {})}
-        for slot, registry in REGISTRIES.items()
-        for name in registry
-        if name not in ("none", "uniform", "fixed")
-    }
-    parts |= {
-        f"loss.{name}": {f"memory.loss.{key}": value}
-        for name, key, value in (("huber", "error", "huber"), ("dream", "dream", "1.0"))
-    }
-    parts |= {
-        f"order.{name}": flags
-        for name, flags in (
-            ("interleaved", {"memory.sampler.order": "interleaved"}),
-            ("golden", {"memory.timesteps.sequence": "golden"}),
-        )
-    }
-    soon = {"warmup": "0", "refresh": "1"}
-    parts |= {
-        f"gradient_control.{name}": {**rule(name, **soon), **(LEAK_FREE if name == "hypergradient" else {})}
-        for name in SCALE_RULES
-        if name != "uniform"
-    }
-    parts |= {"roles.clean.caption_dropout": UNCONDITIONAL, "gradient_control.shrink": SHRINK}
-    own = [name for name in TRANSFORMS if name != "none"]
-    return parts | {f"transform.{name}": rule("uniform", transform=name, conflict="true") for name in own}

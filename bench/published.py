@@ -15,20 +15,16 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
 from bench.arms import LATER, PUBLISHED, PUBLISHED_AT
 from bench.published_table import CLEAN, IMAGES, MAIN, table, tables
-from bench.recovery import WORK, claimed, common, data_set, facts, launch, scores
+from bench.recovery import DRAWN_BY, WORK, claimed, common, data_set, facts, launch, scores
 from bench.recovery_table import stored
-from silentbad.worlds.emoji import make as emoji
-from silentbad.worlds.microworld import make as microworld
 
-WORLDS: dict[str, Callable[[str], Any]] = {"microworld": microworld.target_scene, "emoji": emoji.target_scene}
 RESULTS = Path(__file__).parent / "results" / "published.jsonl"
 HELD_OUT = 32  # clean pictures that measure drift and are not trained on
 TARGETS = ";".join(map(str, range(MAIN, MAIN + 24)))
@@ -54,7 +50,8 @@ NULLS = {"target": 100, "element": None}  # of each harder kind: 100 for a targe
 
 def per_phrase(targets: str, clean: int, ratio: float, world: str = "microworld") -> int:
     """Pictures of each element, so that elements are `ratio` of the records beside `clean` clean ones."""
-    elements = sum(len(WORLDS[world](name).things) + 1 for name in targets.split(","))
+    target_scene = import_module(f"silentbad.worlds.{world}.make").target_scene
+    elements = sum(len(target_scene(name).things) + 1 for name in targets.split(","))
     return max(1, round(clean * ratio / (1 - ratio) / elements))
 
 
@@ -144,7 +141,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--guidance", type=float, default=2.0, help="guidance scale of the evaluations")
     parser.add_argument("--flags", help="further flags of train_silentbad.py for every arm, as JSON")
     parser.add_argument("--base", type=Path, help="folder of another base to fine-tune")
-    parser.add_argument("--world", choices=WORLDS, default="microworld", help="of targets and data; emoji needs --base")
+    parser.add_argument(
+        "--world", choices=DRAWN_BY, default="microworld", help="of targets and data; emoji needs --base"
+    )
     parser.add_argument("--placebo", action="store_true", help="data that shows no exact element, as a control")
     parser.add_argument("--budget-minutes", type=float, default=float("inf"))
     parser.add_argument("--results", type=Path, default=RESULTS)

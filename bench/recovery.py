@@ -27,7 +27,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 import train_silentbad
-from bench.arms import ARMS, RATES, SMOKE, every_part
+from bench.arms import ARMS, RATES, SMOKE
 from bench.recovery_table import RESULTS, save, stored
 from silentbad.device import device_name
 from silentbad.measure.scores import scalars
@@ -227,29 +227,6 @@ def measured(argv: list[str], log: Path, clock: Path, base: Path) -> None:
     sys.exit(code)
 
 
-def try_parts(args: argparse.Namespace, steps: int = 4) -> str:
-    """Every part alone, for a few steps: a Markdown list of its similarity and seconds a step. It shows that each part
-    runs, and nothing about what it is worth."""
-    lines = ["| part | similarity | s/step |", "|---|---|---|"]
-    for name, part in tqdm(every_part().items(), desc="parts"):
-        data = data_set(args.targets, 0, args.images_per_phrase, part)
-        flags = {
-            "train_data_dir": data,
-            "output_dir": WORK / f"part-{os.getpid()}",
-            "max_train_steps": steps,
-            "report_to": "none",
-            "validation.targets": data / "targets.jsonl",
-            "validation.steps": 0,
-            "validation.images_per_target": 2,
-            "validation.num_inference_steps": 4,
-            **part,
-        }
-        report, seconds = launch(name, flags)
-        last = scores(report["history"][-1])
-        lines.append(f"| {name} | {last['mean']:.3f} | {seconds[str(steps)] / steps:.2f} |")
-    return "\n".join(lines)
-
-
 def protocol(args: argparse.Namespace) -> dict:
     """What must be equal for two rows to be compared."""
     return {name: getattr(args, name) for name in ("steps", "every", "early", "images", "images_per_phrase", "flags")}
@@ -369,8 +346,6 @@ def main(argv: list[str] | None = None) -> None:
     print(save(rows, args.results))
     known = json.dumps(provenance(rows, args), indent=1)
     args.results.with_name(f"{args.results.stem}-arms.json").write_text(known + "\n")
-    if args.smoke:
-        print(try_parts(args))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ from bench import strength
 from bench.arms import ARMS, RATES, SMOKE
 from bench.published_table import MAIN, alone, figures, longer, reported_of, runs_of, swept, usual
 from bench.recovery import ROOT, WORK, common, data_set
-from bench.recovery_table import RESULTS, banded, curves, stored
+from bench.recovery_table import RESULTS, lines_of, stored
+from bench.recovery_table import runs_of as runs_of_arm
 from silentbad.report.charts import COLOURS, DASHES, WIDTH, Series
 from silentbad.report.figures import LABEL, strip
 from silentbad.report.pages import Figure, heat, lines
@@ -64,6 +65,32 @@ def standalone(charts: list[Figure], legend: list[str]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {full}"{rest}><style>{STYLE}</style>'
         f"{inside}</svg>\n"
     )
+
+
+def curves(rows: list[dict], arms: list[str], draws: int = 2000) -> list[Figure]:
+    """Recovery curves of the single-target runs: mean CIR over targets, with a 95 % bootstrap band over targets."""
+    rows = [row for row in rows if "," not in row["targets"]]
+    series, own = [], dict[str, float]()
+    for arm, factor in lines_of(rows):
+        own.setdefault(arm, factor)
+    for arm in arms:
+        by_target = runs_of_arm(rows, arm, own[arm])
+        steps = sorted({row["step"] for seeds in by_target.values() for run in seeds.values() for row in run})
+        values = np.array(
+            [
+                [np.mean([r["rate"] for run in seeds.values() for r in run if r["step"] == step]) for step in steps]
+                for seeds in by_target.values()
+            ]
+        )
+        series.append(banded(arm, steps, values, draws))
+    return lines(series, "Recovery by step (CIR, mean over targets)", x_label="optimizer steps", y_range=(0, 1))
+
+
+def banded(name: str, steps: list[int], values: np.ndarray, draws: int = 2000) -> Series:
+    """The mean of values (T, S) over targets at each step, with its 95 % bootstrap band."""
+    rows = np.random.default_rng(0).integers(0, len(values), (draws, len(values)))
+    low, high = np.quantile(values[rows].mean(axis=1), [0.025, 0.975], axis=0)
+    return Series(name, steps, values.mean(axis=0).tolist(), low.tolist(), high.tolist())
 
 
 def draw_curves(results: Path) -> Path:

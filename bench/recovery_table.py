@@ -1,4 +1,4 @@
-"""What the rows of bench/recovery.py say: figures of a run, speed-ups with intervals over targets, table and chart.
+"""What the rows of bench/recovery.py say: figures of a run, speed-ups with intervals over targets, tables.
 
     python -m bench.recovery_table recommended recommended+gsnr --over recommended_leak_free
     python -m bench.recovery_table recommended --over plain@4       compared with plain at 4 times the base rate
@@ -19,11 +19,8 @@ from typing import Any
 import numpy as np
 
 from bench.arms import RATES
-from silentbad.report import pages
-from silentbad.report.charts import COLOURS, Series
 
 RESULTS = Path(__file__).parent / "results" / "recovery.jsonl"
-TEMPLATES = Path(__file__).parent / "templates"
 TIMES = ("first", "cir50", "cir80")
 Figures = dict[str, dict[str, float]]  # by target
 Arm = tuple[str, float]  # its name and its learning-rate factor
@@ -299,52 +296,10 @@ def goals(met: dict[str, bool]) -> str:
     return "".join(f"- goal {'met' if reached else 'missed'}: {goal}\n" for goal, reached in met.items())
 
 
-def html(lines: list[tuple[str, ...]], rows: list[dict]) -> str:
-    """One self-contained page in the report's style: the table and the recovery curves."""
-    data = {"numbers": pages.Table(HEAD, lines, right=True), "figures": charts(rows)}
-    return pages.render("recovery.html.j2", data, TEMPLATES)
-
-
-def charts(rows: list[dict]) -> list[pages.Figure]:
-    """The curves of every arm, as many in a chart as there are colours, and plain in each."""
-    single = [row for row in rows if "," not in row["targets"]]
-    arms, beside = list(dict.fromkeys(arm for arm, _ in lines_of(single))), len(COLOURS) - 1
-    groups = [arms[k : k + beside] for k in range(1, len(arms), beside)] or [[]]
-    return [one for group in groups for one in curves(single, [*arms[:1], *group])]
-
-
-def curves(rows: list[dict], arms: list[str], draws: int = 2000) -> list[pages.Figure]:
-    """Recovery curves of the single-target runs: mean CIR over targets, with a 95 % bootstrap band over targets."""
-    rows = [row for row in rows if "," not in row["targets"]]
-    series, own = [], dict[str, float]()
-    for arm, factor in lines_of(rows):
-        own.setdefault(arm, factor)
-    for arm in arms:
-        by_target = runs_of(rows, arm, own[arm])
-        steps = sorted({row["step"] for seeds in by_target.values() for run in seeds.values() for row in run})
-        values = np.array(
-            [
-                [np.mean([r["rate"] for run in seeds.values() for r in run if r["step"] == step]) for step in steps]
-                for seeds in by_target.values()
-            ]
-        )
-        series.append(banded(arm, steps, values, draws))
-    return pages.lines(series, "Recovery by step (CIR, mean over targets)", x_label="optimizer steps", y_range=(0, 1))
-
-
-def banded(name: str, steps: list[int], values: np.ndarray, draws: int = 2000) -> Series:
-    """The mean of values (T, S) over targets at each step, with its 95 % bootstrap band."""
-    rows = np.random.default_rng(0).integers(0, len(values), (draws, len(values)))
-    low, high = np.quantile(values[rows].mean(axis=1), [0.025, 0.975], axis=0)
-    return Series(name, steps, values.mean(axis=0).tolist(), low.tolist(), high.tolist())
-
-
 def save(rows: list[dict], results: Path) -> str:
-    """The Markdown table beside the results, and the page; returns the table."""
-    lines = tables(rows)
-    text = markdown(lines)
+    """The Markdown table beside the results; returns it."""
+    text = markdown(tables(rows))
     results.with_suffix(".md").write_text(text)
-    results.with_suffix(".html").write_text(html(lines, rows))
     return text
 
 

@@ -1,7 +1,7 @@
 """The tables of bench/results/shield*.json and shield-*.jsonl, for research/shield.md and research/emoji.md."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -41,7 +41,12 @@ def of_each_code(results: dict, one_table: Callable[[dict[str, dict], str], str]
         one_table(dict(reversed(rows.items())), f"Seeds: {ranges(sorted(map(int, rows)))} ({len(rows)}). Code: {code}.")
         for code, rows in by_code.items()
     ]
-    return "\n".join([*parts[:1], *(f"By the code before, on other seeds:\n\n{part}" for part in parts[1:])])
+    return latest_first(parts, "other seeds")
+
+
+def latest_first(tables: Iterable[str], elsewhere: str) -> str:
+    """Tables by the present code and by those before it, which was measured `elsewhere`."""
+    return f"\nBy the code before, on {elsewhere}:\n\n".join(tables)
 
 
 def table(results: dict) -> str:
@@ -167,9 +172,7 @@ def audit_table(rows: list[dict]) -> str:
         return "No pipeline is stored yet.\n"
     usual = [row for row in rows if row["steps"] == rows[-1]["steps"]]
     parts = [[row for row in usual if (int(row["target"]) >= AUDITED) == late] for late in (True, False)]
-    text = "\nBy the code before, on the targets that the present one was chosen on:\n\n".join(
-        map(audited, filter(None, parts))
-    )
+    text = latest_first(map(audited, filter(None, parts)), "the targets that the present one was chosen on")
     if older := len(rows) - len(usual):
         text += f"\n{older} pipelines of other lengths, from earlier code, are stored and left out.\n"
     return text

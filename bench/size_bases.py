@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.throughput import MICRO, sd15_pipeline
+from bench.throughput import MICRO
 
 VAE_BLOCKS = {
     "block_out_channels": (128, 256, 512, 512),
@@ -34,6 +34,24 @@ def tokenizer() -> Any:
     from transformers import CLIPTokenizer
 
     return CLIPTokenizer.from_pretrained(MICRO / "tokenizer", model_max_length=77)
+
+
+def sd15(folder: Path) -> None:
+    """Stable Diffusion 1.5: 512 px."""
+    from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+    from transformers import CLIPTextModel
+
+    words = tokenizer()
+    StableDiffusionPipeline(
+        vae=AutoencoderKL(**VAE_BLOCKS, latent_channels=4, sample_size=512),
+        text_encoder=clip(CLIPTextModel, words, 768, 12, 12, hidden_act="quick_gelu"),
+        tokenizer=words,
+        unet=UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8),
+        scheduler=DDPMScheduler(**BETAS, steps_offset=1),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    ).save_pretrained(folder)
 
 
 def sd21(folder: Path) -> None:
@@ -137,7 +155,7 @@ def sd3(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-BASES: dict[str, Callable[[Path], Any]] = {"sd15": sd15_pipeline, "sd21": sd21, "sdxl": sdxl, "sd3": sd3}
+BASES: dict[str, Callable[[Path], Any]] = {"sd15": sd15, "sd21": sd21, "sdxl": sdxl, "sd3": sd3}
 
 
 def write_base(root: Path, name: str) -> Path:

@@ -1,23 +1,19 @@
 """The recovery benchmark: its arms are configurations that run, and its figures are what they say."""
 
 import json
-import re
 
 import pytest
 
 import train_silentbad
 from bench import arms, recovery, recovery_table
-from gradient_control import SCALE_RULES
-from memory_reinforce import REGISTRIES
 from silentbad.settings.reader import parse
 from tests.training import checked
 
 
-@pytest.mark.parametrize("name", [*arms.ARMS, *arms.every_part()])
+@pytest.mark.parametrize("name", arms.ARMS)
 def test_every_arm_is_a_configuration_that_passes_the_checks(name):
-    flags = {**arms.ARMS, **arms.every_part()}[name]
     argv = ["--config", "configs/microworld.yaml", "--train_data_dir", "data", "--output_dir", "out"]
-    flags = [f"--{k}={v}" for k, v in flags.items()]
+    flags = [f"--{k}={v}" for k, v in arms.ARMS[name].items()]
     checked([*argv, *flags])
     config, _ = parse(train_silentbad.Config, [*argv, *flags], "")
     plain, _ = parse(train_silentbad.Config, argv, "")
@@ -40,14 +36,6 @@ def test_a_configuration_is_the_arm_it_names(flags, files):
     own = {k: v for k, v in flags.items() if k.startswith(("memory.", "gradient_control.", "lr_scheduler", "lr_power"))}
     from_flags, _ = parse(train_silentbad.Config, [*argv, *(f"--{k}={v}" for k, v in own.items())], "")
     assert from_files == from_flags
-
-
-def test_every_registry_entry_is_tried():
-    tried = set(arms.every_part())
-    assert {f"{slot}.{n}" for slot, names in REGISTRIES.items() for n in names} - tried <= {
-        f"{slot}.{n}" for slot in REGISTRIES for n in ("none", "uniform", "fixed")
-    }
-    assert {f"gradient_control.{name}" for name in SCALE_RULES if name != "uniform"} <= tried
 
 
 def rows(arm: str, curves: dict[str, dict[int, float]], **more) -> list[dict]:
@@ -143,15 +131,6 @@ def test_an_arm_is_compared_at_plains_own_rate():
     assert [line[:2] for line in table] == [("plain", "8"), ("plain", "4"), ("arm", "1")]
     speeds = [dict(zip(recovery_table.HEAD, line, strict=True))["speed-up to CIR 50 %"] for line in table]
     assert speeds == ["", "0.50 [0.50, 0.50]", "2.00 [2.00, 2.00]"]
-
-
-def test_the_page_draws_every_arm_in_order_beside_plain():
-    curve = {"1": {0: 0.0, 10: 0.5}}
-    ran = [*arms.ARMS][:10]
-    page = recovery_table.html([], [row for arm in reversed(ran) for row in rows(arm, curve)])
-    legends = [re.findall(r"</svg>([\w+-]+)</span>", chart) for chart in page.split("<figure")[1:]]
-    assert legends == [ran[:8], ["plain", *ran[8:]]]
-    assert recovery_table.charts(rows("plain", curve, targets="1,2")) == []  # the curves are of single targets
 
 
 def test_what_the_rows_ran_on_is_stored_beside_the_table(tmp_path):
