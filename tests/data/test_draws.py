@@ -40,7 +40,7 @@ def test_the_mask_follows_the_image():
     transform = draws.Transform(16, random_flip=True)
     for i in range(6):
         image, small = transform.resize(mask.convert("RGB"), mask)
-        pixels, cropped, _ = transform.crop(image, small, image.size, (0, i))
+        (pixels, cropped), _ = transform.crop([image, small], image.size, (0, i), (16, 16))
         assert pixels.shape == (3, 16, 16) and (pixels[:1].int() - cropped.int()).abs().max() <= 1
 
 

@@ -386,7 +386,7 @@ def test_time_ids_are_size_crop_and_target():
     small, _ = transform.resize(picture, None)
     flipped = 0
     for i in range(12):
-        pixels, _, (top, left) = transform.crop(small, None, small.size, (0, i))
+        (pixels,), (top, left) = transform.crop([small], small.size, (0, i), (10, 10))
         shown = np.asarray(small).transpose(2, 0, 1)
         straight = shown[:, top : top + 10, left : left + 10]
         mirrored = shown[:, :, ::-1][:, top : top + 10, left : left + 10]
