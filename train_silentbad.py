@@ -414,6 +414,8 @@ def try_out(run: Run) -> int:
     if forecast.draws():
         with forecast.drawing():
             run.products.try_drawing(run.records.row(0)["text"], forecast.sampling_step)
+    if run.products.targets:  # what calibrates goes through the autoencoder
+        run.products.try_round_trip()
     run.accelerator.print(forecast.text())
     return 0
 

@@ -6,15 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from silentbad.data.elements import DataInfo
 from silentbad.data.targets import Target
 from silentbad.device import explain_out_of_memory
 from silentbad.errors import UserError, writing
 from silentbad.loop import trackers
 from silentbad.loop.state import BINS, TrainState
+from silentbad.measure.generation import ROUND_TRIP
 from silentbad.model import pipeline
 from silentbad.model.averaging import averaged
 from silentbad.model.encoder import Encoder
+from silentbad.model.latents import round_trip
 from silentbad.model.pipeline import Components
 from silentbad.report import run_report
 from silentbad.saving import card, checkpoint
@@ -95,6 +99,12 @@ class Products:
                 callback_on_step_end=after_step,
                 guidance_scale=self.config.validation.guidance_scale,
             )
+
+    def try_round_trip(self) -> None:
+        """Blank pictures through the autoencoder, as many at once as calibration sends."""
+        count = min(self.config.validation.max_batch, ROUND_TRIP)
+        with self.encoder.on_device():
+            round_trip(self.parts.vae, torch.zeros(count, 3, self.side, self.side))
 
     def record(self, multipliers: list[dict[str, Any]], strengths: list[dict[str, Any]]) -> None:
         """What the report reads: multipliers, strengths of the phrases, timesteps."""

@@ -21,13 +21,14 @@ from silentbad.model.diffusion import levels, model_time, to_epsilon
 from silentbad.model.family import side_of
 from silentbad.model.forwards import as_convolutions, text_projected_once
 from silentbad.model.gate import quietly
-from silentbad.model.latents import decode, scaled
+from silentbad.model.latents import decode, round_trip, scaled
 from silentbad.model.pipeline import check_side
 from silentbad.model.registry import family_of
 from silentbad.progress import Bar
 from silentbad.rng import addressed_seed, generator, noise
 from silentbad.settings.validation import ValidationConfig
 
+ROUND_TRIP = 8  # pictures at once through the autoencoder: decoding is the peak of memory
 LOW_NOISE = 0.02  # of the schedule: where the alignment of guidance is measured
 
 
@@ -330,15 +331,10 @@ class Sampler:
 
     def round_trip(self, images: Tensor, bar: Bar | None = None) -> Tensor:
         """What the autoencoder leaves of images (B,3,S,S) in [0,1], on their own device."""
-        vae = self.pipe.vae
         parts = []
-        for part in images.split(min(self.batch, 8)):  # decoding is the peak of memory
+        for part in images.split(min(self.batch, ROUND_TRIP)):
             self.between_batches()
-            pixels = part.to(vae.device, vae.dtype) * 2 - 1
-            with torch.autocast(vae.device.type, enabled=False), torch.no_grad():
-                latents = vae.encode(pixels).latent_dist.mode()
-                decoded = vae.decode(latents, return_dict=False)[0]
-            parts.append((decoded.float().to(images.device) / 2 + 0.5).clamp(0, 1))
+            parts.append(round_trip(self.pipe.vae, part))
             if bar is not None:
                 bar.update(len(part))
         return torch.cat(parts)

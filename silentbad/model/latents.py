@@ -19,3 +19,12 @@ def decode(vae: Any, latents: Tensor) -> Tensor:
         shift = getattr(vae.config, "shift_factor", None) or 0
         latents = latents.to(vae.dtype) / vae.config.scaling_factor
         return vae.decode(latents + shift if shift else latents, return_dict=False)[0]
+
+
+def round_trip(vae: Any, images: Tensor) -> Tensor:
+    """What an autoencoder leaves of images (B,3,S,S) in [0,1], on their own device."""
+    pixels = images.to(vae.device, vae.dtype) * 2 - 1
+    with torch.autocast(vae.device.type, enabled=False), torch.no_grad():
+        latents = vae.encode(pixels).latent_dist.mode()
+        decoded = vae.decode(latents, return_dict=False)[0]
+    return (decoded.float().to(images.device) / 2 + 0.5).clamp(0, 1)

@@ -68,3 +68,11 @@ def test_images_are_drawn_at_the_side_of_the_validation(build, data, capsys, mon
     monkeypatch.setattr(VaeImageProcessor, "postprocess", seen)
     run.products.try_drawing("a cat", lambda pipe, number, timestep, values: values)
     assert sizes[-1] == (32, 32) and "trains on pictures" not in capsys.readouterr().err
+
+
+def test_a_dry_run_sends_as_much_through_the_autoencoder_as_calibration(build, data):
+    targets = {"validation.targets": data / "targets.jsonl", "validation.max_batch": 3}
+    run, batches = build(dry_run=True, **targets), []
+    run.parts.vae.encoder.register_forward_pre_hook(lambda _, pixels: batches.append(tuple(pixels[0].shape)))
+    run.products.try_round_trip()
+    assert batches == [(3, 3, run.products.side, run.products.side)]
