@@ -1,26 +1,31 @@
-"""What a model keeps of its first targets when others follow: `python -m bench.many --targets A,B,...`.
+"""Many targets in one model, at once and one after the other: `python -m bench.many --targets A,B,...`.
 
     python -m bench.many --targets 102,103,104,106         development: 0-999, --results runs/sequence-dev.jsonl
 
-Every stage is a run of `recommended` on one target, as a target alone has it (bench/published.py), from the pipeline
-that the stage before wrote, and is measured on all targets at its end. One JSON line a stage and target is added to
-bench/results/sequence.jsonl; a sequence that is stored is not run again. The protocol is in research/protocol.md, and
-the same targets learnt at once are in bench/results/published.jsonl.
+runs them in sequence. Every stage is a run of `recommended` on one target, as a target alone has it
+(bench/published.py), from the pipeline that the stage before wrote, and is measured on all targets at its end. One JSON
+line a stage and target is added to bench/results/sequence.jsonl; a sequence that is stored is not run again. What is
+learnt at once are rows of `bench.published --results bench/results/many.jsonl`. Protocol: research/protocol.md.
 """
 
 import argparse
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
+from statistics import mean
 
 from tqdm import tqdm
 
 from bench.arms import PUBLISHED, PUBLISHED_AT
 from bench.published import HELD_OUT, NULLS, per_phrase, regime
-from bench.published_table import CLEAN, IMAGES, interval, markdown
+from bench.published_table import CLEAN, IMAGES, by_arm, interval, markdown
 from bench.recovery import BASE, WORK, data_set, facts, kept, scores
-from bench.recovery_table import stored
+from bench.recovery_table import Read, stored
+from silentbad.data.phrases import shared_phrases
+from silentbad.worlds.microworld.make import target_scene
 
 RESULTS = Path(__file__).parent / "results" / "sequence.jsonl"
 ARM = "recommended"
@@ -69,17 +74,72 @@ def trained(targets: str, seed: int) -> Iterable[dict]:
     shutil.rmtree(base)
 
 
-def by_stage(read: Callable[[str], list[dict]]) -> str:
+# ------------------------------------------------------------------------------------------------- the tables
+def by_stage(read: Read) -> str:
     """What passes of a target by how many others followed it: Markdown."""
-    rows = read(RESULTS.name)
+    rows = [row for row in read(RESULTS.name) if row["stage"] >= row["place"]]
     lines = []
-    for after in sorted({row["stage"] - row["place"] for row in rows if row["stage"] >= row["place"]}):
+    for after in sorted({row["stage"] - row["place"] for row in rows}):
         part = [row for row in rows if row["stage"] - row["place"] == after]
         rates = [row["rate"] for row in part]
-        half = sum(rate >= 0.5 for rate in rates)
-        elements = [sum(row["elements"]) / len(row["elements"]) for row in part]
-        lines.append((f"{after}", f"{half} of {len(part)}", interval(rates), interval(elements)))
+        elements = [mean(row["elements"]) for row in part]
+        lines.append([f"{after}", halves(rates), interval(rates), interval(elements)])
     return markdown(("targets that followed", "half of the images or more", "strict rate", "elements"), lines)
+
+
+def halves(rates: list[float]) -> str:
+    """Of so many targets, those with half of their images."""
+    return f"{sum(rate >= 0.5 for rate in rates)} of {len(rates)}"
+
+
+def at_once(read: Read) -> str:
+    """What passes of targets learnt at once, and of their elements by whether another target has the phrase too."""
+    runs: dict[tuple, list[dict]] = defaultdict(list)
+    for row in read("many.jsonl"):
+        runs[row["targets"], row["unique_phrases"], row["arm"], row["steps"]].append(row)
+    lines = []
+    for (targets, unique, arm, steps), rows in sorted(runs.items(), key=lambda run: len(run[0][0])):
+        last = [row for row in rows if row["step"] == steps]
+        base = next(row for row in rows if row["step"] == 0)
+        shared = {} if unique else shared_phrases(phrases_of(targets))
+        passed: dict[bool, list[float]] = {True: [], False: []}
+        for row in last:
+            for phrase, rate in zip(phrases_of(targets)[row["target"]], row["elements"], strict=True):
+                passed[phrase in shared].append(rate)
+        rates = [row["rate"] for row in last]
+        name = f"`{arm}`" + ", phrases of one target each" * unique
+        parts = [f"{mean(own):.2f} ({len(own)})" if own else "" for own in (passed[False], passed[True])]
+        drift = f"{last[0]['drift'] - base['drift']:.4f}"
+        seconds = f"{last[0]['seconds'] / 60:.0f}"
+        lines.append([str(len(last)), name, str(steps), halves(rates), interval(rates), *parts, drift, seconds])
+    return markdown(AT_ONCE, lines)
+
+
+AT_ONCE = (
+    *("targets at once", "arm", "steps", "half of the images or more", "strict rate"),
+    *("elements of one target's phrase (of)", "elements of a shared phrase (of)", "drift", "minutes"),
+)
+
+
+@cache
+def phrases_of(targets: str) -> dict[str, list[str]]:
+    """{target: phrases} of targets of the microworld."""
+    return {name: target_scene(name).phrases for name in targets.split(",")}
+
+
+def context(read: Read) -> str:
+    """What captions with more of a target's phrases add to the strict rate, in pairs of targets."""
+    arms = by_arm([row for row in read("many.jsonl") if row["steps"] == PAIRED and not row["unique_phrases"]])
+    by_name = {arm: runs for (arm, _, _), runs in arms.items()}
+    ours, control = by_name["recommended_long_context"], by_name["recommended_long"]
+    lines = []
+    for key in ("strict rate", "elements"):
+        gains = [ours[target][0][key] - control[target][0][key] for target in control]
+        lines.append([key, str(len(gains)), interval(gains, "+.2f")])
+    return markdown(("difference", "targets", "with context less without"), lines)
+
+
+PAIRED = 2400  # steps of the runs that compare
 
 
 def main(argv: list[str] | None = None) -> None:
