@@ -19,7 +19,8 @@ from silentbad.errors import UserError, brief, warn
 from silentbad.guard.guards import Guards
 from silentbad.loop import checks
 from silentbad.measure.nearest import Shown
-from silentbad.measure.prompts import Prompt, load_prompts
+from silentbad.measure.prompts import load_prompts
+from silentbad.measure.sheet import Prompt
 from silentbad.measure.thresholds import load_redraws
 from silentbad.memory.masks import estimate_mask, mask_to_image
 from silentbad.model import pipeline

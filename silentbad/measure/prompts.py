@@ -5,7 +5,7 @@ and `negative`."""
 
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +19,15 @@ from silentbad.data.schema import PROMPT, admitted, check_window, json_lines, te
 from silentbad.errors import UserError, brief, writing
 from silentbad.files import replace_text
 from silentbad.measure.generation import Item, Sampler
-from silentbad.measure.record import read
 from silentbad.measure.samples import log_grid, save
+from silentbad.measure.sheet import NAME, Draw, Drawn, Prompt, read_draws
 from silentbad.model.denoiser import backbone_in
 from silentbad.settings.validation import ValidationConfig
 
-NAME = "sample_prompts.json"  # in the run folder
 MOST = 1000  # prompts of a file
 
 
 # -- the file --------------------------------------------------------------------------------------
-@dataclass
-class Prompt:
-    """What to draw, the address of its noise, and what to guide away from."""
-
-    prompt: str
-    seed: int = 0
-    negative: str = ""
-
-
 def load_prompts(path: str | Path, tokenizer: Any = None, guided: bool = True) -> list[Prompt]:
     """The prompts of a file, (N,). Where no seed is given, it is the prompt's number, from 0.
 
@@ -88,28 +78,6 @@ def refuse_json(line: str, where: str, right: str) -> None:
     """Refuse a line of plain text that was meant as JSON."""
     if line.lstrip().startswith(("{", "[{", '["')):
         raise UserError(f"{where}: the JSON would be drawn as a prompt; {right}")
-
-
-# -- what is kept of it ----------------------------------------------------------------------------
-@dataclass
-class Drawn(Prompt):
-    """A picture, and the prompt it was drawn from."""
-
-    file: str = ""
-
-
-@dataclass
-class Draw:
-    """The pictures of one step."""
-
-    step: int
-    images: list[Drawn] = field(default_factory=list)
-
-
-def read_draws(folder: Path) -> list[Draw]:
-    """What was drawn so far, by step. Raises UserError where the file has another form."""
-    file = folder / NAME
-    return read(list[Draw], file) if file.is_file() else []
 
 
 # -- drawing ---------------------------------------------------------------------------------------

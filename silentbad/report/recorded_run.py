@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 from silentbad.data.images import open_image
 from silentbad.errors import UserError, user_errors
 from silentbad.files import from_json
-from silentbad.measure.prompts import NAME as PROMPTS
-from silentbad.measure.prompts import Draw
 from silentbad.measure.record import (
     ALL,
     NAME,
@@ -25,6 +23,8 @@ from silentbad.measure.record import (
     read,
 )
 from silentbad.measure.scores import kinds
+from silentbad.measure.sheet import NAME as PROMPTS
+from silentbad.measure.sheet import Draw
 from silentbad.report import parts
 from silentbad.report.charts import Series, finite
 from silentbad.settings.reader import read_file

@@ -9,7 +9,8 @@ from PIL import Image
 
 from silentbad.errors import UserError
 from silentbad.loop.log import Log
-from silentbad.measure.prompts import NAME, load_prompts, read_draws
+from silentbad.measure.prompts import load_prompts
+from silentbad.measure.sheet import NAME, read_draws
 from silentbad.report import run_report
 from silentbad.saving.checkpoint import read_tensors
 from tests.training import VALIDATION, rows, same

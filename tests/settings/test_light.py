@@ -55,6 +55,13 @@ def test_parsing_and_checking_a_training_imports_nothing_heavy(tmp_path):
     assert not {*done.stdout.split()} & {*HEAVY}
 
 
+def test_a_report_is_drawn_without_what_a_model_needs():
+    script = "import sys, silentbad.report.run_report; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert not {*done.stdout.split()} & {"diffusers", "transformers", "datasets", "accelerate", "peft"}
+
+
 @pytest.mark.parametrize("name", start.ROWS)
 def test_a_mistake_is_said_within_a_second_in_little_memory(name, tmp_path):
     (tmp_path / "unknown.yaml").write_text("learnin_rate: 1\n")

@@ -1,0 +1,40 @@
+"""sample_prompts.json as typed data: the pictures of plain prompts that a run has drawn.
+
+What draws them is `prompts.py`; a report reads this file alone, which needs no model."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from silentbad.measure.record import read
+
+NAME = "sample_prompts.json"  # in the run folder
+
+
+@dataclass
+class Prompt:
+    """What to draw, the address of its noise, and what to guide away from."""
+
+    prompt: str
+    seed: int = 0
+    negative: str = ""
+
+
+@dataclass
+class Drawn(Prompt):
+    """A picture, and the prompt it was drawn from."""
+
+    file: str = ""
+
+
+@dataclass
+class Draw:
+    """The pictures of one step."""
+
+    step: int
+    images: list[Drawn] = field(default_factory=list)
+
+
+def read_draws(folder: Path) -> list[Draw]:
+    """What was drawn so far, by step. Raises UserError where the file has another form."""
+    file = folder / NAME
+    return read(list[Draw], file) if file.is_file() else []
