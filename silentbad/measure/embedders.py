@@ -103,7 +103,10 @@ class Micro(Embedder):
 
     @torch.no_grad()
     def embed(self, images: Tensor) -> Tensor:
-        return self.model(resize(images.to(self.device), (64, 64)) * 2 - 1).float()
+        pixels = resize(images.to(self.device), (64, 64)) * 2 - 1
+        # more pictures at once do not fit a core's cache, fewer are rounded in another way
+        parts = max(1, len(pixels) // 16) if pixels.is_cpu else 1
+        return torch.cat([self.model(part) for part in pixels.tensor_split(parts)]).float()
 
     def reference(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
         """Features (1,9,...) of a target, or of its region, as copies that are shifted by a

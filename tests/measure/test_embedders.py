@@ -35,6 +35,14 @@ def test_embedder_contract(name, tmp_path):
     assert name in embedder.describe() and any(c.isdigit() for c in embedder.describe())
 
 
+def test_many_pictures_have_the_features_of_few():
+    embedder = load_embedder("micro", None, torch.device("cpu"))
+    images = torch.stack([to_tensor(smooth("many", i)) for i in range(40)])
+    few = torch.cat([embedder.embed(part) for part in images.split(4)])
+    assert torch.allclose(embedder.embed(images), few, atol=1e-4)
+    assert embedder.embed(images[:0]).shape == (0, *few.shape[1:])
+
+
 def test_missing_embedder_files_say_where_to_get_them(tmp_path):
     with pytest.raises(UserError, match="facebookresearch/sscd-copy-detection"):
         EMBEDDERS["sscd"](str(tmp_path / "no.pt"))
