@@ -1,6 +1,8 @@
 """Scenes to pixels: polygons at twice the resolution, a dark outline, a texture, one
 box-filtered reduction."""
 
+from functools import lru_cache
+
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
@@ -129,30 +131,36 @@ def _place(points: np.ndarray, thing: Thing) -> list[tuple[float, float]]:
     return list(zip(px.tolist(), py.tolist(), strict=True))
 
 
-def _silhouette(thing: Thing) -> Image.Image:
+@lru_cache(maxsize=64)
+def _silhouette(thing: Thing) -> tuple[Image.Image, Image.Image]:
+    """What the body covers, and the same with its outline (L, CANVAS x CANVAS). Nulls repeat the
+    other things of their target, so the last ones are kept; draw on a copy."""
     mask = Image.new("L", (CANVAS, CANVAS))
     draw = ImageDraw.Draw(mask)
     for polygon in FIGURES[thing.kind][0]:
         draw.polygon(_place(polygon, thing), fill=255)
-    return mask
+    return mask, mask.filter(ImageFilter.MaxFilter(3))
 
 
-def _textured(thing: Thing) -> np.ndarray:
-    """(CANVAS, CANVAS, 3) or (3,): the body's colour with its texture in a contrasting shade of
-    the same colour."""
+@lru_cache(maxsize=64)
+def _textured(thing: Thing) -> Image.Image | tuple[int, ...]:
+    """The body's colour, or an image (CANVAS x CANVAS) of it with its texture in a contrasting
+    shade of the same colour."""
     rgb = np.array(thing.rgb, dtype=np.float32)
     if thing.texture == "plain":
-        return rgb
+        return tuple(int(255 * float(c)) for c in rgb)
     other = rgb * 0.5 if rgb.mean() > 0.45 else rgb * 0.45 + 0.55
-    u = (_X - thing.centre[0]) / thing.texture_period
-    v = (_Y - thing.centre[1]) / thing.texture_period
+    # one row and one column: their sums below have the canvas's shape
+    u = (_X[:1] - thing.centre[0]) / thing.texture_period
+    v = (_Y[:, :1] - thing.centre[1]) / thing.texture_period
     if thing.texture == "striped":
         on = ((u * 0.45 + v * 0.9 + thing.texture_phase) % 1.0) < 0.42
     else:
         du = (u + thing.texture_phase) % 1.0 - 0.5
         dv = (v + thing.texture_phase) % 1.0 - 0.5
         on = du * du + dv * dv < 0.09
-    return np.where(on[..., None], other, rgb)
+    shades = [(colour * 255).astype(np.uint8) for colour in (other, rgb)]
+    return Image.fromarray(np.where(on[..., None], *shades))
 
 
 def _shade(shade, rgb):
@@ -169,14 +177,10 @@ def _shade(shade, rgb):
 def _draw_thing(canvas: Image.Image, thing: Thing) -> Image.Image:
     """Paint one thing on the canvas in place; returns what it covers, outline included (L,
     CANVAS x CANVAS)."""
-    body = _silhouette(thing)
-    outlined = body.filter(ImageFilter.MaxFilter(3))
+    body, outline = _silhouette(thing)
+    outlined = outline.copy()
     canvas.paste(tuple(int(255 * c) for c in DARK), mask=outlined)
-    paint = _textured(thing)
-    if paint.ndim == 1:
-        canvas.paste(tuple(int(255 * float(c)) for c in paint), mask=body)
-    else:
-        canvas.paste(Image.fromarray((paint * 255).astype(np.uint8)), mask=body)
+    canvas.paste(_textured(thing), mask=body)
     draw = ImageDraw.Draw(canvas)
     covered = ImageDraw.Draw(outlined)
     for polygon, shade in FIGURES[thing.kind][1]:
