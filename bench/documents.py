@@ -176,6 +176,7 @@ BLOCKS: dict[str, Block] = {
     "shield-audit": of("shield-audit.jsonl", shield_table.audit_table),
     "shield-guard-cost": of("guard.json", guard_cost.table),
     "shield-guards": of("shield-guards.jsonl", shield_table.guard_table),
+    "put-back": of("put-back.jsonl", shield_table.put_back_table),
 }
 
 MARKED = re.compile(r"^<!-- generated: (?P<name>\S+) -->\n(?P<body>.*?)^<!-- /generated -->$", re.M | re.S)
