@@ -390,6 +390,17 @@ def starts(rows: Iterable[dict]) -> str:
     return markdown(("configuration", "exit code", "peak GiB"), lines)
 
 
+def limits(rows: Iterable[dict]) -> str:
+    """How the first row of RUNS ended with so much address space: Markdown."""
+    last = {row["row"]: row for row in rows if "traceback" in row}
+    lines = []
+    for name in (f"{limit} GiB" for limit in LIMITS):
+        if row := last.get(name):
+            ended = "ends well" if row["code"] == 0 else "a traceback" if row["traceback"] else "one line"
+            lines.append((name.removesuffix(" GiB"), ended, f"{row['code']}"))
+    return markdown(("GiB of address space", "the run", "exit code"), lines)
+
+
 def counts(rows: Iterable[dict]) -> str:
     """Seconds to the first step by number of pictures: Markdown."""
     last = {row["row"]: row for row in rows if "cold" in row}
