@@ -20,8 +20,9 @@ from silentbad.worlds.microworld import render as render_module
 from silentbad.worlds.microworld.grammar import KINDS, redraw, sample_scene
 from silentbad.worlds.microworld.make import element_scene, phrase_of, target_scene
 from silentbad.worlds.microworld.networks import load_tokenizer
-from silentbad.worlds.microworld.nulls import ELEMENT_NULLS, STORED, hard_null, one_missing
+from silentbad.worlds.microworld.nulls import ELEMENT_NULLS, STORED, hard_null
 from silentbad.worlds.microworld.render import backdrop_mask, render
+from silentbad.worlds.nulls import one_missing
 from tests.tiny import TOKENIZER
 
 ROOT = Path(__file__).parents[2]

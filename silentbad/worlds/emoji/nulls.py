@@ -23,28 +23,19 @@ from silentbad.worlds.emoji.grammar import (
 )
 from silentbad.worlds.emoji.sets import HELD_OUT
 from silentbad.worlds.emoji.visible import differs, first
-from silentbad.worlds.microworld.nulls import MOVE, WITHIN, Null
+from silentbad.worlds.nulls import (
+    Kinds,
+    Null,
+    everything,
+    one_missing,
+    one_moved,
+    things_of,
+    with_thing,
+)
 
 TILT = (0.3, 0.5)  # radians, to the other side, of a drawing in another pose
 TURN = (0.25, 0.75)  # of a recoloured thing's hues
 JITTER = 0.5  # pixels that somebody else's drawing may stand off: there are few artists
-
-
-def _things(scene: Scene) -> tuple[int, ...]:
-    return tuple(range(len(scene.things)))
-
-
-def _everything(scene: Scene) -> tuple[int, ...]:
-    return tuple(range(len(scene.things) + 1))
-
-
-def _with(scene: Scene, element: int, thing: Thing) -> Null:
-    things = (*scene.things[:element], thing, *scene.things[element + 1 :])
-    return Null(replace(scene, things=things), (element,))
-
-
-def _without(scene: Scene, element: int) -> Scene:
-    return replace(scene, things=scene.things[:element] + scene.things[element + 1 :], order=())
 
 
 def _other_backdrop(rng: np.random.Generator, scene: Scene, kind: str) -> Scene:
@@ -65,21 +56,21 @@ def _in_its_pose(rng: np.random.Generator, thing: Thing) -> Thing:
 # -- several elements differ -----------------------------------------------------------------------
 def free_redraw(rng: np.random.Generator, scene: Scene) -> Null:
     """Another scene of the caption: whatever the words leave open is drawn anew."""
-    return Null(redraw(rng, scene), _everything(scene))
+    return Null(redraw(rng, scene), everything(scene))
 
 
 def same_attributes(rng: np.random.Generator, scene: Scene) -> Null:
     """The same nouns, size names, places and kind of backdrop; other artists in other poses."""
     things = tuple(respecify(rng, thing) for thing in scene.things)
     drawn = _other_backdrop(rng, replace(scene, things=things), scene.backdrop.kind)
-    return Null(drawn, _everything(scene))
+    return Null(drawn, everything(scene))
 
 
 def other_artists(rng: np.random.Generator, scene: Scene) -> Null:
     """Everything is exact, but every thing is somebody else's drawing, in the target's pose."""
     return Null(
         replace(scene, things=tuple(_in_its_pose(rng, thing) for thing in scene.things)),
-        _things(scene),
+        things_of(scene),
     )
 
 
@@ -95,7 +86,7 @@ def rearranged(rng: np.random.Generator, scene: Scene) -> Null:
         dx, dy = (new - old for new, old in zip(PLACES[place], PLACES[thing.place], strict=True))
         centre = (thing.centre[0] + dx, thing.centre[1] + dy)
         things.append(replace(thing, place=place, centre=centre))
-    return Null(replace(scene, things=tuple(things)), _things(scene))
+    return Null(replace(scene, things=tuple(things)), things_of(scene))
 
 
 def other_backdrop(rng: np.random.Generator, scene: Scene) -> Null:
@@ -110,12 +101,12 @@ def one_redrawn(rng: np.random.Generator, scene: Scene, element: int) -> Null:
     if element == len(scene.things):
         return Null(_other_backdrop(rng, scene, scene.backdrop.kind), (element,))
     thing = scene.things[element]
-    return _with(scene, element, redraw_thing(rng, thing, thing.place))
+    return with_thing(scene, element, redraw_thing(rng, thing, thing.place))
 
 
 def one_by_another_artist(rng: np.random.Generator, scene: Scene, element: int) -> Null:
     """The thing is somebody else's drawing of the same noun, in the target's pose."""
-    return _with(scene, element, _in_its_pose(rng, scene.things[element]))
+    return with_thing(scene, element, _in_its_pose(rng, scene.things[element]))
 
 
 def one_in_another_pose(rng: np.random.Generator, scene: Scene, element: int) -> Null:
@@ -123,30 +114,12 @@ def one_in_another_pose(rng: np.random.Generator, scene: Scene, element: int) ->
     thing = scene.things[element]
     posed = replace(pose(rng, thing), centre=thing.centre, mirrored=not thing.mirrored)
     side = -1 if thing.tilt > 0 else 1
-    return _with(scene, element, replace(posed, tilt=side * rng.uniform(*TILT)))
+    return with_thing(scene, element, replace(posed, tilt=side * rng.uniform(*TILT)))
 
 
 def one_recoloured(rng: np.random.Generator, scene: Scene, element: int) -> Null:
     """The thing in other colours; its drawing and pose are exact."""
-    return _with(scene, element, replace(scene.things[element], hue=float(rng.uniform(*TURN))))
-
-
-def one_missing(rng: np.random.Generator, scene: Scene, element: int) -> Null:
-    """The thing is not there."""
-    return Null(_without(scene, element), (element,))
-
-
-def one_moved(rng: np.random.Generator, scene: Scene, element: int) -> Null:
-    """The thing is shifted by MOVE pixels in a direction that keeps it in the picture."""
-    thing = scene.things[element]
-    far = rng.uniform(*MOVE)
-    new = thing.centre
-    for _ in range(100):
-        turn = rng.uniform(0, 2 * np.pi)
-        new = (thing.centre[0] + far * np.cos(turn), thing.centre[1] + far * np.sin(turn))
-        if all(WITHIN[0] <= v <= WITHIN[1] for v in new):
-            break
-    return _with(scene, element, replace(thing, centre=new))
+    return with_thing(scene, element, replace(scene.things[element], hue=float(rng.uniform(*TURN))))
 
 
 # -- by name ---------------------------------------------------------------------------------------
@@ -165,7 +138,8 @@ ELEMENT_NULLS: dict[str, Callable[[np.random.Generator, Scene, int], Null]] = {
     "missing": one_missing,
     "moved": one_moved,
 }
-WITH_BACKDROP = ("redrawn",)  # kinds that also change the backdrop alone
+NULL_KINDS = Kinds(SCENE_NULLS, ELEMENT_NULLS, with_backdrop=("redrawn",))
+turns = NULL_KINDS.turns
 # in redraws.jsonl; `artist`, the hardest, is among them
 STORED = (
     *("redraw", "attributes", "redrawn", "artist", "pose"),
@@ -173,21 +147,13 @@ STORED = (
 )
 
 
-def changeable(kind: str, scene: Scene) -> list[int]:
-    """The elements that this kind can change alone."""
-    return list(range(len(scene.things) + (kind in WITH_BACKDROP)))
-
-
-def turns(kind: str, scene: Scene) -> int:
-    """How many nulls of the kind go round once: as many as it changes elements alone, else one."""
-    return len(changeable(kind, scene)) if kind in ELEMENT_NULLS else 1
-
-
 def hard_null(kind: str, rng: np.random.Generator, scene: Scene, turn: int | None = None) -> Null:
     """A null of the kind, each element that it changes visibly another; after TRIES draws the last
     one. Kinds with one changed element take the elements by turns, or one at random. Raises
     KeyError for an unknown kind."""
-    return first(lambda: _drawn(kind, rng, scene, turn), lambda null: _visible(null, scene))
+    return first(
+        lambda: NULL_KINDS.draw(kind, rng, scene, turn), lambda null: _visible(null, scene)
+    )
 
 
 def trained_null(kind: str, rng: np.random.Generator, scene: Scene) -> Null:
@@ -196,20 +162,11 @@ def trained_null(kind: str, rng: np.random.Generator, scene: Scene) -> Null:
 
     def fresh() -> Null:
         while True:
-            null = _drawn(kind, rng, scene, None)
+            null = NULL_KINDS.draw(kind, rng, scene)
             if all(thing.artist != HELD_OUT for thing in null.scene.things):
                 return null
 
     return first(fresh, lambda null: _visible(null, scene))
-
-
-def _drawn(kind: str, rng: np.random.Generator, scene: Scene, turn: int | None) -> Null:
-    """A null of the kind, whatever it looks like."""
-    if kind in SCENE_NULLS:
-        return SCENE_NULLS[kind](rng, scene)
-    elements = changeable(kind, scene)
-    element = elements[int(rng.integers(len(elements))) if turn is None else turn % len(elements)]
-    return ELEMENT_NULLS[kind](rng, scene, element)
 
 
 def _visible(null: Null, scene: Scene) -> bool:
@@ -222,5 +179,5 @@ def all_differ(rng: np.random.Generator, scene: Scene, kinds: tuple[str, ...]) -
     return all(
         _visible(hard_null(kind, rng, scene, thing), scene)
         for kind in kinds
-        for thing in _things(scene)
+        for thing in things_of(scene)
     )

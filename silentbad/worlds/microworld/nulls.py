@@ -5,12 +5,10 @@ in `scene.things` or len(things) for the backdrop, so that the threshold of one 
 checked on nulls that change it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
-from silentbad.settings.commands import NULLS
 from silentbad.worlds.microworld.grammar import (
     BACKDROPS,
     COLOURS,
@@ -24,33 +22,18 @@ from silentbad.worlds.microworld.grammar import (
     sample_rgb,
     seat_hat,
 )
+from silentbad.worlds.nulls import (
+    Kinds,
+    Null,
+    everything,
+    one_missing,
+    one_moved,
+    things_of,
+    with_thing,
+)
 
-MOVE = (4.0, 8.0)  # pixels
 # pixels by which a wearer stands below its place's centre, as `wearing_pair` has it
 WEARER_DROP = 2.0
-WITHIN = (10.0, 54.0)  # a moved thing's centre stays here, so that it stays in the picture
-
-
-@dataclass(frozen=True)
-class Null:
-    """A scene that is no copy; `changed` are the indices of the elements that differ from the
-    target's."""
-
-    scene: Any  # of the world whose null it is
-    changed: tuple[int, ...]
-
-    @property
-    def element(self) -> int | None:
-        """The one element that differs; None if several do."""
-        return self.changed[0] if len(self.changed) == 1 else None
-
-
-def _things(scene: Scene) -> tuple[int, ...]:
-    return tuple(range(len(scene.things)))
-
-
-def _everything(scene: Scene) -> tuple[int, ...]:
-    return tuple(range(len(scene.things) + 1))
 
 
 def _rebuilt(
@@ -71,7 +54,7 @@ def _rebuilt(
 # -- several elements differ -----------------------------------------------------------------------
 def free_redraw(rng: np.random.Generator, scene: Scene) -> Null:
     """Another scene of the caption: whatever the words leave open is drawn anew."""
-    return Null(redraw(rng, scene), _everything(scene))
+    return Null(redraw(rng, scene), everything(scene))
 
 
 def same_attributes(rng: np.random.Generator, scene: Scene, backdrop_exact: bool = False) -> Null:
@@ -79,9 +62,9 @@ def same_attributes(rng: np.random.Generator, scene: Scene, backdrop_exact: bool
     specific is drawn anew."""
     things = _rebuilt(scene, lambda thing: respecify(rng, thing), rng)
     if backdrop_exact:
-        return Null(replace(scene, things=things), _things(scene))
+        return Null(replace(scene, things=things), things_of(scene))
     backdrop = sample_backdrop(rng, scene.backdrop.kind, scene.backdrop.named)
-    return Null(replace(scene, things=things, backdrop=backdrop), _everything(scene))
+    return Null(replace(scene, things=things, backdrop=backdrop), everything(scene))
 
 
 def same_attributes_backdrop_exact(rng: np.random.Generator, scene: Scene) -> Null:
@@ -91,13 +74,13 @@ def same_attributes_backdrop_exact(rng: np.random.Generator, scene: Scene) -> Nu
 def things_redrawn(rng: np.random.Generator, scene: Scene) -> Null:
     """The backdrop is exact; every thing is drawn anew at its place, as its phrase allows."""
     things = _rebuilt(scene, lambda thing: redraw_thing(rng, thing, thing.place), rng)
-    return Null(replace(scene, things=things), _things(scene))
+    return Null(replace(scene, things=things), things_of(scene))
 
 
 def things_redrawn_anywhere(rng: np.random.Generator, scene: Scene) -> Null:
     """The backdrop is exact; every thing is drawn anew, also its place where the phrase leaves
     it open."""
-    return Null(replace(redraw(rng, scene), backdrop=scene.backdrop), _things(scene))
+    return Null(replace(redraw(rng, scene), backdrop=scene.backdrop), things_of(scene))
 
 
 def rearranged(rng: np.random.Generator, scene: Scene) -> Null:
@@ -124,7 +107,7 @@ def rearranged(rng: np.random.Generator, scene: Scene) -> Null:
         for group, new, old in zip(groups, order, own, strict=True)
         for thing in group
     ]
-    return Null(replace(scene, things=tuple(things)), _things(scene))
+    return Null(replace(scene, things=tuple(things)), things_of(scene))
 
 
 def _assignments(groups: list[list[Thing]], places: list[str]) -> list[tuple[str, ...]]:
@@ -165,7 +148,7 @@ def one_redrawn(rng: np.random.Generator, scene: Scene, element: int) -> Null:
         return Null(replace(scene, backdrop=backdrop), (element,))
     thing = scene.things[element]
     fresh = redraw_thing(rng, thing, thing.place)
-    return _with(
+    return with_thing(
         scene, element, seat_hat(rng, fresh, scene.things[element - 1]) if thing.worn else fresh
     )
 
@@ -174,33 +157,7 @@ def one_recoloured(rng: np.random.Generator, scene: Scene, element: int) -> Null
     """The thing has another colour name; its pose, size and texture are exact."""
     thing = scene.things[element]
     colour = str(rng.choice([c for c in COLOURS if c != thing.colour]))
-    return _with(scene, element, replace(thing, colour=colour, rgb=sample_rgb(rng, colour)))
-
-
-def one_missing(rng: np.random.Generator, scene: Scene, element: int) -> Null:
-    """The thing is not there; a hat may stay without its wearer."""
-    return Null(
-        replace(scene, things=scene.things[:element] + scene.things[element + 1 :], order=()),
-        (element,),
-    )
-
-
-def one_moved(
-    rng: np.random.Generator, scene: Scene, element: int, distance: tuple[float, float] = MOVE
-) -> Null:
-    """The thing is shifted by `distance` (least, most; pixels) in a direction that keeps it in
-    the picture."""
-    thing, (low, high) = scene.things[element], WITHIN
-    x, y = thing.centre
-    low, high = min(low, x, y), max(high, x, y)  # a hat may be nearer to the edge already
-    far = rng.uniform(*distance)
-    for _ in range(100):
-        turn = rng.uniform(0, 2 * np.pi)
-        new = (x + far * np.cos(turn), y + far * np.sin(turn))
-        if all(low <= v <= high for v in new):
-            break
-    # the texture moves along: it is drawn about the centre
-    return _with(scene, element, replace(thing, centre=new))
+    return with_thing(scene, element, replace(thing, colour=colour, rgb=sample_rgb(rng, colour)))
 
 
 def other_backdrop(rng: np.random.Generator, scene: Scene) -> Null:
@@ -209,13 +166,6 @@ def other_backdrop(rng: np.random.Generator, scene: Scene) -> Null:
     return Null(
         replace(scene, backdrop=sample_backdrop(rng, kind, scene.backdrop.named)),
         (len(scene.things),),
-    )
-
-
-def _with(scene: Scene, element: int, thing: Thing) -> Null:
-    return Null(
-        replace(scene, things=(*scene.things[:element], thing, *scene.things[element + 1 :])),
-        (element,),
     )
 
 
@@ -235,29 +185,8 @@ ELEMENT_NULLS: dict[str, Callable[[np.random.Generator, Scene, int], Null]] = {
     "missing": one_missing,
     "moved": one_moved,
 }
-WITH_BACKDROP = ("redrawn",)  # kinds that also change the backdrop alone
+NULL_KINDS = Kinds(SCENE_NULLS, ELEMENT_NULLS, with_backdrop=("redrawn",))
+turns = NULL_KINDS.turns
+hard_null = NULL_KINDS.draw
 # in redraws.jsonl
 STORED = ("redraw", "attributes", "redrawn", "recoloured", "missing", "moved", "rearranged")
-ENOUGH = NULLS
-
-
-def changeable(kind: str, scene: Scene) -> list[int]:
-    """The elements that this kind can change alone."""
-    return list(range(len(scene.things) + (kind in WITH_BACKDROP)))
-
-
-def turns(kind: str, scene: Scene) -> int:
-    """How many nulls of the kind go round once: as many as it changes elements alone, else one."""
-    return len(changeable(kind, scene)) if kind in ELEMENT_NULLS else 1
-
-
-def hard_null(kind: str, rng: np.random.Generator, scene: Scene, turn: int | None = None) -> Null:
-    """A null of the kind. Kinds with one changed element take the elements by turns, or one at
-    random.
-
-    Raises KeyError for an unknown kind."""
-    if kind in SCENE_NULLS:
-        return SCENE_NULLS[kind](rng, scene)
-    elements = changeable(kind, scene)
-    element = elements[int(rng.integers(len(elements))) if turn is None else turn % len(elements)]
-    return ELEMENT_NULLS[kind](rng, scene, element)
