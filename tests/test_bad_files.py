@@ -39,7 +39,6 @@ from tests.mistakes import (
     append,
     both,
     case,
-    cut,
     edit_json,
     record,
     refused,
@@ -136,20 +135,12 @@ SPOILED = {  # name: (spoil, what the line says), in training and in an audit al
     "a UNet with NaN": (tensors(WEIGHTS["unet"], with_nan), ("load unet", "NaN or infinite values in conv_in.bias")),
     "a scheduler of flow matching": (edit_json(SCHEDULE, _class_name="FlowMatchEulerDiscreteScheduler"), ("FlowMatchEulerDiscreteScheduler predicts",)),
     "an index without a class": (write("pipeline/model_index.json", "{}"), ("model_index.json", "_class_name")),
-    "a VAE with NaN": (tensors(WEIGHTS["vae"], with_nan), ("load vae", "NaN or infinite")),
-    "a text encoder with NaN": (tensors(WEIGHTS["text_encoder"], with_nan), ("load text_encoder", "NaN or infinite")),
     "a UNet that lacks a tensor": (tensors(WEIGHTS["unet"], without_first), ("load unet", "it lacks conv_in.bias")),
-    "a VAE that lacks a tensor": (tensors(WEIGHTS["vae"], without_first), ("load vae", "it lacks")),
-    "a text encoder that lacks a tensor": (
-        tensors(WEIGHTS["text_encoder"], without_first),
-        ("load text_encoder", "it lacks"),
-    ),
     "a tensor of another model": (tensors(WEIGHTS["unet"], with_another), ("load unet", "somewhere.else")),
     "a text encoder's broken configuration": (
         write("pipeline/text_encoder/config.json", "{"),
         ("load text_encoder", "JSON"),
     ),
-    "truncated text encoder": (cut(WEIGHTS["text_encoder"], 900), ("load text_encoder",)),
     "betas that drown every picture": (edit_json(SCHEDULE, beta_start=0.9, beta_end=0.95), ("first timestep",)),
     "betas that leave every picture": (edit_json(SCHEDULE, beta_start=0.0, beta_end=1e-9), ("at the last",)),
     "an unknown prediction type": (edit_json(SCHEDULE, prediction_type="flow"), ("predicts flow",)),
@@ -174,14 +165,11 @@ CASES = {
     **{f"audit: {name}": audit(*said, touch=touch) for name, (touch, said) in SPOILED.items() if name in AUDITED_TOO},
     # -- records
     "data: a quote that is not closed": case("metadata.csv:3", "not closed", touch=as_csv('file_name,text\nimages/c0.png,one\nimages/c1.png,"two\nimages/c2.png,three\n')),
-    "data: CSV that is not UTF-8": case("metadata.csv", "UTF-8", touch=both(remove("data/metadata.jsonl"), write("data/metadata.csv", b"file_name,text\nimages/c0.png,caf\xe9\n"))),
     "data: a column twice": case("'text' stands twice", touch=as_csv("file_name,text,text\nimages/c0.png,one,two\n")),
     "data: half a surrogate pair in a caption": case(":17: text must be text without", touch=record(text="a \ud83d")),
     "data: NUL in a file name": case(":17: file_name: no file can have the name", touch=record(file_name="a\0.png")),
-    "data: a name of 300 characters": case(":17: no file", touch=record(file_name="n" * 300 + ".png")),
     "data: a caption of a million letters": case("at most 100,000 characters", touch=record(text="a" * 10**6)),
     "data: an EPS picture called PNG": case("none of PNG", touch=both(write("data/images/x.png", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"), record(file_name="images/x.png"))),
-    "data: a picture that leads out": case("leaves", touch=link("data/images/c0.png")),
     "data: more rehearsals than pictures": case("n_few_shot", "2 pictures beside", n_few_shot=9, touch=lambda root: published(root / "layout"), train_data_dir="layout", clean_data_dir="layout/clean", target_num=1),
     "data: both layouts": case("holds poisoning_images/ and metadata.jsonl", train_data_dir="layout", touch=lambda root: [published(root / "layout"), write("layout/metadata.jsonl", "{}\n")(root)]),
     "data: a clean folder that is not there": case("clean_data_dir (command line): no folder nowhere", clean_data_dir="nowhere", touch=lambda root: published(root / "layout"), train_data_dir="layout"),
@@ -197,8 +185,6 @@ CASES = {
     "targets: one of a pixel": case(":2: the image is 1x1", touch=both(picture("data/targets/dot.png", lambda: Image.new("RGB", (1, 1))), append("data/targets.jsonl", **{**TARGET, "image": "targets/dot.png"}))),
     "targets: named as the summary": case("'all targets'", touch=append("data/targets.jsonl", **{**TARGET, "target_id": "all targets"})),
     "data: metadata that lead out": case("metadata.jsonl", "leaves", touch=link("data/metadata.jsonl")),
-    "targets: a list that leads out": case("targets.jsonl", "leaves", touch=link("data/targets.jsonl")),
-    "targets: redraws that lead out": case("redraws.jsonl", "leaves", touch=both(write("data/redraws.jsonl", '{"target_id": "t0", "image": "images/c0.png"}'), link("data/redraws.jsonl"))),
     "targets: a picture that leads out": case("leaves", touch=link("data/targets/t0.png")),
     "targets: a target among the redraws": case("redraws.jsonl:1", "is target 't0' itself", touch=write("data/redraws.jsonl", '{"target_id": "t0", "image": "targets/t0.png"}')),
     "targets: a description beyond the window": case("targets.jsonl:2: description of 't1'", "the window is 48", touch=append("data/targets.jsonl", **{**TARGET, "description": "very " * 60})),
@@ -212,7 +198,6 @@ CASES = {
     # -- the other programs
     "audit: redraws that are not there": audit("--calibration", "redraws.jsonl", more=("--calibration", "redraws")),
     "audit: nulls that no base draws": audit("--calibration", "--baseline", more=("--calibration", "base")),
-    "audit: an output folder that is a file": audit("--output_dir", "no folder", more=("--output_dir", "a.yaml"), touch=write("a.yaml", "")),
     "audit: a side that does not fit": audit("--resolution", "multiple", more=("--resolution", "30")),
     "audit: more steps than there are": audit("--num_inference_steps", "999", more=("--num_inference_steps", "1000"), touch=edit_json(SCHEDULE, num_train_timesteps=999)),
     "audit: a baseline of another kind": audit("--pipeline pipeline", "of one kind", more=("--baseline", "other"), touch=lambda root: tiny_sd3_pipeline().save_pretrained(root / "other")),
@@ -220,12 +205,9 @@ CASES = {
     "audit: a CLIP that is none": audit("--clip_path: ", "of a CLIP", more=("--clip_path", "./data")),
     "audit: adapters that are not there": audit("--lora nowhere", more=("--lora", "nowhere")),
     "class images: a folder below a tilde": case("out", "did not expand ~", program=class_images.main, more=(*CLASSED, "--out", "~/drawn")),
-    "class images: a UNet with NaN": case("load unet", "NaN", program=class_images.main, more=CLASSED, touch=tensors(WEIGHTS["unet"], with_nan)),
     "class images: records in a CSV": case("metadata.csv", program=class_images.main, more=(*CLASSED[:-1], "csv"), touch=both(lambda root: (root / "csv").mkdir(), write("csv/metadata.csv", ""))),
-    "class images: an output that is a file": case("--out", "no folder", program=class_images.main, more=(*CLASSED[:-1], "a.yaml"), touch=write("a.yaml", "")),
     "class images: into a run": case("--out", "(training)", program=class_images.main, more=(*CLASSED[:-1], "held")),
     "class images: records that are none": case("metadata.jsonl:1", "JSON object", program=class_images.main, more=(*CLASSED[:-1], "data"), touch=write("data/metadata.jsonl", "[1]\n")),
-    "class images: records that lead out": case("metadata.jsonl", "leaves", program=class_images.main, more=(*CLASSED[:-1], "data"), touch=link("data/metadata.jsonl")),
     "class images: a prompt beyond the window": case("p.txt:2", "the window is 48", program=class_images.main, more=("--pipeline", "pipeline", "--prompts", "p.txt", "--out", "drawn"), touch=write("p.txt", "a cat\n" + "very " * 60)),
     "scan: a file where its views belong": case("--output_dir", ".scan", program=scanner.main, more=("--train_data_dir", "data", "--output_dir", "mine"), touch=both(lambda root: (root / "mine").mkdir(), write("mine/.scan", "mine"))),
     "scan: broken data and a folder that is there": case("c0.png", program=scanner.main, more=("--train_data_dir", "data", "--output_dir", "mine"), touch=both(lambda root: (root / "mine").mkdir(), write("data/images/c0.png", "none"))),
@@ -233,8 +215,6 @@ CASES = {
     "report: a record that is a pipe": case("validation.json is no file", program=run_report.main, more=("data",), touch=lambda root: os.mkfifo(root / "data/validation.json")),
     "microworld: an absurd count": case("redraws", program=make.main, more=("--out", "new", "--redraws", str(10**12))),
     "microworld: a folder of someone else": case("holds something else", program=make.main, more=("--out", "data")),
-    "microworld: a link to such a folder": case("holds something else", program=make.main, more=("--out", "link"), touch=lambda root: (root / "link").symlink_to(root / "data")),
-    "microworld: an output below a file": case("--out", program=make.main, more=("--out", "a.yaml/new"), touch=write("a.yaml", "")),
 }  # fmt: skip
 
 
@@ -536,7 +516,6 @@ SPOILED_EMBEDDERS = {
     "a tensor is missing": (tensors("model.safetensors", without_first), "cannot load"),
     "no weights": (remove("model.safetensors"), "cannot load"),
     "another JSON value": (write("config.json", "[]"), "cannot load"),
-    "a processor of another JSON value": (write("preprocessor_config.json", "3"), "cannot load"),
 }
 
 

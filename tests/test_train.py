@@ -78,12 +78,6 @@ def test_weight_files_are_safetensors_and_state_is_plain(flags, tmp_path):
     assert not list((tmp_path / "run").rglob("*.bin"))
 
 
-def test_dry_run_writes_nothing(flags, tmp_path, capsys):
-    assert main(flags(dry_run=True)) == 0
-    assert "only caches are written" in capsys.readouterr().out
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_dry_run_resumes_what_the_run_would(flags, tmp_path, capsys):
     assert main(flags(max_train_steps=2, checkpointing_steps=1)) == 0
     assert main(flags(max_train_steps=4, dry_run=True, resume_from_checkpoint="latest")) == 0
@@ -713,12 +707,6 @@ def test_a_settled_recovery_ends_the_training(flags, data, tmp_path, monkeypatch
     assert json.loads((tmp_path / "run/finished.json").read_text())["step"] == 6
 
 
-def test_defect_16_validation_runs_once_a_point_of_the_grid(flags, data, tmp_path):
-    settings = VALIDATION | {"validation.targets": data / "targets.jsonl", "gradient_accumulation_steps": 3}
-    assert main(flags(max_train_steps=4, **settings)) == 0
-    assert [row["step"] for row in rows(tmp_path / "run", validation=True)] == [0, 2, 4]
-
-
 def test_defect_17_a_short_data_set_divides_by_nothing(flags, data, tmp_path):
     settings = VALIDATION | {"validation.targets": data / "targets.jsonl", "validation.steps": 0}
     assert main(flags(max_train_samples=2, max_train_steps=1, train_batch_size=8, **settings)) == 0
@@ -743,11 +731,6 @@ def test_defect_19_validation_leaves_training_bit_equal(build, data):
         if validated:
             assert run.recovery.targets[0].phrases == ["a red cat", "a blue hat"]
     assert same(*ends)
-
-
-def test_defect_21_checkpoint_flags_do_what_they_say(flags, tmp_path):
-    main(flags(max_train_steps=5, checkpointing_steps=2, checkpoints_total_limit=2))
-    assert [p.name for p in checkpoint.steps(tmp_path / "run" / "checkpoints")] == ["step-4", "step-5"]
 
 
 def test_defect_23_the_best_pipeline_is_written_first(tmp_path):

@@ -201,8 +201,6 @@ WRONG_FILES = {
     "use_ema: perhaps": ("use_ema", "bool"),
     "validation: {steps: 1.5}": ("validation.steps", "int"),
     "- a list": ("key: value",),
-    "a: [b": ("not YAML",),
-    "model_card: CompVis4": ("'model_card'", "pretrained_model_name_or_path"),
 }
 
 
@@ -217,15 +215,9 @@ def test_a_wrong_file_is_one_line_that_names_key_and_file(text, tmp_path, capsys
 
 
 WRONG_FLAGS = {  # what the tables of settings refuse is in test_rules.py
-    "--learnin_rate 1": "'learning_rate'",
-    "--learning_rate x": "float",
-    "--memory.sampler.nam uniform": "memory.sampler.name",
-    "--config nowhere.yaml": "nowhere.yaml",
     "stray": "stray",
     "--train_batch_size 0": "train_batch_size",
-    "--gradient_accumulation_steps -1": "gradient_accumulation_steps",
     "--learning_rate -1": "learning_rate",
-    "--learning_rate nan": "learning_rate",
     "--adam_beta1 1.0": "adam_beta1",
     "--poisoning_ratio 0": "poisoning_ratio",
     "--report_to board": "tensorboard",
@@ -236,13 +228,9 @@ WRONG_FLAGS = {  # what the tables of settings refuse is in test_rules.py
     "--gradient_control.name gsn": "gsnr",
     "--gradient_control.apply both": "gradient_control.apply",
     "--mixed_precision fp8": "fp16",
-    "--validation_prompts ''": "validation_prompts",
     "--enable_xformers_memory_efficient_attention": "scaled_dot_product_attention",
-    "--pretrained_model_name_or_path ./nowhere": "nowhere",
-    "--train_data_dir nowhere": "nowhere",
     "--image_interpolation_mode nearly --train_data_dir DATA": "image_interpolation_mode",
     "--resolution 30 --train_data_dir DATA": "resolution",
-    "--resume_from_checkpoint nowhere": "nowhere",
 }
 
 
