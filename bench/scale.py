@@ -140,32 +140,23 @@ def main() -> None:
         print(json.dumps(start_up(arguments.inside)))
         return
     rows = []
-    names = ("records", "indexing s", "start s", "of it cpu", "MiB", "after draws", "B/record")
-    print("".join(f"{name:>12}" for name in names))
     for records in [1_000, 4_000] if arguments.smoke else arguments.records:
         rows.append(measure(records))
-        first, start = rows[-1]["indexing"], rows[-1]["start"]
+        start = rows[-1]["start"]
         start["bytes_per_record"] = max(0.0, start["mib"] - rows[0]["start"]["mib"]) * 2**20 / records
-        print(
-            f"{records:>12}{first['seconds']:>12.1f}{start['seconds']:>12.2f}{start['processor']:>12.2f}"
-            f"{start['mib']:>12.0f}{start['mib_after_draws']:>12.0f}{start['bytes_per_record']:>12.0f}",
-            flush=True,
-        )
     last, least = rows[-1]["start"], rows[0]["start"]
     slope = (last["processor"] - least["processor"]) / max(rows[-1]["asked"] - rows[0]["asked"], 1)
-    goals = {
+    reached = {
         "start under 60 s": last["seconds"] < 60,
         "64 bytes of memory a record or less": last["bytes_per_record"] <= 64,
         "drawing holds no more": all(r["start"]["mib_after_draws"] - r["start"]["mib"] < 32 for r in rows),
     }
-    print(f"start-up: {least['processor']:.2f} s + {slope * 1e6:.2f} microseconds a record")
-    for goal, reached in goals.items():
-        print(f"{'reached' if reached else 'MISSED ':<8} {goal}")
+    result = {"rows": rows, "microseconds_a_record": slope * 1e6, "goals": reached}
+    print(table(result))
     if not arguments.smoke:
         from silentbad.device import device_name
 
-        machine = {"cores": os.cpu_count(), "cpu": device_name("cpu"), "load": os.getloadavg()}
-        result = {"rows": rows, "microseconds_a_record": slope * 1e6, "goals": goals, "machine": machine}
+        result["machine"] = {"cores": os.cpu_count(), "cpu": device_name("cpu"), "load": os.getloadavg()}
         (RESULTS / "scale.json").write_text(json.dumps(result, indent=1) + "\n")
 
 

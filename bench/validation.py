@@ -10,7 +10,7 @@ seconds, which other work on the machine disturbs less than wall time.
 
 Equal quality: similarities of the hook's images less those of the images made one by one, and the share of strict
 decisions that agree. Thresholds of these decisions lie in the middle of each target's (and element's) similarities,
-where the smallest change flips one. Without the bundled base, networks of its shape with random weights stand in.
+where the smallest change flips one.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,32 +33,15 @@ from torch import Tensor
 from bench.recovery_table import goals, grid
 from silentbad.data.images import to_tensor
 from silentbad.data.targets import Target
-from silentbad.measure.embedders import EMBEDDERS, MICRO, Embedder
+from silentbad.measure.embedders import EMBEDDERS, Embedder
 from silentbad.rng import generator, noise
-from silentbad.worlds.microworld import make, networks
+from silentbad.worlds.microworld import make
 from silentbad.worlds.microworld.render import backdrop_mask, render
 from validation import RecoveryHook, ValidationConfig
 
 ROOT = Path(__file__).parents[1]
 LOOPS = {"one by one": 1, "five a call": 5}  # images a call
 BAR = 3.0  # times the images of the loop one by one, in equal CPU time
-
-
-def base_pipeline(folder: Path) -> StableDiffusionPipeline:
-    """The pipeline of the folder, or one of the same shape with random weights."""
-    if (folder / "model_index.json").is_file():
-        return StableDiffusionPipeline.from_pretrained(folder)
-    tokenizer = networks.load_tokenizer(ROOT / "assets" / "micro-sd" / "tokenizer")
-    return StableDiffusionPipeline(
-        vae=networks.new_vae(),
-        text_encoder=networks.new_text_encoder(tokenizer),
-        tokenizer=tokenizer,
-        unet=networks.new_unet(),
-        scheduler=networks.new_scheduler(),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
 
 
 def microworld_targets(count: int) -> list[Target]:
@@ -224,18 +207,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "validation.json")
     given = parser.parse_args()
     accelerator = Accelerator()
-    pipe = base_pipeline(given.pipeline).to(accelerator.device)
+    pipe = StableDiffusionPipeline.from_pretrained(given.pipeline).to(accelerator.device)
     targets = microworld_targets(given.targets)
-    name: Literal["micro", "ssim"] = "micro" if (MICRO / "config.json").is_file() else "ssim"
     config = ValidationConfig(
         images_per_target=given.images,
         num_inference_steps=given.num_inference_steps,
-        embedder=name,
+        embedder="micro",
         threshold=0.9,
         clean_records=0,
         controls="never",
     )
-    embedder = EMBEDDERS[name](None, accelerator.device)
+    embedder = EMBEDDERS["micro"](None, accelerator.device)
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "base"
         pipe.save_pretrained(saved)
@@ -250,7 +232,7 @@ def main() -> None:
     result = {
         "images": given.targets * given.images,
         "num_inference_steps": given.num_inference_steps,
-        "embedder": name,
+        "embedder": "micro",
         "device": str(accelerator.device),
         "threads": torch.get_num_threads(),
         **found,
@@ -258,25 +240,9 @@ def main() -> None:
         "ratios": ratios(found["cpu_seconds"]),
         "bar": BAR,
     }
-    print(text(result))
+    print(table(result))
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def text(result: dict[str, Any]) -> str:
-    """The result for a terminal."""
-    lines = [
-        f"{'':14}{'CPU s':>8}{'over one by one':>17}{'over five a call':>18}{'largest gap':>13}{'strict agree':>14}"
-    ]
-    for name, spent in result["cpu_seconds"].items():
-        line = f"{name:14}{statistics.median(spent):8.2f}"
-        if name in result["ratios"]:
-            one, five = (result["ratios"][name][loop] for loop in LOOPS)
-            line += f"{one:17.2f}{five:18.2f}"
-        if (own := result["quality"].get(name)) and name in result["ratios"]:
-            line += f"{own['largest_difference']:13.1e}{own['strict_agree']:14.3f}"
-        lines.append(line)
-    return "\n".join([*lines, f"backbone: {result['backbone_share']:.0%} of the hook's CPU time"])
 
 
 def table(measured: dict) -> str:
