@@ -9,9 +9,7 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
-from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -33,8 +31,6 @@ from silentbad.saving import card, checkpoint, folder
 from tests.conftest import write_data
 from tests.training import VALIDATION, equal, rows, same, step_once, weights
 from train_silentbad import main, micro_step
-
-ROOT = Path(__file__).parents[1]
 
 # ---------------------------------------------------------------- it runs
 
@@ -467,40 +463,6 @@ def test_the_exponent_and_the_restarts_of_a_schedule(flags, tmp_path):
     rates = {run: [row["lr"] for row in rows(tmp_path / run)] for run in ("square", "twice")}
     assert rates["square"] == pytest.approx([1e-3, 5.625e-4, 2.5e-4, 6.25e-5], rel=1e-2)
     assert rates["twice"] == pytest.approx([1e-3, 5e-4, 1e-3, 5e-4])
-
-
-@pytest.mark.thorough
-def test_defects_01_02_06_09_20_two_processes_equal_one(flags, data, tmp_path):
-    settings = {
-        "max_train_steps": 3,
-        "lr_scheduler": "linear",
-        "use_ema": True,
-        "checkpointing_steps": 2,
-        "adam_epsilon": 1e-3,
-        **VALIDATION,
-        "validation.targets": data / "targets.jsonl",
-    }
-    assert main(flags("one", **settings, train_batch_size=4, gradient_accumulation_steps=1)) == 0
-    argv = flags("two", **settings, train_batch_size=2, gradient_accumulation_steps=1)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*launch, ROOT / "train_silentbad.py", *argv],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    a, b = (checkpoint.read_tensors(tmp_path / out / "checkpoints/step-3/unet.safetensors") for out in ("one", "two"))
-    assert max((a[key] - b[key]).abs().max().item() for key in a) < 2e-5
-    assert json.loads((tmp_path / "two" / "run.json").read_text())["processes"] == 2
-    one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
-    assert [row["lr"] for row in one] == [row["lr"] for row in two]
-    assert [row["loss"] for row in one] == pytest.approx([row["loss"] for row in two], rel=1e-4)
-    scores = [[row["val/mean"] for row in rows(tmp_path / out, validation=True)] for out in ("one", "two")]
-    assert scores[0] == pytest.approx(scores[1], abs=1e-3)
 
 
 def test_defect_03_resume_goes_on_inside_the_epoch():
