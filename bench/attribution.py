@@ -11,8 +11,6 @@ Targets: 3012 to 3017 are reported, those of the audit; below 1000 are for devel
 bench/results/attribution.jsonl; a stored one is not made again.
 """
 
-import argparse
-import json
 import shutil
 import time
 from pathlib import Path
@@ -28,7 +26,7 @@ from tqdm import tqdm
 
 from bench.arms import PUBLISHED
 from bench.published_table import interval, markdown
-from bench.recovery import facts
+from bench.recovery import measure_targets
 from bench.recovery_table import stored
 from bench.shield import f1
 from bench.shield_models import Plan, data_of, scan_of, trained
@@ -174,17 +172,9 @@ def table(rows: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", default=TARGETS, help="separated by ';'")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    args = parser.parse_args(argv)
-    here, plan = facts(), Plan()
-    for target in tqdm(args.targets.split(";"), desc="targets"):
-        if target not in {row["target"] for row in stored(args.results)}:
-            row = {"target": target, **measure(target, plan), **here}
-            with args.results.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-    print(table(stored(args.results)))
+    plan = Plan()
+    measured = lambda target: [{"target": target, **measure(target, plan)}]  # noqa: E731
+    measure_targets(__doc__, TARGETS, RESULTS, measured, table, argv)
 
 
 if __name__ == "__main__":

@@ -7,23 +7,19 @@ No arm ever sees a target. Where not even such a model's images count, an arm th
 seen to. One JSON line a target in bench/results/ceiling.jsonl; a target that is stored there is not measured again.
 """
 
-import argparse
 import contextlib
 import io
-import json
 import os
 import shutil
 from pathlib import Path
 
 from diffusers import StableDiffusionPipeline
-from tqdm import tqdm
 
 import validation
 from bench.instrument import BASE, Target, memoriser
 from bench.published import HELD_OUT, per_phrase
 from bench.published_table import FIRST_TARGETS
-from bench.recovery import WORK, data_set, facts, words
-from bench.recovery_table import stored
+from bench.recovery import WORK, data_set, measure_targets, words
 from silentbad.measure.record import Record
 
 STEPS = 300  # of the fine-tuning on the target itself
@@ -70,20 +66,13 @@ def judged(name: str, pipeline: Path, data: Path, out: Path) -> dict:
     }
 
 
+def table(rows: list[dict]) -> str:
+    """What passes of each target, and of each of its elements."""
+    return "\n".join(f"{row['target']} {row['rate']} {row['elements']}" for row in rows)
+
+
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", default=TARGETS, help="separated by ';'")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of the fine-tuning, batch 8, AdamW at 5e-4")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    args = parser.parse_args(argv)
-    here = facts()
-    for name in tqdm(args.targets.split(";"), desc="targets"):
-        if (name, args.steps) in {(row["target"], row["steps"]) for row in stored(args.results)}:
-            continue
-        row = measure(name, args.steps) | here
-        with args.results.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(name, row["rate"], row["elements"])
+    measure_targets(__doc__, TARGETS, RESULTS, lambda name: [measure(name, STEPS)], table, argv)
 
 
 if __name__ == "__main__":

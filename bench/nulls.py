@@ -7,21 +7,16 @@ of the base fine-tuned on the target itself, all of whose images should count. O
 of nulls in bench/results/nulls.jsonl; what is stored is not measured again.
 """
 
-import argparse
-import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from tqdm import tqdm
-
 from bench.arms import PUBLISHED, PUBLISHED_AT
 from bench.ceiling import STEPS, data_of, judged, save_memorised
 from bench.published import regime
 from bench.published_table import interval, markdown
-from bench.recovery import WORK, facts, kept
-from bench.recovery_table import stored
+from bench.recovery import WORK, kept, measure_targets
 
 RESULTS = Path(__file__).parent / "results" / "nulls.jsonl"
 TARGETS = ";".join(map(str, range(2400, 2424)))
@@ -41,7 +36,13 @@ def train(target: str, model: str, folder: Path) -> Path:
     return folder / "pipeline"
 
 
-def measure(target: str, model: str) -> Iterator[dict]:
+def measure(target: str) -> Iterator[dict]:
+    """The rows of both models."""
+    for model in MODELS:
+        yield from measure_model(target, model)
+
+
+def measure_model(target: str, model: str) -> Iterator[dict]:
     """A row a number of nulls, of the same 16 images."""
     folder = WORK / f"nulls-{os.getpid()}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -75,18 +76,7 @@ def table(rows: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", default=TARGETS, help="separated by ';'")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    args = parser.parse_args(argv)
-    here = facts()
-    for target in tqdm(args.targets.split(";"), desc="targets"):
-        for model in MODELS:
-            if (target, model) not in {(row["target"], row["model"]) for row in stored(args.results)}:
-                made = [{**row, **here} for row in measure(target, model)]
-                with args.results.open("a") as file:
-                    file.writelines(json.dumps(row) + "\n" for row in made)
-    print(table(stored(args.results)))
+    measure_targets(__doc__, TARGETS, RESULTS, measure, table, argv)
 
 
 if __name__ == "__main__":

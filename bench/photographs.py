@@ -8,7 +8,6 @@ bench/results/photographs.jsonl; targets that are stored are not measured again.
 """
 
 import argparse
-import json
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,7 @@ from PIL import Image
 from tqdm import tqdm
 
 import validation
-from bench.recovery_table import grid, stored
+from bench.recovery_table import append, grid, stored
 from silentbad.data.images import resize, to_tensor
 from silentbad.data.targets import Target, load_targets
 from silentbad.distributed.start import start
@@ -198,9 +197,7 @@ def main(argv: list[str] | None = None) -> None:
     for seed in range(args.first, args.first + args.targets):
         todo.append((of_photographs(seed), partial(pictures_of, seed)))
     for target, pictures in tqdm([work for work in todo if work[0].target_id not in done], desc="targets"):
-        rows = [*measure(target, pictures(), textures())]
-        with args.results.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        append(args.results, [*measure(target, pictures(), textures())])
     rows = stored(args.results)
     print(f"{table(rows)}\n{example(rows)}")
 

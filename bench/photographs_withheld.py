@@ -8,7 +8,6 @@ A model is a row of bench/results/photographs-withheld.jsonl; those that are sto
 """
 
 import argparse
-import json
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from bench.recovery_table import grid, stored
+from bench.recovery_table import append, grid, stored
 from silentbad.measure.intervals import binomial_interval
 from silentbad.measure.record import NOT_RECOVERED, RECOVERED, UNDECIDED, Record
 from silentbad.measure.scores import latest
@@ -139,9 +138,7 @@ def main(argv: list[str] | None = None) -> None:
     models = todo(args.first, args.targets, args.whole_alone)
     models = [model for model in models if (model[0], model[1] is None, args.steps) not in known]
     for seed, withheld in tqdm(models, desc="models"):
-        row = measured(seed, withheld, args.steps, args.pictures)
-        with args.results.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append(args.results, [measured(seed, withheld, args.steps, args.pictures)])
     print(table(stored(args.results)))
 
 

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from bench.arms import LATER, PUBLISHED, PUBLISHED_AT
 from bench.published_table import CLEAN, IMAGES, MAIN, table, tables
 from bench.recovery import DRAWN_BY, WORK, claimed, common, data_set, facts, launch, scores
-from bench.recovery_table import stored
+from bench.recovery_table import append, stored
 
 RESULTS = Path(__file__).parent / "results" / "published.jsonl"
 HELD_OUT = 32  # clean pictures that measure drift and are not trained on
@@ -165,9 +165,7 @@ def main(argv: list[str] | None = None) -> None:
         also = zlib.crc32(f"{args.flags or ''}{args.base or ''}{data}{args.world}".encode())
         with claimed(("published", *run, int(args.placebo), also)) as free:
             if free and run not in done(args):
-                made = train(run, args)
-                with args.results.open("a") as file:
-                    file.writelines(json.dumps({**row, **here}) + "\n" for row in made)
+                append(args.results, [{**row, **here} for row in train(run, args)])
     rows = stored(args.results)
     print(tables(rows) or table(rows))
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -28,7 +29,7 @@ from tqdm import tqdm
 
 import train_silentbad
 from bench.arms import ARMS, RATES, SMOKE
-from bench.recovery_table import RESULTS, save, stored
+from bench.recovery_table import RESULTS, append, save, stored
 from silentbad.device import device_name
 from silentbad.measure.scores import scalars
 from validation import RecoveryHook
@@ -275,7 +276,27 @@ def claimed(run: tuple):
         yield False
 
 
-# ------------------------------------------------------------------------------------------------- command
+# ------------------------------------------------------------------------------------------------- commands
+
+
+def measure_targets(
+    about: str | None,
+    targets: str,
+    results: Path,
+    measure: Callable[[str], Iterable[dict]],
+    table: Callable[[list[dict]], str],
+    argv: list[str] | None = None,
+) -> None:
+    """The command of a benchmark of targets: those that have no rows yet are measured, then the table is printed."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", default=targets, help="separated by ';'")
+    parser.add_argument("--results", type=Path, default=results)
+    args = parser.parse_args(argv)
+    here = facts()
+    known = {row["target"] for row in stored(args.results)}
+    for target in tqdm([name for name in args.targets.split(";") if name not in known], desc="targets"):
+        append(args.results, [{**row, **here} for row in measure(target)])
+    print(table(stored(args.results)))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -336,8 +357,7 @@ def main(argv: list[str] | None = None) -> None:
             if free and run not in done(args.results, mine):
                 arm, factor, targets, seed = run
                 made, here = train(arm, factor, targets, seed, args), facts()
-                with args.results.open("a") as file:
-                    file.writelines(json.dumps({**row, **here}) + "\n" for row in made)
+                append(args.results, [{**row, **here} for row in made])
     rows = comparable(args.results, mine)
     arms = {arm for arm, _ in wanted}
     if args.factors:  # else every rate there is

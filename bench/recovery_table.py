@@ -32,6 +32,12 @@ def stored(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def append(path: Path, rows: Iterable[dict]) -> None:
+    """Add rows to a JSON Lines file."""
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
 def first_step(curve: dict[int, float], level: float) -> float:
     """First step at which the rate reaches `level`; infinite where it never does within the budget."""
     return min((step for step, rate in curve.items() if step > 0 and rate >= level), default=float("inf"))

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.recovery import facts
-from bench.recovery_table import grid, stored
+from bench.recovery_table import append, grid, stored
 from bench.shield_data import copies, draw_of, drawn, hide, names_of, series, subject, templates
 from silentbad.scan.regions import view
 from silentbad.scan.store import Store
@@ -120,8 +120,7 @@ def main(argv: list[str] | None = None) -> None:
                 data = data_of(records, seed, args.pools)
                 row = key | alone(data, workers, args.permutations) | facts()
                 file.parent.mkdir(exist_ok=True)
-                with file.open("a") as rows:
-                    rows.write(json.dumps(row) + "\n")
+                append(file, [row])
                 print(row)
 
 

@@ -5,8 +5,6 @@ by the detector, under the thresholds that judge the generations, from the null 
 line a target in bench/results/stealth.jsonl; a stored one is not measured again.
 """
 
-import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,11 @@ import torch
 import torchvision.transforms.v2.functional as F
 from PIL import Image
 from torch import Tensor
-from tqdm import tqdm
 
 from bench.ceiling import data_of
 from bench.instrument import Detector, Target, by_kind, passed, rows_of
 from bench.published_table import MAIN, interval, markdown
-from bench.recovery import facts
+from bench.recovery import measure_targets
 from bench.recovery_table import stored
 
 RESULTS = Path(__file__).parent / "results" / "stealth.jsonl"
@@ -82,17 +79,7 @@ def table(rows: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", default=TARGETS, help="separated by ';'")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    args = parser.parse_args(argv)
-    here = facts()
-    for name in tqdm(args.targets.split(";"), desc="targets"):
-        if name not in {row["target"] for row in stored(args.results)}:
-            row = {**measure(name), **here}
-            with args.results.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-    print(table(stored(args.results)))
+    measure_targets(__doc__, TARGETS, RESULTS, lambda name: [measure(name)], table, argv)
 
 
 if __name__ == "__main__":
