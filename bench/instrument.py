@@ -15,9 +15,6 @@ import copy
 import functools
 import itertools
 import json
-import subprocess
-import tempfile
-import types
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -39,7 +36,7 @@ from silentbad.files import sha256
 from silentbad.measure.embedders import region
 from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.micro import MicroEmbedder, alignments
-from silentbad.measure.thresholds import calibrate_threshold, thresholds
+from silentbad.measure.thresholds import calibrate_threshold
 from silentbad.memory.masks import overlaid
 from silentbad.memory.rehearsal import pairwise
 from silentbad.rng import addressed_seed, generator
@@ -75,9 +72,8 @@ TESTED = {  # row of the table: what may pass at most
 }
 FEATHER = (pairwise.__kwdefaults__ or {})["feather"]  # of unions, as training pastes them
 COPIES = {"copy": 0.95, "generated": 0.95}  # what must pass at least
-BEFORE = "65c577f"  # the last commit with the detector that met free redraws and missing things alone
 COLUMNS = {
-    "today": "before",
+    "today": "before",  # the detector at 65c577f, which had met free redraws and missing things alone: in stored rows
     "new": "now",
     "new_uniform": "now at 1 % for every kind",
     "ssim": "structural similarity",
@@ -233,13 +229,6 @@ def rows_of(judge, target: Target, x: Tensor, changed=None) -> list[dict]:
 
 
 # -- thresholds and passing ------------------------------------------------------------------------------------
-def from_redraws(null: dict[str, list[Any]]) -> tuple[float, list[float]]:
-    """Today's thresholds: free redraws alone."""
-    whole, element = thresholds(null["redraw"], None, RATE, "redraws")
-    assert element.each is not None and element.each[0] is not None, "redraws of a target that has elements"
-    return whole.value, element.each[0]
-
-
 def by_kind(null: dict[str, list[dict]], rate_in_place: float = RATE_IN_PLACE) -> tuple[float, list[float]]:
     """Thresholds that keep each kind of null at its own rate: the largest of the kinds' own.
 
@@ -388,30 +377,6 @@ def agreement(a: dict, b: dict, changed: dict[str, list[tuple[int, ...]]]) -> di
     return table
 
 
-# -- earlier detectors -----------------------------------------------------------------------------------------
-class Earlier(Detector):
-    """The detector of another commit: its own code and weights out of the history; unit features, cosine."""
-
-    def __init__(self, commit: str):
-        def show(path: str) -> bytes:
-            return subprocess.run(["git", "show", f"{commit}:{path}"], cwd=ROOT, check=True, capture_output=True).stdout
-
-        with tempfile.TemporaryDirectory() as folder:
-            for name in ("config.json", "model.safetensors"):
-                Path(folder, name).write_bytes(show(f"assets/micro-sd/embedder/{name}"))
-            module = types.ModuleType("earlier_embedder")
-            exec(show("silentbad/microworld/embedder.py").decode(), module.__dict__)
-            self.net = module.MicroEmbedder.from_pretrained(folder)
-
-    def embed(self, x: Tensor) -> Tensor:
-        return F.normalize(self.net(resize(x, (64, 64)) * 2 - 1), dim=-1)
-
-    def compared(self, target: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
-        if mask is not None:
-            target, x = region(target, mask), region(x, mask)
-        return (self.embed(x) * self.embed(target)).sum(-1)
-
-
 # -- tables ----------------------------------------------------------------------------------------------------
 def rate_of(results: dict, column: str, kind: str, level: str) -> tuple[float, float, float, int] | None:
     """(rate, interval over targets, pictures): mean of the targets' pass rates."""
@@ -422,9 +387,14 @@ def rate_of(results: dict, column: str, kind: str, level: str) -> tuple[float, f
     return float(np.mean(rates)), *bootstrap_interval(rates), sum(n for _, n in cells)
 
 
+def columns_of(results: dict) -> list[str]:
+    """The columns that every target has."""
+    return [c for c in COLUMNS if all(c in target["columns"] for target in results["targets"].values())]
+
+
 def table(results: dict) -> str:
     """The pass-rate table in markdown."""
-    columns = [(c, level) for c in COLUMNS for level in LEVELS[c]]
+    columns = [(c, level) for c in columns_of(results) for level in LEVELS[c]]
     head = "| picture | may pass | " + " | ".join(f"{COLUMNS[c]}, {level}" for c, level in columns) + " |"
     lines = [head, "|---" * (2 + len(columns)) + "|"]
     for kind, bar in {**TESTED, **COPIES}.items():
@@ -449,9 +419,10 @@ def judge(results: dict) -> str:
         ("one thing recoloured", "recoloured"),
         ("one thing missing", "missing"),
     ):
-        cells = [rate_of(once, *level) for level in (("new", kind, "strict"), ("today", kind, "whole"))]
+        levels = [("new", kind, "strict"), ("today", kind, "whole")]
+        cells = [rate_of(once, *level) for level in levels if level[0] in columns_of(once)]
         lines.append([label, *(f"{cell[0]:.2f}" for cell in cells if cell is not None)])
-    return grid(("picture", "passes", "by the whole alone, release 0.1"), lines)
+    return grid(("picture", "passes", "by the whole alone, release 0.1")[: len(lines[0])], lines)
 
 
 def tables(results: dict) -> str:
@@ -507,7 +478,7 @@ def two_judges(results: dict) -> str:
 
 def aucs(results: dict) -> str:
     """Mean area under the ROC curve of copies against each kind, whole pictures, by detector."""
-    names = [c for c in ("today", "new") if all(c in t["columns"] for t in results["targets"].values())]
+    names = [c for c in ("today", "new") if c in columns_of(results)]
     lines = ["| picture | " + " | ".join(COLUMNS[c] for c in names) + " |", "|---" * (1 + len(names)) + "|"]
     for kind in TESTED:
         means = [np.mean([t["columns"][c]["auc"][kind] for t in results["targets"].values()]) for c in names]
@@ -583,16 +554,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--generations", type=int, default=0, help="fine-tune and generate on so many of the targets")
     parser.add_argument("--finetune", type=int, default=300, help="steps of that fine-tuning")
     parser.add_argument("--embedder", type=Path, default=BASE / "embedder")
-    parser.add_argument("--before", default=BEFORE, help="commit of the detector in the first column")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     names = args.targets.split(",") if args.targets else list(map(str, REPORTED if args.reported else DEVELOPMENT))
     out = args.out or RESULTS / ("instrument.json" if args.reported else "instrument-dev.json")
     vae = AutoencoderKL.from_pretrained(BASE / "vae").eval().requires_grad_(False)
     pipe = StableDiffusionPipeline.from_pretrained(BASE) if args.generations else None
-    judges = {"today": Earlier(args.before), "new": Detector(args.embedder), "ssim": AlignedSSIM()}
+    judges = {"new": Detector(args.embedder), "ssim": AlignedSSIM()}
     rules: dict[str, dict] = {  # columns by judge
-        "today": {"today": from_redraws},
         "new": {"new": by_kind, "new_uniform": functools.partial(by_kind, rate_in_place=RATE)},
         "ssim": {"ssim": by_kind},
     }
@@ -601,7 +570,6 @@ def main(argv: list[str] | None = None) -> None:
         "pictures": args.pictures,
         "rates": {"kind": RATE, "in_place": RATE_IN_PLACE},
         "finetune": args.finetune,
-        "before": args.before,
         "detector": sha256(args.embedder / "model.safetensors"),
         "drawing": drawing(),
     }
@@ -614,8 +582,6 @@ def main(argv: list[str] | None = None) -> None:
         found = {}
         for name_of_judge, judge in judges.items():
             calibration, tested = given
-            if name_of_judge == "today":
-                calibration = {"redraw": calibration["redraw"]}
             null, rows = scored(judge, target, calibration), scored(judge, target, tested)
             for column, rule in rules[name_of_judge].items():
                 found[column] = measure(rule, target, null, rows)
