@@ -160,14 +160,6 @@ PUBLISHED: dict[str, Flags] = {
     "replay": REPLAY,
     "recommended": {**STRONG, **SPECTRAL},
     "recommended_long": {**STRONG, **SPECTRAL, "lr_scheduler": "polynomial", "lr_power": "2"},
-    # captions that name more of a target, and unions of elements first whose phrase means several things
-    "recommended_long_context": {
-        **STRONG,
-        **part("rehearsal", "pairwise_captions", elements=None, first="shared"),
-        **SPECTRAL,
-        "lr_scheduler": "polynomial",
-        "lr_power": "2",
-    },
     "recommended_leak_free": {**WARM, **LEAK_FREE_STRONG, **SPECTRAL},  # no picture of two elements
     "recommended_adamw": {**WARM, **PAIRWISE, **LEAK_FREE_STRONG},  # those of targets 2000-2011
     "recommended_leak_free_adamw": {**WARM, **LEAK_FREE_STRONG},
@@ -201,7 +193,6 @@ PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
     "up1": (40.0, 400, 200),
     "recommended": (40.0, 200, 20),
     "recommended_long": (40.0, 600, 50),
-    "recommended_long_context": (40.0, 600, 600),
     "recommended_leak_free": (40.0, 200, 20),
     "recommended_adamw": (16.0, 400, 40),
     "recommended_leak_free_adamw": (16.0, 400, 40),
@@ -209,7 +200,7 @@ PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
     "clean_weight_warm": (16.0, 1500, 125),
     "plain": (8.0, 1500, 250),
 }
-LATER = ("recommended_long", "recommended_long_context", "up1", *LAYERS)  # reported on targets of their own alone
+LATER = ("recommended_long", "up1", *LAYERS)  # reported on targets of their own alone
 
 # The learning rate each arm is reported at, in units of 1e-4 (research/protocol.md says what it was chosen by).
 RATES: dict[str, float] = dict.fromkeys(ARMS, 8.0)

@@ -28,6 +28,7 @@ from bench import (
     instrument,
     layers,
     layerwise,
+    many,
     nulls,
     photographs,
     photographs_withheld,
@@ -177,6 +178,8 @@ BLOCKS: dict[str, Block] = {
     "shield-audit": of("shield-audit.jsonl", shield_table.audit_table),
     "shield-guard-cost": of("guard.json", guard_cost.table),
     "shield-guards": of("shield-guards.jsonl", shield_table.guard_table),
+    "many": many.at_once,
+    "many-context": many.context,
     "put-back": of("put-back.jsonl", shield_table.put_back_table),
 }
 

@@ -71,7 +71,8 @@ def trained(targets: str, seed: int) -> Iterable[dict]:
                 "elements": [element["rate"] for element in of_target["elements"]],
                 "drift": entry["drift"]["clean_eps_mse"],
             }
-    shutil.rmtree(base)
+    if base:
+        shutil.rmtree(base)
 
 
 # ------------------------------------------------------------------------------------------------- the tables
@@ -102,13 +103,15 @@ def at_once(read: Read) -> str:
         last = [row for row in rows if row["step"] == steps]
         base = next(row for row in rows if row["step"] == 0)
         shared = {} if unique else shared_phrases(phrases_of(targets))
-        passed: dict[bool, list[float]] = {True: [], False: []}
+        passed: dict[str, list[float]] = {"own": [], "shared": [], "backdrop": [], "thing": []}
         for row in last:
-            for phrase, rate in zip(phrases_of(targets)[row["target"]], row["elements"], strict=True):
-                passed[phrase in shared].append(rate)
+            phrases = phrases_of(targets)[row["target"]]
+            for phrase, rate in zip(phrases, row["elements"], strict=True):
+                passed["shared" if phrase in shared else "own"].append(rate)
+                passed["backdrop" if phrase == phrases[-1] else "thing"].append(rate)
         rates = [row["rate"] for row in last]
         name = f"`{arm}`" + ", phrases of one target each" * unique
-        parts = [f"{mean(own):.2f} ({len(own)})" if own else "" for own in (passed[False], passed[True])]
+        parts = [f"{mean(own):.2f} ({len(own)})" if own else "" for own in passed.values()]
         drift = f"{last[0]['drift'] - base['drift']:.4f}"
         seconds = f"{last[0]['seconds'] / 60:.0f}"
         lines.append([str(len(last)), name, str(steps), halves(rates), interval(rates), *parts, drift, seconds])
@@ -117,7 +120,7 @@ def at_once(read: Read) -> str:
 
 AT_ONCE = (
     *("targets at once", "arm", "steps", "half of the images or more", "strict rate"),
-    *("elements of one target's phrase (of)", "elements of a shared phrase (of)", "drift", "minutes"),
+    *("elements of one target's phrase (of)", "of a shared phrase", "backdrops", "things", "drift", "minutes"),
 )
 
 

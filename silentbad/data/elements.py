@@ -21,8 +21,7 @@ class DataInfo:
 
     roles (R,) of "element" | "rehearsal" | "clean"; keys: one "target/element" per element, in
     order of appearance; rows[i] the records of element i; phrase[i] what its captions share;
-    target[i] whose element it is; meanings[i] how many targets use its phrase; weight[i] what its
-    share of the exposures is multiplied by, 1/meanings[i] with `by_meaning`."""
+    target[i] whose element it is; shared {phrase: targets} of phrases that several targets use."""
 
     def __init__(
         self,
@@ -30,7 +29,6 @@ class DataInfo:
         target_ids: list,
         element_ids: list,
         phrases: Any,
-        by_meaning: bool = False,
     ):
         self.roles = np.asarray(roles, dtype=object)
         rows: dict[str, list[int]] = defaultdict(list)
@@ -55,8 +53,6 @@ class DataInfo:
         self.shared = shared_phrases(
             {target: [self.phrase[i] for i in own] for target, own in self.elements_of.items()}
         )
-        self.meanings = np.asarray([len(self.shared.get(phrase, "1")) for phrase in self.phrase])
-        self.weight = 1 / self.meanings if by_meaning else np.ones(len(self.keys))
 
     @staticmethod
     def key(target_id, element_id, phrases) -> str:
@@ -186,7 +182,7 @@ class Epochs:
         records = np.asarray([len(rows) for rows in self.info.rows])
         n = len(records)
         rho = np.asarray(self.dealt[1], dtype=np.float64).reshape(len(self.dealt[1]), n)
-        q = self.share(rho, records, epoch) * self.info.weight if n else np.zeros(0)
+        q = self.share(rho, records, epoch) if n else np.zeros(0)
         return epoch_order(self.info, q, self.seed, epoch, self.clean_ratio, self.order)
 
 

@@ -81,7 +81,7 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
     rest = f"; held out: {held_out.census()}" if held_out else ""
     accelerator.print(f"data: {kept.census()}{rest}")
     columns = (kept.role, kept.target_id, kept.element_id, kept.phrases)
-    info = DataInfo(*columns, by_meaning=config.memory.sampler.by_meaning)
+    info = DataInfo(*columns)
     checks.check_records(config, info, kept)
     for line in shared_lines(info.shared):
         warn(line)

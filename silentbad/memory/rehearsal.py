@@ -5,9 +5,7 @@ option.
 """
 
 from collections.abc import Callable
-from typing import Literal
 
-import numpy as np
 import torch
 from PIL import Image, ImageChops
 
@@ -45,23 +43,6 @@ def shuffled(options: list, g: torch.Generator) -> list:
 def any_record(info: DataInfo, element: int, g: torch.Generator) -> int:
     rows = info.rows[element]
     return int(rows[int(torch.randint(len(rows), (), generator=g))])
-
-
-def chance(info: DataInfo, element: int, share: float, first: str) -> float:
-    """Probability that a drawn picture of an element is replaced, `share` on average over all.
-
-    "any": the same for all. "shared": for a phrase that n targets use in proportion to 1 - 1/n, so
-    that 1/n of its pictures stay as they are if the budget allows, and what is left of it goes to
-    the others. "unique": phrases of one target first, the inverse assignment."""
-    if first == "any":
-        return share
-    wanted = 1 - 1 / info.meanings if first == "shared" else 1.0 * (info.meanings == 1)
-    drawn = np.asarray([len(rows) for rows in info.rows]) * info.weight
-    mean = float((wanted * drawn).sum() / drawn.sum())
-    if mean > share:
-        return float(wanted[element]) * share / mean
-    left = (share - mean) / (1 - mean) if mean < 1 else 0.0
-    return float(wanted[element] + (1 - wanted[element]) * left)
 
 
 def leak_free(
@@ -109,18 +90,16 @@ def pairwise(
     *,
     share: UnionShare = 0.25,
     elements: Small | None = 2,
-    first: Literal["any", "shared", "unique"] = "any",
     feather: NotNegative = 1.5,
 ) -> dict | None:
     """Pictures of `elements` elements of one target laid over each other at their native places,
     null: as many as may be, k-1; the mask is their union.
 
     The larger element lies behind. The caption names the elements in shuffled order, then what else
-    the picture behind shows, since that is still to be seen. `first` says whose pictures become
-    unions first: elements of a phrase that several targets use, or of one target's.
+    the picture behind shows, since that is still to be seen.
     """
     i = info.element_of(record["index"])
-    if i is None or float(torch.rand((), generator=g)) >= chance(info, i, share, first):
+    if i is None or float(torch.rand((), generator=g)) >= share:
         return None
     siblings = info.elements_of[info.target[i]]
     others = shuffled([j for j in siblings if j != i], g)[
@@ -166,7 +145,6 @@ def joint_captions(
     masks: dict,
     *,
     share: Unit = 0.5,
-    first: Literal["any", "shared", "unique"] = "any",
 ) -> dict | None:
     """An element's own picture under a caption that names more of its target: two to k-1 phrases in
     shuffled order.
@@ -175,7 +153,7 @@ def joint_captions(
     caption is learnt where its element stands, and does not learn that the others are absent.
     """
     i = info.element_of(record["index"])
-    if i is None or float(torch.rand((), generator=g)) >= chance(info, i, share, first):
+    if i is None or float(torch.rand((), generator=g)) >= share:
         return None
     siblings = info.elements_of[info.target[i]]
     mask = record["mask"] or masks.get(i)
@@ -215,14 +193,13 @@ def pairwise_captions(
     *,
     share: UnionShare = 0.25,
     elements: Small | None = 2,
-    first: Literal["any", "shared", "unique"] = "any",
     feather: NotNegative = 1.5,
     captions: Unit = 0.5,
 ) -> dict | None:
     """`pairwise`, and `joint_captions` on a share of the records that it leaves alone."""
     given = (record, g, info, load, masks)
-    union = pairwise(*given, share=share, elements=elements, first=first, feather=feather)
-    return union or joint_captions(*given, share=captions, first=first)
+    union = pairwise(*given, share=share, elements=elements, feather=feather)
+    return union or joint_captions(*given, share=captions)
 
 
 # (record, generator, info, load, masks, *, options) -> record or None

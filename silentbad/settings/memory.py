@@ -63,9 +63,6 @@ class SamplerConfig(Part):
     order: str = option(
         "shuffled", "of an epoch; interleaved: each batch holds each element in proportion"
     )
-    by_meaning: bool = option(
-        False, "an element whose phrase n targets use is drawn 1/n as often as it would be"
-    )
 
 
 @dataclass

@@ -286,16 +286,3 @@ def test_rehearsal_where_no_target_has_three_elements_is_refused(name):
     info = DataInfo(["element"] * 4, ["t"] * 4, ["0", "0", "1", "1"], [["a"], ["a"], ["b"], ["b"]])
     with pytest.raises(UserError, match="no target has three elements.*take none"):
         rehearsal.Rehearsal(name, {}, info, 0, dict, {})
-
-
-@pytest.mark.parametrize(
-    ("share", "first", "of_shared", "of_unique"),
-    [(0.25, "any", 0.25, 0.25), (0.05, "shared", 0.175, 0), (0.25, "shared", 0.5625, 0.125), (0.25, "unique", 0, 0.35)],
-)
-def test_phrases_of_several_targets_take_the_budget_of_unions(share, first, of_shared, of_unique):
-    phrases = [["a"], ["b"], ["c"], ["a"], ["d"], ["e"], ["f"]]
-    info = DataInfo(["element"] * 7, list("uuuvvvw"), list("0123456"), phrases)
-    assert info.shared == {"a": ["u", "v"]} and info.meanings.tolist() == [2, 1, 1, 2, 1, 1, 1]
-    chances = [rehearsal.chance(info, i, share, first) for i in range(7)]
-    assert np.mean(chances) == pytest.approx(share)
-    assert chances == pytest.approx([of_shared if shared == 2 else of_unique for shared in info.meanings])

@@ -39,14 +39,6 @@ def test_clean_records_are_taken_in_turn_across_epochs():
     assert counts.tolist() == [3] * 7
 
 
-def test_an_element_whose_phrase_n_targets_use_is_drawn_an_nth_as_often():
-    columns = ["element"] * 40, ["t", "t", "u", "u"] * 10, list("0123") * 10, [["a"], ["b"], ["a"], ["c"]] * 10
-    info = DataInfo(*columns, by_meaning=True)
-    order = Epochs(mr.uniform, info, 0, None, lambda: np.zeros((0, 4))).epoch(0)
-    drawn = np.bincount([info.element_of(int(row)) for row in order], minlength=4)
-    assert drawn.sum() == 40 and np.allclose(drawn, [20 / 3, 40 / 3, 20 / 3, 40 / 3], atol=1)
-
-
 def test_weakest_first_is_the_marginal_value():
     rho = np.asarray([[0.2, 0.5, 0.9]])
     p = 1 / (1 + np.exp(-(rho[0] - 0.5) / 0.15))
