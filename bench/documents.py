@@ -180,6 +180,7 @@ BLOCKS: dict[str, Block] = {
     "shield-guards": of("shield-guards.jsonl", shield_table.guard_table),
     "many": many.at_once,
     "many-context": many.context,
+    "many-sequence": many.by_stage,
     "put-back": of("put-back.jsonl", shield_table.put_back_table),
 }
 
