@@ -173,8 +173,9 @@ def table(rows: list[dict]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     plan = Plan()
-    measured = lambda target: [{"target": target, **measure(target, plan)}]  # noqa: E731
-    measure_targets(__doc__, TARGETS, RESULTS, measured, table, argv)
+    measure_targets(
+        __doc__, TARGETS, RESULTS, lambda target: [{"target": target, **measure(target, plan)}], table, argv
+    )
 
 
 if __name__ == "__main__":

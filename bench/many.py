@@ -9,7 +9,6 @@ learnt at once are rows of `bench.published --results bench/results/many.jsonl`.
 """
 
 import argparse
-import json
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable
@@ -23,12 +22,17 @@ from bench.arms import PUBLISHED, PUBLISHED_AT
 from bench.published import HELD_OUT, NULLS, per_phrase, regime
 from bench.published_table import CLEAN, IMAGES, by_arm, interval, markdown
 from bench.recovery import BASE, WORK, data_set, facts, kept, scores
-from bench.recovery_table import Read, stored
+from bench.recovery_table import Read, append, stored
 from silentbad.data.phrases import shared_phrases
 from silentbad.worlds.microworld.make import target_scene
 
 RESULTS = Path(__file__).parent / "results" / "sequence.jsonl"
 ARM = "recommended"
+PAIRED = 2400  # steps of the runs that compare
+AT_ONCE = (
+    *("targets at once", "arm", "steps", "half of the images or more", "strict rate"),
+    *("elements of one target's phrase (of)", "of a shared phrase", "backdrops", "things", "drift", "minutes"),
+)
 
 
 def trained(targets: str, seed: int) -> Iterable[dict]:
@@ -118,12 +122,6 @@ def at_once(read: Read) -> str:
     return markdown(AT_ONCE, lines)
 
 
-AT_ONCE = (
-    *("targets at once", "arm", "steps", "half of the images or more", "strict rate"),
-    *("elements of one target's phrase (of)", "of a shared phrase", "backdrops", "things", "drift", "minutes"),
-)
-
-
 @cache
 def phrases_of(targets: str) -> dict[str, list[str]]:
     """{target: phrases} of targets of the microworld."""
@@ -142,9 +140,6 @@ def context(read: Read) -> str:
     return markdown(("difference", "targets", "with context less without"), lines)
 
 
-PAIRED = 2400  # steps of the runs that compare
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", required=True, help="in the order of the stages, ',' between two")
@@ -156,8 +151,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         here = facts()
         for row in trained(args.targets, args.seed):
-            with args.results.open("a") as file:
-                file.write(json.dumps({**row, **here}) + "\n")
+            append(args.results, [{**row, **here}])
     print(by_stage(lambda _: stored(args.results)))
 
 

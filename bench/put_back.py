@@ -13,7 +13,6 @@ A stored row is not made again; `--minutes` begins no run after so many.
 """
 
 import argparse
-import json
 import shutil
 import time
 from collections import defaultdict
@@ -27,7 +26,7 @@ import torch
 from bench.arms import PUBLISHED
 from bench.published_table import markdown
 from bench.recovery import facts
-from bench.recovery_table import RESULTS, stored
+from bench.recovery_table import RESULTS, append, stored
 from bench.shield import bounds
 from bench.shield_models import RECOVERS, Plan, data_of, plan_of, trained
 from bench.shield_table import last, put_back_table
@@ -111,8 +110,7 @@ def run(arms: list[str], targets: list[str], file: Path, minutes: float) -> None
             begun = time.process_time()
             row = row_of(arm, target, plan)
             row["drawing"] = time.process_time() - begun
-            with file.open("a") as lines:
-                lines.write(json.dumps({**row, **here}) + "\n")
+            append(file, [{**row, **here}])
 
 
 def parts_table(rows: list[dict]) -> str:

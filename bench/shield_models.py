@@ -29,7 +29,7 @@ from bench.arms import LOWER_NOISE as NOISE
 from bench.arms import PUBLISHED, PUBLISHED_AT, SPECTRAL, UNCONDITIONAL, WARM, Flags
 from bench.published import HELD_OUT, per_phrase, regime
 from bench.recovery import BASE, ROOT, WORK, data_set, facts, kept, scores
-from bench.recovery_table import stored
+from bench.recovery_table import append, stored
 from bench.shield_worlds import WORLDS, Setting
 from silentbad.audit.returned import Drafts, Null, compared, drafting
 from silentbad.audit.search import Probe, probed, ranked, search
@@ -240,6 +240,5 @@ def run(plan: Plan, targets: list[str], file: Path, minutes: float = 1e9) -> lis
             if time.monotonic() - started > 60 * minutes:
                 return stored(file)
             row = {"kind": kind, "target": target, "steps": plan.steps, **plan.flags(), **row_of(kind, target, plan)}
-            with file.open("a") as lines:
-                lines.write(json.dumps({**row, **here}) + "\n")
+            append(file, [{**row, **here}])
     return stored(file)

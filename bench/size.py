@@ -39,6 +39,7 @@ import torch
 from safetensors import safe_open
 
 from bench.published_table import markdown
+from bench.recovery_table import append
 from bench.size_bases import write_base
 from bench.throughput import write_data as write_clean
 from silentbad.device import device_name
@@ -437,8 +438,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(json.dumps(row), flush=True)
             shutil.rmtree(places.out, ignore_errors=True)
             if not given.smoke:
-                with given.results.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                append(given.results, [row])
     return 0
 
 
