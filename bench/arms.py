@@ -174,6 +174,7 @@ PUBLISHED: dict[str, Flags] = {
     **{f"half_{seed}": {**STRONG, **SPECTRAL, **half(seed)} for seed in range(4)},
     "decoder_leak_free": {**WARM, **LEAK_FREE_STRONG, **SPECTRAL, **DECODER},
     "lora": {**STRONG, **SPECTRAL, **ADAPTERS},
+    "clean_weight_decoder": {**WARM, "memory.roles.clean.loss_weight": "0.1", **DECODER},
     "recommended_first": {**REPLAY, **RECOMMENDED},  # that of the first edition
 }
 LAYERS = (
