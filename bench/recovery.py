@@ -76,7 +76,7 @@ def data_set(
     redraws; None: 300 redraws, and 100 for each element that the kind changes."""
     masks = ["--no_masks"] if flags.get("memory.region.name") == "estimated" else []
     own = "".join(["" if clean == 64 else f"-{clean}", "" if nulls == 100 else f"-{nulls}", *masks, *more])
-    out = WORK / "data" / f"{targets.replace(',', '+')}-{seed}-{images}{own}-{drawing(world)}"
+    out = WORK / "data" / f"{file_name(targets)}-{seed}-{images}{own}-{drawing(world)}"
     if not out.exists():  # made aside and renamed when whole: another process may wait for the same data
         draft = out.with_name(f"{out.name}.{os.getpid()}")
         shutil.rmtree(draft, ignore_errors=True)
@@ -265,12 +265,18 @@ def done(path: Path, mine: dict) -> set[tuple]:
     return {(row["arm"], row["factor"], row["targets"], row["seed"]) for row in comparable(path, mine)}
 
 
+def file_name(text: str) -> str:
+    """A file's name that says the targets, as long as a file system takes it; else one of their hash."""
+    name = text.replace(",", "+")
+    return name if len(name) <= 160 else hashlib.sha256(name.encode()).hexdigest()
+
+
 @contextmanager
 def claimed(run: tuple):
     """True while no other process makes this run: several may work on one results file."""
     (WORK / "claims").mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(WORK / "claims" / "-".join(map(str, run)).replace(",", "+"), blocking=False):
+        with FileLock(WORK / "claims" / file_name("-".join(map(str, run))), blocking=False):
             yield True
     except Timeout:
         yield False

@@ -55,3 +55,9 @@ def test_a_kept_evaluation_is_the_bases_own(flags, data, tmp_path):
     assert process.exitcode == 0
     one, two = json.loads((tmp_path / "histories.json").read_text())
     assert one == two and len([*(tmp_path / "work/bases").iterdir()]) == 1
+
+
+def test_many_targets_have_a_file_name_that_a_file_system_takes():
+    assert recovery.file_name("2596,2597-0") == "2596+2597-0"
+    many = [recovery.file_name(",".join(map(str, range(first, first + 64)))) for first in (2604, 2605)]
+    assert len(set(many)) == 2 and max(map(len, many)) <= 160
