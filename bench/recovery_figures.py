@@ -3,6 +3,7 @@
     python -m bench.recovery_figures curves                     recovery by step from the stored rows, as SVG
     python -m bench.recovery_figures published                  the same of the published setting, and recall by drift
     python -m bench.recovery_figures sweeps                     the same at the end, by the elements' share and base
+    python -m bench.recovery_figures many                       the same at the end, by targets learnt at once
     python -m bench.recovery_figures strip --target 1000        generations by step: plain, original, recommended
     python -m bench.recovery_figures multipliers --target 33    learning-rate multipliers by layer, of one arm
 
@@ -159,6 +160,32 @@ def draw_sweeps(results: Path) -> Path:
     return IMAGES / "ratio.svg"
 
 
+def draw_many() -> Path:
+    """Images at the end by how many targets a run learns at once, a curve for each number of steps a target."""
+    rows = [row for name in ("published.jsonl", "many.jsonl") for row in stored(RESULTS.with_name(name))]
+    rows = [row for row in rows if row["seed"] == 0 and not row["placebo"] and not row.get("unique_phrases")]
+    rows = [
+        row for row in rows if usual(row) and row["arm"] in ("recommended", "recommended_long") and row.get("nulls")
+    ]
+    at_once = [row for row in rows if not alone(row)]
+    beside = {target for row in at_once for target in row["targets"].split(",")}
+    rows = at_once + [row for row in rows if alone(row) and row["target"] in beside]
+    rates: dict[int, dict[int, list[float]]] = {}  # steps a target -> targets at once -> rates at the end
+    for row in rows:
+        count = row["targets"].count(",") + 1
+        if row["step"] == row["steps"]:
+            rates.setdefault(row["steps"] // count, {}).setdefault(count, []).append(row["rate"])
+    series = []
+    for steps, by_count in sorted(rates.items(), reverse=True):
+        counts = sorted(by_count)
+        ends = [banded("", [count], np.array(by_count[count])[:, None]) for count in counts]
+        means, low, high = ([side[0] for side in sides] for sides in zip(*(end[2:] for end in ends), strict=True))
+        series.append(Series(f"{steps} steps a target", counts, means, low, high))
+    chart = lines(series, "Images recovered at the end", x_label="targets learnt at once", y_range=(0, 1))
+    (IMAGES / "many.svg").write_text(standalone(chart, [one.name for one in series]))
+    return IMAGES / "many.svg"
+
+
 def kept_run(arm: str, target: str, seed: int = 0, steps: int = 300) -> Path:
     """The folder of one run of an arm, with the images of a few steps."""
     out = WORK / f"kept-{arm}-{target}"
@@ -204,7 +231,7 @@ def draw_multipliers(target: str, arm: str) -> Path:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("curves", "published", "sweeps", "strip", "multipliers"))
+    parser.add_argument("what", choices=("curves", "published", "sweeps", "many", "strip", "multipliers"))
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--target", default="1000")
     parser.add_argument("--arm", default="prior_gsnr", choices=list(ARMS))
@@ -213,6 +240,7 @@ def main(argv: list[str] | None = None) -> None:
         "curves": lambda: draw_curves(args.results),
         "published": lambda: draw_published(RESULTS.with_name("published.jsonl")),
         "sweeps": lambda: draw_sweeps(RESULTS.with_name("published.jsonl")),
+        "many": draw_many,
         "strip": lambda: draw_strip(args.target),
         "multipliers": lambda: draw_multipliers(args.target, args.arm),
     }[args.what]()
