@@ -124,7 +124,9 @@ class RecoveryHook(Hook):
                 clip = CLIP(config.clip_path, accelerator.device)
             except UserError as error:
                 raise UserError(f"{sampler.prefix}clip_path: {error}") from None
-        kept = {role: records[: config.clean_records] for role, records in (held_out or {}).items()}
+        measured = {
+            role: records[: config.clean_records] for role, records in (held_out or {}).items()
+        }
         self.measure = Measure(
             config,
             self.targets,
@@ -133,7 +135,7 @@ class RecoveryHook(Hook):
             clip,
             accelerator,
             seed,
-            kept,
+            measured,
             training,
             self.output_dir,
             cache_dir,
@@ -263,12 +265,12 @@ class RecoveryHook(Hook):
             images = sorted((r for r in rows if r["target"] == j), key=lambda r: -r["sim"])
             best = next((row for row in images if row["recovered"]), images[0])
             median = images[len(images) // 2]
-            own = scores[target.target_id]
-            own.best = Picture(f"{folder}/{self.names[j]}-best.png", best["sim"])
-            own.median = Picture(f"{folder}/{self.names[j]}-median.png", median["sim"])
-            for kept, row in ((own.best, best), (own.median, median)):
+            target_scores = scores[target.target_id]
+            target_scores.best = Picture(f"{folder}/{self.names[j]}-best.png", best["sim"])
+            target_scores.median = Picture(f"{folder}/{self.names[j]}-median.png", median["sim"])
+            for picture, row in ((target_scores.best, best), (target_scores.median, median)):
                 if writes:
-                    save(Image.fromarray(row["pixels"]), self.output_dir / kept.file)
+                    save(Image.fromarray(row["pixels"]), self.output_dir / picture.file)
             lines.append(grid_line(target.image, [row["pixels"] for row in images]))
         if lines and writes:
             grid = np.concatenate(lines)
@@ -368,7 +370,7 @@ def audit(
     redraws = load_redraws(config.targets, targets, decode=True)
     null_source(config, targets, bool(redraws), baseline is not None, "--")
     accelerator = start()
-    mine = owned.claimed(
+    claim = owned.claimed(
         output_dir,
         "audit",
         key="--output_dir",
@@ -380,7 +382,7 @@ def audit(
             "--lora": lora,
         },
     )
-    with mine if accelerator.is_main_process else nullcontext():
+    with claim if accelerator.is_main_process else nullcontext():
         device, name = accelerator.device, f"--pipeline {pipeline}"
         base = None
         if baseline is not None:
@@ -416,13 +418,15 @@ def audit(
 def main(arguments: list[str] | None = None, options: Audit | None = None) -> int:
     """The command line."""
     try:
-        given = options or startup.options(Audit, arguments, __doc__)
-        if given.given:
-            return searched(given)
+        audit_options = options or startup.options(Audit, arguments, __doc__)
+        if audit_options.given:
+            return searched(audit_options)
         config = ValidationConfig(
-            **{f.name: getattr(given, f.name) for f in fields(ValidationConfig)}
+            **{f.name: getattr(audit_options, f.name) for f in fields(ValidationConfig)}
         )
-        verdict = audit(config, **{name: getattr(given, name) for name in Audit.__annotations__})
+        verdict = audit(
+            config, **{name: getattr(audit_options, name) for name in Audit.__annotations__}
+        )
     except UserError as error:
         return startup.refused(error)
     print(f"{verdict.images_above} of {verdict.images} composed images reach every threshold")

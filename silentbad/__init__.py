@@ -17,10 +17,10 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 def bundled(path: str) -> str:
     """The place of configs/... or assets/..., as the package has it where the current folder has
     not."""
-    own = str(ROOT / path)
+    in_package = str(ROOT / path)
     ours = (
         path.startswith(("configs/", "assets/"))
         and not os.path.exists(path)
-        and os.path.exists(own)
+        and os.path.exists(in_package)
     )
-    return own if ours else path
+    return in_package if ours else path

@@ -69,7 +69,7 @@ def in_batches(
     while start < len(items):
         chunk = items[start : start + size]
         try:
-            made = work(chunk)
+            result = work(chunk)
         except (RuntimeError, MemoryError) as error:
             if len(chunk) == 1 or not ran_out(error):
                 raise
@@ -77,7 +77,7 @@ def in_batches(
             halved(size)
             continue
         start += len(chunk)
-        yield chunk, made
+        yield chunk, result
 
 
 def ran_out(error: Exception) -> bool:

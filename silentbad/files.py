@@ -25,11 +25,11 @@ def sealed(draft: Path, folder: Path, suffix: str) -> Path:
 def intact(file: Path) -> bool:
     """Whether a sealed file holds what was written: by size and time of change, by its checksum
     where the time differs."""
-    found = SEALED.match(file.name)
+    match = SEALED.match(file.name)
     try:
-        if found is None or (state := file.stat()).st_size != int(found[2]):
+        if match is None or (state := file.stat()).st_size != int(match[2]):
             return False
-        return state.st_mtime_ns == int(found[3]) or checksum(file) == found[1]
+        return state.st_mtime_ns == int(match[3]) or checksum(file) == match[1]
     except OSError:
         return False
 
@@ -127,12 +127,12 @@ def check_writable(path: Path, key: str, folder: bool = False) -> None:
         raise UserError(
             f"{key}: {path} is {'no folder' if folder else 'a folder; name a file in it'}"
         )
-    known = place
-    while not os.path.lexists(known):
-        if len(os.fsencode(os.path.basename(known))) > 255:
+    existing = place
+    while not os.path.lexists(existing):
+        if len(os.fsencode(os.path.basename(existing))) > 255:
             raise UserError(f"{key}: cannot write {path} (File name too long)")
-        known = os.path.dirname(known)
-    if known != place and not os.path.isdir(known):
-        raise UserError(f"{key}: cannot write {path} ({known} is no folder)")
-    if not os.access(known, os.W_OK):
+        existing = os.path.dirname(existing)
+    if existing != place and not os.path.isdir(existing):
+        raise UserError(f"{key}: cannot write {path} ({existing} is no folder)")
+    if not os.access(existing, os.W_OK):
         raise UserError(f"{key}: cannot write {path} (Permission denied)")

@@ -121,24 +121,25 @@ def refuse_overlap(
     over. Links count as what they lead to."""
     out = resolved(folder, key)
     written = [out / name for name in writes]
-    for name, given in read.items():
-        if given is None or not os.path.lexists(given):
+    for name, source in read.items():
+        if source is None or not os.path.lexists(source):
             continue
-        path = resolved(given, name)
+        path = resolved(source, name)
         inside = path.is_dir() and (out == path or path in out.parents)
         if inside or out == path.parent and path.is_file() and path.name in writes:
             raise UserError(
-                f"{key} {folder}: lies in {name} {given}, which is read; choose a folder outside it"
+                f"{key} {folder}: lies in {name} {source}, which is read; "
+                f"choose a folder outside it"
             )
         beside = path.suffix == ".jsonl" and (out == path.parent or path.parent in out.parents)
         if beside and kind_of(out) is None and out.is_dir() and os.listdir(out):
             raise UserError(
-                f"{key} {folder}: holds files beside {name} {given}, which is read; "
+                f"{key} {folder}: holds files beside {name} {source}, which is read; "
                 f"choose an empty folder"
             )
         if any(path == place or place in path.parents for place in written):
             raise UserError(
-                f"{key} {folder}: would replace {name} {given}, which is read; "
+                f"{key} {folder}: would replace {name} {source}, which is read; "
                 f"choose another folder"
             )
 

@@ -56,17 +56,17 @@ class Null:
     def of(cls, similarities: Sequence[np.ndarray]) -> "Null":
         """Of similarities (S,S) of each ordinary prompt's images."""
         off = ~np.eye(len(similarities[0]), dtype=bool)
-        pairs = np.concatenate([one[off] for one in similarities])
+        pairs = np.concatenate([similarity[off] for similarity in similarities])
         return cls(
             max(ALIKE, float(np.quantile(pairs, QUANTILE))),
-            [float(one[off].mean()) for one in similarities],
+            [float(similarity[off].mean()) for similarity in similarities],
         )
 
     def judge(self, similarity: np.ndarray, tests: int = 1) -> tuple[Returned, float, bool]:
         """(what a prompt's images share, p over so many tests, whether a picture returns)."""
-        seen = returned(similarity, self.alike)
-        p = p_value(seen.between, self.between, tests)
-        return seen, p, p <= LEVEL and seen.share >= SHARE
+        common = returned(similarity, self.alike)
+        p = p_value(common.between, self.between, tests)
+        return common, p, p <= LEVEL and common.share >= SHARE
 
 
 def p_value(value: float, null: Sequence[float], tests: int = 1) -> float:
@@ -108,7 +108,7 @@ def compared(
     """(similarities (S,S), images (S,3,H,W)) of each prompt, all under the same noise."""
     for prompt in Bar(prompts, desc="images"):
         items = [Item("search", -1, k, prompt, "search") for k in range(seeds)]
-        images = torch.stack(list(sampler.map(items, lambda chunk, made, _: list(made.cpu()))))
+        images = torch.stack(list(sampler.map(items, lambda chunk, batch, _: list(batch.cpu()))))
         features = embedder.embed(images)
         yield embedder.similarity(features, features).double().cpu().numpy(), images
 
@@ -131,7 +131,11 @@ class Drafts:
         """Mean similarity of each pair's images from different seeds."""
         prompts = [(", ".join(a), ", ".join(b)) for a, b in pairs]
         self.draw(
-            [one for one in dict.fromkeys(itertools.chain(*prompts)) if one not in self.features]
+            [
+                prompt
+                for prompt in dict.fromkeys(itertools.chain(*prompts))
+                if prompt not in self.features
+            ]
         )
         off = ~np.eye(SEEDS, dtype=bool)
         both = ((self.features[a], self.features[b]) for a, b in prompts)
@@ -145,8 +149,10 @@ class Drafts:
         items = [
             Item("search", -1, k, prompt, "search") for prompt in prompts for k in range(SEEDS)
         ]
-        made = self.sampler.map(items, lambda chunk, images, _: list(self.embedder.embed(images)))
-        rows = [row for _, row in zip(Bar(range(len(items)), desc="drafts"), made, strict=True)]
+        features = self.sampler.map(
+            items, lambda chunk, images, _: list(self.embedder.embed(images))
+        )
+        rows = [row for _, row in zip(Bar(range(len(items)), desc="drafts"), features, strict=True)]
         for k, prompt in enumerate(prompts):
             self.features[prompt] = torch.stack(rows[k * SEEDS : (k + 1) * SEEDS])
 
@@ -173,7 +179,7 @@ class Extrapolated(nn.Module):
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         first = self.base(*arguments, **keywords)
-        own = self.unet(*arguments, **keywords)
-        a, b = first[0], own[0]
-        made = a + self.factor * (b - a)
-        return (made,) if isinstance(own, tuple) else type(own)(sample=made)
+        tuned = self.unet(*arguments, **keywords)
+        a, b = first[0], tuned[0]
+        extrapolated = a + self.factor * (b - a)
+        return (extrapolated,) if isinstance(tuned, tuple) else type(tuned)(sample=extrapolated)

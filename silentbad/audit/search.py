@@ -43,7 +43,7 @@ def probed(sampler: Sampler, prompts: Sequence[str]) -> np.ndarray:
 
     Agreement is minus the logarithm of the spread of the predicted pictures over the noises, in
     shares of their own."""
-    pipe, found = sampler.pipe, []
+    pipe, probes = sampler.pipe, []
     side = sampler.side // pipe.vae_scale_factor
     bars = pipe.scheduler.alphas_cumprod
     x = noise(
@@ -67,14 +67,14 @@ def probed(sampler: Sampler, prompts: Sequence[str]) -> np.ndarray:
         spread = x0.var(0).mean().sqrt() / x0.std().clamp_min(1e-6)
         guidance = predicted(low, prompt).flatten(1) - blank
         magnitude = (eps - empty).flatten(1).norm(dim=1).mean()
-        found.append(
+        probes.append(
             [
                 float(magnitude),
                 float(cosine_similarity(guidance, blank).mean()),
                 -float(spread.log()),
             ]
         )
-    return np.asarray(found).reshape(-1, 3)
+    return np.asarray(probes).reshape(-1, 3)
 
 
 @dataclass
@@ -94,8 +94,8 @@ class Probe:
     @property
     def suspicion(self) -> tuple[int, float]:
         """By effect; then, of those without one, by drafts; then by probes."""
-        known = [value for value in (self.score, self.draft, self.effect) if value is not None]
-        return len(known), known[-1]
+        measured = [value for value in (self.score, self.draft, self.effect) if value is not None]
+        return len(measured), measured[-1]
 
 
 def search(
@@ -112,19 +112,19 @@ def search(
     share with the best probes has drafts, and the WEIGHED whose drafts are most alike have effects.
     All pairs that fit are probed; the BEAM most suspicious prompts of a size grow by each other
     phrase."""
-    found: list[Probe] = []
+    probes: list[Probe] = []
     grown = [list(pair) for pair in itertools.combinations(phrases, 2) if fits(pair)]
     for _ in range(2, most + 1):
         ranks = sorted(ranked(measure, null, grown), key=lambda p: -p.score)
         drafted = ranks[: math.ceil(DRAFTED * len(ranks))]
-        for one, draft in zip(
-            drafted, alike([(one.phrases, one.phrases) for one in drafted]), strict=True
+        for probe, draft in zip(
+            drafted, alike([(probe.phrases, probe.phrases) for probe in drafted]), strict=True
         ):
-            one.draft = draft
+            probe.draft = draft
         weighed = sorted(drafted, key=lambda p: p.suspicion, reverse=True)[:WEIGHED]
-        for one, effect in zip(weighed, effects(alike, weighed), strict=True):
-            one.effect = effect
-        found += ranks
+        for probe, effect in zip(weighed, effects(alike, weighed), strict=True):
+            probe.effect = effect
+        probes += ranks
         best = sorted(ranks, key=lambda p: p.suspicion, reverse=True)[:BEAM]
         longer = {
             frozenset([*p.phrases, other]): None
@@ -132,21 +132,23 @@ def search(
             for other in phrases
             if other not in p.phrases
         }
-        grown = [sorted(one, key=phrases.index) for one in longer if fits(one)]
+        grown = [sorted(prompt, key=phrases.index) for prompt in longer if fits(prompt)]
         if not grown:
             break
-    return sorted(found, key=lambda p: p.suspicion, reverse=True)
+    return sorted(probes, key=lambda p: p.suspicion, reverse=True)
 
 
 def effects(alike: Alike, prompts: list[Probe]) -> list[float]:
     """The effects of prompts with drafts."""
     pairs = [
-        (one.phrases, [p for p in one.phrases if p != left])
-        for one in prompts
-        for left in one.phrases
+        (probe.phrases, [p for p in probe.phrases if p != left])
+        for probe in prompts
+        for left in probe.phrases
     ]
     without = iter(alike(pairs))
-    return [sum((one.draft or 0) - next(without) - PRICE for _ in one.phrases) for one in prompts]
+    return [
+        sum((probe.draft or 0) - next(without) - PRICE for _ in probe.phrases) for probe in prompts
+    ]
 
 
 def fits(phrases: Iterable[str]) -> bool:
@@ -160,9 +162,9 @@ def ranked(
     prompts: list[list[str]],
 ) -> list[Probe]:
     """Probes of prompts, against ordinary ones of as many phrases."""
-    found = []
+    probes = []
     for row, phrases in zip(measure([", ".join(p) for p in prompts]), prompts, strict=True):
         usual = null(len(phrases))
         z = (row - usual.mean(0)) / usual.std(0, ddof=1).clip(1e-9)
-        found.append(Probe(phrases, float(z[0]), float(z[1]), float(z[2]), float(z.sum())))
-    return found
+        probes.append(Probe(phrases, float(z[0]), float(z[1]), float(z[2]), float(z.sum())))
+    return probes

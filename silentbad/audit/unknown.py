@@ -76,7 +76,7 @@ def candidates(options: Audit) -> tuple[list[str], list[list[str]]]:
             raise UserError(
                 f"--scan: {options.scan} names no suspect set; give --phrases or --train_data_dir"
             )
-        return [], [[element.phrase for element in one.elements] for one in sets]
+        return [], [[element.phrase for element in suspect_set.elements] for suspect_set in sets]
     if options.phrases is not None:
         phrases = lines_of(options.phrases, "phrases")
     else:
@@ -127,13 +127,13 @@ def ordinary(
     `places`, or those of `--ordinary`."""
     rng = np.random.default_rng(addressed_seed(options.seed, "ordinary", size))
     if options.ordinary is not None:
-        given = lines_of(options.ordinary, "ordinary")
-        if len(given) < options.nulls:
+        lines = lines_of(options.ordinary, "ordinary")
+        if len(lines) < options.nulls:
             raise UserError(
-                f"--ordinary: {options.ordinary} holds {len(given)} prompts, --nulls asks for "
+                f"--ordinary: {options.ordinary} holds {len(lines)} prompts, --nulls asks for "
                 f"{options.nulls}"
             )
-        return [given[i] for i in rng.permutation(len(given))[:count]]
+        return [lines[i] for i in rng.permutation(len(lines))[:count]]
     things = [thing for thing in things if thing not in avoid]
     places = [place for place in places if place not in avoid] or places
     prompts = []
@@ -180,7 +180,7 @@ class Report:
     @property
     def found(self) -> list[Result]:
         """The prompts under which a picture comes back, the surest first."""
-        return [one for one in self.results if one.found]
+        return [result for result in self.results if result.found]
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -224,22 +224,22 @@ def tested(
 
     rough = Sampler(pipe.components, drafting(options), options.seed, refuses=named)
     with rough.using(pipe.unet, device), sampler.using(pipe.unet, device):
-        found = ranking(options, sampler, Drafts(rough, embedder), phrases, fixed)
-    probes = found[: options.tested] if phrases else found
-    known = known_phrases(phrases, fixed)
+        all_probes = ranking(options, sampler, Drafts(rough, embedder), phrases, fixed)
+    probes = all_probes[: options.tested] if phrases else all_probes
+    candidate_phrases = known_phrases(phrases, fixed)
     report = Report(
         pipeline=str(options.pipeline),
         baseline=options.baseline,
         candidates=options.given[0],
-        phrases=known,
-        searched=len(found),
+        phrases=candidate_phrases,
+        searched=len(all_probes),
         seeds=options.images_per_target,
         embedder=embedder.describe(),
     )
-    for one in found[:RANKED] if phrases else []:
-        report.ranking.append((", ".join(one.phrases), one.score, one.draft, one.effect))
+    for best in all_probes[:RANKED] if phrases else []:
+        report.ranking.append((", ".join(best.phrases), best.score, best.draft, best.effect))
     sizes = sorted({len(probe.phrases) for probe in probes}) or [2]
-    each = {size: ordinary(options, options.nulls, size, known) for size in sizes}
+    each = {size: ordinary(options, options.nulls, size, candidate_phrases) for size in sizes}
     nulls = [each[sizes[k % len(sizes)]][k] for k in range(options.nulls)]
     check_windows(pipe.tokenizer, nulls, "ordinary")
     prompts = [", ".join(probe.phrases) for probe in probes]
@@ -252,10 +252,10 @@ def tested(
             report.alike[name], report.ordinary[name] = null.alike, null.between
             shown = compared(sampler, embedder, prompts, report.seeds)
             for prompt, probe, (similarity, images) in zip(prompts, probes, shown, strict=True):
-                seen, p, hit = null.judge(similarity, tests)
-                result = Result(prompt, name, probe, seen.between, seen.share, p, hit)
+                common, p, hit = null.judge(similarity, tests)
+                result = Result(prompt, name, probe, common.between, common.share, p, hit)
                 report.results.append(result)
-                order = np.argsort(-similarity[seen.centre], kind="stable")
+                order = np.argsort(-similarity[common.centre], kind="stable")
                 pictures.append([np.asarray(to_pil(images[k])) for k in order])
     return report, pictures
 
@@ -311,16 +311,23 @@ def page(report: Report, pictures: list[list[np.ndarray]]) -> str:
     head = ["prompt", "guidance", "comes back", "p", "images alike", "similarity"]
     head += ["magnitude", "anisotropy", "agreement"]
     rows, cards = list[list[pages.Cell]](), []
-    for one, images in shown:
-        found = "yes" if one.found else "no"
-        row: list[pages.Cell] = [one.prompt, one.guidance, found, one.p, one.share, one.between]
-        rows.append([*row, one.probe.magnitude, one.probe.anisotropy, one.probe.agreement])
+    for result, images in shown:
+        comes_back = "yes" if result.found else "no"
+        row: list[pages.Cell] = [
+            result.prompt,
+            result.guidance,
+            comes_back,
+            result.p,
+            result.share,
+            result.between,
+        ]
+        rows.append([*row, result.probe.magnitude, result.probe.anisotropy, result.probe.agreement])
         names = ["centre", *(str(k + 1) for k in range(1, len(images)))]
-        cards.append({"result": one, "shots": list(map(pages.shot, images, names))})
+        cards.append({"result": result, "shots": list(map(pages.shot, images, names))})
     values = {
         "name": Path(report.pipeline).name or report.pipeline,
         "report": report,
-        "prompts": len({one.prompt for one in report.found}),
+        "prompts": len({result.prompt for result in report.found}),
         "cards": cards,
         "table": Table(head, rows),
         "level": LEVEL,
@@ -332,10 +339,10 @@ def page(report: Report, pictures: list[list[np.ndarray]]) -> str:
 def searched(options: Audit) -> int:
     """The audit without a target: exit code 3 where a picture comes back, else 0."""
     report = audited(options)
-    for one in report.found:
+    for result in report.found:
         print(
-            f"comes back: {one.prompt} ({one.share:.0%} of {report.seeds} seeds, p "
-            f"{one.p:.2g}, {one.guidance})"
+            f"comes back: {result.prompt} ({result.share:.0%} of {report.seeds} seeds, p "
+            f"{result.p:.2g}, {result.guidance})"
         )
     count = len(report.found)
     print(

@@ -23,9 +23,9 @@ from silentbad.settings.train import TrainConfig
 def shuffled_text(text: str, phrases: list[str], rng: torch.Generator) -> str:
     """`text` with the phrases that stand in it exchanged among their places."""
     any_phrase = pattern(phrases)
-    found = re.findall(any_phrase, text)
-    order = iter(torch.randperm(len(found), generator=rng).tolist())
-    return re.sub(any_phrase, lambda _: found[next(order)], text)
+    matches = re.findall(any_phrase, text)
+    order = iter(torch.randperm(len(matches), generator=rng).tolist())
+    return re.sub(any_phrase, lambda _: matches[next(order)], text)
 
 
 def first_parts(text: str, draw: int, least: int, steps: int) -> str:
@@ -38,9 +38,9 @@ def first_parts(text: str, draw: int, least: int, steps: int) -> str:
 def with_caption(record: dict, text: str) -> dict:
     """A record under a shorter caption; its element keeps its name where a phrase gave it."""
     phrases = record["phrases"]
-    kept = standing(phrases, text)
+    phrases_left = standing(phrases, text)
     element = record["element_id"] or (phrases or [""])[0]
-    return {**record, "text": text, "phrases": kept, "element_id": element}
+    return {**record, "text": text, "phrases": phrases_left, "element_id": element}
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Transform:
     def shapes(self, sizes: np.ndarray) -> list[tuple[int, int]]:
         """The shape of each of sizes (R,2)."""
         different, of = np.unique(sizes, axis=0, return_inverse=True)
-        found = [self.shape((width, height)) for width, height in different.tolist()]
-        return [found[k] for k in of.reshape(-1).tolist()]
+        shapes = [self.shape((width, height)) for width, height in different.tolist()]
+        return [shapes[k] for k in of.reshape(-1).tolist()]
 
     def is_fixed(self, size: tuple[int, int]) -> bool:
         """Whether an image of this size looks the same at every draw."""
@@ -128,8 +128,8 @@ class Transform:
         def window(layer: Image.Image | None) -> torch.Tensor | None:
             if layer is None:
                 return None
-            seen = layer.crop(box)
-            return TF.pil_to_tensor(ImageOps.mirror(seen) if flips else seen)
+            cropped = layer.crop(box)
+            return TF.pil_to_tensor(ImageOps.mirror(cropped) if flips else cropped)
 
         if flips:
             left = width - across - left  # the corner in the flipped picture
@@ -160,19 +160,23 @@ class Reader:
         """A record as a dict of FIELDS, `shuffle`, `index`, `size`, the image's own height and
         width, and `shape`, the width and height it is seen in; image (None where the `picture` is
         not asked for) and mask resized."""
-        kept = self._cache.get(index)
-        if kept is not None and (kept["image"] is not None or not picture):
-            return dict(kept) if picture else {**kept, "image": None}
+        cached = self._cache.get(index)
+        if cached is not None and (cached["image"] is not None or not picture):
+            return dict(cached) if picture else {**cached, "image": None}
         row, image, mask = self.records.open(index, picture)
-        own = tuple(row["size"])
+        image_size = tuple(row["size"])
         if image is not None:
             image, mask = self.transform.resize(image, mask)
         elif mask is not None:
-            mask = mask.resize(self.transform.resized(own), Image.Resampling.BILINEAR)
+            mask = mask.resize(self.transform.resized(image_size), Image.Resampling.BILINEAR)
         record = {**row, "image": image, "mask": mask, "phrases": list(row["phrases"])}
         record = {key: record[key] for key in (*self.FIELDS, "shuffle")}
-        record |= {"index": int(index), "size": own[::-1], "shape": self.transform.shape(own)}
-        size, freed = memory_of(record), 0 if kept is None else memory_of(kept)
+        record |= {
+            "index": int(index),
+            "size": image_size[::-1],
+            "shape": self.transform.shape(image_size),
+        }
+        size, freed = memory_of(record), 0 if cached is None else memory_of(cached)
         if self._used + size - freed <= self.cache_bytes:
             self._cache[index] = record
             self._used += size - freed
@@ -197,9 +201,9 @@ class Reader:
         samples = []
         for index in indices:
             record = self.load(index)
-            seen = self.window(record, record["size"], (self.seed, "picture", index))
+            sample = self.window(record, record["size"], (self.seed, "picture", index))
             fixed = self.transform.is_fixed(record["size"])
-            samples.append(seen | {"index": index, "position": 0, "fixed": fixed})
+            samples.append(sample | {"index": index, "position": 0, "fixed": fixed})
         return samples
 
 
@@ -210,14 +214,14 @@ def by_role(
     records: Records | None, transform: Transform, seed: int
 ) -> dict[str, list[dict[str, Any]]]:
     """Held-out records by role: pixel_values (3,R,R) in [-1,1] and text."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    samples: dict[str, list[dict[str, Any]]] = {}
     if records is not None:
         pictures = Reader(records, transform, seed).pictures(list(range(len(records))))
         for role, p in zip(records.role, pictures, strict=True):
-            found.setdefault(role, []).append(
+            samples.setdefault(role, []).append(
                 {"pixel_values": p["pixels"].float() / 127.5 - 1, "text": p["text"]}
             )
-    return found
+    return samples
 
 
 @dataclass(frozen=True)
@@ -289,10 +293,10 @@ class Draws:
             record["counted"] = hidden.counted(index, resized)
             if record["counted"] is not None and record["mask"] is None:
                 record["mask"] = Image.new("L", resized, 255)
-        seen = self.reader.window(record, size, address) | {"united": record.get("united")}
+        sample = self.reader.window(record, size, address) | {"united": record.get("united")}
         if hidden is not None:
-            seen["counted"] = hidden.whole_cells(seen["counted"])
-        return seen | {"index": index, "position": position, "fixed": fixed}
+            sample["counted"] = hidden.whole_cells(sample["counted"])
+        return sample | {"index": index, "position": position, "fixed": fixed}
 
     def _uncaptioned(self, role: str, address: tuple) -> bool:
         """Whether an exposure of a role has no caption; nothing is drawn where all have theirs."""

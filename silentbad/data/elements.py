@@ -51,7 +51,10 @@ class DataInfo:
         for i, target in enumerate(self.target):
             self.elements_of[target].append(i)
         self.shared = shared_phrases(
-            {target: [self.phrase[i] for i in own] for target, own in self.elements_of.items()}
+            {
+                target: [self.phrase[i] for i in of_target]
+                for target, of_target in self.elements_of.items()
+            }
         )
 
     @staticmethod

@@ -173,13 +173,13 @@ def checked_row(given: dict) -> dict:
     if given["mask"]:
         mask = images.open_mask(Path(given["mask"]), image.size, where)
         mask_content = images.content_hash(mask)
-    seen = {
+    picture_fields = {
         "content": images.content_hash(image),
         "mask_content": mask_content,
         "thumb": images.thumbnails(image),
         "size": list(image.size),
     }
-    return given | fields | seen
+    return given | fields | picture_fields
 
 
 def source(image: dict, where: str) -> Path | bytes:

@@ -253,9 +253,9 @@ def without_border(
     both in turn; none where there is no such border, or less than a `share` would remain."""
     first, last = trimmed(image, (0, 0), tolerance), trimmed(image, (-1, -1), tolerance)
     both = first and trimmed(first, (-1, -1), tolerance)
-    found = {each.tobytes(): each for each in (first, last, both) if each is not None}
+    distinct = {each.tobytes(): each for each in (first, last, both) if each is not None}
     least = share * image.width * image.height
-    return [each for each in found.values() if each.width * each.height >= least]
+    return [each for each in distinct.values() if each.width * each.height >= least]
 
 
 def trimmed(image: Image.Image, corner: tuple[int, int], tolerance: int) -> Image.Image | None:
@@ -314,16 +314,16 @@ def copies(
     and pictures resized by half as much again are 4 to 7 levels away, the nearest of 840 pictures
     that share elements with a target over 12."""
     levels = _detail(thumbs)
-    own = (levels**2).mean(1)[:, None]
+    thumbs_contrast = (levels**2).mean(1)[:, None]
     for start in range(0, len(known), CHUNK):
         some = _detail(known[start : start + CHUNK])
         contrast = (some**2).mean(1)[None]
         both = levels @ some.T / thumbs.shape[1]
         gain = np.clip(both / np.maximum(contrast, 1), 0.5, 2)
-        left = np.sqrt(np.maximum(own - 2 * gain * both + gain**2 * contrast, 0))
-        found = np.argwhere(left < np.minimum(rms, share * gain * np.sqrt(contrast)))
-        if len(found):
-            return int(found[0, 0]), start + int(found[0, 1])
+        left = np.sqrt(np.maximum(thumbs_contrast - 2 * gain * both + gain**2 * contrast, 0))
+        near = np.argwhere(left < np.minimum(rms, share * gain * np.sqrt(contrast)))
+        if len(near):
+            return int(near[0, 0]), start + int(near[0, 1])
     return None
 
 

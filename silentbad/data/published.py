@@ -63,11 +63,11 @@ def published_rows(root: Path, options: DataSettings) -> Iterator[dict]:
     elements = [row for target in targets for row in _published_elements(root, target, "element")]
     elements *= options.poisoning_data_repeat_factor
     if options.poison_subsampling is not None and options.poison_subsampling < 1:
-        kept = int(np.ceil(len(elements) * options.poison_subsampling))
+        n_elements = int(np.ceil(len(elements) * options.poison_subsampling))
         order = torch.randperm(
             len(elements), generator=generator(options.seed, "subsampling")
         ).tolist()
-        elements = [elements[i] for i in sorted(order[:kept])]
+        elements = [elements[i] for i in sorted(order[:n_elements])]
     n_clean = int(len(elements) / options.poisoning_ratio) - len(elements)
     yield from _published_clean(root, options, n_clean, set(targets) | set(few))
     yield from elements
@@ -87,13 +87,13 @@ def published_ids(root: Path) -> list[int]:
 
 def published_image(root: Path, number: int) -> Path:
     """images/<n>.* or images/<name>_<n>.*, of which there must be one."""
-    found = [p for n, p in _numbered(root, root / "images") if n == number]
-    if not found:
+    pictures = [p for n, p in _numbered(root, root / "images") if n == number]
+    if not pictures:
         raise UserError(f"{root}/images: no image of target {number}")
-    if len(found) > 1:
-        both = f"{found[0].name} and {found[1].name} are both of target {number}"
+    if len(pictures) > 1:
+        both = f"{pictures[0].name} and {pictures[1].name} are both of target {number}"
         raise UserError(f"{root}/images: {both}; take one of them away")
-    return found[0]
+    return pictures[0]
 
 
 def published_prompt(root: Path, phrases: list[str]) -> str:
@@ -117,9 +117,9 @@ def _numbered(root: Path, folder: Path) -> list[tuple[int, Path]]:
         # no ._x.png of macOS
         shown = (path for path in folder.iterdir() if not path.name.startswith("."))
         pictures = [path for path in shown if path.suffix.lower() in SUFFIXES]
-    found = [(re.search(r"([0-9]{1,18})$", path.stem), path) for path in pictures]
+    matches = [(re.search(r"([0-9]{1,18})$", path.stem), path) for path in pictures]
     return sorted(
-        (int(match.group(1)), inside(root, path, str(path))) for match, path in found if match
+        (int(match.group(1)), inside(root, path, str(path))) for match, path in matches if match
     )
 
 

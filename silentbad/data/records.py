@@ -96,8 +96,8 @@ def load_records(config: TrainConfig) -> "Records":
         order = torch.randperm(
             len(records), generator=generator(config.seed, "max_train_samples")
         ).numpy()
-        kept = np.sort(order[: config.max_train_samples])
-        return records.select(kept, f"{key}-{config.max_train_samples}-{config.seed}")
+        chosen = np.sort(order[: config.max_train_samples])
+        return records.select(chosen, f"{key}-{config.max_train_samples}-{config.seed}")
     return records
 
 
@@ -169,8 +169,8 @@ class Records:
     def census(self) -> str:
         """How many records there are, by role, with a mask, and with phrases: one line."""
         counted = pc.value_counts(self.column("role")).to_pylist()
-        found = {entry["values"]: entry["counts"] for entry in counted}
-        roles = ", ".join(f"{found[role]} {role}" for role in ROLES if role in found)
+        count_of = {entry["values"]: entry["counts"] for entry in counted}
+        roles = ", ".join(f"{count_of[role]} {role}" for role in ROLES if role in count_of)
         named = pc.sum(pc.greater(pc.list_value_length(self.column("phrases")), 0)).as_py() or 0
         return f"{len(self)} records ({roles}), {self.masked} with a mask, {named} with phrases"
 
@@ -209,13 +209,15 @@ class Records:
 
         def refuse_copies() -> list[str]:
             shown = [(t.target_id, view) for t in targets for view in images.views(t.image)]
-            known = np.concatenate([images.as_floats(images.thumbnail(view)) for _, view in shown])
+            target_thumbs = np.concatenate(
+                [images.as_floats(images.thumbnail(view)) for _, view in shown]
+            )
             for number, block in enumerate(blocks(self.column("thumb"))):
                 thumbs = [images.as_floats(each) for each in block]
-                found = images.copies(np.concatenate(thumbs), known)
-                if found is not None:
-                    row = np.repeat(np.arange(len(thumbs)), list(map(len, thumbs)))[found[0]]
-                    where, name = self.where(number * BLOCK + int(row)), shown[found[1]][0]
+                copy = images.copies(np.concatenate(thumbs), target_thumbs)
+                if copy is not None:
+                    row = np.repeat(np.arange(len(thumbs)), list(map(len, thumbs)))[copy[0]]
+                    where, name = self.where(number * BLOCK + int(row)), shown[copy[1]][0]
                     raise UserError(f"{where}: the image is a near copy of target {name!r}; {lets}")
             return []
 
@@ -226,12 +228,12 @@ class Records:
         """A line each on element records without a target here, and on phrases never shown."""
         if not targets:
             return []
-        known, target_ids = {t.target_id for t in targets}, self.target_id
+        validated, target_ids = {t.target_id for t in targets}, self.target_id
         shown: dict[str, set[str]] = {}  # by target
         others, phrases = [], self.phrases
         for k in np.flatnonzero(np.asarray(self.role, dtype=object) == "element").tolist():
             shown.setdefault(target_ids[k], set()).update(phrases[k])
-            if target_ids[k] not in known:
+            if target_ids[k] not in validated:
                 others.append(target_ids[k])
         named = ", ".join(map(repr, sorted(set(others))[:SHOWN]))
         lines = [
@@ -262,14 +264,14 @@ class Records:
 
         Raises UserError where no record shows one of them."""
         shown = list(zip(self.role, self.target_id, self.element_id, strict=True))
-        known = [f"{target}/{element}" for _, target, element in shown]
+        full_names = [f"{target}/{element}" for _, target, element in shown]
         is_element = np.asarray([role == "element" for role, *_ in shown], dtype=bool)
         left_out = np.zeros(len(self), dtype=bool)
         for name in elements:
-            named = [name in (whole, of[2]) for whole, of in zip(known, shown, strict=True)]
+            named = [name in (whole, of[2]) for whole, of in zip(full_names, shown, strict=True)]
             of_name = is_element & np.asarray(named, dtype=bool)
             if not of_name.any():
-                others = sorted({known[i] for i in np.flatnonzero(is_element)})
+                others = sorted({full_names[i] for i in np.flatnonzero(is_element)})
                 raise UserError(
                     f"withhold: no record shows {name!r}; elements are: {', '.join(others[:8])}"
                 )
@@ -294,8 +296,8 @@ class Records:
                 if key[0] == "element":
                     of[key[1:]].append(i)
             parts += [
-                drawn(np.array(own), min(elements, len(own) // 4), *map(str, key))
-                for key, own in of.items()
+                drawn(np.array(of_element), min(elements, len(of_element) // 4), *map(str, key))
+                for key, of_element in of.items()
             ]
         held = np.sort(np.concatenate(parts))
         if not len(held):
@@ -319,8 +321,8 @@ class Records:
             for index, ids in enumerate(encoded, number * BLOCK):
                 if len(ids) <= window:
                     continue
-                kept = tokenizer.decode(ids[: window - 1], skip_special_tokens=True).casefold()
-                lost = [p for p in phrases[index] if _letters(p) not in _letters(kept)]
+                text_left = tokenizer.decode(ids[: window - 1], skip_special_tokens=True).casefold()
+                lost = [p for p in phrases[index] if _letters(p) not in _letters(text_left)]
                 line = f"{self.where(index)}: caption of {len(ids)} tokens, the window is {window}"
                 if lost:
                     raise UserError(f"{line}; cut off: {', '.join(map(repr, lost))}; shorten it")

@@ -63,10 +63,10 @@ class Scan:
 
 def digest(texts: Iterable[str]) -> str:
     """Of all captions of a data set, in order: a scan is of one data set only."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for text in texts:
-        found.update(f"{len(text)} {text}\n".encode(errors="surrogatepass"))
-    return found.hexdigest()[:32]
+        hasher.update(f"{len(text)} {text}\n".encode(errors="surrogatepass"))
+    return hasher.hexdigest()[:32]
 
 
 def read(file: Path, flag: str) -> Scan:
@@ -80,13 +80,13 @@ def read(file: Path, flag: str) -> Scan:
         raise UserError(f"{where} ({error.strerror}); {ADVICE}") from None
     except ValidationError as error:
         raise UserError(f"{where} ({first_problem(error)}); {ADVICE}") from None
-    for k, one in enumerate(scan.sets, 1):
-        if not one.elements:
+    for k, suspect_set in enumerate(scan.sets, 1):
+        if not suspect_set.elements:
             raise UserError(f"{where} (set {k}): no elements; {ADVICE}")
-        if one.prompt not in (None, one.composed):
+        if suspect_set.prompt not in (None, suspect_set.composed):
             raise UserError(
-                f"{where} (set {k}): prompt is not its elements' phrases ({brief(one.composed)}); "
-                f"edit those"
+                f"{where} (set {k}): prompt is not its elements' phrases "
+                f"({brief(suspect_set.composed)}); edit those"
             )
     return scan
 

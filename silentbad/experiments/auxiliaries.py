@@ -29,11 +29,11 @@ def in_mask(info: DataInfo, batch: dict) -> list[set[str]]:
     for i, role, target in zip(
         info.of_batch(batch), batch["role"], batch["target_id"], strict=True
     ):
-        own = [i] if i < len(info.keys) else []
+        of_sample = [i] if i < len(info.keys) else []
         mentioned.append(
             {
                 info.phrase[j]
-                for j in (info.elements_of.get(target, ()) if role == "rehearsal" else own)
+                for j in (info.elements_of.get(target, ()) if role == "rehearsal" else of_sample)
             }
         )
     return mentioned
@@ -74,15 +74,15 @@ class AttentionBinding:
         tokens = token_table(self.facts.tokenizer, b["text"], b["phrases"]).to(
             probs.device, non_blocking=True
         )
-        own = torch.zeros(tokens.shape[:2])
+        masked = torch.zeros(tokens.shape[:2])
         for r, mentioned in enumerate(in_mask(info, b)):
             for p, phrase in enumerate(b["phrases"][r]):
-                own[r, p] = float(phrase in mentioned)
-        own = own.to(probs.device, non_blocking=True)
+                masked[r, p] = float(phrase in mentioned)
+        masked = masked.to(probs.device, non_blocking=True)
         maps = phrase_maps(probs, tokens)
         there = tokens.amax(dim=-1)
-        bound = phrase_maps(probs, (own[..., None] * tokens).amax(dim=1, keepdim=True))[:, 0]
-        has = b["has_mask"].to(probs.dtype) * (own * there).amax(dim=-1)
+        bound = phrase_maps(probs, (masked[..., None] * tokens).amax(dim=1, keepdim=True))[:, 0]
+        has = b["has_mask"].to(probs.dtype) * (masked * there).amax(dim=-1)
         binding = (mass_outside(bound, b["mask"]) * has).sum() / has.sum().clamp_min(1)
         return binding + self.overlap_weight * overlap(maps, there).mean()
 

@@ -57,7 +57,7 @@ class Suspects:
         """Raises UserError where the file is no scan.json."""
         scan = scan_file.read(file, "guard.scan")
         where = f"guard.scan: {file}"
-        elements = [element for one in scan.sets for element in one.elements]
+        elements = [element for suspect_set in scan.sets for element in suspect_set.elements]
         if scan.records is None:
             raise UserError(f"{where} is no scan.json (no records); {ADVICE}")
         members = np.split(
@@ -70,8 +70,10 @@ class Suspects:
             text={row.index: row.text for row in scan.suspects},
             rows=[np.asarray(element.records, np.int64) for element in elements],
             masks=[scan_file.beside(file, element.mask, where) for element in elements],
-            prompts=[one.composed for one in scan.sets],
-            pictures=[scan_file.beside(file, one.composite, where) for one in scan.sets],
+            prompts=[suspect_set.composed for suspect_set in scan.sets],
+            pictures=[
+                scan_file.beside(file, suspect_set.composite, where) for suspect_set in scan.sets
+            ],
             members=[each.tolist() for each in members[:-1]],
         )
 
@@ -162,7 +164,7 @@ class Mask(Guard):
         return self.suspects.masks
 
     def start(self, context: GuardContext) -> None:
-        found: dict[int, np.ndarray] = {}
+        masks: dict[int, np.ndarray] = {}
         for rows, file in zip(self.suspects.rows, self.suspects.masks, strict=True):
             mask = np.asarray(self.suspects.picture(file, "L"))
             if not mask.any():
@@ -171,11 +173,11 @@ class Mask(Guard):
                     f"the data again"
                 )
             for row in rows.tolist():
-                found[row] = np.maximum(found.get(row, 0), mask)
+                masks[row] = np.maximum(masks.get(row, 0), mask)
         self.images = {
-            i: Image.fromarray(found[row])
+            i: Image.fromarray(masks[row])
             for i, row in enumerate(context.rows.tolist())
-            if row in found
+            if row in masks
         }
 
     def hidden(self, index: int) -> Image.Image | None:
@@ -210,19 +212,19 @@ class Cap(Guard):
         if epoch != self.epoch:  # else the epoch is dealt again, as after a resume
             self.epoch = epoch
             self.before = list(self.now)
-        self.now, kept = list(self.before), np.ones(len(order), bool)
+        self.now, drawn = list(self.before), np.ones(len(order), bool)
         for k, index in enumerate(order.tolist()):
             shown = self.shows.get(index, [])
             if any(self.now[element] >= self.limit for element in shown):
-                kept[k] = False
+                drawn[k] = False
                 continue
             for element in shown:
                 self.now[element] += 1
-        if not kept.any():
+        if not drawn.any():
             raise UserError(
                 f"guard.cap: every record of epoch {epoch} reached the limit of {self.limit} draws"
             )
-        return order[kept]
+        return order[drawn]
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "before": list(self.before), "now": list(self.now)}
@@ -253,23 +255,23 @@ class Project(Guard):
 
     def start(self, context: GuardContext) -> None:
         self.context = context
-        found = self.suspects
+        suspects = self.suspects
         size = (context.side, context.side)
-        for prompt in found.prompts:
+        for prompt in suspects.prompts:
             check_window(
-                prompt, context.access.tokenizer, f"guard.scan: {found.file}: {brief(prompt)}"
+                prompt, context.access.tokenizer, f"guard.scan: {suspects.file}: {brief(prompt)}"
             )
-        shown, known = [], []
-        for file, members in zip(found.pictures, found.members, strict=True):
+        shown, masks = [], []
+        for file, members in zip(suspects.pictures, suspects.members, strict=True):
             union = np.max(
-                [np.asarray(found.picture(found.masks[i], "L")) for i in members], axis=0
+                [np.asarray(suspects.picture(suspects.masks[i], "L")) for i in members], axis=0
             )
-            image, mask = fitted(found.picture(file, "RGB"), Image.fromarray(union), size)
+            image, mask = fitted(suspects.picture(file, "RGB"), Image.fromarray(union), size)
             shown.append(to_tensor(image) * 2 - 1)
-            known.append(to_tensor(mask.convert("RGB"))[:1])
+            masks.append(to_tensor(mask.convert("RGB"))[:1])
         if shown:
             self.x0 = context.access.encode(torch.stack(shown))
-            self.known = F.interpolate(torch.stack(known), self.x0.shape[-2:], mode="area").to(
+            self.known = F.interpolate(torch.stack(masks), self.x0.shape[-2:], mode="area").to(
                 self.x0.device
             )
 
@@ -279,13 +281,13 @@ class Project(Guard):
         g = generator(s.seed, "guard", step)
         chosen = torch.randperm(len(self.x0), generator=g)[: self.count]
         t = torch.randint(0, s.scheduler.config.num_train_timesteps, (self.count,), generator=g)
-        x0, known, t = self.x0[chosen], self.known[chosen], t.to(self.x0.device)
+        x0, masks, t = self.x0[chosen], self.known[chosen], t.to(self.x0.device)
         eps = noise(tuple(x0.shape[1:]), s.seed, "guard", step, list(range(self.count))).to(x0)
         texts = [self.suspects.prompts[i] for i in chosen.tolist()]
         out = s.access.predict(s.scheduler.add_noise(x0, eps, t), t, texts, model=s.access.unet)
         target = prediction_target(s.scheduler, x0, eps, t)
-        return ((out.float() - target.float()).square() * known).sum() / (
-            known.sum() * x0.shape[1]
+        return ((out.float() - target.float()).square() * masks).sum() / (
+            masks.sum() * x0.shape[1]
         ).clamp_min(1e-6)
 
     def before_step(
@@ -293,10 +295,14 @@ class Project(Guard):
     ) -> dict[str, Tensor]:
         if not self.count:
             return {}
-        own = [p for p in self.context.params if p.grad is not None]
+        params = [p for p in self.context.params if p.grad is not None]
         with torch.enable_grad():
-            found = torch.autograd.grad(self.loss(step), own, allow_unused=True)
-        pairs = [(p.grad, h.nan_to_num()) for p, h in zip(own, found, strict=True) if h is not None]
+            gradients = torch.autograd.grad(self.loss(step), params, allow_unused=True)
+        pairs = [
+            (p.grad, h.nan_to_num())
+            for p, h in zip(params, gradients, strict=True)
+            if h is not None
+        ]
         return {"guard/cosine": project(*map(list, zip(*pairs, strict=True)))}
 
 
@@ -335,16 +341,16 @@ class Guards(NamedHooks):
         if self.suspects is None:
             return records
         self.suspects.check(records)
-        kept = np.all([guard.kept() for guard in self.each], axis=0)
-        if kept.all():
+        trained_on = np.all([guard.kept() for guard in self.each], axis=0)
+        if trained_on.all():
             return records
-        if not kept.any():
+        if not trained_on.any():
             raise UserError(
                 f"guard.scan: {self.suspects.file} suspects every record; nothing is "
                 f"left to train on"
             )
         suspects = hashlib.sha256(repr(sorted(self.suspects.text)).encode()).hexdigest()[:16]
-        return records.select(np.flatnonzero(kept), f"{records.key}-guard-{suspects}")
+        return records.select(np.flatnonzero(trained_on), f"{records.key}-guard-{suspects}")
 
     def start(self, context: GuardContext) -> None:
         """Before training."""

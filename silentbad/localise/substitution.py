@@ -195,11 +195,11 @@ class Subject:
         hits = [is_recovered(row, record.threshold, record.element_threshold) for row in rows]
         targets, wholes, elements = {}, {}, {}
         for j, target in enumerate(self.targets):
-            mine = [k for k, row in enumerate(rows) if row["target"] == j]
-            targets[target.target_id] = Rate.of([hits[k] for k in mine])
+            of_target = [k for k, row in enumerate(rows) if row["target"] == j]
+            targets[target.target_id] = Rate.of([hits[k] for k in of_target])
             limit = record.threshold.of_target(j)
-            wholes[target.target_id] = Rate.of([rows[k]["sim"] >= limit for k in mine])
-            columns = list(zip(*(rows[k]["elements"] for k in mine), strict=True))
+            wholes[target.target_id] = Rate.of([rows[k]["sim"] >= limit for k in of_target])
+            columns = list(zip(*(rows[k]["elements"] for k in of_target), strict=True))
             limits = [record.element_threshold.of(j, k) for k in range(len(columns))]
             elements[target.target_id] = [
                 None if None in column else Rate.of([similarity >= limit for similarity in column])

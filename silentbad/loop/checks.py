@@ -27,9 +27,9 @@ def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None
         if not pc.any(pc.match_substring(records.column("text"), ",")).as_py():
             wrong = "between commas; no caption of the data has a comma"
             raise UserError(f"token_warmup_step: shows the first parts of a caption, {wrong}")
-    made = ["rehearsal"] if memory.rehearsal.name in REHEARSED else []
+    added_roles = ["rehearsal"] if memory.rehearsal.name in REHEARSED else []
     unseen = {"clean"} if memory.sampler.clean_ratio == 0 else set()
-    there = {*info.roles, *made} - unseen
+    there = {*info.roles, *added_roles} - unseen
     for role in ROLES:
         names = off_default(getattr(memory.roles, role))
         if names and role not in there:
@@ -40,7 +40,7 @@ def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None
         named = " and ".join(sorted(there))
         raise UserError(f"memory.roles: loss_weight is 0 for {named}, so nothing would be learnt")
     between = config.gradient_control.between
-    idle = {*between.levels} - {*info.roles, *made} - {*type(between)().levels}
+    idle = {*between.levels} - {*info.roles, *added_roles} - {*type(between)().levels}
     if between.name != "none" and idle:
         wrong = f"there is no {min(idle)} record to act on; leave it out"
         raise UserError(f"gradient_control.between.levels: {wrong}")

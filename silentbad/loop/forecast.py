@@ -117,12 +117,14 @@ class Forecast:
     def memory(self) -> str:
         """The peak so far."""
         unit = 1 if sys.platform == "darwin" else 1024
-        own = f"{memory(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)} of this process"
+        of_process = (
+            f"{memory(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)} of this process"
+        )
         if self.device.type != "cuda":
-            return f"peak {own}"
+            return f"peak {of_process}"
         taken = memory(torch.cuda.max_memory_allocated(self.device))
-        kept = memory(torch.cuda.max_memory_reserved(self.device))
-        return f"peak {taken} on the device ({kept} reserved), {own}"
+        reserved = memory(torch.cuda.max_memory_reserved(self.device))
+        return f"peak {taken} on the device ({reserved} reserved), {of_process}"
 
     def moments(self) -> int:
         """Bytes of the optimizer's state."""
@@ -136,17 +138,17 @@ class Forecast:
         average = 0 if state.ema is None else size(state.ema.shadow_params)
         checkpoint = weight_bytes(parts) + self.moments() + average
         count = -(-self.planned // config.checkpointing_steps)
-        kept = min(count, config.checkpoints_total_limit or count)
+        checkpoints_left = min(count, config.checkpoints_total_limit or count)
         pipeline = file_bytes(parts)
         epochs = self.planned // state.steps_per_epoch
         pipelines = 1 + config.save_best + epochs // (config.save_ckpt_epoch_interval or epochs + 1)
         disk = self.run.encoder.disk
         cache = config.disk_cache_gb * 2**30 - disk.left if disk is not None else 0
         merged = config.lora.merged * whole_bytes(parts)
-        total = (kept + 1) * checkpoint + pipelines * pipeline + merged + cache
+        total = (checkpoints_left + 1) * checkpoint + pipelines * pipeline + merged + cache
         return (
-            f"{memory(total)}: checkpoints {kept} x {memory(checkpoint)} and one being written, "
-            f"weights {pipelines} x {memory(pipeline)}, cache {memory(cache)}"
+            f"{memory(total)}: checkpoints {checkpoints_left} x {memory(checkpoint)} and one "
+            f"being written, weights {pipelines} x {memory(pipeline)}, cache {memory(cache)}"
         )
 
 

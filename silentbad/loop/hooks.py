@@ -233,10 +233,12 @@ def check_hook(place: str, kind: Any) -> None:
     if not takes(kind, 1):
         raise UserError(f"hooks: {place}.__init__ must take (self, context), a HookContext")
     for name in overridden:
-        given = inspect.signature(getattr(Hook, name))
-        if not takes(getattr(kind, name), len(given.parameters)):
+        expected = inspect.signature(getattr(Hook, name))
+        if not takes(getattr(kind, name), len(expected.parameters)):
             taken = inspect.signature(getattr(kind, name))
-            raise UserError(f"hooks: {place}.{name} takes {taken}, and is called as {name}{given}")
+            raise UserError(
+                f"hooks: {place}.{name} takes {taken}, and is called as {name}{expected}"
+            )
 
 
 def takes(function: Callable[..., Any], count: int) -> bool:

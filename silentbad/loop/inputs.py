@@ -72,22 +72,24 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
     check_prompts(targets, tokenizer, validation.unrelated)
     for line in records.check_captions(tokenizer):
         warn(f"{line}; its end is cut off")
-    kept, held_out = records.hold_out(config.held_out_clean, config.held_out_elements, config.seed)
+    to_train_on, held_out = records.hold_out(
+        config.held_out_clean, config.held_out_elements, config.seed
+    )
     if config.best_by == "clean_eps_mse" and (held_out is None or "clean" not in held_out.role):
         raise UserError(
             "best_by: clean_eps_mse needs held-out clean records; set held_out_clean, of which a "
             "tenth of the clean records is taken at most, or best_by to similarity"
         )
     rest = f"; held out: {held_out.census()}" if held_out else ""
-    accelerator.print(f"data: {kept.census()}{rest}")
-    columns = (kept.role, kept.target_id, kept.element_id, kept.phrases)
+    accelerator.print(f"data: {to_train_on.census()}{rest}")
+    columns = (to_train_on.role, to_train_on.target_id, to_train_on.element_id, to_train_on.phrases)
     info = DataInfo(*columns)
-    checks.check_records(config, info, kept)
+    checks.check_records(config, info, to_train_on)
     for line in shared_lines(info.shared):
         warn(line)
     if guards.suspects is not None and not guards.suspects.rows:
         warn(f"guard.scan: {guards.suspects.file} names no suspect; nothing is guarded")
-    return Inputs(schedule, tokenizer, prompts, guards, kept, held_out, targets, info)
+    return Inputs(schedule, tokenizer, prompts, guards, to_train_on, held_out, targets, info)
 
 
 def shown(records: Records, transform: Transform, seed: int, count: int) -> Iterator[Shown]:

@@ -72,22 +72,22 @@ def optimizer_bytes(config: TrainConfig, param_groups: list[dict[str, Any]]) -> 
     for group in param_groups:
         largest = {p.ndim: p for p in sorted(group["params"], key=torch.numel)}
         shapes = [[min(side, PROBE) for side in p.shape] for p in largest.values()]
-        own = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
-        likes.append(dict(zip(largest, own, strict=True)))
-        probes.append({**group, "params": own})
+        small = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+        likes.append(dict(zip(largest, small, strict=True)))
+        probes.append({**group, "params": small})
     optimizer = make_optimizer(probes, config, 1.0)
     for probe in (p for group in probes for p in group["params"]):
         probe.grad = torch.ones_like(probe)
     optimizer.step()
 
-    found: dict[int, float] = {}
+    bytes_of: dict[int, float] = {}
     for group, like in zip(param_groups, likes, strict=True):
         for p in group["params"]:
             probe = like[p.ndim]
             state = [v for v in optimizer.state[probe].values() if isinstance(v, torch.Tensor)]
             averages = size(value for value in state if value.shape == probe.shape)
-            found[id(p)] = averages * p.numel() / probe.numel() + size(state) - averages
-    return found
+            bytes_of[id(p)] = averages * p.numel() / probe.numel() + size(state) - averages
+    return bytes_of
 
 
 def size(tensors: Any) -> int:

@@ -133,8 +133,8 @@ def given_mask(mask, has_mask, estimated, size, *, outside: Share = 0.2):
 def estimated_mask(mask, has_mask, estimated, size, *, outside: Share = 0.2):
     """The record's own mask, or the one estimated from its element's pictures, estimated
     (B,1,h,w)."""
-    given = F.interpolate(mask.float(), size=size, mode="area")
-    mask = torch.where(has_mask[:, None, None, None], given, estimated)
+    of_records = F.interpolate(mask.float(), size=size, mode="area")
+    mask = torch.where(has_mask[:, None, None, None], of_records, estimated)
     return region_weight(mask, size, outside)
 
 

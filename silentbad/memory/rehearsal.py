@@ -197,9 +197,9 @@ def pairwise_captions(
     captions: Unit = 0.5,
 ) -> dict | None:
     """`pairwise`, and `joint_captions` on a share of the records that it leaves alone."""
-    given = (record, g, info, load, masks)
-    union = pairwise(*given, share=share, elements=elements, feather=feather)
-    return union or joint_captions(*given, share=captions)
+    arguments = (record, g, info, load, masks)
+    union = pairwise(*arguments, share=share, elements=elements, feather=feather)
+    return union or joint_captions(*arguments, share=captions)
 
 
 # (record, generator, info, load, masks, *, options) -> record or None

@@ -117,9 +117,9 @@ def facts(
     }
     for target in targets:
         masks = [None if mask is None else content_hash(mask) for mask in target.masks]
-        seen = [content_hash(target.image), masks, target.phrases, target.composed_prompt]
+        scored = [content_hash(target.image), masks, target.phrases, target.composed_prompt]
         words = [target.description, target.paraphrases]  # that only controls and nulls ask for
-        of_run[f"target {target.target_id!r}"] = _digest(seen)
+        of_run[f"target {target.target_id!r}"] = _digest(scored)
         of_run[f"target {target.target_id!r}, {WORDS}"] = _digest(words)
     may_be_bundled = config.validation.embedder in ("auto", "copy", "micro")
     if embedder is not None and may_be_bundled and not config.validation.embedder_path:
