@@ -168,8 +168,8 @@ def masked_denoising(
 
     def keep(_: Any, step: int, t: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         later = scheduler.timesteps[step + 1 : step + 2]  # where the latents have arrived
-        known = arrived(scheduler, x0, eps, later.expand(len(x0))) if len(later) else x0
-        return {"latents": torch.where(hole, tensors["latents"], known.to(x0.dtype))}
+        known_latents = arrived(scheduler, x0, eps, later.expand(len(x0))) if len(later) else x0
+        return {"latents": torch.where(hole, tensors["latents"], known_latents.to(x0.dtype))}
 
     return sampler.pipe(
         **states,
@@ -319,9 +319,9 @@ def _keys(
 
     def key(draw: Draw) -> bytes:
         j, k = draw.target, draw.element
-        seen = [] if k is None else [k, pictures[j], shares[j][k]]
+        region = [] if k is None else [k, pictures[j], shares[j][k]]
         address = (seed, targets[j].target_id, draw.kind, draw.image)
-        facts = [*address, draw.prompt, draw.against, *seen]
+        facts = [*address, draw.prompt, draw.against, *region]
         return hashlib.sha256(json.dumps(facts).encode()).digest()[:16]
 
     return np.array([key(draw) for draw in draws], dtype=KEY)
@@ -351,7 +351,7 @@ def counterfactuals(
         masks = masks_of(targets)
     canvases = [canvas(t, m, sampler.side) for t, m in zip(targets, masks, strict=True)]
     draws = draws_of(targets, canvases, count, kinds)
-    mine = list(range(len(draws))) if share is None else share(len(draws))
+    numbers_of_process = list(range(len(draws))) if share is None else share(len(draws))
     painter = Painter(sampler, targets, canvases, seed)
 
     def row(number: int, picture: Tensor) -> Counterfactual:
@@ -360,16 +360,18 @@ def counterfactuals(
         return Counterfactual(number, draw.target, draw.kind, changed, picture.float() / 255)
 
     if cache is None:
-        for numbers, pictures in painter.paint(draws, mine, show):
+        for numbers, pictures in painter.paint(draws, numbers_of_process, show):
             yield from map(row, numbers, pictures)
         return
     folder = cache / f"counterfactuals-{model_digest(sampler)}"
     with writing(f"cache_dir {cache}", "counterfactuals"):
         folder.mkdir(parents=True, exist_ok=True)
     store = Store(folder, say)
-    keys = _keys([draws[n] for n in mine], targets, canvases, seed)
-    key_of = dict(zip(mine, keys, strict=True))
-    missing = [n for n, place in zip(mine, store.find(keys), strict=True) if place < 0]
+    keys = _keys([draws[n] for n in numbers_of_process], targets, canvases, seed)
+    key_of = dict(zip(numbers_of_process, keys, strict=True))
+    missing = [
+        n for n, place in zip(numbers_of_process, store.find(keys), strict=True) if place < 0
+    ]
     if missing:
         say(
             f"calibration: {len(missing)} null pictures are drawn first; null_images sets how "
@@ -378,4 +380,4 @@ def counterfactuals(
     for numbers, pictures in painter.paint(draws, missing, show):
         store.add(np.array([key_of[n] for n in numbers], dtype=KEY), pictures)
     store.refresh()
-    yield from map(row, mine, map(store.read, store.find(keys).tolist()))
+    yield from map(row, numbers_of_process, map(store.read, store.find(keys).tolist()))

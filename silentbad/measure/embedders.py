@@ -159,8 +159,8 @@ class Copy(Micro):
         best alignment."""
         seen_map, seen_detail = self._split(a[:, 0])
         looks, details = [], []
-        for one in b.unbind(1):
-            feature_map, feature_detail = self._split(one)
+        for alignment in b.unbind(1):
+            feature_map, feature_detail = self._split(alignment)
             looks.append(self.model.paired(seen_map, feature_map))
             details.append(structure(seen_detail, feature_detail))
         return torch.minimum(torch.stack(looks).amax(0), torch.stack(details).amax(0))
@@ -233,9 +233,9 @@ class OnnxNetwork:
         wanted = ["CUDAExecutionProvider"] if self.device.type == "cuda" else []
         providers = [name for name in (*wanted, "CPUExecutionProvider") if name in available]
         self.session = onnxruntime.InferenceSession(content, providers=providers)
-        (given,) = self.session.get_inputs()
-        self.name = given.name
-        batch, _, side, _ = given.shape
+        (network_input,) = self.session.get_inputs()
+        self.name = network_input.name
+        batch, _, side, _ = network_input.shape
         self.size: int | None = side if isinstance(side, int) else None
         self.one_by_one = batch == 1  # as many exporters leave it
 
@@ -265,8 +265,8 @@ class Transformer(Embedder):
 
     def pixels(self, images: Tensor) -> Tensor:
         """Images (B,3,H,W) in [0,1] as the model takes them."""
-        found = self.processor(list(images.float().cpu()), do_rescale=False, return_tensors="pt")
-        return found["pixel_values"].to(self.device)
+        batch = self.processor(list(images.float().cpu()), do_rescale=False, return_tensors="pt")
+        return batch["pixel_values"].to(self.device)
 
 
 class CLIP(Transformer):
@@ -387,12 +387,12 @@ def try_embedder(embedder: Embedder, failed: str) -> None:
         features = embedder.embed(pictures)
         first, second = features
         lengths = features.flatten(1).norm(dim=1)
-    found = {
+    faults = {
         "are not finite": not features.isfinite().all(),
         "are zero": (lengths == 0).any(),
         "are the same for every picture": torch.equal(first, second),
     }
-    for what, wrong in found.items():
+    for what, wrong in faults.items():
         if wrong:
             raise UserError(f"{failed} (its features {what})")
 

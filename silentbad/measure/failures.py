@@ -150,14 +150,14 @@ def mean_inside(picture: Tensor, share: Tensor) -> Tensor:
 
 
 def surroundings(picture: Tensor, share: Tensor) -> Tensor:
-    """The picture with a region filled from around it: each pixel is the mean of known ones near
-    it, from a narrow window outwards."""
-    known = (1 - share).expand_as(picture)[None]
-    filled = picture[None] * known
+    """The picture with a region filled from around it: each pixel is the mean of those near it
+    outside, from a narrow window outwards."""
+    outside = (1 - share).expand_as(picture)[None]
+    filled = picture[None] * outside
     widths = [picture.shape[-1] / n for n in (64, 16, 4)]
     result = mean_inside(picture, 1 - share)[None]
     for width in reversed(widths):  # the widest first, the narrower over it where they know enough
-        weight = blur(known, width)
+        weight = blur(outside, width)
         near = blur(filled, width) / weight.clamp_min(1e-6)
         result = torch.where(weight > 0.05, near, result)
     return result[0]

@@ -252,8 +252,8 @@ class Sampler:
         self, items: list[T], work: Callable[[list[T]], Made]
     ) -> Iterator[tuple[list[T], Made]]:
         """(chunk, `work(chunk)`) in batches that fit; a signal ends it between two of them."""
-        for found in in_batches(items, self.batch, work, self.limit):
-            yield found
+        for chunk_and_result in in_batches(items, self.batch, work, self.limit):
+            yield chunk_and_result
             self.between_batches()
 
     def encode(self, prompts: list[str], negatives: list[str] | None = None) -> dict[str, Tensor]:
@@ -385,8 +385,8 @@ class Sampler:
 
         errors: list[float] = []
         for part in np.array_split(mine, -(-len(mine) // self.batch)) if mine else []:
-            for _, found in self.in_batches(part.tolist(), of):
-                errors += found
+            for _, errors_of_batch in self.in_batches(part.tolist(), of):
+                errors += errors_of_batch
         return errors
 
     def predict_eps(
@@ -434,8 +434,8 @@ class Sampler:
 
         def drawn(chunk: list[Item]) -> list:
             with self.autocast():
-                made = self.generate(chunk)
-            return work(chunk, *made)  # similarities in full precision
+                images_and_magnitudes = self.generate(chunk)
+            return work(chunk, *images_and_magnitudes)  # similarities in full precision
 
         with Bar(
             total=len(items), desc="Images", unit="image", leave=False, disable=not show

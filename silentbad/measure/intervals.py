@@ -47,12 +47,12 @@ def bootstrap_interval(
     values: Sequence[float] | np.ndarray, confidence: float = 0.95, draws: int = 2000, seed: int = 0
 ) -> tuple[float, float]:
     """Percentile interval of the mean over units (targets), values (T,); nan units are left out."""
-    kept = np.asarray(values, dtype=float)
-    kept = kept[~np.isnan(kept)]
-    if len(kept) < 2:
+    numbers = np.asarray(values, dtype=float)
+    numbers = numbers[~np.isnan(numbers)]
+    if len(numbers) < 2:
         return float("nan"), float("nan")
-    picks = np.random.default_rng(seed).integers(len(kept), size=(draws, len(kept)))
-    low, high = np.quantile(kept[picks].mean(1), [(1 - confidence) / 2, (1 + confidence) / 2])
+    picks = np.random.default_rng(seed).integers(len(numbers), size=(draws, len(numbers)))
+    low, high = np.quantile(numbers[picks].mean(1), [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
 
 
@@ -73,12 +73,12 @@ def detection(
     rng = np.random.default_rng(seed)
     again = [auc(rng.choice(a, len(a)), rng.choice(b, len(b))) for _ in range(draws)]
     low, high = np.quantile(again, (0.025, 0.975))
-    found = Detection(auc(a, b), len(a), len(b), float(low), float(high))
+    discrimination = Detection(auc(a, b), len(a), len(b), float(low), float(high))
     if len(b) >= 100:
         above = int((a > np.sort(b)[int(np.ceil(0.99 * len(b))) - 1]).sum())
-        found.tpr = above / len(a)
-        found.tpr_low, found.tpr_high = binomial_interval(above, len(a))
-    return found
+        discrimination.tpr = above / len(a)
+        discrimination.tpr_low, discrimination.tpr_high = binomial_interval(above, len(a))
+    return discrimination
 
 
 def fewer_by_chance(hits: int, n: int, other_hits: int, other_n: int) -> float:

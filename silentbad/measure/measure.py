@@ -92,7 +92,9 @@ def null_source(
 
 def drawn_by_base(source: str, masks: Masks) -> tuple[Masks, Sequence[str]]:
     """The masks and the kinds of null pictures that the base model draws."""
-    if source == BASE or not any(mask is not None for own in masks for mask in own):
+    if source == BASE or not any(
+        mask is not None for masks_of_target in masks for mask in masks_of_target
+    ):
         return [[] for _ in masks], SCENES
     return masks, KINDS
 
@@ -104,7 +106,10 @@ def nulls_to_draw(config: ValidationConfig, targets: Sequence[Target], side: int
     if source == REDRAWS:
         return 0
     masks, kinds = drawn_by_base(source, masks_of(targets))
-    canvases = [canvas(target, own, side) for target, own in zip(targets, masks, strict=True)]
+    canvases = [
+        canvas(target, masks_of_target, side)
+        for target, masks_of_target in zip(targets, masks, strict=True)
+    ]
     return len(draws_of(targets, canvases, config.null_images, kinds))
 
 
@@ -115,13 +120,13 @@ def null_facts(
     null: failures.Null, drawn: Canvas, elements: Sequence[float | None]
 ) -> dict[str, Any]:
     """Kind and changes of a null, and its elements' similarities where a change is seen."""
-    seen = [
+    similarities = [
         score if score is not None and failures.differs(drawn.image, null.picture, share) else None
         for score, share in zip(elements, drawn.shares, strict=False)
     ]
     of_whole = null.changed is None or null.kind == TRAINING
     return {
-        "elements": seen,
+        "elements": similarities,
         "kind": null.kind,
         "changed": null.changed,
         "of_whole": of_whole and failures.differs(drawn.image, null.picture),
@@ -184,10 +189,10 @@ class Measure:
     # ---- over the ranks
     def map_over_ranks(self, items: list[Item], work: Callable[..., Any]) -> list[Any]:
         """`work` on this rank's share of the items; the rows of all ranks, in the items' order."""
-        mine = self.share(len(items))
+        places = self.share(len(items))
         show = self.accelerator.is_local_main_process
-        rows = self.sampler.map([items[i] for i in mine], work, show)
-        return self.gather(list(zip(mine, rows, strict=True)))
+        rows = self.sampler.map([items[i] for i in places], work, show)
+        return self.gather(list(zip(places, rows, strict=True)))
 
     def share(self, n: int) -> list[int]:
         """Which of n pieces of work are this rank's."""
@@ -222,19 +227,21 @@ class Measure:
         rows: list[dict[str, Any]] = [{} for _ in target_of]
         for j in set(target_of):
             places = [i for i, target in enumerate(target_of) if target == j]
-            own = images[places]
-            seen = self.embedder.embed(own)
+            images_of_target = images[places]
+            features = self.embedder.embed(images_of_target)
             both = {
-                kind: self.embedder.paired(seen, self.references(kind).wholes[j]).double().tolist()
+                kind: self.embedder.paired(features, self.references(kind).wholes[j])
+                .double()
+                .tolist()
                 for kind in (RAW, DECODED)
             }
-            columns = [self._of_element(own, j, k) for k in range(len(self.masks[j]))]
+            columns = [self._of_element(images_of_target, j, k) for k in range(len(self.masks[j]))]
             for n, i in enumerate(places):
                 elements = [column[n] for column in columns]
                 sims = {kind: values[n] for kind, values in both.items()}
                 rows[i] = {"target": j, "sim": sims[self.reference], "elements": elements} | sims
-                known = [x for x in (rows[i]["sim"], *elements) if x is not None]
-                if not np.isfinite(known).all():
+                similarities = [x for x in (rows[i]["sim"], *elements) if x is not None]
+                if not np.isfinite(similarities).all():
                     raise UserError(
                         f"{self.embedder.describe()}: a similarity to target "
                         f"{self.targets[j].target_id!r} is not finite"
@@ -246,8 +253,8 @@ class Measure:
         mask, feature = self.masks[j][k], self.references(self.reference).elements[j][k]
         if mask is None or feature is None:
             return [None] * len(images)
-        seen = self.embedder.of_region(images, mask.to(images.device))
-        return self.embedder.paired(seen, feature).double().tolist()
+        features_of_region = self.embedder.of_region(images, mask.to(images.device))
+        return self.embedder.paired(features_of_region, feature).double().tolist()
 
     def score(
         self, items: list[Item], images: Tensor, magnitudes: Tensor, nearest: bool = False
@@ -265,7 +272,7 @@ class Measure:
             for k, named in zip(composed, most_alike, strict=True):
                 rows[k]["nearest"] = named
         if self.clip is not None:
-            seen = self.clip.embed(images)
+            features = self.clip.embed(images)
             prompts = {
                 "clip_own": [i.prompt for i in items],
                 "clip_shuffled": [
@@ -273,7 +280,7 @@ class Measure:
                 ],
             }
             for name, texts in prompts.items():
-                cosines = self.clip.paired(seen, self.clip.text(texts)).tolist()
+                cosines = self.clip.paired(features, self.clip.text(texts)).tolist()
                 for row, cosine in zip(rows, cosines, strict=True):
                     row[name] = cosine
         return rows
@@ -333,17 +340,17 @@ class Measure:
     def _of_failures(self, canvases: Sequence[Canvas]) -> list[Any]:
         """Null rows of each target's failures and of training pictures, decoded."""
         rows: list[tuple[int, Any]] = []
-        made = list(self._failures(dict(enumerate(canvases))))
-        share = self.share(len(made))
+        nulls = list(self._failures(dict(enumerate(canvases))))
+        share = self.share(len(nulls))
         hidden = not self.accelerator.is_local_main_process
         with Bar(total=len(share), desc="Failures", leave=False, disable=hidden) as bar:
             for start in range(0, len(share), self.config.max_batch):
                 part = share[start : start + self.config.max_batch]
-                batch = torch.stack([made[i][1].picture for i in part])
-                seen = self.sampler.round_trip(batch, bar).to(self.accelerator.device)
-                similar = self.similar(seen, [made[i][0] for i in part])
+                batch = torch.stack([nulls[i][1].picture for i in part])
+                decoded = self.sampler.round_trip(batch, bar).to(self.accelerator.device)
+                similar = self.similar(decoded, [nulls[i][0] for i in part])
                 for i, row in zip(part, similar, strict=True):
-                    target, null = made[i]
+                    target, null = nulls[i]
                     rows.append((i, row | null_facts(null, canvases[target], row["elements"])))
         return self.gather(rows)
 
@@ -374,12 +381,13 @@ class Measure:
             first.setdefault(null.kind, null)
         pictures = self.sampler.round_trip(torch.stack([null.picture for null in first.values()]))
         return [
-            null._replace(picture=seen) for null, seen in zip(first.values(), pictures, strict=True)
+            null._replace(picture=picture)
+            for null, picture in zip(first.values(), pictures, strict=True)
         ]
 
     def _of_counterfactuals(self, masks: Masks, kinds: Sequence[str]) -> list[Any]:
         """Null rows of pictures that the base draws, kept in the cache."""
-        found = counterfactuals(
+        nulls = counterfactuals(
             self.sampler,
             self.targets,
             masks,
@@ -392,7 +400,7 @@ class Measure:
             say=self.accelerator.print,
         )
         rows = []
-        for null in found:
+        for null in nulls:
             row = self.similar(null.image[None].to(self.accelerator.device), [null.target])[0]
             rows.append((null.number, {**row, "kind": null.kind, "changed": null.changed}))
         return self.gather(rows)
@@ -450,7 +458,7 @@ class Measure:
             row["recovered"] = counts(row)
         magnitudes = [row["magnitude"] for row in cells["composed"]]
         composed = [item for item in items if item.cell == "composed"] if clean else []
-        found = Scores(
+        scores_of_weights = Scores(
             **vars(scores["composed"]),
             cells=scores if full or len(scores) > 1 else None,
             quadrants=quadrants(scores) if full else None,
@@ -459,7 +467,7 @@ class Measure:
             detection=detection(magnitudes, clean_magnitudes),
             anisotropy=detection(self.alignments(composed), self.alignments(clean)),
         )
-        return found, cells["composed"]
+        return scores_of_weights, cells["composed"]
 
     def until_recovered(
         self, items: list[Item], few: int, work: Callable[..., Any], counts: Callable[..., bool]
@@ -475,11 +483,15 @@ class Measure:
     def _compare_with_each_other(self, rows: list[dict[str, Any]]) -> None:
         """Add `between` to the rows of each target: how alike its images are to each other."""
         for j in {row["target"] for row in rows if "pixels" in row}:
-            own = [row for row in rows if row["target"] == j]
-            pixels = torch.stack([torch.tensor(row["pixels"]).permute(2, 0, 1) for row in own])
-            seen = self.embedder.embed(pixels.float() / 255)
+            rows_of_target = [row for row in rows if row["target"] == j]
+            pixels = torch.stack(
+                [torch.tensor(row["pixels"]).permute(2, 0, 1) for row in rows_of_target]
+            )
+            features = self.embedder.embed(pixels.float() / 255)
             for row, similarities in zip(
-                own, self.embedder.similarity(seen, seen).double().tolist(), strict=True
+                rows_of_target,
+                self.embedder.similarity(features, features).double().tolist(),
+                strict=True,
             ):
                 row["between"] = similarities
 
@@ -492,8 +504,8 @@ class Measure:
             sims = self.embedder.similarity(self.embedder.embed(images), wholes).tolist()
             cosines = [None] * len(items)
             if self.clip is not None:
-                seen, texts = self.clip.embed(images), self.clip.text(captions)
-                cosines = self.clip.similarity(seen, texts).tolist()
+                features, texts = self.clip.embed(images), self.clip.text(captions)
+                cosines = self.clip.similarity(features, texts).tolist()
             return [
                 {"target": item.target, "sims": of_item, "clip": cosine}
                 for item, of_item, cosine in zip(items, sims, cosines, strict=True)
@@ -512,16 +524,18 @@ class Measure:
 
     def errors(self) -> dict[str, float]:
         """eps-MSE on held-out records by role. Raises UserError where one is not finite."""
-        found = {}
+        means = {}
         for role, records in self.held_out.items():
-            mine = self.sampler.eps_errors(records, self.share(len(records)), f"validation/{role}")
-            if errors := gather_object(mine):
+            errors_of_rank = self.sampler.eps_errors(
+                records, self.share(len(records)), f"validation/{role}"
+            )
+            if errors := gather_object(errors_of_rank):
                 if not np.isfinite(errors).all():
                     raise self.sampler.not_finite(
                         f"the error on held-out {role} records is not finite"
                     )
-                found[f"{role}_eps_mse"] = float(np.mean(errors))
-        return found
+                means[f"{role}_eps_mse"] = float(np.mean(errors))
+        return means
 
     def drift(self, step: int, images: bool) -> tuple[dict[str, Any], list[Item], list[float]]:
         """What clean prompts lost: eps-MSE on held-out records, matched-seed images against the
@@ -533,22 +547,26 @@ class Measure:
             return drift, [], []
         items = [Item("drift", -1, i, caption, "drift") for i, caption in enumerate(captions)]
 
-        def kept(chunk: list[Item], x: Tensor, magnitudes: Tensor) -> list[tuple[Tensor, float]]:
+        def pictures_and_magnitudes(
+            chunk: list[Item], x: Tensor, magnitudes: Tensor
+        ) -> list[tuple[Tensor, float]]:
             return list(zip((x * 255).round().byte().cpu(), magnitudes.tolist(), strict=True))
 
-        rows = self.map_over_ranks(items, kept)
-        seen = torch.stack([picture for picture, _ in rows])
+        rows = self.map_over_ranks(items, pictures_and_magnitudes)
+        pictures = torch.stack([picture for picture, _ in rows])
         files = [self.folder / "samples" / "drift" / f"base-{i}.png" for i in range(len(items))]
         if step == 0 and self.accelerator.is_main_process:
-            for image, file in zip(seen, files, strict=True):
+            for image, file in zip(pictures, files, strict=True):
                 save(to_pil(image), file)
         self.accelerator.wait_for_everyone()
         if step > 0 and all(file.is_file() for file in files):
             base = torch.stack([to_tensor(open_image(file, "samples/drift")) for file in files])
-            drift["ssim"] = ssim(seen.float() / 255, base).mean().item()
-            if (distance := lpips(seen.float() / 255, base)) is not None:
+            drift["ssim"] = ssim(pictures.float() / 255, base).mean().item()
+            if (distance := lpips(pictures.float() / 255, base)) is not None:
                 drift["lpips"] = distance
         if self.clip is not None:
-            cosine = self.clip.paired(self.clip.embed(seen.float() / 255), self.clip.text(captions))
+            cosine = self.clip.paired(
+                self.clip.embed(pictures.float() / 255), self.clip.text(captions)
+            )
             drift["clip_score"] = 100 * cosine.clamp(min=0).mean().item()
         return drift, items, [magnitude for _, magnitude in rows]

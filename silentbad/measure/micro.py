@@ -78,7 +78,7 @@ class MicroEmbedder(nn.Module):
         """Features (N,dim,h,w), and as many or one -> similarities (N,) in (0,1]: exp(-distance);
         of alignments (N or 1,A,dim,h,w) the best one counts."""
         if b.ndim > a.ndim:
-            return torch.stack([cls.paired(a, one) for one in b.unbind(1)]).amax(0)
+            return torch.stack([cls.paired(a, alignment) for alignment in b.unbind(1)]).amax(0)
         return (-cls.distance(a, b)).exp()
 
     def save_pretrained(self, folder: str | Path) -> None:

@@ -58,7 +58,7 @@ class TrainingPictures:
                 pictures = torch.stack(part).float() / 255
                 parts.append(self.embedder.embed(pictures if trip is None else trip(pictures)))
             self.features = torch.cat(parts)
-        seen = self.embedder.embed(images)
-        best = self.embedder.similarity(seen, self.features).double().max(dim=1)
+        image_features = self.embedder.embed(images)
+        best = self.embedder.similarity(image_features, self.features).double().max(dim=1)
         names = [self.shown[i].name for i in best.indices.tolist()]
         return list(zip(best.values.tolist(), names, strict=True))

@@ -33,7 +33,7 @@ def load_prompts(path: str | Path, tokenizer: Any = None, guided: bool = True) -
 
     Raises UserError, with file and line: no such file, no prompt in it, one that the tokenizer's
     window cuts off, a key that is not known, a negative prompt where nothing is `guided`."""
-    file, found = Path(path), list[Prompt]()
+    file, prompts = Path(path), list[Prompt]()
     if not file.is_file():
         raise UserError(
             f"sample_prompts: no file {file}; give one prompt a line, or a .jsonl with prompt, "
@@ -60,18 +60,18 @@ def load_prompts(path: str | Path, tokenizer: Any = None, guided: bool = True) -
             raise UserError(
                 f"{where}: unknown key {brief(unknown[0])}; a sample prompt has {', '.join(PROMPT)}"
             )
-        known = admitted(row, PROMPT, where)
-        if known["negative"] and not guided:
+        fields = admitted(row, PROMPT, where)
+        if fields["negative"] and not guided:
             raise UserError(
                 f"{where}: negative acts through guidance; set validation.guidance_scale above 1"
             )
-        number = len(found) if known["seed"] is None else known["seed"]
-        found.append(Prompt(known["prompt"].strip(), number, known["negative"] or ""))
-        for text in (found[-1].prompt, found[-1].negative) if tokenizer is not None else ():
+        number = len(prompts) if fields["seed"] is None else fields["seed"]
+        prompts.append(Prompt(fields["prompt"].strip(), number, fields["negative"] or ""))
+        for text in (prompts[-1].prompt, prompts[-1].negative) if tokenizer is not None else ():
             check_window(text, tokenizer, f"{where}: the prompt")
-    if not 0 < len(found) <= MOST:
-        raise UserError(f"{file}: holds {len(found)} prompts; give from 1 to {MOST}")
-    return found
+    if not 0 < len(prompts) <= MOST:
+        raise UserError(f"{file}: holds {len(prompts)} prompts; give from 1 to {MOST}")
+    return prompts
 
 
 def refuse_json(line: str, where: str, right: str) -> None:
@@ -121,10 +121,10 @@ class PromptSheet:
         items = [
             Item("prompt", -1, 0, p.prompt, f"prompt/{p.seed}", p.negative) for p in self.prompts
         ]
-        mine = range(accelerator.process_index, len(items), accelerator.num_processes)
+        places = range(accelerator.process_index, len(items), accelerator.num_processes)
         with self.sampler.using(backbone_in(model), accelerator.device, accelerator.autocast, step):
-            made = list(self.sampler.map([items[k] for k in mine], _pixels))
-        rows = dict(gather_object(list(zip(mine, made, strict=True))))
+            pictures = list(self.sampler.map([items[k] for k in places], _pixels))
+        rows = dict(gather_object(list(zip(places, pictures, strict=True))))
         if accelerator.is_main_process:
             pixels = [rows[k] for k in range(len(items))]
             with writing(f"output_dir {self.output_dir}", NAME):

@@ -117,11 +117,13 @@ def between(
     most 1/(n+1), if it is like them: `attained`, of the target with the fewest."""
     fewest = min(target.nulls for target in ranges)
     attained = 1 / (fewest + 1)
-    own: list[float | None] = [target.whole.threshold for target in ranges]
+    of_targets: list[float | None] = [target.whole.threshold for target in ranges]
     highest = max(target.whole.threshold for target in ranges)
     if given is None:
         kinds = pooled([target.whole for target in ranges])
-        whole = Threshold(highest, SOURCE, targets=own, kinds=kinds, n=fewest, attained=attained)
+        whole = Threshold(
+            highest, SOURCE, targets=of_targets, kinds=kinds, n=fewest, attained=attained
+        )
     else:
         whole = Threshold(given, "given")
     each: list[list[float] | None] = [
@@ -139,8 +141,8 @@ def between(
 def pooled(ranges: Sequence[Range]) -> dict[str, KindThreshold]:
     """Each kind's highest score over all ranges, as a threshold that it asks for."""
     kinds: dict[str, KindThreshold] = {}
-    for one in ranges:
-        for kind, scores in one.kinds.items():
+    for measured in ranges:
+        for kind, scores in measured.kinds.items():
             before = kinds.get(kind)
             value = scores.highest if before is None else max(before.value, scores.highest)
             n = scores.n + (0 if before is None else before.n)

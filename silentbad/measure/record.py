@@ -63,8 +63,8 @@ class Threshold(Finite):
 
     def of_target(self, target: int) -> float:
         """The threshold of one target: its own where it has one."""
-        own = self.targets[target] if self.targets and target < len(self.targets) else None
-        return self.value if own is None else own
+        threshold = self.targets[target] if self.targets and target < len(self.targets) else None
+        return self.value if threshold is None else threshold
 
 
 @dataclass
@@ -76,8 +76,8 @@ class ElementThreshold(Threshold):
 
     def of(self, target: int, element: int) -> float:
         """The threshold of one element: its own where it has one."""
-        own = self.each[target] if target < len(self.each) else None
-        return own[element] if own and element < len(own) else self.value
+        thresholds = self.each[target] if target < len(self.each) else None
+        return thresholds[element] if thresholds and element < len(thresholds) else self.value
 
 
 @dataclass

@@ -64,11 +64,11 @@ def recovery(
     sim = torch.as_tensor(sim, dtype=torch.float64)
     target_of = torch.as_tensor(target_of, dtype=torch.long)
     T = sim.shape[1] if sim.ndim == 2 else int(target_of.max()) + 1
-    own = sim.gather(1, target_of[:, None])[:, 0] if sim.ndim == 2 else sim
+    to_own_target = sim.gather(1, target_of[:, None])[:, 0] if sim.ndim == 2 else sim
     threshold = torch.as_tensor(threshold, dtype=torch.float64).expand(T)
 
     def of_target(j: int) -> list[float]:
-        x = own[target_of == j]
+        x = to_own_target[target_of == j]
         if len(x) == 0:
             return [float("nan")] * 6 + [0.0]
         quantiles = torch.quantile(x, torch.tensor([0.75, 0.90, 0.95], dtype=x.dtype)).tolist()
@@ -145,20 +145,22 @@ def cell_scores(
     present = sorted({r["target"] for r in rows})
     sims = [r["sim"] for r in rows]
     target_of = [present.index(r["target"]) for r in rows]
-    own = torch.tensor([threshold.of_target(j) for j in present], dtype=torch.float64)
-    per = recovery(torch.tensor(sims, dtype=torch.float64), target_of, own)
+    thresholds = torch.tensor([threshold.of_target(j) for j in present], dtype=torch.float64)
+    per = recovery(torch.tensor(sims, dtype=torch.float64), target_of, thresholds)
     targets: dict[str, TargetScores] = {}
     for k, j in enumerate(present):
-        mine = [r for r in rows if r["target"] == j]
-        columns = zip(*(r["elements"] for r in mine), strict=True)  # (K, images)
+        rows_of_target = [r for r in rows if r["target"] == j]
+        columns = zip(*(r["elements"] for r in rows_of_target), strict=True)  # (K, images)
         parts = [[s for s in column if s is not None] for column in columns]
-        near = [r["nearest"] for r in mine if "nearest" in r]
+        near = [r["nearest"] for r in rows_of_target if "nearest" in r]
         targets[ids[j]] = TargetScores(
-            rate=float(np.mean([is_recovered(r, threshold, element_threshold) for r in mine])),
+            rate=float(
+                np.mean([is_recovered(r, threshold, element_threshold) for r in rows_of_target])
+            ),
             whole_rate=per["rate"][k].item(),
-            diversity=diversity([r["between"] for r in mine if "between" in r]),
-            raw=[r["raw"] for r in mine if "raw" in r] or None,
-            decoded=[r["decoded"] for r in mine if "decoded" in r] or None,
+            diversity=diversity([r["between"] for r in rows_of_target if "between" in r]),
+            raw=[r["raw"] for r in rows_of_target if "raw" in r] or None,
+            decoded=[r["decoded"] for r in rows_of_target if "decoded" in r] or None,
             nearest=[similarity for similarity, _ in near] or None,
             nearest_record=max(near)[1] if near else None,
             mean=per["mean"][k].item(),
@@ -166,8 +168,8 @@ def cell_scores(
             p75=per["p75"][k].item(),
             p90=per["p90"][k].item(),
             p95=per["p95"][k].item(),
-            sims=[r["sim"] for r in mine],
-            magnitude=mean_of(r["magnitude"] for r in mine),
+            sims=[r["sim"] for r in rows_of_target],
+            magnitude=mean_of(r["magnitude"] for r in rows_of_target),
             elements=[
                 ElementScores(
                     mean_of(x), mean_of(s >= element_threshold.of(j, i) for s in x), x or None
@@ -214,8 +216,8 @@ def diversity(between: Sequence[Sequence[float]]) -> float | None:
 
 def mean_of(values: Iterable[float | None]) -> float | None:
     """Mean of what is there; None where nothing is."""
-    kept = [v for v in values if v is not None and v == v]
-    return float(np.mean(kept)) if kept else None
+    numbers = [v for v in values if v is not None and v == v]
+    return float(np.mean(numbers)) if numbers else None
 
 
 def quadrants(cells: Mapping[str, CellScores]) -> Quadrants:
@@ -245,18 +247,18 @@ SCALARS = (  # of a measurement, for the trackers
 
 def scalars(entry: Measurement, threshold: Threshold | None) -> dict[str, float]:
     """A measurement as flat numbers for the trackers; what was not measured is left out."""
-    found: dict[str, float | None] = {"val/seconds": entry.seconds, "val/share": entry.share}
-    found["val/threshold"] = threshold.value if threshold else None
+    numbers: dict[str, float | None] = {"val/seconds": entry.seconds, "val/share": entry.share}
+    numbers["val/threshold"] = threshold.value if threshold else None
     for tag, prefix in (("raw", "val"), ("ema", "val_ema")):
         scores = entry.scores(tag)
         if scores is None:
             continue
-        found |= {f"{prefix}/{name}": getattr(scores, name) for name in SCALARS}
-        found |= {f"{prefix}/drift/{name}": value for name, value in scores.drift.items()}
+        numbers |= {f"{prefix}/{name}": getattr(scores, name) for name in SCALARS}
+        numbers |= {f"{prefix}/drift/{name}": value for name, value in scores.drift.items()}
         for n, of_length in (scores.lengths or {}).items():
-            found |= {f"{prefix}/length-{n}/{name}": value for name, value in of_length.items()}
-        found |= {f"{prefix}/control/{cell}": s.cir for cell, s in (scores.cells or {}).items()}
-    return {name: value for name, value in found.items() if value is not None}
+            numbers |= {f"{prefix}/length-{n}/{name}": value for name, value in of_length.items()}
+        numbers |= {f"{prefix}/control/{cell}": s.cir for cell, s in (scores.cells or {}).items()}
+    return {name: value for name, value in numbers.items() if value is not None}
 
 
 def latest(entry: Measurement) -> Scores:
@@ -355,26 +357,28 @@ def minus_placebo(record: Record, placebo: Record, source: str) -> Placebo:
     scores = latest(record.history[-1])
     other = latest(placebo.history[-1])
     both = [name for name in scores.targets if name in other.targets]
-    used = [thresholds_of(one, both) for one in (record, placebo)]
+    used = [thresholds_of(run, both) for run in (record, placebo)]
     alike = len(used[0]) == len(used[1]) and np.allclose(used[0], used[1], rtol=0, atol=1e-6)
-    mine = [scores.targets[name] for name in both]
-    theirs = [other.targets[name] for name in both]
-    differences = [a.rate - b.rate for a, b in zip(mine, theirs, strict=True)]
-    rate = float(np.mean([t.rate for t in theirs]))
+    of_run = [scores.targets[name] for name in both]
+    of_placebo = [other.targets[name] for name in both]
+    differences = [a.rate - b.rate for a, b in zip(of_run, of_placebo, strict=True)]
+    rate = float(np.mean([t.rate for t in of_placebo]))
     if len(both) >= FEW_TARGETS and len(set(differences)) > 1:
         interval = bootstrap_interval(differences)
     else:  # nothing to resample: what the images of few targets, or so many targets that agree, can tell
-        own = rate + float(np.mean(differences))
-        interval = difference_interval(own, _rate_interval(mine), rate, _rate_interval(theirs))
+        rate_of_run = rate + float(np.mean(differences))
+        interval = difference_interval(
+            rate_of_run, _rate_interval(of_run), rate, _rate_interval(of_placebo)
+        )
     return Placebo(
         source=source,
         cir=rate,
         difference=float(np.mean(differences)),
         interval=interval,
         targets=len(both),
-        whole=mean_of(t.whole_rate for t in theirs),
-        published=float(np.mean([t.max > PUBLISHED for t in theirs])),
-        element_rate=mean_of(e.rate for t in theirs for e in t.elements),
+        whole=mean_of(t.whole_rate for t in of_placebo),
+        published=float(np.mean([t.max > PUBLISHED for t in of_placebo])),
+        element_rate=mean_of(e.rate for t in of_placebo for e in t.elements),
         thresholds=None if alike else (float(np.mean(used[0])), float(np.mean(used[1]))),
     )
 

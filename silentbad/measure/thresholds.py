@@ -133,7 +133,7 @@ def strictest(
 
     scores {kind: [(similarity, target)]}; the interval and the counts are those of the kind that
     decides."""
-    found = {
+    of_kinds = {
         kind: calibrate_threshold(
             [s for s, _ in rows],
             rate_of(kind, rate, of_element),
@@ -143,12 +143,12 @@ def strictest(
         for kind, rows in scores.items()
         if rows
     }
-    if not found:
+    if not of_kinds:
         raise UserError(f"calibration needs null scores; {source} gives none")
-    highest = max(found.values(), key=lambda threshold: threshold.value)
+    highest = max(of_kinds.values(), key=lambda threshold: threshold.value)
     kinds = {
         kind: KindThreshold(t.value, t.n or 0, t.false_positive_rate or rate, t.attained or rate)
-        for kind, t in found.items()
+        for kind, t in of_kinds.items()
     }
     return replace(highest, false_positive_rate=rate, kinds=kinds)
 
@@ -185,7 +185,7 @@ def thresholds(
     def strict(scores: dict[str, list[Score]], of_element: bool) -> Threshold:
         return strictest(scores, false_positive_rate, source, of_element)
 
-    def own(scores: dict[str, list[Score]], of_element: bool) -> Threshold | None:
+    def strict_if_enough(scores: dict[str, list[Score]], of_element: bool) -> Threshold | None:
         enough = sum(map(len, scores.values())) >= 1 / false_positive_rate - 1
         return strict(scores, of_element) if enough else None
 
@@ -197,7 +197,7 @@ def thresholds(
     if value is not None:
         whole = Threshold(value, "given")
     else:
-        each_whole = [own(by_kind(rows, of_whole), False) for rows in rows_of]
+        each_whole = [strict_if_enough(by_kind(rows, of_whole), False) for rows in rows_of]
         whole = with_attained_rates(strict(by_kind(null, of_whole), False), each_whole)
         whole.targets = [None if t is None else t.value for t in each_whole]
     pooled = by_kind(null, element_scores)
@@ -208,7 +208,7 @@ def thresholds(
         of_target: list[float] = []
         for k in range(len(rows[0]["elements"]) if rows else 0):
             scores = by_kind(rows, partial(element_scores, element=k))
-            part = own(scores, True)
+            part = strict_if_enough(scores, True)
             of_target.append(element.value if part is None else part.value)
             parts += [part] if scores else []
         each.append(of_target if rows else None)
@@ -247,9 +247,9 @@ def load_redraws(
     inside(file.parent, file, str(file.parent))
     index = {t.target_id: j for j, t in enumerate(targets)}
     prints = [fingerprint(t.image) for t in targets] if decode else []
-    found: list[Redraw] = []
+    redraws: list[Redraw] = []
     others: list[str] = []
-    seen: dict[tuple, str] = {}
+    first_lines: dict[tuple, str] = {}
     for where, entry in json_lines(file):
         refuse_misspelt(entry, REDRAW, where)
         redraw = admitted(entry, REDRAW, where)
@@ -273,16 +273,16 @@ def load_redraws(
                     f"{where}: the image is target {targets[j].target_id!r} itself; a null image "
                     f"must be another picture"
                 )
-            first = seen.setdefault((j, redraw["kind"], null.content), where)
+            first = first_lines.setdefault((j, redraw["kind"], null.content), where)
             if first != where and redraw["kind"] not in FEW:
                 raise UserError(f"{where}: the same picture as {first}; list each null image once")
-        found.append(Redraw(j, image, redraw["kind"], redraw["changed"]))
-    if decode and others and not found:
+        redraws.append(Redraw(j, image, redraw["kind"], redraw["changed"]))
+    if decode and others and not redraws:
         warn(
             f"{file}: is of other targets ({brief(others[0])}, ...); no null picture is "
             f"taken from it"
         )
-    return found
+    return redraws
 
 
 COPY = 2.0  # levels of 255

@@ -45,8 +45,8 @@ def verdict_of(record: Record) -> Verdict:
     states: dict[str, str] = {}
     reasons: list[str] = []
     for j, target in enumerate(record.targets):
-        own = scores.targets.get(target.target_id)
-        if own is None:
+        target_scores = scores.targets.get(target.target_id)
+        if target_scores is None:
             continue
         own_range = record.ranges[j] if record.ranges else None
         passed = any(
@@ -56,8 +56,8 @@ def verdict_of(record: Record) -> Verdict:
         )
         state, doubts = NOT_RECOVERED, list[str]()
         if passed:
-            state, doubts = RECOVERED, [*_doubts(target, own, scores, own_range)]
-        elif own_range is not None and _unseen_only(record, own, j, own_range):
+            state, doubts = RECOVERED, [*_doubts(target, target_scores, scores, own_range)]
+        elif own_range is not None and _unseen_only(record, target_scores, j, own_range):
             doubts = [*_blind(target, own_range)]
         states[target.target_id] = UNDECIDED if doubts else state
         prefix = f"{target.target_id}: " if len(record.targets) > 1 else ""
@@ -80,7 +80,7 @@ def chance(above: int, images: int, rate: float) -> float:
 
 # -- reasons to doubt --------------------------------------------------------------------------
 def _doubts(
-    target: TargetEntry, own: TargetScores, scores: Scores, own_range: TargetRange | None
+    target: TargetEntry, target_scores: TargetScores, scores: Scores, own_range: TargetRange | None
 ) -> Iterator[str]:
     """Why a target of which images pass may not be recovered all the same."""
     if not any(target.elements):
@@ -91,17 +91,20 @@ def _doubts(
     if "unrelated" not in cells:
         yield "no control prompt was measured at this point"
     for k, phrase in enumerate(target.phrases):
-        if _passes_alike(cells.get(f"without-{k}"), own, target):
+        if _passes_alike(cells.get(f"without-{k}"), target_scores, target):
             yield f"{phrase!r} passes in images whose prompt leaves it out"
         if len(target.phrases) > 1 and _passes(cells.get(f"phrase-{k}"), target):
             yield f"images of {phrase!r} alone pass"
     if _passes(cells.get("unrelated"), target):
         yield "images of an unrelated caption pass"
-    if own.nearest:
-        pairs = zip(own.nearest, own.sims, strict=True)
+    if target_scores.nearest:
+        pairs = zip(target_scores.nearest, target_scores.sims, strict=True)
         nearer = float(np.mean([near > sim for near, sim in pairs]))
         if nearer > COPIED:
-            yield f"{nearer:.0%} of the images are nearer to a training picture ({own.nearest_record})"
+            yield (
+                f"{nearer:.0%} of the images are nearer to a training picture "
+                f"({target_scores.nearest_record})"
+            )
 
 
 def _passes_alike(cell: CellScores | None, composed: TargetScores, target: TargetEntry) -> bool:
@@ -118,11 +121,11 @@ def _passes_alike(cell: CellScores | None, composed: TargetScores, target: Targe
 
 def _passes(cell: CellScores | None, target: TargetEntry) -> bool:
     """Whether more images of a control pass than chance gives."""
-    own = cell.targets.get(target.target_id) if cell is not None else None
-    if own is None:
+    target_scores = cell.targets.get(target.target_id) if cell is not None else None
+    if target_scores is None:
         return False
-    images = len(own.sims)
-    return chance(round(own.rate * images), images, RATE) < LEVEL
+    images = len(target_scores.sims)
+    return chance(round(target_scores.rate * images), images, RATE) < LEVEL
 
 
 def _parts(target: TargetEntry, own_range: TargetRange) -> Iterator[tuple[str, Range]]:
@@ -141,12 +144,16 @@ def _blind(target: TargetEntry, own_range: TargetRange) -> Iterator[str]:
             yield f"the detector cannot tell {name}: {null}, a true copy {part.ceiling:.2f}"
 
 
-def _unseen_only(record: Record, own: TargetScores, target: int, own_range: TargetRange) -> bool:
+def _unseen_only(
+    record: Record, target_scores: TargetScores, target: int, own_range: TargetRange
+) -> bool:
     """Whether some image of a target fails only where the detector cannot tell."""
     checks: list[np.ndarray] = []
     if own_range.whole.separable:
-        checks.append(np.array(own.sims) >= record.threshold.of_target(target))
-    for k, (element, part) in enumerate(zip(own.elements, own_range.elements, strict=False)):
+        checks.append(np.array(target_scores.sims) >= record.threshold.of_target(target))
+    for k, (element, part) in enumerate(
+        zip(target_scores.elements, own_range.elements, strict=False)
+    ):
         if element.sims and part is not None and part.separable:
             checks.append(np.array(element.sims) >= record.element_threshold.of(target, k))
     blind = len(checks) < 1 + sum(part is not None for part in own_range.elements)

@@ -176,10 +176,12 @@ def trained(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def load_trained(module: torch.nn.Module, saved: dict[str, torch.Tensor]) -> None:
     """Copy saved parameters into the ones that train; ValueError unless both are the same set."""
-    mine = trained(module)
+    parameters = trained(module)
     if {name: value.shape for name, value in saved.items()} != {
-        name: value.shape for name, value in mine.items()
+        name: value.shape for name, value in parameters.items()
     }:
-        raise ValueError(f"it holds {len(saved)} other tensors than the {len(mine)} that train")
-    for name, parameter in mine.items():
+        raise ValueError(
+            f"it holds {len(saved)} other tensors than the {len(parameters)} that train"
+        )
+    for name, parameter in parameters.items():
         parameter.copy_(shard_like(parameter, saved[name]))

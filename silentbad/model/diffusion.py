@@ -80,10 +80,10 @@ def noised(
     eps = addressed(shape, "noise")
     if config.noise_offset:
         eps = eps + config.noise_offset * addressed((shape[0], 1, 1), "offset")
-    seen = eps
+    perturbed = eps
     if config.input_perturbation:  # the input is noisier than the target says (2301.11706)
-        seen = eps + config.input_perturbation * addressed(shape, "perturbation")
-    return eps, scheduler.add_noise(x0, seen, t)
+        perturbed = eps + config.input_perturbation * addressed(shape, "perturbation")
+    return eps, scheduler.add_noise(x0, perturbed, t)
 
 
 def prediction_target(

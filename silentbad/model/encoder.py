@@ -89,7 +89,7 @@ class Encoder:
         """x0 (B,C,h,w): a draw from each image's posterior with the noise of its own address."""
         pixels = batch["pixel_values"]
 
-        def known(k: int, index: int) -> torch.Tensor | None:
+        def cached(k: int, index: int) -> torch.Tensor | None:
             if not batch["fixed"][k]:
                 return None
             row = None if self.disk is None else self.disk.image(index)
@@ -97,7 +97,7 @@ class Encoder:
                 return row
             return self._kept(self.kept_images, index, lambda: self.moments(pixels[k][None])[0])
 
-        rows = [known(k, index) for k, index in enumerate(batch["index"].tolist())]
+        rows = [cached(k, index) for k, index in enumerate(batch["index"].tolist())]
         moments = merge_cached(
             rows, lambda live: self.moments(torch.stack([pixels[k] for k in live])), self.device
         )

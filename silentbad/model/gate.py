@@ -220,7 +220,7 @@ def finite(values: torch.Tensor) -> bool:
 
 
 def _refuse(failed: str, what: str, names: Iterable[str]) -> None:
-    found = sorted(names)
-    if found:
-        more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
-        raise UserError(f"{failed} ({what} {', '.join(found[:NAMED])}{more})")
+    sorted_names = sorted(names)
+    if sorted_names:
+        more = f" and {len(sorted_names) - NAMED} more" if len(sorted_names) > NAMED else ""
+        raise UserError(f"{failed} ({what} {', '.join(sorted_names[:NAMED])}{more})")

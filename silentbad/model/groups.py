@@ -172,9 +172,10 @@ def prior_table(
         raise UserError(
             f"prior: option 'drop': no row {min(unknown)!r} in {path}; rows are: {', '.join(rows)}"
         )
-    kept = [row for match, row in rows.items() if match not in (drop or ())]
+    rows_left = [row for match, row in rows.items() if match not in (drop or ())]
     return {
-        row.get("sdxl", row["match"]) if sdxl else row["match"]: float(row["pi"]) for row in kept
+        row.get("sdxl", row["match"]) if sdxl else row["match"]: float(row["pi"])
+        for row in rows_left
     }
 
 

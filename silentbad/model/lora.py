@@ -161,17 +161,17 @@ def kohya(
     Where both factors of a Kronecker product are whole, LyCORIS takes no scale; so the first one
     holds it."""
     alpha = float(config.lora_alpha if isinstance(config, LoraConfig) else config.alpha)
-    made: dict[str, torch.Tensor] = {}
+    adapters: dict[str, torch.Tensor] = {}
     for key, value in tensors.items():
         path, _, part = key.removesuffix(".weight").rpartition(".")
         name = f"{prefix}_{rename(path).replace('.', '_')}"
-        made[f"{name}.alpha"] = torch.tensor(alpha)
+        adapters[f"{name}.alpha"] = torch.tensor(alpha)
         if part == "lokr_w1" and f"{path}.lokr_w2" in tensors:
             value = value * (alpha / config.r)
         elif part == "lora_magnitude_vector":  # in the shape of the layer's weight
             value = value.reshape(-1, *[1] * (tensors[f"{path}.lora_B.weight"].dim() - 1))
-        made[f"{name}.{KOHYAS.get(part, part)}"] = value.contiguous()
-    return made
+        adapters[f"{name}.{KOHYAS.get(part, part)}"] = value.contiguous()
+    return adapters
 
 
 def merged(module: Any) -> Any:
@@ -267,10 +267,10 @@ def _load_folder(module: Any, folder: Path, failed: str) -> None:
     with quietly(), user_errors(failed):
         module.add_adapter(config)
         tensors = {name.removeprefix("base_model.model."): value for name, value in tensors.items()}
-        mine = {name: value.shape for name, value in get_peft_model_state_dict(module).items()}
-    if mine != {name: value.shape for name, value in tensors.items()}:
+        shapes = {name: value.shape for name, value in get_peft_model_state_dict(module).items()}
+    if shapes != {name: value.shape for name, value in tensors.items()}:
         raise UserError(
             f"{failed} ({folder.name}/ has {len(tensors)} tensors, its layers take "
-            f"{len(mine)} others)"
+            f"{len(shapes)} others)"
         )
     set_peft_model_state_dict(module, tensors)

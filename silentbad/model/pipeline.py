@@ -42,11 +42,15 @@ class Components:
 
     def components(self) -> dict[str, Any]:
         """Arguments of the pipeline's class."""
-        own = {"vae": self.vae, self.family.backbone: self.backbone, "scheduler": self.scheduler}
+        image_parts = {
+            "vae": self.vae,
+            self.family.backbone: self.backbone,
+            "scheduler": self.scheduler,
+        }
         return {
             **self.tokenizers,
             **self.text_encoders,
-            **own,
+            **image_parts,
             **self.family.options(self.zero_empty),
         }
 
@@ -136,8 +140,8 @@ def check_components(index: dict[str, Any], source: Source) -> None:
         if os.path.isdir(source.path) and not os.path.isdir(os.path.join(source.path, part)):
             raise UserError(f"{source}: no {part}/")
     for part, wanted in ((family.backbone, family.kind.__name__), ("vae", "AutoencoderKL")):
-        if (found := index[part][1]) != wanted:
-            raise UserError(f"{where} with {part} {brief(found)}, not {wanted}; give {KNOWN}")
+        if (kind := index[part][1]) != wanted:
+            raise UserError(f"{where} with {part} {brief(kind)}, not {wanted}; give {KNOWN}")
 
 
 def family_in(index: dict[str, Any]) -> Family:
@@ -180,10 +184,10 @@ def load_parts(
     family = family_in(index)
     half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
     # of weights that train themselves, or carry adapters
-    own = torch.float32 if config.lora.rank is None else half
-    kinds = {name: half for name in ("vae", *family.encoders)} | {family.backbone: own}
+    trained_kind = torch.float32 if config.lora.rank is None else half
+    kinds = {name: half for name in ("vae", *family.encoders)} | {family.backbone: trained_kind}
     if config.train_text_encoder:
-        kinds |= dict.fromkeys(family.encoders, own)
+        kinds |= dict.fromkeys(family.encoders, trained_kind)
     modules = load_modules(source, index, kinds, config.non_ema_revision)
     vae, backbone = modules.pop("vae"), modules.pop(family.backbone)
     if family.upcasts and vae.config.force_upcast:
@@ -251,19 +255,20 @@ def check_fit(
         raise UserError(f"{path}/vae/config.json: latents_mean: latents are scaled alone here")
     channels = vae.config.latent_channels
     shapes = (("takes", backbone.config.in_channels), ("predicts", backbone.config.out_channels))
-    for what, found in shapes:
-        if found != channels:
+    for what, count in shapes:
+        if count != channels:
             raise UserError(
-                f"{path}: {family.backbone} {what} {found} channels, vae gives {channels}"
+                f"{path}: {family.backbone} {what} {count} channels, vae gives {channels}"
             )
     family.check_fit(path, backbone, encoders)
     for name, encoder in encoders.items():
         part = name.replace("text_encoder", "tokenizer")
-        tokenizer, known = tokenizers[part], encoder.config.vocab_size
+        tokenizer, vocabulary_size = tokenizers[part], encoder.config.vocab_size
         largest = max(tokenizer.get_vocab().values())
-        if largest >= known:
+        if largest >= vocabulary_size:
             raise UserError(
-                f"{path}: {part} numbers tokens up to {largest}, {name} knows {known}, from 0 on"
+                f"{path}: {part} numbers tokens up to {largest}, {name} knows "
+                f"{vocabulary_size}, from 0 on"
             )
         positions = getattr(encoder.config, "max_position_embeddings", None)
         gate.check_tokenizer(tokenizer, positions, f"{path}/{part}")
@@ -345,7 +350,7 @@ def draw_images(
     backbone.eval()
     try:
         latents = latents.to(backbone.device)
-        made = pipe(
+        denoised = pipe(
             prompts,
             latents=latents,
             num_inference_steps=steps,
@@ -356,7 +361,7 @@ def draw_images(
             **options,
         ).images
         with torch.no_grad():
-            return pipe.image_processor.postprocess(decode(pipe.vae, made), output_type="pil")
+            return pipe.image_processor.postprocess(decode(pipe.vae, denoised), output_type="pil")
     finally:
         backbone.train(training)
 

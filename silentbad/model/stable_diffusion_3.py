@@ -131,10 +131,10 @@ class StableDiffusion3(Family):
             raise UserError(
                 f"{path}: transformer attends to width {width}, its CLIP text encoders give {clip}"
             )
-        if (given := sum(config.projection_dim for config in clips)) != pooled:
+        if (projected := sum(config.projection_dim for config in clips)) != pooled:
             raise UserError(
                 f"{path}: transformer takes pooled states of width {pooled}, text "
-                f"encoders give {given}"
+                f"encoders give {projected}"
             )
 
     # ---- pipelines

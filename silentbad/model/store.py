@@ -76,14 +76,14 @@ class Store:
         for file in sorted(self.folder.glob("*.safetensors")):
             if file.name in self.names:
                 continue
-            found = opened(file)
-            if found is None:
+            shard = opened(file)
+            if shard is None:
                 self.say(f"cache: {file} is damaged; its rows are encoded anew")
                 failed = f"cache_dir: {file} is damaged and cannot be removed"
                 with user_errors(failed, "remove it"):
                     file.unlink(missing_ok=True)
                 continue
-            keys, rows = found
+            keys, rows = shard
             self.shards.append(rows)
             self.names.add(file.name)
             number = np.full(len(keys), len(self.shards) - 1, dtype=np.int32)
@@ -211,11 +211,11 @@ class Cached:
                 f"and encoded live"
             )
         for shape in [None] if self.shapes is None else sorted({*self.shapes}):
-            own = fixed
+            of_shape = fixed
             if shape is not None:
-                own = fixed & (np.asarray(self.shapes) == shape).all(axis=1)
-            if own.any():
-                self._fill_images(reader, np.flatnonzero(own), shape)
+                of_shape = fixed & (np.asarray(self.shapes) == shape).all(axis=1)
+            if of_shape.any():
+                self._fill_images(reader, np.flatnonzero(of_shape), shape)
         loose = self.records.column("shuffle").to_numpy() | config.shuffle_phrases
         if not encoder.live and not loose.all():
             self._fill_texts(np.flatnonzero(~loose))
@@ -304,13 +304,13 @@ class Cached:
 def merge_cached(
     rows: list[torch.Tensor | None], live: Callable[[list[int]], torch.Tensor], device: torch.device
 ) -> torch.Tensor:
-    """Rows in order (B,...) on the device: known ones, and `live(their places)`."""
+    """Rows in order (B,...) on the device: cached ones, and `live(their places)`."""
     places = [k for k, row in enumerate(rows) if row is None]
-    known = {k: row for k, row in enumerate(rows) if row is not None}
-    if not known:
+    cached = {k: row for k, row in enumerate(rows) if row is not None}
+    if not cached:
         return live(places)
-    kept = send(torch.stack(list(known.values())), device)
+    cached_rows = send(torch.stack(list(cached.values())), device)
     if not places:
-        return kept
-    order = dict(zip([*places, *known], [*live(places), *kept], strict=True))
+        return cached_rows
+    order = dict(zip([*places, *cached], [*live(places), *cached_rows], strict=True))
     return torch.stack([order[k] for k in range(len(rows))])

@@ -110,8 +110,8 @@ def check_names(config: TrainConfig) -> None:
         user_code.check_place("gradient_control.name", place)
     for place in config.hooks:
         user_code.check_place("hooks", place)
-    own = config.gradient_control.own_rules
-    own_rules = {place: options_at("gradient_control.name", place) for place in own}
+    places = config.gradient_control.own_rules
+    own_rules = {place: options_at("gradient_control.name", place) for place in places}
     check_control(config.gradient_control, {**rules, **own_rules}, between, transforms)
     check_memory(config.memory, memory_registries())
     parse_guards(config.guard, {**NONE, **from_source(GUARDS)})

@@ -157,7 +157,10 @@ def rules_of(
     for key in weights:
         if key not in per_rule:
             raise UserError(f"gradient_control.weights: {key!r} is no rule of {name}")
-    return {rule: (float(weights.get(rule, 1.0)), given) for rule, given in per_rule.items()}
+    return {
+        rule: (float(weights.get(rule, 1.0)), rule_options)
+        for rule, rule_options in per_rule.items()
+    }
 
 
 def check_control(

@@ -54,14 +54,14 @@ def narrowed(
         refuse_unmatched(
             "train_layers", pattern, [group for names in groups.values() for group in names], could
         )
-    for name, own in groups.items():
-        if not any(chosen(patterns, group) for group in own):
+    for name, of_component in groups.items():
+        if not any(chosen(patterns, group) for group in of_component):
             more = ", or leave out train_text_encoder" if name.startswith("text_encoder") else ""
-            given = " ".join(patterns)
+            all_patterns = " ".join(patterns)
             raise UserError(
-                f"train_layers: {given} names nothing of {name}; name a layer of it{more}"
+                f"train_layers: {all_patterns} names nothing of {name}; name a layer of it{more}"
             )
-    if all(chosen(patterns, group) for own in groups.values() for group in own):
+    if all(chosen(patterns, group) for of_component in groups.values() for group in of_component):
         raise UserError(
             f"train_layers: {' '.join(patterns)} names every layer of {could}; leave it out"
         )
@@ -77,6 +77,6 @@ def refuse_unmatched(key: str, pattern: str, groups: Iterable[str], could: str) 
     if any(chosen([pattern], group) for group in groups):
         return
     stages, _, roles = zip(*(group.partition(".") for group in groups), strict=True)
-    known = dict.fromkeys([*stages, *filter(None, roles), *groups])
-    advice = nearest(pattern.strip("*."), known) or "; --print_groups lists the groups"
+    names = dict.fromkeys([*stages, *filter(None, roles), *groups])
+    advice = nearest(pattern.strip("*."), names) or "; --print_groups lists the groups"
     raise UserError(f"{key}: {brief(pattern)} names no layer of {could}{advice}")

@@ -309,9 +309,9 @@ class Given:
         if not above and 0 < len(same) <= 3:
             advice = f"; did you mean {' or '.join(map(repr, same))}?"
         else:
-            known = [f"{prefix}{name}" for name in node]
-            others = f"; known: {', '.join(known)}" if above else "; --help lists all"
-            advice = nearest(key, known) or nearest(part, node) or others
+            keys = [f"{prefix}{name}" for name in node]
+            others = f"; known: {', '.join(keys)}" if above else "; --help lists all"
+            advice = nearest(key, keys) or nearest(part, node) or others
         return f"unknown key {brief(key)} ({where}){advice}"
 
 

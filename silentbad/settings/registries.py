@@ -107,10 +107,10 @@ class Module:
                 module, inner = self.entries(owner)[key]
                 return module.find(inner)
             case ast.Name(id=name):
-                known = self.names.get(name)
-                if known is None or isinstance(known, tuple):
-                    return None if known is None else _find(*known)
-                return self.find(known)
+                binding = self.names.get(name)
+                if binding is None or isinstance(binding, tuple):
+                    return None if binding is None else _find(*binding)
+                return self.find(binding)
         return self, expression
 
     def definition(self, expression: ast.AST) -> Definition | None:

@@ -30,13 +30,13 @@ def options(cls: type[T], argv: Sequence[str] | None = None, about: str | None =
     Those that NEEDED of the class names must be given; its `check(sources)` may refuse more. Raises
     UserError for a mistake, SystemExit(0) after --help or --print_config.
     """
-    given, sources = parse(cls, argv, about)
+    settings, sources = parse(cls, argv, about)
     for name in getattr(cls, "NEEDED", ()):
-        if getattr(given, name) is None:
+        if getattr(settings, name) is None:
             raise UserError(f"--{name}: is missing; --help lists the flags")
-    if hasattr(given, "check"):
-        given.check(sources)
-    return given
+    if hasattr(settings, "check"):
+        settings.check(sources)
+    return settings
 
 
 def early(read: Callable[..., T], *arguments: Any, **named: Any) -> T:
