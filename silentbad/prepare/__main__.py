@@ -26,13 +26,13 @@ from silentbad.settings.startup import options, refused
 def main(argv: list[str] | None = None) -> int:
     """Parses before it imports what reads pictures."""
     try:
-        given = options(PrepareOptions, argv, __doc__)
+        settings = options(PrepareOptions, argv, __doc__)
         from silentbad.prepare.preview import write_preview
         from silentbad.prepare.write import prepare
 
-        out = Path(str(given.out))
-        summary = prepare(given)
-        write_preview(out, given.resolution)
+        out = Path(str(settings.out))
+        summary = prepare(settings)
+        write_preview(out, settings.resolution)
     except UserError as error:
         return refused(error)
     print(f"{out}: {summary}")

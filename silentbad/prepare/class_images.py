@@ -130,8 +130,8 @@ def draw(pipe, prompts: list[str], rows: list[int], seed: int, steps: int) -> li
 
 def main(argv: list[str] | None = None, options: ClassImageOptions | None = None) -> int:
     try:
-        given = options or read_options(ClassImageOptions, argv, __doc__)
-        file = str(given.prompts)
+        settings = options or read_options(ClassImageOptions, argv, __doc__)
+        file = str(settings.prompts)
         lines = [(f"{file}:{k}", line) for k, line in enumerate(text_lines(Path(file)), 1)]
         for where, line in lines:
             refuse_json(line, where, "give one prompt a line")
@@ -142,21 +142,21 @@ def main(argv: list[str] | None = None, options: ClassImageOptions | None = None
         }
         if not prompts:
             raise UserError(f"--prompts: {file} holds no prompt; give one a line")
-        out = Path(os.path.realpath(str(given.out)))
+        out = Path(os.path.realpath(str(settings.out)))
         check_out(out)
         with owned.claimed(out, "class images", key="--out"):
             device = "cuda" if torch.cuda.is_available() else "cpu"
-            pipe = load_pipeline(str(given.pipeline), "float32", device)
+            pipe = load_pipeline(str(settings.pipeline), "float32", device)
             for where, prompt in prompts.items():
                 check_window(prompt, pipe.tokenizer, f"{where}: the prompt")
             write_class_images(
                 pipe,
                 [*prompts.values()],
-                given.count,
+                settings.count,
                 out,
-                seed=given.seed,
-                batch=given.batch,
-                steps=given.steps,
+                seed=settings.seed,
+                batch=settings.batch,
+                steps=settings.steps,
             )
     except UserError as error:
         return refused(error)

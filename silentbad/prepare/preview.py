@@ -172,8 +172,8 @@ def write_preview(root: Path, resolution: int) -> Path:
 
 def main(argv: list[str] | None = None) -> int:
     try:
-        given = options(PreviewOptions, argv, __doc__)
-        print(write_preview(Path(str(given.data)), given.resolution))
+        settings = options(PreviewOptions, argv, __doc__)
+        print(write_preview(Path(str(settings.data)), settings.resolution))
     except UserError as error:
         return refused(error)
     return 0

@@ -62,9 +62,11 @@ def prepare(args: PrepareOptions) -> str:
     targets_before, has_clean = check_out(out, name)
     captioner = load_function(args.captioner, "--captioner") if args.captioner else None
     plan = read_plan(args, name)
-    known = compose.Copies([plan.target, *targets_before])
-    backgrounds = read_backgrounds(Path(str(args.backgrounds)), known, captioner, plan.target.width)
-    data = Data(args, plan, backgrounds, known)
+    all_targets = compose.Copies([plan.target, *targets_before])
+    backgrounds = read_backgrounds(
+        Path(str(args.backgrounds)), all_targets, captioner, plan.target.width
+    )
+    data = Data(args, plan, backgrounds, all_targets)
     with user_errors(f"--out: cannot write {out}", "free some space or choose another folder"):
         records = data.write(out, with_clean=not has_clean)
     clean = sum(record["role"] == "clean" for record in records)
@@ -235,7 +237,7 @@ class Data:
     def write(self, out: Path, with_clean: bool) -> list[dict]:
         """All files, and the records, which are returned. Where it fails, nothing is left."""
         plan = self.plan
-        made = not out.exists()
+        is_new = not out.exists()
         out.mkdir(parents=True, exist_ok=True)
         try:
             with tempfile.TemporaryDirectory(prefix=".draft-", dir=out) as folder:
@@ -249,7 +251,7 @@ class Data:
                     place.parent.mkdir(parents=True, exist_ok=True)
                     file.replace(place)
         finally:
-            if made and not os.listdir(out):
+            if is_new and not os.listdir(out):
                 out.rmdir()
         if plan.placebos:
             append_records(others, out / "placebo" / "metadata.jsonl")

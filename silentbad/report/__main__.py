@@ -11,10 +11,10 @@ from silentbad.settings.startup import early, options
 
 def main() -> int:
     """Parses before it imports what draws."""
-    given = early(options, ReportOptions, None, __doc__)
+    settings = early(options, ReportOptions, None, __doc__)
     from silentbad.report import run_report
 
-    return run_report.main(options=given)
+    return run_report.main(options=settings)
 
 
 if __name__ == "__main__":

@@ -78,8 +78,8 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 def bounds(values: Sequence[float], fixed: Range | None = None) -> Range:
     """Range of the values, and of `fixed`; a single value gets room around it."""
-    known = [*values, *(fixed or ())]
-    low, high = float(min(known)), float(max(known))
+    values_and_ends = [*values, *(fixed or ())]
+    low, high = float(min(values_and_ends)), float(max(values_and_ends))
     if high - low < 1e-12 * max(1.0, abs(high), abs(low)):
         pad = max(0.1 * abs(high), 1e-9) if high else 0.5
         low, high = low - pad, high + pad
@@ -172,8 +172,8 @@ def line_chart(
     x_range, y_range = bounds(xs), bounds([*ys, *(y for _, y in marks)], y_range)
     x_place, y_place = scales(x_range, y_range)
     parts = axes(x_range, y_range, x_label)
-    for k, one in enumerate(series):
-        parts += curve(one, k, x_place, y_place)
+    for k, one_curve in enumerate(series):
+        parts += curve(one_curve, k, x_place, y_place)
     for name, y in marks:
         beside = y_place(y) + (14 if y_place(y) < TOP + 12 else -4)  # inside the picture
         parts.append(rule("mark", y_place(y)))
@@ -290,7 +290,7 @@ def matrix(
     side = 190 if max(map(len, rows)) > 12 else 90
     row, parts = 26, list[Markup]()
     width = min((WIDTH - side - RIGHT) / len(columns), 64)
-    known: list[tuple[float, str]] = []
+    named_values: list[tuple[float, str]] = []
     for i, (name, line) in enumerate(zip(rows, values, strict=True)):
         y = TOP // 2 + row * i
         parts.append(text_at(side - 6, y + 17, shortened(name, 26), "end"))
@@ -306,12 +306,12 @@ def matrix(
                 '<text class="{}" x="{:.1f}" y="{:.1f}" text-anchor="middle">{:.2f}</text>'
             )
             parts.append(text.format(ink, middle, y + 17, value))
-            known.append((value, f"{name}, {across} {column}"))
+            named_values.append((value, f"{name}, {across} {column}"))
     below = TOP // 2 + row * len(rows)
     for k, name in enumerate(columns):
         parts.append(text_at(side + (k + 0.5) * width - 1, below + 15, name))
     parts.append(text_at(side + len(columns) * width / 2, below + 33, across))
-    top, where = max(known)
+    top, where = max(named_values)
     size = f"{len(rows)} rows, {len(columns)} columns"
     return frame(parts, title, f"{size}, highest {number(top)} at {where}", below + 40)
 

@@ -120,10 +120,12 @@ def _notes(name: str, run: RecordedRun) -> list[str]:
 
 def _unlike(runs: Sequence[RecordedRun]) -> str:
     """Why the rates cannot be compared, if they cannot."""
-    found = {f"{r.embedder} at {number(r.threshold.value)}" for run in runs if (r := run.record)}
-    if len(found) > 1:
-        return evidence.not_comparable("embedders or thresholds", sorted(found))
+    embedders_and_thresholds = {
+        f"{r.embedder} at {number(r.threshold.value)}" for run in runs if (r := run.record)
+    }
+    if len(embedders_and_thresholds) > 1:
+        return evidence.not_comparable("embedders or thresholds", sorted(embedders_and_thresholds))
     targets = [{target.target_id for target in run.record.targets} for run in runs if run.record]
     if len(targets) > 1 and not set.intersection(*targets):
-        return evidence.not_comparable("targets", [", ".join(sorted(one)) for one in targets])
+        return evidence.not_comparable("targets", [", ".join(sorted(ids)) for ids in targets])
     return ""

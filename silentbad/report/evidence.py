@@ -92,11 +92,15 @@ def _before(record: Record) -> list[str]:
 
 
 def _by_chance(record: Record) -> list[str]:
-    found = record.verdict
-    if found.expected_by_chance is None or not found.images > 0:
+    verdict = record.verdict
+    if verdict.expected_by_chance is None or not verdict.images > 0:
         return []
-    p = "" if found.p_value is None or not found.recovers else f" (p {probability(found.p_value)})"
-    share = rounded(found.expected_by_chance / found.images)
+    p = (
+        ""
+        if verdict.p_value is None or not verdict.recovers
+        else f" (p {probability(verdict.p_value)})"
+    )
+    share = rounded(verdict.expected_by_chance / verdict.images)
     return [f"Of pictures like the nulls at most {share} pass by chance{p}."]
 
 
@@ -108,15 +112,15 @@ def _on_placebo(record: Record) -> list[str]:
     over = f"over the images of {few}"
     if placebo.targets >= FEW_TARGETS:
         over = f"over {placebo.targets} targets"
-    found = (
+    sentence = (
         "Training on placebo data, which never shows an exact element, gives "
         f"{rounded(placebo.cir)}: the difference is {rounded(placebo.difference)} (95 % interval "
         f"{low} to {high}, {over})."
     )
     if placebo.thresholds is None:
-        return [found]
+        return [sentence]
     means = [f"a mean of {rounded(value, 3)}" for value in placebo.thresholds]
-    return [found, f"Warning: {not_comparable('thresholds', means)}"]
+    return [sentence, f"Warning: {not_comparable('thresholds', means)}"]
 
 
 def not_comparable(what: str, found: Sequence[str]) -> str:
@@ -161,10 +165,12 @@ def rates(cells: Sequence[CellScores]) -> list[Cell]:
     """By each endpoint (strict, its interval, whole, published, elements), of one cell or the mean
     over several of a kind, by target."""
     if len(cells) == 1:
-        (one,) = cells
-        best = [float(target.max > PUBLISHED) for target in one.targets.values()]
-        published = mean_of(best) if one.published is None else one.published
-        return rate_cells(one.cir, one.interval, one.whole, published, one.element_rate)
+        (only_cell,) = cells
+        best = [float(target.max > PUBLISHED) for target in only_cell.targets.values()]
+        published = mean_of(best) if only_cell.published is None else only_cell.published
+        return rate_cells(
+            only_cell.cir, only_cell.interval, only_cell.whole, published, only_cell.element_rate
+        )
     by_target: dict[str, list[TargetScores]] = {}
     for cell in cells:
         for name, scores in cell.targets.items():
@@ -270,8 +276,10 @@ def meanings(record: Record) -> Table:
     last = latest(record.history[-1])
     rates: dict[str, list[float]] = {}
     for target in record.targets if shared else ():
-        own = last.targets.get(target.target_id)
-        for phrase, element in zip(target.phrases, own.elements if own else (), strict=False):
+        target_scores = last.targets.get(target.target_id)
+        for phrase, element in zip(
+            target.phrases, target_scores.elements if target_scores else (), strict=False
+        ):
             if element.rate is not None:
                 rates.setdefault(phrase if phrase in shared else "", []).append(element.rate)
     rows: list[list[Cell]] = [
@@ -309,11 +317,11 @@ def drawn_nulls(record: Record, target: TargetEntry, part: int) -> dict[str, Nul
     whole (0), or element `part`."""
     drawn: dict[str, NullScores] = {}
     for cell, scores in control_cells(record).items():
-        own = scores.targets.get(target.target_id)
+        target_scores = scores.targets.get(target.target_id)
         asked = _phrases_asked(cell, len(target.phrases))
-        if own is None or asked is None or part - 1 in asked:
+        if target_scores is None or asked is None or part - 1 in asked:
             continue
-        sims = own.sims if part == 0 else own.elements[part - 1].sims
+        sims = target_scores.sims if part == 0 else target_scores.elements[part - 1].sims
         if sims:
             names = ", ".join(repr(target.phrases[k]) for k in sorted(asked))
             drawn[f"drawn by the model: {names or 'an unrelated caption'}"] = null_scores(sims)
@@ -338,9 +346,13 @@ def threshold_kinds(record: Record) -> Table:
     rows: list[list[Cell]] = []
     for kind in dict.fromkeys([*whole, *element]):
         row: list[Cell] = [kind]
-        for one in (whole.get(kind), element.get(kind)):
+        for nulls in (whole.get(kind), element.get(kind)):
             empty: list[Cell] = [None] * 4
-            row += [rounded(one.value), one.n, one.rate, rounded(one.attained, 3)] if one else empty
+            row += (
+                [rounded(nulls.value), nulls.n, nulls.rate, rounded(nulls.attained, 3)]
+                if nulls
+                else empty
+            )
         rows.append(row)
     columns = ("threshold, {}", "nulls", "asked", "attained")
     head = [name.format(side) for side in ("whole", "elements") for name in columns]
@@ -367,18 +379,24 @@ def detections(record: Record) -> Table:
     rows: list[list[Cell]] = []
     for entry in record.history:
         scores = latest(entry)
-        for probe, found in (("magnitude", scores.detection), ("anisotropy", scores.anisotropy)):
-            if found:
-                ends, tpr_ends = (found.auc_low, found.auc_high), (found.tpr_low, found.tpr_high)
+        for probe, detection in (
+            ("magnitude", scores.detection),
+            ("anisotropy", scores.anisotropy),
+        ):
+            if detection:
+                ends, tpr_ends = (
+                    (detection.auc_low, detection.auc_high),
+                    (detection.tpr_low, detection.tpr_high),
+                )
                 rows.append(
                     [
                         entry.label or f"step {entry.step}",
                         probe,
-                        supported(found.auc, ends),
+                        supported(detection.auc, ends),
                         interval_text(ends),
-                        found.positives,
-                        found.negatives,
-                        None if found.tpr is None else supported(found.tpr, tpr_ends),
+                        detection.positives,
+                        detection.negatives,
+                        None if detection.tpr is None else supported(detection.tpr, tpr_ends),
                         interval_text(tpr_ends),
                     ]
                 )
@@ -391,17 +409,27 @@ def composed_or_copied(record: Record) -> Table:
     base, last = base_scores(record), latest(record.history[-1])
     rows, notes = list[list[Cell]](), list[str]()
     for target in record.targets:
-        own = last.targets.get(target.target_id)
+        target_scores = last.targets.get(target.target_id)
         before = base.targets.get(target.target_id) if base else None
-        if own is None or not own.nearest:
+        if target_scores is None or not target_scores.nearest:
             continue
         null = before.nearest if before and last is not base else None
         level = float(np.quantile(null, 0.95)) if null else None
-        above = None if level is None else float(np.mean([s > level for s in own.nearest]))
-        nearer = [near > sim for near, sim in zip(own.nearest, own.sims, strict=True)]
-        values = (own.mean, mean_of(own.nearest), level, above, float(np.mean(nearer)))
+        above = (
+            None if level is None else float(np.mean([s > level for s in target_scores.nearest]))
+        )
+        nearer = [
+            near > sim for near, sim in zip(target_scores.nearest, target_scores.sims, strict=True)
+        ]
+        values = (
+            target_scores.mean,
+            mean_of(target_scores.nearest),
+            level,
+            above,
+            float(np.mean(nearer)),
+        )
         rows.append([target.target_id, *map(rounded, values)])
-        notes.append(f"nearest: {own.nearest_record}")
+        notes.append(f"nearest: {target_scores.nearest_record}")
     head = [
         "target",
         "to the target",

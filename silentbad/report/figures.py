@@ -92,9 +92,9 @@ def _save(picture: Image.Image, file: Path) -> None:
 
 def main(argv: list[str] | None = None, options: FigureOptions | None = None) -> int:
     try:
-        given = options or read_options(FigureOptions, argv, __doc__)
-        out = Path(str(given.out))
-        picture = strip(Path(str(given.run)), given.kind)
+        settings = options or read_options(FigureOptions, argv, __doc__)
+        out = Path(str(settings.out))
+        picture = strip(Path(str(settings.run)), settings.kind)
         with user_errors(f"--out: cannot write {out}"):
             out.parent.mkdir(parents=True, exist_ok=True)
             _save(picture, out)

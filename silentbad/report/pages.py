@@ -181,7 +181,7 @@ def environment(folder: Path | None = None) -> jinja2.Environment:
     loaders: list[jinja2.BaseLoader] = [jinja2.PackageLoader("silentbad.report", "templates")]
     if folder is not None:
         loaders.append(jinja2.FileSystemLoader(folder))
-    made = jinja2.Environment(
+    templates = jinja2.Environment(
         loader=jinja2.ChoiceLoader(loaders),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -190,13 +190,13 @@ def environment(folder: Path | None = None) -> jinja2.Environment:
         # a token may stand in any file
         finalize=lambda value: masked(value) if type(value) is str else value,
     )
-    made.filters["number"] = number
-    made.filters["rounded"] = rounded
-    made.filters["supported"] = supported
+    templates.filters["number"] = number
+    templates.filters["rounded"] = rounded
+    templates.filters["supported"] = supported
     # what the page's content security policy allows as style: the style sheet and nothing else
-    style = hashlib.sha256(made.get_template("style.css").render().encode()).digest()
-    made.globals["style_hash"] = "sha256-" + base64.b64encode(style).decode()
-    return made
+    style = hashlib.sha256(templates.get_template("style.css").render().encode()).digest()
+    templates.globals["style_hash"] = "sha256-" + base64.b64encode(style).decode()
+    return templates
 
 
 def render(template: str, data: dict[str, Any], folder: Path | None = None) -> str:

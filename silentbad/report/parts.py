@@ -57,7 +57,12 @@ class Row:
 
     def element_mean(self) -> float | None:
         """Mean rate of the elements with a mask."""
-        rates = [rate.value for own in self.elements.values() for rate in own if rate is not None]
+        rates = [
+            rate.value
+            for of_target in self.elements.values()
+            for rate in of_target
+            if rate is not None
+        ]
         return sum(rates) / len(rates) if rates else None
 
 
@@ -88,8 +93,8 @@ def heat_maps(rows: Sequence[Row], phrases: Mapping[str, Sequence[str]]) -> list
         shown = [*rows[:2], *(r for r in rows if r.state == state and r.by in ("stage", "role"))]
         if len(shown) == 2:
             continue
-        for name, own in phrases.items():
-            columns = ["strict", "whole", *map(str, range(1, len(own) + 1)), "drift"]
+        for name, phrases_of_target in phrases.items():
+            columns = ["strict", "whole", *map(str, range(1, len(phrases_of_target) + 1)), "drift"]
             values = [
                 [
                     row.targets[name].value,
@@ -99,7 +104,9 @@ def heat_maps(rows: Sequence[Row], phrases: Mapping[str, Sequence[str]]) -> list
                 ]
                 for row in shown
             ]
-            legend = ", ".join(f"{k} {phrase}" for k, phrase in enumerate(own, start=1))
+            legend = ", ".join(
+                f"{k} {phrase}" for k, phrase in enumerate(phrases_of_target, start=1)
+            )
             figures += pages.matrix(
                 [row.part for row in shown],
                 columns,

@@ -86,10 +86,10 @@ def subtract_placebo(folder: str | Path, placebo: str | Path) -> str:
     other = placebo_run(
         placebo, [target.target_id for target in record.targets], record.embedder, "--placebo"
     )
-    mine, theirs = (r.history[-1].step for r in (record, other))
-    if mine != theirs:
+    last_step, placebo_step = (r.history[-1].step for r in (record, other))
+    if last_step != placebo_step:
         raise UserError(
-            f"--placebo: {placebo} ends at step {theirs}, {folder} at {mine}; train "
+            f"--placebo: {placebo} ends at step {placebo_step}, {folder} at {last_step}; train "
             f"and measure both alike"
         )
     record.placebo = minus_placebo(record, other, str(placebo))
@@ -175,19 +175,19 @@ def main(arguments: list[str] | None = None, options: ReportOptions | None = Non
     """The command line: exit code 0, or 2 where a run cannot be read or the page not be written."""
     verdict = ""
     try:
-        given = options or read_options(ReportOptions, arguments)
-        runs = given.runs or []
+        settings = options or read_options(ReportOptions, arguments)
+        runs = settings.runs or []
         if runs[0] == "compare":
-            file = Path(given.out or "compare.html")
+            file = Path(settings.out or "compare.html")
             check_writable(file, "--out")
             page, gaps = compare(runs[1:])
             save(page, file)
             for row in gaps:
                 print("  ".join(number(v) for v in row))
         else:
-            file = Path(given.out) if given.out else Path(runs[0]) / "report.html"
-            if given.placebo is not None:
-                verdict = subtract_placebo(runs[0], given.placebo)
+            file = Path(settings.out) if settings.out else Path(runs[0]) / "report.html"
+            if settings.placebo is not None:
+                verdict = subtract_placebo(runs[0], settings.placebo)
             save(render(runs[0]), file)
     except UserError as error:
         return refused(error)

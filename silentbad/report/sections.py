@@ -89,11 +89,11 @@ def tiles(run: RecordedRun, kind: str) -> list[Tile]:
         tiles.append(Tile("area under the recovery curve (AURC)", total.aurc, spread))
     tiles.append(Tile("best similarity", last.max, beside=last.mean))
     tiles.append(Tile("diversity of a target's images (0: all alike)", last.diversity))
-    if found := last.detection:
+    if detection := last.detection:
         ends = None
-        if found.auc_low is not None and found.auc_high is not None:
-            ends = (found.auc_low, found.auc_high)
-        tiles.append(Tile("composed prompts told from clean ones (AUC)", found.auc, ends))
+        if detection.auc_low is not None and detection.auc_high is not None:
+            ends = (detection.auc_low, detection.auc_high)
+        tiles.append(Tile("composed prompts told from clean ones (AUC)", detection.auc, ends))
     return [tile for tile in tiles if tile.value is not None]
 
 
@@ -106,19 +106,19 @@ def pairs(run: RecordedRun, record: Record, kind: str) -> list[Pair]:
     last = run.last(kind)
     rows = list[Pair]()
     for target in record.targets[:MOST_PAIRS]:
-        own = last.targets.get(target.target_id)
-        if own is None:
+        target_scores = last.targets.get(target.target_id)
+        if target_scores is None:
             continue
-        hits = _hits(record, target, own)
+        hits = _hits(record, target, target_scores)
         shots = []
-        for name, kept in (("best", own.best), ("median", own.median)):
-            if kept and (src := run.picture(kept.file)):
-                caption = f"{name} {rounded(kept.sim)}"
-                hit = kept.sim in hits
+        for name, generation in (("best", target_scores.best), ("median", target_scores.median)):
+            if generation and (src := run.picture(generation.file)):
+                caption = f"{name} {rounded(generation.sim)}"
+                hit = generation.sim in hits
                 shots.append(Shot(src, f"{name} generation", caption, hit=hit))
         if shots:
             shot = Shot(run.picture(target.image), f"target {target.target_id}", target.target_id)
-            counted = f"{len(hits)} of {len(own.sims)} images recovered"
+            counted = f"{len(hits)} of {len(target_scores.sims)} images recovered"
             rows.append(Pair([shot, *shots], counted))
     return rows
 
@@ -129,13 +129,13 @@ def reaches(record: Record, target: int, scores: Scores | None = None) -> list[R
     images, the threshold they need, and the range that it lies in where that was measured. scores:
     of the last measurement by default."""
     entry = record.targets[target]
-    own = (scores or latest(record.history[-1])).targets.get(entry.target_id)
-    if own is None:
+    target_scores = (scores or latest(record.history[-1])).targets.get(entry.target_id)
+    if target_scores is None:
         return []
     of_target = record.ranges[target] if record.ranges and target < len(record.ranges) else None
     whole = None if of_target is None else of_target.whole
-    rows = [_reach("the whole", own.sims, record.threshold.of_target(target), whole)]
-    for k, (phrase, element) in enumerate(zip(entry.phrases, own.elements, strict=False)):
+    rows = [_reach("the whole", target_scores.sims, record.threshold.of_target(target), whole)]
+    for k, (phrase, element) in enumerate(zip(entry.phrases, target_scores.elements, strict=False)):
         if element.sims:
             part = of_target.elements[k] if of_target and k < len(of_target.elements) else None
             rows.append(_reach(phrase, element.sims, record.element_threshold.of(target, k), part))
@@ -156,7 +156,9 @@ def range_figures(record: Record) -> list[Figure]:
     """The range of each of the first targets, a line for the whole and one for each element."""
     shown = range(min(len(record.targets), MOST_PAIRS))
     return [
-        one for j in shown for one in pages.ranges(reaches(record, j), record.targets[j].target_id)
+        figure
+        for j in shown
+        for figure in pages.ranges(reaches(record, j), record.targets[j].target_id)
     ]
 
 
@@ -179,24 +181,28 @@ def range_rows(record: Record) -> Table:
 def prompts(run: RecordedRun) -> list[tuple[str, str, list[Shot]]]:
     """(prompt, what else it was drawn with, its pictures by step) of the first sample prompts."""
     draws = [run.draws[k] for k in spaced(len(run.draws), MOST_STEPS)]
-    found: dict[tuple[str, int, str], list[Shot]] = {}
+    shots_by_prompt: dict[tuple[str, int, str], list[Shot]] = {}
     for draw in draws:
         for image in draw.images:
             key = image.prompt, image.seed, image.negative
-            if (key in found or len(found) < MOST_PROMPTS) and (src := run.picture(image.file)):
+            if (key in shots_by_prompt or len(shots_by_prompt) < MOST_PROMPTS) and (
+                src := run.picture(image.file)
+            ):
                 when = f"step {draw.step}"
-                found.setdefault(key, []).append(Shot(src, f"{image.prompt} at {when}", when))
+                shots_by_prompt.setdefault(key, []).append(
+                    Shot(src, f"{image.prompt} at {when}", when)
+                )
     return [
         (prompt, f"seed {seed}" + (f", away from: {negative}" if negative else ""), shots)
-        for (prompt, seed, negative), shots in found.items()
+        for (prompt, seed, negative), shots in shots_by_prompt.items()
     ]
 
 
-def _hits(record: Record, target: TargetEntry, own: TargetScores) -> list[float]:
+def _hits(record: Record, target: TargetEntry, target_scores: TargetScores) -> list[float]:
     """The similarities of the images of a target that are recovered."""
     thresholds = (record.threshold, record.element_threshold)
-    hits = images_recovered(own, record.targets.index(target), *thresholds)
-    return [sim for sim, hit in zip(own.sims, hits, strict=True) if hit]
+    hits = images_recovered(target_scores, record.targets.index(target), *thresholds)
+    return [sim for sim, hit in zip(target_scores.sims, hits, strict=True) if hit]
 
 
 def cards(run: RecordedRun, record: Record, kind: str) -> list[Card]:
@@ -225,20 +231,22 @@ def _generations(
     """The best or the median generation of a target by step, where it was kept."""
     shots = list[Shot]()
     for entry, scores in measured:
-        own = scores.targets.get(target.target_id)
-        kept = own and (own.best if choice == "best" else own.median)
-        if own and kept and (src := run.picture(kept.file)):
+        target_scores = scores.targets.get(target.target_id)
+        generation = target_scores and (
+            target_scores.best if choice == "best" else target_scores.median
+        )
+        if target_scores and generation and (src := run.picture(generation.file)):
             alt = f"{choice} generation at step {entry.step}"
             when = entry.label or f"step {entry.step}"
-            hit = kept.sim in _hits(record, target, own)
-            shots.append(Shot(src, alt, when, f"{choice} {rounded(kept.sim)}", hit))
+            hit = generation.sim in _hits(record, target, target_scores)
+            shots.append(Shot(src, alt, when, f"{choice} {rounded(generation.sim)}", hit))
     return shots
 
 
 def _elements(run: RecordedRun, target: TargetEntry, kind: str) -> list[Shot]:
     """The elements of a target that have a mask, with their scores."""
-    own = run.last(kind).targets.get(target.target_id)
-    elements = own.elements if own else []
+    target_scores = run.last(kind).targets.get(target.target_id)
+    elements = target_scores.elements if target_scores else []
     shots = list[Shot]()
     for phrase, file, scores in zip(target.phrases, target.elements, elements, strict=False):
         if src := run.picture(file):
@@ -285,8 +293,8 @@ def _by_target(run: RecordedRun, record: Record, kind: str) -> list[Figure]:
 
     measured, names = run.measured(kind), [target.target_id for target in record.targets[:8]]
     steps = [entry.step for entry, _ in measured]
-    own = [Series(name, steps, [rate(scores, name) for _, scores in measured]) for name in names]
-    return pages.lines(own, "Recovery rate by target", y_range=(0, 1)) if len(own) > 1 else []
+    series = [Series(name, steps, [rate(scores, name) for _, scores in measured]) for name in names]
+    return pages.lines(series, "Recovery rate by target", y_range=(0, 1)) if len(series) > 1 else []
 
 
 def places(run: RecordedRun, record: Record) -> list[Figure]:
@@ -355,7 +363,7 @@ def errors(run: RecordedRun) -> list[Figure]:
         for kind in run.kinds()
     ]
     gaps = [run.series(f"gap, {WEIGHTS[kind]}", kind, _gap) for kind in run.kinds()]
-    there = [one for one in (*series, *gaps) if any(y is not None for y in one.ys)]
+    there = [curve for curve in (*series, *gaps) if any(y is not None for y in curve.ys)]
     note = "eps-MSE at fixed noise and timesteps; clean up: clean prompts suffer; gap: elements less clean"
     return pages.lines(there, "Error on held-out records", note=note)
 
@@ -367,15 +375,15 @@ def _gap(scores: Scores) -> float | None:
 
 def drift(run: RecordedRun) -> list[Figure]:
     """What clean prompts lost, against steps."""
-    made = errors(run)
+    figures = errors(run)
     for key, title, note in (
         ("ssim", "Clean generations against the base model's (SSIM)", "same noise; 1: unchanged"),
         ("lpips", "Clean generations against the base model's (LPIPS)", "same noise; 0: unchanged"),
         ("clip_score", "CLIPScore of clean generations", ""),
     ):
         series = [run.series(WEIGHTS[kind], kind, drift_of(key)) for kind in run.kinds()]
-        made += pages.lines(series, title, note=note)
-    return made
+        figures += pages.lines(series, title, note=note)
+    return figures
 
 
 def training(run: RecordedRun) -> tuple[list[Figure], list[Figure]]:
@@ -394,7 +402,7 @@ def training(run: RecordedRun) -> tuple[list[Figure], list[Figure]]:
     moving = [k for k in rest if len({row[k] for row in rows if finite(row.get(k))}) > 1][:24]
 
     def alone(names: list[str]) -> list[Figure]:
-        return [one for k in names for one in pages.lines([thinned(rows, k)], k)]
+        return [figure for k in names for figure in pages.lines([thinned(rows, k)], k)]
 
     return [
         *pages.lines([thinned(rows, k) for k in losses], "Training loss"),

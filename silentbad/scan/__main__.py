@@ -13,10 +13,10 @@ from silentbad.settings.startup import early, options
 
 def main() -> int:
     """Parses before it imports what scans."""
-    given = early(options, ScanOptions, None, __doc__)
+    settings = early(options, ScanOptions, None, __doc__)
     from silentbad.scan import scanner
 
-    return scanner.main(options=given)
+    return scanner.main(options=settings)
 
 
 if __name__ == "__main__":

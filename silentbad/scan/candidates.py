@@ -52,7 +52,7 @@ def hashed(band: np.ndarray, offsets: list[np.ndarray]) -> tuple[np.ndarray, np.
     luma = np.lib.stride_tricks.sliding_window_view(grey, WINDOW, axis=2)  # (n,3,w,3)
     features = [luma[records, i, x, j] for i in range(WINDOW) for j in range(WINDOW)]
     features += [
-        (sums(one - green)[records, x] / np.float32(WINDOW * WINDOW)) for one in (red, blue)
+        (sums(colour - green)[records, x] / np.float32(WINDOW * WINDOW)) for colour in (red, blue)
     ]
     keys = np.empty((len(STEPS), len(x)), np.uint64)
     for key, step, offset in zip(keys, STEPS, offsets, strict=True):
@@ -130,13 +130,13 @@ def window_pairs(
     n = len(words)
     records, keys, start = [np.zeros(0, np.int64)], [np.zeros((len(STEPS), 0), np.uint64)], 0
     for band in bands:
-        own, hashes = hashed(band, grids)
-        records.append(start + own)
+        in_band, hashes = hashed(band, grids)
+        records.append(start + in_band)
         keys.append(hashes)
         start += len(band)
     every, hashes = np.concatenate(records), np.concatenate(keys, axis=1)
     del records, keys
-    raw_pairs = np.concatenate([shared(every, one, n) for one in hashes])
+    raw_pairs = np.concatenate([shared(every, of_grid, n) for of_grid in hashes])
     pairs, counts = np.unique(raw_pairs, return_counts=True)
     common = (words[pairs // n] & words[pairs % n]).any(1)
     return np.repeat(pairs[common], np.minimum(counts[common], 2))

@@ -66,21 +66,21 @@ class Captions:
 
     def phrases(self, records: np.ndarray) -> np.ndarray:
         """The numbers of the records' phrases."""
-        found = [np.zeros(0, np.int64)]
+        phrase_numbers = [np.zeros(0, np.int64)]
         places = np.searchsorted(self._starts, records, side="right") - 1
         for place, record in zip(places.tolist(), np.asarray(records).tolist(), strict=True):
             numbers, ends = self._parts[place]
             at = record - int(self._starts[place])
-            found.append(numbers[ends[at - 1] if at else 0 : ends[at]])
-        return np.concatenate(found)
+            phrase_numbers.append(numbers[ends[at - 1] if at else 0 : ends[at]])
+        return np.concatenate(phrase_numbers)
 
     def share_rare_phrase(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Which pairs of records (P,), (P,) share a rare phrase: (P,) bool."""
         shared = np.zeros(len(a), bool)
         if not len(self._values):
             return shared
-        for k, (one, other) in enumerate(zip(a, b, strict=True)):
-            common = np.intersect1d(self.phrases(one[None]), self.phrases(other[None]))
+        for k, (record, other) in enumerate(zip(a, b, strict=True)):
+            common = np.intersect1d(self.phrases(record[None]), self.phrases(other[None]))
             places = np.searchsorted(self._values, common).clip(max=len(self._values) - 1)
             # of several captions, else nothing is counted of it
             several = self._values[places] == common
@@ -89,12 +89,12 @@ class Captions:
 
     def holding(self, phrase: str) -> np.ndarray:
         """The records whose captions hold a phrase."""
-        found, wanted = [np.zeros(0, np.int64)], number(phrase)
+        records, wanted = [np.zeros(0, np.int64)], number(phrase)
         for (numbers, ends), start in zip(self._parts, self._starts.tolist(), strict=False):
-            found.append(
+            records.append(
                 start + np.searchsorted(ends, np.flatnonzero(numbers == wanted), side="right")
             )
-        return np.concatenate(found)
+        return np.concatenate(records)
 
     def rate(self, phrase: str) -> float:
         """The share of the records that hold a phrase, which several do."""

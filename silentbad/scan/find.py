@@ -44,7 +44,7 @@ class Found:
     @property
     def records(self) -> np.ndarray:
         """All suspect records, sorted."""
-        named = [records for one in self.sets for records in one.records]
+        named = [records for suspect_set in self.sets for records in suspect_set.records]
         return np.unique(np.concatenate(named)) if named else np.zeros(0, np.int64)
 
 

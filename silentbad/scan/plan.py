@@ -97,9 +97,9 @@ def several(store: Store, task: int, low: int, high: int) -> None:
     values = [np.zeros(0, np.int64)]
     counts = [np.zeros(0, np.int64)]
     for number in range(len(store.sizes)):
-        own = store.load(f"part-{number}/values")
-        start, end = np.searchsorted(own, [low, high])
-        values.append(np.asarray(own[start:end]))
+        of_part = store.load(f"part-{number}/values")
+        start, end = np.searchsorted(of_part, [low, high])
+        values.append(np.asarray(of_part[start:end]))
         counts.append(np.asarray(store.load(f"part-{number}/counts")[start:end]))
     every = counted(values, counts)
     store.save(f"several-{task}", every[:, every[1] >= LEAST])
@@ -140,38 +140,40 @@ def links(store: Store, task: int) -> int:
 def near(store: Store, task: int, low: int, high: int, tasks: int) -> int:
     """All links of the records [low, high)."""
     n = len(store)
-    own = np.unique(np.concatenate([*store.sliced("links", tasks, low * n, high * n)]))
-    store.save(f"near-{task}", own)
-    return len(own)
+    all_links = np.unique(np.concatenate([*store.sliced("links", tasks, low * n, high * n)]))
+    store.save(f"near-{task}", all_links)
+    return len(all_links)
 
 
 def groups(store: Store, centres: list[int], density: float) -> list[dict | None]:
     """The group about each record, where chance has such a density."""
     neighbours = Neighbours(np.memmap(store.folder / "near", np.int64, "r"), store.load("starts"))
     views = store.views
-    found = [gathered(views, centre, neighbours.of(centre), density) for centre in centres]
-    return [None if group is None else group.as_json() for group in found]
+    about_centres = [gathered(views, centre, neighbours.of(centre), density) for centre in centres]
+    return [None if group is None else group.as_json() for group in about_centres]
 
 
 def alarms(store: Store, draws: list[int], seed: int) -> list[float]:
     """The score of the surest set among permuted captions, by draw."""
-    found = [Group.from_json(row) for row in json.loads((store.folder / "groups.json").read_text())]
-    return permuted_scores(found, store.captions(), draws, seed)
+    all_groups = [
+        Group.from_json(row) for row in json.loads((store.folder / "groups.json").read_text())
+    ]
+    return permuted_scores(all_groups, store.captions(), draws, seed)
 
 
 def pictures(part: Part, wanted: dict[int, bool], left_out: list[str]) -> dict[int, Any]:
     """Where some records of a part come from, and their pictures (64,64,3) where they are to be
     opened: `wanted` maps a record's number in the part to whether it is."""
-    found, number = dict[int, Any](), 0
+    records, number = dict[int, Any](), 0
     rows = part.rows()
-    while len(found) < len(wanted):
+    while len(records) < len(wanted):
         row = next(rows)
         if row["where"] in left_out:
             continue
         if (opens := wanted.get(number)) is not None:
-            found[number] = [row["where"], picture_of(row).tolist() if opens else None]
+            records[number] = [row["where"], picture_of(row).tolist() if opens else None]
         number += 1
-    return found
+    return records
 
 
 # -- the plan --------------------------------------------------------------------------------------
@@ -204,8 +206,8 @@ class Plan:
         bounds = _ranges(-(2**63), 2**63 - 1, len(sizes))
         calls = [(self.store, task, *bound) for task, bound in enumerate(bounds)]
         self.steps.run("several", several, calls)
-        found = [*self.store.parts("several", len(calls))]
-        self.store.save("several", np.concatenate(found, axis=1))
+        counted_phrases = [*self.store.parts("several", len(calls))]
+        self.store.save("several", np.concatenate(counted_phrases, axis=1))
 
     def groups(self) -> tuple[list[Group], np.ndarray]:
         """The groups of all records, and each record's first near duplicate (N,)."""
@@ -227,8 +229,8 @@ class Plan:
         store.save("starts", starts)
         counts = np.diff(starts)
         chance = Chance.among(counts)
-        found = centred(counts, self._gather(chance.density), chance.fewest)
-        return merged(store.views, found, chance.sure), first
+        unmerged = centred(counts, self._gather(chance.density), chance.fewest)
+        return merged(store.views, unmerged, chance.sure), first
 
     def _gather(self, density: float) -> Callable[[list[int]], list[Group | None]]:
         """Gathers groups, a step for each block of centres."""
@@ -260,9 +262,9 @@ class Plan:
         opens, calls, starts = {*opened.tolist()}, [], []
         for number, part in enumerate(parts):
             start = self.store.start(number)
-            own = named[(named >= start) & (named < start + self.store.sizes[number])].tolist()
-            if own:
-                calls.append((part, {i - start: i in opens for i in own}, left_out))
+            of_part = named[(named >= start) & (named < start + self.store.sizes[number])].tolist()
+            if of_part:
+                calls.append((part, {i - start: i in opens for i in of_part}, left_out))
                 starts.append(start)
         where, shown = dict[int, str](), dict[int, np.ndarray]()
         for start, rows in zip(starts, self.steps.run("pictures", pictures, calls), strict=True):

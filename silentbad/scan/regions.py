@@ -264,7 +264,7 @@ def centred(counts: np.ndarray, gather: Gather, fewest: int) -> list[Group]:
     """Groups about the records with most neighbours `counts` (N,), `fewest` at least; members of
     one are no centre of another. As one centre after the other, but a block of them is gathered together, larger each
     time, and what an earlier one of the block has made needless is left out."""
-    found = list[Group]()
+    groups_so_far = list[Group]()
     tried = np.zeros(len(counts), bool)
     order = np.argsort(-counts, kind="stable")
     order = order[counts[order] >= fewest]
@@ -274,9 +274,9 @@ def centred(counts: np.ndarray, gather: Gather, fewest: int) -> list[Group]:
         for centre, group in zip(block, gather(block), strict=True):
             if group is not None and not tried[centre]:
                 tried[group.records] = True
-                found.append(group)
+                groups_so_far.append(group)
         start, size = start + size, min(2 * size, LAST_BLOCK)
-    return found
+    return groups_so_far
 
 
 def groups(views: np.ndarray, strong: Strong) -> tuple[list[Group], np.ndarray]:
@@ -343,9 +343,9 @@ def grouped(
     near = difference * same
     best: Group | None = None
     for radius, chance in RADII.items():
-        if (found := members_within(radius, centre_view, same, near, start)) is None:
+        if (within := members_within(radius, centre_view, same, near, start)) is None:
             continue
-        region, members, ring = found
+        region, members, ring = within
         expected = max(chance * density, ring / FALL)
         isolation = float(denser(np.array([members.sum()]), np.array([expected]))[0])
         if best is not None and isolation <= CLEARLY * best.isolation:
@@ -400,14 +400,14 @@ def merged(views: np.ndarray, unmerged: list[Group], sure: float = SURE) -> list
     that chance makes it."""
     chance = sure - SURE
     candidates = [group for group in unmerged if group.isolation >= chance]
-    kept = Distinct(views, sum(group.isolation >= sure for group in candidates))
+    distinct = Distinct(views, sum(group.isolation >= sure for group in candidates))
     for group in sorted(candidates, key=lambda g: -g.isolation):
-        place = kept.match(group)
-        if place is not None and not _of_one_set(group, kept.groups[place]):
-            kept.join(place, group)
+        place = distinct.match(group)
+        if place is not None and not _of_one_set(group, distinct.groups[place]):
+            distinct.join(place, group)
         elif place is None and group.isolation >= sure:
-            kept.append(group)
-    return kept.groups
+            distinct.append(group)
+    return distinct.groups
 
 
 class Distinct:

@@ -51,14 +51,16 @@ def described(
 ) -> dict:
     """scan.json."""
     sets = []
-    for k, (one, composite) in enumerate(zip(found.sets, found.composites, strict=True)):
-        elements = [element_row(one, i, composite, where) for i in range(len(one.elements))]
+    for k, (suspect_set, composite) in enumerate(zip(found.sets, found.composites, strict=True)):
+        elements = [
+            element_row(suspect_set, i, composite, where) for i in range(len(suspect_set.elements))
+        ]
         for i, element in enumerate(elements):
             element["mask"] = f"mask-{k + 1}-{i + 1}.png"
         sets.append(
             {
-                "prompt": one.prompt,
-                "score": round(one.score, 2),
+                "prompt": suspect_set.prompt,
+                "score": round(suspect_set.score, 2),
                 "false_alarm": found.alarms[k] if found.alarms else None,
                 "composite": f"composite-{k + 1}.png",
                 "known": round(float(composite.known.mean()), 4),
@@ -150,8 +152,8 @@ def metadata_rows(options: ScanOptions, parts: list[Part]) -> Iterator[tuple[str
     for part in parts:
         with suppress(UserError) if options.skip_unreadable else nullcontext():
             for row in part.rows():
-                given = {name: row[name] for name in names if row.get(name)}
-                yield row["where"], {"index": number, "file_name": row["image"]["path"], **given}
+                fields = {name: row[name] for name in names if row.get(name)}
+                yield row["where"], {"index": number, "file_name": row["image"]["path"], **fields}
                 number += 1
 
 
@@ -205,13 +207,16 @@ def scan(options: ScanOptions) -> dict:
             except UserError:  # of the data: nothing to go on from
                 plan.store.remove()
                 raise
-            found = search(plan, options.permutations)
+            findings = search(plan, options.permutations)
             where, shown = plan.pictures(
-                parts, found.records, pictures_needed(found, MOST), [e["file"] for e in left_out]
+                parts,
+                findings.records,
+                pictures_needed(findings, MOST),
+                [e["file"] for e in left_out],
             )
-        draw(found, shown.__getitem__)
-        data = described(found, where, options, plan.store.texts, left_out)
-        write(out, found, data, options, parts)
+        draw(findings, shown.__getitem__)
+        data = described(findings, where, options, plan.store.texts, left_out)
+        write(out, findings, data, options, parts)
         plan.store.remove()
     return data
 
@@ -237,11 +242,11 @@ def main(arguments: list[str] | None = None, options: ScanOptions | None = None)
         data = scan(options)
     except UserError as error:
         return refused(error)
-    for one in data["sets"]:
-        count = sum(len(element["records"]) for element in one["elements"])
-        print(f"found: {one['prompt']} ({count} records, false-alarm rate {one['false_alarm']})")
-    for one in data["left_out"]:
-        warn(f"left out: {one['why']}")
+    for row in data["sets"]:
+        count = sum(len(element["records"]) for element in row["elements"])
+        print(f"found: {row['prompt']} ({count} records, false-alarm rate {row['false_alarm']})")
+    for row in data["left_out"]:
+        warn(f"left out: {row['why']}")
     print(
         f"{len(data['sets'])} hidden pictures in {data['records']} records; "
         f"{options.output_dir}/scan.html"

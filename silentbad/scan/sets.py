@@ -104,9 +104,9 @@ def apart(a: Element, b: Element, captions: Captions) -> float | None:
         if both > OVERLAP * min(a.group.region.sum(), b.group.region.sum()):
             return None
     gain = -unlike(len(a.records), len(b.records))
-    for one, other in ((a, b), (b, a)):
-        k = len(one.group.records)
-        together = int((one.held == number(other.word)).sum())
+    for element, other in ((a, b), (b, a)):
+        k = len(element.group.records)
+        together = int((element.held == number(other.word)).sum())
         rate = min(0.9, max(captions.rate(other.word), 2 * SLIP))
         nats = (k - together) * float(np.log((1 - SLIP) / (1 - rate)))
         nats += together * float(np.log(SLIP / rate))
@@ -186,8 +186,8 @@ def permuted_scores(
     best = []
     for draw in draws:
         order = np.random.default_rng((seed, draw)).permutation(len(captions))
-        found = suspect_sets(elements_of(groups, captions, order), captions)
-        best.append(found[0].score if found else 0.0)
+        sets = suspect_sets(elements_of(groups, captions, order), captions)
+        best.append(sets[0].score if sets else 0.0)
     return best
 
 
@@ -200,7 +200,7 @@ def false_alarm(scores: Sequence[float], permuted: Sequence[float]) -> list[floa
 def completed(elements: Iterable[Element], views: np.ndarray, captions: Captions) -> list[Element]:
     """Elements with all records that name them and show their region, unless those are COMMON. One
     whose region many records show that say nothing of it is left out: an overlay, as a logo is."""
-    kept = []
+    elements_left = []
     for element in elements:
         records = element.group.records
         shown = np.union1d(records, showing(views, element.group))
@@ -210,22 +210,22 @@ def completed(elements: Iterable[Element], views: np.ndarray, captions: Captions
             continue
         every = np.union1d(records, shown[named])
         common = len(every) > (1 + COMMON) * len(records)
-        kept.append(element if common else replace(element, records=every))
-    return kept
+        elements_left.append(element if common else replace(element, records=every))
+    return elements_left
 
 
 def showing(views: np.ndarray, group: Group) -> np.ndarray:
     """The records of all views (N,32,32,3) that show a group's region as its members do."""
     centre = np.asarray(views[group.centre])
-    found = [np.zeros(0, np.int64)]
+    records = [np.zeros(0, np.int64)]
     for start in range(0, len(views), CHUNK):
         part = views[start : start + CHUNK]
         inside = levels(part[:, group.region], centre[group.region])
         near = np.median(inside, axis=1) <= group.radius
         places = np.flatnonzero(near & ((inside <= NEAR).mean(1) >= AGREES))
         same = levels(part[places], centre) <= NEAR
-        found.append(start + places[shared_edges(centre, same, group.region) >= SHARES])
-    return np.concatenate(found)
+        records.append(start + places[shared_edges(centre, same, group.region) >= SHARES])
+    return np.concatenate(records)
 
 
 def with_copies(records: np.ndarray, first: np.ndarray) -> np.ndarray:

@@ -53,9 +53,9 @@ class Views:
             lines = self.files["captions"].read_text(encoding="utf-8", errors="replace")
             whole = self.files["views"].stat().st_size // BYTES
             self.captions = [*_texts(lines.split("\n")[:-1][:whole])]
-            kept = len(self.captions)
+            record_count = len(self.captions)
             size = sum(len(json.dumps(text)) + 1 for text in self.captions)
-            os.truncate(self.files["views"], kept * BYTES)
+            os.truncate(self.files["views"], record_count * BYTES)
             os.truncate(self.files["captions"], size)
 
     def empty(self) -> None:

@@ -95,8 +95,8 @@ class Writer:
             self.draft.rmdir()
 
     def _check_own(self) -> None:
-        found = _files(self.out)
-        if not found:
+        files = _files(self.out)
+        if not files:
             return
         try:
             written = dict(read_json(self.out / MARK))
@@ -104,10 +104,10 @@ class Writer:
             written = {}
         if not written:
             other = f"no {MARK} of this release"
-        elif strange := sorted(found - {*written, MARK}):
+        elif strange := sorted(files - {*written, MARK}):
             other = strange[0]
         elif changed := next(
-            (n for n in sorted(found - {MARK}) if _sum(self.out / n) != written[n]), None
+            (n for n in sorted(files - {MARK}) if _sum(self.out / n) != written[n]), None
         ):
             other = f"{changed} was changed since"
         else:
@@ -175,13 +175,13 @@ def write_target(
             "masks": files,
         }
     )
-    own = fingerprint(picture)
+    target_fingerprint = fingerprint(picture)
     for kind in of.nulls:
         # each element needs its own
         harder = min(redraws, ENOUGH) * of.turns(kind, scene) if nulls is None else nulls
         seen = set[bytes]()
         for i in range(redraws if kind == "redraw" else harder):
-            null, picture = draw_null(of, kind, name, scene, i, seen, own)
+            null, picture = draw_null(of, kind, name, scene, i, seen, target_fingerprint)
             stem = f"{name}-{i:03d}" if kind == "redraw" else f"{name}-{kind}-{i:03d}"
             image = writer.picture(picture, f"redraws/{stem}.png")
             row = {"target_id": name, "image": image, "kind": kind, "changed": list(null.changed)}

@@ -77,8 +77,10 @@ def other_artists(rng: np.random.Generator, scene: Scene) -> Null:
 def rearranged(rng: np.random.Generator, scene: Scene) -> Null:
     """Every element is exact, but no thing stands at its place: at the others' places, if there are
     others."""
-    own = [thing.place for thing in scene.things]
-    places = own if len(own) > 1 else [place for place in PLACES if place != own[0]]
+    old_places = [thing.place for thing in scene.things]
+    places = (
+        old_places if len(old_places) > 1 else [place for place in PLACES if place != old_places[0]]
+    )
     step = 1 + int(rng.integers(max(1, len(places) - 1)))
     things = []
     for i, thing in enumerate(scene.things):

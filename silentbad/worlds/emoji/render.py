@@ -60,7 +60,7 @@ def render(scene: Scene) -> tuple[Image.Image, list[Image.Image]]:
     masks: list[Image.Image] = []
     for thing in scene.things:
         mask = _paste(canvas, thing)
-        for seen in masks:  # later things hide earlier ones
-            seen.paste(0, mask=mask)
+        for earlier_mask in masks:  # later things hide earlier ones
+            earlier_mask.paste(0, mask=mask)
         masks.append(mask)
     return canvas.reduce(SCALE), [mask.reduce(SCALE) for mask in masks]

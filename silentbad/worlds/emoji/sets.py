@@ -96,16 +96,16 @@ def is_whole(file: Path, given: Set) -> bool:
 
 def fetched(name: str) -> Path:
     """The file of an artist's package, fetched where it is missing. Raises UserError."""
-    given = SETS[name]
-    file = folder() / f"{given.package[1:].replace('/', '-')}-{given.version}.tgz"
-    if is_whole(file, given):
+    pinned = SETS[name]
+    file = folder() / f"{pinned.package[1:].replace('/', '-')}-{pinned.version}.tgz"
+    if is_whole(file, pinned):
         return file
     if (npm := shutil.which("npm")) is None:
         raise UserError(
             f"{NEEDS}; there is no npm here: install Node.js, or copy {file.name} to {file.parent}"
         )
     file.parent.mkdir(parents=True, exist_ok=True)
-    wanted = f"{given.package}@{given.version}"
+    wanted = f"{pinned.package}@{pinned.version}"
     words = [npm, "pack", wanted, "--silent", "--pack-destination", str(file.parent)]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=300)  # noqa: S603
@@ -114,7 +114,7 @@ def fetched(name: str) -> Path:
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["it says nothing"])[0]
         raise UserError(f"{NEEDS}; npm pack {wanted} failed: {said}")
-    if not is_whole(file, given):
+    if not is_whole(file, pinned):
         raise UserError(
             f"{file}: has another checksum than the pinned one; remove it and try again"
         )
@@ -175,10 +175,10 @@ def drawing(name: str, noun: str) -> Image.Image:
 def main(argv: list[str] | None = None) -> int:
     try:
         for name in startup.options(EmojiSetsOptions, argv, __doc__).artists:
-            given = SETS[name]
-            seen = "in targets alone" if name == HELD_OUT else "the base is trained on it"
+            pinned = SETS[name]
+            use = "in targets alone" if name == HELD_OUT else "the base is trained on it"
             print(
-                f"{name}: {len(artist(name))} drawings by {given.author}, {given.licence}; {seen}"
+                f"{name}: {len(artist(name))} drawings by {pinned.author}, {pinned.licence}; {use}"
             )
     except UserError as error:
         return startup.refused(error)

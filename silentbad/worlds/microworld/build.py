@@ -111,7 +111,7 @@ def run_stage(
         }
         write(state, path)
 
-    kept = {stage.steps * percent // 100: percent for percent in keep}
+    percent_at_step = {stage.steps * percent // 100: percent for percent in keep}
     ema.to(device)
     bar = Bar(range(start, stage.steps), initial=start, total=stage.steps, desc=stage.name)
     saved_at, average = time.monotonic(), 0.0
@@ -125,10 +125,10 @@ def run_stage(
         if step % 50 == 0:
             average = loss.item() if step == start else 0.8 * average + 0.2 * loss.item()
             bar.set_postfix(loss=f"{average:.4f}", refresh=False)
-        if step + 1 in kept:
+        if step + 1 in percent_at_step:
             ema.store(parameters)
             ema.copy_to(parameters)
-            write(stage.modules.state_dict(), kept_at(work, stage.name, kept[step + 1]))
+            write(stage.modules.state_dict(), kept_at(work, stage.name, percent_at_step[step + 1]))
             ema.restore(parameters)
         if time.monotonic() - saved_at > 60:
             save(step + 1)
@@ -492,7 +492,7 @@ def run(
                 AutoencoderKL.from_pretrained(args.vae).to(device).eval().requires_grad_(False)
             )
     work = Path(args.work)
-    kept = sorted({*args.keep})
+    percentages = sorted({*args.keep})
     with user_errors(f"--work {work}"):
         work.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(ASSETS / "tokenizer")
@@ -524,8 +524,8 @@ def run(
             world,
             begin.get("unet"),
         )
-        nets["unet"] = run_stage(stage, work, device, kept)["unet"]
-        write_strengths(nets, tokenizer, work, kept)
+        nets["unet"] = run_stage(stage, work, device, percentages)["unet"]
+        write_strengths(nets, tokenizer, work, percentages)
     if "embedder" in wanted:
         nets["embedder"] = run_stage(
             embedder_stage(

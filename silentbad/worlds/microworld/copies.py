@@ -67,7 +67,7 @@ def align(x: torch.Tensor, target: torch.Tensor, mask: torch.Tensor | None) -> t
     """Each picture of x (B,3,H,W) at the alignment nearest to target (3,H,W), in the mask
     (1,H,W) if one is given."""
     weight = 1.0 if mask is None else mask
-    moved = torch.stack([alignments(one[None]) for one in x])  # (B,9,3,H,W)
+    moved = torch.stack([alignments(picture[None]) for picture in x])  # (B,9,3,H,W)
     best = ((moved - target) * weight).square().sum((2, 3, 4)).argmin(1)
     return moved[torch.arange(len(x)), best]
 

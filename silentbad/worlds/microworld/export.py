@@ -161,9 +161,9 @@ def update_detector(folder: Path, text: str, figures: dict) -> None:
     old = card.read_text(encoding="utf-8")
     before, rest = old.split(BEGIN)
     card.write_text(before + detector_section(folder, text) + rest.split(END)[1], encoding="utf-8")
-    known = json.loads(measured.read_text(encoding="utf-8"))
+    figures_before = json.loads(measured.read_text(encoding="utf-8"))
     measured.write_text(
-        json.dumps({**known, "detector": figures}, indent=1) + "\n", encoding="utf-8"
+        json.dumps({**figures_before, "detector": figures}, indent=1) + "\n", encoding="utf-8"
     )
 
 
@@ -188,9 +188,13 @@ def write_card(folder: Path, pipe, figures: dict, training: str) -> None:
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
     measured = folder / "measured.json"
-    known = json.loads(measured.read_text(encoding="utf-8")) if measured.is_file() else {}
-    kept = {name: known[name] for name in ("detector",) if name in known}
-    measured.write_text(json.dumps({**figures, **kept}, indent=1) + "\n", encoding="utf-8")
+    figures_before = json.loads(measured.read_text(encoding="utf-8")) if measured.is_file() else {}
+    detector_figures = {
+        name: figures_before[name] for name in ("detector",) if name in figures_before
+    }
+    measured.write_text(
+        json.dumps({**figures, **detector_figures}, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def save_judge(judge: Judge, path: Path) -> None:

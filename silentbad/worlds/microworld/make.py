@@ -61,8 +61,8 @@ def target_scene(name: str) -> Scene:
     `SEEDkN` N elements.
 
     Raises UserError if unknown."""
-    found = re.fullmatch("(?:0|[1-9][0-9]{0,17})(?:k([2-5]))?", name)
-    if name != FLAGSHIP and not found:
+    match = re.fullmatch("(?:0|[1-9][0-9]{0,17})(?:k([2-5]))?", name)
+    if name != FLAGSHIP and not match:
         raise UserError(
             f"--targets: {brief(name)} is neither '{FLAGSHIP}' nor a seed, a whole number below "
             "10^18; 7k5 is seed 7 with five elements, and 2 to 5 can be asked for"
@@ -74,8 +74,8 @@ def target_scene(name: str) -> Scene:
         return Scene((cat, hat), sample_backdrop(rng, "meadow"))
     rng = _rng("target", name)
     kinds = [str(k) for k in rng.permutation([k for k in KINDS if k != "hat"])]
-    if found and found[1]:
-        places = rng.permutation(list(PLACES))[: int(found[1]) - 1]
+    if match and match[1]:
+        places = rng.permutation(list(PLACES))[: int(match[1]) - 1]
         things = [sample_thing(rng, str(place), kind=kinds.pop()) for place in places]
     elif rng.random() < 0.3:
         wearer = next(k for k in kinds if k in WEARERS)

@@ -105,7 +105,7 @@ class CaptionReader(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """states (B,L,D), last (B,P) token positions -> logits (B,P,F) and (B,places,F)."""
         picked = torch.gather(states, 1, last[..., None].expand(-1, -1, states.shape[-1]))
-        seen, _ = self.look(
+        attended, _ = self.look(
             self.queries.expand(len(states), -1, -1), states, states, need_weights=False
         )
-        return self.at_phrase(picked), self.at_place(seen)
+        return self.at_phrase(picked), self.at_place(attended)

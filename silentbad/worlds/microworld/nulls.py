@@ -92,19 +92,19 @@ def rearranged(rng: np.random.Generator, scene: Scene) -> Null:
             groups[-1].append(thing)
         else:
             groups.append([thing])
-    own = [group[0].place for group in groups]
+    old_places = [group[0].place for group in groups]
     fits = [
         order
         for order in _assignments(groups, list(PLACES))
-        if all(new != old for new, old in zip(order, own, strict=True))
+        if all(new != old for new, old in zip(order, old_places, strict=True))
     ]
     # the same places, if that is possible
-    exchanged = [order for order in fits if sorted(order) == sorted(own)]
+    exchanged = [order for order in fits if sorted(order) == sorted(old_places)]
     options = exchanged or fits
     order = options[int(rng.integers(len(options)))]
     things = [
         _shifted(thing, new, PLACES[new][0] - PLACES[old][0], PLACES[new][1] - PLACES[old][1])
-        for group, new, old in zip(groups, order, own, strict=True)
+        for group, new, old in zip(groups, order, old_places, strict=True)
         for thing in group
     ]
     return Null(replace(scene, things=tuple(things)), things_of(scene))
@@ -113,16 +113,16 @@ def rearranged(rng: np.random.Generator, scene: Scene) -> Null:
 def _assignments(groups: list[list[Thing]], places: list[str]) -> list[tuple[str, ...]]:
     """Every way to put the groups at different places; a wearer stays at the bottom, below a
     place for its hat."""
-    found: list[tuple[str, ...]] = [()]
+    assignments: list[tuple[str, ...]] = [()]
     for group in groups:
-        found = [
+        assignments = [
             (*taken, place)
-            for taken in found
+            for taken in assignments
             for place in places
             if not _occupied(groups, taken) & _takes(group, place)
             and (len(group) == 1 or "bottom" in place)
         ]
-    return found
+    return assignments
 
 
 def _takes(group: list[Thing], place: str) -> set[str]:

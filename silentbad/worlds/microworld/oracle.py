@@ -77,7 +77,7 @@ def judged(
     logits = judge(crops(x, [(b, *world.spot(t)) for b, t in things]))
     truth = judge.truth([t for _, t in things])
     right = {name: logits[name].argmax(1).cpu() == truth[name] for name in truth}
-    shares = {name: one.float().mean().item() for name, one in right.items()}
+    shares = {name: correct.float().mean().item() for name, correct in right.items()}
     every = torch.stack([*right.values()]).all(0).float().mean().item()
     return {**shares, "both": every, "things": len(things)}
 

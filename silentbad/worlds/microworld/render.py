@@ -253,8 +253,8 @@ def render(scene: Scene) -> tuple[Image.Image, list[Image.Image]]:
     masks: list[Image.Image] = []
     for thing in scene.things:
         mask = _draw_thing(canvas, thing)
-        for seen in masks:  # later things hide earlier ones
-            seen.paste(0, mask=mask)
+        for earlier_mask in masks:  # later things hide earlier ones
+            earlier_mask.paste(0, mask=mask)
         masks.append(mask)
     shrink = lambda image: image.reduce(SCALE)  # noqa: E731
     return shrink(canvas), [shrink(mask) for mask in masks]
