@@ -38,6 +38,7 @@ from silentbad.control.statistics import GroupStats, RecentMean, Sample, Statist
 from silentbad.device import scalars
 from silentbad.errors import UserError, first_line
 from silentbad.experiments import TRANSFORMS
+from silentbad.experiments.between_layers import LayerSourceWeights
 from silentbad.experiments.rules import Transfer
 from silentbad.loop.hooks import Hook, Hooks
 from silentbad.model.groups import OTHER, Groups, group_parameters, prior_table, warn_of_idle_rows
@@ -464,14 +465,12 @@ class Controller(Hooks):
             **self.rules.get("prior", (0.0, {}))[1], names=self.groups.names, sdxl=sdxl
         )
         samples = Samples(self.groups, config)
-        self.source_weights = SourceWeights(
-            config.between,
-            self.groups,
-            SOURCE_RULES.get(config.between.name),
-            seed,
-            sdxl,
-            records,
-        )
+        self.source_weights = SourceWeights(config.between, self.groups)
+        if config.between.layerwise:
+            rule = SOURCE_RULES[config.between.name]
+            self.source_weights = LayerSourceWeights(
+                config.between, self.groups, rule, seed, sdxl, records
+            )
         self.layer_rates = LayerRates(
             config, self.groups, self.rules, samples, self._latest, seed=seed, sdxl=sdxl
         )

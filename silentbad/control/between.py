@@ -1,105 +1,35 @@
-"""A factor between sources: a_(s,G) on what source s adds to the gradient of group G. Theory:
+"""A factor between sources: w_s on what source s adds to a gradient. Theory:
 docs/gradient-control.md.
 
 A factor common to a whole gradient cancels under Adam. A factor between the sources does not: with
-g = sum_s a_s g_s their ratio stays. Elements are the reference, a = 1. The layer-uniform form
-weighs each sample's loss, which is free. The layer-wise form needs micro-batches of one source each
-(`silentbad.data.loader.chunks` cuts them): a hook on every parameter scales what a backward is
-about to add, before it is accumulated or averaged over processes. So accumulation, parts and DDP
-need nothing else, and no accumulated gradient is ever edited.
-
-Symbols: s source; w_s level; g_s its gradient, summed over samples; r_(s,G) signal-to-noise of g_s
-in group G.
+g = sum_s w_s g_s their ratio stays. Elements are the reference, w = 1. The factor weighs each
+sample's loss, which is free. A factor for each layer group too is an experiment
+(`silentbad.experiments.between_layers`).
 """
 
-import functools
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from silentbad.control.multipliers import Multipliers
-from silentbad.control.statistics import (
-    WIDTH,
-    PassMean,
-    RecentMean,
-    Sample,
-    Statistics,
-    centred,
-)
-from silentbad.device import scalars, send
-from silentbad.distributed.shards import world_size
+from silentbad.device import send
 from silentbad.loop.hooks import Hook
-from silentbad.model.groups import OTHER, Groups
+from silentbad.model.groups import Groups
 from silentbad.settings.control import BetweenConfig
 
 ELEMENT = "element"  # the source that the factors of the others are relative to
 
 
-# A rule maps the statistics of a source and of the elements to raw factors (G,) on that source's
-# gradient, on any positive scale: the level sets their quadratic mean. Non-finite entries count as
-# neutral. The rules are in `gradient_control`.
-SourceRule = Callable[..., Tensor]
-
-
 class SourceWeights(Hook):
-    """Holds the factors and puts them into losses (layer-uniform) or into gradients (layer-wise).
+    """Weighs each sample's loss by the level of its source."""
 
-    `records`: how many records each source has, for a signal that drawing without replacement does
-    not bias (`PassMean`).
-
-    Nothing here waits for the device but a refresh, for what was sent one refresh before.
-    """
-
-    def __init__(
-        self,
-        config: BetweenConfig,
-        groups: Groups,
-        rule: SourceRule | None,
-        seed: int,
-        sdxl: bool,
-        records: Mapping[str, int] | None = None,
-    ):
+    def __init__(self, config: BetweenConfig, groups: Groups):
         self.config = config
-        self.rule = rule
-        self.groups = groups
-        self.seed = seed
-        self.sdxl = sdxl
         self.on = config.name != "none"
-        self.layerwise = config.layerwise
-        self.one_source_per_backward = config.layerwise
         self.names = [ELEMENT, *sorted(config.levels)]
         self.updates = 0
-        # a_(s,G) over its level, in force
+        # a_(s,G) over its level, in force: one in every layer
         self.layers = {name: [1.0] * len(groups.names) for name in self.names}
-        self.latest: dict[str, Tensor] = {}
-        self._source = ELEMENT  # of the backward under way
-        self._unit = 0.0  # what it scales a sample's loss by; 0: none is under way
-        if not self.layerwise:
-            return
-
-        params = [p for group in groups for p in group]
-        device = params[0].device
-        self.sample = Sample(list(groups), config.sample, device)
-        # g_s of the step, sampled
-        self.parts = torch.zeros(len(self.names), self.sample.rows, WIDTH, device=device)
-        self.seen = torch.zeros(len(self.names), device=device)  # samples of the step
-        self.statistics = {
-            name: Statistics(self.sample, self._mean(name, records or {}), config.averaging)
-            for name in self.names
-        }
-        limits = (config.bound, config.max_log_step, device)
-        self.multipliers = {name: Multipliers(len(groups), *limits) for name in self.names[1:]}
-        owner = [g for g, group in enumerate(groups) for _ in group]
-        for i, p in enumerate(params):
-            p.register_hook(functools.partial(self._arriving, i, owner[i]))
-
-    def _mean(self, source: str, records: Mapping[str, int]) -> RecentMean | PassMean:
-        if source in records:
-            return PassMean(self.sample, records[source])
-        return RecentMean(self.sample, self.config.momentum)
 
     def level(self, source: str) -> float:
         """w_s now: on its way down within `ramp` updates, and up again after `release`."""
@@ -110,121 +40,27 @@ class SourceWeights(Hook):
             share = min(share, max(0.0, 1 - (self.updates - c.release) / slope))
         return c.levels.get(source, 1.0) ** share
 
-    # ---- the step
     def weight_losses(self, losses: Tensor, sources: list[str]) -> Tensor:
-        """losses (B,) of B `sources`, each times its level where the factor is layer-uniform."""
-        if not self.on or self.layerwise:
+        """losses (B,) of B `sources`, each times its level."""
+        if not self.on:
             return losses
         return losses * send(
             torch.tensor([self.level(source) for source in sources]), losses.device
         )
 
-    def before_backward(self, losses: Tensor, sources: list[str], scale: float = 1.0) -> None:
-        """A backward follows, of samples of one source where factors are layer-wise."""
-        if not self.layerwise:
-            return
-        if len(set(sources)) > 1:
-            raise ValueError(
-                f"a backward of several sources ({', '.join(sorted(set(sources)))}): cut the "
-                f"batch by source"
-            )
-        self._source = sources[0] if sources[0] in self.names else ELEMENT
-        self._unit = scale / len(sources)
-        self._factors = [self.level(self._source) * a for a in self.layers[self._source]]
-        self.seen[self.names.index(self._source)] += len(sources)
-
-    def _arriving(self, i: int, group: int, grad: Tensor) -> Tensor | None:
-        """What parameter i is about to gain: read, and scaled."""
-        if not self._unit:
-            return None
-        self.sample.add(
-            self.parts[self.names.index(self._source)], i, grad.detach(), 1 / self._unit
-        )
-        a = self._factors[group]
-        return None if a == 1.0 else grad * a
-
-    def after_backward(self, last: bool = True) -> None:
-        """The backward is over."""
-        self._unit = 0.0
-
-    @torch.no_grad()
-    def before_step(
-        self, step: int, finite: Tensor | None = None, norms: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """Take in the step's gradients by source; a step that is not finite changes nothing."""
-        if not self.layerwise:
-            return {}
-        if world_size() > 1:
-            dist.all_reduce(self.parts)
-            dist.all_reduce(self.seen)
-        all_finite = self.parts.isfinite().all() & (True if finite is None else finite)
-        for name, part, seen in zip(self.names, self.parts, self.seen, strict=True):
-            self.statistics[name].add(part, all_finite & (seen > 0), seen=seen)
-        self.parts.zero_()
-        self.seen.zero_()
-        return {}
-
-    @torch.no_grad()
     def after_step(self, step: int, skipped: bool = False) -> None:
-        """Count the update; every `refresh` updates compute new factors."""
-        if not self.on or skipped:
-            return
-        self.updates += 1
-        if self.layerwise and self.updates % self.config.refresh == 0:
-            for name, multipliers in self.multipliers.items():
-                self.layers[name] = multipliers.receive() or self.layers[name]
-            if self.updates >= self.config.warmup:
-                self._compute_factors()
-
-    def _compute_factors(self) -> None:
-        c = self.config
-        names = tuple(self.groups.names)
-        fade = min(1.0, (self.updates - c.warmup) / c.warmup) if c.warmup else 1.0
-        about = {
-            "names": names,
-            "seed": self.seed,
-            "sdxl": self.sdxl,
-            "transfer": torch.zeros_like(self.sample.n),
-        }
-        stats = {name: statistics.groups(**about) for name, statistics in self.statistics.items()}
-        element = stats[ELEMENT]
-        size = element.constant(name != OTHER for name in names) * element.n
-        assert self.rule is not None, "only where factors are layer-wise"
-        for name, multipliers in self.multipliers.items():
-            raw = self.rule(stats[name], element, **c.options)
-            a = multipliers.send(fade * centred(raw.log(), size), stats[name])
-            self.latest |= {
-                f"control/between/{name}_min": self.level(name) * a.min(),
-                f"control/between/{name}_max": self.level(name) * a.max(),
-                f"control/between/{name}_log_std": a.log().std(correction=0),
-                f"control/between/{name}_gsnr": stats[name].snr(0.0).nanmedian(),
-            }
-        self.latest["control/between/element_gsnr"] = element.snr(0.0).nanmedian()
-
-    # ---- records
-    def meters(self) -> dict[str, Tensor]:
-        """Range of the layer-wise factors, signal-to-noise of the sources."""
-        return self.latest
+        """Count the update."""
+        if not skipped:
+            self.updates += 1
 
     def state_dict(self) -> dict[str, Any]:
         """All that a bit-exact resume needs; call between steps."""
-        state: dict[str, Any] = {
+        return {
             "updates": self.updates,
-            "layers": {k: list(v) for k, v in self.layers.items()},
+            "layers": {name: list(factors) for name, factors in self.layers.items()},
         }
-        if self.layerwise:
-            state["meters"] = {name: value.clone() for name, value in self.latest.items()}
-            state["statistics"] = {name: s.state_dict() for name, s in self.statistics.items()}
-            state["multipliers"] = {name: m.state_dict() for name, m in self.multipliers.items()}
-        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up such a state."""
         self.updates = state["updates"]
         self.layers = {name: list(factors) for name, factors in state["layers"].items()}
-        if self.layerwise:
-            self.latest = scalars(state["meters"])
-            for name, statistics in self.statistics.items():
-                statistics.load_state_dict(state["statistics"][name])
-            for name, multipliers in self.multipliers.items():
-                multipliers.load_state_dict(state["multipliers"][name])
