@@ -32,14 +32,14 @@ from silentbad.control.between import SourceWeights
 from silentbad.control.multipliers import Multipliers
 from silentbad.control.original import adjust_gradient_scale
 from silentbad.control.rates import LearningRates, check_optimizer, scale_gradients
-from silentbad.control.sources import MIXED, SourceBank
+from silentbad.control.source_gradients import MIXED, SourceBank
 from silentbad.control.spectral import split
 from silentbad.control.statistics import GroupStats, RecentMean, Sample, Statistics, centred
 from silentbad.device import scalars
 from silentbad.errors import UserError, first_line
 from silentbad.experiments import TRANSFORMS
 from silentbad.experiments.between_layers import LayerSourceWeights
-from silentbad.experiments.rules import Transfer
+from silentbad.experiments.layer_rules import Transfer
 from silentbad.loop.hooks import Hook, Hooks
 from silentbad.model.groups import OTHER, Groups, group_parameters, prior_table, warn_of_idle_rows
 from silentbad.settings import user_code

@@ -29,7 +29,7 @@ from silentbad.files import sha256
 from silentbad.measure.embedders import MICRO
 from silentbad.rng import generator
 from silentbad.settings.commands import REDRAWS
-from silentbad.worlds.data import ENOUGH
+from silentbad.worlds.data_sets import ENOUGH
 from silentbad.worlds.emoji.make import target_scene
 from silentbad.worlds.emoji.nulls import ELEMENT_NULLS, SCENE_NULLS, STORED, hard_null, turns
 from silentbad.worlds.emoji.sets import HELD_OUT

@@ -41,13 +41,13 @@ from silentbad.memory.masks import overlaid
 from silentbad.memory.rehearsal import pairwise
 from silentbad.rng import addressed_seed, generator
 from silentbad.settings.commands import REDRAWS
-from silentbad.worlds.data import ENOUGH
+from silentbad.worlds.data_sets import ENOUGH
 from silentbad.worlds.microworld.copies import from_bytes, pictures, round_trip, to_bytes, true_copies
 from silentbad.worlds.microworld.export import update_detector
 from silentbad.worlds.microworld.make import element_scene, target_scene
 from silentbad.worlds.microworld.nulls import STORED, hard_null, turns
 from silentbad.worlds.microworld.render import backdrop_mask, render
-from silentbad.worlds.nulls import one_moved
+from silentbad.worlds.null_pictures import one_moved
 
 ROOT = Path(__file__).parents[1]
 BASE = ROOT / "assets" / "micro-sd"

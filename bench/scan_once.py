@@ -17,7 +17,7 @@ from silentbad.scan.candidates import places
 from silentbad.scan.engines import opened
 from silentbad.scan.find import search
 from silentbad.scan.plan import Plan, describe
-from silentbad.scan.store import Store
+from silentbad.scan.scan_folder import Store
 from silentbad.scan.views import Views
 from silentbad.settings.commands import ScanOptions
 

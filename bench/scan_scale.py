@@ -28,7 +28,7 @@ from bench.recovery import facts
 from bench.recovery_table import append, grid, stored
 from bench.shield_data import copies, draw_of, drawn, hide, names_of, series, subject, templates
 from silentbad.scan.regions import view
-from silentbad.scan.store import Store
+from silentbad.scan.scan_folder import Store
 from silentbad.scan.views import Views
 from silentbad.worlds.microworld.grammar import sample_scene
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from bench.shield_data import RATIOS
 from bench.shield_table import table, world_table
 from silentbad.audit import unknown
-from silentbad.worlds.data import Targets
+from silentbad.worlds.data_sets import Targets
 from silentbad.worlds.emoji import make as emoji
 from silentbad.worlds.emoji.backdrops import BACKDROPS
 from silentbad.worlds.emoji.nouns import NOUNS, words

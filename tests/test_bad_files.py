@@ -29,7 +29,7 @@ from silentbad.model import lora, pipeline, store
 from silentbad.prepare import class_images
 from silentbad.report import run_report
 from silentbad.scan import scanner
-from silentbad.worlds import data
+from silentbad.worlds import data_sets
 from silentbad.worlds.microworld import make
 from tests.conftest import write_data
 from tests.folders import config, encoded, published
@@ -728,7 +728,7 @@ def test_a_microworld_with_a_users_file_in_it_is_not_replaced(tmp_path, capsys):
 
 
 def test_a_microworld_that_crashes_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "write_clean", lambda *_: 1 / 0)
+    monkeypatch.setattr(data_sets, "write_clean", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         make.main(["--out", str(tmp_path / "set"), *MADE])
     assert list(tmp_path.iterdir()) == []
@@ -737,10 +737,14 @@ def test_a_microworld_that_crashes_leaves_nothing(tmp_path, monkeypatch):
 def test_a_microworld_clears_up_after_a_kill(tmp_path):
     """A lock, as a start that is under way holds it, keeps a second one out."""
     out = tmp_path / "set"
-    left = data.Writer(out)
+    left = data_sets.Writer(out)
     (left.tmp / "images").mkdir(parents=True)
     (left.tmp / "images/old.png").touch()
-    with owned.claimed(left.draft, "microworld"), pytest.raises(UserError, match="is being written"), data.Writer(out):
+    with (
+        owned.claimed(left.draft, "microworld"),
+        pytest.raises(UserError, match="is being written"),
+        data_sets.Writer(out),
+    ):
         pass
     make.main(["--out", str(out), *MADE])
     assert [p.name for p in tmp_path.iterdir()] == ["set"] and not (out / "images/old.png").exists()

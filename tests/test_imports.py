@@ -3,6 +3,7 @@ root modules; `loop` and `saving` belong to train_silentbad.py alone, and no roo
 experiments."""
 
 import ast
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -120,6 +121,13 @@ def test_every_room_has_its_arrows_and_says_what_lives_there():
     assert len([*ROOT.glob("silentbad/*.py")]) <= FLAT
     for path in inits:
         assert len((ast.get_docstring(ast.parse(path.read_text())) or "").split()) >= 10, path
+
+
+def test_no_two_modules_have_one_name():
+    """But the worlds, which are one kind of thing: each has its `render`, `make`, `build` and so on."""
+    rooms = [path for path in ROOT.glob("silentbad/**/*.py") if path.parent.parent.name != "worlds"]
+    names = Counter(path.stem for path in rooms if not path.stem.startswith("__"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_the_walk_sees_the_entry_point():

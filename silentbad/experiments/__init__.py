@@ -9,9 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from silentbad.experiments.auxiliaries import L2SP, AndDistillation, AttentionBinding, gradient_norm
-from silentbad.experiments.leitner import leitner
-from silentbad.experiments.losses import cosmap, debiased, huber, p2, sigma_sqrt, soft_min_snr, x0
-from silentbad.experiments.rules import (
+from silentbad.experiments.layer_rules import (
     auto_rgn,
     contrast,
     equalise,
@@ -20,6 +18,8 @@ from silentbad.experiments.rules import (
     inverse_rms,
     prior,
 )
+from silentbad.experiments.leitner import leitner
+from silentbad.experiments.losses import cosmap, debiased, huber, p2, sigma_sqrt, soft_min_snr, x0
 from silentbad.experiments.timestep_policies import curriculum, learning_progress
 from silentbad.experiments.transforms import TRANSFORMS
 from silentbad.settings.outcomes import OUTCOMES

@@ -15,7 +15,7 @@ from silentbad.control.spectral import SpectralAdamW
 from silentbad.distributed.shards import gather
 from silentbad.errors import UserError, user_errors
 from silentbad.model.averaging import keeps_average
-from silentbad.settings.optimizers import not_one, path_of
+from silentbad.settings.optimizer_facts import not_one, path_of
 from silentbad.settings.train import TrainConfig
 
 UPDATES: dict[str, type[torch.optim.Optimizer]] = {"shrink": ShrunkAdamW, "spectral": SpectralAdamW}

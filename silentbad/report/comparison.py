@@ -10,7 +10,7 @@ from silentbad.measure.record import Scores
 from silentbad.report import evidence, pages
 from silentbad.report.charts import finite, number
 from silentbad.report.pages import Cell, Table, interval_text, short, supported
-from silentbad.report.recorded_run import WEIGHTS, RecordedRun
+from silentbad.report.run_files import WEIGHTS, RecordedRun
 
 
 def paired(

@@ -17,7 +17,7 @@ from silentbad.report import evidence, pages, sections
 from silentbad.report.charts import Reach, number, shortened
 from silentbad.report.comparison import compare
 from silentbad.report.pages import rounded
-from silentbad.report.recorded_run import WEIGHTS, RecordedRun
+from silentbad.report.run_files import WEIGHTS, RecordedRun
 from silentbad.settings.commands import ReportOptions
 from silentbad.settings.startup import options as read_options
 from silentbad.settings.startup import refused

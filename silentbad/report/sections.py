@@ -31,7 +31,7 @@ from silentbad.report.pages import (
     short,
     supported,
 )
-from silentbad.report.recorded_run import WEIGHTS, RecordedRun
+from silentbad.report.run_files import WEIGHTS, RecordedRun
 
 CELLS = {
     "composed": "composed prompt",

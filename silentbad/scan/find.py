@@ -11,7 +11,8 @@ import numpy as np
 from silentbad.scan.composite import Layer, Open, composed, part_of
 from silentbad.scan.engines import Engine, Process
 from silentbad.scan.plan import Plan, describe
-from silentbad.scan.sets import (
+from silentbad.scan.record_parts import PART
+from silentbad.scan.suspect_sets import (
     Element,
     SuspectSet,
     completed,
@@ -19,7 +20,6 @@ from silentbad.scan.sets import (
     suspect_sets,
     with_copies,
 )
-from silentbad.scan.sources import PART
 from silentbad.scan.views import Views
 
 

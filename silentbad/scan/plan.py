@@ -25,6 +25,7 @@ import numpy as np
 from silentbad.scan import candidates
 from silentbad.scan.captions import counted, numbers_of
 from silentbad.scan.engines import Engine, Steps
+from silentbad.scan.record_parts import Part
 from silentbad.scan.regions import (
     LEAST,
     Chance,
@@ -38,9 +39,8 @@ from silentbad.scan.regions import (
     starts_of,
     verified,
 )
-from silentbad.scan.sets import false_alarm, permuted_scores
-from silentbad.scan.sources import Part
-from silentbad.scan.store import Store
+from silentbad.scan.scan_folder import Store
+from silentbad.scan.suspect_sets import false_alarm, permuted_scores
 from silentbad.scan.views import Views, picture_of
 from silentbad.scan.words import Words
 

@@ -28,9 +28,9 @@ from silentbad.scan.composite import MOST
 from silentbad.scan.engines import opened
 from silentbad.scan.find import Composite, Found, draw, pictures_needed, search
 from silentbad.scan.plan import Plan
-from silentbad.scan.sets import SuspectSet
-from silentbad.scan.sources import PART, Part, key_of, parts_of
-from silentbad.scan.store import Store
+from silentbad.scan.record_parts import PART, Part, key_of, parts_of
+from silentbad.scan.scan_folder import Store
+from silentbad.scan.suspect_sets import SuspectSet
 from silentbad.scan.views import FOLDER, LeftOut
 from silentbad.settings.commands import ScanOptions
 from silentbad.settings.startup import options as read_options

@@ -13,7 +13,7 @@ from silentbad.settings.guard import check_scan, parse_guards
 from silentbad.settings.launch import check_launch, launched
 from silentbad.settings.layers import ADAPTED_GROUPS, EVERY_GROUP, check_patterns
 from silentbad.settings.memory import check_memory
-from silentbad.settings.optimizers import check_optimizer, read_optimizer
+from silentbad.settings.optimizer_facts import check_optimizer, read_optimizer
 from silentbad.settings.registries import from_source, options_at
 from silentbad.settings.rules import Facts, check_rules
 from silentbad.settings.train import REPLACED, WRITTEN, TrainConfig

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from silentbad.errors import UserError, warn
-from silentbad.settings.optimizers import ELEMENTWISE, OptimizerFacts
+from silentbad.settings.optimizer_facts import ELEMENTWISE, OptimizerFacts
 from silentbad.settings.reader import FLAGS
 
 if TYPE_CHECKING:

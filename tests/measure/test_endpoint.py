@@ -38,7 +38,7 @@ from silentbad.measure.scores import (
 from silentbad.measure.thresholds import IN_PLACE_FACTOR, thresholds
 from silentbad.measure.verdict import verdict_of
 from silentbad.report import evidence, run_report, sections
-from silentbad.report.recorded_run import RecordedRun
+from silentbad.report.run_files import RecordedRun
 from silentbad.settings.train import TrainConfig
 from tests.conftest import write_data
 from tests.recoveries import make_hook, smooth, some_targets

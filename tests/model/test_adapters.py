@@ -16,7 +16,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 from gradient_control import Controller, GradientControlConfig
 from silentbad.data.draws import Transform
 from silentbad.errors import UserError
-from silentbad.experiments.rules import prior
+from silentbad.experiments.layer_rules import prior
 from silentbad.loop import trackers
 from silentbad.memory.auxiliary import Teacher
 from silentbad.model import denoiser, lora, pipeline

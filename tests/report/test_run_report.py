@@ -22,7 +22,7 @@ from silentbad.data.images import to_pil
 from silentbad.errors import UserError
 from silentbad.measure.record import Record
 from silentbad.report import charts, evidence, pages, run_report, sections
-from silentbad.report.recorded_run import RecordedRun
+from silentbad.report.run_files import RecordedRun
 from tests.demo import HOSTILE, demo_run
 from tests.recoveries import make_hook, smooth
 from tests.tiny import tiny_pipeline

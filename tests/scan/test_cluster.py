@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from bench.shield_data import assemble, clean, hide
-from silentbad.scan import engines, sources
+from silentbad.scan import engines, record_parts
 from silentbad.scan.engines import Dask, Process, Steps
 from silentbad.scan.scanner import main
 
@@ -134,7 +134,7 @@ def test_what_cannot_be_read_is_left_out(data, tars, tmp_path, capsys):
 
 def test_a_stopped_scan_runs_no_part_again(scanned, tars, tmp_path, monkeypatch):
     read = []
-    real = sources.tar_rows
+    real = record_parts.tar_rows
 
     def counting(part):
         read.append(part.file.name)
@@ -147,7 +147,7 @@ def test_a_stopped_scan_runs_no_part_again(scanned, tars, tmp_path, monkeypatch)
                 if len(read) == 3:
                     raise KeyboardInterrupt
 
-    monkeypatch.setitem(sources.READERS, ".tar", counting)
+    monkeypatch.setitem(record_parts.READERS, ".tar", counting)
     with monkeypatch.context() as patch:
         patch.setattr(engines, "Process", Stopped)
         with pytest.raises(KeyboardInterrupt):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bench.shield_data import hide
-from silentbad.scan import candidates, composite, regions, sets
+from silentbad.scan import candidates, composite, regions, suspect_sets
 from silentbad.scan.captions import Captions
 from silentbad.scan.words import Words, association, content_words, phrases_of
 
@@ -138,13 +138,13 @@ PARTS = [group(range(10), (0, 10, 0, 10)), group(range(10, 20), (20, 30, 0, 10))
 BACKDROP = group(range(20, 30), (0, 32, 0, 32), wide=True)
 
 
-def suspect_sets(groups, texts):
+def sets_of(groups, texts):
     captions = Captions(texts)
-    return sets.suspect_sets(sets.elements_of(groups, captions), captions)
+    return suspect_sets.suspect_sets(suspect_sets.elements_of(groups, captions), captions)
 
 
 def test_elements_that_keep_apart_make_a_set():
-    (one,) = suspect_sets([*PARTS, BACKDROP], CAPTIONS)
+    (one,) = sets_of([*PARTS, BACKDROP], CAPTIONS)
     assert one.prompt in ("a red cat, a hat, on a beach", "a hat, a red cat, on a beach")
     assert one.elements[-1].group is BACKDROP
 
@@ -160,12 +160,12 @@ def test_elements_that_keep_apart_make_a_set():
     ids=["two elements", "one thing", "overlapping", "of another size"],
 )
 def test_what_is_no_set(groups):
-    assert suspect_sets(groups, CAPTIONS) == []
+    assert sets_of(groups, CAPTIONS) == []
 
 
 def test_records_that_name_both_are_no_set():
     together = [text + ", a red cat" if i % 2 and 10 <= i < 30 else text for i, text in enumerate(CAPTIONS)]
-    assert suspect_sets([*PARTS, BACKDROP], together) == []
+    assert sets_of([*PARTS, BACKDROP], together) == []
 
 
 def test_two_pictures_are_told_apart_by_how_often_their_elements_are_shown():
@@ -179,7 +179,7 @@ def test_two_pictures_are_told_apart_by_how_often_their_elements_are_shown():
     ]
     walls = [group(range(start, end), (0, 32, 0, 32), wide=True) for start, end in [(64, 84), (84, 96)]]
     clean = [f"a thing of kind {i}, at place {i}" for i in range(900)]
-    found = suspect_sets([*parts, *walls], [*texts, *backdrops, *clean])
+    found = sets_of([*parts, *walls], [*texts, *backdrops, *clean])
     assert [sorted(one.prompt.split(", ")) for one in found] == [
         ["a hat", "a red cat", "on a beach"],
         ["a drum", "a kite", "in a park"],
@@ -194,9 +194,9 @@ def test_a_thing_that_captions_often_do_not_name_is_an_overlay(unnamed, kept):
     views[:10, 4:12, 4:12] = views[0, 4:12, 4:12]
     texts = ["a red cat"] * 6 + [f"{unnamed} {i}" if unnamed == "a cup" else unnamed for i in range(4)]
     captions = Captions([*texts, *(f"a cup {i}" for i in range(50))])
-    (element,) = sets.elements_of([group(range(5), (4, 12, 4, 12))], captions)
-    assert sets.showing(views, element.group).tolist() == [*range(10)]
-    assert [e.records.tolist() for e in sets.completed([element], views, captions)] == ([kept] if kept else [])
+    (element,) = suspect_sets.elements_of([group(range(5), (4, 12, 4, 12))], captions)
+    assert suspect_sets.showing(views, element.group).tolist() == [*range(10)]
+    assert [e.records.tolist() for e in suspect_sets.completed([element], views, captions)] == ([kept] if kept else [])
 
 
 def test_a_backdrop_of_faint_texture_is_common():
@@ -223,14 +223,14 @@ def test_of_two_backdrops_the_one_that_lies_apart_is_taken():
 def test_two_places_are_no_set():
     """Parts of skies agree by chance among many pictures; a picture has one place."""
     places = [text.replace("a red cat", "under a night sky") for text in CAPTIONS]
-    assert suspect_sets([*PARTS, BACKDROP], places) == []
+    assert sets_of([*PARTS, BACKDROP], places) == []
 
 
 def test_permuted_captions_give_the_false_alarm_rate():
     captions = Captions(CAPTIONS)
-    (one,) = suspect_sets([*PARTS, BACKDROP], CAPTIONS)
-    permuted = sets.permuted_scores([*PARTS, BACKDROP], captions, range(19))
-    assert sets.false_alarm([one.score, 0.0], permuted) == [1 / 20, 1.0]
+    (one,) = sets_of([*PARTS, BACKDROP], CAPTIONS)
+    permuted = suspect_sets.permuted_scores([*PARTS, BACKDROP], captions, range(19))
+    assert suspect_sets.false_alarm([one.score, 0.0], permuted) == [1 / 20, 1.0]
 
 
 def test_the_backdrop_lies_behind():

@@ -18,7 +18,7 @@ from silentbad.measure.embedders import EMBEDDERS
 from silentbad.memory.timesteps import SEQUENCES
 from silentbad.model.averaging import keeps_average
 from silentbad.settings import check
-from silentbad.settings.optimizers import read_optimizer
+from silentbad.settings.optimizer_facts import read_optimizer
 from silentbad.settings.registries import from_source
 from silentbad.settings.train import Interpolation, TrainConfig
 from silentbad.settings.types import options_of
@@ -109,7 +109,7 @@ def test_a_rule_added_to_a_dict_is_found(tmp_path, monkeypatch):
         "RULES = {'mine': mine}\n"
         "def late(stats): ...\n"
         "RULES['late'] = late\n"
-        "RULES['by_path'] = 'silentbad.experiments.rules:gsnr'\n"
+        "RULES['by_path'] = 'silentbad.experiments.layer_rules:gsnr'\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     rules = from_source("mine_rules:RULES")

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from silentbad.errors import UserError
-from silentbad.settings.optimizers import OptimizerFacts
+from silentbad.settings.optimizer_facts import OptimizerFacts
 from silentbad.settings.rules import (
     FACTS,
     Condition,

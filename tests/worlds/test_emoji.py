@@ -14,9 +14,9 @@ from bench import emoji_judge, published, shield
 from bench.shield_data import assemble, clean, hide
 from silentbad.errors import UserError
 from silentbad.scan.find import Found
-from silentbad.scan.sets import SuspectSet
+from silentbad.scan.suspect_sets import SuspectSet
 from silentbad.settings.commands import EmojiBaseOptions
-from silentbad.worlds.data import phrase_of
+from silentbad.worlds.data_sets import phrase_of
 from silentbad.worlds.emoji import build, export, make, nulls, sets, visible
 from silentbad.worlds.emoji import render as emoji_render
 from silentbad.worlds.emoji.grammar import FORMS, PLACES, redraw, sample_scene

@@ -14,7 +14,7 @@ from PIL import Image
 
 from silentbad.errors import UserError
 from silentbad.measure.thresholds import fingerprint, is_copy
-from silentbad.worlds import data
+from silentbad.worlds import data_sets
 from silentbad.worlds.microworld import make
 from silentbad.worlds.microworld import render as render_module
 from silentbad.worlds.microworld.grammar import KINDS, redraw, sample_scene
@@ -22,7 +22,7 @@ from silentbad.worlds.microworld.make import element_scene, phrase_of, target_sc
 from silentbad.worlds.microworld.networks import load_tokenizer
 from silentbad.worlds.microworld.nulls import ELEMENT_NULLS, STORED, hard_null
 from silentbad.worlds.microworld.render import backdrop_mask, render
-from silentbad.worlds.nulls import one_missing
+from silentbad.worlds.null_pictures import one_missing
 from tests.tiny import TOKENIZER
 
 ROOT = Path(__file__).parents[2]
@@ -344,7 +344,7 @@ def test_clean_scenes_may_share_no_word_with_the_targets(tmp_path, capsys):
         make.main(["--out", str(tmp_path / name), *flags, "60", *more])
         records = [json.loads(line) for line in (tmp_path / name / "metadata.jsonl").read_text().splitlines()]
         captions[name] = [r["text"] for r in records if r["role"] == "clean"]
-    target = data.words_of(make.target_scene("3"), make.TARGETS)
+    target = data_sets.words_of(make.target_scene("3"), make.TARGETS)
     meets = {name: [bool(target & set(text.replace(",", "").split())) for text in captions[name]] for name in captions}
     assert sum(meets["shared"]) > 20 and len(captions["other"]) == 60 and not any(meets["other"])
     with pytest.raises(SystemExit):
@@ -388,7 +388,7 @@ def test_each_element_has_nulls_of_every_kind_of_its_own(tmp_path):
 def test_no_null_is_drawn_twice():
     scene, seen = target_scene("404"), set[bytes]()
     for _ in range(2):  # the second has the address of the first
-        data.draw_null(make.TARGETS, "recoloured", "404", scene, 0, seen, fingerprint(render(scene)[0]))
+        data_sets.draw_null(make.TARGETS, "recoloured", "404", scene, 0, seen, fingerprint(render(scene)[0]))
     assert len(seen) == 2
 
 
@@ -398,7 +398,7 @@ def test_no_null_is_the_target_itself():
     drawn = hard_null("redrawn", make._rng("redrawn", "102", turn), scene, turn=turn)
     assert is_copy(fingerprint(render(drawn.scene)[0]), target)
     assert not is_copy(
-        fingerprint(data.draw_null(make.TARGETS, "redrawn", "102", scene, turn, set(), target)[1]), target
+        fingerprint(data_sets.draw_null(make.TARGETS, "redrawn", "102", scene, turn, set(), target)[1]), target
     )
 
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 import numpy as np
 
 from silentbad.errors import UserError, brief, exit_with
-from silentbad.worlds.data import Targets, make
+from silentbad.worlds.data_sets import Targets, make
 from silentbad.worlds.emoji.grammar import (
     PLACES,
     SIZES,

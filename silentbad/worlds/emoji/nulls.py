@@ -23,7 +23,7 @@ from silentbad.worlds.emoji.grammar import (
 )
 from silentbad.worlds.emoji.sets import HELD_OUT
 from silentbad.worlds.emoji.visible import differs, first
-from silentbad.worlds.nulls import (
+from silentbad.worlds.null_pictures import (
     Kinds,
     Null,
     everything,

@@ -18,7 +18,7 @@ from silentbad.worlds.emoji.nouns import NOUNS
 from silentbad.worlds.emoji.nulls import ELEMENT_NULLS, SCENE_NULLS, all_differ, trained_null
 from silentbad.worlds.emoji.render import render
 from silentbad.worlds.emoji.visible import first
-from silentbad.worlds.world import World, answer
+from silentbad.worlds.interface import World, answer
 
 FIELDS = {
     "kind": len(NOUNS) + 1,

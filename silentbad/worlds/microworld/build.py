@@ -36,6 +36,7 @@ from silentbad.errors import UserError, exit_with, user_errors
 from silentbad.measure.micro import MicroEmbedder
 from silentbad.progress import Bar
 from silentbad.rng import generator
+from silentbad.worlds.interface import World
 from silentbad.worlds.microworld.copies import CopyPool, Slope, batch_of, copy_loss, to_tensor
 from silentbad.worlds.microworld.export import assemble, export
 from silentbad.worlds.microworld.networks import (
@@ -50,7 +51,6 @@ from silentbad.worlds.microworld.networks import (
 from silentbad.worlds.microworld.optim import MuonWithAdamW
 from silentbad.worlds.microworld.oracle import Judge, judge_loss, round_trip_psnr
 from silentbad.worlds.microworld.world import MICROWORLD
-from silentbad.worlds.world import World
 
 ASSETS = ROOT / "assets" / "micro-sd"
 

@@ -14,9 +14,9 @@ from silentbad.measure.embedders import region
 from silentbad.measure.micro import MicroEmbedder, alignments
 from silentbad.progress import Bar
 from silentbad.rng import generator
+from silentbad.worlds.interface import World
 from silentbad.worlds.microworld.render import backdrop_mask
 from silentbad.worlds.microworld.world import MICROWORLD
-from silentbad.worlds.world import World
 
 COPIES, NULLS = 2, 8  # kept per scene
 LATENT_NOISE = 0.15  # of the latents' deviation

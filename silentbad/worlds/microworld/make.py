@@ -25,8 +25,8 @@ from dataclasses import replace
 import numpy as np
 
 from silentbad.errors import UserError, brief, exit_with
-from silentbad.worlds.data import Targets, make
-from silentbad.worlds.data import phrase_of as phrase_of
+from silentbad.worlds.data_sets import Targets, make
+from silentbad.worlds.data_sets import phrase_of as phrase_of
 from silentbad.worlds.microworld.grammar import (
     KINDS,
     PLACES,

@@ -8,7 +8,7 @@ from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from silentbad.worlds.world import World
+from silentbad.worlds.interface import World
 
 TEXT_WIDTH = 64
 LATENT_CHANNELS = 16

@@ -22,7 +22,7 @@ from silentbad.worlds.microworld.grammar import (
     sample_rgb,
     seat_hat,
 )
-from silentbad.worlds.nulls import (
+from silentbad.worlds.null_pictures import (
     Kinds,
     Null,
     everything,

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from silentbad.worlds.interface import World
 from silentbad.worlds.microworld.world import MICROWORLD
-from silentbad.worlds.world import World
 
 CROP = 34  # pixels around a place's centre
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from silentbad.worlds.interface import World, answer
 from silentbad.worlds.microworld.grammar import (
     BACKDROPS,
     COLOURS,
@@ -19,7 +20,6 @@ from silentbad.worlds.microworld.grammar import (
 )
 from silentbad.worlds.microworld.nulls import ELEMENT_NULLS, SCENE_NULLS, hard_null
 from silentbad.worlds.microworld.render import render
-from silentbad.worlds.world import World, answer
 
 HAT_LIFT = 20  # a worn hat sits about this far above its wearer's place
 FIELDS = {
