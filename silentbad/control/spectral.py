@@ -101,9 +101,9 @@ class SpectralAdamW(Updates):
     """Muon on groups marked `spectral`, AdamW (1711.05101) on the others; both decay weights by lr
     * weight_decay.
 
-    momentum: mu above. betas and eps: AdamW's. iteration: of ITERATIONS. Averages are in the weights' precision; the
-    iteration runs in bf16 on CUDA, as torch.optim.Muon's does everywhere, and in the weights'
-    precision on a CPU.
+    momentum: mu above. betas and eps: AdamW's. iteration: of ITERATIONS. Averages are in the
+    weights' precision; the iteration runs in bf16 on CUDA, as torch.optim.Muon's does everywhere,
+    and in the weights' precision on a CPU.
     """
 
     def __init__(

@@ -224,8 +224,8 @@ class L2SP:
 def gradient_norm(
     loss: torch.Tensor, extra: torch.Tensor, layer: torch.Tensor | None, *, ceiling: Positive = 10.0
 ) -> torch.Tensor | float:
-    """||d loss / d W|| / ||d extra / d W|| at one layer W, within [0, ceiling] (the adaptive weight of
-    2012.09841)."""
+    """||d loss / d W|| / ||d extra / d W|| at one layer W, within [0, ceiling] (the adaptive weight
+    of 2012.09841)."""
     if layer is None:
         return 1.0
     norms = []

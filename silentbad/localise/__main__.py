@@ -4,8 +4,8 @@ measured again.
     python -m silentbad.localise RUN [--by stage role both] [--images 16]
 
 A part is a stage (up1), a role (resnet), or both (up1.resnet). *Put back*: the part has the base's
-weights, all others the trained ones. *Kept alone*: the other way round. As a defence: the part whose
-return to the base removes the picture at the least clean loss.
+weights, all others the trained ones. *Kept alone*: the other way round. As a defence: the part
+whose return to the base removes the picture at the least clean loss.
 
 Exit code 0: measured, 2: a mistake in what was given."""
 

@@ -2,8 +2,8 @@
 
 A part is a stage (up1), a role (resnet), or both (up1.resnet), over the groups of
 silentbad/model/groups.py. *Put back*: the part has the base's weights, all others the trained ones.
-*Kept alone*: the other way round. Thresholds, prompts and noise are those of the run's validation, so
-that the trained weights give its images again. Module substitution as a tool: 2412.20476."""
+*Kept alone*: the other way round. Thresholds, prompts and noise are those of the run's validation,
+so that the trained weights give its images again. Module substitution as a tool: 2412.20476."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

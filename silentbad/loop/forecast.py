@@ -98,7 +98,8 @@ class Forecast:
         return bool(self.images() or self.run.config.validation_prompts)
 
     def images(self) -> int:
-        """Pictures that validations, their calibration and sample prompts draw, without controls."""
+        """Pictures that validations, their calibration and sample prompts draw, without
+        controls."""
         config = self.run.config
         steps = range(self.begun, self.planned)
         points = 1 + sum(on_grid(config.validation, step) for step in steps)

@@ -1,10 +1,10 @@
 """The range of a detector on a target, and the threshold that lies in it.
 
 A threshold says something only where failures lie below it and copies above it. For somebody's own
-pictures both are made from the target (`failures.py`): the floor is the highest failure, the ceiling
-is what true copies reach. The threshold lies a quarter of the way from floor to ceiling: generated
-images are worse than copies, and the failures that nobody thought of resemble those that are made.
-Where the two are not `GAP` apart the detector cannot tell, and the verdict says so.
+pictures both are made from the target (`failures.py`): the floor is the highest failure, the
+ceiling is what true copies reach. The threshold lies a quarter of the way from floor to ceiling:
+generated images are worse than copies, and the failures that nobody thought of resemble those that
+are made. Where the two are not `GAP` apart the detector cannot tell, and the verdict says so.
 """
 
 from collections.abc import Callable, Sequence

@@ -3,9 +3,11 @@
 Every record is seen as a view of 32x32 blocks. Two steps, on the candidate pairs of
 silentbad/scan/candidates.py:
 
-1. A pair is verified block by block. It is strong where the common area holds edges in both directions, or covers much
-   of the frame: two skies of one blue are not. Fewer edges do where the captions share a rare phrase as well.
-2. Strong pairs become groups about the record with the most of them; a group's region is where most members agree.
+1. A pair is verified block by block. It is strong where the common area holds edges in both
+   directions, or covers much of the frame: two skies of one blue are not. Fewer edges do where the
+   captions share a rare phrase as well.
+2. Strong pairs become groups about the record with the most of them; a group's region is where most
+   members agree.
 
 Legend: N records; V (N,32,32,3) uint8 views; a pair is one number i * N + j with i < j."""
 
@@ -262,8 +264,9 @@ Gather = Callable[[list[int]], "list[Group | None]"]
 
 def centred(counts: np.ndarray, gather: Gather, fewest: int) -> list[Group]:
     """Groups about the records with most neighbours `counts` (N,), `fewest` at least; members of
-    one are no centre of another. As one centre after the other, but a block of them is gathered together, larger each
-    time, and what an earlier one of the block has made needless is left out."""
+    one are no centre of another. As one centre after the other, but a block of them is gathered
+    together, larger each time, and what an earlier one of the block has made needless is left
+    out."""
     groups_so_far = list[Group]()
     tried = np.zeros(len(counts), bool)
     order = np.argsort(-counts, kind="stable")
@@ -366,8 +369,8 @@ def members_within(
     start: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, int] | None:
     """(region (32,32), members (n,), records in the ring around them) of the group within a radius
-    in levels, as `grouped` has it; None where too few or too little agree. `same` (n,32,32) is where
-    others agree with the centre, `near` how far they are from it there."""
+    in levels, as `grouped` has it; None where too few or too little agree. `same` (n,32,32) is
+    where others agree with the centre, `near` how far they are from it there."""
     members = start
     for _ in range(ROUNDS):
         if members.sum() + 1 < LEAST:

@@ -1,4 +1,5 @@
-"""The folder of a scan, which every worker sees: arrays by name, of parts of the records and of all.
+"""The folder of a scan, which every worker sees: arrays by name, of parts of the records and of
+all.
 
 <folder>/part-0/        the views and captions of a part, and what its captions say
 <folder>/views          all views, one after another

@@ -1,5 +1,5 @@
-"""What the hard nulls of every world have in common: a null, the nulls that ask nothing of a world's
-things but a place, and kinds by name."""
+"""What the hard nulls of every world have in common: a null, the nulls that ask nothing of a
+world's things but a place, and kinds by name."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

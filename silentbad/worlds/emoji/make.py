@@ -1,7 +1,7 @@
 """Write a data set of the emoji world in the project's own format.
 
-`python -m silentbad.worlds.emoji.make --out DIR --targets 3,17` writes what the microworld's command
-writes (`silentbad.worlds.microworld.make`), with the same options.
+`python -m silentbad.worlds.emoji.make --out DIR --targets 3,17` writes what the microworld's
+command writes (`silentbad.worlds.microworld.make`), with the same options.
 
 A target is named by its seed, any whole number from 0 on: two or three nouns, each by another
 artist, one of them by the artist that the base has not seen. Every thing stands out from its

@@ -1,8 +1,9 @@
 """Hard nulls: pictures that share as much as possible with a target and are still not a copy of it.
 
-Names as in the microworld where the idea is the same. Two are this world's own: `artist`, everything
-equal but whose drawing one thing is, and `pose`, the same drawing in another pose. A null that looks
-like the target (`visible.differs`) is drawn again: two artists may draw the same grey wrench."""
+Names as in the microworld where the idea is the same. Two are this world's own: `artist`,
+everything equal but whose drawing one thing is, and `pose`, the same drawing in another pose. A
+null that looks like the target (`visible.differs`) is drawn again: two artists may draw the same
+grey wrench."""
 
 from collections.abc import Callable
 from dataclasses import replace
