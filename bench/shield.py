@@ -54,7 +54,7 @@ from bench.shield_data import (
 )
 from bench.shield_table import audit_table, guard_table
 from bench.shield_worlds import ROOT, WORLDS, Setting
-from silentbad.scan.find import Found, draw, find
+from silentbad.scan.find import Findings, draw, find
 from silentbad.scan.regions import view
 from silentbad.worlds.microworld import make as microworld
 from silentbad.worlds.microworld.grammar import Thing, respecify, seat_hat
@@ -83,7 +83,7 @@ def chosen(seed: int, ratio: float, pool: list[Drawn]) -> list[Drawn]:
 
 
 # -- judging ---------------------------------------------------------------------------------------------------
-def scanned(data: Data) -> tuple[Found, float]:
+def scanned(data: Data) -> tuple[Findings, float]:
     """What the scan finds, and its processor seconds."""
     start = time.process_time()
     found = find(np.stack([view(picture) for picture in data.pictures]), data.captions, permutations=0)
@@ -98,7 +98,7 @@ def f1(flagged: np.ndarray, truth: np.ndarray) -> dict[str, float]:
     return {"precision": precision, "recall": recall, "f1": 2 * hits / max(1, flagged.sum() + truth.sum())}
 
 
-def matched(hidden: Hidden, found: Found) -> tuple[int | None, list[int]]:
+def matched(hidden: Hidden, found: Findings) -> tuple[int | None, list[int]]:
     """(the set that is this picture, which element each of its parts is): a part is an element where most of its
     records are; a set is the picture where it holds all its elements but one at most, and nothing else."""
     for k, one in enumerate(found.sets):
@@ -111,7 +111,7 @@ def matched(hidden: Hidden, found: Found) -> tuple[int | None, list[int]]:
     return None, []
 
 
-def elements_found(data: Data, found: Found) -> list[int]:
+def elements_found(data: Data, found: Findings) -> list[int]:
     """[elements that have a group of their own, in a set or in none, and all]: most of the group's records are the
     element's, and most of the element's records are there."""
     groups = [records for one in found.sets for records in one.records]

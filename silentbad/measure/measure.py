@@ -177,9 +177,7 @@ class Measure:
                 f"{sampler.prefix}null_images: has no effect beside redraws.jsonl, which holds "
                 f"the null pictures"
             )
-        self.masks = [
-            [None if m is None else to_tensor(m)[:1] for m in t.masks or []] for t in targets
-        ]
+        self.masks = masks_of(targets)
         self.reference: str = config.reference
         if self.reference == "auto":
             self.reference = RAW if source == REDRAWS else DECODED

@@ -33,7 +33,7 @@ class Composite:
 
 
 @dataclass
-class Found:
+class Findings:
     """Suspect sets, the surest first, their false alarms and pictures; other elements."""
 
     sets: list[SuspectSet]
@@ -55,7 +55,7 @@ def find(
     seed: int = 0,
     engine: Engine | None = None,
     size: int = PART,
-) -> Found:
+) -> Findings:
     """Suspect sets of views (N,32,32,3) uint8 with their N captions, in parts of `size` records.
     `draw` adds the sets' pictures."""
     with tempfile.TemporaryDirectory() as folder:
@@ -70,12 +70,12 @@ def find(
         return search(plan, permutations)
 
 
-def search(plan: Plan, permutations: int) -> Found:
+def search(plan: Plan, permutations: int) -> Findings:
     """Suspect sets of the records that a plan has read."""
     groups, first = plan.groups()
     captions = plan.store.captions()
     elements = elements_of(groups, captions)
-    findings = Found(suspect_sets(completed(elements, plan.store.views, captions), captions))
+    findings = Findings(suspect_sets(completed(elements, plan.store.views, captions), captions))
     for suspect_set in findings.sets:
         suspect_set.records = [with_copies(e.records, first) for e in suspect_set.elements]
     if permutations and findings.sets:
@@ -88,7 +88,7 @@ def search(plan: Plan, permutations: int) -> Found:
     return findings
 
 
-def draw(findings: Found, picture: Open) -> None:
+def draw(findings: Findings, picture: Open) -> None:
     """Add each set's composite, from the pictures of its records."""
     for suspect_set in findings.sets:
         members = zip(suspect_set.elements, suspect_set.records, strict=True)
@@ -96,7 +96,7 @@ def draw(findings: Found, picture: Open) -> None:
         findings.composites.append(Composite(*composed(parts), parts))
 
 
-def pictures_needed(findings: Found, most: int) -> np.ndarray:
+def pictures_needed(findings: Findings, most: int) -> np.ndarray:
     """The records whose pictures `draw` opens."""
     named = [records[:most] for suspect_set in findings.sets for records in suspect_set.records]
     return np.unique(np.concatenate(named)) if named else np.zeros(0, np.int64)

@@ -246,9 +246,9 @@ class Plan:
 
         return gather
 
-    def alarms(self, found: list[Group], scores: list[float], draws: int) -> list[float]:
+    def alarms(self, recurring: list[Group], scores: list[float], draws: int) -> list[float]:
         """The chance of a set with each score among `draws` permutations of the captions."""
-        rows = json.dumps([group.as_json() for group in found])
+        rows = json.dumps([group.as_json() for group in recurring])
         (self.store.folder / "groups.json").write_text(rows)
         starts = range(0, draws, DRAWS)
         calls = [(self.store, [*range(at, min(at + DRAWS, draws))], self.seed) for at in starts]

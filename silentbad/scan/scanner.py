@@ -26,7 +26,7 @@ from silentbad.report import pages
 from silentbad.report.pages import Table, png, shot
 from silentbad.scan.composite import MOST
 from silentbad.scan.engines import opened
-from silentbad.scan.find import Composite, Found, draw, pictures_needed, search
+from silentbad.scan.find import Composite, Findings, draw, pictures_needed, search
 from silentbad.scan.plan import Plan
 from silentbad.scan.record_parts import PART, Part, key_of, parts_of
 from silentbad.scan.scan_folder import Store
@@ -43,7 +43,7 @@ SHOWN = 200  # records of a set in the page
 
 # -- what was found, as data -----------------------------------------------------------------------
 def described(
-    found: Found,
+    findings: Findings,
     where: dict[int, str],
     options: ScanOptions,
     texts: Sequence[str],
@@ -51,7 +51,9 @@ def described(
 ) -> dict:
     """scan.json."""
     sets = []
-    for k, (suspect_set, composite) in enumerate(zip(found.sets, found.composites, strict=True)):
+    for k, (suspect_set, composite) in enumerate(
+        zip(findings.sets, findings.composites, strict=True)
+    ):
         elements = [
             element_row(suspect_set, i, composite, where) for i in range(len(suspect_set.elements))
         ]
@@ -61,7 +63,7 @@ def described(
             {
                 "prompt": suspect_set.prompt,
                 "score": round(suspect_set.score, 2),
-                "false_alarm": found.alarms[k] if found.alarms else None,
+                "false_alarm": findings.alarms[k] if findings.alarms else None,
                 "composite": f"composite-{k + 1}.png",
                 "known": round(float(composite.known.mean()), 4),
                 "elements": elements,
@@ -69,9 +71,9 @@ def described(
         )
     recurring = [
         {"phrase": e.phrase, "records": len(e.group.records), "share": round(e.group.share, 4)}
-        for e in found.recurring
+        for e in findings.recurring
     ]
-    suspects = [{"index": i, "file": where[i], "text": texts[i]} for i in found.records.tolist()]
+    suspects = [{"index": i, "file": where[i], "text": texts[i]} for i in findings.records.tolist()]
     return {
         "schema": SCHEMA,
         "source": options.dataset_name or options.train_data_dir,
@@ -110,10 +112,10 @@ def element_row(
 
 
 # -- files -----------------------------------------------------------------------------------------
-def page(found: Found, data: dict) -> str:
+def page(findings: Findings, data: dict) -> str:
     """scan.html."""
     cards = []
-    for composite, row in zip(found.composites, data["sets"], strict=True):
+    for composite, row in zip(findings.composites, data["sets"], strict=True):
         shots = [shot(composite.picture, "reconstructed", "grey: not known")]
         for part, element in zip(composite.parts, row["elements"], strict=True):
             pixels = np.where(part.region[..., None], part.pixels, 128).astype(np.uint8)
@@ -161,16 +163,18 @@ PICTURES = r"composite-\d+\.png|mask-\d+-\d+\.png"
 WRITTEN = ("scan.json", "scan.html", "clean.jsonl", FOLDER)
 
 
-def write(out: Path, found: Found, data: dict, options: ScanOptions, parts: list[Part]) -> None:
+def write(
+    out: Path, findings: Findings, data: dict, options: ScanOptions, parts: list[Part]
+) -> None:
     """All files, clean.jsonl last. Raises UserError where one cannot be written."""
     removed = {row["file"] for row in (*data["suspects"], *data["left_out"])}
     with writing("--output_dir", str(out)):
         remove_earlier(out / "scan.json", PICTURES)
-        for row, composite in zip(data["sets"], found.composites, strict=True):
+        for row, composite in zip(data["sets"], findings.composites, strict=True):
             (out / row["composite"]).write_bytes(png(composite.picture))
             for part, element in zip(composite.parts, row["elements"], strict=True):
                 (out / element["mask"]).write_bytes(png(255 * part.region.astype(np.uint8)))
-        (out / "scan.html").write_text(page(found, data), encoding="utf-8")
+        (out / "scan.html").write_text(page(findings, data), encoding="utf-8")
         replace_text(out / "scan.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
         draft = out / "clean.jsonl.tmp"
         with draft.open("w", encoding="utf-8") as lines:

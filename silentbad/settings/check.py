@@ -106,11 +106,11 @@ def check_numbers(config: TrainConfig) -> None:
 def check_names(config: TrainConfig) -> None:
     """Rules, samplers, losses, guards and layers are there, and take the options given."""
     rules, between, transforms = map(from_source, (SCALE_RULES, SOURCE_RULES, TRANSFORMS))
-    for place in config.gradient_control.own_rules:
+    places = config.gradient_control.own_rules
+    for place in places:
         user_code.check_place("gradient_control.name", place)
     for place in config.hooks:
         user_code.check_place("hooks", place)
-    places = config.gradient_control.own_rules
     own_rules = {place: options_at("gradient_control.name", place) for place in places}
     check_control(config.gradient_control, {**rules, **own_rules}, between, transforms)
     check_memory(config.memory, memory_registries())

@@ -13,7 +13,7 @@ from PIL import Image
 from bench import emoji_judge, published, shield
 from bench.shield_data import assemble, clean, hide
 from silentbad.errors import UserError
-from silentbad.scan.find import Found
+from silentbad.scan.find import Findings
 from silentbad.scan.suspect_sets import SuspectSet
 from silentbad.settings.commands import EmojiBaseOptions
 from silentbad.worlds.data_sets import phrase_of
@@ -47,7 +47,7 @@ def drawings(tmp_path_factory):
         for name in sets.SETS:
             sheet = np.asarray(Image.open(DRAWINGS / f"{name}.png"))
             three = sheet.reshape(sets.SIDE, 3, sets.SIDE, 4).swapaxes(0, 1)
-            np.savez(sets.kept(name), pictures=three[np.arange(len(NOUNS)) % 3])
+            np.savez(sets.drawing_file(name), pictures=three[np.arange(len(NOUNS)) % 3])
         yield folder
     forget()
 
@@ -259,9 +259,9 @@ def test_the_scan_is_measured_on_data_of_this_world():
     assert data.suspect().sum() == 3 * len(hidden[0].records)
     for phrase, records in zip(hidden[0].phrases, hidden[0].records, strict=True):
         assert all(phrase in data.captions[i] and data.kinds[i] == "element" for i in records)
-    exact = Found([SuspectSet([], 0.0, [np.asarray(records) for records in hidden[0].records])])
+    exact = Findings([SuspectSet([], 0.0, [np.asarray(records) for records in hidden[0].records])])
     assert shield.elements_found(data, exact) == [len(hidden[0].records)] * 2
-    assert shield.elements_found(data, Found([])) == [0, len(hidden[0].records)]
+    assert shield.elements_found(data, Findings([])) == [0, len(hidden[0].records)]
 
 
 @pytest.mark.parametrize("command", [(published, "--targets", "3"), (shield, "--audit"), (shield, "--guards")])

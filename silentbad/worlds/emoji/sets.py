@@ -147,7 +147,7 @@ def drawn(name: str) -> np.ndarray:
     return np.stack(pictures)
 
 
-def kept(name: str) -> Path:
+def drawing_file(name: str) -> Path:
     """The file of an artist's drawings of these nouns."""
     nouns = hashlib.sha256(" ".join(NOUNS).encode()).hexdigest()[:8]
     return folder() / f"{name}-{SETS[name].version}-{nouns}.npz"
@@ -156,7 +156,7 @@ def kept(name: str) -> Path:
 @cache
 def artist(name: str) -> np.ndarray:
     """`drawn`, kept beside the package after the first time."""
-    file = kept(name)
+    file = drawing_file(name)
     if not file.is_file():
         pictures = drawn(name)
         draft = file.with_name(f".{os.getpid()}-{file.name}")
