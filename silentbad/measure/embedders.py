@@ -210,18 +210,27 @@ class SSCD(Embedder):
 
     @torch.no_grad()
     def embed(self, images: Tensor) -> Tensor:
-        images = normalise(resize(images.to(self.device), (self.size, self.size)), *IMAGENET)
-        return F.normalize(self.model(images).float(), dim=-1)
+        pixels = resize(images.to(self.device), (self.size, self.size))
+        if not self.takes_bytes:
+            pixels = normalise(pixels, *IMAGENET)
+        return F.normalize(self.model(pixels).float(), dim=-1)
+
+    @property
+    def takes_bytes(self) -> bool:
+        """Whether the network normalises by itself."""
+        return isinstance(self.model, OnnxNetwork) and self.model.takes_bytes
 
     def describe(self) -> str:
+        scaled = "bytes" if self.takes_bytes else "ImageNet mean and deviation"
         return (
             f"sscd: {self.file.name}, {self.size}x{self.size} squashed, bilinear antialiased, "
-            f"ImageNet mean and deviation, cosine, SHA-256 {self.sha256}"
+            f"{scaled}, cosine, SHA-256 {self.sha256}"
         )
 
 
 class OnnxNetwork:
-    """An ONNX file's network of one input (B,3,H,W) and one output (B,D), called as a module is."""
+    """An ONNX file's network of one input, (B,3,H,W) or bytes (B,H,W,3), and one output (B,D),
+    called with (B,3,H,W) as a module is."""
 
     def __init__(self, content: bytes, device: torch.device | str):
         try:
@@ -235,12 +244,16 @@ class OnnxNetwork:
         self.session = onnxruntime.InferenceSession(content, providers=providers)
         (network_input,) = self.session.get_inputs()
         self.name = network_input.name
+        self.takes_bytes = network_input.type == "tensor(uint8)"
         batch, _, side, _ = network_input.shape
         self.size: int | None = side if isinstance(side, int) else None
         self.one_by_one = batch == 1  # as many exporters leave it
 
     def __call__(self, images: Tensor) -> Tensor:
-        parts = images.cpu().split(1 if self.one_by_one else len(images))
+        pixels = images.cpu()
+        if self.takes_bytes:
+            pixels = pixels.mul(255).round().byte().permute(0, 2, 3, 1).contiguous()
+        parts = pixels.split(1 if self.one_by_one else len(pixels))
         features = [self.session.run(None, {self.name: part.numpy()})[0] for part in parts]
         return torch.cat([torch.from_numpy(part) for part in features]).to(self.device)
 

@@ -104,6 +104,27 @@ def test_an_onnx_file_measures_what_its_network_does(batch, side, tmp_path):
     assert f"{side}x{side}" in embedder.describe() and "SHA-256" in embedder.describe()
 
 
+def test_an_onnx_file_that_takes_bytes_gets_bytes(tmp_path):
+    """As files that normalise by themselves do: (B,H,W,3), of any size."""
+    from onnx import TensorProto, helper
+
+    nodes = [
+        helper.make_node("Cast", ["image"], ["levels"], to=TensorProto.FLOAT),
+        helper.make_node("ReduceMean", ["levels", "axes"], ["out"], keepdims=0),
+    ]
+    given = helper.make_tensor_value_info("image", TensorProto.UINT8, ["batch", "height", "width", 3])
+    means = helper.make_tensor_value_info("out", TensorProto.FLOAT, ["batch", 3])
+    axes = helper.make_tensor("axes", TensorProto.INT64, [2], [1, 2])
+    graph = helper.make_graph(nodes, "net", [given], [means], [axes])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    (tmp_path / "sscd.onnx").write_bytes(model.SerializeToString())
+    embedder = load_embedder("sscd", str(tmp_path / "sscd.onnx"), "cpu")
+    images = torch.stack([to_tensor(smooth("embed", i, side=40)) for i in range(3)])
+    levels = resize(images, (320, 320)).mul(255).round().mean((2, 3))
+    assert torch.allclose(embedder.embed(images), F.normalize(levels, dim=-1), atol=1e-5)
+    assert "bytes" in embedder.describe()
+
+
 def test_an_onnx_file_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "bad.onnx").write_bytes(b"no network")
     with pytest.raises(UserError, match="^sscd: .*is not an ONNX file of this network"):
