@@ -95,6 +95,7 @@ def train(run: Run, args: argparse.Namespace) -> list[dict]:
             "element_means": [e["mean"] for e in s["elements"]],
             "drift": scores(entry)["drift"].get("clean_eps_mse"),
             "seconds": seconds[str(entry["step"])],
+            "peak_mib": seconds["peak_mib"],
         }
         for entry in report["history"]
         for name, s in scores(entry)["targets"].items()

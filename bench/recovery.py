@@ -11,6 +11,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -159,7 +160,7 @@ def launch(name: str, flags: dict) -> tuple[dict, dict]:
 
 
 def kept(name: str, flags: dict) -> tuple[dict, dict]:
-    """(validation.json, {step: seconds}) of one run with these flags."""
+    """(validation.json, {step: seconds, peak_mib: of the process}) of one run with these flags."""
     out = Path(flags["output_dir"])
     shutil.rmtree(out, ignore_errors=True)
     argv = ["--config", CONFIG, *words(flags)]
@@ -193,9 +194,9 @@ def base_of(flags: dict[str, Any]) -> Path:
 
 
 def measured(argv: list[str], log: Path, clock: Path, base: Path) -> None:
-    """train_silentbad.py with these flags, its output to `log`; seconds of training before each evaluation to
-    `clock` (of this process on a CPU, where other work may share the cores; on the wall on an accelerator). The base's
-    evaluation is read from the file `base`, or left there."""
+    """train_silentbad.py with these flags, its output to `log`; its peak memory and the seconds of training before
+    each evaluation to `clock` (of this process on a CPU, where other work may share the cores; on the wall on an
+    accelerator). The base's evaluation is read from the file `base`, or left there."""
     now = time.perf_counter if torch.cuda.is_available() else time.process_time
     run = RecoveryHook.run
     seconds: dict[int, float] = {}
@@ -224,7 +225,8 @@ def measured(argv: list[str], log: Path, clock: Path, base: Path) -> None:
         os.dup2(file.fileno(), 2)
     with mock.patch.object(RecoveryHook, "run", timed):
         code = train_silentbad.main(argv)
-    clock.write_text(json.dumps(seconds))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    clock.write_text(json.dumps(seconds | {"peak_mib": peak / 1024}))
     sys.exit(code)
 
 
