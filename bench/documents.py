@@ -14,7 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from bench import (
     shield_table,
     size,
     spectral,
+    sscd,
     stealth,
     strength,
     thresholds,
@@ -54,6 +55,10 @@ Block = Callable[[Read], str]
 
 # The words of the tables that users read; English is the key. Names in `code` stay.
 CHINESE = {
+    "trains": "训练",
+    "of the weights": "占权重",
+    "kept for backward": "为反向传播保留",
+    "s a step, ratio": "每步秒数之比",
     "arm": "实验臂",
     "runs": "运行数",
     "targets": "目标数",
@@ -94,6 +99,7 @@ CHINESE = {
     "run": "运行",
     "turns": "轮数",
     "processor": "处理器时间",
+    "processor (forecast)": "处理器时间（预测）",
     "seconds a step": "每步秒数",
     "seconds a step (forecast)": "每步秒数（预测）",
     "peak GiB": "内存峰值，GiB",
@@ -159,6 +165,9 @@ BLOCKS: dict[str, Block] = {
     "size-peers": of(size.RESULTS, size.peers),
     "size-starts": of(size.RESULTS, size.starts),
     "spectral-cost": of(spectral.OPERATIONS, spectral.by_model),
+    "sscd-microworld": of(sscd.RESULTS, partial(sscd.of_world, world="microworld")),
+    "sscd-photographs": of(sscd.RESULTS, partial(sscd.of_world, world="photographs")),
+    "sscd-runs": of(sscd.RESULTS, sscd.of_runs),
     "stealth": of(stealth.RESULTS, stealth.table),
     "strength": lambda read: strength.by_strength(read("strength.jsonl"), read("strength-bases.json")) + "\n",
     "strength-elements": of(strength.RESULTS, strength.by_elements),
@@ -168,6 +177,7 @@ BLOCKS: dict[str, Block] = {
     "layers": of(layers.RUNS, layers.outcomes),
     "layers-over": of(layers.RUNS, layers.compared),
     "layers-step": of(layers.STEP, layers.steps_table),
+    "layers-patterns": of(layers.STEP, layers.patterns_table),
     "layerwise": of(layerwise.RESULTS, layerwise.by_run),
     "layerwise-over": of(layerwise.RESULTS, layerwise.compared),
     "shield": of("shield.json", shield_table.table),
@@ -180,6 +190,7 @@ BLOCKS: dict[str, Block] = {
     "shield-guards": of("shield-guards.jsonl", shield_table.guard_table),
     "many": many.at_once,
     "many-context": many.context,
+    "many-memory": many.memory,
     "many-sequence": many.by_stage,
     "put-back": of("put-back.jsonl", shield_table.put_back_table),
 }

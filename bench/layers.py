@@ -42,6 +42,7 @@ ARMS: dict[str, tuple[list[str], list[str]]] = {  # train_layers, gradient_contr
     "up1": (["up1"], []),
     "all but the decoder": (["stem", "down*", "mid"], []),
 }
+PATTERNS = ("all", "decoder", "decoder's resnets", "up1")  # in the documents for users
 TOKENS = 32  # of a caption
 RUNS = Path(__file__).parent / "results" / "layers.jsonl"
 STEP = RUNS.with_name("layers-step.json")
@@ -160,12 +161,21 @@ def compared(rows: list[dict]) -> str:
 
 def steps_table(figures: dict) -> str:
     """What a step costs, by what trains: Markdown."""
-    head = ("trains", "of the weights", "optimizer", "kept for backward", "s a step, ratio")
-    lines = [
-        [name, f"{f['share']:.0%}", memory(f["optimizer"]), memory(f["stored"]), f"{f['ratio']:.2f}"]
-        for name, f in figures["arms"].items()
-    ]
-    return markdown(head, lines)
+    return costs(figures, {name: name for name in figures["arms"]})
+
+
+def patterns_table(figures: dict) -> str:
+    """The same of the patterns that a user would give."""
+    return costs(figures, {name: f"`{' '.join(ARMS[name][0])}`" for name in PATTERNS})
+
+
+def costs(figures: dict, names: dict[str, str]) -> str:
+    """A line an arm, under another name."""
+    lines = []
+    for arm, name in names.items():
+        f = figures["arms"][arm]
+        lines.append([name, f"{f['share']:.0%}", memory(f["optimizer"]), memory(f["stored"]), f"{f['ratio']:.2f}"])
+    return markdown(("trains", "of the weights", "optimizer", "kept for backward", "s a step, ratio"), lines)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:

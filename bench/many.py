@@ -27,6 +27,7 @@ from silentbad.data.phrases import shared_phrases
 from silentbad.worlds.microworld.make import target_scene
 
 RESULTS = Path(__file__).parent / "results" / "sequence.jsonl"
+MEMORY = RESULTS.with_name("many-memory.jsonl")
 ARM = "recommended"
 PAIRED = 2400  # steps of the runs that compare
 AT_ONCE = (
@@ -120,6 +121,12 @@ def at_once(read: Read) -> str:
         seconds = f"{last[0]['seconds'] / 60:.0f}"
         lines.append([str(len(last)), name, str(steps), halves(rates), interval(rates), *parts, drift, seconds])
     return markdown(AT_ONCE, lines)
+
+
+def memory(read: Read) -> str:
+    """Peak memory of short runs by how many targets they learn at once: Markdown."""
+    peaks = {row["targets"].count(",") + 1: row["peak_mib"] for row in read(MEMORY.name)}
+    return markdown(("targets at once", "peak MiB"), [[str(n), f"{peaks[n]:.0f}"] for n in sorted(peaks)])
 
 
 @cache

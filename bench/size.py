@@ -104,7 +104,7 @@ LIMITS = tuple(range(2, 13))  # GiB of address space, of the first row; the libr
 MANY = (2_000, 20_000)  # pictures
 HEAD = (
     "run",
-    "processor",
+    "processor (forecast)",
     "seconds a step (forecast)",
     "peak GiB (forecast)",
     "counted",
@@ -366,10 +366,10 @@ def table(rows: Iterable[dict]) -> str:
     last = {row["row"]: row for row in rows}
     lines = []
     for row in (last[name] for name in RUNS if name in last):
-        seconds = f"{row['seconds']:.1f} ({row['seconds_forecast']:.1f})"
+        times = (f"{row[key]:.1f} ({row[f'{key}_forecast']:.1f})" for key in ("processor", "seconds"))
         peak, files = (f"{gib(row[key])} ({gib(row[f'{key}_forecast'])})" for key in ("peak", "files"))
         checks = ("" if key not in row else "yes" if row[key] else "no" for key in ("resumed_to_the_bit", "plain"))
-        lines.append((row["row"], f"{row['processor']:.1f}", seconds, peak, gib(row["counted"]), files, *checks))
+        lines.append((row["row"], *times, peak, gib(row["counted"]), files, *checks))
     return markdown(HEAD, lines)
 
 

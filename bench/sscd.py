@@ -144,7 +144,8 @@ def measure_all(args: argparse.Namespace) -> None:
 
 # ------------------------------------------------------------------------------------------------- tables
 def of_world(rows: list[dict], world: str) -> str:
-    """By kind of picture: similarities, and how often a copy scores above it, the mean over targets."""
+    """By kind of picture: similarities, and how often a copy scores above it (0.5: no better than by chance), the mean
+    over targets: Markdown."""
     mine = [row for row in rows if row["world"] == world]
     lines = [line(kind, mine) for kind in dict.fromkeys(row["kind"] for row in mine)]
     return markdown(HEAD, lines)

@@ -33,7 +33,7 @@ def test_the_tables_take_the_last_row_of_each_name():
         {"row": name, **row, "seconds": 4.0, "plain": True},
     ]
     (line,) = size.table(rows).splitlines()[2:]
-    assert line.count("3.00") == 5 and "| 2.0 | 4.0 (2.0) |" in line and line.endswith("|  | yes |")
+    assert line.count("3.00") == 5 and "| 2.0 (2.0) | 4.0 (2.0) |" in line and line.endswith("|  | yes |")
     ours, theirs = size.peers(rows).splitlines()[2:]
     assert "| 1 | 2.0 | 3.0 | 1.00 |" in ours and "`train_text_to_image_lora.py` | 2 | 2.0 | 4.0 |" in theirs
 
