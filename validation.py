@@ -215,7 +215,7 @@ class RecoveryHook(Hook):
         """Seconds since the hook was set up, those before a resume included."""
         return time.perf_counter() - self.born
 
-    def take(self, components: dict[str, Any], refuses: str | None = None) -> None:
+    def switch_pipeline(self, components: dict[str, Any], refuses: str | None = None) -> None:
         """Measure another pipeline from now on, with the thresholds found."""
         self.measure.sampler = Sampler(components, self.config, self.seed, refuses=refuses)
 
@@ -403,7 +403,7 @@ def audit(
         if base is not None:
             hook.run(0, 0, backbone_of(base), label="baseline")
             first = load_pipeline(pipeline, dtype, device, lora)
-            hook.take(first.components, name)
+            hook.switch_pipeline(first.components, name)
             if extrapolate is not None:
                 with extrapolated(backbone_of(first), backbone_of(base), extrapolate):
                     hook.run(1, 1, backbone_of(first), label=f"extrapolated by {extrapolate:g}")

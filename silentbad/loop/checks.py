@@ -12,7 +12,7 @@ from silentbad.settings import memory as roles
 from silentbad.settings.memory import REHEARSED, ROLES
 from silentbad.settings.rules import Facts, check_rules
 from silentbad.settings.train import TrainConfig
-from silentbad.settings.types import off_default
+from silentbad.settings.types import changed_fields
 
 
 def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None:
@@ -31,7 +31,7 @@ def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None
     unseen = {"clean"} if memory.sampler.clean_ratio == 0 else set()
     there = {*info.roles, *added_roles} - unseen
     for role in ROLES:
-        names = off_default(getattr(memory.roles, role))
+        names = changed_fields(getattr(memory.roles, role))
         if names and role not in there:
             raise UserError(
                 f"memory.roles.{role}.{names[0]}: there is no {role} record to act on; leave it out"

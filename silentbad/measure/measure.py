@@ -38,7 +38,7 @@ from silentbad.measure.samples import save
 from silentbad.measure.scores import cell_scores, is_recovered, length_scores, quadrants
 from silentbad.measure.thresholds import Redraw, load_redraws, thresholds
 from silentbad.progress import Bar
-from silentbad.settings.types import off_default
+from silentbad.settings.types import changed_fields
 from silentbad.settings.validation import ValidationConfig
 
 # Where the null pictures come from, as the report says it.
@@ -64,7 +64,7 @@ def null_source(
     nulls. Raises UserError where what `calibration` asks for is not there, or has no effect."""
     asked = config.calibration
     masked = any(mask is not None for target in targets for mask in target.masks or [])
-    changed = off_default(config)
+    changed = changed_fields(config)
 
     def refuse(line: str) -> None:
         raise UserError(f"{prefix}{line}")
@@ -172,7 +172,7 @@ class Measure:
         self.cache_dir = cache_dir
         self.redraws = load_redraws(config.targets, targets)
         source = null_source(config, targets, bool(self.redraws), prefix=sampler.prefix)
-        if source == REDRAWS and "null_images" in off_default(config):
+        if source == REDRAWS and "null_images" in changed_fields(config):
             warn(
                 f"{sampler.prefix}null_images: has no effect beside redraws.jsonl, which holds "
                 f"the null pictures"

@@ -25,7 +25,7 @@ import numpy as np
 from silentbad.scan import candidates
 from silentbad.scan.captions import counted, numbers_of
 from silentbad.scan.engines import Engine, Steps
-from silentbad.scan.record_parts import Part
+from silentbad.scan.record_parts import RecordPart
 from silentbad.scan.regions import (
     LEAST,
     Chance,
@@ -50,7 +50,7 @@ DRAWS = 10  # permutations of a task
 
 
 # -- tasks -----------------------------------------------------------------------------------------
-def read(store: Store, number: int, part: Part, key: str, skip: bool) -> dict[str, Any]:
+def read(store: Store, number: int, part: RecordPart, key: str, skip: bool) -> dict[str, Any]:
     """Write a part's views and captions; returns how many, and what was left out."""
     views = Views(store.part(number), key)
     left_out = []
@@ -161,7 +161,7 @@ def alarms(store: Store, draws: list[int], seed: int) -> list[float]:
     return permuted_scores(all_groups, store.captions(), draws, seed)
 
 
-def pictures(part: Part, wanted: dict[int, bool], left_out: list[str]) -> dict[int, Any]:
+def pictures(part: RecordPart, wanted: dict[int, bool], left_out: list[str]) -> dict[int, Any]:
     """Where some records of a part come from, and their pictures (64,64,3) where they are to be
     opened: `wanted` maps a record's number in the part to whether it is."""
     records, number = dict[int, Any](), 0
@@ -185,7 +185,7 @@ class Plan:
         self.store = Store(folder)
         self.seed = seed
 
-    def read(self, parts: list[Part], key: str, skip: bool = False) -> list[dict[str, str]]:
+    def read(self, parts: list[RecordPart], key: str, skip: bool = False) -> list[dict[str, str]]:
         """Views and captions of all parts; returns what was left out. Raises UserError at a row
         that is no record, unless it may `skip` them."""
         calls = [(self.store, number, part, key, skip) for number, part in enumerate(parts)]
@@ -256,7 +256,7 @@ class Plan:
         return false_alarm(scores, permuted)
 
     def pictures(
-        self, parts: list[Part], named: np.ndarray, opened: np.ndarray, left_out: list[str]
+        self, parts: list[RecordPart], named: np.ndarray, opened: np.ndarray, left_out: list[str]
     ) -> tuple[dict[int, str], dict[int, np.ndarray]]:
         """(where the `named` records come from, the pictures (64,64,3) of those to be `opened`)."""
         opens, calls, starts = {*opened.tolist()}, [], []

@@ -31,7 +31,7 @@ Rows = Iterator[dict]
 
 
 @dataclass(frozen=True)
-class Part:
+class RecordPart:
     """Some records of a data set: a `file`, or the rows [start, stop) of a Hub data set."""
 
     kind: str  # "listed", "table", ".tar", ".parquet"
@@ -70,33 +70,33 @@ def key_of(settings: DataSettings) -> tuple[str, Callable[[], Rows] | None]:
 
 def parts_of(
     settings: DataSettings, rows: Callable[[], Rows] | None, folder: Path, size: int = PART
-) -> list[Part]:
+) -> list[RecordPart]:
     """The parts of the data, of `size` records where they are listed; lists are written into
     `folder`. Raises UserError at metadata that cannot be read."""
     if rows is None:
-        return [Part(file.suffix, settings, file) for file in shards(settings)]
+        return [RecordPart(file.suffix, settings, file) for file in shards(settings)]
     if settings.dataset_name is not None:
         count = len(hub_table(settings))
         starts = range(0, count, size)
-        return [Part("table", settings, None, at, min(at + size, count)) for at in starts]
+        return [RecordPart("table", settings, None, at, min(at + size, count)) for at in starts]
     folder.mkdir(parents=True, exist_ok=True)
-    parts = list[Part]()
+    parts = list[RecordPart]()
     listing = rows()
     while block := list(islice(listing, size)):
         file = folder / f"{len(parts):06d}.jsonl"
         file.write_text("".join(json.dumps(entry) + "\n" for entry in block))
-        parts.append(Part("listed", settings, file))
+        parts.append(RecordPart("listed", settings, file))
     return parts
 
 
 # ---------------------------------------------------------------- readers by kind
-def listed_rows(part: Part) -> Rows:
+def listed_rows(part: RecordPart) -> Rows:
     """Rows of a list that `parts_of` wrote."""
     with Path(str(part.file)).open() as lines:
         yield from map(from_json, lines)
 
 
-def table_rows(part: Part) -> Rows:
+def table_rows(part: RecordPart) -> Rows:
     """Rows of a range of a Hub data set."""
     table = hub_table(part.settings).select(range(part.start, part.stop))
     name = part.settings.dataset_name
@@ -104,7 +104,7 @@ def table_rows(part: Part) -> Rows:
         yield entry | {"where": f"{name}:{number}"}
 
 
-def tar_rows(part: Part) -> Rows:
+def tar_rows(part: RecordPart) -> Rows:
     """Rows of a WebDataset tar: files of one name but for what follows its first dot are a record's
     columns (https://github.com/webdataset/webdataset)."""
     with user_errors(f"cannot read {part.file}"), tarfile.open(part.file) as archive:
@@ -122,7 +122,7 @@ def tar_rows(part: Part) -> Rows:
         yield from _tar_row(part, name, columns)
 
 
-def _tar_row(part: Part, name: str, columns: dict[str, bytes]) -> Rows:
+def _tar_row(part: RecordPart, name: str, columns: dict[str, bytes]) -> Rows:
     """The row of a record's columns; none of no column."""
     if not columns:
         return
@@ -141,7 +141,7 @@ def _tar_row(part: Part, name: str, columns: dict[str, bytes]) -> Rows:
     yield row(where, {"path": f"{name}.{image}", "bytes": columns.get(image, b"")}, text)
 
 
-def parquet_rows(part: Part) -> Rows:
+def parquet_rows(part: RecordPart) -> Rows:
     """Rows of a Parquet file, whose pictures are bytes or {"bytes", "path"}."""
     image = part.settings.image_column or "image"
     caption = part.settings.caption_column or "text"
@@ -160,7 +160,7 @@ def parquet_rows(part: Part) -> Rows:
                 number += 1
 
 
-READERS: dict[str, Callable[[Part], Rows]] = {
+READERS: dict[str, Callable[[RecordPart], Rows]] = {
     "listed": listed_rows,
     "table": table_rows,
     ".tar": tar_rows,

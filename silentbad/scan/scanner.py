@@ -28,7 +28,7 @@ from silentbad.scan.composite import MOST
 from silentbad.scan.engines import opened
 from silentbad.scan.find import Composite, Findings, draw, pictures_needed, search
 from silentbad.scan.plan import Plan
-from silentbad.scan.record_parts import PART, Part, key_of, parts_of
+from silentbad.scan.record_parts import PART, RecordPart, key_of, parts_of
 from silentbad.scan.scan_folder import Store
 from silentbad.scan.suspect_sets import SuspectSet
 from silentbad.scan.views import FOLDER, LeftOut
@@ -142,7 +142,7 @@ def page(findings: Findings, data: dict) -> str:
     return pages.render("scan.html.j2", values, TEMPLATES)
 
 
-def metadata_rows(options: ScanOptions, parts: list[Part]) -> Iterator[tuple[str, dict]]:
+def metadata_rows(options: ScanOptions, parts: list[RecordPart]) -> Iterator[tuple[str, dict]]:
     """(where, entry) of the metadata; of other sources, what a metadata.jsonl would hold."""
     root = Path(options.train_data_dir or "")
     for name, read in (("metadata.jsonl", json_lines), ("metadata.csv", csv_lines)):
@@ -164,7 +164,7 @@ WRITTEN = ("scan.json", "scan.html", "clean.jsonl", FOLDER)
 
 
 def write(
-    out: Path, findings: Findings, data: dict, options: ScanOptions, parts: list[Part]
+    out: Path, findings: Findings, data: dict, options: ScanOptions, parts: list[RecordPart]
 ) -> None:
     """All files, clean.jsonl last. Raises UserError where one cannot be written."""
     removed = {row["file"] for row in (*data["suspects"], *data["left_out"])}

@@ -151,11 +151,11 @@ def built(default: Any, given: "Given", prefix: str) -> Any:
                 changes[field.name] = validated(value, hints[field.name])
             except ValueError as wrong:
                 line = refusal(key, str(wrong), value)
-                raise UserError(placed(line, given.sources)) from None
+                raise UserError(with_source(line, given.sources)) from None
     return dataclasses.replace(default, **changes)
 
 
-def placed(message: str, sources: dict[str, str]) -> str:
+def with_source(message: str, sources: dict[str, str]) -> str:
     """A message that begins with a key, with where it, or all below it, was set."""
     match = re.match(r"[a-z]\w*(\.\w+)*(?=: )", message)
     if not match:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from silentbad.errors import UserError, exit_with, heed_signals, leave, print_error
 from silentbad.settings.check import check, check_inputs, merged, with_base
-from silentbad.settings.reader import parse, placed
+from silentbad.settings.reader import parse, with_source
 from silentbad.settings.train import TrainConfig
 
 T = TypeVar("T")
@@ -20,7 +20,7 @@ def training(argv: Sequence[str] | None, about: str | None) -> tuple[TrainConfig
         check(config, sources)
         check_inputs(config)
     except UserError as error:
-        raise UserError(placed(str(error), sources)) from None
+        raise UserError(with_source(str(error), sources)) from None
     return merged(config), sources
 
 
@@ -66,7 +66,7 @@ def refused(error: UserError, sources: dict[str, str] | None = None, each: bool 
 
     Before the processes of a launch know of each other they make the same mistakes, and the first
     of each node says them; with `each`, every process says its own."""
-    line = placed(str(error), sources or {})
+    line = with_source(str(error), sources or {})
     rank = os.environ.get("RANK", "0")
     if each or os.environ.get("LOCAL_RANK", "0") == "0":
         print_error(line if rank == "0" else f"rank {rank}: {line}")

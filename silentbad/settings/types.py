@@ -214,7 +214,7 @@ def refusal(key: str, wrong: str, value: Any, where: str = "") -> str:
     return f"{key}{where and f' ({where})'}: {wrong}{got}"
 
 
-def off_default(config: Any) -> list[str]:
+def changed_fields(config: Any) -> list[str]:
     """The fields of a dataclass that are not at their defaults."""
     default = type(config)()
     names = [field.name for field in dataclasses.fields(config)]

@@ -19,7 +19,7 @@ from silentbad.settings.types import (
     Side,
     Small,
     Unit,
-    off_default,
+    changed_fields,
     option,
 )
 
@@ -203,7 +203,7 @@ class Audit(Candidates, ValidationConfig):
         used = of_search | USED
         if not self.given:
             used = {field.name for field in fields(self)} - of_search - {*TRAINING}
-        return [name for name in off_default(self) if name not in used]
+        return [name for name in changed_fields(self) if name not in used]
 
 
 # ---------------------------------------------------------------- checks

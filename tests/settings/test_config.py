@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from silentbad.errors import UserError
 from silentbad.settings.check import check
-from silentbad.settings.reader import Loader, dump, dumped, key_tree, parse, placed
+from silentbad.settings.reader import Loader, dump, dumped, key_tree, parse, with_source
 from silentbad.settings.train import SUCCESSORS, TrainConfig
 from silentbad.settings.types import check_options, plain_types
 from tests.training import checked
@@ -292,7 +292,7 @@ PLACES = {
     ],
 )
 def test_a_refusal_says_where_its_key_was_set(message, expected):
-    assert placed(message, PLACES) == expected
+    assert with_source(message, PLACES) == expected
 
 
 CHECKS = {
