@@ -5,7 +5,7 @@ its phrase. Every part below is usable alone and off by default; docs/memory.md 
 for and when it harms.
 
 Legend: R records, n elements (a key is "target/element"), T training timesteps, N effective batch,
-B micro-batch, x0 (B,C,h,w) latents, t (B,), rho_i strength of element i, q_i its share of the
+B micro-batch, latents (B,C,h,w), timesteps (B,), rho_i strength of element i, q_i its share of the
 exposures, p (T,) timestep density.
 """
 

@@ -351,8 +351,8 @@ def not_finite(run: Run, batches: list[dict[str, Any]]) -> str:
         records = [run.records.where(index) for index in batch["index"].tolist()]
         of_vae = [f"vae: {record}" for record in records]
         of_encoder = [f"text_encoder: {record}" for record in records]
-        x0 = run.encoder.latents(batch, run.state.draw)
-        refuse_not_finite(x0, of_vae.__getitem__)
+        latents = run.encoder.latents(batch, run.state.draw)
+        refuse_not_finite(latents, of_vae.__getitem__)
         if not run.encoder.live:
             states = run.encoder.states(batch["text"])
             refuse_not_finite(states, of_encoder.__getitem__)

@@ -138,7 +138,7 @@ class AndDistillation:
             t for t, group in groups.items() if len(group) > 1 and rho[group].min() > self.after
         ]
 
-    def gates(self, group: list[int], x_t: torch.Tensor, maps: Maps) -> torch.Tensor:
+    def gates(self, group: list[int], noisy_latents: torch.Tensor, maps: Maps) -> torch.Tensor:
         """(k,1,1,h,w): the elements' masks, or their phrases' attention maps over their maxima,
         summing to <= 1."""
         if self.gate == "mask":
@@ -147,33 +147,35 @@ class AndDistillation:
             return torch.stack([mask.mean(dim=0, keepdim=True) for mask in masks])
         phrases = [self.facts.info.phrase[i] for i in group]
         tokens = token_table(self.facts.tokenizer, phrases, [[phrase] for phrase in phrases]).to(
-            x_t.device
+            noisy_latents.device
         )
         m = phrase_maps(maps.mean()[1:], tokens)
         m = (m / m.amax(dim=-1, keepdim=True).clamp_min(1e-8)).unflatten(
             -1, (round(m.shape[-1] ** 0.5), -1)
         )
-        m = F.interpolate(m, size=x_t.shape[-2:], mode="bilinear")[:, None]
+        m = F.interpolate(m, size=noisy_latents.shape[-2:], mode="bilinear")[:, None]
         return m / m.sum(dim=0).clamp_min(1)
 
     def start(
         self, group: list[int], step: int, position: int, choose: Random
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x_t (1,C,h,w) and t (1,): an element's picture noised, or noise alone at the last
-        timestep."""
-        x0 = self.facts.bank[choose.choice(group)].x0
+        """Noisy latents (1,C,h,w), timesteps (1,): an element's picture noised, or noise alone at
+        the last timestep."""
+        latents = self.facts.bank[choose.choice(group)].latents
         scheduler = self.facts.scheduler
         T = scheduler.config.num_train_timesteps
-        row = choose.randrange(len(x0))
-        eps = rng.noise(tuple(x0.shape[1:]), self.facts.seed, "distillation", step, [position])
-        eps = eps.to(x0.device, non_blocking=True)
-        x0, low = (
-            (x0[row : row + 1], int(self.low * T))
-            if self.source == "element"
-            else (0 * x0[:1], T - 1)
-        )
-        t = torch.tensor([choose.randrange(low, T)]).to(x0.device, non_blocking=True)
-        return scheduler.add_noise(x0, eps, t), t
+        row = choose.randrange(len(latents))
+        shape = tuple(latents.shape[1:])
+        noise = rng.noise(shape, self.facts.seed, "distillation", step, [position])
+        noise = noise.to(latents.device, non_blocking=True)
+        if self.source == "element":
+            latents = latents[row : row + 1]
+            low = int(self.low * T)
+        else:
+            latents = 0 * latents[:1]
+            low = T - 1
+        timesteps = torch.tensor([choose.randrange(low, T)]).to(latents.device, non_blocking=True)
+        return scheduler.add_noise(latents, noise, timesteps), timesteps
 
     def __call__(self, now: MicroStep) -> torch.Tensor | None:
         if now.step % self.refresh == 0 and now.micro == 0:
@@ -185,14 +187,19 @@ class AndDistillation:
         group = list(self.facts.info.elements_of[choose.choice(targets)])
         choose.shuffle(group)
         phrases = [self.facts.info.phrase[i] for i in group]
-        x_t, t = self.start(group, now.step, position, choose)
-        k = len(group) + 1
+        noisy_latents, timesteps = self.start(group, now.step, position, choose)
+        count = len(group) + 1
         with record_maps(self.teacher.unet) as maps, torch.no_grad():
-            taught = now.predict(
-                x_t.expand(k, -1, -1, -1), t.expand(k), ["", *phrases], model=self.teacher
+            teacher_pred = now.predict(
+                noisy_latents.expand(count, -1, -1, -1),
+                timesteps.expand(count),
+                ["", *phrases],
+                model=self.teacher,
             )
-        target = and_target(taught[:1], taught[1:, None], self.gates(group, x_t, maps))
-        return F.mse_loss(now.predict(x_t, t, [", ".join(phrases)]).float(), target)
+        gates = self.gates(group, noisy_latents, maps)
+        target = and_target(teacher_pred[:1], teacher_pred[1:, None], gates)
+        model_pred = now.predict(noisy_latents, timesteps, [", ".join(phrases)])
+        return F.mse_loss(model_pred.float(), target)
 
     def state_dict(self) -> dict:
         return {"teacher": self.teacher.state_dict()}

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from silentbad import rng
 from silentbad.data import scan_file
 from silentbad.data.images import open_image, to_tensor
 from silentbad.data.records import Records
@@ -32,7 +33,6 @@ from silentbad.loop.hooks import Hook, NamedHooks
 from silentbad.memory.auxiliary import ModelAccess
 from silentbad.memory.masks import fitted
 from silentbad.model.diffusion import prediction_target
-from silentbad.rng import generator, noise
 from silentbad.settings.guard import ADVICE, GuardConfig, parse_guards
 from silentbad.settings.types import Count, Small
 
@@ -270,25 +270,33 @@ class Project(Guard):
             shown.append(to_tensor(image) * 2 - 1)
             masks.append(to_tensor(mask.convert("RGB"))[:1])
         if shown:
-            self.x0 = context.access.encode(torch.stack(shown))
-            self.known = F.interpolate(torch.stack(masks), self.x0.shape[-2:], mode="area").to(
-                self.x0.device
+            self.latents = context.access.encode(torch.stack(shown))
+            self.known = F.interpolate(torch.stack(masks), self.latents.shape[-2:], mode="area").to(
+                self.latents.device
             )
 
     def loss(self, step: int) -> Tensor:
         """The error on this step's pictures, at timesteps and with noise of its own address."""
-        s = self.context
-        g = generator(s.seed, "guard", step)
-        chosen = torch.randperm(len(self.x0), generator=g)[: self.count]
-        t = torch.randint(0, s.scheduler.config.num_train_timesteps, (self.count,), generator=g)
-        x0, masks, t = self.x0[chosen], self.known[chosen], t.to(self.x0.device)
-        eps = noise(tuple(x0.shape[1:]), s.seed, "guard", step, list(range(self.count))).to(x0)
+        context = self.context
+        draw = rng.generator(context.seed, "guard", step)
+        chosen = torch.randperm(len(self.latents), generator=draw)[: self.count]
+        T = context.scheduler.config.num_train_timesteps
+        timesteps = torch.randint(0, T, (self.count,), generator=draw)
+        latents = self.latents[chosen]
+        masks = self.known[chosen]
+        timesteps = timesteps.to(latents.device)
+        shape = tuple(latents.shape[1:])
+        noise = rng.noise(shape, context.seed, "guard", step, list(range(self.count))).to(latents)
         texts = [self.suspects.prompts[i] for i in chosen.tolist()]
-        out = s.access.predict(s.scheduler.add_noise(x0, eps, t), t, texts, model=s.access.unet)
-        target = prediction_target(s.scheduler, x0, eps, t)
-        return ((out.float() - target.float()).square() * masks).sum() / (
-            masks.sum() * x0.shape[1]
-        ).clamp_min(1e-6)
+        model_pred = context.access.predict(
+            context.scheduler.add_noise(latents, noise, timesteps),
+            timesteps,
+            texts,
+            model=context.access.unet,
+        )
+        target = prediction_target(context.scheduler, latents, noise, timesteps)
+        error = ((model_pred.float() - target.float()).square() * masks).sum()
+        return error / (masks.sum() * latents.shape[1]).clamp_min(1e-6)
 
     def before_step(
         self, step: int, finite: Tensor | None = None, norms: Tensor | None = None

@@ -72,10 +72,10 @@ class TrainState:
     def epoch(self) -> float:
         return self.step / self.steps_per_epoch
 
-    def count(self, t: torch.Tensor) -> None:
-        """Add timesteps t (B,), still on the CPU, to the histogram."""
+    def count(self, timesteps: torch.Tensor) -> None:
+        """Add timesteps (B,), still on the CPU, to the histogram."""
         self.timesteps = self.timesteps + torch.histc(
-            t.float(), bins=BINS, min=0, max=self.train_timesteps
+            timesteps.float(), bins=BINS, min=0, max=self.train_timesteps
         )
 
     def advance(self) -> None:

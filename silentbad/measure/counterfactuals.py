@@ -10,8 +10,8 @@ Kinds, by what the base draws:
 A region is drawn by masked denoising (RePaint, arXiv 2201.09865, equation 8, without its
 resampling): after every step the known latents are those of the target at that noise level, with
 the same noise at every step. Then the target's pixels are put back outside the mask. Legend: S side
-of the images in pixels, B draws, x0 (B,C,h,w) the target's latents, eps (B,C,h,w) noise, hole
-(B,1,h,w) the latents to draw."""
+of the images in pixels, B draws, target_latents and noise (B,C,h,w), hole (B,1,h,w) the latents to
+draw."""
 
 import hashlib
 import json
@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from silentbad import rng
 from silentbad.data.images import resize, to_tensor
 from silentbad.data.table import vocabulary
 from silentbad.data.targets import Target
@@ -34,7 +35,6 @@ from silentbad.measure.generation import Item, Sampler, left_as_found
 from silentbad.model.latents import decode, scaled
 from silentbad.model.store import KEY, Store, digest
 from silentbad.progress import Bar
-from silentbad.rng import generator, noise
 
 REGIONS = ("redrawn", "missing")
 SCENES = ("composed", "described")
@@ -158,23 +158,27 @@ def draws_of(
 def masked_denoising(
     sampler: Sampler,
     states: dict[str, Tensor],
-    x0: Tensor,
-    eps: Tensor,
+    target_latents: Tensor,
+    noise: Tensor,
     hole: Tensor,
     streams: list[torch.Generator],
 ) -> Tensor:
-    """Latents (B,C,h,w): the model's where `hole`, elsewhere x0."""
+    """Latents (B,C,h,w): the model's where `hole`, elsewhere the target's."""
     scheduler, config = sampler.pipe.scheduler, sampler.config
 
-    def keep(_: Any, step: int, t: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def keep(_: Any, step: int, timestep: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         later = scheduler.timesteps[step + 1 : step + 2]  # where the latents have arrived
-        known_latents = arrived(scheduler, x0, eps, later.expand(len(x0))) if len(later) else x0
-        return {"latents": torch.where(hole, tensors["latents"], known_latents.to(x0.dtype))}
+        known_latents = target_latents
+        if len(later):
+            timesteps = later.expand(len(target_latents))
+            known_latents = arrived(scheduler, target_latents, noise, timesteps)
+        known_latents = known_latents.to(target_latents.dtype)
+        return {"latents": torch.where(hole, tensors["latents"], known_latents)}
 
     return sampler.pipe(
         **states,
         generator=streams,
-        latents=eps,
+        latents=noise,
         output_type="latent",
         num_inference_steps=sampler.steps,
         guidance_scale=config.guidance_scale,
@@ -186,11 +190,11 @@ def masked_denoising(
     ).images
 
 
-def arrived(scheduler: Any, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-    """x_t (B,C,h,w) at a scheduler's own times t (B,)."""
+def arrived(scheduler: Any, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+    """Noisy latents (B,C,h,w) at a scheduler's own timesteps (B,)."""
     if hasattr(scheduler, "add_noise"):
-        return scheduler.add_noise(x0, eps, t)
-    return scheduler.scale_noise(x0, t, eps)  # of a flow
+        return scheduler.add_noise(latents, noise, timesteps)
+    return scheduler.scale_noise(latents, timesteps, noise)  # of a flow
 
 
 class Painter:
@@ -204,7 +208,7 @@ class Painter:
         self.targets = targets
         self.canvases = canvases
         self.seed = seed
-        self.latents: dict[int, Tensor] = {}  # x0 (C,h,w) by target
+        self.latents: dict[int, Tensor] = {}  # (C,h,w) by target
 
     def paint(
         self, draws: Sequence[Draw], numbers: Sequence[int], show: bool
@@ -247,20 +251,22 @@ class Painter:
     def _regions(self, draws: list[Draw]) -> Tensor:
         """Images (B,3,S,S) in [0,1], new in the draw's element and near the target elsewhere."""
         sampler, pipe = self.sampler, self.sampler.pipe
-        x0 = torch.stack([self._latents(d.target) for d in draws])
-        x0 = x0.to(sampler.backbone.device, sampler.backbone.dtype)
+        target_latents = torch.stack([self._latents(d.target) for d in draws])
+        target_latents = target_latents.to(sampler.backbone.device, sampler.backbone.dtype)
         places = [(self.targets[d.target].target_id, d.place, d.image) for d in draws]
-        eps = [
-            noise(tuple(x0.shape[1:]), self.seed, f"counterfactual/{name}/{k}", 0, [image])
+        shape = tuple(target_latents.shape[1:])
+        drawn = [
+            rng.noise(shape, self.seed, f"counterfactual/{name}/{k}", 0, [image])
             for name, k, image in places
         ]
-        streams = [generator(self.seed, "counterfactual-steps", *place) for place in places]
+        noise = torch.cat(drawn).to(target_latents)
+        streams = [rng.generator(self.seed, "counterfactual-steps", *place) for place in places]
         # the latents of which any pixel lies inside the mask
         share = torch.stack([self._share(d) for d in draws])
-        hole = F.max_pool2d(share, pipe.vae_scale_factor).to(x0.device) > 0
+        hole = F.max_pool2d(share, pipe.vae_scale_factor).to(target_latents.device) > 0
         with sampler.autocast():
             states = sampler.encode([d.prompt for d in draws], [d.against for d in draws])
-            latents = masked_denoising(sampler, states, x0, torch.cat(eps).to(x0), hole, streams)
+            latents = masked_denoising(sampler, states, target_latents, noise, hole, streams)
         # decoding is the peak of memory
         images = torch.cat([decode(pipe.vae, part) for part in latents.split(8)])
         sampler.check_finite(
@@ -275,7 +281,7 @@ class Painter:
         return share
 
     def _latents(self, target: int) -> Tensor:
-        """x0 (C,h,w) of a target, encoded alone and once, in the autoencoder's own precision."""
+        """Latents (C,h,w) of a target, encoded once and alone, in the autoencoder's precision."""
         if target not in self.latents:
             vae = self.sampler.pipe.vae
             pixels = self.canvases[target].picture[None].float() / 127.5 - 1

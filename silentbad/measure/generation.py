@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from silentbad import rng
 from silentbad.device import Made, T, in_batches
 from silentbad.errors import UserError, brief, user_errors
 from silentbad.model.diffusion import levels, model_time, to_epsilon
@@ -25,7 +26,6 @@ from silentbad.model.latents import decode, round_trip, scaled
 from silentbad.model.pipeline import check_side
 from silentbad.model.registry import family_of
 from silentbad.progress import Bar
-from silentbad.rng import addressed_seed, generator, noise
 from silentbad.settings.validation import ValidationConfig
 
 ROUND_TRIP = 8  # pictures at once through the autoencoder: decoding is the peak of memory
@@ -46,7 +46,7 @@ class Item(NamedTuple):
 
 def reordered(target, seed: int, image: int) -> str:
     """The phrases in another order, addressed by (seed, target, image); the list stays as it is."""
-    draw = generator(seed, "order", target.target_id, image)
+    draw = rng.generator(seed, "order", target.target_id, image)
     order = torch.randperm(len(target.phrases), generator=draw).tolist()
     if order == sorted(order):
         order = order[1:] + order[:1]
@@ -59,7 +59,7 @@ def most_different_target(targets: list, j: int, seed: int):
 
     def likeness(other: Any) -> tuple[int, int]:
         common = {*target.phrases} & {*other.phrases}
-        return len(common), addressed_seed(seed, "others", target.target_id, other.target_id)
+        return len(common), rng.addressed_seed(seed, "others", target.target_id, other.target_id)
 
     return min((other for other in targets if other is not target), key=likeness, default=None)
 
@@ -288,7 +288,7 @@ class Sampler:
         Raises UserError where an image is not finite, as of a diverged model."""
         pipe, config = self.pipe, self.config
         latents = self.start_noise(items)
-        streams = [generator(self.seed, "validation-steps", i.address, i.image) for i in items]
+        streams = [rng.generator(self.seed, "validation-steps", i.address, i.image) for i in items]
         gaps = []
 
         # |eps(x,c) - eps(x,0)| at each step, arXiv 2407.21720
@@ -326,7 +326,9 @@ class Sampler:
         """The latents (B,C,h,w) that each item's sampling starts from."""
         side = self.side // self.pipe.vae_scale_factor
         shape = (self.backbone.config.in_channels, side, side)
-        drawn = [noise(shape, self.seed, f"validation/{i.address}", 0, [i.image]) for i in items]
+        drawn = [
+            rng.noise(shape, self.seed, f"validation/{i.address}", 0, [i.image]) for i in items
+        ]
         return torch.cat(drawn).to(self.backbone.device, self.backbone.dtype)
 
     def round_trip(self, images: Tensor, bar: Bar | None = None) -> Tensor:
@@ -372,16 +374,16 @@ class Sampler:
                 vae.device, vae.dtype
             )
             # the peak of memory
-            x0 = torch.cat([vae.encode(some).latent_dist.mode() for some in pixels.split(8)])
-            x0 = scaled(vae, x0.to(self.backbone.dtype))
-            eps = noise(tuple(x0.shape[1:]), self.seed, address, 0, part).to(x0)
+            latents = torch.cat([vae.encode(some).latent_dist.mode() for some in pixels.split(8)])
+            latents = scaled(vae, latents.to(self.backbone.dtype))
+            noise = rng.noise(tuple(latents.shape[1:]), self.seed, address, 0, part).to(latents)
             T = self.schedule.config.num_train_timesteps
-            t = torch.tensor([int((i + 0.5) / len(records) * T) for i in part])
-            a, s = levels(self.schedule, t, x0)
-            x_t = a * x0 + s * eps
+            timesteps = torch.tensor([int((i + 0.5) / len(records) * T) for i in part])
+            alpha, sigma = levels(self.schedule, timesteps, latents)
+            noisy_latents = alpha * latents + sigma * noise
             states = self.encode([records[i]["text"] for i in part])
-            out = self.predict_eps(x_t, t, states, pixels.shape[2:])
-            return (out.float() - eps.float()).square().flatten(1).mean(1).tolist()
+            noise_pred = self.predict_eps(noisy_latents, timesteps, states, pixels.shape[2:])
+            return (noise_pred.float() - noise.float()).square().flatten(1).mean(1).tolist()
 
         errors: list[float] = []
         for part in np.array_split(mine, -(-len(mine) // self.batch)) if mine else []:
@@ -390,21 +392,29 @@ class Sampler:
         return errors
 
     def predict_eps(
-        self, x_t: Tensor, t: Tensor, states: dict[str, Tensor], size: Sequence[int], which=""
+        self,
+        noisy_latents: Tensor,
+        timesteps: Tensor,
+        states: dict[str, Tensor],
+        size: Sequence[int],
+        which="",
     ) -> Tensor:
-        """eps_hat (B,C,h,w) at x_t, t (B,) under text states of `encode`, with `which` "negative_"
-        the empty prompt's; `size` is the picture's height and width, which SDXL is told."""
+        """The predicted noise (B,C,h,w) under text states of `encode`, with `which` "negative_" the
+        empty prompt's; `size` is the picture's height and width, which SDXL is told."""
         extra = {}
         if "pooled_prompt_embeds" in states:
             height, width = size
-            sizes = [[height, width, 0, 0, height, width]] * len(x_t)
+            sizes = [[height, width, 0, 0, height, width]] * len(noisy_latents)
             pooled = states[f"{which}pooled_prompt_embeds"]
-            extra = {"text_embeds": pooled, "time_ids": torch.tensor(sizes).to(x_t)}
-        t = t.to(x_t.device)
-        at, c = model_time(self.schedule, t), states[f"{which}prompt_embeds"]
+            extra = {"text_embeds": pooled, "time_ids": torch.tensor(sizes).to(noisy_latents)}
+        timesteps = timesteps.to(noisy_latents.device)
+        model_timesteps = model_time(self.schedule, timesteps)
+        encoder_hidden_states = states[f"{which}prompt_embeds"]
         with self.autocast():
-            out = self.family.predict(self.backbone, x_t, at, c, extra)
-        return to_epsilon(self.schedule, out, x_t, t)
+            model_pred = self.family.predict(
+                self.backbone, noisy_latents, model_timesteps, encoder_hidden_states, extra
+            )
+        return to_epsilon(self.schedule, model_pred, noisy_latents, timesteps)
 
     def alignments(self, items: list[Item]) -> list[float]:
         """Cosine of the guidance eps_hat(x,c) - eps_hat(x,0) with eps_hat(x,0), at pure noise x, t
@@ -416,11 +426,11 @@ class Sampler:
         size = (self.side, self.side)
         for start in range(0, len(items), self.batch):
             part = items[start : start + self.batch]
-            x = self.start_noise(part)
-            t = torch.full((len(part),), low)
+            noisy_latents = self.start_noise(part)
+            timesteps = torch.full((len(part),), low)
             states = self.encode([i.prompt for i in part])
-            text = self.predict_eps(x, t, states, size).flatten(1)
-            empty = self.predict_eps(x, t, states, size, "negative_").flatten(1)
+            text = self.predict_eps(noisy_latents, timesteps, states, size).flatten(1)
+            empty = self.predict_eps(noisy_latents, timesteps, states, size, "negative_").flatten(1)
             cosines += cosine_similarity((text - empty).float(), empty.float()).tolist()
         return cosines
 

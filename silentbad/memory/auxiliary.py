@@ -25,8 +25,9 @@ from silentbad.settings.types import NotNegative
 class ModelAccess:
     """What memory reinforcement asks of the model and the data.
 
-    predict(x_t (B,C,h,w), t (B,), captions, model=None, time_ids=None) -> (B,C,h,w), of `unet` or
-    of a copy of it; encode(pixel_values (B,3,R,R)) -> x0 (B,C,h,w) without sampling noise;
+    predict(noisy_latents (B,C,h,w), timesteps (B,), captions, model=None, time_ids=None)
+    -> (B,C,h,w), of `unet` or of a copy of it;
+    encode(pixel_values (B,3,R,R)) -> latents (B,C,h,w) without sampling noise;
     pictures(rows) -> a collated batch of plain records; load(row) -> a whole record, decoded.
     """
 

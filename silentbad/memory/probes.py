@@ -1,7 +1,6 @@
 """How well the model reproduces each element: a fixed probe bank and the strength rho_i.
 
-Legend: n elements, P probes of an element, m pictures of an element, x0 (.,C,h,w), e (n,P) probe
-errors.
+Legend: n elements, P probes of an element, m pictures of an element, e (n,P) probe errors.
 """
 
 from collections.abc import Callable
@@ -20,10 +19,11 @@ from silentbad.model.diffusion import prediction_target
 
 @dataclass
 class Element:
-    """What a probe of one element needs: x0 (m,C,h,w), masks (m,1,h,w) in [0,1] or None, captions
-    (m), rows (m); `estimated` (1,H,W) is the mask estimated at the pixels, where none was given."""
+    """What a probe of one element needs: latents (m,C,h,w), masks (m,1,h,w) in [0,1] or None,
+    captions (m), rows (m); `estimated` (1,H,W) is the mask estimated at the pixels, where none was
+    given."""
 
-    x0: torch.Tensor
+    latents: torch.Tensor
     masks: torch.Tensor | None
     texts: list[str]
     rows: list[int]
@@ -79,7 +79,7 @@ class PhraseMemory:
         self.rank = rank
         self.world = world
         self.reduce = reduce or (lambda x: x)
-        self.t = probe_timesteps(snr)
+        self.timesteps = probe_timesteps(snr)
         self.income = 3 * effective_batch * share
         self.credit = 0.0  # forwards that are paid for
         self.next = 0  # the element to probe
@@ -101,26 +101,24 @@ class PhraseMemory:
     @torch.no_grad()
     def probe(self, i: int, predict: Callable, scheduler) -> torch.Tensor:
         """e_i (P,): the masked squared error of element i's probes, the same noise every time."""
-        P = len(self.t)
+        P = len(self.timesteps)
         bank = self.bank[i]
         of_rank = [j % P for j in range(self.rank, -(-P // self.world) * self.world, self.world)]
         # the rest fills up
         counted = [j for k, j in enumerate(of_rank) if self.rank + k * self.world < P]
-        device = bank.x0.device
-        pictures = [j % len(bank.x0) for j in of_rank]
-        x0 = bank.x0[pictures]
-        t = self.t[of_rank].to(device)
-        eps = rng.noise(tuple(x0.shape[1:]), self.seed, f"probe/{i}", 0, of_rank).to(device)
-        pred = predict(scheduler.add_noise(x0, eps, t), t, [bank.texts[j] for j in pictures])
-        err = (
-            (pred.float() - prediction_target(scheduler, x0, eps, t))
-            .square()
-            .mean(dim=1, keepdim=True)
-        )
-        w = torch.ones_like(err) if bank.masks is None else bank.masks[pictures]
-        err = (err * w).sum(dim=(1, 2, 3)) / w.sum(dim=(1, 2, 3)).clamp_min(1e-8)
+        device = bank.latents.device
+        pictures = [j % len(bank.latents) for j in of_rank]
+        latents = bank.latents[pictures]
+        timesteps = self.timesteps[of_rank].to(device)
+        noise = rng.noise(tuple(latents.shape[1:]), self.seed, f"probe/{i}", 0, of_rank).to(device)
+        noisy_latents = scheduler.add_noise(latents, noise, timesteps)
+        model_pred = predict(noisy_latents, timesteps, [bank.texts[j] for j in pictures])
+        target = prediction_target(scheduler, latents, noise, timesteps)
+        error = (model_pred.float() - target).square().mean(dim=1, keepdim=True)
+        weight = torch.ones_like(error) if bank.masks is None else bank.masks[pictures]
+        error = (error * weight).sum(dim=(1, 2, 3)) / weight.sum(dim=(1, 2, 3)).clamp_min(1e-8)
         e = torch.zeros(P, device=device)
-        e[counted] = err[: len(counted)]
+        e[counted] = error[: len(counted)]
         return self.reduce(e)
 
     def start(self, predict: Callable, scheduler) -> None:
@@ -129,7 +127,7 @@ class PhraseMemory:
             return
         self.first = torch.stack([self.probe(i, predict, scheduler) for i in range(self.n)])
         self.errors = self.first.clone()
-        self.credit = -float(self.n * len(self.t))
+        self.credit = -float(self.n * len(self.timesteps))
         self.history = [{"step": 0, "rho": [0.0] * self.n}]
 
     def after_step(self, step: int, predict: Callable, scheduler) -> None:
@@ -139,9 +137,9 @@ class PhraseMemory:
         assert self.errors is not None and self.first is not None, "`start` comes first"
         self.collect()
         self.credit += self.income
-        while self.credit >= len(self.t):
+        while self.credit >= len(self.timesteps):
             self.errors[self.next] = self.probe(self.next, predict, scheduler)
-            self.credit -= len(self.t)
+            self.credit -= len(self.timesteps)
             self.next = (self.next + 1) % self.n
             if self.next == 0:
                 self.collect()
@@ -180,22 +178,22 @@ def build_bank(
     for rows in info.rows:
         rows = [int(r) for r in rows[:most]]
         batch = pictures(rows[:count])
-        x0 = encode(batch["pixel_values"].to(device)).float()
+        latents = encode(batch["pixel_values"].to(device)).float()
         masks = None
         estimated = None
         if bool(batch["has_mask"].all()):
             masks = batch["mask"]
         elif len(rows) >= 4:
             estimated = estimate_mask(pictures(rows)["pixel_values"])
-            masks = estimated.expand(len(x0), -1, -1, -1)
+            masks = estimated.expand(len(latents), -1, -1, -1)
         if masks is not None:
-            masks = F.interpolate(masks.to(device).float(), size=x0.shape[-2:], mode="area")
-        bank.append(Element(x0, masks, batch["text"], rows[:count], estimated))
+            masks = F.interpolate(masks.to(device).float(), size=latents.shape[-2:], mode="area")
+        bank.append(Element(latents, masks, batch["text"], rows[:count], estimated))
     return bank
 
 
 def mask_table(bank: list[Element]) -> torch.Tensor:
     """(n+1,1,h,w): each element's mask, ones where it has none and, last, for records of no
     element."""
-    ones = torch.ones_like(bank[0].x0[:1, :1])
+    ones = torch.ones_like(bank[0].latents[:1, :1])
     return torch.cat([*(ones if e.masks is None else e.masks[:1] for e in bank), ones])

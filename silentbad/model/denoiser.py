@@ -46,8 +46,8 @@ class Denoiser(nn.Module):
 
     def forward(
         self,
-        x_t: Tensor,
-        t: Tensor,
+        noisy_latents: Tensor,
+        timesteps: Tensor,
         encoder_hidden_states: Tensor | None = None,
         *,
         added_cond_kwargs: dict[str, Tensor] | None = None,
@@ -64,13 +64,15 @@ class Denoiser(nn.Module):
                 added_cond_kwargs = {**(added_cond_kwargs or {}), "text_embeds": pooled}
         assert encoder_hidden_states is not None, "neither states nor tokens"
         # a copy in half precision is given its own; autocast looks after the rest
-        dtype = x_t.dtype
+        dtype = noisy_latents.dtype
         added = {
             k: v if k == "time_ids" else v.to(dtype) for k, v in (added_cond_kwargs or {}).items()
         }
-        t = diffusion.model_time(self.schedule, t)
-        out = self.family.predict(self.backbone, x_t, t, encoder_hidden_states.to(dtype), added)
-        return SimpleNamespace(sample=out) if return_dict else (out,)
+        timesteps = diffusion.model_time(self.schedule, timesteps)
+        model_pred = self.family.predict(
+            self.backbone, noisy_latents, timesteps, encoder_hidden_states.to(dtype), added
+        )
+        return SimpleNamespace(sample=model_pred) if return_dict else (model_pred,)
 
 
 def backbone_in(model: Any) -> Any:

@@ -2,8 +2,8 @@
 there.
 
 x_t = alpha_t x0 + sigma_t eps. A schedule states alpha_t and sigma_t for t = 0 (least noise) to T -
-1: a DDPMScheduler, or a `Flow`. Another path is another class beside `Flow`. Legend: x0 (B,C,h,w)
-latents, eps noise, t (B,)."""
+1: a DDPMScheduler, or a `Flow`. Another path is another class beside `Flow`. Legend: x0 is
+`latents` (B,C,h,w), eps `noise`, x_t `noisy_latents`, t `timesteps` (B,)."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from diffusers.training_utils import compute_dream_and_update_latents, compute_snr
 
+from silentbad import rng
 from silentbad.device import send
-from silentbad.rng import noise
 from silentbad.settings.train import TrainConfig
 
 
@@ -31,15 +31,17 @@ class Flow:
         # sigma_t, and t as it is fed
         self.table = torch.stack([scheduler.sigmas[:T], scheduler.timesteps[:T]]).flip(1)
 
-    def read(self, t: torch.Tensor) -> torch.Tensor:
-        """(sigma_t, t as the model takes it) (2,B)."""
-        self.table = self.table.to(t.device)
-        return self.table[:, t]
+    def read(self, timesteps: torch.Tensor) -> torch.Tensor:
+        """(sigma_t, timesteps as the model takes them) (2,B)."""
+        self.table = self.table.to(timesteps.device)
+        return self.table[:, timesteps]
 
-    def add_noise(self, x0: torch.Tensor, eps: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        """x_t (B,C,h,w)."""
-        a, s = levels(self, t, x0)
-        return a * x0 + s * eps
+    def add_noise(
+        self, latents: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor
+    ) -> torch.Tensor:
+        """The noisy latents (B,C,h,w)."""
+        alpha, sigma = levels(self, timesteps, latents)
+        return alpha * latents + sigma * noise
 
 
 def signal_to_noise(schedule: Any) -> torch.Tensor:
@@ -49,81 +51,86 @@ def signal_to_noise(schedule: Any) -> torch.Tensor:
     return compute_snr(schedule, torch.arange(schedule.config.num_train_timesteps)).float()
 
 
-def levels(schedule: Any, t: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def levels(
+    schedule: Any, timesteps: torch.Tensor, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(alpha_t, sigma_t), both (B,1,1,1), in the precision of `like`."""
     if isinstance(schedule, Flow):
-        s = schedule.read(t)[0].to(like)[:, None, None, None]
-        return 1 - s, s
-    abar = schedule.alphas_cumprod.to(t.device)[t].to(like)[:, None, None, None]
-    return abar.sqrt(), (1 - abar).sqrt()
+        sigma = schedule.read(timesteps)[0].to(like)[:, None, None, None]
+        return 1 - sigma, sigma
+    alpha_bar = schedule.alphas_cumprod.to(timesteps.device)[timesteps].to(like)
+    alpha_bar = alpha_bar[:, None, None, None]
+    return alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
 
 
-def model_time(schedule: Any, t: torch.Tensor) -> torch.Tensor:
-    """t (B,) as the model takes it."""
-    return schedule.read(t)[1] if isinstance(schedule, Flow) else t
+def model_time(schedule: Any, timesteps: torch.Tensor) -> torch.Tensor:
+    """The timesteps (B,) as the model takes them."""
+    return schedule.read(timesteps)[1] if isinstance(schedule, Flow) else timesteps
 
 
 def noised(
     scheduler: Any,
-    x0: torch.Tensor,
-    t: torch.Tensor,
+    latents: torch.Tensor,
+    timesteps: torch.Tensor,
     config: TrainConfig,
     draw: int,
     positions: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(eps, x_t), both (B,C,h,w), from addressed noise, perturbed where asked."""
+    """(noise, noisy latents), both (B,C,h,w), from addressed noise, perturbed where asked."""
 
     def addressed(shape: tuple[int, ...], stream: str) -> torch.Tensor:
-        return send(noise(shape, config.seed, stream, draw, positions), x0.device)
+        return send(rng.noise(shape, config.seed, stream, draw, positions), latents.device)
 
-    shape = tuple(x0.shape[1:])
-    eps = addressed(shape, "noise")
+    shape = tuple(latents.shape[1:])
+    noise = addressed(shape, "noise")
     if config.noise_offset:
-        eps = eps + config.noise_offset * addressed((shape[0], 1, 1), "offset")
-    perturbed = eps
+        noise = noise + config.noise_offset * addressed((shape[0], 1, 1), "offset")
+    perturbed = noise
     if config.input_perturbation:  # the input is noisier than the target says (2301.11706)
-        perturbed = eps + config.input_perturbation * addressed(shape, "perturbation")
-    return eps, scheduler.add_noise(x0, perturbed, t)
+        perturbed = noise + config.input_perturbation * addressed(shape, "perturbation")
+    return noise, scheduler.add_noise(latents, perturbed, timesteps)
 
 
 def prediction_target(
-    scheduler: Any, x0: torch.Tensor, eps: torch.Tensor, t: torch.Tensor
+    scheduler: Any, latents: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor
 ) -> torch.Tensor:
     """What the model predicts (B,C,h,w), by the schedule's prediction_type."""
     kind = scheduler.config.prediction_type
     if kind == "epsilon":
-        return eps
+        return noise
     if kind == "flow":
-        return eps - x0
-    return scheduler.get_velocity(x0, eps, t) if kind == "v_prediction" else x0
+        return noise - latents
+    return scheduler.get_velocity(latents, noise, timesteps) if kind == "v_prediction" else latents
 
 
 def to_epsilon(
-    scheduler: Any, out: torch.Tensor, x_t: torch.Tensor, t: torch.Tensor
+    scheduler: Any, model_pred: torch.Tensor, noisy_latents: torch.Tensor, timesteps: torch.Tensor
 ) -> torch.Tensor:
-    """The eps (B,C,h,w) that a prediction `out` at x_t and t (B,) stands for."""
+    """The noise (B,C,h,w) that a prediction stands for."""
     kind = scheduler.config.prediction_type
-    a, s = levels(scheduler, t, x_t)
+    alpha, sigma = levels(scheduler, timesteps, noisy_latents)
     if kind == "v_prediction":
-        return a * out + s * x_t
+        return alpha * model_pred + sigma * noisy_latents
     if kind == "flow":
-        return x_t + a * out
-    return (x_t - a * out) / s if kind == "sample" else out
+        return noisy_latents + alpha * model_pred
+    return (noisy_latents - alpha * model_pred) / sigma if kind == "sample" else model_pred
 
 
 def dream(
-    model: Callable, scheduler, x0, eps, t, x_t, preservation: float
+    model: Callable, scheduler, latents, noise, timesteps, noisy_latents, preservation: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """DREAM (2312.00210) by diffusers' function -> (x_t, target) rectified by the model's own noise
-    estimate. It knows epsilon only: v and x0 are read as epsilon on the way in, and turned back."""
+    """DREAM (2312.00210) by diffusers' function -> (noisy latents, target) rectified by the
+    model's own noise estimate. It knows epsilon only: v and x0 are read as epsilon on the way in,
+    and turned back."""
 
-    def as_epsilon(x, t, c):
-        return SimpleNamespace(sample=to_epsilon(scheduler, model(x, t), x, t))
+    def as_epsilon(noisy_latents, timesteps, encoder_hidden_states):
+        model_pred = model(noisy_latents, timesteps)
+        return SimpleNamespace(sample=to_epsilon(scheduler, model_pred, noisy_latents, timesteps))
 
     asked = SimpleNamespace(
         alphas_cumprod=scheduler.alphas_cumprod, config=SimpleNamespace(prediction_type="epsilon")
     )
-    x_t, eps = compute_dream_and_update_latents(
-        as_epsilon, asked, t, eps, x_t, eps, None, preservation
+    noisy_latents, noise = compute_dream_and_update_latents(
+        as_epsilon, asked, timesteps, noise, noisy_latents, noise, None, preservation
     )
-    return x_t, prediction_target(scheduler, x0, eps, t)
+    return noisy_latents, prediction_target(scheduler, latents, noise, timesteps)

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from silentbad import rng
 from silentbad.data.table import vocabulary
 from silentbad.device import send
 from silentbad.model.latents import scaled
 from silentbad.model.pipeline import Components
 from silentbad.model.store import Cached, merge_cached
-from silentbad.rng import noise
 
 
 def tokenize(parts: Components, texts: list[str]) -> list[Tensor]:
@@ -86,7 +86,7 @@ class Encoder:
 
     @torch.no_grad()
     def latents(self, batch: dict[str, Any], draw: int) -> torch.Tensor:
-        """x0 (B,C,h,w): a draw from each image's posterior with the noise of its own address."""
+        """Latents (B,C,h,w): a draw from each image's posterior, noise at its own address."""
         pixels = batch["pixel_values"]
 
         def cached(k: int, index: int) -> torch.Tensor | None:
@@ -102,12 +102,13 @@ class Encoder:
             rows, lambda live: self.moments(torch.stack([pixels[k] for k in live])), self.device
         )
         mean, std = moments.chunk(2, dim=1)
-        eps = noise(tuple(mean.shape[1:]), self.seed, "posterior", draw, batch["position"].tolist())
-        return scaled(self.vae, mean + std * send(eps, self.device))
+        shape = tuple(mean.shape[1:])
+        noise = rng.noise(shape, self.seed, "posterior", draw, batch["position"].tolist())
+        return scaled(self.vae, mean + std * send(noise, self.device))
 
     @torch.no_grad()
     def mode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """x0 (B,C,h,w) of pixel_values, the middle of each posterior."""
+        """Latents (B,C,h,w) of pixel_values, the middle of each posterior."""
         return scaled(self.vae, self.moments(pixels).chunk(2, dim=1)[0])
 
     @torch.no_grad()

@@ -3,8 +3,8 @@ called.
 
 A `Family` states it once; loading, training, validation, adapters and audits read it there. A new
 family is a subclass in a file of its own, an entry in `silentbad.model.registry`, and patterns for
-its layers in `silentbad.model.groups`. Legend: x_t (B,C,h,w) latents, t (B,) timesteps, c (B,L,D)
-text states, pooled (B,P) one text state a caption."""
+its layers in `silentbad.model.groups`. Legend: noisy_latents (B,C,h,w), timesteps (B,),
+encoder_hidden_states (B,L,D) text states, pooled (B,P) one text state a caption."""
 
 from typing import Any
 
@@ -83,10 +83,15 @@ class Family:
 
     # ---- the prediction
     def predict(
-        self, backbone: Any, x_t: Tensor, t: Any, c: Tensor, added: dict[str, Tensor]
+        self,
+        backbone: Any,
+        noisy_latents: Tensor,
+        timesteps: Any,
+        encoder_hidden_states: Tensor,
+        added: dict[str, Tensor],
     ) -> Tensor:
-        """The prediction (B,C,h,w); t as the backbone takes it; `added` has text_embeds (B,P) and
-        time_ids (B,6) where there are some."""
+        """The prediction (B,C,h,w); timesteps as the backbone takes them; `added` has text_embeds
+        (B,P) and time_ids (B,6) where there are some."""
         raise NotImplementedError
 
     def unused(self, name: str, module: Any) -> list[nn.Parameter]:

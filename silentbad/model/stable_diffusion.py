@@ -48,9 +48,20 @@ class StableDiffusion(Family):
         return encoder(tokens[0], return_dict=False)[0].float(), None
 
     def predict(
-        self, backbone: Any, x_t: Tensor, t: Any, c: Tensor, added: dict[str, Tensor]
+        self,
+        backbone: Any,
+        noisy_latents: Tensor,
+        timesteps: Any,
+        encoder_hidden_states: Tensor,
+        added: dict[str, Tensor],
     ) -> Tensor:
-        return backbone(x_t, t, c, added_cond_kwargs=added, return_dict=False)[0]
+        return backbone(
+            noisy_latents,
+            timesteps,
+            encoder_hidden_states,
+            added_cond_kwargs=added,
+            return_dict=False,
+        )[0]
 
     def check_fit(self, path: str, backbone: Any, encoders: dict[str, Any]) -> None:
         refuse_width(

@@ -98,11 +98,19 @@ class StableDiffusion3(Family):
 
     # ---- the prediction
     def predict(
-        self, backbone: Any, x_t: Tensor, t: Any, c: Tensor, added: dict[str, Tensor]
+        self,
+        backbone: Any,
+        noisy_latents: Tensor,
+        timesteps: Any,
+        encoder_hidden_states: Tensor,
+        added: dict[str, Tensor],
     ) -> Tensor:
-        pooled = added["text_embeds"]
         return backbone(
-            x_t, encoder_hidden_states=c, pooled_projections=pooled, timestep=t, return_dict=False
+            noisy_latents,
+            encoder_hidden_states=encoder_hidden_states,
+            pooled_projections=added["text_embeds"],
+            timestep=timesteps,
+            return_dict=False,
         )[0]
 
     def unused(self, name: str, module: Any) -> list[nn.Parameter]:

@@ -94,7 +94,7 @@ def test_distillation_waits_for_the_weakest_element():
     assert part(step_of(tiny_unet(), predict, index=1)) is None and not calls
     for index in range(0, 30, 3):
         assert part(step_of(tiny_unet(), predict, index=index)) is not None
-    elements = torch.cat([e.x0 for e in part.facts.bank[:3]])
+    elements = torch.cat([e.latents for e in part.facts.bank[:3]])
     for x_t, t in calls[1::2]:
         a, s = (v[t][:, None, None, None].sqrt() for v in (SD.alphas_cumprod, 1 - SD.alphas_cumprod))
         residual = ((x_t - a * elements) / s).flatten(1).std(dim=1)
