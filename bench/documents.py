@@ -34,6 +34,7 @@ from bench import (
     photographs_withheld,
     published_blocks,
     published_table,
+    put_back,
     recovery_blocks,
     scale,
     scan_scale,
@@ -56,6 +57,11 @@ Block = Callable[[Read], str]
 # The words of the tables that users read; English is the key. Names in `code` stay.
 CHINESE = {
     "trains": "训练",
+    "part": "部分",
+    "share": "占改变的份额",
+    "clean loss": "干净损失",
+    "as trained": "训练所得",
+    "base": "基础模型",
     "of the weights": "占权重",
     "kept for backward": "为反向传播保留",
     "s a step, ratio": "每步秒数之比",
@@ -192,6 +198,7 @@ BLOCKS: dict[str, Block] = {
     "many-context": many.context,
     "many-memory": many.memory,
     "many-sequence": many.by_stage,
+    "localise": of(put_back.QUICKSTART, put_back.quickstart_table),
     "put-back": of("put-back.jsonl", shield_table.put_back_table),
 }
 

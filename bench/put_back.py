@@ -44,6 +44,8 @@ REPORTED = "3200-3207"
 FRESH = 1000  # added to the run's seed for noise that no choice has seen
 FROZEN, CHOSEN, RANDOM = "frozen part put back", "the run's choice put back", "random tensors put back"
 FILE = RESULTS.with_name("put-back.jsonl")
+QUICKSTART = RESULTS.with_name("localise.json")  # of `make quickstart`
+LARGER = 0.05  # of what changed
 
 
 def draw_at_random(change: Change, share: float, seed: int) -> None:
@@ -111,6 +113,21 @@ def run(arms: list[str], targets: list[str], file: Path, minutes: float) -> None
             row = row_of(arm, target, plan)
             row["drawing"] = time.process_time() - begun
             append(file, [{**row, **here}])
+
+
+def quickstart_table(found: dict) -> str:
+    """What `python -m silentbad.localise` says of a run: the larger parts, each put back to the base: Markdown."""
+    lines = [
+        [
+            f"`{row['part']}`" if row["by"] else row["part"],
+            f"{row['share']:.0%}",
+            f"{row['recovered']['count'] / row['recovered']['images']:.2f}",
+            f"{row['clean']:.4f}",
+        ]
+        for row in found["rows"]
+        if not row["by"] or row["state"] == PUT_BACK and row["share"] >= LARGER
+    ]
+    return markdown(["part", "share", "strict rate", "clean loss"], lines)
 
 
 def parts_table(rows: list[dict]) -> str:

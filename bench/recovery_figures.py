@@ -163,13 +163,11 @@ def draw_sweeps(results: Path) -> Path:
 def draw_many() -> Path:
     """Images at the end by how many targets a run learns at once, a curve for each number of steps a target."""
     rows = [row for name in ("published.jsonl", "many.jsonl") for row in stored(RESULTS.with_name(name))]
+    rows = [row for row in rows if row["arm"] in ("recommended", "recommended_long") and row.get("nulls")]
     rows = [row for row in rows if row["seed"] == 0 and not row["placebo"] and not row.get("unique_phrases")]
-    rows = [
-        row for row in rows if usual(row) and row["arm"] in ("recommended", "recommended_long") and row.get("nulls")
-    ]
     at_once = [row for row in rows if not alone(row)]
     beside = {target for row in at_once for target in row["targets"].split(",")}
-    rows = at_once + [row for row in rows if alone(row) and row["target"] in beside]
+    rows = at_once + [row for row in rows if alone(row) and usual(row) and row["target"] in beside]
     rates: dict[int, dict[int, list[float]]] = {}  # steps a target -> targets at once -> rates at the end
     for row in rows:
         count = row["targets"].count(",") + 1
