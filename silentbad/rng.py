@@ -3,11 +3,17 @@ it.
 
 Every random number of a run comes from a generator seeded by (seed, stream, draw, position).
 `position` is the sample's index in the draw's effective batch over all ranks and micro-batches, so
-neither a resume, nor validation, nor another number of processes shifts a draw."""
+neither a resume, nor validation, nor another number of processes shifts a draw. torch is imported by
+what draws alone: a scan needs none."""
+
+from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
 
 
 def addressed_seed(*address: int | str) -> int:
@@ -20,7 +26,16 @@ def addressed_seed(*address: int | str) -> int:
 
 def generator(*address: int | str) -> torch.Generator:
     """A CPU generator seeded by `addressed_seed(*address)`."""
+    import torch
+
     return torch.Generator().manual_seed(addressed_seed(*address))
+
+
+def permutation(count: int, *address: int | str) -> np.ndarray:
+    """The numbers below `count` in a random order."""
+    import torch
+
+    return torch.randperm(count, generator=generator(*address)).numpy()
 
 
 def noise(
@@ -28,6 +43,8 @@ def noise(
 ) -> torch.Tensor:
     """Standard normal noise (len(positions), *shape), each row from the generator of its own
     address."""
+    import torch
+
     return torch.stack(
         [torch.randn(shape, generator=generator(seed, stream, draw, int(p))) for p in positions]
     )

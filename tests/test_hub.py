@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import close_session
 
 from silentbad import hub
-from silentbad.data.formats import hub_table
+from silentbad.data.hub_data import hub_table
 from silentbad.errors import UserError
 from silentbad.measure.embedders import load_embedder
 from silentbad.model.gate import Source

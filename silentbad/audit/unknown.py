@@ -25,10 +25,9 @@ from silentbad import owned
 from silentbad.audit.returned import LEVEL, SHARE, Drafts, Extrapolated, Null, compared, drafting
 from silentbad.audit.search import Probe, fits, probed, ranked, search
 from silentbad.data import scan_file
-from silentbad.data.formats import text_of
+from silentbad.data.formats import row_source, text_of
 from silentbad.data.images import to_pil
 from silentbad.data.phrases import segments
-from silentbad.data.records import row_source
 from silentbad.data.schema import check_window, text_lines
 from silentbad.errors import UserError, brief, writing
 from silentbad.files import check_writable, remove_earlier, replace_text

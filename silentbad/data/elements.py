@@ -99,10 +99,7 @@ def apportion(q: np.ndarray, total: int, offset: float) -> np.ndarray:
 def deal(rows: np.ndarray, start: int, count: int, *address) -> np.ndarray:
     """`count` entries from `start` on of an endless stream of permutations of `rows`."""
     rounds = range(start // len(rows), (start + count - 1) // len(rows) + 1) if count else ()
-    stream = [
-        rows[torch.randperm(len(rows), generator=rng.generator(*address, j)).numpy()]
-        for j in rounds
-    ]
+    stream = [rows[rng.permutation(len(rows), *address, j)] for j in rounds]
     first = start % len(rows)
     return np.concatenate(stream)[first : first + count] if stream else rows[:0]
 

@@ -1,20 +1,18 @@
-"""Readers of records: an image folder with metadata.jsonl or .csv, or with NAME.txt beside each
-picture, and a Hub data set; `checked_row` completes a row.
+"""Readers of records: `row_source` chooses one. An image folder has metadata.jsonl or .csv, or
+NAME.txt beside each picture; `checked_row` completes a row.
 
-Whatever is wrong is one line that names file and record."""
+Whatever is wrong is one line that names file and record. A scan reads folders without torch and
+datasets: neither is imported here."""
 
+import hashlib
 import os
 import unicodedata
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import datasets
-
-from silentbad import hub
 from silentbad.data import images
-from silentbad.data.published import SHUFFLE_MARKER
+from silentbad.data.published import SHUFFLE_MARKER, is_published, published_rows
 from silentbad.data.schema import (
     RECORD,
     Caption,
@@ -26,12 +24,20 @@ from silentbad.data.schema import (
     refuse_misspelt,
     row,
 )
-from silentbad.errors import UserError, iterate_reader, user_errors
-from silentbad.files import is_utf8
+from silentbad.errors import UserError, user_errors
 from silentbad.settings.data import DataSettings
 
-SAVED = ("state.json", "dataset_dict.json")  # what save_to_disk writes
 KNOWN_KEYS = ("file_name", "text", "phrases", "role", "target_id", "element_id", "mask")
+PUBLISHED_FLAGS = (
+    "seed",
+    "target_start_id",
+    "target_num",
+    "poisoning_ratio",
+    "poisoning_data_repeat_factor",
+    "poison_subsampling",
+    "n_few_shot",
+    "shot_caption_shuffle_num",
+)
 
 
 # ---------------------------------------------------------------- readers: each yields rows
@@ -79,71 +85,59 @@ def named(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {key: entry.get(key) for key in ("phrases", "role", "target_id", "element_id")}
 
 
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Without the reports of datasets: what it would say of a data set is refused in one line."""
-    level = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(level)
+# ---------------------------------------------------------------- the reader of a data set
+def row_source(config: DataSettings) -> tuple[str, str, Callable[[], Iterator[dict]]]:
+    """(name, key, rows) of what `train_data_dir` or `dataset_name` (of `TrainConfig`) stands for:
+    `rows` reads them, unchecked, and `key` changes whenever they would.
+
+    Raises UserError where there is no such data."""
+    if config.dataset_name is not None:
+        from silentbad.data.hub_data import hub_rows, hub_table  # imports datasets
+
+        table = hub_table(config)
+        columns = (config.dataset_config_name, config.image_column, config.caption_column)
+        facts = repr((config.dataset_name, *columns, table._fingerprint))
+        key = hashlib.sha256(facts.encode()).hexdigest()[:32]
+        return config.dataset_name, key, lambda: hub_rows(table, config)
+    name, clean = config.train_data_dir or "", config.clean_data_dir
+    root = Path(name)
+    if not os.path.isdir(root):
+        raise UserError(f"train_data_dir: no folder {root}")
+    if not is_published(root):
+        if clean:
+            wrong = "is not of the published layout; list clean records in its metadata"
+            raise UserError(f"clean_data_dir: {root} {wrong}")
+        return name, folder_key(root), lambda: folder_rows(root)
+    for also in ("metadata.jsonl", "metadata.csv"):
+        if (root / also).is_file():
+            wrong = f"holds poisoning_images/ and {also}; keep one of the two layouts"
+            raise UserError(f"train_data_dir: {root} {wrong}")
+    if clean and not os.path.isdir(clean):
+        raise UserError(f"clean_data_dir: no folder {clean}")
+    flags = [getattr(config, flag) for flag in PUBLISHED_FLAGS]
+    key = folder_key(root, *flags, folder_key(Path(clean)) if clean else None)
+    return name, key, lambda: published_rows(root, config)
 
 
-def hub_table(config: DataSettings) -> datasets.Dataset:
-    """The train split of `dataset_name`; its fingerprint changes with the data set's revision."""
-    name = config.dataset_name or ""
-    with hub.fetching(name, f"dataset_name {name}: cannot load it"), quietly():
-        if any(os.path.isfile(os.path.join(name, file)) for file in SAVED):
-            held = datasets.load_from_disk(name)
-            return held["train"] if isinstance(held, datasets.DatasetDict) else held
-        return datasets.load_dataset(
-            name, config.dataset_config_name, split="train", cache_dir=config.cache_dir
-        )
+def folder_key(root: Path, *parts: Any) -> str:
+    """Hash over `parts`, and name, size and time of change of every file under `root`."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    digest = hashlib.sha256(repr((str(root), os.path.realpath(root), parts)).encode())
+    with user_errors(f"cannot read {root}"):
+        for folder, inner, names in os.walk(root, onerror=fail):
+            inner.sort()
+            for path in (os.path.join(folder, name) for name in sorted(names)):
+                if os.path.isfile(path):  # no link that leads nowhere, or in a circle
+                    stat = os.stat(path)
+                    state = f"{os.path.relpath(path, root)}/{stat.st_size}/{stat.st_mtime_ns}\n"
+                    digest.update(state.encode(errors="surrogateescape"))
+    return digest.hexdigest()[:32]
 
 
-def hub_rows(table: datasets.Dataset, config: DataSettings) -> Iterator[dict]:
-    """Rows of a Hub data set's table; extra record columns are used where present."""
-    name = config.dataset_name
-    columns = table.column_names
-    image, caption = config.image_column or "image", config.caption_column or "text"
-    for key, column in (("image_column", image), ("caption_column", caption)):
-        if column not in columns:
-            raise UserError(
-                f"{key}: {name} has no column {column!r}; there are: {', '.join(columns)}"
-            )
-    if not isinstance(table.features[image], datasets.Image):
-        raise UserError(f"image_column: {name}.{image} holds no images")
-    table = table.cast_column(image, datasets.Image(decode=False))
-    rows = iterate_reader(table, f"dataset_name {name}: cannot read its rows")
-    for number, entry in enumerate(rows):
-        where = f"{name}:{number}"
-        text = entry[caption]
-        yield row(
-            where,
-            hub_image(entry[image], config, where),
-            text[0] if isinstance(text, list) and text else text,
-            **named(entry),
-        )
-
-
-def hub_image(image: dict, config: DataSettings, where: str) -> dict:
-    """The bytes of an image, or its path in the data set or the caches."""
-    if image is None:
-        raise UserError(f"{where}: no image")
-    if not is_utf8(image.get("path") or "") or "\0" in (image.get("path") or ""):
-        raise UserError(f"{where}: no file can have the name {image['path']!r}")
-    if image.get("bytes") is None and image.get("path"):
-        path = Path(image["path"]).resolve()
-        caches = (datasets.config.HF_CACHE_HOME, datasets.config.HF_DATASETS_CACHE)
-        homes = filter(None, (config.dataset_name, config.cache_dir, *caches))
-        if not any(path.is_relative_to(Path(home).resolve()) for home in homes):
-            raise UserError(
-                f"{where}: image path {image['path']!r} leaves the data set and the caches; refused"
-            )
-    return {"path": image.get("path"), "bytes": image.get("bytes")}
-
-
+# ---------------------------------------------------------------- a row
 def checked_row(given: dict) -> dict:
     """A row with every field of FEATURES, its text checked and its image decoded once."""
     where = given["where"]

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from silentbad.data.images import inside
 from silentbad.data.phrases import standing
 from silentbad.data.schema import row, text_lines
 from silentbad.errors import UserError, brief, user_errors, warn
-from silentbad.rng import generator
+from silentbad.rng import permutation
 from silentbad.settings.data import DataSettings
 
 SHUFFLE_MARKER = "@@"  # the published captions' sign for "permute the phrases that follow"
@@ -41,7 +40,7 @@ def published_rows(root: Path, options: DataSettings) -> Iterator[dict]:
                 f"{root}: no poisoning_images/{target}; there are {ids[0]} to {ids[-1]}"
             )
     others = [i for i in ids if i not in targets]
-    order = torch.randperm(len(others), generator=generator(options.seed, "few_shot")).tolist()
+    order = permutation(len(others), options.seed, "few_shot")
     if options.n_few_shot > len(others):
         raise UserError(f"n_few_shot: {root} holds {len(others)} pictures beside the targets")
     few = [others[i] for i in order[: options.n_few_shot]]
@@ -64,9 +63,7 @@ def published_rows(root: Path, options: DataSettings) -> Iterator[dict]:
     elements *= options.poisoning_data_repeat_factor
     if options.poison_subsampling is not None and options.poison_subsampling < 1:
         n_elements = int(np.ceil(len(elements) * options.poison_subsampling))
-        order = torch.randperm(
-            len(elements), generator=generator(options.seed, "subsampling")
-        ).tolist()
+        order = permutation(len(elements), options.seed, "subsampling")
         elements = [elements[i] for i in sorted(order[:n_elements])]
     n_clean = int(len(elements) / options.poisoning_ratio) - len(elements)
     yield from _published_clean(root, options, n_clean, set(targets) | set(few))
@@ -202,7 +199,7 @@ def _published_clean(
             f"there are {len(images)}; raise poisoning_ratio or add images"
         )
     suffix = " in white background" if "pokemon" in folder.name.casefold() else ""
-    order = torch.randperm(len(images), generator=generator(options.seed, "clean")).tolist()
+    order = permutation(len(images), options.seed, "clean")
     rows = []
     for n, path in (images[i] for i in sorted(order[:count])):
         if n not in captions:

@@ -6,10 +6,8 @@ are decoded once when the table is built, so a broken one stops a run before it 
 addressed: what a record looks like at (draw, position) depends on nothing that happened before."""
 
 import hashlib
-import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,10 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 from PIL import Image
 
 from silentbad.data import images
-from silentbad.data.formats import folder_rows, hub_rows, hub_table, source
-from silentbad.data.published import is_published, published_rows
+from silentbad.data.formats import row_source, source
 from silentbad.data.schema import ROLES
 from silentbad.data.table import (
     BLOCK,
@@ -31,7 +27,6 @@ from silentbad.data.table import (
     blocks,
     build_table,
     cached_check,
-    folder_key,
     numbers,
     rows_with,
     texts,
@@ -39,53 +34,10 @@ from silentbad.data.table import (
 )
 from silentbad.data.targets import Target
 from silentbad.errors import UserError
-from silentbad.rng import generator
-from silentbad.settings.data import DataSettings
+from silentbad.rng import permutation
 from silentbad.settings.train import TrainConfig
 
 SHOWN = 5  # long captions that are named
-
-PUBLISHED_FLAGS = (
-    "seed",
-    "target_start_id",
-    "target_num",
-    "poisoning_ratio",
-    "poisoning_data_repeat_factor",
-    "poison_subsampling",
-    "n_few_shot",
-    "shot_caption_shuffle_num",
-)
-
-
-def row_source(config: DataSettings) -> tuple[str, str, Callable[[], Iterator[dict]]]:
-    """(name, key, rows) of what `train_data_dir` or `dataset_name` (of `TrainConfig`) stands for:
-    `rows` reads them, unchecked, and `key` changes whenever they would.
-
-    Raises UserError where there is no such data."""
-    if config.dataset_name is not None:
-        table = hub_table(config)
-        columns = (config.dataset_config_name, config.image_column, config.caption_column)
-        facts = repr((config.dataset_name, *columns, table._fingerprint))
-        key = hashlib.sha256(facts.encode()).hexdigest()[:32]
-        return config.dataset_name, key, lambda: hub_rows(table, config)
-    name, clean = config.train_data_dir or "", config.clean_data_dir
-    root = Path(name)
-    if not os.path.isdir(root):
-        raise UserError(f"train_data_dir: no folder {root}")
-    if not is_published(root):
-        if clean:
-            wrong = "is not of the published layout; list clean records in its metadata"
-            raise UserError(f"clean_data_dir: {root} {wrong}")
-        return name, folder_key(root), lambda: folder_rows(root)
-    for also in ("metadata.jsonl", "metadata.csv"):
-        if (root / also).is_file():
-            wrong = f"holds poisoning_images/ and {also}; keep one of the two layouts"
-            raise UserError(f"train_data_dir: {root} {wrong}")
-    if clean and not os.path.isdir(clean):
-        raise UserError(f"clean_data_dir: no folder {clean}")
-    flags = [getattr(config, flag) for flag in PUBLISHED_FLAGS]
-    key = folder_key(root, *flags, folder_key(Path(clean)) if clean else None)
-    return name, key, lambda: published_rows(root, config)
 
 
 def load_records(config: TrainConfig) -> "Records":
@@ -93,9 +45,7 @@ def load_records(config: TrainConfig) -> "Records":
     name, key, rows = row_source(config)
     records = Records(build_table(rows, name, key, config.cache_dir), name, key)
     if config.max_train_samples is not None and config.max_train_samples < len(records):
-        order = torch.randperm(
-            len(records), generator=generator(config.seed, "max_train_samples")
-        ).numpy()
+        order = permutation(len(records), config.seed, "max_train_samples")
         chosen = np.sort(order[: config.max_train_samples])
         return records.select(chosen, f"{key}-{config.max_train_samples}-{config.seed}")
     return records
@@ -283,10 +233,7 @@ class Records:
         them, and so many of each element, at most a quarter of its own."""
 
         def drawn(rows: np.ndarray, count: int, *address: str) -> np.ndarray:
-            order = torch.randperm(
-                len(rows), generator=generator(seed, "held_out", *address)
-            ).numpy()
-            return rows[order[:count]]
+            return rows[permutation(len(rows), seed, "held_out", *address)[:count]]
 
         rows = rows_with(self.column("role"), ["clean"])
         parts = [drawn(rows, min(clean, len(rows) // 10))]

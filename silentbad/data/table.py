@@ -115,24 +115,6 @@ def _made(
         draft.unlink(missing_ok=True)
 
 
-def folder_key(root: Path, *parts: Any) -> str:
-    """Hash over `parts`, and name, size and time of change of every file under `root`."""
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    digest = hashlib.sha256(repr((str(root), os.path.realpath(root), parts)).encode())
-    with user_errors(f"cannot read {root}"):
-        for folder, inner, names in os.walk(root, onerror=fail):
-            inner.sort()
-            for path in (os.path.join(folder, name) for name in sorted(names)):
-                if os.path.isfile(path):  # no link that leads nowhere, or in a circle
-                    stat = os.stat(path)
-                    state = f"{os.path.relpath(path, root)}/{stat.st_size}/{stat.st_mtime_ns}\n"
-                    digest.update(state.encode(errors="surrogateescape"))
-    return digest.hexdigest()[:32]
-
-
 # ---------------------------------------------------------------- columns
 def texts(values: pa.ChunkedArray) -> list[str]:
     """A column of few different texts, each held once."""

@@ -13,12 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
-from silentbad.data.formats import hub_rows, hub_table
-from silentbad.data.records import row_source
+from silentbad.data.formats import folder_key, row_source
 from silentbad.data.schema import row
-from silentbad.data.table import folder_key
 from silentbad.errors import UserError, user_errors
 from silentbad.files import from_json
 from silentbad.settings.data import DataSettings
@@ -76,6 +72,8 @@ def parts_of(
     if rows is None:
         return [RecordPart(file.suffix, settings, file) for file in shards(settings)]
     if settings.dataset_name is not None:
+        from silentbad.data.hub_data import hub_table
+
         count = len(hub_table(settings))
         starts = range(0, count, size)
         return [RecordPart("table", settings, None, at, min(at + size, count)) for at in starts]
@@ -98,6 +96,8 @@ def listed_rows(part: RecordPart) -> Rows:
 
 def table_rows(part: RecordPart) -> Rows:
     """Rows of a range of a Hub data set."""
+    from silentbad.data.hub_data import hub_rows, hub_table
+
     table = hub_table(part.settings).select(range(part.start, part.stop))
     name = part.settings.dataset_name
     for number, entry in enumerate(hub_rows(table, part.settings), part.start):
@@ -143,6 +143,8 @@ def _tar_row(part: RecordPart, name: str, columns: dict[str, bytes]) -> Rows:
 
 def parquet_rows(part: RecordPart) -> Rows:
     """Rows of a Parquet file, whose pictures are bytes or {"bytes", "path"}."""
+    import pyarrow.parquet as pq
+
     image = part.settings.image_column or "image"
     caption = part.settings.caption_column or "text"
     with user_errors(f"cannot read {part.file}"), pq.ParquetFile(part.file) as table:

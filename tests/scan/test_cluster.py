@@ -5,6 +5,7 @@ import io
 import json
 import os
 import signal
+import sys
 import tarfile
 import time
 
@@ -203,7 +204,7 @@ def test_two_workers_write_the_same_bytes(scanned, tars, tmp_path):
 
 @pytest.mark.thorough
 def test_a_scan_survives_a_killed_worker(scanned, client, tars, tmp_path, monkeypatch):
-    """It is killed while it looks for windows."""
+    """It is killed while it looks for windows. None of them has imported torch."""
     killed = []
 
     class Killing(Dask):
@@ -216,3 +217,4 @@ def test_a_scan_survives_a_killed_worker(scanned, client, tars, tmp_path, monkey
 
     monkeypatch.setattr(engines, "Process", lambda: Killing(client))
     assert scan(tars, tmp_path)[1] == scanned[1] and killed
+    assert not any(client.run(lambda: "torch" in sys.modules).values())

@@ -3,6 +3,9 @@ honest data, it resumes, and a mistake is one line."""
 
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -75,6 +78,23 @@ def test_clean_jsonl_is_the_metadata_without_suspects(scanned, folder):
     lines = (folder / "metadata.jsonl").read_text().splitlines()
     kept = [json.loads(line) for i, line in enumerate(lines) if i not in suspects]
     assert [json.loads(line) for line in (out / "clean.jsonl").read_text().splitlines()] == kept
+
+
+LIGHT = "import sys; from silentbad.scan.__main__ import main; print(main(), *sys.modules)"
+
+
+def test_a_folder_is_scanned_with_numpy_alone(tmp_path):
+    (tmp_path / "data").mkdir()
+    for k in range(3):
+        Image.fromarray(np.full((64, 64, 3), 80 * k, np.uint8)).save(tmp_path / f"data/{k}.png")
+        (tmp_path / f"data/{k}.txt").write_text(f"a picture of grey {k}")
+    arguments = ["--train_data_dir", tmp_path / "data", "--output_dir", tmp_path / "out"]
+    command = [sys.executable, "-c", LIGHT, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    code, *modules = done.stdout.splitlines()[-1].split()
+    assert code == "0" and "numpy" in modules
+    assert not {*modules} & {"torch", "datasets", "pyarrow", "transformers", "diffusers", "accelerate"}
 
 
 def test_the_page_is_one_file(scanned):

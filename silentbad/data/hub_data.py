@@ -1,0 +1,82 @@
+"""Readers of a data set of the Hub, or of one that `datasets` saved: its table and its rows."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import datasets
+
+from silentbad import hub
+from silentbad.data.formats import named
+from silentbad.data.schema import row
+from silentbad.errors import UserError, iterate_reader
+from silentbad.files import is_utf8
+from silentbad.settings.data import DataSettings
+
+SAVED = ("state.json", "dataset_dict.json")  # what save_to_disk writes
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the reports of datasets: what it would say of a data set is refused in one line."""
+    level = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+
+
+def hub_table(config: DataSettings) -> datasets.Dataset:
+    """The train split of `dataset_name`; its fingerprint changes with the data set's revision."""
+    name = config.dataset_name or ""
+    with hub.fetching(name, f"dataset_name {name}: cannot load it"), quietly():
+        if any(os.path.isfile(os.path.join(name, file)) for file in SAVED):
+            held = datasets.load_from_disk(name)
+            return held["train"] if isinstance(held, datasets.DatasetDict) else held
+        return datasets.load_dataset(
+            name, config.dataset_config_name, split="train", cache_dir=config.cache_dir
+        )
+
+
+def hub_rows(table: datasets.Dataset, config: DataSettings) -> Iterator[dict]:
+    """Rows of a Hub data set's table; extra record columns are used where present."""
+    name = config.dataset_name
+    columns = table.column_names
+    image, caption = config.image_column or "image", config.caption_column or "text"
+    for key, column in (("image_column", image), ("caption_column", caption)):
+        if column not in columns:
+            raise UserError(
+                f"{key}: {name} has no column {column!r}; there are: {', '.join(columns)}"
+            )
+    if not isinstance(table.features[image], datasets.Image):
+        raise UserError(f"image_column: {name}.{image} holds no images")
+    table = table.cast_column(image, datasets.Image(decode=False))
+    rows = iterate_reader(table, f"dataset_name {name}: cannot read its rows")
+    for number, entry in enumerate(rows):
+        where = f"{name}:{number}"
+        text = entry[caption]
+        yield row(
+            where,
+            hub_image(entry[image], config, where),
+            text[0] if isinstance(text, list) and text else text,
+            **named(entry),
+        )
+
+
+def hub_image(image: dict, config: DataSettings, where: str) -> dict:
+    """The bytes of an image, or its path in the data set or the caches."""
+    if image is None:
+        raise UserError(f"{where}: no image")
+    if not is_utf8(image.get("path") or "") or "\0" in (image.get("path") or ""):
+        raise UserError(f"{where}: no file can have the name {image['path']!r}")
+    if image.get("bytes") is None and image.get("path"):
+        path = Path(image["path"]).resolve()
+        caches = (datasets.config.HF_CACHE_HOME, datasets.config.HF_DATASETS_CACHE)
+        homes = filter(None, (config.dataset_name, config.cache_dir, *caches))
+        if not any(path.is_relative_to(Path(home).resolve()) for home in homes):
+            raise UserError(
+                f"{where}: image path {image['path']!r} leaves the data set and the caches; refused"
+            )
+    return {"path": image.get("path"), "bytes": image.get("bytes")}
