@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Interval
-from pydantic import TypeAdapter, ValidationError
 
 from silentbad.data.images import safe_path
 from silentbad.data.schema import Caption
 from silentbad.errors import UserError, brief
 from silentbad.settings.guard import ADVICE, check_scan
-from silentbad.settings.types import first_problem
+from silentbad.settings.types import validated_file
 
 PICTURE = 64  # pixels, of the masks and composites beside it
 Row = Annotated[int, Interval(ge=0, lt=2**31)]  # a record's number, or a count of them
@@ -75,11 +74,9 @@ def read(file: Path, flag: str) -> Scan:
     file = file / "scan.json" if file.is_dir() else file
     where = f"{flag}: {file} is no scan.json"
     try:
-        scan = TypeAdapter(Scan).validate_json(file.read_bytes(), strict=True)
-    except OSError as error:
-        raise UserError(f"{where} ({error.strerror}); {ADVICE}") from None
-    except ValidationError as error:
-        raise UserError(f"{where} ({first_problem(error)}); {ADVICE}") from None
+        scan = validated_file(file, Scan)
+    except UserError as error:
+        raise UserError(f"{where} ({error}); {ADVICE}") from None
     for k, suspect_set in enumerate(scan.sets, 1):
         if not suspect_set.elements:
             raise UserError(f"{where} (set {k}): no elements; {ADVICE}")

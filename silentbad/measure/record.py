@@ -6,15 +6,14 @@ optimizer updates, `epoch` passes over the records, `seconds` is wall time."""
 
 import json
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter
 
 from silentbad.errors import UserError, writing
 from silentbad.files import replace_text
-from silentbad.settings.types import first_problem
+from silentbad.settings.types import validated_file
 
 RECOVERED = "recovered"  # the states of a verdict
 NOT_RECOVERED = "not recovered"
@@ -334,7 +333,7 @@ class Record(Finite):
         """Read validation.json. Raises UserError, which begins with `flag` and names the key, where
         something is missing, mistyped or not finite."""
         try:
-            record = read(cls, Path(path))
+            record = validated_file(Path(path), cls)
             record.check()
         except UserError as error:
             raise UserError(f"{flag and flag + ': '}{path}: {error}") from None
@@ -377,22 +376,6 @@ def encode(value: Any) -> Any:
     return value
 
 
-@cache
-def _adapter(kind: Any) -> TypeAdapter:
-    return TypeAdapter(kind)
-
-
 def decode(kind: Any, value: Any) -> Any:
     """What `encode` gave, as a dataclass, or as a list or optional of one."""
-    return _adapter(kind).validate_python(value)
-
-
-def read(kind: Any, file: Path) -> Any:
-    """A JSON file as a dataclass, or as a list or dict of one; other keys are ignored. Raises
-    UserError."""
-    try:
-        return _adapter(kind).validate_json(file.read_bytes(), strict=True)
-    except OSError as error:
-        raise UserError(f"cannot be read ({error.strerror})") from None
-    except ValidationError as error:
-        raise UserError(first_problem(error)) from None
+    return TypeAdapter(kind).validate_python(value)

@@ -5,7 +5,7 @@ What draws them is `prompts.py`; a report reads this file alone, which needs no 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from silentbad.measure.record import read
+from silentbad.settings.types import validated_file
 
 NAME = "sample_prompts.json"  # in the run folder
 
@@ -37,4 +37,4 @@ class Draw:
 def read_draws(folder: Path) -> list[Draw]:
     """What was drawn so far, by step. Raises UserError where the file has another form."""
     file = folder / NAME
-    return read(list[Draw], file) if file.is_file() else []
+    return validated_file(file, list[Draw]) if file.is_file() else []

@@ -14,21 +14,14 @@ from typing import Any, TypeVar
 from silentbad.data.images import open_image
 from silentbad.errors import UserError, user_errors
 from silentbad.files import from_json
-from silentbad.measure.record import (
-    ALL,
-    NAME,
-    Measurement,
-    Record,
-    Scores,
-    SummaryRow,
-    read,
-)
+from silentbad.measure.record import ALL, NAME, Measurement, Record, Scores, SummaryRow
 from silentbad.measure.scores import kinds
 from silentbad.measure.sheet import NAME as PROMPTS
 from silentbad.measure.sheet import Draw
 from silentbad.report import parts
 from silentbad.report.charts import Series, finite
 from silentbad.settings.reader import read_file
+from silentbad.settings.types import validated_file
 
 WEIGHTS = {"raw": "raw weights", "ema": "averaged weights"}
 MOST_BYTES = 32_000_000  # of a picture's file
@@ -130,7 +123,7 @@ class RecordedRun:
     def _part(self, name: str, kind: type[T]) -> T | None:
         """A JSON file in its form; None where there is none, or it is damaged."""
         try:
-            return read(kind, self.folder / name) if self._holds(name) else None
+            return validated_file(self.folder / name, kind) if self._holds(name) else None
         except UserError as error:
             self.notes.append(f"{name} could not be read: {error}")
             return None

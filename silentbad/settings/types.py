@@ -18,6 +18,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
@@ -114,6 +115,8 @@ WORDS = {  # of pydantic's kinds of errors
     "string_too_long": "must be text of at most {max_length} characters",
     "string_unicode": "must be text without broken Unicode",
     "value_error": "{error}",
+    "missing": "is missing",
+    "json_invalid": "is no JSON ({error})",
 }
 
 
@@ -122,12 +125,29 @@ def _adapter(hint: Any) -> TypeAdapter:
     return TypeAdapter(hint, config=STRICT)
 
 
+_file_adapter = cache(TypeAdapter)  # of dataclasses, to which pydantic gives no configuration
+
+
 def validated(value: Any, hint: Any) -> Any:
     """A value as its annotation takes it, or ValueError, which says what would be right."""
     try:
         return _adapter(hint).validate_python(value)
     except ValidationError as error:
         raise ValueError(_what_is_right(error.errors()[0], hint)) from None
+
+
+def validated_file(file: Path, kind: Any) -> Any:
+    """A JSON file as a dataclass, or as a list or dict of one; other keys are ignored. Raises
+    UserError, which says at what place in it what would be right."""
+    try:
+        return _file_adapter(kind).validate_json(file.read_bytes(), strict=True)
+    except OSError as error:
+        raise UserError(f"cannot be read ({error.strerror})") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        otherwise = first["msg"].replace("Input should be", "must be")
+        raise UserError(f"{place} {_in_words(first, otherwise)}") from None
 
 
 def problem(value: Any, hint: Any) -> str | None:
@@ -139,24 +159,22 @@ def problem(value: Any, hint: Any) -> str | None:
     return None
 
 
-def first_problem(error: ValidationError) -> str:
-    """pydantic's first complaint about a file: the place in it, and what is wrong there."""
-    first = error.errors()[0]
-    place = ".".join(map(str, first["loc"])) or "the file"
-    return f"{place}: {first['msg']}"
-
-
 def _what_is_right(error: Any, hint: Any) -> str:
-    """pydantic's complaint in the words of the other messages."""
+    """pydantic's complaint about a value, or about one in a list or a dict."""
     is_list = list in plain_types(hint)
-    for _ in error["loc"]:  # of a list or a dict
+    for _ in error["loc"]:
         hint = items_of(hint)
+    right = _in_words(error, f"must be {name_of(hint)}")
+    return f"each value {right}" if is_list and error["loc"] else right
+
+
+def _in_words(error: Any, otherwise: str) -> str:
+    """pydantic's complaint in the words of the other messages, where they have some."""
     context = dict(error.get("ctx", {}))
     for key, value in context.items():
         if isinstance(value, (int, float)):
             context[key] = f"{value:,}" if isinstance(value, int) else f"{value:g}"
-    right = WORDS.get(error["type"], f"must be {name_of(hint)}").format(**context)
-    return f"each value {right}" if is_list and error["loc"] else right
+    return WORDS[error["type"]].format(**context) if error["type"] in WORDS else otherwise
 
 
 def plain_types(hint: Any) -> set:

@@ -93,8 +93,8 @@ def test_what_is_no_scan_is_one_line(content, tmp_path):
 @pytest.mark.parametrize(
     "change, line",
     [
-        ({"records": [0.5]}, "sets.0.elements.0.records.0: Input should be a valid integer"),
-        ({"records": [-1]}, "should be greater than or equal to 0"),
+        ({"records": [0.5]}, "sets.0.elements.0.records.0 must be a valid integer"),
+        ({"records": [-1]}, "records.0 must be at least 0"),
         ({"phrase": "a dog"}, "prompt is not its elements' phrases"),
         ({"mask": "../secret.png"}, "leaves"),
         ({"mask": "none.png"}, "no file"),

@@ -360,7 +360,7 @@ def rendered(folder) -> str:
 def test_half_a_character_is_one_line(small):
     text = (small / "validation.json").read_text()
     (small / "validation.json").write_text(text.replace(json.dumps(HOSTILE), '"\\ud800"'))
-    with pytest.raises(UserError, match="validation.json: the file: Invalid JSON"):
+    with pytest.raises(UserError, match="validation.json: the file is no JSON"):
         run_report.render(small)
 
 
