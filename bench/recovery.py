@@ -58,7 +58,11 @@ def words(flags: dict[str, Any]) -> list[str]:
 @cache
 def drawing(world: str = "microworld") -> str:
     """Of the code that draws pictures and masks: another one draws others."""
-    files = [WORLDS / "data.py", WORLDS / "nulls.py", *(WORLDS / world / f"{name}.py" for name in DRAWN_BY[world])]
+    files = [
+        WORLDS / "data_sets.py",
+        WORLDS / "null_pictures.py",
+        *(WORLDS / world / f"{name}.py" for name in DRAWN_BY[world]),
+    ]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
 
 
