@@ -142,7 +142,8 @@ class RecoveryHook(Hook):
         )
         self.placebo = None
         if config.placebo is not None:
-            ids, key = [t.target_id for t in targets], f"{sampler.prefix}placebo"
+            ids = [t.target_id for t in targets]
+            key = f"{sampler.prefix}placebo"
             self.placebo = placebo_run(config.placebo, ids, self.embedder.describe(), key)
         self.history: list[Measurement] = []
         self.threshold: Threshold | None = None  # until calibrated
@@ -259,7 +260,8 @@ class RecoveryHook(Hook):
         self, step: int, tag: str, rows: list[dict[str, Any]], scores: dict[str, TargetScores]
     ) -> None:
         """Best and median generation of each kept target, and a grid, best first."""
-        folder, lines = Path("samples") / f"step-{step:06d}-{tag}", []
+        folder = Path("samples") / f"step-{step:06d}-{tag}"
+        lines = []
         writes = self.accelerator.is_main_process
         for j, target in enumerate(self.targets[: self.config.sample_targets]):
             images = sorted((r for r in rows if r["target"] == j), key=lambda r: -r["sim"])
@@ -383,7 +385,8 @@ def audit(
         },
     )
     with claim if accelerator.is_main_process else nullcontext():
-        device, name = accelerator.device, f"--pipeline {pipeline}"
+        device = accelerator.device
+        name = f"--pipeline {pipeline}"
         base = None
         if baseline is not None:
             base = load_pipeline(baseline, dtype, device, flag="--baseline", of=pipeline)

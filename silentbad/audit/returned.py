@@ -180,6 +180,7 @@ class Extrapolated(nn.Module):
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         first = self.base(*arguments, **keywords)
         tuned = self.unet(*arguments, **keywords)
-        a, b = first[0], tuned[0]
+        a = first[0]
+        b = tuned[0]
         extrapolated = a + self.factor * (b - a)
         return (extrapolated,) if isinstance(tuned, tuple) else type(tuned)(sample=extrapolated)

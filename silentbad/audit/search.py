@@ -43,7 +43,8 @@ def probed(sampler: Sampler, prompts: Sequence[str]) -> np.ndarray:
 
     Agreement is minus the logarithm of the spread of the predicted pictures over the noises, in
     shares of their own."""
-    pipe, probes = sampler.pipe, []
+    pipe = sampler.pipe
+    probes = []
     side = sampler.side // pipe.vae_scale_factor
     bars = pipe.scheduler.alphas_cumprod
     x = noise(

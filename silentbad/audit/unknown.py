@@ -248,7 +248,8 @@ def tested(
         with sampler.using(unet, device):
             usual = compared(sampler, embedder, nulls, report.seeds)
             null = Null.of([similarity for similarity, _ in usual])
-            report.alike[name], report.ordinary[name] = null.alike, null.between
+            report.alike[name] = null.alike
+            report.ordinary[name] = null.between
             shown = compared(sampler, embedder, prompts, report.seeds)
             for prompt, probe, (similarity, images) in zip(prompts, probes, shown, strict=True):
                 common, p, hit = null.judge(similarity, tests)
@@ -309,7 +310,8 @@ def page(report: Report, pictures: list[list[np.ndarray]]) -> str:
     shown.sort(key=lambda pair: (not pair[0].found, pair[0].p))
     head = ["prompt", "guidance", "comes back", "p", "images alike", "similarity"]
     head += ["magnitude", "anisotropy", "agreement"]
-    rows, cards = list[list[pages.Cell]](), []
+    rows = list[list[pages.Cell]]()
+    cards = []
     for result, images in shown:
         comes_back = "yes" if result.found else "no"
         row: list[pages.Cell] = [

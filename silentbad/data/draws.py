@@ -121,7 +121,8 @@ class Transform:
         u, v, flip = torch.rand(3, generator=generator(*address, "transform")).tolist()
         if self.center_crop:
             u = v = 0.5
-        left, top = round(u * (width - across)), round(v * (height - down))
+        left = round(u * (width - across))
+        top = round(v * (height - down))
         box = (left, top, left + across, top + down)
         flips = self.random_flip and flip < 0.5
 
@@ -176,7 +177,8 @@ class Reader:
             "size": image_size[::-1],
             "shape": self.transform.shape(image_size),
         }
-        size, freed = memory_of(record), 0 if cached is None else memory_of(cached)
+        size = memory_of(record)
+        freed = 0 if cached is None else memory_of(cached)
         if self._used + size - freed <= self.cache_bytes:
             self._cache[index] = record
             self._used += size - freed
@@ -185,7 +187,8 @@ class Reader:
     def window(self, record: dict, size: tuple[int, int], address: tuple) -> dict:
         """A record in the window of this address: pixels, mask, `counted`, words, and SDXL's
         time_ids (6,)."""
-        resized, shape = self.transform.resized(size[::-1]), self.transform.shape(size[::-1])
+        resized = self.transform.resized(size[::-1])
+        shape = self.transform.shape(size[::-1])
         layers = [record["image"], record["mask"], record.get("counted")]
         (pixels, mask, counted), corner = self.transform.crop(layers, resized, address, shape)
         words = {key: record[key] for key in self.WORDS}
@@ -271,13 +274,15 @@ class Draws:
     def __call__(self, index: int, draw: int, position: int) -> dict:
         address = (self.reader.seed, "draw", draw, position)
         record = self.reader.load(index, picture=self.unseen is None or not self.unseen[index])
-        fixed, size = self.reader.transform.is_fixed(record["size"]), record["size"]
+        fixed = self.reader.transform.is_fixed(record["size"])
+        size = record["size"]
         text = record["text"]
         if (self.shuffle or record["shuffle"]) and len(record["phrases"]) > 1:
             text = shuffled_text(text, record["phrases"], generator(*address, "phrases"))
         record["text"] = text
         if record["role"] == "clean" and self._uncaptioned("clean", (*address, "text")):
-            record["text"], record["phrases"] = "", []
+            record["text"] = ""
+            record["phrases"] = []
         elif self.rehearse is not None:
             rehearsed = self.rehearse(record, (draw, position))
             if rehearsed is not None:

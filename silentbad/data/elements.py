@@ -81,7 +81,8 @@ class DataInfo:
 
 def capped(q: np.ndarray, cap: float) -> np.ndarray:
     """Normalise q to sum 1, no entry above cap/n; the excess goes to the others."""
-    q, top = q / q.sum(), max(cap, 1.0) / len(q)
+    q = q / q.sum()
+    top = max(cap, 1.0) / len(q)
     full = np.zeros(len(q), dtype=bool)
     while (over := (q > top * (1 + 1e-12)) & ~full).any():
         full |= over

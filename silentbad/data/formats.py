@@ -99,7 +99,8 @@ def row_source(config: DataSettings) -> tuple[str, str, Callable[[], Iterator[di
         facts = repr((config.dataset_name, *columns, table._fingerprint))
         key = hashlib.sha256(facts.encode()).hexdigest()[:32]
         return config.dataset_name, key, lambda: hub_rows(table, config)
-    name, clean = config.train_data_dir or "", config.clean_data_dir
+    name = config.train_data_dir or ""
+    clean = config.clean_data_dir
     root = Path(name)
     if not os.path.isdir(root):
         raise UserError(f"train_data_dir: no folder {root}")

@@ -44,7 +44,8 @@ def hub_rows(table: datasets.Dataset, config: DataSettings) -> Iterator[dict]:
     """Rows of a Hub data set's table; extra record columns are used where present."""
     name = config.dataset_name
     columns = table.column_names
-    image, caption = config.image_column or "image", config.caption_column or "text"
+    image = config.image_column or "image"
+    caption = config.caption_column or "text"
     for key, column in (("image_column", image), ("caption_column", caption)):
         if column not in columns:
             raise UserError(

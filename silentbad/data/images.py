@@ -205,11 +205,13 @@ def thumbnail(image: Image.Image) -> bytes:
 def thumbnails(image: Image.Image) -> bytes:
     """Thumbnails of all that a copy may be hidden in: whole, squares of it, within borders."""
     image = shrunk(image)
-    (width, height), side = image.size, min(image.size)
+    width, height = image.size
+    side = min(image.size)
     squares = []
     if width != height:
         for share in range(3):
-            left, top = share * (width - side) // 2, share * (height - side) // 2
+            left = share * (width - side) // 2
+            top = share * (height - side) // 2
             squares.append(image.crop((left, top, left + side, top + side)))
     shown = [image, *squares, *without_border(image), *inner(image, 0.02, 0.05, 0.08)]
     return b"".join(map(thumbnail, shown))
@@ -234,7 +236,8 @@ def inner(image: Image.Image, *margins: float) -> list[Image.Image]:
 
 
 def _box(image: Image.Image, left: float, top: float, right: float, bottom: float) -> Image.Image:
-    (width, height), size = image.size, (16, 16)
+    width, height = image.size
+    size = (16, 16)
     return image.resize(
         size, Image.Resampling.BOX, box=(left * width, top * height, right * width, bottom * height)
     )
@@ -251,7 +254,8 @@ def without_border(
 ) -> list[Image.Image]:
     """The RGB image without a plain border, of the colour of its first pixel, of its last, and of
     both in turn; none where there is no such border, or less than a `share` would remain."""
-    first, last = trimmed(image, (0, 0), tolerance), trimmed(image, (-1, -1), tolerance)
+    first = trimmed(image, (0, 0), tolerance)
+    last = trimmed(image, (-1, -1), tolerance)
     both = first and trimmed(first, (-1, -1), tolerance)
     distinct = {each.tobytes(): each for each in (first, last, both) if each is not None}
     least = share * image.width * image.height

@@ -63,7 +63,8 @@ def chunks(
 
 def take_rows(values: Any, rows: np.ndarray) -> Any:
     """Some rows of a column; those that follow each other without a copy."""
-    first, last = int(rows[0]), int(rows[-1])
+    first = int(rows[0])
+    last = int(rows[-1])
     if last - first + 1 == len(rows):
         return values[first : last + 1]
     if isinstance(values, torch.Tensor):

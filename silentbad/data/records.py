@@ -167,7 +167,8 @@ class Records:
                 copy = images.copies(np.concatenate(thumbs), target_thumbs)
                 if copy is not None:
                     row = np.repeat(np.arange(len(thumbs)), list(map(len, thumbs)))[copy[0]]
-                    where, name = self.where(number * BLOCK + int(row)), shown[copy[1]][0]
+                    where = self.where(number * BLOCK + int(row))
+                    name = shown[copy[1]][0]
                     raise UserError(f"{where}: the image is a near copy of target {name!r}; {lets}")
             return []
 
@@ -178,9 +179,11 @@ class Records:
         """A line each on element records without a target here, and on phrases never shown."""
         if not targets:
             return []
-        validated, target_ids = {t.target_id for t in targets}, self.target_id
+        validated = {t.target_id for t in targets}
+        target_ids = self.target_id
         shown: dict[str, set[str]] = {}  # by target
-        others, phrases = [], self.phrases
+        others = []
+        phrases = self.phrases
         for k in np.flatnonzero(np.asarray(self.role, dtype=object) == "element").tolist():
             shown.setdefault(target_ids[k], set()).update(phrases[k])
             if target_ids[k] not in validated:
@@ -261,7 +264,8 @@ class Records:
         return cached_check(self.table, f"captions-{key}", lambda: self._long_captions(tokenizer))
 
     def _long_captions(self, tokenizer: Any) -> list[str]:
-        window, phrases = tokenizer.model_max_length, self.phrases
+        window = tokenizer.model_max_length
+        phrases = self.phrases
         cut: list[str] = []
         for number, block in enumerate(blocks(self.column("text"))):
             encoded = tokenizer(block, truncation=False, verbose=False)["input_ids"]

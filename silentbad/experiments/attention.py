@@ -114,7 +114,8 @@ class Maps:
 def record_maps(unet: torch.nn.Module, side: int = 16):
     """While open, every forward of `unet` records its cross-attention maps of at most side x side
     positions, or the coarsest it has."""
-    maps, handles = Maps(side), []
+    maps = Maps(side)
+    handles = []
 
     def record(layer, queries):
         return lambda module, args, out: maps._record(layer, queries, out)

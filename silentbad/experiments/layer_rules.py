@@ -85,7 +85,8 @@ class Transfer:
         return {"value": self.value.clone(), "update": self.update.clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.value, self.update = state["value"].to(self.value), state["update"].to(self.update)
+        self.value = state["value"].to(self.value)
+        self.update = state["update"].to(self.update)
 
     def before_step(self) -> None:
         """Hold the weights in the place of the last update, which `learn` has seen by now."""
@@ -100,7 +101,8 @@ class Transfer:
     def learn(self, rehearsal: Tensor) -> None:
         """Take in a rehearsal gradient (rows, WIDTH); groups without a defined cosine stay as
         they are."""
-        g, u = rehearsal, self.update
+        g = rehearsal
+        u = self.update
         dot, gg, uu = self.sample.per_group(
             torch.stack([row_dot(g, u), row_dot(g, g), row_dot(u, u)])
         )

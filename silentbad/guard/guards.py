@@ -79,7 +79,8 @@ class Suspects:
 
     def check(self, records: Records) -> None:
         """Refuse records that are not those that were scanned."""
-        texts, count = records.column("text"), len(records)
+        texts = records.column("text")
+        count = len(records)
         same = all(0 <= i < count and texts[i].as_py() == text for i, text in self.text.items())
         if self.captions is not None:  # a scan of an earlier release has the suspects' alone
             same = same and self.captions == scan_file.digest(
@@ -212,7 +213,8 @@ class Cap(Guard):
         if epoch != self.epoch:  # else the epoch is dealt again, as after a resume
             self.epoch = epoch
             self.before = list(self.now)
-        self.now, drawn = list(self.before), np.ones(len(order), bool)
+        self.now = list(self.before)
+        drawn = np.ones(len(order), bool)
         for k, index in enumerate(order.tolist()):
             shown = self.shows.get(index, [])
             if any(self.now[element] >= self.limit for element in shown):
@@ -261,7 +263,8 @@ class Project(Guard):
             check_window(
                 prompt, context.access.tokenizer, f"guard.scan: {suspects.file}: {brief(prompt)}"
             )
-        shown, masks = [], []
+        shown = []
+        masks = []
         for file, members in zip(suspects.pictures, suspects.members, strict=True):
             union = np.max(
                 [np.asarray(suspects.picture(suspects.masks[i], "L")) for i in members], axis=0
@@ -320,7 +323,8 @@ def project(grads: list[Tensor], away: list[Tensor]) -> Tensor:
     def inner(a: list[Tensor], b: list[Tensor]) -> Tensor:
         return torch.stack([(x.float() * y.float()).sum() for x, y in zip(a, b, strict=True)]).sum()
 
-    along, square = inner(grads, away), inner(away, away)
+    along = inner(grads, away)
+    square = inner(away, away)
     factor = (along.clamp_min(0) / square).nan_to_num(0.0, 0.0, 0.0)
     torch._foreach_sub_(grads, [(factor * h).to(g.dtype) for g, h in zip(grads, away, strict=True)])
     return along / (square * inner(grads, grads) + along.clamp_min(0).square()).sqrt()

@@ -57,7 +57,8 @@ def main(arguments: list[str] | None = None, given: LocaliseOptions | None = Non
         file = Path(given.out or run / "localise.html")
         if file.suffix != ".html":
             raise UserError(f"--out: {file} must end in .html; the JSON is written beside it")
-        config, record = configured(given, run), Record.load(run / NAME, "RUN")
+        config = configured(given, run)
+        record = Record.load(run / NAME, "RUN")
         check_writable(file, "--out")
         key = "pretrained_model_name_or_path" if given.base is None else "--base"
         subject = Subject(run, config, record, given.images, key)

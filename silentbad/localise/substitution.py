@@ -49,7 +49,8 @@ class Change:
     ):
         self.places: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         for component, module in modules.items():
-            after, before = module.state_dict(), base[component].state_dict()
+            after = module.state_dict()
+            before = base[component].state_dict()
             if {n: t.shape for n, t in after.items()} != {n: t.shape for n, t in before.items()}:
                 raise UserError(
                     f"{key}: its {component} has other parameters than the run's; "
@@ -182,7 +183,8 @@ class Subject:
         def as_trained(group: str) -> bool:
             return part == TRAINED or bool(by) and inside(group) == (state == ALONE)
 
-        sampler, record = self.measure.sampler, self.record
+        sampler = self.measure.sampler
+        record = self.record
         items = plan(self.targets, self.validation.images_per_target, record.seed)
         sampler.cache.clear()  # a text encoder may have changed
         with (
@@ -193,7 +195,9 @@ class Subject:
             clean = self.measure.held_out["clean"]
             errors = sampler.eps_errors(clean, list(range(len(clean))), "validation/clean")
         hits = [is_recovered(row, record.threshold, record.element_threshold) for row in rows]
-        targets, wholes, elements = {}, {}, {}
+        targets = {}
+        wholes = {}
+        elements = {}
         for j, target in enumerate(self.targets):
             of_target = [k for k, row in enumerate(rows) if row["target"] == j]
             targets[target.target_id] = Rate.of([hits[k] for k in of_target])

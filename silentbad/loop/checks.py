@@ -17,7 +17,8 @@ from silentbad.settings.types import changed_fields
 
 def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None:
     """Refuse a part that would have nothing to act on among the records."""
-    memory, phrases = config.memory, records.phrases
+    memory = config.memory
+    phrases = records.phrases
     if memory.region.name == "mask" and not records.masked:
         raise UserError(
             "memory.region.name=mask: no record has a mask; give masks in the metadata, or set "

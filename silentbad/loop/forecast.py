@@ -72,7 +72,9 @@ class Forecast:
     # ---- what it says
     def text(self) -> str:
         """The forecast, a line a quantity."""
-        config, state, left = self.run.config, self.run.state, self.planned - self.begun
+        config = self.run.config
+        state = self.run.state
+        left = self.planned - self.begun
         warm = state.step - self.begun - self.steps
         lines = [
             f"dry run: {self.steps} steps timed after {warm}{', one image' * self.draws()}; only "
@@ -135,7 +137,9 @@ class Forecast:
 
     def disk(self) -> str:
         """Checkpoints, pipelines and caches."""
-        config, state, parts = self.run.config, self.run.state, self.run.parts
+        config = self.run.config
+        state = self.run.state
+        parts = self.run.parts
         average = 0 if state.ema is None else size(state.ema.shadow_params)
         checkpoint = weight_bytes(parts) + self.moments() + average
         count = -(-self.planned // config.checkpointing_steps)

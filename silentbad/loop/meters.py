@@ -74,7 +74,8 @@ class Timers:
 
     def waiting(self, activity: str, items: Iterable[Any]) -> Iterator[Any]:
         """The items, the time until each is there counted."""
-        iterator, end = iter(items), object()
+        iterator = iter(items)
+        end = object()
         while True:
             with self.of(activity):
                 item = next(iterator, end)

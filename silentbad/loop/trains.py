@@ -68,7 +68,8 @@ def file_bytes(parts: Components) -> int:
 def optimizer_bytes(config: TrainConfig, param_groups: list[dict[str, Any]]) -> dict[int, float]:
     """{id of a parameter: what the optimizer keeps of it}, counted on smaller tensors of as many
     dimensions: averages are as large as their parameter, the rest is a few bytes."""
-    probes, likes = [], []
+    probes = []
+    likes = []
     for group in param_groups:
         largest = {p.ndim: p for p in sorted(group["params"], key=torch.numel)}
         shapes = [[min(side, PROBE) for side in p.shape] for p in largest.values()]

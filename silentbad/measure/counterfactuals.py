@@ -164,7 +164,8 @@ def masked_denoising(
     streams: list[torch.Generator],
 ) -> Tensor:
     """Latents (B,C,h,w): the model's where `hole`, elsewhere the target's."""
-    scheduler, config = sampler.pipe.scheduler, sampler.config
+    scheduler = sampler.pipe.scheduler
+    config = sampler.config
 
     def keep(_: Any, step: int, timestep: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         later = scheduler.timesteps[step + 1 : step + 2]  # where the latents have arrived
@@ -250,7 +251,8 @@ class Painter:
 
     def _regions(self, draws: list[Draw]) -> Tensor:
         """Images (B,3,S,S) in [0,1], new in the draw's element and near the target elsewhere."""
-        sampler, pipe = self.sampler, self.sampler.pipe
+        sampler = self.sampler
+        pipe = sampler.pipe
         target_latents = torch.stack([self._latents(d.target) for d in draws])
         target_latents = target_latents.to(sampler.backbone.device, sampler.backbone.dtype)
         places = [(self.targets[d.target].target_id, d.place, d.image) for d in draws]
@@ -294,7 +296,8 @@ class Painter:
 # -- keeping ---------------------------------------------------------------------------------------
 def model_digest(sampler: Sampler) -> str:
     """Hash over what the base's pictures depend on."""
-    pipe, config = sampler.pipe, sampler.config
+    pipe = sampler.pipe
+    config = sampler.config
     tokenizers = [
         t for name in sampler.family.tokenizer if (t := getattr(pipe, name, None)) is not None
     ]
@@ -324,7 +327,8 @@ def _keys(
     shares = [[short(s) for s in c.shares] for c in canvases]
 
     def key(draw: Draw) -> bytes:
-        j, k = draw.target, draw.element
+        j = draw.target
+        k = draw.element
         region = [] if k is None else [k, pictures[j], shares[j][k]]
         address = (seed, targets[j].target_id, draw.kind, draw.image)
         facts = [*address, draw.prompt, draw.against, *region]

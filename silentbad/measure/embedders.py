@@ -158,7 +158,8 @@ class Copy(Micro):
         """Features (N,1,D), and (1 or N,A,D) at A alignments -> (N,): the lower score, each at its
         best alignment."""
         seen_map, seen_detail = self._split(a[:, 0])
-        looks, details = [], []
+        looks = []
+        details = []
         for alignment in b.unbind(1):
             feature_map, feature_detail = self._split(alignment)
             looks.append(self.model.paired(seen_map, feature_map))
@@ -425,12 +426,15 @@ def ssim(a: Tensor, b: Tensor) -> Tensor:
     def blurred(x: Tensor) -> Tensor:
         return rows @ x @ columns.mT
 
-    mean_a, mean_b = blurred(a), blurred(b)
+    mean_a = blurred(a)
+    mean_b = blurred(b)
     variance_a = (blurred(a * a) - mean_a**2).clamp(min=0)
     variance_b = (blurred(b * b) - mean_b**2).clamp(min=0)
     covariance = blurred(a * b) - mean_a * mean_b
 
-    c1, c2 = 0.01**2, 0.03**2  # stabilise, for values up to 1
+    # these stabilise, for values up to 1
+    c1 = 0.01**2
+    c2 = 0.03**2
     luminance = (2 * mean_a * mean_b + c1) / (mean_a**2 + mean_b**2 + c1)
     structure_of_places = (2 * covariance + c2) / (variance_a + variance_b + c2)
     return (luminance * structure_of_places).flatten(1).mean(1).float()

@@ -59,7 +59,8 @@ def shifted(picture: Tensor, down: int, right: int) -> Tensor:
     height, width = picture.shape[-2:]
     reach = max(abs(down), abs(right))
     padded = F.pad(picture[None], (reach,) * 4, mode="replicate")[0]
-    top, left = reach - down, reach - right
+    top = reach - down
+    left = reach - right
     return padded[:, top : top + height, left : left + width]
 
 

@@ -91,7 +91,8 @@ def plan(
 def controls(targets: list, j: int, seed: int, unrelated: str) -> dict[str, Callable[..., str]]:
     """Prompts of image i of target j that should not give it back, by cell: phrases in another
     order, each alone, all but one, paraphrases, phrases of another target, an unrelated caption."""
-    target, cells = targets[j], dict[str, Callable[..., str]]()
+    target = targets[j]
+    cells = dict[str, Callable[..., str]]()
     phrases = target.phrases
     if len(phrases) > 1:
         cells["shuffled"] = lambda i: reordered(target, seed, i)
@@ -212,7 +213,8 @@ class Sampler:
         """Generate with this backbone, of a step of training; autoencoder and text encoders that
         rest on another device join it for the time."""
         self.at = step
-        before, homes = self.backbone, [(m, m.device) for m in (self.pipe.vae, *self.encoders)]
+        before = self.backbone
+        homes = [(m, m.device) for m in (self.pipe.vae, *self.encoders)]
         setattr(self.pipe, self.family.backbone, backbone)
         self.autocast = autocast
         with autocast():
@@ -276,7 +278,8 @@ class Sampler:
                 )
                 for i, pair in enumerate(part):
                     self.cache[pair] = [state[i].cpu() for state in states]
-        device, dtype = self.backbone.device, self.backbone.dtype
+        device = self.backbone.device
+        dtype = self.backbone.dtype
         columns = zip(*(self.cache[pair] for pair in asked), strict=True)
         stacked = [torch.stack(column).to(device, dtype) for column in columns]
         return dict(zip(self.NAMES, stacked, strict=False))
@@ -286,7 +289,8 @@ class Sampler:
         guidance.
 
         Raises UserError where an image is not finite, as of a diverged model."""
-        pipe, config = self.pipe, self.config
+        pipe = self.pipe
+        config = self.config
         latents = self.start_noise(items)
         streams = [rng.generator(self.seed, "validation-steps", i.address, i.image) for i in items]
         gaps = []

@@ -25,7 +25,8 @@ def binomial_interval(k: int, n: int, confidence: float = 0.95) -> tuple[float, 
     tail = (1 - confidence) / 2
 
     def solve(goal: float, index: int) -> float:  # the CDF at `index` falls as p rises
-        low, high = 0.0, 1.0
+        low = 0.0
+        high = 1.0
         for _ in range(60):
             p = (low + high) / 2
             low, high = (p, high) if binomial_cdf(n, p)[index] > goal else (low, p)

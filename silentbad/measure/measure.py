@@ -248,7 +248,8 @@ class Measure:
 
     def _of_element(self, images: Tensor, j: int, k: int) -> list[float | None]:
         """Similarities of the images' region to element k of target j; None without a mask."""
-        mask, feature = self.masks[j][k], self.references(self.reference).elements[j][k]
+        mask = self.masks[j][k]
+        feature = self.references(self.reference).elements[j][k]
         if mask is None or feature is None:
             return [None] * len(images)
         features_of_region = self.embedder.of_region(images, mask.to(images.device))
@@ -432,7 +433,8 @@ class Measure:
         base_lengths: dict[str, dict[str, float]],
     ) -> tuple[Scores, list[dict[str, Any]]]:
         """Scores of the weights in place, with every cell if full; rows of composed images."""
-        config, whole = self.config, full or step == 0
+        config = self.config
+        whole = full or step == 0
         images = config.images_per_target
         items = plan(self.targets, images, self.seed, full, config.unrelated, described=step == 0)
         few = images if whole else config.first_images or images
@@ -502,7 +504,8 @@ class Measure:
             sims = self.embedder.similarity(self.embedder.embed(images), wholes).tolist()
             cosines = [None] * len(items)
             if self.clip is not None:
-                features, texts = self.clip.embed(images), self.clip.text(captions)
+                features = self.clip.embed(images)
+                texts = self.clip.text(captions)
                 cosines = self.clip.similarity(features, texts).tolist()
             return [
                 {"target": item.target, "sims": of_item, "clip": cosine}

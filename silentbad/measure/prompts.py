@@ -33,7 +33,8 @@ def load_prompts(path: str | Path, tokenizer: Any = None, guided: bool = True) -
 
     Raises UserError, with file and line: no such file, no prompt in it, one that the tokenizer's
     window cuts off, a key that is not known, a negative prompt where nothing is `guided`."""
-    file, prompts = Path(path), list[Prompt]()
+    file = Path(path)
+    prompts = list[Prompt]()
     if not file.is_file():
         raise UserError(
             f"sample_prompts: no file {file}; give one prompt a line, or a .jsonl with prompt, "
@@ -116,7 +117,8 @@ class PromptSheet:
 
     def run(self, step: int, model: Any) -> None:
         """Draw with these weights: pictures, their list, a grid for the trackers."""
-        accelerator, self.last = self.accelerator, step
+        accelerator = self.accelerator
+        self.last = step
         model = accelerator.unwrap_model(model, keep_torch_compile=False)
         items = [
             Item("prompt", -1, 0, p.prompt, f"prompt/{p.seed}", p.negative) for p in self.prompts

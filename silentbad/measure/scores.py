@@ -309,7 +309,8 @@ def summarise(history: Sequence[Measurement], kind: str) -> list[SummaryRow]:
     points = [(e, s) for e in history if (s := e.scores(kind) or (e.raw if e.step == 0 else None))]
     epochs = {e.step: e.epoch for e, _ in points}
     last = points[-1][1]
-    steps, ids = list(epochs), list(last.targets)
+    steps = list(epochs)
+    ids = list(last.targets)
     rates = np.array([[scores.targets[i].rate for i in ids] for _, scores in points])
     curve = curve_scores(steps, rates, rates > 0)
     rows = []

@@ -51,7 +51,8 @@ def calibrate_threshold(
     independent); `held_out` is the rate on each target under a threshold from the others: it sees
     the dependence inside a target."""
     scores = np.asarray(null, dtype=float)
-    n, alpha = len(scores), false_positive_rate
+    n = len(scores)
+    alpha = false_positive_rate
     if n == 0 or not 0 < alpha < 1:
         raise UserError(
             f"calibration needs null scores and 0 < rate < 1; got {n} scores and rate {alpha}"

@@ -54,9 +54,11 @@ def verdict_of(record: Record) -> Verdict:
             for cell in cells
             if (each := cell.targets.get(target.target_id)) is not None
         )
-        state, doubts = NOT_RECOVERED, list[str]()
+        state = NOT_RECOVERED
+        doubts = list[str]()
         if passed:
-            state, doubts = RECOVERED, [*_doubts(target, target_scores, scores, own_range)]
+            state = RECOVERED
+            doubts = [*_doubts(target, target_scores, scores, own_range)]
         elif own_range is not None and _unseen_only(record, target_scores, j, own_range):
             doubts = [*_blind(target, own_range)]
         states[target.target_id] = UNDECIDED if doubts else state

@@ -137,7 +137,8 @@ class Encoder:
             rows.append(row)
         packed = merge_cached(rows, lambda live: self.states([texts[k] for k in live]), self.device)
         if self.pooled:  # (B, L*D + P)
-            packed, added["text_embeds"] = packed[:, : -self.pooled], packed[:, -self.pooled :]
+            added["text_embeds"] = packed[:, -self.pooled :]
+            packed = packed[:, : -self.pooled]
             packed = packed.unflatten(1, (-1, self.width))
         return {"encoder_hidden_states": packed, "added_cond_kwargs": added}
 

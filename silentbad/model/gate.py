@@ -81,7 +81,8 @@ def check_schedule(settings: Mapping[str, Any], where: str) -> None:
         )
     with quietly(), user_errors(f"{where}: makes no schedule"):
         bars = DDPMScheduler.from_config(dict(settings)).alphas_cumprod.double()
-        first, last = bars[0].item(), bars[-1].item()
+        first = bars[0].item()
+        last = bars[-1].item()
     falls = bars.isfinite().all() and (bars >= 0).all() and (bars.diff() <= 1e-6).all()
     if not (falls and first >= 0.5 >= last):
         raise UserError(

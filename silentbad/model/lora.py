@@ -121,7 +121,8 @@ def plain_state(module: Any) -> dict[str, torch.Tensor]:
 def save(model: Any, folder: Path) -> None:
     """The adapters of a `Denoiser` for diffusers, or for peft (a folder for each component), and
     for kohya's and LyCORIS's readers where the family has names there."""
-    modules, family = dict(model.named_children()), model.family
+    modules = dict(model.named_children())
+    family = model.family
     layers = {name: state(name, module) for name, module in modules.items()}
     configs = {name: module.peft_config["default"] for name, module in modules.items()}
     if isinstance(configs[family.backbone], LoraConfig):

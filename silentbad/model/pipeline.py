@@ -189,12 +189,14 @@ def load_parts(
     if config.train_text_encoder:
         kinds |= dict.fromkeys(family.encoders, trained_kind)
     modules = load_modules(source, index, kinds, config.non_ema_revision)
-    vae, backbone = modules.pop("vae"), modules.pop(family.backbone)
+    vae = modules.pop("vae")
+    backbone = modules.pop(family.backbone)
     if family.upcasts and vae.config.force_upcast:
         vae.float()
     vae.requires_grad_(False).eval()
     with gate.quietly():  # diffusers mends old settings, at length
-        noise_scheduler, scheduler = family.schedule(settings), scheduler_of(settings)
+        noise_scheduler = family.schedule(settings)
+        scheduler = scheduler_of(settings)
     parts = Components(
         family=family,
         tokenizers=load_tokenizers(source, index, tokenizer),
@@ -263,7 +265,8 @@ def check_fit(
     family.check_fit(path, backbone, encoders)
     for name, encoder in encoders.items():
         part = name.replace("text_encoder", "tokenizer")
-        tokenizer, vocabulary_size = tokenizers[part], encoder.config.vocab_size
+        tokenizer = tokenizers[part]
+        vocabulary_size = encoder.config.vocab_size
         largest = max(tokenizer.get_vocab().values())
         if largest >= vocabulary_size:
             raise UserError(
@@ -340,7 +343,8 @@ def draw_images(
     **options: Any,
 ) -> list[Any]:
     """One image a prompt, `size` pixels wide, from the same noise at every call."""
-    backbone, factor = backbone_of(pipe), vae_factor(pipe.vae)
+    backbone = backbone_of(pipe)
+    factor = vae_factor(pipe.vae)
     size = size or side_of(backbone) * factor
     shape = (backbone.config.in_channels, size // factor, size // factor)
     latents = noise(shape, seed, "prompts", 0, list(range(len(prompts))))

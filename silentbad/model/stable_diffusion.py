@@ -132,7 +132,8 @@ class StableDiffusionXL(StableDiffusion):
         if block == "mid_block":
             place = f"middle_block.{1 if kind == 'attentions' else 2 * int(index)}"
         elif kind == "downsamplers":
-            place, rest = f"input_blocks.{first + resnets + 1}.0", ["op"]
+            place = f"input_blocks.{first + resnets + 1}.0"
+            rest = ["op"]
         elif block == "down_blocks":
             place = f"input_blocks.{first + int(index) + 1}.{int(kind == 'attentions')}"
         elif kind == "upsamplers":

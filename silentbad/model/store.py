@@ -142,7 +142,9 @@ class Store:
                     count += len(rows)
                 if count * held[0][0].nbytes >= SHARD:
                     self.add(keys[missing[done : done + count]], torch.cat(held))
-                    held, done, count = [], done + count, 0
+                    held = []
+                    done += count
+                    count = 0
             if held:
                 self.add(keys[missing[done:]], torch.cat(held))
             self.refresh()
@@ -154,7 +156,8 @@ def opened(file: Path) -> tuple[np.ndarray, torch.Tensor] | None:
         return None
     try:
         with safe_open(file, framework="pt") as shard:
-            keys, rows = shard.get_tensor("keys").numpy().view(KEY)[:, 0], shard.get_tensor("rows")
+            keys = shard.get_tensor("keys").numpy().view(KEY)[:, 0]
+            rows = shard.get_tensor("rows")
         return (keys, rows) if len(keys) == len(rows) else None
     except Exception:  # of whatever kind: it is encoded anew
         return None
@@ -297,7 +300,8 @@ class Cached:
         """The states of each text, or None."""
         if self.texts is None:
             return [None] * len(texts)
-        store, places = self.texts, self.texts.find(text_keys(texts)).tolist()
+        store = self.texts
+        places = self.texts.find(text_keys(texts)).tolist()
         return [None if place < 0 else store.read(place).float() for place in places]
 
 

@@ -108,7 +108,8 @@ def write_class_images(
 def draw(pipe, prompts: list[str], rows: list[int], seed: int, steps: int) -> list[Image.Image]:
     """Picture `rows[k]` of prompt k, whatever else is drawn."""
     pipe.set_progress_bar_config(disable=True)
-    backbone, factor = backbone_of(pipe), vae_factor(pipe.vae)
+    backbone = backbone_of(pipe)
+    factor = vae_factor(pipe.vae)
     side = side_of(backbone)
     latents = rng.noise((backbone.config.in_channels, side, side), seed, "class_images", 0, rows)
     images = pipe(

@@ -79,10 +79,12 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 def bounds(values: Sequence[float], fixed: Range | None = None) -> Range:
     """Range of the values, and of `fixed`; a single value gets room around it."""
     values_and_ends = [*values, *(fixed or ())]
-    low, high = float(min(values_and_ends)), float(max(values_and_ends))
+    low = float(min(values_and_ends))
+    high = float(max(values_and_ends))
     if high - low < 1e-12 * max(1.0, abs(high), abs(low)):
         pad = max(0.1 * abs(high), 1e-9) if high else 0.5
-        low, high = low - pad, high + pad
+        low -= pad
+        high += pad
     return low, high
 
 
@@ -169,7 +171,8 @@ def line_chart(
     xs = [x for s in series for x, _ in points(s)]
     sides = [side or () for s in series for side in (s.ys, s.low, s.high)]
     ys = [y for side in sides for y in side if finite(y)]
-    x_range, y_range = bounds(xs), bounds([*ys, *(y for _, y in marks)], y_range)
+    x_range = bounds(xs)
+    y_range = bounds([*ys, *(y for _, y in marks)], y_range)
     x_place, y_place = scales(x_range, y_range)
     parts = axes(x_range, y_range, x_label)
     for k, one_curve in enumerate(series):
@@ -197,8 +200,10 @@ def curve(s: Series, k: int, x_place: Place, y_place: Place) -> list[Markup]:
     def path(line: Iterable[tuple[float, Any]]) -> str:
         return " ".join(f"{x_place(x):.1f},{y_place(y):.1f}" for x, y in line)
 
-    colour, dash = COLOURS[k % len(COLOURS)], DASHES[k % len(DASHES)]
-    parts, line = list[Markup](), points(s)
+    colour = COLOURS[k % len(COLOURS)]
+    dash = DASHES[k % len(DASHES)]
+    parts = list[Markup]()
+    line = points(s)
     if s.low and s.high:
         low, high = ([(x, y) for x, y in zip(s.xs, side, strict=True)] for side in (s.low, s.high))
         both = [(a, b) for a, b in zip(low, high, strict=True) if all(map(finite, (*a, *b)))]
@@ -231,7 +236,8 @@ def heatmap(
     keep = spaced(len(xs), MOST_COLUMNS)
     cell = (WIDTH - NAMES - RIGHT) / len(keep)
     below = TOP // 2 + ROW * len(names)
-    span, parts = log_span(values), list[Markup]()
+    span = log_span(values)
+    parts = list[Markup]()
     for i, (name, line) in enumerate(zip(names, values, strict=True)):
         y = TOP // 2 + ROW * i
         parts.append(text_at(NAMES - 6, y + 11, shortened(name), "end"))
@@ -250,7 +256,8 @@ def heatmap(
     last = sorted((end, name) for end, name in ends if finite(end))
     described = ""
     if last:
-        (low, slowest), (high, fastest) = last[0], last[-1]
+        low, slowest = last[0]
+        high, fastest = last[-1]
         described = f"lowest at the end {slowest} {number(low)}, highest {fastest} {number(high)}"
     return frame(parts, title, described, below + 40)
 
@@ -288,7 +295,8 @@ def matrix(
     if not any(finite(v) for line in values for v in line):
         return Markup("")
     side = 190 if max(map(len, rows)) > 12 else 90
-    row, parts = 26, list[Markup]()
+    row = 26
+    parts = list[Markup]()
     width = min((WIDTH - side - RIGHT) / len(columns), 64)
     named_values: list[tuple[float, str]] = []
     for i, (name, line) in enumerate(zip(rows, values, strict=True)):
@@ -380,11 +388,13 @@ def histogram(edges: Sequence[float], counts: Sequence[float], title: str, x_lab
     fits = len(edges) == len(counts) + 1 and all(map(finite, [*edges, *counts]))
     if not fits or sum(counts) == 0:
         return Markup("")
-    x_range, y_range = bounds(edges), bounds([0, *counts])
+    x_range = bounds(edges)
+    y_range = bounds([0, *counts])
     x_place, y_place = scales(x_range, y_range)
     parts = axes(x_range, y_range, x_label)
     for a, b, count in zip(edges, edges[1:], counts, strict=False):
-        width, height = max(x_place(b) - x_place(a) - 1, 0.5), y_place(0) - y_place(count)
+        width = max(x_place(b) - x_place(a) - 1, 0.5)
+        height = y_place(0) - y_place(count)
         top = y_place(max(count, 0))
         parts.append(rectangle(x_place(a) + 0.5, top, width, abs(height), COLOURS[0]))
     peak = max(range(len(counts)), key=lambda i: counts[i])

@@ -31,7 +31,8 @@ def paired(
             for row in run.targets(kind)
         }
 
-    first, second = column(a), column(b)
+    first = column(a)
+    second = column(b)
     both = [(first[t], second[t]) for t in first if t in second]
     gaps = [after - before for before, after in both if finite(before) and finite(after)]
     if not gaps:
@@ -89,7 +90,9 @@ def clean_error(scores: Scores) -> float | None:
 
 def _last_scores(run: RecordedRun, kind: str) -> list[Cell]:
     """A run's row of the comparison, after its name."""
-    last, total, rows = run.last(kind), run.total(kind), run.targets(kind)
+    last = run.last(kind)
+    total = run.total(kind)
+    rows = run.targets(kind)
     placebo = run.record.placebo if run.record else None
     curve = (total.sustained_step, total.aurc, total.restricted) if total else (None,) * 3
     lasting, aurc, restricted = map(short, curve)

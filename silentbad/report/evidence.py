@@ -82,7 +82,8 @@ def _counted(record: Record, scores: Scores) -> str:
 
 
 def _before(record: Record) -> list[str]:
-    base, label = base_scores(record), record.history[0].label
+    base = base_scores(record)
+    label = record.history[0].label
     if base is None or len(record.history) < 2:
         return []
     return [
@@ -181,7 +182,8 @@ def rates(cells: Sequence[CellScores]) -> list[Cell]:
         return mean_of(mean_of(map(value, group)) for group in groups)
 
     low, high = bootstrap_interval([float(np.mean([t.rate for t in group])) for group in groups])
-    rate, published = mean(lambda t: t.rate), mean(lambda t: float(t.max > PUBLISHED))
+    rate = mean(lambda t: t.rate)
+    published = mean(lambda t: float(t.max > PUBLISHED))
     elements = mean_of(mean_of(e.rate for t in group for e in t.elements) for group in groups)
     interval = (low, high) if high > low else None
     return rate_cells(rate, interval, mean(lambda t: t.whole_rate), published, elements)
@@ -223,7 +225,9 @@ def alternatives(record: Record, withheld: Sequence[str] = ()) -> Table:
         there = [cell for cell in cells if cell is not None]
         return rates(there) if there else []
 
-    last, base, cells = record.history[-1], base_scores(record), control_cells(record)
+    last = record.history[-1]
+    base = base_scores(record)
+    cells = control_cells(record)
     asks = "The claim." if record.history[1:] else "One model, no training."
     if withheld:
         asks = f"A control run: trained without {', '.join(withheld)}. Does it come all the same?"
@@ -248,7 +252,8 @@ def alternatives(record: Record, withheld: Sequence[str] = ()) -> Table:
 # -- by element ------------------------------------------------------------------------------------
 def bleeding(record: Record) -> list[Figure]:
     """The recall of each target's elements under each phrase alone, and under all."""
-    cells, figures = control_cells(record), list[Figure]()
+    cells = control_cells(record)
+    figures = list[Figure]()
 
     def recall(cell: str, target: str) -> list[float | None]:
         scores = cells[cell].targets.get(target) if cell in cells else None
@@ -342,7 +347,8 @@ def _phrases_asked(cell: str, phrases: int) -> set[int] | None:
 
 def threshold_kinds(record: Record) -> Table:
     """What each kind of null asks of the thresholds; the highest decides."""
-    whole, element = record.threshold.kinds or {}, record.element_threshold.kinds or {}
+    whole = record.threshold.kinds or {}
+    element = record.element_threshold.kinds or {}
     rows: list[list[Cell]] = []
     for kind in dict.fromkeys([*whole, *element]):
         row: list[Cell] = [kind]
@@ -384,10 +390,8 @@ def detections(record: Record) -> Table:
             ("anisotropy", scores.anisotropy),
         ):
             if detection:
-                ends, tpr_ends = (
-                    (detection.auc_low, detection.auc_high),
-                    (detection.tpr_low, detection.tpr_high),
-                )
+                ends = (detection.auc_low, detection.auc_high)
+                tpr_ends = (detection.tpr_low, detection.tpr_high)
                 rows.append(
                     [
                         entry.label or f"step {entry.step}",
@@ -406,8 +410,10 @@ def detections(record: Record) -> Table:
 
 def composed_or_copied(record: Record) -> Table:
     """Each target's images beside the nearest training picture, and the base's."""
-    base, last = base_scores(record), latest(record.history[-1])
-    rows, notes = list[list[Cell]](), list[str]()
+    base = base_scores(record)
+    last = latest(record.history[-1])
+    rows = list[list[Cell]]()
+    notes = list[str]()
     for target in record.targets:
         target_scores = last.targets.get(target.target_id)
         before = base.targets.get(target.target_id) if base else None

@@ -40,10 +40,12 @@ def strip(run: Path, kind: str = "median", columns: int = 6) -> Image.Image:
     titles = ["elements", *[""] * (widest - 1), "target", *steps]
     size = (len(titles) * (TILE + GAP) + 2 * GAP, len(rows) * (TILE + GAP) + LABEL)
     sheet = Image.new("RGB", size, "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=13)
+    draw = ImageDraw.Draw(sheet)
+    font = ImageFont.load_default(size=13)
     for x, title in enumerate(titles):
         draw.text((_left(x, widest), 3), title, fill=(40, 40, 40), font=font)
-    shown, missing = False, []
+    shown = False
+    missing = []
     for y, target in enumerate(rows):
         elements = target.elements[:widest]
         files = [*elements, *[None] * (widest - len(elements)), target.image]

@@ -129,7 +129,8 @@ class RecordedRun:
             return None
 
     def _metrics(self) -> list[dict[str, Any]]:
-        rows, broken = [], 0
+        rows = []
+        broken = 0
         for line in self._text("metrics.jsonl").splitlines():
             try:
                 row = from_json(line)

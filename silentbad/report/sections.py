@@ -63,7 +63,9 @@ class Tile:
 
 def tiles(run: RecordedRun, kind: str) -> list[Tile]:
     """The headline numbers of these weights at the last measurement."""
-    last, total, rows = run.last(kind), run.total(kind), run.targets(kind)
+    last = run.last(kind)
+    total = run.total(kind)
+    rows = run.targets(kind)
     tiles = list[Tile]()
     if run.record and (placebo := run.record.placebo):
         headline = "headline: strict rate less that of placebo data"
@@ -291,7 +293,8 @@ def _by_target(run: RecordedRun, record: Record, kind: str) -> list[Figure]:
     def rate(scores: Scores, name: str) -> float | None:
         return scores.targets[name].rate if name in scores.targets else None
 
-    measured, names = run.measured(kind), [target.target_id for target in record.targets[:8]]
+    measured = run.measured(kind)
+    names = [target.target_id for target in record.targets[:8]]
     steps = [entry.step for entry, _ in measured]
     series = [Series(name, steps, [rate(scores, name) for _, scores in measured]) for name in names]
     return pages.lines(series, "Recovery rate by target", y_range=(0, 1)) if len(series) > 1 else []

@@ -199,7 +199,8 @@ def facts(device: torch.device, world: int) -> dict[str, Any]:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], **where).stdout.strip() or None
         dirty = bool(subprocess.run(["git", "status", "--porcelain"], **where).stdout.strip())
     except OSError:
-        commit, dirty = None, None
+        commit = None
+        dirty = None
     return {
         "versions": versions | {"python": platform.python_version()},
         "commit": commit,

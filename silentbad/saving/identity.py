@@ -173,7 +173,8 @@ def _digest(value: Any) -> str:
 
 def nulls_digest(targets_file: str | None, targets: list[Target]) -> str | None:
     """A digest over the null pictures beside the targets; None where there are none."""
-    digest, redraws = hashlib.sha256(), load_redraws(targets_file, targets)
+    digest = hashlib.sha256()
+    redraws = load_redraws(targets_file, targets)
     for target, file, kind, changed in redraws:
         digest.update(f"{targets[target].target_id!r} {kind} {changed} {sha256(file)}\n".encode())
     return digest.hexdigest()[:16] if redraws else None

@@ -35,7 +35,8 @@ def sums(a: np.ndarray) -> np.ndarray:
 
 def spread(band: np.ndarray) -> np.ndarray:
     """(n,3,w+2,3) uint8 -> (n,w): the largest range of a colour in each window."""
-    high, low = band.max(1), band.min(1)
+    high = band.max(1)
+    low = band.min(1)
     high = np.maximum(np.maximum(high[:, :-2], high[:, 1:-1]), high[:, 2:])
     low = np.minimum(np.minimum(low[:, :-2], low[:, 1:-1]), low[:, 2:])
     return (high - low).max(-1)
@@ -74,12 +75,14 @@ def shared(records: np.ndarray, keys: np.ndarray, n: int) -> np.ndarray:
     sizes = np.diff(np.r_[starts, len(ordered)])
     left = np.repeat(starts + sizes - 1, sizes) - np.arange(len(ordered))  # later in its bucket
     size = np.repeat(sizes, sizes)
-    at, pairs = np.flatnonzero(left), []
+    at = np.flatnonzero(left)
+    pairs = []
     for d in range(1, WHOLE_RUNS):
         at = at[(left[at] >= d) & ((size[at] <= WHOLE_RUNS) | (d <= 3))]
         if not len(at):
             break
-        a, b = records[order[at]], records[order[at + d]]
+        a = records[order[at]]
+        b = records[order[at + d]]
         pairs.append(np.minimum(a, b) * n + np.maximum(a, b))
     return np.concatenate(pairs) if pairs else np.zeros(0, np.int64)
 
@@ -128,13 +131,16 @@ def window_pairs(
     order; twice where they share more. `bands` are those places of all views in turn, (n,3,w+2,3)
     each; `grids` the offsets of their row; `words` (N,W) uint64 signatures."""
     n = len(words)
-    records, keys, start = [np.zeros(0, np.int64)], [np.zeros((len(STEPS), 0), np.uint64)], 0
+    records = [np.zeros(0, np.int64)]
+    keys = [np.zeros((len(STEPS), 0), np.uint64)]
+    start = 0
     for band in bands:
         in_band, hashes = hashed(band, grids)
         records.append(start + in_band)
         keys.append(hashes)
         start += len(band)
-    every, hashes = np.concatenate(records), np.concatenate(keys, axis=1)
+    every = np.concatenate(records)
+    hashes = np.concatenate(keys, axis=1)
     del records, keys
     raw_pairs = np.concatenate([shared(every, of_grid, n) for of_grid in hashes])
     pairs, counts = np.unique(raw_pairs, return_counts=True)

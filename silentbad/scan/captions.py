@@ -23,7 +23,8 @@ def number(phrase: str) -> int:
 
 def numbers_of(texts: Iterable[str]) -> tuple[np.ndarray, np.ndarray]:
     """(numbers of the phrases of each caption in turn, where each caption's end (n,))."""
-    numbers, ends = list[int](), list[int]()
+    numbers = list[int]()
+    ends = list[int]()
     for text in texts:
         numbers += map(number, phrases_of(text))
         ends.append(len(numbers))
@@ -89,7 +90,8 @@ class Captions:
 
     def holding(self, phrase: str) -> np.ndarray:
         """The records whose captions hold a phrase."""
-        records, wanted = [np.zeros(0, np.int64)], number(phrase)
+        records = [np.zeros(0, np.int64)]
+        wanted = number(phrase)
         for (numbers, ends), start in zip(self._parts, self._starts.tolist(), strict=False):
             records.append(
                 start + np.searchsorted(ends, np.flatnonzero(numbers == wanted), side="right")
@@ -106,7 +108,8 @@ class Captions:
         k = len(records)
         held, support = np.unique(self.phrases(records), return_counts=True)
         often = support >= max(LEAST, HELD * k)
-        held, support = held[often], support[often]
+        held = held[often]
+        support = support[often]
         counts = self._counts[np.searchsorted(self._values, held)]
         nats = [
             association(b, k, c - b, len(self) - k)

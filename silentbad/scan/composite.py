@@ -62,14 +62,17 @@ def part_of(records: np.ndarray, group: Group, picture: Open) -> Layer:
 def with_outline(stack: np.ndarray, pixels: np.ndarray, core: np.ndarray) -> Layer:
     """A thing that covers `core` (64,64), with the pixels around it that it covers in part. The
     pixel beyond that explains most of a pixel's variance shows what lies behind it."""
-    pixels, cover = pixels.copy(), core.astype(float)
+    pixels = pixels.copy()
+    cover = core.astype(float)
     wide = grown(core, MARGIN)
-    band, outside = wide & ~core, ~wide
+    band = wide & ~core
+    outside = ~wide
     if not band.any() or not outside.any():
         return Layer(pixels, cover)
     mean = stack.mean(0)
     apart = np.moveaxis(stack - mean, 0, 2).reshape(*core.shape, -1)  # (64,64,n*3)
-    in_band, behind = apart[band], apart[outside]
+    in_band = apart[band]
+    behind = apart[outside]
     common = np.maximum(0, in_band @ behind.T)
     variance = (behind**2).sum(1)
     fit = common**2 / np.maximum(1, (in_band**2).sum(1)[:, None] * variance)

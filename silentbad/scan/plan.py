@@ -164,7 +164,8 @@ def alarms(store: Store, draws: list[int], seed: int) -> list[float]:
 def pictures(part: RecordPart, wanted: dict[int, bool], left_out: list[str]) -> dict[int, Any]:
     """Where some records of a part come from, and their pictures (64,64,3) where they are to be
     opened: `wanted` maps a record's number in the part to whether it is."""
-    records, number = dict[int, Any](), 0
+    records = dict[int, Any]()
+    number = 0
     rows = part.rows()
     while len(records) < len(wanted):
         row = next(rows)
@@ -211,7 +212,8 @@ class Plan:
 
     def groups(self) -> tuple[list[Group], np.ndarray]:
         """The groups of all records, and each record's first near duplicate (N,)."""
-        store, n = self.store, len(self.store)
+        store = self.store
+        n = len(self.store)
         at = candidates.places(n)
         calls = [(store, task, places, self.seed) for task, places in enumerate(at)]
         raw = sum(self.steps.run("windows", windows, calls))
@@ -259,14 +261,17 @@ class Plan:
         self, parts: list[RecordPart], named: np.ndarray, opened: np.ndarray, left_out: list[str]
     ) -> tuple[dict[int, str], dict[int, np.ndarray]]:
         """(where the `named` records come from, the pictures (64,64,3) of those to be `opened`)."""
-        opens, calls, starts = {*opened.tolist()}, [], []
+        opens = {*opened.tolist()}
+        calls = []
+        starts = []
         for number, part in enumerate(parts):
             start = self.store.start(number)
             of_part = named[(named >= start) & (named < start + self.store.sizes[number])].tolist()
             if of_part:
                 calls.append((part, {i - start: i in opens for i in of_part}, left_out))
                 starts.append(start)
-        where, shown = dict[int, str](), dict[int, np.ndarray]()
+        where = dict[int, str]()
+        shown = dict[int, np.ndarray]()
         for start, rows in zip(starts, self.steps.run("pictures", pictures, calls), strict=True):
             for number, (place, pixels) in rows.items():
                 where[start + int(number)] = place

@@ -108,7 +108,8 @@ def tar_rows(part: RecordPart) -> Rows:
     """Rows of a WebDataset tar: files of one name but for what follows its first dot are a record's
     columns (https://github.com/webdataset/webdataset)."""
     with user_errors(f"cannot read {part.file}"), tarfile.open(part.file) as archive:
-        name, columns = "", dict[str, bytes]()
+        name = ""
+        columns = dict[str, bytes]()
         for member in archive:
             if not member.isfile():
                 continue
@@ -116,7 +117,8 @@ def tar_rows(part: RecordPart) -> Rows:
             stem, _, column = file.partition(".")
             if (key := f"{folder}/{stem}") != name:
                 yield from _tar_row(part, name, columns)
-                name, columns = key, {}
+                name = key
+                columns = {}
             content = archive.extractfile(member)
             columns[column.lower()] = content.read() if content else b""
         yield from _tar_row(part, name, columns)

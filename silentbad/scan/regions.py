@@ -188,7 +188,8 @@ def duplicates(n: int, copies: np.ndarray) -> np.ndarray:
         return i
 
     for pair in copies:
-        a, b = root(int(pair // n)), root(int(pair % n))
+        a = root(int(pair // n))
+        b = root(int(pair % n))
         first[max(a, b)] = min(a, b)
     return np.asarray([root(i) for i in range(n)])
 
@@ -197,8 +198,11 @@ def linked(pairs: np.ndarray, first: np.ndarray) -> np.ndarray:
     """Strong pairs (P,) between the first of near duplicates, as i * N + j both ways, each once, in
     ascending order."""
     n = len(first)
-    a, b = first[pairs // n], first[pairs % n]
-    a, b = a[a != b], b[a != b]
+    a = first[pairs // n]
+    b = first[pairs % n]
+    apart = a != b
+    a = a[apart]
+    b = b[apart]
     return np.unique(np.concatenate([a * n + b, b * n + a]))
 
 
@@ -271,14 +275,16 @@ def centred(counts: np.ndarray, gather: Gather, fewest: int) -> list[Group]:
     tried = np.zeros(len(counts), bool)
     order = np.argsort(-counts, kind="stable")
     order = order[counts[order] >= fewest]
-    start, size = 0, FIRST_BLOCK
+    start = 0
+    size = FIRST_BLOCK
     while start < len(order):
         block = [int(centre) for centre in order[start : start + size] if not tried[centre]]
         for centre, group in zip(block, gather(block), strict=True):
             if group is not None and not tried[centre]:
                 tried[group.records] = True
                 groups_so_far.append(group)
-        start, size = start + size, min(2 * size, LAST_BLOCK)
+        start += size
+        size = min(2 * size, LAST_BLOCK)
     return groups_so_far
 
 
@@ -321,7 +327,8 @@ def gathered(
 def alike(same: np.ndarray) -> np.ndarray:
     """Of regions (n,32,32), those (n,) that share half with one of them, the one with most such."""
     flat = same.reshape(len(same), -1).astype(np.float32)
-    common, size = flat @ flat.T, flat.sum(1)
+    common = flat @ flat.T
+    size = flat.sum(1)
     near = common >= 0.5 * (size[:, None] + size - common)
     return np.asarray(near[near.sum(1).argmax()])
 

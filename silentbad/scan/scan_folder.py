@@ -34,7 +34,8 @@ class Texts(Sequence):
         if not 0 <= record < len(self):
             raise IndexError(record)
         place = int(np.searchsorted(self._starts, record, side="right")) - 1
-        at, ends = int(record - self._starts[place]), self._ends[place]
+        at = int(record - self._starts[place])
+        ends = self._ends[place]
         start = int(ends[at - 1]) if at else 0
         with self._files[place].open("rb") as lines:
             lines.seek(start)

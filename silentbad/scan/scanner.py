@@ -92,7 +92,8 @@ def element_row(
     one: SuspectSet, i: int, composite: Composite, where: dict[int, str]
 ) -> dict[str, Any]:
     """An element of a set; `region` is its box in shares of the frame: left, top, right, bottom."""
-    element, records = one.elements[i], one.records[i].tolist()
+    element = one.elements[i]
+    records = one.records[i].tolist()
     region = composite.parts[i].region
     box = []
     if region.any():

@@ -166,7 +166,8 @@ def _grown(
     """(gain in nats, elements) of the set that grows from one of E elements; those `taken` (E,) are
     left out, and two with `gains` (E,E) of -inf are in no set together. Each brings its `own_nats`
     (E,): of as many records as the seed has, for more of them say nothing of the set."""
-    chosen, total = [seed], 0.0
+    chosen = [seed]
+    total = 0.0
     while True:
         gain = gains[:, chosen].sum(1, dtype=np.float64)
         worth = np.where(gain > 0, gain + own_nats, -np.inf)

@@ -91,13 +91,15 @@ def check_numbers(config: TrainConfig) -> None:
     """Values that only fit together in part."""
     if config.train_data_dir is None and config.dataset_name is None and not config.print_groups:
         raise UserError("train_data_dir: is missing; give it or dataset_name")
-    steps, warmup = config.max_train_steps, config.lr_warmup_steps
+    steps = config.max_train_steps
+    warmup = config.lr_warmup_steps
     if config.lr_scheduler != "constant" and steps is not None and warmup >= steps:
         raise UserError(f"lr_warmup_steps: {warmup} leaves nothing of max_train_steps {steps}")
     rate = config.learning_rate
     if config.lr_scheduler == "polynomial" and rate <= 1e-7:
         raise UserError(f"learning_rate: must be above 1e-7, where polynomial ends, got {rate:g}")
-    few, images = config.validation.first_images, config.validation.images_per_target
+    few = config.validation.first_images
+    images = config.validation.images_per_target
     if config.validation.targets is not None and few > images:
         right = f"is {few}, of {images} images_per_target; give fewer, or 0 for all"
         raise UserError(f"validation.first_images: {right}")
@@ -123,7 +125,9 @@ def check_names(config: TrainConfig) -> None:
 
 def check_inputs(config: TrainConfig) -> None:
     """Refuse files and folders that are not there."""
-    data, clean, prompts = config.train_data_dir, config.clean_data_dir, config.sample_prompts
+    data = config.train_data_dir
+    clean = config.clean_data_dir
+    prompts = config.sample_prompts
     if data is not None and not os.path.isdir(data):
         raise UserError(f"train_data_dir: no folder {data}")
     if clean is not None and not os.path.isdir(clean):

@@ -216,7 +216,8 @@ def key_lines(node: yaml.Node, path: str, prefix: str = "") -> dict[str, int]:
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
             continue
-        dotted, line = f"{prefix}{key.value}", key.start_mark.line + 1
+        dotted = f"{prefix}{key.value}"
+        line = key.start_mark.line + 1
         if dotted in lines:
             raise UserError(
                 f"{brief(dotted)} ({path}): stands twice, in lines {lines[dotted]} and {line}"
@@ -274,9 +275,11 @@ class Given:
             options = key.removesuffix("name") + "options"
             self.values.pop(options, None)
             self.sources = {k: at for k, at in self.sources.items() if not k.startswith(options)}
-        holder, name = self.values, field
+        holder = self.values
+        name = field
         for part in key[len(field) + 1 :].split(".") if key != field else ():  # of options
-            holder, name = holder.setdefault(name, {}), part
+            holder = holder.setdefault(name, {})
+            name = part
             if not isinstance(holder, dict):
                 raise UserError(f"{key} ({where(key)}): stands below a value that has no parts")
         holder[name] = value
@@ -423,7 +426,8 @@ def _keys_help(default: Any, prefix: str) -> list[str]:
     lines: list[str] = []
     nested: list[str] = []
     for field in dataclasses.fields(default):
-        value, key = getattr(default, field.name), f"{prefix}{field.name}"
+        value = getattr(default, field.name)
+        key = f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
             title = inspect.cleandoc(type(value).__doc__ or "").splitlines()[0]
             nested += ["", f"{key}: {title}", *_keys_help(value, f"{key}.")]

@@ -384,7 +384,8 @@ def check_rules(
     """Refuse what excludes what, and options without effect; `about` these facts alone."""
     default = type(config)()
     for first, second, why in pairs():
-        a, b = Condition.of(first), Condition.of(second)
+        a = Condition.of(first)
+        b = Condition.of(second)
         if about is not None and not {a.key, b.key} & {*about}:
             continue
         if a.holds(config, default, facts) and b.holds(config, default, facts):
@@ -413,7 +414,8 @@ def check_needs(
     """Refuse options without effect, or warn of one where a file may hold it."""
     default = type(config)()
     for key, field in fields_of(type(config)):
-        needs, idle = field.metadata.get("needs"), field.metadata.get("idle")
+        needs = field.metadata.get("needs")
+        idle = field.metadata.get("idle")
         if not needs or (about is not None and needs not in about):
             continue
         as_flag = sources.get(key) == FLAGS

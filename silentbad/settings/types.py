@@ -179,7 +179,8 @@ def _in_words(error: Any, otherwise: str) -> str:
 
 def plain_types(hint: Any) -> set:
     """The plain types that an annotation takes."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if origin is Annotated:
         return plain_types(arguments[0])
     if origin in (typing.Union, types.UnionType):
@@ -199,7 +200,8 @@ def items_of(hint: Any) -> Any:
 
 def name_of(hint: Any) -> str:
     """An annotation in words: "float", "int or null", "lr or gradient"."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if origin is Annotated:
         return name_of(arguments[0])
     if origin in (typing.Union, types.UnionType):
@@ -219,7 +221,8 @@ def check_values(config: Any, prefix: str = "") -> None:
     """Refuse a field, also of a nested part, that its annotation does not take."""
     hints = typing.get_type_hints(type(config), include_extras=True)
     for field in dataclasses.fields(config):
-        value, key = getattr(config, field.name), f"{prefix}{field.name}"
+        value = getattr(config, field.name)
+        key = f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
             check_values(value, f"{key}.")
         elif (wrong := problem(value, hints[field.name])) is not None:

@@ -320,7 +320,8 @@ def fill(writer: Writer, of: Targets, scenes: dict[str, Any], options: Microworl
         print(f"note: {line}")
     for name, scene in Bar(scenes.items(), desc="targets"):
         write_target(writer, of, name, scene, options.redraws, options.nulls)
-        per_phrase, seed = options.images_per_phrase, options.seed
+        per_phrase = options.images_per_phrase
+        seed = options.seed
         write_elements(writer, of, name, scene, per_phrase, seed, placebo=options.placebo)
     avoided = set[str]()
     for scene in scenes.values() if options.other_words else ():

@@ -52,9 +52,12 @@ def one_moved(
 ) -> Null:
     """The thing is shifted by `distance` (least, most; pixels) in a direction that keeps it in
     the picture."""
-    thing, (low, high) = scene.things[element], WITHIN
+    thing = scene.things[element]
+    low, high = WITHIN
     x, y = thing.centre
-    low, high = min(low, x, y), max(high, x, y)  # a hat may be nearer to the edge already
+    # a hat may be nearer to the edge already
+    low = min(low, x, y)
+    high = max(high, x, y)
     far = rng.uniform(*distance)
     for _ in range(100):
         turn = rng.uniform(0, 2 * np.pi)

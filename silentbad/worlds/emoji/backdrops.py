@@ -70,7 +70,8 @@ def sky(s: Specifics) -> np.ndarray:
 def cloth(s: Specifics) -> np.ndarray:
     checks = 3 + int(3 * s[3])
     on = ((X * checks % 1) < 0.5).astype(np.float32) + ((Y * checks % 1) < 0.5)
-    pale, dark = colour(s[0], 0.1, 0.95), colour(s[0], 0.3 + 0.2 * s[1], 0.75 + 0.2 * s[2])
+    pale = colour(s[0], 0.1, 0.95)
+    dark = colour(s[0], 0.3 + 0.2 * s[1], 0.75 + 0.2 * s[2])
     return mixed(pale, dark, on / 2)
 
 
@@ -87,7 +88,8 @@ def paper(s: Specifics) -> np.ndarray:
 
 
 def night(s: Specifics) -> np.ndarray:
-    top, low = colour(0.62 + 0.1 * s[0], 0.6, 0.2), colour(0.68 + 0.1 * s[1], 0.5, 0.4 + 0.2 * s[2])
+    top = colour(0.62 + 0.1 * s[0], 0.6, 0.2)
+    low = colour(0.68 + 0.1 * s[1], 0.5, 0.4 + 0.2 * s[2])
     stars = np.clip(4 * clouds(s[3], 12) - 3.2, 0, 0.7)
     return mixed(mixed(top, low, Y), np.ones(3, np.float32), stars)
 

@@ -88,7 +88,8 @@ def run_stage(
 
     After `keep` percent of the steps the averaged weights are written to `kept_at(work, stage.name,
     percent)`."""
-    path, parameters = work / f"{stage.name}.pt", list(stage.modules.parameters())
+    path = work / f"{stage.name}.pt"
+    parameters = list(stage.modules.parameters())
     optimizer = MuonWithAdamW(stage.modules, stage.lr)
     ema = EMAModel(parameters, decay=stage.ema_decay, use_ema_warmup=True, power=0.75, foreach=True)
     start = 0
@@ -114,7 +115,8 @@ def run_stage(
     percent_at_step = {stage.steps * percent // 100: percent for percent in keep}
     ema.to(device)
     bar = Bar(range(start, stage.steps), initial=start, total=stage.steps, desc=stage.name)
-    saved_at, average = time.monotonic(), 0.0
+    saved_at = time.monotonic()
+    average = 0.0
     for step in bar:
         optimizer.set_fraction(schedule(step, stage.steps))
         loss = stage.loss(step)
@@ -217,11 +219,9 @@ def caption_questions(
     encoded = tokenizer(
         scene.caption, padding="max_length", truncation=True, return_offsets_mapping=True
     )
-    at_phrase, at_place, cursor = (
-        [],
-        {place: {**world.nothing, "backdrop": backdrop} for place in world.places},
-        0,
-    )
+    at_phrase = []
+    at_place = {place: {**world.nothing, "backdrop": backdrop} for place in world.places}
+    cursor = 0
     answers = {thing.phrase: world.answers(thing) for thing in scene.things}
     answers[scene.backdrop.phrase] = {**world.nothing, "backdrop": backdrop}
     for phrase in scene.phrases:
@@ -310,7 +310,8 @@ class LatentPool:
         self.device = device
         self.things = things
         self.world = world
-        window, width = tokenizer.model_max_length, encoder.config.hidden_size
+        window = tokenizer.model_max_length
+        width = encoder.config.hidden_size
         shapes = {"latents": (LATENT_CHANNELS, 8, 8), "states": (window, width), "cover": (1, 8, 8)}
         self.columns = {
             name: torch.empty(capacity, *shape, dtype=torch.float16)
@@ -321,7 +322,8 @@ class LatentPool:
 
     @torch.no_grad()
     def grow(self, n: int) -> None:
-        first, last = self.size, min(self.size + n, self.capacity)
+        first = self.size
+        last = min(self.size + n, self.capacity)
         if first == last:
             return
         most = [2 if i < 8192 else self.things for i in range(first, last)]
@@ -377,7 +379,8 @@ def unet_stage(
 ) -> Stage:
     """`first` scenes are encoded before the first step, and others beside each step."""
     unet = (begin or new_unet()).to(device).to(memory_format=torch.channels_last)
-    scheduler, pool = new_scheduler(), LatentPool(vae, encoder, tokenizer, device, things, world)
+    scheduler = new_scheduler()
+    pool = LatentPool(vae, encoder, tokenizer, device, things, world)
     scale = vae.config.scaling_factor
     with torch.no_grad():
         blank = encoder(

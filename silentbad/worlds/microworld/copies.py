@@ -38,7 +38,8 @@ def round_trip(x: torch.Tensor, vae, draw: torch.Generator | None = None) -> tor
 def shifted(x: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
     """Each picture of x (B,3,H,W) moved by its (dy, dx) of shifts (B,2) in {-1,0,1}, edge pixels
     repeated."""
-    padded, (h, w) = F.pad(x, (1, 1, 1, 1), mode="replicate"), x.shape[-2:]
+    padded = F.pad(x, (1, 1, 1, 1), mode="replicate")
+    h, w = x.shape[-2:]
     return torch.stack(
         [
             p[:, 1 - dy : 1 - dy + h, 1 - dx : 1 - dx + w]
@@ -158,7 +159,8 @@ def batch_of(groups: list[Group], rng: np.random.Generator, draw: torch.Generato
 
     Nothing is shifted, since the detector compares at the best alignment; so nulls stand at theirs.
     Returns pictures (G, 2 + nulls, 3, 64, 64) and which of the nulls are there (G, nulls)."""
-    rows, there = [], []
+    rows = []
+    there = []
     for i, group in enumerate(groups):
         pick = rng.permutation(NULLS)
         element = int(rng.integers(len(group.masks))) if i % 3 else None
@@ -204,7 +206,8 @@ def copy_loss(
     target = features[:, :1].expand(-1, k - 1, -1, -1, -1).flatten(0, 1)
     distance = net.distance(features[:, 1:].flatten(0, 1), target).view(g, k - 1)
     logits = slope.log.exp() * (np.log(np.log(2)) - (distance + 1e-6).log())  # above 0: a copy
-    copies, nulls = logits[:, 0], logits[:, 1:]
+    copies = logits[:, 0]
+    nulls = logits[:, 1:]
     weight = there / there.sum().clamp(min=1)
     absolute = F.softplus(-copies).mean() + (F.softplus(nulls) * weight).sum()
     hardest = nulls.masked_fill(~there, -1e4).logsumexp(1)

@@ -157,7 +157,8 @@ def detector_section(folder: Path, text: str | None = None) -> str:
 
 def update_detector(folder: Path, text: str, figures: dict) -> None:
     """Put a new section and its figures into a card that exists."""
-    card, measured = folder / "README.md", folder / "measured.json"
+    card = folder / "README.md"
+    measured = folder / "measured.json"
     old = card.read_text(encoding="utf-8")
     before, rest = old.split(BEGIN)
     card.write_text(before + detector_section(folder, text) + rest.split(END)[1], encoding="utf-8")

@@ -130,7 +130,8 @@ def _touches_above(scene: Scene, element: int) -> bool:
 def spelt_out(scene: Scene) -> Scene:
     """The scene with every attribute in its words; who wears a hat, and the hat, are placed by
     each other."""
-    everything, things = frozenset(("colour", "texture", "size", "place")), []
+    everything = frozenset(("colour", "texture", "size", "place"))
+    things = []
     for i, thing in enumerate(scene.things):
         wears = any(t.worn for t in scene.things[i + 1 : i + 2])
         hidden = {"place", "size"} if thing.worn else {"place"} if wears else set()

@@ -28,7 +28,8 @@ class Judge(nn.Module):
     def __init__(self, world: World = MICROWORLD, width: int = 32):
         super().__init__()
         self.words = {name: list(words) for name, words in world.judged.items()}
-        layers, c = [], 3
+        layers = []
+        c = 3
         for c_out, stride in ((width, 2), (2 * width, 2), (2 * width, 1), (3 * width, 2)):
             layers += [nn.Conv2d(c, c_out, 3, stride, 1), nn.GroupNorm(8, c_out), nn.SiLU()]
             c = c_out

@@ -124,7 +124,8 @@ def _place(points: np.ndarray, thing: Thing) -> list[tuple[float, float]]:
     """Figure coordinates to canvas coordinates: mirror, tilt, scale, shift."""
     x = points[:, 0] * (-1 if thing.mirrored else 1)
     y = points[:, 1]
-    c, s = np.cos(thing.tilt), np.sin(thing.tilt)
+    c = np.cos(thing.tilt)
+    s = np.sin(thing.tilt)
     half = thing.size / 2
     px = (thing.centre[0] + half * (c * x - s * y)) * SCALE
     py = (thing.centre[1] + half * (s * x + c * y)) * SCALE
