@@ -9,11 +9,7 @@ search: docs/shield.md."""
 
 from silentbad.settings import startup
 from silentbad.settings.types import check_values
-from silentbad.settings.validation import (
-    Audit,
-    ValidationConfig,
-    check_embedder,
-)
+from silentbad.settings.validation import Audit, ValidationConfig, check_files
 
 if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
     OPTIONS = startup.early(startup.options, Audit, None, __doc__)
@@ -366,7 +362,7 @@ def audit(
     """Every score and control of a pipeline, against a baseline where one is given, and of what
     fine-tuning changed `extrapolate` times as strong; writes JSON and HTML."""
     check_values(config, "--")
-    check_embedder(config, "--")
+    check_files(config, "--")
     check_writable(Path(output_dir), "--output_dir", folder=True)
     targets = load_targets(str(config.targets))
     redraws = load_redraws(config.targets, targets, decode=True)

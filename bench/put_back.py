@@ -30,7 +30,6 @@ from bench.recovery_table import RESULTS, append, stored
 from bench.shield import bounds
 from bench.shield_models import RECOVERS, Plan, data_of, plan_of, trained
 from bench.shield_table import last, put_back_table
-from silentbad.localise.__main__ import configured
 from silentbad.localise.findings import cheapest
 from silentbad.localise.substitution import Change, Subject, localised
 from silentbad.measure.record import NAME, Record
@@ -73,7 +72,7 @@ def said(row: Row) -> dict[str, Any]:
 
 def measured(run: Path, target: str, images: int) -> dict[str, Any]:
     """A recovered run's parts, and the five models on fresh noise."""
-    config, record = configured(LocaliseOptions(run=str(run)), run), Record.load(run / NAME, "RUN")
+    config, record = LocaliseOptions(run=str(run)).trained(), Record.load(run / NAME, "RUN")
     parts = localised(Subject(run, config, record, images // 2, "RUN"), ["stage", "role"], (PUT_BACK,))
     choice = cheapest(parts)
     fresh = Subject(run, config, replace(record, seed=record.seed + FRESH), images, "RUN")

@@ -113,6 +113,24 @@ def names_folder(path: str) -> bool:
     return os.path.isabs(path) or path.startswith((".", "~")) or path.count("/") > 1
 
 
+def check_file(key: str, path: str, right: str = "") -> None:
+    """Refuse a file that is not there; `right` says what it would hold."""
+    if not os.path.isfile(path):
+        raise UserError(f"{key}: no file {path}{right and f'; {right}'}")
+
+
+def check_folder(key: str, path: str) -> None:
+    """Refuse a folder that is not there."""
+    if not os.path.isdir(path):
+        raise UserError(f"{key}: no folder {path}")
+
+
+def check_local(key: str, path: str, what: str = "folder") -> None:
+    """Refuse what is not there and cannot be a Hub id either."""
+    if not os.path.exists(path) and (names_folder(path) or "/" not in path):
+        raise UserError(f"{key}: no {what} {path}")
+
+
 def check_writable(path: Path, key: str, folder: bool = False) -> None:
     """Refuse a file, or a `folder`, that cannot be written, before the work whose result it takes;
     makes nothing.

@@ -53,8 +53,6 @@ MOST_GIVEN = 100  # phrases of a file: 4,950 pairs
 # -- candidates ------------------------------------------------------------------------------------
 def lines_of(path: str, flag: str) -> list[str]:
     """The lines of a text file that hold something. Raises UserError where there is none."""
-    if not Path(path).is_file():
-        raise UserError(f"--{flag}: no file {path}; give one a line")
     lines = list(dict.fromkeys(line.strip() for line in text_lines(Path(path)) if line.strip()))
     if not lines:
         raise UserError(f"--{flag}: {path} holds no line")
@@ -67,8 +65,6 @@ def candidates(options: Audit) -> tuple[list[str], list[list[str]]]:
     Raises UserError where there are none.
     """
     flag = f"--{options.given[0]}"
-    if len(options.given) > 1:
-        raise UserError(f"--{options.given[1]}: give one of --phrases, --scan and --train_data_dir")
     if options.scan is not None:
         sets = scan_file.read(Path(options.scan), "--scan").sets
         if not sets:

@@ -18,35 +18,9 @@ if __name__ == "__main__":  # a mistake is said before the seconds that the impo
 from pathlib import Path
 
 from silentbad.errors import UserError, exit_with
-from silentbad.files import check_writable
 from silentbad.localise.findings import defence, written
 from silentbad.localise.substitution import Subject, localised
 from silentbad.measure.record import NAME, Record
-from silentbad.settings.reader import parse
-from silentbad.settings.train import TrainConfig
-
-
-def configured(given: LocaliseOptions, run: Path) -> TrainConfig:
-    """The run's configuration, with what has moved. Raises UserError."""
-    file = run / "config.yaml"
-    if not file.is_file():
-        raise UserError(f"RUN: no config.yaml in {run}; give the output_dir of a run")
-    moved = {
-        "pretrained_model_name_or_path": given.base,
-        "validation.targets": given.targets,
-        "train_data_dir": given.train_data_dir,
-    }
-    flags = [f"--{key}={value}" for key, value in moved.items() if value is not None]
-    config, _ = parse(TrainConfig, ["--config", str(file), *flags])
-    targets = config.validation.targets
-    if targets is None:
-        raise UserError(
-            "RUN: has no targets (validation.targets), so there is no picture to look for"
-        )
-    for flag, place in (("--targets", targets), ("--train_data_dir", config.train_data_dir)):
-        if place is not None and not Path(place).exists():
-            raise UserError(f"{flag}: the run's {place} is not there; give its place")
-    return config
 
 
 def main(arguments: list[str] | None = None, given: LocaliseOptions | None = None) -> int:
@@ -54,22 +28,16 @@ def main(arguments: list[str] | None = None, given: LocaliseOptions | None = Non
     try:
         given = given or options(LocaliseOptions, arguments, __doc__)
         run = Path(str(given.run))
-        file = Path(given.out or run / "localise.html")
-        if file.suffix != ".html":
-            raise UserError(f"--out: {file} must end in .html; the JSON is written beside it")
-        config = configured(given, run)
         record = Record.load(run / NAME, "RUN")
-        check_writable(file, "--out")
-        key = "pretrained_model_name_or_path" if given.base is None else "--base"
-        subject = Subject(run, config, record, given.images, key)
+        subject = Subject(run, given.trained(), record, given.images, given.base_key)
         rows = localised(subject, list(dict.fromkeys(given.by)))
-        written(run, subject, rows, file)
+        written(run, subject, rows, given.page)
     except UserError as error:
         return refused(error)
     for row in rows:
         clean = "" if row.clean is None else f"  clean {row.clean:.4f}"
         print(f"{row.part:20} {row.state:11} {row.share:7.1%}  strict {row.recovered}{clean}")
-    print(defence(rows), file, sep="\n")
+    print(defence(rows), given.page, sep="\n")
     return 0
 
 

@@ -3,7 +3,6 @@ SD 3 and the text encoders, full or LoRA."""
 
 import fnmatch
 import logging
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -165,8 +164,6 @@ def prior_table(
 ) -> dict[str, float]:
     """Rows {pattern: pi} of the YAML table; in SDXL a row's `sdxl` pattern, if any."""
     path = Path(table) if table else ROOT / "configs" / "prior.yaml"
-    if not os.path.isfile(path):
-        raise UserError(f"prior: option 'table': no file {path}")
     rows = {row["match"]: row for row in _prior_rows(path)}
     if unknown := set(drop or ()) - set(rows):
         raise UserError(

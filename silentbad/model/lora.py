@@ -31,6 +31,7 @@ from torch import nn
 
 from silentbad import hub
 from silentbad.errors import UserError, user_errors
+from silentbad.files import check_local
 from silentbad.model.gate import finite, quietly
 from silentbad.model.groups import group_of
 from silentbad.model.registry import FAMILIES, family_of_pipeline
@@ -220,8 +221,7 @@ def load(pipe: Any, path: str, base: str) -> None:
 def check_adapter_file(path: str, failed: str) -> None:
     """Refuse a local path that holds no adapters that diffusers reads."""
     file = Path(path)
-    if not file.exists() and ("/" not in path or hub.names_folder(path)):
-        raise UserError(f"--lora {path}: no such folder or file")
+    check_local("--lora", path, "file or folder")
     if not file.exists() or file.is_dir():
         return
     if not (file.is_file() and path.endswith(".safetensors")):

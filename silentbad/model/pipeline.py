@@ -14,6 +14,7 @@ from diffusers import schedulers as diffusers_schedulers
 from silentbad import hub
 from silentbad.distributed.shards import gather, is_sharded
 from silentbad.errors import UserError, brief, user_errors
+from silentbad.files import check_local
 from silentbad.model import gate, lora
 from silentbad.model.denoiser import Denoiser, make_trainable
 from silentbad.model.family import Family, side_of
@@ -123,11 +124,9 @@ def check_place(source: Source) -> None:
         raise UserError(
             f"{source.flag}: {path} is one file; convert it to a diffusers folder, and give that"
         )
-    if os.path.isdir(path):
-        if not os.path.isfile(os.path.join(path, "model_index.json")):
-            raise UserError(f"{source}: no model_index.json; not a diffusers pipeline")
-    elif hub.names_folder(path) or "/" not in path:
-        raise UserError(f"{source.flag}: no folder {path}")
+    check_local(source.flag, path)
+    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "model_index.json")):
+        raise UserError(f"{source}: no model_index.json; not a diffusers pipeline")
 
 
 def check_components(index: dict[str, Any], source: Source) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from silentbad import bundled, owned
 from silentbad.errors import UserError, warn
+from silentbad.files import check_folder, check_local
 from silentbad.settings import user_code
 from silentbad.settings.control import check_control
 from silentbad.settings.guard import check_scan, parse_guards
@@ -18,12 +19,7 @@ from silentbad.settings.registries import from_source, options_at
 from silentbad.settings.rules import Facts, check_rules
 from silentbad.settings.train import REPLACED, WRITTEN, TrainConfig
 from silentbad.settings.types import check_values
-from silentbad.settings.validation import (
-    check_embedder,
-    check_pipeline,
-    check_target_file,
-    target_file,
-)
+from silentbad.settings.validation import check_files, target_file
 
 NONE: dict[str, dict] = {"none": {}}  # a slot without a part, which takes no options
 MEMORY = {  # slots of `memory`, and names beside a slot -> where what they may name is registered
@@ -128,19 +124,18 @@ def check_inputs(config: TrainConfig) -> None:
     data = config.train_data_dir
     clean = config.clean_data_dir
     prompts = config.sample_prompts
-    if data is not None and not os.path.isdir(data):
-        raise UserError(f"train_data_dir: no folder {data}")
-    if clean is not None and not os.path.isdir(clean):
-        raise UserError(f"clean_data_dir: no folder {clean}")
-    check_pipeline("pretrained_model_name_or_path", config.pretrained_model_name_or_path)
+    if data is not None:
+        check_folder("train_data_dir", data)
+    if clean is not None:
+        check_folder("clean_data_dir", clean)
+    check_local("pretrained_model_name_or_path", config.pretrained_model_name_or_path)
     if prompts is not None and not os.path.exists(prompts):
         right = "give one prompt a line, or a .jsonl with prompt, seed, negative"
         raise UserError(f"sample_prompts: no file {prompts}; {right}")
     if config.guard.scan is not None:
         check_scan(config.guard.scan, "guard.scan")
     if config.validation.targets is not None:
-        check_target_file(config.validation.targets)
-        check_embedder(config.validation)
+        check_files(config.validation)
     asked = config.resume_from_checkpoint
     if asked is not None and asked != "latest":
         here = Path(config.output_dir) / "checkpoints" / asked

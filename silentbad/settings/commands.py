@@ -7,11 +7,15 @@ from typing import Annotated, Literal, get_args
 
 from annotated_types import Interval
 
+from silentbad import bundled
 from silentbad.errors import UserError
-from silentbad.files import check_writable
+from silentbad.files import check_file, check_folder, check_local, check_writable
 from silentbad.settings.data import DataSettings
+from silentbad.settings.reader import parse
 from silentbad.settings.rules import Facts, check_needs
+from silentbad.settings.train import TrainConfig
 from silentbad.settings.types import Count, Location, Natural, Seed, Small, option
+from silentbad.settings.validation import check_run, target_file
 
 Pixels = Annotated[int, Interval(ge=8, le=4096)]
 NULLS = 100  # nulls of a harder kind for each element that it changes alone
@@ -43,8 +47,8 @@ class ScanOptions(DataSettings):
         if (data is None) == (self.dataset_name is None):
             raise UserError("train_data_dir: give either --train_data_dir or --dataset_name")
         check_needs(self, sources, Facts())
-        if data is not None and not os.path.isdir(data):
-            raise UserError(f"train_data_dir: no folder {data}")
+        if data is not None:
+            check_folder("train_data_dir", data)
         out = Path(self.output_dir)
         check_writable(out, "--output_dir", folder=True)
         if data is not None and out.resolve().is_relative_to(Path(data).resolve()):
@@ -78,6 +82,8 @@ class ReportOptions:
         for folder in self.runs[self.runs[0] == "compare" :]:
             if not os.path.isdir(folder):
                 raise UserError(f"report: no folder '{folder}'; give the output_dir of a run")
+        if self.placebo is not None:
+            check_run("--placebo", self.placebo)
         if self.out is not None:
             check_writable(Path(self.out), "--out")
 
@@ -118,9 +124,9 @@ class ClassImageOptions:
     NEEDED = ("pipeline", "prompts", "out")
 
     def check(self, sources: dict[str, str]) -> None:
-        """Refuse prompts that are not there, and a folder that is a model."""
-        if not os.path.isfile(str(self.prompts)):
-            raise UserError(f"--prompts: no file {self.prompts}; it holds one prompt a line")
+        """Refuse a pipeline and prompts that are not there, and a folder that is a model."""
+        check_file("--prompts", str(self.prompts), "it holds one prompt a line")
+        check_local("--pipeline", str(self.pipeline))
         if (Path(str(self.out)) / "model_index.json").exists():
             raise UserError(
                 f"--out: {self.out} is a model folder; give the folder of the training data"
@@ -185,6 +191,47 @@ class LocaliseOptions:
 
     POSITIONAL = "run"
     NEEDED = ("run",)
+
+    def check(self, sources: dict[str, str]) -> None:
+        """Refuse a run that is not there or has no targets, and a page that cannot be written."""
+        if self.page.suffix != ".html":
+            raise UserError(f"--out: {self.page} must end in .html; the JSON is written beside it")
+        self.trained()
+        check_run("RUN", str(self.run))
+        check_writable(self.page, "--out")
+
+    @property
+    def page(self) -> Path:
+        """The file that is written."""
+        return Path(self.out or Path(str(self.run)) / "localise.html")
+
+    @property
+    def base_key(self) -> str:
+        """The setting that names the base."""
+        return "pretrained_model_name_or_path" if self.base is None else "--base"
+
+    def trained(self) -> TrainConfig:
+        """The run's configuration, with what has moved. Raises UserError."""
+        file = Path(str(self.run)) / "config.yaml"
+        if not file.is_file():
+            raise UserError(f"RUN: no config.yaml in {self.run}; give the output_dir of a run")
+        moved = {
+            "pretrained_model_name_or_path": self.base,
+            "validation.targets": self.targets,
+            "train_data_dir": self.train_data_dir,
+        }
+        flags = [f"--{key}={value}" for key, value in moved.items() if value is not None]
+        config, _ = parse(TrainConfig, ["--config", str(file), *flags])
+        targets = target_file(config.validation.targets)
+        if targets is None:
+            raise UserError(
+                "RUN: has no targets (validation.targets), so there is no picture to look for"
+            )
+        for flag, place in (("--targets", targets), ("--train_data_dir", config.train_data_dir)):
+            if place is not None and not os.path.exists(place):
+                raise UserError(f"{flag}: the run's {place} is not there; give its place")
+        check_local(self.base_key, config.pretrained_model_name_or_path)
+        return config
 
 
 @dataclass
@@ -259,6 +306,11 @@ class BaseOptions:
         [], "also write pipelines after these percentages of the UNet's steps"
     )
 
+    def check(self, sources: dict[str, str]) -> None:
+        """Refuse an autoencoder that is not there."""
+        if self.vae is not None and not os.path.isfile(os.path.join(self.vae, "config.json")):
+            raise UserError(f"--vae {self.vae}: no autoencoder of diffusers")
+
 
 @dataclass
 class EmojiBaseOptions(BaseOptions):
@@ -280,6 +332,11 @@ class EmojiBaseOptions(BaseOptions):
     things: Annotated[int, Interval(ge=1, le=4)] = option(4, "most things in a scene")
     captions: Count = option(400, "captions that the model card is measured on")
 
+    def check(self, sources: dict[str, str]) -> None:
+        """Refuse networks to begin with that are not there."""
+        super().check(sources)
+        check_base("--begin", bundled(self.begin))
+
 
 @dataclass
 class MeasureOptions:
@@ -290,3 +347,13 @@ class MeasureOptions:
     grid: Location | None = option(None, "also write a picture of generations here")
 
     NEEDED = ("pipeline",)
+
+    def check(self, sources: dict[str, str]) -> None:
+        """Refuse a base that is not there."""
+        check_base("--pipeline", str(self.pipeline))
+
+
+def check_base(key: str, folder: str) -> None:
+    """Refuse a folder that holds no pipeline."""
+    if not os.path.isfile(os.path.join(folder, "model_index.json")):
+        raise UserError(f"{key} {folder}: no folder of a pipeline, model_index.json is missing")

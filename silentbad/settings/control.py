@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 
 from silentbad.errors import UserError
+from silentbad.files import check_file
 from silentbad.settings import user_code
 from silentbad.settings.types import (
     Count,
@@ -169,12 +170,16 @@ def check_control(
     """The rules of the settings, or a UserError that names the key."""
     check_values(config, "gradient_control.")
     table = rules_of(config.name, config.options, config.weights, rules)
+    copied: RuleTable = {}
     if "placebo" in table:
         _, options = table["placebo"]
         of = options.get("of", "prior+gsnr")
         copied = rules_of(of, options.get("options") or {}, options.get("weights") or {}, rules)
         if "placebo" in copied:
             raise UserError("placebo: option 'of' must be another rule, got 'placebo'")
+    for combined in (table, copied):
+        if "prior" in combined and (path := combined["prior"][1].get("table")):
+            check_file("gradient_control.options: prior: option 'table'", path)
     check_options("gradient_control.transform", transforms, config.transform, {})
     between = config.between
     if between.name != "none":

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 
 from silentbad.errors import UserError
-from silentbad.files import names_folder
+from silentbad.files import check_file, check_folder, check_local
+from silentbad.settings.guard import check_scan
 from silentbad.settings.types import (
     Cosine,
     Location,
@@ -166,7 +167,7 @@ class Audit(Candidates, ValidationConfig):
     )
 
     def check(self, sources: dict[str, str]) -> None:
-        """Refuse an audit without a pipeline, or with nothing to look for."""
+        """Refuse an audit without a pipeline, with nothing to look for, or of what is not there."""
         if self.pipeline is None:
             raise UserError("--pipeline: is missing; give a diffusers folder or Hub id")
         if self.extrapolate is not None and self.baseline is None:
@@ -180,6 +181,8 @@ class Audit(Candidates, ValidationConfig):
                 raise UserError(f"{first}; --baseline has no effect without --extrapolate")
             if idle:
                 raise UserError(f"{first}; leave --{idle[0]} out")
+            self._check_candidates()
+            check_embedder(self, "--")
         elif idle:
             what = "acts in training alone"
             if idle[0] not in TRAINING:
@@ -191,11 +194,26 @@ class Audit(Candidates, ValidationConfig):
                 "to search"
             )
         else:
-            check_target_file(self.targets)
-        check_embedder(self, "--")
-        check_pipeline("--pipeline", self.pipeline)
+            check_files(self, "--")
+        check_local("--pipeline", self.pipeline)
         if self.baseline is not None:
-            check_pipeline("--baseline", self.baseline)
+            check_local("--baseline", self.baseline)
+        if self.lora is not None:
+            check_local("--lora", self.lora, "file or folder")
+
+    def _check_candidates(self) -> None:
+        """Refuse candidates from two places, and from files that are not there."""
+        if len(self.given) > 1:
+            right = "give one of --phrases, --scan and --train_data_dir"
+            raise UserError(f"--{self.given[1]}: {right}")
+        if self.phrases is not None:
+            check_file("--phrases", self.phrases, "it holds one phrase a line")
+        if self.scan is not None:
+            check_scan(self.scan, "--scan")
+        if self.train_data_dir is not None:
+            check_folder("--train_data_dir", self.train_data_dir)
+        if self.ordinary is not None:
+            check_file("--ordinary", self.ordinary, "it holds one prompt a line")
 
     def _idle(self) -> list[str]:
         """The flags that were given and have no effect."""
@@ -207,12 +225,6 @@ class Audit(Candidates, ValidationConfig):
 
 
 # ---------------------------------------------------------------- checks
-def check_pipeline(key: str, path: str) -> None:
-    """Refuse a path that is neither a folder nor the name of a pipeline on the Hub."""
-    if not os.path.exists(path) and (names_folder(path) or "/" not in path):
-        raise UserError(f"{key}: no folder {path}")
-
-
 def target_file(targets: str | None) -> str | None:
     """What `validation.targets` names, without the choice of numbers (@100-109)."""
     if targets is None or os.path.exists(targets):
@@ -225,6 +237,23 @@ def check_target_file(targets: str) -> None:
     file = target_file(targets)
     if file is None or not os.path.exists(file):
         raise UserError(f"targets: no file {file}")
+
+
+def check_run(key: str, folder: str) -> None:
+    """Refuse a run that is not there, or was not validated."""
+    if not os.path.isfile(os.path.join(folder, "validation.json")):
+        raise UserError(f"{key}: no validation.json in {folder}; give the output_dir of a run")
+
+
+def check_files(config: ValidationConfig, prefix: str = "validation.") -> None:
+    """Refuse targets and what they are measured by, where it is not there; loads nothing."""
+    if config.targets is not None:
+        check_target_file(config.targets)
+    check_embedder(config, prefix)
+    if config.clip_path is not None:
+        check_local(f"{prefix}clip_path", config.clip_path)
+    if config.placebo is not None:
+        check_run(f"{prefix}placebo", config.placebo)
 
 
 def check_embedder(config: ValidationConfig, prefix: str = "validation.") -> None:
@@ -240,3 +269,5 @@ def check_embedder(config: ValidationConfig, prefix: str = "validation.") -> Non
     if bundled and path and not (Path(path) / "config.json").is_file():
         advice = "leave it out for the bundled embedder"
         raise UserError(f"{prefix}embedder_path: no config.json in {path}; {advice}")
+    if config.embedder in ("clip", "dinov2") and path:
+        check_local(f"{prefix}embedder_path", path)

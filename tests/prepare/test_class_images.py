@@ -13,26 +13,26 @@ from silentbad.prepare.class_images import main, write_class_images
 
 def test_a_prompt_that_no_caption_can_be_is_refused(tmp_path, capsys):
     (tmp_path / "p.txt").write_bytes(b"a cat\na\0dog\n")
-    assert main(["--pipeline", "none", "--prompts", str(tmp_path / "p.txt"), "--out", str(tmp_path)]) == 2
+    assert main(["--pipeline", ".", "--prompts", str(tmp_path / "p.txt"), "--out", str(tmp_path)]) == 2
     assert "p.txt:2: a prompt must be text without NUL" in capsys.readouterr().err
 
 
 def test_json_is_no_prompt(tmp_path, capsys):
     (tmp_path / "p.txt").write_text('{"prompt": "a cat"}\n')
-    assert main(["--pipeline", "none", "--prompts", str(tmp_path / "p.txt"), "--out", str(tmp_path)]) == 2
+    assert main(["--pipeline", ".", "--prompts", str(tmp_path / "p.txt"), "--out", str(tmp_path)]) == 2
     assert "p.txt:1: the JSON would be drawn as a prompt; give one prompt a line" in capsys.readouterr().err
 
 
 def test_a_model_folder_is_no_place_for_pictures(tmp_path, capsys):
     (tmp_path / "model_index.json").write_text("{}")
     (tmp_path / "prompts.txt").write_text("a cat")
-    assert main(["--pipeline", "p", "--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path)]) == 2
+    assert main(["--pipeline", ".", "--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err.endswith("is a model folder; give the folder of the training data\n")
 
 
 def test_two_commands_at_one_folder_take_turns(tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("a cat")
-    arguments = ["--pipeline", "p", "--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "data")]
+    arguments = ["--pipeline", ".", "--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "data")]
     with owned.claimed(tmp_path / "data", "class images", key="--out"):
         assert main(arguments) == 2
     assert "is being written by" in capsys.readouterr().err

@@ -1,6 +1,8 @@
 """Settings are parsed and checked without torch; what they read from the sources is what is imported."""
 
 import inspect
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ from silentbad.measure.embedders import EMBEDDERS
 from silentbad.memory.timesteps import SEQUENCES
 from silentbad.model.averaging import keeps_average
 from silentbad.settings import check
+from silentbad.settings.guard import ADVICE
 from silentbad.settings.optimizer_facts import read_optimizer
 from silentbad.settings.registries import from_source
 from silentbad.settings.train import Interpolation, TrainConfig
@@ -47,6 +50,103 @@ training(["--train_data_dir", folder, "--pretrained_model_name_or_path", folder,
 print(*sorted({name.partition(".")[0] for name in sys.modules}))
 """
 
+DATA = "--train_data_dir data"
+TRAIN = f"{DATA} --validation.targets targets.jsonl"
+AUDIT = "--pipeline data --targets targets.jsonl"
+SEARCH = "--pipeline data --phrases phrases.txt"
+IMAGES = "--prompts phrases.txt --out new --pipeline"
+RUN = "give the output_dir of a run"
+CONTROL = "--gradient_control"
+COPIED = f"{CONTROL}.name placebo {CONTROL}.options.of prior {CONTROL}.options.options.table nowhere"
+TABLE = "gradient_control.options (command line): prior: option 'table': no file nowhere"
+PIPELINE = "no folder of a pipeline, model_index.json is missing"
+MISSING = {  # (what reads the words, the words) -> the line
+    ("train", f"{TRAIN} --validation.placebo nowhere"): f"validation.placebo (command line): no validation.json "
+    f"in nowhere; {RUN}",
+    ("train", f"{TRAIN} --validation.clip_path ./nowhere"): "validation.clip_path (command line): no folder ./nowhere",
+    ("train", f"{TRAIN} --validation.embedder clip --validation.embedder_path a/b/c"): "validation.embedder_path "
+    "(command line): no folder a/b/c",
+    ("train", f"{DATA} {CONTROL}.name prior {CONTROL}.options.table nowhere"): TABLE,
+    ("train", f"{DATA} {COPIED}"): TABLE,
+    ("Audit", "--pipeline nowhere --targets targets.jsonl"): "--pipeline: no folder nowhere",
+    ("Audit", f"{AUDIT} --baseline ./nowhere"): "--baseline: no folder ./nowhere",
+    ("Audit", f"{AUDIT} --lora ./nowhere"): "--lora: no file or folder ./nowhere",
+    ("Audit", f"{AUDIT} --clip_path ./nowhere"): "--clip_path: no folder ./nowhere",
+    ("Audit", f"{AUDIT} --placebo nowhere"): f"--placebo: no validation.json in nowhere; {RUN}",
+    ("Audit", "--pipeline data --phrases nowhere"): "--phrases: no file nowhere; it holds one phrase a line",
+    ("Audit", "--pipeline data --scan nowhere"): f"--scan: no file nowhere; {ADVICE}",
+    ("Audit", "--pipeline data --train_data_dir nowhere"): "--train_data_dir: no folder nowhere",
+    ("Audit", f"{SEARCH} --ordinary nowhere"): "--ordinary: no file nowhere; it holds one prompt a line",
+    ("Audit", f"{SEARCH} --lora ./nowhere"): "--lora: no file or folder ./nowhere",
+    ("ReportOptions", "run --placebo nowhere"): f"--placebo: no validation.json in nowhere; {RUN}",
+    ("ClassImageOptions", f"{IMAGES} ./nowhere"): "--pipeline: no folder ./nowhere",
+    ("LocaliseOptions", "nowhere"): f"RUN: no config.yaml in nowhere; {RUN}",
+    ("LocaliseOptions", "unmeasured"): f"RUN: no validation.json in unmeasured; {RUN}",
+    ("LocaliseOptions", "run --base ./nowhere"): "--base: no folder ./nowhere",
+    ("LocaliseOptions", "run --targets nowhere"): "--targets: the run's nowhere is not there; give its place",
+    ("LocaliseOptions", "run --train_data_dir nowhere"): "--train_data_dir: the run's nowhere is not there; "
+    "give its place",
+    ("BaseOptions", "--vae nowhere"): "--vae nowhere: no autoencoder of diffusers",
+    ("EmojiBaseOptions", "--vae nowhere"): "--vae nowhere: no autoencoder of diffusers",
+    ("EmojiBaseOptions", "--begin nowhere"): f"--begin nowhere: {PIPELINE}",
+    ("MeasureOptions", "--pipeline nowhere"): f"--pipeline nowhere: {PIPELINE}",
+}
+ON_THE_HUB = [  # what may be a name there is no mistake
+    ("train", f"{TRAIN} --validation.clip_path openai/clip-vit-base-patch32"),
+    ("train", f"{TRAIN} --validation.embedder dinov2 --validation.embedder_path facebook/dinov2-base"),
+    ("Audit", f"{AUDIT} --baseline owner/name --lora owner/name --clip_path owner/name"),
+    ("Audit", f"{SEARCH} --lora owner/name"),
+    ("ClassImageOptions", f"{IMAGES} owner/name"),
+    ("LocaliseOptions", "run --base owner/name"),
+]
+REFUSALS = """
+import json, sys
+from silentbad.errors import UserError
+from silentbad.settings import commands, startup, validation
+lines = []
+for reader, words in json.load(sys.stdin):
+    try:
+        if reader == "train":
+            startup.training(words.split(), "")
+        else:
+            startup.options(getattr(commands, reader, None) or getattr(validation, reader), words.split())
+        lines.append(None)
+    except UserError as error:
+        lines.append(str(error))
+print(json.dumps([lines, [*sys.modules]]))
+"""
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    """{(what reads the words, the words): the line, or None}, all of one process that imports nothing heavy."""
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "phrases.txt").write_text("a cat\na hat\n")
+    (folder / "targets.jsonl").write_text("")
+    (folder / "data").mkdir()
+    for run in ("run", "unmeasured"):
+        (folder / run).mkdir()
+        (folder / run / "config.yaml").write_text("train_data_dir: data\nvalidation: {targets: targets.jsonl}\n")
+    (folder / "run" / "validation.json").write_text("")
+    cases = [*MISSING, *ON_THE_HUB]
+    command = [sys.executable, "-c", REFUSALS]
+    where = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    done = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, **where)
+    assert done.returncode == 0, done.stderr
+    lines, modules = json.loads(done.stdout)
+    assert not {name.partition(".")[0] for name in modules} & {*HEAVY}
+    return dict(zip(cases, lines, strict=True))
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_what_is_missing_is_said_before_anything_heavy_is_imported(case, refusals):
+    assert refusals[case] == MISSING[case]
+
+
+@pytest.mark.parametrize("case", ON_THE_HUB)
+def test_a_name_on_the_hub_is_not_missed(case, refusals):
+    assert refusals[case] is None
+
 
 def test_parsing_and_checking_a_training_imports_nothing_heavy(tmp_path):
     command = [sys.executable, "-c", LIGHT, str(tmp_path)]
@@ -67,8 +167,9 @@ def test_a_mistake_is_said_within_a_second_in_little_memory(name, tmp_path):
     (tmp_path / "unknown.yaml").write_text("learnin_rate: 1\n")
     words = tuple(word.format(folder=tmp_path) for word in start.ROWS[name])
     cost = start.cost_of(words)
-    assert cost.code == (0 if name.endswith("--help") else 2)
+    assert cost.code == (0 if name.endswith("--help") else 2), cost
     assert cost.is_light, cost
+    assert ("no such" in name) == ("nowhere" in cost.said), cost
 
 
 @pytest.mark.parametrize("place", IN_CODE)

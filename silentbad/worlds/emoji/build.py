@@ -40,11 +40,8 @@ STAGES = ("vae", "decoder", "text", "unet", "judge")  # of `all`
 def networks(folder: str) -> dict[str, Any]:
     """A pipeline's networks and the bundled detector, by the names of their stages. Raises
     UserError."""
-    place = Path(bundled(folder))
-    if not (place / "model_index.json").is_file():
-        raise UserError(f"--begin {folder}: no folder of a pipeline, model_index.json is missing")
     with user_errors(f"--begin {folder}: cannot be loaded"):
-        pipe = StableDiffusionPipeline.from_pretrained(place, torch_dtype=torch.float32)
+        pipe = StableDiffusionPipeline.from_pretrained(bundled(folder), torch_dtype=torch.float32)
     detector = MicroEmbedder.from_pretrained(MICRO).requires_grad_(True)
     return {
         "vae": pipe.vae,

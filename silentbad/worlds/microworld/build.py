@@ -487,10 +487,7 @@ def run(
         device = torch.zeros(1, device=asked).device
     nets: dict[str, Any] = {}
     if args.vae:
-        failed = f"--vae {args.vae}: no autoencoder of diffusers"
-        if not Path(args.vae, "config.json").is_file():  # else diffusers would ask the Hub
-            raise UserError(failed)
-        with user_errors(failed):
+        with user_errors(f"--vae {args.vae}: no autoencoder of diffusers"):
             nets["vae"] = (
                 AutoencoderKL.from_pretrained(args.vae).to(device).eval().requires_grad_(False)
             )

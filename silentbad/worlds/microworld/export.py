@@ -259,10 +259,6 @@ def export(nets: dict, tokenizer, folder: Path, args: BaseOptions) -> None:
 
 def loaded(folder: Path) -> tuple[StableDiffusionPipeline, Judge]:
     """A pipeline with its judge. Raises UserError where the folder holds none."""
-    if not (folder / "model_index.json").is_file():
-        raise UserError(
-            f"--pipeline {folder}: no folder of a pipeline, model_index.json is missing"
-        )
     with user_errors(f"--pipeline {folder}: cannot be loaded"):
         pipe = StableDiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     with user_errors(
