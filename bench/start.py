@@ -13,51 +13,61 @@ import tempfile
 from dataclasses import dataclass
 
 SECONDS, MEGABYTES = 1.0, 150.0  # LIMIT of a row: processor time and peak memory
-TRAIN = ("train_silentbad.py", "--train_data_dir", ".")
-SCAN = ("-m", "silentbad.scan")
-PREPARE = ("-m", "silentbad.prepare")
-IMAGES = ("-m", "silentbad.prepare.class_images")
-MAKE = ("-m", "silentbad.worlds.microworld.make")
-BUILD = ("-m", "silentbad.worlds.microworld.build")
-LOCALISE = ("-m", "silentbad.localise")
-FIGURES = ("-m", "silentbad.report.figures")
-REPORT = ("-m", "silentbad.report")
-ROWS: dict[str, tuple[str, ...]] = {
-    "train: --help": ("train_silentbad.py", "--help"),
-    "train: a typo in a flag": ("train_silentbad.py", "--learnin_rate", "1"),
-    "train: a wrong range": (*TRAIN, "--learning_rate", "-1"),
-    "train: an unknown YAML key": (*TRAIN, "--config", "{folder}/unknown.yaml"),
-    "train: no such YAML file": (*TRAIN, "--config", "{folder}/nowhere.yaml"),
-    "train: no such data": ("train_silentbad.py", "--train_data_dir", "{folder}/nowhere"),
-    "train: an unknown rule": (*TRAIN, "--gradient_control.name", "gsn"),
-    "train: an unknown option of a sampler": (
-        *(*TRAIN, "--memory.sampler.name", "leitner"),
-        *("--memory.sampler.options.boxs", "3"),
-    ),
-    "train: an unknown optimizer": (*TRAIN, "--optimizer", "AdmW"),
-    "train: what excludes what": (*TRAIN, "--buckets", "--compile_model"),
-    "audit: --help": ("validation.py", "--help"),
-    "audit: a typo in a flag": ("validation.py", "--pipelin", "x"),
-    "audit: a wrong range": ("validation.py", "--pipeline", "x", "--threshold", "3"),
-    "audit: no such targets": ("validation.py", "--pipeline", "x", "--targets", "{folder}/nowhere"),
-    "scan: --help": (*SCAN, "--help"),
-    "scan: a typo in a flag": (*SCAN, "--train_data_dirs", "x"),
-    "scan: no such data": (*SCAN, "--train_data_dir", "{folder}/nowhere"),
-    "prepare: --help": (*PREPARE, "--help"),
-    "prepare: a typo in a flag": (*PREPARE, "--target", "x", "--phrase", "x", "--outs", "x"),
-    "report: --help": (*REPORT, "--help"),
-    "report: no such run": (*REPORT, "{folder}/nowhere"),
-    "figures: --help": (*FIGURES, "--help"),
-    "figures: no such run": (*FIGURES, "{folder}/nowhere", "--out", "{folder}/x.png"),
-    "class images: --help": (*IMAGES, "--help"),
-    "class images: a wrong range": (*IMAGES, "--count", "-3"),
-    "localise: a wrong range": (*LOCALISE, ".", "--images", "0"),
-    "prepare: a wrong range": (*PREPARE, "--per_phrase", "0"),
-    "microworld.make: --help": (*MAKE, "--help"),
-    "microworld.make: a wrong range": (*MAKE, "--clean", "-1"),
-    "microworld.build: --help": (*BUILD, "--help"),
-    "microworld.build: a typo in a flag": (*BUILD, "--unet_step", "1"),
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "train": ("train_silentbad.py",),
+    "audit": ("validation.py",),
+    "scan": ("-m", "silentbad.scan"),
+    "prepare": ("-m", "silentbad.prepare"),
+    "prepare.preview": ("-m", "silentbad.prepare.preview"),
+    "class images": ("-m", "silentbad.prepare.class_images"),
+    "report": ("-m", "silentbad.report"),
+    "figures": ("-m", "silentbad.report.figures"),
+    "localise": ("-m", "silentbad.localise"),
+    "microworld.make": ("-m", "silentbad.worlds.microworld.make"),
+    "microworld.build": ("-m", "silentbad.worlds.microworld.build"),
+    "microworld.export": ("-m", "silentbad.worlds.microworld.export"),
+    "emoji.make": ("-m", "silentbad.worlds.emoji.make"),
+    "emoji.build": ("-m", "silentbad.worlds.emoji.build"),
+    "emoji.sets": ("-m", "silentbad.worlds.emoji.sets"),
 }
+OF_EACH = {"--help": "--help", "a typo in a flag": "--sed 1"}
+SAMPLER = "--memory.sampler.name leitner --memory.sampler.options.boxs 3"
+MISTAKES = {  # "no such ..." is of a path that has `nowhere` in it
+    "train: a wrong range": "--train_data_dir . --learning_rate -1",
+    "train: an unknown YAML key": "--train_data_dir . --config {folder}/unknown.yaml",
+    "train: no such YAML file": "--train_data_dir . --config {folder}/nowhere.yaml",
+    "train: no such data": "--train_data_dir {folder}/nowhere",
+    "train: an unknown rule": "--train_data_dir . --gradient_control.name gsn",
+    "train: an unknown option of a sampler": f"--train_data_dir . {SAMPLER}",
+    "train: an unknown optimizer": "--train_data_dir . --optimizer AdmW",
+    "train: what excludes what": "--train_data_dir . --buckets --compile_model",
+    "audit: a wrong range": "--pipeline x --threshold 3",
+    "audit: no such targets": "--pipeline x --targets {folder}/nowhere",
+    "audit: no such phrases": "--pipeline x --phrases {folder}/nowhere",
+    "scan: no such data": "--train_data_dir {folder}/nowhere",
+    "prepare: a wrong range": "--per_phrase 0",
+    "prepare: no such target": "--target {folder}/nowhere --masks x --phrases a b --backgrounds . --out {folder}/out",
+    "prepare.preview: no such data": "{folder}/nowhere",
+    "class images: a wrong range": "--count -3",
+    "class images: no such pipeline": (
+        "--pipeline {folder}/nowhere --prompts {folder}/unknown.yaml --out {folder}/out"
+    ),
+    "report: no such run": "{folder}/nowhere",
+    "figures: no such run": "{folder}/nowhere --out {folder}/x.png",
+    "localise: a wrong range": ". --images 0",
+    "localise: no such run": "{folder}/nowhere",
+    "microworld.make: a wrong range": "--clean -1",
+    "microworld.build: no such autoencoder": "--vae {folder}/nowhere",
+    "microworld.export: no such base": "--pipeline {folder}/nowhere",
+    "emoji.make: a wrong range": "--clean -1",
+    "emoji.build: no such base": "--begin {folder}/nowhere",
+}
+ROWS = {
+    f"{name}: {what}": (*command, *words.split())
+    for name, command in COMMANDS.items()
+    for what, words in OF_EACH.items()
+}
+ROWS |= {name: (*COMMANDS[name.partition(":")[0]], *words.split()) for name, words in MISTAKES.items()}
 
 
 @dataclass
@@ -68,6 +78,7 @@ class Cost:
     cpu: float  # seconds, user and system
     memory: float  # megabytes at its peak
     code: int
+    said: str  # on stderr
 
     @property
     def is_light(self) -> bool:
@@ -77,22 +88,25 @@ class Cost:
 # A small process starts the command: the peak memory of a child counts what its parent held.
 MEASURE = """
 import os, subprocess, sys, time
-null = subprocess.DEVNULL
 started = time.perf_counter()
-process = subprocess.Popen([sys.executable, *sys.argv[1:]], stdout=null, stderr=null)
+command = [sys.executable, *sys.argv[1:]]
+process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+said = process.stderr.read().decode()
 _, status, used = os.wait4(process.pid, 0)
 wall = time.perf_counter() - started
 unit = 2**20 if sys.platform == "darwin" else 2**10
 cpu = used.ru_utime + used.ru_stime
 print(wall, cpu, used.ru_maxrss / unit, os.waitstatus_to_exitcode(status))
+print(said, end="")
 """
 
 
 def cost_of(command: tuple[str, ...]) -> Cost:
-    """Run a command to its end, without its output."""
-    line = subprocess.check_output([sys.executable, "-c", MEASURE, *command], text=True)
-    wall, cpu, memory, code = line.split()
-    return Cost(float(wall), float(cpu), float(memory), int(code))
+    """Run a command to its end, without its output but for stderr."""
+    output = subprocess.check_output([sys.executable, "-c", MEASURE, *command], text=True)
+    numbers, _, said = output.partition("\n")
+    wall, cpu, memory, code = numbers.split()
+    return Cost(float(wall), float(cpu), float(memory), int(code), said)
 
 
 def main(argv: list[str] | None = None) -> int:
