@@ -34,7 +34,7 @@ from gradient_control import Controller
 from memory_reinforce import Memory
 from silentbad.data.elements import sources_of
 from silentbad.data.loader import chunks
-from silentbad.device import explain_out_of_memory, send
+from silentbad.device import send
 from silentbad.distributed import shards
 from silentbad.distributed.shards import world_size
 from silentbad.distributed.start import check_precision
@@ -44,6 +44,7 @@ from silentbad.loop.assembly import Run
 from silentbad.loop.assembly import build as connect
 from silentbad.loop.forecast import Forecast
 from silentbad.loop.hooks import MicroStep, hook_classes
+from silentbad.loop.lighter import drawing_fits, step_fits, training_fits
 from silentbad.loop.products import best_score
 from silentbad.loop.signals import Interrupted, Requests
 from silentbad.measure.scores import settled
@@ -81,16 +82,14 @@ build = partial(connect, controller=Controller, memory_class=Memory, recovery_cl
 # ---------------------------------------------------------------- one step
 
 
-@explain_out_of_memory(
-    "train_batch_size", "lower it, or set max_batch_size to the samples that fit"
-)
 def micro_step(run: Run, batch: dict[str, Any], micro: int) -> torch.Tensor:
     """Forward and backward of one micro-batch, in the parts that fit; returns its loss."""
     *parts, last_part = chunks(batch, run.config.max_batch_size, run.hooks.one_source_per_backward)
-    with run.accelerator.no_sync(run.model):
-        losses = [part_step(run, share, part, micro, last=False) for share, part in parts]
-    share, part = last_part
-    losses.append(part_step(run, share, part, micro, last=True))
+    with step_fits(run.config):
+        with run.accelerator.no_sync(run.model):
+            losses = [part_step(run, share, part, micro, last=False) for share, part in parts]
+        share, part = last_part
+        losses.append(part_step(run, share, part, micro, last=True))
     return torch.stack(losses).sum()
 
 
@@ -300,16 +299,15 @@ def validate(run: Run, asked: bool = False, final: bool = False) -> None:
     pipeline is written before the old one goes."""
     state = run.state
     if run.sheet is not None:
-        with run.timers.of("validate"), averaged(state.model, state.ema, state.optimizer):
+        weights = averaged(state.model, state.ema, state.optimizer)
+        with run.timers.of("validate"), drawing_fits(run.config), weights:
             run.sheet.run(state.step, pipeline.whole_parts(run.parts).model)
 
     due = [hook for hook in run.hooks if hook.should_run(state.step, asked, final)]
     scores: dict[str, Any] = {}
     if due:
-        fits = explain_out_of_memory(
-            "validation.resolution", "lower it, or draw in half precision (mixed_precision)"
-        )
-        with run.timers.of("validate"), averaged(state.model, optimizer=state.optimizer), fits:
+        weights = averaged(state.model, optimizer=state.optimizer)
+        with run.timers.of("validate"), drawing_fits(run.config), weights:
             model = pipeline.whole_parts(run.parts).model
             for hook in due:
                 scores |= hook.run(state.step, state.epoch, model, state.ema, final)
@@ -368,11 +366,6 @@ def not_finite(run: Run, batches: list[dict[str, Any]]) -> str:
 # ---------------------------------------------------------------- the command
 
 
-@explain_out_of_memory(
-    "pretrained_model_name_or_path",
-    "train less of it (lora.rank, train_layers), or with less memory (mixed_precision, "
-    "use_8bit_adam, gradient_checkpointing)",
-)
 def start(config: Config) -> int:
     """Build the run, or take it up where it stopped, and train; returns the exit code."""
     sharded = shards.take_over()
@@ -390,7 +383,8 @@ def start(config: Config) -> int:
             return 0
         open_folder(run)
         if config.preview:
-            print(write_preview(run, config.preview))
+            with drawing_fits(config):
+                print(write_preview(run, config.preview))
             return try_out(run) if config.dry_run else 0
         code = try_out(run) if config.dry_run else train(run)
         if code == 0 and not config.dry_run:
@@ -482,7 +476,8 @@ def main(
                 newest = checkpoint.resolve(asked, root) if asked else None
                 resumed = None if newest is None else str(newest)
                 config = replace(config, output_dir=scratch, resume_from_checkpoint=resumed)
-            return start(config)
+            with training_fits(config):
+                return start(config)
     except UserError as error:
         return refused(error, sources, each=world_size() > 1)
 

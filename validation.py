@@ -17,7 +17,7 @@ if __name__ == "__main__":  # a mistake is said before the seconds that the impo
 import json
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from silentbad import owned
 from silentbad.audit.unknown import searched
 from silentbad.data.images import to_tensor
 from silentbad.data.targets import Target, check_prompts, load_targets
+from silentbad.device import explain_out_of_memory, larger_device
 from silentbad.distributed.start import start
 from silentbad.errors import UserError, exit_with
 from silentbad.files import check_writable
@@ -414,18 +415,26 @@ def audit(
         return hook.verdict()
 
 
+def fits(options: Audit) -> AbstractContextManager[None]:
+    """Around an audit, whose images are fewer at once where memory runs out."""
+    if options.dtype == "float32":
+        return explain_out_of_memory("--dtype", "take bfloat16, or a lower --resolution")
+    return explain_out_of_memory("--resolution", f"lower it, or take {larger_device()}")
+
+
 def main(arguments: list[str] | None = None, options: Audit | None = None) -> int:
     """The command line."""
     try:
         audit_options = options or startup.options(Audit, arguments, __doc__)
-        if audit_options.given:
-            return searched(audit_options)
         config = ValidationConfig(
             **{f.name: getattr(audit_options, f.name) for f in fields(ValidationConfig)}
         )
-        verdict = audit(
-            config, **{name: getattr(audit_options, name) for name in Audit.__annotations__}
-        )
+        with fits(audit_options):
+            if audit_options.given:
+                return searched(audit_options)
+            verdict = audit(
+                config, **{name: getattr(audit_options, name) for name in Audit.__annotations__}
+            )
     except UserError as error:
         return startup.refused(error)
     print(f"{verdict.images_above} of {verdict.images} composed images reach every threshold")

@@ -86,6 +86,13 @@ def ran_out(error: Exception) -> bool:
     return on_device or no_memory(error)
 
 
+def larger_device() -> str:
+    """What to take where no flag of a command lowers its memory."""
+    if torch.cuda.is_available():
+        return "a larger device, or the CPU (CUDA_VISIBLE_DEVICES=)"
+    return "a machine with more memory"
+
+
 @contextmanager
 def explain_out_of_memory(flag: str, advice: str) -> Iterator[None]:
     """Memory that runs out, of the device or of this machine, is one line that begins with the

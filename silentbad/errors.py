@@ -109,19 +109,25 @@ def say_no_memory(kind: type[BaseException], error: BaseException, trace: Any) -
     """`sys.excepthook`: memory that runs out where no flag is to blame, as while the libraries
     load, is one line."""
     if no_memory(error):
-        room = "the libraries alone take some 6 GiB of address space (ulimit -v), 1 GiB of memory"
-        print_error(f"memory ran out ({first_line(error)}); {room}")
+        advice = "the libraries alone take some 6 GiB of address space (ulimit -v), 1 GiB of memory"
+        if OF_DEVICE.search(str(error)):
+            advice = "end what else runs on the device, or take a larger one"
+        print_error(f"memory ran out ({first_line(error)}); {advice}")
     else:
         sys.__excepthook__(kind, error, trace)
 
 
+OF_DEVICE = re.compile(r"(CUDA|HIP|XPU|MPS)\b.* out of memory")
 NO_MEMORY = re.compile(
-    r"can(no|')t allocate memory|failed to map segment|bad_alloc|can't start new thread", re.I
+    r"can(no|')t allocate memory|failed to map segment|bad_alloc|can't start new thread"
+    rf"|{OF_DEVICE.pattern}",
+    re.I,
 )
 
 
 def no_memory(error: BaseException | None) -> bool:
-    """Whether an error, or what it came from, says that this machine's memory ran out."""
+    """Whether an error, or what it came from, says that memory ran out, of the device or of this
+    machine."""
     while error is not None:
         if isinstance(error, MemoryError) or NO_MEMORY.search(str(error)):
             return True

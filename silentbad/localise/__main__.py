@@ -17,6 +17,7 @@ if __name__ == "__main__":  # a mistake is said before the seconds that the impo
 
 from pathlib import Path
 
+from silentbad.device import explain_out_of_memory, larger_device
 from silentbad.errors import UserError, exit_with
 from silentbad.localise.findings import defence, written
 from silentbad.localise.substitution import Subject, localised
@@ -29,9 +30,11 @@ def main(arguments: list[str] | None = None, given: LocaliseOptions | None = Non
         given = given or options(LocaliseOptions, arguments, __doc__)
         run = Path(str(given.run))
         record = Record.load(run / NAME, "RUN")
-        subject = Subject(run, given.trained(), record, given.images, given.base_key)
-        rows = localised(subject, list(dict.fromkeys(given.by)))
-        written(run, subject, rows, given.page)
+        needs = f"the run and its base are loaded in float32; take {larger_device()}"
+        with explain_out_of_memory("RUN", needs):
+            subject = Subject(run, given.trained(), record, given.images, given.base_key)
+            rows = localised(subject, list(dict.fromkeys(given.by)))
+            written(run, subject, rows, given.page)
     except UserError as error:
         return refused(error)
     for row in rows:

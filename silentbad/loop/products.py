@@ -13,6 +13,7 @@ from silentbad.data.targets import Target
 from silentbad.device import explain_out_of_memory
 from silentbad.errors import UserError, writing
 from silentbad.loop import trackers
+from silentbad.loop.lighter import drawing_fits
 from silentbad.loop.state import BINS, TrainState
 from silentbad.measure.generation import ROUND_TRIP
 from silentbad.model import pipeline
@@ -75,7 +76,8 @@ class Products:
         if self.accelerator.is_main_process:
             prompts = self.config.validation_prompts or []
             pipe = pipeline.pipeline(parts)
-            with self._averaged(), self.encoder.on_device(), self.accelerator.autocast():
+            fits = drawing_fits(self.config)
+            with fits, self._averaged(), self.encoder.on_device(), self.accelerator.autocast():
                 images = pipeline.draw_images(pipe, prompts, self.config.seed, size=self.side)
             place = self.folder.path / "samples" / "prompts"
             trackers.save_images(images, place, self.state.step, self.accelerator)
@@ -89,7 +91,7 @@ class Products:
     def try_drawing(self, prompt: str, after_step: Callable[..., Any]) -> None:
         """One image that nobody sees; `after_step` is called after each sampling step."""
         pipe = pipeline.pipeline(pipeline.whole_parts(self.parts))
-        with self.accelerator.autocast(), self.encoder.on_device():
+        with drawing_fits(self.config), self.accelerator.autocast(), self.encoder.on_device():
             pipeline.draw_images(
                 pipe,
                 [prompt],
@@ -103,7 +105,7 @@ class Products:
     def try_round_trip(self) -> None:
         """Blank pictures through the autoencoder, as many at once as calibration sends."""
         count = min(self.config.validation.max_batch, ROUND_TRIP)
-        with self.encoder.on_device():
+        with drawing_fits(self.config), self.encoder.on_device():
             round_trip(self.parts.vae, torch.zeros(count, 3, self.side, self.side))
 
     def record(self, multipliers: list[dict[str, Any]], strengths: list[dict[str, Any]]) -> None:

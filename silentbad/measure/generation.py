@@ -338,9 +338,14 @@ class Sampler:
     def round_trip(self, images: Tensor, bar: Bar | None = None) -> Tensor:
         """What the autoencoder leaves of images (B,3,S,S) in [0,1], on their own device."""
         parts = []
-        for part in images.split(min(self.batch, ROUND_TRIP)):
+        size = min(self.batch, ROUND_TRIP)
+
+        def through(part: list[Tensor]) -> Tensor:
+            return round_trip(self.pipe.vae, torch.stack(part))
+
+        for part, decoded in in_batches(list(images), size, through):
             self.between_batches()
-            parts.append(round_trip(self.pipe.vae, part))
+            parts.append(decoded)
             if bar is not None:
                 bar.update(len(part))
         return torch.cat(parts)

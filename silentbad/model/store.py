@@ -182,7 +182,6 @@ class Cached:
     `composes` new images and captions, so under it both stay; an empty (`blank`) or shortened
     caption is no record's."""
 
-    @explain_out_of_memory("resolution", "lower it, or encode in half precision (mixed_precision)")
     def __init__(
         self,
         encoder: Any,
@@ -250,6 +249,9 @@ class Cached:
         self, reader: Any, rows: np.ndarray, shape: tuple[int, int] | None = None
     ) -> None:
         """Posteriors of these records' images, seen in squares or in a `shape`."""
+        advice = "lower it"
+        if self.config.mixed_precision == "no":
+            advice += ", or encode in half precision (mixed_precision)"
 
         def encode(numbers: list[int]) -> torch.Tensor:
             samples = reader.pictures(rows[numbers].tolist())
@@ -264,15 +266,21 @@ class Cached:
         keys = np.array([bytes.fromhex(content[:32]) for content in contents], dtype=KEY)[rows]
         cut = (transform.resolution, transform.interpolation, transform.center_crop)
         facts = [self.encoder.vae, *cut, *(shape or ())]
-        store = self._open("posteriors", facts, keys, encode([0])[0])
-        if store is not None:
+        with explain_out_of_memory("resolution", advice):
+            store = self._open("posteriors", facts, keys, encode([0])[0])
+            if store is None:
+                return
             label = "Posteriors" if shape is None else f"Posteriors {shape[0]}x{shape[1]}"
             store.fill(keys, encode, batch=self.batch, label=label, show=self.show)
-            self.posterior[rows] = store.find(keys)
-            self.images[shape or (0, 0)] = store
+        self.posterior[rows] = store.find(keys)
+        self.images[shape or (0, 0)] = store
 
     def _fill_texts(self, rows: np.ndarray) -> None:
         """States of these records' captions."""
+        if self.config.mixed_precision == "no":
+            flag, advice = "mixed_precision", "encode the captions in half precision"
+        else:
+            flag, advice = "pretrained_model_name_or_path", "take one with smaller text encoders"
         texts = self.records.column("text")
 
         def encode(numbers: list[int]) -> torch.Tensor:
@@ -282,9 +290,10 @@ class Cached:
             )
 
         keys = np.concatenate([text_keys(block) for block in blocks(texts)])[rows]
-        self.texts = self._open("states", self.encoder.text_facts, keys, encode([0])[0])
-        if self.texts is not None:
-            self.texts.fill(keys, encode, batch=self.batch, label="Text states", show=self.show)
+        with explain_out_of_memory(flag, advice):
+            self.texts = self._open("states", self.encoder.text_facts, keys, encode([0])[0])
+            if self.texts is not None:
+                self.texts.fill(keys, encode, batch=self.batch, label="Text states", show=self.show)
 
     def _named(self, part: str, record: int) -> str:
         """A part of the pipeline and a record, in a message."""

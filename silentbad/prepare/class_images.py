@@ -24,6 +24,7 @@ from PIL import Image
 from silentbad import owned, rng
 from silentbad.data.images import inside, to_pil
 from silentbad.data.schema import Caption, admit, check_window, json_lines, text_lines
+from silentbad.device import explain_out_of_memory, in_batches, larger_device
 from silentbad.errors import UserError, exit_with, user_errors
 from silentbad.files import append_records, check_writable
 from silentbad.measure.prompts import refuse_json
@@ -85,14 +86,16 @@ def write_class_images(
         folder.mkdir()
     try:
         with draft:
-            for first in range(0, count, batch):
-                rows = list(range(first, min(first + batch, count)))
-                texts = [prompts[i % len(prompts)] for i in rows]
-                images = draw(pipe, texts, rows, seed, steps)
-                for i, text, image in zip(rows, texts, images, strict=True):
+
+            def drawn(rows: list[int]) -> list[Image.Image]:
+                return draw(pipe, [prompts[i % len(prompts)] for i in rows], rows, seed, steps)
+
+            for rows, images in in_batches([*range(count)], batch, drawn):
+                for i, image in zip(rows, images, strict=True):
                     name = f"{i:05d}.png"
                     with user_errors(failed):
                         image.save(folder / name)
+                    text = prompts[i % len(prompts)]
                     record = {"text": text, "phrases": [], "role": "clean"}
                     records.append({"file_name": f"class/{name}", **record})
             with user_errors(failed):
@@ -145,7 +148,8 @@ def main(argv: list[str] | None = None, options: ClassImageOptions | None = None
             raise UserError(f"--prompts: {file} holds no prompt; give one a line")
         out = Path(os.path.realpath(str(settings.out)))
         check_out(out)
-        with owned.claimed(out, "class images", key="--out"):
+        fits = explain_out_of_memory("--pipeline", f"take a smaller one, or {larger_device()}")
+        with fits, owned.claimed(out, "class images", key="--out"):
             device = "cuda" if torch.cuda.is_available() else "cpu"
             pipe = load_pipeline(str(settings.pipeline), "float32", device)
             for where, prompt in prompts.items():

@@ -118,7 +118,7 @@ class ClassImageOptions:
     out: Location | None = option(None, "folder of the training data")
     count: Count = option(100, "pictures")
     seed: Seed = option(0, "address of every noise")
-    batch: Small = option(8, "pictures drawn together")
+    batch: Small = option(8, "pictures drawn together; halved when memory runs out")
     steps: Small = option(20, "sampling steps")
 
     NEEDED = ("pipeline", "prompts", "out")

@@ -1,10 +1,8 @@
 """Caches on disk: the losses of live encoding, nothing stale, one build for all; batches computed in parts."""
 
 import multiprocessing
-import re
 import shutil
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -12,10 +10,8 @@ import torch
 from PIL import Image
 
 from silentbad.data.loader import chunks
-from silentbad.device import in_batches
 from silentbad.errors import UserError
 from silentbad.model import store as stores
-from silentbad.model.encoder import Encoder
 from silentbad.saving import checkpoint
 from tests.conftest import write_data
 from tests.training import VALIDATION, rows, step_once
@@ -289,42 +285,6 @@ def test_memory_format_and_compilation_change_rounding_only(build, changes, monk
     assert last == ("channels_last" in changes) and (other.forward is other.model) == ("channels_last" in changes)
     for name, value in plain.parts.backbone.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=1e-4, atol=2e-5)
-
-
-# ---------------------------------------------------------------- memory that runs out
-def out_of_memory(limit: int, usual):
-    def work(pixels, *more):
-        if len(pixels) > limit:
-            raise RuntimeError("CUDA out of memory. Tried to allocate 20 GiB")
-        return usual(pixels, *more)
-
-    return work
-
-
-def test_a_batch_is_halved_until_it_fits():
-    sizes = []
-    seen = list(in_batches(list(range(10)), 8, out_of_memory(3, sum), sizes.append))
-    assert sizes == [4, 2] and seen == [([i, i + 1], 2 * i + 1) for i in range(0, 10, 2)]
-    with pytest.raises(RuntimeError, match="out of memory"):
-        list(in_batches([1], 8, out_of_memory(0, sum)))
-
-
-@pytest.mark.parametrize("limit, code", [(1, 0), (0, 2)])
-def test_caching_takes_what_fits_or_is_one_line(limit, code, flags, tmp_path, monkeypatch, capsys):
-    usual = Encoder.moments
-    monkeypatch.setattr(Encoder, "moments", lambda self, x: out_of_memory(limit, partial(usual, self))(x))
-    assert main(flags(max_train_steps=1, cache_dir=tmp_path / "cache")) == code
-    if code:
-        line = capsys.readouterr().err.splitlines()[-1]
-        assert line.startswith("error: resolution: memory ran out (CUDA out of memory.") and "mixed_precision" in line
-
-
-@pytest.mark.parametrize("place", ["build", "update"])
-def test_memory_that_runs_out_elsewhere_is_one_line(place, flags, monkeypatch, capsys):
-    monkeypatch.setattr(f"train_silentbad.{place}", partial(out_of_memory(-1, None), ()))
-    assert main(flags(max_train_steps=1)) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert re.match(r"error: pretrained_model_name_or_path.*: memory ran out.*use_8bit_adam", line)
 
 
 def test_null_pictures_are_kept_in_cache_dir_and_said(flags, data, tmp_path, capsys):
