@@ -12,7 +12,11 @@ import pytest
 from bench.start import cost_of
 
 ROOT = Path(__file__).parents[1]
-WITHOUT_SIGNALS = "import signal; del signal.SIGUSR1; from silentbad.settings.installed import scan; scan()"
+WITHOUT = {
+    "signals": "import signal; del signal.SIGUSR1",
+    "file locks": "import importlib.util as u; find = u.find_spec\n"
+    "u.find_spec = lambda name, *more: None if name == 'fcntl' else find(name, *more)",
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +56,8 @@ def test_an_installed_training_has_the_bundled_base_and_configurations(programs,
     assert "_bundled/assets/micro-sd" in (tmp_path / "run" / "config.yaml").read_text()
 
 
-def test_a_system_without_posix_signals_gets_one_line():
-    done = subprocess.run([sys.executable, "-c", WITHOUT_SIGNALS], cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize("what", WITHOUT)
+def test_a_system_without_posix_gets_one_line(what):
+    code = f"{WITHOUT[what]}\nfrom silentbad.settings.installed import scan\nscan()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: this system") and done.stderr.count("\n") == 1

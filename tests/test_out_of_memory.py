@@ -12,7 +12,6 @@ from silentbad.audit import unknown
 from silentbad.device import in_batches
 from silentbad.errors import say_no_memory
 from silentbad.localise import __main__ as localise
-from silentbad.localise import substitution
 from silentbad.measure.generation import Sampler
 from silentbad.model import pipeline
 from silentbad.model.encoder import Encoder
@@ -61,10 +60,9 @@ def test_a_batch_is_halved_until_it_fits():
 
 
 # ---------------------------------------------------------------- training
-@EACH
-@pytest.mark.parametrize("place", ["build", "update"])
-def test_models_and_updates(error, place, flags, monkeypatch, capsys):
-    monkeypatch.setattr(f"train_silentbad.{place}", partial(runs_out, error))
+@pytest.mark.parametrize("place, name", [("update", "device"), *(("build", name) for name in ERRORS)])
+def test_models_and_updates(place, name, flags, monkeypatch, capsys):
+    monkeypatch.setattr(f"train_silentbad.{place}", partial(runs_out, ERRORS[name]))
     assert main(flags(max_train_steps=1)) == 2
     line = line_of(capsys)
     assert line.startswith("error: pretrained_model_name_or_path (command line): memory ran out (")
@@ -142,38 +140,45 @@ def test_drawing_while_training(drawn, flags, data, tmp_path, monkeypatch, capsy
 
 # ---------------------------------------------------------------- the other commands
 @EACH
-@pytest.mark.parametrize("dtype, flag", [("float32", "--dtype"), ("bfloat16", "--resolution")])
 @pytest.mark.parametrize("searches", [False, True], ids=["targets", "search"])
-def test_an_audit(error, dtype, flag, searches, data, pipelines, tmp_path, monkeypatch, capsys):
+def test_an_audit(error, searches, data, pipelines, tmp_path, monkeypatch, capsys):
     (tmp_path / "phrases.txt").write_text("a cat\na hat\n")
+    monkeypatch.setattr(Sampler, "generate", partial(runs_out, error))
+    monkeypatch.setattr(unknown, "probed", partial(runs_out, error))
     asked = {"phrases": tmp_path / "phrases.txt"} if searches else {"targets": data / "targets.jsonl"}
-    asked |= {"pipeline": pipelines["v_prediction"], "output_dir": tmp_path / "out", "dtype": dtype, "embedder": "ssim"}
-    monkeypatch.setattr(
-        unknown if searches else Sampler, "probed" if searches else "generate", partial(runs_out, error)
-    )
+    asked |= {"pipeline": pipelines["v_prediction"], "output_dir": tmp_path / "out", "embedder": "ssim"}
     assert validation.main([f"--{key}={value}" for key, value in asked.items()]) == 2
-    assert line_of(capsys).startswith(f"error: {flag}: memory ran out (")
+    line = line_of(capsys)
+    assert line.startswith("error: --dtype: memory ran out (") and line.endswith(
+        "; take bfloat16, or a lower --resolution"
+    )
+
+
+def test_an_audit_in_half_precision(data, pipelines, monkeypatch, capsys):
+    monkeypatch.setattr(validation, "audit", partial(runs_out, DEVICE))
+    asked = {"targets": data / "targets.jsonl", "pipeline": pipelines["v_prediction"], "dtype": "bfloat16"}
+    assert validation.main([f"--{key}={value}" for key, value in asked.items()]) == 2
+    line = line_of(capsys)
+    assert line.startswith("error: --resolution: memory ran out (") and "; lower it, or take a " in line
 
 
 @EACH
 def test_localise(error, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(localise, "configured", lambda given, run: SimpleNamespace())
     monkeypatch.setattr(localise.Record, "load", lambda file, key: None)
-    monkeypatch.setattr(localise, "Subject", lambda *arguments: SimpleNamespace(row=partial(runs_out, error)))
-    monkeypatch.setattr(substitution, "Bar", lambda items, desc: items)
-    assert localise.main([str(tmp_path), "--by"]) == 2
+    monkeypatch.setattr(localise, "Subject", partial(runs_out, error))
+    assert localise.main([str(tmp_path)]) == 2
     line = line_of(capsys)
     assert line.startswith("error: RUN: memory ran out (") and line.endswith("; take a machine with more memory")
 
 
-@EACH
-@pytest.mark.parametrize("limit", [2, 0])
-def test_class_images(error, limit, pipelines, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("limit, name", [(2, "device"), *((0, name) for name in ERRORS)])
+def test_class_images(limit, name, pipelines, tmp_path, monkeypatch, capsys):
     (tmp_path / "prompts.txt").write_text("a cat\na hat\n")
     usual = class_images.draw
 
     def draw(pipe, prompts, *more):
-        return beyond(limit, lambda prompts: usual(pipe, prompts, *more), error)(prompts)
+        return beyond(limit, lambda prompts: usual(pipe, prompts, *more), ERRORS[name])(prompts)
 
     monkeypatch.setattr(class_images, "draw", draw)
     arguments = {"pipeline": pipelines["epsilon"], "prompts": tmp_path / "prompts.txt", "out": tmp_path / "data"}

@@ -20,6 +20,7 @@ from diffusers import DDPMScheduler, StableDiffusionPipeline
 import train_silentbad
 from memory_reinforce import LOSSES
 from silentbad import device
+from silentbad.data import phrases
 from silentbad.data.loader import Stream
 from silentbad.errors import UserError
 from silentbad.loop import trackers
@@ -85,6 +86,21 @@ def test_print_groups_covers_every_parameter(flags, capsys, pipelines):
     assert main(flags(print_groups=True, train_data_dir="null", **{"validation.targets": "null"})) == 0
     unet = StableDiffusionPipeline.from_pretrained(pipelines["v_prediction"]).unet
     assert f"{sum(p.numel() for p in unet.parameters()):,}" in capsys.readouterr().out
+
+
+def test_phrases_of_several_targets_are_named_before_training(build, data, monkeypatch, capsys):
+    records = data / "metadata.jsonl"
+    lines = records.read_text().splitlines()
+    elements = [line for line in lines if '"t0"' in line]
+    others = [line.replace('"t0"', '"t1"').replace('"t0-', '"t1-') for line in elements]
+    records.write_text("\n".join([*lines, *others, elements[0].replace('"t0', '"t2')]))
+    monkeypatch.setattr(phrases, "MOST_SHARED", 1)
+    build()
+    said = [line for line in capsys.readouterr().err.splitlines() if " targets" in line]
+    assert said == [
+        "warning: 'a red cat' is an element of 3 targets: t0, t1, t2; a picture of it alone says one of 3",
+        "warning: 1 more phrases are elements of several targets",
+    ]
 
 
 def test_a_run_is_not_overwritten_unasked(flags, data, tmp_path, capsys):

@@ -277,10 +277,11 @@ class Cached:
 
     def _fill_texts(self, rows: np.ndarray) -> None:
         """States of these records' captions."""
+        flag = "pretrained_model_name_or_path"
+        advice = "take one with smaller text encoders"
         if self.config.mixed_precision == "no":
-            flag, advice = "mixed_precision", "encode the captions in half precision"
-        else:
-            flag, advice = "pretrained_model_name_or_path", "take one with smaller text encoders"
+            flag = "mixed_precision"
+            advice = "encode the captions in half precision"
         texts = self.records.column("text")
 
         def encode(numbers: list[int]) -> torch.Tensor:

@@ -251,7 +251,7 @@ def test_the_layers_of_sdxl_are_named_as_in_sd_scripts():
     assert named == table
 
 
-@pytest.mark.parametrize("kind", ["dora", "lokr"])
+@pytest.mark.parametrize("kind", ["dora", "loha", "lokr"])
 def test_the_kohya_file_of_sdxl_has_the_names_of_sd_scripts(kind, build, tmp_path):
     targets = {"lora.targets": json.dumps(EVERY), "lora.kind": kind, "lora.rank": 2}
     build("xl", **targets).products.save_pipeline(tmp_path)
