@@ -22,12 +22,11 @@ signal-to-noise ratio; x (G,) raw multipliers of a rule; a (G,) the multipliers 
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from silentbad import experiments
 from silentbad.control.between import SourceWeights
 from silentbad.control.multipliers import Multipliers
 from silentbad.control.original import adjust_gradient_scale
@@ -37,15 +36,16 @@ from silentbad.control.spectral import split
 from silentbad.control.statistics import GroupStats, RecentMean, Sample, Statistics, centred
 from silentbad.device import scalars
 from silentbad.errors import UserError, first_line
-from silentbad.experiments import TRANSFORMS
-from silentbad.experiments.between_layers import LayerSourceWeights
-from silentbad.experiments.layer_rules import Transfer
 from silentbad.loop.hooks import Hook, Hooks
 from silentbad.model.groups import OTHER, Groups, group_parameters, prior_table, warn_of_idle_rows
 from silentbad.settings import user_code
 from silentbad.settings.check import check_part
 from silentbad.settings.control import GradientControlConfig, RuleTable, check_control, rules_of
+from silentbad.settings.registries import LazyRegistry
 from silentbad.settings.types import Weight
+
+if TYPE_CHECKING:
+    from silentbad.experiments.layer_rules import Transfer
 
 __all__ = [
     "SCALE_RULES",
@@ -64,7 +64,7 @@ __all__ = [
 
 # ---------------------------------------------------------------- rules
 # A rule maps GroupStats to raw multipliers (G,), any positive scale. Non-finite entries count as
-# neutral.
+# neutral. An entry "module:function" is an experiment, imported when it is chosen.
 
 
 def uniform(stats: GroupStats) -> Tensor:
@@ -87,16 +87,22 @@ def placebo(
 ) -> Tensor:
     """The multipliers of the rule `of`, shuffled over the groups by the run's seed: a control."""
     own_rules = {name: rule_named(name) for name in of.split("+") if user_code.is_place(name)}
-    rules = rules_of(of, options or {}, weights or {}, {**SCALE_RULES, **own_rules})
+    rules = rules_of(of, options or {}, weights or {}, SCALE_RULES | own_rules)
     return combine(stats, rules).exp()[stats.shuffled()]
 
 
-SCALE_RULES: dict[str, Callable[..., Tensor]] = {
-    "uniform": uniform,
-    "mean_abs": mean_abs,
-    "placebo": placebo,
-    **experiments.RULES,
-}
+SCALE_RULES = LazyRegistry(
+    {
+        "uniform": uniform,
+        "mean_abs": mean_abs,
+        "placebo": placebo,
+        "gsnr": "silentbad.experiments.layer_rules:gsnr",
+        "prior": "silentbad.experiments.layer_rules:prior",
+        "inverse_rms": "silentbad.experiments.layer_rules:inverse_rms",
+        "auto_rgn": "silentbad.experiments.layer_rules:auto_rgn",
+        "hypergradient": "silentbad.experiments.layer_rules:hypergradient",
+    }
+)
 
 
 # Between sources: a rule maps the statistics of a source and of the elements to factors on that
@@ -111,11 +117,29 @@ def other_places(own: GroupStats, element: GroupStats, *, of: str = "contrast") 
     return SOURCE_RULES[of](own, element)[own.shuffled()]
 
 
-SOURCE_RULES: dict[str, Callable[..., Tensor]] = {
-    "uniform": one_factor,
-    "placebo": other_places,
-    **experiments.SOURCE_RULES,
-}
+SOURCE_RULES = LazyRegistry(
+    {
+        "uniform": one_factor,
+        "placebo": other_places,
+        "contrast": "silentbad.experiments.layer_rules:contrast",
+        "equalise": "silentbad.experiments.layer_rules:equalise",
+    }
+)
+
+
+# What becomes of the gradients of several sources: a transform maps their Gram matrix (K,K) to
+# their weights (K,) in the sum.
+def plain_sum(gram: Tensor) -> Tensor:
+    """Weight one for each."""
+    return torch.ones_like(gram[0])
+
+
+TRANSFORMS = LazyRegistry(
+    {
+        "none": plain_sum,
+        "remove_conflict": "silentbad.experiments.transforms:remove_conflict",
+    }
+)
 
 
 def rule_named(name: str) -> Callable[..., Tensor]:
@@ -144,7 +168,7 @@ REHEARSAL = "rehearsal"  # the source whose gradients feed the hypergradient
 def check_config(config: GradientControlConfig) -> RuleTable:
     """Rules of the config, or a UserError naming the key; loads no weights."""
     own_rules = {place: load_rule(place) for place in config.own_rules}
-    rules = check_control(config, {**SCALE_RULES, **own_rules}, SOURCE_RULES, TRANSFORMS)
+    rules = check_control(config, SCALE_RULES | own_rules, SOURCE_RULES, TRANSFORMS)
     for place, (_, options) in rules.items():
         if place in own_rules:
             try_rule(place, options)
@@ -278,8 +302,10 @@ class LayerRates(Hook):
         return Multipliers(len(self.groups), *limits, self.params[0].device)
 
     @functools.cached_property
-    def transfer(self) -> Transfer:
+    def transfer(self) -> "Transfer":
         """How well the updates served rehearsals, for the hypergradient."""
+        from silentbad.experiments.layer_rules import Transfer
+
         return Transfer(self.samples.sources, self.config.averaging)
 
     @torch.no_grad()
@@ -328,9 +354,10 @@ class LayerRates(Hook):
     def compute_multipliers(self) -> None:
         """From the statistics so far: rule, fade-in, bounds, quadratic mean one."""
         c = self.config
+        no_transfer = torch.zeros_like(self.samples.gradients.n)
         stats = self.statistics.groups(
             names=tuple(self.groups.names),
-            transfer=self.transfer.value,
+            transfer=self.transfer.value if self.uses_hypergradient else no_transfer,
             seed=self.seed,
             sdxl=self.sdxl,
         )
@@ -353,14 +380,16 @@ class LayerRates(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         """Statistics, multipliers and their history."""
-        return {
+        state = {
             "updates": self.updates,
             "multipliers": dict(self.multipliers),
             "history": [dict(entry) for entry in self.history],
             **self.computed.state_dict(),
             "statistics": self.statistics.state_dict(),
-            "transfer": self.transfer.state_dict(),
         }
+        if self.uses_hypergradient:
+            state["transfer"] = self.transfer.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up such a state."""
@@ -369,7 +398,8 @@ class LayerRates(Hook):
         self.history = [dict(entry) for entry in state["history"]]
         self.computed.load_state_dict(state)
         self.statistics.load_state_dict(state["statistics"])
-        self.transfer.load_state_dict(state["transfer"])
+        if self.uses_hypergradient:
+            self.transfer.load_state_dict(state["transfer"])
 
 
 class SourceConflict(Hook):
@@ -467,6 +497,8 @@ class Controller(Hooks):
         samples = Samples(self.groups, config)
         self.source_weights = SourceWeights(config.between, self.groups)
         if config.between.layerwise:
+            from silentbad.experiments.between_layers import LayerSourceWeights
+
             rule = SOURCE_RULES[config.between.name]
             self.source_weights = LayerSourceWeights(
                 config.between, self.groups, rule, seed, sdxl, records

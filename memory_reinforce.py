@@ -10,7 +10,7 @@ exposures, p (T,) timestep density.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -18,10 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from silentbad import experiments
 from silentbad.data.elements import ORDERS, DataInfo, Epochs
-from silentbad.experiments.attention import record_maps
-from silentbad.experiments.timestep_policies import ErrorByTimestep
 from silentbad.loop.hooks import Hook, MicroStep
 from silentbad.memory import masks, probes
 from silentbad.memory.auxiliary import Auxiliaries, ModelAccess, RunFacts, SelfDistillation, fixed
@@ -33,9 +30,10 @@ from silentbad.memory.weightings import in_prediction, mse
 from silentbad.model import diffusion
 from silentbad.settings.check import check_part
 from silentbad.settings.memory import MemoryConfig, Part, by_role, check_memory, policies
+from silentbad.settings.registries import LazyRegistry
 from silentbad.settings.types import Decay, Positive, Unit
 
-Registry = dict[str, Callable[..., Any]]
+# In the registries an entry "module:function" is an experiment, imported when it is chosen.
 
 
 # ------------------------------------------------------------ samplers
@@ -49,7 +47,13 @@ def uniform(rho: np.ndarray, records: np.ndarray, epoch: int) -> np.ndarray:
     return records / records.sum()
 
 
-SAMPLERS: Registry = {"uniform": uniform, "weakest_first": weakest_first, **experiments.SAMPLERS}
+SAMPLERS = LazyRegistry(
+    {
+        "uniform": uniform,
+        "weakest_first": weakest_first,
+        "leitner": "silentbad.experiments.leitner:leitner",
+    }
+)
 
 
 # ------------------------------------------------------------ timestep policies
@@ -85,18 +89,21 @@ def snr_mixture(
     return mixed(middle * -np.diff(cdf) + high * tail / tail.sum(), 1 - middle - high)
 
 
-TIMESTEPS: Registry = {
-    "uniform": uniform_t,
-    "logit_normal": logit_normal,
-    "mode": mode,
-    "snr_mixture": snr_mixture,
-    **experiments.TIMESTEPS,
-}
+TIMESTEPS = LazyRegistry(
+    {
+        "uniform": uniform_t,
+        "logit_normal": logit_normal,
+        "mode": mode,
+        "snr_mixture": snr_mixture,
+        "curriculum": "silentbad.experiments.timestep_policies:curriculum",
+        "learning_progress": "silentbad.experiments.timestep_policies:learning_progress",
+    }
+)
 
 
 # ------------------------------------------------------------ losses
 # A loss weight is a function of snr (B,) for the epsilon error, finite at snr = 0; `in_prediction`
-# carries it over to what the model predicts. More are in silentbad/experiments/losses.py.
+# carries it over to what the model predicts.
 
 
 def no_weight(snr: torch.Tensor, prediction_type: str) -> torch.Tensor:
@@ -109,8 +116,19 @@ def min_snr(snr: torch.Tensor, prediction_type: str, *, gamma: Positive = 5.0) -
     return in_prediction(gamma / snr.clamp_min(gamma), snr, prediction_type)
 
 
-LOSSES: Registry = {"none": no_weight, "min_snr": min_snr, **experiments.LOSSES}
-ERRORS: Registry = {"mse": mse, **experiments.ERRORS}
+LOSSES = LazyRegistry(
+    {
+        "none": no_weight,
+        "min_snr": min_snr,
+        "soft_min_snr": "silentbad.experiments.losses:soft_min_snr",
+        "debiased": "silentbad.experiments.losses:debiased",
+        "p2": "silentbad.experiments.losses:p2",
+        "sigma_sqrt": "silentbad.experiments.losses:sigma_sqrt",
+        "cosmap": "silentbad.experiments.losses:cosmap",
+        "x0": "silentbad.experiments.losses:x0",
+    }
+)
+ERRORS = LazyRegistry({"mse": mse, "huber": "silentbad.experiments.losses:huber"})
 
 
 # ------------------------------------------------------------ the shell
@@ -118,14 +136,27 @@ ERRORS: Registry = {"mse": mse, **experiments.ERRORS}
 # parts of auxiliary losses are in `silentbad.memory.auxiliary`.
 
 
-AUXILIARY: dict[str, Registry] = {
-    **experiments.AUXILIARY,
-    "retention": {"self_distillation": SelfDistillation, **experiments.AUXILIARY["retention"]},
+AUXILIARY = {
+    "attention_binding": LazyRegistry(
+        {"mass": "silentbad.experiments.auxiliaries:AttentionBinding"}
+    ),
+    "distillation": LazyRegistry({"and": "silentbad.experiments.auxiliaries:AndDistillation"}),
+    "retention": LazyRegistry(
+        {
+            "self_distillation": SelfDistillation,
+            "l2_sp": "silentbad.experiments.auxiliaries:L2SP",
+        }
+    ),
 }
-LOSS_BALANCE: Registry = {"fixed": fixed, **experiments.LOSS_BALANCE}
+LOSS_BALANCE = LazyRegistry(
+    {
+        "fixed": fixed,
+        "gradient_norm": "silentbad.experiments.auxiliaries:gradient_norm",
+    }
+)
 
 
-REGISTRIES: dict[str, dict[str, Callable[..., Any]]] = {
+REGISTRIES: dict[str, Mapping[str, Callable[..., Any]]] = {
     **{
         "sampler": SAMPLERS,
         "timesteps": TIMESTEPS,
@@ -133,7 +164,7 @@ REGISTRIES: dict[str, dict[str, Callable[..., Any]]] = {
         "region": REGION,
         "rehearsal": REHEARSAL,
     },
-    **{slot: {"none": no_weight, **names} for slot, names in AUXILIARY.items()},
+    **{slot: LazyRegistry({"none": no_weight}) | names for slot, names in AUXILIARY.items()},
     "loss_balance": LOSS_BALANCE,
 }
 
@@ -223,6 +254,8 @@ class Memory(Hook):
         policy_names = {config.timesteps.name, *(policy.name for policy in self.policies.values())}
         self.errors = None
         if "learning_progress" in policy_names:
+            from silentbad.experiments.timestep_policies import ErrorByTimestep
+
             self.errors = ErrorByTimestep(len(self.snr), reduce)
         self.role_weights = {
             role: settings.loss_weight for role, settings in by_role(config).items()
@@ -300,7 +333,7 @@ class Memory(Hook):
         binding = self.auxiliaries.get("attention_binding")
         if binding is None or self.progress(step) < binding.start:
             return nullcontext()
-        return record_maps(model, binding.side)
+        return binding.record(model)
 
     def loss_per_sample(
         self,

@@ -1,5 +1,6 @@
 """Losses beside the diffusion loss that were measured and did not earn their place."""
 
+from contextlib import AbstractContextManager
 from random import Random
 from typing import Literal
 
@@ -64,6 +65,10 @@ class AttentionBinding:
         self.start = start
         self.side = side
         self.overlap_weight = overlap_weight
+
+    def record(self, unet: torch.nn.Module) -> AbstractContextManager[Maps]:
+        """A context in which every forward of `unet` records the maps that the loss reads."""
+        return record_maps(unet, self.side)
 
     def __call__(self, now: MicroStep) -> torch.Tensor | None:
         if now.progress < self.start or now.maps is None:

@@ -3,15 +3,8 @@
 A transform maps the Gram matrix (K,K) of the sources' gradients to their weights (K,) in the sum.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
-
-
-def none(gram: Tensor) -> Tensor:
-    """The plain sum."""
-    return torch.ones_like(gram[0])
 
 
 def remove_conflict(gram: Tensor) -> Tensor:
@@ -26,9 +19,3 @@ def remove_conflict(gram: Tensor) -> Tensor:
             weights = weights - eye[j] * along.nan_to_num(0, 0, 0)
         total = total + weights
     return total
-
-
-TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": none,
-    "remove_conflict": remove_conflict,
-}

@@ -39,7 +39,7 @@ MEMORY = {  # slots of `memory`, and names beside a slot -> where what they may 
 AUXILIARY = ("attention_binding", "distillation", "retention")  # slots that may hold no part
 SCALE_RULES = "gradient_control:SCALE_RULES"
 SOURCE_RULES = "gradient_control:SOURCE_RULES"
-TRANSFORMS = "silentbad.experiments.transforms:TRANSFORMS"
+TRANSFORMS = "gradient_control:TRANSFORMS"
 GUARDS = "silentbad.guard.guards:GUARDS"
 
 

@@ -170,7 +170,8 @@ def check_memory(memory: MemoryConfig, registries: dict[str, Registry]) -> None:
             raise UserError(
                 f"memory.{key}: unknown name {name!r}; there are: {', '.join(registry)}"
             )
-    timesteps = {SAME: {}, **registries["timesteps"]}
+    timesteps: Any = registries["timesteps"]
+    timesteps = {SAME: {}} | timesteps  # joined so, a LazyRegistry imports nothing
     for role in ROLES:
         part = getattr(memory.roles, role).timesteps
         check_options(f"memory.roles.{role}.timesteps", timesteps, part.name, part.options)

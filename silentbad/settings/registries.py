@@ -1,15 +1,17 @@
 """What a registry offers, read from its source: names, options, types and defaults, nothing
 imported.
 
-A registry is a dict display in a module, {"gsnr": gsnr, **experiments.RULES}; `from_source` follows
-its names and imports to the functions, so a new rule is one function and one line in its dict. An
-entry may also be text, "module:function". The keyword-only parameters of a function (of a class,
-those of `__init__`) are its options."""
+A registry is a dict display in a module, {"uniform": uniform, **MORE}; `from_source` follows its
+names and imports to the functions, so a new rule is one function and one line in its dict. In a
+`LazyRegistry` an entry may also be text, "module:function". The keyword-only parameters of a
+function (of a class, those of `__init__`) are its options."""
 
 import ast
 import importlib.util
 import math
+import pkgutil
 import typing
+from collections import UserDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +24,15 @@ from silentbad.settings.types import MISSING, Option
 
 # What annotations and defaults of options may name.
 NAMESPACE = {**vars(typing), **vars(types), "math": math, "Any": Any}
+
+
+class LazyRegistry(UserDict[str, Any]):
+    """A dict of parts by name. An entry that is text, "module:function", is imported when it is
+    looked up; `a | b` joins two registries without a look-up."""
+
+    def __getitem__(self, name: str) -> Any:
+        entry = self.data[name]
+        return pkgutil.resolve_name(entry) if isinstance(entry, str) else entry
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,7 @@ class Module:
             case ast.Constant(value=str(place)):  # "module:name"
                 dotted, _, name = place.partition(":")
                 return _find(dotted, name)
-            case ast.Attribute(value=owner, attr=name):  # experiments.RULES, torch.optim.AdamW
+            case ast.Attribute(value=owner, attr=name):  # torch.optim.AdamW
                 first, _, rest = ast.unparse(owner).partition(".")
                 imported = self.names.get(first)
                 if not isinstance(imported, tuple):
@@ -126,7 +137,7 @@ class Module:
         if place is None:
             raise LookupError(f"no dict display: {ast.unparse(expression)}")
         module, node = place
-        if isinstance(node, ast.Call):  # a class of dicts around the display
+        if isinstance(node, ast.Call):  # LazyRegistry({...})
             return module.entries(node.args[0])
         assert isinstance(node, ast.Dict), f"no dict display: {ast.unparse(expression)}"
         entries: dict[str, tuple[Module, ast.AST]] = {}

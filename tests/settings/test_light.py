@@ -13,7 +13,6 @@ import gradient_control
 import memory_reinforce
 from bench import start
 from silentbad.data.elements import ORDERS
-from silentbad.experiments.transforms import TRANSFORMS
 from silentbad.guard.guards import GUARDS
 from silentbad.loop import optimizers
 from silentbad.measure.embedders import EMBEDDERS
@@ -32,7 +31,7 @@ HEAVY = ("torch", "diffusers", "transformers", "datasets", "accelerate", "numpy"
 IN_CODE = {
     check.SCALE_RULES: gradient_control.SCALE_RULES,
     check.SOURCE_RULES: gradient_control.SOURCE_RULES,
-    check.TRANSFORMS: TRANSFORMS,
+    check.TRANSFORMS: gradient_control.TRANSFORMS,
     check.GUARDS: GUARDS,
     check.MEMORY["loss.error"]: memory_reinforce.ERRORS,
     check.MEMORY["sampler.order"]: ORDERS,
@@ -48,6 +47,15 @@ from silentbad.settings.startup import training
 folder, rest = sys.argv[1], ["--memory.loss.name", "p2", "--gradient_control.name", "prior+gsnr"]
 training(["--train_data_dir", folder, "--pretrained_model_name_or_path", folder, *rest], "")
 print(*sorted({name.partition(".")[0] for name in sys.modules}))
+"""
+NO_EXPERIMENT = """
+import sys
+import silentbad.loop.assembly, train_silentbad
+from gradient_control import GradientControlConfig, check_config
+from memory_reinforce import MemoryConfig, check
+check_config(GradientControlConfig(name="mean_abs"))
+check(MemoryConfig())
+print(*sys.modules)
 """
 
 DATA = "--train_data_dir data"
@@ -153,6 +161,12 @@ def test_parsing_and_checking_a_training_imports_nothing_heavy(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert not {*done.stdout.split()} & {*HEAVY}
+
+
+def test_training_imports_no_experiment_that_is_not_chosen():
+    done = subprocess.run([sys.executable, "-c", NO_EXPERIMENT], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert not [name for name in done.stdout.split() if name.startswith("silentbad.experiments")]
 
 
 def test_a_report_is_drawn_without_what_a_model_needs():
