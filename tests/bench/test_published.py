@@ -161,6 +161,15 @@ def test_rows_between_sources_are_of_what_was_fixed_before():
     descend(frozen, rows)
 
 
+def test_later_rows_between_sources_are_of_what_was_fixed_before():
+    rows = stored(between.LATER)
+    assert rows and {row["targets"] for row in rows} <= {*between.LATER_TARGETS.split(";")}
+    for row in rows:
+        assert row["arm"] in between.LATER_ARMS and row["factor"] == between.FACTORS[1]
+        assert (row["steps"], row["every"], row["ratio"], row["seed"]) == (between.STEPS, between.EVERY, 0.1, 0)
+    descend("c60081b4269151e77c446617252879e9bcd97536", rows)
+
+
 def test_rows_by_nulls_are_of_what_was_fixed_before():
     rows, frozen = stored(nulls.RESULTS), "32c3b93099bee9ee4c2e4ae7b5f301410a671f09"
     assert {row["target"] for row in rows} <= {*nulls.TARGETS.split(";")}
