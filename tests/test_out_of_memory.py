@@ -164,10 +164,10 @@ def test_an_audit_in_half_precision(data, pipelines, monkeypatch, capsys):
 
 @EACH
 def test_localise(error, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(localise, "configured", lambda given, run: SimpleNamespace())
     monkeypatch.setattr(localise.Record, "load", lambda file, key: None)
     monkeypatch.setattr(localise, "Subject", partial(runs_out, error))
-    assert localise.main([str(tmp_path)]) == 2
+    given = SimpleNamespace(run=tmp_path, trained=SimpleNamespace, images=16, base_key="--base")
+    assert localise.main(given=given) == 2
     line = line_of(capsys)
     assert line.startswith("error: RUN: memory ran out (") and line.endswith("; take a machine with more memory")
 

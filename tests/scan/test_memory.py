@@ -38,16 +38,19 @@ def pictures(n):
 
 
 def held_by(n, tmp_path):
-    """(bytes at the peak of a search, how many candidate pairs it has)."""
+    """(bytes at the peak of a search, how many candidate pairs it has); of two searches the lower, for threads that
+    earlier tests left in this process allocate too."""
     texts = [f"a {'red blue green'.split()[i % 3]} thing" for i in range(n)]
     np.save(tmp_path / "views.npy", pictures(n))
     views = np.load(tmp_path / "views.npy", mmap_mode="r")
     pairs = candidates.candidates(views, np.ones((n, 4), np.uint64))
-    tracemalloc.start()
-    find(views, texts, permutations=0, size=250)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return peak, len(pairs)
+    peaks = []
+    for _ in range(2):
+        tracemalloc.start()
+        find(views, texts, permutations=0, size=250)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    return min(peaks), len(pairs)
 
 
 def test_memory_does_not_grow_with_the_pictures(small, tmp_path):
