@@ -68,7 +68,7 @@ class Judge:
 
     def rows(self, target: int, pictures: list[Image.Image]) -> list[dict]:
         """What is measured of pictures, as the autoencoder leaves them."""
-        images = torch.stack([resize(to_tensor(p)[None], (SIDE, SIDE))[0] for p in pictures])
+        images = torch.stack([small(picture) for picture in pictures])
         with self.using():
             seen = self.hook.sampler.round_trip(images)
             rows = self.hook.measure.similar(seen, [target] * len(pictures))
@@ -86,6 +86,11 @@ class Judge:
         """Whether the detector tells copies from failures, of the whole and of every element."""
         told = self.ranges[target]
         return all(part is None or part.separable for part in (told.whole, *told.elements))
+
+
+def small(picture: Image.Image) -> torch.Tensor:
+    """A picture (3,64,64) in [0,1]."""
+    return resize(to_tensor(picture)[None], (SIDE, SIDE))[0]
 
 
 def textures() -> list[Shown]:

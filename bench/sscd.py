@@ -20,12 +20,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from bench.instrument import BASE, TESTED, WORDS, Target, auc, eight_bits
-from bench.photographs import SIDE, of_photographs, pictures_of
 from bench.photographs import WORDS as OF_PHOTOGRAPHS
+from bench.photographs import of_photographs, pictures_of, small
 from bench.published_table import interval, markdown
 from bench.recovery import facts
 from bench.recovery_table import append, stored
-from silentbad.data.images import resize, to_tensor
 from silentbad.measure.embedders import Embedder, load_embedder
 from silentbad.worlds.microworld.copies import round_trip
 
@@ -87,10 +86,6 @@ def of_run(run: Path) -> Iterator[tuple[str, Tensor, Kinds]]:
                 for step in steps
             }
             yield file.stem, small(Image.open(file))[None], kinds
-
-
-def small(picture: Image.Image) -> Tensor:
-    return resize(to_tensor(picture.convert("RGB"))[None], (SIDE, SIDE))[0]
 
 
 # ------------------------------------------------------------------------------------------------- measuring
