@@ -15,14 +15,13 @@ the protocol is the section on targets from 2524 of research/protocol.md.
 import argparse
 import json
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from diffusers import UNet2DConditionModel
 
-from bench.published_table import Runs, by_arm, interval, markdown, ratio, sign_flips
+from bench.published_table import Runs, by_arm, interval, markdown, mean_of, ratio, sign_flips
 from bench.recovery_table import stored
 from bench.spectral import seconds
 from silentbad.control.spectral import SpectralAdamW, split
@@ -116,11 +115,6 @@ def arms_of(rows: list[dict]) -> dict[str, Runs]:
         name = HALF if arm.startswith("half_") else arm if factor == 40 else f"{arm} at {factor:g}e-4"
         arms.setdefault(name, {}).update(runs)
     return arms
-
-
-def mean_of(runs: Runs, key: str, targets: Sequence[str]) -> np.ndarray:
-    """A figure of each target, over its seeds."""
-    return np.array([np.mean([run[key] for run in runs[target]]) for target in targets])
 
 
 def outcomes(rows: list[dict]) -> str:

@@ -142,6 +142,11 @@ def holm(p: list[float]) -> list[float]:
     return adjusted
 
 
+def mean_of(runs: Runs, key: str, targets: Sequence[str]) -> np.ndarray:
+    """A figure of each target, over its seeds."""
+    return np.array([np.mean([run[key] for run in runs[target]]) for target in targets])
+
+
 def interval(values: Sequence[float], form: str = ".2f") -> str:
     """Mean and 95 % bootstrap interval over targets; of one target there is none."""
     if len(values) == 1:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.controller import SD15
-from bench.published_table import markdown
+from bench.published_table import by_arm, interval, markdown, mean_of
 from bench.recovery_table import RESULTS
 from silentbad.control.spectral import SpectralAdamW, orthogonalise, split
 from silentbad.model.groups import group_of
@@ -78,6 +78,7 @@ SDXL = {
 }
 LINEAR = {"use_linear_projection": True}
 MODELS: dict[str, dict[str, Any]] = {"SD 1.5": SD15, "SD 2.1, 768 px": SD21 | LINEAR, "SDXL, 1024 px": SDXL | LINEAR}
+FIGURES = {"strict rate": ".2f", "elements": ".2f", "drift": ".4f", "s/step": ".2f"}
 TOKENS = 77
 OPERATIONS = RESULTS.parent / "spectral-models.json"
 
@@ -130,6 +131,30 @@ def by_model(costs: dict[str, dict[str, float]]) -> str:
         lines.append([name, *(f"{value:.1f}" for value in tflop.values()), " to ".join(f"{n:.0f}" for n in batches)])
     head = ("model", "update, fp32", "update, bf16", "`up*`, bf16", "a picture", "batch of equal cost")
     return markdown(head, lines) + "\n"
+
+
+# -- recovery ----------------------------------------------------------------------------------------------
+RUNS = RESULTS.with_name("spectral.jsonl")
+CHEAPER = "recommended_cheaper"
+WORDS = {
+    "recommended": "spectral updates on all layers, five steps of Newton-Schulz",
+    CHEAPER: "AdamW for `time` and `proj`, four steps of Polar Express",
+}
+
+
+def recovery(rows: list[dict]) -> str:
+    """What stored runs recover with cheaper spectral updates, and the difference in pairs over targets: Markdown."""
+    runs = {arm: targets for (arm, *_), targets in by_arm(rows).items()}
+    both = [target for target in runs[CHEAPER] if target in runs["recommended"]]
+    of = {arm: {key: mean_of(runs[arm], key, both) for key in FIGURES} for arm in WORDS}
+    lines = []
+    for arm, words in WORDS.items():
+        lines.append([words, f"{len(both)}", *(interval(of[arm][key].tolist(), form) for key, form in FIGURES.items())])
+    differences = [
+        interval((of[CHEAPER][key] - of["recommended"][key]).tolist(), f"+{form}") for key, form in FIGURES.items()
+    ]
+    lines.append(["difference", f"{len(both)}", *differences])
+    return markdown(("updates", "targets", *FIGURES), lines)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
