@@ -267,7 +267,8 @@ def steps(run: Run, requests: Requests) -> int:
 
 def stopped(run: Run, number: int) -> int:
     """Say so; returns the exit code."""
-    resume = "; resume with --resume_from_checkpoint latest" if run.state.step else ""
+    saved = run.state.step and not run.config.dry_run
+    resume = "; resume with --resume_from_checkpoint latest" if saved else ""
     run.log.say(f"stopped by {signal.Signals(number).name}{resume}")
     return 128 + number
 
@@ -286,7 +287,8 @@ def boundary(run: Run, requests: Requests, bar: Bar) -> int:
     if interval and not inside and epoch % interval == 0:
         run.products.save_pipeline(run.folder.path / "epochs" / f"epoch-{epoch}")
     stop, save, asked_to_validate = requests.agreed()
-    if stop or save or state.step % config.checkpointing_steps == 0:
+    due = stop or save or state.step % config.checkpointing_steps == 0
+    if due and not config.dry_run:
         run.checkpoints.save("signal" if stop or save else "interval")
     if asked_to_validate and not stop:
         with bar.paused("measuring"):

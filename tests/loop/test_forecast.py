@@ -1,12 +1,34 @@
 """A dry run: what the run will take, and nothing written but caches."""
 
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from diffusers.image_processor import VaeImageProcessor
 
 from silentbad.loop.forecast import Forecast
 from train_silentbad import main
+
+ROOT = Path(__file__).parents[2]
+# a hook of one's own: says that a step is under way
+WAITS = """
+import time
+from pathlib import Path
+from silentbad.loop.hooks import Hook
+
+class Waits(Hook):
+    def __init__(self, context):
+        pass
+
+    def before_step(self, step, finite=None, norms=None):
+        Path(__file__).with_name("stepping").touch()
+        time.sleep(1)
+"""
 
 
 def mib(text: str) -> float:
@@ -76,3 +98,28 @@ def test_a_dry_run_sends_as_much_through_the_autoencoder_as_calibration(build, d
     run.parts.vae.encoder.register_forward_pre_hook(lambda _, pixels: batches.append(tuple(pixels[0].shape)))
     run.products.try_round_trip()
     assert batches == [(3, 3, run.products.side, run.products.side)]
+
+
+@pytest.mark.parametrize("moment", ["scratch/tmp*", "stepping"], ids=["loading", "in a step"])
+def test_a_signal_leaves_no_scratch_behind(moment, flags, tmp_path):
+    (tmp_path / "waits.py").write_text(WAITS)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    own = {"hooks": f"['{tmp_path}/waits.py:Waits']", "cache_dir": tmp_path / "cache"}
+    called = [sys.executable, "train_silentbad.py", *flags(dry_run=True, **own)]
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    with subprocess.Popen(
+        called,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        while process.poll() is None and not any(tmp_path.glob(moment)):
+            time.sleep(0.01)
+        process.terminate()
+        said = process.communicate()[0]
+    assert process.returncode == 128 + signal.SIGTERM, said
+    assert "stopped by SIGTERM" in said and "resume" not in said and "Traceback" not in said
+    assert not any(scratch.iterdir()) and not (tmp_path / "run").exists()
