@@ -421,7 +421,7 @@ def judge(results: dict) -> str:
     ):
         levels = [("new", kind, "strict"), ("today", kind, "whole")]
         cells = [rate_of(once, *level) for level in levels if level[0] in columns_of(once)]
-        lines.append([label, *(f"{cell[0]:.2f}" for cell in cells if cell is not None)])
+        lines.append([label, *("{:.2f} [{:.2f}, {:.2f}]".format(*cell[:3]) for cell in cells if cell is not None)])
     return grid(("picture", "passes", "by the whole alone, release 0.1")[: len(lines[0])], lines)
 
 

@@ -83,7 +83,8 @@ def table(rows: list[dict]) -> str:
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines) if line)
+    first, *rest = ("| " + " | ".join(line) + " |" for line in (head, *lines) if line)
+    return "\n".join([first, "|" + "---|" * len(head), *rest])
 
 
 # ------------------------------------------------------------------------------------------------- arms

@@ -289,7 +289,8 @@ def interval(x: tuple[float, ...], sign: str = "") -> str:
 
 
 def markdown(lines: list[tuple[str, ...]], head: tuple[str, ...] = HEAD) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in [head, tuple("---" for _ in head), *lines]) + "\n"
+    first, *rest = ("| " + " | ".join(line) + " |" for line in [head, *lines])
+    return "\n".join([first, "|" + "---|" * len(head), *rest]) + "\n"
 
 
 def grid(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
