@@ -67,7 +67,7 @@ from silentbad.measure.samples import (
     slugs,
     target_file,
 )
-from silentbad.measure.scores import kinds, minus_placebo, placebo_run, recovery, scalars, summarise
+from silentbad.measure.scores import kinds, minus_placebo, placebo_run, scalars, summarise
 from silentbad.measure.thresholds import load_redraws
 from silentbad.measure.verdict import verdict_of
 from silentbad.model.averaging import averaged, extrapolated
@@ -79,7 +79,7 @@ from silentbad.report.evidence import range_lines, verdict_sentence
 
 EXIT_CODES = {NOT_RECOVERED: 0, RECOVERED: 3, UNDECIDED: 4}
 
-__all__ = ["Audit", "RecoveryHook", "ValidationConfig", "audit", "averaged", "recovery"]
+__all__ = ["Audit", "RecoveryHook", "ValidationConfig", "audit", "averaged"]
 
 
 # -- the hook --------------------------------------------------------------------------------------

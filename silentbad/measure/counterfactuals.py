@@ -2,8 +2,10 @@
 them.
 
 Kinds, by what the base draws:
-    redrawn    one element's region under its phrase, guided away from `missing`; the rest of the target is kept
-    missing    that region under the backdrop's phrase, or under no caption where no element is the backdrop
+    redrawn    one element's region under its phrase, guided away from `missing`; the rest of the
+               target is kept
+    missing    that region under the backdrop's phrase, or under no caption where no element is
+               the backdrop
     composed   the whole picture under the composed prompt
     described  the whole picture under the target's spelt-out description
 
@@ -133,7 +135,7 @@ def masks_of(targets: Sequence[Target]) -> Masks:
 
 
 def draws_of(
-    targets: Sequence[Target], canvases: Sequence[Canvas], count: int, kinds: Sequence[str] = KINDS
+    targets: Sequence[Target], canvases: Sequence[Canvas], count: int, kinds: Sequence[str]
 ) -> list[Draw]:
     """`count` draws of each kind, of regions for each element with a mask; regions first. A
     backdrop is never missing: nothing stands behind it."""
@@ -307,12 +309,11 @@ def model_digest(sampler: Sampler) -> str:
     guidance = (config.guidance_scale, config.guidance_rescale)
     return digest(
         *(sampler.backbone, pipe.vae, *sampler.encoders, *map(vocabulary, tokenizers)),
-        *(type(pipe.scheduler).__name__, dict(pipe.scheduler.config), dict(pipe.config).get(ZEROS)),
+        type(pipe.scheduler).__name__,
+        dict(pipe.scheduler.config),
+        dict(pipe.config).get("force_zeros_for_empty_prompt"),  # SDXL's
         [VERSION, sampler.side, sampler.steps, *guidance, cast],
     )
-
-
-ZEROS = "force_zeros_for_empty_prompt"  # SDXL's
 
 
 def _keys(
@@ -341,7 +342,7 @@ def _keys(
 def counterfactuals(
     sampler: Sampler,
     targets: Sequence[Target],
-    masks: Masks | None,
+    masks: Masks,
     count: int,
     seed: int,
     *,
@@ -354,11 +355,9 @@ def counterfactuals(
     """`count` null pictures of each kind for each target, and for each of its elements with a mask.
 
     sampler: of the base model, inside `sampler.using`. masks: of each target, of each element,
-    (1,H,W) in [0,1]; by default the targets' own. cache: folder in which pictures are kept. share:
-    which numbers of n are this process's. Two calls give equal bytes; another batch size may change
-    a rounding. Raises UserError where a mask is empty or the cache cannot be written."""
-    if masks is None:
-        masks = masks_of(targets)
+    (1,H,W) in [0,1]. cache: folder in which pictures are kept. share: which numbers of n are this
+    process's. Two calls give equal bytes; another batch size may change a rounding. Raises
+    UserError where a mask is empty or the cache cannot be written."""
     canvases = [canvas(t, m, sampler.side) for t, m in zip(targets, masks, strict=True)]
     draws = draws_of(targets, canvases, count, kinds)
     numbers_of_process = list(range(len(draws))) if share is None else share(len(draws))

@@ -38,10 +38,11 @@ SSCD_ADVICE = (
 )
 
 WINDOW = 11  # pixels, of SSIM's Gaussian
+MARGIN = 0.05  # of a picture's side, around an element's box
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
-def region(images: Tensor, mask: Tensor, margin: float = 0.05) -> Tensor:
+def region(images: Tensor, mask: Tensor) -> Tensor:
     """What lies inside an element's mask: the rest is grey, the picture cut to the mask's box.
 
     images (B,3,H,W), mask (1,h,w) -> (B,3,h',w'). An empty mask leaves the whole picture."""
@@ -51,8 +52,8 @@ def region(images: Tensor, mask: Tensor, margin: float = 0.05) -> Tensor:
         return images
     ys = (m[0] > 0.5).any(1).nonzero()[:, 0]
     xs = (m[0] > 0.5).any(0).nonzero()[:, 0]
-    pad_y = max(1, round(margin * H))
-    pad_x = max(1, round(margin * W))
+    pad_y = max(1, round(MARGIN * H))
+    pad_x = max(1, round(MARGIN * W))
     y0 = max(0, int(ys[0]) - pad_y)
     y1 = min(H, int(ys[-1]) + 1 + pad_y)
     x0 = max(0, int(xs[0]) - pad_x)
@@ -181,13 +182,9 @@ class SSCD(Embedder):
     SHA-256 is the expected one where that is given."""
 
     def __init__(
-        self,
-        path: str | None,
-        device: torch.device | str = "cpu",
-        size: int = 320,
-        sha256: str | None = None,
+        self, path: str | None, device: torch.device | str = "cpu", sha256: str | None = None
     ):
-        self.size = size
+        self.size = 320
         self.device = device
         self.file = Path(path or "")
         with user_errors(f"sscd: cannot read '{path}'", SSCD_ADVICE):
@@ -200,7 +197,7 @@ class SSCD(Embedder):
         if self.file.suffix == ".onnx":
             with user_errors(f"sscd: '{path}' is not an ONNX file of this network", SSCD_ADVICE):
                 self.model = OnnxNetwork(content, device)
-                self.size = self.model.size or size
+                self.size = self.model.size or self.size
             return
         failed = f"sscd: '{path}' is not a TorchScript file"
         with warnings.catch_warnings(), user_errors(failed, SSCD_ADVICE):
@@ -344,18 +341,17 @@ class DINOv2(Transformer):
 class SSIM(Embedder):
     """Structural similarity (Wang 2004) in grey at one small size; needs no weights."""
 
-    def __init__(self, path: str | None = None, device: torch.device | str = "cpu", size: int = 64):
-        self.size = size
+    def __init__(self, path: str | None = None, device: torch.device | str = "cpu"):
         self.device = device
 
     def embed(self, images: Tensor) -> Tensor:
-        return resize(images.to(self.device), (self.size, self.size)).mean(1, keepdim=True)
+        return resize(images.to(self.device), (64, 64)).mean(1, keepdim=True)
 
     def paired(self, a: Tensor, b: Tensor) -> Tensor:
         return ssim(a, b)
 
     def describe(self) -> str:
-        return f"ssim: {self.size}x{self.size} squashed, bilinear antialiased, grey, window 11, sigma 1.5"
+        return "ssim: 64x64 squashed, bilinear antialiased, grey, window 11, sigma 1.5"
 
 
 EMBEDDERS = {

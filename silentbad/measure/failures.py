@@ -24,7 +24,8 @@ GAIN = 0.06  # a copy's contrast and brightness differ by at most so much
 FAR = 1 / 8  # of the side: how far an element is moved
 TINT = (-0.15, 0.0, 0.15)
 FILLS = 4  # training pictures that fill each element's region
-TURNS = {"upside down": (1,), "turned by 180 degrees": (1, 2)}  # axes that are flipped
+# axes that are flipped
+TURNS = {"mirrored": (2,), "upside down": (1,), "turned by 180 degrees": (1, 2)}
 
 
 class Null(NamedTuple):
@@ -107,7 +108,6 @@ def of_thing(picture: Tensor, share: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield "blurred inside", mixed(picture, blurred(picture), share)
     yield "recoloured", mixed(picture, recoloured(picture), share)
     box = box_of(share)
-    yield "mirrored", put(missing, crop(picture, box).flip(2), crop(share, box).flip(2), box)
     for kind, axes in TURNS.items():
         yield kind, put(missing, crop(picture, box).flip(axes), crop(share, box).flip(axes), box)
     yield "moved", moved(picture, missing, share)
@@ -197,8 +197,8 @@ def moved(picture: Tensor, missing: Tensor, share: Tensor) -> Tensor:
         down_wards = 0
     if not right_wards and not down_wards:
         right_wards = far
-    across = shifted(share, down_wards, right_wards)
-    return mixed(missing, shifted(picture, down_wards, right_wards), across)
+    moved_share = shifted(share, down_wards, right_wards)
+    return mixed(missing, shifted(picture, down_wards, right_wards), moved_share)
 
 
 def replaced(picture: Tensor, share: Tensor, other: Tensor) -> Tensor:

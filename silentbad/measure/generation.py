@@ -371,9 +371,9 @@ class Sampler:
             f"{place}: {what}; {' or '.join(tries) or 'take another base model or scheduler'}"
         )
 
-    def eps_errors(self, records: list[dict], mine: list[int], address: str) -> list[float]:
+    def eps_errors(self, records: list[dict], numbers: list[int], address: str) -> list[float]:
         """Records {pixel_values (3,R,R) in [-1,1], text} -> ||eps_hat - eps||^2 / dim of those in
-        `mine`.
+        `numbers`.
 
         Noise is addressed by `address`; timesteps lie evenly over the schedule."""
         vae = self.pipe.vae
@@ -395,7 +395,7 @@ class Sampler:
             return (noise_pred.float() - noise.float()).square().flatten(1).mean(1).tolist()
 
         errors: list[float] = []
-        for part in np.array_split(mine, -(-len(mine) // self.batch)) if mine else []:
+        for part in np.array_split(numbers, -(-len(numbers) // self.batch)) if numbers else []:
             for _, errors_of_batch in self.in_batches(part.tolist(), of):
                 errors += errors_of_batch
         return errors

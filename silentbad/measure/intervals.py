@@ -7,6 +7,10 @@ import numpy as np
 
 from silentbad.measure.record import Detection
 
+CONFIDENCE = 0.95  # of every interval
+TAIL = (1 - CONFIDENCE) / 2  # on each side of it
+BOOTSTRAPS = 2000  # means that an interval is taken from
+
 
 def binomial_cdf(n: int, p: float) -> np.ndarray:
     """P(K <= k) for k = 0..n, K ~ Binomial(n, p)."""
@@ -18,11 +22,10 @@ def binomial_cdf(n: int, p: float) -> np.ndarray:
     return np.minimum(1.0, np.cumsum(np.exp(logs + k * np.log(p) + (n - k) * np.log1p(-p))))
 
 
-def binomial_interval(k: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Clopper-Pearson interval of a rate, k of n seen."""
+def binomial_interval(k: int, n: int) -> tuple[float, float]:
+    """Clopper-Pearson 95 % interval of a rate, k of n seen."""
     if n == 0:
         return 0.0, 1.0
-    tail = (1 - confidence) / 2
 
     def solve(goal: float, index: int) -> float:  # the CDF at `index` falls as p rises
         low = 0.0
@@ -32,7 +35,7 @@ def binomial_interval(k: int, n: int, confidence: float = 0.95) -> tuple[float, 
             low, high = (p, high) if binomial_cdf(n, p)[index] > goal else (low, p)
         return (low + high) / 2
 
-    return (0.0 if k == 0 else solve(1 - tail, k - 1)), (1.0 if k == n else solve(tail, k))
+    return (0.0 if k == 0 else solve(1 - TAIL, k - 1)), (1.0 if k == n else solve(TAIL, k))
 
 
 def difference_interval(
@@ -44,22 +47,19 @@ def difference_interval(
     return max(low, -1.0), min(high, 1.0)
 
 
-def bootstrap_interval(
-    values: Sequence[float] | np.ndarray, confidence: float = 0.95, draws: int = 2000, seed: int = 0
-) -> tuple[float, float]:
-    """Percentile interval of the mean over units (targets), values (T,); nan units are left out."""
+def bootstrap_interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """95 % percentile interval of the mean over units (targets), values (T,); nan units are left
+    out."""
     numbers = np.asarray(values, dtype=float)
     numbers = numbers[~np.isnan(numbers)]
     if len(numbers) < 2:
         return float("nan"), float("nan")
-    picks = np.random.default_rng(seed).integers(len(numbers), size=(draws, len(numbers)))
-    low, high = np.quantile(numbers[picks].mean(1), [(1 - confidence) / 2, (1 + confidence) / 2])
+    picks = np.random.default_rng(0).integers(len(numbers), size=(BOOTSTRAPS, len(numbers)))
+    low, high = np.quantile(numbers[picks].mean(1), [TAIL, (1 + CONFIDENCE) / 2])
     return float(low), float(high)
 
 
-def detection(
-    positives: Sequence[float], negatives: Sequence[float], draws: int = 1000, seed: int = 0
-) -> Detection | None:
+def detection(positives: Sequence[float], negatives: Sequence[float]) -> Detection | None:
     """How well a score tells positives from negatives: `auc` with its 95 % bootstrap interval, and
     with at least 100 negatives the true positives at 1 % false ones with their binomial one. None
     where either is empty."""
@@ -71,8 +71,8 @@ def detection(
     def auc(x: np.ndarray, y: np.ndarray) -> float:
         return float((x[:, None] > y[None]).mean() + (x[:, None] == y[None]).mean() / 2)
 
-    rng = np.random.default_rng(seed)
-    again = [auc(rng.choice(a, len(a)), rng.choice(b, len(b))) for _ in range(draws)]
+    rng = np.random.default_rng(0)
+    again = [auc(rng.choice(a, len(a)), rng.choice(b, len(b))) for _ in range(1000)]
     low, high = np.quantile(again, (0.025, 0.975))
     discrimination = Detection(auc(a, b), len(a), len(b), float(low), float(high))
     if len(b) >= 100:

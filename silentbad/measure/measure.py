@@ -47,7 +47,8 @@ COUNTERFACTUALS = "counterfactuals drawn by the base model"
 BASE = "base model's images of the prompts"
 FAILURES = "failures made from the target"
 # references: the target's file, and what the autoencoder leaves of it
-RAW, DECODED = "raw", "decoded"
+RAW = "raw"
+DECODED = "decoded"
 MOST_SHOWN = 64  # training pictures that are nulls
 
 
@@ -309,8 +310,7 @@ class Measure:
             rows,
             copies,
             of_quantiles,
-            is_recovered,
-            given=config.threshold,
+            threshold=config.threshold,
             calibrated=source == REDRAWS,
         )
         return whole, element, ranges

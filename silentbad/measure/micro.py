@@ -19,12 +19,11 @@ from silentbad.files import read_json
 POWER = 4  # of the mean over places; 1 would be their average, infinity the worst place
 
 
-def alignments(x: torch.Tensor, reach: int = 1) -> torch.Tensor:
-    """A picture (1,C,H,W) -> (9,C,H,W): moved by up to `reach` pixels each way."""
+def alignments(x: torch.Tensor) -> torch.Tensor:
+    """A picture (1,C,H,W) -> (9,C,H,W): moved by up to a pixel each way."""
     h, w = x.shape[-2:]
-    padded = F.pad(x, (reach,) * 4, mode="replicate")
-    offsets = (0, reach, 2 * reach)
-    return torch.cat([padded[..., dy : dy + h, dx : dx + w] for dy in offsets for dx in offsets])
+    padded = F.pad(x, (1, 1, 1, 1), mode="replicate")
+    return torch.cat([padded[..., dy : dy + h, dx : dx + w] for dy in range(3) for dx in range(3)])
 
 
 class Residual(nn.Module):

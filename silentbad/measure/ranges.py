@@ -7,7 +7,7 @@ generated images are worse than copies, and the failures that nobody thought of 
 are made. Where the two are not `GAP` apart the detector cannot tell, and the verdict says so.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -21,6 +21,7 @@ from silentbad.measure.record import (
     TargetRange,
     Threshold,
 )
+from silentbad.measure.scores import is_recovered
 from silentbad.measure.thresholds import ImageRow, NullRow, Score, by_kind, element_scores
 
 MARGIN = 0.25  # of the way from floor to ceiling
@@ -68,20 +69,19 @@ def target_ranges(
     nulls: Sequence[NullRow],
     copies: Sequence[ImageRow],
     thresholds: tuple[Threshold, ElementThreshold] | None,
-    passes: Callable[[ImageRow, Threshold, ElementThreshold], bool],
-    given: float | None = None,
-    calibrated: bool = False,
+    threshold: float | None,
+    calibrated: bool,
 ) -> tuple[list[TargetRange], Threshold, ElementThreshold]:
     """The ranges of all targets (id, size), and the thresholds that follow from them.
 
     thresholds: those of another calibration, which are kept; calibrated: on these very nulls.
-    given: a threshold of the whole. passes: whether a row reaches all thresholds.
+    threshold: a given one of the whole.
     """
     ranges: list[TargetRange] = []
     for j, (name, size) in enumerate(targets):
         own_nulls = [row for row in nulls if row["target"] == j]
         own_copies = [row for row in copies if row["target"] == j]
-        value = given if thresholds is None else thresholds[0].of_target(j)
+        value = threshold if thresholds is None else thresholds[0].of_target(j)
         kinds = by_kind(own_nulls, whole_scores)
         whole = measured_range(kinds, [row["sim"] for row in own_copies], value, calibrated)
         elements: list[Range | None] = []
@@ -94,10 +94,12 @@ def target_ranges(
         ranges.append(
             TargetRange(name, size, side, whole, elements, len(own_nulls), 0, len(own_copies), 0)
         )
-    used = thresholds or between(ranges, given)
+    used = thresholds or between(ranges, threshold)
     for j, target in enumerate(ranges):
-        target.nulls_passing = sum(row["target"] == j and passes(row, *used) for row in nulls)
-        target.copies_passing = sum(row["target"] == j and passes(row, *used) for row in copies)
+        target.nulls_passing = sum(row["target"] == j and is_recovered(row, *used) for row in nulls)
+        target.copies_passing = sum(
+            row["target"] == j and is_recovered(row, *used) for row in copies
+        )
     return ranges, *used
 
 
@@ -111,21 +113,22 @@ SOURCE = "failures made from the target, and true copies"
 
 
 def between(
-    ranges: Sequence[TargetRange], given: float | None
+    ranges: Sequence[TargetRange], threshold: float | None
 ) -> tuple[Threshold, ElementThreshold]:
-    """The thresholds of these ranges. A fresh null exceeds the highest of n with probability at
-    most 1/(n+1), if it is like them: `attained`, of the target with the fewest."""
+    """The thresholds of these ranges, of the whole unless one is given. A fresh null exceeds the
+    highest of n with probability at most 1/(n+1), if it is like them: `attained`, of the target
+    with the fewest."""
     fewest = min(target.nulls for target in ranges)
     attained = 1 / (fewest + 1)
     of_targets: list[float | None] = [target.whole.threshold for target in ranges]
     highest = max(target.whole.threshold for target in ranges)
-    if given is None:
+    if threshold is None:
         kinds = pooled([target.whole for target in ranges])
         whole = Threshold(
             highest, SOURCE, targets=of_targets, kinds=kinds, n=fewest, attained=attained
         )
     else:
-        whole = Threshold(given, "given")
+        whole = Threshold(threshold, "given")
     each: list[list[float] | None] = [
         [whole.of_target(j) if part is None else part.threshold for part in target.elements]
         for j, target in enumerate(ranges)

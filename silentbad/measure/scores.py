@@ -1,8 +1,7 @@
 """Scores of generations against their targets, as pure functions. docs/metrics.md defines the
 numbers.
 
-Legend: sim (N,T) or (N,) similarities of N generations to T targets; target_of (N,); a cell is a
-kind of prompt (generation.py lists them)."""
+A cell is a kind of prompt (generation.py lists them)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import TypedDict
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from silentbad.errors import UserError
 from silentbad.measure.intervals import binomial_interval, bootstrap_interval, difference_interval
@@ -54,31 +52,6 @@ class LengthRow(TypedDict):
 
 
 # -- of generations --------------------------------------------------------------------------------
-def recovery(
-    sim: Tensor, target_of: Sequence[int] | Tensor, threshold: float | Tensor
-) -> dict[str, Tensor]:
-    """Per-target scores of the generations, each compared with its own target.
-
-    sim (N,T) or (N,), target_of (N,), threshold number or (T,) -> rate (images at the threshold),
-    mean, max, p75, p90, p95, count (T,); nan for a target without images."""
-    sim = torch.as_tensor(sim, dtype=torch.float64)
-    target_of = torch.as_tensor(target_of, dtype=torch.long)
-    T = sim.shape[1] if sim.ndim == 2 else int(target_of.max()) + 1
-    to_own_target = sim.gather(1, target_of[:, None])[:, 0] if sim.ndim == 2 else sim
-    threshold = torch.as_tensor(threshold, dtype=torch.float64).expand(T)
-
-    def of_target(j: int) -> list[float]:
-        x = to_own_target[target_of == j]
-        if len(x) == 0:
-            return [float("nan")] * 6 + [0.0]
-        quantiles = torch.quantile(x, torch.tensor([0.75, 0.90, 0.95], dtype=x.dtype)).tolist()
-        rate = (x >= threshold[j]).double().mean().item()
-        return [rate, x.mean().item(), x.max().item(), *quantiles, len(x)]
-
-    table = torch.tensor([of_target(j) for j in range(T)], dtype=torch.float64).reshape(T, 7)
-    return dict(zip(("rate", "mean", "max", "p75", "p90", "p95", "count"), table.T, strict=True))
-
-
 def length_scores(rows: Sequence[LengthRow], base: Mapping[str, float]) -> dict[str, float]:
     """Cosines of the images of one sampling length: to the target they are asked for (`original`)
     and to the others, by the run's embedder; to their own caption and those of others (`shuffled`),
@@ -99,6 +72,7 @@ def length_scores(rows: Sequence[LengthRow], base: Mapping[str, float]) -> dict[
 FEW_TARGETS = 6
 # SilentBadDiffusion counts a target whose best of n images lies above it (2401.04136)
 PUBLISHED = 0.5
+QUANTILES = (0.75, 0.90, 0.95)
 
 
 def is_recovered(row: ImageRow, threshold: Threshold, element_threshold: ElementThreshold) -> bool:
@@ -111,14 +85,14 @@ def is_recovered(row: ImageRow, threshold: Threshold, element_threshold: Element
 
 
 def images_recovered(
-    own: TargetScores,
+    scores: TargetScores,
     target: int,
     threshold: Threshold,
     element_threshold: ElementThreshold,
 ) -> list[bool]:
-    """The same from stored similarities."""
-    passed = np.array(own.sims) >= threshold.of_target(target)
-    for k, element in enumerate(own.elements):
+    """`is_recovered` of each image of a target, from stored similarities."""
+    passed = np.array(scores.sims) >= threshold.of_target(target)
+    for k, element in enumerate(scores.elements):
         if element.sims:
             passed &= np.array(element.sims) >= element_threshold.of(target, k)
     return passed.tolist()
@@ -135,6 +109,42 @@ def settled(history: Sequence[Measurement], points: int) -> bool:
     return len(last) == points and min(rates) >= 0.5
 
 
+def target_scores(
+    rows: Sequence[Row], target: int, threshold: Threshold, element_threshold: ElementThreshold
+) -> TargetScores:
+    """Scores of the images of one target."""
+    sims = [r["sim"] for r in rows]
+    x = torch.tensor(sims, dtype=torch.float64)
+    p75, p90, p95 = torch.quantile(x, torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
+    columns = zip(*(r["elements"] for r in rows), strict=True)  # (K, images)
+    elements = [[s for s in column if s is not None] for column in columns]
+    near = [r["nearest"] for r in rows if "nearest" in r]
+    return TargetScores(
+        rate=float(np.mean([is_recovered(r, threshold, element_threshold) for r in rows])),
+        whole_rate=(x >= threshold.of_target(target)).double().mean().item(),
+        diversity=diversity([r["between"] for r in rows if "between" in r]),
+        raw=[r["raw"] for r in rows if "raw" in r] or None,
+        decoded=[r["decoded"] for r in rows if "decoded" in r] or None,
+        nearest=[similarity for similarity, _ in near] or None,
+        nearest_record=max(near)[1] if near else None,
+        mean=x.mean().item(),
+        max=x.max().item(),
+        p75=p75,
+        p90=p90,
+        p95=p95,
+        sims=sims,
+        magnitude=mean_of(r["magnitude"] for r in rows),
+        elements=[
+            ElementScores(
+                mean_of(scores),
+                mean_of(s >= element_threshold.of(target, k) for s in scores),
+                scores or None,
+            )
+            for k, scores in enumerate(elements)
+        ],
+    )
+
+
 def cell_scores(
     rows: Sequence[Row],
     ids: Sequence[str],
@@ -142,56 +152,28 @@ def cell_scores(
     element_threshold: ElementThreshold,
 ) -> CellScores:
     """Scores per target, and over targets with the rate's interval (one: over images)."""
-    present = sorted({r["target"] for r in rows})
-    sims = [r["sim"] for r in rows]
-    target_of = [present.index(r["target"]) for r in rows]
-    thresholds = torch.tensor([threshold.of_target(j) for j in present], dtype=torch.float64)
-    per = recovery(torch.tensor(sims, dtype=torch.float64), target_of, thresholds)
     targets: dict[str, TargetScores] = {}
-    for k, j in enumerate(present):
-        rows_of_target = [r for r in rows if r["target"] == j]
-        columns = zip(*(r["elements"] for r in rows_of_target), strict=True)  # (K, images)
-        parts = [[s for s in column if s is not None] for column in columns]
-        near = [r["nearest"] for r in rows_of_target if "nearest" in r]
-        targets[ids[j]] = TargetScores(
-            rate=float(
-                np.mean([is_recovered(r, threshold, element_threshold) for r in rows_of_target])
-            ),
-            whole_rate=per["rate"][k].item(),
-            diversity=diversity([r["between"] for r in rows_of_target if "between" in r]),
-            raw=[r["raw"] for r in rows_of_target if "raw" in r] or None,
-            decoded=[r["decoded"] for r in rows_of_target if "decoded" in r] or None,
-            nearest=[similarity for similarity, _ in near] or None,
-            nearest_record=max(near)[1] if near else None,
-            mean=per["mean"][k].item(),
-            max=per["max"][k].item(),
-            p75=per["p75"][k].item(),
-            p90=per["p90"][k].item(),
-            p95=per["p95"][k].item(),
-            sims=[r["sim"] for r in rows_of_target],
-            magnitude=mean_of(r["magnitude"] for r in rows_of_target),
-            elements=[
-                ElementScores(
-                    mean_of(x), mean_of(s >= element_threshold.of(j, i) for s in x), x or None
-                )
-                for i, x in enumerate(parts)
-            ],
-        )
-    rates = np.array([targets[ids[j]].rate for j in present])
+    for j in sorted({r["target"] for r in rows}):
+        of_target = [r for r in rows if r["target"] == j]
+        targets[ids[j]] = target_scores(of_target, j, threshold, element_threshold)
+    sims = [r["sim"] for r in rows]
+    rates = np.array([target.rate for target in targets.values()])
+    wholes = torch.tensor([target.whole_rate for target in targets.values()], dtype=torch.float64)
     hits = sum(is_recovered(r, threshold, element_threshold) for r in rows)
-    interval = bootstrap_interval(rates) if len(present) > 1 else binomial_interval(hits, len(sims))
+    several = len(targets) > 1
+    interval = bootstrap_interval(rates) if several else binomial_interval(hits, len(sims))
     # nothing to resample: what so many targets can tell
-    if len(present) > 1 and hits in (0, len(sims)):
-        interval = binomial_interval(len(present) * (hits > 0), len(present))
-    p75, p90, p95 = np.quantile(sims, [0.75, 0.90, 0.95]).tolist()
+    if several and hits in (0, len(sims)):
+        interval = binomial_interval(len(targets) * (hits > 0), len(targets))
+    p75, p90, p95 = np.quantile(sims, QUANTILES).tolist()
     return CellScores(
         cir=float(rates.mean()),
         interval=interval,
         images=len(sims),
         above=hits,
         recovered=float((rates > 0).mean()),
-        whole=per["rate"].mean().item(),
-        published=float((per["max"] > PUBLISHED).double().mean()),
+        whole=wholes.mean().item(),
+        published=float(np.mean([target.max > PUBLISHED for target in targets.values()])),
         diversity=mean_of(t.diversity for t in targets.values()),
         mean=float(np.mean(sims)),
         p75=p75,
@@ -366,7 +348,8 @@ def minus_placebo(record: Record, placebo: Record, source: str) -> Placebo:
     rate = float(np.mean([t.rate for t in of_placebo]))
     if len(both) >= FEW_TARGETS and len(set(differences)) > 1:
         interval = bootstrap_interval(differences)
-    else:  # nothing to resample: what the images of few targets, or so many targets that agree, can tell
+    else:
+        # nothing to resample: what the images of few targets, or so many that agree, can tell
         rate_of_run = rate + float(np.mean(differences))
         interval = difference_interval(
             rate_of_run, _rate_interval(of_run), rate, _rate_interval(of_placebo)

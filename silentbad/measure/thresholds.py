@@ -15,7 +15,7 @@ from silentbad.data.images import content_hash, inside, open_image, safe_path
 from silentbad.data.schema import REDRAW, admitted, json_lines, refuse_misspelt
 from silentbad.data.targets import Target
 from silentbad.errors import UserError, brief, warn
-from silentbad.measure.intervals import binomial_cdf
+from silentbad.measure.intervals import CONFIDENCE, TAIL, binomial_cdf
 from silentbad.measure.record import ElementThreshold, KindThreshold, Threshold
 
 
@@ -39,7 +39,6 @@ def calibrate_threshold(
     null: Sequence[float] | np.ndarray,
     false_positive_rate: float,
     groups: Sequence[object] | np.ndarray | None = None,
-    confidence: float = 0.95,
     source: str = "null images",
 ) -> Threshold:
     """Threshold that a fresh null score exceeds with probability at most alpha, with its interval.
@@ -57,36 +56,33 @@ def calibrate_threshold(
         raise UserError(
             f"calibration needs null scores and 0 < rate < 1; got {n} scores and rate {alpha}"
         )
-    ordered = np.sort(scores)
 
     def order_statistic(x: np.ndarray) -> float:
         k = int(np.ceil((len(x) + 1) * (1 - alpha) - 1e-9))
         # recovered means >=, so just above it
-        return float(np.nextafter(x[min(k, len(x)) - 1], np.inf))
+        return float(np.nextafter(np.sort(x)[min(k, len(x)) - 1], np.inf))
 
+    ordered = np.sort(scores)
     cdf = binomial_cdf(n, 1 - alpha)
-    tail = (1 - confidence) / 2  # of the count below the quantile
-    low = int(np.searchsorted(cdf, tail))
-    high = int(np.searchsorted(cdf, 1 - tail))
+    low = int(np.searchsorted(cdf, TAIL))  # of the count below the quantile
+    high = int(np.searchsorted(cdf, 1 - TAIL))
     held_out = None
     if groups is not None and len(set(groups)) > 1:
         labels = np.asarray(groups)
-        splits = [
-            (scores[labels == g], np.sort(scores[labels != g]))
+        rates = [
+            np.mean(scores[labels == g] >= order_statistic(scores[labels != g]))
             for g in sorted(set(labels.tolist()))
         ]
-        held_out = float(
-            np.mean([np.mean(inside >= order_statistic(rest)) for inside, rest in splits])
-        )
+        held_out = float(np.mean(rates))
     return Threshold(
-        value=order_statistic(ordered),
+        value=order_statistic(scores),
         source=source,
         low=float(ordered[max(low - 1, 0)]) if low > 0 else None,
         high=float(ordered[high]) if high < n else None,
         n=n,
         false_positive_rate=alpha,
         attained=max(alpha, 1 / (n + 1)),
-        confidence=confidence,
+        confidence=CONFIDENCE,
         held_out=held_out,
     )
 
@@ -154,15 +150,15 @@ def strictest(
     return replace(highest, false_positive_rate=rate, kinds=kinds)
 
 
-def with_attained_rates(pooled: Threshold, own: Sequence[Threshold | None]) -> Threshold:
+def with_attained_rates(pooled: Threshold, in_use: Sequence[Threshold | None]) -> Threshold:
     """`pooled` with the rates that the thresholds in use can promise.
 
-    own: the threshold of each target (or element), None where it uses the pooled one. A kind's
+    in_use: the threshold of each target (or element), None where it uses the pooled one. A kind's
     `attained` becomes the mean over them, since n nulls of a kind promise no less than 1/(n+1);
     `attained` the highest of the kinds that have no allowance."""
     kinds = dict[str, KindThreshold]()
     for name, kind in (pooled.kinds or {}).items():
-        used = [kind if t is None else (t.kinds or {}).get(name) for t in own]
+        used = [kind if t is None else (t.kinds or {}).get(name) for t in in_use]
         promised = [k.attained for k in used if k is not None]
         kinds[name] = replace(
             kind, attained=float(np.mean(promised)) if promised else kind.attained
@@ -301,12 +297,12 @@ def fingerprint(image: Image.Image) -> Fingerprint:
     return Fingerprint(content_hash(image), np.asarray(small, dtype=np.float32))
 
 
-def is_copy(one: Fingerprint, other: Fingerprint) -> bool:
+def is_copy(first: Fingerprint, second: Fingerprint) -> bool:
     """Whether two pictures are the same, resized or recompressed.
 
     A null may share all but one element with its target, so that only what is nearly equal in every
     pixel is a copy: 2 levels in the root mean square at 64x64, where a training image is refused
     from 8 at 16x16."""
-    return one.content == other.content or bool(
-        np.sqrt(np.square(one.pixels - other.pixels).mean()) <= COPY
+    return first.content == second.content or bool(
+        np.sqrt(np.square(first.pixels - second.pixels).mean()) <= COPY
     )

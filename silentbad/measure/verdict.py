@@ -86,7 +86,10 @@ def _doubts(
 ) -> Iterator[str]:
     """Why a target of which images pass may not be recovered all the same."""
     if not any(target.elements):
-        yield "no element has a mask, so a missing element cannot be seen; give masks in targets.jsonl"
+        yield (
+            "no element has a mask, so a missing element cannot be seen; give masks in "
+            "targets.jsonl"
+        )
     if own_range is not None:
         yield from _blind(target, own_range)
     cells = scores.cells or {}

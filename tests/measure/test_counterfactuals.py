@@ -20,7 +20,15 @@ from silentbad.data.images import to_tensor
 from silentbad.data.targets import Target
 from silentbad.errors import UserError
 from silentbad.measure import counterfactuals as module
-from silentbad.measure.counterfactuals import KINDS, REGIONS, canvas, counterfactuals, draws_of, masked_denoising
+from silentbad.measure.counterfactuals import (
+    KINDS,
+    REGIONS,
+    canvas,
+    counterfactuals,
+    draws_of,
+    masked_denoising,
+    masks_of,
+)
 from silentbad.measure.generation import Sampler
 from tests.recoveries import make_hook, smooth
 from tests.recoveries import some_targets as make_targets
@@ -58,8 +66,9 @@ def sampler_of(pipe=None, **settings) -> Sampler:
 
 def drawn(sampler=None, targets=None, count=2, seed=0, **options) -> list:
     sampler = sampler or sampler_of()
+    targets = targets or some_targets()
     with sampler.using(sampler.backbone, CPU):
-        return list(counterfactuals(sampler, targets or some_targets(), None, count, seed, **options))
+        return list(counterfactuals(sampler, targets, masks_of(targets), count, seed, **options))
 
 
 def same(first: list, second: list) -> bool:
@@ -251,7 +260,7 @@ def test_modules_and_random_streams_are_left_as_found():
     sampler.pipe.unet.train()
     torch.manual_seed(5)
     before, rng = [p.clone() for p in sampler.pipe.unet.parameters()], torch.get_rng_state()
-    rows = counterfactuals(sampler, some_targets(), None, 1, 7)
+    rows = counterfactuals(sampler, some_targets(), masks_of(some_targets()), 1, 7)
     for _ in rows:
         assert sampler.pipe.unet.training and torch.equal(torch.get_rng_state(), rng) and torch.is_grad_enabled()
     assert sampler.seed == 0 and all(map(torch.equal, before, sampler.pipe.unet.parameters()))
@@ -356,7 +365,7 @@ def test_a_killed_build_keeps_what_was_whole(tmp_path):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module.Painter, "_batch", killed)
-            list(counterfactuals(sampler, some_targets(), None, 1, 0, cache=tmp_path))
+            list(counterfactuals(sampler, some_targets(), masks_of(some_targets()), 1, 0, cache=tmp_path))
     assert len(list(tmp_path.glob("*/*.safetensors"))) == 2
     resumed = drawn(sampler_of(max_batch=2), count=1, cache=tmp_path)
     assert same(resumed, drawn(sampler_of(max_batch=2), count=1))

@@ -11,25 +11,23 @@ from silentbad.data.targets import Target
 from silentbad.errors import UserError
 from silentbad.measure.embedders import SSIM
 from silentbad.measure.intervals import binomial_interval, bootstrap_interval
-from silentbad.measure.record import Threshold
+from silentbad.measure.record import ElementThreshold, Threshold
 from silentbad.measure.scores import cell_scores, curve_scores, is_recovered, settled
 from silentbad.measure.thresholds import calibrate_threshold, thresholds
 from silentbad.worlds.microworld.make import phrase_of, placebo_scene, target_scene
 from silentbad.worlds.microworld.nulls import STORED, hard_null
 from silentbad.worlds.microworld.render import backdrop_mask, render
 from tests.recoveries import make_hook, smooth
-from validation import recovery
 
 
-def test_recovery_scores_each_target_on_its_own_images():
-    sim = torch.tensor([[0.9, 0.1], [0.5, 1.0], [0.2, 0.8], [1.0, 0.6]])
-    scores = recovery(sim, [0, 0, 1, 1], 0.7)
-    assert scores["rate"].tolist() == [0.5, 0.5]
-    assert scores["max"].tolist() == pytest.approx([0.9, 0.8])
-    assert scores["mean"].tolist() == pytest.approx([0.7, 0.7])
-    own = recovery(torch.tensor([0.9, 0.5, 0.8, 0.6]), [0, 0, 1, 1], torch.tensor([0.7, 0.6]))
-    assert own["rate"].tolist() == [0.5, 1.0]
-    assert recovery(torch.tensor([0.3]), [1], 0.5)["mean"].isnan().tolist() == [True, False]
+def test_each_target_is_scored_on_its_own_images():
+    sims = [(0, 0.9), (0, 0.5), (1, 0.8), (1, 0.6)]
+    rows = [{"target": j, "sim": sim, "magnitude": 1.0, "elements": []} for j, sim in sims]
+    whole = Threshold(0.7, "given", targets=[None, 0.6])
+    scores = cell_scores(rows, ["a", "b"], whole, ElementThreshold(0.7, "given")).targets
+    assert [scores[i].whole_rate for i in "ab"] == [0.5, 1.0]
+    assert [scores[i].max for i in "ab"] == [0.9, 0.8]
+    assert [scores[i].mean for i in "ab"] == pytest.approx([0.7, 0.7])
 
 
 def test_ideal_memoriser_scores_one_and_redraws_do_not():
@@ -40,9 +38,8 @@ def test_ideal_memoriser_scores_one_and_redraws_do_not():
     null = embedder.similarity(torch.cat([embedder.embed(x) for x in redraws]), features)
     target_of = np.repeat(np.arange(4), 50)
     threshold = calibrate_threshold(null[range(200), target_of], 0.01, target_of)
-    memorised = recovery(embedder.similarity(features, features), range(4), threshold.value)
-    assert memorised["rate"].tolist() == [1.0] * 4
-    assert recovery(null, target_of, threshold.value)["rate"].mean() <= 0.01
+    assert (embedder.similarity(features, features).diagonal() >= threshold.value).all()
+    assert (null[range(200), target_of] >= threshold.value).double().mean() <= 0.01
 
 
 def test_pictures_of_placebo_data_are_not_recovered(tmp_path):
