@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, TypeGuard
 
 from markupsafe import Markup
 
-WIDTH, HEIGHT = 480, 250
+WIDTH = 480
+HEIGHT = 250
 LEFT = 60
 RIGHT = 20
 TOP = 12
@@ -20,7 +21,8 @@ BOTTOM = 40
 COLOURS = "#0072b2 #d55e00 #009e73 #cc79a7 #8a6d00 #56b4e9 #5b5b5b #b22222".split()
 DASHES = ("", "7 4", "2 3", "9 3 2 3", "", "7 4", "2 3", "9 3 2 3")
 DRAWABLE = 1e100  # larger numbers are left out, so that differences and squares stay finite
-ROW, NAMES = 15, 136  # of a heatmap: height of a row, width of its names
+ROW = 15  # height of a heatmap's row
+NAMES = 136  # width of its names
 REACH_NAMES = 158  # of the ranges
 MOST_COLUMNS = 120
 
@@ -159,11 +161,10 @@ def line_chart(
     series: Sequence[Series],
     title: str,
     *,
-    x_label: str = "step",
     y_range: Range | None = None,
     marks: Sequence[tuple[str, float]] = (),
 ) -> Markup:
-    """Curves with bands; marks are (name, y) horizontal lines."""
+    """Curves against steps, with bands; marks are (name, y) horizontal lines."""
     series = drawn(series)
     marks = [(name, y) for name, y in marks if finite(y)]
     if not series:
@@ -174,7 +175,7 @@ def line_chart(
     x_range = bounds(xs)
     y_range = bounds([*ys, *(y for _, y in marks)], y_range)
     x_place, y_place = scales(x_range, y_range)
-    parts = axes(x_range, y_range, x_label)
+    parts = axes(x_range, y_range, "step")
     for k, one_curve in enumerate(series):
         parts += curve(one_curve, k, x_place, y_place)
     for name, y in marks:
@@ -205,9 +206,8 @@ def curve(s: Series, k: int, x_place: Place, y_place: Place) -> list[Markup]:
     parts = list[Markup]()
     line = points(s)
     if s.low and s.high:
-        low, high = ([(x, y) for x, y in zip(s.xs, side, strict=True)] for side in (s.low, s.high))
-        both = [(a, b) for a, b in zip(low, high, strict=True) if all(map(finite, (*a, *b)))]
-        edge = [a for a, _ in both] + [b for _, b in reversed(both)]
+        rows = [row for row in zip(s.xs, s.low, s.high, strict=True) if all(map(finite, row))]
+        edge = [(x, low) for x, low, _ in rows] + [(x, high) for x, _, high in reversed(rows)]
         band = Markup('<polygon points="{}" fill="{}" opacity="0.16"/>')
         parts.append(band.format(path(edge), colour))
     polyline = Markup(
@@ -223,8 +223,9 @@ def curve(s: Series, k: int, x_place: Place, y_place: Place) -> list[Markup]:
 def describe(s: Series) -> str:
     """A series in words, for its text alternative."""
     line = points(s)
-    top = max(line, key=lambda point: point[1])
-    return f"{s.name}: from {number(line[0][1])} to {number(line[-1][1])}, highest {number(top[1])} at {number(top[0])}"
+    x, highest = max(line, key=lambda point: point[1])
+    ends = f"from {number(line[0][1])} to {number(line[-1][1])}"
+    return f"{s.name}: {ends}, highest {number(highest)} at {number(x)}"
 
 
 def heatmap(

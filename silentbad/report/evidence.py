@@ -75,7 +75,8 @@ def _counted(record: Record, scores: Scores) -> str:
         rest = (record.verdict.images_above - scores.above, record.verdict.images - scores.images)
         other = f"; with the phrases in another order {rest[0]} of {rest[1]}"
     if not any(file for target in record.targets for file in target.elements):
-        return f"{of} reach the threshold of the whole picture; no element was looked at: rate {rate}{other}."
+        reached = "the threshold of the whole picture; no element was looked at"
+        return f"{of} reach {reached}: rate {rate}{other}."
     estimated = any(target.estimated for target in record.targets)
     elements = "every element (masks estimated from the data)" if estimated else "every element"
     return f"{of} reach the threshold of the whole and of {elements}: strict rate {rate}{other}."
@@ -86,21 +87,17 @@ def _before(record: Record) -> list[str]:
     label = record.history[0].label
     if base is None or len(record.history) < 2:
         return []
-    return [
-        f"{'The ' + label if label == 'baseline' else 'The base model'} has the rate "
-        f"{rounded(base.cir)}."
-    ]
+    name = "The baseline" if label == "baseline" else "The base model"
+    return [f"{name} has the rate {rounded(base.cir)}."]
 
 
 def _by_chance(record: Record) -> list[str]:
     verdict = record.verdict
     if verdict.expected_by_chance is None or not verdict.images > 0:
         return []
-    p = (
-        ""
-        if verdict.p_value is None or not verdict.recovers
-        else f" (p {probability(verdict.p_value)})"
-    )
+    p = ""
+    if verdict.p_value is not None and verdict.recovers:
+        p = f" (p {probability(verdict.p_value)})"
     share = rounded(verdict.expected_by_chance / verdict.images)
     return [f"Of pictures like the nulls at most {share} pass by chance{p}."]
 
@@ -124,9 +121,9 @@ def _on_placebo(record: Record) -> list[str]:
     return [sentence, f"Warning: {not_comparable('thresholds', means)}"]
 
 
-def not_comparable(what: str, found: Sequence[str]) -> str:
+def not_comparable(what: str, used: Sequence[str]) -> str:
     """That runs were measured by different means."""
-    return f"The runs used different {what}, so rates are not comparable: {'; '.join(found)}."
+    return f"The runs used different {what}, so rates are not comparable: {'; '.join(used)}."
 
 
 def probability(p: float) -> str:
@@ -150,15 +147,14 @@ def range_lines(ranges: Sequence[TargetRange]) -> list[str]:
     return lines
 
 
-def range_text(one: Range) -> str:
+def range_text(measured: Range) -> str:
     """A range in words."""
-    if one.floor is None:
-        return f"a perfect copy scores {one.perfect:.2f}; there is no null, threshold {one.threshold:.2f}"
-    text = (
-        f"a perfect copy scores {one.perfect:.2f}, the nearest null ({one.nearest}) "
-        f"{one.floor:.2f}; threshold {one.threshold:.2f}"
-    )
-    return text if one.separable else f"{text}: the detector cannot tell them apart"
+    copy = f"a perfect copy scores {measured.perfect:.2f}"
+    threshold = f"threshold {measured.threshold:.2f}"
+    if measured.floor is None:
+        return f"{copy}; there is no null, {threshold}"
+    text = f"{copy}, the nearest null ({measured.nearest}) {measured.floor:.2f}; {threshold}"
+    return text if measured.separable else f"{text}: the detector cannot tell them apart"
 
 
 # -- what else would have counted ------------------------------------------------------------------
@@ -353,12 +349,10 @@ def threshold_kinds(record: Record) -> Table:
     for kind in dict.fromkeys([*whole, *element]):
         row: list[Cell] = [kind]
         for nulls in (whole.get(kind), element.get(kind)):
-            empty: list[Cell] = [None] * 4
-            row += (
-                [rounded(nulls.value), nulls.n, nulls.rate, rounded(nulls.attained, 3)]
-                if nulls
-                else empty
-            )
+            if nulls is None:
+                row += [None] * 4
+            else:
+                row += [rounded(nulls.value), nulls.n, nulls.rate, rounded(nulls.attained, 3)]
         rows.append(row)
     columns = ("threshold, {}", "nulls", "asked", "attained")
     head = [name.format(side) for side in ("whole", "elements") for name in columns]
@@ -385,25 +379,17 @@ def detections(record: Record) -> Table:
     rows: list[list[Cell]] = []
     for entry in record.history:
         scores = latest(entry)
-        for probe, detection in (
-            ("magnitude", scores.detection),
-            ("anisotropy", scores.anisotropy),
-        ):
-            if detection:
-                ends = (detection.auc_low, detection.auc_high)
-                tpr_ends = (detection.tpr_low, detection.tpr_high)
-                rows.append(
-                    [
-                        entry.label or f"step {entry.step}",
-                        probe,
-                        supported(detection.auc, ends),
-                        interval_text(ends),
-                        detection.positives,
-                        detection.negatives,
-                        None if detection.tpr is None else supported(detection.tpr, tpr_ends),
-                        interval_text(tpr_ends),
-                    ]
-                )
+        probes = {"magnitude": scores.detection, "anisotropy": scores.anisotropy}
+        for probe, detection in probes.items():
+            if detection is None:
+                continue
+            ends = (detection.auc_low, detection.auc_high)
+            tpr_ends = (detection.tpr_low, detection.tpr_high)
+            tpr = None if detection.tpr is None else supported(detection.tpr, tpr_ends)
+            when = entry.label or f"step {entry.step}"
+            auc = [supported(detection.auc, ends), interval_text(ends)]
+            counts = [detection.positives, detection.negatives]
+            rows.append([when, probe, *auc, *counts, tpr, interval_text(tpr_ends)])
     head = ["measurement", "probe", "AUC", "95 %", "composed", "clean", "TPR at 1 % FPR", "95 %"]
     return Table(head, rows, right=True)
 
@@ -421,19 +407,11 @@ def composed_or_copied(record: Record) -> Table:
             continue
         null = before.nearest if before and last is not base else None
         level = float(np.quantile(null, 0.95)) if null else None
-        above = (
-            None if level is None else float(np.mean([s > level for s in target_scores.nearest]))
-        )
-        nearer = [
-            near > sim for near, sim in zip(target_scores.nearest, target_scores.sims, strict=True)
-        ]
-        values = (
-            target_scores.mean,
-            mean_of(target_scores.nearest),
-            level,
-            above,
-            float(np.mean(nearer)),
-        )
+        nearest = target_scores.nearest
+        above = None if level is None else float(np.mean([near > level for near in nearest]))
+        pairs = zip(nearest, target_scores.sims, strict=True)
+        nearer = float(np.mean([near > sim for near, sim in pairs]))
+        values = (target_scores.mean, mean_of(nearest), level, above, nearer)
         rows.append([target.target_id, *map(rounded, values)])
         notes.append(f"nearest: {target_scores.nearest_record}")
     head = [

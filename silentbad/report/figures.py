@@ -20,7 +20,9 @@ from silentbad.measure.record import NAME, Record, Scores
 from silentbad.report.charts import spaced
 
 MOST = 50  # targets that are shown, and elements of a target
-TILE, GAP, LABEL = 112, 8, 22
+TILE = 112  # pixels of a picture
+GAP = 8  # between two
+LABEL = 22  # height of the titles
 
 
 def strip(run: Path, kind: str = "median", columns: int = 6) -> Image.Image:

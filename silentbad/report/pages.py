@@ -91,11 +91,10 @@ def png(pixels: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def shot(pixels: np.ndarray, caption: str, score: str = "") -> Shot:
+def shot(pixels: np.ndarray, caption: str, score: str) -> Shot:
     """Pixels (H,W,3) uint8 as a picture of a page."""
-    return Shot(
-        f"data:image/png;base64,{base64.b64encode(png(pixels)).decode()}", caption, caption, score
-    )
+    content = base64.b64encode(png(pixels)).decode()
+    return Shot(f"data:image/png;base64,{content}", caption, caption, score)
 
 
 # -- figures ---------------------------------------------------------------------------------------
@@ -103,15 +102,14 @@ def lines(
     series: Sequence[Series],
     title: str,
     *,
-    x_label: str = "step",
     y_range: Range | None = None,
     marks: Sequence[tuple[str, float]] = (),
     note: str = "",
     digits: int | None = None,
 ) -> list[Figure]:
-    """Curves: one figure, or none where nothing is finite. digits: after the point."""
+    """Curves against steps: one figure, or none where nothing is finite. digits: after the point."""
     series = charts.drawn(series)
-    svg = charts.line_chart(series, title, x_label=x_label, y_range=y_range, marks=marks)
+    svg = charts.line_chart(series, title, y_range=y_range, marks=marks)
     if not svg:
         return []
     legend = [(charts.swatch(k), s.name) for k, s in enumerate(series)]
@@ -123,7 +121,7 @@ def lines(
     columns = [dict(zip(s.xs, map(cell, s.ys), strict=True)) for s in series]
     xs = sorted({x for column in columns for x in column if finite(x)})
     rows = [[xs[k], *(c.get(xs[k]) for c in columns)] for k in charts.spaced(len(xs), MOST_ROWS)]
-    numbers = Table([x_label, *(s.name for s in series)], rows, right=True)
+    numbers = Table(["step", *(s.name for s in series)], rows, right=True)
     return [Figure(title, svg, legend, note, numbers)]
 
 
@@ -215,7 +213,7 @@ def short(value: object) -> str:
     return rounded(value, 0 if abs(value) >= 10 else 2) if finite(value) else number(value)
 
 
-def supported(value: object, interval: Sequence[float | None] | None = None) -> str:
+def supported(value: object, interval: Sequence[float | None] | None) -> str:
     """A number in the digits that its interval supports: half the interval's width in one
     significant digit, in two where it begins with 1, 2 or 3. Without an interval as `short`."""
     ends = [end for end in interval or () if finite(end)]

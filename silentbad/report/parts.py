@@ -10,8 +10,10 @@ from silentbad.report import pages
 from silentbad.report.pages import Figure
 
 NAME = "localise.json"
-TRAINED, BASE = "as trained", "base"
-PUT_BACK, ALONE = "put back", "kept alone"
+TRAINED = "as trained"
+BASE = "base"
+PUT_BACK = "put back"
+ALONE = "kept alone"
 
 Interval = tuple[float, float]
 
@@ -90,9 +92,10 @@ def heat_maps(rows: Sequence[Row], phrases: Mapping[str, Sequence[str]]) -> list
     share = drift(rows)
     figures: list[Figure] = []
     for state in (PUT_BACK, ALONE):
-        shown = [*rows[:2], *(r for r in rows if r.state == state and r.by in ("stage", "role"))]
-        if len(shown) == 2:
+        of_parts = [r for r in rows if r.state == state and r.by in ("stage", "role")]
+        if not of_parts:
             continue
+        shown = [*rows[:2], *of_parts]
         for name, phrases_of_target in phrases.items():
             columns = ["strict", "whole", *map(str, range(1, len(phrases_of_target) + 1)), "drift"]
             values = [

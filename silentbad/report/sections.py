@@ -215,10 +215,10 @@ def cards(run: RecordedRun, record: Record, kind: str) -> list[Card]:
     for target in record.targets:
         choices = ("best", "median")
         rows = [_generations(run, measured, record, target, choice) for choice in choices]
-        if any(rows):
+        shown = [row for row in rows if row]
+        if shown:
             shot = Shot(run.picture(target.image), f"target {target.target_id}", "target")
             elements = _elements(run, target, kind)
-            shown = [row for row in rows if row]
             cards.append(Card(target.target_id, target.prompt, shot, shown, elements))
     return cards
 
@@ -234,10 +234,10 @@ def _generations(
     shots = list[Shot]()
     for entry, scores in measured:
         target_scores = scores.targets.get(target.target_id)
-        generation = target_scores and (
-            target_scores.best if choice == "best" else target_scores.median
-        )
-        if target_scores and generation and (src := run.picture(generation.file)):
+        if target_scores is None:
+            continue
+        generation = target_scores.best if choice == "best" else target_scores.median
+        if generation and (src := run.picture(generation.file)):
             alt = f"{choice} generation at step {entry.step}"
             when = entry.label or f"step {entry.step}"
             hit = generation.sim in _hits(record, target, target_scores)
@@ -338,19 +338,19 @@ def _cell_row(s: CellScores) -> list[Cell]:
 
 def summary(record: Record) -> Table:
     """The recovery curve of each target in numbers."""
-    head = "target weights rate mean best AURC first_step epoch first_at_50_% sustained_from restricted"
+    head = ["target", "weights", "rate", "mean", "best", "AURC", "first step", "epoch"]
+    head += ["first at 50 %", "sustained from", "restricted"]
     rows: list[list[Cell]] = [
         [
             row.target,
             row.weights,
             *map(rounded, (row.rate, row.mean, row.max, row.aurc)),
-            *map(_step, (row.first_step, row.first_epoch, row.half_step)),
-            _step(row.sustained_step),
+            *map(_step, (row.first_step, row.first_epoch, row.half_step, row.sustained_step)),
             short(row.restricted),
         ]
         for row in record.summary
     ]
-    return Table([name.replace("_", " ") for name in head.split()], rows, right=True)
+    return Table(head, rows, right=True)
 
 
 def drift_of(key: str) -> Callable[[Scores], float | None]:
@@ -367,7 +367,10 @@ def errors(run: RecordedRun) -> list[Figure]:
     ]
     gaps = [run.series(f"gap, {WEIGHTS[kind]}", kind, _gap) for kind in run.kinds()]
     there = [curve for curve in (*series, *gaps) if any(y is not None for y in curve.ys)]
-    note = "eps-MSE at fixed noise and timesteps; clean up: clean prompts suffer; gap: elements less clean"
+    note = (
+        "eps-MSE at fixed noise and timesteps; clean up: clean prompts suffer; gap: elements less "
+        "clean"
+    )
     return pages.lines(there, "Error on held-out records", note=note)
 
 
@@ -407,16 +410,14 @@ def training(run: RecordedRun) -> tuple[list[Figure], list[Figure]]:
     def alone(names: list[str]) -> list[Figure]:
         return [figure for k in names for figure in pages.lines([thinned(rows, k)], k)]
 
-    return [
-        *pages.lines([thinned(rows, k) for k in losses], "Training loss"),
-        *alone(first),
-    ], alone(moving)
+    loss = pages.lines([thinned(rows, k) for k in losses], "Training loss")
+    return [*loss, *alone(first)], alone(moving)
 
 
-def thinned(rows: Sequence[dict[str, Any]], key: str, most: int = 240) -> Series:
+def thinned(rows: Sequence[dict[str, Any]], key: str) -> Series:
     """A meter against steps: means of neighbouring rows where there are too many to draw."""
     points = [(row["step"], row[key]) for row in rows if finite(row.get(key))]
-    width = max(-(-len(points) // most), 1)
+    width = max(-(-len(points) // 240), 1)
     blocks = [points[i : i + width] for i in range(0, len(points), width)]
     return Series(key, [b[-1][0] for b in blocks], [sum(y for _, y in b) / len(b) for b in blocks])
 
