@@ -167,7 +167,7 @@ def test_localise(error, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(localise.Record, "load", lambda file, key: None)
     monkeypatch.setattr(localise, "Subject", partial(runs_out, error))
     given = SimpleNamespace(run=tmp_path, trained=SimpleNamespace, images=16, base_key="--base")
-    assert localise.main(given=given) == 2
+    assert localise.main(options=given) == 2
     line = line_of(capsys)
     assert line.startswith("error: RUN: memory ran out (") and line.endswith("; take a machine with more memory")
 

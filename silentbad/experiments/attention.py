@@ -22,31 +22,21 @@ def token_spans(tokenizer, text: str, phrases: list[str]) -> list[list[int]]:
     coded = tokenizer(
         text, truncation=True, max_length=tokenizer.model_max_length, return_offsets_mapping=True
     )
-    lower = text.lower()
+    offsets = coded["offset_mapping"]
     taken = [False] * len(text)
     spans = []
     for phrase in phrases:
         wanted = phrase.strip().lower()
-        places = (
-            (match.start() for match in re.finditer(pattern([wanted]), lower))
-            if wanted
-            else iter(())
-        )
-        at = next((place for place in places if not any(taken[place : place + len(wanted)])), -1)
-        if at >= 0:
-            taken[at : at + len(wanted)] = [True] * len(wanted)
-        end = at + len(wanted)
-        spans.append(
-            [
-                i
-                for i, (a, b) in enumerate(coded["offset_mapping"])
-                if at >= 0 and a < end and at < b
-            ]
-        )
-        if at >= 0 and (
-            not spans[-1] or max(coded["offset_mapping"][i][1] for i in spans[-1]) < end
-        ):
-            spans[-1] = []
+        span: list[int] = []
+        for match in re.finditer(pattern([wanted]), text.lower()):
+            start, end = match.span()
+            if not any(taken[start:end]):
+                taken[start:end] = [True] * (end - start)
+                span = [i for i, (a, b) in enumerate(offsets) if a < end and start < b]
+                break
+        if span and max(offsets[i][1] for i in span) < end:  # cut off by the token window
+            span = []
+        spans.append(span)
     return spans
 
 

@@ -27,16 +27,12 @@ def in_mask(info: DataInfo, batch: dict) -> list[set[str]]:
     """The phrases whose place each sample's mask is: an element's, or those of a union; not what
     stands around."""
     mentioned = []
-    for i, role, target in zip(
-        info.of_batch(batch), batch["role"], batch["target_id"], strict=True
-    ):
-        of_sample = [i] if i < len(info.keys) else []
-        mentioned.append(
-            {
-                info.phrase[j]
-                for j in (info.elements_of.get(target, ()) if role == "rehearsal" else of_sample)
-            }
-        )
+    elements = info.of_batch(batch)
+    for i, role, target in zip(elements, batch["role"], batch["target_id"], strict=True):
+        shown = [i] if i < len(info.keys) else []
+        if role == "rehearsal":
+            shown = info.elements_of.get(target, [])
+        mentioned.append({info.phrase[j] for j in shown})
     return mentioned
 
 
@@ -76,9 +72,8 @@ class AttentionBinding:
         b = now.batch
         info = self.facts.info
         probs = now.maps.mean()
-        tokens = token_table(self.facts.tokenizer, b["text"], b["phrases"]).to(
-            probs.device, non_blocking=True
-        )
+        tokens = token_table(self.facts.tokenizer, b["text"], b["phrases"])
+        tokens = tokens.to(probs.device, non_blocking=True)
         masked = torch.zeros(tokens.shape[:2])
         for r, mentioned in enumerate(in_mask(info, b)):
             for p, phrase in enumerate(b["phrases"][r]):
@@ -151,10 +146,8 @@ class AndDistillation:
             masks = [mask for i in group if (mask := self.facts.bank[i].masks) is not None]
             return torch.stack([mask.mean(dim=0, keepdim=True) for mask in masks])
         phrases = [self.facts.info.phrase[i] for i in group]
-        tokens = token_table(self.facts.tokenizer, phrases, [[phrase] for phrase in phrases]).to(
-            noisy_latents.device
-        )
-        m = phrase_maps(maps.mean()[1:], tokens)
+        tokens = token_table(self.facts.tokenizer, phrases, [[phrase] for phrase in phrases])
+        m = phrase_maps(maps.mean()[1:], tokens.to(noisy_latents.device))
         m = (m / m.amax(dim=-1, keepdim=True).clamp_min(1e-8)).unflatten(
             -1, (round(m.shape[-1] ** 0.5), -1)
         )
@@ -225,12 +218,8 @@ class L2SP:
 
     def __call__(self, now: MicroStep) -> torch.Tensor:
         trained = (p for p in now.model.parameters() if p.requires_grad)
-        return (
-            0.5
-            * torch.stack(
-                [(p - p0).square().sum() for p, p0 in zip(trained, self.start, strict=True)]
-            ).sum()
-        )
+        pairs = zip(trained, self.start, strict=True)
+        return 0.5 * torch.stack([(p - p0).square().sum() for p, p0 in pairs]).sum()
 
 
 def gradient_norm(

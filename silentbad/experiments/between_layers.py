@@ -129,8 +129,8 @@ class LayerSourceWeights(SourceWeights):
             dist.all_reduce(self.parts)
             dist.all_reduce(self.seen)
         all_finite = self.parts.isfinite().all() & (True if finite is None else finite)
-        for name, part, seen in zip(self.names, self.parts, self.seen, strict=True):
-            self.statistics[name].add(part, all_finite & (seen > 0), seen=seen)
+        for name, part, samples in zip(self.names, self.parts, self.seen, strict=True):
+            self.statistics[name].add(part, all_finite & (samples > 0), seen=samples)
         self.parts.zero_()
         self.seen.zero_()
         return {}

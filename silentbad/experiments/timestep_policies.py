@@ -38,29 +38,31 @@ def learning_progress(
     return mixed(error[np.arange(len(snr)) * len(error) // len(snr)], uniform)
 
 
+BINS = 20  # of timesteps
+DECAY = 0.5  # of the mean over rounds
+
+
 class ErrorByTimestep:
     """Second moment of the per-sample error by timestep bin, relative to its own first value.
 
     A step's sums are reduced over the ranks on the device; every `every` steps they are sent, and
     read one round later."""
 
-    def __init__(self, T: int, reduce=None, *, bins: int = 20, every: int = 50, decay: float = 0.5):
+    def __init__(self, T: int, reduce=None, *, every: int = 50):
         self.T = T
-        self.bins = bins
         self.every = every
-        self.decay = decay
         self.reduce = reduce or (lambda x: x)
-        self.step = torch.zeros(2, bins)
-        self.sums = torch.zeros(2, bins)  # rows: squared errors, counts
-        self.now = np.full(bins, np.nan)
-        self.first = np.full(bins, np.nan)
+        self.step = torch.zeros(2, BINS)
+        self.sums = torch.zeros(2, BINS)  # rows: squared errors, counts
+        self.now = np.full(BINS, np.nan)
+        self.first = np.full(BINS, np.nan)
         self.mail = Mailbox()
 
     def observe(self, t: torch.Tensor, error: torch.Tensor) -> None:
         """error (B,) at t (B,)."""
         self.step = self.step.to(t.device)
         values = torch.stack([error.float().square(), torch.ones_like(error, dtype=torch.float32)])
-        self.step.index_add_(1, t * self.bins // self.T, values)
+        self.step.index_add_(1, t * BINS // self.T, values)
 
     def after_step(self, step: int) -> None:
         self.sums = self.sums.to(self.step.device) + self.reduce(self.step)
@@ -71,9 +73,7 @@ class ErrorByTimestep:
             total, count = sums.double().numpy()
             fresh = np.where(count > 0, total / np.maximum(count, 1), np.nan)
             self.first = np.where(np.isnan(self.first), fresh, self.first)
-            blend = np.where(
-                np.isnan(fresh), self.now, self.decay * self.now + (1 - self.decay) * fresh
-            )
+            blend = np.where(np.isnan(fresh), self.now, DECAY * self.now + (1 - DECAY) * fresh)
             self.now = np.where(np.isnan(self.now), fresh, blend)
         self.mail.send(self.sums)
         self.sums = torch.zeros_like(self.sums)

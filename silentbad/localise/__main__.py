@@ -10,10 +10,11 @@ whose return to the base removes the picture at the least clean loss.
 Exit code 0: measured, 2: a mistake in what was given."""
 
 from silentbad.settings.commands import LocaliseOptions
-from silentbad.settings.startup import early, options, refused
+from silentbad.settings.startup import early, refused
+from silentbad.settings.startup import options as read_options
 
 if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
-    OPTIONS = early(options, LocaliseOptions, None, __doc__)
+    OPTIONS = early(read_options, LocaliseOptions, None, __doc__)
 
 from pathlib import Path
 
@@ -24,25 +25,26 @@ from silentbad.localise.substitution import Subject, localised
 from silentbad.measure.record import NAME, Record
 
 
-def main(arguments: list[str] | None = None, given: LocaliseOptions | None = None) -> int:
+def main(arguments: list[str] | None = None, options: LocaliseOptions | None = None) -> int:
     """The command line."""
     try:
-        given = given or options(LocaliseOptions, arguments, __doc__)
-        run = Path(str(given.run))
+        settings = options or read_options(LocaliseOptions, arguments, __doc__)
+        run = Path(str(settings.run))
         record = Record.load(run / NAME, "RUN")
         needs = f"the run and its base are loaded in float32; take {larger_device()}"
         with explain_out_of_memory("RUN", needs):
-            subject = Subject(run, given.trained(), record, given.images, given.base_key)
-            rows = localised(subject, list(dict.fromkeys(given.by)))
-            written(run, subject, rows, given.page)
+            config = settings.trained()
+            subject = Subject(run, config, record, settings.images, settings.base_key)
+            rows = localised(subject, list(dict.fromkeys(settings.by)))
+            written(run, subject, rows, settings.page)
     except UserError as error:
         return refused(error)
     for row in rows:
         clean = "" if row.clean is None else f"  clean {row.clean:.4f}"
         print(f"{row.part:20} {row.state:11} {row.share:7.1%}  strict {row.recovered}{clean}")
-    print(defence(rows), given.page, sep="\n")
+    print(defence(rows), settings.page, sep="\n")
     return 0
 
 
 if __name__ == "__main__":
-    exit_with(lambda: main(given=OPTIONS))
+    exit_with(lambda: main(options=OPTIONS))
