@@ -29,12 +29,10 @@ from silentbad.model.gate import check_files, check_finite, load_model, loaded
 from silentbad.rng import generator
 
 MICRO = ROOT / "assets" / "micro-sd" / "embedder"
-SSCD_FILE = "sscd_disc_mixup.torchscript.pt"
-
 SSCD_ADVICE = (
-    f"download {SSCD_FILE} (or another *.torchscript.pt) from https://github.com/facebookresearch/"
-    "sscd-copy-detection (README, pretrained models) and give its path, or an .onnx file made of "
-    "it, as embedder_path"
+    "download sscd_disc_mixup.torchscript.pt (or another *.torchscript.pt) from "
+    "https://github.com/facebookresearch/sscd-copy-detection (README, pretrained models) and give "
+    "its path, or an .onnx file made of it, as embedder_path"
 )
 
 WINDOW = 11  # pixels, of SSIM's Gaussian
@@ -112,8 +110,7 @@ class Micro(Embedder):
     def reference(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
         """Features (1,9,...) of a target, or of its region, as copies that are shifted by a
         pixel show it."""
-        moved = alignments(resize(image, (64, 64)))
-        return self.embed(moved if mask is None else region(moved, mask))[None]
+        return super().reference(alignments(resize(image, (64, 64))), mask)[None]
 
     def paired(self, a: Tensor, b: Tensor) -> Tensor:
         return self.model.paired(a, b)
@@ -128,7 +125,7 @@ class Micro(Embedder):
 class Copy(Micro):
     """The bundled copy detector and fine structure (`structure.py`), whichever is lower.
 
-    The detector forgives a photograph its texture. Features (B,1,D): its map, then the detail."""
+    The detector forgives a photograph its texture. Features (B,D): its map, then the detail."""
 
     SIDE = 64
     PIXELS = 3 * SIDE * SIDE
@@ -147,21 +144,15 @@ class Copy(Micro):
     def _both(self, features: Tensor, images: Tensor, mask: Tensor) -> Tensor:
         pixels = resize(images.to(self.device), (self.SIDE, self.SIDE))
         parts = [features.flatten(1), detail(pixels, mask.to(self.device)).flatten(1)]
-        return torch.cat(parts, dim=1)[:, None]
-
-    def reference(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Features (1,9,D) of a target, or of its region, at its nine alignments."""
-        moved = alignments(resize(image, (self.SIDE, self.SIDE)))
-        features = self.embed(moved) if mask is None else self.of_region(moved, mask)
-        return features.transpose(0, 1)
+        return torch.cat(parts, dim=1)
 
     def paired(self, a: Tensor, b: Tensor) -> Tensor:
-        """Features (N,1,D), and (1 or N,A,D) at A alignments -> (N,): the lower score, each at its
-        best alignment."""
-        seen_map, seen_detail = self._split(a[:, 0])
+        """Features (N,D), and (1 or N,D) or at A alignments (1,A,D) -> (N,): the lower score, each
+        at its best alignment."""
+        seen_map, seen_detail = self._split(a)
         looks = []
         details = []
-        for alignment in b.unbind(1):
+        for alignment in b.unbind(1) if b.ndim > a.ndim else [b]:
             feature_map, feature_detail = self._split(alignment)
             looks.append(self.model.paired(seen_map, feature_map))
             details.append(structure(seen_detail, feature_detail))

@@ -76,37 +76,35 @@ def plan(
     and every control, all under the same noise."""
     items = []
     for j, target in enumerate(targets):
-        cells: dict[str, Callable[..., str]] = {
-            "composed": lambda i, target=target: target.composed_prompt
-        }
+        cells = {"composed": target.composed_prompt}
         if (full or described) and target.description:
-            cells["described"] = lambda i, target=target: target.description
+            cells["described"] = target.description
         if full:
             cells |= controls(targets, j, seed, unrelated)
         for cell, prompt in cells.items():
-            items += [Item(cell, j, i, prompt(i), target.target_id) for i in range(images)]
+            for i in range(images):
+                text = reordered(target, seed, i) if cell == "shuffled" else prompt
+                items.append(Item(cell, j, i, text, target.target_id))
     return items
 
 
-def controls(targets: list, j: int, seed: int, unrelated: str) -> dict[str, Callable[..., str]]:
-    """Prompts of image i of target j that should not give it back, by cell: phrases in another
-    order, each alone, all but one, paraphrases, phrases of another target, an unrelated caption."""
+def controls(targets: list, j: int, seed: int, unrelated: str) -> dict[str, str]:
+    """Prompts that should not give target j back, by cell: phrases in another order (each image its
+    own, so none here), each alone, all but one, paraphrases, phrases of another target, an
+    unrelated caption."""
     target = targets[j]
-    cells = dict[str, Callable[..., str]]()
+    cells = dict[str, str]()
     phrases = target.phrases
     if len(phrases) > 1:
-        cells["shuffled"] = lambda i: reordered(target, seed, i)
-        for k, phrase in enumerate(phrases):
-            cells[f"phrase-{k}"] = lambda i, phrase=phrase: phrase
+        cells["shuffled"] = ""
+        cells |= {f"phrase-{k}": phrase for k, phrase in enumerate(phrases)}
     if len(phrases) > 2:
         for k in range(len(phrases)):
-            rest = ", ".join(phrases[:k] + phrases[k + 1 :])
-            cells[f"without-{k}"] = lambda i, rest=rest: rest
-    for k, text in enumerate(target.paraphrases):
-        cells[f"paraphrase-{k}"] = lambda i, text=text: text
+            cells[f"without-{k}"] = ", ".join(phrases[:k] + phrases[k + 1 :])
+    cells |= {f"paraphrase-{k}": text for k, text in enumerate(target.paraphrases)}
     if other := most_different_target(targets, j, seed):
-        cells["others"] = lambda i: other.composed_prompt
-    cells["unrelated"] = lambda i: unrelated
+        cells["others"] = other.composed_prompt
+    cells["unrelated"] = unrelated
     return cells
 
 
@@ -321,10 +319,9 @@ class Sampler:
         images = torch.cat([decode(pipe.vae, part) for part in latents.split(8)])
         nothing = torch.full((len(items),), float("nan"))
         magnitudes = torch.stack(gaps).mean(0).cpu() if gaps else nothing
+        magnitudes = magnitudes.masked_fill(magnitudes.isinf(), float("nan"))
         self.check_finite(images, [(i.prompt, i.cell, i.address) for i in items])
-        return (images.float() / 2 + 0.5).clamp(0, 1), magnitudes.masked_fill(
-            magnitudes.isinf(), float("nan")
-        )
+        return (images.float() / 2 + 0.5).clamp(0, 1), magnitudes
 
     def start_noise(self, items: list[Item]) -> Tensor:
         """The latents (B,C,h,w) that each item's sampling starts from."""

@@ -285,19 +285,24 @@ def kinds(history: Sequence[Measurement]) -> list[str]:
     return [kind for kind in KINDS if any(e.scores(kind) for e in later)]
 
 
+def curve(history: Sequence[Measurement], kind: str) -> list[tuple[Measurement, Scores]]:
+    """The measurements of these weights; the base model's opens the curves of both kinds."""
+    scores_of_points = [e.scores(kind) or (e.raw if e.step == 0 else None) for e in history]
+    return [(e, s) for e, s in zip(history, scores_of_points, strict=True) if s]
+
+
 def summarise(history: Sequence[Measurement], kind: str) -> list[SummaryRow]:
-    """The recovery curve of these weights in numbers, a row per target and one for all of them; the
-    base model's point opens the curves of both kinds of weights."""
-    points = [(e, s) for e in history if (s := e.scores(kind) or (e.raw if e.step == 0 else None))]
+    """The recovery curve of these weights in numbers, a row per target and one for all of them."""
+    points = curve(history, kind)
     epochs = {e.step: e.epoch for e, _ in points}
     last = points[-1][1]
     steps = list(epochs)
     ids = list(last.targets)
     rates = np.array([[scores.targets[i].rate for i in ids] for _, scores in points])
-    curve = curve_scores(steps, rates, rates > 0)
+    numbers = curve_scores(steps, rates, rates > 0)
     rows = []
     for j, i in enumerate(ids):
-        times = (curve[name][j] for name in ("first", "half", "sustained"))
+        times = (numbers[name][j] for name in ("first", "half", "sustained"))
         first, half, sustained = (None if np.isinf(x) else int(x) for x in times)
         rows.append(
             SummaryRow(
@@ -306,12 +311,12 @@ def summarise(history: Sequence[Measurement], kind: str) -> list[SummaryRow]:
                 rate=last.targets[i].rate,
                 mean=last.targets[i].mean,
                 max=last.targets[i].max,
-                aurc=float(curve["aurc"][j]),
+                aurc=float(numbers["aurc"][j]),
                 first_step=first,
                 first_epoch=None if first is None else epochs[first],
                 half_step=half,
                 sustained_step=sustained,
-                restricted=float(curve["restricted"][j]),
+                restricted=float(numbers["restricted"][j]),
             )
         )
     averaged = ("aurc", "first_step", "first_epoch", "half_step", "sustained_step", "restricted")

@@ -14,7 +14,6 @@ from silentbad.measure.record import (
     RECOVERED,
     UNDECIDED,
     CellScores,
-    Placebo,
     Range,
     Record,
     Scores,
@@ -67,7 +66,11 @@ def verdict_of(record: Record) -> Verdict:
     answer.states = states
     answer.state = next((s for s in (RECOVERED, UNDECIDED) if s in states.values()), NOT_RECOVERED)
     if answer.state == RECOVERED:
-        general = [*_by_chance(answer), *_on_placebo(record.placebo)]
+        general = list[str]()
+        if answer.p_value is not None and answer.p_value >= LEVEL:
+            general.append(f"so few images may pass by chance (p = {answer.p_value:.2g})")
+        if record.placebo is not None and record.placebo.interval[0] <= 0:
+            general.append("training on placebo data gives as much")
         answer.state = UNDECIDED if general else RECOVERED
         reasons = general + reasons
     answer.recovers = answer.state == RECOVERED
@@ -163,13 +166,3 @@ def _unseen_only(
             checks.append(np.array(element.sims) >= record.element_threshold.of(target, k))
     blind = len(checks) < 1 + sum(part is not None for part in own_range.elements)
     return blind and bool(checks) and bool(np.logical_and.reduce(checks).any())
-
-
-def _by_chance(answer: Verdict) -> Iterator[str]:
-    if answer.p_value is not None and answer.p_value >= LEVEL:
-        yield f"so few images may pass by chance (p = {answer.p_value:.2g})"
-
-
-def _on_placebo(placebo: Placebo | None) -> Iterator[str]:
-    if placebo is not None and placebo.interval[0] <= 0:
-        yield "training on placebo data gives as much"

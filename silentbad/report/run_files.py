@@ -15,7 +15,7 @@ from silentbad.data.images import open_image
 from silentbad.errors import UserError, user_errors
 from silentbad.files import from_json
 from silentbad.measure.record import ALL, NAME, Measurement, Record, Scores, SummaryRow
-from silentbad.measure.scores import kinds
+from silentbad.measure.scores import curve, kinds
 from silentbad.measure.sheet import NAME as PROMPTS
 from silentbad.measure.sheet import Draw
 from silentbad.report import parts
@@ -174,21 +174,15 @@ class RecordedRun:
         """The measurements of these weights."""
         return [(entry, scores) for entry in self.history if (scores := entry.scores(kind))]
 
-    def curve(self, kind: str) -> list[tuple[int, Scores]]:
-        """(step, scores) of one kind of weights; the base model's point opens both."""
-        points = [
-            (e.step, e.scores(kind) or (e.raw if e.step == 0 else None)) for e in self.history
-        ]
-        return [(step, scores) for step, scores in points if scores]
-
     def series(self, name: str, kind: str, of: Callable[[Scores], float | None]) -> Series:
         """One score against steps."""
-        points = self.curve(kind)
-        return Series(name, [step for step, _ in points], [of(scores) for _, scores in points])
+        points = curve(self.history, kind)
+        steps = [entry.step for entry, _ in points]
+        return Series(name, steps, [of(scores) for _, scores in points])
 
     def rates(self, name: str, kind: str) -> Series:
         """The recovery rate with its interval."""
-        low, high = zip(*(scores.interval for _, scores in self.curve(kind)), strict=True)
+        low, high = zip(*(scores.interval for _, scores in curve(self.history, kind)), strict=True)
         return self.series(name, kind, lambda s: s.cir)._replace(low=low, high=high)
 
     def last(self, kind: str) -> Scores:
