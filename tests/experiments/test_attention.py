@@ -25,7 +25,8 @@ def test_token_spans_are_exact(pipe):
 
 def test_recorded_maps_equal_the_explicit_attention(pipe):
     g = torch.Generator().manual_seed(0)
-    x, c = torch.randn(2, 4, 8, 8, generator=g), torch.randn(2, 48, 32, generator=g)
+    x = torch.randn(2, 4, 8, 8, generator=g)
+    c = torch.randn(2, 48, 32, generator=g)
     with attention.record_maps(pipe.unet) as maps:
         out = pipe.unet(x, torch.tensor([10, 500]), c).sample
     probs = {}
@@ -50,7 +51,8 @@ def test_recorded_maps_equal_the_explicit_attention(pipe):
 
 def test_binding_is_zero_inside_masks_and_for_disjoint_maps():
     maps = torch.zeros(1, 2, 64)
-    maps[0, 0, :32], maps[0, 1, 32:] = 1 / 32, 1 / 32
+    maps[0, 0, :32] = 1 / 32
+    maps[0, 1, 32:] = 1 / 32
     mask = torch.zeros(1, 1, 16, 16)
     mask[:, :, :8] = 1
     assert attention.mass_outside(maps[:, 0], mask).item() == pytest.approx(0)

@@ -21,20 +21,27 @@ def test_and_target_equals_the_gaussian_closed_form():
     precisions;
     with disjoint gates it is p_i's score inside gate i and p_0's outside."""
     g = torch.Generator().manual_seed(0)
-    x, means = torch.randn(1, 4, 8, 8, generator=g), torch.randn(3, 1, 4, 8, 8, generator=g)
-    a, s, var, var0 = 0.6, 0.8, 0.3, 1.0
+    x = torch.randn(1, 4, 8, 8, generator=g)
+    means = torch.randn(3, 1, 4, 8, 8, generator=g)
+    a = 0.6
+    s = 0.8
+    var = 0.3
+    var0 = 1.0
     base = linear_eps(x, a, s, 0.0, var0)
     cond = torch.stack([linear_eps(x, a, s, m, var) for m in means])
-    v, v0 = a**2 * var + s**2, a**2 * var0 + s**2
+    v = a**2 * var + s**2
+    v0 = a**2 * var0 + s**2
     precision = 1 / v0 + 3 * (1 / v - 1 / v0)
     mean = (a * means.sum(dim=0) / v) / precision
     assert torch.allclose(
         auxiliaries.and_target(base, cond, torch.ones(3, 1, 1, 8, 8)), s * precision * (x - mean), atol=1e-5
     )
     gates = torch.zeros(3, 1, 1, 8, 8)
-    gates[0, ..., :4, :], gates[1, ..., 4:, :4] = 1, 1
+    gates[0, ..., :4, :] = 1
+    gates[1, ..., 4:, :4] = 1
     expected = base.clone()
-    expected[..., :4, :], expected[..., 4:, :4] = cond[0][..., :4, :], cond[1][..., 4:, :4]
+    expected[..., :4, :] = cond[0][..., :4, :]
+    expected[..., 4:, :4] = cond[1][..., 4:, :4]
     assert torch.allclose(auxiliaries.and_target(base, cond, gates), expected, atol=1e-6)
     to_v = [(e - s * x) / a for e in (base, *cond)]  # v is affine in eps at a given x_t
     v_star = auxiliaries.and_target(to_v[0], torch.stack(to_v[1:]), gates)
@@ -60,7 +67,8 @@ def step_of(unet, predict, index=0):
 def test_distillation_learns_the_closed_form_of_a_linear_score():
     part, memory = distiller(every=1)
     memory.history = [{"step": 0, "rho": [0.9, 0.9, 0.9, 0.1, 0.9]}]
-    phrases, seen = part.facts.info.phrase, []
+    phrases = part.facts.info.phrase
+    seen = []
 
     def predict(x_t, t, texts, model=None):
         a, s = (v[t][:, None, None, None].sqrt() for v in (SD.alphas_cumprod, 1 - SD.alphas_cumprod))
@@ -74,7 +82,9 @@ def test_distillation_learns_the_closed_form_of_a_linear_score():
     assert taught[0] == "" and set(taught[1:]) == set(PHRASES) and composed == [", ".join(taught[1:])]
     a, s = (v[t_s][0].sqrt() for v in (SD.alphas_cumprod, 1 - SD.alphas_cumprod))
     mean = torch.zeros(1, 1, 8, 8)
-    mean[..., :4, :4], mean[..., :4, 4:], mean[..., 4:, :] = 1, 2, 3
+    mean[..., :4, :4] = 1
+    mean[..., :4, 4:] = 2
+    mean[..., 4:, :] = 3
     student_out = linear_eps(x_s, a, s, 0.0, 0.5)
     assert loss.item() == pytest.approx(F.mse_loss(student_out, linear_eps(x_s, a, s, mean, 0.5)).item(), rel=1e-4)
 
@@ -110,7 +120,9 @@ def test_teacher_is_a_bf16_copy_that_follows_only_when_refreshed():
     unet = tiny_unet()
     unet.forward = unet.forward  # accelerate binds a wrapper to the instance, as here
     teacher = auxiliary.Teacher(unet)
-    x, t, c = torch.randn(1, 4, 8, 8), torch.tensor([5]), torch.randn(1, 6, 32)
+    x = torch.randn(1, 4, 8, 8)
+    t = torch.tensor([5])
+    c = torch.randn(1, 6, 32)
     before = teacher(x, t, c).sample
     assert next(teacher.unet.parameters()).dtype == torch.bfloat16 and before.dtype == torch.float32
     with torch.no_grad():
@@ -134,7 +146,8 @@ def test_l2_sp_is_half_the_squared_distance():
 
 def test_gradient_norm_balance_is_the_ratio_of_norms():
     w = torch.nn.Parameter(torch.tensor([[3.0, 4.0]]))
-    loss, extra = (w * torch.tensor([2.0, 0.0])).sum(), 0.5 * w.square().sum()
+    loss = (w * torch.tensor([2.0, 0.0])).sum()
+    extra = 0.5 * w.square().sum()
     assert auxiliaries.gradient_norm(loss, extra, w).item() == pytest.approx(2 / 5, rel=1e-4)
     assert auxiliaries.gradient_norm(loss, extra, w, ceiling=0.1).item() == pytest.approx(0.1)
     assert auxiliary.fixed(loss, extra, w) == 1 and w.grad is None

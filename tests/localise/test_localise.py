@@ -37,8 +37,8 @@ def finished(flags, tmp_path):
 
 def rows_of(run, *more):
     assert localise.main([str(run), *more]) == 0
-    found = json.loads((run / "localise.json").read_text())
-    return {(row["part"], row["by"], row["state"]): row for row in found["rows"]}, found
+    written = json.loads((run / "localise.json").read_text())
+    return {(row["part"], row["by"], row["state"]): row for row in written["rows"]}, written
 
 
 def measured(row):
@@ -47,7 +47,7 @@ def measured(row):
 
 def test_the_ends_are_the_runs_own_and_the_parts_add_up(finished, capsys):
     run = finished()
-    rows, found = rows_of(run, "--by", "stage", "role", "both")
+    rows, written = rows_of(run, "--by", "stage", "role", "both")
     history = Record.load(run / "validation.json").history
     for end, entry in (("as trained", history[-1]), ("base", history[0])):
         row = rows[end, "", ""]
@@ -65,11 +65,11 @@ def test_the_ends_are_the_runs_own_and_the_parts_add_up(finished, capsys):
     low, high = rows["up0", "stage", "put back"]["recovered"]["interval"]
     assert 0 <= low < high <= 1
     page = (run / "localise.html").read_text()
-    assert found["defence"] in page.replace("&#39;", "'") and page.count("<svg") >= 4
-    assert found["defence"] in capsys.readouterr().out
+    assert written["defence"] in page.replace("&#39;", "'") and page.count("<svg") >= 4
+    assert written["defence"] in capsys.readouterr().out
     assert "Where the memory sits" not in (run / "report.html").read_text()
     report = render(run)  # the run's own report shows the same maps
-    assert "Where the memory sits" in report and found["defence"] in report.replace("&#39;", "'")
+    assert "Where the memory sits" in report and written["defence"] in report.replace("&#39;", "'")
     for title in ("t0: put back", "t0: kept alone", "strict rate, put back", "mean rate of the elements, kept alone"):
         assert title in report and title in page
 

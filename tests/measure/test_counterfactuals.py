@@ -109,7 +109,8 @@ def test_outside_the_mask_the_target_to_the_bit_inside_not(name):
     for row in rows:
         target = targets[row.target]
         inside = torch.from_numpy(np.array(target.masks[row.changed[0]])) > 0
-        old, new = (torch.from_numpy(np.array(target.image)), (row.image * 255).round().byte().permute(1, 2, 0))
+        old = torch.from_numpy(np.array(target.image))
+        new = (row.image * 255).round().byte().permute(1, 2, 0)
         assert torch.equal(old[~inside], new[~inside])
         assert row.image.isfinite().all() and (old[inside] != new[inside]).float().mean() > 0.5
 
@@ -122,9 +123,9 @@ def test_known_latents_arrive_as_the_target_has_them(name):
     hole[..., 2:5, 2:5] = True
     streams = [torch.Generator().manual_seed(i) for i in range(2)]
     with sampler.using(sampler.backbone, CPU):
-        made = masked_denoising(sampler, sampler.encode(["a cat", "a hat"]), x0, eps, hole, streams)
+        latents = masked_denoising(sampler, sampler.encode(["a cat", "a hat"]), x0, eps, hole, streams)
     known = ~hole.expand_as(x0)
-    assert torch.equal(made[known], x0[known]) and not torch.equal(made[~known], x0[~known])
+    assert torch.equal(latents[known], x0[known]) and not torch.equal(latents[~known], x0[~known])
 
 
 @pytest.mark.parametrize("name", [name for name in PIPELINES if name != "sd3"])
@@ -141,7 +142,8 @@ def test_the_model_sees_known_latents_at_the_level_of_each_step(name):
     hook.remove()
     bars = sampler.pipe.scheduler.alphas_cumprod
     for seen, t in shown[1:]:  # the first is noise alone
-        low, high = bars[int(np.floor(float(t)))], bars[int(np.ceil(float(t)))]
+        low = bars[int(np.floor(float(t)))]
+        high = bars[int(np.ceil(float(t)))]
         a = torch.lerp(low, high, float(t) % 1)
         wanted = a.sqrt() * x0 + (1 - a).sqrt() * eps
         assert (seen - wanted).norm() / wanted.norm() < 0.02
@@ -164,11 +166,13 @@ def test_without_masks_only_whole_pictures():
 def test_guidance_leads_away_from_a_text_or_the_pipelines_own(name):
     sampler = sampler_of(PIPELINES[name]())
     with sampler.using(sampler.backbone, CPU):
-        states, plain = sampler.encode(["a cat"] * 2, ["", "a hat"]), sampler.encode(["a cat", "a hat"])
+        states = sampler.encode(["a cat"] * 2, ["", "a hat"])
+        plain = sampler.encode(["a cat", "a hat"])
     for key in (key for key in plain if key.startswith("negative")):
-        own, hat = plain[key][0], plain[key.removeprefix("negative_")][1]
-        assert torch.equal(states[key][0], own) and torch.allclose(states[key][1], hat, atol=1e-5)
-        assert not torch.allclose(own, hat, atol=1e-2)
+        empty = plain[key][0]
+        hat = plain[key.removeprefix("negative_")][1]
+        assert torch.equal(states[key][0], empty) and torch.allclose(states[key][1], hat, atol=1e-5)
+        assert not torch.allclose(empty, hat, atol=1e-2)
 
 
 def test_missing_is_drawn_under_the_backdrop_or_no_caption():
@@ -241,7 +245,8 @@ def test_targets_do_not_change_each_other():
 
 
 def test_a_batch_too_large_is_halved_and_stays_halved(monkeypatch):
-    sampler, sizes = sampler_of(max_batch=8), []
+    sampler = sampler_of(max_batch=8)
+    sizes = []
 
     def tight(self, draws):
         sizes.append(len(draws))
@@ -259,7 +264,8 @@ def test_modules_and_random_streams_are_left_as_found():
     sampler = sampler_of()
     sampler.pipe.unet.train()
     torch.manual_seed(5)
-    before, rng = [p.clone() for p in sampler.pipe.unet.parameters()], torch.get_rng_state()
+    before = [p.clone() for p in sampler.pipe.unet.parameters()]
+    rng = torch.get_rng_state()
     rows = counterfactuals(sampler, some_targets(), masks_of(some_targets()), 1, 7)
     for _ in rows:
         assert sampler.pipe.unet.training and torch.equal(torch.get_rng_state(), rng) and torch.is_grad_enabled()
@@ -313,13 +319,15 @@ CHANGES = [other_weights, other_guidance, other_steps, other_seed, other_picture
 def test_a_change_is_never_read_from_the_cache(change, tmp_path):
     options = dict(kinds=("redrawn",), count=1)
     drawn(targets=some_targets(1), cache=tmp_path, **options)
-    sampler, targets = sampler_of(), some_targets(1)
+    sampler = sampler_of()
+    targets = some_targets(1)
     change(sampler, targets, options)
     assert same(drawn(sampler, targets, cache=tmp_path, **options), drawn(sampler, targets, **options))
 
 
 def test_more_pictures_are_added_to_those_there(tmp_path, monkeypatch):
-    few, asked = drawn(cache=tmp_path, count=1), []
+    few = drawn(cache=tmp_path, count=1)
+    asked = []
     whole = module.Painter._batch
     monkeypatch.setattr(module.Painter, "_batch", lambda self, draws: asked.extend(draws) or whole(self, draws))
     more = drawn(cache=tmp_path, count=2)
@@ -343,7 +351,8 @@ def empty(file):
 
 @pytest.mark.parametrize("damage", [cut_off, flip_a_byte, empty])
 def test_a_damaged_cache_is_one_line_and_drawn_anew(damage, tmp_path):
-    options, lines = dict(kinds=REGIONS, count=1, cache=tmp_path), []
+    options = dict(kinds=REGIONS, count=1, cache=tmp_path)
+    lines = []
     first = drawn(**options)
     damage(sorted(tmp_path.glob("*/*.safetensors"))[0])
     assert same(first, drawn(**options, say=lines.append))
@@ -355,7 +364,8 @@ def test_a_damaged_cache_is_one_line_and_drawn_anew(damage, tmp_path):
 def test_a_killed_build_keeps_what_was_whole(tmp_path):
     sampler = sampler_of(max_batch=2)
     with sampler.using(sampler.backbone, CPU), pytest.raises(KeyboardInterrupt):
-        painted, calls = module.Painter._batch, []
+        painted = module.Painter._batch
+        calls = []
 
         def killed(self, draws):
             calls.append(len(draws))
@@ -381,16 +391,17 @@ def test_the_bases_whole_pictures_calibrate_and_are_kept(tmp_path, monkeypatch):
     """`calibration: base` draws both prompts, needs no mask, and reads what another run has drawn."""
     targets = make_targets(2)
     targets[0].description = "a red cat under a hat on the beach"
-    pipe, options = tiny_pipeline(), dict(targets=targets, calibration="base", null_images=3)
+    pipe = tiny_pipeline()
+    options = dict(targets=targets, calibration="base", null_images=3)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    found = []
+    calibrations = []
     for _ in range(2):
         hook = make_hook(tmp_path / "run", pipe, **options)
         with hook.sampler.using(pipe.unet, torch.device("cpu")):
-            found.append(hook.measure.calibrate_targets(0))
+            calibrations.append(hook.measure.calibrate_targets(0))
         monkeypatch.setattr(module.Painter, "_batch", never)
-    assert found[0] == found[1]
-    assert {kind: t.n for kind, t in found[0][0].kinds.items()} == {"composed": 6, "described": 3}
+    assert calibrations[0] == calibrations[1]
+    assert {kind: t.n for kind, t in calibrations[0][0].kinds.items()} == {"composed": 6, "described": 3}
 
 
 def test_every_kind_has_its_number_of_pictures():

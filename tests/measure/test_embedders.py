@@ -85,9 +85,9 @@ def saved_onnx(folder: Path, weight: torch.Tensor, batch: int | str = "B", side:
 
     pool = helper.make_node("AveragePool", ["images"], ["grid"], kernel_shape=[side // 4] * 2, strides=[side // 4] * 2)
     nodes = [pool, helper.make_node("Flatten", ["grid"], ["flat"]), helper.make_node("MatMul", ["flat", "w"], ["out"])]
-    given = helper.make_tensor_value_info("images", TensorProto.FLOAT, [batch, 3, side, side])
-    made = helper.make_tensor_value_info("out", TensorProto.FLOAT, [batch, weight.shape[1]])
-    graph = helper.make_graph(nodes, "net", [given], [made], [numpy_helper.from_array(weight.numpy(), "w")])
+    images = helper.make_tensor_value_info("images", TensorProto.FLOAT, [batch, 3, side, side])
+    features = helper.make_tensor_value_info("out", TensorProto.FLOAT, [batch, weight.shape[1]])
+    graph = helper.make_graph(nodes, "net", [images], [features], [numpy_helper.from_array(weight.numpy(), "w")])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
     (folder / "sscd.onnx").write_bytes(model.SerializeToString())
     return str(folder / "sscd.onnx")
@@ -112,10 +112,10 @@ def test_an_onnx_file_that_takes_bytes_gets_bytes(tmp_path):
         helper.make_node("Cast", ["image"], ["levels"], to=TensorProto.FLOAT),
         helper.make_node("ReduceMean", ["levels", "axes"], ["out"], keepdims=0),
     ]
-    given = helper.make_tensor_value_info("image", TensorProto.UINT8, ["batch", "height", "width", 3])
+    image = helper.make_tensor_value_info("image", TensorProto.UINT8, ["batch", "height", "width", 3])
     means = helper.make_tensor_value_info("out", TensorProto.FLOAT, ["batch", 3])
     axes = helper.make_tensor("axes", TensorProto.INT64, [2], [1, 2])
-    graph = helper.make_graph(nodes, "net", [given], [means], [axes])
+    graph = helper.make_graph(nodes, "net", [image], [means], [axes])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
     (tmp_path / "sscd.onnx").write_bytes(model.SerializeToString())
     embedder = load_embedder("sscd", str(tmp_path / "sscd.onnx"), "cpu")
@@ -145,7 +145,8 @@ def pickled(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["clip", "dinov2", "pipeline", "class_images"])
 def test_pickled_weights_are_refused(name, tmp_path, capsys):
-    folder, expected = tmp_path / "weights", "no safetensors weights; pickled ones are not loaded"
+    folder = tmp_path / "weights"
+    expected = "no safetensors weights; pickled ones are not loaded"
     folder.mkdir()
     if name in EMBEDDERS:
         saved_embedder(name, folder)
@@ -192,7 +193,8 @@ def test_lpips_needs_weights_on_this_machine(monkeypatch, tmp_path):
 
 
 def test_region_keeps_the_element_and_greys_the_rest():
-    image, mask = torch.zeros(1, 3, 20, 20), torch.zeros(1, 40, 40)
+    image = torch.zeros(1, 3, 20, 20)
+    mask = torch.zeros(1, 40, 40)
     mask[:, 10:20, 20:30] = 1
     image[..., 5:10, 10:15] = 1
     part = region(image, mask)

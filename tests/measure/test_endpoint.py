@@ -92,19 +92,19 @@ def test_the_strict_rate_equals_a_count_by_hand():
         row(1, 0.7, 0.6, None),  # the target's own threshold; no mask, nothing asked
         row(1, 0.69, 0.9, None),
     ]
-    found = cell_scores(rows, ["a", "b"], WHOLE, PARTS)
-    assert [found.targets[i].rate for i in "ab"] == [0.25, 0.5]
-    assert [found.targets[i].whole_rate for i in "ab"] == [0.75, 0.5]
-    assert (found.cir, found.whole, found.above, found.recovered) == (0.375, 0.625, 2, 1.0)
-    assert [e.rate for e in found.targets["a"].elements] == [0.75, 0.75]
-    stored = [images_recovered(found.targets[i], j, WHOLE, PARTS) for j, i in enumerate("ab")]
+    scores = cell_scores(rows, ["a", "b"], WHOLE, PARTS)
+    assert [scores.targets[i].rate for i in "ab"] == [0.25, 0.5]
+    assert [scores.targets[i].whole_rate for i in "ab"] == [0.75, 0.5]
+    assert (scores.cir, scores.whole, scores.above, scores.recovered) == (0.375, 0.625, 2, 1.0)
+    assert [e.rate for e in scores.targets["a"].elements] == [0.75, 0.75]
+    stored = [images_recovered(scores.targets[i], j, WHOLE, PARTS) for j, i in enumerate("ab")]
     assert stored == [[True, False, False, False], [True, False]]
 
 
 def test_the_published_criterion_is_best_of_n_above_a_number():
     rows = [row(0, PUBLISHED), row(0, 0.2), row(1, PUBLISHED + 0.01), row(1, 0.1)]
-    found = cell_scores(rows, ["a", "b"], Threshold(0.99, "given"), PARTS)
-    assert found.published == 0.5 and found.cir == 0.0
+    scores = cell_scores(rows, ["a", "b"], Threshold(0.99, "given"), PARTS)
+    assert scores.published == 0.5 and scores.cir == 0.0
 
 
 def test_diversity_is_one_less_the_similarity_between_images():
@@ -166,11 +166,12 @@ def test_every_kind_keeps_its_rate_on_fresh_nulls(n):
     stated: dict = {}
     for _ in range(40):
         whole, parts = thresholds(synthetic_nulls(rng, n), None, ALPHA, "test")
-        for side, found in (("whole", whole), ("element", parts)):
-            for kind, of_kind in found.kinds.items():
+        for side, threshold in (("whole", whole), ("element", parts)):
+            for kind, of_kind in threshold.kinds.items():
                 stated.setdefault((side, kind), []).append(of_kind.attained)
         for r in synthetic_nulls(rng, 99):
-            j, kind = r["target"], r["kind"]
+            j = r["target"]
+            kind = r["kind"]
             hits.setdefault(("whole", kind), []).append(r["sim"] >= whole.of_target(j))
             for k in range(3):
                 if r["changed"] is None or k in r["changed"]:
@@ -216,9 +217,9 @@ def test_the_strictest_kind_decides():
 # -- the curve ---------------------------------------------------------------------------------------------
 def test_sustained_recovery_is_not_the_first_crossing():
     rates = np.array([[0, 0, 0.5], [0.5, 0.5, 0.5], [0.25, 0.75, 0.5], [0.5, 0.5, 0.0]])
-    found = curve_scores([0, 10, 20, 30], rates, rates > 0)
-    assert found["half"].tolist() == [10, 10, 0]
-    assert found["sustained"].tolist() == [30, 10, np.inf]
+    curve = curve_scores([0, 10, 20, 30], rates, rates > 0)
+    assert curve["half"].tolist() == [10, 10, 0]
+    assert curve["sustained"].tolist() == [30, 10, np.inf]
 
 
 def test_the_summary_names_both_crossings():
@@ -234,37 +235,42 @@ def test_the_summary_names_both_crossings():
 
 # -- detection ---------------------------------------------------------------------------------------------
 def test_auc_by_hand_with_ties():
-    found = detection([1.0, 2.0, 3.0], [0.0, 2.0])
-    assert found.auc == pytest.approx((1 + 1.5 + 2) / 6)  # 1 beats 0; 2 beats 0 and ties 2; 3 beats both
-    assert found.auc_low <= found.auc <= found.auc_high and found.tpr is None
-    assert (found.positives, found.negatives) == (3, 2)
+    probe = detection([1.0, 2.0, 3.0], [0.0, 2.0])
+    assert probe.auc == pytest.approx((1 + 1.5 + 2) / 6)  # 1 beats 0; 2 beats 0 and ties 2; 3 beats both
+    assert probe.auc_low <= probe.auc <= probe.auc_high and probe.tpr is None
+    assert (probe.positives, probe.negatives) == (3, 2)
     assert detection([2.0], [2.0]).auc == 0.5 and detection([], [1.0]) is None
     assert detection([float("nan")], [1.0]) is None
 
 
 def test_tpr_leaves_one_false_positive_in_a_hundred():
     clean = list(range(100))
-    found = detection([98.5, 99.5, 97.5, 98.0], clean)
+    probe = detection([98.5, 99.5, 97.5, 98.0], clean)
     assert sum(x > 98.0 for x in clean) == 1  # at the threshold 98
-    assert found.tpr == 0.5 and (found.tpr_low, found.tpr_high) == binomial_interval(2, 4)
+    assert probe.tpr == 0.5 and (probe.tpr_low, probe.tpr_high) == binomial_interval(2, 4)
     record = record_of([measured(0, 0)])
-    record.history[0].raw.detection = found
-    low, high = round(found.tpr_low, 1), round(found.tpr_high, 1)
+    record.history[0].raw.detection = probe
+    low = round(probe.tpr_low, 1)
+    high = round(probe.tpr_high, 1)
     assert evidence.detections(record).rows[0][-2:] == ["0.5", f"{low}\N{NO-BREAK SPACE}to {high}"]
 
 
 # -- placebo -----------------------------------------------------------------------------------------------
 def test_the_placebo_difference_is_taken_target_by_target():
     ids = ["a", "b", "c"]
-    mine = [row(0, 0.9, 0.9, 0.9)] * 4 + [row(1, 0.9, 0.9, None)] * 4
+    rows = [row(0, 0.9, 0.9, 0.9)] * 4 + [row(1, 0.9, 0.9, None)] * 4
     placebo = [row(1, 0.9, 0.9, None)] * 2 + [row(1, 0.9, 0.1, None)] * 2 + [row(0, 0.9, 0.1, 0.1)] * 4
     other = record_of([Measurement(9, 1, "", raw=scores_of([*placebo, row(2, 0.9, 0.9)], ids))], ids)
-    found = minus_placebo(record_of([Measurement(9, 1, "", raw=scores_of(mine))]), other, "runs/placebo")
-    assert (found.cir, found.difference, found.targets) == (0.25, 0.75, 2)  # (1 - 0 + 1 - 1/2) / 2
+    difference = minus_placebo(record_of([Measurement(9, 1, "", raw=scores_of(rows))]), other, "runs/placebo")
+    assert (difference.cir, difference.difference, difference.targets) == (0.25, 0.75, 2)  # (1 - 0 + 1 - 1/2) / 2
     over_images = difference_interval(1.0, binomial_interval(8, 8), 0.25, binomial_interval(2, 8))
-    assert found.interval == pytest.approx(over_images)
-    assert found.whole == 1.0 and found.published == 1.0 and found.element_rate == pytest.approx((0 + 0 + 0.5) / 3)
-    assert found.thresholds is None
+    assert difference.interval == pytest.approx(over_images)
+    assert (
+        difference.whole == 1.0
+        and difference.published == 1.0
+        and difference.element_rate == pytest.approx((0 + 0 + 0.5) / 3)
+    )
+    assert difference.thresholds is None
 
 
 def test_a_placebo_run_that_does_not_compare_is_refused(tmp_path):
@@ -296,11 +302,11 @@ def test_a_difference_that_all_targets_share_is_not_certain():
     lows = []
     for targets in (1, 2, 6):
         ids = [f"t{j}" for j in range(targets)]
-        found = minus_placebo(
+        placebo = minus_placebo(
             *(record_of([run_of(sim, targets)], ids, parts=ElementThreshold(0.5, "given")) for sim in (0.9, 0.1)), "p"
         )
-        assert found.difference == 1.0 and found.interval[1] == 1.0
-        lows.append(found.interval[0])
+        assert placebo.difference == 1.0 and placebo.interval[1] == 1.0
+        lows.append(placebo.interval[0])
     over_images = [difference_interval(1, binomial_interval(n, n), 0, binomial_interval(0, n))[0] for n in (8, 16, 6)]
     assert lows == pytest.approx(over_images)  # of few targets over their images, of six over the targets
 
@@ -320,7 +326,8 @@ def test_the_interval_of_a_difference_is_newcombes():
 def described_targets() -> list[Target]:
     """Two targets; the first has everything that a control can ask for."""
     full = Target("full", smooth("full"), ["a cat", "a hat", "a boat"], None, [None] * 3)
-    full.description, full.paraphrases = "a red cat in a tall hat on a boat", ["a cat with a hat, a boat", "boat, cat"]
+    full.description = "a red cat in a tall hat on a boat"
+    full.paraphrases = ["a cat with a hat, a boat", "boat, cat"]
     return [full, Target("bare", smooth("bare"), ["a fish", "a cup"], None, [None] * 2)]
 
 
@@ -354,17 +361,19 @@ def test_the_base_model_gets_the_description_at_step_0(tmp_path):
 def test_withhold_leaves_out_the_named_records_alone(tmp_path):
     data = write_data(tmp_path / "data")
     records = load_records(TrainConfig(train_data_dir=str(data)))
-    kept = records.without(["t0/t0-0"])
+    trained_on = records.without(["t0/t0-0"])
     left_out = [records.row(i) for i in range(len(records)) if records.element_id[i] == "t0-0"]
-    assert len(left_out) == 4 and len(kept) == len(records) - 4
-    assert set(kept.element_id) == set(records.element_id) - {"t0-0"}
+    assert len(left_out) == 4 and len(trained_on) == len(records) - 4
+    assert set(trained_on.element_id) == set(records.element_id) - {"t0-0"}
     everything = [
         records.row(i)["file_name" if "file_name" in records.row(0) else "image"] for i in range(len(records))
     ]
-    rest = [kept.row(i)["file_name" if "file_name" in records.row(0) else "image"] for i in range(len(kept))]
+    rest = [
+        trained_on.row(i)["file_name" if "file_name" in records.row(0) else "image"] for i in range(len(trained_on))
+    ]
     assert rest == [name for name in everything if "e0-" not in str(name)]
     assert len(records.without(["t0-1"])) == len(records) - 4  # by its element_id alone
-    assert len(kept.without(["t0-1"])) == len(records) - 8
+    assert len(trained_on.without(["t0-1"])) == len(records) - 8
     with pytest.raises(UserError, match="withhold: no record shows 't0/cat'; elements are: t0/t0-0, t0/t0-1"):
         records.without(["t0-1", "t0/cat"])
 
@@ -423,12 +432,12 @@ def test_the_controls_stand_in_one_table_by_each_endpoint():
     base = measured(0, 0, described=cell(0.9, 0.1))
     placebo = Placebo("runs/p", 0.25, 0.5, (0.4, 0.6), 2, whole=1.0, published=1.0, element_rate=0.5)
     record = record_of([base, measured(10, 6, **cells)], placebo=placebo)
-    found = {line[0]: line[1:] for line in evidence.alternatives(record, ["a/0"]).rows}
-    assert found["composed prompt"][0] == "0.75" and found["composed prompt, base model"][0] == "0.0"
-    assert found["spelt-out caption, base model"][0] == "0.0"  # no element is exact,
-    assert found["spelt-out caption, base model"][2:] == ["1.00", "1.00", "0.00"]  # which the other endpoints overlook
-    assert found["composed prompt, placebo data"] == ["0.25", None, "1.00", "1.00", "0.50"]
-    assert found["each phrase alone (mean of 2)"][0] == "0.50" and found["unrelated caption"][0] == "0.0"
+    table = {line[0]: line[1:] for line in evidence.alternatives(record, ["a/0"]).rows}
+    assert table["composed prompt"][0] == "0.75" and table["composed prompt, base model"][0] == "0.0"
+    assert table["spelt-out caption, base model"][0] == "0.0"  # no element is exact,
+    assert table["spelt-out caption, base model"][2:] == ["1.00", "1.00", "0.00"]  # which the other endpoints overlook
+    assert table["composed prompt, placebo data"] == ["0.25", None, "1.00", "1.00", "0.50"]
+    assert table["each phrase alone (mean of 2)"][0] == "0.50" and table["unrelated caption"][0] == "0.0"
     assert "trained without a/0" in evidence.alternatives(record, ["a/0"]).notes[0]
 
 
@@ -458,10 +467,10 @@ def test_the_terminal_ends_in_the_verdict(tmp_path, capsys):
 def test_the_best_picture_is_a_recovered_one_where_there_is_one(tmp_path):
     hook = make_hook(tmp_path, threshold=-1.0)
     hook.run(0, 0, tiny_pipeline().unet)
-    for name, own in hook.history[0].raw.targets.items():
-        hits = images_recovered(own, ["t0", "t1"].index(name), hook.threshold, hook.element_threshold)
-        recovered = [s for s, hit in zip(own.sims, hits, strict=True) if hit]
-        assert own.best.sim == max(recovered or own.sims)
+    for name, scores in hook.history[0].raw.targets.items():
+        hits = images_recovered(scores, ["t0", "t1"].index(name), hook.threshold, hook.element_threshold)
+        recovered = [s for s, hit in zip(scores.sims, hits, strict=True) if hit]
+        assert scores.best.sim == max(recovered or scores.sims)
     assert torch.is_grad_enabled()
 
 
@@ -471,15 +480,16 @@ def test_every_field_of_the_record_is_in_the_documents():
     record = (root / "research" / "record.md").read_text(encoding="utf-8")
     metrics = (root / "docs" / "metrics.md").read_text(encoding="utf-8")
     documented = {*re.findall(r"\w+", record), *re.findall(r"`(\w+)`", metrics)}
-    made = [kind for kind in vars(record_module).values() if isinstance(kind, type) and is_dataclass(kind)]
-    named = {f"{kind.__name__}.{one.name}" for kind in made for one in fields(kind) if one.name not in documented}
-    assert len(made) > 10 and not named
+    classes = [kind for kind in vars(record_module).values() if isinstance(kind, type) and is_dataclass(kind)]
+    named = {f"{kind.__name__}.{one.name}" for kind in classes for one in fields(kind) if one.name not in documented}
+    assert len(classes) > 10 and not named
 
 
 # -- beyond the rate ---------------------------------------------------------------------------------------
 def test_a_copied_training_picture_is_named(tmp_path):
     """Images that are a training picture are nearest to it; the base model's give the null level."""
-    targets, shown = some_targets(1), to_tensor(smooth("shown", 2))
+    targets = some_targets(1)
+    shown = to_tensor(smooth("shown", 2))
     hook = make_hook(tmp_path, targets=targets, threshold=0.9)
 
     def generate(items):
@@ -489,8 +499,8 @@ def test_a_copied_training_picture_is_named(tmp_path):
     hook.sampler.generate = generate
     hook.run(0, 0, tiny_pipeline().unet)
     hook.run(10, 1, tiny_pipeline().unet, final=True)
-    own = hook.history[-1].raw.targets["t0"]
-    assert own.nearest == pytest.approx([1] * 3) and own.nearest_record == "record 2"
+    scores = hook.history[-1].raw.targets["t0"]
+    assert scores.nearest == pytest.approx([1] * 3) and scores.nearest_record == "record 2"
     table = evidence.composed_or_copied(hook.record())
     level, above, copied = table.rows[0][3:]
     assert float(level) < 0.9 and above == copied == "1.00" and table.notes == ["nearest: record 2"]
@@ -508,14 +518,14 @@ def test_the_error_of_elements_stands_beside_the_clean_one(tmp_path):
 
 def test_alignment_is_the_cosine_of_guidance_by_hand(tmp_path, monkeypatch):
     hook = make_hook(tmp_path)
-    given = {"": torch.tensor([3.0, 4.0]), "negative_": torch.tensor([3.0, 0.0])}
+    predictions = {"": torch.tensor([3.0, 4.0]), "negative_": torch.tensor([3.0, 0.0])}
 
     def predict(x, t, states, size, which=""):
         assert t.unique().tolist() == [20] and x.std() > 0.8  # pure noise, at 2 % of 1000 timesteps
-        return given[which].expand(len(x), 2)
+        return predictions[which].expand(len(x), 2)
 
     monkeypatch.setattr(hook.sampler, "predict_eps", predict)
     items = plan(hook.targets, 2, 0)
     assert hook.measure.alignments(items) == pytest.approx([0.0] * len(items))  # (0, 4) is across (3, 0)
-    given[""] = torch.tensor([9.0, 0.0])
+    predictions[""] = torch.tensor([9.0, 0.0])
     assert hook.measure.alignments(items) == pytest.approx([1.0] * len(items))

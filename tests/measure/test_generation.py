@@ -133,7 +133,8 @@ def test_generator_is_not_seeded_from_the_clock(tmp_path):
 
 
 def test_pipeline_is_built_once_and_prompts_encoded_once(tmp_path, monkeypatch):
-    built, encoded = [], []
+    built = []
+    encoded = []
     kind = StableDiffusion.pipeline
     monkeypatch.setattr(StableDiffusion, "pipeline", staticmethod(lambda **k: built.append(1) or kind(**k)))
     pipe = tiny_pipeline()
@@ -152,7 +153,8 @@ def test_pipeline_is_built_once_and_prompts_encoded_once(tmp_path, monkeypatch):
 
 def test_batch_halves_when_memory_runs_out_and_remembers(tmp_path, monkeypatch):
     hook = make_hook(tmp_path, max_batch=64, images_per_target=8)
-    generate, sizes = hook.sampler.generate, []
+    generate = hook.sampler.generate
+    sizes = []
 
     def tight(items):
         sizes.append(len(items))

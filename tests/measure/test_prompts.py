@@ -32,8 +32,8 @@ def pixels(folder: Path, step: int, k: int) -> np.ndarray:
 
 def test_a_text_file_holds_one_prompt_a_line(tmp_path):
     (tmp_path / "a.txt").write_text("a cat: red, big\n\n a hat \n", encoding="utf-8")
-    found = load_prompts(tmp_path / "a.txt")
-    assert [(p.prompt, p.seed, p.negative) for p in found] == [("a cat: red, big", 0, ""), ("a hat", 1, "")]
+    prompts = load_prompts(tmp_path / "a.txt")
+    assert [(p.prompt, p.seed, p.negative) for p in prompts] == [("a cat: red, big", 0, ""), ("a hat", 1, "")]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,8 @@ def test_what_acts_on_nothing_is_refused(flags, tmp_path, file, capsys):
 
 def test_prompts_are_drawn_and_training_sees_nothing(flags, tmp_path, file, monkeypatch):
     """No target is needed; seeds fix the noise; the run goes on bit for bit; the page follows the run."""
-    pages, log = {}, Log.training
+    pages = {}
+    log = Log.training
 
     def log_and_read(self, *scalars):
         pages[self.state.step] = (self.folder.path / "report.html").read_text(encoding="utf-8")
@@ -85,7 +86,8 @@ def test_prompts_are_drawn_and_training_sees_nothing(flags, tmp_path, file, monk
     with monkeypatch.context() as patched:
         patched.setattr(Log, "training", log_and_read)
         assert main(flags("drawn", sample_prompts=file, report_to="tensorboard", **settings)) == 0
-    plain, drawn = tmp_path / "plain", tmp_path / "drawn"
+    plain = tmp_path / "plain"
+    drawn = tmp_path / "drawn"
     for name in ("unet", "ema"):
         assert same(*(read_tensors(out / f"checkpoints/step-4/{name}.safetensors") for out in (plain, drawn)))
     assert rows(plain) == rows(drawn)

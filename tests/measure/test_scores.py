@@ -64,25 +64,28 @@ def test_pictures_of_placebo_data_are_not_recovered(tmp_path):
     nulls = [(kind, hard_null(kind, np.random.default_rng(i), scene, turn=i)) for kind in STORED for i in range(30)]
     rows = rows_of([null.scene for _, null in nulls])
     null = [{**row, "kind": kind, "changed": n.changed} for row, (kind, n) in zip(rows, nulls, strict=True)]
-    found = thresholds(null, None, 0.01, "redraws")
-    passed = [is_recovered(row, *found) for row in rows_of([placebo(i) for i in range(60)])]
-    assert sum(passed) <= 1 and is_recovered(rows_of([scene])[0], *found)
+    calibrated = thresholds(null, None, 0.01, "redraws")
+    passed = [is_recovered(row, *calibrated) for row in rows_of([placebo(i) for i in range(60)])]
+    assert sum(passed) <= 1 and is_recovered(rows_of([scene])[0], *calibrated)
 
 
 def test_calibrated_threshold_keeps_its_rate_on_fresh_nulls():
-    rng, alpha, rates, covered = np.random.default_rng(0), 0.05, [], 0
+    rng = np.random.default_rng(0)
+    alpha = 0.05
+    rates = []
+    covered = 0
     truth = np.quantile(rng.beta(2, 5, 400_000), 1 - alpha)
     for _ in range(300):
-        found = calibrate_threshold(rng.beta(2, 5, 199), alpha)
-        rates.append(np.mean(rng.beta(2, 5, 500) >= found.value))
-        covered += found.low <= truth <= found.high
+        threshold = calibrate_threshold(rng.beta(2, 5, 199), alpha)
+        rates.append(np.mean(rng.beta(2, 5, 500) >= threshold.value))
+        covered += threshold.low <= truth <= threshold.high
     assert np.mean(rates) == pytest.approx(alpha, abs=0.006)
     assert covered / 300 > 0.92
 
 
 def test_calibration_says_what_few_nulls_are_worth():
-    found = calibrate_threshold([0.1, 0.3, 0.2], 0.01)
-    assert 0.3 < found.value < 0.3001 and found.attained == 0.25 and found.high is None
+    threshold = calibrate_threshold([0.1, 0.3, 0.2], 0.01)
+    assert 0.3 < threshold.value < 0.3001 and threshold.attained == 0.25 and threshold.high is None
     tilted = calibrate_threshold([0.1] * 50 + [0.9] * 50, 0.02, ["a"] * 50 + ["b"] * 50)
     assert tilted.held_out == 0.5  # each target's level says nothing about the other's
     with pytest.raises(UserError, match="null scores"):
@@ -96,13 +99,13 @@ def test_each_element_has_the_threshold_of_its_own_nulls():
         for j in (0, 1)
         for _ in range(99 if j == 0 else 50)
     ]
-    _, found = thresholds(null, None, 0.01, "test")
+    _, parts = thresholds(null, None, 0.01, "test")
     for k in range(3):
-        own = [row["elements"][k] for row in null if row["target"] == 0]
-        assert found.of(0, k) == pytest.approx(max(own), abs=1e-9)  # ceil(100 * 0.99) = the 99th of 99
-    assert found.of(1, 0) == found.of(1, 1) == found.value  # 50 are too few: they share
+        similarities = [row["elements"][k] for row in null if row["target"] == 0]
+        assert parts.of(0, k) == pytest.approx(max(similarities), abs=1e-9)  # ceil(100 * 0.99) = the 99th of 99
+    assert parts.of(1, 0) == parts.of(1, 1) == parts.value  # 50 are too few: they share
     rows = [{"target": 0, "sim": 0.9, "magnitude": 1.0, "elements": [0.5, 0.5, 0.5]}]
-    scores = cell_scores(rows, ["a"], Threshold(0.5, "given"), found)
+    scores = cell_scores(rows, ["a"], Threshold(0.5, "given"), parts)
     assert [e.rate for e in scores.targets["a"].elements] == [0.0, 1.0, 0.0]
 
 

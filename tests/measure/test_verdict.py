@@ -94,7 +94,8 @@ def test_every_training_picture_is_a_null(judge):
 
 
 def test_an_element_has_each_kind_of_failure(judge):
-    thing, backdrop = judge.ranges[0].elements[0].kinds, judge.ranges[0].elements[-1].kinds
+    thing = judge.ranges[0].elements[0].kinds
+    backdrop = judge.ranges[0].elements[-1].kinds
     assert {"missing", "mirrored", "upside down", "moved", "recoloured", "another element"} <= set(thing)
     assert {"flattened", "filled from a training picture", "recoloured"} <= set(backdrop)
     assert "missing" not in backdrop and "moved" not in backdrop
@@ -195,16 +196,16 @@ def scored(*scores: float) -> list[tuple[float, int]]:
 
 
 def test_a_range_without_room_does_not_part():
-    told = measured_range({"mirrored": scored(0.8), "grey": scored(0.1)}, [0.9] * 9)
-    assert (told.floor, told.nearest, told.separable) == (0.8, "mirrored", False)
-    assert told.threshold > 0.8 and told.ceiling == pytest.approx(0.9) and 0.9 - 0.8 < GAP
+    detected = measured_range({"mirrored": scored(0.8), "grey": scored(0.1)}, [0.9] * 9)
+    assert (detected.floor, detected.nearest, detected.separable) == (0.8, "mirrored", False)
+    assert detected.threshold > 0.8 and detected.ceiling == pytest.approx(0.9) and 0.9 - 0.8 < GAP
     assert measured_range({"grey": scored(0.1)}, [0.9] * 9).separable
     assert CEILING == 0.05
 
 
 def test_a_threshold_that_is_given_is_kept_and_judged():
-    told = measured_range({"mirrored": scored(0.6)}, [0.9] * 9, threshold=0.5)
-    assert told.threshold == 0.5 and not told.separable  # a failure passes it
+    detected = measured_range({"mirrored": scored(0.6)}, [0.9] * 9, threshold=0.5)
+    assert detected.threshold == 0.5 and not detected.separable  # a failure passes it
 
 
 def test_each_kind_of_null_has_its_mean_with_an_interval():
@@ -217,7 +218,7 @@ def test_where_only_the_blind_part_fails_the_answer_is_undecided():
     def part(floor: float, separable: bool) -> Range:
         return Range(floor + 0.05, floor, "mirrored", floor + 0.1, 1.0, separable)
 
-    told = TargetRange("a", (64, 64), 64, part(0.3, True), [part(0.8, False)], 50, 0, 9, 9)
+    target_range = TargetRange("a", (64, 64), 64, part(0.3, True), [part(0.8, False)], 50, 0, 9, 9)
     from silentbad.measure.record import ElementThreshold, Threshold
 
     whole = Threshold(0.35, "test", attained=0.01, targets=[0.35])
@@ -225,7 +226,7 @@ def test_where_only_the_blind_part_fails_the_answer_is_undecided():
     rows = [{"target": 0, "sim": 0.9, "elements": [0.7], "magnitude": None}] * 8
     scores = Scores(**vars(cell_scores(rows, ["a"], whole, element)))
     entry = TargetEntry("a", "a.png", ["m.png"], "", ["a ball"])
-    answer = judged(Measurement(1, 1, "", raw=scores), whole, element, [entry], [told])
+    answer = judged(Measurement(1, 1, "", raw=scores), whole, element, [entry], [target_range])
     assert answer.state == "undecided" and answer.images_above == 0
     assert answer.reasons == ["the detector cannot tell 'a ball': 'mirrored' scores 0.80, a true copy 0.90"]
 
@@ -235,7 +236,8 @@ def test_flat_walls_have_no_structure_of_bricks():
     bricks = resize(bricks, (SIDE, SIDE))
     everywhere = torch.ones(1, SIDE, SIDE)
     flat = bricks.mean((2, 3), keepdim=True).expand_as(bricks)
-    of_bricks, of_flat = detail(bricks, everywhere), detail(flat, everywhere)
+    of_bricks = detail(bricks, everywhere)
+    of_flat = detail(flat, everywhere)
     assert structure(of_bricks, of_bricks).item() == pytest.approx(1)
     assert structure(of_flat, of_bricks).item() < 0.1
     assert structure(of_flat, of_flat).item() == pytest.approx(1)  # nothing to see on either
@@ -257,9 +259,11 @@ def test_fishers_test_against_a_table_by_hand():
 
 
 def test_no_region_is_filled_with_its_own_element():
-    picture, share = torch.zeros(3, 16, 16), torch.zeros(1, 16, 16)
+    picture = torch.zeros(3, 16, 16)
+    share = torch.zeros(1, 16, 16)
     share[:, 4:12, 4:12] = 1
-    white, red = torch.ones(3, 16, 16), torch.tensor([1.0, 0, 0]).view(3, 1, 1).expand(3, 16, 16)
+    white = torch.ones(3, 16, 16)
+    red = torch.tensor([1.0, 0, 0]).view(3, 1, 1).expand(3, 16, 16)
     others = [failures.Other(white, frozenset({0})), failures.Other(red, frozenset())]
     filled = [
         null.picture

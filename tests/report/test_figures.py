@@ -14,7 +14,8 @@ from tests.tiny import tiny_pipeline
 
 def validated(folder, points: int):
     """A run folder with so many measurements."""
-    hook, unet = make_hook(folder, threshold=0.5), tiny_pipeline().unet
+    hook = make_hook(folder, threshold=0.5)
+    unet = tiny_pipeline().unet
     for step in range(points):
         hook.run(step, step, unet)
     return folder
@@ -30,7 +31,8 @@ def test_a_row_a_target_and_a_column_a_step(tmp_path):
     last = content["history"][-1]
     scores = (last.get("ema") or last["raw"])["targets"][content["targets"][0]["target_id"]]
     Image.new("RGB", (16, 16), "blue").save(run / scores["median"]["file"])
-    sheet, middle = strip(run, columns=3), LABEL + TILE // 2
+    sheet = strip(run, columns=3)
+    middle = LABEL + TILE // 2
     assert sheet.getpixel((elements * (TILE + GAP) + GAP + TILE // 2, middle)) == (255, 0, 0)
     assert sheet.getpixel(((elements + 3) * (TILE + GAP) + 2 * GAP + TILE // 2, middle)) == (0, 0, 255)
 
@@ -81,7 +83,8 @@ def test_a_picture_outside_the_run_is_refused(tmp_path):
 
 
 def test_a_disk_that_is_full_leaves_the_earlier_picture(tmp_path, monkeypatch, capsys):
-    run, out = validated(tmp_path / "run", 1), tmp_path / "sheet.png"
+    run = validated(tmp_path / "run", 1)
+    out = tmp_path / "sheet.png"
     assert main([str(run), "--out", str(out)]) == 0
     before = out.read_bytes()
 

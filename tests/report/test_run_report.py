@@ -138,18 +138,19 @@ def test_comparison_has_paired_intervals(run, slow, tmp_path, capsys):
 
 
 def test_a_placebo_run_is_taken_off_a_finished_one(run, slow, tmp_path, capsys):
-    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
-    shutil.copytree(run, mine)
-    shutil.copytree(slow, theirs)
-    assert run_report.main([str(mine), "--placebo", str(theirs)]) == 0
-    record, other = (Record.load(folder / "validation.json") for folder in (mine, theirs))
+    finished = tmp_path / "mine"
+    placebo = tmp_path / "theirs"
+    shutil.copytree(run, finished)
+    shutil.copytree(slow, placebo)
+    assert run_report.main([str(finished), "--placebo", str(placebo)]) == 0
+    record, other = (Record.load(folder / "validation.json") for folder in (finished, placebo))
     rates = [[t.rate for t in r.history[-1].raw.targets.values()] for r in (record, other)]
     assert record.placebo.difference == pytest.approx(np.mean(rates[0]) - np.mean(rates[1])) and rates[0] != rates[1]
     assert "Training on placebo data" in capsys.readouterr().out.splitlines()[-1]
-    first, usual = (sections.tiles(RecordedRun(each), "raw")[0] for each in (mine, run))
+    first, usual = (sections.tiles(RecordedRun(each), "raw")[0] for each in (finished, run))
     assert first.name.startswith("headline") and first.interval == record.placebo.interval
     assert first.value == record.placebo.difference and not usual.name.startswith("headline")
-    assert "composed prompt, placebo data" in (mine / "report.html").read_text()
+    assert "composed prompt, placebo data" in (finished / "report.html").read_text()
     assert Record.load(run / "validation.json").placebo is None
 
 
@@ -212,8 +213,8 @@ def test_the_range_has_the_threshold_of_each_target_and_element_beside_its_image
     assert table.head[4:] == ["threshold", "floor", "ceiling"] and len(table.rows) == 9
     last = record.history[-1].raw.targets[record.targets[0].target_id]
     whole, element = table.rows[:2]
-    told = record.ranges[0].whole
-    limits = [f"{value:.2f}" for value in (record.threshold.of_target(0), told.floor, told.ceiling)]
+    range_of_whole = record.ranges[0].whole
+    limits = [f"{value:.2f}" for value in (record.threshold.of_target(0), range_of_whole.floor, range_of_whole.ceiling)]
     assert whole == ["a sandy beach", "6 of 6", f"{last.mean:.2f}", "1.00", *limits]
     assert element[0] == "a striped cat" and element[4] == f"{record.element_threshold.of(0, 0):.2f}"
     figures = sections.range_figures(record)
@@ -512,10 +513,10 @@ def test_the_policy_admits_the_style_of_the_page_alone(run):
 
 def test_a_token_in_a_configuration_is_masked_on_the_page(run):
     config = run / "config.yaml"
-    kept = config.read_text()
-    config.write_text(f"{kept}tracker_project_name: hf_aBcDeFgHiJkL\nlogging_dir: https://me:secret@logs.org\n")
+    text = config.read_text()
+    config.write_text(f"{text}tracker_project_name: hf_aBcDeFgHiJkL\nlogging_dir: https://me:secret@logs.org\n")
     page = run_report.render(run)
-    config.write_text(kept)
+    config.write_text(text)
     assert "hf_***" in page and "aBcDeFgHiJkL" not in page and "me:secret" not in page
 
 
@@ -526,9 +527,9 @@ NUMBERS = st.one_of(st.none(), st.floats(), st.integers(-(10**320), 10**320))
 @given(st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS), max_size=6), st.text(max_size=20), NUMBERS)
 def test_charts_bear_every_number(rows, text, mark):
     xs, ys, low, high = ([row[k] for row in rows] for k in range(4))
-    made = [charts.line_chart([charts.Series(text, xs, ys, low, high)], text, marks=[(text, mark)])]
-    made += [charts.heatmap([text], [0.0] * len(xs), [ys], text), charts.histogram(xs[:-1], ys[:-2], text, text)]
-    for svg in made:
+    drawings = [charts.line_chart([charts.Series(text, xs, ys, low, high)], text, marks=[(text, mark)])]
+    drawings += [charts.heatmap([text], [0.0] * len(xs), [ys], text), charts.histogram(xs[:-1], ys[:-2], text, text)]
+    for svg in drawings:
         assert set(tag for tag, _ in Tags(svg).found) <= TAGS
         places = re.findall(r' (?:x|y|x1|x2|y1|y2|cx|cy|width|height|points)="([^"]*)"', svg)
         assert not re.search(r"nan|inf", " ".join(places))
@@ -636,10 +637,12 @@ def probed(page: str, tmp_path: Path, media: str, width: int) -> dict:
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 def test_nothing_is_cut_on_paper_and_folded_parts_stay_away(run, tmp_path):
-    found = probed(run_report.render(run), tmp_path, "print", 700)  # US Letter less its margins
-    assert found["wide"] == [] and found["note"]
-    assert all(shown == opened for opened, shown in found["folded"]), "an open part has its title, a folded one nothing"
-    assert {opened for opened, _ in found["folded"]} == {True, False}
+    layout = probed(run_report.render(run), tmp_path, "print", 700)  # US Letter less its margins
+    assert layout["wide"] == [] and layout["note"]
+    assert all(shown == opened for opened, shown in layout["folded"]), (
+        "an open part has its title, a folded one nothing"
+    )
+    assert {opened for opened, _ in layout["folded"]} == {True, False}
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
@@ -647,17 +650,17 @@ def test_nothing_is_cut_on_paper_and_folded_parts_stay_away(run, tmp_path):
 def test_nothing_is_cut_on_a_screen(media, width, run, tmp_path):
     """Pictures wrap. On a phone a long table scrolls in its own box, but what opens the page fits; on a wide
     screen all tables do."""
-    found = probed(run_report.render(run), tmp_path, media, width)
-    assert found["cut"] == [] and not found["note"]
+    layout = probed(run_report.render(run), tmp_path, media, width)
+    assert layout["cut"] == [] and not layout["note"]
     opening = {"Range", "Pictures", "Controls", "demo"}
-    assert found["wide"] == [] if width == 1280 else not opening & set(found["wide"])
+    assert layout["wide"] == [] if width == 1280 else not opening & set(layout["wide"])
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize("media", ["(prefers-color-scheme:dark)", "print"], ids=["dark", "printed"])
 def test_words_stand_out(media, run, tmp_path):
-    found = probed(run_report.render(run), tmp_path, media, 1000)
-    assert len(found["contrasts"]) == 3 and found["contrasts"][0][0] >= 4.5, found["contrasts"]  # WCAG 2.1, AA
+    layout = probed(run_report.render(run), tmp_path, media, 1000)
+    assert len(layout["contrasts"]) == 3 and layout["contrasts"][0][0] >= 4.5, layout["contrasts"]  # WCAG 2.1, AA
 
 
 def test_every_kind_of_failure_stands_beside_what_the_model_draws_where_a_phrase_is_left_out(run):
