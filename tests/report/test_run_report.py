@@ -284,17 +284,17 @@ class Tags(HTMLParser):
 
     def __init__(self, page: str):
         super().__init__()
-        self.found: list[tuple[str, dict]] = []
+        self.tags: list[tuple[str, dict]] = []
         self.feed(page)
 
     def handle_starttag(self, tag, attrs):
-        self.found.append((tag, dict(attrs)))
+        self.tags.append((tag, dict(attrs)))
 
     handle_startendtag = handle_starttag
 
 
 def assert_harmless(page: str) -> None:
-    tags = Tags(page).found
+    tags = Tags(page).tags
     assert {tag for tag, _ in tags} <= TAGS
     metas = [a.get("http-equiv") or a.get("name") for tag, a in tags if tag == "meta"]
     assert metas == [None, "Content-Security-Policy", "generator", "viewport"]
@@ -507,7 +507,7 @@ def test_the_policy_admits_the_style_of_the_page_alone(run):
     page = run_report.render(run)
     style = re.search(r"<style>(.*?)</style>", page, re.S)[1]
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    policy = dict(Tags(page).found[3][1])["content"]
+    policy = dict(Tags(page).tags[3][1])["content"]
     assert policy == f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'" and "unsafe" not in page
 
 
@@ -530,7 +530,7 @@ def test_charts_bear_every_number(rows, text, mark):
     drawings = [charts.line_chart([charts.Series(text, xs, ys, low, high)], text, marks=[(text, mark)])]
     drawings += [charts.heatmap([text], [0.0] * len(xs), [ys], text), charts.histogram(xs[:-1], ys[:-2], text, text)]
     for svg in drawings:
-        assert set(tag for tag, _ in Tags(svg).found) <= TAGS
+        assert set(tag for tag, _ in Tags(svg).tags) <= TAGS
         places = re.findall(r' (?:x|y|x1|x2|y1|y2|cx|cy|width|height|points)="([^"]*)"', svg)
         assert not re.search(r"nan|inf", " ".join(places))
 
