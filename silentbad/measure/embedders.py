@@ -37,7 +37,7 @@ SSCD_ADVICE = (
 
 WINDOW = 11  # pixels, of SSIM's Gaussian
 MARGIN = 0.05  # of a picture's side, around an element's box
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and deviation of its levels
 
 
 def region(images: Tensor, mask: Tensor) -> Tensor:
@@ -176,6 +176,7 @@ class SSCD(Embedder):
         self, path: str | None, device: torch.device | str = "cpu", sha256: str | None = None
     ):
         self.size = 320
+        self.takes_bytes = False  # and normalises by itself
         self.device = device
         self.file = Path(path or "")
         with user_errors(f"sscd: cannot read '{path}'", SSCD_ADVICE):
@@ -188,7 +189,8 @@ class SSCD(Embedder):
         if self.file.suffix == ".onnx":
             with user_errors(f"sscd: '{path}' is not an ONNX file of this network", SSCD_ADVICE):
                 self.model = OnnxNetwork(content, device)
-                self.size = self.model.size or self.size
+            self.size = self.model.size or self.size
+            self.takes_bytes = self.model.takes_bytes
             return
         failed = f"sscd: '{path}' is not a TorchScript file"
         with warnings.catch_warnings(), user_errors(failed, SSCD_ADVICE):
@@ -201,13 +203,9 @@ class SSCD(Embedder):
     def embed(self, images: Tensor) -> Tensor:
         pixels = resize(images.to(self.device), (self.size, self.size))
         if not self.takes_bytes:
-            pixels = normalise(pixels, *IMAGENET)
+            mean, deviation = (pixels.new_tensor(levels).view(3, 1, 1) for levels in IMAGENET)
+            pixels = (pixels - mean) / deviation
         return F.normalize(self.model(pixels).float(), dim=-1)
-
-    @property
-    def takes_bytes(self) -> bool:
-        """Whether the network normalises by itself."""
-        return isinstance(self.model, OnnxNetwork) and self.model.takes_bytes
 
     def describe(self) -> str:
         scaled = "bytes" if self.takes_bytes else "ImageNet mean and deviation"
@@ -449,10 +447,6 @@ def lpips(a: Tensor, b: Tensor) -> float | None:
         return learned_perceptual_image_patch_similarity(
             a, b, net_type="alex", normalize=True
         ).item()
-
-
-def normalise(images: Tensor, mean: tuple, std: tuple) -> Tensor:
-    return (images - images.new_tensor(mean).view(3, 1, 1)) / images.new_tensor(std).view(3, 1, 1)
 
 
 def advice(path: str, kind: str) -> str:

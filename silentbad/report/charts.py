@@ -102,17 +102,12 @@ def scales(x_range: Range, y_range: Range) -> tuple[Place, Place]:
 
 
 # -- pieces ----------------------------------------------------------------------------------------
-def join(parts: Iterable[Markup]) -> Markup:
-    """Markup of several pieces."""
-    return Markup("").join(parts)
-
-
 def frame(inside: Iterable[Markup], title: str, description: str, height: int = HEIGHT) -> Markup:
     """The picture with its text alternative."""
     return Markup(
         '<svg viewBox="0 0 {} {}" role="img" '
         'aria-label="{}"><title>{}</title><desc>{}</desc>{}</svg>'
-    ).format(WIDTH, height, f"{title}. {description}", title, description, join(inside))
+    ).format(WIDTH, height, f"{title}. {description}", title, description, Markup("").join(inside))
 
 
 def text_at(x: float, y: float, text: str, anchor: str = "middle") -> Markup:

@@ -98,8 +98,7 @@ def _last_scores(run: RecordedRun, kind: str) -> list[Cell]:
     lasting, aurc, restricted = map(short, curve)
     less = supported(placebo.difference, placebo.interval) if placebo else None
     return [
-        supported(last.cir, last.interval),
-        interval_text(last.interval),
+        *evidence.rate_cells(last.cir, last.interval),
         short(last.whole),
         short(last.element_rate),
         lasting,

@@ -19,6 +19,7 @@ from silentbad.measure.record import (
 from silentbad.measure.scores import images_recovered, latest, mean_of
 from silentbad.report import pages, parts
 from silentbad.report.charts import Reach, Series, finite, spaced
+from silentbad.report.evidence import rate_cells
 from silentbad.report.pages import (
     Card,
     Cell,
@@ -26,10 +27,8 @@ from silentbad.report.pages import (
     Pair,
     Shot,
     Table,
-    interval_text,
     rounded,
     short,
-    supported,
 )
 from silentbad.report.run_files import WEIGHTS, RecordedRun
 
@@ -332,8 +331,8 @@ def _cell_name(name: str) -> str:
 
 
 def _cell_row(s: CellScores) -> list[Cell]:
-    values = (s.mean, s.max, s.element_rate, s.diversity, s.magnitude)
-    return [supported(s.cir, s.interval), interval_text(s.interval), *map(rounded, values)]
+    others = (s.mean, s.max, s.element_rate, s.diversity, s.magnitude)
+    return rate_cells(s.cir, s.interval, *others)
 
 
 def summary(record: Record) -> Table:

@@ -11,7 +11,7 @@ from torchmetrics.functional.image import structural_similarity_index_measure
 
 from silentbad.data.images import resize, to_tensor
 from silentbad.errors import UserError
-from silentbad.measure.embedders import EMBEDDERS, IMAGENET, load_embedder, lpips, normalise, region, ssim
+from silentbad.measure.embedders import EMBEDDERS, IMAGENET, load_embedder, lpips, region, ssim
 from silentbad.model import pipeline
 from silentbad.prepare import class_images
 from silentbad.rng import generator
@@ -98,7 +98,8 @@ def test_an_onnx_file_measures_what_its_network_does(batch, side, tmp_path):
     weight = torch.randn(48, 16, generator=generator("onnx", 0))
     embedder = load_embedder("sscd", saved_onnx(tmp_path, weight, batch, side), "cpu")
     images = torch.stack([to_tensor(smooth("embed", i, side=40)) for i in range(3)])
-    pixels = normalise(resize(images, (side, side)), *IMAGENET)
+    mean, deviation = torch.tensor(IMAGENET).view(2, 3, 1, 1)
+    pixels = (resize(images, (side, side)) - mean) / deviation
     expected = F.normalize(F.adaptive_avg_pool2d(pixels, 4).flatten(1) @ weight, dim=-1)
     assert torch.allclose(embedder.embed(images), expected, atol=1e-5)
     assert f"{side}x{side}" in embedder.describe() and "SHA-256" in embedder.describe()
