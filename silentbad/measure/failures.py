@@ -5,7 +5,7 @@ like what a model does that has not recovered the target: an element missing, re
 turned, moved, recoloured; the backdrop flattened or replaced; no picture at all.
 
 Legend: picture (3,S,S) in [0,1]; share (1,S,S) in [0,1], what an element's mask covers; a box is
-(top, bottom, left, right), the last of each excluded. All functions are pure.
+the slices of its rows and columns. All functions are pure.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,6 +26,9 @@ TINT = (-0.15, 0.0, 0.15)
 FILLS = 4  # training pictures that fill each element's region
 # axes that are flipped
 TURNS = {"mirrored": (2,), "upside down": (1,), "turned by 180 degrees": (1, 2)}
+
+
+Box = tuple[slice, slice]
 
 
 class Null(NamedTuple):
@@ -164,37 +167,37 @@ def surroundings(picture: Tensor, share: Tensor) -> Tensor:
     return result[0]
 
 
-def box_of(share: Tensor) -> tuple[int, int, int, int]:
+def box_of(share: Tensor) -> Box:
     """The smallest box around a region (1,S,S)."""
     rows = (share[0] > 0.5).any(1).nonzero()[:, 0]
     columns = (share[0] > 0.5).any(0).nonzero()[:, 0]
-    return int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1
+    return slice(int(rows[0]), int(rows[-1]) + 1), slice(int(columns[0]), int(columns[-1]) + 1)
 
 
-def crop(x: Tensor, box: tuple[int, int, int, int]) -> Tensor:
-    top, bottom, left, right = box
-    return x[:, top:bottom, left:right]
+def crop(x: Tensor, box: Box) -> Tensor:
+    rows, columns = box
+    return x[:, rows, columns]
 
 
-def put(picture: Tensor, part: Tensor, share: Tensor, box: tuple[int, int, int, int]) -> Tensor:
+def put(picture: Tensor, part: Tensor, share: Tensor, box: Box) -> Tensor:
     """A part (3,h,w) laid over the picture at a box, by its own share (1,h,w)."""
-    top, bottom, left, right = box
+    rows, columns = box
     result = picture.clone()
-    result[:, top:bottom, left:right] = mixed(crop(picture, box), part, share)
+    result[:, rows, columns] = mixed(crop(picture, box), part, share)
     return result
 
 
 def moved(picture: Tensor, missing: Tensor, share: Tensor) -> Tensor:
     """An element away from its place, towards the side where there is more room."""
     side = picture.shape[-1]
-    top, bottom, left, right = box_of(share)
     far = max(1, round(side * FAR))
-    right_wards = far if side - right >= left else -far
-    down_wards = far if side - bottom >= top else -far
-    if side - right < far and left < far:
-        right_wards = 0
-    if side - bottom < far and top < far:
-        down_wards = 0
+
+    def away(span: slice) -> int:
+        if side - span.stop < far and span.start < far:
+            return 0
+        return far if side - span.stop >= span.start else -far
+
+    down_wards, right_wards = map(away, box_of(share))
     if not right_wards and not down_wards:
         right_wards = far
     moved_share = shifted(share, down_wards, right_wards)
@@ -204,7 +207,7 @@ def moved(picture: Tensor, missing: Tensor, share: Tensor) -> Tensor:
 def replaced(picture: Tensor, share: Tensor, other: Tensor) -> Tensor:
     """Another element of the picture, stretched to an element's box."""
     box = box_of(share)
-    size = (box[1] - box[0], box[3] - box[2])
+    size = [span.stop - span.start for span in box]
     part = crop(picture, box_of(other))
     stretched = F.interpolate(part[None], size=size, mode="bilinear", align_corners=False)[0]
     return put(picture, stretched, crop(share, box), box)

@@ -107,7 +107,8 @@ def lines(
     note: str = "",
     digits: int | None = None,
 ) -> list[Figure]:
-    """Curves against steps: one figure, or none where nothing is finite. digits: after the point."""
+    """Curves against steps: one figure, or none where nothing is finite. digits: after the
+    point."""
     series = charts.drawn(series)
     svg = charts.line_chart(series, title, y_range=y_range, marks=marks)
     if not svg:

@@ -54,8 +54,9 @@ def distiller(**options):
     for i, element in enumerate(memory.bank):
         element.rows = [int(r) for r in world.info.rows[i][:2]]
         element.masks = torch.zeros(2, 1, 8, 8)
-        x0, y0, x1, y1 = (v // 2 for v in BOXES[i % 3])
-        element.masks[:, :, y0:y1, x0:x1] = 1
+        left, top = (edge // 2 for edge in BOXES[i % 3][:2])
+        right, bottom = (edge // 2 for edge in BOXES[i % 3][2:])
+        element.masks[:, :, top:bottom, left:right] = 1
     facts = auxiliary.RunFacts(world.info, memory.bank, memory, SD, tiny_pipeline().tokenizer, 0, 0, 1)
     return auxiliaries.AndDistillation(tiny_unet(), facts, **options), memory
 

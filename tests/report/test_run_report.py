@@ -526,8 +526,9 @@ NUMBERS = st.one_of(st.none(), st.floats(), st.integers(-(10**320), 10**320))
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS), max_size=6), st.text(max_size=20), NUMBERS)
 def test_charts_bear_every_number(rows, text, mark):
-    xs, ys, low, high = ([row[k] for row in rows] for k in range(4))
-    drawings = [charts.line_chart([charts.Series(text, xs, ys, low, high)], text, marks=[(text, mark)])]
+    columns = [[row[k] for row in rows] for k in range(4)]
+    xs, ys = columns[:2]
+    drawings = [charts.line_chart([charts.Series(text, *columns)], text, marks=[(text, mark)])]
     drawings += [charts.heatmap([text], [0.0] * len(xs), [ys], text), charts.histogram(xs[:-1], ys[:-2], text, text)]
     for svg in drawings:
         assert set(tag for tag, _ in Tags(svg).tags) <= TAGS
@@ -536,7 +537,7 @@ def test_charts_bear_every_number(rows, text, mark):
 
 
 BROWSER = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))),
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))),
     None,
 )
 
