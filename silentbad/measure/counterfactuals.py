@@ -59,6 +59,12 @@ class Draw(NamedTuple):
     prompt: str
     against: str = ""
 
+    @property
+    def place(self) -> int:
+        """The element that is new, of a draw of a region."""
+        assert self.element is not None, self.kind
+        return self.element
+
 
 class Counterfactual(NamedTuple):
     """A null picture (3,S,S) in [0,1], by its number; `changed`: elements, None for all."""
@@ -251,7 +257,7 @@ class Painter:
         pipe = sampler.pipe
         target_latents = torch.stack([self._latents(d.target) for d in draws])
         target_latents = target_latents.to(sampler.backbone.device, sampler.backbone.dtype)
-        places = [(self.targets[d.target].target_id, d.element, d.image) for d in draws]
+        places = [(self.targets[d.target].target_id, d.place, d.image) for d in draws]
         shape = tuple(target_latents.shape[1:])
         drawn = [
             rng.noise(shape, self.seed, f"counterfactual/{name}/{k}", 0, [image])
@@ -274,8 +280,7 @@ class Painter:
 
     def _share(self, draw: Draw) -> Tensor:
         """The share (1,S,S) of the element that a draw of a region makes anew."""
-        assert draw.element is not None, draw.kind
-        share = self.canvases[draw.target].shares[draw.element]
+        share = self.canvases[draw.target].shares[draw.place]
         assert share is not None, "only elements with a mask are drawn"
         return share
 

@@ -156,10 +156,11 @@ def line_chart(
     series: Sequence[Series],
     title: str,
     *,
+    x_label: str = "step",
     y_range: Range | None = None,
     marks: Sequence[tuple[str, float]] = (),
 ) -> Markup:
-    """Curves against steps, with bands; marks are (name, y) horizontal lines."""
+    """Curves with bands; marks are (name, y) horizontal lines."""
     series = drawn(series)
     marks = [(name, y) for name, y in marks if finite(y)]
     if not series:
@@ -170,7 +171,7 @@ def line_chart(
     x_range = bounds(xs)
     y_range = bounds([*ys, *(y for _, y in marks)], y_range)
     x_place, y_place = scales(x_range, y_range)
-    parts = axes(x_range, y_range, "step")
+    parts = axes(x_range, y_range, x_label)
     for k, one_curve in enumerate(series):
         parts += curve(one_curve, k, x_place, y_place)
     for name, y in marks:

@@ -91,7 +91,7 @@ def png(pixels: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def shot(pixels: np.ndarray, caption: str, score: str) -> Shot:
+def shot(pixels: np.ndarray, caption: str, score: str = "") -> Shot:
     """Pixels (H,W,3) uint8 as a picture of a page."""
     content = base64.b64encode(png(pixels)).decode()
     return Shot(f"data:image/png;base64,{content}", caption, caption, score)
@@ -102,15 +102,15 @@ def lines(
     series: Sequence[Series],
     title: str,
     *,
+    x_label: str = "step",
     y_range: Range | None = None,
     marks: Sequence[tuple[str, float]] = (),
     note: str = "",
     digits: int | None = None,
 ) -> list[Figure]:
-    """Curves against steps: one figure, or none where nothing is finite. digits: after the
-    point."""
+    """Curves: one figure, or none where nothing is finite. digits: after the point."""
     series = charts.drawn(series)
-    svg = charts.line_chart(series, title, y_range=y_range, marks=marks)
+    svg = charts.line_chart(series, title, x_label=x_label, y_range=y_range, marks=marks)
     if not svg:
         return []
     legend = [(charts.swatch(k), s.name) for k, s in enumerate(series)]
@@ -122,7 +122,7 @@ def lines(
     columns = [dict(zip(s.xs, map(cell, s.ys), strict=True)) for s in series]
     xs = sorted({x for column in columns for x in column if finite(x)})
     rows = [[xs[k], *(c.get(xs[k]) for c in columns)] for k in charts.spaced(len(xs), MOST_ROWS)]
-    numbers = Table(["step", *(s.name for s in series)], rows, right=True)
+    numbers = Table([x_label, *(s.name for s in series)], rows, right=True)
     return [Figure(title, svg, legend, note, numbers)]
 
 
