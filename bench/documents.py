@@ -167,6 +167,7 @@ BLOCKS: dict[str, Block] = {
     "headroom": of(headroom.RESULTS, headroom.table),
     "size": of(size.RESULTS, size.table),
     "size-counts": of(size.RESULTS, size.counts),
+    "size-more": of(size.RESULTS, size.more),
     "size-limits": of(size.RESULTS, size.limits),
     "size-peers": of(size.RESULTS, size.peers),
     "size-starts": of(size.RESULTS, size.starts),

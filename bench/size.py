@@ -10,7 +10,8 @@ from one step of the optimizer to the next; the mean of the second half. Seconds
 which other work disturbs less. Memory is the peak of the whole process. Afterwards plain diffusers loads the result;
 rows with `resume` start again half-way and must end with the same bits. STARTS are the shipped configurations: a dry
 run of one step. LIMITS get too little memory, and must end in one line. MANY counts pictures of 64 px on the bundled
-base. One JSON line a row is added to bench/results/size.jsonl; the tables take the last of each.
+base. What THOROUGH names runs with `--thorough` or by name. One JSON line a row is added to bench/results/size.jsonl;
+the tables take the last of each.
 
 `--peer` runs diffusers' script beside the chosen rows, in turns, on the same folder and with the same settings. It is
 not part of this project: take examples/text_to_image/train_text_to_image.py or train_text_to_image_lora.py from
@@ -39,10 +40,10 @@ import torch
 from safetensors import safe_open
 
 from bench.published_table import markdown
+from bench.recovery import facts
 from bench.recovery_table import append
 from bench.size_bases import write_base
 from bench.throughput import write_data as write_clean
-from silentbad.device import device_name
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "size.jsonl"
@@ -64,7 +65,13 @@ class Row(NamedTuple):
 LORA = {"lora.rank": 16}
 BLOCKS = {"gradient_checkpointing": True}
 RECOMMENDED = {"config": "configs/recommended.yaml"}
+BF16 = {"mixed_precision": "bf16"}
 EIGHT = {"use_8bit_adam": True, **BLOCKS}
+PROMPTS = {
+    "validation_prompts": '["a red ball", "a blue hat"]',
+    "validation_epochs": 100,  # at the end alone
+    "validation.resolution": 256,
+}
 DRAWN = {
     "validation.targets": "docs/example/targets.jsonl",
     "validation.images_per_target": 1,
@@ -84,7 +91,13 @@ RUNS = {
     "LoRA of rank 16, checkpointing, 512 px": Row(LORA | BLOCKS | {"resolution": 512}),
     "whole UNet, 8-bit AdamW, checkpointing, 256 px": Row(EIGHT, resume=True, steps=2),
     "`--train_layers up*`, 8-bit AdamW, checkpointing": Row(EIGHT | {"train_layers": '["up*"]'}),
-    "SDXL, LoRA of rank 16, bf16, checkpointing, 256 px": Row(LORA | BLOCKS | {"mixed_precision": "bf16"}, "sdxl"),
+    "SDXL, LoRA of rank 16, bf16, checkpointing, 256 px": Row(LORA | BLOCKS | BF16, "sdxl"),
+}
+MORE_RUNS = {
+    "LoRA of rank 16, two prompts drawn": Row(LORA | PROMPTS),
+    "whole UNet, 8-bit AdamW, checkpointing, 512 px": Row(EIGHT | {"resolution": 512}, steps=2),
+    "whole UNet, 8-bit AdamW, checkpointing, EMA, 256 px": Row(EIGHT | {"use_ema": True}, steps=2),
+    "SD 3.5 medium, LoRA of rank 16, bf16, checkpointing, 256 px": Row(LORA | BLOCKS | BF16, "sd3"),
 }
 SMALL = {
     "resolution": 256,
@@ -100,8 +113,11 @@ STARTS = {
     "configs/sdxl_lora.yaml": Row(SMALL, "sdxl"),
     "configs/sd3.yaml": Row(SMALL, "sd3"),
 }
-LIMITS = tuple(range(2, 13))  # GiB of address space, of the first row; the libraries alone take about 6
+FINE = [9.1, 9.2, 9.3, 9.4, 9.5, 9.6, 9.7, 9.8, 9.9]  # where the first row begins to end well
+# GiB of address space, of the first row; the libraries alone take about 6
+LIMITS = [2, 3, 4, 5, 6, 7, 8, 9, *FINE, 10, 11, 12]
 MANY = (2_000, 20_000)  # pictures
+THOROUGH = [*MORE_RUNS, *(f"{limit} GiB" for limit in FINE)]
 HEAD = (
     "run",
     "processor (forecast)",
@@ -128,16 +144,19 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 # Plain diffusers takes what a run wrote: the adapters, or the whole pipeline; one sampling step.
 PLAIN = """
-import sys, torch
+import json, sys, torch
 from pathlib import Path
 from diffusers import DiffusionPipeline
-base, out = sys.argv[1], Path(sys.argv[2])
+base, out, side = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 adapters = (out / "lora").is_dir()
-pipe = DiffusionPipeline.from_pretrained(base if adapters else out / "pipeline", torch_dtype=torch.bfloat16)
+folder = base if adapters else out / "pipeline"
+parts = json.loads((folder / "model_index.json").read_text())
+absent = {name: None for name, part in parts.items() if part == [None, None]}
+pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16, **absent)
 if adapters:
     pipe.load_lora_weights(out / "lora", weight_name="pytorch_lora_weights.safetensors")
     assert pipe.get_active_adapters()
-image = pipe("a red ball", num_inference_steps=1, height=64, width=64, output_type="latent").images
+image = pipe("a red ball", num_inference_steps=1, height=side, width=side, output_type="latent").images
 assert image.isfinite().all()
 """
 
@@ -176,7 +195,10 @@ def command(base: Path, data: Path, out: Path, row: Row, **more: Any) -> list[st
         **row.flags,
         **more,
     }
-    return [str(ROOT / "train_silentbad.py"), *(f"--{key}={value}" for key, value in settings.items())]
+    return [
+        str(ROOT / "train_silentbad.py"),
+        *(f"--{key}={value}" for key, value in settings.items()),
+    ]
 
 
 def peer_command(script: Path, base: Path, data: Path, out: Path, row: Row) -> list[str]:
@@ -206,12 +228,13 @@ class Ended(NamedTuple):
         return mean(later - sooner for sooner, later in zip(times, times[1:], strict=False))
 
 
-def started(words: list[str], *, limit: int | None = None, check: bool = True) -> Ended:
+def started(words: list[str], *, limit: float | None = None, check: bool = True) -> Ended:
     """Runs a script or `-c` code under CLOCK, with `limit` GiB of address space."""
 
     def restrict() -> None:
         if limit is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (limit * 2**30, limit * 2**30))
+            size = int(limit * 2**30)
+            resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
     with tempfile.TemporaryFile("w+") as log, tempfile.NamedTemporaryFile("r") as clock:
         clocked = [sys.executable, *([] if words[0] == "-c" else ["-c", CLOCK, clock.name]), *words]
@@ -271,8 +294,8 @@ class Places(NamedTuple):
 
 
 def measured(name: str, places: Places) -> dict:
-    """A row of RUNS: the forecast, and what happened."""
-    row, out = RUNS[name], places.out
+    """A row of RUNS or MORE_RUNS: the forecast, and what happened."""
+    row, out = (RUNS | MORE_RUNS)[name], places.out
     start = partial(command, places.base(row.base), places.data, out, row)
     tried = started([*start(), "--dry_run"])
     print(tried.said[tried.said.index("dry run:") :], flush=True)
@@ -294,7 +317,9 @@ def measured(name: str, places: Places) -> dict:
         shutil.rmtree(out / "checkpoints" / f"step-{row.steps}")
         started(start(resume_from_checkpoint=out / "checkpoints" / f"step-{row.half}"))
         result["resumed_to_the_bit"] = weights(out) == first
-    result["plain"] = started(["-c", PLAIN, str(places.base(row.base)), str(out)], check=False).code == 0
+    side = row.flags.get("resolution", 256)
+    drawing = started(["-c", PLAIN, str(places.base(row.base)), str(out), str(side)], check=False)
+    result["plain"] = drawing.code == 0
     return result
 
 
@@ -303,13 +328,18 @@ def start_of(name: str, places: Places) -> dict:
     row = STARTS[name]
     words = command(places.base(row.base), places.data, places.out, row, config=name)
     ended = started([*words, "--dry_run"], check=False)
-    return {"row": name, "code": ended.code, "peak": ended.peak, "line": ended.said.strip().splitlines()[-1]}
+    return {
+        "row": name,
+        "code": ended.code,
+        "peak": ended.peak,
+        "line": ended.said.strip().splitlines()[-1],
+    }
 
 
 def limited(name: str, places: Places) -> dict:
     """A row of LIMITS: whether the run ended well, or in one line."""
     words = command(places.base("sd15"), places.data, places.out, next(iter(RUNS.values())), max_train_steps=2)
-    ended = started(words, limit=int(name.split()[0]), check=False)
+    ended = started(words, limit=float(name.split()[0]), check=False)
     last = ended.said.strip().splitlines()[-1]
     return {"row": name, "code": ended.code, "line": last, "traceback": "Traceback" in ended.said}
 
@@ -349,7 +379,7 @@ def beside(name: str, script: Path, places: Places, rounds: int) -> dict:
 
 
 KINDS: dict[str, Callable[[str, Places], dict]] = {
-    **dict.fromkeys(RUNS, measured),
+    **dict.fromkeys([*RUNS, *MORE_RUNS], measured),
     **dict.fromkeys(STARTS, start_of),
     **{f"{limit} GiB": limited for limit in LIMITS},
     **{f"{count} pictures": many for count in MANY},
@@ -362,22 +392,34 @@ def gib(size: float) -> str:
 
 
 def table(rows: Iterable[dict]) -> str:
-    """The last row of each run: Markdown."""
+    """The last row of each of RUNS that ran: Markdown."""
     last = {row["row"]: row for row in rows}
-    lines = []
-    for row in (last[name] for name in RUNS if name in last):
-        times = (f"{row[key]:.1f} ({row[f'{key}_forecast']:.1f})" for key in ("processor", "seconds"))
-        peak, files = (f"{gib(row[key])} ({gib(row[f'{key}_forecast'])})" for key in ("peak", "files"))
-        checks = ("" if key not in row else "yes" if row[key] else "no" for key in ("resumed_to_the_bit", "plain"))
-        lines.append((row["row"], *times, peak, gib(row["counted"]), files, *checks))
-    return markdown(HEAD, lines)
+    return markdown(HEAD, [cells(last[name]) for name in RUNS if name in last])
+
+
+def more(rows: Iterable[dict]) -> str:
+    """The last row of each of MORE_RUNS: Markdown."""
+    last = {row["row"]: row for row in rows}
+    absent = ["not measured", *[""] * (len(HEAD) - 2)]
+    return markdown(HEAD, [cells(last[name]) if name in last else [name, *absent] for name in MORE_RUNS])
+
+
+def cells(row: dict) -> list[str]:
+    """What a row says under HEAD."""
+    times = (f"{row[key]:.1f} ({row[f'{key}_forecast']:.1f})" for key in ("processor", "seconds"))
+    peak, files = (f"{gib(row[key])} ({gib(row[f'{key}_forecast'])})" for key in ("peak", "files"))
+    checks = ("" if key not in row else "yes" if row[key] else "no" for key in ("resumed_to_the_bit", "plain"))
+    return [row["row"], *times, peak, gib(row["counted"]), files, *checks]
 
 
 def peers(rows: Iterable[dict]) -> str:
     """The last row of each pair: Markdown."""
     lines = []
     for name, row in {row["row"]: row for row in rows if "theirs" in row}.items():
-        for arm, label in (("ours", name.partition(" | ")[0]), ("theirs", f"`{name.partition(' | ')[2]}`")):
+        for arm, label in (
+            ("ours", name.partition(" | ")[0]),
+            ("theirs", f"`{name.partition(' | ')[2]}`"),
+        ):
             turns = row[arm]
             seconds = (f"{mean(turn[key] for turn in turns):.1f}" for key in ("processor", "seconds"))
             lines.append((label, f"{len(turns)}", *seconds, gib(max(turn["peak"] for turn in turns))))
@@ -414,16 +456,19 @@ def counts(rows: Iterable[dict]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="*", choices=KINDS, metavar="NAME", default=[*KINDS])
+    parser.add_argument("--rows", nargs="*", choices=KINDS, metavar="NAME", help="those of THOROUGH too")
+    parser.add_argument("--thorough", action="store_true", help="what THOROUGH names too")
     parser.add_argument("--peer", type=Path, help="diffusers' script, to run beside the rows")
     parser.add_argument("--rounds", type=int, default=2, help="of ours and the peer's")
     parser.add_argument("--work", type=Path, help="keeps the pipelines there")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--smoke", action="store_true", help="the first row and one limit; stores nothing")
     given = parser.parse_args(arguments)
-    facts = {
-        "torch": torch.__version__,
-        "device": device_name("cpu"),
+    names = given.rows or [name for name in KINDS if given.thorough or name not in THOROUGH]
+    if given.smoke:
+        names = [next(iter(RUNS)), f"{LIMITS[0]} GiB"]
+    about = {
+        **facts(),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "python": platform.python_version(),
     }
@@ -432,9 +477,9 @@ def main(arguments: list[str] | None = None) -> int:
         root = given.work or scratch
         data, clean = write_data(scratch / "data"), write_clean(scratch / "clean", 8, 256)
         places = Places(partial(write_base, root), data, clean, scratch / "run")
-        for name in [next(iter(RUNS)), f"{LIMITS[0]} GiB"] if given.smoke else given.rows:
+        for name in names:
             made = beside(name, given.peer, places, given.rounds) if given.peer else KINDS[name](name, places)
-            row = {**made, **facts, "load": os.getloadavg()[1]}
+            row = {**made, **about, "load": os.getloadavg()[1]}
             print(json.dumps(row), flush=True)
             shutil.rmtree(places.out, ignore_errors=True)
             if not given.smoke:

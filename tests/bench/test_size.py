@@ -3,6 +3,7 @@
 import pytest
 
 from bench import size
+from tests.tiny import tiny_sd3_pipeline
 
 SCRIPT = """
 import time, torch
@@ -47,16 +48,20 @@ def test_too_little_memory_for_the_libraries_is_one_line(places):
 
 
 @pytest.mark.thorough
-def test_a_row_has_the_forecast_and_what_happened(places, monkeypatch):
+@pytest.mark.parametrize("base", ["sd15", "sd3"])
+def test_a_row_has_the_forecast_and_what_happened(base, places, tmp_path, monkeypatch):
+    if base == "sd3":
+        tiny_sd3_pipeline(t5=False).save_pretrained(tmp_path / "sd3")
+        places = places._replace(base=lambda name: tmp_path / name)
     name = next(iter(size.RUNS))
-    monkeypatch.setitem(size.RUNS, name, size.Row(size.LORA | SMALL, resume=True))
+    monkeypatch.setitem(size.RUNS, name, size.Row(size.LORA | SMALL, base, resume=True))
     row = size.measured(name, places)
     assert row["resumed_to_the_bit"] and row["plain"]
-    assert 0.3 < row["peak"] / row["peak_forecast"] < 3 and row["files"] == pytest.approx(
-        row["files_forecast"], rel=0.2
-    )
+    assert 0.3 < row["peak"] / row["peak_forecast"] < 3
+    assert 0.5 < row["files"] / row["files_forecast"] < 1.2  # of one more checkpoint
     assert 0 < row["counted"] < row["peak"]
-    assert 0 < row["seconds"] and 0 < row["seconds_forecast"] and size.table([row]).count("| yes | yes |") == 1
+    assert 0 < row["seconds"] and 0 < row["seconds_forecast"]
+    assert size.table([row]).count("| yes | yes |") == 1
 
 
 @pytest.mark.thorough
@@ -91,7 +96,11 @@ def test_the_tables_take_the_last_row_of_each_name():
     row = dict.fromkeys(("processor", "processor_forecast", "seconds", "seconds_forecast"), 2.0)
     row |= dict.fromkeys(("peak", "peak_forecast", "files", "files_forecast", "counted"), 3 * 2**30)
     turn = {"seconds": 3.0, "processor": 2.0, "peak": 2**30}
-    pair = {"row": f"{name} | train_text_to_image_lora.py", "ours": [turn], "theirs": [turn, {**turn, "seconds": 5.0}]}
+    pair = {
+        "row": f"{name} | train_text_to_image_lora.py",
+        "ours": [turn],
+        "theirs": [turn, {**turn, "seconds": 5.0}],
+    }
     rows = [
         {"row": name, **row},
         {"row": "7 GiB", "code": 2},
@@ -99,6 +108,7 @@ def test_the_tables_take_the_last_row_of_each_name():
         {"row": name, **row, "seconds": 4.0, "plain": True},
     ]
     (line,) = size.table(rows).splitlines()[2:]
+    assert len(size.more(rows).splitlines()) == 2 + size.more(rows).count(" | not measured | ")
     assert line.count("3.00") == 5 and "| 2.0 (2.0) | 4.0 (2.0) |" in line and line.endswith("|  | yes |")
     ours, theirs = size.peers(rows).splitlines()[2:]
     assert "| 1 | 2.0 | 3.0 | 1.00 |" in ours and "`train_text_to_image_lora.py` | 2 | 2.0 | 4.0 |" in theirs
