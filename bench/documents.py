@@ -36,6 +36,7 @@ from bench import (
     published_table,
     put_back,
     recovery_blocks,
+    reproduce,
     scale,
     scan_scale,
     shield_table,
@@ -146,6 +147,8 @@ def of(file: Path | str, table: Callable[[Any], str]) -> Block:
 BLOCKS: dict[str, Block] = {
     **published_blocks.BLOCKS,
     **recovery_blocks.BLOCKS,
+    "reproduce": of(reproduce.RESULTS, reproduce.table),
+    "reproduce-dry": of(reproduce.RESULTS, reproduce.dry_table),
     "rate-cost": of("controller.json", controller.table),
     "throughput": of("throughput.json", throughput.table),
     "scale": of("scale.json", scale.table),
