@@ -69,7 +69,7 @@ def series(seed: int, of: Targets = MICROWORLD) -> Iterator[Drawn]:
     """Photos of other things before one backdrop, exact in every photo."""
     backdrop = of.world.sample_backdrop(draw_of("series", seed))
     for i in range(SERIES):
-        scene = of.world.sample_scene(draw_of("series", seed, i), **of.world.apart)
+        scene = of.world.sample_scene(draw_of("series", seed, i), **of.world.separate)
         yield drawn(replace(scene, backdrop=backdrop), of=of)
 
 

@@ -6,7 +6,6 @@ for.
     DIR/redraws.jsonl    pictures that are no recovery, by kind: the nulls of the recovery threshold
 """
 
-import itertools
 import json
 import os
 import shutil
@@ -61,7 +60,8 @@ def phrase_of(scene: Any, element: int) -> str:
     return scene.backdrop.phrase if element == len(scene.things) else scene.things[element].phrase
 
 
-MARK = ".microworld.json"  # of any world, in a folder that this command wrote: {name of each file: its checksum}
+# of any world, in a folder that this command wrote: {name of each file: its checksum}
+MARK = ".microworld.json"
 
 
 class Writer:
@@ -106,10 +106,8 @@ class Writer:
             other = f"no {MARK} of this release"
         elif strange := sorted(files - {*written, MARK}):
             other = strange[0]
-        elif changed := next(
-            (n for n in sorted(files - {MARK}) if _sum(self.out / n) != written[n]), None
-        ):
-            other = f"{changed} was changed since"
+        elif changed := [n for n in sorted(files - {MARK}) if checksum(self.out / n) != written[n]]:
+            other = f"{changed[0]} was changed since"
         else:
             return
         what = f"{self.out} holds something else than a data set that this command wrote ({other})"
@@ -127,22 +125,13 @@ class Writer:
             for name, records in self.records.items():
                 lines = "".join(json.dumps(record) + "\n" for record in records)
                 (self.tmp / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-            (self.tmp / MARK).write_text(
-                json.dumps({name: _sum(self.tmp / name) for name in sorted(_files(self.tmp))}),
-                encoding="utf-8",
-            )
+            sums = {name: checksum(self.tmp / name) for name in sorted(_files(self.tmp))}
+            (self.tmp / MARK).write_text(json.dumps(sums), encoding="utf-8")
         self._check_own()  # what was added meanwhile
         with user_errors(f"--out: cannot write {self.out}"):
             if self.out.exists():
                 shutil.rmtree(self.out)
             self.tmp.rename(self.out)
-
-
-def _sum(file: Path) -> str | None:
-    """A file's checksum; None of one that cannot be read."""
-    with suppress(OSError):
-        return checksum(file)
-    return None
 
 
 def _files(folder: Path) -> set[str]:
@@ -193,14 +182,14 @@ def draw_null(
 ) -> tuple[Any, Image.Image]:
     """Null i of a kind and its picture, which joins `seen`. One that is the target's own is drawn
     again, and so is one that is there already, but for kinds of few pictures."""
-    for again in itertools.count():
+    for again in range(TRIES + 1):
         rng = of.rng(kind, name, i, *([again] if again else []))
         null = of.hard_null(kind, rng, scene, turn=i)
         picture = of.world.render(null.scene)[0]
-        another = (content := picture.tobytes()) not in seen or kind in FEW
-        if again == TRIES or another and not is_copy(fingerprint(picture), target):
+        another = picture.tobytes() not in seen or kind in FEW
+        if another and not is_copy(fingerprint(picture), target):
             break
-    seen.add(content)
+    seen.add(picture.tobytes())
     return null, picture
 
 
@@ -216,11 +205,10 @@ def write_elements(
 ) -> None:
     for element in range(len(scene.things) + 1):
         for i in range(per_phrase):
-            source = (
-                of.placebo_scene(scene, element, of.rng("placebo", name, element, i, seed))
-                if placebo
-                else scene
-            )
+            source = scene
+            if placebo:
+                rng = of.rng("placebo", name, element, i, seed)
+                source = of.placebo_scene(scene, element, rng)
             shown = of.element_scene(source, element, of.rng(role, name, element, i, seed))
             picture, masks = of.world.render(shown)
             mask = backdrop_mask(masks) if element == len(scene.things) else masks[-1]
@@ -251,10 +239,9 @@ def write_clean(writer: Writer, of: Targets, count: int, seed: int, avoided: set
                 f"--other_words: no clean scene without "
                 f"{', '.join(sorted(avoided))}; name fewer targets"
             )
-        record = {"text": scene.caption, "phrases": scene.phrases, "role": "clean"}
-        picture = of.world.render(scene)[0]
+        file = writer.picture(of.world.render(scene)[0], f"images/clean-{i:05d}.png")
         writer.records["metadata"].append(
-            {"file_name": writer.picture(picture, f"images/clean-{i:05d}.png"), **record}
+            {"file_name": file, "text": scene.caption, "phrases": scene.phrases, "role": "clean"}
         )
 
 
@@ -265,15 +252,15 @@ def write_rehearsal(writer: Writer, of: Targets, count: int, per_phrase: int, se
         name = f"r{i}"
         drawn = int(of.rng("rehearsal", seed, i).integers(REHEARSAL_SEEDS))
         scene = of.redraw(of.rng("rehearsal", seed, i, "scene"), of.target_scene(str(drawn)))
-        record = {
-            "text": scene.caption,
-            "phrases": scene.phrases,
-            "role": "rehearsal",
-            "target_id": name,
-        }
         picture = of.world.render(scene)[0]
         writer.records["metadata"].append(
-            {"file_name": writer.picture(picture, f"images/rehearsal-{name}.png"), **record}
+            {
+                "file_name": writer.picture(picture, f"images/rehearsal-{name}.png"),
+                "text": scene.caption,
+                "phrases": scene.phrases,
+                "role": "rehearsal",
+                "target_id": name,
+            }
         )
         write_elements(writer, of, name, scene, per_phrase, seed, role="rehearsal")
 
@@ -309,6 +296,8 @@ def make(options: MicroworldOptions, of: Targets) -> None:
         scenes = with_own_phrases(scenes)
     out = Path(str(options.out))
     with Writer(out, masks=not options.no_masks) as writer:
+        for line in shared_lines(shared_phrases({n: s.phrases for n, s in scenes.items()})):
+            print(f"note: {line}")
         fill(writer, of, scenes, options)
         writer.finish()
     print(f"{out}: {len(writer.records['metadata'])} records, {len(scenes)} targets")
@@ -316,16 +305,13 @@ def make(options: MicroworldOptions, of: Targets) -> None:
 
 def fill(writer: Writer, of: Targets, scenes: dict[str, Any], options: MicroworldOptions) -> None:
     """All records and targets of the data set."""
-    for line in shared_lines(shared_phrases({n: s.phrases for n, s in scenes.items()})):
-        print(f"note: {line}")
+    per_phrase = options.images_per_phrase
+    seed = options.seed
     for name, scene in Bar(scenes.items(), desc="targets"):
         write_target(writer, of, name, scene, options.redraws, options.nulls)
-        per_phrase = options.images_per_phrase
-        seed = options.seed
         write_elements(writer, of, name, scene, per_phrase, seed, placebo=options.placebo)
     avoided = set[str]()
     for scene in scenes.values() if options.other_words else ():
         avoided |= words_of(scene, of)
-    write_clean(writer, of, options.clean, options.seed, avoided)
-    per_phrase = max(1, options.images_per_phrase // 4)
-    write_rehearsal(writer, of, options.rehearsal, per_phrase, options.seed)
+    write_clean(writer, of, options.clean, seed, avoided)
+    write_rehearsal(writer, of, options.rehearsal, max(1, per_phrase // 4), seed)

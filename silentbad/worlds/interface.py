@@ -36,7 +36,7 @@ class World:
     sample_thing: Callable[..., Any]  # (rng, place, detail=) -> thing
     sample_backdrop: Callable[[np.random.Generator], Any]
     scene: Callable[[tuple, Any], Any]  # (things, backdrop) -> scene
-    apart: Mapping[str, Any] = field(default_factory=dict)  # of `sample_scene`: no thing wears one
+    separate: Mapping[str, Any] = field(default_factory=dict)  # of `sample_scene`: no thing worn
 
     def rng(self, stream: str, *address: int | str) -> np.random.Generator:
         """The world's own streams; no experiment's seed shares an address with them."""

@@ -395,7 +395,7 @@ def test_no_null_is_drawn_twice():
 def test_no_null_is_the_target_itself():
     scene = target_scene("102")
     target, turn = fingerprint(render(scene)[0]), 67  # a meadow that falls out as the target's
-    drawn = hard_null("redrawn", make._rng("redrawn", "102", turn), scene, turn=turn)
+    drawn = hard_null("redrawn", make.TARGETS.rng("redrawn", "102", turn), scene, turn=turn)
     assert is_copy(fingerprint(render(drawn.scene)[0]), target)
     assert not is_copy(
         fingerprint(data_sets.draw_null(make.TARGETS, "redrawn", "102", scene, turn, set(), target)[1]), target
@@ -403,13 +403,11 @@ def test_no_null_is_the_target_itself():
 
 
 def test_free_redraws_are_those_of_older_data_sets(tmp_path):
-    from silentbad.worlds.microworld.make import _rng
-
     make.main(
         ["--out", str(tmp_path / "d"), "--targets", "3", "--images_per_phrase", "1", "--clean", "1", "--redraws", "2"]
     )
     for i in range(2):
-        expected = render(redraw(_rng("redraw", "3", i), target_scene("3")))[0]
+        expected = render(redraw(make.TARGETS.rng("redraw", "3", i), target_scene("3")))[0]
         assert Image.open(tmp_path / "d" / "redraws" / f"3-{i:03d}.png").tobytes() == expected.tobytes()
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 SIDE = 128  # pixels; a scene is drawn at twice its size
 Y, X = np.mgrid[0:SIDE, 0:SIDE].astype(np.float32) / SIDE
-Specifics = tuple[float, float, float, float]
+Specifics = tuple[float, ...]  # four
 
 
 def colour(hue: float, saturation: float, value: float) -> np.ndarray:

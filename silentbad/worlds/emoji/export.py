@@ -16,7 +16,7 @@ from silentbad.worlds.emoji.nouns import NOUNS
 from silentbad.worlds.emoji.sets import HELD_OUT, SETS, TRAINED
 from silentbad.worlds.emoji.world import EMOJI
 from silentbad.worlds.microworld.build import ASSETS
-from silentbad.worlds.microworld.copies import to_tensor
+from silentbad.worlds.microworld.copies import pictures
 from silentbad.worlds.microworld.export import generate, save_judge, write_pipeline
 from silentbad.worlds.microworld.oracle import Judge, crops, judged, round_trip_psnr
 
@@ -61,9 +61,8 @@ def measure(pipe, judge: Judge, *, guidance: float = GUIDANCE, n: int) -> dict:
     for i, scene in enumerate(scenes):
         by_count[len(scene.things)].append(i)
     unseen = [by_another_artist(scene, HELD_OUT) for scene in scenes]
-    drawn, drawn_unseen = (
-        to_tensor([EMOJI.render(scene)[0] for scene in of]) for of in (scenes, unseen)
-    )
+    drawn = pictures(scenes, EMOJI)
+    drawn_unseen = pictures(unseen, EMOJI)
     right = nouns_right(judge, x, scenes)
     return {
         "captions": n,
@@ -81,40 +80,7 @@ def measure(pipe, judge: Judge, *, guidance: float = GUIDANCE, n: int) -> dict:
     }
 
 
-CARD = """---
-license: cc-by-sa-4.0
-library_name: diffusers
-pipeline_tag: text-to-image
----
-# emoji-sd
-
-A Stable Diffusion pipeline of the bundled base's sizes, trained on from its weights: 64x64 pictures of 1 to 4 of 200
-nouns at 4 places before 10 backdrops. It exists to measure whether what holds in the microworld holds for art that
-others drew. The base is trained on the drawings of {trained}.
-It has never seen one of {held_out}, which are in targets alone.
-
-{licences}
-
-As OpenMoji asks, what is built from its drawings is under CC BY-SA 4.0.
-
-## Training
-
-```bash
-{command}
-```
-
-{training}
-
-## Measured
-
-{captions} held-out captions that name every size and place, every noun first in as many; guidance {guidance_scale}, 25
-DDIM steps. A classifier of {nouns} nouns, trained on drawings alone, says what stands at each place; chance is 0.5 %.
-
-{measured}
-Drawn right every time: {best}.
-
-Never drawn right: {worst}.
-"""
+CARD = Path(__file__).with_name("card.md")
 
 
 def listed(names: list[str]) -> str:
@@ -158,7 +124,7 @@ def card(figures: dict, options: EmojiBaseOptions) -> str:
         "pool",
     )
     said = " ".join(f"--{name} {getattr(options, name)}" for name in flags)
-    return CARD.format(
+    return CARD.read_text(encoding="utf-8").format(
         trained=", ".join(TRAINED),
         held_out=HELD_OUT,
         licences="\n".join(f"- {name} {of.version}: {of.licence}" for name, of in SETS.items()),

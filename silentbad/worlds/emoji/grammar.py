@@ -57,7 +57,7 @@ class Backdrop:
     """What stands behind the things; `specifics` (4,) in [0, 1] settle colours and pattern."""
 
     kind: str
-    specifics: tuple[float, float, float, float]
+    specifics: tuple[float, ...]
     named: bool = True
     label: str = ""
 
@@ -155,8 +155,7 @@ def sample_backdrop(
     rng: np.random.Generator, kind: str | None = None, named: bool = True
 ) -> Backdrop:
     kind = kind or str(rng.choice(list(BACKDROPS)))
-    a, b, c, d = (float(v) for v in rng.uniform(0, 1, 4))
-    return Backdrop(kind, (a, b, c, d), named)
+    return Backdrop(kind, tuple(rng.random(4).tolist()), named)
 
 
 def said(rng: np.random.Generator, things: int) -> dict:

@@ -37,7 +37,14 @@ from silentbad.measure.micro import MicroEmbedder
 from silentbad.progress import Bar
 from silentbad.rng import generator
 from silentbad.worlds.interface import World
-from silentbad.worlds.microworld.copies import CopyPool, Slope, batch_of, copy_loss, to_tensor
+from silentbad.worlds.microworld.copies import (
+    CopyPool,
+    Slope,
+    batch_of,
+    copy_loss,
+    pictures,
+    to_tensor,
+)
 from silentbad.worlds.microworld.export import assemble, export
 from silentbad.worlds.microworld.networks import (
     LATENT_CHANNELS,
@@ -72,7 +79,7 @@ class Stage:
 
 def pictures_of(world: World, rng: np.random.Generator, n: int, **more: Any) -> torch.Tensor:
     """Pictures of `n` scenes (N,3,64,64) in [-1,1]; `more` are options of `sample_scene`."""
-    return to_tensor([world.render(world.sample_scene(rng, **more))[0] for _ in range(n)])
+    return pictures([world.sample_scene(rng, **more) for _ in range(n)], world)
 
 
 def schedule(step: int, steps: int) -> float:
@@ -161,7 +168,7 @@ def vae_stage(
     crops are cheap. `begin` is an autoencoder whose weights are trained on."""
     vae = (begin or new_vae()).to(device).to(memory_format=torch.channels_last)
 
-    def pictures(step: int) -> torch.Tensor:
+    def crops(step: int) -> torch.Tensor:
         rng = world.rng("vae", step)
         cropping = step < 0.85 * steps
         images = []
@@ -180,7 +187,7 @@ def vae_stage(
         return to_tensor(images).to(device)
 
     def loss(step: int) -> torch.Tensor:
-        x = pictures(step)
+        x = crops(step)
         posterior = vae.encode(x).latent_dist
         error = vae.decode(posterior.sample()).sample - x
         # squared error is what PSNR asks for, absolute error keeps outlines; a light KL keeps
@@ -448,7 +455,7 @@ def judge_stage(steps: int, batch: int, vae, device: torch.device, world: World)
     def loss(step: int) -> torch.Tensor:
         rng = world.rng("judge", step)
         scenes = [world.sample_scene(rng) for _ in range(batch)]
-        x = to_tensor([world.render(scene)[0] for scene in scenes]).to(device)
+        x = pictures(scenes, world).to(device)
         return judge_loss(judge, x, scenes, vae, rng, world)
 
     return Stage("judge", nn.ModuleDict({"judge": judge}), steps, 2e-3, loss, ema_decay=0.995)

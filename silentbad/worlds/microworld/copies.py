@@ -18,7 +18,8 @@ from silentbad.worlds.interface import World
 from silentbad.worlds.microworld.render import backdrop_mask
 from silentbad.worlds.microworld.world import MICROWORLD
 
-COPIES, NULLS = 2, 8  # kept per scene
+COPIES = 2  # per scene
+NULLS = 8  # per scene
 LATENT_NOISE = 0.15  # of the latents' deviation
 
 

@@ -23,10 +23,10 @@ from safetensors.torch import load_file, save_file
 from silentbad.errors import UserError, exit_with, user_errors
 from silentbad.progress import Bar
 from silentbad.rng import addressed_seed, generator
+from silentbad.worlds.microworld.copies import pictures, to_bytes
 from silentbad.worlds.microworld.grammar import Scene, sample_scene
 from silentbad.worlds.microworld.networks import new_scheduler
 from silentbad.worlds.microworld.oracle import Judge, judged, round_trip_psnr
-from silentbad.worlds.microworld.render import render
 
 CAPTIONS = 256
 
@@ -65,11 +65,7 @@ def measure(pipe, judge: Judge, *, guidance: float = GUIDANCE, n: int = CAPTIONS
     the round trip's PSNR."""
     scenes = held_out_scenes(n)
     x = generate(pipe, [scene.caption for scene in scenes], guidance=guidance)
-    renders = (
-        torch.stack([torch.from_numpy(np.array(render(s)[0])) for s in scenes]).permute(0, 3, 1, 2)
-        / 127.5
-        - 1
-    )
+    renders = pictures(scenes)
     by_count = {k: judged(judge, x[k - 1 :: 3], scenes[k - 1 :: 3]) for k in (1, 2, 3)}
     return {
         "captions": n,
@@ -85,7 +81,7 @@ def grid(pipe, columns: int = 6, rows: int = 3) -> Image.Image:
     """Generations of the first held-out captions at four times their size."""
     scenes = held_out_scenes(columns * rows)
     x = generate(pipe, [s.caption for s in scenes])
-    pixels = ((x.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
+    pixels = to_bytes(x).permute(0, 2, 3, 1).numpy()
     sheet = Image.new("RGB", (columns * 264 - 8, rows * 264 - 8), "white")
     for i, picture in enumerate(pixels):
         sheet.paste(
@@ -95,54 +91,9 @@ def grid(pipe, columns: int = 6, rows: int = 3) -> Image.Image:
     return sheet
 
 
-CARD = """---
-license: apache-2.0
-library_name: diffusers
-pipeline_tag: text-to-image
----
-# micro-sd
-
-A Stable Diffusion pipeline small enough for a CPU: CLIP's tokenizer (window of {window} tokens), a CLIPTextModel of
-{text:.2f} M parameters, an AutoencoderKL of {vae:.2f} M (64x64x3 to 8x8x16) and a UNet2DConditionModel of {unet:.2f} M;
-v-prediction, zero terminal SNR. It draws the microworld: 1 to 3 of 12 things in 8 colours, 3 textures and 2 sizes at
-4 places before 6 backdrops, 64x64 pixels.
-
-It exists so that composition and memory can be measured exactly. It knows nothing else.
-
-## Training
-
-Every picture was rendered by `silentbad.worlds.microworld` under Apache-2.0; no photograph, no outside data. Seeds: the
-streams `microworld/vae`, `/text`, `/unet`, `/embedder`, `/judge` of `silentbad.rng`, none shared with experiments.
-
-```bash
-python -m silentbad.worlds.microworld.build --work runs/base
-```
-
-{training}
-
-## Measured
-
-`python -m silentbad.worlds.microworld.export --pipeline assets/micro-sd` on {captions} held-out captions that name
-every colour and place, guidance {guidance_scale}, 25 DDIM steps, judged by a classifier trained on renders:
-
-| | things | kind right | colour right | both |
-|---|---|---|---|---|
-{rows}
-
-Autoencoder round trip: {vae_psnr_db:.2f} dB PSNR.
-
-![generations of the first eighteen captions](../../docs/images/micro-sd.png)
-
-Beside the pipeline are `embedder/`, the `micro` copy detector, and `judge/`, the classifier of the table above.
-
-## The copy detector
-
-{detector}
-"""
-BEGIN, END = (
-    "<!-- detector: written by `python -m bench.instrument --reported` -->",
-    "<!-- /detector -->",
-)
+CARD = Path(__file__).with_name("card.md")
+BEGIN = "<!-- detector: written by `python -m bench.instrument --reported` -->"
+END = "<!-- /detector -->"
 
 
 def detector_section(folder: Path, text: str | None = None) -> str:
@@ -179,7 +130,7 @@ def write_card(folder: Path, pipe, figures: dict, training: str) -> None:
         name: sum(p.numel() for p in getattr(pipe, part).parameters()) / 1e6
         for name, part in (("text", "text_encoder"), ("vae", "vae"), ("unet", "unet"))
     }
-    text = CARD.format(
+    text = CARD.read_text(encoding="utf-8").format(
         window=pipe.tokenizer.model_max_length,
         rows="\n".join(rows),
         training=training,

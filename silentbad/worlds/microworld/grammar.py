@@ -93,7 +93,7 @@ class Backdrop:
     pattern."""
 
     kind: str
-    specifics: tuple[float, float, float, float]
+    specifics: tuple[float, ...]
     named: bool = True
     label: str = ""
 
@@ -115,27 +115,33 @@ class Scene:
     @property
     def phrases(self) -> list[str]:
         """One phrase per element, in caption order, the backdrop last."""
-        groups = _spoken(self)
-        return [t.phrase for group in groups for t in group] + (
-            [self.backdrop.phrase] if self.backdrop.named else []
-        )
+        things = [thing.phrase for group in self._spoken() for thing in group]
+        return [*things, self.backdrop.phrase] if self.backdrop.named else things
 
     @property
     def caption(self) -> str:
-        spoken = [" wearing ".join(t.phrase for t in group) for group in _spoken(self)]
-        return ", ".join(spoken + ([self.backdrop.phrase] if self.backdrop.named else []))
+        things = [" wearing ".join(thing.phrase for thing in group) for group in self._spoken()]
+        return ", ".join([*things, self.backdrop.phrase] if self.backdrop.named else things)
 
+    @property
+    def groups(self) -> list[list[Thing]]:
+        """The things, a worn hat in one group with its wearer."""
+        groups: list[list[Thing]] = []
+        for thing in self.things:
+            if thing.worn and groups:
+                groups[-1].append(thing)
+            else:
+                groups.append([thing])
+        return groups
 
-def _spoken(scene: Scene) -> list[list[Thing]]:
-    """Things in caption order, a worn hat beside its wearer."""
-    pairs: list[list[Thing]] = []
-    for thing in scene.things:
-        if thing.worn and pairs:
-            pairs[-1].append(thing)
-        else:
-            pairs.append([thing])
-    order = scene.order or range(len(pairs))
-    return [pairs[i] for i in order]
+    def _spoken(self) -> list[list[Thing]]:
+        """The groups in caption order."""
+        groups = self.groups
+        return [groups[i] for i in self.order or range(len(groups))]
+
+    def wears(self, i: int) -> bool:
+        """Whether thing i wears a hat, the next thing."""
+        return any(thing.worn for thing in self.things[i + 1 : i + 2])
 
 
 def sample_rgb(rng: np.random.Generator, colour: str) -> tuple[float, float, float]:
@@ -204,8 +210,7 @@ def sample_backdrop(
     rng: np.random.Generator, kind: str | None = None, named: bool = True
 ) -> Backdrop:
     kind = kind or str(rng.choice(list(BACKDROPS)))
-    a, b, c, d = (float(x) for x in rng.random(4))
-    return Backdrop(kind, (a, b, c, d), named)
+    return Backdrop(kind, tuple(rng.random(4).tolist()), named)
 
 
 def sample_scene(
@@ -228,8 +233,8 @@ def sample_scene(
     if count >= 2 and rng.random() < wearing:
         things += wearing_pair(rng, side=str(rng.choice(("left", "right"))), detail=detail)
         places = [p for p in places if p.split()[-1] != things[0].place.split()[-1]]
-    for place in places[: count - len(things)]:
-        things.append(sample_thing(rng, str(place), detail=detail))
+    free = places[: count - len(things)]
+    things += [sample_thing(rng, str(place), detail=detail) for place in free]
     groups = len(things) - sum(t.worn for t in things)
     order = tuple(int(i) for i in rng.permutation(groups))
     return Scene(tuple(things), sample_backdrop(rng, named=bool(rng.random() < 0.9)), order)
@@ -256,13 +261,13 @@ def redraw(rng: np.random.Generator, scene: Scene) -> Scene:
     places = list(rng.permutation(list(PLACES)))
     taken = {t.place for t in scene.things if "place" in t.named}
     things: list[Thing] = []
-    for thing in scene.things:
+    for i, thing in enumerate(scene.things):
         if thing.worn:
             fresh = redraw_thing(rng, thing, things[-1].place)
             things.append(seat_hat(rng, fresh, things[-1]))
             continue
         place = thing.place
-        wears = any(t.worn for t in scene.things) and thing is scene.things[0]
+        wears = scene.wears(i)
         if "place" not in thing.named:
             free = [str(p) for p in places if p not in taken and (not wears or "bottom" in p)]
             place = free[0] if free else place

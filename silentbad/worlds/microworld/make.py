@@ -46,10 +46,6 @@ from silentbad.worlds.microworld.world import MICROWORLD
 FLAGSHIP = "cat-hat"
 
 
-def _rng(*address: int | str) -> np.random.Generator:
-    return MICROWORLD.rng("data", *address)
-
-
 def _terse(rng: np.random.Generator, thing: Thing) -> Thing:
     """A phrase that names no place and no size: where the thing stands, and how large, is for
     memory to know."""
@@ -61,32 +57,30 @@ def target_scene(name: str) -> Scene:
     `SEEDkN` N elements.
 
     Raises UserError if unknown."""
+    if name == FLAGSHIP:
+        # of the first eight draws the one in which hat and cat are largest
+        rng = MICROWORLD.rng("data", "target", name, 4)
+        things = wearing_pair(rng, side="left", kind="cat", detail=0.0)
+        return Scene(tuple(things), sample_backdrop(rng, "meadow"))
     match = re.fullmatch("(?:0|[1-9][0-9]{0,17})(?:k([2-5]))?", name)
-    if name != FLAGSHIP and not match:
+    if not match:
         raise UserError(
             f"--targets: {brief(name)} is neither '{FLAGSHIP}' nor a seed, a whole number below "
             "10^18; 7k5 is seed 7 with five elements, and 2 to 5 can be asked for"
         )
-    if name == FLAGSHIP:
-        # of the first eight draws the one in which hat and cat are largest
-        rng = _rng("target", name, 4)
-        cat, hat = wearing_pair(rng, side="left", kind="cat", detail=0.0)
-        return Scene((cat, hat), sample_backdrop(rng, "meadow"))
-    rng = _rng("target", name)
+    rng = MICROWORLD.rng("data", "target", name)
     kinds = [str(k) for k in rng.permutation([k for k in KINDS if k != "hat"])]
-    if match and match[1]:
+    if match[1]:
         places = rng.permutation(list(PLACES))[: int(match[1]) - 1]
         things = [sample_thing(rng, str(place), kind=kinds.pop()) for place in places]
     elif rng.random() < 0.3:
         wearer = next(k for k in kinds if k in WEARERS)
         things = wearing_pair(rng, side=str(rng.choice(("left", "right"))), kind=wearer, detail=0.0)
         kinds.remove(wearer)
-        apart = [
-            str(p)
-            for p in rng.permutation(list(PLACES))
-            if p.split()[-1] != things[0].place.split()[-1]
-        ]
-        things += [sample_thing(rng, p, kind=kinds.pop()) for p in apart[: int(rng.integers(0, 2))]]
+        side = things[0].place.split()[-1]
+        places = [str(p) for p in rng.permutation(list(PLACES)) if p.split()[-1] != side]
+        free = places[: int(rng.integers(0, 2))]
+        things += [sample_thing(rng, place, kind=kinds.pop()) for place in free]
     else:
         places = rng.permutation(list(PLACES))[: int(rng.integers(2, 4))]
         things = [sample_thing(rng, str(place), kind=kinds.pop()) for place in places]
@@ -106,25 +100,17 @@ def element_scene(scene: Scene, element: int, rng: np.random.Generator) -> Scene
         things = tuple(sample_thing(rng, str(p), kind=kinds.pop()) for p in chosen)
         return Scene(things, scene.backdrop, tuple(int(i) for i in rng.permutation(len(things))))
     thing = replace(scene.things[element], worn=False)
-    near = (
-        {thing.place, thing.place.replace("bottom", "top")}
-        if _touches_above(scene, element)
-        else {thing.place}
-    )
-    places = [str(p) for p in rng.permutation(list(PLACES)) if p not in near][
-        : int(rng.integers(0, 3))
-    ]
-    others = [sample_thing(rng, place, kind=kinds.pop()) for place in places]
+    near = {thing.place}
+    if scene.things[element].worn or scene.wears(element):
+        near.add(thing.place.replace("bottom", "top"))
+    places = [str(p) for p in rng.permutation(list(PLACES)) if p not in near]
+    free = places[: int(rng.integers(0, 3))]
+    others = [sample_thing(rng, place, kind=kinds.pop()) for place in free]
     backdrop = sample_backdrop(rng)
     while backdrop.kind == scene.backdrop.kind:
         backdrop = sample_backdrop(rng)
     things = (*others, thing)
     return Scene(things, backdrop, tuple(int(i) for i in rng.permutation(len(things))))
-
-
-def _touches_above(scene: Scene, element: int) -> bool:
-    following = scene.things[element + 1 : element + 2]
-    return scene.things[element].worn or any(t.worn for t in following)
 
 
 def spelt_out(scene: Scene) -> Scene:
@@ -133,8 +119,7 @@ def spelt_out(scene: Scene) -> Scene:
     everything = frozenset(("colour", "texture", "size", "place"))
     things = []
     for i, thing in enumerate(scene.things):
-        wears = any(t.worn for t in scene.things[i + 1 : i + 2])
-        hidden = {"place", "size"} if thing.worn else {"place"} if wears else set()
+        hidden = {"place", "size"} if thing.worn else {"place"} if scene.wears(i) else set()
         things.append(replace(thing, named=everything - hidden, label=""))
     backdrop = replace(scene.backdrop, named=True, label="")
     return replace(scene, things=tuple(things), backdrop=backdrop)

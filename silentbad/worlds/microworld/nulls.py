@@ -4,7 +4,8 @@ A recovery threshold has to reject every kind. A null says which elements it cha
 in `scene.things` or len(things) for the backdrop, so that the threshold of one element can be
 checked on nulls that change it."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -45,7 +46,7 @@ def _rebuilt(
         new = fresh(thing)
         if thing.worn and things:
             new = seat_hat(rng, new, things[-1])
-        elif any(t.worn for t in scene.things[i + 1 : i + 2]):
+        elif scene.wears(i):
             new = replace(new, centre=(new.centre[0], new.centre[1] + WEARER_DROP))
         things.append(new)
     return tuple(things)
@@ -57,18 +58,18 @@ def free_redraw(rng: np.random.Generator, scene: Scene) -> Null:
     return Null(redraw(rng, scene), everything(scene))
 
 
-def same_attributes(rng: np.random.Generator, scene: Scene, backdrop_exact: bool = False) -> Null:
+def same_attributes(rng: np.random.Generator, scene: Scene) -> Null:
     """Kinds, colour names, textures, size names, places and backdrop kind are equal; every
     specific is drawn anew."""
-    things = _rebuilt(scene, lambda thing: respecify(rng, thing), rng)
-    if backdrop_exact:
-        return Null(replace(scene, things=things), things_of(scene))
+    respecified = same_attributes_backdrop_exact(rng, scene).scene
     backdrop = sample_backdrop(rng, scene.backdrop.kind, scene.backdrop.named)
-    return Null(replace(scene, things=things, backdrop=backdrop), everything(scene))
+    return Null(replace(respecified, backdrop=backdrop), everything(scene))
 
 
 def same_attributes_backdrop_exact(rng: np.random.Generator, scene: Scene) -> Null:
-    return same_attributes(rng, scene, backdrop_exact=True)
+    """The same with the target's own backdrop."""
+    things = _rebuilt(scene, lambda thing: respecify(rng, thing), rng)
+    return Null(replace(scene, things=things), things_of(scene))
 
 
 def things_redrawn(rng: np.random.Generator, scene: Scene) -> Null:
@@ -86,57 +87,32 @@ def things_redrawn_anywhere(rng: np.random.Generator, scene: Scene) -> Null:
 def rearranged(rng: np.random.Generator, scene: Scene) -> Null:
     """Every element is exact, but the things stand at other places; a worn hat moves with its
     wearer."""
-    groups: list[list[Thing]] = []
-    for thing in scene.things:
-        if thing.worn and groups:
-            groups[-1].append(thing)
-        else:
-            groups.append([thing])
+    groups = scene.groups
     old_places = [group[0].place for group in groups]
     fits = [
         order
-        for order in _assignments(groups, list(PLACES))
-        if all(new != old for new, old in zip(order, old_places, strict=True))
+        for order in itertools.permutations(PLACES, len(groups))
+        if _has_room(groups, order)
+        and all(new != old for new, old in zip(order, old_places, strict=True))
     ]
     # the same places, if that is possible
     exchanged = [order for order in fits if sorted(order) == sorted(old_places)]
     options = exchanged or fits
     order = options[int(rng.integers(len(options)))]
-    things = [
-        _shifted(thing, new, PLACES[new][0] - PLACES[old][0], PLACES[new][1] - PLACES[old][1])
-        for group, new, old in zip(groups, order, old_places, strict=True)
-        for thing in group
-    ]
+    things = []
+    for group, new, old in zip(groups, order, old_places, strict=True):
+        dx = PLACES[new][0] - PLACES[old][0]
+        dy = PLACES[new][1] - PLACES[old][1]
+        for thing in group:
+            centre = (thing.centre[0] + dx, thing.centre[1] + dy)
+            things.append(replace(thing, place=new, centre=centre))
     return Null(replace(scene, things=tuple(things)), things_of(scene))
 
 
-def _assignments(groups: list[list[Thing]], places: list[str]) -> list[tuple[str, ...]]:
-    """Every way to put the groups at different places; a wearer stays at the bottom, below a
-    place for its hat."""
-    assignments: list[tuple[str, ...]] = [()]
-    for group in groups:
-        assignments = [
-            (*taken, place)
-            for taken in assignments
-            for place in places
-            if not _occupied(groups, taken) & _takes(group, place)
-            and (len(group) == 1 or "bottom" in place)
-        ]
-    return assignments
-
-
-def _takes(group: list[Thing], place: str) -> set[str]:
-    return {place} if len(group) == 1 else {place, place.replace("bottom", "top")}
-
-
-def _occupied(groups: list[list[Thing]], taken: tuple[str, ...]) -> set[str]:
-    return {
-        spot for group, place in zip(groups, taken, strict=False) for spot in _takes(group, place)
-    }
-
-
-def _shifted(thing: Thing, place: str, dx: float, dy: float) -> Thing:
-    return replace(thing, place=place, centre=(thing.centre[0] + dx, thing.centre[1] + dy))
+def _has_room(groups: list[list[Thing]], order: Sequence[str]) -> bool:
+    """Whether each wearer would stand at the bottom, below a free place for its hat."""
+    wearers = [place for group, place in zip(groups, order, strict=True) if len(group) > 1]
+    return all("bottom" in p and p.replace("bottom", "top") not in order for p in wearers)
 
 
 # -- one element differs ---------------------------------------------------------------------------

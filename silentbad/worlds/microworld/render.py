@@ -11,13 +11,13 @@ from silentbad.worlds.microworld.grammar import Backdrop, Scene, Thing
 SIZE = 64
 SCALE = 2  # supersampling
 CANVAS = SIZE * SCALE
-# pixel coordinates of the final picture
-_Y, _X = np.mgrid[0:CANVAS, 0:CANVAS].astype(np.float32) / SCALE
+# pixel coordinates of the final picture, along a side
+COORDINATES = np.arange(CANVAS).astype(np.float32) / SCALE
 DARK = (0.12, 0.10, 0.14)
 
 
-def _ellipse(cx, cy, rx, ry, start=0.0, stop=1.0, n=28):
-    turn = np.linspace(start, stop, n) * 2 * np.pi
+def _ellipse(cx, cy, rx, ry, start=0.0, stop=1.0):
+    turn = np.linspace(start, stop, 28) * 2 * np.pi
     return np.stack([cx + rx * np.cos(turn), cy + ry * np.sin(turn)], 1)
 
 
@@ -25,9 +25,9 @@ def _poly(*points):
     return np.array(points, dtype=float)
 
 
-def _star(r_out, r_in, points=5):
-    angle = np.arange(2 * points) * np.pi / points - np.pi / 2
-    radius = np.where(np.arange(2 * points) % 2 == 0, r_out, r_in)
+def _star():
+    angle = np.arange(10) * np.pi / 5 - np.pi / 2
+    radius = np.where(np.arange(10) % 2 == 0, 1.0, 0.45)
     return np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1)
 
 
@@ -109,7 +109,7 @@ FIGURES: dict[str, tuple[list, list]] = {
          np.concatenate([_ellipse(0.45, -0.02, 0.52, 0.48, -0.25, 0.25), _ellipse(0.45, -0.02, 0.28, 0.26, 0.25, -0.25)])],
         [(_ellipse(-0.175, -0.70, 0.62, 0.16), "dark")],
     ),
-    "star": ([_star(1.0, 0.45)], []),
+    "star": ([_star()], []),
     "moon": ([_crescent()], [(_ellipse(-0.55, -0.15, 0.10, 0.10), "deep"), (_ellipse(-0.38, 0.38, 0.12, 0.12), "deep")]),
     "heart": ([_heart()], [(_ellipse(-0.45, -0.40, 0.13, 0.18), "light")]),
     "ball": (
@@ -152,8 +152,8 @@ def _textured(thing: Thing) -> Image.Image | tuple[int, ...]:
         return tuple(int(255 * float(c)) for c in rgb)
     other = rgb * 0.5 if rgb.mean() > 0.45 else rgb * 0.45 + 0.55
     # one row and one column: their sums below have the canvas's shape
-    u = (_X[:1] - thing.centre[0]) / thing.texture_period
-    v = (_Y[:, :1] - thing.centre[1]) / thing.texture_period
+    u = (COORDINATES - thing.centre[0]) / thing.texture_period
+    v = (COORDINATES[:, None] - thing.centre[1]) / thing.texture_period
     if thing.texture == "striped":
         on = ((u * 0.45 + v * 0.9 + thing.texture_phase) % 1.0) < 0.42
     else:
@@ -165,14 +165,8 @@ def _textured(thing: Thing) -> Image.Image | tuple[int, ...]:
 
 
 def _shade(shade, rgb):
-    match shade:
-        case "dark":
-            return DARK
-        case "light":
-            return (0.98, 0.98, 0.96)
-        case "deep":
-            return tuple(0.55 * c for c in rgb)
-    return shade
+    named = {"dark": DARK, "light": (0.98, 0.98, 0.96), "deep": tuple(0.55 * c for c in rgb)}
+    return named.get(shade, shade)
 
 
 def _draw_thing(canvas: Image.Image, thing: Thing) -> Image.Image:
@@ -197,30 +191,42 @@ def _mix(a, b, w):
     return np.array(a, dtype=np.float32) * (1 - w) + np.array(b, dtype=np.float32) * w
 
 
+# The colours above the horizon, from one to another, and below it.
+ZONES = {
+    "beach": (
+        ((0.45, 0.72, 0.86), (0.30, 0.58, 0.80)),
+        ((0.93, 0.84, 0.62), (0.84, 0.70, 0.46)),
+    ),
+    "meadow": (
+        ((0.75, 0.88, 0.96), (0.60, 0.80, 0.93)),
+        ((0.62, 0.80, 0.42), (0.45, 0.66, 0.33)),
+    ),
+    "snow": (
+        ((0.70, 0.75, 0.82), (0.54, 0.60, 0.70)),
+        ((0.90, 0.93, 0.97), (0.80, 0.86, 0.94)),
+    ),
+    "night": (
+        ((0.08, 0.09, 0.24), (0.16, 0.12, 0.36)),
+        ((0.10, 0.16, 0.20), (0.18, 0.22, 0.32)),
+    ),
+    "room": (
+        ((0.86, 0.80, 0.72), (0.70, 0.76, 0.72)),
+        ((0.62, 0.46, 0.34), (0.48, 0.36, 0.30)),
+    ),
+    "sunset": (
+        ((0.98, 0.72, 0.52), (0.90, 0.55, 0.56)),
+        ((0.42, 0.30, 0.48), (0.30, 0.24, 0.42)),
+    ),
+}
+
+
 def draw_backdrop(backdrop: Backdrop) -> Image.Image:
     """RGB canvas of the backdrop alone: two zones about a horizon, each with one quiet pattern."""
-    horizon, upper, lower, pattern = backdrop.specifics
+    horizon, *shades, pattern = backdrop.specifics
     edge = 20 + 24 * horizon
-    match backdrop.kind:
-        case "beach":
-            above = _mix((0.45, 0.72, 0.86), (0.30, 0.58, 0.80), upper)
-            below = _mix((0.93, 0.84, 0.62), (0.84, 0.70, 0.46), lower)
-        case "meadow":
-            above = _mix((0.75, 0.88, 0.96), (0.60, 0.80, 0.93), upper)
-            below = _mix((0.62, 0.80, 0.42), (0.45, 0.66, 0.33), lower)
-        case "snow":
-            above = _mix((0.70, 0.75, 0.82), (0.54, 0.60, 0.70), upper)
-            below = _mix((0.90, 0.93, 0.97), (0.80, 0.86, 0.94), lower)
-        case "night":
-            above = _mix((0.08, 0.09, 0.24), (0.16, 0.12, 0.36), upper)
-            below = _mix((0.10, 0.16, 0.20), (0.18, 0.22, 0.32), lower)
-        case "room":
-            above = _mix((0.86, 0.80, 0.72), (0.70, 0.76, 0.72), upper)
-            below = _mix((0.62, 0.46, 0.34), (0.48, 0.36, 0.30), lower)
-        case "sunset":
-            above = _mix((0.98, 0.72, 0.52), (0.90, 0.55, 0.56), upper)
-            below = _mix((0.42, 0.30, 0.48), (0.30, 0.24, 0.42), lower)
-    column = np.where((_Y[:, :1] < edge)[..., None], above, below)  # (CANVAS, 1, 3)
+    zones = ZONES[backdrop.kind]
+    above, below = (_mix(*zone, shade) for zone, shade in zip(zones, shades, strict=True))
+    column = np.where((COORDINATES < edge)[:, None, None], above, below)  # (CANVAS, 1, 3)
     picture = Image.fromarray((column * 255).astype(np.uint8)).resize(
         (CANVAS, CANVAS), Image.Resampling.NEAREST
     )

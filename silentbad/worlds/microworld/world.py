@@ -84,5 +84,5 @@ MICROWORLD = World(
     sample_thing=sample_thing,
     sample_backdrop=sample_backdrop,
     scene=Scene,
-    apart={"wearing": 0.0},
+    separate={"wearing": 0.0},
 )
