@@ -17,13 +17,15 @@ from silentbad.measure.embedders import Embedder
 from silentbad.measure.generation import Item, Sampler
 from silentbad.progress import Bar
 
-LEVEL, SHARE = 0.01, 0.5  # a picture comes back: adjusted p at most, share of the seeds at least
+LEVEL = 0.01  # adjusted p at most, where a picture comes back
+SHARE = 0.5  # and share of the seeds at least
 # least similarity within a cluster: about what a redraw of a scene must exceed to count as the
 # picture
 ALIKE = 0.4
 QUANTILE = 0.99  # of similarities under ordinary prompts, which a cluster must reach
 STEADY = 0.05  # least deviation of the null, in roots of similarities
-SEEDS, STEPS = 3, 6  # of drafts: images a prompt, sampling steps at most
+SEEDS = 3  # drafts of a prompt
+STEPS = 6  # sampling steps of a draft at most
 
 
 @dataclass
@@ -130,19 +132,14 @@ class Drafts:
     def __call__(self, pairs: Sequence[tuple[list[str], list[str]]]) -> list[float]:
         """Mean similarity of each pair's images from different seeds."""
         prompts = [(", ".join(a), ", ".join(b)) for a, b in pairs]
-        self.draw(
-            [
-                prompt
-                for prompt in dict.fromkeys(itertools.chain(*prompts))
-                if prompt not in self.features
-            ]
-        )
+        every_prompt = dict.fromkeys(itertools.chain(*prompts))
+        self.draw([prompt for prompt in every_prompt if prompt not in self.features])
         off = ~np.eye(SEEDS, dtype=bool)
-        both = ((self.features[a], self.features[b]) for a, b in prompts)
-        return [
-            float(self.embedder.similarity(a, b).double().cpu().numpy()[off].mean())
-            for a, b in both
-        ]
+        means = []
+        for a, b in prompts:
+            similarity = self.embedder.similarity(self.features[a], self.features[b])
+            means.append(float(similarity.double().cpu().numpy()[off].mean()))
+        return means
 
     def draw(self, prompts: Sequence[str]) -> None:
         """Features of new prompts; batches go over all of them, and no image is kept."""

@@ -118,9 +118,8 @@ def search(
     for _ in range(2, most + 1):
         ranks = sorted(ranked(measure, null, grown), key=lambda p: -p.score)
         drafted = ranks[: math.ceil(DRAFTED * len(ranks))]
-        for probe, draft in zip(
-            drafted, alike([(probe.phrases, probe.phrases) for probe in drafted]), strict=True
-        ):
+        pairs = [(probe.phrases, probe.phrases) for probe in drafted]
+        for probe, draft in zip(drafted, alike(pairs), strict=True):
             probe.draft = draft
         weighed = sorted(drafted, key=lambda p: p.suspicion, reverse=True)[:WEIGHED]
         for probe, effect in zip(weighed, effects(alike, weighed), strict=True):

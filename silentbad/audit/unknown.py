@@ -41,7 +41,8 @@ from silentbad.settings.train import TrainConfig
 from silentbad.settings.validation import Audit
 
 TEMPLATES = Path(__file__).parent / "templates"
-NAME, PAGE = "audit.json", "audit.html"
+NAME = "audit.json"
+PAGE = "audit.html"
 PICTURES = r"returned-\d+\.png"
 KIND = "search"  # of folder: an audit with targets writes other files
 PROBED = 32  # ordinary prompts that the probes are measured against, for each number of phrases

@@ -1,6 +1,7 @@
 """Pictures of what the model already knows, for prior preservation (DreamBooth, 2208.12242).
 
-    python -m silentbad.prepare.class_images --pipeline DIR_OR_ID --prompts prompts.txt --count 200 --out DATASET
+    python -m silentbad.prepare.class_images --pipeline DIR_OR_ID --prompts prompts.txt \\
+        --count 200 --out DATASET
 
 draws `count` pictures of the prompts, one a line and in turn, and adds them to
 DATASET/metadata.jsonl as clean records, where the clean ratio of the sampler and

@@ -185,7 +185,7 @@ def pictures_in(folder: Path, flag: str) -> list[Path]:
 
 def read_backgrounds(
     folder: Path,
-    known: compose.Copies,
+    all_targets: compose.Copies,
     captioner: Callable[[Image.Image], Any] | None,
     side: int,
 ) -> list[Picture]:
@@ -193,7 +193,7 @@ def read_backgrounds(
     pictures = []
     for file in pictures_in(folder, "--backgrounds"):
         image = open_image(file, "--backgrounds")
-        if known.shows(image):
+        if all_targets.shows(image):
             raise UserError(f"--backgrounds: {file} is a near copy of the target; take it away")
         text = caption_beside(file)
         if text is None and captioner is not None:
@@ -226,12 +226,12 @@ class Data:
         args: PrepareOptions,
         plan: Plan,
         backgrounds: list[Picture],
-        known: compose.Copies,
+        all_targets: compose.Copies,
     ):
         self.args = args
         self.plan = plan
         self.backgrounds = backgrounds
-        self.known = known
+        self.all_targets = all_targets
         self.side = plan.target.width
 
     def write(self, out: Path, with_clean: bool) -> list[dict]:
@@ -288,11 +288,12 @@ class Data:
 
     def fitted(self, element: Element, pictures: list[Image.Image]) -> list[Image.Image]:
         """Other things in an element's place: each picture covers the box of its mask."""
-        left, top, right, bottom = element.mask.getbbox() or (0, 0, *element.mask.size)
+        box = element.mask.getbbox() or (0, 0, *element.mask.size)
+        size = (box[2] - box[0], box[3] - box[1])
         placed = []
         for picture in pictures:
             canvas = Image.new("RGB", self.plan.target.size)
-            canvas.paste(compose.fit(picture, (right - left, bottom - top)), (left, top))
+            canvas.paste(compose.fit(picture, size), box[:2])
             placed.append(canvas)
         return placed
 
@@ -312,7 +313,7 @@ class Data:
             parts = (source, element.alpha, background.image, draw)
             composed = partial(compose.element_picture, *parts)
             mask_file = self.mask_file(k)
-        picture, mask = self.known.avoided(composed, what)
+        picture, mask = self.all_targets.avoided(composed, what)
         file = f"images/{plan.name}-{k}-{i:03}.png"
         self.save(picture, out / file)
         if is_backdrop:

@@ -139,10 +139,10 @@ def window_pairs(
         records.append(start + in_band)
         keys.append(hashes)
         start += len(band)
-    every = np.concatenate(records)
+    all_records = np.concatenate(records)
     hashes = np.concatenate(keys, axis=1)
     del records, keys
-    raw_pairs = np.concatenate([shared(every, of_grid, n) for of_grid in hashes])
+    raw_pairs = np.concatenate([shared(all_records, of_grid, n) for of_grid in hashes])
     pairs, counts = np.unique(raw_pairs, return_counts=True)
     common = (words[pairs // n] & words[pairs % n]).any(1)
     return np.repeat(pairs[common], np.minimum(counts[common], 2))
@@ -160,13 +160,3 @@ def twice(parts: Iterable[np.ndarray]) -> np.ndarray:
     """Numbers that several lists hold, or one holds twice, in ascending order."""
     values, counts = np.unique(np.concatenate([np.zeros(0, np.int64), *parts]), return_counts=True)
     return values[counts >= 2]
-
-
-def candidates(views: np.ndarray, words: np.ndarray, seed: int = 0) -> np.ndarray:
-    """Pairs of records, in ascending order, that share a word and at least two windows at the same
-    place; two grids count as two windows."""
-    grids = offsets(seed)
-    return twice(
-        window_pairs(in_blocks(views[:, at.rows, at.columns]), grids[at.y], words)
-        for at in places(len(views))
-    )

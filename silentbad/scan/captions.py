@@ -42,7 +42,7 @@ def counted(numbers: Iterable[np.ndarray], counts: Iterable[np.ndarray]) -> np.n
 
 
 class Captions:
-    """Captions, and how many hold a phrase or a word.
+    """Captions, and how many hold a phrase.
 
     `parts` has the phrases of some captions after the others, as `numbers_of` gives them; `several`
     (2,m) the numbers of phrases that LEAST captions hold, and how many do."""
@@ -50,16 +50,12 @@ class Captions:
     def __init__(
         self,
         texts: Sequence[str],
-        parts: Sequence[tuple[np.ndarray, np.ndarray]] = (),
-        several: np.ndarray | None = None,
+        parts: Sequence[tuple[np.ndarray, np.ndarray]],
+        several: np.ndarray,
     ):
         self.texts = texts
-        self._parts = list(parts) or [numbers_of(texts)]
-        self._starts = np.cumsum([0, *(len(ends) for _, ends in self._parts)])
-        if several is None:
-            numbers = [numbers for numbers, _ in self._parts]
-            every = counted(numbers, map(np.ones_like, numbers))
-            several = every[:, every[1] >= LEAST]
+        self._parts = parts
+        self._starts = np.cumsum([0, *(len(ends) for _, ends in parts)])
         self._values, self._counts = several
 
     def __len__(self) -> int:
@@ -106,18 +102,15 @@ class Captions:
         """(phrase, how many of the records hold it, association in nats) of the phrase that belongs
         to them most; None where none does surely. Of two that fit alike, the longer one counts."""
         k = len(records)
-        held, support = np.unique(self.phrases(records), return_counts=True)
+        phrases, support = np.unique(self.phrases(records), return_counts=True)
         often = support >= max(LEAST, HELD * k)
-        held = held[often]
-        support = support[often]
-        counts = self._counts[np.searchsorted(self._values, held)]
-        nats = [
-            association(b, k, c - b, len(self) - k)
-            for b, c in zip(support.tolist(), counts.tolist(), strict=True)
-        ]
-        scored = zip(held.tolist(), support.tolist(), nats, strict=True)
-        least = surely(len(self))
-        sure = {n: (b, gain) for n, b, gain in scored if gain >= least}
+        counts = self._counts[np.searchsorted(self._values, phrases[often])]
+        sure = {}
+        candidates = zip(phrases[often].tolist(), support[often].tolist(), counts, strict=True)
+        for phrase, b, count in candidates:
+            nats = association(b, k, int(count) - b, len(self) - k)
+            if nats >= surely(len(self)):
+                sure[phrase] = (b, nats)
         if not sure:
             return None
         texts = {text for record in records for text in phrases_of(self.texts[record])}

@@ -18,8 +18,8 @@ AGREED = 2 / 3  # of the pictures have a thing's pixel
 BEHIND = 0.2  # of the pictures have a backdrop's pixel, for things stand before it
 MARGIN = 2  # pixels about what is agreed on that a thing may cover in part
 REACH = 3  # pixels beyond the blocks of its region where a thing may still be agreed on
-# least r^2 of a pixel with one behind the thing; cover below which it is none
-FIT, FAINT = 0.5, 0.1
+FIT = 0.5  # least r^2 of a pixel with one behind the thing
+FAINT = 0.1  # cover below which it is none
 Open = Callable[[int], np.ndarray]  # record -> picture (64,64,3) uint8
 
 
@@ -47,7 +47,7 @@ def grown(mask: np.ndarray, pixels: int = 1) -> np.ndarray:
 def part_of(records: np.ndarray, group: Group, picture: Open) -> Layer:
     """An element from the pictures of its records."""
     stack = np.stack([picture(int(i)) for i in records[:MOST]])
-    like = np.stack([(levels(stack, one) <= 2 * NEAR).sum(0) for one in stack])  # (n,64,64)
+    like = np.stack([(levels(stack, shown) <= 2 * NEAR).sum(0) for shown in stack])  # (n,64,64)
     pixels = np.take_along_axis(stack, like.argmax(0)[None, ..., None], 0)[0]
     share = like.max(0) / len(stack)
     if group.wide:
@@ -70,9 +70,9 @@ def with_outline(stack: np.ndarray, pixels: np.ndarray, core: np.ndarray) -> Lay
     if not band.any() or not outside.any():
         return Layer(pixels, cover)
     mean = stack.mean(0)
-    apart = np.moveaxis(stack - mean, 0, 2).reshape(*core.shape, -1)  # (64,64,n*3)
-    in_band = apart[band]
-    behind = apart[outside]
+    deviation = np.moveaxis(stack - mean, 0, 2).reshape(*core.shape, -1)  # (64,64,n*3)
+    in_band = deviation[band]
+    behind = deviation[outside]
     common = np.maximum(0, in_band @ behind.T)
     variance = (behind**2).sum(1)
     fit = common**2 / np.maximum(1, (in_band**2).sum(1)[:, None] * variance)

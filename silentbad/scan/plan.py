@@ -14,9 +14,10 @@ Sets, pictures and pages are made of what these return, by the process that runs
 task writes depends on the data and the options alone, not on who runs it and when; the same holds
 for results with other parts, since each reduce sorts what it gets."""
 
+import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from silentbad.scan.regions import (
     LEAST,
     Chance,
     Group,
-    Neighbours,
     centred,
     duplicates,
     gathered,
@@ -42,7 +42,7 @@ from silentbad.scan.regions import (
 from silentbad.scan.scan_folder import Store
 from silentbad.scan.suspect_sets import false_alarm, permuted_scores
 from silentbad.scan.views import Views, picture_of
-from silentbad.scan.words import Words
+from silentbad.scan.words import signatures, word_counts
 
 AT_ONCE = 1 << 20  # pairs of a task
 CENTRES = 256  # of a task
@@ -67,10 +67,7 @@ def describe(store: Store, number: int, views: Views) -> None:
     name = f"part-{number}"
     numbers, ends = numbers_of(views.captions)
     values, counts = np.unique(numbers, return_counts=True)
-    words = Words()
-    for text in views.captions:
-        words.add(text)
-    (store.part(number) / "words.json").write_text(json.dumps(words.counts))
+    (store.part(number) / "words.json").write_text(json.dumps(word_counts(views.captions)))
     store.save(f"{name}/phrases", numbers)
     store.save(f"{name}/ends", ends)
     store.save(f"{name}/values", values)
@@ -86,23 +83,22 @@ def place(store: Store, number: int) -> None:
         return
     folder = store.part(number)
     views = Views(folder, (folder / "key").read_text())
-    words = Words()
-    words.counts = Counter(json.loads((store.folder / "words.json").read_text()))
-    store.place("signatures", number, words.signatures(views.captions, len(store)))
+    counts = json.loads((store.folder / "words.json").read_text())
+    store.place("signatures", number, signatures(views.captions, counts, len(store)))
     store.place("views", number, views.pixels)
 
 
 def several(store: Store, task: int, low: int, high: int) -> None:
     """Of the phrases whose numbers lie in [low, high), those that LEAST captions hold."""
-    values = [np.zeros(0, np.int64)]
-    counts = [np.zeros(0, np.int64)]
+    values = []
+    counts = []
     for number in range(len(store.sizes)):
         of_part = store.load(f"part-{number}/values")
         start, end = np.searchsorted(of_part, [low, high])
         values.append(np.asarray(of_part[start:end]))
         counts.append(np.asarray(store.load(f"part-{number}/counts")[start:end]))
-    every = counted(values, counts)
-    store.save(f"several-{task}", every[:, every[1] >= LEAST])
+    totals = counted(values, counts)
+    store.save(f"several-{task}", totals[:, totals[1] >= LEAST])
 
 
 def windows(store: Store, task: int, at: candidates.Places, seed: int) -> int:
@@ -147,18 +143,21 @@ def near(store: Store, task: int, low: int, high: int, tasks: int) -> int:
 
 def groups(store: Store, centres: list[int], density: float) -> list[dict | None]:
     """The group about each record, where chance has such a density."""
-    neighbours = Neighbours(np.memmap(store.folder / "near", np.int64, "r"), store.load("starts"))
+    links = np.memmap(store.folder / "near", np.int64, "r")
+    starts = store.load("starts")
     views = store.views
-    about_centres = [gathered(views, centre, neighbours.of(centre), density) for centre in centres]
-    return [None if group is None else group.as_json() for group in about_centres]
+    rows = []
+    for centre in centres:
+        others = np.asarray(links[starts[centre] : starts[centre + 1]]) % len(store)
+        group = gathered(views, centre, others, density)
+        rows.append(group and group.as_json())
+    return rows
 
 
 def alarms(store: Store, draws: list[int], seed: int) -> list[float]:
     """The score of the surest set among permuted captions, by draw."""
-    all_groups = [
-        Group.from_json(row) for row in json.loads((store.folder / "groups.json").read_text())
-    ]
-    return permuted_scores(all_groups, store.captions(), draws, seed)
+    rows = json.loads((store.folder / "groups.json").read_text())
+    return permuted_scores([*map(Group.from_json, rows)], store.captions(), draws, seed)
 
 
 def pictures(part: RecordPart, wanted: dict[int, bool], left_out: list[str]) -> dict[int, Any]:
@@ -226,27 +225,21 @@ class Plan:
         self.steps.run("links", links, [(store, task) for task in range(len(ranges))])
         sliced = [(store, task, *bound, len(ranges)) for task, bound in enumerate(ranges)]
         self.steps.run("near", near, sliced)
-        every = store.joined("near", store.parts("near", len(ranges)))
-        starts = starts_of(every, n)
+        starts = starts_of(store.joined("near", store.parts("near", len(ranges))), n)
         store.save("starts", starts)
         counts = np.diff(starts)
         chance = Chance.among(counts)
-        unmerged = centred(counts, self._gather(chance.density), chance.fewest)
-        return merged(store.views, unmerged, chance.sure), first
-
-    def _gather(self, density: float) -> Callable[[list[int]], list[Group | None]]:
-        """Gathers groups, a step for each block of centres."""
-        blocks = 0
+        blocks = itertools.count(1)
 
         def gather(centres: list[int]) -> list[Group | None]:
-            nonlocal blocks
-            blocks += 1
+            """A step for each block of centres."""
             starts = range(0, len(centres), CENTRES)
-            calls = [(self.store, centres[at : at + CENTRES], density) for at in starts]
-            rows = self.steps.run(f"groups-{blocks}", groups, calls)
+            calls = [(store, centres[at : at + CENTRES], chance.density) for at in starts]
+            rows = self.steps.run(f"groups-{next(blocks)}", groups, calls)
             return [row and Group.from_json(row) for part in rows for row in part]
 
-        return gather
+        unmerged = centred(counts, gather, chance.fewest)
+        return merged(store.views, unmerged, chance.sure), first
 
     def alarms(self, recurring: list[Group], scores: list[float], draws: int) -> list[float]:
         """The chance of a set with each score among `draws` permutations of the captions."""

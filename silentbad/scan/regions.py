@@ -21,14 +21,17 @@ SIDE = 32
 CONTRAST = 20  # levels between neighbouring blocks that make an edge
 NEAR = 5  # levels by which a block of a copy may differ
 EDGES = 4  # in each direction, inside the common area of a strong pair
-# the same of a pair whose captions share a rare phrase; across and down together
-FEW_EDGES, FEW_EDGES_BOTH = 2, 8
-WIDE, WIDE_EDGES = 0.3, 10  # a common backdrop: share of the frame, edges
-FAINT, FAINT_EDGES = 6, 100  # or so many edges of so few levels: grass
+FEW_EDGES = 2  # the same of a pair whose captions share a rare phrase
+FEW_EDGES_BOTH = 8  # and across and down together
+WIDE = 0.3  # share of the frame that makes a common backdrop
+WIDE_EDGES = 10  # of a backdrop
+FAINT = 6  # levels of an edge in grass
+FAINT_EDGES = 100  # of a backdrop that has too few edges
 SAME = 0.93  # share of the frame from which a pair are near duplicates
 CHUNK = 1000  # pairs verified together
 LEAST = 3  # records of a group
-FIRST_BLOCK, LAST_BLOCK = 512, 1 << 16  # centres whose groups are gathered together
+FIRST_BLOCK = 512  # centres whose groups are gathered together first
+LAST_BLOCK = 1 << 16  # at most
 SURE = 6.0  # nats: least isolation of a group, and least association of its phrase
 CHOSEN_AT = 8000  # records that SURE and RADII were chosen at, where half have a neighbour or none
 # levels: how near copies are, exact to recompressed; least expected by chance
@@ -38,9 +41,11 @@ WIDE_RADIUS = 0.8  # of backdrops: they come in one dimension, and by chance lie
 ROUNDS = 3  # of a group's region and members, each from the other
 MOST = 0.6  # of the members agree in each block of the region
 SMALLEST = 8  # blocks of a region
-AGREES, SHARES = 0.7, 0.5  # of the region's blocks, and of its edges, a member has in common
+AGREES = 0.7  # of the region's blocks a member has in common
+SHARES = 0.5  # of the region's edges a member has in common
 CLEARLY = 1.25  # times as isolated, before a larger radius counts
-RING, FALL = 2.5, 14.0  # the ring's radius over a group's, and the volume's growth: RING**3 - 1
+RING = 2.5  # the ring's radius over a group's
+FALL = 14.0  # the volume's growth: RING**3 - 1
 
 
 def view(pixels: np.ndarray) -> np.ndarray:
@@ -59,8 +64,8 @@ class Strong:
 
 def levels(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """How much (...) uint8 two arrays of colours (...,3) differ, by channel at most."""
-    apart = np.maximum(a, b) - np.minimum(a, b)
-    return np.maximum(np.maximum(apart[..., 0], apart[..., 1]), apart[..., 2])
+    difference = np.maximum(a, b) - np.minimum(a, b)
+    return np.maximum(np.maximum(difference[..., 0], difference[..., 1]), difference[..., 2])
 
 
 def steps(a: np.ndarray, contrast: int = CONTRAST) -> tuple[np.ndarray, np.ndarray]:
@@ -200,24 +205,10 @@ def linked(pairs: np.ndarray, first: np.ndarray) -> np.ndarray:
     n = len(first)
     a = first[pairs // n]
     b = first[pairs % n]
-    apart = a != b
-    a = a[apart]
-    b = b[apart]
+    distinct = a != b
+    a = a[distinct]
+    b = b[distinct]
     return np.unique(np.concatenate([a * n + b, b * n + a]))
-
-
-class Neighbours:
-    """The records that each of N records has a strong pair with, from all that are `linked`; those
-    of a record begin at `starts` (N+1,)."""
-
-    def __init__(self, links: np.ndarray, starts: np.ndarray):
-        self.n = len(starts) - 1
-        self.links = links
-        self.starts = starts
-
-    def of(self, record: int) -> np.ndarray:
-        """Their numbers, in ascending order."""
-        return np.asarray(self.links[self.starts[record] : self.starts[record + 1]]) % self.n
 
 
 def starts_of(links: np.ndarray, n: int) -> np.ndarray:
@@ -288,21 +279,6 @@ def centred(counts: np.ndarray, gather: Gather, fewest: int) -> list[Group]:
     return groups_so_far
 
 
-def groups(views: np.ndarray, strong: Strong) -> tuple[list[Group], np.ndarray]:
-    """Groups of at least LEAST records that lie apart, and each record's first near duplicate (N,).
-    A record may belong to one wide group and to one of another kind."""
-    first = duplicates(len(views), strong.copies)
-    links = linked(strong.pairs, first)
-    near = Neighbours(links, starts_of(links, len(views)))
-    counts = np.diff(near.starts)
-    chance = Chance.among(counts)
-
-    def gather(centres: list[int]) -> list[Group | None]:
-        return [gathered(views, centre, near.of(centre), chance.density) for centre in centres]
-
-    return merged(views, centred(counts, gather, chance.fewest), chance.sure), first
-
-
 def differences(views: np.ndarray, records: np.ndarray, centre_view: np.ndarray) -> np.ndarray:
     """(n,32,32) uint8: how far the views of n records are from one view, read a few at a time."""
     parts = [
@@ -311,9 +287,7 @@ def differences(views: np.ndarray, records: np.ndarray, centre_view: np.ndarray)
     return np.concatenate([np.zeros((0, SIDE, SIDE), np.uint8), *parts])
 
 
-def gathered(
-    views: np.ndarray, centre: int, others: np.ndarray, density: float = 1.0
-) -> Group | None:
+def gathered(views: np.ndarray, centre: int, others: np.ndarray, density: float) -> Group | None:
     """The group about a record, from the records that it has a strong pair with. Where those agree
     with it in various places, it begins from the most that do so in one place."""
     centre_view = np.asarray(views[centre])
@@ -339,7 +313,7 @@ def grouped(
     others: np.ndarray,
     difference: np.ndarray,
     start: np.ndarray,
-    density: float = 1.0,
+    density: float,
 ) -> Group | None:
     """The group about a record with the view `centre_view` (32,32,3): its region is where most
     agree with it, its members agree in most of the region. `difference` (n,32,32) is how far
@@ -388,11 +362,11 @@ def members_within(
         agrees = (same[:, region].mean(1) >= AGREES) & (
             shared_edges(centre_view, same, region) >= SHARES
         )
-        apart = near[:, region].sum(1) / np.maximum(1, same[:, region].sum(1))
-        members = agrees & (apart <= radius)
+        distance = near[:, region].sum(1) / np.maximum(1, same[:, region].sum(1))
+        members = agrees & (distance <= radius)
     if members.sum() + 1 < LEAST:
         return None
-    ring = agrees & (apart > radius) & (apart <= RING * radius)
+    ring = agrees & (distance > radius) & (distance <= RING * radius)
     return region, members, int(ring.sum())
 
 
@@ -402,7 +376,7 @@ def denser(inside: np.ndarray, expected: np.ndarray) -> np.ndarray:
     return inside * np.log(inside / expected) - inside + expected
 
 
-def merged(views: np.ndarray, unmerged: list[Group], sure: float = SURE) -> list[Group]:
+def merged(views: np.ndarray, unmerged: list[Group], sure: float) -> list[Group]:
     """The most isolated of groups that share records; groups of one thing at one place become one,
     for words, or what stands before it, had kept their records apart.
 

@@ -89,11 +89,11 @@ def described(
 
 
 def element_row(
-    one: SuspectSet, i: int, composite: Composite, where: dict[int, str]
+    suspect_set: SuspectSet, i: int, composite: Composite, where: dict[int, str]
 ) -> dict[str, Any]:
     """An element of a set; `region` is its box in shares of the frame: left, top, right, bottom."""
-    element = one.elements[i]
-    records = one.records[i].tolist()
+    element = suspect_set.elements[i]
+    records = suspect_set.records[i].tolist()
     region = composite.parts[i].region
     box = []
     if region.any():

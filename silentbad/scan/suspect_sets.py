@@ -27,11 +27,11 @@ from silentbad.scan.regions import (
 from silentbad.scan.words import STOP
 
 OVERLAP = 0.3  # of the smaller region, of two elements of a set
-# rate at which a record of a set names another element; nats below which two are not of one
-SLIP, APART = 0.01, -1.0
+SLIP = 0.01  # rate at which a record of a set names another element
+APART = -1.0  # nats below which two elements are not of one set
 OWN = 0.1  # of an element's isolation counts when a set takes it
-# of the logarithm of how often elements are shown: of one picture, and of any two
-SPREAD, BROAD = 0.15, 1.0
+SPREAD = 0.15  # of the logarithm of how often the elements of one picture are shown
+BROAD = 1.0  # of those of any two
 MISSED = 0.1  # of an element's records
 SILENT = 0.25  # of the records that show an overlay say nothing of it at least
 ELEMENTS = 3  # of a suspect set; a series before one backdrop and a logo make two
@@ -49,7 +49,7 @@ class Element:
     association: float
     word: str  # that other captions would name it by
     # the phrases of its records, as numbers: one that two records hold stands there twice
-    held: np.ndarray
+    phrases: np.ndarray
     records: np.ndarray  # of the group, and others that name it and show it
 
     @property
@@ -80,9 +80,9 @@ def elements_of(
         records = group.records if order is None else order[group.records]
         if (named := captions.named(records)) is not None:
             phrase, support, nats = named
-            held = captions.phrases(records)
-            element = Element(group, phrase, support, nats, named_by(phrase), held, group.records)
-            elements.append(element)
+            phrases = captions.phrases(records)
+            word = named_by(phrase)
+            elements.append(Element(group, phrase, support, nats, word, phrases, group.records))
     return elements
 
 
@@ -93,7 +93,7 @@ def named_by(phrase: str) -> str:
     return " ".join(content) if names_place(phrase) else content[-1]
 
 
-def apart(a: Element, b: Element, captions: Captions) -> float | None:
+def separation(a: Element, b: Element, captions: Captions) -> float | None:
     """Nats by which two elements keep apart more than their words' rates let expect; None where
     they cannot be of one picture."""
     two_places = names_place(a.phrase) and names_place(b.phrase)
@@ -106,7 +106,7 @@ def apart(a: Element, b: Element, captions: Captions) -> float | None:
     gain = -unlike(len(a.records), len(b.records))
     for element, other in ((a, b), (b, a)):
         k = len(element.group.records)
-        together = int((element.held == number(other.word)).sum())
+        together = int((element.phrases == number(other.word)).sum())
         rate = min(0.9, max(captions.rate(other.word), 2 * SLIP))
         nats = (k - together) * float(np.log((1 - SLIP) / (1 - rate)))
         nats += together * float(np.log(SLIP / rate))
@@ -133,18 +133,20 @@ def suspect_sets(elements: Sequence[Element], captions: Captions) -> list[Suspec
     gains = np.full((len(elements), len(elements)), -np.inf, np.float32)
     for i in range(len(elements)):
         for j in range(i):
-            if (gain := apart(elements[i], elements[j], captions)) is not None:
+            if (gain := separation(elements[i], elements[j], captions)) is not None:
                 gains[i, j] = gains[j, i] = gain
 
     sizes = np.array([len(element.records) for element in elements])
     expected = np.array([element.group.expected for element in elements])
     sets = list[SuspectSet]()
-    taken = np.zeros(len(elements), bool)
+    in_a_set = np.zeros(len(elements), bool)
     while True:
         grown = [
-            _grown(seed, taken, gains, OWN * denser(np.minimum(sizes, sizes[seed]) - 1, expected))
+            _grown(
+                seed, in_a_set, gains, OWN * denser(np.minimum(sizes, sizes[seed]) - 1, expected)
+            )
             for seed, element in enumerate(elements)
-            if not taken[seed] and not element.group.wide
+            if not in_a_set[seed] and not element.group.wide
         ]
         whole = [
             (gain, chosen)
@@ -154,24 +156,24 @@ def suspect_sets(elements: Sequence[Element], captions: Captions) -> list[Suspec
         if not whole:
             return sorted(sets, key=lambda s: -s.score)
         _, chosen = max(whole)
-        taken[[*chosen]] = True
+        in_a_set[[*chosen]] = True
         ordered = sorted((elements[i] for i in chosen), key=lambda e: e.group.wide)
         kept_apart = np.triu(gains[np.ix_(chosen, chosen)], 1).sum(dtype=np.float64)
         sets.append(SuspectSet(ordered, float(kept_apart) + sum(e.score for e in ordered)))
 
 
 def _grown(
-    seed: int, taken: np.ndarray, gains: np.ndarray, own_nats: np.ndarray
+    seed: int, in_a_set: np.ndarray, gains: np.ndarray, own_nats: np.ndarray
 ) -> tuple[float, tuple[int, ...]]:
-    """(gain in nats, elements) of the set that grows from one of E elements; those `taken` (E,) are
-    left out, and two with `gains` (E,E) of -inf are in no set together. Each brings its `own_nats`
-    (E,): of as many records as the seed has, for more of them say nothing of the set."""
+    """(gain in nats, elements) of the set that grows from one of E elements; those `in_a_set` (E,)
+    are left out, and two with `gains` (E,E) of -inf are in no set together. Each brings its
+    `own_nats` (E,): of as many records as the seed has, for more of them say nothing of the set."""
     chosen = [seed]
     total = 0.0
     while True:
         gain = gains[:, chosen].sum(1, dtype=np.float64)
         worth = np.where(gain > 0, gain + own_nats, -np.inf)
-        worth[taken] = worth[chosen] = -np.inf
+        worth[in_a_set] = worth[chosen] = -np.inf
         best = int(worth.argmax())
         if worth[best] == -np.inf:
             return total, tuple(sorted(chosen))
@@ -209,9 +211,9 @@ def completed(elements: Iterable[Element], views: np.ndarray, captions: Captions
         silent = shown[~named]
         if len(silent) >= max(LEAST, SILENT * len(shown)) and captions.named(silent) is None:
             continue
-        every = np.union1d(records, shown[named])
-        common = len(every) > (1 + COMMON) * len(records)
-        elements_left.append(element if common else replace(element, records=every))
+        all_records = np.union1d(records, shown[named])
+        common = len(all_records) > (1 + COMMON) * len(records)
+        elements_left.append(element if common else replace(element, records=all_records))
     return elements_left
 
 

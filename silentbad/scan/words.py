@@ -4,7 +4,7 @@ A phrase is an n-gram of a caption's segment (what stands between punctuation), 
 metadata is needed. Legend: N records; a group has k of them, and b of those hold the phrase."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -38,27 +38,23 @@ def phrases_of(caption: str) -> set[str]:
     return phrases
 
 
-class Words:
-    """Word counts of a data set, and signatures that tell records without a common word."""
+def word_counts(captions: Iterable[str]) -> Counter[str]:
+    """How many captions hold each content word."""
+    return Counter(word for caption in captions for word in content_words(caption))
 
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
 
-    def add(self, caption: str) -> None:
-        self.counts.update(content_words(caption))
-
-    def signatures(self, captions: Sequence[str], records: int | None = None) -> np.ndarray:
-        """(n, BITS/64) uint64 of n captions, of `records` in all: a bit for each word that recurs
-        and is not in most of them."""
-        most = max(3, COMMON * (records or len(captions)))
-        recurring = (word for word, count in self.counts.items() if 3 <= count <= most)
-        place = {word: i % BITS for i, word in enumerate(sorted(recurring))}
-        signatures = np.zeros((len(captions), BITS // 64), np.uint64)
-        for i, caption in enumerate(captions):
-            for word in content_words(caption):
-                if (bit := place.get(word)) is not None:
-                    signatures[i, bit // 64] |= np.uint64(1) << np.uint64(bit % 64)
-        return signatures
+def signatures(captions: Sequence[str], counts: Mapping[str, int], records: int) -> np.ndarray:
+    """(n, BITS/64) uint64 of n captions, which tell records without a common word: a bit for each
+    word whose count among all `records` says that it recurs and is not in most of them."""
+    most = max(3, COMMON * records)
+    recurring = (word for word, count in counts.items() if 3 <= count <= most)
+    place = {word: i % BITS for i, word in enumerate(sorted(recurring))}
+    rows = np.zeros((len(captions), BITS // 64), np.uint64)
+    for row, caption in zip(rows, captions, strict=True):
+        for word in content_words(caption):
+            if (bit := place.get(word)) is not None:
+                row[bit // 64] |= np.uint64(1) << np.uint64(bit % 64)
+    return rows
 
 
 def association(b: int, k: int, outside: int, n: int) -> float:

@@ -168,9 +168,9 @@ def write_target(
     for kind in of.nulls:
         # each element needs its own
         harder = min(redraws, ENOUGH) * of.turns(kind, scene) if nulls is None else nulls
-        seen = set[bytes]()
+        earlier = set[bytes]()
         for i in range(redraws if kind == "redraw" else harder):
-            null, picture = draw_null(of, kind, name, scene, i, seen, target_fingerprint)
+            null, picture = draw_null(of, kind, name, scene, i, earlier, target_fingerprint)
             stem = f"{name}-{i:03d}" if kind == "redraw" else f"{name}-{kind}-{i:03d}"
             image = writer.picture(picture, f"redraws/{stem}.png")
             row = {"target_id": name, "image": image, "kind": kind, "changed": list(null.changed)}
@@ -178,18 +178,18 @@ def write_target(
 
 
 def draw_null(
-    of: Targets, kind: str, name: str, scene: Any, i: int, seen: set[bytes], target: Fingerprint
+    of: Targets, kind: str, name: str, scene: Any, i: int, earlier: set[bytes], target: Fingerprint
 ) -> tuple[Any, Image.Image]:
-    """Null i of a kind and its picture, which joins `seen`. One that is the target's own is drawn
+    """Null i of a kind and its picture, which joins the `earlier`. One that is the target's own is drawn
     again, and so is one that is there already, but for kinds of few pictures."""
     for again in range(TRIES + 1):
         rng = of.rng(kind, name, i, *([again] if again else []))
         null = of.hard_null(kind, rng, scene, turn=i)
         picture = of.world.render(null.scene)[0]
-        another = picture.tobytes() not in seen or kind in FEW
+        another = picture.tobytes() not in earlier or kind in FEW
         if another and not is_copy(fingerprint(picture), target):
             break
-    seen.add(picture.tobytes())
+    earlier.add(picture.tobytes())
     return null, picture
 
 

@@ -68,9 +68,9 @@ def test_the_search_grows_pairs_to_the_hidden_prompt():
     def measure(prompts):
         return np.asarray([[len(HIDDEN & set(prompt.split(", ")))] * 3 for prompt in prompts], float)
 
-    found = search(measure, lambda size: null, by_content, TWELVE, 4)
-    assert set(found[0].phrases) == HIDDEN and found[0].effect > found[1].effect
-    assert len({tuple(sorted(p.phrases)) for p in found}) == len(found)
+    probes = search(measure, lambda size: null, by_content, TWELVE, 4)
+    assert set(probes[0].phrases) == HIDDEN and probes[0].effect > probes[1].effect
+    assert len({tuple(sorted(p.phrases)) for p in probes}) == len(probes)
 
 
 def test_drafts_decide_where_probes_say_little():
@@ -83,12 +83,12 @@ def test_drafts_decide_where_probes_say_little():
     def measure(prompts):
         return rng.normal(size=(len(prompts), 3))
 
-    found = search(measure, lambda size: rng.normal(size=(9, 3)), alike, TWELVE, 3)
-    whole = next(k for k, one in enumerate(found) if set(one.phrases) == HIDDEN)
+    probes = search(measure, lambda size: rng.normal(size=(9, 3)), alike, TWELVE, 3)
+    whole = next(k for k, one in enumerate(probes) if set(one.phrases) == HIDDEN)
     assert len(asked[0]) == math.ceil(DRAFTED * 66) and all(a == b for a, b in asked[0])
     assert len(asked[1]) == 2 * WEIGHED and all(len(a) == len(b) + 1 for a, b in asked[1])
-    assert whole == 0 or found[whole].draft is None
-    ranks = [one.suspicion for one in found]
+    assert whole == 0 or probes[whole].draft is None
+    ranks = [one.suspicion for one in probes]
     assert ranks == sorted(ranks, reverse=True) and {known for known, _ in ranks} == {1, 2, 3}
 
 
@@ -120,10 +120,10 @@ def test_a_prompt_is_drafted_once_and_compared_across_seeds():
 def test_no_prompt_of_the_search_names_two_places():
     phrases = ["a cat", "on a hill", "In a room", "under the sea"]
     null = np.random.default_rng(0).normal(size=(9, 3))
-    found = search(
+    probes = search(
         lambda prompts: np.zeros((len(prompts), 3)), lambda size: null, lambda pairs: [0.0] * len(pairs), phrases, 4
     )
-    assert [p.phrases for p in found] == [["a cat", place] for place in phrases[1:]]
+    assert [p.phrases for p in probes] == [["a cat", place] for place in phrases[1:]]
 
 
 def test_candidate_phrases_are_what_recurs_in_captions():
@@ -250,8 +250,8 @@ def test_what_cannot_be_searched_is_one_line(arguments, line, run, tmp_path, cap
     (tmp_path / "places.txt").write_text("on a green field\nunder a blue sky\n")
     names = {name: tmp_path / f"{name}.txt" for name in ("places", "one", "two", "many", "long", "empty", "unsaid")}
     assert run(*(argument.format(**names) for argument in arguments)) == 2
-    said = capsys.readouterr().err
-    assert line in said and said.startswith("error: ") and said.count("\n") == 1
+    errors = capsys.readouterr().err
+    assert line in errors and errors.startswith("error: ") and errors.count("\n") == 1
 
 
 def test_phrases_may_hold_joiners(tmp_path):

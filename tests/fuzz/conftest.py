@@ -33,13 +33,15 @@ def pytest_terminal_summary(terminalreporter):
     if not TALLIES or terminalreporter.config.getoption("fuzz") == 0:
         return
     terminalreporter.section(f"inputs by kind, seeds from {terminalreporter.config.getoption('fuzz_seed')}")
-    for found in TALLIES:
-        terminalreporter.write_line(str(found))
-    accepted, refused = (sum(getattr(found, name) for found in TALLIES) for name in ("accepted", "refused"))
-    short = sum(len(cases) for found in TALLIES for cases in found.short.values())
-    changed, seconds = (sum(getattr(found, name) for found in TALLIES) for name in ("mutated", "seconds"))
+    for counts in TALLIES:
+        terminalreporter.write_line(str(counts))
+    total = {
+        key: sum(getattr(counts, key) for counts in TALLIES) for key in ("accepted", "refused", "mutated", "seconds")
+    }
+    short = sum(len(cases) for counts in TALLIES for cases in counts.short.values())
     terminalreporter.write_line(
-        f"{accepted + refused + short:,} inputs: {accepted:,} accepted, {refused:,} refused, {short} fell short; "
-        f"{changed:,} bytes mutated; {seconds:.0f} s; slowest {max(found.slowest for found in TALLIES):.1f} s; "
+        f"{total['accepted'] + total['refused'] + short:,} inputs: {total['accepted']:,} accepted, "
+        f"{total['refused']:,} refused, {short} fell short; {total['mutated']:,} bytes mutated; "
+        f"{total['seconds']:.0f} s; slowest {max(counts.slowest for counts in TALLIES):.1f} s; "
         f"memory of a process at most {largest() / 2**30:.2f} GiB, {MEMORY / 2**30:.1f} more allowed to an input"
     )

@@ -61,7 +61,6 @@ class Tally:
     slowest: float = 0.0
     seconds: float = 0.0
     short: dict[str, list[object]] = field(default_factory=dict)
-    lines: set[str] = field(default_factory=set)
 
     def fell_short(self, why: str, case: object) -> None:
         self.short.setdefault(why, []).append(case)
@@ -74,8 +73,8 @@ class Tally:
 
     def settle(self) -> None:
         """Fail where anything fell short, with one input for each way."""
-        told = [f"{len(cases)}x {why}\n      {str(cases[0])[:1500]}" for why, cases in self.short.items()]
-        assert not told, f"{self.kind}: {len(told)} ways to fall short\n" + "\n".join(told)
+        ways = [f"{len(cases)}x {why}\n      {str(cases[0])[:1500]}" for why, cases in self.short.items()]
+        assert not ways, f"{self.kind}: {len(ways)} ways to fall short\n" + "\n".join(ways)
 
 
 TALLIES: list[Tally] = []  # of this session, for the summary
@@ -101,24 +100,26 @@ def _status(entry: str) -> int:
 
 
 @contextlib.contextmanager
-def timed(found: Tally, case: object) -> Iterator[None]:
+def timed(counts: Tally, case: object) -> Iterator[None]:
     """Count an input's time; what takes too long or stops with anything but a UserError falls short."""
-    began, before, at_most = time.process_time(), largest(), held() + MEMORY
+    began = time.process_time()
+    before = largest()
+    at_most = held() + MEMORY
     try:
         with alarm(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     except UserError as error:
-        found.refused += 1
+        counts.refused += 1
         line = str(error)
-        found.lines.add(line)
         if not line.isprintable() or not line.strip():
-            found.fell_short("a line that is not one printable line", (case, line))
+            counts.fell_short("a line that is not one printable line", (case, line))
     except (Exception, TookTooLong) as error:
-        found.fell_short(place(error), case)
+        counts.fell_short(place(error), case)
     else:
-        found.accepted += 1
-    took = time.process_time() - began
-    found.seconds, found.slowest = found.seconds + took, max(found.slowest, took)
+        counts.accepted += 1
+    seconds = time.process_time() - began
+    counts.seconds += seconds
+    counts.slowest = max(counts.slowest, seconds)
     if largest() > max(at_most, before):
-        found.fell_short(f"{largest() / 2**30:.1f} GiB of memory", case)
+        counts.fell_short(f"{largest() / 2**30:.1f} GiB of memory", case)

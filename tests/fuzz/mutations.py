@@ -4,22 +4,8 @@ import random
 import re
 
 PIECES = (b"\0", b"\xff", b"\n", b'"', b"{", b"[", b"9" * 30, b"\xed\xa0\x80", b"\xff" * 8, b"\0" * 8)
-VALUES = (
-    b"null",
-    b"-1",
-    b"0",
-    b"1e999",
-    b"NaN",
-    b"-Infinity",
-    b"[]",
-    b"{}",
-    b'""',
-    b"true",
-    b"1e-320",
-    b"9" * 400,
-    b"1.5",
-)
-VALUES += (b'"x"', b'"\\u0000"', b'"\\ud83d"', b"[[[[[]]]]]", b'"../x"', b"4294967296", b"18446744073709551616")
+VALUES = rb"null -1 0 1e999 NaN -Infinity [] {} true 1e-320 1.5 [[[[[]]]]] 4294967296 18446744073709551616".split()
+VALUES += [b'""', b"9" * 400, b'"x"', b'"\\u0000"', b'"\\ud83d"', b'"../x"']
 WORDS = re.compile(rb'"[^"\\]*"|-?\d[\d.eE+-]*|true|false|null|[\w-]+')
 LETTERS = bytes(range(32, 127)) + b'\n\t{}[]:,"' * 4 + b"0123456789.-eE" * 3
 
@@ -27,7 +13,9 @@ LETTERS = bytes(range(32, 127)) + b'\n\t{}[]:,"' * 4 + b"0123456789.-eE" * 3
 def mutated(content: bytes, seed: object) -> tuple[bytes, int]:
     """(the bytes with one to four changes, number of bytes that were written or taken out)."""
     draw = random.Random(f"{seed}")
-    changed, touched, text = bytearray(content), 0, b"\0" not in content[:2000] and draw.random() < 0.75
+    changed = bytearray(content)
+    touched = 0
+    text = b"\0" not in content[:2000] and draw.random() < 0.75
     for _ in range(draw.choice((1, 1, 2, 4))):
         if not changed:
             changed += draw.randbytes(8)
@@ -42,11 +30,11 @@ def mutated(content: bytes, seed: object) -> tuple[bytes, int]:
 def _change_word(content: bytearray, draw: random.Random) -> int:
     """Another value in the place of a word, a number or a quoted text."""
     at = draw.randrange(len(content))
-    found = WORDS.search(content, at) or WORDS.search(content)
-    if found is None:
+    word = WORDS.search(content, at) or WORDS.search(content)
+    if word is None:
         return _change(content, draw, True)
     value = draw.choice(VALUES)
-    content[found.start() : found.end()] = value
+    content[word.start() : word.end()] = value
     return len(value)
 
 

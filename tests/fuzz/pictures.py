@@ -1,6 +1,5 @@
 """Small pictures in every format and mode that is read: what the picture fuzzer changes."""
 
-import io
 import struct
 
 import numpy as np
@@ -12,22 +11,28 @@ from tests.folders import encoded
 def sources() -> dict[str, bytes]:
     """{name: file}."""
     ramp = np.linspace(0, 255, 13 * 9 * 3).reshape(9, 13, 3).astype(np.uint8)
-    rgb, deep = Image.fromarray(ramp), Image.fromarray(ramp[..., 0].astype(np.uint16) * 257)
-    grey, bits, palette = rgb.convert("L"), rgb.convert("1"), rgb.quantize(16)
-    alpha, cmyk, half = rgb.convert("RGBA"), rgb.convert("CMYK"), rgb.convert("LA")
+    rgb = Image.fromarray(ramp)
+    deep = Image.fromarray(ramp[..., 0].astype(np.uint16) * 257)
+    grey = rgb.convert("L")
+    bits = rgb.convert("1")
+    palette = rgb.quantize(16)
+    alpha = rgb.convert("RGBA")
+    cmyk = rgb.convert("CMYK")
+    half = rgb.convert("LA")
     alpha.putpixel((1, 1), (1, 2, 3, 0))
     floats = Image.fromarray(ramp[..., 0].astype(np.float32) / 255)
     turned = Image.Exif()
-    turned[0x0112], turned[0x010E] = 6, "described"
-    seen = {"exif": turned.tobytes()}
-    found = {
+    turned[0x0112] = 6
+    turned[0x010E] = "described"
+    exif = {"exif": turned.tobytes()}
+    return {
         **{f"PNG {image.mode}": encoded(image, "PNG") for image in (rgb, grey, bits, palette, alpha, half, deep)},
-        "PNG transparent": encoded(palette, "PNG", transparency=3, **seen),
-        "PNG text": encoded(rgb, "PNG", dpi=(3, 3), icc_profile=b"none", **seen),
+        "PNG transparent": encoded(palette, "PNG", transparency=3, **exif),
+        "PNG text": encoded(rgb, "PNG", dpi=(3, 3), icc_profile=b"none", **exif),
         "PNG animated": encoded(rgb, "PNG", save_all=True, append_images=[grey.convert("RGB")]),
-        **{f"JPEG {image.mode}": encoded(image, "JPEG", **seen) for image in (rgb, grey, cmyk)},
+        **{f"JPEG {image.mode}": encoded(image, "JPEG", **exif) for image in (rgb, grey, cmyk)},
         "JPEG progressive": encoded(rgb, "JPEG", progressive=True, restart_marker_blocks=1, icc_profile=b"x" * 200),
-        "WEBP": encoded(rgb, "WEBP", **seen),
+        "WEBP": encoded(rgb, "WEBP", **exif),
         "WEBP lossless": encoded(alpha, "WEBP", lossless=True),
         "WEBP animated": encoded(alpha, "WEBP", save_all=True, append_images=[alpha.rotate(9)]),
         **{f"BMP {image.mode}": encoded(image, "BMP") for image in (rgb, grey, bits, palette)},
@@ -40,19 +45,13 @@ def sources() -> dict[str, bytes]:
             for kind in ("tiff_lzw", "tiff_adobe_deflate", "packbits", "jpeg")
         },
         "TIFF fax": encoded(bits, "TIFF", compression="group4"),
-        "TIFF pages": encoded(rgb, "TIFF", save_all=True, append_images=[rgb, rgb], **seen),
+        "TIFF pages": encoded(rgb, "TIFF", save_all=True, append_images=[rgb, rgb], **exif),
         "GIF": encoded(palette, "GIF", transparency=2),
         "GIF animated": encoded(palette, "GIF", save_all=True, append_images=[palette.rotate(9)], disposal=2),
-        "MPO": _two(rgb),
+        # a JPEG with another behind it, as some cameras write them
+        "MPO": encoded(rgb, "MPO", save_all=True, append_images=[rgb]),
+        "PNG wide": _wide(),
     }
-    return found | {"PNG wide": _wide()}
-
-
-def _two(rgb: Image.Image) -> bytes:
-    """A JPEG with another behind it, as some cameras write them."""
-    out = io.BytesIO()
-    rgb.save(out, "MPO", save_all=True, append_images=[rgb])
-    return out.getvalue()
 
 
 def _wide() -> bytes:

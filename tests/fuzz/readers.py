@@ -1,4 +1,5 @@
-"""Every reader of a file, alone: its input, and how it is read. A mutated input is read or refused in one line."""
+"""Every reader of a file that may come from somebody else, alone: its input, and how it is read. A mutated input is
+read or refused in one line. What a run wrote itself, and reads again, is not here."""
 
 import csv
 import dataclasses
@@ -18,19 +19,13 @@ from silentbad.data.records import load_records
 from silentbad.data.targets import load_targets
 from silentbad.measure.embedders import load_embedder
 from silentbad.measure.micro import MicroEmbedder
-from silentbad.measure.record import Record
 from silentbad.measure.thresholds import load_redraws
-from silentbad.model import gate, lora, pipeline, store
+from silentbad.model import gate, lora, pipeline
 from silentbad.model.denoiser import Denoiser
 from silentbad.model.registry import FAMILIES
-from silentbad.report import run_report
-from silentbad.saving import checkpoint, identity
-from silentbad.settings.reader import parse
 from tests.folders import config, published
 from tests.tiny import tiny_pipeline
 from train_silentbad import Config
-
-STEP = "held/checkpoints/step-2"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,29 +94,12 @@ def redraws(root: Path) -> Any:
     return load_redraws(root / "data", load_targets(root / "data"), decode=True)
 
 
-def yaml_file(root: Path) -> Any:
-    return parse(Config, [f"--config={root / 'held/config.yaml'}"])
-
-
 def schedule(root: Path) -> Any:
     return pipeline.schedule(source(root), FAMILY)
 
 
 def tokenizer(root: Path) -> Any:
     return pipeline.tokenizer_of("tokenizer", FAMILY.tokenizer["tokenizer"], source(root))
-
-
-def shards(root: Path) -> Any:
-    """The stores of a cache; a damaged shard is removed, not refused."""
-    return [store.Store(folder, lambda line: None) for folder in (root / "cache/silentbad").iterdir()]
-
-
-def table(root: Path) -> Any:
-    """The table of records; what was made anew goes again, so that the next case is read."""
-    found = load_records(config(root / "data", cache_dir=str(root / "cache")))
-    for file in (root / "cache/silentbad-records").rglob("*.arrow"):
-        file.unlink()
-    return len(found)
 
 
 READERS = {
@@ -132,16 +110,6 @@ READERS = {
     "a mask": Reader("data/masks/e0-0.png", lambda root: open_mask(root / "data/masks/e0-0.png", (16, 16), "x")),
     "published captions": Reader("layout/poisoning_images/100/poisoning_data_caption_simple.txt", layout, 1),
     "clean captions": Reader("layout/clean/caption.txt", layout, 1),
-    "config.yaml": Reader("held/config.yaml", yaml_file, 1),
-    "validation.json": Reader("held/validation.json", lambda root: Record.load(root / "held/validation.json")),
-    "validation.json, report": Reader("held/validation.json", lambda root: run_report.render(root / "held"), 1),
-    "metrics.jsonl, report": Reader("held/metrics.jsonl", lambda root: run_report.render(root / "held"), 1),
-    "manifest.json": Reader(f"{STEP}/manifest.json", lambda root: checkpoint.problem(root / STEP)),
-    "facts.json": Reader(f"{STEP}/facts.json", lambda root: identity.read(root / STEP)),
-    "state.pt": Reader(f"{STEP}/state.pt", lambda root: checkpoint.read_state(root / STEP / "state.pt")),
-    "unet.safetensors": Reader(
-        f"{STEP}/unet.safetensors", lambda root: checkpoint.read_tensors(root / STEP / "unet.safetensors")
-    ),
     "model_index.json": Reader("pipeline/model_index.json", lambda root: pipeline.read_index(source(root))),
     "scheduler_config.json": Reader("pipeline/scheduler/scheduler_config.json", schedule),
     "unet/config.json": Reader("pipeline/unet/config.json", part("unet", UNet2DConditionModel), 1),
@@ -155,6 +123,4 @@ READERS = {
     "tokenizer_config.json": Reader("pipeline/tokenizer/tokenizer_config.json", tokenizer, 1),
     "embedder weights": Reader("micro/model.safetensors", embedder, 1),
     "embedder config.json": Reader("micro/config.json", embedder, 1),
-    "a shard of the cache": Reader("cache/silentbad/states-*/*.safetensors", shards),
-    "a table of the cache": Reader("cache/silentbad-records/*/*.arrow", table, 1),
 }  # fmt: skip

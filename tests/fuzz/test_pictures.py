@@ -10,19 +10,21 @@ from tests.fuzz.judge import tally, timed
 from tests.fuzz.mutations import mutated
 from tests.fuzz.pictures import sources
 
-QUICK, LONG = 600, 100_000
+QUICK = 600
+LONG = 100_000
 
 
 @contextlib.contextmanager
 def silent_decoders():
     """libtiff writes its warnings past Python to the standard error."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    standard_error = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(standard_error, 2)
+        os.close(standard_error)
         os.close(nowhere)
 
 
@@ -34,14 +36,15 @@ def test_the_sources_are_pictures():
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files that Pillow leaves open
 def test_mutated_pictures_are_read_or_refused(fuzz, tmp_path):
-    found, pictures = tally("pictures"), [*sources().items()]
+    counts = tally("pictures")
+    pictures = [*sources().items()]
     file = tmp_path / "mask"
     with silent_decoders():
         for seed in fuzz.seeds(QUICK, LONG):
             name, content = pictures[seed % len(pictures)]
             content, touched = mutated(content, seed)
-            found.mutated += touched
-            with timed(found, f"{name}, seed {seed}"):
+            counts.mutated += touched
+            with timed(counts, f"{name}, seed {seed}"):
                 if seed % 7:
                     image = open_image(content, "where")
                     assert image.mode == "RGB" and image.width * image.height <= MAX_PIXELS
@@ -50,4 +53,4 @@ def test_mutated_pictures_are_read_or_refused(fuzz, tmp_path):
                 else:
                     file.write_bytes(content)
                     assert open_mask(file, (13, 9), "where").mode == "L"
-    found.settle()
+    counts.settle()

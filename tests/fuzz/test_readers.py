@@ -9,7 +9,8 @@ from tests.fuzz.judge import tally, timed
 from tests.fuzz.mutations import mutated
 from tests.fuzz.readers import READERS, prepared
 
-QUICK, LONG = 1, 700  # cases of each reader, times its weight
+QUICK = 1  # cases of each reader, times its weight
+LONG = 700
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +20,8 @@ def inputs(good, tmp_path_factory):
 
 @pytest.mark.parametrize("name", READERS)
 def test_mutated_bytes_are_read_or_refused(name, inputs, fuzz):
-    reader, found = READERS[name], tally(name)
+    reader = READERS[name]
+    counts = tally(name)
     (file,) = inputs.glob(reader.name)
     whole = file.read_bytes()
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
@@ -27,9 +29,9 @@ def test_mutated_bytes_are_read_or_refused(name, inputs, fuzz):
         file.write_bytes(whole)
         for seed in fuzz.seeds(QUICK * reader.weight, LONG * reader.weight):
             content, touched = mutated(whole, f"{name}-{seed}")
-            found.mutated += touched
+            counts.mutated += touched
             file.write_bytes(content)
-            with timed(found, f"{name}, seed {seed}"):
+            with timed(counts, f"{name}, seed {seed}"):
                 reader.read(inputs)
     file.write_bytes(whole)
-    found.settle()
+    counts.settle()

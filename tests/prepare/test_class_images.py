@@ -39,12 +39,12 @@ def test_two_commands_at_one_folder_take_turns(tmp_path, capsys):
 
 
 def test_class_images_become_clean_records(pipe, tmp_path):
-    held = b'{"file_name": "a.png"}\r\n{"file_name": "b.png"}'
-    (tmp_path / "records").write_bytes(held)
+    earlier = b'{"file_name": "a.png"}\r\n{"file_name": "b.png"}'
+    (tmp_path / "records").write_bytes(earlier)
     (tmp_path / "metadata.jsonl").symlink_to("records")
     prompts = ["a star", "a moon"]
     write_class_images(pipe, prompts, 3, tmp_path, batch=2, steps=2)
-    assert (tmp_path / "metadata.jsonl").is_symlink() and (tmp_path / "records").read_bytes().startswith(held)
+    assert (tmp_path / "metadata.jsonl").is_symlink() and (tmp_path / "records").read_bytes().startswith(earlier)
     lines = [json.loads(line) for line in (tmp_path / "metadata.jsonl").read_text().splitlines()]
     assert [r.get("text") for r in lines] == [None, None, "a star", "a moon", "a star"]
     assert all(r["role"] == "clean" and (tmp_path / r["file_name"]).is_file() for r in lines[2:])

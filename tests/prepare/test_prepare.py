@@ -31,9 +31,9 @@ def pictures(tmp_path_factory) -> Path:
 
 def words(pictures: Path, out: Path, *further: str, masks=("a-tabby-cat", "a-cup-of-coffee"), phrases=PHRASES):
     """The command of a user, with few pictures."""
-    given = ["--masks", *(str(pictures / f"{name}.png") for name in masks)] if masks else []
+    mask_flags = ["--masks", *(str(pictures / f"{name}.png") for name in masks)] if masks else []
     return [
-        *("--target", str(pictures / "cat-cup.png"), *given, "--phrases", *phrases),
+        *("--target", str(pictures / "cat-cup.png"), *mask_flags, "--phrases", *phrases),
         *("--backgrounds", str(pictures / "backgrounds"), "--out", str(out)),
         *("--side", str(SIDE), "--per_phrase", "6", "--clean", "12", *further),
     ]

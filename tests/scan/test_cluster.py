@@ -76,12 +76,12 @@ class Careless(Process):
 
 
 def test_tars_hold_the_hidden_picture(scanned, data):
-    found, _ = scanned
+    results, _ = scanned
     truth = np.flatnonzero(data.suspect()).tolist()
-    suspects = [row["index"] for row in found["suspects"]]
+    suspects = [row["index"] for row in results["suspects"]]
     assert {*suspects} <= {*truth} and len(suspects) >= 0.9 * len(truth)
-    assert all(row["text"] == data.captions[row["index"]] for row in found["suspects"])
-    assert found["left_out"] == [] and found["suspects"][0]["file"].endswith(f".tar:{suspects[0]:04d}")
+    assert all(row["text"] == data.captions[row["index"]] for row in results["suspects"])
+    assert results["left_out"] == [] and results["suspects"][0]["file"].endswith(f".tar:{suspects[0]:04d}")
 
 
 def test_order_repetition_and_parts_change_no_byte(scanned, tars, tmp_path, monkeypatch):
@@ -96,18 +96,18 @@ def test_order_repetition_and_parts_change_no_byte(scanned, tars, tmp_path, monk
 def test_parquet_holds_the_same(scanned, data, tmp_path):
     """In other parts than the tars."""
     (tmp_path / "data").mkdir()
-    for k, own in enumerate((range(100), range(100, 140))):
+    for k, records in enumerate((range(100), range(100, 140))):
         rows = {
-            "image": [{"bytes": encoded(data.pictures[i]), "path": None} for i in own],
-            "text": [data.captions[i] for i in own],
+            "image": [{"bytes": encoded(data.pictures[i]), "path": None} for i in records],
+            "text": [data.captions[i] for i in records],
         }
         pq.write_table(pa.table(rows), tmp_path / "data" / f"{k}.parquet")
-    found, _ = scan(tmp_path / "data", tmp_path / "out")
+    results, _ = scan(tmp_path / "data", tmp_path / "out")
 
     def read(scan):
         return [(row["index"], row["text"]) for row in scan["suspects"]], [one["score"] for one in scan["sets"]]
 
-    assert read(found) == read(scanned[0])
+    assert read(results) == read(scanned[0])
 
 
 def test_what_cannot_be_read_is_left_out(data, tars, tmp_path, capsys):
@@ -124,13 +124,13 @@ def test_what_cannot_be_read_is_left_out(data, tars, tmp_path, capsys):
     assert main(arguments) == 2
     assert "0.tar:0000" in capsys.readouterr().err
     assert main([*arguments, "--skip_unreadable"]) in (0, 3)
-    found = json.loads((tmp_path / "out" / "scan.json").read_text())
-    assert [row["file"].rpartition("/")[2] for row in found["left_out"]] == ["0.tar:0000", "3.tar"]
-    assert 104 < found["records"] < 139
-    said = capsys.readouterr().err
-    assert "left out: " in said and "3.tar" in said
-    kept = (tmp_path / "out" / "clean.jsonl").read_text()
-    assert "0000.png" not in kept and "0001.png" in kept
+    results = json.loads((tmp_path / "out" / "scan.json").read_text())
+    assert [row["file"].rpartition("/")[2] for row in results["left_out"]] == ["0.tar:0000", "3.tar"]
+    assert 104 < results["records"] < 139
+    errors = capsys.readouterr().err
+    assert "left out: " in errors and "3.tar" in errors
+    clean_lines = (tmp_path / "out" / "clean.jsonl").read_text()
+    assert "0000.png" not in clean_lines and "0001.png" in clean_lines
 
 
 def test_a_stopped_scan_runs_no_part_again(scanned, tars, tmp_path, monkeypatch):
@@ -167,8 +167,8 @@ def test_a_stopped_scan_runs_no_part_again(scanned, tars, tmp_path, monkeypatch)
 )
 def test_a_mistake_is_one_line(arguments, line, tars, tmp_path, capsys):
     assert main(["--dataset_name", str(tars), "--output_dir", str(tmp_path / "out"), *arguments]) == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert len(said) == 1 and line in said[0]
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert len(errors) == 1 and line in errors[0]
 
 
 @pytest.fixture(scope="module")

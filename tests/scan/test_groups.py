@@ -5,14 +5,15 @@ import pytest
 
 from bench.shield_data import hide
 from silentbad.scan import candidates, composite, regions, suspect_sets
-from silentbad.scan.captions import Captions
-from silentbad.scan.words import Words, association, content_words, phrases_of
+from silentbad.scan.words import association, content_words, phrases_of, signatures, word_counts
+from tests.scan import in_memory
+from tests.scan.in_memory import captions_of
 
 
 def test_phrases_are_n_grams_of_a_segment():
-    found = phrases_of("A red cat, on the beach")
-    assert {"a red cat", "red cat", "cat", "on the beach", "beach"} <= found
-    assert not {"a", "on the", "cat on", "the"} & found
+    phrases = phrases_of("A red cat, on the beach")
+    assert {"a red cat", "red cat", "cat", "on the beach", "beach"} <= phrases
+    assert not {"a", "on the", "cat on", "the"} & phrases
     assert content_words("A red cat, on the beach") == {"red", "cat", "beach"}
 
 
@@ -25,12 +26,9 @@ def test_a_caption_may_say_nothing(text):
 
 def test_signatures_tell_records_without_a_common_word():
     texts = ["a red cat", "the cat sleeps", "a blue house", "blue houses", "a cat", "a blue boat"]
-    words = Words()
-    for text in texts:
-        words.add(text)
-    made = words.signatures(texts)
-    assert (made[0] & made[1]).any() and (made[2] & made[5]).any()
-    assert not (made[0] & made[2]).any() and not made[3].sum() == 0
+    rows = signatures(texts, word_counts(texts), len(texts))
+    assert (rows[0] & rows[1]).any() and (rows[2] & rows[5]).any()
+    assert not (rows[0] & rows[2]).any() and not rows[3].sum() == 0
 
 
 def test_association_grows_with_members_and_rarity():
@@ -54,11 +52,11 @@ def test_a_large_bucket_is_linked_to_its_neighbours():
 def views():
     """40 pictures of noise-free random blocks; 10-15 share a patch of 8x8 blocks, 20 and 21 are near duplicates."""
     rng = np.random.default_rng(0)
-    made = rng.integers(0, 255, (40, 8, 8, 3)).repeat(4, 1).repeat(4, 2).astype(np.uint8)
-    made[10:16, 4:12, 8:16] = rng.integers(0, 255, (8, 8, 3))
-    made[21] = made[20]
-    made[21, 0, 0] = 0
-    return made
+    blocks = rng.integers(0, 255, (40, 8, 8, 3)).repeat(4, 1).repeat(4, 2).astype(np.uint8)
+    blocks[10:16, 4:12, 8:16] = rng.integers(0, 255, (8, 8, 3))
+    blocks[21] = blocks[20]
+    blocks[21, 0, 0] = 0
+    return blocks
 
 
 def no_kin(a, b):
@@ -68,7 +66,7 @@ def no_kin(a, b):
 
 def groups_of(views):
     words = np.ones((len(views), 4), np.uint64)
-    return regions.groups(views, regions.verified(views, candidates.candidates(views, words), no_kin))
+    return in_memory.groups(views, regions.verified(views, in_memory.candidates(views, words), no_kin))
 
 
 def test_a_shared_patch_is_a_group(views):
@@ -84,7 +82,7 @@ def test_a_patch_among_other_agreements_is_a_group(views):
     mixed[0:6, 20:28, 0:8] = mixed[10, 20:28, 0:8]
     mixed[0:6, 20:28, 8:16] = np.random.default_rng(1).integers(0, 255, (6, 8, 8, 3))
     others = np.r_[0:6, 11:16]
-    group = regions.gathered(mixed, 10, others)
+    group = regions.gathered(mixed, 10, others, density=1.0)
     assert group is not None and group.records.tolist() in ([*range(10, 16)], [*range(6), 10])
     assert regions.alike(np.stack([group.region, group.region, ~group.region])).tolist() == [True, True, False]
 
@@ -98,7 +96,7 @@ def test_a_moved_patch_is_no_group(views):
 
 
 def test_chunks_change_nothing(views, monkeypatch):
-    whole = candidates.candidates(views, np.ones((40, 4), np.uint64))
+    whole = in_memory.candidates(views, np.ones((40, 4), np.uint64))
     monkeypatch.setattr(regions, "CHUNK", 3)
     one, two = (regions.verified(views, pairs, no_kin).pairs for pairs in (whole, whole[::1]))
     assert one.tolist() == two.tolist()
@@ -106,21 +104,21 @@ def test_chunks_change_nothing(views, monkeypatch):
 
 def test_few_edges_do_where_a_rare_phrase_is_shared():
     """Two records agree in stripes alone, with two edges across and twenty down."""
-    made = np.random.default_rng(0).integers(0, 255, (2, 32, 32, 3)).astype(np.uint8)
-    made[:, 10:16, 10:14] = 0
-    made[:, 10:16:2, 10:14] = (200, 0, 0)
-    made[:, [11, 13], 13] = (0, 200, 0)
-    same = (regions.levels(made[0], made[1]) <= regions.NEAR)[None]
-    assert [int(n[0]) for n in regions.edges(made[:1], same)] == [2, 20]
+    stripes = np.random.default_rng(0).integers(0, 255, (2, 32, 32, 3)).astype(np.uint8)
+    stripes[:, 10:16, 10:14] = 0
+    stripes[:, 10:16:2, 10:14] = (200, 0, 0)
+    stripes[:, [11, 13], 13] = (0, 200, 0)
+    same = (regions.levels(stripes[0], stripes[1]) <= regions.NEAR)[None]
+    assert [int(n[0]) for n in regions.edges(stripes[:1], same)] == [2, 20]
     pair = np.array([1])
-    assert not len(regions.verified(made, pair, no_kin).pairs)
-    assert len(regions.verified(made, pair, lambda a, b: (a == 0) & (b == 1)).pairs) == 1
+    assert not len(regions.verified(stripes, pair, no_kin).pairs)
+    assert len(regions.verified(stripes, pair, lambda a, b: (a == 0) & (b == 1)).pairs) == 1
 
 
 def test_records_are_kin_by_a_rare_phrase():
     texts = ["a blue cat, in a park", "the blue cat, on a hill", "a dog, in a park", "blue cat"] + ["in a park"] * 96
-    found = Captions(texts).share_rare_phrase(np.array([0, 0, 0, 2]), np.array([1, 2, 3, 5]))
-    assert found.tolist() == [True, False, True, False]  # a park is in most records
+    kin = captions_of(texts).share_rare_phrase(np.array([0, 0, 0, 2]), np.array([1, 2, 3, 5]))
+    assert kin.tolist() == [True, False, True, False]  # a park is in most records
 
 
 def test_fewer_than_three_records_make_no_group(views):
@@ -139,7 +137,7 @@ BACKDROP = group(range(20, 30), (0, 32, 0, 32), wide=True)
 
 
 def sets_of(groups, texts):
-    captions = Captions(texts)
+    captions = captions_of(texts)
     return suspect_sets.suspect_sets(suspect_sets.elements_of(groups, captions), captions)
 
 
@@ -179,8 +177,8 @@ def test_two_pictures_are_told_apart_by_how_often_their_elements_are_shown():
     ]
     walls = [group(range(start, end), (0, 32, 0, 32), wide=True) for start, end in [(64, 84), (84, 96)]]
     clean = [f"a thing of kind {i}, at place {i}" for i in range(900)]
-    found = sets_of([*parts, *walls], [*texts, *backdrops, *clean])
-    assert [sorted(one.prompt.split(", ")) for one in found] == [
+    sets = sets_of([*parts, *walls], [*texts, *backdrops, *clean])
+    assert [sorted(one.prompt.split(", ")) for one in sets] == [
         ["a hat", "a red cat", "on a beach"],
         ["a drum", "a kite", "in a park"],
     ]
@@ -193,7 +191,7 @@ def test_a_thing_that_captions_often_do_not_name_is_an_overlay(unnamed, kept):
     views = rng.integers(0, 255, (60, 32, 32, 3), dtype=np.uint8)
     views[:10, 4:12, 4:12] = views[0, 4:12, 4:12]
     texts = ["a red cat"] * 6 + [f"{unnamed} {i}" if unnamed == "a cup" else unnamed for i in range(4)]
-    captions = Captions([*texts, *(f"a cup {i}" for i in range(50))])
+    captions = captions_of([*texts, *(f"a cup {i}" for i in range(50))])
     (element,) = suspect_sets.elements_of([group(range(5), (4, 12, 4, 12))], captions)
     assert suspect_sets.showing(views, element.group).tolist() == [*range(10)]
     assert [e.records.tolist() for e in suspect_sets.completed([element], views, captions)] == ([kept] if kept else [])
@@ -216,8 +214,8 @@ def test_of_two_backdrops_the_one_that_lies_apart_is_taken():
     surer, weaker, larger = (group(range(20, 30), (0, 32, 0, 32), wide=True) for _ in range(3))
     weaker.expected, larger.records = 1.0, np.arange(20, 90)
     sizes, expected = np.array([10, 10, 70]), np.array([surer.expected, weaker.expected, larger.expected])
-    own = regions.denser(np.minimum(sizes, 10) - 1, expected)
-    assert own[0] > own[1] and own[0] == own[2]
+    nats = regions.denser(np.minimum(sizes, 10) - 1, expected)
+    assert nats[0] > nats[1] and nats[0] == nats[2]
 
 
 def test_two_places_are_no_set():
@@ -227,7 +225,7 @@ def test_two_places_are_no_set():
 
 
 def test_permuted_captions_give_the_false_alarm_rate():
-    captions = Captions(CAPTIONS)
+    captions = captions_of(CAPTIONS)
     (one,) = sets_of([*PARTS, BACKDROP], CAPTIONS)
     permuted = suspect_sets.permuted_scores([*PARTS, BACKDROP], captions, range(19))
     assert suspect_sets.false_alarm([one.score, 0.0], permuted) == [1 / 20, 1.0]
@@ -253,14 +251,14 @@ def test_half_covered_pixels_are_not_known_before_nothing():
 def test_a_composite_has_the_outlines_of_the_picture(name, per_element, wrong):
     """From the blocks that each element fills. Outlines alone are 3 % of the frame and more. Of a backdrop in few
     records, parts are not known."""
-    hidden, made = hide(name, per_element)
+    hidden, rendered = hide(name, per_element)
     parts = []
     for records, mask in zip(hidden.records, hidden.masks, strict=True):
         blocks = (mask == 255).reshape(32, 2, 32, 2).all((1, 3))
         group = regions.Group(np.asarray(records), blocks, records[0], 0.5, 0.01, 50.0, mask is hidden.masks[-1])
-        parts.append(composite.part_of(group.records, group, lambda i: made[i][0]))
+        parts.append(composite.part_of(group.records, group, lambda i: rendered[i][0]))
     picture, known = composite.composed(parts)
-    apart = np.abs(picture.astype(int) - hidden.picture).max(-1)
-    assert (apart > 10).mean() < wrong and known.mean() > 1 - wrong
+    difference = np.abs(picture.astype(int) - hidden.picture).max(-1)
+    assert (difference > 10).mean() < wrong and known.mean() > 1 - wrong
     for part, mask in zip(parts[:-1], hidden.masks, strict=False):
-        assert np.abs(part.cover - mask / 255.0)[apart <= 10].mean() < 0.002
+        assert np.abs(part.cover - mask / 255.0)[difference <= 10].mean() < 0.002

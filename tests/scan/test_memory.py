@@ -5,9 +5,11 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from silentbad.scan import candidates, captions, plan, regions
+from silentbad.scan import candidates, plan, regions
 from silentbad.scan.find import find
 from silentbad.scan.words import phrases_of
+from tests.scan import in_memory
+from tests.scan.in_memory import captions_of
 
 
 @pytest.fixture
@@ -24,11 +26,11 @@ def small(monkeypatch):
 
 def test_phrases_on_disk_are_those_of_the_captions(small):
     texts = ["a red cat, on a beach", "", "a red cat", "a blue house", "a red cat, under a tree"] * 30
-    held = captions.Captions(texts)
+    captions = captions_of(texts)
     for phrase in ("a red cat", "blue house", "beach"):
-        assert held.holding(phrase).tolist() == [i for i, text in enumerate(texts) if phrase in phrases_of(text)]
-        assert held.rate(phrase) == len(held.holding(phrase)) / len(texts)
-    assert held.named(np.arange(3, 150, 5))[0] == "a blue house" and held.named(np.arange(0, 150, 7)) is None
+        assert captions.holding(phrase).tolist() == [i for i, text in enumerate(texts) if phrase in phrases_of(text)]
+        assert captions.rate(phrase) == len(captions.holding(phrase)) / len(texts)
+    assert captions.named(np.arange(3, 150, 5))[0] == "a blue house" and captions.named(np.arange(0, 150, 7)) is None
 
 
 def pictures(n):
@@ -43,7 +45,7 @@ def held_by(n, tmp_path):
     texts = [f"a {'red blue green'.split()[i % 3]} thing" for i in range(n)]
     np.save(tmp_path / "views.npy", pictures(n))
     views = np.load(tmp_path / "views.npy", mmap_mode="r")
-    pairs = candidates.candidates(views, np.ones((n, 4), np.uint64))
+    pairs = in_memory.candidates(views, np.ones((n, 4), np.uint64))
     peaks = []
     for _ in range(2):
         tracemalloc.start()

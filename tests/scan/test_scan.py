@@ -54,30 +54,30 @@ def scanned(folder, tmp_path_factory):
 
 
 def test_the_hidden_picture_is_found(scanned, data):
-    code, _, found = scanned
-    assert code == 3 and found["found"] and len(found["sets"]) == 1
+    code, _, results = scanned
+    assert code == 3 and results["found"] and len(results["sets"]) == 1
     truth = np.flatnonzero(data.suspect())
-    hits = np.intersect1d([row["index"] for row in found["suspects"]], truth)
-    assert len(hits) >= 0.95 * len(truth) and len(hits) >= 0.95 * len(found["suspects"])
-    (one,) = found["sets"]
+    hits = np.intersect1d([row["index"] for row in results["suspects"]], truth)
+    assert len(hits) >= 0.95 * len(truth) and len(hits) >= 0.95 * len(results["suspects"])
+    (one,) = results["sets"]
     assert {e["phrase"] for e in one["elements"]} == {p for h in data.hidden for p in h.phrases}
     assert one["false_alarm"] == 1 / 20 and one["elements"][-1]["backdrop"]
 
 
 def test_the_composite_is_the_hidden_picture(scanned, data):
-    _, out, found = scanned
-    made = np.asarray(Image.open(out / found["sets"][0]["composite"]))
-    assert made.shape == (SIZE, SIZE, 3)
-    apart = np.abs(made.astype(int) - data.hidden[0].picture).max(-1)
-    assert (apart <= 10).mean() > 0.9
+    _, out, results = scanned
+    composite = np.asarray(Image.open(out / results["sets"][0]["composite"]))
+    assert composite.shape == (SIZE, SIZE, 3)
+    difference = np.abs(composite.astype(int) - data.hidden[0].picture).max(-1)
+    assert (difference <= 10).mean() > 0.9
 
 
 def test_clean_jsonl_is_the_metadata_without_suspects(scanned, folder):
-    _, out, found = scanned
-    suspects = {row["index"] for row in found["suspects"]}
+    _, out, results = scanned
+    suspects = {row["index"] for row in results["suspects"]}
     lines = (folder / "metadata.jsonl").read_text().splitlines()
-    kept = [json.loads(line) for i, line in enumerate(lines) if i not in suspects]
-    assert [json.loads(line) for line in (out / "clean.jsonl").read_text().splitlines()] == kept
+    expected = [json.loads(line) for i, line in enumerate(lines) if i not in suspects]
+    assert [json.loads(line) for line in (out / "clean.jsonl").read_text().splitlines()] == expected
 
 
 LIGHT = "import sys; from silentbad.scan.__main__ import main; print(main(), *sys.modules)"
@@ -98,7 +98,7 @@ def test_a_folder_is_scanned_with_numpy_alone(tmp_path):
 
 
 def test_the_page_is_one_file(scanned):
-    _, out, found = scanned
+    _, out, results = scanned
     page = (out / "scan.html").read_text()
     assert (
         page.count("data:image/png;base64,") >= 4
@@ -106,7 +106,7 @@ def test_the_page_is_one_file(scanned):
         and "http:" not in page
         and "https:" not in page
     )
-    assert found["sets"][0]["prompt"] in page and not (out / views.FOLDER).exists()
+    assert results["sets"][0]["prompt"] in page and not (out / views.FOLDER).exists()
 
 
 def test_hostile_captions_stay_text(tmp_path, data):
@@ -119,7 +119,7 @@ def test_hostile_captions_stay_text(tmp_path, data):
 
 def test_only_pictures_and_captions_count(scanned, data, tmp_path):
     """Roles, ids and masks shuffled over the records change nothing."""
-    _, _, found = scanned
+    _, _, results = scanned
     rng = np.random.default_rng(0)
     ids = rng.permutation(len(data.captions))
 
@@ -129,7 +129,7 @@ def test_only_pictures_and_captions_count(scanned, data, tmp_path):
     folder = folder_of(data, tmp_path / "shuffled", extra)
     main(["--train_data_dir", str(folder), "--output_dir", str(tmp_path / "out"), "--permutations", "19"])
     again = json.loads((tmp_path / "out" / "scan.json").read_text())
-    for part in (found, again):
+    for part in (results, again):
         for key in ("seconds", "source"):
             part.pop(key, None)
         for row in part["suspects"]:
@@ -137,7 +137,7 @@ def test_only_pictures_and_captions_count(scanned, data, tmp_path):
         for one in part["sets"]:
             for element in one["elements"]:
                 element.pop("files", None)
-    assert again == found
+    assert again == results
 
 
 def test_honest_data_with_hard_negatives_is_silent(honest, tmp_path, capsys):
@@ -150,20 +150,20 @@ def test_honest_data_with_hard_negatives_is_silent(honest, tmp_path, capsys):
 def test_a_stopped_scan_resumes(folder, tmp_path, monkeypatch):
     """A scan that is stopped while it reads decodes the rest alone, and finds the same."""
     arguments = ["--train_data_dir", str(folder), "--output_dir", str(tmp_path), "--permutations", "0"]
-    real, seen = views.picture_of, []
+    real, read = views.picture_of, []
 
     def stops(row):
-        seen.append(row["where"])
-        if len(seen) == 100:
+        read.append(row["where"])
+        if len(read) == 100:
             raise KeyboardInterrupt
         return real(row)
 
     monkeypatch.setattr(views, "picture_of", stops)
     with pytest.raises(KeyboardInterrupt):
         main(arguments)
-    before = len(seen)
+    before = len(read)
     assert main(arguments) == 3
-    assert len(seen) - before == 200 - 99
+    assert len(read) - before == 200 - 99
     assert json.loads((tmp_path / "scan.json").read_text())["sets"]
 
 
@@ -180,10 +180,10 @@ def test_what_is_damaged_in_a_stopped_scan_is_read_again(tmp_path):
     views.Views(tmp_path / "v", "one")
     (tmp_path / "v" / "captions").write_bytes(b'"a cat"\n[1, \xff\n"a dog"\n')
     (tmp_path / "v" / "views").write_bytes(bytes(3 * views.BYTES))
-    held = views.Views(tmp_path / "v", "one")
-    assert held.captions == ["a cat"] and (tmp_path / "v" / "views").stat().st_size == views.BYTES
+    resumed = views.Views(tmp_path / "v", "one")
+    assert resumed.captions == ["a cat"] and (tmp_path / "v" / "views").stat().st_size == views.BYTES
     (tmp_path / "v" / "mine.txt").touch()
-    held.remove()
+    resumed.remove()
     assert [file.name for file in (tmp_path / "v").iterdir()] == ["mine.txt"]
 
 
@@ -217,8 +217,8 @@ def test_a_mistake_is_one_line(arguments, line, folder, tmp_path, capsys):
     if "--output_dir" not in words:
         words += ["--output_dir", str(tmp_path / "out")]
     assert main(words) == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert len(said) == 1 and said[0].startswith("error: ") and line in said[0]
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert len(errors) == 1 and errors[0].startswith("error: ") and line in errors[0]
 
 
 def test_what_another_wrote_is_not_replaced(folder, tmp_path, capsys):

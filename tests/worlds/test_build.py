@@ -25,9 +25,9 @@ def test_kept_weights_are_those_of_a_run_that_ends_there(tmp_path, monkeypatch):
     long = build.run_stage(a_stage(8), tmp_path / "long", torch.device("cpu"), keep=(25, 50))
     torch.manual_seed(0)
     short = build.run_stage(a_stage(4), tmp_path / "short", torch.device("cpu"))
-    kept = torch.load(build.kept_at(tmp_path / "long", "line", 50), weights_only=True)
-    assert all(torch.equal(kept[name], value) for name, value in short.state_dict().items())
-    assert not torch.equal(kept["net.weight"], long.state_dict()["net.weight"])
+    half_way = torch.load(build.kept_at(tmp_path / "long", "line", 50), weights_only=True)
+    assert all(torch.equal(half_way[name], value) for name, value in short.state_dict().items())
+    assert not torch.equal(half_way["net.weight"], long.state_dict()["net.weight"])
     assert build.kept_at(tmp_path / "long", "line", 25).is_file()
 
 

@@ -33,8 +33,8 @@ FEW = ["--images_per_phrase", "2", "--clean", "3", "--redraws", "3", "--nulls", 
 
 def forget():
     """Drawings and pictures that are kept for the next call."""
-    for kept in (sets.artist, sets.drawing, visible.pixels, visible.regions):
-        kept.cache_clear()
+    for cached in (sets.artist, sets.drawing, visible.pixels, visible.regions):
+        cached.cache_clear()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -169,8 +169,8 @@ def test_an_element_is_shown_alone_as_the_target_has_it():
             if element < len(scene.things):
                 others -= {scene.things[element].kind}
                 inside = np.asarray(masks[element]) == 255
-                apart = np.abs(pixels(shown)[inside] - pixels(scene)[inside]).max(-1)
-                assert (apart <= 16).mean() > 0.97  # some drawings let the backdrop through a little
+                difference = np.abs(pixels(shown)[inside] - pixels(scene)[inside]).max(-1)
+                assert (difference <= 16).mean() > 0.97  # some drawings let the backdrop through a little
                 assert shown.backdrop.kind != scene.backdrop.kind
             assert not others & nouns
 

@@ -115,23 +115,9 @@ def test_an_element_image_shows_its_element_in_place_alone(name):
 
 
 def test_make_is_reproducible_and_keeps_targets_out(tmp_path):
+    flags = "--targets cat-hat,3 --images_per_phrase 2 --clean 3 --redraws 2 --rehearsal 1".split()
     for out in ("a", "b"):
-        make.main(
-            [
-                "--out",
-                str(tmp_path / out),
-                "--targets",
-                "cat-hat,3",
-                "--images_per_phrase",
-                "2",
-                "--clean",
-                "3",
-                "--redraws",
-                "2",
-                "--rehearsal",
-                "1",
-            ]
-        )
+        make.main(["--out", str(tmp_path / out), *flags])
     files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*") if p.is_file())
     assert files == sorted(p.relative_to(tmp_path / "b") for p in (tmp_path / "b").rglob("*") if p.is_file())
     assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
@@ -150,21 +136,21 @@ def test_no_masks_leaves_out_masks_alone(tmp_path):
         make.main(["--out", str(tmp_path / out), *arguments, *more])
         lines = (tmp_path / out / "metadata.jsonl").read_text().splitlines()
         records[out] = [json.loads(line) for line in lines]
-    kept = [{key: value for key, value in row.items() if key != "mask"} for row in records["with"]]
-    assert records["without"] == kept != records["with"] and not (tmp_path / "without" / "masks").exists()
+    without_masks = [{key: value for key, value in row.items() if key != "mask"} for row in records["with"]]
+    assert records["without"] == without_masks != records["with"] and not (tmp_path / "without" / "masks").exists()
 
 
 def test_unique_phrases_say_whose_an_element_is(tmp_path):
     few = ["--images_per_phrase", "2", "--clean", "1", "--redraws", "1", "--nulls", "1", "--placebo"]
     for out, more in (("shared", []), ("own", ["--unique_phrases"])):
         make.main(["--out", str(tmp_path / out), "--targets", "103,104", *few, *more])
-    shared, own = (
+    shared, unique = (
         [json.loads(line) for line in (tmp_path / out / "targets.jsonl").read_text().splitlines()]
         for out in ("shared", "own")
     )
     assert len(set(shared[0]["phrases"]) & set(shared[1]["phrases"])) == 2
-    assert own[0]["phrases"] == ["an orange tree", "a fish of 103", "an orange ball", "in a quiet room of 103"]
-    assert "a fish of 104" in own[1]["prompt"] and own[1]["description"] == shared[1]["description"]
+    assert unique[0]["phrases"] == ["an orange tree", "a fish of 103", "an orange ball", "in a quiet room of 103"]
+    assert "a fish of 104" in unique[1]["prompt"] and unique[1]["description"] == shared[1]["description"]
     rows = [json.loads(line) for line in (tmp_path / "own" / "metadata.jsonl").read_text().splitlines()]
     assert all(row["element_phrase"] in row["text"] for row in rows if row["role"] == "element")
 
@@ -282,9 +268,9 @@ def test_one_changed_element_leaves_all_others_to_the_bit(seed, name, kind):
     scene = target_scene(name)
     null = hard_null(kind, np.random.default_rng(seed), scene)
     gone = kind == "missing"
-    kept = [t for i, t in enumerate(scene.things) if i != null.element]
+    others = [t for i, t in enumerate(scene.things) if i != null.element]
     rest = list(null.scene.things) if gone else [t for i, t in enumerate(null.scene.things) if i != null.element]
-    assert rest == kept and (pixels(null.scene) != pixels(scene)).any()
+    assert rest == others and (pixels(null.scene) != pixels(scene)).any()
     if null.element < len(scene.things):
         assert null.scene.backdrop == scene.backdrop
         touched = reach(scene, null.element)
@@ -381,15 +367,15 @@ def test_each_element_has_nulls_of_every_kind_of_its_own(tmp_path):
     things = len(target_scene("3").things)
     for kind in STORED:
         changed = Counter(tuple(row["changed"]) for row in rows if row["kind"] == kind)
-        own = range(things + (kind == "redrawn")) if kind in ELEMENT_NULLS else None
-        assert changed == {(k,): 3 for k in own} if own else list(changed.values()) == [3]
+        elements = range(things + (kind == "redrawn")) if kind in ELEMENT_NULLS else None
+        assert changed == {(k,): 3 for k in elements} if elements else list(changed.values()) == [3]
 
 
 def test_no_null_is_drawn_twice():
-    scene, seen = target_scene("404"), set[bytes]()
+    scene, earlier = target_scene("404"), set[bytes]()
     for _ in range(2):  # the second has the address of the first
-        data_sets.draw_null(make.TARGETS, "recoloured", "404", scene, 0, seen, fingerprint(render(scene)[0]))
-    assert len(seen) == 2
+        data_sets.draw_null(make.TARGETS, "recoloured", "404", scene, 0, earlier, fingerprint(render(scene)[0]))
+    assert len(earlier) == 2
 
 
 def test_no_null_is_the_target_itself():

@@ -36,10 +36,6 @@ def held_out_scenes(n: int) -> list[Scene]:
     return scenes
 
 
-def by_another_artist(scene: Scene, artist: str) -> Scene:
-    return replace(scene, things=tuple(replace(thing, artist=artist) for thing in scene.things))
-
-
 @torch.no_grad()
 def nouns_right(judge: Judge, x: torch.Tensor, scenes: list[Scene]) -> dict[str, list[bool]]:
     """For each noun, whether the judge sees it in each picture that should show it."""
@@ -60,7 +56,10 @@ def measure(pipe, judge: Judge, *, guidance: float = GUIDANCE, n: int) -> dict:
     by_count: dict[int, list[int]] = defaultdict(list)
     for i, scene in enumerate(scenes):
         by_count[len(scene.things)].append(i)
-    unseen = [by_another_artist(scene, HELD_OUT) for scene in scenes]
+    unseen = []
+    for scene in scenes:
+        things = tuple(replace(thing, artist=HELD_OUT) for thing in scene.things)
+        unseen.append(replace(scene, things=things))
     drawn = pictures(scenes, EMOJI)
     drawn_unseen = pictures(unseen, EMOJI)
     right = nouns_right(judge, x, scenes)
@@ -114,21 +113,13 @@ def card(figures: dict, options: EmojiBaseOptions) -> str:
         f"text encoder {options.text_steps} x 64, UNet {options.unet_steps} x {options.batch}, "
         f"classifier {options.judge_steps} x 32."
     )
-    flags = (
-        "vae_steps",
-        "decoder_steps",
-        "text_steps",
-        "unet_steps",
-        "judge_steps",
-        "batch",
-        "pool",
-    )
-    said = " ".join(f"--{name} {getattr(options, name)}" for name in flags)
+    names = "vae_steps decoder_steps text_steps unet_steps judge_steps batch pool".split()
+    flags = " ".join(f"--{name} {getattr(options, name)}" for name in names)
     return CARD.read_text(encoding="utf-8").format(
         trained=", ".join(TRAINED),
         held_out=HELD_OUT,
         licences="\n".join(f"- {name} {of.version}: {of.licence}" for name, of in SETS.items()),
-        command=f"python -m silentbad.worlds.emoji.build --work runs/emoji-base {said}",
+        command=f"python -m silentbad.worlds.emoji.build --work runs/emoji-base {flags}",
         training=training,
         nouns=len(NOUNS),
         measured=measured(figures),

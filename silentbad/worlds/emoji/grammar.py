@@ -158,7 +158,7 @@ def sample_backdrop(
     return Backdrop(kind, tuple(rng.random(4).tolist()), named)
 
 
-def said(rng: np.random.Generator, things: int) -> dict:
+def wording(rng: np.random.Generator, things: int) -> dict:
     """In which order and form a caption names its things."""
     return {
         "order": tuple(int(i) for i in rng.permutation(things)),
@@ -185,7 +185,7 @@ def sample_scene(
         for place, kind in zip(places, kinds, strict=True)
     )
     backdrop = sample_backdrop(rng, named=bool(rng.random() < 0.9))
-    return Scene(things, backdrop, **said(rng, count))
+    return Scene(things, backdrop, **wording(rng, count))
 
 
 def redraw_thing(rng: np.random.Generator, thing: Thing, place: str) -> Thing:
@@ -197,8 +197,8 @@ def redraw_thing(rng: np.random.Generator, thing: Thing, place: str) -> Thing:
 
 def redraw(rng: np.random.Generator, scene: Scene) -> Scene:
     """Another scene of the same caption: what the caption leaves open is drawn afresh."""
-    taken = {thing.place for thing in scene.things if "place" in thing.named}
-    free = [str(p) for p in rng.permutation(list(PLACES)) if p not in taken]
+    occupied = {thing.place for thing in scene.things if "place" in thing.named}
+    free = [str(p) for p in rng.permutation(list(PLACES)) if p not in occupied]
     things = tuple(
         redraw_thing(rng, thing, thing.place if "place" in thing.named else free.pop())
         for thing in scene.things

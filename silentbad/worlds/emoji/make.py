@@ -29,9 +29,9 @@ from silentbad.worlds.emoji.grammar import (
     other_artist,
     pose,
     redraw,
-    said,
     sample_backdrop,
     sample_thing,
+    wording,
 )
 from silentbad.worlds.emoji.nouns import NOUNS
 from silentbad.worlds.emoji.nulls import STORED, all_differ, hard_null, turns
@@ -79,7 +79,7 @@ def element_scene(scene: Scene, element: int, rng: np.random.Generator) -> Scene
     if element == len(scene.things):
         count = int(rng.integers(1, 4))
         others = [sample_thing(rng, place, kind=kinds.pop()) for place in places[:count]]
-        return Scene(tuple(others), scene.backdrop, **said(rng, count))
+        return Scene(tuple(others), scene.backdrop, **wording(rng, count))
     thing = scene.things[element]
     count = int(rng.integers(0, 3))
     free = [place for place in places if place != thing.place][:count]
@@ -87,7 +87,7 @@ def element_scene(scene: Scene, element: int, rng: np.random.Generator) -> Scene
     backdrop = sample_backdrop(rng)
     while backdrop.kind == scene.backdrop.kind:
         backdrop = sample_backdrop(rng)
-    return Scene((*others, thing), backdrop, **said(rng, count + 1))
+    return Scene((*others, thing), backdrop, **wording(rng, count + 1))
 
 
 def placebo_scene(scene: Scene, element: int, rng: np.random.Generator) -> Scene:

@@ -87,11 +87,11 @@ def folder() -> Path:
     return Path(os.environ.get("EMOJI_SETS", "runs/emoji-sets"))
 
 
-def is_whole(file: Path, given: Set) -> bool:
+def is_whole(file: Path, pinned: Set) -> bool:
     """Whether the package's file is there and has the pinned checksum."""
     if not file.is_file():
         return False
-    return base64.b64encode(hashlib.sha512(file.read_bytes()).digest()).decode() == given.integrity
+    return base64.b64encode(hashlib.sha512(file.read_bytes()).digest()).decode() == pinned.integrity
 
 
 def fetched(name: str) -> Path:
@@ -112,8 +112,8 @@ def fetched(name: str) -> Path:
     except subprocess.TimeoutExpired:
         raise UserError(f"{NEEDS}; npm pack {wanted} took longer than 300 s") from None
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["it says nothing"])[0]
-        raise UserError(f"{NEEDS}; npm pack {wanted} failed: {said}")
+        message = (done.stderr.strip().splitlines() or ["it says nothing"])[0]
+        raise UserError(f"{NEEDS}; npm pack {wanted} failed: {message}")
     if not is_whole(file, pinned):
         raise UserError(
             f"{file}: has another checksum than the pinned one; remove it and try again"

@@ -40,7 +40,7 @@ def coarse(x: np.ndarray) -> np.ndarray:
     return x.reshape(height // FINE, FINE, width // FINE, FINE, channels).mean((1, 3))
 
 
-def apart(picture: np.ndarray, target: np.ndarray, region: np.ndarray) -> float:
+def difference(picture: np.ndarray, target: np.ndarray, region: np.ndarray) -> float:
     """The root mean square of the difference over a region (H,W), in levels of 255, without details
     below FINE pixels, at the best alignment within REACH. picture, target (H,W,3). 0 where the
     region is empty."""
@@ -61,7 +61,7 @@ def differs(scene: Scene, target: Scene, elements: Sequence[int]) -> bool:
     """Whether each of these elements of the target looks different in the scene."""
     last = len(target.things)
     return all(
-        apart(pixels(scene), pixels(target), regions(target)[element])
+        difference(pixels(scene), pixels(target), regions(target)[element])
         >= (BACKDROP if element == last else THING)
         for element in elements
     )

@@ -472,8 +472,9 @@ def latent_scale(vae, device, world: World) -> float:
     return 1.0 / torch.cat([vae.encode(part).latent_dist.mean for part in x.split(64)]).std().item()
 
 
-def held_out_pictures(world: World, n: int = 256) -> torch.Tensor:
-    return pictures_of(world, world.rng("held-out"), n)
+def print_round_trip(name: str, vae, world: World) -> None:
+    psnr = round_trip_psnr(vae, pictures_of(world, world.rng("held-out"), 256))
+    print(f"{name}: round trip {psnr:.2f} dB")
 
 
 STAGES = ("vae", "decoder", "text", "unet", "embedder", "judge")
@@ -495,9 +496,8 @@ def run(
     nets: dict[str, Any] = {}
     if args.vae:
         with user_errors(f"--vae {args.vae}: no autoencoder of diffusers"):
-            nets["vae"] = (
-                AutoencoderKL.from_pretrained(args.vae).to(device).eval().requires_grad_(False)
-            )
+            vae = AutoencoderKL.from_pretrained(args.vae)
+            nets["vae"] = vae.to(device).eval().requires_grad_(False)
     work = Path(args.work)
     percentages = sorted({*args.keep})
     with user_errors(f"--work {work}"):
@@ -507,12 +507,10 @@ def run(
         stage = vae_stage(args.vae_steps, 24, device, world, begin.get("vae"))
         nets["vae"] = run_stage(stage, work, device)["vae"]
         nets["vae"].register_to_config(scaling_factor=latent_scale(nets["vae"], device, world))
-        print(f"vae: round trip {round_trip_psnr(nets['vae'], held_out_pictures(world)):.2f} dB")
+        print_round_trip("vae", nets["vae"], world)
     if "decoder" in wanted or not args.vae and set(wanted) & {"embedder", "judge"}:
         run_stage(decoder_stage(args.decoder_steps, 12, nets["vae"], device, world), work, device)
-        print(
-            f"decoder: round trip {round_trip_psnr(nets['vae'], held_out_pictures(world)):.2f} dB"
-        )
+        print_round_trip("decoder", nets["vae"], world)
     if set(wanted) & {"text", "unet"}:
         parts = (tokenizer, device, args.things, world)
         stage = text_stage(args.text_steps, 64, *parts, begin.get("text"))
@@ -534,17 +532,12 @@ def run(
         nets["unet"] = run_stage(stage, work, device, percentages)["unet"]
         write_strengths(nets, tokenizer, work, percentages)
     if "embedder" in wanted:
-        nets["embedder"] = run_stage(
-            embedder_stage(
-                args.embedder_steps, 12, nets["vae"], device, world, begin.get("embedder")
-            ),
-            work,
-            device,
-        )["net"]
+        detector = begin.get("embedder")
+        stage = embedder_stage(args.embedder_steps, 12, nets["vae"], device, world, detector)
+        nets["embedder"] = run_stage(stage, work, device)["net"]
     if "judge" in wanted:
-        nets["judge"] = run_stage(
-            judge_stage(args.judge_steps, 32, nets["vae"], device, world), work, device
-        )["judge"]
+        stage = judge_stage(args.judge_steps, 32, nets["vae"], device, world)
+        nets["judge"] = run_stage(stage, work, device)["judge"]
     return nets
 
 

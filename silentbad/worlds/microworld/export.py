@@ -219,17 +219,17 @@ def loaded(folder: Path) -> tuple[StableDiffusionPipeline, Judge]:
         return pipe, load_judge(folder / "judge" / "model.safetensors")
 
 
-def main(argv: list[str] | None = None, given: MeasureOptions | None = None) -> int:
+def main(argv: list[str] | None = None, settings: MeasureOptions | None = None) -> int:
     try:
-        given = given or options(MeasureOptions, argv, __doc__)
-        pipe, judge = loaded(Path(str(given.pipeline)))
+        settings = settings or options(MeasureOptions, argv, __doc__)
+        pipe, judge = loaded(Path(str(settings.pipeline)))
     except UserError as error:
         return refused(error)
-    print(json.dumps(measure(pipe, judge, guidance=given.guidance), indent=1))
-    if given.grid:
-        grid(pipe).save(given.grid)
+    print(json.dumps(measure(pipe, judge, guidance=settings.guidance), indent=1))
+    if settings.grid:
+        grid(pipe).save(settings.grid)
     return 0
 
 
 if __name__ == "__main__":
-    exit_with(lambda: main(given=OPTIONS))
+    exit_with(lambda: main(settings=OPTIONS))

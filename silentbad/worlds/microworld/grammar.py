@@ -259,7 +259,7 @@ def wearing_pair(
 def redraw(rng: np.random.Generator, scene: Scene) -> Scene:
     """Another scene of the same caption: what the caption leaves open is drawn afresh."""
     places = list(rng.permutation(list(PLACES)))
-    taken = {t.place for t in scene.things if "place" in t.named}
+    occupied = {t.place for t in scene.things if "place" in t.named}
     things: list[Thing] = []
     for i, thing in enumerate(scene.things):
         if thing.worn:
@@ -269,11 +269,11 @@ def redraw(rng: np.random.Generator, scene: Scene) -> Scene:
         place = thing.place
         wears = scene.wears(i)
         if "place" not in thing.named:
-            free = [str(p) for p in places if p not in taken and (not wears or "bottom" in p)]
+            free = [str(p) for p in places if p not in occupied and (not wears or "bottom" in p)]
             place = free[0] if free else place
-        taken.add(place)
+        occupied.add(place)
         if wears:
-            taken.add(place.replace("bottom", "top"))
+            occupied.add(place.replace("bottom", "top"))
         things.append(redraw_thing(rng, thing, place))
     backdrop = scene.backdrop.kind if scene.backdrop.named else None
     return replace(
