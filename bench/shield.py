@@ -86,7 +86,7 @@ def chosen(seed: int, ratio: float, pool: list[Drawn]) -> list[Drawn]:
 def scanned(data: Data) -> tuple[Findings, float]:
     """What the scan finds, and its processor seconds."""
     start = time.process_time()
-    found = find(np.stack([view(picture) for picture in data.pictures]), data.captions, permutations=0)
+    found = find(np.stack([view(picture) for picture in data.pictures]), data.captions)
     draw(found, lambda i: data.pictures[i])
     return found, time.process_time() - start
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from silentbad.scan.composite import Layer, Open, composed, part_of
-from silentbad.scan.engines import Engine, Process
+from silentbad.scan.engines import Process
 from silentbad.scan.plan import Plan, describe
 from silentbad.scan.record_parts import PART
 from silentbad.scan.suspect_sets import (
@@ -48,18 +48,11 @@ class Findings:
         return np.unique(np.concatenate(named)) if named else np.zeros(0, np.int64)
 
 
-def find(
-    views: np.ndarray,
-    texts: Sequence[str],
-    permutations: int = 99,
-    seed: int = 0,
-    engine: Engine | None = None,
-    size: int = PART,
-) -> Findings:
-    """Suspect sets of views (N,32,32,3) uint8 with their N captions, in parts of `size` records.
-    `draw` adds the sets' pictures."""
+def find(views: np.ndarray, texts: Sequence[str], size: int = PART) -> Findings:
+    """Suspect sets of views (N,32,32,3) uint8 with their N captions, in parts of `size` records,
+    without false alarms. `draw` adds the sets' pictures."""
     with tempfile.TemporaryDirectory() as folder:
-        plan = Plan(Path(folder), engine or Process(), seed)
+        plan = Plan(Path(folder), Process())
         sizes = []
         for number, start in enumerate(range(0, len(views), size)):
             part = Views(plan.store.part(number), "")
@@ -67,7 +60,7 @@ def find(
             describe(plan.store, number, part)
             sizes.append(len(part.captions))
         plan.index(sizes)
-        return search(plan, permutations)
+        return search(plan, permutations=0)
 
 
 def search(plan: Plan, permutations: int) -> Findings:

@@ -15,7 +15,7 @@ import numpy as np
 from silentbad.files import from_json
 from silentbad.scan.captions import Captions
 from silentbad.scan.regions import SIDE
-from silentbad.scan.views import BYTES, Views
+from silentbad.scan.views import BYTES
 from silentbad.scan.words import BITS
 
 
@@ -91,15 +91,15 @@ class Store:
             start, end = np.searchsorted(numbers, [low, high])
             yield np.asarray(numbers[start:end])
 
-    def joined(self, name: str, parts: Iterable[np.ndarray], dtype: type = np.int64) -> np.ndarray:
-        """Some arrays one after another, in a file that is mapped."""
+    def joined(self, name: str, parts: Iterable[np.ndarray]) -> np.ndarray:
+        """Some arrays of numbers one after another, in a file that is mapped."""
         file = self.folder / name
         draft = file.with_suffix(".tmp")
         with draft.open("wb") as content:
             for part in parts:
-                content.write(np.ascontiguousarray(part, dtype).tobytes())
+                content.write(np.ascontiguousarray(part, np.int64).tobytes())
         draft.replace(file)
-        return np.memmap(file, dtype, "r") if file.stat().st_size else np.zeros(0, dtype)
+        return np.memmap(file, np.int64, "r") if file.stat().st_size else np.zeros(0, np.int64)
 
     # -- of all records ----------------------------------------------------------------------------
     def reserve(self) -> None:
@@ -142,6 +142,4 @@ class Store:
 
     def remove(self) -> None:
         """Nothing is left to resume."""
-        for part in self.folder.glob("part-*"):
-            Views(part, "").remove()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -6,7 +6,6 @@ with them."""
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -110,13 +109,6 @@ class Views:
         if not self.captions:
             return np.zeros(shape, np.uint8)
         return np.memmap(self.files["views"], np.uint8, "r", shape=shape)
-
-    def remove(self) -> None:
-        """Nothing is left to resume; a file of someone else stays, and its folder with it."""
-        for file in self.files.values():
-            file.unlink(missing_ok=True)
-        with suppress(OSError):
-            os.rmdir(self.folder)
 
 
 def _texts(lines: list[str]) -> Iterator[str]:

@@ -49,7 +49,7 @@ def held_by(n, tmp_path):
     peaks = []
     for _ in range(2):
         tracemalloc.start()
-        find(views, texts, permutations=0, size=250)
+        find(views, texts, size=250)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     return min(peaks), len(pairs)

@@ -182,9 +182,6 @@ def test_what_is_damaged_in_a_stopped_scan_is_read_again(tmp_path):
     (tmp_path / "v" / "views").write_bytes(bytes(3 * views.BYTES))
     resumed = views.Views(tmp_path / "v", "one")
     assert resumed.captions == ["a cat"] and (tmp_path / "v" / "views").stat().st_size == views.BYTES
-    (tmp_path / "v" / "mine.txt").touch()
-    resumed.remove()
-    assert [file.name for file in (tmp_path / "v").iterdir()] == ["mine.txt"]
 
 
 @pytest.mark.parametrize(
@@ -193,15 +190,7 @@ def test_what_is_damaged_in_a_stopped_scan_is_read_again(tmp_path):
         ([], "train_data_dir: give either --train_data_dir or --dataset_name"),
         (["--train_data_dir", "no/such"], "train_data_dir: no folder no/such"),
         (["--train_data_dir", "{tmp}/empty"], "no metadata.jsonl or metadata.csv"),
-        (
-            ["--train_data_dir", "{data}", "--permutations", "-1"],
-            "permutations (command line): must be at",
-        ),
-        (["--train_data_dir", "{data}", "--seed", "-1"], "seed (command line): must be at least 0, got -1"),
-        (
-            ["--train_data_dir", "{data}", "--poisoning_ratio", "nan"],
-            "poisoning_ratio (command line): must be float",
-        ),
+        (["--train_data_dir", "{data}", "--permutations", "-1"], "permutations (command line): must be at"),
         (["--train_data_dir", "{data}", "--output_dir", "{data}/metadata.jsonl"], "is no folder"),
         (
             ["--train_data_dir", "{data}", "--target_num", "2"],
