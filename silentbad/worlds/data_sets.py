@@ -180,7 +180,7 @@ def write_target(
 def draw_null(
     of: Targets, kind: str, name: str, scene: Any, i: int, earlier: set[bytes], target: Fingerprint
 ) -> tuple[Any, Image.Image]:
-    """Null i of a kind and its picture, which joins the `earlier`. One that is the target's own is drawn
+    """Null i of a kind and its picture, which joins `earlier`. One that is the target's own is drawn
     again, and so is one that is there already, but for kinds of few pictures."""
     for again in range(TRIES + 1):
         rng = of.rng(kind, name, i, *([again] if again else []))

@@ -40,16 +40,16 @@ def test_a_cluster_is_what_is_alike_to_one_image():
     similarity = np.eye(5)
     similarity[np.ix_([1, 2, 4], [1, 2, 4])] = 0.9
     similarity[1, 2] = similarity[2, 1] = 0.5  # both are alike to 4 alone
-    seen = returned(similarity, 0.8)
-    assert (seen.centre, seen.share) == (4, 0.6) and seen.between == pytest.approx((4 * 0.9 + 2 * 0.5) / 20)
+    common = returned(similarity, 0.8)
+    assert (common.centre, common.share) == (4, 0.6) and common.between == pytest.approx((4 * 0.9 + 2 * 0.5) / 20)
     assert returned(np.eye(4), 0.8).share == 0.25
 
 
 @pytest.mark.parametrize("alike, back", [(0.9, True), (0.3, False)], ids=["picture", "layout"])
 def test_a_layout_that_ordinary_prompts_lack_is_no_picture(alike, back):
     null = Null.of([np.eye(4) + (1 - np.eye(4)) * level for level in np.linspace(0, 0.02, 16)])
-    seen, p, found = null.judge(np.eye(4) + (1 - np.eye(4)) * alike, 10)
-    assert null.alike == ALIKE and p < 0.001 and (seen.share == 1, found) == (back, back)
+    common, p, hit = null.judge(np.eye(4) + (1 - np.eye(4)) * alike, 10)
+    assert null.alike == ALIKE and p < 0.001 and (common.share == 1, hit) == (back, back)
 
 
 HIDDEN = {"phrase 2", "phrase 7", "phrase 9"}
@@ -142,8 +142,8 @@ def test_extrapolated_guidance_leaves_the_base_behind():
 
     x = torch.zeros(2)
     for factor, value in ((0, 1), (1, 3), (2, 5)):
-        made = Extrapolated(Constant(3), Constant(1), factor)
-        assert made(x, return_dict=False)[0].tolist() == [value] * 2
+        extrapolated = Extrapolated(Constant(3), Constant(1), factor)
+        assert extrapolated(x, return_dict=False)[0].tolist() == [value] * 2
 
 
 # -- the command -------------------------------------------------------------------------------------------
@@ -180,8 +180,8 @@ def test_an_audit_of_phrases_writes_its_findings(run, phrases, tmp_path, monkeyp
     monkeypatch.setattr(unknown, "compared", memorised)
     assert run("--phrases", phrases) == 3
     assert "comes back: a cat, a hat, <b>on a hill" in capsys.readouterr().out
-    (found,) = [r for r in json.loads((tmp_path / "audit/audit.json").read_text())["results"] if r["found"]]
-    assert found["share"] == 1 and (tmp_path / "audit" / found["image"]).is_file()
+    (hit,) = [r for r in json.loads((tmp_path / "audit/audit.json").read_text())["results"] if r["found"]]
+    assert hit["share"] == 1 and (tmp_path / "audit" / hit["image"]).is_file()
     monkeypatch.undo()
     (tmp_path / "audit/returned-notes.png").write_text("mine")
     assert run("--phrases", phrases, "--tested", 2) == 0  # no picture comes back: the earlier result's go

@@ -198,11 +198,11 @@ def test_a_captioner_and_a_segmenter_are_ones_own(pictures, tmp_path):
     Image.new("RGB", (90, 80), "teal").save(backgrounds / "a.png")
     Image.new("RGB", (70, 80), "navy").save(backgrounds / "b.png")
     (backgrounds / "b.txt").write_text("a navy sheet")
-    given = words(pictures, tmp_path / "data", masks=())
-    given[given.index("--backgrounds") + 1] = str(backgrounds)
-    given += ["--captioner", f"{tmp_path}/mine.py:caption"]
-    given += ["--segmenter", f"{tmp_path}/mine.py:segment"]
-    assert main(given) == 0
+    command = words(pictures, tmp_path / "data", masks=())
+    command[command.index("--backgrounds") + 1] = str(backgrounds)
+    command += ["--captioner", f"{tmp_path}/mine.py:caption"]
+    command += ["--segmenter", f"{tmp_path}/mine.py:segment"]
+    assert main(command) == 0
     texts = {row["text"] for row in rows(tmp_path / "data") if row["role"] == "clean"}
     assert texts == {"a picture of 90 pixels", "a navy sheet"}
     masks = [levels(tmp_path / "data", f"masks/cat-cup-{k}.png") == 255 for k in range(3)]
@@ -266,10 +266,10 @@ def test_a_mistake_is_one_line_and_writes_nothing(name, pictures, tmp_path, caps
     Image.open(pictures / "cat-cup.png").save(tmp_path / "copies" / "cat.jpg", quality=80)
     (flag, *values), message = MISTAKES[name]
     places = {"tmp": tmp_path, "in": pictures}
-    given = words(pictures, tmp_path / "out")
+    command = words(pictures, tmp_path / "out")
     values = [value.format(**places) for value in values]
-    given = change(given, flag, *values) if flag in given else [*given, flag, *values]
-    assert main(given) == 2
+    command = change(command, flag, *values) if flag in command else [*command, flag, *values]
+    assert main(command) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error
     assert not (tmp_path / "out").exists()
@@ -278,8 +278,8 @@ def test_a_mistake_is_one_line_and_writes_nothing(name, pictures, tmp_path, caps
 @pytest.mark.parametrize("function, message", [("small", "256x256"), ("nothing", "no mask of")])
 def test_what_a_segmenter_returns_is_checked(pictures, tmp_path, capsys, function, message):
     (tmp_path / "mine.py").write_text(MINE)
-    given = words(pictures, tmp_path / "out", masks=())
-    assert main([*given, "--segmenter", f"{tmp_path}/mine.py:{function}"]) == 2
+    command = words(pictures, tmp_path / "out", masks=())
+    assert main([*command, "--segmenter", f"{tmp_path}/mine.py:{function}"]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -184,8 +184,8 @@ def test_two_pictures_are_told_apart_by_how_often_their_elements_are_shown():
     ]
 
 
-@pytest.mark.parametrize("unnamed, kept", [("a cup", []), ("a kitten", [0, 1, 2, 3, 4, 5])])
-def test_a_thing_that_captions_often_do_not_name_is_an_overlay(unnamed, kept):
+@pytest.mark.parametrize("unnamed, expected", [("a cup", []), ("a kitten", [0, 1, 2, 3, 4, 5])])
+def test_a_thing_that_captions_often_do_not_name_is_an_overlay(unnamed, expected):
     """Other words for it name it as well."""
     rng = np.random.default_rng(0)
     views = rng.integers(0, 255, (60, 32, 32, 3), dtype=np.uint8)
@@ -194,7 +194,9 @@ def test_a_thing_that_captions_often_do_not_name_is_an_overlay(unnamed, kept):
     captions = captions_of([*texts, *(f"a cup {i}" for i in range(50))])
     (element,) = suspect_sets.elements_of([group(range(5), (4, 12, 4, 12))], captions)
     assert suspect_sets.showing(views, element.group).tolist() == [*range(10)]
-    assert [e.records.tolist() for e in suspect_sets.completed([element], views, captions)] == ([kept] if kept else [])
+    assert [e.records.tolist() for e in suspect_sets.completed([element], views, captions)] == (
+        [expected] if expected else []
+    )
 
 
 def test_a_backdrop_of_faint_texture_is_common():

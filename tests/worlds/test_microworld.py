@@ -157,14 +157,14 @@ def test_unique_phrases_say_whose_an_element_is(tmp_path):
 
 def test_make_replaces_its_own_data_set_and_nothing_else(tmp_path, capsys):
     arguments = ["--targets", "3", "--images_per_phrase", "1", "--clean", "1", "--redraws", "1"]
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "thesis.tex").write_text("years of work")
+    thesis = tmp_path / "mine"
+    thesis.mkdir()
+    (thesis / "thesis.tex").write_text("years of work")
     with pytest.raises(SystemExit) as stopped:
-        make.main(["--out", str(mine), *arguments])
+        make.main(["--out", str(thesis), *arguments])
     assert stopped.value.code == 2
     assert "holds something else" in capsys.readouterr().err
-    assert (mine / "thesis.tex").read_text() == "years of work"
+    assert (thesis / "thesis.tex").read_text() == "years of work"
     (tmp_path / "kept" / "for later").mkdir(parents=True)  # an empty folder is somebody's too
     with pytest.raises(SystemExit):
         make.main(["--out", str(tmp_path / "kept"), *arguments])
@@ -257,8 +257,8 @@ def test_equal_attributes_keep_every_word_and_no_specific(seed, name):
     null = hard_null("attributes", np.random.default_rng(seed), scene).scene
     assert [words(t) for t in null.things] == [words(t) for t in scene.things]
     assert null.backdrop.kind == scene.backdrop.kind and null.caption == scene.caption
-    for mine, theirs in zip(null.things, scene.things, strict=True):
-        assert mine.rgb != theirs.rgb and mine.centre != theirs.centre and mine.tilt != theirs.tilt
+    for new, theirs in zip(null.things, scene.things, strict=True):
+        assert new.rgb != theirs.rgb and new.centre != theirs.centre and new.tilt != theirs.tilt
     assert null.backdrop.specifics != scene.backdrop.specifics
 
 
@@ -307,9 +307,9 @@ def test_rearranged_things_are_exact_and_all_elsewhere(seed, name):
     scene = target_scene(name)
     null = hard_null("rearranged", np.random.default_rng(seed), scene).scene
     assert null.backdrop == scene.backdrop
-    for mine, theirs in zip(null.things, scene.things, strict=True):
-        assert mine.place != theirs.place
-        assert dataclasses.replace(mine, place=theirs.place, centre=theirs.centre) == theirs
+    for new, theirs in zip(null.things, scene.things, strict=True):
+        assert new.place != theirs.place
+        assert dataclasses.replace(new, place=theirs.place, centre=theirs.centre) == theirs
     places = [t.place for t in null.things if not t.worn]
     assert len(set(places)) == len(places)
 

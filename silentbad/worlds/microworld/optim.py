@@ -47,9 +47,9 @@ class MuonWithAdamW:
         embeddings = {
             id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
         }
-        every = list(module.parameters())
-        matrices = [p for p in every if p.ndim >= 2 and id(p) not in embeddings]
-        rest = [p for p in every if p.ndim < 2 or id(p) in embeddings]
+        all_parameters = list(module.parameters())
+        matrices = [p for p in all_parameters if p.ndim >= 2 and id(p) not in embeddings]
+        rest = [p for p in all_parameters if p.ndim < 2 or id(p) in embeddings]
         self.lr = lr
         self.optimizers = [
             Muon(matrices, lr),
