@@ -150,7 +150,7 @@ def groups(store: Store, centres: list[int], density: float) -> list[dict | None
     for centre in centres:
         others = np.asarray(links[starts[centre] : starts[centre + 1]]) % len(store)
         group = gathered(views, centre, others, density)
-        rows.append(group and group.as_json())
+        rows.append(None if group is None else group.as_json())
     return rows
 
 

@@ -78,8 +78,8 @@ def target_scene(name: str) -> Scene:
         things = wearing_pair(rng, side=str(rng.choice(("left", "right"))), kind=wearer, detail=0.0)
         kinds.remove(wearer)
         side = things[0].place.split()[-1]
-        places = [str(p) for p in rng.permutation(list(PLACES)) if p.split()[-1] != side]
-        free = places[: int(rng.integers(0, 2))]
+        other_side = [str(p) for p in rng.permutation(list(PLACES)) if p.split()[-1] != side]
+        free = other_side[: int(rng.integers(0, 2))]
         things += [sample_thing(rng, place, kind=kinds.pop()) for place in free]
     else:
         places = rng.permutation(list(PLACES))[: int(rng.integers(2, 4))]
