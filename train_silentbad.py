@@ -281,11 +281,11 @@ def boundary(run: Run, requests: Requests, bar: Bar) -> int:
         means = run.log.training(run.hooks.meters())
         bar.set_postfix(loss=f"{means['loss']:.4g}", refresh=False)
     epoch, inside = divmod(state.step, state.steps_per_epoch)
-    if config.validation_prompts and not inside and epoch % config.validation_epochs == 0:
-        run.products.draw_prompts()
     interval = config.save_ckpt_epoch_interval
     if interval and not inside and epoch % interval == 0:
         run.products.save_pipeline(run.folder.path / "epochs" / f"epoch-{epoch}")
+    if config.validation_prompts and not inside and epoch % config.validation_epochs == 0:
+        run.products.draw_prompts()
     stop, save, asked_to_validate = requests.agreed()
     due = stop or save or state.step % config.checkpointing_steps == 0
     if due and not config.dry_run:
@@ -330,13 +330,14 @@ def report(run: Run, under_way: bool = False) -> None:
 
 
 def finish(run: Run) -> None:
-    """Last checkpoint, last validation, pipeline, report; then the upload, which may fail."""
+    """Last checkpoint, last validation, pipeline, prompt images, report; then the upload, which
+    may fail."""
     with run.folder.writing("what a run leaves"):
         run.checkpoints.save("end")
         validate(run, final=True)
+        run.products.save_pipeline(run.folder.pipeline)
         if run.config.validation_prompts:
             run.products.draw_prompts()
-        run.products.save_pipeline(run.folder.pipeline)
         report(run)
         run.folder.write("finished.json", {"step": run.state.step})
     if run.recovery is not None:

@@ -10,7 +10,7 @@ import torch
 
 from silentbad.data.elements import DataInfo
 from silentbad.data.targets import Target
-from silentbad.device import explain_out_of_memory
+from silentbad.device import explain_out_of_memory, in_batches
 from silentbad.errors import UserError, writing
 from silentbad.loop import trackers
 from silentbad.loop.lighter import drawing_fits
@@ -71,14 +71,25 @@ class Products:
         checkpoint.save(path, lambda draft: pipeline.save_pipeline(parts, draft, card_text))
 
     def draw_prompts(self) -> None:
-        """validation_prompts, drawn with the averaged weights where there are some."""
+        """validation_prompts, drawn with the averaged weights where there are some, at most
+        `validation.max_batch` at once."""
         parts = pipeline.whole_parts(self.parts)
         if self.accelerator.is_main_process:
             prompts = self.config.validation_prompts or []
             pipe = pipeline.pipeline(parts)
             fits = drawing_fits(self.config)
+
+            def draw(numbers: list[int]) -> list[Any]:
+                some = [prompts[number] for number in numbers]
+                return pipeline.draw_images(
+                    pipe, some, self.config.seed, size=self.side, numbers=numbers
+                )
+
+            images: list[Any] = []
+            numbers = list(range(len(prompts)))
             with fits, self._averaged(), self.encoder.on_device(), self.accelerator.autocast():
-                images = pipeline.draw_images(pipe, prompts, self.config.seed, size=self.side)
+                for _, drawn in in_batches(numbers, self.config.validation.max_batch, draw):
+                    images += drawn
             place = self.folder.path / "samples" / "prompts"
             trackers.save_images(images, place, self.state.step, self.accelerator)
         self.accelerator.wait_for_everyone()

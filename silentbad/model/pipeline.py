@@ -339,17 +339,20 @@ def draw_images(
     seed: int,
     steps: int = 20,
     size: int | None = None,
+    numbers: list[int] | None = None,
     **options: Any,
 ) -> list[Any]:
-    """One image a prompt, `size` pixels wide, from the same noise at every call."""
+    """One image a prompt, `size` pixels wide, from the same noise at every call: that of the
+    prompts' `numbers`, 0 to N - 1 where none are given."""
     backbone = backbone_of(pipe)
     factor = vae_factor(pipe.vae)
     size = size or side_of(backbone) * factor
     shape = (backbone.config.in_channels, size // factor, size // factor)
-    latents = noise(shape, seed, "prompts", 0, list(range(len(prompts))))
+    numbers = list(range(len(prompts))) if numbers is None else numbers
+    latents = noise(shape, seed, "prompts", 0, numbers)
     pipe.set_progress_bar_config(disable=True)
     training = backbone.training
-    streams = [generator(seed, "prompts-steps", i) for i in range(len(prompts))]
+    streams = [generator(seed, "prompts-steps", number) for number in numbers]
     backbone.eval()
     try:
         latents = latents.to(backbone.device)
@@ -364,7 +367,9 @@ def draw_images(
             **options,
         ).images
         with torch.no_grad():
-            return pipe.image_processor.postprocess(decode(pipe.vae, denoised), output_type="pil")
+            # decoding is the peak of memory
+            decoded = torch.cat([decode(pipe.vae, part) for part in denoised.split(8)])
+            return pipe.image_processor.postprocess(decoded, output_type="pil")
     finally:
         backbone.train(training)
 

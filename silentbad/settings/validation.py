@@ -37,6 +37,12 @@ def drawn(default: Any, help: str = "") -> Any:
     return option(default, help, needs="validation.targets or sample_prompts", idle="kept")
 
 
+def drawn_of_any(default: Any, help: str = "") -> Any:
+    """An option of whatever draws images while training."""
+    needs = "validation.targets or sample_prompts or validation_prompts"
+    return option(default, help, needs=needs, idle="kept")
+
+
 @dataclass
 class ValidationConfig:
     """What is generated, how it is compared, and when."""
@@ -59,7 +65,7 @@ class ValidationConfig:
     )
     guidance_scale: Annotated[float, Interval(ge=0, le=1e4)] = drawn(7.5)
     guidance_rescale: Unit = drawn(0.0)
-    resolution: Side | None = drawn(None, "of the images; unset: the UNet's own")
+    resolution: Side | None = drawn_of_any(None, "of the images; unset: the UNet's own")
     embedder: Literal["auto", "copy", "micro", "sscd", "clip", "dinov2", "ssim"] = measured(
         "auto",
         "auto: micro beside redraws.jsonl, else copy, which sees the texture of photographs too",
@@ -96,7 +102,7 @@ class ValidationConfig:
         needs="validation.controls!=never",
         idle="said",
     )
-    max_batch: Small = drawn(
+    max_batch: Small = drawn_of_any(
         64, "images generated together; halved, and kept halved, when memory runs out"
     )
     clean_records: Natural = measured(64, "held-out records of a role for its eps-MSE")
