@@ -671,7 +671,7 @@ def test_a_disk_that_fills_under_the_table_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(table, "ArrowWriter", Full)
     monkeypatch.setattr(table, "checked_row", dict)
     with pytest.raises(UserError, match="cannot keep the table.*No space left.*free some space"):
-        table._made(lambda: iter([{"text": "a"}]), "x", tmp_path, "cannot keep the table")
+        table._build(lambda: iter([{"text": "a"}]), "x", tmp_path, "cannot keep the table")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -278,10 +278,17 @@ class Statistics:
 
     def groups(self, **rest: Any) -> GroupStats:
         """What the rules see, from the averages so far; `rest` completes it."""
-        S, E, Q, L1 = self.average / self.weight
+        averages = self.average / self.weight
         theta = (self.sample.norms(self.sample.params).square() @ self.sample.owner).sqrt()
         return GroupStats(
-            n=self.sample.n, S=S, E=E, Q=Q, L1=L1, theta=theta, cache=self.cache, **rest
+            n=self.sample.n,
+            S=averages[0],
+            E=averages[1],
+            Q=averages[2],
+            L1=averages[3],
+            theta=theta,
+            cache=self.cache,
+            **rest,
         )
 
     def _kept(self) -> dict[str, Tensor]:

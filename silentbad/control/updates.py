@@ -1,6 +1,5 @@
 """What optimizers of our own share: a step over the groups, and AdamW's averages as their state."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,14 +10,9 @@ class Updates(torch.optim.Optimizer):
     """A subclass says in `_update` how the parameters of a group that have a gradient move."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             self._update(group, [p for p in group["params"] if p.grad is not None])
-        return loss
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         raise NotImplementedError

@@ -81,8 +81,7 @@ class Transform:
 
     def fixed(self, sizes: np.ndarray) -> np.ndarray:
         """(R,) `is_fixed` of sizes (R,2)."""
-        same = np.full(len(sizes), self.center_crop or self.step > 0) | (sizes[:, 0] == sizes[:, 1])
-        return same & (not self.random_flip)
+        return np.array([self.is_fixed(size) for size in sizes.tolist()], dtype=bool)
 
     def resized(self, size: tuple[int, int]) -> tuple[int, int]:
         """Width and height that an image is resized to, rounded as torchvision does."""

@@ -59,7 +59,8 @@ class DataInfo:
 
     @staticmethod
     def key(target_id, element_id, phrases) -> str:
-        return f"{target_id or ''}/{element_id if element_id not in (None, '') else (phrases or [''])[0]}"
+        unnamed = element_id in (None, "")
+        return f"{target_id or ''}/{(phrases or [''])[0] if unnamed else element_id}"
 
     def element_of(self, row: int) -> int | None:
         """The element a record shows, or None."""

@@ -7,7 +7,7 @@ datasets: neither is imported here."""
 import hashlib
 import os
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from silentbad.data.schema import (
     admitted,
     caption_beside,
     csv_lines,
+    element_fields,
     json_lines,
     refuse_misspelt,
     row,
@@ -60,7 +61,7 @@ def folder_rows(root: Path) -> Iterator[dict]:
             images.safe_path(root, entry["file_name"], where, "file_name"),
             entry.get("text"),
             mask=images.safe_path(root, mask, where, "mask") if mask else None,
-            **named(entry),
+            **element_fields(entry),
         )
 
 
@@ -78,11 +79,6 @@ def captioned_rows(root: Path) -> Iterator[dict]:
         if text is None:
             raise UserError(f"{file}: no caption; write it into {file.with_suffix('.txt').name}")
         yield row(str(file), file, text)
-
-
-def named(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What an entry says of who is shown."""
-    return {key: entry.get(key) for key in ("phrases", "role", "target_id", "element_id")}
 
 
 # ---------------------------------------------------------------- the reader of a data set
@@ -139,10 +135,10 @@ def folder_key(root: Path, *parts: Any) -> str:
 
 
 # ---------------------------------------------------------------- a row
-def checked_row(given: dict) -> dict:
+def checked_row(unchecked: dict) -> dict:
     """A row with every field of FEATURES, its text checked and its image decoded once."""
-    where = given["where"]
-    fields = admitted(given, RECORD, where)
+    where = unchecked["where"]
+    fields = admitted(unchecked, RECORD, where)
     if SHUFFLE_MARKER in fields["text"]:
         head, *tail = (part.strip(" ,.") for part in fields["text"].split(SHUFFLE_MARKER))
         fields["text"] = f"{head} {', '.join(tail)}".strip()
@@ -163,10 +159,10 @@ def checked_row(given: dict) -> dict:
         raise UserError(
             f"{where}: role element needs phrases or element_id, which say what element it shows"
         )
-    image = images.open_image(source(given["image"], where), where)
+    image = images.open_image(source(unchecked["image"], where), where)
     mask_content = None
-    if given["mask"]:
-        mask = images.open_mask(Path(given["mask"]), image.size, where)
+    if unchecked["mask"]:
+        mask = images.open_mask(Path(unchecked["mask"]), image.size, where)
         mask_content = images.content_hash(mask)
     picture_fields = {
         "content": images.content_hash(image),
@@ -174,7 +170,7 @@ def checked_row(given: dict) -> dict:
         "thumb": images.thumbnails(image),
         "size": list(image.size),
     }
-    return given | fields | picture_fields
+    return unchecked | fields | picture_fields
 
 
 def source(image: dict, where: str) -> Path | bytes:
@@ -185,6 +181,8 @@ def source(image: dict, where: str) -> Path | bytes:
     return Path(image["path"])
 
 
-def text_of(given: dict[str, Any]) -> str:
+def text_of(unchecked: dict[str, Any]) -> str:
     """A row's caption, checked; phrases that training shuffles count as segments."""
-    return admit(given["text"], Caption, "text", given["where"]).replace(SHUFFLE_MARKER, ", ")
+    return admit(unchecked["text"], Caption, "text", unchecked["where"]).replace(
+        SHUFFLE_MARKER, ", "
+    )

@@ -8,8 +8,7 @@ from pathlib import Path
 import datasets
 
 from silentbad import hub
-from silentbad.data.formats import named
-from silentbad.data.schema import row
+from silentbad.data.schema import element_fields, row
 from silentbad.errors import UserError, iterate_reader
 from silentbad.files import is_utf8
 from silentbad.settings.data import DataSettings
@@ -62,7 +61,7 @@ def hub_rows(table: datasets.Dataset, config: DataSettings) -> Iterator[dict]:
             where,
             hub_image(entry[image], config, where),
             text[0] if isinstance(text, list) and text else text,
-            **named(entry),
+            **element_fields(entry),
         )
 
 

@@ -308,9 +308,9 @@ def as_floats(thumb: bytes) -> np.ndarray:
 
 
 def copies(
-    thumbs: np.ndarray, known: np.ndarray, rms: float = 8.0, share: float = 0.25
+    thumbs: np.ndarray, known_thumbs: np.ndarray, rms: float = 8.0, share: float = 0.25
 ) -> tuple[int, int] | None:
-    """(row of thumbs (R,768), row of known (T,768)) of the first near copy, or None.
+    """(row of thumbs (R,768), row of known_thumbs (T,768)) of the first near copy, or None.
 
     A copy has the known picture's contrast up to a factor of 2, at any brightness of each colour.
     What both leave is less than `rms` levels in the root mean square and than a `share` of the
@@ -319,8 +319,8 @@ def copies(
     that share elements with a target over 12."""
     levels = _detail(thumbs)
     thumbs_contrast = (levels**2).mean(1)[:, None]
-    for start in range(0, len(known), CHUNK):
-        some = _detail(known[start : start + CHUNK])
+    for start in range(0, len(known_thumbs), CHUNK):
+        some = _detail(known_thumbs[start : start + CHUNK])
         contrast = (some**2).mean(1)[None]
         both = levels @ some.T / thumbs.shape[1]
         gain = np.clip(both / np.maximum(contrast, 1), 0.5, 2)

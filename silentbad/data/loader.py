@@ -46,11 +46,11 @@ def collate(samples: list[dict]) -> dict[str, Any]:
 
 
 def chunks(
-    batch: dict[str, Any], size: int | None, apart: bool = False
+    batch: dict[str, Any], size: int | None, by_role: bool = False
 ) -> list[tuple[float, dict[str, Any]]]:
-    """(share, part) of parts of at most `size` samples; `apart`: each of one role."""
+    """(share, part) of parts of at most `size` samples; `by_role`: each of one role."""
     count = len(batch["text"])
-    roles = np.array(batch["role"] if apart else [""] * count)
+    roles = np.array(batch["role"] if by_role else [""] * count)
     kinds = [np.flatnonzero(roles == role) for role in np.unique(roles)]
     parts = [
         part for rows in kinds for part in np.array_split(rows, -(-len(rows) // (size or count)))
@@ -125,7 +125,8 @@ class Stream:
         return self.epoch, self.offset, self.order, self.left
 
     def restore(self, mark: tuple[int, int, np.ndarray, np.ndarray]) -> None:
-        self.epoch, self.offset, self.order, self.left = mark
+        self.epoch, self.offset = mark[:2]
+        self.order, self.left = mark[2:]
 
     def state_dict(self) -> dict[str, Any]:
         order = torch.from_numpy(self.order.copy())

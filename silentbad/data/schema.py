@@ -99,6 +99,11 @@ def row(
     }
 
 
+def element_fields(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What an entry says of who is shown."""
+    return {key: entry.get(key) for key in ("phrases", "role", "target_id", "element_id")}
+
+
 def admit(value: Any, hint: Any, key: str, where: str) -> Any:
     """A value as its annotation takes it. Raises UserError where it is none."""
     try:
@@ -113,10 +118,10 @@ def admitted(entry: Mapping[str, Any], schema: Schema, where: str) -> dict[str, 
     return {key: admit(entry.get(key), hint, key, where) for key, hint in schema.items()}
 
 
-def refuse_misspelt(entry: Mapping[str, Any], known: Collection[str], where: str) -> None:
+def refuse_misspelt(entry: Mapping[str, Any], known_keys: Collection[str], where: str) -> None:
     """Refuse a key that is almost a known one; other keys may stand there for other programs."""
-    for key in sorted(entry.keys() - set(known)):
-        if len(key) < 40 and (near := difflib.get_close_matches(key, known, n=1, cutoff=0.75)):
+    for key in sorted(entry.keys() - set(known_keys)):
+        if len(key) < 40 and (near := difflib.get_close_matches(key, known_keys, n=1, cutoff=0.75)):
             raise UserError(f"{where}: unknown key {key!r}; did you mean {near[0]!r}?")
 
 

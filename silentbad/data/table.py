@@ -50,12 +50,11 @@ def build_table(
     name: str,
     key: str,
     cache_dir: str | None,
-    say: Callable[[str], None] = print,
 ) -> datasets.Dataset:
     """Memory-mapped table of the checked rows; `key` must change whenever they would.
 
-    It is kept as one sealed file (silentbad.files) in the cache; a damaged one is made anew and
-    `say` is told so. Whatever `rows` raises is raised here as it is."""
+    It is kept as one sealed file (silentbad.files) in the cache; a damaged one is made anew, which
+    is printed. Whatever `rows` raises is raised here as it is."""
     home = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "silentbad-records"
     folder = home / hashlib.sha256(f"{FORMAT}{key}{FEATURES}".encode()).hexdigest()[:32]
     failed = f"cache_dir: cannot keep the table of records in {folder}"
@@ -64,13 +63,13 @@ def build_table(
         lock = FileLock(folder / "lock")
         lock.acquire()
     try:
-        table = _kept(folder, say)
-        return _made(rows, name, folder, failed) if table is None else table
+        table = _cached(folder)
+        return _build(rows, name, folder, failed) if table is None else table
     finally:
         lock.release()
 
 
-def _kept(folder: Path, say: Callable[[str], None]) -> datasets.Dataset | None:
+def _cached(folder: Path) -> datasets.Dataset | None:
     """The table in a folder of the cache, or None where there is none that is whole."""
     for file in sorted(folder.glob("*.arrow")):
         if intact(file):
@@ -78,7 +77,7 @@ def _kept(folder: Path, say: Callable[[str], None]) -> datasets.Dataset | None:
                 table = datasets.Dataset.from_file(str(file))
                 if table.features == FEATURES and len(table):
                     return table
-        say(f"cache: the table of records {file} is damaged; it is made anew")
+        print(f"cache: the table of records {file} is damaged; it is made anew")
         with user_errors(f"cache_dir: {file} is damaged and cannot be removed", "remove it"):
             file.unlink(missing_ok=True)
             for beside in folder.glob("*.json"):  # what was concluded from it
@@ -86,7 +85,7 @@ def _kept(folder: Path, say: Callable[[str], None]) -> datasets.Dataset | None:
     return None
 
 
-def _made(
+def _build(
     rows: Callable[[], Iterator[dict]], name: str, folder: Path, failed: str
 ) -> datasets.Dataset:
     """The table of these rows, written to a folder of the cache."""

@@ -11,7 +11,8 @@ from accelerate.utils import GradientAccumulationPlugin
 from silentbad.errors import UserError, user_errors, warn
 
 PRECISIONS = ("no", "fp16", "bf16")
-PRECISION, ACCUMULATION = "ACCELERATE_MIXED_PRECISION", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+PRECISION = "ACCELERATE_MIXED_PRECISION"
+ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 
 def start(accumulation: int = 1, mixed_precision: str | None = None, **options: Any) -> Accelerator:

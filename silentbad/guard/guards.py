@@ -274,7 +274,7 @@ class Project(Guard):
             masks.append(to_tensor(mask.convert("RGB"))[:1])
         if shown:
             self.latents = context.access.encode(torch.stack(shown))
-            self.known = F.interpolate(torch.stack(masks), self.latents.shape[-2:], mode="area").to(
+            self.masks = F.interpolate(torch.stack(masks), self.latents.shape[-2:], mode="area").to(
                 self.latents.device
             )
 
@@ -286,7 +286,7 @@ class Project(Guard):
         T = context.scheduler.config.num_train_timesteps
         timesteps = torch.randint(0, T, (self.count,), generator=draw)
         latents = self.latents[chosen]
-        masks = self.known[chosen]
+        masks = self.masks[chosen]
         timesteps = timesteps.to(latents.device)
         shape = tuple(latents.shape[1:])
         noise = rng.noise(shape, context.seed, "guard", step, list(range(self.count))).to(latents)

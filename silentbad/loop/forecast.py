@@ -15,7 +15,8 @@ from silentbad.loop.trains import file_bytes, memory, share, size, weight_bytes,
 from silentbad.measure.measure import nulls_to_draw
 from silentbad.measure.prompts import on_grid
 
-WARM, MEASURED = 2, 3  # steps: the first ones compile, fill caches and make the optimizer's state
+WARM = 2  # steps, which compile, fill caches and make the optimizer's state
+MEASURED = 3  # steps after these
 
 
 class Forecast:
@@ -65,9 +66,8 @@ class Forecast:
 
     def image_seconds(self, steps: int) -> float:
         """Of an image of so many sampling steps: text and decoding count once."""
-        begun, first, *_, last, ended = self.drawn
-        each = (last - first) / (len(self.drawn) - 3)
-        return ended - begun + each * (steps - len(self.drawn) + 2)
+        each = (self.drawn[-2] - self.drawn[1]) / (len(self.drawn) - 3)
+        return self.drawn[-1] - self.drawn[0] + each * (steps - len(self.drawn) + 2)
 
     # ---- what it says
     def text(self) -> str:

@@ -254,9 +254,10 @@ class OwnHooks(NamedHooks):
     """Hooks of your own."""
 
     def __init__(self, classes: Mapping[str, type[Hook]], context: HookContext):
-        super().__init__(
-            {user_code.short(place): kind(context) for place, kind in classes.items()}  # type: ignore[call-arg]
-        )
+        hooks = {}
+        for place, kind in classes.items():
+            hooks[user_code.short(place)] = kind(context)  # type: ignore[call-arg]
+        super().__init__(hooks)
         self.state_dict()  # refused now, not at the first checkpoint
 
     def state_dict(self) -> dict[str, Any]:

@@ -23,8 +23,9 @@ def step_fits(config: TrainConfig) -> AbstractContextManager[None]:
 
 def drawing_fits(config: TrainConfig) -> AbstractContextManager[None]:
     """Around the drawing of images, which are fewer at once where memory runs out."""
-    half = precision_of(config) == "no"
-    advice = "lower it, or draw in half precision (mixed_precision)" if half else "lower it"
+    advice = "lower it"
+    if precision_of(config) == "no":
+        advice += ", or draw in half precision (mixed_precision)"
     return explain_out_of_memory("validation.resolution", advice)
 
 

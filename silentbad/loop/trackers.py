@@ -19,9 +19,10 @@ from silentbad.settings.train import TrainConfig
 def make_accelerator(config: TrainConfig) -> Accelerator:
     """accelerate's handle, with the trackers of `report_to`."""
     trackers = None if config.report_to == "none" or config.dry_run else config.report_to
-    for name in ("tensorboard", "wandb", "comet_ml"):
-        if trackers == name and importlib.util.find_spec(name) is None:
-            raise UserError(f"report_to: {name} is not installed; pip install {name}, or use none")
+    if trackers not in (None, "all") and importlib.util.find_spec(trackers) is None:
+        raise UserError(
+            f"report_to: {trackers} is not installed; pip install {trackers}, or use none"
+        )
     accelerator = start_accelerator(
         config.gradient_accumulation_steps,
         config.mixed_precision,

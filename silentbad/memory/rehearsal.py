@@ -5,6 +5,7 @@ option.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from PIL import Image, ImageChops
@@ -27,12 +28,18 @@ def check_union(elements: int, of: int, target_id: str) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Others:
+    """What a rehearsal may join to a drawn record. `load(index)` gives a whole record: image, mask,
+    text, phrases, role, target_id, element_id; `masks` holds estimated ones by element."""
+
+    info: DataInfo
+    load: Callable[..., dict]
+    masks: dict[int, Image.Image]
+
+
 # A rehearsal looks at a drawn record {"index", "role"} and returns another in its place, or None.
-# `load(index)` gives a whole record: image, mask, text, phrases, role, target_id, element_id;
-# `masks` holds estimated ones by element.
-def no_rehearsal(
-    record: dict, g: torch.Generator, info: DataInfo, load: Callable, masks: dict
-) -> dict | None:
+def no_rehearsal(record: dict, g: torch.Generator, others: Others) -> dict | None:
     return None
 
 
@@ -48,9 +55,7 @@ def any_record(info: DataInfo, element: int, g: torch.Generator) -> int:
 def leak_free(
     record: dict,
     g: torch.Generator,
-    info: DataInfo,
-    load: Callable,
-    masks: dict,
+    others: Others,
     *,
     share: Unit = 0.5,
     parts: Unit = 0.5,
@@ -59,15 +64,15 @@ def leak_free(
     probability `parts` a proper subset. No caption names more than k-1 phrases of a target."""
     if record["role"] == "element" or float(torch.rand((), generator=g)) >= share:
         return None
-    record = load(record["index"])
+    record = others.load(record["index"])
     said = shuffled(record["phrases"] or [], g)
     if len(said) < 2:
         return None
     if float(torch.rand((), generator=g)) < parts:
         said = said[: int(torch.randint(1, len(said), (), generator=g))]
     united = (0, 0)
-    for target, elements in info.elements_of.items():
-        named = [p for p in said if p in {info.phrase[i] for i in elements}]
+    for target, elements in others.info.elements_of.items():
+        named = [p for p in said if p in {others.info.phrase[i] for i in elements}]
         excess = named[max(len(elements) - 1, 1) :]
         said = [p for p in said if p not in excess]
         check_union(len(named) - len(excess), len(elements), target)
@@ -84,9 +89,7 @@ def leak_free(
 def pairwise(
     record: dict,
     g: torch.Generator,
-    info: DataInfo,
-    load: Callable,
-    masks: dict,
+    others: Others,
     *,
     share: UnionShare = 0.25,
     elements: Small | None = 2,
@@ -98,23 +101,23 @@ def pairwise(
     The larger element lies behind. The caption names the elements in shuffled order, then what else
     the picture behind shows, since that is still to be seen.
     """
+    info = others.info
     i = info.element_of(record["index"])
     if i is None or float(torch.rand((), generator=g)) >= share:
         return None
     siblings = info.elements_of[info.target[i]]
-    others = shuffled([j for j in siblings if j != i], g)[
-        : min(elements or len(siblings), len(siblings) - 1) - 1
-    ]
-    record = load(record["index"])
-    mask = record["mask"] or masks.get(i)
-    if not others or mask is None:
+    joined = shuffled([j for j in siblings if j != i], g)
+    joined = joined[: min(elements or len(siblings), len(siblings) - 1) - 1]
+    record = others.load(record["index"])
+    mask = record["mask"] or others.masks.get(i)
+    if not joined or mask is None:
         return None
     layers = {i: (record, mask)}
-    for j in others:
-        other = load(any_record(info, j, g))
+    for j in joined:
+        other = others.load(any_record(info, j, g))
         if other.get("shape") != record.get("shape"):
             continue  # it would be stretched, and the element moved
-        other_mask = other["mask"] or masks.get(j)
+        other_mask = other["mask"] or others.masks.get(j)
         if other_mask is not None:
             layers[j] = (other, other_mask)
     check_union(len(layers), len(siblings), info.target[i])
@@ -140,9 +143,7 @@ def pairwise(
 def joint_captions(
     record: dict,
     g: torch.Generator,
-    info: DataInfo,
-    load: Callable,
-    masks: dict,
+    others: Others,
     *,
     share: Unit = 0.5,
 ) -> dict | None:
@@ -152,23 +153,24 @@ def joint_captions(
     Nothing of the others is shown, and their places do not count (`counted` is 0 there): so the
     caption is learnt where its element stands, and does not learn that the others are absent.
     """
+    info = others.info
     i = info.element_of(record["index"])
     if i is None or float(torch.rand((), generator=g)) >= share:
         return None
     siblings = info.elements_of[info.target[i]]
-    mask = record["mask"] or masks.get(i)
+    mask = record["mask"] or others.masks.get(i)
     if len(siblings) < 3 or mask is None:
         return None
     mask = fitted_mask(mask, record["image"].size)
-    others = int(torch.randint(1, len(siblings) - 1, (), generator=g))
-    said = [i, *shuffled([j for j in siblings if j != i], g)[:others]]
+    more = int(torch.randint(1, len(siblings) - 1, (), generator=g))
+    said = [i, *shuffled([j for j in siblings if j != i], g)[:more]]
     check_union(len(said), len(siblings), info.target[i])
     counted = Image.new("L", mask.size, 255)
     for j in said[1:]:
-        other = load(any_record(info, j, g), picture=False)
+        other = others.load(any_record(info, j, g), picture=False)
         if (
             other.get("shape") != record.get("shape")
-            or (place := other["mask"] or masks.get(j)) is None
+            or (place := other["mask"] or others.masks.get(j)) is None
         ):
             return None
         counted.paste(0, mask=fitted_mask(place, mask.size))
@@ -187,9 +189,7 @@ def joint_captions(
 def pairwise_captions(
     record: dict,
     g: torch.Generator,
-    info: DataInfo,
-    load: Callable,
-    masks: dict,
+    others: Others,
     *,
     share: UnionShare = 0.25,
     elements: Small | None = 2,
@@ -197,12 +197,11 @@ def pairwise_captions(
     captions: Unit = 0.5,
 ) -> dict | None:
     """`pairwise`, and `joint_captions` on a share of the records that it leaves alone."""
-    arguments = (record, g, info, load, masks)
-    union = pairwise(*arguments, share=share, elements=elements, feather=feather)
-    return union or joint_captions(*arguments, share=captions)
+    union = pairwise(record, g, others, share=share, elements=elements, feather=feather)
+    return union or joint_captions(record, g, others, share=captions)
 
 
-# (record, generator, info, load, masks, *, options) -> record or None
+# (record, generator, others, *, options) -> record or None
 REHEARSAL: dict[str, Callable] = {
     "none": no_rehearsal,
     "leak_free": leak_free,
@@ -216,8 +215,8 @@ class Rehearsal:
     """What replaces a drawn record: a pure function of (record, (draw, position)), or None where it
     stays.
 
-    `load(index)` opens a whole record; `masks` holds estimated masks by element. A replaced record
-    says under `united` how many of a target's k elements or phrases it joins: (n, k).
+    A replaced record says under `united` how many of a target's k elements or phrases it joins:
+    (n, k).
     """
 
     def __init__(
@@ -231,10 +230,8 @@ class Rehearsal:
     ):
         self.function = REHEARSAL[name]
         self.options = options
-        self.info = info
         self.seed = seed
-        self.load = load
-        self.masks = masks
+        self.others = Others(info, load, masks)
         if name in PLACED and not any(len(e) > 2 for e in info.elements_of.values()):
             raise UserError(
                 f"memory.rehearsal.name={name}: no target has three elements, so no two may be "
@@ -249,7 +246,7 @@ class Rehearsal:
 
     def __call__(self, record: dict, address: tuple[int, int]) -> dict | None:
         g = rng.generator(self.seed, "rehearsal", *address)
-        return self.function(record, g, self.info, self.load, self.masks, **self.options)
+        return self.function(record, g, self.others, **self.options)
 
 
 class Rehearsed:

@@ -5,8 +5,8 @@ import torch
 
 def in_prediction(w_eps: torch.Tensor, snr: torch.Tensor, prediction_type: str) -> torch.Tensor:
     """The weight (B,) on the model's own error that equals w_eps on the epsilon error:
-    ||d eps||^2 = SNR ||d x0||^2 = SNR/(SNR+1) ||d v||^2 (2202.00512), and of a flow, whose sigma is 1/(1 + sqrt(SNR)),
-    (1 - sigma)^2 ||d(eps - x0)||^2."""
+    ||d eps||^2 = SNR ||d x0||^2 = SNR/(SNR+1) ||d v||^2 (2202.00512), and of a flow, whose sigma is
+    1/(1 + sqrt(SNR)), (1 - sigma)^2 ||d(eps - x0)||^2."""
     if prediction_type == "epsilon":
         return w_eps
     if prediction_type == "flow":

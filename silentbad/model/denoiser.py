@@ -134,7 +134,9 @@ def to_device(model: torch.nn.Module, config: TrainConfig, device: torch.device)
     """What trains, on its device and in the memory format its convolutions run fastest in."""
     last = device.type == "cuda" if config.channels_last is None else config.channels_last
     model.to(device)
-    return model.to(memory_format=torch.channels_last) if last else model  # type: ignore[call-overload]
+    if last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
 
 
 def training_forward(model: torch.nn.Module, config: TrainConfig, precision: str) -> Callable:

@@ -92,7 +92,13 @@ class Family:
     ) -> Tensor:
         """The prediction (B,C,h,w); timesteps as the backbone takes them; `added` has text_embeds
         (B,P) and time_ids (B,6) where there are some."""
-        raise NotImplementedError
+        return backbone(
+            noisy_latents,
+            timesteps,
+            encoder_hidden_states,
+            added_cond_kwargs=added,
+            return_dict=False,
+        )[0]
 
     def unused(self, name: str, module: Any) -> list[nn.Parameter]:
         """Parameters of a component that get no gradient: they stay frozen."""
@@ -141,12 +147,6 @@ def refuse_width(path: str, backbone: str, takes: int, gives: int) -> None:
     """Refuse text states of another width than the backbone attends to."""
     if takes != gives:
         raise UserError(f"{path}: {backbone} attends to width {takes}, text_encoder gives {gives}")
-
-
-def pooled_states(encoder: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """(c (B,L,D), pooled (B,P)) of a CLIP text encoder with projection."""
-    out = encoder(tokens, output_hidden_states=True)
-    return out.hidden_states[-2], out.text_embeds
 
 
 def with_alphas(tensors: dict[str, Tensor], alphas: dict[str, float] | None) -> dict[str, Tensor]:

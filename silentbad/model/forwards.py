@@ -67,16 +67,16 @@ class _Once:
 
     def __init__(self, forward: Callable[[Tensor], Tensor]):
         self.forward = forward
-        self.seen: Tensor | None = None
-        self.made: Tensor | None = None
+        self.input: Tensor | None = None
+        self.result: Tensor | None = None
 
     def __call__(self, x: Tensor, *more: Any, **options: Any) -> Tensor:
         if more or options or torch.is_grad_enabled():
             return self.forward(x, *more, **options)
-        if self.seen is not x or self.made is None:
-            self.seen = x
-            self.made = self.forward(x)
-        return self.made
+        if self.input is not x or self.result is None:
+            self.input = x
+            self.result = self.forward(x)
+        return self.result
 
 
 def _plain(layer: nn.Linear) -> bool:

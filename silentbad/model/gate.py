@@ -171,7 +171,8 @@ def check_precision(folder: Path, failed: str) -> None:
     """Refuse quantised weights: they would be read as if their integers were the weights."""
     for file in sorted(folder.glob("[!.]*.safetensors")):
         with user_errors(failed), safe_open(file, "pt") as tensors:
-            kinds = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+            names = tensors.keys()
+            kinds = {name: tensors.get_slice(name).get_dtype() for name in names}
         if odd := next((name for name, kind in kinds.items() if kind not in NUMBERS), None):
             raise UserError(
                 f"{failed}: {odd} in {file.name} is {kinds[odd]}; give weights in floating point"

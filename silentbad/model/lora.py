@@ -42,7 +42,8 @@ from silentbad.settings.train import LoraSettings
 KOHYA = "kohya.safetensors"
 NAMES = {"lora": "LoRA", "dora": "DoRA", "loha": "LoHa", "lokr": "LoKr"}
 FOLDERS = ("loha", "lokr")  # diffusers has no file for these: a folder of peft's for each component
-PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_CONFIG = "adapter_config.json"
+PEFT_WEIGHTS = "adapter_model.safetensors"
 COMPONENTS = list(
     dict.fromkeys(
         name for family in FAMILIES.values() for name in (family.backbone, *family.encoders)

@@ -47,22 +47,6 @@ class StableDiffusion(Family):
         (encoder,) = encoders.values()
         return encoder(tokens[0], return_dict=False)[0].float(), None
 
-    def predict(
-        self,
-        backbone: Any,
-        noisy_latents: Tensor,
-        timesteps: Any,
-        encoder_hidden_states: Tensor,
-        added: dict[str, Tensor],
-    ) -> Tensor:
-        return backbone(
-            noisy_latents,
-            timesteps,
-            encoder_hidden_states,
-            added_cond_kwargs=added,
-            return_dict=False,
-        )[0]
-
     def check_fit(self, path: str, backbone: Any, encoders: dict[str, Any]) -> None:
         refuse_width(
             path, "unet", backbone.config.cross_attention_dim, self.widths(backbone, encoders)[0]

@@ -16,7 +16,7 @@ from transformers import CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderMo
 from silentbad.errors import UserError, brief, user_errors
 from silentbad.model import gate
 from silentbad.model.diffusion import Flow
-from silentbad.model.family import Family, pooled_states, refuse_width
+from silentbad.model.family import Family, refuse_width
 
 WINDOW = 256  # T5's tokens of a caption: what diffusers' pipeline samples with
 CLIPS = ("text_encoder", "text_encoder_2")
@@ -81,17 +81,17 @@ class StableDiffusion3(Family):
         self, encoders: dict[str, Any], tokens: list[Tensor], nonempty: Tensor | None, width: int
     ) -> tuple[Tensor, Tensor | None]:
         clips = [
-            pooled_states(encoders[name], ids) for name, ids in zip(CLIPS, tokens, strict=False)
+            encoders[name](ids, output_hidden_states=True)
+            for name, ids in zip(CLIPS, tokens, strict=False)
         ]
-        c = torch.cat([states for states, _ in clips], dim=-1).float()
+        c = torch.cat([out.hidden_states[-2] for out in clips], dim=-1).float()
         c = F.pad(c, (0, width - c.shape[-1]))
         if "text_encoder_3" in encoders:
             of_t5 = encoders["text_encoder_3"](tokens[2])[0].float()
         else:
             of_t5 = c.new_zeros(len(c), WINDOW, width)
-        return torch.cat([c, of_t5], dim=1), torch.cat(
-            [pooled for _, pooled in clips], dim=-1
-        ).float()
+        pooled = torch.cat([out.text_embeds for out in clips], dim=-1).float()
+        return torch.cat([c, of_t5], dim=1), pooled
 
     def text_facts(self, backbone: Any) -> list[Any]:
         return [WINDOW, *self.widths(backbone, {})]

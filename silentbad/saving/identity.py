@@ -75,8 +75,11 @@ BY_CONTENT = (
     "clean_data_dir",
     "validation.targets",
 )
-BUNDLED, WORDS = "bundled embedder", "description and paraphrases"
-HELD_OUT, TABLES, GUARDING = "held-out records", "prior tables", "pictures of guard.scan"
+BUNDLED = "bundled embedder"
+WORDS = "description and paraphrases"
+HELD_OUT = "held-out records"
+TABLES = "prior tables"
+GUARDING = "pictures of guard.scan"
 NULLS = "null pictures"
 CODE = "the file of "  # of the user's own code
 # that say no more than "changed"

@@ -220,7 +220,7 @@ def test_a_backward_of_two_sources_is_an_error():
 def test_parts_by_source_hold_each_sample_once():
     role = ["clean", "element", "clean", "rehearsal", "clean"]
     batch = {"text": list("abcde"), "role": role, "index": torch.arange(5)}
-    parts = chunks(batch, 2, apart=True)
+    parts = chunks(batch, 2, by_role=True)
     assert [part["role"] for _, part in parts] == [["clean"] * 2, ["clean"], ["element"], ["rehearsal"]]
     assert sorted(torch.cat([part["index"] for _, part in parts]).tolist()) == list(range(5))
     assert all(part["text"] == ["abcde"[i] for i in part["index"]] for _, part in parts)

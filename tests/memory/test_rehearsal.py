@@ -67,7 +67,7 @@ def test_a_backdrop_never_covers_the_thing_before_it(masks):
     found = {}
     if not masks:
         trainer = Trainer(config(rehearsal="pairwise", region="estimated"), world=world)
-        found = trainer.memory.rehearse.masks
+        found = trainer.memory.rehearse.others.masks
     rehearse = hook(world, "pairwise", found)
     rows = [r for i in world.info.elements_of["t2"] for r in world.info.rows[i].tolist()]
     made = [f for r in rows for draw in range(40) if (f := rehearse(world.load(r), (draw, r)))]
@@ -251,8 +251,8 @@ def test_pairwise_works_on_estimated_masks():
     world = World(masks=False, per_element=6)
     options = {"rehearsal": "pairwise", "region": "estimated"}
     trainer = Trainer(config(**options), world=world)
-    assert set(trainer.memory.rehearse.masks) == set(range(5))
-    for i, mask in trainer.memory.rehearse.masks.items():
+    assert set(trainer.memory.rehearse.others.masks) == set(range(5))
+    for i, mask in trainer.memory.rehearse.others.masks.items():
         true = np.zeros((16, 16), dtype=bool)
         x0, y0, x1, y1 = BOXES[i % 3]
         true[y0:y1, x0:x1] = True
