@@ -125,9 +125,9 @@ class Forecast:
         )
         if self.device.type != "cuda":
             return f"peak {of_process}"
-        taken = memory(torch.cuda.max_memory_allocated(self.device))
+        allocated = memory(torch.cuda.max_memory_allocated(self.device))
         reserved = memory(torch.cuda.max_memory_reserved(self.device))
-        return f"peak {taken} on the device ({reserved} reserved), {of_process}"
+        return f"peak {allocated} on the device ({reserved} reserved), {of_process}"
 
     def moments(self) -> int:
         """Bytes of the optimizer's state."""

@@ -235,9 +235,9 @@ def check_hook(place: str, kind: Any) -> None:
     for name in overridden:
         expected = inspect.signature(getattr(Hook, name))
         if not takes(getattr(kind, name), len(expected.parameters)):
-            taken = inspect.signature(getattr(kind, name))
+            signature = inspect.signature(getattr(kind, name))
             raise UserError(
-                f"hooks: {place}.{name} takes {taken}, and is called as {name}{expected}"
+                f"hooks: {place}.{name} takes {signature}, and is called as {name}{expected}"
             )
 
 

@@ -24,33 +24,37 @@ def settings(name, **more):
 
 def gradients(model, step):
     """Each sample's gradient: its direction is steady in some tensors for elements, in others for clean pictures."""
-    made = []
+    of_sources = []
     for j, source in enumerate(SOURCES):
         rng = torch.Generator().manual_seed(100 * step + j)
         steady = [0.0 if source == "rehearsal" else 1.0 + (i if source == "element" else 5 - i) for i in range(5)]
-        made.append([torch.randn(p.shape, generator=rng) + s for p, s in zip(model.parameters(), steady, strict=True)])
-    return made
+        of_sources.append(
+            [torch.randn(p.shape, generator=rng) + s for p, s in zip(model.parameters(), steady, strict=True)]
+        )
+    return of_sources
 
 
-def losses_of(model, made):
-    return torch.stack([sum((p * g).sum() for p, g in zip(model.parameters(), own, strict=True)) for own in made])
+def losses_of(model, gradients):
+    return torch.stack(
+        [sum((p * g).sum() for p, g in zip(model.parameters(), gradient, strict=True)) for gradient in gradients]
+    )
 
 
 def walk(model, control, optimizer, steps, scale=1.0):
     """Steps of one part a source, as the training loop takes them."""
     for step in steps:
-        made = gradients(model, step)
+        of_sources = gradients(model, step)
         parts = chunks(
             {"text": list(SOURCES), "role": list(SOURCES), "own": list(range(5))}, None, control.one_source_per_backward
         )
         for k, (share, part) in enumerate(parts):
-            losses = control.weight_losses(losses_of(model, [made[j] for j in part["own"]]), part["role"])
+            losses = control.weight_losses(losses_of(model, [of_sources[j] for j in part["own"]]), part["role"])
             control.before_backward(losses, part["role"], share * scale)
             (losses.mean() * share * scale).backward()
             control.after_backward(k == len(parts) - 1)
         for p in model.parameters():
             p.grad /= scale
-        yield made
+        yield of_sources
         control.before_step(step)
         optimizer.step()
         control.after_step()
@@ -102,12 +106,14 @@ class TestEveryRule:
     def test_gradient_is_the_weighted_sum_of_the_sources(self, name):
         model = Toy()
         control, optimizer = controlled(model, settings(name))
-        for made in walk(model, control, optimizer, range(8), scale=2.0**9):
+        for of_sources in walk(model, control, optimizer, range(8), scale=2.0**9):
             between = control.source_weights
             factor = {s: [between.level(s) * a for a in between.layers[s]] for s in between.names}
             for i, (group, p) in enumerate(zip(control.groups, model.parameters(), strict=True)):
                 assert group[0] is p
-                exact = sum(factor[s][i] * own[i] for s, own in zip(SOURCES, made, strict=True)) / len(SOURCES)
+                exact = sum(factor[s][i] * gradient[i] for s, gradient in zip(SOURCES, of_sources, strict=True)) / len(
+                    SOURCES
+                )
                 torch.testing.assert_close(p.grad, exact, rtol=1e-4, atol=1e-5)
 
     def test_resume_is_bit_exact(self, name, tmp_path):
@@ -139,13 +145,13 @@ def test_contrast_quietens_clean_where_elements_speak():
 
 
 def test_placebo_has_the_factors_in_other_places():
-    found = {}
+    factors = {}
     for name in ("contrast", "placebo"):
         model = Toy()
         control, optimizer = controlled(model, settings(name, bound=100.0, max_log_step=9.0))
         walked(model, control, optimizer, range(20))
-        found[name] = control.source_weights.layers["clean"]
-    assert found["contrast"] != found["placebo"]
+        factors[name] = control.source_weights.layers["clean"]
+    assert factors["contrast"] != factors["placebo"]
 
 
 def test_layer_uniform_hooks_equal_loss_weights():
@@ -196,8 +202,8 @@ def test_a_skipped_or_infinite_step_changes_nothing():
     after = control.source_weights.state_dict()
     assert after["updates"] == before["updates"]
     for name, state in before["statistics"].items():
-        kept = [key for key in state if key not in ("ignored", "seen")]  # which count such steps
-        assert equal([state[key] for key in kept], [after["statistics"][name][key] for key in kept])
+        unchanged = [key for key in state if key not in ("ignored", "seen")]  # which count such steps
+        assert equal([state[key] for key in unchanged], [after["statistics"][name][key] for key in unchanged])
 
 
 def test_another_backward_meets_no_factor():
@@ -247,9 +253,9 @@ def test_refuses_in_one_line(wrong, said):
 
 @pytest.mark.parametrize("reader", [{"conflict": True}, {"transform": "remove_conflict"}, {"name": "hypergradient"}])
 def test_what_reads_the_sources_is_refused(reader):
-    own = settings("contrast").between
+    between = settings("contrast").between
     with pytest.raises(UserError, match="leave one of them out"):
-        Controller(Toy(), config(**{"name": "uniform", "between": own, **reader}))
+        Controller(Toy(), config(**{"name": "uniform", "between": between, **reader}))
     Controller(Toy(), config(**{"name": "uniform", "between": BetweenConfig(name="uniform"), **reader}))
 
 
@@ -267,9 +273,9 @@ def test_no_step_waits_for_the_device(monkeypatch):
     control, optimizer = controlled(model, settings("contrast", refresh=100))
     for name in ("item", "tolist", "__bool__", "__float__"):
         monkeypatch.setattr(torch.Tensor, name, refuse)
-    made = gradients(model, 0)
-    for own, source in zip(made, SOURCES, strict=True):
-        loss = losses_of(model, [own])
+    of_sources = gradients(model, 0)
+    for gradient, source in zip(of_sources, SOURCES, strict=True):
+        loss = losses_of(model, [gradient])
         control.before_backward(loss, [source], 1.0)
         loss.mean().backward()
         control.after_backward(True)

@@ -61,8 +61,8 @@ def test_the_shrunk_mean_is_nearer_a_small_mean(signal, error):
     draws = signal + torch.randn(100, 8192, generator=generator)
     ages = 0.9 ** torch.arange(99.0, -1, -1)
     mean = ages / ages.sum() @ draws
-    kept = gains([mean / draws.square().mean(0).sqrt()], [noise(0.9, 100)])[0]
-    shrunk, plain = (float((estimate - signal).square().mean()) for estimate in (kept * mean, mean))
+    gain = gains([mean / draws.square().mean(0).sqrt()], [noise(0.9, 100)])[0]
+    shrunk, plain = (float((estimate - signal).square().mean()) for estimate in (gain * mean, mean))
     assert shrunk / plain < error
 
 
@@ -75,12 +75,12 @@ def test_shrunk_updates_do_not_depend_on_how_tensors_are_grouped(monkeypatch):
     assert seen == [[[5], [3], [9], [2]], [[5, 3], [9], [2]]]
     generator = torch.Generator().manual_seed(0)
     weights = [[torch.nn.Parameter(torch.zeros(n)) for n in sizes] for _ in range(2)]
-    apart, at_once = (ShrunkAdamW(one) for one in weights)
+    one_by_one, at_once = (ShrunkAdamW(one) for one in weights)
     for _ in range(4):
         for one, other in zip(*weights, strict=True):
             one.grad = torch.randn(one.shape, generator=generator)
             other.grad = one.grad.clone()
-        apart.step()
+        one_by_one.step()
         with torch.no_grad():
             at_once._update(at_once.param_groups[0], weights[1])
     assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))

@@ -108,8 +108,8 @@ def test_the_same_coordinates_are_read_in_any_memory_format():
 
 def snapshot(control):
     state = control.state_dict()
-    kept = {k: v for k, v in state["statistics"].items() if k not in ("ignored", "norm")}
-    return {**kept, "scale": state["scale"]}, state["updates"], control.multipliers, len(control.history)
+    statistics = {k: v for k, v in state["statistics"].items() if k not in ("ignored", "norm")}
+    return {**statistics, "scale": state["scale"]}, state["updates"], control.multipliers, len(control.history)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -163,9 +163,9 @@ def test_nothing_changes_on_non_synchronised_micro_steps():
     before, rates = snapshot(control), [g["lr"] for g in optimizer.param_groups]
     for micro in range(3):
         model.grads(micro)
-        kept = [p.grad.clone() for p in model.parameters()]
+        gradients = [p.grad.clone() for p in model.parameters()]
         control.after_backward(last=False, source="element")
-        assert equal(kept, [p.grad for p in model.parameters()])
+        assert equal(gradients, [p.grad for p in model.parameters()])
     after = snapshot(control)
     assert equal(before[0].values(), after[0].values()) and before[1:] == after[1:]
     assert rates == [g["lr"] for g in optimizer.param_groups]
@@ -190,7 +190,10 @@ def test_statistics_of_micro_batches_equal_those_of_the_batch():
     assert states[0][0] == states[1][0] and equal(states[0][1].values(), states[1][1].values())
 
 
-RECORDS, ALL, BATCH, WIDTH = 80, 800, 16, 4096  # of the elements, of the data, of a step; coordinates
+RECORDS = 80  # of the elements
+ALL = 800  # records of the data
+BATCH = 16
+WIDTH = 4096  # coordinates
 
 
 def ratio(momentum: float, records: int | None, mean: float = 0.0, unit: Callable = torch.sum) -> float:
@@ -199,14 +202,14 @@ def ratio(momentum: float, records: int | None, mean: float = 0.0, unit: Callabl
     a step's gradient of its records'."""
     rng = torch.Generator().manual_seed(0)
     between = torch.randn(RECORDS, WIDTH, generator=rng)
-    own = mean**0.5 + 0.5**0.5 * (between - between.mean(0))
+    of_records = mean**0.5 + 0.5**0.5 * (between - between.mean(0))
     sample = Sample([[nn.Parameter(torch.zeros(WIDTH))]], WIDTH, torch.device("cpu"))
     mean = RecentMean(sample, momentum) if records is None else PassMean(sample, records)
     statistics = Statistics(sample, mean, averaging=0.998)
     for _ in range(12):
         for drawn in torch.randperm(ALL, generator=rng).split(BATCH):
             mine = drawn[drawn < RECORDS]
-            g = unit(own[mine] + 0.5**0.5 * torch.randn(len(mine), WIDTH, generator=rng), 0)
+            g = unit(of_records[mine] + 0.5**0.5 * torch.randn(len(mine), WIDTH, generator=rng), 0)
             statistics.add(g.view(-1, 128), torch.tensor(len(mine) > 0), seen=torch.tensor(float(len(mine))))
     S, E, *_ = statistics.average[:, 0].tolist()
     return S / (E - max(S, 0))

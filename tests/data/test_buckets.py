@@ -37,14 +37,14 @@ def data(tmp_path):
 @given(st.integers(2, 16), st.sampled_from([4, 8, 64]), st.integers(20, 4000), st.integers(20, 4000))
 def test_shapes_keep_the_area_and_the_nearest_is_taken(sides, step, width, height):
     side = sides * step
-    found = buckets.shapes(side, step)
-    assert (side, side) in found and all((b, a) in found for a, b in found)
-    assert all(a % step == b % step == 0 and 10 * abs(a * b - side**2) <= side**2 for a, b in found)
-    taken = buckets.nearest((width, height), side, step)
-    assert buckets.stretch((width, height), taken) <= min(buckets.stretch((width, height), s) for s in found) + 1e-9
+    shapes = buckets.shapes(side, step)
+    assert (side, side) in shapes and all((b, a) in shapes for a, b in shapes)
+    assert all(a % step == b % step == 0 and 10 * abs(a * b - side**2) <= side**2 for a, b in shapes)
+    nearest = buckets.nearest((width, height), side, step)
+    assert buckets.stretch((width, height), nearest) <= min(buckets.stretch((width, height), s) for s in shapes) + 1e-9
     mirrored = buckets.nearest((height, width), side, step)
-    assert mirrored == taken[::-1] or buckets.stretch((height, width), mirrored) == pytest.approx(
-        buckets.stretch((width, height), taken)
+    assert mirrored == nearest[::-1] or buckets.stretch((height, width), mirrored) == pytest.approx(
+        buckets.stretch((width, height), nearest)
     )
 
 
@@ -57,16 +57,16 @@ def test_batches_have_one_shape_and_lose_no_record(kinds, B, stop):
     def order(epoch):
         return np.random.default_rng(epoch).permutation(len(kind))
 
-    stream, taken = Stream(order, buckets.Batches(kind, B)), []
+    stream, batches = Stream(order, buckets.Batches(kind, B)), []
     for step in range(12):
         if step == stop:
             state, stream = stream.state_dict(), Stream(order, buckets.Batches(kind, B))
             stream.load_state_dict(state)
-        taken.append(stream.take(B))
-        assert len({kinds[i] for i in taken[-1]}) == 1
+        batches.append(stream.take(B))
+        assert len({kinds[i] for i in batches[-1]}) == 1
     whole = Stream(order, buckets.Batches(kind, B))
-    assert (whole.take(12 * B) == np.concatenate(taken)).all()
-    shown = Counter(np.concatenate([*taken, stream.order[stream.offset :], stream.left]).tolist())
+    assert (whole.take(12 * B) == np.concatenate(batches)).all()
+    shown = Counter(np.concatenate([*batches, stream.order[stream.offset :], stream.left]).tolist())
     assert set(shown.values()) == {stream.epoch + 1} and len(shown) == len(kinds)
     assert max(Counter(kind[stream.left].tolist()).values(), default=0) < B
 
@@ -105,9 +105,9 @@ def test_the_step_is_64_where_it_fits():
 
 def test_the_table_says_what_went_where():
     sizes, roles = np.array([[60, 40], [60, 40], [64, 64], [64, 80]]), ["element", "clean", "clean", "clean"]
-    found = Transform(64, step=8).shapes(sizes)
-    assert found == [(80, 56), (80, 56), (64, 64), (56, 72)]
-    lines = buckets.table(sizes, roles, found, 64, 8, cut=False, batch_size=2).splitlines()
+    shapes = Transform(64, step=8).shapes(sizes)
+    assert shapes == [(80, 56), (80, 56), (64, 64), (56, 72)]
+    lines = buckets.table(sizes, roles, shapes, 64, 8, cut=False, batch_size=2).splitlines()
     assert [line.split() for line in lines[2:5]] == [
         ["56x72", "1", "1", "0", "2.9%"],
         ["64x64", "1", "1", "0", "0.0%"],

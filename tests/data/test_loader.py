@@ -25,14 +25,14 @@ def test_a_stream_is_one_sequence_however_it_is_cut(cuts, length):
     order = lambda epoch: np.arange(length) + 100 * epoch  # noqa: E731
     total = sum(cuts)
     expected = np.concatenate([order(e) for e in range(total // length + 1)])[:total]
-    stream, taken = Stream(order), []
+    stream, parts = Stream(order), []
     for n in cuts:
         ahead = stream.peek(n)
-        taken.append(stream.take(n))
-        assert ahead is None or np.array_equal(ahead, taken[-1])
+        parts.append(stream.take(n))
+        assert ahead is None or np.array_equal(ahead, parts[-1])
         state, stream = stream.state_dict(), Stream(order)
         stream.load_state_dict(state)
-    assert np.array_equal(np.concatenate(taken), expected)
+    assert np.array_equal(np.concatenate(parts), expected)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -41,7 +41,7 @@ def test_the_data_does_not_depend_on_the_number_of_processes(data, workers):
 
     def seen(world, size, accumulation):
         """{position: (index, text)} of three steps."""
-        found = {}
+        indices = {}
         for rank in range(world):
             sampler = draws.Draws(draws.Reader(read, draws.Transform(16), seed=0))
             stream = Stream(lambda epoch: np.random.default_rng(epoch).permutation(16))
@@ -51,8 +51,8 @@ def test_the_data_does_not_depend_on_the_number_of_processes(data, workers):
             for draw in range(3):
                 for batch in loader.draw(draw):
                     where = zip(batch["position"].tolist(), batch["index"].tolist(), strict=True)
-                    found |= {(draw, position): index for position, index in where}
-        return found
+                    indices |= {(draw, position): index for position, index in where}
+        return indices
 
     assert seen(1, 12, 1) == seen(2, 3, 2) == seen(4, 3, 1) == seen(1, 4, 3)
 

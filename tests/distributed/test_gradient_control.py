@@ -15,7 +15,8 @@ from gradient_control import Controller
 from silentbad.control.between import BetweenConfig
 from tests.toy import Toy, config, run
 
-STEPS, SOURCES = 12, ("element", "element", "rehearsal")
+STEPS = 12
+SOURCES = ("element", "element", "rehearsal")
 TRANSFORMS = ("none", "remove_conflict")
 DISAGREE = (("clean", "element", "rehearsal"), ("element", "element", "clean"))  # sources of each rank
 
@@ -104,8 +105,8 @@ def compare(rank, folder):
         torch.save((weights, control.history, cosine), os.path.join(folder, f"{transform}-{rank}.pt"))
     model = Linear()
     ddp = DistributedDataParallel(model)
-    apart = lambda sync: torch.enable_grad() if sync else ddp.no_sync()  # noqa: E731
-    control, weights = train_between(model, ddp, {rank: ORDERS[rank]}, apart)
+    no_sync = lambda sync: torch.enable_grad() if sync else ddp.no_sync()  # noqa: E731
+    control, weights = train_between(model, ddp, {rank: ORDERS[rank]}, no_sync)
     torch.save((weights, control.source_weights.layers), os.path.join(folder, f"between-{rank}.pt"))
     dist.destroy_process_group()
 

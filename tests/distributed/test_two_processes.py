@@ -21,19 +21,13 @@ import train_silentbad
 from silentbad.data import images
 from silentbad.model import pipeline
 from silentbad.saving import checkpoint
+from tests import training
 from tests.conftest import write_data
 from tests.kill.runner import finish, start
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 2e-5
-VALIDATION = {
-    "validation.embedder": "ssim",
-    "validation.steps": 2,
-    "validation.images_per_target": 1,
-    "validation.num_inference_steps": 1,
-    "validation.threshold": 0.5,
-    "save_best": True,
-}
+VALIDATION = {**training.VALIDATION, "save_best": True}
 AND = {
     "memory.phrase_memory.enabled": True,
     "memory.phrase_memory.share": 0.5,
@@ -102,8 +96,8 @@ def watch(argv: list[str]) -> None:
     def finish(run):
         done(run)
         weights = pipeline.whole_parts(run.parts).backbone.state_dict()
-        own = sum(getattr(p, "_local_tensor", p).numel() for p in run.parts.backbone.parameters())
-        torch.save({"weights": weights, "own": own, "drawn": drawn}, out.parent / f"{out.name}-seen-{rank}.pt")
+        parameters = sum(getattr(p, "_local_tensor", p).numel() for p in run.parts.backbone.parameters())
+        torch.save({"weights": weights, "own": parameters, "drawn": drawn}, out.parent / f"{out.name}-seen-{rank}.pt")
 
     train_silentbad.micro_step, train_silentbad.finish = micro_step, finish
 

@@ -49,10 +49,10 @@ def scan_of(folder, indices, name="drop", records=4, texts=None, **options):
 
 
 def test_suspects_are_dropped(records, tmp_path):
-    kept = Guards(scan_of(tmp_path, [0, 2])).records(records)
-    assert [kept.row(i)["text"] for i in range(len(kept))] == ["a hat", "a house"]
-    assert kept.key != records.key and Guards(GuardConfig()).records(records) is records
-    assert Guards(GuardConfig("drop", str(tmp_path))).records(records).key == kept.key  # the scan's folder
+    left = Guards(scan_of(tmp_path, [0, 2])).records(records)
+    assert [left.row(i)["text"] for i in range(len(left))] == ["a hat", "a house"]
+    assert left.key != records.key and Guards(GuardConfig()).records(records) is records
+    assert Guards(GuardConfig("drop", str(tmp_path))).records(records).key == left.key  # the scan's folder
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_another_scan_is_refused(change, line, records, tmp_path):
 
 def test_a_scan_of_other_captions_is_refused(records, tmp_path):
     config = scan_of(tmp_path, [0])
-    found = json.loads((tmp_path / "scan.json").read_text())
+    scan = json.loads((tmp_path / "scan.json").read_text())
     for texts, fits in (([text for text, _ in ROWS], True), ([*(text for text, _ in ROWS[:3]), "a tree"], False)):
-        (tmp_path / "scan.json").write_text(json.dumps({**found, "captions": scan_file.digest(texts)}))
+        (tmp_path / "scan.json").write_text(json.dumps({**scan, "captions": scan_file.digest(texts)}))
         with nullcontext() if fits else pytest.raises(UserError, match="is of other data .*other captions"):
             Guards(config).records(records)
 
@@ -105,9 +105,9 @@ def test_what_is_no_scan_is_one_line(content, tmp_path):
 def test_a_scan_that_was_written_by_hand_is_one_line(change, line, records, tmp_path):
     Image.new("L", (3, 3)).save(tmp_path / "small.png")
     config = scan_of(tmp_path, [0], "mask")
-    found = json.loads((tmp_path / "scan.json").read_text())
-    found["sets"][0]["elements"][0] |= change
-    (tmp_path / "scan.json").write_text(json.dumps(found))
+    scan = json.loads((tmp_path / "scan.json").read_text())
+    scan["sets"][0]["elements"][0] |= change
+    (tmp_path / "scan.json").write_text(json.dumps(scan))
     with pytest.raises(UserError, match="guard.scan: .*") as refused:
         guards = Guards(config)
         guards.start(GuardContext(np.arange(4), None, None, [], 8, 0))
@@ -188,11 +188,11 @@ def test_projected_gradients_do_not_point_along(scale):
     g = torch.Generator().manual_seed(0)
     away = [torch.randn(5, 3, generator=g), torch.randn(7, generator=g)]
     grads = [scale * (torch.randn(h.shape, generator=g) + h) for h in away]
-    kept = [x.clone() for x in grads]
+    before = [x.clone() for x in grads]
     cosine = project(grads, away)
     dot = sum((x.double() * h).sum() for x, h in zip(grads, away, strict=True))
     assert abs(float(dot)) < 1e-5 * scale and 0 < float(cosine) < 1
-    shift = [(x - y) / scale for x, y in zip(kept, grads, strict=True)]
+    shift = [(x - y) / scale for x, y in zip(before, grads, strict=True)]
     assert torch.allclose(shift[0] / away[0], shift[1][0] / away[1][0], rtol=1e-3)  # along h alone
     against = [-h for h in away]
     assert float(project(against, away)) < 0 and all(map(torch.equal, against, [-h for h in away]))
@@ -200,11 +200,11 @@ def test_projected_gradients_do_not_point_along(scale):
 
 def test_a_prompt_beyond_the_window_projects_nothing(build, guarding, tmp_path):
     settings = guarding("project")
-    found = json.loads((tmp_path / "scan.json").read_text())
-    one = found["sets"][0]
+    scan = json.loads((tmp_path / "scan.json").read_text())
+    one = scan["sets"][0]
     one["elements"][0]["phrase"] = "very " * 60 + "red cat"
     one["prompt"] = ", ".join(element["phrase"] for element in one["elements"])
-    (tmp_path / "scan.json").write_text(json.dumps(found))
+    (tmp_path / "scan.json").write_text(json.dumps(scan))
     with pytest.raises(UserError, match="guard.scan: .*scan.json: 'very .* tokens, the window is 48; shorten it"):
         build(**settings)
 
@@ -216,7 +216,8 @@ def test_project_with_nothing_to_project_on_changes_nothing():
 
 
 # -- in a run ----------------------------------------------------------------------------------------------
-CAT, HAT = f"a picture of {ELEMENTS[0][0]}", f"a picture of {ELEMENTS[1][0]}"
+CAT = f"a picture of {ELEMENTS[0][0]}"
+HAT = f"a picture of {ELEMENTS[1][0]}"
 
 
 @pytest.fixture
@@ -246,13 +247,13 @@ def test_a_projected_step_does_not_teach_the_composite(build, guarding):
     for micro, batch in enumerate(run.loader.draw(0)):
         with run.accelerator.accumulate(run.model):
             micro_step(run, batch, micro)
-    own = [p for p in run.control.params if p.grad is not None]
-    away = torch.autograd.grad(run.guards.each[0].loss(0), own)
-    for p, h in zip(own, away, strict=True):
+    trained = [p for p in run.control.params if p.grad is not None]
+    away = torch.autograd.grad(run.guards.each[0].loss(0), trained)
+    for p, h in zip(trained, away, strict=True):
         p.grad.copy_(p.grad + h)  # points along, whatever the batch brought
-    before = sum(float((p.grad * h).sum()) for p, h in zip(own, away, strict=True))
+    before = sum(float((p.grad * h).sum()) for p, h in zip(trained, away, strict=True))
     run.guards.before_step(0)
-    after = sum(float((p.grad * h).sum()) for p, h in zip(own, away, strict=True))
+    after = sum(float((p.grad * h).sum()) for p, h in zip(trained, away, strict=True))
     assert before > 0 and abs(after) < 1e-4 * before
 
 

@@ -16,7 +16,8 @@ from silentbad.saving import checkpoint
 from tests.kill.runner import finish, start
 from tests.training import equal
 
-STEPS, INTERVAL = 14, 2
+STEPS = 14
+INTERVAL = 2
 EVERYTHING = {
     "use_ema": True,
     "lr_scheduler": "cosine",
@@ -82,14 +83,14 @@ def text(out: Path) -> str:
 
 def rows(out: Path) -> list[dict]:
     """Whole rows of metrics.jsonl without the clock's part in them."""
-    found = []
+    whole = []
     for line in (out / "metrics.jsonl").read_text().splitlines() if (out / "metrics.jsonl").exists() else []:
         try:
             row = json.loads(line)
         except ValueError:
             continue  # the one the kill cut off
-        found.append({key: value for key, value in row.items() if key not in ("val/seconds", "val/share")})
-    return found
+        whole.append({key: value for key, value in row.items() if key not in ("val/seconds", "val/share")})
+    return whole
 
 
 def trained(out: Path) -> int:

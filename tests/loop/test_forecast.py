@@ -49,9 +49,9 @@ def test_a_dry_run_says_what_the_run_takes(flags, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
     shards = {file.name for file in (tmp_path / "cache").rglob("*.safetensors")}
     assert main(flags(**settings)) == 0
-    kept = list((tmp_path / "run" / "checkpoints").iterdir())
-    size = sum(file.stat().st_size for file in kept[0].iterdir()) / 2**20
-    assert len(kept) == 3 and said(out, "3 x SIZE and one being written") == pytest.approx(size, rel=0.35)
+    checkpoints = list((tmp_path / "run" / "checkpoints").iterdir())
+    size = sum(file.stat().st_size for file in checkpoints[0].iterdir()) / 2**20
+    assert len(checkpoints) == 3 and said(out, "3 x SIZE and one being written") == pytest.approx(size, rel=0.35)
     size = sum(file.stat().st_size for file in (tmp_path / "run" / "pipeline").rglob("*.safetensors")) / 2**20
     assert said(out, "weights 1 x SIZE") == pytest.approx(size, rel=0.35)
     assert shards == {file.name for file in (tmp_path / "cache").rglob("*.safetensors")}  # nothing is encoded twice

@@ -203,8 +203,8 @@ def test_each_kind_of_weight_has_its_update(build):
 
 def test_layers_left_out_of_spectral_updates_have_adamw(build):
     run = build(**extra("spectral"), **{"gradient_control.spectral_except": '["time","proj"]'})
-    kept = {id(p) for group in run.state.optimizer.param_groups if group["spectral"] for p in group["params"]}
-    names = {group_of(name).split(".")[1] for name, p in run.state.model.named_parameters() if id(p) in kept}
+    spectral = {id(p) for group in run.state.optimizer.param_groups if group["spectral"] for p in group["params"]}
+    names = {group_of(name).split(".")[1] for name, p in run.state.model.named_parameters() if id(p) in spectral}
     assert {"xattn", "resnet"} <= names and not names & {"time", "proj", "norm"}
 
 
@@ -251,5 +251,5 @@ def test_multipliers_reach_an_update_of_our_own(update, build):
 def test_a_flag_that_means_another_thing_there_is_not_passed():
     """Adafactor's eps is a pair, of other things than Adam's."""
     config = Config(optimizer="Adafactor", adam_epsilon=1e-5)
-    made = optimizers.make_optimizer([{"params": [torch.nn.Parameter(torch.ones(2, 2))]}], config, 1.0)
-    assert made.defaults["eps"] == (None, 0.001)
+    optimizer = optimizers.make_optimizer([{"params": [torch.nn.Parameter(torch.ones(2, 2))]}], config, 1.0)
+    assert optimizer.defaults["eps"] == (None, 0.001)

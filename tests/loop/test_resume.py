@@ -34,17 +34,17 @@ FREE = {name for names in identity.FREE.values() for name in names}
 
 def keys(tree: dict, prefix: str = "") -> set[str]:
     """Dotted keys of every flag."""
-    found = set()
+    names = set()
     for key, kind in tree.items():
-        found |= keys(kind, f"{prefix}{key}.") if isinstance(kind, dict) else {prefix + key}
-    return found
+        names |= keys(kind, f"{prefix}{key}.") if isinstance(kind, dict) else {prefix + key}
+    return names
 
 
 def test_every_flag_is_free_or_compared():
-    known = keys(key_tree(Config))
-    assert known >= FREE and known >= {*identity.BY_CONTENT, *identity.BATCH}
+    flags = keys(key_tree(Config))
+    assert flags >= FREE and flags >= {*identity.BY_CONTENT, *identity.BATCH}
     assert not FREE & {*identity.BY_CONTENT, *identity.BATCH}
-    assert {"learning_rate", "seed", "validation.threshold", "memory.loss.options"} <= known - FREE
+    assert {"learning_rate", "seed", "validation.threshold", "memory.loss.options"} <= flags - FREE
 
 
 def with_value(config: Any, key: str, value: Any) -> Any:
@@ -194,8 +194,8 @@ FACTS = st.dictionaries(st.text(max_size=5), PLAIN | st.lists(PLAIN, max_size=3)
 def test_each_difference_is_named_once(then, now):
     then, now = json.loads(json.dumps(then)), json.loads(json.dumps(now))
     assert identity.differences(now, now) == []
-    found = identity.differences(then, now)
-    assert len(found) == sum(then.get(key, ...) != now.get(key, ...) for key in then.keys() | now.keys())
+    lines = identity.differences(then, now)
+    assert len(lines) == sum(then.get(key, ...) != now.get(key, ...) for key in then.keys() | now.keys())
 
 
 def test_a_later_flag_was_at_its_default():

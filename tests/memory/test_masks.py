@@ -57,8 +57,8 @@ def test_estimated_masks_overlap_the_true_ones_in_the_microworld():
         for element in range(len(scene.things) + 1):
             drawn = [render(element_scene(scene, element, np.random.default_rng([element, i]))) for i in range(8)]
             stack = torch.stack([torch.from_numpy(np.array(p)).permute(2, 0, 1) for p, _ in drawn])
-            own = [backdrop_mask(m) if element == len(scene.things) else m[-1] for _, m in drawn]
-            true = torch.from_numpy(np.stack(own)).float().mean(dim=0) > 127
+            true_masks = [backdrop_mask(m) if element == len(scene.things) else m[-1] for _, m in drawn]
+            true = torch.from_numpy(np.stack(true_masks)).float().mean(dim=0) > 127
             mask = masks.estimate_mask(stack)[0] > 0
             ious.append(float((mask & true).sum() / (mask | true).sum()))
     assert min(ious) >= 0.7

@@ -16,13 +16,13 @@ def test_strength_is_the_removed_share_of_the_error(kind):
     scheduler = DDPMScheduler.from_config(SD.config, prediction_type=kind)
     memory = phrase_memory()
 
-    def predictor(kept):
+    def predictor(share_left):
         def predict(x_t, t, texts):
             x0 = memory.bank[0].latents[[("x", "y").index(text) for text in texts]]
             a, s = (v[t][:, None, None, None].sqrt() for v in (SD.alphas_cumprod, 1 - SD.alphas_cumprod))
             target = diffusion.prediction_target(scheduler, x0, (x_t - a * x0) / s, t)
             scale = {"epsilon": 1, "v_prediction": a.square().reciprocal().sqrt(), "sample": s / a}[kind]
-            return target + kept * scale
+            return target + share_left * scale
 
         return predict
 

@@ -17,11 +17,11 @@ from tests.world import BOXES, PHRASES, Trainer, World, config, hook, taken
 def test_pairwise_shows_both_elements_at_their_places():
     world = World(size=32)
     rehearse = hook(world, "pairwise")
-    seen, made = 0, []
+    seen, rehearsals = 0, []
     for row in range(15):
         for draw in range(20):
             fresh = rehearse({"index": row, "role": "element"}, (draw, row))
-            made.append(fresh)
+            rehearsals.append(fresh)
             if fresh is None:
                 continue
             seen += 1
@@ -37,7 +37,7 @@ def test_pairwise_shows_both_elements_at_their_places():
                 union |= inside
             assert np.array_equal(mask > 127, union)
     assert 0.25 * 300 * 0.7 < seen < 0.25 * 300 * 1.3
-    assert taken(made).largest == (2, 3) and taken(made).count == seen
+    assert taken(rehearsals).largest == (2, 3) and taken(rehearsals).count == seen
 
 
 def backed_world(masks: bool = True) -> World:
@@ -64,14 +64,14 @@ def backed_world(masks: bool = True) -> World:
 @pytest.mark.parametrize("masks", [True, False])
 def test_a_backdrop_never_covers_the_thing_before_it(masks):
     world = backed_world(masks)
-    found = {}
+    estimated = {}
     if not masks:
         trainer = Trainer(config(rehearsal="pairwise", region="estimated"), world=world)
-        found = trainer.memory.rehearse.others.masks
-    rehearse = hook(world, "pairwise", found)
+        estimated = trainer.memory.rehearse.others.masks
+    rehearse = hook(world, "pairwise", estimated)
     rows = [r for i in world.info.elements_of["t2"] for r in world.info.rows[i].tolist()]
-    made = [f for r in rows for draw in range(40) if (f := rehearse(world.load(r), (draw, r)))]
-    both = [f for f in made if {"a red dot", "a meadow"} <= set(f["phrases"])]
+    unions = [f for r in rows for draw in range(40) if (f := rehearse(world.load(r), (draw, r)))]
+    both = [f for f in unions if {"a red dot", "a meadow"} <= set(f["phrases"])]
     assert len(both) > 40
     for f in both:
         picture = np.asarray(f["image"]).astype(int)
@@ -99,40 +99,40 @@ def test_a_picture_of_another_size_is_fitted_to_the_drawn_one():
     for r in world.records[5:15]:  # the elements it may be joined to
         r["image"], r["mask"] = (r[k].resize((48, 32), Image.Resampling.NEAREST) for k in ("image", "mask"))
     rehearse = hook(world, "pairwise")
-    made = [f for draw in range(40) if (f := rehearse(world.load(0), (draw, 0)))]
-    assert made and {(f["image"].size, f["mask"].size) for f in made} == {((16, 16), (16, 16))}
+    unions = [f for draw in range(40) if (f := rehearse(world.load(0), (draw, 0)))]
+    assert unions and {(f["image"].size, f["mask"].size) for f in unions} == {((16, 16), (16, 16))}
 
 
 def test_joint_captions_count_only_what_they_show():
     world = World(size=32)
     rehearse = hook(world, "joint_captions")
     fresh = [rehearse(world.load(row), (draw, row)) for row in range(25) for draw in range(20)]
-    made = [(row, f) for row, f in zip(np.repeat(np.arange(25), 20), fresh, strict=True) if f is not None]
-    assert {f["target_id"] for _, f in made} == {"t0"}  # of two elements a caption may name one
-    assert 0.5 * 300 * 0.8 < len(made) < 0.5 * 300 * 1.2 and taken(fresh).largest == (2, 3)
-    for row, f in made:
+    rehearsals = [(row, f) for row, f in zip(np.repeat(np.arange(25), 20), fresh, strict=True) if f is not None]
+    assert {f["target_id"] for _, f in rehearsals} == {"t0"}  # of two elements a caption may name one
+    assert 0.5 * 300 * 0.8 < len(rehearsals) < 0.5 * 300 * 1.2 and taken(fresh).largest == (2, 3)
+    for row, f in rehearsals:
         shown = world.records[row]
         assert f["image"] is shown["image"] and f["role"] == "element" and f["element_id"] == shown["element_id"]
         assert len(f["phrases"]) == 2 and shown["phrases"][0] in f["phrases"] and f["text"] == ", ".join(f["phrases"])
-        own, counted = (np.asarray(f[key]) > 0 for key in ("mask", "counted"))
+        mask, counted = (np.asarray(f[key]) > 0 for key in ("mask", "counted"))
         named = next(p for p in f["phrases"] if p != shown["phrases"][0])
         place = np.asarray(world.records[int(world.info.rows[PHRASES.index(named)][0])]["mask"]) > 0
-        assert np.array_equal(own, np.asarray(shown["mask"]) > 0)
-        assert np.array_equal(counted, ~place | own)
-    orders = {tuple(f["phrases"]) for _, f in made}
+        assert np.array_equal(mask, np.asarray(shown["mask"]) > 0)
+        assert np.array_equal(counted, ~place | mask)
+    orders = {tuple(f["phrases"]) for _, f in rehearsals}
     assert all(order[::-1] in orders for order in orders)
 
 
 def test_pairwise_captions_are_unions_and_captions_of_the_rest():
     world = World(size=32)
     rehearse, pairs = hook(world, "pairwise_captions"), hook(world, "pairwise")
-    made = united = 0
+    rehearsals = united = 0
     for row in range(15):
         for draw in range(20):
             fresh, pair = rehearse(world.load(row), (draw, row)), pairs(world.load(row), (draw, row))
             assert pair is None or fresh["image"].tobytes() == pair["image"].tobytes()
-            made, united = made + (fresh is not None), united + (pair is not None)
-    assert 0.4 < (made - united) / (300 - united) < 0.6
+            rehearsals, united = rehearsals + (fresh is not None), united + (pair is not None)
+    assert 0.4 < (rehearsals - united) / (300 - united) < 0.6
 
 
 def test_joint_captions_name_two_to_one_less_than_all():
@@ -151,11 +151,11 @@ def test_joint_captions_work_on_estimated_masks():
     trainer = Trainer(config(rehearsal="joint_captions", region="estimated"), world=world)
     rehearse = trainer.memory.rehearse
     fresh = [rehearse(world.load(row), (draw, row)) for row in range(18) for draw in range(4)]
-    made = [f for f in fresh if f is not None]
-    assert made
-    for f in made:
-        own, counted = (np.asarray(f[key]) > 127 for key in ("mask", "counted"))
-        assert (counted | ~own).all() and not counted.all() and own.any()
+    rehearsals = [f for f in fresh if f is not None]
+    assert rehearsals
+    for f in rehearsals:
+        mask, counted = (np.asarray(f[key]) > 127 for key in ("mask", "counted"))
+        assert (counted | ~mask).all() and not counted.all() and mask.any()
     wide = world.load(0) | {"image": Image.new("RGB", (48, 16))}
     assert {f["mask"].size for d in range(20) if (f := rehearse(dict(wide), (d, 0)))} == {(48, 16)}
     trainer.train(3)
@@ -185,8 +185,8 @@ def test_what_does_not_count_has_no_loss():
 def test_collate_tells_the_mask_from_what_counts():
     mask = torch.tensor([[[255, 0], [0, 0]]], dtype=torch.uint8)
     counted = torch.tensor([[[255, 255], [0, 0]]], dtype=torch.uint8)
-    kept = {"text": "", "phrases": [], "role": "", "target_id": "", "element_id": "", "fixed": True, "index": 0}
-    plain = kept | {"pixels": torch.zeros(3, 2, 2), "mask": None, "time_ids": (2, 2, 0, 0, 2, 2), "position": 0}
+    words = {"text": "", "phrases": [], "role": "", "target_id": "", "element_id": "", "fixed": True, "index": 0}
+    plain = words | {"pixels": torch.zeros(3, 2, 2), "mask": None, "time_ids": (2, 2, 0, 0, 2, 2), "position": 0}
     batch = collate([plain, plain | {"mask": mask, "counted": counted}])
     assert batch["mask"].tolist() == [[[[1, 1], [1, 1]]], [[[1, 0], [0, 0]]]]
     assert batch["counted"].tolist() == [[[[1, 1], [1, 1]]], [[[1, 1], [0, 0]]]]
@@ -223,9 +223,9 @@ def test_rehearsal_cap_cannot_be_configured_away():
             check_options("memory.rehearsal", rehearsal.REHEARSAL, name, {"share": 0.5})
     rehearse = hook(world, "pairwise")
     rehearse.options["elements"] = 99  # past the check at construction
-    made = [rehearse({"index": r, "role": "element"}, (d, r)) for r in range(25) for d in range(20)]
-    assert max(len(m["phrases"]) for m in made if m) == 2
-    assert all(m["target_id"] == "t0" for m in made if m)  # t1 has two elements: its pair would be t1 itself
+    unions = [rehearse({"index": r, "role": "element"}, (d, r)) for r in range(25) for d in range(20)]
+    assert max(len(m["phrases"]) for m in unions if m) == 2
+    assert all(m["target_id"] == "t0" for m in unions if m)  # t1 has two elements: its pair would be t1 itself
     with pytest.raises(UserError, match="rebuilds target"):
         rehearsal.check_union(3, 3, "t0")
     with pytest.raises(UserError):
@@ -243,8 +243,8 @@ def test_null_elements_are_all_but_one():
     world.info = DataInfo(*columns)
     for elements, most in ((None, 3), (2, 2)):
         rehearse = hook(world, "pairwise", elements=elements)
-        made = [rehearse({"index": r, "role": "element"}, (d, r)) for r in range(15) for d in range(20)]
-        assert max(m["united"] for m in made if m) == (most, 4)
+        unions = [rehearse({"index": r, "role": "element"}, (d, r)) for r in range(15) for d in range(20)]
+        assert max(m["united"] for m in unions if m) == (most, 4)
 
 
 def test_pairwise_works_on_estimated_masks():
@@ -256,8 +256,8 @@ def test_pairwise_works_on_estimated_masks():
         true = np.zeros((16, 16), dtype=bool)
         x0, y0, x1, y1 = BOXES[i % 3]
         true[y0:y1, x0:x1] = True
-        found = np.asarray(mask) > 127
-        assert (found & true).sum() / (found | true).sum() >= 0.7
+        estimated = np.asarray(mask) > 127
+        assert (estimated & true).sum() / (estimated | true).sum() >= 0.7
     trainer.train(3)
 
 
@@ -266,17 +266,17 @@ def test_leak_free_takes_no_target_picture_and_no_target_caption():
     world.add(np.zeros((16, 16, 3)), None, [*PHRASES, "a star"], "clean", "", "")
     rehearse = hook(world, "leak_free", share=1.0)
     clean = [r for r in world.records if r["role"] == "clean"]
-    counts, made = set(), []
+    counts, rehearsals = set(), []
     for r in clean:
         for draw in range(30):
             fresh = rehearse({"index": r["index"], "role": "clean"}, (draw, 0))
-            made.append(fresh)
+            rehearsals.append(fresh)
             assert fresh["role"] == "rehearsal" and fresh["image"] is r["image"]
             assert set(fresh["phrases"]) <= set(r["phrases"])
             assert fresh["text"] == ", ".join(fresh["phrases"])
             assert not set(PHRASES) <= set(fresh["phrases"])
             counts.add(len(fresh["phrases"]))
-    assert counts == {1, 2, 3} and taken(made).largest == (2, 3)
+    assert counts == {1, 2, 3} and taken(rehearsals).largest == (2, 3)
     assert all(rehearse({"index": r, "role": "element"}, (0, r)) is None for r in range(25))
     assert all(world.records[i]["role"] == "clean" for i in world.loaded)
 

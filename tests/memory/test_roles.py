@@ -18,11 +18,11 @@ from train_silentbad import main
 
 def config(**by_role):
     """A MemoryConfig with these settings of roles."""
-    made = memory_config()
+    memory = memory_config()
     for role, settings in by_role.items():
         for key, value in settings.items():
-            setattr(getattr(made.roles, role), key, value)
-    return made
+            setattr(getattr(memory.roles, role), key, value)
+    return memory
 
 
 def drawn(data, **changes):
@@ -79,8 +79,8 @@ def test_the_warm_up_ends(data):
 
 def test_a_role_has_its_own_timesteps_and_weight():
     """Others keep theirs to the bit; importance weights keep the expectation."""
-    own = {"timesteps": roles.Part("snr_mixture"), "loss_weight": 3.0}
-    plain, mixed = (Trainer(made).memory for made in (config(), config(element=own)))
+    of_elements = {"timesteps": roles.Part("snr_mixture"), "loss_weight": 3.0}
+    plain, mixed = (Trainer(settings).memory for settings in (config(), config(element=of_elements)))
     of = ["element", "clean"] * 32
     (t, w), (u, v) = (memory.timesteps(5, list(range(64)), 64, of) for memory in (plain, mixed))
     assert torch.equal(t[1::2], u[1::2]) and torch.equal(w[1::2], v[1::2]) and not torch.equal(t[::2], u[::2])

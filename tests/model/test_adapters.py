@@ -124,14 +124,14 @@ def test_trains_validates_and_resumes_to_the_bit(arm, flags, tmp_path):
     shutil.copytree(whole / "checkpoints" / "step-2", cut / "checkpoints" / "step-2")
     assert main(flags(kind, "cut", **changes, **targets, resume_from_checkpoint="latest")) == 0
     a, b = (folder / "checkpoints" / "step-4" for folder in (whole, cut))
-    kept = {path.name for path in a.glob("*.safetensors")}
+    files = {path.name for path in a.glob("*.safetensors")}
     text = {"text_encoder.safetensors", *({"text_encoder_2.safetensors"} if kind == "xl" else {})}
-    assert kept == {
+    assert files == {
         "transformer.safetensors" if kind == "sd3" else "unet.safetensors",
         *(text if "train_text_encoder" in changes else ()),
         *(["ema.safetensors"] if "use_ema" in changes else []),
     }
-    for name in kept:
+    for name in files:
         first, last = checkpoint.read_tensors(whole / "checkpoints/step-2" / name), checkpoint.read_tensors(a / name)
         assert same(last, checkpoint.read_tensors(b / name))
         assert any(not torch.equal(first[key], last[key]) for key in last)
@@ -423,7 +423,8 @@ def test_a_saved_sdxl_pipeline_loads_with_plain_diffusers(flags, tmp_path, pipel
 
 def text_encoder(which: int, kind: type | None = None):
     """SDXL's text encoders at their true sizes, without weights; the first is SD 1's."""
-    usual, width, depth, inner = [(CLIPTextModel, 768, 12, 3072), (CLIPTextModelWithProjection, 1280, 32, 5120)][which]
+    usual = (CLIPTextModel, CLIPTextModelWithProjection)[which]
+    width, depth, inner = [(768, 12, 3072), (1280, 32, 5120)][which]
     with torch.device("meta"):
         return (kind or usual)(
             CLIPTextConfig(
@@ -533,7 +534,7 @@ def test_an_audit_takes_adapters(build, pipelines, tmp_path):
     step_once(run)
     run.products.save_pipeline(tmp_path / "lora")
     base, lora = str(pipelines["epsilon"]), str(tmp_path / "lora")
-    pipes = [load_pipeline(base, "float32", "cpu", given) for given in (None, lora)]
+    pipes = [load_pipeline(base, "float32", "cpu", adapters) for adapters in (None, lora)]
     images = [np.asarray(pipeline.draw_images(pipe, ["a red cat"], 0, steps=2)[0]).astype(int) for pipe in pipes]
     assert np.abs(images[0] - images[1]).max() > 2
     with pytest.raises(UserError, match="--lora"):

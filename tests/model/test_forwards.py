@@ -28,19 +28,19 @@ def test_a_layer_as_a_convolution_gives_the_same(batch, bias):
     layer, x = nn.Linear(24, 40, bias=bias), torch.randn(batch, 7, 24, generator=generator("forwards", batch))
     with as_convolutions(layer):
         assert convolutions(layer, x) == 1
-        found, strided = layer(x), layer(x.transpose(0, 1))
-    assert found.is_contiguous() and torch.allclose(found, layer(x), atol=1e-6)
+        convolved, strided = layer(x), layer(x.transpose(0, 1))
+    assert convolved.is_contiguous() and torch.allclose(convolved, layer(x), atol=1e-6)
     assert torch.allclose(strided, layer(x.transpose(0, 1)), atol=1e-6)
 
 
 def test_layers_that_are_no_plain_fp32_stay():
     wrapped, double, flat = nn.Linear(4, 4), nn.Linear(4, 4).double(), nn.Linear(4, 4)
-    wrapped.forward = own = lambda x: x
+    wrapped.forward = forward = lambda x: x
     model, x = nn.ModuleList([wrapped, double, flat]), torch.ones(2, 3, 4)
     with as_convolutions(model):
-        assert wrapped.forward is own and convolutions(double, x.double()) == 0
+        assert wrapped.forward is forward and convolutions(double, x.double()) == 0
         assert convolutions(flat, x[0]) == 0, "two dimensions: the embedding of the timestep"
-    assert wrapped.forward is own
+    assert wrapped.forward is forward
 
 
 def test_a_failure_leaves_the_layers_as_they_were():
@@ -60,8 +60,8 @@ def test_gradients_through_a_convolution_are_the_same():
 
     usual = gradients()
     assert convolve(layer) == [layer] and convolve(layer) == []
-    for found, expected in zip(gradients(), usual, strict=True):
-        assert found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+    for gradient, expected in zip(gradients(), usual, strict=True):
+        assert gradient.shape == expected.shape and torch.allclose(gradient, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("precision", "more"), [("no", True), ("bf16", False)])
@@ -91,17 +91,17 @@ def test_text_is_projected_once_for_the_same_states():
     one, two = torch.randn(2, 2, 8, width, generator=generator("states", 0)).unbind()
     with torch.no_grad(), as_convolutions(unet):
         plain = [unet(x, t, c).sample for t, c in ((1, one), (5, one), (5, two))]
-        own = vars(across[0].to_k)["forward"]
+        forward = vars(across[0].to_k)["forward"]
         across[0].to_k.register_forward_hook(lambda *_: calls.append("asked"))
-        across[0].to_k.forward = counted = lambda y: (calls.append("made"), own(y))[1]
+        across[0].to_k.forward = counted = lambda y: (calls.append("made"), forward(y))[1]
         with text_projected_once(unet):
             assert across[0].to_k.forward is counted, "a forward of someone else stays"
-        across[0].to_k.forward = own
+        across[0].to_k.forward = forward
         with text_projected_once(unet):
             across[0].to_k.forward.forward = counted
-            kept = [unet(x, t, c).sample for t, c in ((1, one), (5, one), (5, two))]
-        assert vars(across[0].to_k)["forward"] is own
-    assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
+            once = [unet(x, t, c).sample for t, c in ((1, one), (5, one), (5, two))]
+        assert vars(across[0].to_k)["forward"] is forward
+    assert all(torch.equal(a, b) for a, b in zip(plain, once, strict=True))
     assert calls.count("made") == 2 and calls.count("asked") >= 3
     assert len(across) > 1 and not any("forward" in vars(layer) for m in across for layer in (m.to_k, m.to_v))
 

@@ -45,11 +45,11 @@ def added(tensors: dict[str, torch.Tensor], layer: str, weight: torch.Tensor) ->
     alpha, shape = float(part["alpha"]), weight.shape
     if "lora_up.weight" in part:
         down, up = part["lora_down.weight"], part["lora_up.weight"]
-        made = weight + (up.flatten(1) @ down.flatten(1)).reshape(shape) * (alpha / len(down))
+        merged = weight + (up.flatten(1) @ down.flatten(1)).reshape(shape) * (alpha / len(down))
         if "dora_scale" in part:
-            norm = made.flatten(1).norm(dim=1).reshape(-1, *[1] * (made.dim() - 1))
-            made = made * (part["dora_scale"] / norm)
-        return made
+            norm = merged.flatten(1).norm(dim=1).reshape(-1, *[1] * (merged.dim() - 1))
+            merged = merged * (part["dora_scale"] / norm)
+        return merged
     if "hada_w1_a" in part:
         product = (part["hada_w1_a"] @ part["hada_w1_b"]) * (part["hada_w2_a"] @ part["hada_w2_b"])
         return weight + product.reshape(shape) * (alpha / len(part["hada_w1_b"]))

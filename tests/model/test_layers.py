@@ -196,8 +196,8 @@ def test_the_table_and_the_forecast_say_what_trains(flags, capsys, tmp_path, pip
         assert main(flags(train_layers=UP, print_groups=True, **update)) == 0
         out = capsys.readouterr().out
         assert says in out and f"{count:,}" in out and not re.search(r"^(down|mid|stem)", out, re.M)
-        kept = float(re.search(r"^optimizer   ([\d.]+) MiB", out, re.M)[1])
-        assert kept == pytest.approx(bytes_each * count / 2**20, rel=0.2)
+        mib = float(re.search(r"^optimizer   ([\d.]+) MiB", out, re.M)[1])
+        assert mib == pytest.approx(bytes_each * count / 2**20, rel=0.2)
         assert main(flags(train_layers=UP, dry_run=True, **update)) == 0
         out = capsys.readouterr().out
-        assert f"trains   {says}; {kept:.1f} MiB of optimizer" in out
+        assert f"trains   {says}; {mib:.1f} MiB of optimizer" in out

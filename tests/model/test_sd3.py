@@ -81,11 +81,13 @@ def test_the_loss_is_that_of_diffusers_script(sd3, pipelines):
     for ours, scheme, preconditioned in ARMS:
         run.memory.config.loss.name = ours
         loss = run.memory.loss_per_sample(pred, target, t, torch.ones(len(t)), batch).mean()
-        made, goal = model_pred, eps - model_input
+        prediction, goal = model_pred, eps - model_input
         if preconditioned:
-            made, goal = model_pred * (-sigmas) + noisy_model_input, model_input
+            prediction, goal = model_pred * (-sigmas) + noisy_model_input, model_input
         weighting = compute_loss_weighting_for_sd3(scheme, sigmas)
-        wanted = torch.mean((weighting.float() * (made.float() - goal.float()) ** 2).reshape(len(t), -1), 1).mean()
+        wanted = torch.mean(
+            (weighting.float() * (prediction.float() - goal.float()) ** 2).reshape(len(t), -1), 1
+        ).mean()
         assert loss.item() == pytest.approx(wanted.item(), rel=1e-5), ours
 
 
@@ -119,21 +121,21 @@ def test_text_states_are_those_of_the_pipeline_cached_or_not(t5, build, pipeline
     where = pipelines["sd3"] if t5 else tmp_path / "pipe"
     if not t5:
         tiny_sd3_pipeline(t5=False).save_pretrained(where)
-    made = [build(f"run{mb}", pretrained_model_name_or_path=where, cache_mb=mb, disk_cache_gb=mb) for mb in (0, 1)]
-    pipe, texts = pipeline.pipeline(made[0].parts), ["a picture of a red cat", ""]
+    runs = [build(f"run{mb}", pretrained_model_name_or_path=where, cache_mb=mb, disk_cache_gb=mb) for mb in (0, 1)]
+    pipe, texts = pipeline.pipeline(runs[0].parts), ["a picture of a red cat", ""]
     embeds, _, pooled, _ = pipe.encode_prompt(texts, None, None, do_classifier_free_guidance=False)
     assert embeds.shape == (2, 48 + 256, 64) and bool(embeds[:, 48:].any()) == t5
-    for run in made:
+    for run in runs:
         c = run.encoder.condition(texts)
         assert torch.allclose(c["encoder_hidden_states"], embeds, atol=1e-5)
         assert torch.allclose(c["added_cond_kwargs"]["text_embeds"], pooled, atol=1e-5)
     if not t5:
-        made[0].products.save_pipeline(tmp_path / "saved")
+        runs[0].products.save_pipeline(tmp_path / "saved")
         none = dict.fromkeys(FAMILY.optional)
         assert "text_encoder_3=None, tokenizer_3=None)" in (tmp_path / "saved" / "README.md").read_text()
         assert DiffusionPipeline.from_pretrained(tmp_path / "saved", **none).text_encoder_3 is None
-    resting = made[1].encoder.offloaded  # all records' captions are on disk, so no step needs an encoder
-    assert len(resting) == 3 + t5 and all(any(m is part for part in resting) for m in made[1].encoder.text_encoders)
+    resting = runs[1].encoder.offloaded  # all records' captions are on disk, so no step needs an encoder
+    assert len(resting) == 3 + t5 and all(any(m is part for part in resting) for m in runs[1].encoder.text_encoders)
 
 
 # ---------------------------------------------------------------- groups

@@ -181,9 +181,9 @@ def test_a_store_gives_each_row_back_by_its_key(tmp_path):
     store.add(keys(*range(6)), rows_[:6])
     store.add(keys(*range(4, 10)), rows_[4:])  # a shard may repeat rows
     store.refresh()
-    found = store.find(keys(*range(12)))
-    assert (found[10:] == -1).all()
-    assert torch.equal(torch.stack([store.read(number) for number in found[:10]]), rows_)
+    numbers = store.find(keys(*range(12)))
+    assert (numbers[10:] == -1).all()
+    assert torch.equal(torch.stack([store.read(number) for number in numbers[:10]]), rows_)
 
 
 def test_a_killed_build_goes_on_where_its_last_shard_ended(tmp_path, monkeypatch):
@@ -225,10 +225,10 @@ def test_two_ranks_build_one_cache(tmp_path):
     both = [context.Process(target=fill_slowly, args=(tmp_path, counts)) for _ in range(2)]
     for process in both:
         process.start()
-    found = sorted(counts.get(timeout=60) for _ in both)
+    encoded = sorted(counts.get(timeout=60) for _ in both)
     for process in both:
         process.join()
-    assert found == [0, 40] and len(list(tmp_path.glob("*.safetensors"))) == 1
+    assert encoded == [0, 40] and len(list(tmp_path.glob("*.safetensors"))) == 1
 
 
 # ---------------------------------------------------------------- parts of a batch that does not fit
