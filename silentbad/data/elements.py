@@ -62,6 +62,14 @@ class DataInfo:
         unnamed = element_id in (None, "")
         return f"{target_id or ''}/{(phrases or [''])[0] if unnamed else element_id}"
 
+    @classmethod
+    def keys_of(cls, batch: dict) -> list[str]:
+        """The element's key of each sample of a batch; empty for those that show none."""
+        columns = zip(
+            batch["role"], batch["target_id"], batch["element_id"], batch["phrases"], strict=True
+        )
+        return [cls.key(*names) if role == "element" else "" for role, *names in columns]
+
     def element_of(self, row: int) -> int | None:
         """The element a record shows, or None."""
         element = int(self._element[row])
@@ -69,12 +77,7 @@ class DataInfo:
 
     def of_batch(self, batch: dict) -> list[int]:
         """The element of each sample of a batch, n for none; asks no device."""
-        columns = zip(
-            batch["role"], batch["target_id"], batch["element_id"], batch["phrases"], strict=True
-        )
-        none = len(self.keys)
-        keys = (self.key(*ids) if role == "element" else "" for role, *ids in columns)
-        return [self.index.get(key, none) for key in keys]
+        return [self.index.get(key, len(self.keys)) for key in self.keys_of(batch)]
 
     def __len__(self) -> int:
         return len(self.roles)
@@ -200,7 +203,4 @@ def sources_of(batch: dict, by: str) -> list[str]:
     """Whose gradient each sample brings: by "role", or by "element"."""
     if by == "role":
         return batch["role"]
-    columns = zip(
-        batch["role"], batch["target_id"], batch["element_id"], batch["phrases"], strict=True
-    )
-    return [DataInfo.key(*named) if role == "element" else role for role, *named in columns]
+    return [key or role for key, role in zip(DataInfo.keys_of(batch), batch["role"], strict=True)]

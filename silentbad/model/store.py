@@ -202,9 +202,7 @@ class Cached:
         self.batch = min(config.train_batch_size, config.max_batch_size or config.train_batch_size)
         self.posterior = np.full(len(self.records), -1)
         self.images: dict[tuple[int, int], Store] = {}  # by width and height of what a step sees
-        self.shapes: list[tuple[int, int]] | None = None
-        if reader.transform.step:
-            self.shapes = reader.transform.shapes(self.records.sizes)
+        self.shapes = reader.transform.shapes(self.records.sizes)
         self.texts: Store | None = None
         fixed = reader.transform.fixed(self.records.sizes)
         if not fixed.all():
@@ -212,10 +210,8 @@ class Cached:
                 f"cache: {(~fixed).sum()} of {len(fixed)} records are cut or flipped at random "
                 f"and encoded live"
             )
-        for shape in [None] if self.shapes is None else sorted({*self.shapes}):
-            of_shape = fixed
-            if shape is not None:
-                of_shape = fixed & (np.asarray(self.shapes) == shape).all(axis=1)
+        for shape in sorted({*self.shapes}):
+            of_shape = fixed & (np.asarray(self.shapes) == shape).all(axis=1)
             if of_shape.any():
                 self._fill_images(reader, np.flatnonzero(of_shape), shape)
         loose = self.records.column("shuffle").to_numpy() | config.shuffle_phrases
@@ -245,10 +241,8 @@ class Cached:
             store.mkdir(parents=True, exist_ok=True)
         return Store(store, self.say)
 
-    def _fill_images(
-        self, reader: Any, rows: np.ndarray, shape: tuple[int, int] | None = None
-    ) -> None:
-        """Posteriors of these records' images, seen in squares or in a `shape`."""
+    def _fill_images(self, reader: Any, rows: np.ndarray, shape: tuple[int, int]) -> None:
+        """Posteriors of these records' images, seen in a `shape`."""
         advice = "lower it"
         if self.config.mixed_precision == "no":
             advice += ", or encode in half precision (mixed_precision)"
@@ -265,15 +259,18 @@ class Cached:
         )
         keys = np.array([bytes.fromhex(content[:32]) for content in contents], dtype=KEY)[rows]
         cut = (transform.resolution, transform.interpolation, transform.center_crop)
-        facts = [self.encoder.vae, *cut, *(shape or ())]
+        label = "Posteriors"
+        facts = [self.encoder.vae, *cut]
+        if transform.step:
+            label += f" {shape[0]}x{shape[1]}"
+            facts += shape
         with explain_out_of_memory("resolution", advice):
             store = self._open("posteriors", facts, keys, encode([0])[0])
             if store is None:
                 return
-            label = "Posteriors" if shape is None else f"Posteriors {shape[0]}x{shape[1]}"
             store.fill(keys, encode, batch=self.batch, label=label, show=self.show)
         self.posterior[rows] = store.find(keys)
-        self.images[shape or (0, 0)] = store
+        self.images[shape] = store
 
     def _fill_texts(self, rows: np.ndarray) -> None:
         """States of these records' captions."""
@@ -302,9 +299,8 @@ class Cached:
 
     def image(self, index: int) -> torch.Tensor | None:
         """Mean and deviation of a record's posterior (2C,h,w), or None."""
-        shape = (0, 0) if self.shapes is None else self.shapes[index]
         number = self.posterior[index]
-        return None if number < 0 else self.images[shape].read(number).float()
+        return None if number < 0 else self.images[self.shapes[index]].read(number).float()
 
     def states(self, texts: list[str]) -> list[torch.Tensor | None]:
         """The states of each text, or None."""
