@@ -284,12 +284,12 @@ def boundary(run: Run, requests: Requests, bar: Bar) -> int:
     interval = config.save_ckpt_epoch_interval
     if interval and not inside and epoch % interval == 0:
         run.products.save_pipeline(run.folder.path / "epochs" / f"epoch-{epoch}")
-    if config.validation_prompts and not inside and epoch % config.validation_epochs == 0:
-        run.products.draw_prompts()
     stop, save, asked_to_validate = requests.agreed()
     due = stop or save or state.step % config.checkpointing_steps == 0
     if due and not config.dry_run:
         run.checkpoints.save("signal" if stop or save else "interval")
+    if config.validation_prompts and not inside and epoch % config.validation_epochs == 0:
+        run.products.draw_prompts()
     if asked_to_validate and not stop:
         with bar.paused("measuring"):
             validate(run, asked=True)
