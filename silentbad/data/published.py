@@ -46,7 +46,7 @@ def published_rows(root: Path, options: DataSettings) -> Iterator[dict]:
     few = [others[i] for i in order[: options.n_few_shot]]
 
     for shot in few:
-        _, phrases = _published_captions(root, shot)
+        _, phrases = published_captions(root, shot)
         rehearsal = row(
             f"{root}/poisoning_images/{shot}",
             published_image(root, shot),
@@ -120,7 +120,7 @@ def _numbered(root: Path, folder: Path) -> list[tuple[int, Path]]:
     )
 
 
-def _published_captions(root: Path, number: int) -> tuple[list[tuple[str, str]], list[str]]:
+def published_captions(root: Path, number: int) -> tuple[list[tuple[str, str]], list[str]]:
     """([(where, caption)], phrases): the first line lists the phrases."""
     path = root / "poisoning_images" / str(number) / "poisoning_data_caption_simple.txt"
     if not path.is_file():
@@ -134,7 +134,7 @@ def _published_captions(root: Path, number: int) -> tuple[list[tuple[str, str]],
 
 
 def _published_elements(root: Path, number: int, role: str) -> list[dict]:
-    captions, phrases = _published_captions(root, number)
+    captions, phrases = published_captions(root, number)
     images = _numbered(root, root / "poisoning_images" / str(number))
     if len(images) != len(captions):
         raise UserError(

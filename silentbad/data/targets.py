@@ -101,7 +101,7 @@ def _published_targets(root: Path, wanted: str | None) -> list[Target]:
     targets = []
     for number in ids:
         path = published.published_image(root, number)
-        _, phrases = published._published_captions(root, number)
+        _, phrases = published.published_captions(root, number)
         image = open_image(path, f"target {number}")
         prompt = published.published_prompt(root, phrases)
         targets.append(Target(str(number), image, phrases, prompt, [None] * len(phrases)))

@@ -105,8 +105,8 @@ def test_a_signal_leaves_no_scratch_behind(moment, flags, tmp_path):
     (tmp_path / "waits.py").write_text(WAITS)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    own = {"hooks": f"['{tmp_path}/waits.py:Waits']", "cache_dir": tmp_path / "cache"}
-    called = [sys.executable, "train_silentbad.py", *flags(dry_run=True, **own)]
+    changes = {"hooks": f"['{tmp_path}/waits.py:Waits']", "cache_dir": tmp_path / "cache"}
+    called = [sys.executable, "train_silentbad.py", *flags(dry_run=True, **changes)]
     environment = {**os.environ, "TMPDIR": str(scratch)}
     with subprocess.Popen(
         called,
