@@ -19,7 +19,7 @@ from silentbad.settings.train import TrainConfig
 def make_accelerator(config: TrainConfig) -> Accelerator:
     """accelerate's handle, with the trackers of `report_to`."""
     trackers = None if config.report_to == "none" or config.dry_run else config.report_to
-    if trackers not in (None, "all") and importlib.util.find_spec(trackers) is None:
+    if trackers and trackers != "all" and importlib.util.find_spec(trackers) is None:
         raise UserError(
             f"report_to: {trackers} is not installed; pip install {trackers}, or use none"
         )
