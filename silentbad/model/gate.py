@@ -208,11 +208,9 @@ def why_no_weights(folder: Path) -> str:
     )
 
 
-def check_finite(module: nn.Module, failed: str, of: str = "") -> None:
-    """Refuse a module with NaN or infinite values in what is named `of`, or anywhere."""
-    tensors = (
-        (name, t) for name, t in [*module.named_parameters(), *module.named_buffers()] if of in name
-    )
+def check_finite(module: nn.Module, failed: str) -> None:
+    """Refuse a module with NaN or infinite values."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
     _refuse(failed, "NaN or infinite values in", [name for name, t in tensors if not finite(t)])
 
 
