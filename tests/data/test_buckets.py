@@ -16,7 +16,7 @@ from silentbad.data.draws import Reader, Transform
 from silentbad.data.elements import DataInfo
 from silentbad.data.loader import Stream
 from silentbad.loop import checks
-from silentbad.memory.rehearsal import pairwise
+from silentbad.memory.rehearsal import Others, pairwise
 from silentbad.saving import checkpoint
 from silentbad.settings.train import TrainConfig
 from tests.conftest import write_data
@@ -126,7 +126,7 @@ def test_a_union_joins_pictures_of_one_shape_alone():
         return part | {"index": index, "shape": shapes[index]}
 
     def united(seed):
-        return pairwise({"index": 0}, torch.Generator().manual_seed(seed), info, load, {}, share=1.0)
+        return pairwise({"index": 0}, torch.Generator().manual_seed(seed), Others(info, load, {}), share=1.0)
 
     assert all(united(seed) for seed in range(6))
     shapes[1] = shapes[2] = (16, 4)
