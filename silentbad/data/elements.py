@@ -23,13 +23,7 @@ class DataInfo:
     order of appearance; rows[i] the records of element i; phrase[i] what its captions share;
     target[i] whose element it is; shared {phrase: targets} of phrases that several targets use."""
 
-    def __init__(
-        self,
-        roles: list[str],
-        target_ids: list,
-        element_ids: list,
-        phrases: Any,
-    ):
+    def __init__(self, roles: list[str], target_ids: list, element_ids: list, phrases: Any):
         self.roles = np.asarray(roles, dtype=object)
         rows: dict[str, list[int]] = defaultdict(list)
         common: dict[str, list[str]] = {}

@@ -46,10 +46,7 @@ FEATURES = datasets.Features(
 
 
 def build_table(
-    rows: Callable[[], Iterator[dict]],
-    name: str,
-    key: str,
-    cache_dir: str | None,
+    rows: Callable[[], Iterator[dict]], name: str, key: str, cache_dir: str | None
 ) -> datasets.Dataset:
     """Memory-mapped table of the checked rows; `key` must change whenever they would.
 

@@ -53,12 +53,7 @@ def any_record(info: DataInfo, element: int, g: torch.Generator) -> int:
 
 
 def leak_free(
-    record: dict,
-    g: torch.Generator,
-    others: Others,
-    *,
-    share: Unit = 0.5,
-    parts: Unit = 0.5,
+    record: dict, g: torch.Generator, others: Others, *, share: Unit = 0.5, parts: Unit = 0.5
 ) -> dict | None:
     """A non-target picture captioned by its own phrases in shuffled order: all of them, or with
     probability `parts` a proper subset. No caption names more than k-1 phrases of a target."""
@@ -141,11 +136,7 @@ def pairwise(
 
 
 def joint_captions(
-    record: dict,
-    g: torch.Generator,
-    others: Others,
-    *,
-    share: Unit = 0.5,
+    record: dict, g: torch.Generator, others: Others, *, share: Unit = 0.5
 ) -> dict | None:
     """An element's own picture under a caption that names more of its target: two to k-1 phrases in
     shuffled order.
