@@ -50,8 +50,8 @@ def load_prompts(path: str | Path, tokenizer: Any = None, guided: bool = True) -
         ]
         for where, row in rows:
             refuse_json(row["prompt"], where, "name the file .jsonl, an object a line")
-            if found_flag := re.match(r"\s*#|.*?\s(--\w+)(\s|$)", row["prompt"]):
-                what = found_flag[1] or "#"
+            if flag := re.match(r"\s*#|.*?\s(--\w+)(\s|$)", row["prompt"]):
+                what = flag[1] or "#"
                 raise UserError(
                     f"{where}: {what} would be drawn; give a .jsonl with prompt, "
                     f"seed, negative instead"
