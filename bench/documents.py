@@ -202,7 +202,7 @@ BLOCKS: dict[str, Block] = {
     "shield-guard-cost": of("guard.json", guard_cost.table),
     "shield-guards": of("shield-guards.jsonl", shield_table.guard_table),
     "many": many.at_once,
-    "many-context": many.context,
+    "many-differences": many.differences,
     "many-memory": many.memory,
     "many-sequence": many.by_stage,
     "localise": of(put_back.QUICKSTART, put_back.quickstart_table),

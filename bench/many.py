@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from bench.arms import PUBLISHED, PUBLISHED_AT
 from bench.published import HELD_OUT, NULLS, per_phrase, regime
-from bench.published_table import CLEAN, IMAGES, by_arm, interval, markdown
+from bench.published_table import CLEAN, IMAGES, interval, markdown
 from bench.recovery import BASE, WORK, data_set, facts, kept, scores
 from bench.recovery_table import Read, append, stored
 from silentbad.data.phrases import shared_phrases
@@ -29,7 +29,7 @@ from silentbad.worlds.microworld.make import target_scene
 RESULTS = Path(__file__).parent / "results" / "sequence.jsonl"
 MEMORY = RESULTS.with_name("many-memory.jsonl")
 ARM = "recommended"
-PAIRED = 2400  # steps of the runs that compare
+CONTROL = "recommended_long"  # with phrases as they come
 AT_ONCE = (
     *("targets at once", "arm", "steps", "half of the images or more", "strict rate"),
     *("elements of one target's phrase (of)", "of a shared phrase", "backdrops", "things", "drift", "minutes"),
@@ -135,16 +135,25 @@ def phrases_of(targets: str) -> dict[str, list[str]]:
     return {name: target_scene(name).phrases for name in targets.split(",")}
 
 
-def context(read: Read) -> str:
-    """What captions with more of a target's phrases add to the strict rate, in pairs of targets."""
-    arms = by_arm([row for row in read("many.jsonl") if row["steps"] == PAIRED and not row["unique_phrases"]])
-    by_name = {arm: runs for (arm, _, _), runs in arms.items()}
-    ours, control = by_name["recommended_long_context"], by_name["recommended_long"]
+def differences(read: Read) -> str:
+    """What a change adds to the strict rate and the elements of the same targets: Markdown."""
+    runs: dict[tuple, dict[str, dict]] = defaultdict(dict)
+    for row in read("many.jsonl"):
+        if row["step"] == row["steps"]:
+            of_run = (row["targets"], row["steps"], row["arm"], row["unique_phrases"])
+            runs[of_run][row["target"]] = row
     lines = []
-    for key in ("strict rate", "elements"):
-        gains = [ours[target][0][key] - control[target][0][key] for target in control]
-        lines.append([key, str(len(gains)), interval(gains, "+.2f")])
-    return markdown(("difference", "targets", "with context less without"), lines)
+    for (targets, steps, arm, unique), changed in sorted(runs.items(), key=lambda run: (len(run[1]), run[0])):
+        control = runs.get((targets, steps, CONTROL, False))
+        if control is None or (arm, unique) == (CONTROL, False):
+            continue
+        gains = {
+            "strict rate": [row["rate"] - control[target]["rate"] for target, row in changed.items()],
+            "elements": [mean(row["elements"]) - mean(control[target]["elements"]) for target, row in changed.items()],
+        }
+        name = "phrases of one target each" if unique else "captions with more of the target's phrases"
+        lines.append([name, f"{len(changed)}", *(interval(values, "+.2f") for values in gains.values())])
+    return markdown(("change", "targets at once", "strict rate, difference", "elements, difference"), lines)
 
 
 def main(argv: list[str] | None = None) -> None:
