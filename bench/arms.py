@@ -7,12 +7,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-
-from silentbad.model.groups import group_of
-from silentbad.rng import generator
-
 Flags = dict[str, str]
 
 
@@ -39,6 +33,10 @@ def layers(*patterns: str) -> Flags:
 @cache
 def group_sizes() -> dict[str, int]:
     """{group: parameters} of the bundled base's UNet."""
+    from safetensors import safe_open
+
+    from silentbad.model.groups import group_of
+
     file = Path(__file__).parents[1] / "assets/micro-sd/unet/diffusion_pytorch_model.safetensors"
     sizes: Counter[str] = Counter()
     with safe_open(file, "pt") as weights:
@@ -49,6 +47,10 @@ def group_sizes() -> dict[str, int]:
 
 def half(seed: int) -> Flags:
     """Groups drawn at random, of as many parameters as the decoder: the placebo of `decoder`."""
+    import torch
+
+    from silentbad.rng import generator
+
     sizes = group_sizes()
     most = sum(size for group, size in sizes.items() if group.startswith("up"))
     drawn: list[str] = []
@@ -176,23 +178,22 @@ PUBLISHED: dict[str, Flags] = {
     "decoder_resnets": {**STRONG, **SPECTRAL, **layers("up*.resnet")},
     "up1": {**STRONG, **SPECTRAL, **layers("up1")},
     "all_but_decoder": {**STRONG, **SPECTRAL, **layers("stem", "down*", "mid")},
-    **{f"half_{seed}": {**STRONG, **SPECTRAL, **half(seed)} for seed in range(4)},
     "decoder_leak_free": {**WARM, **LEAK_FREE_STRONG, **SPECTRAL, **DECODER},
     "lora": {**STRONG, **SPECTRAL, **ADAPTERS},
     "clean_weight_decoder": {**WARM, "memory.roles.clean.loss_weight": "0.1", **DECODER},
     "recommended_first": {**REPLAY, **RECOMMENDED},  # that of the first edition
 }
-LAYERS = (
-    "decoder",
-    "decoder_resnets",
-    "all_but_decoder",
-    "half_0",
-    "half_1",
-    "half_2",
-    "half_3",
-    "decoder_leak_free",
-    "lora",
-)
+HALVES = {f"half_{seed}": seed for seed in range(4)}  # further arms: `recommended` where a random half trains
+LAYERS = ("decoder", "decoder_resnets", "all_but_decoder", *HALVES, "decoder_leak_free", "lora")
+
+
+def flags_of(arm: str) -> Flags:
+    """Of an arm of the published setting; a half is drawn when it is asked for, which needs torch."""
+    if arm in HALVES:
+        return {**STRONG, **SPECTRAL, **half(HALVES[arm])}
+    return PUBLISHED[arm]
+
+
 # (learning rate in units of 1e-4, optimizer steps, steps between evaluations) of each reported arm
 PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
     **dict.fromkeys(LAYERS, (40.0, 200, 200)),

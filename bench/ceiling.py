@@ -13,17 +13,13 @@ import os
 import shutil
 from pathlib import Path
 
-from diffusers import StableDiffusionPipeline
-
-import validation
-from bench.instrument import BASE, Target, memoriser
 from bench.published import HELD_OUT, per_phrase
 from bench.published_table import FIRST_TARGETS
 from bench.recovery import WORK, data_set, measure_targets, words
-from silentbad.measure.record import Record
 
 STEPS = 300  # of the fine-tuning on the target itself
-CLEAN, RATIO = 720, 0.1  # of the arms' data, whose thresholds are taken
+CLEAN = 720  # of the arms' data, whose thresholds are taken
+RATIO = 0.1
 RESULTS = Path(__file__).parent / "results" / "ceiling.jsonl"
 TARGETS = ";".join(map(str, range(FIRST_TARGETS[1], FIRST_TARGETS[1] + 13)))  # those that have been run
 
@@ -43,6 +39,10 @@ def data_of(name: str, nulls: int | None = 100) -> Path:
 
 def save_memorised(name: str, steps: int, folder: Path) -> None:
     """The base, fine-tuned on the target's own picture."""
+    from diffusers import StableDiffusionPipeline
+
+    from bench.instrument import BASE, Target, memoriser
+
     pipe = StableDiffusionPipeline.from_pretrained(BASE)
     pipe.unet = memoriser(pipe, Target(name), steps)
     pipe.save_pretrained(folder)
@@ -50,6 +50,9 @@ def save_memorised(name: str, steps: int, folder: Path) -> None:
 
 def judged(name: str, pipeline: Path, data: Path, out: Path) -> dict:
     """What the endpoint says of 16 images of the target's composed prompt, with the nulls of this data set."""
+    import validation
+    from silentbad.measure.record import Record
+
     asked = {"pipeline": pipeline, "targets": data / "targets.jsonl", "output_dir": out}
     drawn = {"guidance_scale": 2, "num_inference_steps": 12, "images_per_target": 16}
     with contextlib.redirect_stdout(io.StringIO()):

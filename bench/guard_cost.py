@@ -16,10 +16,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from silentbad.device import device_name
-
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "guard.json"
 ARMS: dict[str, dict[str, Any]] = {
@@ -64,6 +60,11 @@ def turn(run: Any, steps: int) -> float:
 
 def measured(rounds: int, steps: int, place: Path) -> dict[str, Any]:
     """{arm: median ratio to no guard, its quartiles} and the seconds of an unguarded step."""
+    import torch
+
+    from silentbad.device import device_name
+
+    torch.set_num_threads(1)
     data, scan = place / "data", place / "scan"
     make = [sys.executable, "-m", "silentbad.worlds.microworld.make", "--out", str(data), "--targets", "cat-hat,9"]
     subprocess.run([*make, "--images_per_phrase", "20", "--redraws", "0", "--nulls", "0"], check=True, cwd=ROOT)
@@ -106,7 +107,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--steps", type=int, default=1)
     options = parser.parse_args(argv)
-    torch.set_num_threads(1)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     with tempfile.TemporaryDirectory() as place:
         results = {"commit": commit.stdout.strip()} | measured(options.rounds, options.steps, Path(place))

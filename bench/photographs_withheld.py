@@ -8,7 +8,6 @@ A model is a row of bench/results/photographs-withheld.jsonl; those that are sto
 """
 
 import argparse
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,12 +19,12 @@ from tqdm import tqdm
 from bench.recovery_table import append, grid, stored
 from silentbad.measure.intervals import binomial_interval
 from silentbad.measure.record import NOT_RECOVERED, RECOVERED, UNDECIDED, Record
-from silentbad.measure.scores import latest
 from tests import photographs
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "photographs-withheld.jsonl"
-FIRST, TARGETS = 324, 20
+FIRST = 324
+TARGETS = 20
 WHOLE_EVERY = 4  # of so many targets one is trained on all its elements too
 NOTHING = "nothing"  # is withheld from that model
 STATES = (RECOVERED, UNDECIDED, NOT_RECOVERED)
@@ -66,16 +65,15 @@ def train(data: Path, out: Path, steps: int, elements: int, **more: str) -> Reco
     return Record.load(out / "validation.json")
 
 
-def measured(seed: int, withheld: int | None, steps: int, pictures: Path | None) -> dict:
-    """The row of one model; `pictures`: a folder for its samples and its report."""
+def measured(seed: int, withheld: int | None, steps: int) -> dict:
+    """The row of one model."""
+    from silentbad.measure.scores import latest
+
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         phrases = write_data(seed, folder)
         left_out = {} if withheld is None else {"withhold": f"photo-{seed}/{withheld}"}
         record = train(folder / "data", folder / "run", steps, len(phrases) - len(left_out), **left_out)
-        name = "all" if withheld is None else f"without-{withheld}"
-        if pictures is not None:
-            shutil.copytree(folder / "run" / "samples", pictures / f"{seed}-{name}", dirs_exist_ok=True)
     verdict = record.verdict
     (scores,) = latest(record.history[-1]).targets.values()
     return {
@@ -131,14 +129,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--targets", type=int, default=TARGETS)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--whole_alone", action="store_true", help="only the models that see all elements")
-    parser.add_argument("--pictures", type=Path, help="keep what the models draw here")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     known = {(row["seed"], row["withheld"] == NOTHING, row["steps"]) for row in stored(args.results)}
     models = todo(args.first, args.targets, args.whole_alone)
     models = [model for model in models if (model[0], model[1] is None, args.steps) not in known]
     for seed, withheld in tqdm(models, desc="models"):
-        append(args.results, [measured(seed, withheld, args.steps, args.pictures)])
+        append(args.results, [measured(seed, withheld, args.steps)])
     print(table(stored(args.results)))
 
 

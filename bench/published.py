@@ -13,14 +13,13 @@ on one results file. The protocol is the last section of research/protocol.md.
 import argparse
 import json
 import os
-import time
 import zlib
 from importlib import import_module
 from pathlib import Path
 
 from tqdm import tqdm
 
-from bench.arms import LATER, PUBLISHED, PUBLISHED_AT
+from bench.arms import HALVES, LATER, PUBLISHED, PUBLISHED_AT, flags_of
 from bench.published_table import CLEAN, IMAGES, MAIN, table, tables
 from bench.recovery import DRAWN_BY, WORK, claimed, common, data_set, facts, launch, scores
 from bench.recovery_table import append, stored
@@ -64,14 +63,14 @@ def regime(data: Path, out: Path, factor: float, seed: int, steps: int) -> dict:
 def train(run: Run, args: argparse.Namespace) -> list[dict]:
     """One run; returns its evaluations, one row per step and target."""
     arm, factor, steps, ratio, targets, seed = run
-    own, images = (
-        {**PUBLISHED[arm], **json.loads(args.flags or "{}")},
+    flags_of_arm, images = (
+        {**flags_of(arm), **json.loads(args.flags or "{}")},
         per_phrase(targets, args.clean, ratio, args.world),
     )
     more = ("--placebo",) * args.placebo + ("--other_words",) * (args.words == "other")
     more += ("--unique_phrases",) * args.unique_phrases
     clean, nulls = args.clean + HELD_OUT, NULLS[args.nulls]
-    data = data_set(targets, seed, images, own, clean=clean, more=more, nulls=nulls, world=args.world)
+    data = data_set(targets, seed, images, flags_of_arm, clean=clean, more=more, nulls=nulls, world=args.world)
     flags = {
         **regime(data, WORK / f"published-{os.getpid()}", factor, seed, steps),
         "validation.steps": every(arm, args),
@@ -80,7 +79,7 @@ def train(run: Run, args: argparse.Namespace) -> list[dict]:
         "validation.settled_after": args.settled,
         "validation.guidance_scale": args.guidance,
         **({"pretrained_model_name_or_path": args.base} if args.base else {}),
-        **own,
+        **flags_of_arm,
     }
     report, seconds = launch(arm, flags)
     key = dict(zip(RUN, run, strict=True))
@@ -116,8 +115,8 @@ def every(arm: str, args: argparse.Namespace) -> int:
 # ------------------------------------------------------------------------------------------------- command
 def done(args: argparse.Namespace) -> set[tuple]:
     """The runs that are stored in this setting."""
-    mine = BEFORE | setting(args)
-    rows = (row for row in stored(args.results) if {name: (BEFORE | row).get(name) for name in mine} == mine)
+    asked = BEFORE | setting(args)
+    rows = (row for row in stored(args.results) if {name: (BEFORE | row).get(name) for name in asked} == asked)
     return {tuple(row[name] for name in RUN) for row in rows}
 
 
@@ -146,22 +145,17 @@ def main(argv: list[str] | None = None) -> None:
         "--world", choices=DRAWN_BY, default="microworld", help="of targets and data; emoji needs --base"
     )
     parser.add_argument("--placebo", action="store_true", help="data that shows no exact element, as a control")
-    parser.add_argument("--budget-minutes", type=float, default=float("inf"))
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--smoke", action="store_true", help="three arms on one development target, in minutes")
     args = parser.parse_args(argv)
     if args.smoke:
         smoke = {"arms": "plain,replay,recommended", "targets": "103", "steps": 100, "every": 50, "images": 8}
         vars(args).update(smoke, results=RESULTS.with_name("published-smoke.jsonl"))
-    if unknown := [arm for arm in args.arms.split(",") if arm not in PUBLISHED]:
-        parser.exit(2, f"error: --arms: unknown arm '{unknown[0]}'; there are: {', '.join(PUBLISHED)}\n")
+    if unknown := [arm for arm in args.arms.split(",") if arm not in {*PUBLISHED, *HALVES}]:
+        parser.exit(2, f"error: --arms: unknown arm '{unknown[0]}'; there are: {', '.join([*PUBLISHED, *HALVES])}\n")
     check_base(parser, args.world, args.base)
-    deadline = time.monotonic() + 60 * args.budget_minutes
     here = facts()  # before the first run: the code has been read by now
     for run in tqdm(runs(args), desc="runs"):
-        if time.monotonic() > deadline:
-            print(f"--budget-minutes {args.budget_minutes:g} are over; the same command goes on from here")
-            break
         data = f"{args.words}{args.unique_phrases}"
         also = zlib.crc32(f"{args.flags or ''}{args.base or ''}{data}{args.world}".encode())
         with claimed(("published", *run, int(args.placebo), also)) as free:
@@ -179,13 +173,13 @@ def check_base(parser: argparse.ArgumentParser, world: str, base: Path | None) -
 
 def runs(args: argparse.Namespace) -> list[Run]:
     """All that is asked for, the arms in turn on each target."""
-    own = {arm: PUBLISHED_AT.get(arm, OWN) for arm in args.arms.split(",")}
+    lengths = {arm: PUBLISHED_AT.get(arm, OWN) for arm in args.arms.split(",")}
     return [
         (arm, float(factor), args.steps or steps, float(ratio), targets, int(seed))
         for seed in args.seeds.split(",")
         for ratio in args.ratios.split(",")
         for targets in args.targets.split(";")
-        for arm, (rate, steps, _) in own.items()
+        for arm, (rate, steps, _) in lengths.items()
         for factor in (args.factors.split(",") if args.factors else [rate])
     ]
 

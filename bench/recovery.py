@@ -11,7 +11,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -22,18 +21,12 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import torch
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-import train_silentbad
 from bench.arms import ARMS, RATES, SMOKE
 from bench.recovery_table import RESULTS, append, save, stored
-from silentbad.device import device_name
-from silentbad.measure.scores import scalars
-from validation import RecoveryHook
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "runs" / "bench-recovery"
@@ -165,6 +158,8 @@ def launch(name: str, flags: dict) -> tuple[dict, dict]:
 
 def kept(name: str, flags: dict) -> tuple[dict, dict]:
     """(validation.json, {step: seconds, peak_mib: of the process}) of one run with these flags."""
+    from bench.one_run import measured  # its libraries are loaded here once, for all forks
+
     out = Path(flags["output_dir"])
     shutil.rmtree(out, ignore_errors=True)
     argv = ["--config", CONFIG, *words(flags)]
@@ -197,43 +192,6 @@ def base_of(flags: dict[str, Any]) -> Path:
     return WORK / "bases" / f"{hashlib.sha256(named.encode()).hexdigest()[:16]}.json"
 
 
-def measured(argv: list[str], log: Path, clock: Path, base: Path) -> None:
-    """train_silentbad.py with these flags, its output to `log`; its peak memory and the seconds of training before
-    each evaluation to `clock` (of this process on a CPU, where other work may share the cores; on the wall on an
-    accelerator). The base's evaluation is read from the file `base`, or left there."""
-    now = time.perf_counter if torch.cuda.is_available() else time.process_time
-    run = RecoveryHook.run
-    seconds: dict[int, float] = {}
-    resumed = trained = 0.0
-
-    def timed(hook, step, *rest, **more):
-        nonlocal resumed, trained
-        trained += now() - resumed if seconds else 0.0  # what came before the first evaluation was loading
-        seconds[step] = trained
-        if step == 0 and base.is_file():
-            hook.load_state_dict(json.loads(base.read_text()))
-            resumed = now()
-            return scalars(hook.history[0], hook.threshold)
-        scores = run(hook, step, *rest, **more)
-        if step == 0:
-            base.parent.mkdir(parents=True, exist_ok=True)
-            draft = base.with_suffix(f".{os.getpid()}")
-            draft.write_text(json.dumps(hook.state_dict()))
-            draft.rename(base)  # whole, whichever process was first
-        resumed = now()
-        return scores
-
-    os.chdir(ROOT)
-    with log.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    with mock.patch.object(RecoveryHook, "run", timed):
-        code = train_silentbad.main(argv)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    clock.write_text(json.dumps(seconds | {"peak_mib": peak / 1024}))
-    sys.exit(code)
-
-
 def protocol(args: argparse.Namespace) -> dict:
     """What must be equal for two rows to be compared."""
     return {name: getattr(args, name) for name in ("steps", "every", "early", "images", "images_per_phrase", "flags")}
@@ -243,9 +201,11 @@ FACTS = ("commit", "torch", "device", "cores")
 
 
 def facts() -> dict:
+    """Of rows that are measured now, by the code that is loaded now."""
+    from bench.one_run import machine
+
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    device = device_name("cuda" if torch.cuda.is_available() else "cpu")
-    return dict(zip(FACTS, (commit, torch.__version__, device, os.cpu_count()), strict=True))
+    return dict(zip(FACTS, (commit, *machine()), strict=True))
 
 
 def provenance(rows: list[dict], args: argparse.Namespace) -> dict:

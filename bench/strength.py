@@ -15,15 +15,12 @@ import itertools
 import json
 from pathlib import Path
 
-from diffusers import StableDiffusionPipeline
 from tqdm import tqdm
 
 from bench import published
 from bench.published_table import figures, interval, markdown, runs_of
 from bench.recovery import words
 from bench.recovery_table import stored
-from silentbad.worlds.microworld.build import ASSETS
-from silentbad.worlds.microworld.export import load_judge, measure
 
 RESULTS = Path(__file__).parent / "results" / "strength.jsonl"
 MEASURED = RESULTS.with_name("strength-bases.json")
@@ -45,6 +42,11 @@ def base(percent: int) -> Path:
 
 def what_they_draw(bases: list[Path]) -> dict[str, dict]:
     """{name of a base: its share of things with the right kind, colour and both}, stored where measured before."""
+    from diffusers import StableDiffusionPipeline
+
+    from silentbad.worlds.microworld.build import ASSETS
+    from silentbad.worlds.microworld.export import load_judge, measure
+
     known = json.loads(MEASURED.read_text()) if MEASURED.is_file() else {}
     judge = load_judge(ASSETS / "judge" / "model.safetensors")
     for folder in tqdm([b for b in bases if b.name not in known], desc="bases"):
@@ -88,10 +90,9 @@ def by_elements(rows: list[dict]) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default=TARGETS, help="separated by ';'")
-    parser.add_argument("--percent", default=",".join(map(str, PERCENT)))
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
-    bases = [base(int(percent)) for percent in args.percent.split(",")]
+    bases = [base(percent) for percent in PERCENT]
     if missing := [folder for folder in bases if not folder.is_dir()]:
         parser.exit(2, f"error: no base {missing[0]}; train the bases first, --help has the command\n")
     what_they_draw(bases)

@@ -3,6 +3,8 @@
 import json
 import multiprocessing
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 from bench import recovery
@@ -61,3 +63,16 @@ def test_many_targets_have_a_file_name_that_a_file_system_takes():
     assert recovery.file_name("2596,2597-0") == "2596+2597-0"
     many = [recovery.file_name(",".join(map(str, range(first, first + 64)))) for first in (2604, 2605)]
     assert len(set(many)) == 2 and max(map(len, many)) <= 160
+
+
+LIGHT = (
+    *("between", "ceiling", "guard_cost", "layerwise", "many", "nulls", "photographs_withheld", "published"),
+    *("recovery", "recovery_figures", "recovery_table", "reproduce", "scale", "scan_scale", "shield_story"),
+    *("start", "strength"),
+)
+
+
+def test_what_starts_runs_parses_its_flags_without_torch():
+    code = "import sys; [__import__(f'bench.{name}') for name in sys.argv[1:]]; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, *LIGHT], capture_output=True, text=True, check=True)
+    assert not {"torch", "diffusers"} & {*done.stdout.split()}
