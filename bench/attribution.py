@@ -35,7 +35,8 @@ from silentbad.rng import generator
 
 RESULTS = Path(__file__).parent / "results" / "attribution.jsonl"
 TARGETS = ";".join(map(str, range(3012, 3018)))
-TIMESTEPS, WIDTH = 10, 4096  # of a record's feature: timesteps, and numbers that a gradient is projected to
+TIMESTEPS = 10  # of a record's feature
+WIDTH = 4096  # numbers that a gradient is projected to
 QUERIES = 8  # images of the composed prompt
 RIVALS = {"D-TRAK": 0.1, "segment masks": 1.0}  # l, in units of the mean of the kernel's diagonal: best on target 105
 HEAD = ("detector", "is told", "targets", "F1", "lowest F1", "AUC", "processor s a data set")

@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from bench import published
-from bench.published_table import Runs, by_arm, interval, markdown, ratio, sign_flips
+from bench.published_table import by_arm, interval, markdown, mean_of, ratio, sign_flips
 from bench.recovery import words
 from bench.recovery_table import stored
 
 RESULTS = Path(__file__).parent / "results" / "between.jsonl"
 TARGETS = ";".join(map(str, range(2474, 2480)))
-STEPS, EVERY = 600, 300
+STEPS = 600
+EVERY = 300
 ARMS = ("plain_warm", "clean_weight_warm", "contrast_warm", "contrast_placebo_warm")
 FACTORS = (16.0, 8.0, 4.0)  # learning rates in units of 1e-4
 RULE = "contrast_warm"
@@ -33,19 +34,17 @@ HEAD = ("arm", "lr x", "targets", "strict rate", "elements", "similarity of elem
 OVER = ("over", "lr x", "targets", "similarity of elements, difference", "p", "drift, ratio")
 
 
-def means(runs: Runs, key: str, targets: list[str] | None = None) -> np.ndarray:
-    """(T,) of each target, over its seeds, at the last step."""
-    return np.array([np.mean([run[key] for run in runs[target]]) for target in targets or runs])
-
-
 def frontier(rows: list[dict]) -> str:
     """A line an arm and rate, the arm's rates together: Markdown."""
     arms, lines = by_arm(rows), []
     for name, factor in itertools.product((*ARMS, DECODER), sorted(FACTORS)):
         if runs := arms.get((name, factor, STEPS)):
-            shown = [interval(means(runs, key).tolist()) for key in ("strict rate", "elements", "element similarity")]
-            seconds = means(runs, "s/step").min()
-            drift = f"{np.mean(means(runs, 'drift')):.4f}"
+            shown = [
+                interval(mean_of(runs, key, [*runs]).tolist())
+                for key in ("strict rate", "elements", "element similarity")
+            ]
+            seconds = mean_of(runs, "s/step", [*runs]).min()
+            drift = f"{np.mean(mean_of(runs, 'drift', [*runs])):.4f}"
             lines.append([f"`{name}`", f"{factor:g}", str(len(runs)), *shown, drift, f"{seconds:.3f}"])
     return markdown(HEAD, lines)
 
@@ -57,8 +56,8 @@ def compared(rows: list[dict], arm: str = RULE) -> str:
         rule, other = arms.get((arm, factor, STEPS), {}), arms.get((name, factor, STEPS), {})
         if name == arm or not (both := [target for target in other if target in rule]):
             continue
-        gain = means(rule, "element similarity", both) - means(other, "element similarity", both)
-        drift = np.log(means(rule, "drift", both) / means(other, "drift", both))
+        gain = mean_of(rule, "element similarity", both) - mean_of(other, "element similarity", both)
+        drift = np.log(mean_of(rule, "drift", both) / mean_of(other, "drift", both))
         p = f"{sign_flips(gain):.3f}" if len(both) > 1 else ""
         cells = [interval(gain.tolist(), "+.2f"), p, ratio(drift, False)]
         lines.append([f"`{name}`", f"{factor:g}", str(len(both)), *cells])

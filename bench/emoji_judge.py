@@ -15,27 +15,21 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import AutoencoderKL
 from tqdm import tqdm
 
 from bench import instrument
-from bench.instrument import AlignedSSIM, Detector, by_kind, eight_bits, measure, rate_of, scored
+from bench.instrument import AlignedSSIM, Detector, by_kind, measure, pictures_of, rate_of, scored
 from bench.recovery import drawing
 from bench.recovery_table import grid
 from silentbad.data.images import to_tensor
 from silentbad.files import sha256
 from silentbad.measure.embedders import MICRO
-from silentbad.rng import generator
-from silentbad.settings.commands import REDRAWS
-from silentbad.worlds.data_sets import ENOUGH
-from silentbad.worlds.emoji.make import target_scene
-from silentbad.worlds.emoji.nulls import ELEMENT_NULLS, SCENE_NULLS, STORED, hard_null, turns
+from silentbad.worlds.emoji import make
+from silentbad.worlds.emoji.nulls import ELEMENT_NULLS, SCENE_NULLS, hard_null
 from silentbad.worlds.emoji.sets import HELD_OUT
 from silentbad.worlds.emoji.world import EMOJI
-from silentbad.worlds.microworld.copies import round_trip
-from silentbad.worlds.microworld.render import backdrop_mask
 
 BEFORE = Path(__file__).parent / "results" / "emoji-judge.json"
 RESULTS = BEFORE.with_name("emoji-judge-2716.json")
@@ -61,15 +55,11 @@ IN_PLACE = ("redrawn", "moved")  # 5 % may pass; 1 % of every other kind
 class Target(instrument.Target):
     """A target of the emoji world, and pictures to score against it."""
 
-    def __init__(self, name: str):
-        self.name = name
-        self.scene: Any = target_scene(name)  # of the world whose target it is
-        picture, masks = EMOJI.render(self.scene)
-        stack = [np.asarray(mask, np.float32) / 255 for mask in (*masks, backdrop_mask(masks))]
-        self.masks = [torch.from_numpy(mask)[None] for mask in stack]
-        self.image = to_tensor(picture)[None]
-        artists = ["unseen artist" if thing.artist == HELD_OUT else "known artist" for thing in self.scene.things]
-        self.kinds = [*artists, "backdrop"]
+    of = make.TARGETS
+    tested = TESTED
+
+    def kind_of(self, thing: Any) -> str:
+        return "unseen artist" if thing.artist == HELD_OUT else "known artist"
 
     def nulls(self, kind: str, count: int, split: str) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
         """`count` pictures of the kind (N,3,64,64) in [0,1], and the elements that each changes."""
@@ -79,22 +69,10 @@ class Target(instrument.Target):
         return torch.stack(pictures), [null.changed for null in found]
 
 
-def pictures_of(target: Target, vae: AutoencoderKL, calibration: int, count: int) -> tuple[dict, dict]:
-    """Nulls to calibrate on and pictures to test: {kind: (pictures, the elements each changes)}."""
-    counts = {kind: calibration * turns(kind, target.scene) for kind in STORED}
-    counts["redraw"] = calibration * REDRAWS // ENOUGH
-    known = {kind: target.nulls(kind, n, "calibration") for kind, n in counts.items()}
-    tested: dict[str, tuple] = {kind: target.nulls(kind, count, "tested") for kind in TESTED}
-    for kind, (x, _) in tested.items():  # every other one through the autoencoder
-        x[1::2] = eight_bits(round_trip(x[1::2] * 2 - 1, vae, generator("emoji", "instrument", kind, target.name)))
-    tested["copy"] = (target.copies(count, vae),)
-    return known, tested
-
-
 def measured(name: str, judges: dict, vae: AutoencoderKL, args: argparse.Namespace) -> dict:
     """What each judge lets pass of one target."""
     target = Target(name)
-    known, tested = pictures_of(target, vae, args.calibration, args.pictures)
+    known, tested = pictures_of(target, vae, None, args)
     columns = {
         judge: measure(by_kind, target, scored(of, target, known), scored(of, target, tested))
         for judge, of in judges.items()

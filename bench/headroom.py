@@ -40,7 +40,8 @@ from silentbad.rng import generator
 BASE = "assets/micro-sd"
 RESULTS = Path(__file__).parent / "results" / "headroom.json"
 HEAD = ("optimizer", "by", "parts", "R", "R, other bank", "R within 4", "within 4, other bank", "H")
-BATCH, BATCHES = 16, 16
+BATCH = 16
+BATCHES = 16
 ARMS: dict[str, Callable[[UNet2DConditionModel], torch.optim.Optimizer]] = {
     "SGD": lambda unet: torch.optim.SGD(unet.parameters(), 1.0, momentum=0.9),
     "AdamW": lambda unet: torch.optim.AdamW(unet.parameters(), 1e-3, (0.9, 0.99), weight_decay=0.0),

@@ -12,13 +12,25 @@ from pathlib import Path
 import numpy as np
 
 from bench import published
-from bench.published_table import HEAD, Runs, by_arm, interval, lines_of, markdown, ratio, sign_flips, times_sooner
+from bench.published_table import (
+    HEAD,
+    Runs,
+    by_arm,
+    interval,
+    lines_of,
+    markdown,
+    mean_of,
+    ratio,
+    sign_flips,
+    times_sooner,
+)
 from bench.recovery import words
 from bench.recovery_table import stored
 
 RESULTS = Path(__file__).parent / "results" / "layerwise.jsonl"
 TARGETS = ";".join(map(str, range(2300, 2312)))
-STEPS, EVERY = 200, 20
+STEPS = 200
+EVERY = 20
 RUNS = (  # arm, learning rate in units of 1e-4
     ("recommended", 40.0),
     ("recommended_gsnr", 80.0),
@@ -54,12 +66,9 @@ def over(rule: Runs, other: Runs, arm: str, factor: float) -> list[str]:
         for name, runs in (("rule", rule), ("other", other))
     }
     logs = times_sooner(first["other"], first["rule"], STEPS)
-
-    def last(runs: Runs, key: str) -> np.ndarray:
-        return np.array([np.mean([run[key] for run in runs[t]]) for t in both])
-
-    drift = np.log(last(rule, "drift") / last(other, "drift"))
-    gain = interval((last(rule, "strict rate") - last(other, "strict rate")).tolist(), "+.2f")
+    drift = np.log(mean_of(rule, "drift", both) / mean_of(other, "drift", both))
+    rates = mean_of(rule, "strict rate", both) - mean_of(other, "strict rate", both)
+    gain = interval(rates.tolist(), "+.2f")
     return [
         f"`{arm}`",
         f"{factor:g}",

@@ -35,7 +35,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "photographs.jsonl"
 EXAMPLE = ROOT / "docs" / "example"
 SIDE = 64
-FIRST, TARGETS = 300, 24
+FIRST = 300
+TARGETS = 24
 WORDS = {
     "missing": "an element missing, the backdrop in its place",
     "mirrored": "an element mirrored",

@@ -13,7 +13,9 @@ import numpy as np
 from bench.arms import PUBLISHED_AT
 from silentbad.measure.intervals import binomial_interval, bootstrap_interval
 
-BATCH, CLEAN, IMAGES = 16, 720, 16  # pictures a step; clean ones, and images of an evaluation, if nothing is said
+BATCH = 16  # pictures a step
+CLEAN = 720  # clean pictures, if nothing is said
+IMAGES = 16  # of an evaluation, if nothing is said
 # first target of each block of reported targets; a later idea takes the next
 FIRST_TARGETS = (2000, 2100, 2450, 2500, 2524)
 FEW_NULLS = FIRST_TARGETS[1]  # the block that also has tables by ratio, seed, k and several at once

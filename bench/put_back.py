@@ -38,10 +38,13 @@ from silentbad.rng import generator
 from silentbad.settings.commands import LocaliseOptions
 
 ARMS = ("recommended", "recommended_leak_free")
-PART, BY = "up1", "stage"
+PART = "up1"
+BY = "stage"
 REPORTED = "3200-3207"
 FRESH = 1000  # added to the run's seed for noise that no choice has seen
-FROZEN, CHOSEN, RANDOM = "frozen part put back", "the run's choice put back", "random tensors put back"
+FROZEN = "frozen part put back"
+CHOSEN = "the run's choice put back"
+RANDOM = "random tensors put back"
 FILE = RESULTS.with_name("put-back.jsonl")
 QUICKSTART = RESULTS.with_name("localise.json")  # of `make quickstart`
 LARGER = 0.05  # of what changed

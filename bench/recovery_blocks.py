@@ -24,48 +24,18 @@ from bench.recovery_table import (
 
 FILE = "recovery.jsonl"
 PLAIN: Arm = ("plain", 8.0)
-RESULT_ARMS = (
-    "plain",
-    "plain@4",
-    "recommended",
-    "recommended_leak_free",
-    "recommended_estimated",
-    "recommended+gsnr",
-    "unconditional",
-    "pairwise",
-    "region",
-    "snr_mixture",
-    "leak_free",
-    "joint_captions",
-    "keys_values",
-    "keys_values_placebo",
-    "gsnr",
-    "auto_rgn",
-    "original",
-)
-SEED_ARMS = (
-    "recommended",
-    "recommended_leak_free",
-    "recommended+gsnr",
-    "pairwise",
-    "joint_captions",
-    "keys_values",
-)
-RATE_ARMS = (
-    "keys_values",
-    "keys_values_placebo",
-    "prior",
-    "gsnr",
-    "prior_gsnr",
-    "placebo",
-    "auto_rgn",
-    "inverse_rms",
-    "hypergradient",
-    "original_as_rate",
-    "shrink",
-    "original",
-    "plain@4",
-)
+RESULT_ARMS = """
+    plain plain@4 recommended recommended_leak_free recommended_estimated recommended+gsnr
+    unconditional pairwise region snr_mixture leak_free joint_captions keys_values
+    keys_values_placebo gsnr auto_rgn original
+""".split()
+SEED_ARMS = """
+    recommended recommended_leak_free recommended+gsnr pairwise joint_captions keys_values
+""".split()
+RATE_ARMS = """
+    keys_values keys_values_placebo prior gsnr prior_gsnr placebo auto_rgn inverse_rms
+    hypergradient original_as_rate shrink original plain@4
+""".split()
 RATE_PAIRS = (
     ("keys_values", "keys_values_placebo"),
     ("keys_values", "plain@4"),
@@ -76,50 +46,23 @@ RATE_PAIRS = (
     ("recommended+gsnr", "plain@4"),
     ("recommended_leak_free+shrink", "recommended_leak_free"),
 )
-USER_RATE_ARMS = (
-    "keys_values",
-    "keys_values_placebo",
-    "prior",
-    "gsnr",
-    "placebo",
-    "auto_rgn",
-    "hypergradient",
-    "original",
-    "shrink",
-    "plain@4",
-)
-USER_MEMORY_ARMS = (
-    "recommended",
-    "recommended_leak_free",
-    "recommended+gsnr",
-    "unconditional",
-    "region",
-    "region_estimated",
-    "pairwise",
-    "joint_captions",
-    "leak_free",
-    "snr_mixture",
-    "weakest_first",
-    "retention",
-)
-MEMORY_ARMS = (
+USER_RATE_ARMS = """
+    keys_values keys_values_placebo prior gsnr placebo auto_rgn hypergradient original shrink
+    plain@4
+""".split()
+USER_MEMORY_ARMS = """
+    recommended recommended_leak_free recommended+gsnr unconditional region region_estimated
+    pairwise joint_captions leak_free snr_mixture weakest_first retention
+""".split()
+MEMORY_ARMS = [
     *USER_MEMORY_ARMS,
-    "recommended_leak_free+shrink",
-    "recommended_estimated",
-    "recommended+placebo",
-    "curriculum",
-    "learning_progress",
-    "attention_binding",
-    "recommended-snr_mixture",
-    "recommended-unconditional",
-    "recommended_leak_free-snr_mixture",
-    "recommended_leak_free-region",
-    "region+snr_mixture",
-    "leak_free+region+snr_mixture",
-    "leak_free+snr_mixture",
-    "and_distillation",
-    "and_distillation_gated",
-)
+    *"""
+        recommended_leak_free+shrink recommended_estimated recommended+placebo curriculum
+        learning_progress attention_binding recommended-snr_mixture recommended-unconditional
+        recommended_leak_free-snr_mixture recommended_leak_free-region region+snr_mixture
+        leak_free+region+snr_mixture leak_free+snr_mixture and_distillation and_distillation_gated
+    """.split(),
+]
 MEMORY_PAIRS = (
     ("recommended_leak_free", "leak_free+region+snr_mixture"),
     ("recommended", "recommended-unconditional"),

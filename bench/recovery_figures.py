@@ -230,12 +230,11 @@ def draw_multipliers(target: str, arm: str) -> Path:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("curves", "published", "sweeps", "many", "strip", "multipliers"))
-    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--target", default="1000")
     parser.add_argument("--arm", default="prior_gsnr", choices=list(ARMS))
     args = parser.parse_args(argv)
     made = {
-        "curves": lambda: draw_curves(args.results),
+        "curves": lambda: draw_curves(RESULTS),
         "published": lambda: draw_published(RESULTS.with_name("published.jsonl")),
         "sweeps": lambda: draw_sweeps(RESULTS.with_name("published.jsonl")),
         "many": draw_many,

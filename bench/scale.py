@@ -21,7 +21,10 @@ from pathlib import Path
 from bench.recovery_table import goals, grid
 
 RESULTS = Path(__file__).parent / "results"
-IMAGES, ELEMENTS, BATCH, DRAWS = 64, 12, 16, 200
+IMAGES = 64
+ELEMENTS = 12
+BATCH = 16
+DRAWS = 200
 THINGS = (
     "a red cat",
     "a blue hat",

@@ -36,8 +36,10 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "scan-scale.jsonl"
 DEVELOPMENT = ROOT / "runs" / "scan-scale-dev.jsonl"
 WORK = ROOT / "runs" / "scan-scale"
-POOL, PART = 10_000, 4096  # rendered scenes of a file; records of a part
-HIDDEN, EACH = 4, 20  # pictures, and records of an element
+POOL = 10_000  # rendered scenes of a file
+PART = 4096  # records of a part
+HIDDEN = 4  # pictures
+EACH = 20  # records of an element
 FAINTEST = 0.7  # of a clean view's contrast
 Drawn = tuple[str, np.ndarray]
 
@@ -135,7 +137,8 @@ def alone(data: Path, workers: int, permutations: int) -> dict:
 WRITERS = {"windows": "windows", "strong": "pairs", "copies": "pairs", "links": "links", "near": "near"}
 WRITERS |= {"views": "place", "signatures": "place", "several": "several"}
 BILLION = 10**9
-CORES, DOLLARS = 1024, 0.05  # of the cluster on paper; a core's price an hour
+CORES = 1024  # of the cluster on paper
+DOLLARS = 0.05  # a core's price an hour
 
 
 def table(rows: list[dict]) -> str:

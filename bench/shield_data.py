@@ -20,7 +20,10 @@ from silentbad.worlds.microworld.grammar import KINDS, Scene, Thing
 from silentbad.worlds.microworld.make import TARGETS as MICROWORLD
 from silentbad.worlds.microworld.render import SIZE, backdrop_mask
 
-SERIES, SUBJECT, TEMPLATES, COPIED = 30, 20, 30, 10  # records; of the near duplicates, scenes with three copies each
+SERIES = 30  # records of each kind
+SUBJECT = 20
+TEMPLATES = 30
+COPIED = 10  # scenes with three copies each
 RATIOS = {0.002: 8000, 0.01: 4000, 0.05: 2000, 0.10: 2000, 0.15: 2000}  # ratio of element records: records in all
 
 

@@ -24,6 +24,7 @@ from silentbad.report.pages import Table, shot
 
 ROOT = Path(__file__).parents[1]
 TEMPLATES = Path(__file__).parent / "templates"
+STEPS = 600  # of each training
 UNGUARDED = ["--config=configs/recommended.yaml", "--learning_rate=1.6e-3"]  # what recovers most in research/results.md
 AUDIT = ["--images_per_target", "6", "--nulls", "16", "--num_inference_steps", "12", "--guidance_scale", "1.5"]
 
@@ -38,7 +39,7 @@ def command(*words: Any, codes: tuple[int, ...] = (0,)) -> int:
     return code
 
 
-def trained(data: Path, out: Path, steps: int, *own: str) -> Path:
+def trained(data: Path, out: Path, *own: str) -> Path:
     """The pipeline of a short training."""
     flags = {
         "pretrained_model_name_or_path": "assets/micro-sd",
@@ -48,9 +49,9 @@ def trained(data: Path, out: Path, steps: int, *own: str) -> Path:
         "train_batch_size": 16,
         "learning_rate": 8e-4,
         "lr_scheduler": "cosine",
-        "lr_warmup_steps": min(20, steps // 4),
+        "lr_warmup_steps": 20,
         "adam_beta2": 0.99,
-        "max_train_steps": steps,
+        "max_train_steps": STEPS,
         "checkpointing_steps": 100_000,
     }
     command("train_silentbad.py", *(f"--{key}={value}" for key, value in flags.items()), *own)
@@ -79,7 +80,7 @@ def pixels(file: Path) -> np.ndarray:
     return np.asarray(Image.open(file).convert("RGB"))
 
 
-def page(out: Path, data: Path, minutes: float, steps: int) -> str:
+def page(out: Path, data: Path, minutes: float) -> str:
     """shield.html."""
     scan = json.loads((out / "scan" / "scan.json").read_text())
     audits = {name: json.loads((out / name / "audit.json").read_text()) for name in ("audit", "audit-guarded")}
@@ -113,7 +114,7 @@ def page(out: Path, data: Path, minutes: float, steps: int) -> str:
         "before": sum(r["found"] for r in audits["audit"]["results"]),
         "after": sum(r["found"] for r in audits["audit-guarded"]["results"]),
         "table": Table(["prompt", *columns], rows),
-        "steps": steps,
+        "steps": STEPS,
         "minutes": minutes,
     }
     return pages.render("shield.html.j2", values, TEMPLATES)
@@ -121,22 +122,21 @@ def page(out: Path, data: Path, minutes: float, steps: int) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="runs/shield", help="folder of everything the story makes")
-    parser.add_argument("--steps", type=int, default=600, help="of each training")
-    parser.add_argument("--images_per_phrase", type=int, default=22)
-    options = parser.parse_args(argv)
-    started, out, steps = time.monotonic(), Path(options.out).resolve(), options.steps
-    data, scan = out / "data", out / "scan" / "scan.json"
-    per = ["--images_per_phrase", options.images_per_phrase, "--redraws", 0, "--nulls", 0]
+    parser.parse_args(argv)
+    started = time.monotonic()
+    out = ROOT / "runs" / "shield"
+    data = out / "data"
+    scan = out / "scan" / "scan.json"
+    per = ["--images_per_phrase", 22, "--redraws", 0, "--nulls", 0]
     command("-m", "silentbad.worlds.microworld.make", "--out", data, "--targets", "cat-hat,9", *per)
     command("-m", "silentbad.scan", "--train_data_dir", data, "--output_dir", out / "scan", codes=(3,))
-    own = trained(data, out / "unguarded", steps, *UNGUARDED)
-    guarded = trained(data, out / "guarded", steps, "--guard.name=drop", f"--guard.scan={scan}")
+    own = trained(data, out / "unguarded", *UNGUARDED)
+    guarded = trained(data, out / "guarded", "--guard.name=drop", f"--guard.scan={scan}")
     for pipeline, name in ((own, "audit"), (guarded, "audit-guarded")):
         flags = ["--pipeline", pipeline, "--scan", scan, "--output_dir", out / name, *AUDIT]
         command("validation.py", *flags, codes=(0, 3))
     file = out / "shield.html"
-    file.write_text(page(out, data, (time.monotonic() - started) / 60, steps), encoding="utf-8")
+    file.write_text(page(out, data, (time.monotonic() - started) / 60), encoding="utf-8")
     print(file)
     return 0
 

@@ -31,7 +31,9 @@ from silentbad.device import device_name
 RESULTS = Path(__file__).parent / "results" / "throughput.json"
 MICRO = Path(__file__).parents[1] / "assets" / "micro-sd"
 CPU = torch.device("cpu")
-BATCH, SIDE, RECORDS = 16, 64, 96
+BATCH = 16
+SIDE = 64
+RECORDS = 96
 PEAKS = 5  # set-ups of each arm whose memory is measured: what an allocator keeps moves one by 10 MiB
 LOSS_TOLERANCE = 1e-4  # relative, per step, between caches on and off
 

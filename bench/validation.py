@@ -41,6 +41,9 @@ from validation import RecoveryHook, ValidationConfig
 
 ROOT = Path(__file__).parents[1]
 LOOPS = {"one by one": 1, "five a call": 5}  # images a call
+RESULTS = ROOT / "bench" / "results" / "validation.json"
+STEPS = 20  # of an image
+ROUNDS = 3
 BAR = 3.0  # times the images of the loop one by one, in equal CPU time
 
 
@@ -202,16 +205,13 @@ def main() -> None:
     parser.add_argument("--pipeline", type=Path, default=ROOT / "assets" / "micro-sd")
     parser.add_argument("--targets", type=int, default=8)
     parser.add_argument("--images", type=int, default=8)
-    parser.add_argument("--num_inference_steps", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "validation.json")
     given = parser.parse_args()
     accelerator = Accelerator()
     pipe = StableDiffusionPipeline.from_pretrained(given.pipeline).to(accelerator.device)
     targets = microworld_targets(given.targets)
     config = ValidationConfig(
         images_per_target=given.images,
-        num_inference_steps=given.num_inference_steps,
+        num_inference_steps=STEPS,
         embedder="micro",
         threshold=0.9,
         clean_records=0,
@@ -227,11 +227,11 @@ def main() -> None:
         loops = {
             name: partial(rebuilding_loop, saved, pipe, targets, config, embedder, call) for name, call in LOOPS.items()
         }
-        found = measure(hook, loops, pipe.unet, given.rounds)
+        found = measure(hook, loops, pipe.unet, ROUNDS)
         share = share_of_backbone(hook, pipe.unet)
     result = {
         "images": given.targets * given.images,
-        "num_inference_steps": given.num_inference_steps,
+        "num_inference_steps": STEPS,
         "embedder": "micro",
         "device": str(accelerator.device),
         "threads": torch.get_num_threads(),
@@ -241,8 +241,7 @@ def main() -> None:
         "bar": BAR,
     }
     print(table(result))
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(result, indent=1) + "\n")
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def table(measured: dict) -> str:

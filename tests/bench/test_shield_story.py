@@ -28,6 +28,6 @@ def made(out):
 def test_the_page_compares_scan_and_models_with_the_truth(tmp_path):
     found = against_truth(tmp_path / "data", made(tmp_path))
     assert (found["precision"], found["recall"], found["suspects"]) == (2 / 3, 1, 3)
-    html = page(tmp_path, tmp_path / "data", 3.0, (600, 300))
+    html = page(tmp_path, tmp_path / "data", 3.0)
     assert "1 suspect sets found, 1 pictures are hidden" in html and "<cat>" not in html
     assert "1 of 1 come back" in html and html.count("given back unguarded") == 1 and "given back guarded" not in html
