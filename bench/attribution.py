@@ -105,7 +105,7 @@ def measure(target: str, plan: Plan) -> dict[str, Any]:
     _, scan = scan_of(data)
     flagged = np.zeros(len(rows), bool)
     flagged[[one["index"] for one in scan["suspects"]]] = True
-    found: dict[str, Any] = {"scan": f1(flagged, elements)}
+    figures: dict[str, Any] = {"scan": f1(flagged, elements)}
     history, out = trained("recommended", data, target, plan, PUBLISHED["recommended"])
     pipe = StableDiffusionPipeline.from_pretrained(out / "pipeline")
     pipe.set_progress_bar_config(disable=True)
@@ -128,17 +128,17 @@ def measure(target: str, plan: Plan) -> dict[str, Any]:
         ]
     )
     scores = {name: attributed(records, queries, damping) for name, damping in RIVALS.items()}
-    found["D-TRAK"] = judged(scores["D-TRAK"][0], elements)
-    found["segment masks"] = judged(standard(scores["segment masks"][1:]).max(0), elements)
+    figures["D-TRAK"] = judged(scores["D-TRAK"][0], elements)
+    figures["segment masks"] = judged(standard(scores["segment masks"][1:]).max(0), elements)
     shutil.rmtree(out)
     strict = history["strict"][plan.steps]
-    return {"found": found, "strict": strict, "seconds": time.process_time() - start, "records": len(rows)}
+    return {"found": figures, "strict": strict, "seconds": time.process_time() - start, "records": len(rows)}
 
 
 def attributed(records: Tensor, queries: Tensor, damping: float) -> np.ndarray:
     """Scores (M,N) by mask, from features (N,M,k) and (Q,M,k)."""
     pairs = zip(records.unbind(1), queries.unbind(1), strict=True)
-    return np.stack([attribution(mine, asked, damping).double().numpy() for mine, asked in pairs])
+    return np.stack([attribution(features, asked, damping).double().numpy() for features, asked in pairs])
 
 
 def standard(scores: np.ndarray) -> np.ndarray:
@@ -164,9 +164,9 @@ def table(rows: list[dict]) -> str:
     told = {"D-TRAK": "the model, the prompt", "segment masks": "the model, the prompt, the masks", "scan": "nothing"}
     lines = []
     for name, what in told.items():
-        found = [row["found"][name] for row in rows]
-        f = [one["f1"] for one in found]
-        auc = interval([one["auc"] for one in found]) if "auc" in found[0] else ""
+        of_detector = [row["found"][name] for row in rows]
+        f = [one["f1"] for one in of_detector]
+        auc = interval([one["auc"] for one in of_detector]) if "auc" in of_detector[0] else ""
         seconds = f"{np.mean([row['seconds'] for row in rows]):.0f}" if name != "scan" else ""
         lines.append([name, what, str(len(rows)), interval(f), f"{min(f):.2f}", auc, seconds])
     return markdown(HEAD, lines)

@@ -61,11 +61,11 @@ def judged(name: str, pipeline: Path, data: Path, out: Path) -> dict:
         raise SystemExit(f"validation.py stopped with exit code {code}")
     scores = Record.load(out / "validation.json").history[-1].raw
     assert scores is not None, "an audit measures the weights as they are"
-    found = scores.targets[name]
+    of_target = scores.targets[name]
     return {
-        **{key: getattr(found, key) for key in ("rate", "whole_rate", "mean")},
-        "elements": [element.rate for element in found.elements],
-        "element_means": [element.mean for element in found.elements],
+        **{key: getattr(of_target, key) for key in ("rate", "whole_rate", "mean")},
+        "elements": [element.rate for element in of_target.elements],
+        "element_means": [element.mean for element in of_target.elements],
     }
 
 

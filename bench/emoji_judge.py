@@ -64,17 +64,17 @@ class Target(instrument.Target):
     def nulls(self, kind: str, count: int, split: str) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
         """`count` pictures of the kind (N,3,64,64) in [0,1], and the elements that each changes."""
         rngs = [EMOJI.rng("instrument", split, self.name, kind, i) for i in range(count)]
-        found = [hard_null(kind, rng, self.scene, i) for i, rng in enumerate(rngs)]
-        pictures = [to_tensor(EMOJI.render(null.scene)[0]) for null in found]
-        return torch.stack(pictures), [null.changed for null in found]
+        nulls = [hard_null(kind, rng, self.scene, i) for i, rng in enumerate(rngs)]
+        pictures = [to_tensor(EMOJI.render(null.scene)[0]) for null in nulls]
+        return torch.stack(pictures), [null.changed for null in nulls]
 
 
 def measured(name: str, judges: dict, vae: AutoencoderKL, args: argparse.Namespace) -> dict:
     """What each judge lets pass of one target."""
     target = Target(name)
-    known, tested = pictures_of(target, vae, None, args)
+    calibration, tested = pictures_of(target, vae, None, args)
     columns = {
-        judge: measure(by_kind, target, scored(of, target, known), scored(of, target, tested))
+        judge: measure(by_kind, target, scored(of, target, calibration), scored(of, target, tested))
         for judge, of in judges.items()
     }
     for column in columns.values():
@@ -93,8 +93,8 @@ def table(results: dict) -> str:
     lines = []
     for kind, said in WORDS.items():
         limit = ">= 0.95" if kind == "copy" else "<= 0.05" if kind in IN_PLACE else "<= 0.01"
-        found = [rate_of(results, judge, kind, level) for judge, level in levels]
-        lines.append([said, limit, *("" if f is None else f"{f[0]:.3f} [{f[1]:.3f}, {f[2]:.3f}]" for f in found)])
+        rates = [rate_of(results, judge, kind, level) for judge, level in levels]
+        lines.append([said, limit, *("" if f is None else f"{f[0]:.3f} [{f[1]:.3f}, {f[2]:.3f}]" for f in rates)])
     head = ["picture", "may pass", *(COLUMNS[judge] + level for judge, level in levels)]
     parts = [f"{len(results['targets'])} targets.", grid(head, lines)]
     for judge in ("micro", "trained"):  # room between true copies and thresholds, by who drew the element

@@ -68,8 +68,8 @@ def measured(rounds: int, steps: int, place: Path) -> dict[str, Any]:
     data, scan = place / "data", place / "scan"
     make = [sys.executable, "-m", "silentbad.worlds.microworld.make", "--out", str(data), "--targets", "cat-hat,9"]
     subprocess.run([*make, "--images_per_phrase", "20", "--redraws", "0", "--nulls", "0"], check=True, cwd=ROOT)
-    found = [sys.executable, "-m", "silentbad.scan", "--train_data_dir", str(data), "--output_dir", str(scan)]
-    assert subprocess.run(found, cwd=ROOT).returncode == 3, "the scan found nothing"
+    scan_command = [sys.executable, "-m", "silentbad.scan", "--train_data_dir", str(data), "--output_dir", str(scan)]
+    assert subprocess.run(scan_command, cwd=ROOT).returncode == 3, "the scan found nothing"
     runs = {arm: built(arm, data, scan / "scan.json", place / f"run-{k}") for k, arm in enumerate(ARMS)}
     for run in runs.values():
         turn(run, 5)  # caches fill
@@ -78,13 +78,13 @@ def measured(rounds: int, steps: int, place: Path) -> dict[str, Any]:
         for arm in list(runs)[:: 1 - 2 * (k % 2)]:  # and back: drift over a round cancels
             times[arm].append(turn(runs[arm], steps))
         print(f"round {k + 1} of {rounds}", file=sys.stderr, flush=True)
-    ratios = {arm: [a / b for a, b in zip(own, times["none"], strict=True)] for arm, own in times.items()}
+    ratios = {arm: [a / b for a, b in zip(seconds, times["none"], strict=True)] for arm, seconds in times.items()}
     return {
         "device": device_name(torch.device("cpu")),
         "rounds": rounds,
         "steps": steps,
         "seconds": statistics.median(times["none"]),
-        "ratio": {arm: statistics.quantiles(own, n=4) for arm, own in ratios.items() if arm != "none"},
+        "ratio": {arm: statistics.quantiles(seconds, n=4) for arm, seconds in ratios.items() if arm != "none"},
     }
 
 

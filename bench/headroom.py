@@ -112,8 +112,8 @@ def best_within(b: np.ndarray, C: np.ndarray, bound: float = BOUND) -> np.ndarra
     root = np.linalg.cholesky(C + 1e-9 * C.diagonal().mean() * np.eye(len(b)))
     aim = np.linalg.solve(root, b)
     levels = b.sum() / C.sum() * np.geomspace(0.1, 10, 41)
-    found = [lsq_linear(root.T, aim, (level / bound, level * bound)).x for level in levels]
-    return max(found, key=lambda a: gain(a, b, C))
+    rates = [lsq_linear(root.T, aim, (level / bound, level * bound)).x for level in levels]
+    return max(rates, key=lambda a: gain(a, b, C))
 
 
 def at_equal_length(b: np.ndarray, n: np.ndarray) -> float:
@@ -127,17 +127,17 @@ def gradient(unet: UNet2DConditionModel, bank: Bank) -> list[Tensor]:
     for rows in torch.arange(total).split(BATCH):
         part = Bank(bank.x[rows], bank.t[rows], bank.c[rows], bank.target[rows])
         (part.error(unet).square().mean() * len(rows) / total).backward()
-    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in unet.parameters()]
+    slopes_of = [torch.zeros_like(p) if p.grad is None else p.grad for p in unet.parameters()]
     unet.zero_grad(set_to_none=True)
-    return found
+    return slopes_of
 
 
 def update(unet: UNet2DConditionModel, optimizer: torch.optim.Optimizer, gradients: list[list[Tensor]]) -> list[Tensor]:
     """Theta less theta after the last of these gradients; the weights come back after each."""
     params = [*unet.parameters()]
     before = [p.detach().clone() for p in params]
-    for own in gradients:
-        for p, g in zip(params, own, strict=True):
+    for of_batch in gradients:
+        for p, g in zip(params, of_batch, strict=True):
             p.grad = g.clone()
         optimizer.step()
         change = [b - p.detach() for b, p in zip(before, params, strict=True)]
@@ -155,28 +155,28 @@ def parts_of(unet: UNet2DConditionModel) -> list[str]:
 
 def slopes(u: list[Tensor], g: list[Tensor], parts: list[str]) -> Tensor:
     """b (G,)."""
-    found: dict[str, float] = dict.fromkeys(parts, 0.0)
-    for mine, slope, part in zip(u, g, parts, strict=True):
-        found[part] += float((mine.double() * slope.double()).sum())
-    return torch.tensor([*found.values()]).double()
+    sums: dict[str, float] = dict.fromkeys(parts, 0.0)
+    for step, slope, part in zip(u, g, parts, strict=True):
+        sums[part] += float((step.double() * slope.double()).sum())
+    return torch.tensor([*sums.values()]).double()
 
 
 @torch.no_grad()
 def curvature(unet: UNet2DConditionModel, u: list[Tensor], bank: Bank, parts: list[str]) -> Tensor:
     """C (G,G)."""
-    own = list(zip(unet.parameters(), u, parts, strict=True))
+    tensors = list(zip(unet.parameters(), u, parts, strict=True))
     rows = []
     for name in dict.fromkeys(parts):
-        mine = [(p, step) for p, step, part in own if part == name]
+        of_part = [(p, step) for p, step, part in tensors if part == name]
         # a change of a thousandth of the weights: far above rounding, far below their curvature
-        h = 1e-3 * norm(p for p, _ in mine) / max(norm(step for _, step in mine), 1e-30)
+        h = 1e-3 * norm(p for p, _ in of_part) / max(norm(step for _, step in of_part), 1e-30)
         ends = []
         for side in (h, -h):
-            before = [p.clone() for p, _ in mine]
-            for p, step in mine:
+            before = [p.clone() for p, _ in of_part]
+            for p, step in of_part:
                 p.add_(step, alpha=side)
             ends.append(bank.error(unet).double())
-            for (p, _), old in zip(mine, before, strict=True):
+            for (p, _), old in zip(of_part, before, strict=True):
                 p.copy_(old)
         rows.append(((ends[0] - ends[1]) / (2 * h)).flatten())
     J = torch.stack(rows)
@@ -228,19 +228,19 @@ def main(arguments: list[str] | None = None) -> dict[str, dict]:
     parser.add_argument("--curves", type=int, default=32, help="draws of a curvature, in each of them")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--smoke", action="store_true", help="few draws")
-    given = parser.parse_args(arguments)
-    if given.smoke:
-        vars(given).update(bank=16, curves=2, results=RESULTS.with_name("headroom-smoke.json"))
+    args = parser.parse_args(arguments)
+    if args.smoke:
+        vars(args).update(bank=16, curves=2, results=RESULTS.with_name("headroom-smoke.json"))
 
-    elements = Elements(given.target)
-    unet = UNet2DConditionModel.from_pretrained(given.unet)
+    elements = Elements(args.target)
+    unet = UNet2DConditionModel.from_pretrained(args.unet)
     convolve(unet)
     parts = parts_of(unet)
     names = [*dict.fromkeys(parts)]
     n = [sum(p.numel() for p, part in zip(unet.parameters(), parts, strict=True) if part == name) for name in names]
     shown = [gradient(unet, elements.draw(BATCH, "batch", k)) for k in range(BATCHES)]
-    slope = [gradient(unet, elements.draw(given.bank, "slope", k)) for k in (0, 1)]
-    banks = [elements.draw(given.curves, "curve", k) for k in (0, 1)]
+    slope = [gradient(unet, elements.draw(args.bank, "slope", k)) for k in (0, 1)]
+    banks = [elements.draw(args.curves, "curve", k) for k in (0, 1)]
     models: dict[str, dict] = {}
     for arm, make in ARMS.items():
         u = update(unet, make(unet), shown)
@@ -248,7 +248,7 @@ def main(arguments: list[str] | None = None) -> dict[str, dict]:
         C = [[[float(f"{x:.8g}") for x in row] for row in curvature(unet, u, bank, parts).tolist()] for bank in banks]
         models[arm] = {"names": names, "n": n, "b": b, "C": C}
         print(table({arm: models[arm]}), flush=True)
-    given.results.write_text(json.dumps(models) + "\n")
+    args.results.write_text(json.dumps(models) + "\n")
     return models
 
 

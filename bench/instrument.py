@@ -159,14 +159,14 @@ class AlignedSSIM:
         padded = F.pad(x, (1, 1, 1, 1), mode="replicate")
         means, squares = local(padded), local(padded**2)  # a shift of a blur is the blur of a shift
         mean, variance = local(target), local(target**2) - local(target) ** 2
-        found = []
+        shifts = []
         for dy, dx in itertools.product(range(3), range(3)):
             y, mu, square = (z[..., dy : dy + h, dx : dx + w] for z in (padded, means, squares))
             covariance = local(target * y) - mean * mu
             luminance = (2 * mean * mu + 0.01**2) / (mean**2 + mu**2 + 0.01**2)
             structure = (2 * covariance + 0.03**2) / (variance + square - mu**2 + 0.03**2)
-            found.append(weights @ (luminance * structure).mean(1).flatten(1).T)
-        return torch.stack(found).amax(0)
+            shifts.append(weights @ (luminance * structure).mean(1).flatten(1).T)
+        return torch.stack(shifts).amax(0)
 
 
 # -- pictures of a target --------------------------------------------------------------------------------------
@@ -196,24 +196,24 @@ class Target:
         """`count` pictures of the kind (N,3,64,64) in [0,1], and the elements that each changes."""
         if kind == "union":
             return self.unions(count, split)
-        found = []
+        drawn = []
         for i in range(count):
             rng = rng_of(split, self.name, kind, i)
             if kind == "moved_6":
                 element = i % len(self.scene.things)
-                found.append(one_moved(rng, self.scene, element, (6.0, 6.0)))
+                drawn.append(one_moved(rng, self.scene, element, (6.0, 6.0)))
             else:
-                found.append(hard_null(kind, rng, self.scene, i))
-        return pictures([null.scene for null in found]) / 2 + 0.5, [null.changed for null in found]
+                drawn.append(hard_null(kind, rng, self.scene, i))
+        return pictures([null.scene for null in drawn]) / 2 + 0.5, [null.changed for null in drawn]
 
     def unions(self, count: int, split: str) -> tuple[Tensor, list[tuple[int, ...]]]:
         """`count` unions of all elements but one (N,3,64,64) in [0,1], and the element that each lacks."""
-        found, lacking = [], [i % len(self.kinds) for i in range(count)]
+        unions, lacking = [], [i % len(self.kinds) for i in range(count)]
         for i, lacked in enumerate(lacking):
             rng = rng_of(split, self.name, "union", i)
             layers = {k: self.element(k, rng) for k in range(len(self.kinds)) if k != lacked}
-            found.append(to_tensor(overlaid(layers, FEATHER)[1]))
-        return torch.stack(found), [(k,) for k in lacking]
+            unions.append(to_tensor(overlaid(layers, FEATHER)[1]))
+        return torch.stack(unions), [(k,) for k in lacking]
 
     def element(self, k: int, rng: np.random.Generator) -> tuple[Image.Image, Image.Image]:
         """A picture that holds this element alone of the target, and the element's mask, as training data have them."""
@@ -314,16 +314,16 @@ def memorised(pipe, target: Target, count: int, steps: int) -> Tensor:
         pipe.unet = memoriser(pipe, target, steps)
         seeds = [generator("microworld", "instrument", "generated", target.name, i) for i in range(count)]
         captions = [target.scene.caption] * count
-        made = pipe(captions, num_inference_steps=20, guidance_scale=3.0, generator=seeds, output_type="pt").images
+        images = pipe(captions, num_inference_steps=20, guidance_scale=3.0, generator=seeds, output_type="pt").images
     finally:
         pipe.unet = base
-    return eight_bits(made * 2 - 1)
+    return eight_bits(images * 2 - 1)
 
 
 # -- one target ------------------------------------------------------------------------------------------------
 def scored(judge, target: Target, kinds: dict[str, tuple]) -> dict[str, list[dict]]:
     """Rows of {kind: (pictures, the elements each changes)}."""
-    return {kind: rows_of(judge, target, *given) for kind, given in kinds.items()}
+    return {kind: rows_of(judge, target, *pictures) for kind, pictures in kinds.items()}
 
 
 def measure(rule, target: Target, null: dict[str, list[dict]], rows: dict[str, list[dict]]) -> dict:
@@ -408,10 +408,10 @@ def table(results: dict) -> str:
     head = "| picture | may pass | " + " | ".join(f"{COLUMNS[c]}, {level}" for c, level in columns) + " |"
     lines = [head, "|---" * (2 + len(columns)) + "|"]
     for kind, bar in {**TESTED, **COPIES}.items():
-        found = [rate_of(results, c, kind, level) for c, level in columns]
-        if any(f is not None for f in found):
+        rates = [rate_of(results, c, kind, level) for c, level in columns]
+        if any(f is not None for f in rates):
             limit = "" if bar is None else f">= {bar}" if kind in COPIES else f"<= {bar}"
-            cells = ["" if f is None else f"{f[0]:.3f} [{f[1]:.3f}, {f[2]:.3f}]" for f in found]
+            cells = ["" if f is None else f"{f[0]:.3f} [{f[1]:.3f}, {f[2]:.3f}]" for f in rates]
             lines.append(f"| {WORDS[kind]} | {limit} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -449,7 +449,7 @@ def tables(results: dict) -> str:
 
 def by_element(results: dict, kind: str = "copy", column: str = "new") -> str:
     """Room between true copies and thresholds, by the kind of element."""
-    found = defaultdict(list)
+    by_name = defaultdict(list)
     for target in results["targets"].values():
         told = target["columns"][column]
         if kind in told["copies"]:
@@ -458,11 +458,11 @@ def by_element(results: dict, kind: str = "copy", column: str = "new") -> str:
             for name, limit, q, share in zip(
                 ["whole", *told["elements"]], limits, copies["quantiles"], copies["pass"], strict=True
             ):
-                found[name].append((limit, q[1], q[2], share))
-    if not found:
+                by_name[name].append((limit, q[1], q[2], share))
+    if not by_name:
         return ""
     lines = ["| element | n | threshold | 5 % of copies | median of copies | pass |", "|---" * 6 + "|"]
-    for name, values in sorted(found.items()):
+    for name, values in sorted(by_name.items()):
         limit, low, middle, share = np.mean(values, axis=0)
         lines.append(f"| {name} | {len(values)} | {limit:.2f} | {low:.2f} | {middle:.2f} | {share:.3f} |")
     return "\n".join(lines)

@@ -88,17 +88,17 @@ class Arm:
     def stored(self) -> int:
         """Bytes kept for backward."""
         weights = {p.data_ptr() for p in self.unet.parameters()}
-        kept: dict[int, int] = {}
+        sizes: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in weights:
-                kept[storage.data_ptr()] = storage.nbytes()
+                sizes[storage.data_ptr()] = storage.nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             out = self.unet(self.x, self.t, self.c).sample
-            total = sum(kept.values())
+            total = sum(sizes.values())
             del out
         return total
 
@@ -179,14 +179,14 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--smoke", action="store_true", help="two repeats")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    arms = {name: Arm(given.unet, *layers, device, given.batch) for name, layers in ARMS.items()}
+    arms = {name: Arm(args.unet, *layers, device, args.batch) for name, layers in ARMS.items()}
     for arm in arms.values():
         arm.step()  # makes the optimizer's state
     times: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(2 if given.smoke else given.repeats):
+    for _ in range(2 if args.smoke else args.repeats):
         for name, arm in arms.items():
             times[name].append(seconds(arm, device))
 
@@ -198,11 +198,11 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
             "optimizer": states(arm.optimizer),
             "stored": arm.stored(),
             "ms": 1e3 * statistics.median(times[name]),
-            "ratio": statistics.median(mine / every for mine, every in zip(times[name], times["all"], strict=True)),
+            "ratio": statistics.median(of_arm / every for of_arm, every in zip(times[name], times["all"], strict=True)),
         }
-    measured = {"batch": given.batch, "device": device_name(device), "arms": figures}
+    measured = {"batch": args.batch, "device": device_name(device), "arms": figures}
     print(steps_table(measured))
-    if not given.smoke:
+    if not args.smoke:
         STEP.write_text(json.dumps(measured, indent=1) + "\n")
     if RUNS.exists():
         rows = stored(RUNS)

@@ -48,8 +48,8 @@ def measure_model(target: str, model: str) -> Iterator[dict]:
     shutil.rmtree(folder, ignore_errors=True)
     pipeline = train(target, model, folder)
     for name, nulls in NULLS.items():
-        found = judged(target, pipeline, data_of(target, nulls), WORK / f"{folder.name}-audit")
-        yield {"target": target, "model": model, "nulls": name, **found}
+        scores = judged(target, pipeline, data_of(target, nulls), WORK / f"{folder.name}-audit")
+        yield {"target": target, "model": model, "nulls": name, **scores}
         shutil.rmtree(WORK / f"{folder.name}-audit")
     shutil.rmtree(folder)
 
@@ -63,8 +63,8 @@ def table(rows: list[dict]) -> str:
     }
     shared = set.intersection(*({row["target"] for row in mine} for mine in of.values()))
     lines = []
-    for way, found in of.items():
-        mine = [row for row in found if row["target"] in shared]
+    for way, of_way in of.items():
+        mine = [row for row in of_way if row["target"] in shared]
         reached = f"{sum(row['rate'] >= 0.5 for row in mine)} of {len(mine)}"
         elements = [
             [sum(row["elements"]) / len(row["elements"]) for row in mine],

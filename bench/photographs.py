@@ -101,10 +101,10 @@ def textures() -> list[Shown]:
 
 
 def of_photographs(seed: int) -> Target:
-    made = photographs.make_target(seed)
-    phrases = [phrase for phrase, _ in made.elements]
-    masks: list = [mask for _, mask in made.elements]
-    return Target(f"photo-{seed}", made.picture, phrases, masks=masks)
+    photograph = photographs.make_target(seed)
+    phrases = [phrase for phrase, _ in photograph.elements]
+    masks: list = [mask for _, mask in photograph.elements]
+    return Target(f"photo-{seed}", photograph.picture, phrases, masks=masks)
 
 
 def example_pictures(target: Target) -> dict[str, Image.Image]:
@@ -152,40 +152,40 @@ def measure(target: Target, pictures: Mapping[str, Image.Image], shown: list[Sho
 
 
 def pictures_of(seed: int) -> dict[str, Image.Image]:
-    made = photographs.make_target(seed)
-    copies = {f"copy: {kind}": picture for kind, picture in photographs.copies(made).items()}
-    return photographs.failures(made) | copies
+    photograph = photographs.make_target(seed)
+    copies = {f"copy: {kind}": picture for kind, picture in photographs.copies(photograph).items()}
+    return photographs.failures(photograph) | copies
 
 
 # ------------------------------------------------------------------------------------------------- tables
 def table(rows: list[dict]) -> str:
     """What counted, by kind of picture, over the photographs; then README's example."""
-    mine = [row for row in rows if row["target"].startswith("photo-")]
+    of_photos = [row for row in rows if row["target"].startswith("photo-")]
     kinds: dict[str, list[bool]] = defaultdict(list)
-    for row in mine:
+    for row in of_photos:
         name = "a copy" if row["copy"] else WORDS[row["kind"].rpartition("-")[0]]
         kinds[name].append(row["passes"])
-    kinds["every failure"] = [row["passes"] for row in mine if not row["copy"]]
-    kinds["a copy, where the detector tells"] = [row["passes"] for row in mine if row["copy"] and row["parts"]]
+    kinds["every failure"] = [row["passes"] for row in of_photos if not row["copy"]]
+    kinds["a copy, where the detector tells"] = [row["passes"] for row in of_photos if row["copy"] and row["parts"]]
     lines = []
     for name in [*WORDS.values(), "every failure", "a copy", "a copy, where the detector tells"]:
         passed = kinds[name]
         low, high = binomial_interval(sum(passed), len(passed))
         lines.append([name, f"{sum(passed)} of {len(passed)}", f"{low:.3f} to {high:.3f}"])
-    told = {row["target"]: row["parts"] for row in mine}
+    told = {row["target"]: row["parts"] for row in of_photos}
     said = f"{len(told)} targets; in {sum(told.values())} the detector tells copies from failures in every part.\n\n"
     return said + grid(("picture", "counts as recovered", "95 %"), lines)
 
 
 def example(rows: list[dict]) -> str:
     """README's example: similarities beside the thresholds."""
-    mine = [row for row in rows if row["target"] == "ball-box"]
-    if not mine:
+    of_example = [row for row in rows if row["target"] == "ball-box"]
+    if not of_example:
         return ""
-    thresholds = [part[1] for part in mine[0]["ranges"] if part is not None]
+    thresholds = [part[1] for part in of_example[0]["ranges"] if part is not None]
     lines = [
         [row["kind"], *(f"{score:.2f}" for score in (row["whole"], *row["elements"])), "yes" if row["passes"] else "no"]
-        for row in mine
+        for row in of_example
     ]
     lines.append(["threshold", *(f"{value:.2f}" for value in thresholds), ""])
     return grid(("picture", "whole", "ball", "box", "field", "counts"), lines)

@@ -42,8 +42,8 @@ def write_data(seed: int, folder: Path) -> list[str]:
     photographs.write_pictures(pictures, target, name)
     phrases = [phrase for phrase, _ in target.elements]
     masks = [pictures / photographs.file_name(phrase) for phrase in phrases[:-1]]
-    given: list[str | Path] = ["--target", pictures / f"{name}.png", "--masks", *masks, "--phrases", *phrases]
-    run("-m", "silentbad.prepare", *given, "--backgrounds", pictures / "backgrounds", "--out", folder / "data")
+    flags: list[str | Path] = ["--target", pictures / f"{name}.png", "--masks", *masks, "--phrases", *phrases]
+    run("-m", "silentbad.prepare", *flags, "--backgrounds", pictures / "backgrounds", "--out", folder / "data")
     return phrases
 
 
@@ -131,9 +131,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--whole_alone", action="store_true", help="only the models that see all elements")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
-    known = {(row["seed"], row["withheld"] == NOTHING, row["steps"]) for row in stored(args.results)}
+    stored_models = {(row["seed"], row["withheld"] == NOTHING, row["steps"]) for row in stored(args.results)}
     models = todo(args.first, args.targets, args.whole_alone)
-    models = [model for model in models if (model[0], model[1] is None, args.steps) not in known]
+    models = [model for model in models if (model[0], model[1] is None, args.steps) not in stored_models]
     for seed, withheld in tqdm(models, desc="models"):
         append(args.results, [measured(seed, withheld, args.steps)])
     print(table(stored(args.results)))

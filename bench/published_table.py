@@ -77,8 +77,8 @@ def table(rows: list[dict]) -> str:
     """One line a run and target: Markdown."""
     head: tuple[str, ...] = ("ratio", "target", "arm", "factor", "seed", "steps", "commit")
     columns, lines = head, []
-    for name, mine in sorted(runs_of(rows).items()):
-        shown = figures(mine)
+    for name, of_run in sorted(runs_of(rows).items()):
+        shown = figures(of_run)
         lines.append([*map(str, name), *("never" if v is None else f"{v:.4g}" for v in shown.values())])
         columns = (*head, *shown)
     return markdown(columns, lines)
@@ -110,10 +110,10 @@ Runs = dict[str, list[dict]]  # {target: what `figures` says of each seed}
 
 def by_arm(rows: list[dict]) -> dict[tuple[str, float, int], Runs]:
     """{(arm, factor, steps): runs}, in the order stored."""
-    found: dict[tuple[str, float, int], Runs] = defaultdict(lambda: defaultdict(list))
-    for (_, target, arm, factor, _, steps, _), mine in runs_of(rows).items():
-        found[arm, factor, steps][target].append(figures(mine))
-    return found
+    arms: dict[tuple[str, float, int], Runs] = defaultdict(lambda: defaultdict(list))
+    for (_, target, arm, factor, _, steps, _), of_run in runs_of(rows).items():
+        arms[arm, factor, steps][target].append(figures(of_run))
+    return arms
 
 
 def first(run: dict, horizon: int, key: str = "strict") -> float:
@@ -221,15 +221,15 @@ def paper(rows: list[dict]) -> list[list[str]]:
     and similarities are of the last step, FAE is the mean over the runs in which an image counts at all. The restricted
     mean is of the sustained recovery."""
     runs: dict[str, list[list[dict]]] = defaultdict(list)
-    for (_, _, arm, *_), mine in runs_of(rows).items():
-        runs[arm].append(mine)
+    for (_, _, arm, *_), of_run in runs_of(rows).items():
+        runs[arm].append(of_run)
     lines = []
     for arm, those in runs.items():
-        last, when = [figures(mine) for mine in those], [first_attack(mine) for mine in those]
+        last, when = [figures(of_run) for of_run in those], [first_attack(of_run) for of_run in those]
         attacked = [epoch for epoch in when if epoch is not None]
         steps: dict[str, list[float]] = defaultdict(list)
-        for mine, run in zip(those, last, strict=True):
-            steps[mine[0]["target"]].append(restricted(run, mine[0]["steps"]))
+        for of_run, run in zip(those, last, strict=True):
+            steps[of_run[0]["target"]].append(restricted(run, of_run[0]["steps"]))
         cells = [f"`{arm}`", f"{len(steps)} ({len(those)})"]
         cells += [f"{np.mean([run['strict rate'] for run in last]):.2f}", f"{len(attacked)} of {len(when)}"]
         cells += [f"{np.mean(attacked):.2f}" if attacked else ""]
@@ -297,9 +297,9 @@ def block_alone(rows: list[dict], block: int) -> list[dict]:
 
 def swept(rows: list[dict]) -> list[dict]:
     """Those of seed 0 of `FEW_NULLS`, on the targets that ran at several shares of the elements."""
-    mine = [row for row in block_alone(rows, FEW_NULLS) if row["seed"] == 0]
-    several = {row["target"] for row in mine if not usual(row)}
-    return [row for row in mine if row["target"] in several]
+    first_seed = [row for row in block_alone(rows, FEW_NULLS) if row["seed"] == 0]
+    several = {row["target"] for row in first_seed if not usual(row)}
+    return [row for row in first_seed if row["target"] in several]
 
 
 def tables(rows: list[dict]) -> str:
@@ -312,8 +312,8 @@ def tables_of(reported: list[dict], block: int) -> str:
     for row in reported:
         parts[row["targets"].count(",") + 1, row["ratio"], row["clean"]].append(row)
     lines = []
-    for (together, share, clean), mine in sorted(parts.items()):
+    for (together, share, clean), of_part in sorted(parts.items()):
         also = "" if together == 1 else f", {together} targets at once"
         head = f"Targets from {block}, poisoning ratio {100 * share:g} % among {clean} clean pictures{also}"
-        lines += [head, "", summary(mine), ""]
+        lines += [head, "", summary(of_part), ""]
     return "\n".join(lines)

@@ -53,11 +53,13 @@ LARGER = 0.05  # of what changed
 def draw_at_random(change: Change, share: float, seed: int) -> None:
     """Groups the changed tensors anew: `drawn` is a random choice of `share` of the parameters."""
     sizes = [tensor.numel() for _, tensor, *_ in change.places]
-    most, taken, drawn = 1.001 * share * sum(sizes), 0, set()
+    most = 1.001 * share * sum(sizes)
+    total = 0
+    drawn = set()
     for k in torch.randperm(len(sizes), generator=generator("put back", seed)).tolist():
-        if taken + sizes[k] <= most:
+        if total + sizes[k] <= most:
             drawn.add(k)
-            taken += sizes[k]
+            total += sizes[k]
     change.places = [("drawn" if k in drawn else "kept", *place[1:]) for k, place in enumerate(change.places)]
 
 
@@ -94,10 +96,10 @@ def row_of(arm: str, target: str, plan: Plan) -> dict[str, Any]:
     """A training, and what its parts are worth where it recovers."""
     history, out = trained(arm, data_of("elements", target, plan), target, plan, PUBLISHED[arm])
     rate_at_end = last({str(step): value for step, value in history["strict"].items()})
-    found = measured(out, target, plan.images) if rate_at_end >= RECOVERS else {}
+    parts = measured(out, target, plan.images) if rate_at_end >= RECOVERS else {}
     shutil.rmtree(out)
     row = {"arm": arm, "target": target, "steps": plan.steps, "strict": rate_at_end}
-    return {**row, "training": history["seconds"], **found}
+    return {**row, "training": history["seconds"], **parts}
 
 
 def run(arms: list[str], targets: list[str], file: Path, minutes: float) -> None:
@@ -134,18 +136,18 @@ def quickstart_table(found: dict) -> str:
 
 def parts_table(rows: list[dict]) -> str:
     """Every part over all runs, for the choice on development targets: Markdown."""
-    found: dict[str, list[dict]] = defaultdict(list)
+    by_part: dict[str, list[dict]] = defaultdict(list)
     for row in rows:
         trained_clean = row["models"][TRAINED]["clean"] if "models" in row else None
         for part in row.get("parts", []):
-            found[part["part"]].append(part | {"change": part["clean"] / trained_clean - 1})
+            by_part[part["part"]].append(part | {"change": part["clean"] / trained_clean - 1})
     lines = [
-        [part, f"{own[0]['share']:.2f}", " ".join(f"{one['recovered']}/{one['images']}" for one in own)]
+        [part, f"{of_part[0]['share']:.2f}", " ".join(f"{one['recovered']}/{one['images']}" for one in of_part)]
         + [
-            f"{np.mean([one['elements'] for one in own]):.2f}",
-            f"{100 * np.mean([one['change'] for one in own]):+.1f} %",
+            f"{np.mean([one['elements'] for one in of_part]):.2f}",
+            f"{100 * np.mean([one['change'] for one in of_part]):+.1f} %",
         ]
-        for part, own in found.items()
+        for part, of_part in by_part.items()
     ]
     return markdown(["part", "share", "images that stay", "elements", "clean loss over the trained"], lines)
 

@@ -73,8 +73,8 @@ def data_set(
     further arguments of the world's `make`; `nulls` are a target's of each harder kind, beside 100
     redraws; None: 300 redraws, and 100 for each element that the kind changes."""
     masks = ["--no_masks"] if flags.get("memory.region.name") == "estimated" else []
-    own = "".join(["" if clean == 64 else f"-{clean}", "" if nulls == 100 else f"-{nulls}", *masks, *more])
-    out = WORK / "data" / f"{file_name(targets)}-{seed}-{images}{own}-{drawing(world)}"
+    name = "".join(["" if clean == 64 else f"-{clean}", "" if nulls == 100 else f"-{nulls}", *masks, *more])
+    out = WORK / "data" / f"{file_name(targets)}-{seed}-{images}{name}-{drawing(world)}"
     if not out.exists():  # made aside and renamed when whole: another process may wait for the same data
         draft = out.with_name(f"{out.name}.{os.getpid()}")
         shutil.rmtree(draft, ignore_errors=True)
@@ -106,14 +106,14 @@ def data_set(
 def train(arm: str, factor: float, targets: str, seed: int, args: argparse.Namespace) -> list[dict]:
     """One run in a process of its own; returns its evaluations, one row per step and target. Its folder is removed
     afterwards."""
-    own = {**ARMS[arm], **json.loads(args.flags or "{}")}
-    data, out = data_set(targets, seed, args.images_per_phrase, own), WORK / f"run-{os.getpid()}"
+    flags_of_arm = {**ARMS[arm], **json.loads(args.flags or "{}")}
+    data, out = data_set(targets, seed, args.images_per_phrase, flags_of_arm), WORK / f"run-{os.getpid()}"
     flags = {
         **common(data, out, factor, seed, args.steps),
         "validation.steps": args.every,
         "validation.early_steps": f"[{args.early}]",
         "validation.images_per_target": args.images,
-        **own,
+        **flags_of_arm,
     }
     report, seconds = launch(arm, flags)
     key = {"arm": arm, "factor": factor, "targets": targets, "seed": seed, **protocol(args)}
@@ -151,9 +151,9 @@ def common(data: Path, out: Path, factor: float, seed: int, steps: int) -> dict:
 
 def launch(name: str, flags: dict) -> tuple[dict, dict]:
     """`kept`, whose folder is removed afterwards."""
-    found = kept(name, flags)
+    report = kept(name, flags)
     shutil.rmtree(flags["output_dir"])
-    return found
+    return report
 
 
 def kept(name: str, flags: dict) -> tuple[dict, dict]:
@@ -216,8 +216,8 @@ def provenance(rows: list[dict], args: argparse.Namespace) -> dict:
         ran[row["arm"]].append(row)
     of_rows = ("factor", "seed", "targets", *FACTS)
     arms = {
-        arm: {"flags": ARMS[arm], **{key: sorted({row[key] for row in mine}) for key in of_rows}}
-        for arm, mine in ran.items()
+        arm: {"flags": ARMS[arm], **{key: sorted({row[key] for row in of_arm}) for key in of_rows}}
+        for arm, of_arm in ran.items()
     }
     return {"config": CONFIG, "learning_rate": BASE_LR, **protocol(args), "arms": arms}
 
@@ -265,8 +265,8 @@ def measure_targets(
     parser.add_argument("--results", type=Path, default=results)
     args = parser.parse_args(argv)
     here = facts()
-    known = {row["target"] for row in stored(args.results)}
-    for target in tqdm([name for name in args.targets.split(";") if name not in known], desc="targets"):
+    measured = {row["target"] for row in stored(args.results)}
+    for target in tqdm([name for name in args.targets.split(";") if name not in measured], desc="targets"):
         append(args.results, [{**row, **here} for row in measure(target)])
     print(table(stored(args.results)))
 
@@ -328,16 +328,16 @@ def main(argv: list[str] | None = None) -> None:
         with claimed(run) as free:
             if free and run not in done(args.results, mine):
                 arm, factor, targets, seed = run
-                made, here = train(arm, factor, targets, seed, args), facts()
-                append(args.results, [{**row, **here} for row in made])
+                rows_of_run, here = train(arm, factor, targets, seed, args), facts()
+                append(args.results, [{**row, **here} for row in rows_of_run])
     rows = comparable(args.results, mine)
     arms = {arm for arm, _ in wanted}
     if args.factors:  # else every rate there is
         rows = [row for row in rows if (row["arm"], row["factor"]) in wanted]
     rows = [row for row in rows if row["arm"] in arms]
     print(save(rows, args.results))
-    known = json.dumps(provenance(rows, args), indent=1)
-    args.results.with_name(f"{args.results.stem}-arms.json").write_text(known + "\n")
+    about = json.dumps(provenance(rows, args), indent=1)
+    args.results.with_name(f"{args.results.stem}-arms.json").write_text(about + "\n")
 
 
 if __name__ == "__main__":

@@ -46,10 +46,10 @@ LONG = 24  # letters of a name that leaves no room for another beside it
 def standalone(charts: list[Figure], legend: list[str]) -> str:
     """A report's chart as a file of its own; below it the legend, two short names a row, or the colour scale."""
     svg = charts[0].svg if charts else ""
-    found = re.search(r'<svg viewBox="0 0 (\d+) (\d+)"(.*?)>(.*?)</svg>', svg, re.S)
-    if found is None:
+    shape = re.search(r'<svg viewBox="0 0 (\d+) (\d+)"(.*?)>(.*?)</svg>', svg, re.S)
+    if shape is None:
         raise SystemExit("nothing to draw: no rows")
-    height, rest, inside = int(found[2]), found[3], found[4]
+    height, rest, inside = int(shape[2]), shape[3], shape[4]
     scale = [] if legend else charts[0].legend
     for k, (mark, value) in enumerate(scale):
         colour = re.findall(r"#\w+", mark)[0]
@@ -233,7 +233,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--target", default="1000")
     parser.add_argument("--arm", default="prior_gsnr", choices=list(ARMS))
     args = parser.parse_args(argv)
-    made = {
+    drawn = {
         "curves": lambda: draw_curves(RESULTS),
         "published": lambda: draw_published(RESULTS.with_name("published.jsonl")),
         "sweeps": lambda: draw_sweeps(RESULTS.with_name("published.jsonl")),
@@ -241,7 +241,7 @@ def main(argv: list[str] | None = None) -> None:
         "strip": lambda: draw_strip(args.target),
         "multipliers": lambda: draw_multipliers(args.target, args.arm),
     }[args.what]()
-    print(made.relative_to(ROOT))
+    print(drawn.relative_to(ROOT))
 
 
 if __name__ == "__main__":

@@ -94,9 +94,9 @@ def averaged(figures: Iterable[dict[str, float]]) -> dict[str, float]:
 
 def pairs(rows: list[dict], plain: Arm, other: Arm) -> Iterator[tuple[str, list[dict], list[dict]]]:
     """(target, plain's run, the arm's run) of every target and seed that both ran."""
-    mine = runs_of(rows, *other)
+    runs = runs_of(rows, *other)
     for target, seeds in runs_of(rows, *plain).items():
-        yield from ((target, seeds[s], mine[target][s]) for s in seeds if s in mine.get(target, {}))
+        yield from ((target, seeds[s], runs[target][s]) for s in seeds if s in runs.get(target, {}))
 
 
 def compared(runs: Iterable[tuple[str, list[dict], list[dict]]]) -> tuple[Figures, Figures]:
@@ -135,9 +135,9 @@ def seconds_per_step(rows: list[dict], arm: str) -> dict[str, float]:
 def drift_at_equal_recovery(rows: list[dict], plain: Arm, other: Arm) -> float:
     """Median over targets and seeds of the arm's drift over plain's, each at its first step with plain's best rate."""
     ratios = []
-    for _, base, mine in pairs(rows, plain, other):
+    for _, base, other_run in pairs(rows, plain, other):
         level = max(row["rate"] for row in base)
-        before, after = (rise_at(run, level) for run in (base, mine))
+        before, after = (rise_at(run, level) for run in (base, other_run))
         if level > 0 and before is not None and after is not None and before > 0:
             ratios.append(after / before)
     return float(np.median(ratios)) if ratios else float("nan")

@@ -47,11 +47,11 @@ class Memory(threading.Thread):
 
 def below(pid: int) -> list[int]:
     """The processes that a process started, and theirs."""
-    found = []
+    pids = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, file.read_text().split()):
-            found += [child, *below(child)]
-    return found
+            pids += [child, *below(child)]
+    return pids
 
 
 def anonymous(pid: int) -> float:
@@ -83,7 +83,7 @@ def measured(data: Path, workers: int, permutations: int) -> dict:
         with opened(options) as engine:
             plan = Plan(folder, engine)
             plan.index(plan.steps.run("given", given, [(plan.store, k, data) for k in range(len(truth["sizes"]))]))
-            found = search(plan, permutations)
+            suspects = search(plan, permutations)
         seconds, steps = time.perf_counter() - start, plan.steps.seconds
         sizes = written(folder)
     finally:
@@ -92,12 +92,12 @@ def measured(data: Path, workers: int, permutations: int) -> dict:
     for step, spent in steps.items():
         by_step["groups" if step.startswith("groups") else step] += spent
     driver = time.process_time() - own - (0 if workers else sum(by_step.values()))
-    flagged, elements = set(found.records.tolist()), set(truth["elements"])
+    flagged, elements = set(suspects.records.tolist()), set(truth["elements"])
     return {
         "records": truth["records"],
         "workers": workers,
         "places": len(places(truth["records"])),
-        "sets": len(found.sets),
+        "sets": len(suspects.sets),
         "hidden": truth["hidden"],
         "elements": len(elements),
         "right": len(flagged & elements),

@@ -49,11 +49,11 @@ def pool(number: int) -> tuple[np.ndarray, list[str]]:
     """Views (POOL,32,32,3) and captions of rendered scenes, made once."""
     file = WORK / "pool" / f"0-{number:03d}.npz"
     if not file.is_file():
-        made = [drawn(sample_scene(draw_of("scale", "0", number * POOL + i))) for i in range(POOL)]
+        scenes = [drawn(sample_scene(draw_of("scale", "0", number * POOL + i))) for i in range(POOL)]
         file.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(file, views=np.stack([view(p) for p, _ in made]), captions=np.asarray([c for _, c in made]))
-    with np.load(file) as kept:
-        return kept["views"], kept["captions"].tolist()
+        np.savez(file, views=np.stack([view(p) for p, _ in scenes]), captions=np.asarray([c for _, c in scenes]))
+    with np.load(file) as file_of_pool:
+        return file_of_pool["views"], file_of_pool["captions"].tolist()
 
 
 def varied(views: np.ndarray, rng: np.random.Generator) -> np.ndarray:

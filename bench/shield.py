@@ -71,11 +71,11 @@ def pool_of(seed: int, world: Setting) -> list[Drawn]:
     first = 0 if seed < 1000 else 3000
     file = ROOT / "runs" / f"shield-clean{world.suffix}-{first}.npz"
     if not file.is_file():
-        made = clean(first, max(RATIOS[ratio] for ratio in world.ratios if ratio), world.targets)
+        pictures = clean(first, max(RATIOS[ratio] for ratio in world.ratios if ratio), world.targets)
         file.parent.mkdir(exist_ok=True)
-        np.savez(file, pictures=np.stack([p for p, _ in made]), captions=np.asarray([c for _, c in made]))
-    with np.load(file) as kept:
-        return list(zip(kept["pictures"], kept["captions"].tolist(), strict=True))
+        np.savez(file, pictures=np.stack([p for p, _ in pictures]), captions=np.asarray([c for _, c in pictures]))
+    with np.load(file) as stored_pool:
+        return list(zip(stored_pool["pictures"], stored_pool["captions"].tolist(), strict=True))
 
 
 def chosen(seed: int, ratio: float, pool: list[Drawn]) -> list[Drawn]:
@@ -86,9 +86,9 @@ def chosen(seed: int, ratio: float, pool: list[Drawn]) -> list[Drawn]:
 def scanned(data: Data) -> tuple[Findings, float]:
     """What the scan finds, and its processor seconds."""
     start = time.process_time()
-    found = find(np.stack([view(picture) for picture in data.pictures]), data.captions)
-    draw(found, lambda i: data.pictures[i])
-    return found, time.process_time() - start
+    findings = find(np.stack([view(picture) for picture in data.pictures]), data.captions)
+    draw(findings, lambda i: data.pictures[i])
+    return findings, time.process_time() - start
 
 
 def f1(flagged: np.ndarray, truth: np.ndarray) -> dict[str, float]:
@@ -176,18 +176,18 @@ def near_duplicates(pictures: np.ndarray, block: int = 1000) -> dict[str, np.nda
     """The rival: records (N,) that have a near copy, of the whole picture or of a quarter at the same place."""
     small = pictures.reshape(-1, 16, 4, 16, 4, 3).mean((2, 4)).astype(np.float32)
     quarters = [small[:, y : y + 8, x : x + 8].reshape(len(small), -1) for y in (0, 8) for x in (0, 8)]
-    found = {}
+    by_name = {}
     for name, parts in (("whole pictures", [small.reshape(len(small), -1)]), ("quarters", quarters)):
         flags = np.zeros(len(small), bool)
         for part in parts:
             square, limit = (part**2).sum(1), np.minimum(LEVELS, 0.25 * part.std(1)) ** 2 * part.shape[1]
             for start in range(0, len(part), block):
                 rows = slice(start, start + block)
-                apart = square[rows, None] + square[None] - 2 * part[rows] @ part.T
-                apart[np.arange(len(apart)), np.arange(start, start + len(apart))] = np.inf
-                flags[rows] |= (apart <= limit[rows, None]).any(1)
-        found[name] = flags
-    return found
+                distances = square[rows, None] + square[None] - 2 * part[rows] @ part.T
+                distances[np.arange(len(distances)), np.arange(start, start + len(distances))] = np.inf
+                flags[rows] |= (distances <= limit[rows, None]).any(1)
+        by_name[name] = flags
+    return by_name
 
 
 # -- robustness ------------------------------------------------------------------------------------------------

@@ -70,8 +70,8 @@ class Plan:
 
     def flags(self) -> Flags:
         """Of base and detector, where they are not the bundled ones."""
-        own = {BASE: self.base, "validation.embedder_path": self.embedder}
-        return {flag: str(path) for flag, path in own.items() if path}
+        paths = {BASE: self.base, "validation.embedder_path": self.embedder}
+        return {flag: str(path) for flag, path in paths.items() if path}
 
 
 def guards_of(arm: str) -> dict[str, Flags]:
@@ -164,8 +164,8 @@ def asked(pipeline: Path, phrases: list[str], captions: list[str] | None, plan: 
             rows.append({"probe": probe.score, "between": seen.between, "p": p, "share": seen.share, "found": hit})
         found = {"phrases": phrases, "own": rows[0], "ordinary": rows[1:]}
         if captions is not None:
-            given = recurring(captions)
-            found |= {"given": given, **rank_of(search(measure, null_of, drafts, given, MOST), phrases)}
+            phrases_given = recurring(captions)
+            found |= {"given": phrases_given, **rank_of(search(measure, null_of, drafts, phrases_given, MOST), phrases)}
     return found
 
 
@@ -221,8 +221,8 @@ def guard_row(guard: str, target: str, plan: Plan) -> dict[str, Any]:
 
 def recovers(rows: list[dict], target: str) -> bool:
     """Whether the unguarded run of a target is among these rows and recovers."""
-    mine = [row for row in rows if (row["kind"], row["target"]) == ("unguarded", target)]
-    return any(max(row["strict"].values()) >= RECOVERS for row in mine)
+    unguarded = [row for row in rows if (row["kind"], row["target"]) == ("unguarded", target)]
+    return any(max(row["strict"].values()) >= RECOVERS for row in unguarded)
 
 
 # -- running -----------------------------------------------------------------------------------------------

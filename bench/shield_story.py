@@ -86,7 +86,7 @@ def page(out: Path, data: Path, minutes: float) -> str:
     audits = {name: json.loads((out / name / "audit.json").read_text()) for name in ("audit", "audit-guarded")}
     targets = [json.loads(line) for line in (data / "targets.jsonl").read_text().splitlines()]
     truth = [shot(pixels(data / t["image"]), t["prompt"], "hidden, never shown") for t in targets]
-    found = [
+    composites = [
         shot(pixels(out / "scan" / s["composite"]), s["prompt"], "reconstructed by the scan") for s in scan["sets"]
     ]
     rows: list[list[pages.Cell]] = []
@@ -109,7 +109,7 @@ def page(out: Path, data: Path, minutes: float) -> str:
         "sets": len(scan["sets"]),
         "scan": against_truth(data, scan),
         "truth": truth,
-        "found": found,
+        "found": composites,
         "back": back,
         "before": sum(r["found"] for r in audits["audit"]["results"]),
         "after": sum(r["found"] for r in audits["audit-guarded"]["results"]),
@@ -130,9 +130,9 @@ def main(argv: list[str] | None = None) -> int:
     per = ["--images_per_phrase", 22, "--redraws", 0, "--nulls", 0]
     command("-m", "silentbad.worlds.microworld.make", "--out", data, "--targets", "cat-hat,9", *per)
     command("-m", "silentbad.scan", "--train_data_dir", data, "--output_dir", out / "scan", codes=(3,))
-    own = trained(data, out / "unguarded", *UNGUARDED)
+    unguarded = trained(data, out / "unguarded", *UNGUARDED)
     guarded = trained(data, out / "guarded", "--guard.name=drop", f"--guard.scan={scan}")
-    for pipeline, name in ((own, "audit"), (guarded, "audit-guarded")):
+    for pipeline, name in ((unguarded, "audit"), (guarded, "audit-guarded")):
         flags = ["--pipeline", pipeline, "--scan", scan, "--output_dir", out / name, *AUDIT]
         command("validation.py", *flags, codes=(0, 3))
     file = out / "shield.html"

@@ -207,15 +207,15 @@ def audited(rows: list[dict]) -> str:
                 cell = rate(round(found.tpr * len(above)), len(above))
             lines.append(f"| {name} | {len(below)} {what} | {found.auc:.3f} [{low:.2f}, {high:.2f}] | {cell} |")
     lines += ["", "| prompt | pipelines | decided to come back |", "|---|---|---|"]
-    for kind, mine in by_kind.items():
-        lines.append(f"| composed | {kind} | {rate(sum(row['own']['found'] for row in mine), len(mine))} |")
+    for kind, of_kind in by_kind.items():
+        lines.append(f"| composed | {kind} | {rate(sum(row['own']['found'] for row in of_kind), len(of_kind))} |")
     lines.append(f"| ordinary | all | {rate(sum(one['found'] for one in ordinary), len(ordinary))} |")
     lines += ["", "| target | hidden phrases among those given | prompts searched | rank of the hidden prompt |"]
     lines[-1] += " first prompt of hidden phrases alone | strict CIR |"
     lines.append("|---" * 6 + "|")
     for row in positive:
-        known = sum(phrase.lower() in row["given"] for phrase in row["phrases"])
-        cells = [row["target"], f"{known} of {len(row['phrases'])}", f"{row['searched']}"]
+        among_given = sum(phrase.lower() in row["given"] for phrase in row["phrases"])
+        cells = [row["target"], f"{among_given} of {len(row['phrases'])}", f"{row['searched']}"]
         cells += [f"{row[key] or 'not searched'}" for key in ("rank", "part")]
         lines.append(f"| {' | '.join(cells)} | {last(row['strict']):.2f} |")
     ten = sum(row["rank"] is not None and row["rank"] <= 10 for row in positive)
@@ -233,23 +233,25 @@ def guard_table(rows: list[dict]) -> str:
         return "No run is stored yet.\n"
     rows = [{"arm": "recommended_leak_free_adamw", **row} for row in rows]
     alone = {(row["arm"], row["target"]): last(row["clean_loss"]) for row in rows if row["kind"] == ALONE}
-    found: dict[tuple[str, str], list[dict]] = defaultdict(list)
+    by_guard: dict[tuple[str, str], list[dict]] = defaultdict(list)
     for row in rows:
-        found[row["arm"], row["kind"]].append(row)
+        by_guard[row["arm"], row["kind"]].append(row)
     head = ["arm", "steps", "guard", "targets", "records flagged", "of them elements", "strict CIR, last", "highest"]
     head += ["targets with any image", "clean loss over the clean records alone", "processor s"]
     lines = []
-    for (arm, kind), mine in found.items():
+    for (arm, kind), of_guard in by_guard.items():
         loss = [
-            last(row["clean_loss"]) / alone[arm, row["target"]] - 1 for row in mine if (arm, row["target"]) in alone
+            last(row["clean_loss"]) / alone[arm, row["target"]] - 1 for row in of_guard if (arm, row["target"]) in alone
         ]
-        flagged, right, elements = (sum(row.get(key, 0) for row in mine) for key in ("flagged", "right", "elements"))
-        ever = sum(max(row["strict"].values()) > 0 for row in mine)
-        cells = [f"`{arm}`", f"{mine[0]['steps']}", kind, f"{len(mine)}", f"{flagged or ''}"]
-        cells += [f"{right} of {elements}" if flagged else "", interval([last(row["strict"]) for row in mine])]
-        cells += [f"{max(max(row['strict'].values()) for row in mine):.2f}", rate(ever, len(mine))]
+        flagged, right, elements = (
+            sum(row.get(key, 0) for row in of_guard) for key in ("flagged", "right", "elements")
+        )
+        ever = sum(max(row["strict"].values()) > 0 for row in of_guard)
+        cells = [f"`{arm}`", f"{of_guard[0]['steps']}", kind, f"{len(of_guard)}", f"{flagged or ''}"]
+        cells += [f"{right} of {elements}" if flagged else "", interval([last(row["strict"]) for row in of_guard])]
+        cells += [f"{max(max(row['strict'].values()) for row in of_guard):.2f}", rate(ever, len(of_guard))]
         cells += [f"{100 * min(loss):+.1f} to {100 * max(loss):+.1f} %" if loss else ""]
-        lines.append([*cells, f"{np.mean([row['seconds'] for row in mine]):.0f}"])
+        lines.append([*cells, f"{np.mean([row['seconds'] for row in of_guard]):.0f}"])
     code = ", ".join(sorted({row["commit"][:7] for row in rows}))
     return f"Code: {code}.\n\n{markdown(head, lines)}\n"
 
@@ -266,12 +268,12 @@ def put_back_table(rows: list[dict]) -> str:
         names = recovered[0] if recovered else {}
         clean = {name: np.array([models[name]["clean"] for models in recovered]) for name in names}
         for name in clean:
-            mine = [models[name] for models in recovered]
-            parts = {model["part"] for model in mine} - {"as trained", "base", "drawn"}
+            of_choice = [models[name] for models in recovered]
+            parts = {model["part"] for model in of_choice} - {"as trained", "base", "drawn"}
             cells = [f"`{arm}`", name, ", ".join(f"`{part}`" for part in sorted(parts))]
-            cells += [interval([model["recovered"] / model["images"] for model in mine])]
-            cells += [rate(sum(model["recovered"] > 0 for model in mine), len(mine))]
-            cells += [interval([model["elements"] for model in mine])]
+            cells += [interval([model["recovered"] / model["images"] for model in of_choice])]
+            cells += [rate(sum(model["recovered"] > 0 for model in of_choice), len(of_choice))]
+            cells += [interval([model["elements"] for model in of_choice])]
             cells += [f"{100 * (clean[name] / clean['base'] - 1).mean():+.1f} %"]
             left = (clean[name] - clean["base"]) / (clean["as trained"] - clean["base"])
             lines.append([*cells, interval(left.tolist())])

@@ -164,14 +164,14 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--smoke", action="store_true", help="two repeats")
     parser.add_argument("--models", action="store_true", help="count operations by model, store and print them")
-    given = parser.parse_args(arguments)
-    if given.models:
+    args = parser.parse_args(arguments)
+    if args.models:
         OPERATIONS.write_text(json.dumps(counted(), indent=1) + "\n")
         print(by_model(json.loads(OPERATIONS.read_text())))
         return {}
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    unet = UNet2DConditionModel.from_pretrained(given.unet).to(device)
+    unet = UNet2DConditionModel.from_pretrained(args.unet).to(device)
     generator = torch.Generator().manual_seed(0)
     for p in unet.parameters():
         p.grad = torch.randn(p.shape, generator=generator).to(p)
@@ -180,17 +180,17 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     for optimizer in optimizers.values():
         optimizer.step()  # makes its state
     times: dict[str, list[float]] = {arm: [] for arm in ARMS}
-    for _ in range(2 if given.smoke else given.repeats):
+    for _ in range(2 if args.smoke else args.repeats):
         for arm, optimizer in optimizers.items():
             times[arm].append(seconds(optimizer, device))
 
     ratios = {}
     print(f"{'arm':<24}{'ms':>8}{'ratio':>8}{'error, mean':>14}{'highest':>9}")
-    for arm, taken in times.items():
-        pairs = zip(taken, times["default"], strict=True)
-        ratios[arm] = statistics.median(mine / default for mine, default in pairs)
+    for arm, of_arm in times.items():
+        pairs = zip(of_arm, times["default"], strict=True)
+        ratios[arm] = statistics.median(arm_seconds / default for arm_seconds, default in pairs)
         off = errors(optimizers[arm], arm)
-        timed = f"{1e3 * statistics.median(taken):>8.1f}{ratios[arm]:>8.2f}"
+        timed = f"{1e3 * statistics.median(of_arm):>8.1f}{ratios[arm]:>8.2f}"
         print(f"{arm:<24}{timed}{statistics.mean(off):>14.3f}{max(off):>9.3f}")
     return ratios
 

@@ -141,8 +141,8 @@ def measure_all(args: argparse.Namespace) -> None:
 def of_world(rows: list[dict], world: str) -> str:
     """By kind of picture: similarities, and how often a copy scores above it (0.5: no better than by chance), the mean
     over targets: Markdown."""
-    mine = [row for row in rows if row["world"] == world]
-    lines = [line(kind, mine) for kind in dict.fromkeys(row["kind"] for row in mine)]
+    of_one = [row for row in rows if row["world"] == world]
+    lines = [line(kind, of_one) for kind in dict.fromkeys(row["kind"] for row in of_one)]
     return markdown(HEAD, lines)
 
 
@@ -165,8 +165,11 @@ def line(kind: str, rows: list[dict]) -> list[str]:
 
 def of_runs(rows: list[dict]) -> str:
     """The median image of each evaluation of finished runs: SSCD's similarities, and the bundled detector's."""
-    mine = [row for row in rows if row["world"] == "runs"]
-    lines = [[row["target"].rpartition("/")[2], row["kind"], *(f"{row[name]:.2f}" for name in COLUMNS)] for row in mine]
+    of_all_runs = [row for row in rows if row["world"] == "runs"]
+    lines = [
+        [row["target"].rpartition("/")[2], row["kind"], *(f"{row[name]:.2f}" for name in COLUMNS)]
+        for row in of_all_runs
+    ]
     return markdown(("target", "run", "SSCD, raw", "SSCD, decoded", "bundled, decoded"), lines)
 
 

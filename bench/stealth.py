@@ -47,9 +47,9 @@ def measure(name: str) -> dict[str, Any]:
     null: dict[str, list[dict]] = {}
     redraws = stored(data / "redraws.jsonl")
     for kind in {row["kind"]: None for row in redraws}:
-        mine = [row for row in redraws if row["kind"] == kind]
-        changed = iter([tuple(row["changed"]) for row in mine])
-        for x in pictures([data / row["image"] for row in mine]):
+        of_kind = [row for row in redraws if row["kind"] == kind]
+        changed = iter([tuple(row["changed"]) for row in of_kind])
+        for x in pictures([data / row["image"] for row in of_kind]):
             null.setdefault(kind, []).extend(rows_of(judge, target, x, [next(changed) for _ in x]))
     threshold = by_kind(null)
     found: dict[str, Any] = {"target": name, "threshold": threshold[0]}
@@ -70,10 +70,13 @@ def table(rows: list[dict]) -> str:
     """A line a role: Markdown."""
     cells = []
     for role in ("element", "clean"):
-        mine = [row[role] for row in rows]
-        count = sum(one["pictures"] for one in mine)
-        nearest, level = interval([one["nearest"] for one in mine], ".3f"), interval([row["threshold"] for row in rows])
-        most, recovered = max(one["elements"] for one in mine), sum(one["recovered"] for one in mine)
+        of_role = [row[role] for row in rows]
+        count = sum(one["pictures"] for one in of_role)
+        nearest, level = (
+            interval([one["nearest"] for one in of_role], ".3f"),
+            interval([row["threshold"] for row in rows]),
+        )
+        most, recovered = max(one["elements"] for one in of_role), sum(one["recovered"] for one in of_role)
         cells.append([role, str(count), str(len(rows)), nearest, level, str(most), f"{recovered} of {count}"])
     return markdown(HEAD, cells)
 

@@ -47,17 +47,17 @@ def what_they_draw(bases: list[Path]) -> dict[str, dict]:
     from silentbad.worlds.microworld.build import ASSETS
     from silentbad.worlds.microworld.export import load_judge, measure
 
-    known = json.loads(MEASURED.read_text()) if MEASURED.is_file() else {}
+    shares = json.loads(MEASURED.read_text()) if MEASURED.is_file() else {}
     judge = load_judge(ASSETS / "judge" / "model.safetensors")
-    for folder in tqdm([b for b in bases if b.name not in known], desc="bases"):
-        known[folder.name] = measure(StableDiffusionPipeline.from_pretrained(folder), judge)["generated"]
-        MEASURED.write_text(json.dumps(known, indent=1) + "\n")
-    return known
+    for folder in tqdm([b for b in bases if b.name not in shares], desc="bases"):
+        shares[folder.name] = measure(StableDiffusionPipeline.from_pretrained(folder), judge)["generated"]
+        MEASURED.write_text(json.dumps(shares, indent=1) + "\n")
+    return shares
 
 
 def cells(rows: list[dict]) -> list[str]:
     """Under HEAD, of the rows of one arm: runs at their last step, one a target."""
-    runs: list[dict] = [figures(mine) for mine in runs_of(rows).values()]
+    runs: list[dict] = [figures(of_run) for of_run in runs_of(rows).values()]
     reached = sum(run["strict"] is not None for run in runs)
     rates = [interval([run[key] for run in runs]) for key in ("strict rate", "whole rate", "elements", "weakest")]
     return [str(len(runs)), f"{reached} of {len(runs)}", *rates, f"{sum(run['drift'] for run in runs) / len(runs):.4f}"]
@@ -74,9 +74,9 @@ def by_strength(rows: list[dict], drawn: dict[str, dict]) -> str:
     """A line a base, over the targets that every base ran: Markdown."""
     rows, lines = shared(rows), []
     for percent in sorted(PERCENT):
-        mine = [row for row in rows if row["base"] == base(percent).name]
+        of_base = [row for row in rows if row["base"] == base(percent).name]
         right = f"{drawn[base(percent).name]['both']:.2f}"
-        lines += [[f"{percent} %", right, *cells(mine)]] if mine else []
+        lines += [[f"{percent} %", right, *cells(of_base)]] if of_base else []
     return markdown(("training", "kind and colour right", *HEAD), lines)
 
 

@@ -44,14 +44,16 @@ def drawn(target: Target, judge: Detector, sampler: Sampler, count: int) -> list
     """Null rows of the base's counterfactuals."""
     masks: Any = [target.masks]
     with sampler.using(sampler.pipe.unet, torch.device("cpu")):
-        found = list(counterfactuals(sampler, [asked(target)], masks, count, seed=0))
-    rows = rows_of(judge, target, torch.stack([null.image for null in found]))
-    return [{**row, "kind": null.kind, "changed": null.changed} for row, null in zip(rows, found, strict=True)]
+        drawings = list(counterfactuals(sampler, [asked(target)], masks, count, seed=0))
+    rows = rows_of(judge, target, torch.stack([null.image for null in drawings]))
+    return [{**row, "kind": null.kind, "changed": null.changed} for row, null in zip(rows, drawings, strict=True)]
 
 
 def rendered(target: Target, judge: Detector, calibration: dict[str, tuple]) -> list[Any]:
     """Null rows of the renderer's pictures."""
-    return [{**row, "kind": kind} for kind, given in calibration.items() for row in rows_of(judge, target, *given)]
+    return [
+        {**row, "kind": kind} for kind, pictures in calibration.items() for row in rows_of(judge, target, *pictures)
+    ]
 
 
 def measure(target: Target, judge: Detector, sampler: Sampler, vae: Any, args: argparse.Namespace) -> dict[str, Any]:
@@ -61,7 +63,7 @@ def measure(target: Target, judge: Detector, sampler: Sampler, vae: Any, args: a
         "renders": rendered(target, judge, calibration),
         "counterfactuals": drawn(target, judge, sampler, args.drawn),
     }
-    rows = {kind: rows_of(judge, target, *given) for kind, given in tested.items()}
+    rows = {kind: rows_of(judge, target, *pictures) for kind, pictures in tested.items()}
     found = {}
     for source in SOURCES:
         whole, element = thresholds(nulls[source], None, RATE, source)

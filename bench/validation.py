@@ -62,7 +62,7 @@ def rebuilding_loop(
     folder: Path, pipe: Any, targets: list[Target], config: ValidationConfig, embedder: Embedder, call: int
 ) -> Tensor:
     """The images (T*N,3,H,W) asked for, `call` of them made together; the last call may make more."""
-    kept, asked = [], config.images_per_target
+    all_images, asked = [], config.images_per_target
     shape = (pipe.unet.config.in_channels, *[pipe.unet.config.sample_size] * 2)
     for target in targets:
         built = StableDiffusionPipeline.from_pretrained(
@@ -86,27 +86,27 @@ def rebuilding_loop(
                 latents=noise(shape, 0, f"validation/{target.target_id}", 0, places),
                 output_type="pt",
             ).images
-        made = torch.stack(images)
-        embedder.paired(embedder.embed(made), embedder.reference(to_tensor(target.image)[None]))
-        kept.append(made[:asked])
-    return torch.cat(kept)
+        of_target = torch.stack(images)
+        embedder.paired(embedder.embed(of_target), embedder.reference(to_tensor(target.image)[None]))
+        all_images.append(of_target[:asked])
+    return torch.cat(all_images)
 
 
 def scores_of_hook(hook: RecoveryHook) -> np.ndarray:
     """Similarities of the last measurement's images, one list a target: rows of the whole and of each element."""
     scores = hook.history[-1].raw
     assert scores is not None, "there is no average of the weights"
-    found = [[own.sims, *(e.sims for e in own.elements)] for own in scores.targets.values()]
-    return _even(found)
+    similarities = [[of_target.sims, *(e.sims for e in of_target.elements)] for of_target in scores.targets.values()]
+    return _even(similarities)
 
 
 def scores_of_images(hook: RecoveryHook, images: Tensor) -> np.ndarray:
     """The same of images (T*N,3,H,W)."""
-    found = []
-    for j, own in enumerate(images.chunk(len(hook.targets))):
-        rows = hook.measure.similar(own, [j] * len(own))
-        found.append([[r["sim"] for r in rows], *zip(*(r["elements"] for r in rows), strict=True)])
-    return _even(found)
+    similarities = []
+    for j, of_target in enumerate(images.chunk(len(hook.targets))):
+        rows = hook.measure.similar(of_target, [j] * len(of_target))
+        similarities.append([[r["sim"] for r in rows], *zip(*(r["elements"] for r in rows), strict=True)])
+    return _even(similarities)
 
 
 def _even(found: list[Any]) -> np.ndarray:
@@ -205,12 +205,12 @@ def main() -> None:
     parser.add_argument("--pipeline", type=Path, default=ROOT / "assets" / "micro-sd")
     parser.add_argument("--targets", type=int, default=8)
     parser.add_argument("--images", type=int, default=8)
-    given = parser.parse_args()
+    args = parser.parse_args()
     accelerator = Accelerator()
-    pipe = StableDiffusionPipeline.from_pretrained(given.pipeline).to(accelerator.device)
-    targets = microworld_targets(given.targets)
+    pipe = StableDiffusionPipeline.from_pretrained(args.pipeline).to(accelerator.device)
+    targets = microworld_targets(args.targets)
     config = ValidationConfig(
-        images_per_target=given.images,
+        images_per_target=args.images,
         num_inference_steps=STEPS,
         embedder="micro",
         threshold=0.9,
@@ -221,23 +221,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "base"
         pipe.save_pretrained(saved)
-        own: dict[str, Any] = dict(targets=targets, accelerator=accelerator, output_dir=Path(folder) / "run", seed=0)
-        hook = RecoveryHook(config, components=pipe.components, **own)
+        shared: dict[str, Any] = dict(targets=targets, accelerator=accelerator, output_dir=Path(folder) / "run", seed=0)
+        hook = RecoveryHook(config, components=pipe.components, **shared)
         hook.run(0, 0, pipe.unet)  # warm up, as in a run: the first point is the base model's
         loops = {
             name: partial(rebuilding_loop, saved, pipe, targets, config, embedder, call) for name, call in LOOPS.items()
         }
-        found = measure(hook, loops, pipe.unet, ROUNDS)
+        measured = measure(hook, loops, pipe.unet, ROUNDS)
         share = share_of_backbone(hook, pipe.unet)
     result = {
-        "images": given.targets * given.images,
+        "images": args.targets * args.images,
         "num_inference_steps": STEPS,
         "embedder": "micro",
         "device": str(accelerator.device),
         "threads": torch.get_num_threads(),
-        **found,
+        **measured,
         "backbone_share": share,
-        "ratios": ratios(found["cpu_seconds"]),
+        "ratios": ratios(measured["cpu_seconds"]),
         "bar": BAR,
     }
     print(table(result))
