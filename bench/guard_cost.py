@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.recovery_table import grid
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "guard.json"
 ARMS: dict[str, dict[str, Any]] = {
@@ -90,16 +92,15 @@ def measured(rounds: int, steps: int, place: Path) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """The results as Markdown."""
-    lines = [
+    text = (
         f"Code: {results['commit']}. {results['rounds']} rounds, {results['steps']} step(s) of each arm a round, "
-        f"{results['seconds']:.3f} processor seconds a step without a guard.",
-        "",
-        "| guard | cost of a step | quartiles |",
-        "|---|---|---|",
-    ]
-    for arm, (low, middle, high) in results["ratio"].items():
-        lines.append(f"| {arm} | {100 * (middle - 1):+.1f} % | {100 * (low - 1):+.1f} % to {100 * (high - 1):+.1f} % |")
-    return "\n".join(lines) + "\n"
+        f"{results['seconds']:.3f} processor seconds a step without a guard."
+    )
+    lines = []
+    for arm, ratios in results["ratio"].items():
+        low, middle, high = (f"{100 * (ratio - 1):+.1f} %" for ratio in ratios)
+        lines.append([arm, middle, f"{low} to {high}"])
+    return f"{text}\n\n{grid(('guard', 'cost of a step', 'quartiles'), lines)}"
 
 
 def main(argv: list[str] | None = None) -> None:

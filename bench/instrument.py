@@ -28,6 +28,7 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
+from bench.published_table import markdown
 from bench.recovery import drawing
 from bench.recovery_table import grid
 
@@ -405,15 +406,14 @@ def columns_of(results: dict) -> list[str]:
 def table(results: dict) -> str:
     """The pass-rate table in markdown."""
     columns = [(c, level) for c in columns_of(results) for level in LEVELS[c]]
-    head = "| picture | may pass | " + " | ".join(f"{COLUMNS[c]}, {level}" for c, level in columns) + " |"
-    lines = [head, "|---" * (2 + len(columns)) + "|"]
+    lines = []
     for kind, bar in {**TESTED, **COPIES}.items():
         rates = [rate_of(results, c, kind, level) for c, level in columns]
         if any(f is not None for f in rates):
             limit = "" if bar is None else f">= {bar}" if kind in COPIES else f"<= {bar}"
             cells = ["" if f is None else f"{f[0]:.3f} [{f[1]:.3f}, {f[2]:.3f}]" for f in rates]
-            lines.append(f"| {WORDS[kind]} | {limit} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            lines.append([WORDS[kind], limit, *cells])
+    return markdown(["picture", "may pass", *(f"{COLUMNS[c]}, {level}" for c, level in columns)], lines)
 
 
 def fresh(results: dict) -> dict:
@@ -461,20 +461,17 @@ def by_element(results: dict, kind: str = "copy", column: str = "new") -> str:
                 by_name[name].append((limit, q[1], q[2], share))
     if not by_name:
         return ""
-    lines = ["| element | n | threshold | 5 % of copies | median of copies | pass |", "|---" * 6 + "|"]
+    lines = []
     for name, values in sorted(by_name.items()):
-        limit, low, middle, share = np.mean(values, axis=0)
-        lines.append(f"| {name} | {len(values)} | {limit:.2f} | {low:.2f} | {middle:.2f} | {share:.3f} |")
-    return "\n".join(lines)
+        *levels, share = np.mean(values, axis=0)
+        lines.append([name, str(len(values)), *(f"{level:.2f}" for level in levels), f"{share:.3f}"])
+    return markdown(("element", "n", "threshold", "5 % of copies", "median of copies", "pass"), lines)
 
 
 def two_judges(results: dict) -> str:
     """How often both judges agree on an element, with Cohen's kappa over nulls and copies together."""
     told = [t["agreement"] for t in results["targets"].values()]
-    lines = [
-        "| elements | both pass | detector only | structural similarity only | neither | agreement | kappa |",
-        "|---" * 7 + "|",
-    ]
+    lines = []
     for part in ("things", "backdrops"):
         cells = {of: np.sum([t[f"{part} of {of}"] for t in told], 0) for of in ("nulls", "copies")}
         for name, c in {**cells, "both": sum(cells.values())}.items():
@@ -482,8 +479,9 @@ def two_judges(results: dict) -> str:
             a, b = (c[0] + c[1]) / c.sum(), (c[0] + c[2]) / c.sum()
             chance = a * b + (1 - a) * (1 - b)
             kappa = f"{(seen - chance) / (1 - chance):.3f}" if name == "both" else ""
-            lines.append(f"| {part}, {name} | {c[0]} | {c[1]} | {c[2]} | {c[3]} | {seen:.3f} | {kappa} |")
-    return "\n".join(lines)
+            lines.append([f"{part}, {name}", *map(str, c), f"{seen:.3f}", kappa])
+    head = ("elements", "both pass", "detector only", "structural similarity only", "neither", "agreement", "kappa")
+    return markdown(head, lines)
 
 
 CARD = """Pictures are compared place by place on a 16x16 map of features, at the best of nine alignments within one

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from bench.arms import PUBLISHED_AT
+from bench.recovery_table import grid
 from silentbad.measure.intervals import binomial_interval, bootstrap_interval
 
 BATCH = 16  # pictures a step
@@ -85,8 +86,8 @@ def table(rows: list[dict]) -> str:
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    first, *rest = ("| " + " | ".join(line) + " |" for line in (head, *lines) if line)
-    return "\n".join([first, "|" + "---|" * len(head), *rest])
+    """A Markdown table without its last line's end."""
+    return grid(head, filter(None, lines)).removesuffix("\n")
 
 
 # ------------------------------------------------------------------------------------------------- arms

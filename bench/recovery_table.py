@@ -12,7 +12,7 @@ in any run of the arm, at any rate: other work on the machine only ever adds to 
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -288,14 +288,10 @@ def interval(x: tuple[float, ...], sign: str = "") -> str:
     return "{} [{}, {}]".format(*(f"{value:{sign}.2f}" for value in x))
 
 
-def markdown(lines: list[tuple[str, ...]], head: tuple[str, ...] = HEAD) -> str:
-    first, *rest = ("| " + " | ".join(line) + " |" for line in [head, *lines])
-    return "\n".join([first, "|" + "---|" * len(head), *rest]) + "\n"
-
-
-def grid(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    """A Markdown table of any columns."""
-    return markdown([tuple(line) for line in lines], tuple(head))
+def grid(head: Sequence[str], lines: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
+    first, *rest = ("| " + " | ".join(line) + " |\n" for line in (head, *lines))
+    return "".join([first, "|" + "---|" * len(head) + "\n", *rest])
 
 
 def goals(met: dict[str, bool]) -> str:
@@ -305,7 +301,7 @@ def goals(met: dict[str, bool]) -> str:
 
 def save(rows: list[dict], results: Path) -> str:
     """The Markdown table beside the results; returns it."""
-    text = markdown(tables(rows))
+    text = grid(HEAD, tables(rows))
     results.with_suffix(".md").write_text(text)
     return text
 
@@ -324,7 +320,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = [row for row in stored(args.results) if "," not in row["targets"]]
     if args.seeds:
         rows = [row for row in rows if str(row["seed"]) in args.seeds.split(",")]
-    print(markdown([difference(rows, over, arm) for arm in arms], OVER), end="")
+    print(grid(OVER, [difference(rows, over, arm) for arm in arms]), end="")
 
 
 if __name__ == "__main__":

@@ -64,76 +64,68 @@ version 1, on its own data with a trained model. Those figures are from the pape
 """
 
 
+def grouped(seeds: dict[str, dict], part: str) -> dict[str, list[dict]]:
+    """The rows of these seeds by ratio, or by change."""
+    by_name = defaultdict[str, list[dict]](list)
+    for row in seeds.values():
+        for name, one in row.get(part, {}).items():
+            by_name[name].append(one)
+    return by_name
+
+
+def mean_of(rows: list[dict], *keys: str) -> list[str]:
+    return [mean([row[key] for row in rows]) for key in keys]
+
+
+def pictures_found(rows: list[dict]) -> str:
+    return rate(sum(row["found"] for row in rows), sum(row["hidden"] for row in rows))
+
+
+def by_ratio(
+    seeds: dict[str, dict], which: str, columns: tuple[str, ...], cells: Callable[[list[dict]], list[str]]
+) -> str:
+    """A line a ratio, and false alarms, over these seeds; `cells` are a world's own, under the last `columns` but one
+    of the seconds."""
+    ratios = grouped(seeds, "ratios")
+    honest = ratios.pop("0")
+    lines = []
+    for ratio, rows in ratios.items():
+        f1 = [row["f1"] for row in rows]
+        scores = [interval(f1), f"{min(f1):.3f}", *mean_of(rows, "precision", "recall"), pictures_found(rows)]
+        records = str(rows[0]["records"])
+        lines.append([f"{100 * float(ratio):g} %", records, *scores, *cells(rows), *mean_of(rows, "seconds")])
+    head = ("ratio", "records", "F1", "lowest F1", "precision", "recall", *columns, "processor s")
+    alarms = rate(sum(row["sets"] > 0 for row in honest), len(honest))
+    table = grid(head, lines)
+    return f"{which}\n\n{table}\nFalse alarms on data sets without a hidden picture: {alarms}.\n"
+
+
+def of_composites(rows: list[dict]) -> list[str]:
+    """How many elements of composites are reached, and what the rival finds."""
+    reached = [one for row in rows for one in row.get("composite", {}).get("reached", [])]
+    rivals = [[row["rival"][name] for row in rows] for name in ("whole pictures", "quarters")]
+    return [rate(sum(reached), len(reached)), *(cell for rival in rivals for cell in mean_of(rival, "f1"))]
+
+
 def one_table(seeds: dict[str, dict], which: str) -> str:
     """A line a ratio and a line a change, over these seeds."""
-    ratios: dict[str, list[dict]] = defaultdict(list)
-    robust: dict[str, list[dict]] = defaultdict(list)
-    for row in seeds.values():
-        for ratio, one in row["ratios"].items():
-            ratios[ratio].append(one)
-        for name, one in row.get("robust", {}).items():
-            robust[name].append(one)
-    lines = [which, ""]
-    lines += [
-        "| ratio | records | F1 | lowest F1 | precision | recall | hidden pictures found | elements of composites"
+    columns = ("hidden pictures found", "elements of composites at the strict threshold")
+    text = by_ratio(seeds, which, (*columns, "near duplicates: whole F1", "quarters F1"), of_composites)
+    lines = [
+        [name, str(len(rows)), pictures_found(rows), *mean_of(rows, "f1", "precision", "recall")]
+        for name, rows in grouped(seeds, "robust").items()
     ]
-    lines[-1] += " at the strict threshold | near duplicates: whole F1 | quarters F1 | processor s |"
-    lines += ["|---" * 11 + "|"]
-    for ratio, rows in ratios.items():
-        if ratio == "0":
-            continue
-        reached = [r for one in rows for r in one.get("composite", {}).get("reached", [])]
-        cells = [
-            f"{100 * float(ratio):g} %",
-            f"{rows[0]['records']}",
-            interval([r["f1"] for r in rows]),
-            f"{min(r['f1'] for r in rows):.3f}",
-            mean([r["precision"] for r in rows]),
-            mean([r["recall"] for r in rows]),
-            rate(sum(r["found"] for r in rows), sum(r["hidden"] for r in rows)),
-            rate(sum(reached), len(reached)),
-            *(mean([r["rival"][name]["f1"] for r in rows]) for name in ("whole pictures", "quarters")),
-            mean([r["seconds"] for r in rows]),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    honest = ratios["0"]
-    alarms = sum(r["sets"] > 0 for r in honest)
-    lines += ["", f"False alarms on data sets without a hidden picture: {rate(alarms, len(honest))}.", ""]
-    if not robust:
-        return "\n".join(lines)
-    lines += ["| change | sets of data | pictures found | F1 | precision | recall |", "|---" * 6 + "|"]
-    for name, rows in robust.items():
-        cells = [name, str(len(rows)), rate(sum(r["found"] for r in rows), sum(r["hidden"] for r in rows))]
-        cells += [mean([r[key] for r in rows]) for key in ("f1", "precision", "recall")]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+    head = ("change", "sets of data", "pictures found", "F1", "precision", "recall")
+    return f"{text}\n{grid(head, lines)}" if lines else text
 
 
 def one_world_table(seeds: dict[str, dict], which: str) -> str:
     """A line a ratio, and false alarms, over these seeds."""
-    by_ratio = defaultdict[str, list[dict]](list)
-    for row in seeds.values():
-        for ratio, one in row["ratios"].items():
-            by_ratio[ratio].append(one)
-    honest = by_ratio.pop("0")
-    lines = [
-        [
-            f"{100 * float(ratio):g} %",
-            str(rows[0]["records"]),
-            interval([r["f1"] for r in rows]),
-            f"{min(r['f1'] for r in rows):.3f}",
-            *(mean([r[key] for r in rows]) for key in ("precision", "recall")),
-            rate(sum(r["found"] for r in rows), sum(r["hidden"] for r in rows)),
-            rate(sum(r["elements"][0] for r in rows), sum(r["elements"][1] for r in rows)),
-            mean([r["seconds"] for r in rows]),
-        ]
-        for ratio, rows in by_ratio.items()
-    ]
-    head = "ratio | records | F1 | lowest F1 | precision | recall | pictures found | elements found | processor s"
-    alarms = rate(sum(r["sets"] > 0 for r in honest), len(honest))
-    return (
-        f"{which}\n\n{grid(head.split(' | '), lines)}\nFalse alarms on data sets without a hidden picture: {alarms}.\n"
-    )
+
+    def elements(rows: list[dict]) -> list[str]:
+        return [rate(sum(row["elements"][0] for row in rows), sum(row["elements"][1] for row in rows))]
+
+    return by_ratio(seeds, which, ("pictures found", "elements found"), elements)
 
 
 ALONE = "clean records alone"  # what a guard's loss is compared with
@@ -184,14 +176,12 @@ def audited(rows: list[dict]) -> str:
     positive, negative = by_kind["elements"], by_kind["placebo"] + by_kind["clean"]
     ordinary = [one for row in rows for one in row["ordinary"]]
     targets = sorted({row["target"] for row in rows}, key=int)
-    lines = [
+    text = (
         f"Targets: {', '.join(targets)}. Pipelines: {len(positive)} trained on elements, {len(by_kind['placebo'])} on "
         f"placebo data, {len(by_kind['clean'])} on clean data, {rows[0]['steps']} steps each. "
-        f"Code: {', '.join(sorted({row['commit'][:7] for row in rows}))}.",
-        "",
-        "| score | negatives | AUC | TPR at 1 % FPR |",
-        "|---|---|---|---|",
-    ]
+        f"Code: {', '.join(sorted({row['commit'][:7] for row in rows}))}."
+    )
+    detections = []
     for name, score in SCORES.items():
         above = [score(row["own"]) for row in positive]
         for what, below in (
@@ -205,22 +195,27 @@ def audited(rows: list[dict]) -> str:
             cell = "too few negatives"
             if found.tpr is not None:
                 cell = rate(round(found.tpr * len(above)), len(above))
-            lines.append(f"| {name} | {len(below)} {what} | {found.auc:.3f} [{low:.2f}, {high:.2f}] | {cell} |")
-    lines += ["", "| prompt | pipelines | decided to come back |", "|---|---|---|"]
+            detections.append([name, f"{len(below)} {what}", f"{found.auc:.3f} [{low:.2f}, {high:.2f}]", cell])
+    decisions = []
     for kind, of_kind in by_kind.items():
-        lines.append(f"| composed | {kind} | {rate(sum(row['own']['found'] for row in of_kind), len(of_kind))} |")
-    lines.append(f"| ordinary | all | {rate(sum(one['found'] for one in ordinary), len(ordinary))} |")
-    lines += ["", "| target | hidden phrases among those given | prompts searched | rank of the hidden prompt |"]
-    lines[-1] += " first prompt of hidden phrases alone | strict CIR |"
-    lines.append("|---" * 6 + "|")
+        decisions.append(["composed", kind, rate(sum(row["own"]["found"] for row in of_kind), len(of_kind))])
+    decisions.append(["ordinary", "all", rate(sum(one["found"] for one in ordinary), len(ordinary))])
+    ranks = []
     for row in positive:
         among_given = sum(phrase.lower() in row["given"] for phrase in row["phrases"])
         cells = [row["target"], f"{among_given} of {len(row['phrases'])}", f"{row['searched']}"]
         cells += [f"{row[key] or 'not searched'}" for key in ("rank", "part")]
-        lines.append(f"| {' | '.join(cells)} | {last(row['strict']):.2f} |")
+        ranks.append([*cells, f"{last(row['strict']):.2f}"])
     ten = sum(row["rank"] is not None and row["rank"] <= 10 for row in positive)
-    lines += ["", f"The hidden prompt is among the best 10 in {rate(ten, len(positive))} pipelines."]
-    return "\n".join(lines) + "\n"
+    head = ("target", "hidden phrases among those given", "prompts searched", "rank of the hidden prompt")
+    parts = [
+        f"{text}\n",
+        grid(("score", "negatives", "AUC", "TPR at 1 % FPR"), detections),
+        grid(("prompt", "pipelines", "decided to come back"), decisions),
+        grid((*head, "first prompt of hidden phrases alone", "strict CIR"), ranks),
+        f"The hidden prompt is among the best 10 in {rate(ten, len(positive))} pipelines.\n",
+    ]
+    return "\n".join(parts)
 
 
 def last(curve: dict[str, float]) -> float:
