@@ -67,7 +67,7 @@ def test_many_targets_have_a_file_name_that_a_file_system_takes():
 
 LIGHT = (
     *("between", "ceiling", "guard_cost", "layerwise", "many", "nulls", "photographs_withheld", "published"),
-    *("recovery", "recovery_figures", "recovery_table", "reproduce", "scale", "scan_scale", "shield_story"),
+    *("recovery", "recovery_figures", "recovery_table", "scale", "scan_scale", "shield_story"),
     *("start", "strength"),
 )
 
