@@ -116,7 +116,7 @@ def at_once(read: Read) -> str:
                 passed["backdrop" if phrase == phrases[-1] else "thing"].append(rate)
         rates = [row["rate"] for row in last]
         name = f"`{arm}`" + ", phrases of one target each" * unique
-        parts = [f"{mean(rates_of):.2f} ({len(rates_of)})" if rates_of else "" for rates_of in passed.values()]
+        parts = [f"{mean(own):.2f} ({len(own)})" if own else "" for own in passed.values()]
         drift = f"{last[0]['drift'] - base['drift']:.4f}"
         seconds = f"{last[0]['seconds'] / 60:.0f}"
         lines.append([str(len(last)), name, str(steps), halves(rates), interval(rates), *parts, drift, seconds])
