@@ -104,7 +104,7 @@ CASES = {
     "config: weights for ssim": case("embedder_path", "has no effect on ssim", validation__embedder="ssim", validation__embedder_path="data"),
     "config: a key that stands elsewhere": case("'rank'", "did you mean 'lora.rank'", rank=4),
     "config: a path with a variable": case("logging_dir", "nothing expands $SCRATCH", logging_dir="$SCRATCH/logs"),
-    "config: a gamma under two names": case("snr_gamma", "which differs", snr_gamma=5, memory__loss__name="min_snr", memory__loss__options='{"gamma": 1}'),
+    "config: a gamma under two names": case("snr_gamma", "gamma=5.0, which is set to 1", snr_gamma=5, memory__loss__name="min_snr", memory__loss__options='{"gamma": 1}'),
     "config: an option of no part": case("memory.rehearsal.options (command line): 'elements'", "memory.rehearsal.name", memory__rehearsal__options='{"elements": 2}'),
     "config: a rate among the optimizer's options": case("optimizer_options", "learning_rate", optimizer_options='{"lr": 0.1}'),
     "config: a level of no record": case("gradient_control.between.levels", "no rehearsal record", gradient_control__between__name="uniform", gradient_control__between__levels="{rehearsal: 0.5}"),

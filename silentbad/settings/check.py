@@ -2,6 +2,7 @@
 files."""
 
 import os
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from silentbad.settings.layers import ADAPTED_GROUPS, EVERY_GROUP, check_pattern
 from silentbad.settings.memory import check_memory
 from silentbad.settings.optimizer_facts import check_optimizer, read_optimizer
 from silentbad.settings.registries import from_source, options_at
-from silentbad.settings.rules import Facts, check_rules
+from silentbad.settings.rules import Facts, check_rules, meanings, put
 from silentbad.settings.train import REPLACED, WRITTEN, TrainConfig
 from silentbad.settings.types import check_values
 from silentbad.settings.validation import check_files, target_file
@@ -152,11 +153,8 @@ def with_base(config: TrainConfig) -> TrainConfig:
 
 
 def merged(config: TrainConfig) -> TrainConfig:
-    """The configuration with the flat loss flags in the parts of `memory` that they name."""
-    loss = config.memory.loss
-    if config.snr_gamma is not None:
-        options = {**loss.options, "gamma": config.snr_gamma}
-        loss = replace(loss, name="min_snr", options=options)
-    if config.dream_training:
-        loss = replace(loss, dream=config.dream_detail_preservation)
-    return replace(config, memory=replace(config.memory, loss=loss))
+    """The configuration with the settings that its flags of ALIASES stand for."""
+    merged_config = deepcopy(config)
+    for _, key, value in meanings(config):
+        put(merged_config, key, value)
+    return merged_config

@@ -1,4 +1,5 @@
-"""What needs what and what excludes what among the settings of a run: two tables and one loop.
+"""What needs what, what excludes what and what stands for what among the settings of a run, in
+tables.
 
 `needs=` beside a field (`silentbad.settings.types.option`) says under which condition it has an
 effect; INCOMPATIBLE lists pairs of conditions that may not hold at once. A condition is one of
@@ -8,7 +9,8 @@ effect; INCOMPATIBLE lists pairs of conditions that may not hold at once. A cond
     guard.name!=none|drop          has a part that is none of these
     FLOW                           a fact about the run: an entry of FACTS
 
-and in `needs=` "a or b" holds where one of them does. research/settings.md shows both tables.
+and in `needs=` "a or b" holds where one of them does. ALIASES lists the flags that set others.
+research/settings.md shows the tables.
 """
 
 import dataclasses
@@ -98,13 +100,6 @@ FACTS = {
         f"another optimizer than {', '.join(ELEMENTWISE)}",
         lambda config, facts: (
             config.use_8bit_adam or config.optimizer.removeprefix("torch.optim.") not in ELEMENTWISE
-        ),
-    ),
-    "OTHER_GAMMA": Fact(
-        "memory.loss.options",
-        "another memory.loss.options.gamma",
-        lambda config, facts: (
-            config.memory.loss.options.get("gamma", config.snr_gamma) != config.snr_gamma
         ),
     ),
     "LEARNING_RULE": Fact(
@@ -207,12 +202,6 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
         "dream_training": "works with epsilon prediction only; prediction_type is {b_value}"
     },
     "input_perturbation": {"dream_training": "excludes input_perturbation; set one of them"},
-    "memory.loss.name!=none|min_snr": {
-        "snr_gamma": "means memory.loss.name=min_snr, which is set to {b_value}; set one of them"
-    },
-    "OTHER_GAMMA": {
-        "snr_gamma": "is another name of memory.loss.options.gamma, which differs; set one of them"
-    },
     # sources of a batch, and parts of it
     LAYERWISE: {
         "gradient_control.conflict": ON_THEIR_WAY,
@@ -306,6 +295,13 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
     },
 }
 
+# {a flag of diffusers' scripts: the settings that it stands for, as text, or in braces the flag
+# whose value they take}
+ALIASES = {
+    "snr_gamma": {"memory.loss.name": "min_snr", "memory.loss.options.gamma": "{snr_gamma}"},
+    "dream_training": {"memory.loss.dream": "{dream_detail_preservation}"},
+}
+
 
 # ---------------------------------------------------------------- conditions
 @dataclass(frozen=True)
@@ -353,6 +349,16 @@ def value_of(config: Any, key: str) -> Any:
     return config
 
 
+def put(config: Any, key: str, value: Any) -> None:
+    """Set a dotted key, in place."""
+    above, _, name = key.rpartition(".")
+    holder = value_of(config, above) if above else config
+    if isinstance(holder, dict):
+        holder[name] = value
+    else:
+        setattr(holder, name, value)
+
+
 def as_text(value: Any) -> str:
     """A value as conditions write it."""
     if value is None:
@@ -391,7 +397,23 @@ def check_rules(
         if a.holds(config, default, facts) and b.holds(config, default, facts):
             where = f" ({sources[a.about]})" if a.about in sources else ""
             raise UserError(f"{a.about}{where}: {why.format(**_words(config, facts, a, b))}")
+    if about is None:
+        for flag, key, meant in meanings(config):
+            value = value_of(config, key)
+            if value not in (meant, value_of(default, key)):
+                wrong = f"means {key}={meant}, which is set to {value}; set one of them"
+                raise UserError(f"{flag}: {wrong}")
     check_needs(config, sources, facts, about)
+
+
+def meanings(config: "TrainConfig") -> Iterator[tuple[str, str, Any]]:
+    """(flag, key, value) of what the given flags of ALIASES stand for."""
+    default = type(config)()
+    for flag, settings in ALIASES.items():
+        if value_of(config, flag) != value_of(default, flag):
+            for key, text in settings.items():
+                flag_of_value = text.strip("{}")
+                yield flag, key, text if flag_of_value == text else value_of(config, flag_of_value)
 
 
 def _words(config: Any, facts: Facts, a: Condition, b: Condition) -> dict[str, Any]:
@@ -435,7 +457,7 @@ def check_needs(
 
 
 def tables(cls: type) -> str:
-    """Both tables, as research/settings.md shows them."""
+    """The tables, as research/settings.md shows them."""
     lines = ["| option | has an effect with | in a file without it |", "|---|---|---|"]
     idle = {"refused": "refused", "said": "a warning", "kept": "kept"}
     for key, field in fields_of(cls):
@@ -444,4 +466,10 @@ def tables(cls: type) -> str:
             lines.append(f"| `{key}` | {words} | {idle[field.metadata['idle']]} |")
     lines += ["", "| setting | not beside |", "|---|---|"]
     lines += [f"| {Condition.of(a).words} | {Condition.of(b).words} |" for a, b, _ in pairs()]
+    lines += ["", "| flag | stands for |", "|---|---|"]
+    for flag, settings in ALIASES.items():
+        meant = ", ".join(f"{key}={text}" for key, text in settings.items())
+        lines.append(f"| {flag} | {meant} |")
+    lines += ["", "| of another script or version | here |", "|---|---|"]
+    lines += [f"| {name} | {said.partition(': ')[2]} |" for name, said in cls.RENAMED.items()]
     return "\n".join(lines) + "\n"

@@ -92,7 +92,7 @@ class LoraSettings:
     )
 
 
-# Flags of earlier scripts that are refused: what to use instead.
+# Flags of other scripts and trainers that are refused: what to use instead.
 SUCCESSORS = {
     "model_card": "use --pretrained_model_name_or_path",
     "clean_dataset_name": "use --clean_data_dir, a folder",
@@ -110,23 +110,21 @@ SUCCESSORS = {
     "wandb_mode": "use --report_to, or the environment variable WANDB_MODE",
     "debug": "use --dry_run",
     "local_rank": "accelerate launch sets it",
+    **dict.fromkeys(("lr", "unet_lr", "text_encoder_lr"), "use --learning_rate"),
+    **dict.fromkeys(("batch_size", "per_device_train_batch_size"), "use --train_batch_size"),
+    **dict.fromkeys(("epochs", "max_train_epochs"), "use --num_train_epochs"),
+    **dict.fromkeys(("steps", "max_steps"), "use --max_train_steps"),
+    **dict.fromkeys(("save_every_n_steps", "save_steps"), "use --checkpointing_steps"),
+    **dict.fromkeys(("instance_data_dir", "train_data"), "use --train_data_dir"),
+    "network_dim": "use --lora.rank",
+    "network_alpha": "use --lora.alpha",
+    "instance_prompt": "use --train_data_dir, whose metadata gives each picture its caption",
+    "validation_prompt": "use --validation_prompts",
+    "optimizer_type": "use --optimizer",
 }
 OLDER = {  # names of settings before their present ones
     "memory.retention.unconditional": "memory.roles.clean.caption_dropout",
     "memory.retention.clean_weight": "memory.roles.clean.loss_weight",
-}
-OTHERS = {  # flags of other trainers, by what they are here
-    **dict.fromkeys(("lr", "unet_lr", "text_encoder_lr"), "learning_rate"),
-    **dict.fromkeys(("batch_size", "per_device_train_batch_size"), "train_batch_size"),
-    **dict.fromkeys(("epochs", "max_train_epochs"), "num_train_epochs"),
-    **dict.fromkeys(("steps", "max_steps"), "max_train_steps"),
-    **dict.fromkeys(("save_every_n_steps", "save_steps"), "checkpointing_steps"),
-    **dict.fromkeys(("instance_data_dir", "train_data"), "train_data_dir"),
-    "network_dim": "lora.rank",
-    "network_alpha": "lora.alpha",
-    "instance_prompt": "train_data_dir, whose metadata gives each picture its caption",
-    "validation_prompt": "validation_prompts",
-    "optimizer_type": "optimizer",
 }
 
 
@@ -343,7 +341,6 @@ class TrainConfig(DataSettings):
 
     RENAMED = {
         **{name: f"is of another script: {instead}" for name, instead in SUCCESSORS.items()},
-        **{name: f"is of another script: use --{ours}" for name, ours in OTHERS.items()},
         **{name: f"has another name now: use --{ours}" for name, ours in OLDER.items()},
     }
     EPILOGUE = f"measured, and not recommended:\n{outcomes()}"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from silentbad.errors import UserError
 from silentbad.settings.check import check
 from silentbad.settings.reader import Loader, dump, dumped, key_tree, parse, with_source
-from silentbad.settings.train import SUCCESSORS, TrainConfig
+from silentbad.settings.train import TrainConfig
 from silentbad.settings.types import check_options, plain_types
 from tests.training import checked
 from train_silentbad import Config, main
@@ -251,11 +251,11 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(flags, data, pipelines, tmp_pa
     assert not Path("out/metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("name", SUCCESSORS)
-def test_a_flag_of_an_earlier_script_names_its_successor(name):
+@pytest.mark.parametrize("name", TrainConfig.RENAMED)
+def test_a_flag_of_another_script_names_its_successor(name):
     with pytest.raises(UserError) as refused:
         parse(Config, [f"--{name}", "1"])
-    assert SUCCESSORS[name] in str(refused.value)
+    assert TrainConfig.RENAMED[name] in str(refused.value)
 
 
 def test_every_field_has_help_and_a_source():
@@ -321,13 +321,6 @@ def test_right_options_pass():
     right = {"beta": 1, "floor": None, "kind": "b"}
     check_options("kind", {"rule": rule}, "rule", right)
     assert right == {"beta": 1, "floor": None, "kind": "b"}  # as they were
-
-
-def test_flat_loss_flags_become_parts_of_memory():
-    config = checked([*DATA, "--snr_gamma", "5"])
-    assert config.memory.loss.name == "min_snr" and config.memory.loss.options == {"gamma": 5.0}
-    config = checked([*DATA, "--dream_training", "--dream_detail_preservation", "2"])
-    assert config.memory.loss.dream == 2.0
 
 
 KEYS = st.one_of(st.sampled_from([*TrainConfig.__dataclass_fields__, "memory", "validation"]), st.text(max_size=12))

@@ -1,4 +1,4 @@
-"""The tables of what needs what and what excludes what: each row refuses, and the documents show it."""
+"""The tables of what needs, excludes and stands for what: each row refuses, and the documents show it."""
 
 import dataclasses
 import re
@@ -9,14 +9,18 @@ from types import SimpleNamespace
 import pytest
 
 from silentbad.errors import UserError
+from silentbad.settings.check import merged
 from silentbad.settings.optimizer_facts import OptimizerFacts
 from silentbad.settings.rules import (
+    ALIASES,
     FACTS,
     Condition,
     Facts,
     check_rules,
     fields_of,
+    meanings,
     pairs,
+    put,
     tables,
     value_of,
 )
@@ -26,6 +30,7 @@ from silentbad.settings.types import problem
 ROOT = Path(__file__).parents[2]
 ADAMW = OptimizerFacts("AdamW", dict.fromkeys(("betas", "eps", "weight_decay")), False, "")
 SD3 = SimpleNamespace(name="Stable Diffusion 3", flow=True, backbone="transformer", attention="joint attention")
+KEYS = {key for key, _ in fields_of(TrainConfig)}
 NEEDS = [(key, field) for key, field in fields_of(TrainConfig) if field.metadata.get("needs")]
 OTHERS = (True, False, 3, 0.25, "x", "nothing", ["x"], [3], {"x": 1.0}, "constant_with_warmup")
 
@@ -35,16 +40,6 @@ def hint_of(key):
     for part in key.split("."):
         cls = typing.get_type_hints(cls, include_extras=True)[part]
     return cls
-
-
-def put(config, key, value):
-    *parents, name = key.split(".")
-    for part in parents:
-        config = getattr(config, part)
-    if isinstance(config, dict):
-        config[name] = value
-    else:
-        setattr(config, name, value)
 
 
 def set_to(config, key, text):
@@ -69,7 +64,6 @@ FACT = {  # how each fact comes about
         put(config, "validation.weights", "raw"),
     ),
     "WHOLE_TENSORS": lambda config, facts: put(config, "optimizer", "Adafactor"),
-    "OTHER_GAMMA": lambda config, facts: put(config, "memory.loss.options", {"gamma": 9.0}),
     "LEARNING_RULE": lambda config, facts: put(config, "gradient_control.name", "hypergradient"),
     "PRIOR_ROWS": lambda config, facts: put(config, "gradient_control.name", "prior"),
     "PRIOR_COPIED": lambda config, facts: put(config, "gradient_control.name", "placebo"),
@@ -136,12 +130,26 @@ def test_each_option_that_needs_another_is_refused_without_it(key, field, monkey
 def test_what_every_condition_names_is_there():
     texts = [text for row in pairs() for text in row[:2]]
     texts += [text for _, field in NEEDS for text in field.metadata["needs"].split(" or ")]
-    keys = {key for key, _ in fields_of(TrainConfig)}
     for condition in map(Condition.of, texts):
-        named = condition.key in keys or condition.key.startswith("memory.distillation.options.")
+        named = condition.key in KEYS or condition.key.startswith("memory.distillation.options.")
         assert named or condition.key in FACTS, condition
     assert {c.key for c in map(Condition.of, texts) if c.sign == "fact"} == FACTS.keys()
 
 
-def test_the_document_shows_both_tables():
+@pytest.mark.parametrize("flag", ALIASES)
+def test_a_flag_is_put_into_the_settings_that_it_stands_for(flag):
+    config = TrainConfig()
+    put(config, flag, differing(flag))
+    check_rules(config, {}, Facts(optimizer=ADAMW))
+    assert merged(config) != config
+    assert {(flag, key, value_of(merged(config), key)) for key in ALIASES[flag]} == {*meanings(config)}
+    check_rules(merged(config), {}, Facts(optimizer=ADAMW))  # as config.yaml of a run holds both
+    for key in ALIASES[flag]:
+        config = merged(config)
+        put(config, key, differing(key) if key in KEYS else 0.5)
+        with pytest.raises(UserError, match=rf"^{flag}: means {key}=.*, which is set to .*; set one of them"):
+            check_rules(config, {}, Facts(optimizer=ADAMW))
+
+
+def test_the_document_shows_the_tables():
     assert tables(TrainConfig) in (ROOT / "research" / "settings.md").read_text(encoding="utf-8")
