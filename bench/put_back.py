@@ -77,7 +77,7 @@ def said(row: Row) -> dict[str, Any]:
 
 def measured(run: Path, target: str, images: int) -> dict[str, Any]:
     """A recovered run's parts, and the five models on fresh noise."""
-    config, record = LocaliseOptions(run=str(run)).trained(), Record.load(run / NAME, "RUN")
+    config, record = LocaliseOptions(run=str(run)).trained, Record.load(run / NAME, "RUN")
     parts = localised(Subject(run, config, record, images // 2, "RUN"), ["stage", "role"], (PUT_BACK,))
     choice = cheapest(parts)
     fresh = Subject(run, config, replace(record, seed=record.seed + FRESH), images, "RUN")

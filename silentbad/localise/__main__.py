@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None, options: LocaliseOptions | None = N
         record = Record.load(run / NAME, "RUN")
         needs = f"the run and its base are loaded in float32; take {larger_device()}"
         with explain_out_of_memory("RUN", needs):
-            config = settings.trained()
+            config = settings.trained
             subject = Subject(run, config, record, settings.images, settings.base_key)
             rows = localised(subject, list(dict.fromkeys(settings.by)))
             written(run, subject, rows, settings.page)

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -196,7 +197,7 @@ class LocaliseOptions:
         """Refuse a run that is not there or has no targets, and a page that cannot be written."""
         if self.page.suffix != ".html":
             raise UserError(f"--out: {self.page} must end in .html; the JSON is written beside it")
-        self.trained()
+        self.trained  # noqa: B018 (read here, so that a mistake in it is said)
         check_run("RUN", str(self.run))
         check_writable(self.page, "--out")
 
@@ -210,6 +211,7 @@ class LocaliseOptions:
         """The setting that names the base."""
         return "pretrained_model_name_or_path" if self.base is None else "--base"
 
+    @cached_property
     def trained(self) -> TrainConfig:
         """The run's configuration, with what has moved. Raises UserError."""
         file = Path(str(self.run)) / "config.yaml"
