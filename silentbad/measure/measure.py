@@ -38,6 +38,7 @@ from silentbad.measure.samples import save
 from silentbad.measure.scores import cell_scores, is_recovered, length_scores, quadrants
 from silentbad.measure.thresholds import Redraw, load_redraws, thresholds
 from silentbad.progress import Bar
+from silentbad.settings.rules import Facts, check_measurement
 from silentbad.settings.types import changed_fields
 from silentbad.settings.validation import ValidationConfig
 
@@ -63,32 +64,11 @@ def null_source(
 
     `redraws`: whether there are some; `base`: whether the base model is at hand, which alone draws
     nulls. Raises UserError where what `calibration` asks for is not there, or has no effect."""
-    asked = config.calibration
     masked = any(mask is not None for target in targets for mask in target.masks or [])
-    changed = changed_fields(config)
-
-    def refuse(line: str) -> None:
-        raise UserError(f"{prefix}{line}")
-
-    if asked == "redraws" and not redraws:
-        refuse("calibration: redraws needs a redraws.jsonl beside the targets")
-    if asked == "counterfactuals" and not masked:
-        refuse("calibration: counterfactuals needs a mask for an element in targets.jsonl")
-    if asked == "redraws" and "null_images" in changed:
-        refuse("null_images: has no effect, since calibration redraws draws no nulls; leave it out")
-    if "false_positive_rate" in changed and config.threshold is not None and not masked:
-        refuse("false_positive_rate: calibrates a threshold, and one is given; leave one out")
-    if asked in ("counterfactuals", "base") and not base:
-        refuse(f"calibration: {asked} needs the base model: --baseline, or in training step 0")
-    if redraws and asked in ("auto", "redraws"):
+    check_measurement(config, Facts(redraws=redraws, masks=masked, base=base), prefix)
+    if redraws and config.calibration in ("auto", "redraws"):
         return REDRAWS
-    source = {"counterfactuals": COUNTERFACTUALS, "base": BASE}.get(asked, FAILURES)
-    if source == FAILURES and "false_positive_rate" in changed:
-        refuse(
-            "false_positive_rate: calibrates on redraws.jsonl, or with calibration base or "
-            "counterfactuals; a threshold between failures and copies has none; leave it out"
-        )
-    return source
+    return {"counterfactuals": COUNTERFACTUALS, "base": BASE}.get(config.calibration, FAILURES)
 
 
 def drawn_by_base(source: str, masks: Masks) -> tuple[Masks, Sequence[str]]:

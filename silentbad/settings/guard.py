@@ -28,8 +28,6 @@ ADVICE = "make it with `python -m silentbad.scan`"
 def parse_guards(config: GuardConfig, registry: Registry) -> dict[str, dict[str, Any]]:
     """{guard: its options}, checked against `registry`; {"none": {}} where nothing guards."""
     check_values(config, "guard.")
-    if config.name != "none" and "none" in config.name.split("+"):
-        raise UserError(f"guard.name: {config.name} joins none, which guards nothing; leave it out")
     return parse_combination("guard", registry, config.name, config.options)
 
 

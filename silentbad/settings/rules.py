@@ -19,6 +19,7 @@ import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from silentbad.errors import UserError, warn
@@ -27,6 +28,7 @@ from silentbad.settings.reader import FLAGS
 
 if TYPE_CHECKING:
     from silentbad.settings.train import TrainConfig
+    from silentbad.settings.validation import ValidationConfig
 
 
 # ---------------------------------------------------------------- facts
@@ -37,6 +39,9 @@ class Facts:
     optimizer: OptimizerFacts | None = None
     family: Any = None  # silentbad.model.family.Family, once the pipeline's index was read
     sharded: bool = False  # `accelerate launch` was told to use FSDP
+    redraws: bool | None = None  # there are some beside the targets
+    masks: bool | None = None  # an element of a target has one
+    base: bool | None = None  # the base model is at hand, which alone draws nulls
 
 
 class Fact(typing.NamedTuple):
@@ -129,6 +134,22 @@ FACTS = {
         "Stable Diffusion 3",
         lambda config, facts: facts.family and facts.family.backbone != "unet",
     ),
+    "NO_REDRAWS": Fact("", "no redraws.jsonl", lambda config, facts: facts.redraws is False),
+    "NO_MASKS": Fact("", "targets without masks", lambda config, facts: facts.masks is False),
+    "NO_BASE": Fact("", "no base model at hand", lambda config, facts: facts.base is False),
+    "NO_ELEMENTS": Fact(
+        "",
+        "a threshold, and targets without masks",
+        lambda config, facts: config.validation.threshold is not None and facts.masks is False,
+    ),
+    "NO_NULLS": Fact(
+        "",
+        "null pictures made from the target",
+        lambda config, facts: (
+            facts.redraws is not None
+            and config.validation.calibration in ("failures", *([] if facts.redraws else ["auto"]))
+        ),
+    ),
 }
 
 
@@ -157,7 +178,7 @@ RECTIFIES = f"rectifies an estimate of epsilon, and {VELOCITY}; leave it out"
 
 # {a condition: {one that may not hold beside it: why, and what can}}; the line begins with the
 # inner one's key. {a} is that key, {b} the outer one's, {a_value} and {b_value} their values, the
-# others are those of `_words`.
+# others are those of `check_rules`.
 INCOMPATIBLE: dict[str, dict[str, str]] = {
     # data and output
     "train_data_dir": {"dataset_name": "excludes train_data_dir; give one of them"},
@@ -235,6 +256,9 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
     "guard.scan=null": {
         "guard.name": "{a_value} needs guard.scan, the scan.json of `python -m silentbad.scan`"
     },
+    "guard.name=none": {
+        "guard.name!=none": "{a_value} joins none, which guards nothing; leave it out"
+    },
     "guard.name=mask|cap": {
         "guard.name=drop": "{a_value}: drop leaves no suspect record to mask or cap; take one"
     },
@@ -292,6 +316,35 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
         "enable_xformers_memory_efficient_attention": (
             "xformers has no {attention}, as {family} has; leave it off"
         ),
+    },
+}
+
+# The same of a measurement, once a run or an audit has targets.
+OF_MEASUREMENT: dict[str, dict[str, str]] = {
+    "validation.embedder!=sscd": {
+        "validation.embedder_sha256": "is of sscd's file, not of {b_value}"
+    },
+    "NO_REDRAWS": {
+        "validation.calibration=redraws": "redraws needs a redraws.jsonl beside the targets"
+    },
+    "NO_MASKS": {
+        "validation.calibration=counterfactuals": "counterfactuals needs a mask for an element in "
+        "targets.jsonl"
+    },
+    "validation.calibration=redraws": {
+        "validation.null_images": "has no effect, since calibration redraws draws no nulls; leave "
+        "it out"
+    },
+    "NO_ELEMENTS": {
+        "validation.false_positive_rate": "calibrates a threshold, and one is given; leave one out"
+    },
+    "NO_BASE": {
+        "validation.calibration=counterfactuals|base": "{a_value} needs the base model: "
+        "--baseline, or in training step 0"
+    },
+    "NO_NULLS": {
+        "validation.false_positive_rate": "calibrates on redraws.jsonl, or with calibration base or "
+        "counterfactuals; a threshold between failures and copies has none; leave it out"
     },
 }
 
@@ -377,26 +430,42 @@ def fields_of(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fi
 
 
 # ---------------------------------------------------------------- the loop
-def pairs() -> Iterator[tuple[str, str, str]]:
-    """(the condition whose key a line begins with, the other one, why) of INCOMPATIBLE."""
-    for second, row in INCOMPATIBLE.items():
+def pairs(table: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, str, str]]:
+    """(the condition whose key a line begins with, the other one, why) of each row."""
+    for second, row in table.items():
         for first, why in row.items():
             yield first, second, why
 
 
+def broken(
+    table: Mapping[str, Mapping[str, str]], config: Any, default: Any, facts: Facts
+) -> Iterator[tuple[Condition, Condition, str]]:
+    """The rows of a table whose conditions both hold."""
+    for first, second, why in pairs(table):
+        a = Condition.of(first)
+        b = Condition.of(second)
+        if a.holds(config, default, facts) and b.holds(config, default, facts):
+            yield a, b, why
+
+
 def check_rules(
-    config: Any, sources: Mapping[str, str], facts: Facts, about: Collection[str] | None = None
+    config: "TrainConfig",
+    sources: Mapping[str, str],
+    facts: Facts,
+    about: Collection[str] | None = None,
 ) -> None:
     """Refuse what excludes what, and options without effect; `about` these facts alone."""
     default = type(config)()
-    for first, second, why in pairs():
-        a = Condition.of(first)
-        b = Condition.of(second)
-        if about is not None and not {a.key, b.key} & {*about}:
-            continue
-        if a.holds(config, default, facts) and b.holds(config, default, facts):
+    of_run = {
+        "optimizer": facts.optimizer.name if facts.optimizer else config.optimizer,
+        "family": facts.family.name if facts.family else "",
+        "attention": facts.family.attention if facts.family else "",
+        "precision": precision_of(config),
+    }
+    for a, b, why in broken(INCOMPATIBLE, config, default, facts):
+        if about is None or {a.key, b.key} & {*about}:
             where = f" ({sources[a.about]})" if a.about in sources else ""
-            raise UserError(f"{a.about}{where}: {why.format(**_words(config, facts, a, b))}")
+            raise UserError(f"{a.about}{where}: {why.format(**of_run, **_words(config, a, b))}")
     if about is None:
         for flag, key, meant in meanings(config):
             value = value_of(config, key)
@@ -404,6 +473,25 @@ def check_rules(
                 wrong = f"means {key}={meant}, which is set to {value}; set one of them"
                 raise UserError(f"{flag}: {wrong}")
     check_needs(config, sources, facts, about)
+
+
+def check_measurement(validation: "ValidationConfig", facts: Facts, prefix: str) -> None:
+    """Refuse what excludes what in a measurement; `prefix` stands before its keys in messages."""
+    config = SimpleNamespace(validation=validation)
+    default = SimpleNamespace(validation=type(validation)())
+    for a, b, why in broken(OF_MEASUREMENT, config, default, facts):
+        key = a.about.removeprefix("validation.")
+        raise UserError(f"{prefix}{key}: {why.format(**_words(config, a, b))}")
+
+
+def _words(config: Any, a: Condition, b: Condition) -> dict[str, Any]:
+    """What every reason may name."""
+    return {
+        "a": a.about,
+        "b": b.about,
+        "a_value": "" if a.sign == "fact" else value_of(config, a.key),
+        "b_value": "" if b.sign == "fact" else value_of(config, b.key),
+    }
 
 
 def meanings(config: "TrainConfig") -> Iterator[tuple[str, str, Any]]:
@@ -414,20 +502,6 @@ def meanings(config: "TrainConfig") -> Iterator[tuple[str, str, Any]]:
             for key, text in settings.items():
                 flag_of_value = text.strip("{}")
                 yield flag, key, text if flag_of_value == text else value_of(config, flag_of_value)
-
-
-def _words(config: Any, facts: Facts, a: Condition, b: Condition) -> dict[str, Any]:
-    """What the reasons of INCOMPATIBLE may name."""
-    return {
-        "a": a.about,
-        "b": b.about,
-        "a_value": "" if a.sign == "fact" else value_of(config, a.key),
-        "b_value": "" if b.sign == "fact" else value_of(config, b.key),
-        "optimizer": facts.optimizer.name if facts.optimizer else config.optimizer,
-        "family": facts.family.name if facts.family else "",
-        "attention": facts.family.attention if facts.family else "",
-        "precision": precision_of(config),
-    }
 
 
 def check_needs(
@@ -454,22 +528,3 @@ def check_needs(
             raise UserError(line)
         if idle == "said" and key in sources:
             warn(line)
-
-
-def tables(cls: type) -> str:
-    """The tables, as research/settings.md shows them."""
-    lines = ["| option | has an effect with | in a file without it |", "|---|---|---|"]
-    idle = {"refused": "refused", "said": "a warning", "kept": "kept"}
-    for key, field in fields_of(cls):
-        if needs := field.metadata.get("needs"):
-            words = " or ".join(Condition.of(text).words for text in needs.split(" or "))
-            lines.append(f"| `{key}` | {words} | {idle[field.metadata['idle']]} |")
-    lines += ["", "| setting | not beside |", "|---|---|"]
-    lines += [f"| {Condition.of(a).words} | {Condition.of(b).words} |" for a, b, _ in pairs()]
-    lines += ["", "| flag | stands for |", "|---|---|"]
-    for flag, settings in ALIASES.items():
-        meant = ", ".join(f"{key}={text}" for key, text in settings.items())
-        lines.append(f"| {flag} | {meant} |")
-    lines += ["", "| of another script or version | here |", "|---|---|"]
-    lines += [f"| {name} | {said.partition(': ')[2]} |" for name, said in cls.RENAMED.items()]
-    return "\n".join(lines) + "\n"

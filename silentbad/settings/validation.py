@@ -10,6 +10,7 @@ from annotated_types import Interval
 from silentbad.errors import UserError
 from silentbad.files import check_file, check_folder, check_local
 from silentbad.settings.guard import check_scan
+from silentbad.settings.rules import Facts, check_measurement
 from silentbad.settings.types import (
     Cosine,
     Location,
@@ -269,8 +270,7 @@ def check_embedder(config: ValidationConfig, prefix: str = "validation.") -> Non
         wrong = f"no file {path}" if path else "is missing"
         advice = "sscd needs its TorchScript or .onnx file, see docs/models.md"
         raise UserError(f"{prefix}embedder_path: {wrong}; {advice}")
-    if config.embedder_sha256 is not None and config.embedder != "sscd":
-        raise UserError(f"{prefix}embedder_sha256: is of sscd's file, not of {config.embedder}")
+    check_measurement(config, Facts(), prefix)
     bundled = config.embedder in ("auto", "copy", "micro")
     if bundled and path and not (Path(path) / "config.json").is_file():
         advice = "leave it out for the bundled embedder"

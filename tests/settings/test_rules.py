@@ -9,19 +9,22 @@ from types import SimpleNamespace
 import pytest
 
 from silentbad.errors import UserError
+from silentbad.settings.__main__ import document
 from silentbad.settings.check import merged
 from silentbad.settings.optimizer_facts import OptimizerFacts
 from silentbad.settings.rules import (
     ALIASES,
     FACTS,
+    INCOMPATIBLE,
+    OF_MEASUREMENT,
     Condition,
     Facts,
+    check_measurement,
     check_rules,
     fields_of,
     meanings,
     pairs,
     put,
-    tables,
     value_of,
 )
 from silentbad.settings.train import TrainConfig
@@ -71,6 +74,14 @@ FACT = {  # how each fact comes about
     "LOSS_SCALE": lambda config, facts: put(config, "mixed_precision", "fp16"),
     "FLOW": lambda config, facts: setattr(facts, "family", SD3),
     "TRANSFORMER": lambda config, facts: setattr(facts, "family", SD3),
+    "NO_REDRAWS": lambda config, facts: setattr(facts, "redraws", False),
+    "NO_MASKS": lambda config, facts: setattr(facts, "masks", False),
+    "NO_BASE": lambda config, facts: setattr(facts, "base", False),
+    "NO_ELEMENTS": lambda config, facts: (
+        put(config, "validation.threshold", 0.5),
+        setattr(facts, "masks", False),
+    ),
+    "NO_NULLS": lambda config, facts: setattr(facts, "redraws", False),
 }
 
 
@@ -84,30 +95,60 @@ def bring_about(text, config, facts):
         values = {
             "gradient_control.between.name": "contrast",
             "guard.name": "mask",
+            "validation.embedder": "ssim",
             "optimizer": "SGD",
         }
         put(config, condition.key, values.get(condition.key) or differing(condition.key))
     assert condition.holds(config, TrainConfig(), facts), text
 
 
-@pytest.mark.parametrize("row", [*pairs()], ids=lambda row: f"{row[0]} beside {row[1]}")
+PARTS = {"guard.name!=none": "drop+none", "guard.name=drop": "drop+mask"}  # of one combination
+
+
+def brought_about(first, second):
+    """(configuration, facts) in which both conditions hold, the second first."""
+    config = TrainConfig()
+    facts = Facts(optimizer=ADAMW)
+    if first in PARTS:
+        put(config, "guard.name", PARTS[first])
+        return config, facts
+    bring_about(second, config, facts)
+    if Condition.of(first).holds(config, TrainConfig(), facts) is not True:
+        check_rules(config, {}, facts)
+        check_measurement(config.validation, facts, "--")
+    bring_about(first, config, facts)
+    return config, facts
+
+
+def name(row):
+    return f"{row[0]} beside {row[1]}"
+
+
+@pytest.mark.parametrize("row", [*pairs(INCOMPATIBLE)], ids=name)
 def test_each_row_refuses_its_pair_and_neither_alone(row, monkeypatch):
-    monkeypatch.setattr("silentbad.settings.rules.INCOMPATIBLE", {row[1]: {row[0]: row[2]}})
+    first, second, why = row
+    monkeypatch.setattr("silentbad.settings.rules.INCOMPATIBLE", {second: {first: why}})
+    monkeypatch.setattr("silentbad.settings.rules.OF_MEASUREMENT", {})
     monkeypatch.setattr("silentbad.settings.rules.check_needs", lambda *given: None)
-    first, second, _ = row
-    config, facts = TrainConfig(), Facts(optimizer=ADAMW)
-    if Condition.of(first).key == Condition.of(second).key:  # two parts of one combination
-        put(config, "guard.name", "drop+mask")
-    else:
-        bring_about(second, config, facts)
-        if Condition.of(first).holds(config, TrainConfig(), facts) is not True:
-            check_rules(config, {}, facts)
-        bring_about(first, config, facts)
+    config, facts = brought_about(first, second)
     with pytest.raises(UserError) as refused:
         check_rules(config, {Condition.of(first).about: "a.yaml:3"}, facts)
     assert re.match(rf"{re.escape(Condition.of(first).about)} \(a\.yaml:3\): \S", str(refused.value))
     assert "{" not in str(refused.value)
     check_rules(TrainConfig(), {}, Facts(optimizer=ADAMW))
+
+
+@pytest.mark.parametrize("row", [*pairs(OF_MEASUREMENT)], ids=name)
+def test_each_row_of_a_measurement_refuses_its_pair_and_neither_alone(row, monkeypatch):
+    first, second, why = row
+    monkeypatch.setattr("silentbad.settings.rules.INCOMPATIBLE", {})
+    monkeypatch.setattr("silentbad.settings.rules.OF_MEASUREMENT", {second: {first: why}})
+    monkeypatch.setattr("silentbad.settings.rules.check_needs", lambda *given: None)
+    config, facts = brought_about(first, second)
+    key = Condition.of(first).about.removeprefix("validation.")
+    with pytest.raises(UserError, match=rf"^--{key}: [^{{]+$"):
+        check_measurement(config.validation, facts, "--")
+    check_measurement(TrainConfig().validation, Facts(), "--")
 
 
 @pytest.mark.parametrize(("key", "field"), NEEDS, ids=[key for key, _ in NEEDS])
@@ -128,7 +169,7 @@ def test_each_option_that_needs_another_is_refused_without_it(key, field, monkey
 
 
 def test_what_every_condition_names_is_there():
-    texts = [text for row in pairs() for text in row[:2]]
+    texts = [text for table in (INCOMPATIBLE, OF_MEASUREMENT) for row in pairs(table) for text in row[:2]]
     texts += [text for _, field in NEEDS for text in field.metadata["needs"].split(" or ")]
     for condition in map(Condition.of, texts):
         named = condition.key in KEYS or condition.key.startswith("memory.distillation.options.")
@@ -152,4 +193,4 @@ def test_a_flag_is_put_into_the_settings_that_it_stands_for(flag):
 
 
 def test_the_document_shows_the_tables():
-    assert tables(TrainConfig) in (ROOT / "research" / "settings.md").read_text(encoding="utf-8")
+    assert document() == (ROOT / "research" / "settings.md").read_text(encoding="utf-8")
