@@ -572,8 +572,8 @@ def test_a_diverged_run_ends_and_its_checkpoints_stay(flags, data, tmp_path, mon
     assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step-2"]
 
 
-@pytest.mark.parametrize("kept", [{"disk_cache_gb": 0, "cache_mb": 0}, {}], ids=["live", "cached"])
-def test_an_autoencoder_that_overflows_is_named(kept, flags, pipelines, tmp_path, capsys):
+@pytest.mark.parametrize("caches", [{"disk_cache_gb": 0, "cache_mb": 0}, {}], ids=["live", "cached"])
+def test_an_autoencoder_that_overflows_is_named(caches, flags, pipelines, tmp_path, capsys):
     base = shutil.copytree(pipelines["v_prediction"], tmp_path / "pipeline")
 
     def large(held: dict) -> None:
@@ -581,7 +581,7 @@ def test_an_autoencoder_that_overflows_is_named(kept, flags, pipelines, tmp_path
         held["quant_conv.weight"] *= 1e30
 
     tensors(WEIGHTS["vae"], large)(tmp_path)
-    assert train_silentbad.main(flags(pretrained_model_name_or_path=base, max_nonfinite_steps=1, **kept)) == 2
+    assert train_silentbad.main(flags(pretrained_model_name_or_path=base, max_nonfinite_steps=1, **caches)) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert re.match(r"error: vae: \S*metadata.jsonl:\d+ gives values that are not finite", line)
 
@@ -597,7 +597,7 @@ def test_parts_without_the_variant_are_read_without_it(flags, pipelines, tmp_pat
 
 def test_an_error_that_is_not_finite_ends_a_training(tmp_path, monkeypatch):
     hook, pipe = make_hook(tmp_path, threshold=0.5), tiny_pipeline()
-    monkeypatch.setattr(hook.sampler, "eps_errors", lambda records, mine, address: [NAN for _ in mine])
+    monkeypatch.setattr(hook.sampler, "eps_errors", lambda records, places, address: [NAN for _ in places])
     with pytest.raises(UserError, match="^validation at step 0: the error on held-out clean records is not finite"):
         hook.run(0, 0, pipe.unet)
 

@@ -43,12 +43,12 @@ BLOCK = re.compile(
 
 def blocks(path: Path, *languages: str) -> list[tuple[str, str, str]]:
     """(language, mark, body without its indent) of the fenced blocks of a document."""
-    found = []
+    fenced = []
     for m in BLOCK.finditer(path.read_text(encoding="utf-8")):
         body = re.sub(rf"^{m['indent']}", "", m["body"], flags=re.M)
         if not languages or m["language"] in languages:
-            found.append((m["language"], m["mark"] or "", body))
-    return found
+            fenced.append((m["language"], m["mark"] or "", body))
+    return fenced
 
 
 def prose(path: Path) -> str:
@@ -162,13 +162,13 @@ def test_data_blocks_parse(path, tmp_path):
 
 def anchors(path: Path) -> list[str]:
     """GitHub's anchors of a document's headings, in order."""
-    made: Counter = Counter()
-    found = []
+    counts: Counter = Counter()
+    slugs = []
     for heading in re.findall(r"^#+ (.+)$", prose(path), re.M):
         slug = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
-        found.append(f"{slug}-{made[slug]}" if made[slug] else slug)
-        made[slug] += 1
-    return found
+        slugs.append(f"{slug}-{counts[slug]}" if counts[slug] else slug)
+        counts[slug] += 1
+    return slugs
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)
@@ -193,9 +193,9 @@ def arxiv_ids(text: str) -> list[str]:
 
 def test_arxiv_ids_are_well_formed():
     for path in [*DOCUMENTS, *ROOT.glob("*.py"), *ROOT.glob("silentbad/**/*.py")]:
-        for found in arxiv_ids(path.read_text(encoding="utf-8")):
-            month, number = int(found[2:4]), found.partition(".")[2]
-            assert 1 <= month <= 12 and len(number) == (5 if int(found[:4]) >= 1501 else 4), (path, found)
+        for identifier in arxiv_ids(path.read_text(encoding="utf-8")):
+            month, number = int(identifier[2:4]), identifier.partition(".")[2]
+            assert 1 <= month <= 12 and len(number) == (5 if int(identifier[:4]) >= 1501 else 4), (path, identifier)
 
 
 TESTS = "\n".join(file.read_text() for file in ROOT.glob("tests/**/*.py"))
@@ -209,8 +209,8 @@ def test_named_tests_and_files_exist(path):
     for part in set(re.findall(r"-k (\w+)`", text)) - {"NAME"}:
         assert re.search(rf"def test_\w*{part}", TESTS), part
     for file in set(re.findall(r"`((?:silentbad|configs|bench|docs|research|tests|assets)/[\w./-]*\.\w+)`", text)):
-        made = file.startswith("bench/results/")  # written by the benchmark
-        assert made or (ROOT / file).exists(), file
+        written = file.startswith("bench/results/")  # written by the benchmark
+        assert written or (ROOT / file).exists(), file
 
 
 def test_the_readme_is_read_in_two_minutes():
@@ -270,7 +270,8 @@ def stored_rows(folder: Path, rate: float):
     return documents.reader(folder)
 
 
-ENGLISH, CHINESE = Path("x.md"), Path("x.zh-CN.md")
+ENGLISH = Path("x.md")
+CHINESE = Path("x.zh-CN.md")
 
 
 def test_a_stale_block_is_seen_and_filled(tmp_path, monkeypatch):
@@ -455,8 +456,8 @@ def test_the_examples_pictures_are_what_its_script_draws(tmp_path, monkeypatch):
     for file in ("metadata.jsonl", "targets.jsonl"):
         assert (tmp_path / file).read_text() == (ROOT / "docs/example" / file).read_text()
     for file in sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.png")):
-        with Image.open(tmp_path / file) as made, Image.open(ROOT / "docs/example" / file) as kept:
-            assert made.tobytes() == kept.tobytes(), file
+        with Image.open(tmp_path / file) as drawn, Image.open(ROOT / "docs/example" / file) as stored:
+            assert drawn.tobytes() == stored.tobytes(), file
 
 
 @pytest.fixture

@@ -45,11 +45,11 @@ def server():
         def log_message(self, *_):
             pass
 
-    made = HTTPServer(("127.0.0.1", 0), Unknown)
-    threading.Thread(target=made.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{made.server_port}"
-    made.shutdown()
-    made.server_close()
+    listening = HTTPServer(("127.0.0.1", 0), Unknown)
+    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{listening.server_port}"
+    listening.shutdown()
+    listening.server_close()
 
 
 def test_without_a_network_each_loader_says_so_at_once(online, tmp_path):
@@ -69,10 +69,10 @@ def test_without_a_network_each_loader_says_so_at_once(online, tmp_path):
 
 def test_what_lies_in_the_cache_is_used_offline(online, pipelines, tmp_path):
     online(NOWHERE)
-    kept, commit = tmp_path / "models--nobody--tiny", "0" * 40
-    (kept / "refs").mkdir(parents=True)
-    (kept / "refs/main").write_text(commit)
-    shutil.copytree(pipelines["epsilon"], kept / "snapshots" / commit)
+    folder, commit = tmp_path / "models--nobody--tiny", "0" * 40
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs/main").write_text(commit)
+    shutil.copytree(pipelines["epsilon"], folder / "snapshots" / commit)
     assert read_index(Source("nobody/tiny", cache_dir=str(tmp_path)))["_class_name"] == "StableDiffusionPipeline"
 
 

@@ -144,5 +144,5 @@ def test_no_loader_may_run_code_from_data():
     for path in MODULES:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.keyword) and node.arg in SAFE:
-                given = node.value.value if isinstance(node.value, ast.Constant) else None
-                assert given is SAFE[node.arg], f"{path}:{node.lineno}"
+                value = node.value.value if isinstance(node.value, ast.Constant) else None
+                assert value is SAFE[node.arg], f"{path}:{node.lineno}"

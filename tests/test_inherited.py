@@ -131,8 +131,8 @@ def test_cosines_at_several_sampling_lengths(tmp_path):
 
 
 def test_length_scores_by_hand():
-    found = [{"target": 0, "sims": [0.9, 0.1], "clip": None}, {"target": 1, "sims": [0.3, 0.5], "clip": None}]
-    scores = length_scores(found, {"original": 0.2})
+    similarities = [{"target": 0, "sims": [0.9, 0.1], "clip": None}, {"target": 1, "sims": [0.3, 0.5], "clip": None}]
+    scores = length_scores(similarities, {"original": 0.2})
     assert scores == pytest.approx({"original": 0.7, "others": 0.2, "difference": 0.5})
     alone = length_scores([{"target": 0, "sims": [0.9], "clip": [0.2]}], {})
     assert alone == {"original": 0.9, "own": 0.2}

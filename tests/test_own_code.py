@@ -74,9 +74,9 @@ def counts(tmp_path) -> str:
 
 
 def test_the_documented_rule_and_hook_train_and_are_recorded(flags, tmp_path):
-    own = {"gradient_control.name": f"{MINE}:quieter", "hooks": f"{MINE}:LossByRole"}
+    places = {"gradient_control.name": f"{MINE}:quieter", "hooks": f"{MINE}:LossByRole"}
     soon = {"gradient_control.warmup": 0, "gradient_control.refresh": 1, "max_train_steps": 4}
-    assert main(flags(**own, **soon)) == 0
+    assert main(flags(**places, **soon)) == 0
     folder = tmp_path / "run"
     logged = rows(folder)
     assert any("mine/loss_element" in row for row in logged)
@@ -84,7 +84,7 @@ def test_the_documented_rule_and_hook_train_and_are_recorded(flags, tmp_path):
     assert len(set(multipliers[-1]["multipliers"].values())) > 1
     digest = hashlib.sha256(MINE.read_bytes()).hexdigest()
     entries = json.loads((folder / "run.json").read_text())["own_code"]
-    assert entries == {place: {"file": str(MINE), "sha256": digest} for place in own.values()}
+    assert entries == {place: {"file": str(MINE), "sha256": digest} for place in places.values()}
 
 
 def test_a_hook_is_called_in_the_order_of_a_step(build, counts):

@@ -120,15 +120,15 @@ def test_what_nobody_of_us_wrote_is_not_replaced(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "out, given", [("data", "data"), ("data/run", "data"), ("link", "data"), ("data", "link"), ("run", "run/pipeline")]
+    "out, source", [("data", "data"), ("data/run", "data"), ("link", "data"), ("data", "link"), ("run", "run/pipeline")]
 )
-def test_an_output_folder_among_the_inputs_is_refused(out, given, tmp_path, monkeypatch):
+def test_an_output_folder_among_the_inputs_is_refused(out, source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("data").mkdir()
     Path("run/pipeline").mkdir(parents=True)
     Path("link").symlink_to("data")
     with pytest.raises(UserError, match="^output_dir .*train_data_dir .*which is read"):
-        owned.refuse_overlap(out, {"train_data_dir": given}, ("pipeline",))
+        owned.refuse_overlap(out, {"train_data_dir": source}, ("pipeline",))
     owned.refuse_overlap(
-        "other", {"train_data_dir": given, "cache_dir": None, "dataset_name": "no/where"}, ("pipeline",)
+        "other", {"train_data_dir": source, "cache_dir": None, "dataset_name": "no/where"}, ("pipeline",)
     )

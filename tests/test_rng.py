@@ -20,8 +20,8 @@ def test_addresses_do_not_collide():
 
 def test_noise_of_a_position_does_not_depend_on_its_neighbours():
     together = noise((2, 3), 0, "noise", 5, [0, 1, 2, 3])
-    apart = torch.cat([noise((2, 3), 0, "noise", 5, [2, 3]), noise((2, 3), 0, "noise", 5, [0, 1])])
-    assert torch.equal(together[[2, 3, 0, 1]], apart)
+    in_parts = torch.cat([noise((2, 3), 0, "noise", 5, [2, 3]), noise((2, 3), 0, "noise", 5, [0, 1])])
+    assert torch.equal(together[[2, 3, 0, 1]], in_parts)
 
 
 def test_noise_does_not_touch_the_global_stream():

@@ -516,11 +516,11 @@ def test_defect_05_the_average_resumes_where_it_was(build, tmp_path):
 
 def test_defect_06_positions_of_ranks_cover_the_batch_once(build):
     run = build()
-    seen = []
+    positions_of_all = []
     for rank in range(2):
         run.loader.rank, run.loader.world = rank, 2
-        seen += [p for micro in range(2) for p in run.loader.positions(micro)]
-    assert sorted(seen) == list(range(12))
+        positions_of_all += [p for micro in range(2) for p in run.loader.positions(micro)]
+    assert sorted(positions_of_all) == list(range(12))
     scheduler, x0, t = run.parts.noise_scheduler, torch.zeros(2, 4, 8, 8), torch.tensor([5, 5])
     eps = [noised(scheduler, x0, t, run.config, 0, positions)[0] for positions in ([0, 1], [2, 3])]
     assert not torch.equal(*eps)

@@ -154,27 +154,27 @@ def test_similarities_are_in_full_precision_under_autocast(tmp_path):
     pipe = tiny_pipeline()
     hook = make_hook(tmp_path, pipe)
     hook.accelerator.autocast = lambda: torch.autocast("cpu", dtype=torch.bfloat16)
-    seen = []
+    precisions = []
     similar = hook.measure.similar
 
     def watched(images, of):
-        seen.append((images.dtype, torch.is_autocast_enabled("cpu")))
+        precisions.append((images.dtype, torch.is_autocast_enabled("cpu")))
         return similar(images, of)
 
     hook.measure.similar = watched
     hook.run(0, 0, pipe.unet)
-    assert set(seen) == {(torch.float32, False)} and hook.record().precision == "bfloat16"
+    assert set(precisions) == {(torch.float32, False)} and hook.record().precision == "bfloat16"
     assert make_hook(tmp_path, pipe).sampler.precision is None, "not used yet"
 
 
 def test_average_of_trainable_parameters_alone(tmp_path):
     pipe = tiny_pipeline()
     pipe.unet.conv_in.requires_grad_(False)
-    kept = [p for p in pipe.unet.parameters() if p.requires_grad]
-    ema = EMAModel(kept)
+    trainable = [p for p in pipe.unet.parameters() if p.requires_grad]
+    ema = EMAModel(trainable)
     raw = [p.detach().clone() for p in shifted(pipe.unet).parameters()]
     with averaged(pipe.unet, ema):
-        assert all(torch.equal(a, b) for a, b in zip(kept, ema.shadow_params, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(trainable, ema.shadow_params, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(raw, pipe.unet.parameters(), strict=True))
 
 
@@ -215,8 +215,8 @@ def test_first_recovery_and_record(tmp_path, monkeypatch):
     good = set()
 
     def generate(items):
-        own = [to_tensor(targets[i.target].image if i.target in good else smooth("other", *i[:3])) for i in items]
-        return torch.stack(own), torch.ones(len(items))
+        pictures = [to_tensor(targets[i.target].image if i.target in good else smooth("other", *i[:3])) for i in items]
+        return torch.stack(pictures), torch.ones(len(items))
 
     monkeypatch.setattr(hook.sampler, "generate", generate)
     unet = tiny_pipeline().unet
@@ -429,8 +429,8 @@ def test_audit_calibrates_on_redraws(audit_folder, tmp_path):
         lines.append(json.dumps({"target_id": "copied", "image": f"r{i}.png"}))
     (tmp_path / "redraws.jsonl").write_text("\n".join(lines))
     assert run_audit(audit_folder, tmp_path / "out", str(tmp_path / "targets.jsonl")) == 4
-    found = json.loads((tmp_path / "out" / "validation.json").read_text())["threshold"]
-    assert found["n"] == 120 and found["attained"] == 0.01 and found["source"].startswith("redraws")
+    threshold = json.loads((tmp_path / "out" / "validation.json").read_text())["threshold"]
+    assert threshold["n"] == 120 and threshold["attained"] == 0.01 and threshold["source"].startswith("redraws")
 
 
 @pytest.mark.parametrize(
@@ -476,7 +476,7 @@ def test_redraws_of_unknown_targets_are_left_out(tmp_path, capsys):
     lines = [{"target_id": t, "image": "a.png"} for t in (0, "1", "unknown")]
     (tmp_path / "redraws.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     targets = [Target(t, smooth(0), ["a cat"]) for t in ("1", "0")]
-    found = load_redraws(str(tmp_path), targets)
-    assert [(r.target, r.file, r.kind) for r in found] == [(j, tmp_path / "a.png", "redraw") for j in (1, 0)]
+    redraws = load_redraws(str(tmp_path), targets)
+    assert [(r.target, r.file, r.kind) for r in redraws] == [(j, tmp_path / "a.png", "redraw") for j in (1, 0)]
     assert not load_redraws(str(tmp_path), [Target("2", smooth(0), ["a cat"])], decode=True)
     assert "is of other targets ('0', ...)" in capsys.readouterr().err

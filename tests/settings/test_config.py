@@ -38,14 +38,14 @@ def rule(stats, *, beta: float = 1.0, floor: int | None = None, kind: str = "a")
 def test_the_quickstart_placebo_trains_as_the_quickstart():
     root = Path(__file__).parents[2]
     files = [["--config", str(root / "configs" / f"{name}.yaml")] for name in ("quickstart", "quickstart-placebo")]
-    mine, theirs = (asdict(parse(Config, flags)[0]) for flags in (files[0], files[0] + files[1]))
-    other = {key for key in mine if mine[key] != theirs[key]}
+    quickstart, placebo = (asdict(parse(Config, flags)[0]) for flags in (files[0], files[0] + files[1]))
+    other = {key for key in quickstart if quickstart[key] != placebo[key]}
     assert other == {"train_data_dir", "output_dir", "validation"}
-    measured = {key for key in mine["validation"] if mine["validation"][key] != theirs["validation"][key]}
+    measured = {key for key in quickstart["validation"] if quickstart["validation"][key] != placebo["validation"][key]}
     assert measured == {"steps", "controls"}, "the same targets, images and thresholds"
     recipe = (root / "Makefile").read_text().partition("\nquickstart: $(STAMP)")[2].partition("\ntest:")[0]
-    assert f"--placebo {theirs['output_dir']}\n" in recipe and f"report {mine['output_dir']} " in recipe
-    assert f"--out {theirs['train_data_dir']} $(QUICK) --redraws 0 --placebo\n" in recipe
+    assert f"--placebo {placebo['output_dir']}\n" in recipe and f"report {quickstart['output_dir']} " in recipe
+    assert f"--out {placebo['train_data_dir']} $(QUICK) --redraws 0 --placebo\n" in recipe
 
 
 def test_files_merge_in_order_then_flags(tmp_path):
@@ -238,13 +238,13 @@ WRONG_FLAGS = {  # what the tables of settings refuse is in test_rules.py
 def test_a_wrong_flag_is_one_line_and_exit_code_2(flags, data, pipelines, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     argv = [str(data) if word == "DATA" else word.strip("'") for word in flags.split()]
-    given = {
+    usual = {
         "--pretrained_model_name_or_path": str(pipelines["v_prediction"]),
         "--train_data_dir": str(data),
         "--output_dir": "out",
         "--report_to": "none",
     }
-    rest = [word for key, value in given.items() if key not in argv for word in (key, value)]
+    rest = [word for key, value in usual.items() if key not in argv for word in (key, value)]
     assert main([*rest, *argv]) == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith("error: ") and WRONG_FLAGS[flags] in message

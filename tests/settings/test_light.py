@@ -44,7 +44,8 @@ import silentbad.settings
 for path in Path("silentbad/settings").glob("*.py"):
     __import__(f"silentbad.settings.{path.stem}".removesuffix(".__init__"))
 from silentbad.settings.startup import training
-folder, rest = sys.argv[1], ["--memory.loss.name", "p2", "--gradient_control.name", "prior+gsnr"]
+folder = sys.argv[1]
+rest = ["--memory.loss.name", "p2", "--gradient_control.name", "prior+gsnr"]
 training(["--train_data_dir", folder, "--pretrained_model_name_or_path", folder, *rest], "")
 print(*sorted({name.partition(".")[0] for name in sys.modules}))
 """
@@ -198,10 +199,10 @@ def test_the_slots_of_memory_read_from_their_sources_are_those_in_the_code(slot)
 def agree(read, imported):
     assert list(read) == list(imported)
     for name in imported:
-        mine, theirs = options_of(read[name]), options_of(imported[name])
-        assert list(mine) == list(theirs), name
-        for key, option in theirs.items():
-            assert (mine[key].hint, mine[key].default) == (option.hint, option.default), (name, key)
+        read_options, options = options_of(read[name]), options_of(imported[name])
+        assert list(read_options) == list(options), name
+        for key, option in options.items():
+            assert (read_options[key].hint, read_options[key].default) == (option.hint, option.default), (name, key)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "torch.optim.Adafactor", "LBFGS", "SparseAdam", "shrink", "spectral"])

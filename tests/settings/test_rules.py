@@ -129,7 +129,7 @@ def test_each_row_refuses_its_pair_and_neither_alone(row, monkeypatch):
     first, second, why = row
     monkeypatch.setattr("silentbad.settings.rules.INCOMPATIBLE", {second: {first: why}})
     monkeypatch.setattr("silentbad.settings.rules.OF_MEASUREMENT", {})
-    monkeypatch.setattr("silentbad.settings.rules.check_needs", lambda *given: None)
+    monkeypatch.setattr("silentbad.settings.rules.check_needs", lambda *_: None)
     config, facts = brought_about(first, second)
     with pytest.raises(UserError) as refused:
         check_rules(config, {Condition.of(first).about: "a.yaml:3"}, facts)
@@ -143,7 +143,7 @@ def test_each_row_of_a_measurement_refuses_its_pair_and_neither_alone(row, monke
     first, second, why = row
     monkeypatch.setattr("silentbad.settings.rules.INCOMPATIBLE", {})
     monkeypatch.setattr("silentbad.settings.rules.OF_MEASUREMENT", {second: {first: why}})
-    monkeypatch.setattr("silentbad.settings.rules.check_needs", lambda *given: None)
+    monkeypatch.setattr("silentbad.settings.rules.check_needs", lambda *_: None)
     config, facts = brought_about(first, second)
     key = Condition.of(first).about.removeprefix("validation.")
     with pytest.raises(UserError, match=rf"^--{key}: [^{{]+$"):
