@@ -1,7 +1,7 @@
 """Fine-tune Stable Diffusion on element data, control its layers, and watch it recover what was
 never shown.
 
-    accelerate launch train_silentbad.py --config configs/quickstart.yaml [--config more.yaml] [--flag value ...]
+    accelerate launch train_silentbad.py --config FILE [--config MORE] [--flag value ...]
 
 Exit code 0: finished; 2: a mistake in what was given; 129, 130, 143: stopped by SIGHUP, SIGINT,
 SIGTERM with a checkpoint saved; under `accelerate launch` every code but 0 is 1 (docs/running.md).

@@ -2,7 +2,7 @@
 pipeline.
 
     python validation.py --pipeline DIR_OR_ID --targets targets.jsonl [--baseline DIR_OR_ID]
-    python validation.py --pipeline DIR_OR_ID --phrases FILE | --scan scan.json | --train_data_dir DIR
+    python validation.py --pipeline DIR_OR_ID (--phrases FILE | --scan FILE | --train_data_dir DIR)
 
 Exit code 0: not recovered; 3: recovered; 4: undecided; 2: a mistake. Numbers: docs/metrics.md;
 search: docs/shield.md."""
@@ -289,7 +289,8 @@ class RecoveryHook(Hook):
     def table(self) -> str:
         """The summary, its cost and the verdict, as text."""
         record = self.record()
-        cost = f"measuring took {self.seconds:.0f} s, {self.history[-1].share:.0%} of the time since the start"
+        share = f"{self.history[-1].share:.0%} of the time since the start"
+        cost = f"measuring took {self.seconds:.0f} s, {share}"
         return f"{run_report.text_table(record)}\n{cost}\n{verdict_sentence(record)}"
 
     def verdict(self) -> Verdict:

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import get_session
 
 from silentbad.errors import first_line, user_errors
-from silentbad.files import names_folder as names_folder
+from silentbad.files import names_folder
 
 # of httpx and of requests
 SILENT = {"NetworkError", "TimeoutException", "ConnectionError", "Timeout"}

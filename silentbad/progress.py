@@ -7,7 +7,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-FIRST, LONGEST = 5.0, 60.0  # seconds between two lines of a log: they double from the first on
+FIRST = 5.0  # seconds until the first line of a log, and to the next; they double up to LONGEST
+LONGEST = 60.0
 LINE = "{desc}: {n_fmt} of {total_fmt}, {elapsed} so far, {remaining} to go, {rate_fmt}{postfix}"
 
 

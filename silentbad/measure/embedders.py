@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics.functional.image import learned_perceptual_image_patch_similarity
 
-from silentbad import ROOT, hub
+from silentbad import ROOT
 from silentbad.data.images import resize
 from silentbad.errors import UserError, user_errors
+from silentbad.files import names_folder
 from silentbad.measure.micro import MicroEmbedder, alignments
 from silentbad.measure.structure import detail, structure
 from silentbad.model.gate import check_files, check_finite, load_model, loaded
@@ -451,7 +452,7 @@ def lpips(a: Tensor, b: Tensor) -> float | None:
 
 def advice(path: str, kind: str) -> str:
     """What to give where a model cannot be loaded."""
-    if os.path.exists(path) or hub.names_folder(path):
+    if os.path.exists(path) or names_folder(path):
         return f"give the folder or Hub id of a {kind}"
     return f"give a local folder or Hub id, fetched for instance with `hf download {path}`"
 

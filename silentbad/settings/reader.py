@@ -52,7 +52,8 @@ for _kind, _pattern in (
     ("int", r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+|0b[01_]+)$"),
     (
         "float",
-        r"[-+]?((\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$",
+        r"[-+]?((\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))$"
+        r"|\.(nan|NaN|NAN)$",
     ),
 ):
     Loader.add_implicit_resolver(
@@ -87,7 +88,7 @@ def parse(
     A class may have RENAMED, keys that are not there with what the line says of them; POSITIONAL,
     the key of the words before any flag; EPILOGUE, the end of its --help. Raises SystemExit(0)
     after --help or --print_config."""
-    given = Given(cls)
+    entries = Entries(cls)
     flags = []
     asked = None
     for name, words in split(sys.argv[1:] if argv is None else argv, cls):
@@ -99,14 +100,14 @@ def parse(
             for path in words:
                 if not path.strip():
                     raise UserError("--config: is empty; name a YAML file")
-                given.put_file(path)
+                entries.put_file(path)
         else:
             flags.append((name, words))
     for name, words in sorted(flags, key=lambda flag: not flag[0].endswith(".name")):
-        given.put_flag(name, words)
-    config = built(cls(), given, "")
+        entries.put_flag(name, words)
+    config = built(cls(), entries, "")
     if asked is None:
-        return config, given.sources
+        return config, entries.sources
     answers: dict[str, Callable[[], str]] = {
         "help": lambda: help_text(cls, about or ""),
         "print_config": lambda: dump(config),
@@ -136,7 +137,7 @@ def split(argv: Sequence[str], cls: type) -> list[tuple[str, list[str]]]:
     return flags
 
 
-def built(default: Any, given: "Given", prefix: str) -> Any:
+def built(default: Any, entries: "Entries", prefix: str) -> Any:
     """A dataclass like `default` with the values that were given, checked."""
     hints = typing.get_type_hints(type(default), include_extras=True)
     changes = {}
@@ -144,14 +145,14 @@ def built(default: Any, given: "Given", prefix: str) -> Any:
         key = f"{prefix}{field.name}"
         here = getattr(default, field.name)
         if dataclasses.is_dataclass(here):
-            changes[field.name] = built(here, given, f"{key}.")
-        elif key in given.values:
-            value = given.values[key]
+            changes[field.name] = built(here, entries, f"{key}.")
+        elif key in entries.values:
+            value = entries.values[key]
             try:
                 changes[field.name] = validated(value, hints[field.name])
             except ValueError as wrong:
                 line = refusal(key, str(wrong), value)
-                raise UserError(with_source(line, given.sources)) from None
+                raise UserError(with_source(line, entries.sources)) from None
     return dataclasses.replace(default, **changes)
 
 
@@ -227,7 +228,7 @@ def key_lines(node: yaml.Node, path: str, prefix: str = "") -> dict[str, int]:
 
 
 # ---------------------------------------------------------------- keys
-class Given:
+class Entries:
     """What files and flags set: values and where each was set, by dotted key."""
 
     def __init__(self, cls: type):

@@ -160,8 +160,10 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 def _evaluated(expression: ast.expr | None, unknown: Any) -> Any:
     """The value of an annotation or a default; `unknown` where it names a type of torch."""
-    try:
-        return unknown if expression is None else eval(ast.unparse(expression), dict(NAMESPACE))  # noqa: S307 (the source that will run)
+    if expression is None:
+        return unknown
+    try:  # the source that will run
+        return eval(ast.unparse(expression), dict(NAMESPACE))  # noqa: S307
     except Exception:
         return unknown
 

@@ -158,7 +158,10 @@ LAYERWISE = "gradient_control.between.name!=none|uniform"  # each backward is th
 LEAVE = "leave one of them out"
 DDP = "use configs/accelerate/ddp.yaml"  # where a launch in shards cannot have something
 OF_ONE_SIZE = f"is for pictures of one size, which buckets are not; {LEAVE}"
-ON_THEIR_WAY = f"takes the sources' gradients apart, which between.name={{b_value}} scales on their way; {LEAVE}"
+ON_THEIR_WAY = (
+    "takes the sources' gradients apart, which between.name={b_value} scales on their way; "
+    f"{LEAVE}"
+)
 CUT = (
     f"{{a_value}} is defined over a whole micro-batch, which between.name={{b_value}} cuts; {LEAVE}"
 )
@@ -245,8 +248,9 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
         ),
     },
     "memory.sampler.clean_ratio=0.0": {
-        "memory.retention.name=self_distillation": "{a_value} acts on clean records, of which {b} 0 "
-        f"shows none; {LEAVE}"
+        "memory.retention.name=self_distillation": (
+            f"{{a_value}} acts on clean records, of which {{b}} 0 shows none; {LEAVE}"
+        )
     },
     "random_flip": {
         "memory.region.name=estimated": (
@@ -343,8 +347,8 @@ OF_MEASUREMENT: dict[str, dict[str, str]] = {
         "--baseline, or in training step 0"
     },
     "NO_NULLS": {
-        "validation.false_positive_rate": "calibrates on redraws.jsonl, or with calibration base or "
-        "counterfactuals; a threshold between failures and copies has none; leave it out"
+        "validation.false_positive_rate": "calibrates on redraws.jsonl, or with calibration base "
+        "or counterfactuals; a threshold between failures and copies has none; leave it out"
     },
 }
 

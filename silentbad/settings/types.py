@@ -275,14 +275,14 @@ def options_of(entry: Callable[..., Any] | Mapping[str, Option]) -> Mapping[str,
     }
 
 
-def check_options(kind: str, registry: Registry, name: str, given: dict[str, Any]) -> None:
+def check_options(kind: str, registry: Registry, name: str, values: dict[str, Any]) -> None:
     """Refuse an unknown name of a registry `kind`, an unknown, missing or wrong option."""
     if name not in registry:
         others = f"{nearest(name, registry)}; there are: {', '.join(registry)}"
         raise UserError(f"{kind}: unknown name {brief(name)}{others}")
     options = options_of(registry[name])
     takes = "it takes: " + ", ".join(options) if options else "it takes no options"
-    for key, value in given.items():
+    for key, value in values.items():
         if key not in options and name == "none":
             raise UserError(
                 f"{kind}.options: {brief(key)} has no effect without {kind}.name, which is none"
@@ -295,7 +295,7 @@ def check_options(kind: str, registry: Registry, name: str, given: dict[str, Any
         wrong = problem(value, options[key].hint)
         if wrong is not None:
             raise UserError(f"{kind}.options: {name}: option {key!r} {wrong}, got {brief(value)}")
-    missing = [k for k, option in options.items() if option.default is MISSING and k not in given]
+    missing = [k for k, option in options.items() if option.default is MISSING and k not in values]
     if missing:
         raise UserError(f"{kind}.options: {name}: option {missing[0]!r} is missing; {takes}")
 
@@ -321,7 +321,7 @@ def parse_combination(
     return {part: options.get(part, {}) for part in parts}
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """ "; did you mean 'x'?", where something known is like `name`."""
-    match = difflib.get_close_matches(name[:200], list(known), n=1, cutoff=0.6)
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """ "; did you mean 'x'?", where one of the choices is like `name`."""
+    match = difflib.get_close_matches(name[:200], list(choices), n=1, cutoff=0.6)
     return f"; did you mean {match[0]!r}?" if match else ""
