@@ -234,23 +234,22 @@ class Samples:
 
     def __init__(self, groups: Groups, config: GradientControlConfig):
         self.groups = list(groups)
-        self.device_of = self.groups[0][0]
-        self.whole_gradients = config.transform != "none"
-        self.as_many = config.conflict or self.whole_gradients
         self.count = config.sample
+        self.compares_sources = config.conflict or config.transform != "none"
 
     @functools.cached_property
     def gradients(self) -> Sample:
         """Of the statistics."""
-        return Sample(self.groups, self.count, self.device_of.device)
+        return self._of(self.count)
 
     @functools.cached_property
     def sources(self) -> Sample:
         """Of what sources and updates are compared on; the hypergradient's cosine takes a quarter
         of them."""
-        if self.as_many:
-            return self.gradients
-        return Sample(self.groups, max(self.count // 4, 1), self.device_of.device)
+        return self.gradients if self.compares_sources else self._of(max(self.count // 4, 1))
+
+    def _of(self, count: int) -> Sample:
+        return Sample(self.groups, count, self.groups[0][0].device)
 
 
 class LayerRates(Hook):
@@ -520,11 +519,6 @@ class Controller(Hooks):
     def multipliers(self) -> dict[str, float]:
         """{group: what multiplies its learning rate now}."""
         return self.layer_rates.multipliers
-
-    @property
-    def updates(self) -> int:
-        """Updates applied."""
-        return self.layer_rates.updates
 
     @property
     def history(self) -> list[dict[str, Any]]:

@@ -157,13 +157,11 @@ LOSS_BALANCE = LazyRegistry(
 
 
 REGISTRIES: dict[str, Mapping[str, Callable[..., Any]]] = {
-    **{
-        "sampler": SAMPLERS,
-        "timesteps": TIMESTEPS,
-        "loss": LOSSES,
-        "region": REGION,
-        "rehearsal": REHEARSAL,
-    },
+    "sampler": SAMPLERS,
+    "timesteps": TIMESTEPS,
+    "loss": LOSSES,
+    "region": REGION,
+    "rehearsal": REHEARSAL,
     **{slot: LazyRegistry({"none": no_weight}) | names for slot, names in AUXILIARY.items()},
     "loss_balance": LOSS_BALANCE,
 }

@@ -426,7 +426,7 @@ def test_accelerate_loop_with_accumulation():
                 step += 1
             scheduler.step()
             optimizer.zero_grad()
-    assert control.updates == 8 and len(control.history) == 4
+    assert control.layer_rates.updates == 8 and len(control.history) == 4
     assert control.meters()["control/cos/clean-element"] > 0.9
     assert all(g["lr"] == pytest.approx(1e-3 / 9) for g in optimizer.param_groups)
 

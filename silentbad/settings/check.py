@@ -17,7 +17,7 @@ from silentbad.settings.layers import ADAPTED_GROUPS, EVERY_GROUP, check_pattern
 from silentbad.settings.memory import check_memory
 from silentbad.settings.optimizer_facts import check_optimizer, read_optimizer
 from silentbad.settings.registries import from_source, options_at
-from silentbad.settings.rules import Facts, check_rules, meanings, put
+from silentbad.settings.rules import FACTS, Facts, check_rules, meanings, put
 from silentbad.settings.train import REPLACED, WRITTEN, TrainConfig
 from silentbad.settings.types import check_values
 from silentbad.settings.validation import check_files, target_file
@@ -55,7 +55,8 @@ def check(config: TrainConfig, sources: dict[str, str]) -> None:
     check_numbers(config)
     check_names(config)
     optimizer = read_optimizer(config)
-    check_rules(config, sources, Facts(optimizer=optimizer, sharded=launched("FSDP")))
+    facts = Facts(optimizer=optimizer, sharded=launched("FSDP"))
+    check_rules(config, sources, facts)
     if optimizer is not None:
         check_optimizer(config, optimizer)
     check_launch()
@@ -73,8 +74,7 @@ def check(config: TrainConfig, sources: dict[str, str]) -> None:
         "validation.placebo": validation.placebo,
     }
     owned.refuse_overlap(config.output_dir, inputs, (*WRITTEN, *REPLACED))
-    averages = config.use_ema or (optimizer is not None and optimizer.averages)
-    if config.validation.targets is not None and config.validation.weights == "raw" and averages:
+    if validation.targets is not None and FACTS["AVERAGE_UNMEASURED"].holds(config, facts):
         saved = "the pipeline that is saved holds their average"
         warn(f"validation.weights=raw measures the raw weights; {saved}")
 

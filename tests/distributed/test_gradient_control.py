@@ -163,4 +163,4 @@ def test_one_process_needs_no_process_group():
     optimizer = torch.optim.AdamW(control.param_groups())
     control.attach(optimizer)
     run(model, control, optimizer, range(6))
-    assert not dist.is_initialized() and control.updates == 6
+    assert not dist.is_initialized() and control.layer_rates.updates == 6
