@@ -100,7 +100,6 @@ CASES = {
     "pipeline: a vocabulary of another size": case("cannot load text_encoder (tensors of another shape:", "token_embedding.weight (", "in place of (5, ", touch=edit_json("pipeline/text_encoder/config.json", vocab_size=5)),
     "config: a key like none": case("'zzz'", "--help lists all", zzz=1),
     "config: a list flag twice": case("withhold", "stands twice", more=["--withhold", "a", "--withhold", "b"]),
-    "config: weights for ssim": case("embedder_path", "has no effect on ssim", validation__embedder="ssim", validation__embedder_path="data"),
     "config: a key that stands elsewhere": case("'rank'", "did you mean 'lora.rank'", rank=4),
     "config: a path with a variable": case("logging_dir", "nothing expands $SCRATCH", logging_dir="$SCRATCH/logs"),
     "config: an option of no part": case("memory.rehearsal.options (command line): 'elements'", "memory.rehearsal.name", memory__rehearsal__options='{"elements": 2}'),

@@ -367,10 +367,6 @@ def load_embedder(
     name: str, path: str | None, device: torch.device | str, sha256: str | None = None
 ) -> Embedder:
     """An embedder of the table, tried on two pictures; `sha256` is that of sscd's file."""
-    if path is not None and name == "ssim":
-        raise UserError(
-            "embedder_path: has no effect on ssim, which has no weights; leave it unset"
-        )
     options = {"sha256": sha256} if name == "sscd" else {}
     embedder = EMBEDDERS[name](path, device, **options)
     try_embedder(embedder, f"{name}: '{path or 'the bundled weights'}' is no embedder")

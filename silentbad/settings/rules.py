@@ -328,6 +328,9 @@ OF_MEASUREMENT: dict[str, dict[str, str]] = {
     "validation.embedder!=sscd": {
         "validation.embedder_sha256": "is of sscd's file, not of {b_value}"
     },
+    "validation.embedder=ssim": {
+        "validation.embedder_path": "has no effect on ssim, which has no weights; leave it unset"
+    },
     "NO_REDRAWS": {
         "validation.calibration=redraws": "redraws needs a redraws.jsonl beside the targets"
     },
