@@ -53,8 +53,8 @@ def line_of(capsys) -> str:
 
 def test_a_batch_is_halved_until_it_fits():
     sizes = []
-    seen = list(in_batches(list(range(10)), 8, beyond(3, sum), sizes.append))
-    assert sizes == [4, 2] and seen == [([i, i + 1], 2 * i + 1) for i in range(0, 10, 2)]
+    results = list(in_batches(list(range(10)), 8, beyond(3, sum), sizes.append))
+    assert sizes == [4, 2] and results == [([i, i + 1], 2 * i + 1) for i in range(0, 10, 2)]
     with pytest.raises(RuntimeError, match="out of memory"):
         list(in_batches([1], 8, beyond(0, sum)))
 
@@ -188,7 +188,7 @@ def test_an_audit_in_half_precision(data, pipelines, monkeypatch, capsys):
 def test_localise(error, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(localise.Record, "load", lambda file, key: None)
     monkeypatch.setattr(localise, "Subject", partial(runs_out, error))
-    given = SimpleNamespace(run=tmp_path, trained=SimpleNamespace, images=16, base_key="--base")
+    given = SimpleNamespace(run=tmp_path, trained=None, images=16, base_key="--base")
     assert localise.main(options=given) == 2
     line = line_of(capsys)
     assert line.startswith("error: RUN: memory ran out (") and line.endswith("; take a machine with more memory")
