@@ -3,7 +3,8 @@ it needs.
 
 In one step the loop calls `timesteps`, `weight_losses`, `extra_loss`, `before_backward` and
 `after_backward` of each part of a micro-batch; then, once an update, `before_step`, the clip, the
-optimizer's step, `after_step`. CONTRIBUTING.md shows a hook of your own.
+optimizer's step, `after_step`. CONTRIBUTING.md shows a hook of your own. Memory is a hook too;
+what it draws and weighs besides, the loop asks of it by name.
 
 Legend: B samples, T trained tensors, C,h,w shape of the latents.
 """

@@ -1,5 +1,6 @@
 """The similarities from which an image counts as recovered: given, or calibrated on images that
-are no recovery."""
+are no recovery. For pictures of one's own they lie between those images and true copies
+(silentbad/measure/ranges.py)."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
