@@ -11,8 +11,8 @@ layers alike. To act on layers, train some of them: `--train_layers up*`.
 
 Under Adam the scale of a gradient cancels (1412.6980), so a multiplier acts on the learning rate.
 A rule is one function of `GroupStats`: `--gradient_control.name mine.py:my_rule` takes one from any
-file, an entry in `SCALE_RULES` keeps it here, and the contract test picks it up either way. Within a
-group, `shrink` acts on each weight: the optimizer is then
+file, an entry in `SCALE_RULES` keeps it here, and the contract test picks it up either way. Within
+a group, `shrink` acts on each weight: the optimizer is then
 `silentbad.control.shrinkage.ShrunkAdamW`.
 
 Symbols: G groups; n (G,) parameters of a group; g_t gradient; m_t its EMA, m̂ bias-corrected; S =
