@@ -175,6 +175,7 @@ BLOCKS: dict[str, Block] = {
     "size-peers": of(size.RESULTS, size.peers),
     "size-starts": of(size.RESULTS, size.starts),
     "spectral-cost": of(spectral.OPERATIONS, spectral.by_model),
+    "spectral-recovery": of(spectral.RUNS, spectral.recovery),
     "sscd-microworld": of(sscd.RESULTS, partial(sscd.of_world, world="microworld")),
     "sscd-photographs": of(sscd.RESULTS, partial(sscd.of_world, world="photographs")),
     "sscd-runs": of(sscd.RESULTS, sscd.of_runs),

@@ -47,6 +47,14 @@ def test_spectral_updates_are_timed():
     assert ratios["AdamW for time, proj"] < 1
 
 
+def test_cheaper_spectral_updates_are_compared_in_pairs_of_targets():
+    rows = [row for t in "ab" for row in run(t, "recommended", 1.0, 0.04) + run(t, spectral.CHEAPER, 0.75, 0.04)]
+    rows += run("c", "recommended", 0.0, 0.04)
+    lines = spectral.recovery(rows).splitlines()
+    assert "| 2 | 1.00 [1.00, 1.00] |" in lines[2]
+    assert "| difference | 2 | -0.25 [-0.25, -0.25] |" in lines[4]
+
+
 @pytest.mark.thorough
 def test_the_stored_operations_are_those_of_the_shapes():
     assert json.loads(spectral.OPERATIONS.read_text()) == spectral.counted()
