@@ -175,6 +175,7 @@ PUBLISHED: dict[str, Flags] = {
     "recommended_cheaper": {**STRONG, **SPECTRAL, **CHEAPER},  # bench/spectral.py
     # `recommended` where some of the layers train (bench/layers.py)
     "decoder": {**STRONG, **SPECTRAL, **DECODER},
+    "decoder_long": {**STRONG, **SPECTRAL, "lr_scheduler": "polynomial", "lr_power": "2", **DECODER},
     "decoder_resnets": {**STRONG, **SPECTRAL, **layers("up*.resnet")},
     "up1": {**STRONG, **SPECTRAL, **layers("up1")},
     "all_but_decoder": {**STRONG, **SPECTRAL, **layers("stem", "down*", "mid")},
@@ -198,6 +199,7 @@ def flags_of(arm: str) -> Flags:
 PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
     **dict.fromkeys(LAYERS, (40.0, 200, 200)),
     "up1": (40.0, 400, 200),
+    "decoder_long": (40.0, 600, 600),
     "recommended": (40.0, 200, 20),
     "recommended_cheaper": (40.0, 200, 200),
     "recommended_long": (40.0, 600, 50),
@@ -208,7 +210,13 @@ PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
     "clean_weight_warm": (16.0, 1500, 125),
     "plain": (8.0, 1500, 250),
 }
-LATER = ("recommended_long", "recommended_cheaper", "up1", *LAYERS)  # reported on targets of their own alone
+LATER = (
+    "recommended_long",
+    "decoder_long",
+    "recommended_cheaper",
+    "up1",
+    *LAYERS,
+)  # reported on targets of their own alone
 
 # The learning rate each arm is reported at, in units of 1e-4 (research/protocol.md says what it was chosen by).
 RATES: dict[str, float] = dict.fromkeys(ARMS, 8.0)

@@ -57,6 +57,8 @@ TRAINS = {
     "up1": "`up1`, 400 steps",
     "recommended_leak_free": "all layers, no two elements together",
     "decoder_leak_free": "decoder, no two elements together",
+    "recommended_long": "all layers, 600 steps",
+    "decoder_long": "decoder, 600 steps",
 }
 OUTCOME = ("trains", "targets (runs)", "half of the images or more", "strict rate", "elements", "drift", "s a step")
 OVER = ("decoder against", "targets", "strict rate, difference", "p", "drift, ratio", "s a step, ratio")
@@ -138,8 +140,10 @@ def outcomes(rows: list[dict]) -> str:
 def compared(rows: list[dict]) -> str:
     """The decoder over each other arm of the same stream, paired over the targets that both ran: Markdown."""
     arms, lines = arms_of(rows), []
-    pairs = [(other, "decoder") for other in TRAINS if other != "decoder" and "leak_free" not in other]
-    for name, decoder in [*pairs, ("recommended_leak_free", "decoder_leak_free")]:
+    same_stream = [name for name in TRAINS if name != "decoder" and not name.endswith(("_leak_free", "_long"))]
+    pairs = [(name, "decoder") for name in same_stream]
+    pairs += [("recommended_leak_free", "decoder_leak_free"), ("recommended_long", "decoder_long")]
+    for name, decoder in pairs:
         both = [target for target in arms.get(name, {}) if target in arms.get(decoder, {})]
         if not both:
             continue
