@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from bench import between, layers, layerwise, nulls, strength
+from bench import between, layers, layerwise, nulls, spectral, strength
 from bench.arms import HALVES, PUBLISHED, PUBLISHED_AT
 from bench.published_table import (
     FIRST_TARGETS,
@@ -32,6 +32,7 @@ FROZEN = {  # block of targets -> the commit that freezes its arms and rates
     2450: "2994cf71460d02a76ba208a3ffa54304da2fe16e",
     2500: "c203e699e6765c252f5fa48a52ed44978e32f61e",
     2524: "bfe2538af70331e1a0a1c111d38ce118ba7299d4",
+    2732: "20135b913b3dae7faed82120efe436f659298c4d",
 }
 
 
@@ -124,7 +125,7 @@ ALSO = {  # to see whether they arrive at all, in pairs with `recommended_long`,
     "replay": {(1800, 100)},
     "recommended": {(200, 50), (200, 200)},
     "recommended_leak_free": {(200, 200)},
-    "recommended_long": {(600, 200)},  # more seeds, more clean pictures
+    "recommended_long": {(600, 200), (600, 600)},  # more seeds, more clean pictures; beside `decoder_long`
 }
 
 
@@ -192,7 +193,7 @@ EQUAL_DRIFT = ("recommended", 24.0)  # to have drift near the decoder's, frozen 
 
 def test_reported_rows_are_of_frozen_code():
     """Targets from 2000 on are generated after the commit that freezes protocol, arms and rates."""
-    rows = stored(RESULTS.with_name("published.jsonl")) + stored(layers.RUNS)
+    rows = stored(RESULTS.with_name("published.jsonl")) + stored(layers.RUNS) + stored(spectral.RUNS)
     arms = {*PUBLISHED, *HALVES}
     assert {row["arm"] for row in rows} <= arms and {*PUBLISHED_AT} <= arms and {*FROZEN} == {*FIRST_TARGETS}
     reported = [row for row in rows if max(map(int, row["targets"].split(","))) >= 1000]
