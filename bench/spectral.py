@@ -78,7 +78,6 @@ SDXL = {
 }
 LINEAR = {"use_linear_projection": True}
 MODELS: dict[str, dict[str, Any]] = {"SD 1.5": SD15, "SD 2.1, 768 px": SD21 | LINEAR, "SDXL, 1024 px": SDXL | LINEAR}
-FIGURES = {"strict rate": ".2f", "elements": ".2f", "drift": ".4f", "s/step": ".2f"}
 TOKENS = 77
 OPERATIONS = RESULTS.parent / "spectral-models.json"
 
@@ -136,6 +135,7 @@ def by_model(costs: dict[str, dict[str, float]]) -> str:
 # -- recovery ----------------------------------------------------------------------------------------------
 RUNS = RESULTS.with_name("spectral.jsonl")
 CHEAPER = "recommended_cheaper"
+FIGURES = {"strict rate": ".2f", "elements": ".2f", "drift": ".4f", "s/step": ".2f"}
 WORDS = {
     "recommended": "spectral updates on all layers, five steps of Newton-Schulz",
     CHEAPER: "AdamW for `time` and `proj`, four steps of Polar Express",

@@ -15,11 +15,10 @@ from silentbad.errors import UserError, writing
 from silentbad.loop import trackers
 from silentbad.loop.lighter import drawing_fits
 from silentbad.loop.state import BINS, TrainState
-from silentbad.measure.generation import ROUND_TRIP
 from silentbad.model import pipeline
 from silentbad.model.averaging import averaged
 from silentbad.model.encoder import Encoder
-from silentbad.model.latents import round_trip
+from silentbad.model.latents import AT_ONCE, round_trip
 from silentbad.model.pipeline import Components
 from silentbad.report import run_report
 from silentbad.saving import card, checkpoint
@@ -115,7 +114,7 @@ class Products:
 
     def try_round_trip(self) -> None:
         """Blank pictures through the autoencoder, as many at once as calibration sends."""
-        count = min(self.config.validation.max_batch, ROUND_TRIP)
+        count = min(self.config.validation.max_batch, AT_ONCE)
         with drawing_fits(self.config), self.encoder.on_device():
             round_trip(self.parts.vae, torch.zeros(count, 3, self.side, self.side))
 

@@ -34,7 +34,7 @@ from silentbad.data.table import vocabulary
 from silentbad.data.targets import Target
 from silentbad.errors import UserError, writing
 from silentbad.measure.generation import Item, Sampler, left_as_found
-from silentbad.model.latents import decode, scaled
+from silentbad.model.latents import decode_in_parts, scaled
 from silentbad.model.store import KEY, Store, digest
 from silentbad.progress import Bar
 
@@ -271,8 +271,7 @@ class Painter:
         with sampler.autocast():
             states = sampler.encode([d.prompt for d in draws], [d.against for d in draws])
             latents = masked_denoising(sampler, states, target_latents, noise, hole, streams)
-        # decoding is the peak of memory
-        images = torch.cat([decode(pipe.vae, part) for part in latents.split(8)])
+        images = decode_in_parts(pipe.vae, latents)
         sampler.check_finite(
             images, [(d.prompt, d.kind, self.targets[d.target].target_id) for d in draws]
         )

@@ -22,13 +22,12 @@ from silentbad.model.diffusion import levels, model_time, to_epsilon
 from silentbad.model.family import side_of
 from silentbad.model.forwards import as_convolutions, text_projected_once
 from silentbad.model.gate import quietly
-from silentbad.model.latents import decode, round_trip, scaled
+from silentbad.model.latents import AT_ONCE, decode_in_parts, round_trip, scaled
 from silentbad.model.pipeline import check_side
 from silentbad.model.registry import family_of
 from silentbad.progress import Bar
 from silentbad.settings.validation import ValidationConfig
 
-ROUND_TRIP = 8  # pictures at once through the autoencoder: decoding is the peak of memory
 LOW_NOISE = 0.02  # of the schedule: where the alignment of guidance is measured
 
 
@@ -315,8 +314,7 @@ class Sampler:
                 ).images
         finally:
             hook.remove()
-        # decoding is the peak of memory
-        images = torch.cat([decode(pipe.vae, part) for part in latents.split(8)])
+        images = decode_in_parts(pipe.vae, latents)
         nothing = torch.full((len(items),), float("nan"))
         magnitudes = torch.stack(gaps).mean(0).cpu() if gaps else nothing
         magnitudes = magnitudes.masked_fill(magnitudes.isinf(), float("nan"))
@@ -335,7 +333,7 @@ class Sampler:
     def round_trip(self, images: Tensor, bar: Bar | None = None) -> Tensor:
         """What the autoencoder leaves of images (B,3,S,S) in [0,1], on their own device."""
         parts = []
-        size = min(self.batch, ROUND_TRIP)
+        size = min(self.batch, AT_ONCE)
 
         def through(part: list[Tensor]) -> Tensor:
             return round_trip(self.pipe.vae, torch.stack(part))
@@ -380,7 +378,9 @@ class Sampler:
                 vae.device, vae.dtype
             )
             # the peak of memory
-            latents = torch.cat([vae.encode(some).latent_dist.mode() for some in pixels.split(8)])
+            latents = torch.cat(
+                [vae.encode(some).latent_dist.mode() for some in pixels.split(AT_ONCE)]
+            )
             latents = scaled(vae, latents.to(self.backbone.dtype))
             noise = rng.noise(tuple(latents.shape[1:]), self.seed, address, 0, part).to(latents)
             T = self.schedule.config.num_train_timesteps

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+AT_ONCE = 8  # pictures through an autoencoder: decoding is the peak of memory
+
 
 def scaled(vae: Any, latents: Tensor) -> Tensor:
     """What an autoencoder gives -> the latents of the path: less its shift, times its scale."""
@@ -19,6 +21,11 @@ def decode(vae: Any, latents: Tensor) -> Tensor:
         shift = getattr(vae.config, "shift_factor", None) or 0
         latents = latents.to(vae.dtype) / vae.config.scaling_factor
         return vae.decode(latents + shift if shift else latents, return_dict=False)[0]
+
+
+def decode_in_parts(vae: Any, latents: Tensor) -> Tensor:
+    """`decode`, AT_ONCE pictures at a time."""
+    return torch.cat([decode(vae, part) for part in latents.split(AT_ONCE)])
 
 
 def round_trip(vae: Any, images: Tensor) -> Tensor:

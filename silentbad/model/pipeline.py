@@ -19,7 +19,7 @@ from silentbad.model import gate, lora
 from silentbad.model.denoiser import Denoiser, make_trainable
 from silentbad.model.family import Family, side_of
 from silentbad.model.gate import Source
-from silentbad.model.latents import decode
+from silentbad.model.latents import decode_in_parts
 from silentbad.model.registry import FAMILIES, KNOWN, backbone_of, family_of
 from silentbad.rng import generator, noise
 from silentbad.settings.train import TrainConfig
@@ -367,8 +367,7 @@ def draw_images(
             **options,
         ).images
         with torch.no_grad():
-            # decoding is the peak of memory
-            decoded = torch.cat([decode(pipe.vae, part) for part in denoised.split(8)])
+            decoded = decode_in_parts(pipe.vae, denoised)
             return pipe.image_processor.postprocess(decoded, output_type="pil")
     finally:
         backbone.train(training)
