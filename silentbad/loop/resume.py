@@ -69,12 +69,14 @@ class Checkpoints:
 
     @contextmanager
     def rescue(self, loader: Loader) -> Iterator[None]:
-        """An exception saves what a resume needs, unless weights were being changed."""
+        """An exception saves what a resume needs, unless weights were being changed; nothing
+        resumes a dry run."""
         state = self.state
+        resumable = not self.folder.config.dry_run and not shards.sharded(state.model)
         try:
             yield
         except Exception as error:
-            if state.step > 0 and not state.updating and not shards.sharded(state.model):
+            if resumable and state.step > 0 and not state.updating:
                 if loader.drawing == state.draw:
                     loader.rewind()
                 try:

@@ -12,7 +12,7 @@ import pytest
 from diffusers.image_processor import VaeImageProcessor
 
 from silentbad.loop.forecast import Forecast
-from train_silentbad import main
+from train_silentbad import main, micro_step, train, try_out
 
 ROOT = Path(__file__).parents[2]
 # a hook of one's own: says that a step is under way
@@ -98,6 +98,21 @@ def test_a_dry_run_sends_as_much_through_the_autoencoder_as_calibration(build, d
     run.parts.vae.encoder.register_forward_pre_hook(lambda _, pixels: batches.append(tuple(pixels[0].shape)))
     run.products.try_round_trip()
     assert batches == [(3, 3, run.products.side, run.products.side)]
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_dry_run_that_fails_writes_no_checkpoint(dry_run, build, monkeypatch):
+    run = build(dry_run=dry_run)
+
+    def fail(run, batch, micro):
+        if run.state.step == 2:
+            raise RuntimeError("broken")
+        return micro_step(run, batch, micro)
+
+    monkeypatch.setattr("train_silentbad.micro_step", fail)
+    with pytest.raises(RuntimeError, match="broken"):
+        try_out(run) if dry_run else train(run)
+    assert run.folder.checkpoints.exists() is not dry_run
 
 
 @pytest.mark.parametrize("moment", ["scratch/tmp*", "stepping"], ids=["loading", "in a step"])
