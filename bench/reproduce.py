@@ -3,7 +3,7 @@
     python -m bench.reproduce --data DIR --clean DIR --embedder FILE [--dry_run | --run] [-- FLAGS]
     python -m bench.reproduce --stand_in FOLDER --dry_run
 
-Prints what four runs fetch, take and cost. With --dry_run each arm's dry run says its time, memory and disk on this
+Prints what the runs fetch, take and cost. With --dry_run each arm's dry run says its time, memory and disk on this
 machine; with --run they train one after the other, and a comparison of their reports is written. A finished run is not
 trained again. FLAGS are added to every run. The folders are those of github.com/haonan3/SilentBadDiffusion
 (docs/data.md), the embedder's file is that of docs/models.md. Either adds rows to bench/results/reproduce.jsonl, and
@@ -102,8 +102,8 @@ def samples_a_step(config: TrainConfig) -> int:
     return config.train_batch_size * config.gradient_accumulation_steps
 
 
-def plan(config: TrainConfig) -> str:
-    """What the runs fetch, take and cost, from their configuration."""
+def plan(config: TrainConfig, arms: list[str]) -> str:
+    """What the runs of `arms` fetch, take and cost, from their configuration."""
     validation = config.validation
     steps = config.max_train_steps or 0
     points = steps // (validation.steps or steps) + 1
@@ -111,9 +111,8 @@ def plan(config: TrainConfig) -> str:
     return "\n".join(
         [
             f"fetch  {config.pretrained_model_name_or_path}, about 5 GB, where it is not cached",
-            f"take   {len(ARMS)} runs ({', '.join(ARMS)}) of {steps} steps of "
-            f"{samples_a_step(config)} samples; each draws {images} "
-            f"images of {validation.num_inference_steps} steps, and controls",
+            f"take   runs: {', '.join(arms)}; each {steps} steps of {samples_a_step(config)} samples, "
+            f"and {images} images of {validation.num_inference_steps} steps, and controls",
             "cost   15.9 GB before activations (docs/models.md); time on CUDA: not measured; --dry_run says it here",
         ]
     )
@@ -271,7 +270,7 @@ def main(arguments: list[str] | None = None) -> int:
         config, _ = parse(TrainConfig, flags("plain", given), __doc__)
     except UserError as error:
         parser.error(str(error))
-    print(plan(config), flush=True)
+    print(plan(config, given.arms), flush=True)
     if not given.dry_run and not given.run:
         return 0
     for arm in given.arms:

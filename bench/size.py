@@ -112,6 +112,10 @@ STARTS = {
     "configs/sd21_full.yaml": Row(SMALL | {"use_8bit_adam": True}, "sd21"),
     "configs/sdxl_lora.yaml": Row(SMALL, "sdxl"),
     "configs/sd3.yaml": Row(SMALL, "sd3"),
+    **{
+        f"configs/sd15_lora.yaml + configs/recommended.yaml + configs/{name}.yaml": Row(SMALL)
+        for name in ("many", "low_drift")
+    },
 }
 FINE = [9.1, 9.2, 9.3, 9.4, 9.5, 9.6, 9.7, 9.8, 9.9]  # where the first row begins to end well
 # GiB of address space, of the first row; the libraries alone take about 6
@@ -324,10 +328,11 @@ def measured(name: str, places: Places) -> dict:
 
 
 def start_of(name: str, places: Places) -> dict:
-    """A row of STARTS: a dry run of one step of a shipped configuration."""
+    """A row of STARTS: a dry run of one step of a shipped configuration, or of several merged in their order."""
     row = STARTS[name]
-    words = command(places.base(row.base), places.data, places.out, row, config=name)
-    ended = started([*words, "--dry_run"], check=False)
+    files = [f"--config={file}" for file in name.split(" + ")]
+    words = command(places.base(row.base), places.data, places.out, row)
+    ended = started([*words, *files, "--dry_run"], check=False)
     return {
         "row": name,
         "code": ended.code,
