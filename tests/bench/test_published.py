@@ -125,7 +125,10 @@ ALSO = {  # to see whether they arrive at all, in pairs with `recommended_long`,
     "replay": {(1800, 100)},
     "recommended": {(200, 50), (200, 200)},
     "recommended_leak_free": {(200, 200)},
-    "recommended_long": {(600, 200), (600, 600)},  # more seeds, more clean pictures; beside `decoder_long`
+    "recommended_long": {
+        *((600, 200), (600, 600)),  # more seeds, more clean pictures; beside `decoder_long`
+        *((1600, 1600), (3200, 3200), (12800, 12800)),  # 8, 16 and 64 targets at once at equal exposures
+    },
 }
 
 
