@@ -127,7 +127,7 @@ ALSO = {  # to see whether they arrive at all, in pairs with `recommended_long`,
     "recommended_leak_free": {(200, 200)},
     "recommended_long": {
         *((600, 200), (600, 600)),  # more seeds, more clean pictures; beside `decoder_long`
-        *((1600, 1600), (3200, 3200), (12800, 12800)),  # 8, 16 and 64 targets at once at equal exposures
+        *((1200, 1200), (2400, 2400), (9600, 9600)),  # 8, 16 and 64 targets at once at equal exposures
     },
 }
 
