@@ -59,9 +59,9 @@ Block = Callable[[Read], str]
 CHINESE = {
     "trains": "训练",
     "part": "部分",
-    "share": "占改变的份额",
+    "share": "占改变量的份额",
     "clean loss": "干净损失",
-    "as trained": "训练所得",
+    "as trained": "训练后",
     "base": "基础模型",
     "of the weights": "占权重",
     "kept for backward": "为反向传播保留",
@@ -87,8 +87,8 @@ CHINESE = {
     "passes": "通过率",
     "by the whole alone, release 0.1": "只看整图（0.1 版）",
     "a true copy": "真正的副本",
-    "one thing recoloured": "一物变色",
-    "one thing missing": "缺少一物",
+    "one thing recoloured": "一件东西变色",
+    "one thing missing": "缺少一件东西",
     "never": "从未",
     "model": "模型",
     "update, fp32": "更新，fp32",
@@ -101,7 +101,7 @@ CHINESE = {
     "parts": "部分数",
     "R": "R",
     "H": "H",
-    "R, other bank": "R，另一组",
+    "R, other bank": "R，另一组抽样",
     "R within 4": "4 倍之内的 R",
     "run": "运行",
     "turns": "轮数",
@@ -111,7 +111,7 @@ CHINESE = {
     "seconds a step (forecast)": "每步秒数（预测）",
     "peak GiB": "内存峰值，GiB",
     "peak GiB (forecast)": "内存峰值，GiB（预测）",
-    "counted": "算出",
+    "counted": "按参数计算",
     "files GiB (forecast)": "文件，GiB（预测）",
     "configuration": "配置",
     "exit code": "退出码",
@@ -119,12 +119,29 @@ CHINESE = {
     "seconds to the first step": "到第一步的秒数",
     "again": "再次",
     "cache GiB": "缓存，GiB",
-    "resumed to the bit": "恢复后逐位相同",
+    "resumed to the bit": "恢复后逐比特相同",
     "in plain diffusers": "普通 diffusers 可加载",
     "yes": "是",
     "no": "否",
-    "within 4, other bank": "4 倍之内，另一组",
+    "within 4, other bank": "4 倍之内，另一组抽样",
+    "stage": "阶段",
+    "role": "角色",
+    "both": "阶段与角色",
+    "spectral": "谱更新",
+    "LoRA of rank 16, 256 px": "LoRA，秩 16，256 像素",
+    "LoRA of rank 16, checkpointing": "LoRA，秩 16，梯度检查点",
+    "LoRA of rank 16, EMA, no caches": "LoRA，秩 16，EMA，无缓存",
+    "LoRA of rank 16, `recommended.yaml`": "LoRA，秩 16，`recommended.yaml`",
+    "LoRA of rank 16, `--train_layers up*`": "LoRA，秩 16，`--train_layers up*`",
+    "LoRA of rank 16, images drawn": "LoRA，秩 16，生成图像",
+    "LoRA of rank 16, checkpointing, 512 px": "LoRA，秩 16，梯度检查点，512 像素",
+    "whole UNet, 8-bit AdamW, checkpointing, 256 px": "全量 UNet，8 位 AdamW，梯度检查点，256 像素",
+    "`--train_layers up*`, 8-bit AdamW, checkpointing": "`--train_layers up*`，8 位 AdamW，梯度检查点",
+    "SDXL, LoRA of rank 16, bf16, checkpointing, 256 px": "SDXL，LoRA，秩 16，bf16，梯度检查点，256 像素",
+    "SD 2.1, 768 px": "SD 2.1，768 像素",
+    "SDXL, 1024 px": "SDXL，1024 像素",
 }
+COUNTS = ((re.compile(r"^(\d+) of (\d+)\b"), r"\1/\2"), (re.compile(r"^(\d+) to (\d+)$"), r"\1 到 \2"))
 
 
 def reader(folder: Path = RESULTS.parent) -> Read:
@@ -224,6 +241,13 @@ def is_chinese(path: Path) -> bool:
     return path.name.endswith(".zh-CN.md") or path.parent.name == "zh"
 
 
+def translated(cell: str) -> str:
+    """A cell in Chinese: a word of CHINESE, or `22 of 24` as 22/24."""
+    for pattern, shorter in COUNTS:
+        cell = pattern.sub(shorter, cell)
+    return CHINESE.get(cell, cell)
+
+
 def chinese(table: str) -> str:
     """A table with its words in Chinese; a heading without one is an error."""
     lines = []
@@ -232,7 +256,7 @@ def chinese(table: str) -> str:
         for cell in map(str.strip, cells):
             if place == 0 and cell not in CHINESE:
                 raise SystemExit(f"error: bench/documents.py: CHINESE has no word for '{cell}'")
-        cells = [CHINESE.get(cell.strip(), cell.strip()) for cell in cells]
+        cells = [translated(cell.strip()) for cell in cells]
         lines.append("| " + " | ".join(cells) + " |" if cells else line)
     return "\n".join(lines) + "\n"
 
