@@ -443,7 +443,7 @@ def open_folder(run: Run) -> None:
     about["sharded"] = shards.sharded(state.model)
     about["own_code"] = user_code.record(own_code(run.config))
     run.folder.open(settings, about)
-    validated = run.recovery is None or run.recovery.measured(state.step)
+    validated = run.recovery is not None and run.recovery.measured(state.step)
     run.folder.truncate(state.step, validated)
     trackers.start(run.accelerator, run.config, settings, state.step)
 

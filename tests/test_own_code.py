@@ -3,6 +3,7 @@ mistake."""
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,14 @@ def test_a_hook_measures_on_its_own_grid_and_at_the_end(flags, counts, tmp_path)
     assert main(flags(max_train_steps=3, hooks=counts)) == 0
     measured = [(row["step"], row["mine/measured"]) for row in rows(tmp_path / "run", validation=True)]
     assert measured == [(2, 2), (3, 3)]
+
+
+def test_a_resume_measures_a_step_once_more_and_keeps_one_row(flags, counts, tmp_path):
+    settings = {"max_train_steps": 3, "checkpointing_steps": 2, "checkpoints_total_limit": None, "hooks": counts}
+    assert main(flags(**settings)) == 0
+    shutil.rmtree(tmp_path / "run/checkpoints/step-3")
+    assert main(flags(**settings, resume_from_checkpoint="latest")) == 0
+    assert [row["step"] for row in rows(tmp_path / "run", validation=True)] == [2, 3]
 
 
 def test_a_resume_takes_up_the_hook_and_refuses_a_changed_file(flags, counts, tmp_path, capsys):
