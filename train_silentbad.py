@@ -177,7 +177,7 @@ def update(run: Run) -> bool:
     # Gradient control, guards
     norms = optimizers.gradient_norms(params)
     norm = torch.linalg.vector_norm(norms)
-    run.meters.add(hooks.before_step(state.step, torch.isfinite(norm), norms))
+    scalars = hooks.before_step(state.step, torch.isfinite(norm), norms)
     size = norm.item()  # the one host sync of a step: what is not finite must not be applied
     finite = math.isfinite(size)
 
@@ -198,7 +198,7 @@ def update(run: Run) -> bool:
             state.skip()
             return False
         state.advance()
-        run.meters.add({"grad_norm": norm})
+        run.meters.add(scalars | {"grad_norm": norm})
     return True
 
 
@@ -233,7 +233,9 @@ def steps(run: Run, requests: Requests) -> int:
     with requests, run.checkpoints.rescue(run.loader), bar:
         while state.step < state.total:
             sheet_due = run.sheet is not None and run.sheet.should_run(state.step)
-            if sheet_due or any(hook.should_run(state.step) for hook in run.hooks):
+            hook_due = any(hook.should_run(state.step) for hook in run.hooks)
+            # after a skipped update the weights are those that were measured
+            if (sheet_due or hook_due) and not state.skipped_in_row:
                 with bar.paused("measuring" if state.step else "measuring the base model"):
                     validate(run)
             points = config.validation.settled_after

@@ -122,6 +122,29 @@ def test_a_resume_measures_a_step_once_more_and_keeps_one_row(flags, counts, tmp
     assert [row["step"] for row in rows(tmp_path / "run", validation=True)] == [2, 3]
 
 
+OVERFLOWS = (
+    HOOK
+    + """    modifies_gradients = True
+    def __init__(self, context): self.params = context.params
+    def before_backward(self, losses, sources, scale=1.0): self.calls = getattr(self, "calls", 0) + 1
+    def after_backward(self, last=True):
+        if self.calls <= 2:
+            for p in self.params: p.grad.mul_(float("inf"))
+    def before_step(self, step, finite=None, norms=None): return {"mine/norm": norms.sum()}
+    def should_run(self, step, asked=False, final=False): return step == 0
+    def run(self, step, epoch, unet, ema=None, final=False): return {"mine/measured": step}
+"""
+)
+
+
+def test_a_skipped_update_measures_nothing_again_and_logs_no_scalars(flags, tmp_path):
+    (tmp_path / "mine.py").write_text(OVERFLOWS)
+    assert main(flags(max_train_steps=2, log_every=2, hooks=f"{tmp_path}/mine.py:Mine")) == 0
+    (row,) = rows(tmp_path / "run")
+    assert row["skipped"] == 1 and row["mine/norm"] is not None
+    assert len(rows(tmp_path / "run", validation=True)) == 1
+
+
 def test_a_resume_takes_up_the_hook_and_refuses_a_changed_file(flags, counts, tmp_path, capsys):
     assert main(flags(max_train_steps=2, hooks=counts)) == 0
     again = flags(max_train_steps=3, hooks=counts, resume_from_checkpoint="latest")

@@ -76,7 +76,7 @@ class Hook:
     ) -> dict[str, Tensor] | None:
         """The gradient of update number `step` is whole and unscaled. `finite` () says whether it
         may be applied; `norms` (T,) are of its tensors. Returns scalars of this step, which the log
-        averages, or None."""
+        averages over the steps that were applied, or None."""
         return None
 
     def after_step(self, step: int, skipped: bool = False) -> None:
