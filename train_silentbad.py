@@ -187,18 +187,17 @@ def update(run: Run) -> bool:
     if limit and (modified or not size < limit - 1e-5):
         optimizers.clip(params, limit, None if modified else norm)
 
-    with state.update_under_way():
-        # the scaler must see an overflow to lower its scale
-        if finite or run.accelerator.scaler is not None:
-            optimizer.step()
-        skipped = not finite or run.accelerator.optimizer_step_was_skipped
-        optimizer.zero_grad(set_to_none=True)
-        hooks.after_step(state.step + (not skipped), skipped)
-        if skipped:
-            state.skip()
-            return False
-        state.advance()
-        run.meters.add(scalars | {"grad_norm": norm})
+    # the scaler must see an overflow to lower its scale
+    if finite or run.accelerator.scaler is not None:
+        optimizer.step()
+    skipped = not finite or run.accelerator.optimizer_step_was_skipped
+    optimizer.zero_grad(set_to_none=True)
+    hooks.after_step(state.step + (not skipped), skipped)
+    if skipped:
+        state.skip()
+        return False
+    state.advance()
+    run.meters.add(scalars | {"grad_norm": norm})
     return True
 
 
@@ -252,9 +251,11 @@ def steps(run: Run, requests: Requests) -> int:
                 batches.append(batch)
                 with accelerator.accumulate(run.model), run.timers.of("forward"):
                     losses.append(micro_step(run, batch, micro))
-            run.memory.count_rehearsals([united for batch in batches for united in batch["united"]])
-
-            if not update(run):
+            with state.update_under_way():
+                united = [joined for batch in batches for joined in batch["united"]]
+                run.memory.count_rehearsals(united)
+                updated = update(run)
+            if not updated:
                 if state.skipped_in_row >= config.max_nonfinite_steps:
                     raise UserError(not_finite(run, batches))
                 continue

@@ -13,6 +13,7 @@ from gradient_control import check_config, combine
 from silentbad.errors import UserError
 from silentbad.loop import hooks
 from silentbad.loop.hooks import Hook, Hooks
+from silentbad.saving import checkpoint
 from silentbad.settings.control import GradientControlConfig
 from tests.toy import stats_of
 from tests.training import rows, same, step_once, weights
@@ -143,6 +144,19 @@ def test_a_skipped_update_measures_nothing_again_and_logs_no_scalars(flags, tmp_
     (row,) = rows(tmp_path / "run")
     assert row["skipped"] == 1 and row["mine/norm"] is not None
     assert len(rows(tmp_path / "run", validation=True)) == 1
+
+
+def test_a_hook_that_fails_in_an_update_leaves_no_half_of_it(flags, tmp_path):
+    """Rates are multiplied and statistics counted by then: a checkpoint of that moment would keep both."""
+    fails = "    def before_step(self, step, finite=None, norms=None):\n        if step == 5: raise KeyError(step)\n"
+    (tmp_path / "mine.py").write_text(HOOK + "    def __init__(self, context): pass\n" + fails)
+    soon = {"gradient_control.name": "mean_abs", "gradient_control.warmup": 0, "gradient_control.refresh": 1}
+    with pytest.raises(KeyError):
+        main(flags(checkpointing_steps=2, hooks=f"{tmp_path}/mine.py:Mine", **soon))
+    saved = [checkpoint.read_state(folder / "state.pt") for folder in (tmp_path / "run/checkpoints").iterdir()]
+    assert saved
+    for state in saved:
+        assert {group["lr"] for group in state["optimizer"]["param_groups"]} == {1e-3}
 
 
 def test_a_resume_takes_up_the_hook_and_refuses_a_changed_file(flags, counts, tmp_path, capsys):

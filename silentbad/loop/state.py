@@ -93,7 +93,8 @@ class TrainState:
 
     @contextmanager
     def update_under_way(self) -> Iterator[None]:
-        """Weights are being changed: where an exception strikes, nothing can be saved."""
+        """Rates, statistics and weights are being changed: where an exception strikes, nothing can
+        be saved."""
         self.updating = True
         yield
         self.updating = False
