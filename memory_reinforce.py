@@ -173,9 +173,9 @@ def check(config: MemoryConfig) -> None:
     check_memory(config, {**REGISTRIES, **named})
     check_part(memory=config)
     # The functions judge their own values, such as how two options add up.
-    timesteps = config.timesteps
+    for policy in (config.timesteps, *policies(config).values()):
+        TIMESTEPS[policy.name](np.geomspace(1e3, 1e-3, 100), 0.0, None, **policy.options)
     region = config.region
-    TIMESTEPS[timesteps.name](np.geomspace(1e3, 1e-3, 100), 0.0, None, **timesteps.options)
     blank = torch.ones(1, 1, 1, 1)
     REGION[region.name](blank, torch.tensor([True]), blank, (1, 1), **region.options)
 

@@ -51,11 +51,13 @@ def draw_timesteps(
 
 
 def mixed(q: np.ndarray, uniform: float) -> np.ndarray:
-    """(1 - uniform) * q normalised + uniform / T."""
-    if not 0.3 <= uniform <= 1:
+    """(1 - uniform) * q normalised + uniform / T; uniform where q (T,) is zero everywhere. Raises
+    UserError where `uniform` is below 0.3."""
+    if not 0.3 - 1e-9 <= uniform <= 1:  # 1 - 0.55 - 0.15 is a little less than 0.3
         raise UserError(
             f"memory.timesteps: the uniform share is {uniform:g}; it must lie in [0.3, 1]"
         )
+    q = q if q.any() else np.ones(len(q))
     return (1 - uniform) * q / q.sum() + uniform / len(q)
 
 

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from memory_reinforce import TIMESTEPS
+from memory_reinforce import TIMESTEPS, check
 from silentbad.data import draws
 from silentbad.data.elements import DataInfo, sources_of
+from silentbad.errors import UserError
 from silentbad.settings import memory as roles
 from tests.conftest import write_data
 from tests.folders import records
@@ -87,6 +88,11 @@ def test_a_role_has_its_own_timesteps_and_weight():
     p = TIMESTEPS["snr_mixture"](mixed.snr_numpy, 0.0, None)
     assert np.allclose(v[::2].numpy(), 1 / (len(p) * p[u[::2].numpy()]), rtol=1e-5)
     assert mixed.role_weights == {"element": 3.0, "rehearsal": 1.0, "clean": 1.0}
+
+
+def test_the_density_of_a_role_is_judged_before_weights_load():
+    with pytest.raises(UserError, match="memory.timesteps: the uniform share is 0.05"):
+        check(config(clean={"timesteps": roles.Part("snr_mixture", {"middle": 0.8})}))
 
 
 @pytest.mark.parametrize(

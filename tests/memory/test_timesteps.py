@@ -49,6 +49,13 @@ def test_draws_are_stratified_and_do_not_depend_on_the_sharding():
         assert all(torch.equal(s, t[[i, i + 4]]) for i, s in enumerate(split))
 
 
+def test_a_density_without_a_shape_is_uniform_and_the_floor_is_reached_in_floats():
+    """Shares such as 0.55 and 0.15 leave a little less than 0.3; the first draw of a curriculum from 0 has no edge."""
+    for p in (density("snr_mixture", middle=0.0, high=0.0), density("curriculum", progress=0.0, start=0.0)):
+        assert np.allclose(p, 1 / T)
+    assert density("snr_mixture", middle=0.55, high=0.15).sum() == pytest.approx(1)
+
+
 def test_logit_normal_and_mode_match_diffusers():
     for name, scheme, options, kw in (
         ("logit_normal", "logit_normal", {"mean": 0.4, "std": 0.8}, {"logit_mean": 0.4, "logit_std": 0.8}),
