@@ -375,11 +375,10 @@ class Memory(Hook):
 
     def after_step(self, step: int, skipped: bool = False) -> None:
         """Probe what the budget allows, pass the timestep statistics on."""
-        if skipped:
-            return
-        self.phrases.after_step(step, self.access.predict, self.scheduler)
+        if not skipped:
+            self.phrases.after_step(step, self.access.predict, self.scheduler)
         if self.errors is not None:
-            self.errors.after_step(step)
+            self.errors.after_step(step, skipped)
 
     # ---- records
     def meters(self) -> dict[str, Any]:

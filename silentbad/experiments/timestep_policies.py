@@ -64,9 +64,12 @@ class ErrorByTimestep:
         values = torch.stack([error.float().square(), torch.ones_like(error, dtype=torch.float32)])
         self.step.index_add_(1, t * BINS // self.T, values)
 
-    def after_step(self, step: int) -> None:
-        self.sums = self.sums.to(self.step.device) + self.reduce(self.step)
-        self.step = torch.zeros_like(self.step)
+    def after_step(self, step: int, skipped: bool = False) -> None:
+        observed = self.step
+        self.step = torch.zeros_like(observed)
+        if skipped:
+            return
+        self.sums = self.sums.to(observed.device) + self.reduce(observed)
         if step % self.every:
             return
         if (sums := self.mail.receive()) is not None:

@@ -11,7 +11,7 @@ import memory_reinforce as mr
 from silentbad.errors import UserError
 from silentbad.experiments import timestep_policies as timesteps
 from silentbad.memory.timesteps import SEQUENCES
-from tests.world import SNR, SNR_ZERO, T, density
+from tests.world import SNR, SNR_ZERO, T, Trainer, config, density
 
 
 @pytest.mark.parametrize("snr", [SNR, SNR_ZERO], ids=["sd", "zero_terminal"])
@@ -104,6 +104,13 @@ def test_learning_progress_follows_what_is_left_to_learn():
     for e in (errors, again):
         e.after_step(4)
     assert np.array_equal(errors.relative(), again.relative())
+
+
+def test_a_skipped_step_tells_nothing_of_its_errors():
+    memory = Trainer(config(timesteps="learning_progress")).memory
+    memory.errors.observe(torch.tensor([5]), torch.tensor([torch.inf]))
+    memory.after_step(0, skipped=True)
+    assert not memory.errors.step.any() and not memory.errors.sums.any()
 
 
 @pytest.mark.parametrize("sequence", sorted(SEQUENCES))
