@@ -95,7 +95,7 @@ CHINESE = {
     "update, bf16": "更新，bf16",
     "`up*`, bf16": "`up*`，bf16",
     "a picture": "一张图",
-    "batch of equal cost": "开销相等的批次",
+    "batch of equal cost": "开销相等的批大小",
     "optimizer": "优化器",
     "by": "按",
     "parts": "部分数",
