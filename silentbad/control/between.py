@@ -34,11 +34,14 @@ class SourceWeights(Hook):
     def level(self, source: str) -> float:
         """w_s now: on its way down within `ramp` updates, and up again after `release`."""
         c = self.config
-        slope = max(c.ramp, 1)
-        share = min(1.0, self.updates / slope) if c.ramp else 1.0
-        if c.release is not None:
-            share = min(share, max(0.0, 1 - (self.updates - c.release) / slope))
+        share = self._ramped(self.updates)
+        if c.release is not None and self.updates >= c.release:
+            share = min(share, 1 - self._ramped(self.updates - c.release))
         return c.levels.get(source, 1.0) ** share
+
+    def _ramped(self, updates: int) -> float:
+        """The share in [0, 1] of a ramp that so many updates have covered."""
+        return min(1.0, updates / self.config.ramp) if self.config.ramp else 1.0
 
     def weight_losses(self, losses: Tensor, sources: list[str]) -> Tensor:
         """losses (B,) of B `sources`, each times its level."""

@@ -188,6 +188,15 @@ def test_level_falls_and_is_released():
     assert between.level("element") == 1
 
 
+def test_a_level_without_a_ramp_is_released_at_once():
+    between = Controller(Toy(), settings("uniform", levels={"clean": 0.01}, release=3)).source_weights
+    seen = []
+    for _ in range(5):
+        seen.append(between.level("clean"))
+        between.after_step(0)
+    assert seen == [0.01] * 3 + [1.0] * 2
+
+
 def test_a_skipped_or_infinite_step_changes_nothing():
     model = Toy()
     control, optimizer = controlled(model, settings("contrast"))
