@@ -86,6 +86,21 @@ def test_why_adjust_gradient_scale_was_replaced():
     assert max(change) > 0.2
 
 
+def test_a_layer_with_small_gradients_stops():
+    """Its share of the sum brings them under Adam's eps, where no other scale of its own would matter."""
+    gradients = [torch.ones(4), torch.full((4,), 1e-6)]
+    scales = torch.ones(2)
+    for _ in range(300):
+        scales = adjust_gradient_scale(None, scales, gradients)
+    moved = []
+    for scale in (1.0, scales[1]):
+        weight = nn.Parameter(torch.zeros(4))
+        weight.grad = scale * gradients[1]
+        torch.optim.AdamW([weight], lr=1.0).step()
+        moved.append(float(weight.detach().abs().max()))
+    assert moved[0] > 0.9 and moved[1] < 1e-3
+
+
 def test_gradient_mode_scales_once_per_optimizer_step(caplog):
     model = Toy()
     control, optimizer = controlled(model, config("mean_abs", apply="gradient"))
