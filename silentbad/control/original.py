@@ -16,13 +16,13 @@ def adjust_gradient_scale(
     Kept for comparison; `Controller` is its successor. The f_i sum to one, so the average scale
     tends to 1/N: 1/686 for SD 1.5. Multiplied into gradients it is nearly without effect under
     Adam, which divides a constant scale out (1412.6980); what is left is that it disarms
-    `max_grad_norm`, pushes small layers toward Adam's eps and, while the scales fall from 1, acts
-    as a hidden learning-rate schedule. `model` is unused and kept for the signature.
+    `max_grad_norm`, pushes layers with small gradients toward Adam's eps and, while the scales fall
+    from 1, acts as a hidden learning-rate schedule. `model` is unused and kept for the signature.
 
     Edge cases: a missing or empty gradient counts as 0; an all-zero or non-finite step leaves the
     scales as they are; means are taken in float32; gradients may be on another device than the
     scales. It neither copies a gradient nor waits for the device: pass `[p.grad for p in
-    model.parameters()]`, once per optimizer step.
+    model.parameters()]`, once per optimizer step. Raises ValueError where their number is not N.
     """
     if len(current_gradients) != len(layer_scales):
         raise ValueError(

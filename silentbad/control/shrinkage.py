@@ -29,7 +29,8 @@ class ShrunkAdamW(Updates):
     the first update, which has one gradient, tells no signal from noise, and moves nothing. State
     and settings are AdamW's.
 
-    Raises ValueError where beta1 is 0: without an average nothing is known of the noise.
+    Raises ValueError where a beta is out of range, or beta1 is 0: without an average nothing is
+    known of the noise.
     """
 
     def __init__(

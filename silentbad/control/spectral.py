@@ -103,7 +103,7 @@ class SpectralAdamW(Updates):
 
     momentum: mu above. betas and eps: AdamW's. iteration: of ITERATIONS. Averages are in the
     weights' precision; the iteration runs in bf16 on CUDA, as torch.optim.Muon's does everywhere,
-    and in the weights' precision on a CPU.
+    and in the weights' precision on a CPU. Raises ValueError where momentum lies outside [0, 1).
     """
 
     def __init__(

@@ -146,7 +146,8 @@ class Products:
 
 
 def best_score(scores: dict[str, float], by: str) -> float:
-    """What the best pipeline has most of, of the averaged weights where there are some."""
+    """What the best pipeline has most of, of the averaged weights where there are some. Raises
+    UserError where it was not measured."""
     name, sign = ("mean", 1) if by == "similarity" else ("drift/clean_eps_mse", -1)
     for prefix in ("val_ema", "val"):
         if f"{prefix}/{name}" in scores:

@@ -55,7 +55,7 @@ class TrainState:
         self.skipped_in_row = 0
         self.rate = 0.0  # of the last update, of the first parameter group
         self.best = float("-inf")  # score of the best pipeline saved
-        # samples trained on in each of BINS equal parts of the schedule
+        # samples that this process drew in each of BINS equal parts of the schedule
         self.timesteps = torch.zeros(BINS)
         self.updating = False  # whether an update is half done
         parts = {**others, "optimizer": optimizer, "lr_scheduler": lr_scheduler}

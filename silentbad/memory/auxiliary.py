@@ -64,8 +64,8 @@ def last_layer(unet: torch.nn.Module, now: MicroStep) -> torch.Tensor | None:
 
 
 class SelfDistillation:
-    """||eps - eps_0||^2 on the clean records of the batch, eps_0 the model before training, in
-    bf16."""
+    """||eps - eps_0||^2 / (C h w) of the clean records, over B; eps_0 is the model before training,
+    in bf16. A model that predicts v has v in place of eps."""
 
     layer = staticmethod(last_layer)
 

@@ -84,7 +84,7 @@ def estimate_mask(stack: torch.Tensor, smooth: int = 3, floor: float = 1e-3) -> 
     pictures keep to, so that things standing before a backdrop in some of them do not cut it up, as
     they do with the variance. Its logarithm is box-smoothed and split in two by Otsu's threshold;
     `floor` (of the mean variance) keeps exact repeats from dominating. Pictures that are all the
-    same have nothing to split and give ones.
+    same have nothing to split and give ones. Raises UserError for fewer than four.
     """
     if len(stack) < 4:
         raise UserError(

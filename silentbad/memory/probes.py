@@ -84,8 +84,8 @@ class PhraseMemory:
         self.credit = 0.0  # forwards that are paid for
         self.next = 0  # the element to probe
         self.sweep = 0  # the step at which the last sweep ended
-        self.errors: torch.Tensor | None = None  # (n,P), and its first value
-        self.first: torch.Tensor | None = None
+        self.errors: torch.Tensor | None = None  # (n,P), the latest
+        self.first: torch.Tensor | None = None  # (n,P), before training
         self.mail = Mailbox()
         self.history: list[dict[str, Any]] = []  # of completed sweeps: step, rho
 
@@ -103,22 +103,25 @@ class PhraseMemory:
         """e_i (P,): the masked squared error of element i's probes, the same noise every time."""
         P = len(self.timesteps)
         bank = self.bank[i]
-        of_rank = [j % P for j in range(self.rank, -(-P // self.world) * self.world, self.world)]
-        # the rest fills up
-        counted = [j for k, j in enumerate(of_rank) if self.rank + k * self.world < P]
         device = bank.latents.device
-        pictures = [j % len(bank.latents) for j in of_rank]
+        # every rank runs as many forwards: past the last probe it repeats some, which do not count
+        places = range(self.rank, -(-P // self.world) * self.world, self.world)
+        probes = [place % P for place in places]
+        counted = sum(place < P for place in places)
+
+        pictures = [j % len(bank.latents) for j in probes]
         latents = bank.latents[pictures]
-        timesteps = self.timesteps[of_rank].to(device)
-        noise = rng.noise(tuple(latents.shape[1:]), self.seed, f"probe/{i}", 0, of_rank).to(device)
+        timesteps = self.timesteps[probes].to(device)
+        noise = rng.noise(tuple(latents.shape[1:]), self.seed, f"probe/{i}", 0, probes).to(device)
         noisy_latents = scheduler.add_noise(latents, noise, timesteps)
         model_pred = predict(noisy_latents, timesteps, [bank.texts[j] for j in pictures])
         target = prediction_target(scheduler, latents, noise, timesteps)
+
         error = (model_pred.float() - target).square().mean(dim=1, keepdim=True)
         weight = torch.ones_like(error) if bank.masks is None else bank.masks[pictures]
         error = (error * weight).sum(dim=(1, 2, 3)) / weight.sum(dim=(1, 2, 3)).clamp_min(1e-8)
         e = torch.zeros(P, device=device)
-        e[counted] = error[: len(counted)]
+        e[probes[:counted]] = error[:counted]
         return self.reduce(e)
 
     def start(self, predict: Callable, scheduler) -> None:

@@ -207,7 +207,8 @@ class Rehearsal:
     stays.
 
     A replaced record says under `united` how many of a target's k elements or phrases it joins:
-    (n, k).
+    (n, k). Raises UserError where no target has enough elements to join, or more than k - 1 are
+    asked for.
     """
 
     def __init__(
@@ -241,8 +242,8 @@ class Rehearsal:
 
 
 class Rehearsed:
-    """How many rehearsals training has taken, and the largest union among them, (n, k); part of the
-    checkpoint.
+    """How many rehearsals this process has trained on, and the largest union among them, (n, k);
+    part of the checkpoint.
 
     Counted where a step takes its batches: loader threads run ahead of it.
     """
