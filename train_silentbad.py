@@ -97,7 +97,7 @@ def part_step(
     run: Run, share: float, batch: dict[str, Any], micro: int, *, last: bool
 ) -> torch.Tensor:
     """Forward and backward of a `share` of a micro-batch; returns its part of the loss. Nothing
-    here waits for the device."""
+    here waits for the device but, in fp16, the reading of the loss scale."""
     config = run.config
     hooks = run.hooks
     memory = run.memory

@@ -26,8 +26,9 @@ class Sample:
     """Fixed coordinates of every tensor, at most `per_tensor` each, read without copying the
     tensors.
 
-    The stride of a tensor is coprime to its size, so no row or column of a matrix is missed by
-    design.
+    The stride of a tensor is coprime to its size, so no column of a matrix is missed by design. Its
+    last rows are, where the stride is rounded down: of 1280x1280 weights, 8192 sampled, 1 in 200,
+    of 320x320 1 in 8, of a tensor of a few times that size up to 9 in 10.
     """
 
     def __init__(
