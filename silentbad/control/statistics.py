@@ -5,6 +5,7 @@ Everything stays on the device; nothing here waits for it. Symbols as in `gradie
 """
 
 import functools
+import itertools
 import math
 import random
 from collections.abc import Iterable, Sequence
@@ -26,9 +27,8 @@ class Sample:
     """Fixed coordinates of every tensor, at most `per_tensor` each, read without copying the
     tensors.
 
-    The stride of a tensor is coprime to its size, so no column of a matrix is missed by design. Its
-    last rows are, where the stride is rounded down: of 1280x1280 weights, 8192 sampled, 1 in 200,
-    of 320x320 1 in 8, of a tensor of a few times that size up to 9 in 10.
+    They lie one stride apart from a tensor's first coordinate to its end. The stride is coprime to
+    its size, so no row or column of a matrix is missed by design.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class Sample:
     ):
         self.params = [p for group in group_params for p in group]
         numel = [p.numel() for p in self.params]
-        self.count = [min(n, per_tensor) for n in numel]
-        self.stride = [_coprime(n // k, n) for n, k in zip(numel, self.count, strict=True)]
+        self.stride = [_coprime(-(-n // per_tensor), n) for n in numel]
+        self.count = [-(-n // stride) for n, stride in zip(numel, self.stride, strict=True)]
         rows = [-(-k // WIDTH) for k in self.count]
         self.rows = sum(rows)
         # index (T,R): rows of each tensor; past its end, the row of zeros that per_group appends
@@ -100,7 +100,8 @@ def _wide(device: torch.device) -> torch.dtype:
 
 
 def _coprime(stride: int, size: int) -> int:
-    return next(s for s in range(max(stride, 1), 0, -1) if math.gcd(s, size) == 1)
+    """The least number from `stride` on that shares no factor with `size`."""
+    return next(s for s in itertools.count(stride) if math.gcd(s, size) == 1)
 
 
 def _strided(tensor: Any, count: int, stride: int) -> Tensor:

@@ -100,6 +100,16 @@ def test_sampled_norms_estimate_the_whole_and_cover_all_columns():
     assert sample.read([g]).numel() <= 8192 + 128
 
 
+@pytest.mark.parametrize("shape", [(320, 320), (1280, 1280), (64, 64, 3, 3), (100, 100), (8193,)])
+def test_sampled_coordinates_reach_from_the_first_to_the_last_part_of_a_tensor(shape):
+    """A tenth of the tensor at a time: a stride rounded down would spend all coordinates before the end."""
+    place = torch.arange(math.prod(shape)).view(shape)
+    sample = Sample([[nn.Parameter(torch.zeros(shape))]], 8192, torch.device("cpu"))
+    read = sample.read([place.float()]).flatten()[: sample.count[0]]
+    tenths = (read / place.numel() * 10).long().bincount(minlength=10)
+    assert sample.count[0] <= 8192 and tenths.max() - tenths.min() <= 1
+
+
 def test_the_same_coordinates_are_read_in_any_memory_format():
     g = torch.randn(8, 6, 3, 3)
     sample = Sample([[nn.Parameter(g.clone())]], 50, torch.device("cpu"))
