@@ -229,12 +229,14 @@ def steps(run: Run, requests: Requests) -> int:
         unit="step",
         disable=not accelerator.is_local_main_process,
     )
+    measured = None  # the last step at which something was
     with requests, run.checkpoints.rescue(run.loader), bar:
         while state.step < state.total:
             sheet_due = run.sheet is not None and run.sheet.should_run(state.step)
             hook_due = any(hook.should_run(state.step) for hook in run.hooks)
             # after a skipped update the weights are those that were measured
-            if (sheet_due or hook_due) and not state.skipped_in_row:
+            if (sheet_due or hook_due) and state.step != measured:
+                measured = state.step
                 with bar.paused("measuring" if state.step else "measuring the base model"):
                     validate(run)
             points = config.validation.settled_after
