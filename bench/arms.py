@@ -147,6 +147,7 @@ CHEAPER = {
     "gradient_control.spectral_except": '["time", "proj"]',
     "optimizer_options": '{"iteration": "polar_express"}',
 }
+LONGER = {"lr_scheduler": "polynomial", "lr_power": "2"}
 DECODER = layers("up*")
 # adapters of as many parameters as the decoder has (1.03 times)
 ADAPTERS = {"lora.rank": "64", "lora.targets": '["attn", "xattn", "ff", "resnet"]'}
@@ -165,7 +166,7 @@ PUBLISHED: dict[str, Flags] = {
     "equalise": between("equalise"),
     "replay": REPLAY,
     "recommended": {**STRONG, **SPECTRAL},
-    "recommended_long": {**STRONG, **SPECTRAL, "lr_scheduler": "polynomial", "lr_power": "2"},
+    "recommended_long": {**STRONG, **SPECTRAL, **LONGER},
     "recommended_leak_free": {**WARM, **LEAK_FREE_STRONG, **SPECTRAL},  # no picture of two elements
     "recommended_adamw": {**WARM, **PAIRWISE, **LEAK_FREE_STRONG},  # those of targets 2000-2011
     "recommended_leak_free_adamw": {**WARM, **LEAK_FREE_STRONG},
@@ -175,7 +176,7 @@ PUBLISHED: dict[str, Flags] = {
     "recommended_cheaper": {**STRONG, **SPECTRAL, **CHEAPER},  # bench/spectral.py
     # `recommended` where some of the layers train (bench/layers.py)
     "decoder": {**STRONG, **SPECTRAL, **DECODER},
-    "decoder_long": {**STRONG, **SPECTRAL, "lr_scheduler": "polynomial", "lr_power": "2", **DECODER},
+    "decoder_long": {**STRONG, **SPECTRAL, **LONGER, **DECODER},
     "decoder_resnets": {**STRONG, **SPECTRAL, **layers("up*.resnet")},
     "up1": {**STRONG, **SPECTRAL, **layers("up1")},
     "all_but_decoder": {**STRONG, **SPECTRAL, **layers("stem", "down*", "mid")},
@@ -210,13 +211,8 @@ PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
     "clean_weight_warm": (16.0, 1500, 125),
     "plain": (8.0, 1500, 250),
 }
-LATER = (
-    "recommended_long",
-    "decoder_long",
-    "recommended_cheaper",
-    "up1",
-    *LAYERS,
-)  # reported on targets of their own alone
+# reported on targets of their own alone
+LATER = ("recommended_long", "decoder_long", "recommended_cheaper", "up1", *LAYERS)
 
 # The learning rate each arm is reported at, in units of 1e-4 (research/protocol.md says what it was chosen by).
 RATES: dict[str, float] = dict.fromkeys(ARMS, 8.0)

@@ -31,16 +31,18 @@ MEMORY = RESULTS.with_name("many-memory.jsonl")
 ARM = "recommended"
 CONTROL = "recommended_long"  # with phrases as they come
 AT_ONCE = (
-    *("targets at once", "arm", "steps", "half of the images or more", "strict rate"),
-    *(
-        "elements of one target's phrase (of)",
-        "of a shared phrase",
-        "backdrops",
-        "things",
-        "drift",
-        "minutes",
-        "peak MiB",
-    ),
+    "targets at once",
+    "arm",
+    "steps",
+    "half of the images or more",
+    "strict rate",
+    "elements of one target's phrase (of)",
+    "of a shared phrase",
+    "backdrops",
+    "things",
+    "drift",
+    "minutes",
+    "peak MiB",
 )
 
 
@@ -126,9 +128,9 @@ def at_once(read: Read) -> str:
         name = f"`{arm}`" + ", phrases of one target each" * unique
         parts = [f"{mean(own):.2f} ({len(own)})" if own else "" for own in passed.values()]
         drift = f"{last[0]['drift'] - base['drift']:.4f}"
-        seconds = f"{last[0]['seconds'] / 60:.0f}"
+        minutes = f"{last[0]['seconds'] / 60:.0f}"
         peak = f"{last[0]['peak_mib']:.0f}" if "peak_mib" in last[0] else ""  # earlier rows have none
-        lines.append([str(len(last)), name, str(steps), halves(rates), interval(rates), *parts, drift, seconds, peak])
+        lines.append([str(len(last)), name, str(steps), halves(rates), interval(rates), *parts, drift, minutes, peak])
     return markdown(AT_ONCE, lines)
 
 
