@@ -76,6 +76,12 @@ class Records:
         """Some of these records, in this order; `key` is their own."""
         return Records(self.table, self.name, key, self.numbers[rows])
 
+    def joined(self, others: "Records") -> "Records":
+        """These records, and others behind them."""
+        table = datasets.concatenate_datasets([self.table, others.table])
+        rows = np.concatenate([self.numbers, len(self.table) + others.numbers])
+        return Records(table, self.name, f"{self.key}-and-{others.key}", rows)
+
     def column(self, name: str) -> pa.ChunkedArray:
         """A column as Arrow holds it: mapped, or a copy of the chosen rows."""
         whole = self.table.data.column(name)

@@ -167,6 +167,9 @@ class Subject:
                 "clean loss is not measured: guard drop left out records before some were held out"
             )
             return []
+        if config.prior_preservation.num_images:
+            warn("clean loss is not measured: the run held out pictures that its base drew too")
+            return []
         records = load_records(config)
         if config.withhold:
             records = records.without(config.withhold)

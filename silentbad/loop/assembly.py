@@ -24,6 +24,7 @@ from silentbad.loop.hooks import Hook, HookContext, Hooks, OwnHooks, hook_classe
 from silentbad.loop.inputs import Inputs, load_inputs, shown, with_masks
 from silentbad.loop.log import Log
 from silentbad.loop.meters import Meters, Timers
+from silentbad.loop.prior import Prior
 from silentbad.loop.products import Products
 from silentbad.loop.resume import Checkpoints
 from silentbad.loop.state import TrainState
@@ -51,6 +52,7 @@ class Run:
     accelerator: Accelerator
     folder: RunFolder
     records: Records
+    prior: Prior | None  # the base's own pictures, which are among the records
     parts: pipeline.Components
     encoder: Encoder
     model: Any  # what trains, as accelerate prepared it
@@ -271,6 +273,7 @@ def build(
         accelerator=accelerator,
         folder=folder,
         records=inputs.records,
+        prior=inputs.prior,
         parts=parts,
         encoder=encoder,
         model=model,

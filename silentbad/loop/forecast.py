@@ -93,6 +93,12 @@ class Forecast:
             nulls = f", {self.nulls} of them nulls" * bool(self.nulls)
             what = f"{images} images of {steps} steps{nulls}, timed one at a time"
             lines.insert(3, f"  drawing  about {about}: {what}")
+        prior = self.run.prior
+        if prior is not None and prior.missing:
+            seconds = prior.missing * prior.seconds / self.run.accelerator.num_processes
+            lines.insert(
+                2, f"  prior    about {_time(seconds)}: {prior.missing} pictures by the base"
+            )
         return "\n".join(lines)
 
     def draws(self) -> bool:

@@ -1,4 +1,5 @@
-"""The data of a run, checked against the tokenizer and the targets before any weights load."""
+"""The data of a run, checked against the tokenizer and the targets before any weights load, and
+the base's own pictures."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from silentbad.data.targets import Target, check_prompts, load_targets
 from silentbad.errors import UserError, brief, warn
 from silentbad.guard.guards import Guards
 from silentbad.loop import checks
+from silentbad.loop.prior import Prior, draw_prior, read_prompts
 from silentbad.measure.nearest import Shown
 from silentbad.measure.prompts import load_prompts
 from silentbad.measure.sheet import Prompt
@@ -37,6 +39,7 @@ class Inputs:
     guards: Guards
     records: Records
     held_out: Records | None
+    prior: Prior | None  # the base's own pictures, which are among the records
     targets: list[Target]
     info: DataInfo
 
@@ -56,6 +59,8 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
         check_window(prompt, tokenizer, f"validation_prompts: {brief(prompt)}")
     targets = load_targets(validation.targets) if validation.targets else []
     load_redraws(validation.targets, targets, decode=True)
+    own = config.prior_preservation
+    own_prompts = read_prompts(own.prompts, tokenizer) if own.num_images else []
 
     # Records; one process builds their table
     guards = Guards(config.guard)
@@ -72,6 +77,15 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
     check_prompts(targets, tokenizer, validation.unrelated)
     for line in records.check_captions(tokenizer):
         warn(f"{line}; its end is cut off")
+
+    # The base's own pictures, once the other data is known to be right
+    prior = None
+    if own.num_images:
+        prior = draw_prior(config, own_prompts, schedule, tokenizer, accelerator)
+        if not config.allow_target_images:
+            prior.records.refuse_targets(targets)
+        records = records.joined(prior.records)
+
     to_train_on, held_out = records.hold_out(
         config.held_out_clean, config.held_out_elements, config.seed
     )
@@ -81,7 +95,8 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
             "tenth of the clean records is taken at most, or best_by to similarity"
         )
     rest = f"; held out: {held_out.census()}" if held_out else ""
-    accelerator.print(f"data: {to_train_on.census()}{rest}")
+    by_base = f"; the base drew {own.num_images} of these" if prior else ""
+    accelerator.print(f"data: {to_train_on.census()}{rest}{by_base}")
     columns = (to_train_on.role, to_train_on.target_id, to_train_on.element_id, to_train_on.phrases)
     info = DataInfo(*columns)
     checks.check_records(config, info, to_train_on)
@@ -89,7 +104,17 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
         warn(line)
     if guards.suspects is not None and not guards.suspects.rows:
         warn(f"guard.scan: {guards.suspects.file} names no suspect; nothing is guarded")
-    return Inputs(schedule, tokenizer, prompts, guards, to_train_on, held_out, targets, info)
+    return Inputs(
+        schedule=schedule,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        guards=guards,
+        records=to_train_on,
+        held_out=held_out,
+        prior=prior,
+        targets=targets,
+        info=info,
+    )
 
 
 def shown(records: Records, transform: Transform, seed: int, count: int) -> Iterator[Shown]:

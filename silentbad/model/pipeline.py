@@ -172,18 +172,23 @@ def tokenizer_of(part: str, kind: Any, source: Source) -> Any:
 
 
 def load_parts(
-    config: TrainConfig, settings: dict[str, Any], tokenizer: Any, precision: str = "no"
+    config: TrainConfig,
+    settings: dict[str, Any],
+    tokenizer: Any,
+    precision: str = "no",
+    *,
+    frozen: bool = False,
 ) -> Components:
     """What trains in fp32, the rest frozen in the run's precision; safetensors only.
 
     The backbone trains, whole or through LoRA, which leaves its own weights frozen; so do the text
-    encoders where asked."""
+    encoders where asked. `frozen`: nothing trains, and no adapters are added."""
     source = Source.of(config)
     index = read_index(source, (*FAMILIES,))
     family = family_in(index)
     half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
     # of weights that train themselves, or carry adapters
-    trained_kind = torch.float32 if config.lora.rank is None else half
+    trained_kind = half if frozen or config.lora.rank is not None else torch.float32
     kinds = {name: half for name in ("vae", *family.encoders)} | {family.backbone: trained_kind}
     if config.train_text_encoder:
         kinds |= dict.fromkeys(family.encoders, trained_kind)
@@ -193,9 +198,15 @@ def load_parts(
     if family.upcasts and vae.config.force_upcast:
         vae.float()
     vae.requires_grad_(False).eval()
+    for module in (backbone, *modules.values()) if frozen else ():
+        module.requires_grad_(False).eval()
     with gate.quietly():  # diffusers mends old settings, at length
         noise_scheduler = family.schedule(settings)
         scheduler = scheduler_of(settings)
+    if frozen:
+        model = Denoiser(backbone, family, noise_scheduler)
+    else:
+        model = make_trainable(config, family, noise_scheduler, backbone, modules)
     parts = Components(
         family=family,
         tokenizers=load_tokenizers(source, index, tokenizer),
@@ -204,7 +215,7 @@ def load_parts(
         backbone=backbone,
         noise_scheduler=noise_scheduler,
         scheduler=scheduler,
-        model=make_trainable(config, family, noise_scheduler, backbone, modules),
+        model=model,
         zero_empty=family.zero_empty(index),
     )
     check_fit(source.path, family, backbone, vae, modules, parts.tokenizers)

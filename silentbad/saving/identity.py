@@ -73,6 +73,7 @@ BY_CONTENT = (
     "train_data_dir",
     "dataset_name",
     "clean_data_dir",
+    "prior_preservation.prompts",
     "validation.targets",
 )
 BUNDLED = "bundled embedder"

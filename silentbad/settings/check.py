@@ -8,7 +8,7 @@ from pathlib import Path
 
 from silentbad import bundled, owned
 from silentbad.errors import UserError, warn
-from silentbad.files import check_folder, check_local
+from silentbad.files import check_file, check_folder, check_local
 from silentbad.settings import user_code
 from silentbad.settings.control import check_control
 from silentbad.settings.guard import check_scan, parse_guards
@@ -68,6 +68,7 @@ def check(config: TrainConfig, sources: dict[str, str]) -> None:
         "dataset_name": config.dataset_name,
         "pretrained_model_name_or_path": config.pretrained_model_name_or_path,
         "sample_prompts": config.sample_prompts,
+        "prior_preservation.prompts": config.prior_preservation.prompts,
         "validation.targets": target_file(validation.targets),
         "validation.embedder_path": validation.embedder_path,
         "validation.clip_path": validation.clip_path,
@@ -133,6 +134,9 @@ def check_inputs(config: TrainConfig) -> None:
     if prompts is not None and not os.path.exists(prompts):
         right = "give one prompt a line, or a .jsonl with prompt, seed, negative"
         raise UserError(f"sample_prompts: no file {prompts}; {right}")
+    if config.prior_preservation.prompts is not None:
+        own_prompts = config.prior_preservation.prompts
+        check_file("prior_preservation.prompts", own_prompts, "it holds one prompt a line")
     if config.guard.scan is not None:
         check_scan(config.guard.scan, "guard.scan")
     if config.validation.targets is not None:

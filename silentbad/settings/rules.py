@@ -250,7 +250,10 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
     "memory.sampler.clean_ratio=0.0": {
         "memory.retention.name=self_distillation": (
             f"{{a_value}} acts on clean records, of which {{b}} 0 shows none; {LEAVE}"
-        )
+        ),
+        "prior_preservation.num_images": (
+            f"draws clean records, of which {{b}} 0 shows none; {LEAVE}"
+        ),
     },
     "random_flip": {
         "memory.region.name=estimated": (

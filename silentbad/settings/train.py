@@ -21,13 +21,14 @@ from silentbad.settings.types import (
     NotNegative,
     Positive,
     Prompt,
+    Seed,
     Side,
     Small,
     flag,
     matching,
     ours,
 )
-from silentbad.settings.validation import ValidationConfig
+from silentbad.settings.validation import Lengths, ValidationConfig
 
 KOHYA = "sd-scripts"
 Suffix = Annotated[str, matching(r"[\w.-]+", "letters, digits, '.', '_' and '-'")]
@@ -92,6 +93,29 @@ class LoraSettings:
     )
 
 
+def of_prior(default: Any, help: str) -> Any:
+    """An option of the base's own pictures."""
+    return ours(default, help, needs="prior_preservation.num_images")
+
+
+@dataclass
+class PriorSettings:
+    """The base's own pictures as clean records (DreamBooth, 2208.12242): nested under
+    --prior_preservation.*"""
+
+    num_images: Natural = ours(
+        0, "pictures that the base draws before training, clean records with their prompts; 0: none"
+    )
+    prompts: Location | None = of_prior(
+        None, "text file of prompts, one a line, drawn in turn; unset: a bundled list"
+    )
+    guidance_scale: Annotated[float, Interval(ge=0, le=1e4)] = of_prior(
+        7.5, "of these pictures; about 2 for the bundled base"
+    )
+    num_inference_steps: Lengths = of_prior(20, "sampling steps of each")
+    seed: Seed = of_prior(0, "of their noise; apart from --seed, so that runs share the pictures")
+
+
 # Flags of other scripts and trainers that are refused: what to use instead.
 SUCCESSORS = {
     "model_card": "use --pretrained_model_name_or_path",
@@ -121,6 +145,17 @@ SUCCESSORS = {
     "instance_prompt": "use --train_data_dir, whose metadata gives each picture its caption",
     "validation_prompt": "use --validation_prompts",
     "optimizer_type": "use --optimizer",
+    **dict.fromkeys(
+        ("with_prior_preservation", "num_class_images"), "use --prior_preservation.num_images"
+    ),
+    "class_prompt": "use --prior_preservation.prompts, a file of prompts, one a line",
+    "prior_loss_weight": "use --memory.roles.clean.loss_weight",
+    "sample_batch_size": "leave it out; a batch of drawn pictures is halved where memory runs out",
+    **dict.fromkeys(
+        ("class_data_dir", "reg_data_dir"),
+        "list its pictures as clean records of --train_data_dir, or let the base draw them: "
+        "--prior_preservation.num_images",
+    ),
 }
 OLDER = {  # names of settings before their present ones
     "memory.retention.unconditional": "memory.roles.clean.caption_dropout",
@@ -194,6 +229,7 @@ class TrainConfig(DataSettings):
         KOHYA,
         needs="token_warmup_step",
     )
+    prior_preservation: PriorSettings = field(default_factory=PriorSettings)
     allow_target_images: bool = ours(False, "let records train that equal a target image")
     cache_mb: Natural = ours(
         1024, "memory for decoded images and for latents and text states not on disk, in MiB"
