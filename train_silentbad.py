@@ -47,6 +47,7 @@ from silentbad.loop.hooks import MicroStep, hook_classes
 from silentbad.loop.lighter import drawing_fits, step_fits, training_fits
 from silentbad.loop.products import best_score
 from silentbad.loop.signals import Interrupted, Requests
+from silentbad.measure.kept import load_judge
 from silentbad.measure.scores import settled
 from silentbad.model import denoiser, diffusion, pipeline
 from silentbad.model.averaging import averaged
@@ -68,6 +69,8 @@ def check_parts(config: Config) -> None:
     """What only the code of the parts, or this machine, can judge."""
     gradient_control.check_config(config.gradient_control)
     hook_classes(config.hooks)
+    if config.validation.targets is not None:
+        load_judge(config.validation)
     memory_reinforce.check(config.memory)
     optimizers.optimizer_class(config)
     check_precision(config.mixed_precision or "no", "mixed_precision")

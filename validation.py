@@ -36,6 +36,7 @@ from silentbad.files import check_writable
 from silentbad.loop.hooks import Hook
 from silentbad.measure.embedders import CLIP, embedder_of
 from silentbad.measure.generation import Sampler
+from silentbad.measure.kept import load_judge, unrelated_prompts
 from silentbad.measure.measure import Measure, null_source
 from silentbad.measure.nearest import Shown
 from silentbad.measure.prompts import on_grid
@@ -70,6 +71,7 @@ from silentbad.measure.samples import (
 from silentbad.measure.scores import kinds, minus_placebo, placebo_run, scalars, summarise
 from silentbad.measure.thresholds import load_redraws
 from silentbad.measure.verdict import verdict_of
+from silentbad.measure.weight_change import Base, base_modules
 from silentbad.model.averaging import averaged, extrapolated
 from silentbad.model.denoiser import backbone_in
 from silentbad.model.pipeline import load_pipeline
@@ -105,6 +107,7 @@ class RecoveryHook(Hook):
         # the pipeline's name in an audit, for the line on images that are not finite
         refuses: str | None = None,
         cache_dir: str | None = None,  # of null pictures; the Hugging Face cache when unset
+        base: Base | None = None,  # the weights before training, where they can be read
     ):
         self.config = config
         self.targets = list(targets)
@@ -136,6 +139,14 @@ class RecoveryHook(Hook):
             training,
             self.output_dir,
             cache_dir,
+            unrelated_prompts(
+                config,
+                self.targets,
+                [record["text"] for record in measured.get("clean", [])],
+                sampler.pipe.tokenizer,
+            ),
+            load_judge(config, sampler.prefix),
+            base,
         )
         self.placebo = None
         if config.placebo is not None:
@@ -197,10 +208,10 @@ class RecoveryHook(Hook):
                     self.accelerator.print(line)
             choice = self.config.weights
             if ema is None or step == 0 or choice != "ema":
-                entry.raw = self._evaluate(step, "raw", full, full or step == 0)
+                entry.raw = self._evaluate(step, "raw", full, final)
             if ema is not None and step > 0 and choice != "raw":
                 with averaged(model, ema):
-                    entry.ema = self._evaluate(step, "ema", full and choice == "ema", full)
+                    entry.ema = self._evaluate(step, "ema", full and choice == "ema", final)
         self.history = [e for e in self.history if e.step < step] + [entry]
         entry.seconds = time.perf_counter() - started
         self.seconds += entry.seconds
@@ -227,11 +238,14 @@ class RecoveryHook(Hook):
         names = ("history", "threshold", "element_threshold", "ranges", "seconds")
         state = {name: encode(getattr(self, name)) for name in names}
         state |= {"elapsed": self.elapsed(), "batch": self.sampler.batch}
+        state["unrelated"] = self.measure.unrelated
         return json.loads(json.dumps(state))  # no numbers of numpy
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up such a state; the targets' features are computed anew."""
         self.sampler.limit(state["batch"])
+        # those that the base's pictures are of
+        self.measure.unrelated = state.get("unrelated", self.measure.unrelated)
         self.seconds = state["seconds"]
         self.born = time.perf_counter() - state["elapsed"]
         self.history = decode(list[Measurement], state["history"])
@@ -239,15 +253,23 @@ class RecoveryHook(Hook):
         self.element_threshold = decode(ElementThreshold | None, state["element_threshold"])
         self.ranges = decode(list[TargetRange], state["ranges"])
 
-    def _evaluate(self, step: int, tag: str, full: bool, drift: bool) -> Scores:
+    def _evaluate(self, step: int, tag: str, full: bool, final: bool) -> Scores:
         """Scores of the weights in place; the best and the median picture are kept."""
         assert self.threshold is not None and self.element_threshold is not None, (
             "calibrated by run"
         )
         first = self.history[0].raw if self.measured(0) else None
         lengths = (first.lengths if first else None) or {}
+        compared = full or final or self.config.keep is not None
         scores, rows = self.measure.evaluate(
-            step, full, drift, self.threshold, self.element_threshold, lengths
+            step,
+            tag,
+            full,
+            step == 0 or compared and self.measured(0),
+            final,
+            self.threshold,
+            self.element_threshold,
+            lengths,
         )
         self._save_samples(step, tag, rows, scores.targets)
         return scores
@@ -332,6 +354,7 @@ class RecoveryHook(Hook):
             precision=self.sampler.precision,
             ranges=self.ranges or None,
             reference=self.measure.reference,
+            unrelated=self.measure.unrelated or None,
         )
         if self.placebo is not None:
             record.placebo = minus_placebo(record, self.placebo, str(self.config.placebo))
@@ -369,6 +392,7 @@ def audit(
     targets = load_targets(str(config.targets))
     redraws = load_redraws(config.targets, targets, decode=True)
     null_source(config, targets, bool(redraws), baseline is not None, "--")
+    load_judge(config, "--")
     accelerator = start()
     claim = owned.claimed(
         output_dir,
@@ -398,6 +422,7 @@ def audit(
             output_dir=output_dir,
             seed=seed,
             refuses=name if baseline is None else f"--baseline {baseline}",
+            base=None if base is None else base_modules(base.components),
         )
         if accelerator.is_main_process:
             owned.mark(Path(output_dir), "audit")

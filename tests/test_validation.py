@@ -190,7 +190,7 @@ def test_grid_of_steps_and_state(tmp_path):
     assert resumed.threshold == hook.threshold and resumed.history == hook.history
     assert not resumed.should_run(50) and resumed.should_run(100)
     scalars = resumed.run(100, 2, pipe.unet, final=True)
-    assert 0 < scalars["val/drift/ssim"] < 1 and scalars["val/drift/clean_eps_mse"] > 0
+    assert 0 < scalars["val/kept/structure"] < 1.5 and scalars["val/drift/clean_eps_mse"] > 0
     assert not any(make_hook(tmp_path, pipe, steps=0).should_run(s) for s in range(1, 10))
     late = make_hook(tmp_path, pipe)
     late.run(10, 1, pipe.unet)  # without the base model's images: failures made from the targets
@@ -246,7 +246,7 @@ def test_clip_scores(tmp_path):
     hook.run(0, 0, tiny_pipeline().unet)
     scores = hook.history[0].raw
     assert -1 <= scores.clip_own <= 1 and scores.clip_own != scores.clip_shuffled
-    assert 0 <= scores.drift["clip_score"] <= 100
+    assert scores.kept.words.by == "CLIP" and 0 <= scores.kept.words.trained <= 100
 
 
 def test_tracker_gets_images(tmp_path):
@@ -299,6 +299,8 @@ def test_two_ranks_give_the_numbers_of_one(tmp_path):
     assert one["threshold"]["value"] == pytest.approx(two["threshold"]["value"], abs=1e-4)
     for a, b in zip(one["history"], two["history"], strict=True):
         assert a["raw"]["drift"] == pytest.approx(b["raw"]["drift"], abs=1e-4)
+        assert a["raw"]["kept"]["change"] == pytest.approx(b["raw"]["kept"]["change"], abs=1e-3)
+        assert a["raw"]["kept"]["rise"] == pytest.approx(b["raw"]["kept"]["rise"], abs=1e-3)
         for name, target in a["raw"]["targets"].items():
             assert target["sims"] == pytest.approx(b["raw"]["targets"][name]["sims"], abs=1e-4)
 

@@ -29,9 +29,11 @@ from silentbad.loop.products import Products
 from silentbad.loop.resume import Checkpoints
 from silentbad.loop.state import TrainState
 from silentbad.measure.prompts import PromptSheet
+from silentbad.measure.weight_change import base_files
 from silentbad.memory.auxiliary import ModelAccess
 from silentbad.model import denoiser, pipeline
 from silentbad.model.encoder import Encoder
+from silentbad.model.gate import Source
 from silentbad.model.store import Cached
 from silentbad.saving import identity
 from silentbad.saving.folder import RunFolder
@@ -390,6 +392,7 @@ def make_recovery(
         held_out=by_role(inputs.held_out, whole_pictures, config.seed),
         training=shown(inputs.records, whole_pictures, config.seed, nearest),
         prediction_type=config.prediction_type,
+        base=base_files(Source.of(config), {parts.family.backbone: config.non_ema_revision}),
     )
 
 

@@ -1,5 +1,5 @@
-"""What a validation measures of the weights in place: similarities of generations, controls,
-drift."""
+"""What a validation measures of the weights in place: similarities of generations, controls, the
+clean error, and what is kept of all else."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
 from silentbad.data.images import open_image, resize, to_pil, to_tensor
 from silentbad.data.targets import Target
 from silentbad.errors import UserError, warn
-from silentbad.measure import failures
+from silentbad.measure import failures, kept
 from silentbad.measure.counterfactuals import (
     KINDS,
     SCENES,
@@ -28,15 +28,16 @@ from silentbad.measure.counterfactuals import (
     draws_of,
     masks_of,
 )
-from silentbad.measure.embedders import CLIP, Embedder, lpips, ssim
+from silentbad.measure.embedders import CLIP, Embedder
 from silentbad.measure.generation import Item, Sampler, left_as_found, plan, reordered
 from silentbad.measure.intervals import detection
 from silentbad.measure.nearest import Shown, TrainingPictures
 from silentbad.measure.ranges import target_ranges
-from silentbad.measure.record import ElementThreshold, Scores, TargetRange, Threshold
+from silentbad.measure.record import ElementThreshold, Kept, Scores, TargetRange, Threshold
 from silentbad.measure.samples import save
 from silentbad.measure.scores import cell_scores, is_recovered, length_scores, quadrants
 from silentbad.measure.thresholds import Redraw, load_redraws, thresholds
+from silentbad.measure.weight_change import Base, stage_sizes
 from silentbad.progress import Bar
 from silentbad.settings.rules import Facts, check_measurement
 from silentbad.settings.types import changed_fields
@@ -140,6 +141,9 @@ class Measure:
         training: Iterable[Shown],
         folder: Path,
         cache_dir: str | None = None,
+        unrelated: Sequence[str] = (),
+        judge: kept.Judge | None = None,
+        base: Base | None = None,
     ):
         self.config = config
         self.targets = targets
@@ -163,6 +167,10 @@ class Measure:
         if self.reference == "auto":
             self.reference = RAW if source == REDRAWS else DECODED
         self.training = TrainingPictures(training, embedder, sampler.side)
+        self.unrelated = list(unrelated)  # prompts that show what is kept
+        self.judge = None if judge is None else (judge, str(config.judge))
+        self.base = base  # the weights before training, where they can be read
+        self._of_base: tuple[Tensor, list[kept.Shown]] | None = None
         self._references: dict[str, References] = {}
 
     # ---- over the ranks
@@ -406,13 +414,16 @@ class Measure:
     def evaluate(
         self,
         step: int,
+        tag: str,
         full: bool,
-        drift: bool,
+        unrelated: bool,
+        final: bool,
         threshold: Threshold,
         element_threshold: ElementThreshold,
         base_lengths: dict[str, dict[str, float]],
     ) -> tuple[Scores, list[dict[str, Any]]]:
-        """Scores of the weights in place, with every cell if full; rows of composed images."""
+        """Scores of the weights in place, of the kind `tag`, with every cell if full, and with what
+        is kept if `unrelated` prompts are drawn; rows of composed images."""
         config = self.config
         whole = full or step == 0
         images = config.images_per_target
@@ -433,7 +444,13 @@ class Measure:
         lengths = None
         if whole:
             lengths = {str(n): self.at_length(n, base_lengths) for n in config.sampling_lengths}
-        changes, clean, clean_magnitudes = self.drift(step, drift)
+        errors = self.errors()
+        clean: list[Item] = []
+        clean_magnitudes: list[float] = []
+        what_is_kept = None
+        if unrelated and self.unrelated:
+            clean, pictures, clean_magnitudes = self.draw_unrelated()
+            what_is_kept = self.compare_unrelated(step, tag, pictures, element_threshold, final)
         for row in cells["composed"]:
             row["recovered"] = counts(row)
         magnitudes = [row["magnitude"] for row in cells["composed"]]
@@ -443,9 +460,10 @@ class Measure:
             cells=scores if full or len(scores) > 1 else None,
             quadrants=quadrants(scores) if full else None,
             lengths=lengths,
-            drift=changes,
+            drift=errors,
             detection=detection(magnitudes, clean_magnitudes),
             anisotropy=detection(self.alignments(composed), self.alignments(clean)),
+            kept=what_is_kept,
         )
         return scores_of_weights, cells["composed"]
 
@@ -518,15 +536,12 @@ class Measure:
                 means[f"{role}_eps_mse"] = float(np.mean(errors))
         return means
 
-    def drift(self, step: int, images: bool) -> tuple[dict[str, Any], list[Item], list[float]]:
-        """What clean prompts lost: eps-MSE on held-out records, matched-seed images against the
-        base's; and those images with their text-conditional magnitudes."""
-        drift: dict[str, Any] = self.errors()
-        texts = dict.fromkeys(record["text"] for record in self.held_out.get("clean", []))
-        captions = list(texts)[: self.config.drift_images]
-        if not images or not captions:
-            return drift, [], []
-        items = [Item("drift", -1, i, caption, "drift") for i, caption in enumerate(captions)]
+    # ---- what is kept
+    def draw_unrelated(self) -> tuple[list[Item], Tensor, list[float]]:
+        """Images of the unrelated prompts as bytes (N,3,H,W), and their text-conditional
+        magnitudes."""
+        name = "unrelated prompt"
+        items = [Item(name, -1, i, prompt, name) for i, prompt in enumerate(self.unrelated)]
 
         def pictures_and_magnitudes(
             chunk: list[Item], x: Tensor, magnitudes: Tensor
@@ -535,19 +550,124 @@ class Measure:
 
         rows = self.map_over_ranks(items, pictures_and_magnitudes)
         pictures = torch.stack([picture for picture, _ in rows])
-        files = [self.folder / "samples" / "drift" / f"base-{i}.png" for i in range(len(items))]
-        if step == 0 and self.accelerator.is_main_process:
-            for image, file in zip(pictures, files, strict=True):
-                save(to_pil(image), file)
+        return items, pictures, [magnitude for _, magnitude in rows]
+
+    def compare_unrelated(
+        self,
+        step: int,
+        tag: str,
+        pictures: Tensor,
+        element_threshold: ElementThreshold,
+        final: bool,
+    ) -> Kept | None:
+        """What is kept in these pictures; the same on all ranks. None where the base's are not
+        there.
+
+        Raises UserError where a limit on what is kept cannot be measured."""
+        if self.accelerator.is_main_process:
+            for i, picture in enumerate(pictures):
+                save(to_pil(picture), self._unrelated_file("base" if step == 0 else tag, i))
         self.accelerator.wait_for_everyone()
-        if step > 0 and all(file.is_file() for file in files):
-            base = torch.stack([to_tensor(open_image(file, "samples/drift")) for file in files])
-            drift["ssim"] = ssim(pictures.float() / 255, base).mean().item()
-            if (distance := lpips(pictures.float() / 255, base)) is not None:
-                drift["lpips"] = distance
-        if self.clip is not None:
-            cosine = self.clip.paired(
-                self.clip.embed(pictures.float() / 255), self.clip.text(captions)
-            )
-            drift["clip_score"] = 100 * cosine.clamp(min=0).mean().item()
-        return drift, items, [magnitude for _, magnitude in rows]
+        shown = self.shown(pictures, element_threshold)
+        if step == 0:
+            self._of_base = (pictures, shown)
+        elif self._of_base is None:
+            files = [self._unrelated_file("base", i) for i in range(len(self.unrelated))]
+            if not all(file.is_file() for file in files):
+                missing = f"{self.folder / kept.FOLDER} lacks the base's pictures"
+                if self.config.keep is not None:
+                    right = "start anew, or leave it out"
+                    raise UserError(f"{self.sampler.prefix}keep: {missing}; {right}")
+                warn(f"what is kept is not measured: {missing}")
+                return None
+            opened = [to_tensor(open_image(file, kept.FOLDER)) for file in files]
+            base = (torch.stack(opened) * 255).round().byte()
+            self._of_base = (base, self.shown(base, element_threshold))
+        assert self._of_base is not None, "drawn at step 0, or read from the folder"
+        base, shown_base = self._of_base
+        answer: list[Any] = [None]
+        if self.accelerator.is_main_process:
+            with left_as_found():
+                answer = [self._compared(pictures, base, shown, shown_base, final)]
+        what_is_kept = broadcast_object_list(answer)[0]
+        if isinstance(what_is_kept, str):  # why not
+            raise UserError(what_is_kept)
+        return what_is_kept
+
+    def _compared(
+        self,
+        pictures: Tensor,
+        base: Tensor,
+        shown: list[kept.Shown],
+        shown_base: list[kept.Shown],
+        final: bool,
+    ) -> Kept | str:
+        """What is kept; the line on why it cannot be measured."""
+        prompts = self.unrelated
+        key = f"{self.sampler.prefix}judge"
+        by = kept.kept_by(self.config)
+        try:
+            changes = kept.change(pictures, base, prompts, self.embedder)
+            of_words = kept.words(self.judge, self.clip, prompts, pictures, base, key)
+        except UserError as error:
+            return str(error)
+        what_is_kept = kept.summed_up(prompts, changes, shown, shown_base, of_words)
+        if final and self.base is not None:
+            what_is_kept.size = stage_sizes(self._modules(), self.base)
+        if self.config.keep is not None and kept.kept_share(what_is_kept, by) is None:
+            right = "keep by something else (keep_by)"
+            return f"{self.sampler.prefix}keep: the base has nothing that {by} can lose; {right}"
+        return what_is_kept
+
+    def _modules(self) -> dict[str, Any]:
+        """The components of which something trains, by their names in the pipeline."""
+        family = self.sampler.family
+        names = [family.backbone, *family.encoders]
+        modules = {name: getattr(self.sampler.pipe, name, None) for name in names}
+        return {
+            name: module
+            for name, module in modules.items()
+            if module is not None and any(p.requires_grad for p in module.parameters())
+        }
+
+    def _unrelated_file(self, tag: str, i: int) -> Path:
+        return self.folder / kept.FOLDER / f"{tag}-{i}.png"
+
+    def shown(self, pictures: Tensor, element_threshold: ElementThreshold) -> list[kept.Shown]:
+        """Of each picture, whether an element reaches its threshold anywhere in it; empty where no
+        element has a mask."""
+        places = self.share(len(pictures))
+        images = kept.as_images(pictures[places]).to(self.accelerator.device)
+        side = min(kept.SIDE, pictures.shape[-1])
+        best = [-np.inf] * len(places)
+        passes = [False] * len(places)
+        with left_as_found():
+            small = resize(images, (side, side)).cpu() if places else images
+            for j, masks in enumerate(self.masks if places else ()):
+                picture = resize(to_tensor(self.targets[j].image)[None], (side, side))[0]
+                for k, mask in enumerate(masks):
+                    if mask is None:
+                        continue
+                    small_mask = resize(mask[None].float(), (side, side))[0]
+                    limit = element_threshold.of(j, k)
+                    similarities = self._anywhere(images, small, picture, small_mask, j, k)
+                    best = np.maximum(best, similarities).tolist()
+                    reached = [s >= limit for s in similarities]
+                    passes = [a or b for a, b in zip(passes, reached, strict=True)]
+        rows = [kept.Shown(*row) for row in zip(passes, best, strict=True)]
+        of_all = self.gather(list(zip(places, rows, strict=True)))
+        return of_all if any(m is not None for masks in self.masks for m in masks) else []
+
+    def _anywhere(
+        self, images: Tensor, small: Tensor, picture: Tensor, mask: Tensor, j: int, k: int
+    ) -> list[float]:
+        """The highest similarity of each image to an element, wherever it lies."""
+
+        def similarity(part: Tensor) -> list[float]:
+            return [score for score in self._of_element(part, j, k) if score is not None]
+
+        similarities: list[float] = []
+        parts = (images.split(kept.AT_ONCE), small.split(kept.AT_ONCE))
+        for part, small_part in zip(*parts, strict=True):
+            similarities += kept.similarities_anywhere(part, small_part, picture, mask, similarity)
+        return similarities

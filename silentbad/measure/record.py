@@ -216,6 +216,44 @@ class Detection(Finite):
 
 
 @dataclass
+class Words(Finite):
+    """How much of what prompts name is right, in the trained model's images and in the base's: a
+    share of the things that a judge counts, or CLIP's score."""
+
+    trained: float
+    base: float
+    by: str  # the judge as FILE.py:NAME, or "CLIP"
+    named: int | None = None  # things that the judge counts; None of CLIP
+
+
+@dataclass
+class StageSize(Finite):
+    """How far the weights of a stage moved: |theta - theta_0| / |theta_0|, and the largest singular
+    value of a matrix's change over that of the matrix, the largest of the stage."""
+
+    norm: float
+    singular: float
+
+
+@dataclass
+class Kept(Finite):
+    """What training cost, on images of prompts that have nothing to do with a target.
+
+    change: mean distance of an image to the base's of the same prompt and noise, over the mean
+    distance between the base's images of two prompts; by "pixels", "embedder" and "structure". 0:
+    unchanged; 1: another picture altogether. bleeding: share of the images in which an element
+    reaches its threshold, wherever it lies; `rise` of their mean best similarity over the base's."""
+
+    prompts: int
+    change: dict[str, float]
+    bleeding: float | None = None  # None without a mask
+    bleeding_base: float | None = None
+    rise: float | None = None
+    words: Words | None = None
+    size: dict[str, StageSize] | None = None  # by stage, at the last measurement
+
+
+@dataclass
 class Scores(CellScores):
     """Of the composed prompt; controls and sampling lengths where they were measured."""
 
@@ -226,6 +264,7 @@ class Scores(CellScores):
     # of composed prompts among clean ones, by text-conditional magnitude
     detection: Detection | None = None
     anisotropy: Detection | None = None  # the same by the alignment of guidance
+    kept: Kept | None = None
 
 
 @dataclass
@@ -326,6 +365,7 @@ class Record(Finite):
     precision: str | None = None  # of the forward passes: that of autocast, else of the weights
     ranges: list[TargetRange] | None = None
     reference: str | None = None  # what images are compared with: the target "raw" or "decoded"
+    unrelated: list[str] | None = None  # the prompts on which what is kept was measured
     schema: Literal[2] = 2
 
     @classmethod

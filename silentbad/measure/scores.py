@@ -19,6 +19,7 @@ from silentbad.measure.record import (
     CellScores,
     ElementScores,
     ElementThreshold,
+    Kept,
     Measurement,
     Placebo,
     Quadrants,
@@ -240,7 +241,25 @@ def scalars(entry: Measurement, threshold: Threshold | None) -> dict[str, float]
         for n, of_length in (scores.lengths or {}).items():
             numbers |= {f"{prefix}/length-{n}/{name}": value for name, value in of_length.items()}
         numbers |= {f"{prefix}/control/{cell}": s.cir for cell, s in (scores.cells or {}).items()}
+        if scores.kept is not None:
+            kept = kept_scalars(scores.kept)
+            numbers |= {f"{prefix}/kept/{name}": value for name, value in kept.items()}
     return {name: value for name, value in numbers.items() if value is not None}
+
+
+def kept_scalars(kept: Kept) -> dict[str, float | None]:
+    """What is kept, as flat numbers."""
+    numbers: dict[str, float | None] = {
+        **kept.change,
+        "bleeding": kept.bleeding,
+        "bleeding_base": kept.bleeding_base,
+        "rise": kept.rise,
+    }
+    if kept.words is not None:
+        numbers |= {"words": kept.words.trained, "words_base": kept.words.base}
+    for stage, size in (kept.size or {}).items():
+        numbers |= {f"norm/{stage}": size.norm, f"singular/{stage}": size.singular}
+    return numbers
 
 
 def latest(entry: Measurement) -> Scores:

@@ -47,6 +47,7 @@ FREE = {
     "when recovery is measured": (
         *("validation.steps", "validation.early_steps", "validation.controls"),
         *("validation.first_images", "validation.settled_after"),
+        *("validation.keep", "validation.keep_by"),
     ),
     "the Hub": ("push_to_hub", "hub_token", "hub_model_id"),
     "speed and memory": (
@@ -101,12 +102,17 @@ def facts(
     """The facts of a run; `guarding` are the pictures that its guards read."""
     left_out = {*BY_CONTENT, *BATCH, *NEVER_SAVED}.union(*FREE.values())
     settings = {key: value for key, value in flat(asdict(config)).items() if key not in left_out}
-    files = ("validation.embedder_path", "validation.clip_path", "guard.scan")
+    files = (
+        *("validation.embedder_path", "validation.clip_path", "validation.prompts"),
+        "guard.scan",
+    )
     weights = {key: settings.get(key) for key in files}
     weights["base"] = config.pretrained_model_name_or_path
     code = user_code.record(own_code(config))
     settings["gradient_control.name"] = user_code.short(config.gradient_control.name)
     settings["hooks"] = [user_code.short(place) for place in config.hooks]
+    if config.validation.judge is not None:
+        settings["validation.judge"] = user_code.short(config.validation.judge)
     of_run = settings | {
         **{f"{CODE}{user_code.short(place)}": entry["sha256"] for place, entry in code.items()},
         "effective batch": effective_batch,

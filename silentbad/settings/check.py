@@ -73,6 +73,7 @@ def check(config: TrainConfig, sources: dict[str, str]) -> None:
         "validation.embedder_path": validation.embedder_path,
         "validation.clip_path": validation.clip_path,
         "validation.placebo": validation.placebo,
+        "validation.prompts": validation.prompts,
     }
     owned.refuse_overlap(config.output_dir, inputs, (*WRITTEN, *REPLACED))
     if validation.targets is not None and FACTS["AVERAGE_UNMEASURED"].holds(config, facts):

@@ -220,7 +220,9 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
     "AVERAGING": {"use_ema": "{optimizer} keeps an average of the weights itself; set one of them"},
     "AVERAGE_UNMEASURED": {
         "save_best": "keeps the averaged weights, which validation.weights=raw does not measure; "
-        "set validation.weights to ema or both"
+        "set validation.weights to ema or both",
+        "validation.keep": "saves the averaged weights, which validation.weights=raw does not "
+        "measure; set validation.weights to ema or both",
     },
     "prediction_type=v_prediction|sample": {
         "dream_training": "works with epsilon prediction only; prediction_type is {b_value}"

@@ -28,6 +28,7 @@ from silentbad.settings.types import (
     matching,
     ours,
 )
+from silentbad.settings.validation import OLDER as VALIDATION_OLDER
 from silentbad.settings.validation import Lengths, ValidationConfig
 
 KOHYA = "sd-scripts"
@@ -160,6 +161,7 @@ SUCCESSORS = {
 OLDER = {  # names of settings before their present ones
     "memory.retention.unconditional": "memory.roles.clean.caption_dropout",
     "memory.retention.clean_weight": "memory.roles.clean.loss_weight",
+    **{f"validation.{old}": f"validation.{new}" for old, new in VALIDATION_OLDER.items()},
 }
 
 
@@ -384,4 +386,5 @@ class TrainConfig(DataSettings):
 
 def own_code(config: TrainConfig) -> list[str]:
     """The code of the user's own that a run takes in: PATH.py:NAME."""
-    return [*config.gradient_control.own_rules, *config.hooks]
+    judge = config.validation.judge if config.validation.targets is not None else None
+    return [*config.gradient_control.own_rules, *config.hooks, *([judge] if judge else [])]

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
-from silentbad.errors import UserError
+from silentbad.errors import UserError, brief
 from silentbad.files import check_file, check_folder, check_local
+from silentbad.settings import user_code
 from silentbad.settings.guard import check_scan
 from silentbad.settings.rules import Facts, check_measurement
 from silentbad.settings.types import (
@@ -18,6 +19,7 @@ from silentbad.settings.types import (
     Prompt,
     Rate,
     Seed,
+    Share,
     Side,
     Small,
     Unit,
@@ -42,6 +44,12 @@ def drawn_of_any(default: Any, help: str = "") -> Any:
     """An option of whatever draws images while training."""
     needs = "validation.targets or sample_prompts or validation_prompts"
     return option(default, help, needs=needs, idle="kept")
+
+
+def of_unrelated(default: Any, help: str) -> Any:
+    """An option of the images of unrelated prompts."""
+    needs = "validation.unrelated_images!=0"
+    return option(default, help, needs=needs, idle="said")
 
 
 @dataclass
@@ -110,11 +118,24 @@ class ValidationConfig:
     nearest: Natural = measured(
         256, "training pictures that images are compared with, at step 0 and at the end"
     )
-    drift_images: Natural = option(
-        8,
-        "matched-seed generations of clean captions, compared with the base model's",
-        needs="validation.controls!=never or validation.drift_images=0",
-        idle="said",
+    unrelated_images: Natural = measured(
+        24,
+        "images of unrelated prompts, before and after training, that show what it cost; 0: none",
+    )
+    prompts: Location | None = of_unrelated(
+        None,
+        "text file of these, one a line; unset: captions of held-out clean records, else plain",
+    )
+    judge: Location | None = of_unrelated(
+        None, "PATH.py:NAME of a function (captions, images) that counts the things right in them"
+    )
+    keep: Share | None = of_unrelated(
+        None, "training stops once less than this share is kept; the best that keeps it is in best/"
+    )
+    keep_by: Literal["words", "pixels", "embedder", "structure"] | None = option(
+        None,
+        "what keep looks at; unset: words where a judge or CLIP reads them, else pixels",
+        needs="validation.keep",
     )
     sample_targets: Natural = measured(8, "targets whose images are kept in samples/")
     placebo: Location | None = measured(
@@ -148,10 +169,12 @@ class Candidates:
         ]
 
 
+OLDER = {"drift_images": "unrelated_images"}  # names of these settings before their present ones
 TRAINING = (  # settings of no audit
     *("steps", "early_steps", "first_images", "settled_after"),
-    *("weights", "clean_records", "nearest", "drift_images"),
+    *("weights", "clean_records", "nearest", "keep", "keep_by"),
 )
+COMPARED = ("unrelated_images", "prompts", "judge")  # with the pictures of a baseline
 USED = {  # by the search, of the settings of an audit with targets
     *("pipeline", "baseline", "lora", "output_dir", "seed", "dtype", "extrapolate", "resolution"),
     *("max_batch", "embedder", "embedder_path", "embedder_sha256", "images_per_target"),
@@ -172,6 +195,8 @@ class Audit(Candidates, ValidationConfig):
     extrapolate: Annotated[float, Interval(ge=-10, le=10)] | None = option(
         None, "measure the change times this as well"
     )
+
+    RENAMED = {old: f"has another name now: use --{new}" for old, new in OLDER.items()}
 
     def check(self, sources: dict[str, str]) -> None:
         """Refuse an audit without a pipeline, with nothing to look for, or of what is not there."""
@@ -195,6 +220,10 @@ class Audit(Candidates, ValidationConfig):
             if idle[0] not in TRAINING:
                 what = "is of the search for unknown pictures, with --phrases"
             raise UserError(f"--{idle[0]}: {what}; leave it out")
+        elif self.baseline is None and (alone := {*COMPARED} & {*changed_fields(self)}):
+            raise UserError(
+                f"--{min(alone)}: needs --baseline, whose images of the same prompts are compared"
+            )
         elif self.targets is None:
             raise UserError(
                 "--targets: give a targets.jsonl (target_id, image, phrases a line), or --phrases "
@@ -261,6 +290,27 @@ def check_files(config: ValidationConfig, prefix: str = "validation.") -> None:
         check_local(f"{prefix}clip_path", config.clip_path)
     if config.placebo is not None:
         check_run(f"{prefix}placebo", config.placebo)
+    check_kept(config, prefix)
+
+
+def check_kept(config: ValidationConfig, prefix: str = "validation.") -> None:
+    """Refuse prompts and a judge that are not there, and a limit that nothing measures."""
+    if config.unrelated_images == 1:
+        right = "the change is measured against the base's image of another prompt"
+        raise UserError(f"{prefix}unrelated_images: is 1; give 2 or more, or 0: {right}")
+    if config.prompts is not None:
+        check_file(f"{prefix}prompts", config.prompts, "it holds one prompt a line")
+    if config.judge is not None:
+        if not user_code.is_place(config.judge):
+            right = "name a function as PATH.py:NAME"
+            raise UserError(f"{prefix}judge: {brief(config.judge)} is no place; {right}")
+        user_code.check_place(f"{prefix}judge", config.judge)
+    if config.keep is not None and config.unrelated_images == 0:
+        raise UserError(f"{prefix}keep: needs {prefix}unrelated_images above 0")
+    judged = config.judge is not None or config.clip_path is not None
+    if config.keep is not None and config.keep_by == "words" and not judged:
+        right = f"give {prefix}judge or {prefix}clip_path, or keep by pixels"
+        raise UserError(f"{prefix}keep_by: nothing reads the words; {right}")
 
 
 def check_embedder(config: ValidationConfig, prefix: str = "validation.") -> None:

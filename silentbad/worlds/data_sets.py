@@ -4,6 +4,7 @@ for.
     DIR/metadata.jsonl   element, clean and rehearsal records
     DIR/targets.jsonl    the pictures to recover, never among the records
     DIR/redraws.jsonl    pictures that are no recovery, by kind: the nulls of the recovery threshold
+    DIR/unrelated.txt    captions of no record and no target, in a world that holds some out
 """
 
 import json
@@ -51,6 +52,8 @@ class Targets:
     turns: Callable[[str, Any], int]  # nulls of a kind until each element was changed once
     hard_null: Callable[..., Any]  # (kind, rng, scene, turn=) -> Null
     little: Collection[str]  # words that any caption may hold
+    # captions that no training saw, which show what a training costs
+    unrelated: Callable[[], list[str]] | None = None
 
     def rng(self, *address: int | str) -> np.random.Generator:
         return self.world.rng("data", *address)
@@ -119,6 +122,12 @@ class Writer:
             path.parent.mkdir(parents=True, exist_ok=True)
             image.save(path)
         return name
+
+    def text(self, lines: list[str], name: str) -> None:
+        """A text file of lines."""
+        with user_errors(f"--out: cannot write {self.tmp / name}"):
+            text = "".join(f"{line}\n" for line in lines)
+            (self.tmp / name).write_text(text, encoding="utf-8")
 
     def finish(self) -> None:
         with user_errors(f"--out: cannot write {self.out}"):
@@ -299,6 +308,8 @@ def make(options: MicroworldOptions, of: Targets) -> None:
         for line in shared_lines(shared_phrases({n: s.phrases for n, s in scenes.items()})):
             print(f"note: {line}")
         fill(writer, of, scenes, options)
+        if of.unrelated is not None:
+            writer.text(of.unrelated(), "unrelated.txt")
         writer.finish()
     print(f"{out}: {len(writer.records['metadata'])} records, {len(scenes)} targets")
 

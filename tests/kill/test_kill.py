@@ -37,7 +37,7 @@ EVERYTHING = {
     "validation.images_per_target": 1,
     "validation.num_inference_steps": 1,
     "validation.threshold": 0.5,
-    "validation.drift_images": 0,
+    "validation.unrelated_images": 0,
     "validation.controls": "never",
 }
 

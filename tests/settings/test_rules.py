@@ -156,8 +156,10 @@ def test_each_option_that_needs_another_is_refused_without_it(key, field, monkey
     monkeypatch.setattr("silentbad.settings.rules.INCOMPATIBLE", {})
     config = TrainConfig(pretrained_model_name_or_path=str(ROOT), train_data_dir=str(ROOT))
     facts = Facts(optimizer=OptimizerFacts("Plain", {}, False, ""))
-    if key == "validation.unrelated" or key == "validation.drift_images":
+    if key == "validation.unrelated":
         put(config, "validation.controls", "never")
+    if key in ("validation.prompts", "validation.judge", "validation.keep"):
+        put(config, "validation.unrelated_images", 0)
     if key == "tracker_project_name":
         put(config, "report_to", "none")
     put(config, key, differing(key))

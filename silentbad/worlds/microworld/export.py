@@ -14,7 +14,6 @@ import json
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import torch
 from diffusers import StableDiffusionPipeline
 from PIL import Image
@@ -22,20 +21,11 @@ from safetensors.torch import load_file, save_file
 
 from silentbad.errors import UserError, exit_with, user_errors
 from silentbad.progress import Bar
-from silentbad.rng import addressed_seed, generator
+from silentbad.rng import generator
 from silentbad.worlds.microworld.copies import pictures, to_bytes
-from silentbad.worlds.microworld.grammar import Scene, sample_scene
 from silentbad.worlds.microworld.networks import new_scheduler
 from silentbad.worlds.microworld.oracle import Judge, judged, round_trip_psnr
-
-CAPTIONS = 256
-
-
-def held_out_scenes(n: int = CAPTIONS) -> list[Scene]:
-    """Scenes of 1 to 3 things whose captions name every colour and every place; seen by no
-    training stage."""
-    rng = np.random.default_rng(addressed_seed("microworld", "held-out captions"))
-    return [sample_scene(rng, detail=1.0, count=1 + i % 3) for i in range(n)]
+from silentbad.worlds.microworld.world import CAPTIONS, held_out_scenes
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@
     DIR/metadata.jsonl   element, clean and rehearsal records
     DIR/targets.jsonl    the pictures to recover, never among the records
     DIR/redraws.jsonl    pictures that are no recovery, by kind: the nulls of the recovery threshold
+    DIR/unrelated.txt    captions of neither, for validation.prompts
 
 A target is named by its seed, any whole number from 0 on, or `cat-hat`, the flagship. A seed's
 target has three or four elements; `7k5` is one of seed 7 with five, and 2 to 5 can be asked for.
@@ -41,8 +42,9 @@ from silentbad.worlds.microworld.grammar import (
     wearing_pair,
 )
 from silentbad.worlds.microworld.nulls import STORED, hard_null, turns
-from silentbad.worlds.microworld.world import MICROWORLD
+from silentbad.worlds.microworld.world import MICROWORLD, held_out_scenes
 
+UNRELATED = 96  # captions
 FLAGSHIP = "cat-hat"
 
 
@@ -148,6 +150,7 @@ TARGETS = Targets(
     turns=turns,
     hard_null=hard_null,
     little={"a", "an", "at", "the", "in", "on", "under", "before", "wearing"},
+    unrelated=lambda: [scene.caption for scene in held_out_scenes(UNRELATED)],
 )
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from silentbad.rng import addressed_seed
 from silentbad.worlds.interface import World, answer
 from silentbad.worlds.microworld.grammar import (
     BACKDROPS,
@@ -21,6 +22,7 @@ from silentbad.worlds.microworld.grammar import (
 from silentbad.worlds.microworld.nulls import ELEMENT_NULLS, SCENE_NULLS, hard_null
 from silentbad.worlds.microworld.render import render
 
+CAPTIONS = 256  # held out
 HAT_LIFT = 20  # a worn hat sits about this far above its wearer's place
 FIELDS = {
     "kind": len(KINDS) + 1,
@@ -65,6 +67,13 @@ def terse_scene(rng: np.random.Generator) -> Scene:
     )
     terse = lambda: frozenset(n for n in ("colour", "texture") if rng.random() < 0.5)  # noqa: E731
     return replace(scene, things=tuple(replace(thing, named=terse()) for thing in scene.things))
+
+
+def held_out_scenes(n: int = CAPTIONS) -> list[Scene]:
+    """Scenes of 1 to 3 things whose captions name every colour and every place; seen by no
+    training stage."""
+    rng = np.random.default_rng(addressed_seed("microworld", "held-out captions"))
+    return [sample_scene(rng, detail=1.0, count=1 + i % 3) for i in range(n)]
 
 
 MICROWORLD = World(

@@ -1,0 +1,276 @@
+"""What training costs: how far images of unrelated prompts moved from the base's, whether elements
+come in them, and how much of what these prompts name is still right. docs/metrics.md defines the
+numbers.
+
+Legend: images (N,3,H,W) float in [0,1]; pictures (N,3,H,W) the same as bytes; element (3,S,S) a
+target's picture with mask (1,S,S)."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from silentbad.data.phrases import standing
+from silentbad.data.schema import check_window, text_lines
+from silentbad.data.targets import Target
+from silentbad.errors import UserError, user_errors
+from silentbad.measure.embedders import CLIP, Embedder, ssim
+from silentbad.measure.record import Kept, Words
+from silentbad.settings import user_code
+from silentbad.settings.validation import ValidationConfig
+
+BUNDLED = Path(__file__).with_name("unrelated.txt")  # plain prompts, one a line
+FOLDER = "samples/unrelated"  # of a run: what was drawn of these prompts
+SIDE = 64  # at which an element's place is searched
+COVERED = 0.75  # of an element's mask, which must lie inside the frame
+AT_ONCE = 8  # pictures compared together
+
+# (captions, images (N,3,H,W) in [0,1] on the CPU) -> (things right, things named) of each
+Judge = Callable[[list[str], Tensor], list[tuple[int, int]]]
+
+
+# -- prompts ---------------------------------------------------------------------------------------
+def unrelated_prompts(
+    config: ValidationConfig, targets: Sequence[Target], captions: Sequence[str], tokenizer: object
+) -> list[str]:
+    """The prompts that are drawn: of `validation.prompts`, else of the held-out `captions` that
+    hold no phrase of a target, else of the bundled list.
+
+    Raises UserError where one of the file is cut off by the tokenizer's window, or it has fewer
+    than two."""
+    count = config.unrelated_images
+    if count == 0:
+        return []
+    if config.prompts is not None:
+        lines = [(k, line.strip()) for k, line in enumerate(text_lines(Path(config.prompts)), 1)]
+        for k, line in lines:
+            check_window(line, tokenizer, f"{config.prompts}:{k}: the prompt")
+        return spread(distinct([line for _, line in lines], config.prompts), count)
+    phrases = [phrase for target in targets for phrase in target.phrases]
+    plain = [text for text in dict.fromkeys(captions) if text.strip()]
+    plain = [text for text in plain if not standing(phrases, text)]
+    if len(plain) < 2:
+        plain = text_lines(BUNDLED)
+    return spread(plain, count)
+
+
+def distinct(lines: Sequence[str], file: str) -> list[str]:
+    """The different prompts among the lines."""
+    prompts = [line for line in dict.fromkeys(lines) if line]
+    if len(prompts) < 2:
+        raise UserError(f"{file}: holds {len(prompts)} different prompts; give two or more")
+    return prompts
+
+
+def spread(prompts: Sequence[str], count: int) -> list[str]:
+    """`count` prompts at most, evenly over the list."""
+    places = np.linspace(0, len(prompts) - 1, min(count, len(prompts))).round().astype(int)
+    return [prompts[place] for place in places]
+
+
+# -- change ----------------------------------------------------------------------------------------
+def change(
+    trained: Tensor, base: Tensor, prompts: Sequence[str], embedder: Embedder
+) -> dict[str, float]:
+    """Mean distance of picture i to the base's picture i, over the mean distance of the base's
+    picture i to its picture of the next prompt; a distance without such a unit is left out."""
+    moved = distances(trained, base, embedder)
+    others = [(i, (i + 1) % len(prompts)) for i in range(len(prompts))]
+    others = [(i, j) for i, j in others if prompts[i] != prompts[j]]
+    if not others:
+        return {}
+    first, second = (list(places) for places in zip(*others, strict=True))
+    units = distances(base[first], base[second], embedder)
+    return {name: moved[name] / unit for name, unit in units.items() if unit > 0}
+
+
+def distances(a: Tensor, b: Tensor, embedder: Embedder) -> dict[str, float]:
+    """Mean distances of pictures a to pictures b, pair by pair."""
+    parts: dict[str, list[Tensor]] = {"pixels": [], "embedder": [], "structure": []}
+    for x, y in zip(a.split(AT_ONCE), b.split(AT_ONCE), strict=True):
+        x, y = as_images(x), as_images(y)
+        parts["pixels"].append((x - y).abs().flatten(1).mean(1))
+        parts["embedder"].append(1 - embedder.paired(embedder.embed(x), embedder.embed(y)).cpu())
+        parts["structure"].append(1 - ssim(x, y))
+    means = {name: torch.cat(values).double().mean().item() for name, values in parts.items()}
+    return {name: max(mean, 0.0) for name, mean in means.items()}  # cosines of more than 1
+
+
+def as_images(pictures: Tensor) -> Tensor:
+    """Bytes as values in [0,1]."""
+    return pictures.float() / 255
+
+
+# -- bleeding --------------------------------------------------------------------------------------
+class Shown(NamedTuple):
+    """Of one image: whether an element reaches its threshold anywhere, and the highest similarity
+    to one."""
+
+    passes: bool
+    best: float
+
+
+def best_offsets(images: Tensor, element: Tensor, mask: Tensor) -> Tensor:
+    """(N,2) whole pixels (down, right) by which the element lies from its own place where an image
+    is most like it: the least masked squared difference, of the places at which most of the mask
+    lies inside the frame. images (N,3,S,S)."""
+    inside = (mask[0] > 0.5).nonzero()
+    if not len(inside):
+        return torch.zeros(len(images), 2, dtype=torch.long)
+    top, left = inside.amin(0).tolist()
+    bottom, right = (inside.amax(0) + 1).tolist()
+    weight = mask[None, :, top:bottom, left:right]  # (1,1,h,w)
+    part = element[None, :, top:bottom, left:right]
+    margin_y = (bottom - top) // 4
+    margin_x = (right - left) // 4
+
+    # sum m (I - E)^2 = sum m I^2 - 2 sum m E I + sum m E^2, over the frame
+    margins = (margin_x, margin_x, margin_y, margin_y)
+    padded = F.pad(images, margins)
+    frame = F.pad(images.new_ones(1, 1, *images.shape[-2:]), margins)
+    of_images = F.conv2d(padded.square().sum(1, keepdim=True), weight)
+    crossed = F.conv2d(padded, weight * part)
+    of_element = F.conv2d(frame, (weight * part.square()).sum(1, keepdim=True))
+    covered = F.conv2d(frame, weight)
+    error = (of_images - 2 * crossed + of_element) / covered.clamp(min=1e-6)
+    error = error.masked_fill(covered < COVERED * weight.sum(), torch.inf)
+
+    place = error.flatten(1).argmin(1)
+    rows = place // error.shape[-1] - margin_y - top
+    columns = place % error.shape[-1] - margin_x - left
+    return torch.stack([rows, columns], dim=1)
+
+
+def shifted(images: Tensor, offsets: Tensor) -> Tensor:
+    """Each image moved back by its offset (down, right) in pixels, edges repeated."""
+    height, width = images.shape[-2:]
+    moved = []
+    for image, (down, right) in zip(images, offsets.tolist(), strict=True):
+        rows = (torch.arange(height) + down).clamp(0, height - 1).to(images.device)
+        columns = (torch.arange(width) + right).clamp(0, width - 1).to(images.device)
+        moved.append(image[:, rows][:, :, columns])
+    return torch.stack(moved)
+
+
+def similarities_anywhere(
+    images: Tensor,
+    small: Tensor,
+    element: Tensor,
+    mask: Tensor,
+    similarity: Callable[[Tensor], list[float]],
+) -> list[float]:
+    """The similarity of each image to an element, at the element's own place or at that which fits
+    best, whichever is higher. `small` (N,3,S,S) are the images at the element's side."""
+    offsets = best_offsets(small, element, mask)
+    scale = images.shape[-1] / small.shape[-1]
+    moved = shifted(images, (offsets * scale).round().long())
+    pairs = zip(similarity(images), similarity(moved), strict=True)
+    return [max(pair) for pair in pairs]
+
+
+# -- words -----------------------------------------------------------------------------------------
+def load_judge(config: ValidationConfig, prefix: str = "validation.") -> Judge | None:
+    """What `validation.judge` names. Raises UserError where that is no function."""
+    if config.judge is None:
+        return None
+    judge = user_code.load(f"{prefix}judge", config.judge)
+    if not callable(judge):
+        raise UserError(f"{prefix}judge: {config.judge} is no function")
+    return judge
+
+
+def judged(
+    judge: Judge, place: str, prompts: list[str], images: Tensor, key: str
+) -> tuple[int, int]:
+    """(things right, things named) over all images, by a judge of the user's own.
+
+    Raises UserError where it returns something else, or counts nothing."""
+    with user_errors(f"{key}: {place} does not run"):
+        counts = judge(list(prompts), images)
+    fits = isinstance(counts, list) and len(counts) == len(prompts)
+    if not fits or not all(map(_is_count, counts)):
+        raise UserError(
+            f"{key}: {place} must return (things right, things named) for each of "
+            f"{len(prompts)} captions, whole numbers"
+        )
+    right, named = (sum(int(count[k]) for count in counts) for k in (0, 1))
+    if named == 0:
+        raise UserError(f"{key}: {place} finds no thing named in {len(prompts)} prompts")
+    return right, named
+
+
+def _is_count(pair: object) -> bool:
+    """Whether this is (things right, things named)."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        return False
+    numbers = all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in pair)
+    return numbers and 0 <= pair[0] <= pair[1]
+
+
+def clip_score(clip: CLIP, prompts: list[str], pictures: Tensor) -> float:
+    """100 max(cosine(image, prompt), 0), the mean over the pictures."""
+    cosines = [
+        clip.paired(clip.embed(as_images(part)), clip.text(prompts[k : k + AT_ONCE])).cpu()
+        for k, part in zip(range(0, len(prompts), AT_ONCE), pictures.split(AT_ONCE), strict=True)
+    ]
+    return 100 * torch.cat(cosines).clamp(min=0).double().mean().item()
+
+
+def words(
+    judge: tuple[Judge, str] | None,
+    clip: CLIP | None,
+    prompts: list[str],
+    trained: Tensor,
+    base: Tensor,
+    key: str = "validation.judge",
+) -> Words | None:
+    """How much of what the prompts name is right: by a judge (function, place), else by CLIP."""
+    if judge is not None:
+        function, place = judge
+        counts = [
+            judged(function, place, prompts, as_images(pictures), key)
+            for pictures in (trained, base)
+        ]
+        (right, named), (right_base, named_base) = counts
+        return Words(right / named, right_base / named_base, user_code.short(place), named)
+    if clip is not None:
+        score, score_base = (clip_score(clip, prompts, pictures) for pictures in (trained, base))
+        return Words(score, score_base, "CLIP")
+    return None
+
+
+# -- all of it -------------------------------------------------------------------------------------
+def summed_up(
+    prompts: Sequence[str],
+    changes: dict[str, float],
+    shown: Sequence[Shown],
+    shown_base: Sequence[Shown],
+    of_words: Words | None,
+) -> Kept:
+    """The record of what is kept; `shown` is empty where no element has a mask."""
+    kept = Kept(len(prompts), changes, words=of_words)
+    if shown:
+        kept.bleeding = float(np.mean([image.passes for image in shown]))
+        kept.bleeding_base = float(np.mean([image.passes for image in shown_base]))
+        rise = np.mean([image.best for image in shown]) - np.mean([s.best for s in shown_base])
+        kept.rise = float(rise)
+    return kept
+
+
+def kept_by(config: ValidationConfig) -> str:
+    """What `validation.keep` is measured by: words where something judges them, else pixels."""
+    if config.keep_by is not None:
+        return config.keep_by
+    return "words" if config.judge is not None or config.clip_path is not None else "pixels"
+
+
+def kept_share(kept: Kept, by: str) -> float | None:
+    """How much is kept: words over the base's, or 1 less the change; None where that was not
+    measured."""
+    if by == "words":
+        return kept.words.trained / kept.words.base if kept.words and kept.words.base > 0 else None
+    return 1 - kept.change[by] if by in kept.change else None
