@@ -48,7 +48,6 @@ from silentbad.loop.lighter import drawing_fits, step_fits, training_fits
 from silentbad.loop.products import best_score
 from silentbad.loop.signals import Interrupted, Requests
 from silentbad.measure.kept import load_judge
-from silentbad.measure.scores import settled
 from silentbad.model import denoiser, diffusion, pipeline
 from silentbad.model.averaging import averaged
 from silentbad.model.store import refuse_not_finite
@@ -242,12 +241,9 @@ def steps(run: Run, requests: Requests) -> int:
                 measured = state.step
                 with bar.paused("measuring" if state.step else "measuring the base model"):
                     validate(run)
-            points = config.validation.settled_after
-            if run.recovery is not None and settled(run.recovery.history, points):
-                run.log.say(
-                    f"recovery has lasted for {points} points of the curve; training stops at step "
-                    f"{state.step}"
-                )
+            reason = run.recovery.stops() if run.recovery is not None else None
+            if reason is not None:
+                run.log.say(f"{reason}; training stops at step {state.step}")
                 break
 
             batches = []
@@ -305,8 +301,8 @@ def boundary(run: Run, requests: Requests, bar: Bar) -> int:
 
 
 def validate(run: Run, asked: bool = False, final: bool = False) -> None:
-    """Sample prompts, recovery and the report so far, on all processes; with save_best the better
-    pipeline is written before the old one goes."""
+    """Sample prompts, recovery and the report so far, on all processes; the best pipeline, where it
+    is kept, is written before the old one goes."""
     state = run.state
     if run.sheet is not None:
         weights = averaged(state.model, state.ema, state.optimizer)
@@ -322,8 +318,9 @@ def validate(run: Run, asked: bool = False, final: bool = False) -> None:
             for hook in due:
                 scores |= hook.run(state.step, state.epoch, model, state.ema, final)
         run.log.validation(scores)
-    if run.recovery in due:
-        if state.improved(best_score(scores, run.config.best_by)) and run.config.save_best:
+    if run.recovery is not None and run.recovery in due and run.recovery.keeps():
+        better = state.improved(best_score(scores, run.config.best_by))
+        if better and (run.config.save_best or run.recovery.limit is not None):
             run.products.save_pipeline(run.folder.path / "best")
 
     if not final and (run.recovery is not None or run.sheet is not None):
@@ -350,6 +347,11 @@ def finish(run: Run) -> None:
         run.folder.write("finished.json", {"step": run.state.step})
     if run.recovery is not None:
         run.accelerator.print(run.recovery.table())
+        if (limit := run.recovery.limit) is not None:
+            found = "holds the best pipeline that keeps"
+            if not any(map(limit.holds, run.recovery.history)):
+                found = "was not written: no measured point keeps"
+            run.log.say(f"best/ {found} {limit.share:g} of the base by {limit.by}")
     if run.config.push_to_hub:
         run.products.push()
 

@@ -36,7 +36,7 @@ from silentbad.files import check_writable
 from silentbad.loop.hooks import Hook
 from silentbad.measure.embedders import CLIP, embedder_of
 from silentbad.measure.generation import Sampler
-from silentbad.measure.kept import load_judge, unrelated_prompts
+from silentbad.measure.kept import Limit, load_judge, unrelated_prompts
 from silentbad.measure.measure import Measure, null_source
 from silentbad.measure.nearest import Shown
 from silentbad.measure.prompts import on_grid
@@ -68,7 +68,14 @@ from silentbad.measure.samples import (
     slugs,
     target_file,
 )
-from silentbad.measure.scores import kinds, minus_placebo, placebo_run, scalars, summarise
+from silentbad.measure.scores import (
+    kinds,
+    minus_placebo,
+    placebo_run,
+    scalars,
+    settled,
+    summarise,
+)
 from silentbad.measure.thresholds import load_redraws
 from silentbad.measure.verdict import verdict_of
 from silentbad.measure.weight_change import Base, base_modules
@@ -148,6 +155,7 @@ class RecoveryHook(Hook):
             load_judge(config, sampler.prefix),
             base,
         )
+        self.limit = Limit.of(config)
         self.placebo = None
         if config.placebo is not None:
             ids = [t.target_id for t in targets]
@@ -169,6 +177,17 @@ class RecoveryHook(Hook):
     def measured(self, step: int) -> bool:
         """Whether this step was measured."""
         return any(entry.step == step for entry in self.history)
+
+    def stops(self) -> str | None:
+        """Why training is to end after the last measurement; None where it goes on."""
+        points = self.config.settled_after
+        if settled(self.history, points):
+            return f"recovery has lasted for {points} points of the curve"
+        return self.limit.broken(self.history[-1]) if self.limit and self.history else None
+
+    def keeps(self) -> bool:
+        """Whether the last measurement keeps as much as it must, where there is a limit."""
+        return self.limit is None or self.limit.holds(self.history[-1])
 
     def using(self, model: Any, step: int = 0) -> Any:
         """The sampler with this model's backbone."""

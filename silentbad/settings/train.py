@@ -280,7 +280,7 @@ class TrainConfig(DataSettings):
     best_by: Literal["similarity", "clean_eps_mse"] = ours(
         "similarity",
         "best: largest mean similarity to the targets, or smallest loss on held-out clean records",
-        needs="save_best",
+        needs="save_best or validation.keep",
     )
     preview: Location | None = ours(
         None, "write a page of what training sees and a verdict is measured against, and stop"
