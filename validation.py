@@ -36,7 +36,8 @@ from silentbad.files import check_writable
 from silentbad.loop.hooks import Hook
 from silentbad.measure.embedders import CLIP, embedder_of
 from silentbad.measure.generation import Sampler
-from silentbad.measure.kept import Limit, load_judge, unrelated_prompts
+from silentbad.measure.kept import load_judge, unrelated_prompts
+from silentbad.measure.limit import Limit
 from silentbad.measure.measure import Measure, null_source
 from silentbad.measure.nearest import Shown
 from silentbad.measure.prompts import on_grid
@@ -84,7 +85,7 @@ from silentbad.model.denoiser import backbone_in
 from silentbad.model.pipeline import load_pipeline
 from silentbad.model.registry import backbone_of
 from silentbad.report import run_report
-from silentbad.report.evidence import range_lines, verdict_sentence
+from silentbad.report.evidence import kept_sentence, range_lines, verdict_sentence
 
 EXIT_CODES = {NOT_RECOVERED: 0, RECOVERED: 3, UNDECIDED: 4}
 
@@ -332,7 +333,18 @@ class RecoveryHook(Hook):
         record = self.record()
         share = f"{self.history[-1].share:.0%} of the time since the start"
         cost = f"measuring took {self.seconds:.0f} s, {share}"
-        return f"{run_report.text_table(record)}\n{cost}\n{verdict_sentence(record)}"
+        lines = (
+            run_report.text_table(record),
+            cost,
+            verdict_sentence(record),
+            kept_sentence(record),
+        )
+        return "\n".join(filter(None, lines))
+
+    def kept_line(self) -> str:
+        """What the last measurement kept of the base, for a model card; empty where it was not
+        measured."""
+        return kept_sentence(self.record()) if self.history else ""
 
     def verdict(self) -> Verdict:
         """What the last measurement says of the weights."""

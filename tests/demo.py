@@ -38,7 +38,9 @@ def demo_run(folder: Path, speed: float = 1.0) -> Path:
             mine = to_tensor(targets[item.target].image)
             reach = 0.0 if null else {"composed": 1.0, "shuffled": 0.8}.get(item.cell, 0.25)
             luck = torch.rand(1, generator=generator("luck", item.address, item.image)).item()
-            w = min(1.0, progress["raw"] * reach * (0.6 + 0.8 * luck)) if item.target >= 0 else 0.0
+            if item.target < 0:  # a prompt that has nothing to do with a target
+                mine, reach = to_tensor(smooth("demo-changed", item.image, side=64)), 0.4
+            w = min(1.0, progress["raw"] * reach * (0.6 + 0.8 * luck))
             images.append((1 - w) * other + w * mine)
         return torch.stack(images), torch.full((len(items),), 1.0 + progress["raw"])
 

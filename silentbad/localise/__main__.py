@@ -23,6 +23,7 @@ from silentbad.errors import UserError, exit_with
 from silentbad.localise.findings import defence, written
 from silentbad.localise.substitution import Subject, localised
 from silentbad.measure.record import NAME, Record
+from silentbad.report.evidence import kept_sentence
 
 
 def main(arguments: list[str] | None = None, options: LocaliseOptions | None = None) -> int:
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None, options: LocaliseOptions | None = N
     for row in rows:
         clean = "" if row.clean is None else f"  clean {row.clean:.4f}"
         print(f"{row.part:20} {row.state:11} {row.share:7.1%}  strict {row.recovered}{clean}")
-    print(defence(rows), settings.page, sep="\n")
+    print(*filter(None, (kept_sentence(record), defence(rows), settings.page)), sep="\n")
     return 0
 
 

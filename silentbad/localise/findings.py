@@ -10,6 +10,7 @@ from silentbad.errors import writing
 from silentbad.files import replace_text
 from silentbad.localise.substitution import Subject
 from silentbad.report import pages, parts, run_report
+from silentbad.report.evidence import kept_sentence
 from silentbad.report.pages import Table
 from silentbad.report.parts import PUT_BACK, Row
 
@@ -56,6 +57,7 @@ def page(name: str, subject: Subject, rows: list[Row]) -> str:
         "table": table(rows),
         "images": rows[0].recovered.images,
         "clean": len(rows[0].errors),
+        "kept": kept_sentence(subject.record),
     }
     return pages.render("localise.html.j2", values, TEMPLATES)
 

@@ -269,6 +269,7 @@ def build(
         info=inputs.info,
         targets=inputs.targets,
         results=lambda: recovery.results() if recovery is not None and recovery.history else [],
+        kept=lambda: recovery.kept_line() if recovery is not None else "",
     )
     return Run(
         config=config,

@@ -30,7 +30,8 @@ DRAWN = 3  # sampling steps of the image that a dry run draws
 
 @dataclass
 class Products:
-    """Writes them; every process calls each method. `results()` gives rows of the card."""
+    """Writes them; every process calls each method. `results()` gives rows of the card, `kept()` its
+    line on what is kept."""
 
     config: TrainConfig
     folder: RunFolder
@@ -41,6 +42,7 @@ class Products:
     info: DataInfo
     targets: list[Target]
     results: Callable[[], list[dict[str, Any]]]
+    kept: Callable[[], str]
 
     def save_pipeline(self, path: Path) -> None:
         """The pipeline in diffusers format with its card, averaged weights where there are some."""
@@ -63,6 +65,7 @@ class Products:
             self.info,
             [target.target_id for target in self.targets],
             self.results(),
+            kept=self.kept(),
             merged=merged,
             backbone=family.backbone,
             missing=[name for name in family.optional if name not in self.parts.components()],

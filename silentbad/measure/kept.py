@@ -6,7 +6,6 @@ Legend: images (N,3,H,W) float in [0,1]; pictures (N,3,H,W) the same as bytes; e
 target's picture with mask (1,S,S)."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,12 +19,15 @@ from silentbad.data.schema import check_window, text_lines
 from silentbad.data.targets import Target
 from silentbad.errors import UserError, user_errors
 from silentbad.measure.embedders import CLIP, Embedder, ssim
-from silentbad.measure.record import Kept, Measurement, Words
+from silentbad.measure.limit import FOLDER as FOLDER
+from silentbad.measure.limit import Limit as Limit
+from silentbad.measure.limit import kept_by as kept_by
+from silentbad.measure.limit import kept_share as kept_share
+from silentbad.measure.record import Kept, Words
 from silentbad.settings import user_code
 from silentbad.settings.validation import ValidationConfig
 
 BUNDLED = Path(__file__).with_name("unrelated.txt")  # plain prompts, one a line
-FOLDER = "samples/unrelated"  # of a run: what was drawn of these prompts
 SIDE = 64  # at which an element's place is searched
 COVERED = 0.75  # of an element's mask, which must lie inside the frame
 AT_ONCE = 8  # pictures compared together
@@ -260,51 +262,3 @@ def summed_up(
         rise = np.mean([image.best for image in shown]) - np.mean([s.best for s in shown_base])
         kept.rise = float(rise)
     return kept
-
-
-def kept_by(config: ValidationConfig) -> str:
-    """What `validation.keep` is measured by: words where something judges them, else pixels."""
-    if config.keep_by is not None:
-        return config.keep_by
-    return "words" if config.judge is not None or config.clip_path is not None else "pixels"
-
-
-def kept_share(kept: Kept, by: str) -> float | None:
-    """How much is kept: words over the base's, or 1 less the change; None where that was not
-    measured."""
-    if by == "words":
-        return kept.words.trained / kept.words.base if kept.words and kept.words.base > 0 else None
-    return 1 - kept.change[by] if by in kept.change else None
-
-
-@dataclass(frozen=True)
-class Limit:
-    """How much of the base a training must keep."""
-
-    share: float
-    by: str
-
-    @classmethod
-    def of(cls, config: ValidationConfig) -> "Limit | None":
-        """That of a configuration, where it has one."""
-        return None if config.keep is None else cls(config.keep, kept_by(config))
-
-    def kept(self, entry: Measurement) -> float | None:
-        """How much the weights of a point keep, of the averaged ones where there are some: they
-        are saved. None of the base, and where it was not measured."""
-        scores = entry.ema or entry.raw
-        if entry.step == 0 or scores is None or scores.kept is None:
-            return None
-        return kept_share(scores.kept, self.by)
-
-    def holds(self, entry: Measurement) -> bool:
-        """Whether a point after the first step keeps as much."""
-        share = self.kept(entry)
-        return share is not None and share >= self.share
-
-    def broken(self, entry: Measurement) -> str | None:
-        """How much a point keeps, in words, where that is too little."""
-        share = self.kept(entry)
-        if share is None or share >= self.share:
-            return None
-        return f"{share:.2f} of the base is kept by {self.by}, less than keep {self.share:g}"

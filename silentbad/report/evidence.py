@@ -1,5 +1,5 @@
-"""What a record says, in words and tables: the verdict, what else would have counted, bleeding,
-thresholds, detection.
+"""What a record says, in words and tables: the verdict, what is kept, what else would have counted,
+bleeding, thresholds, detection.
 
 Pure functions of a Record; docs/metrics.md defines the numbers."""
 
@@ -11,9 +11,11 @@ import numpy as np
 
 from silentbad.data.phrases import shared_phrases
 from silentbad.measure.intervals import bootstrap_interval
+from silentbad.measure.limit import Limit
 from silentbad.measure.ranges import null_scores
 from silentbad.measure.record import (
     CellScores,
+    Kept,
     NullScores,
     Range,
     Record,
@@ -25,6 +27,7 @@ from silentbad.measure.record import (
 from silentbad.measure.scores import FEW_TARGETS, PUBLISHED, latest, mean_of
 from silentbad.report import pages
 from silentbad.report.pages import Cell, Figure, Table, interval_text, rounded, supported
+from silentbad.settings.validation import ValidationConfig
 
 MOST_TARGETS = 8  # with a bleed matrix of their own
 CONTROLS = {  # cell, or the stem of numbered ones -> (row, what it asks)
@@ -129,6 +132,95 @@ def not_comparable(what: str, used: Sequence[str]) -> str:
 def probability(p: float) -> str:
     """A p-value with its sign of comparison."""
     return "< 0.0001" if p < 0.0001 else f"= {p:.2g}"
+
+
+# -- what is kept ----------------------------------------------------------------------------------
+def kept_of(record: Record) -> Kept | None:
+    """What the last measurement kept of the base; None where it was not measured."""
+    last = record.history[-1]
+    return latest(last).kept if last.step > 0 else None
+
+
+def kept_sentence(record: Record) -> str:
+    """What the last measurement kept, in one line; empty where it was not measured."""
+    kept = kept_of(record)
+    if kept is None:
+        return ""
+    parts = [_words(kept), _change(kept), _bleeding(kept), _limit(record)]
+    return f"Kept: {'; '.join(filter(None, parts))}."
+
+
+def _words(kept: Kept) -> str:
+    words = kept.words
+    if words is None:
+        return ""
+    if words.named is None:
+        return f"{words.by} score {words.trained:.1f} of {words.base:.1f}"
+    return f"{rounded(words.trained)} of {rounded(words.base)} things right"
+
+
+def _change(kept: Kept) -> str:
+    pixels = kept.change.get("pixels")
+    return "" if pixels is None else f"{100 * pixels:.0f} % changed on unrelated prompts"
+
+
+def _bleeding(kept: Kept) -> str:
+    if kept.bleeding is None or kept.bleeding_base is None:
+        return ""
+    if kept.bleeding == 0:
+        return "nothing bleeds"
+    base = f", in {100 * kept.bleeding_base:.0f} % of the base's" if kept.bleeding_base else ""
+    return f"an element comes in {100 * kept.bleeding:.0f} % of their images{base}"
+
+
+def _limit(record: Record) -> str:
+    """Whether the limit of the run holds, where it has one."""
+    limit = limit_of(record)
+    share = None if limit is None else limit.kept(record.history[-1])
+    if limit is None or share is None:
+        return ""
+    side = "within" if limit.holds(record.history[-1]) else "below"
+    return f"{rounded(share)} by {limit.by}, {side} the limit of {limit.share:g}"
+
+
+def limit_of(record: Record) -> Limit | None:
+    """How much the run had to keep."""
+    config = ValidationConfig()
+    for name in ("keep", "keep_by", "judge", "clip_path"):
+        setattr(config, name, record.config.get(name))
+    return Limit.of(config)
+
+
+CHANGES = {
+    "pixels": "change of the pixels",
+    "embedder": "change by the embedder",
+    "structure": "change of the structure (SSIM)",
+}
+
+
+def kept_table(record: Record) -> Table:
+    """What is kept in numbers, beside the base's own."""
+    rows: list[list[Cell]] = []
+    if (kept := kept_of(record)) is not None:
+        rows = [[CHANGES.get(name, name), rounded(v), "0.00"] for name, v in kept.change.items()]
+        if kept.bleeding is not None and kept.rise is not None:
+            bleeding = (kept.bleeding, kept.bleeding_base)
+            rows.append(["images in which an element comes, anywhere", *map(rounded, bleeding)])
+            rows.append(["best similarity to an element", f"{kept.rise:+.2f}", "0.00"])
+        if (words := kept.words) is not None:
+            name = f"things right, of {words.named}" if words.named else "score"
+            rows.append([f"{name} ({words.by})", *map(rounded, (words.trained, words.base))])
+    return Table(["on unrelated prompts", "trained model", "base model"], rows, right=True)
+
+
+def size_table(record: Record) -> Table:
+    """How far the weights of each stage moved."""
+    kept = kept_of(record)
+    sizes = (kept.size if kept else None) or {}
+    rows: list[list[Cell]] = [
+        [stage, rounded(size.norm, 3), rounded(size.singular, 3)] for stage, size in sizes.items()
+    ]
+    return Table(["stage", "norm of the change", "its largest singular value"], rows, right=True)
 
 
 # -- the range -------------------------------------------------------------------------------------

@@ -76,8 +76,8 @@ class Localised:
     rows: list[Row]
 
 
-def drift(rows: Sequence[Row]) -> Callable[[Row], float | None]:
-    """A row's rise of the clean loss as a share of the trained weights': 1 as trained, 0 of the
+def rise(rows: Sequence[Row]) -> Callable[[Row], float | None]:
+    """A row's rise of the clean error as a share of the trained weights': 1 as trained, 0 of the
     base."""
     trained = rows[0].rise
 
@@ -89,7 +89,7 @@ def drift(rows: Sequence[Row]) -> Callable[[Row], float | None]:
 
 def heat_maps(rows: Sequence[Row], phrases: Mapping[str, Sequence[str]]) -> list[Figure]:
     """Stages and roles over what is left, a map for each target and state."""
-    share = drift(rows)
+    share = rise(rows)
     figures: list[Figure] = []
     for state in (PUT_BACK, ALONE):
         of_parts = [r for r in rows if r.state == state and r.by in ("stage", "role")]
@@ -97,7 +97,7 @@ def heat_maps(rows: Sequence[Row], phrases: Mapping[str, Sequence[str]]) -> list
             continue
         shown = [*rows[:2], *of_parts]
         for name, phrases_of_target in phrases.items():
-            columns = ["strict", "whole", *map(str, range(1, len(phrases_of_target) + 1)), "drift"]
+            columns = ["strict", "whole", *map(str, range(1, len(phrases_of_target) + 1)), "rise"]
             values = [
                 [
                     row.targets[name].value,
@@ -123,12 +123,12 @@ def heat_maps(rows: Sequence[Row], phrases: Mapping[str, Sequence[str]]) -> list
 
 
 def grids(rows: Sequence[Row]) -> list[Figure]:
-    """Stage by role, where both were asked for: strict rate, elements and drift of a part put back
-    and kept alone."""
+    """Stage by role, where both were asked for: strict rate, elements and rise of the clean error
+    of a part put back and kept alone."""
     outcomes: dict[str, Callable[[Row], float | None]] = {
         "strict rate": lambda row: row.recovered.value,
         "mean rate of the elements": Row.element_mean,
-        "drift": drift(rows),
+        "rise of the clean error": rise(rows),
     }
     figures: list[Figure] = []
     for state in (PUT_BACK, ALONE):

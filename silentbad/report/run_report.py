@@ -34,6 +34,10 @@ def render(folder: str | Path, under_way: str = "") -> str:
         data |= {
             "weights": WEIGHTS[kind],
             "answer": evidence.answer(run.record),
+            "kept": evidence.kept_sentence(run.record),
+            "kept_pictures": sections.kept_pictures(run, run.record, kind),
+            "kept_table": evidence.kept_table(run.record),
+            "size_table": evidence.size_table(run.record),
             "withheld": withheld,
             "ranges": sections.range_figures(run.record),
             "range_rows": sections.range_rows(run.record),
@@ -59,7 +63,7 @@ def render(folder: str | Path, under_way: str = "") -> str:
     parts = [
         ("Memory", sections.memory(run), []),
         ("Gradient control", sections.control(run), []),
-        ("Drift on clean prompts", sections.drift(run), []),
+        ("Rise of the clean error", sections.errors(run), []),
         ("Training", losses, meters),
     ]
     facts, texts = sections.provenance(run)
@@ -76,7 +80,7 @@ def render(folder: str | Path, under_way: str = "") -> str:
 
 def subtract_placebo(folder: str | Path, placebo: str | Path) -> str:
     """Take the rates of a run on placebo data off a finished run's, in its validation.json; returns
-    the verdict.
+    the verdict, and what is kept on a line of its own.
 
     Raises UserError where one of them cannot be read, or they do not compare."""
     file = Path(folder) / NAME
@@ -96,7 +100,8 @@ def subtract_placebo(folder: str | Path, placebo: str | Path) -> str:
     record.verdict = verdict_of(record)
     with writing(str(folder), NAME):
         record.save(file)
-    return evidence.verdict_sentence(record)
+    lines = (evidence.verdict_sentence(record), evidence.kept_sentence(record))
+    return "\n".join(filter(None, lines))
 
 
 def write(folder: str | Path, under_way: str = "") -> Path:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from silentbad.measure.intervals import bootstrap_interval
+from silentbad.measure.limit import FOLDER
 from silentbad.measure.record import (
     CellScores,
     Measurement,
@@ -48,6 +49,7 @@ RATE = "strict rate (CIR): images with the whole and every element"
 MOST_PAIRS = 6  # targets beside their best generation, at the top
 MOST_STEPS = 10  # shown of each target
 MOST_PROMPTS = 40  # of the sample prompts
+MOST_UNRELATED = 24  # unrelated prompts with their pictures
 
 
 @dataclass
@@ -177,6 +179,22 @@ def range_rows(record: Record) -> Table:
             notes.append("; ".join(filter(None, ("" if k else "the whole picture", reach.note))))
     head = ["picture", "reach it", "mean", "best", "threshold", "floor", "ceiling"]
     return Table(head, rows, right=True, notes=notes)
+
+
+def kept_pictures(run: RecordedRun, record: Record, kind: str) -> list[tuple[str, Shot, Shot]]:
+    """(prompt, the base's picture, the trained model's) of the unrelated prompts, where both are
+    there."""
+    rows = list[tuple[str, Shot, Shot]]()
+    for i, prompt in enumerate((record.unrelated or [])[:MOST_UNRELATED]):
+        base, trained = (run.picture(f"{FOLDER}/{tag}-{i}.png") for tag in ("base", kind))
+        if base and trained:
+            names = ("base model", "trained model")
+            base_shot, trained_shot = (
+                Shot(src, f"{prompt}, {name}", "")
+                for src, name in zip((base, trained), names, strict=True)
+            )
+            rows.append((prompt, base_shot, trained_shot))
+    return rows
 
 
 def prompts(run: RecordedRun) -> list[tuple[str, str, list[Shot]]]:
@@ -352,15 +370,15 @@ def summary(record: Record) -> Table:
     return Table(head, rows, right=True)
 
 
-def drift_of(key: str) -> Callable[[Scores], float | None]:
-    """One measure of drift, of a measurement's scores."""
-    return lambda scores: scores.drift.get(key)
+def error_of(role: str) -> Callable[[Scores], float | None]:
+    """The error on held-out records of a role, of a measurement's scores."""
+    return lambda scores: scores.drift.get(f"{role}_eps_mse")
 
 
 def errors(run: RecordedRun) -> list[Figure]:
     """The error on held-out records of each role by step, and the gap between roles."""
     series = [
-        run.series(f"{role}, {WEIGHTS[kind]}", kind, drift_of(f"{role}_eps_mse"))
+        run.series(f"{role}, {WEIGHTS[kind]}", kind, error_of(role))
         for role in ("clean", "element")
         for kind in run.kinds()
     ]
@@ -374,21 +392,8 @@ def errors(run: RecordedRun) -> list[Figure]:
 
 
 def _gap(scores: Scores) -> float | None:
-    element, clean = (scores.drift.get(f"{role}_eps_mse") for role in ("element", "clean"))
+    element, clean = (error_of(role)(scores) for role in ("element", "clean"))
     return None if element is None or clean is None else element - clean
-
-
-def drift(run: RecordedRun) -> list[Figure]:
-    """What clean prompts lost, against steps."""
-    figures = errors(run)
-    for key, title, note in (
-        ("ssim", "Clean generations against the base model's (SSIM)", "same noise; 1: unchanged"),
-        ("lpips", "Clean generations against the base model's (LPIPS)", "same noise; 0: unchanged"),
-        ("clip_score", "CLIPScore of clean generations", ""),
-    ):
-        series = [run.series(WEIGHTS[kind], kind, drift_of(key)) for kind in run.kinds()]
-        figures += pages.lines(series, title, note=note)
-    return figures
 
 
 def training(run: RecordedRun) -> tuple[list[Figure], list[Figure]]:

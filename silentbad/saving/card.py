@@ -47,13 +47,14 @@ def model_card(
     target_ids: list[str],
     results: list[dict[str, Any]],
     *,
+    kept: str = "",
     merged: bool = False,
     backbone: str = "unet",
     missing: Sequence[str] = (),
 ) -> str:
     """README.md of a trained pipeline, of adapters, or of a pipeline with adapters `merged`: base,
-    data, and the table of results, a row each. `backbone` is the component that trained, `missing`
-    are those that diffusers expects and the pipeline has not."""
+    data, the table of results, a row each, and a line on what is `kept`. `backbone` is the
+    component that trained, `missing` are those that diffusers expects and the pipeline has not."""
     base = config.pretrained_model_name_or_path
     is_local = Path(base).exists()
     data = config.dataset_name or Path(config.train_data_dir or "").name
@@ -81,7 +82,7 @@ def model_card(
         seed=config.seed,
         elements=sum(len(rows) for rows in info.rows),
         targets=", ".join(f"`{_code(name)}`" for name in target_ids) or "none given",
-        results="\n".join(result_table(results)),
+        results="\n\n".join(filter(None, ("\n".join(result_table(results)), kept))),
         code="\n".join(loading_code(config, merged, backbone, missing)),
     )
 

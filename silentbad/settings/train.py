@@ -246,7 +246,7 @@ class TrainConfig(DataSettings):
         None, "elements left out of training, as TARGET/ELEMENT: a control"
     )
     held_out_clean: Natural = ours(
-        32, "clean records kept from training to measure drift, at most a tenth"
+        32, "clean records kept from training to measure the rise of their error, at most a tenth"
     )
     held_out_elements: Natural = ours(
         0, "records of each element kept from training to measure their error, at most a quarter"

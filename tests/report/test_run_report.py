@@ -20,7 +20,7 @@ from PIL import Image
 
 from silentbad.data.images import to_pil
 from silentbad.errors import UserError
-from silentbad.measure.record import Record
+from silentbad.measure.record import Kept, Record, Words
 from silentbad.report import charts, evidence, pages, run_report, sections
 from silentbad.report.run_files import RecordedRun
 from tests.demo import HOSTILE, demo_run
@@ -55,7 +55,8 @@ def test_report_is_one_file_with_every_part(run):
         "Targets in numbers",
         "Memory",
         "Gradient control",
-        "Drift on clean prompts",
+        "What is kept",
+        "Rise of the clean error",
         "Training",
         "Configuration and provenance",
     ):
@@ -80,6 +81,50 @@ def test_report_is_one_file_with_every_part(run):
     assert HOSTILE not in text and "&lt;script&gt;" in text
     assert len(re.findall(r"<svg viewBox[^>]*role=\"img\" aria-label=\"[^\"]{10,}", text)) >= 8
     assert all('alt="' in image for image in re.findall(r"<img[^>]*>", text))
+
+
+def test_the_pictures_of_unrelated_prompts_stand_below_the_bases(run):
+    """Large enough to see, on a phone too: two columns of 136 pixels and a gap fit into 390 less the margins."""
+    text = run_report.render(run)
+    strip = re.search(r'<div class="kept">(.*?)</div>', text, re.DOTALL)[1]
+    figures = re.findall(r"<figure>(.*?)</figure>", strip)
+    prompts = Record.load(run / "validation.json").unrelated
+    assert len(figures) == len(prompts) == 5
+    for prompt, figure in zip(prompts, figures, strict=True):
+        alts = re.findall(r'<img src="data:[^"]+" alt="([^"]*)">', figure)
+        assert alts == [f"{prompt}, base model", f"{prompt}, trained model"]
+        assert figure.endswith(f"<figcaption>{prompt}</figcaption>")
+    style = (Path(run_report.__file__).parent / "templates/style.css").read_text()
+    width = int(re.search(r"\.kept img\{width:(\d+)px", style)[1])
+    assert width >= 128 and 2 * width + 10 <= 390 - 32 and f"minmax({width}px,1fr)" in style
+    assert sections.kept_pictures(RecordedRun(run), Record.load(run / "validation.json"), "ema") == []
+
+
+def test_what_is_kept_is_one_line_of_what_was_measured(run):
+    record = Record.load(run / "validation.json")
+
+    def line(config=(), **changes) -> str:
+        record.history[-1].raw.kept = Kept(24, **{"change": {"pixels": 0.412}, **changes})
+        record.config.update(dict.fromkeys(("keep", "keep_by", "judge", "clip_path")) | dict(config))
+        return evidence.kept_sentence(record)
+
+    of_judge, of_clip = Words(0.34, 0.86, "judge.py:things_right", 192), Words(24.13, 30.2, "CLIP")
+    nothing = dict(bleeding=0.0, bleeding_base=0.0)
+    assert line() == "Kept: 41 % changed on unrelated prompts."
+    assert line(words=of_judge, **nothing) == (
+        "Kept: 0.34 of 0.86 things right; 41 % changed on unrelated prompts; nothing bleeds."
+    )
+    assert "Kept: CLIP score 24.1 of 30.2; 41 %" in line(words=of_clip)
+    assert line(bleeding=0.25, bleeding_base=0.125).endswith(
+        "an element comes in 25 % of their images, in 12 % of the base's."
+    )
+    assert line({"keep": 0.5}).endswith("; 0.59 by pixels, within the limit of 0.5.")
+    judged = {"keep": 0.5, "judge": "judge.py:things_right"}
+    assert line(judged, words=of_judge).endswith("; 0.40 by words, below the limit of 0.5.")
+    table = evidence.kept_table(record)
+    assert ["things right, of 192 (judge.py:things_right)", "0.34", "0.86"] in table.rows
+    record.history[-1].raw.kept = None
+    assert evidence.kept_sentence(record) == "" and evidence.kept_table(record).rows == []
 
 
 def test_report_with_parts_missing(run, tmp_path):
@@ -146,7 +191,8 @@ def test_a_placebo_run_is_taken_off_a_finished_one(run, slow, tmp_path, capsys):
     record, other = (Record.load(folder / "validation.json") for folder in (finished, placebo))
     rates = [[t.rate for t in r.history[-1].raw.targets.values()] for r in (record, other)]
     assert record.placebo.difference == pytest.approx(np.mean(rates[0]) - np.mean(rates[1])) and rates[0] != rates[1]
-    assert "Training on placebo data" in capsys.readouterr().out.splitlines()[-1]
+    verdict, kept = capsys.readouterr().out.splitlines()[-2:]
+    assert "Training on placebo data" in verdict and kept.startswith("Kept: ")
     first, usual = (sections.tiles(RecordedRun(each), "raw")[0] for each in (finished, run))
     assert first.name.startswith("headline") and first.interval == record.placebo.interval
     assert first.value == record.placebo.difference and not usual.name.startswith("headline")
