@@ -64,8 +64,8 @@ def last_layer(unet: torch.nn.Module, now: MicroStep) -> torch.Tensor | None:
 
 
 class SelfDistillation:
-    """||eps - eps_0||^2 / (C h w) of the clean records, over B; eps_0 is the model before training,
-    in bf16. A model that predicts v has v in place of eps."""
+    """||eps - eps_0||^2 / (C h w) of the clean records, over B; eps_0 is the model before training.
+    A model that predicts v has v in place of eps."""
 
     layer = staticmethod(last_layer)
 
@@ -143,15 +143,19 @@ class Auxiliaries(dict):
 
 
 class Teacher:
-    """A frozen copy of what trains, in bf16, called like it; `refresh` brings it up to date.
+    """A frozen copy of what trains, in bf16, called like it; `refresh` brings it up to date. On the
+    CPU, where bf16 can take ten times as long, it stays in what it trains in.
 
-    Frozen parameters that are bf16 already (those under LoRA) are shared, not copied.
+    Frozen parameters that are in its precision already (those under LoRA) are shared, not copied.
 
     accelerate binds its autocast wrapper to the instance, where a copy would still call the
     original's weights; the copy goes back to the class's own forward.
     """
 
-    def __init__(self, unet: torch.nn.Module, dtype: torch.dtype = torch.bfloat16):
+    def __init__(self, unet: torch.nn.Module, dtype: torch.dtype | None = None):
+        if dtype is None:
+            weight = next(unet.parameters())
+            dtype = weight.dtype if weight.device.type == "cpu" else torch.bfloat16
         self.dtype = dtype
         self.config = getattr(unet, "config", None)
         self.trained = [name for name, p in unet.named_parameters() if p.requires_grad]

@@ -117,15 +117,16 @@ def test_distillation_waits_for_the_weakest_element():
     assert calls[1][1].item() == T - 1
 
 
-def test_teacher_is_a_bf16_copy_that_follows_only_when_refreshed():
+@pytest.mark.parametrize("given, kind", [(None, torch.float32), (torch.bfloat16, torch.bfloat16)])
+def test_teacher_is_a_copy_that_follows_only_when_refreshed(given, kind):
     unet = tiny_unet()
     unet.forward = unet.forward  # accelerate binds a wrapper to the instance, as here
-    teacher = auxiliary.Teacher(unet)
+    teacher = auxiliary.Teacher(unet, given)
     x = torch.randn(1, 4, 8, 8)
     t = torch.tensor([5])
     c = torch.randn(1, 6, 32)
     before = teacher(x, t, c).sample
-    assert next(teacher.unet.parameters()).dtype == torch.bfloat16 and before.dtype == torch.float32
+    assert next(teacher.unet.parameters()).dtype == kind and before.dtype == torch.float32
     with torch.no_grad():
         for p in unet.parameters():
             p.mul_(1.5)
