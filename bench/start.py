@@ -20,7 +20,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "scan": ("-m", "silentbad.scan"),
     "prepare": ("-m", "silentbad.prepare"),
     "prepare.preview": ("-m", "silentbad.prepare.preview"),
-    "class images": ("-m", "silentbad.prepare.class_images"),
     "report": ("-m", "silentbad.report"),
     "figures": ("-m", "silentbad.report.figures"),
     "localise": ("-m", "silentbad.localise"),
@@ -49,10 +48,6 @@ MISTAKES = {  # "no such ..." is of a path that has `nowhere` in it
     "prepare: a wrong range": "--per_phrase 0",
     "prepare: no such target": "--target {folder}/nowhere --masks x --phrases a b --backgrounds . --out {folder}/out",
     "prepare.preview: no such data": "{folder}/nowhere",
-    "class images: a wrong range": "--count -3",
-    "class images: no such pipeline": (
-        "--pipeline {folder}/nowhere --prompts {folder}/unknown.yaml --out {folder}/out"
-    ),
     "report: no such run": "{folder}/nowhere",
     "figures: no such run": "{folder}/nowhere --out {folder}/x.png",
     "localise: a wrong range": ". --images 0",

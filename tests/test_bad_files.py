@@ -26,7 +26,6 @@ from silentbad.measure.generation import Sampler, plan
 from silentbad.measure.micro import MicroEmbedder
 from silentbad.measure.thresholds import load_redraws
 from silentbad.model import lora, pipeline, store
-from silentbad.prepare import class_images
 from silentbad.report import run_report
 from silentbad.scan import scanner
 from silentbad.worlds import data_sets
@@ -124,7 +123,6 @@ SCHEDULE = "pipeline/scheduler/scheduler_config.json"
 TOKENIZER = "pipeline/tokenizer/tokenizer_config.json"
 AUDITED = ("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--embedder", "ssim")
 AUDITED += ("--images_per_target", "1", "--num_inference_steps", "1", "--output_dir", "audit")
-CLASSED = ("--pipeline", "pipeline", "--prompts", "prompts.txt", "--out", "drawn")
 
 
 def audit(*said: str, touch=None, more=()) -> Case:
@@ -204,11 +202,6 @@ CASES = {
     "audit: a placebo run that is not there": audit("--placebo: no validation.json in nowhere", more=("--placebo", "nowhere")),
     "audit: a CLIP that is none": audit("--clip_path: ", "of a CLIP", more=("--clip_path", "./data")),
     "audit: adapters that are not there": audit("--lora: no file or folder nowhere", more=("--lora", "nowhere")),
-    "class images: a folder below a tilde": case("out", "did not expand ~", program=class_images.main, more=(*CLASSED, "--out", "~/drawn")),
-    "class images: records in a CSV": case("metadata.csv", program=class_images.main, more=(*CLASSED[:-1], "csv"), touch=both(lambda root: (root / "csv").mkdir(), write("csv/metadata.csv", ""))),
-    "class images: into a run": case("--out", "(training)", program=class_images.main, more=(*CLASSED[:-1], "held")),
-    "class images: records that are none": case("metadata.jsonl:1", "JSON object", program=class_images.main, more=(*CLASSED[:-1], "data"), touch=write("data/metadata.jsonl", "[1]\n")),
-    "class images: a prompt beyond the window": case("p.txt:2", "the window is 48", program=class_images.main, more=("--pipeline", "pipeline", "--prompts", "p.txt", "--out", "drawn"), touch=write("p.txt", "a cat\n" + "very " * 60)),
     "scan: a file where its views belong": case("--output_dir", ".scan", program=scanner.main, more=("--train_data_dir", "data", "--output_dir", "mine"), touch=both(lambda root: (root / "mine").mkdir(), write("mine/.scan", "mine"))),
     "scan: broken data and a folder that is there": case("c0.png", program=scanner.main, more=("--train_data_dir", "data", "--output_dir", "mine"), touch=both(lambda root: (root / "mine").mkdir(), write("data/images/c0.png", "none"))),
     "report: into a pipe": case("p.html", "no file", program=run_report.main, more=("data", "--out", "p.html"), touch=lambda root: os.mkfifo(root / "p.html")),
@@ -631,25 +624,6 @@ def test_a_similarity_that_is_not_finite_ends_a_validation(tmp_path, monkeypatch
 
 
 # ---------------------------------------------------------------- folders that a command writes
-def test_class_images_that_crash_leave_nothing_and_run_again(tmp_path, monkeypatch):
-    pipe, out = tiny_pipeline(), tmp_path / "set"
-    drawn = class_images.draw
-
-    def crash(pipe, prompts, rows, *more):
-        if rows[0] > 0:
-            raise KeyboardInterrupt
-        return drawn(pipe, prompts, rows, *more)
-
-    monkeypatch.setattr(class_images, "draw", crash)
-    with pytest.raises(KeyboardInterrupt):
-        class_images.write_class_images(pipe, ["a"], 4, out, batch=2, steps=1)
-    assert not out.exists()
-    monkeypatch.setattr(class_images, "draw", drawn)
-    class_images.write_class_images(pipe, ["a"], 4, out, batch=2, steps=1)
-    assert sorted(p.name for p in out.iterdir()) == ["class", "metadata.jsonl"]
-    assert len(list((out / "class").iterdir())) == 4
-
-
 def test_a_pointer_in_place_of_a_picture_is_named(tmp_path):
     file = tmp_path / "a.png"
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
@@ -697,13 +671,6 @@ def test_a_tokenizer_without_merges_is_one_line(tmp_path):
     (pipe / "tokenizer/merges.txt").unlink()
     with pytest.raises(UserError, match="it has no merges.txt"):
         pipeline.load_pipeline(str(pipe), "float32", "cpu")
-
-
-def test_class_images_are_drawn_once(tmp_path):
-    pipe, out = tiny_pipeline(), tmp_path / "set"
-    class_images.write_class_images(pipe, ["a"], 1, out, steps=1)
-    with pytest.raises(UserError, match="class is there already"):
-        class_images.write_class_images(pipe, ["a"], 1, out, steps=1)
 
 
 MADE = ["--targets", "3", "--images_per_phrase", "1", "--clean", "1", "--redraws", "1"]

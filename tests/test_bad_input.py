@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 import train_silentbad
 import validation
 from silentbad import owned
-from silentbad.prepare import class_images
 from tests.conftest import write_data
 from tests.mistakes import (
     OPEN,
@@ -77,7 +76,6 @@ STEP = "held/checkpoints/step-2/"
 UNMEASURED = {f"validation.{key}": None for key in ("targets", "embedder", "threshold", "images_per_target", "steps")}
 UNMEASURED |= {"validation.num_inference_steps": None}
 AUDIT = {"program": validation.main}
-CLASS = {"program": class_images.main}
 
 CASES = {
     # -- configuration
@@ -235,7 +233,6 @@ CASES = {
     "audit: unrelated prompts without a baseline": case("--prompts", "needs --baseline", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--prompts", "data/metadata.jsonl")),
     "audit: a control caption beyond the window": case("unrelated", "the window is", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--embedder", "ssim", "--unrelated", "very " * 90)),
     "audit: a pipe for adapters": case("--lora l.safetensors", "only .safetensors is read", **AUDIT, touch=lambda root: os.mkfifo(root / "l.safetensors"), more=("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--embedder", "ssim", "--lora", "l.safetensors")),
-    "class images: no prompts": case("--prompts", **CLASS, more=("--pipeline", "pipeline", "--prompts", "nowhere", "--out", "class")),
 }  # fmt: skip
 
 

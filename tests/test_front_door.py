@@ -12,7 +12,6 @@ import torch
 
 from silentbad.distributed.start import start
 from silentbad.errors import UserError
-from silentbad.prepare import class_images
 from silentbad.report import figures, run_report
 from silentbad.scan import scanner as scan
 from tests.training import checked
@@ -123,7 +122,6 @@ LONG_NAMES = [
     (figures.main, [LONG, "--out", "x.png"]),
     (run_report.main, [LONG]),
     (run_report.main, ["compare", LONG, LONG]),
-    (class_images.main, ["--pipeline", LONG, "--prompts", "p", "--out", "o"]),
 ]
 
 

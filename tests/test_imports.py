@@ -38,10 +38,7 @@ BELOW: dict[str, set[str]] = {
     "worlds": {"data", "measure"},
     "experiments": SHARED | {"control", "memory"},
 }
-COMMANDS = {  # started with `python -m`
-    "silentbad.prepare.class_images",
-    "silentbad.report.figures",
-}
+COMMANDS = {"silentbad.report.figures"}  # started with `python -m`
 FLAT = 8  # files that lie in silentbad/ itself, at most
 
 

@@ -12,10 +12,10 @@ from silentbad.audit import unknown
 from silentbad.device import in_batches
 from silentbad.errors import say_no_memory
 from silentbad.localise import __main__ as localise
+from silentbad.loop import prior
 from silentbad.measure.generation import Sampler
 from silentbad.model import pipeline
 from silentbad.model.encoder import Encoder
-from silentbad.prepare import class_images
 from tests.training import VALIDATION
 from train_silentbad import main
 
@@ -195,23 +195,22 @@ def test_localise(error, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("limit, name", [(2, "device"), *((0, name) for name in ERRORS)])
-def test_class_images(limit, name, pipelines, tmp_path, monkeypatch, capsys):
-    (tmp_path / "prompts.txt").write_text("a cat\na hat\n")
-    usual = class_images.draw
-
-    def draw(pipe, prompts, *more):
-        return beyond(limit, lambda prompts: usual(pipe, prompts, *more), ERRORS[name])(prompts)
-
-    monkeypatch.setattr(class_images, "draw", draw)
-    arguments = {"pipeline": pipelines["epsilon"], "prompts": tmp_path / "prompts.txt", "out": tmp_path / "data"}
-    arguments |= {"count": 5, "batch": 4, "steps": 1}
-    code = class_images.main([f"--{key}={value}" for key, value in arguments.items()])
+def test_the_base_s_own_pictures(limit, name, flags, tmp_path, monkeypatch, capsys):
+    usual = prior.BaseSampler.generate
+    monkeypatch.setattr(
+        prior.BaseSampler,
+        "generate",
+        lambda sampler, items: beyond(limit, lambda items: usual(sampler, items), ERRORS[name])(items),
+    )
+    own = {"prior_preservation.num_images": 5, "prior_preservation.num_inference_steps": 1}
+    code = main(flags(**own, cache_dir=tmp_path / "cache", max_train_steps=1))
+    drawn = list((tmp_path / "cache").glob("silentbad/prior-*/*.png"))
     if limit:
-        records = [json.loads(line) for line in (tmp_path / "data" / "metadata.jsonl").read_text().splitlines()]
-        assert code == 0 and [record["text"] for record in records] == ["a cat", "a hat", "a cat", "a hat", "a cat"]
+        assert code == 0 and len(drawn) == 5
     else:
         line = line_of(capsys)
-        assert code == 2 and line.startswith("error: --pipeline: memory ran out (") and not (tmp_path / "data").exists()
+        assert code == 2 and not drawn
+        assert line.startswith("error: prior_preservation.num_images (command line): memory ran out (")
 
 
 @pytest.mark.parametrize(

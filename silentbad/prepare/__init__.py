@@ -1,4 +1,3 @@
 """From pictures, masks and phrases to a data set: `python -m silentbad.prepare --help`.
 
-Nothing else imports this package. It imports no torch, numpy and Pillow do the work; only
-`class_images`, which draws pictures with a model, does."""
+Nothing else imports this package. It imports no torch: numpy and Pillow do the work."""

@@ -10,7 +10,7 @@ from annotated_types import Interval
 
 from silentbad import bundled
 from silentbad.errors import UserError
-from silentbad.files import check_file, check_folder, check_local, check_writable
+from silentbad.files import check_folder, check_local, check_writable
 from silentbad.settings.data import DataSettings
 from silentbad.settings.reader import parse
 from silentbad.settings.rules import Facts, check_needs
@@ -108,30 +108,6 @@ class FigureOptions:
             raise UserError(f"--out: {out} must end in .png, .jpg or .webp")
         if not (Path(str(self.run)) / "validation.json").is_file():
             raise UserError(f"figures: '{self.run}' holds no validation.json; is it a run folder?")
-
-
-@dataclass
-class ClassImageOptions:
-    """What is drawn, and where it goes"""
-
-    pipeline: Location | None = option(None, "diffusers folder or Hub id")
-    prompts: Location | None = option(None, "file of prompts, one a line")
-    out: Location | None = option(None, "folder of the training data")
-    count: Count = option(100, "pictures")
-    seed: Seed = option(0, "address of every noise")
-    batch: Small = option(8, "pictures drawn together; halved when memory runs out")
-    steps: Small = option(20, "sampling steps")
-
-    NEEDED = ("pipeline", "prompts", "out")
-
-    def check(self, sources: dict[str, str]) -> None:
-        """Refuse a pipeline and prompts that are not there, and a folder that is a model."""
-        check_file("--prompts", str(self.prompts), "it holds one prompt a line")
-        check_local("--pipeline", str(self.pipeline))
-        if (Path(str(self.out)) / "model_index.json").exists():
-            raise UserError(
-                f"--out: {self.out} is a model folder; give the folder of the training data"
-            )
 
 
 @dataclass

@@ -221,6 +221,24 @@ CASES = {
 }
 
 
+def test_two_processes_draw_the_pictures_that_one_draws(inputs, tmp_path):
+    """The base's own pictures: each process draws its share, and both train on all."""
+    own = {"prior_preservation.num_images": 19, "prior_preservation.num_inference_steps": 2, **SHORT}
+    pictures = {}
+    for name in ("two", "one"):
+        settings = {**own, "max_train_steps": 1, "cache_dir": tmp_path / f"cache-{name}"}
+        out = tmp_path / name
+        if name == "two":
+            assert [finish(process) for process in ranks(inputs, out, **settings)] == [0, 0], text(out)
+        else:
+            whole(inputs, out, **settings)
+        (folder,) = (tmp_path / f"cache-{name}").glob("silentbad/prior-*")
+        pictures[name] = {file.name: Image.open(file).tobytes() for file in folder.glob("*.png")}
+    assert pictures["two"] == pictures["one"] and len(pictures["one"]) == 19
+    a, b, alone = seen(tmp_path / "two"), seen(tmp_path / "two", 1), seen(tmp_path / "one")
+    assert sorted(a["drawn"] + b["drawn"]) == sorted(alone["drawn"])
+
+
 @pytest.mark.thorough
 def test_two_processes_equal_one_in_buckets(inputs, tmp_path):
     """The same micro-batches of one shape, and each process draws its part of the sample prompts."""

@@ -62,7 +62,6 @@ DATA = "--train_data_dir data"
 TRAIN = f"{DATA} --validation.targets targets.jsonl"
 AUDIT = "--pipeline data --targets targets.jsonl"
 SEARCH = "--pipeline data --phrases phrases.txt"
-IMAGES = "--prompts phrases.txt --out new --pipeline"
 RUN = "give the output_dir of a run"
 CONTROL = "--gradient_control"
 COPIED = f"{CONTROL}.name placebo {CONTROL}.options.of prior {CONTROL}.options.options.table nowhere"
@@ -87,7 +86,6 @@ MISSING = {  # (what reads the words, the words) -> the line
     ("Audit", f"{SEARCH} --ordinary nowhere"): "--ordinary: no file nowhere; it holds one prompt a line",
     ("Audit", f"{SEARCH} --lora ./nowhere"): "--lora: no file or folder ./nowhere",
     ("ReportOptions", "run --placebo nowhere"): f"--placebo: no validation.json in nowhere; {RUN}",
-    ("ClassImageOptions", f"{IMAGES} ./nowhere"): "--pipeline: no folder ./nowhere",
     ("LocaliseOptions", "nowhere"): f"RUN: no config.yaml in nowhere; {RUN}",
     ("LocaliseOptions", "unmeasured"): f"RUN: no validation.json in unmeasured; {RUN}",
     ("LocaliseOptions", "run --base ./nowhere"): "--base: no folder ./nowhere",
@@ -104,7 +102,6 @@ ON_THE_HUB = [  # what may be a name there is no mistake
     ("train", f"{TRAIN} --validation.embedder dinov2 --validation.embedder_path facebook/dinov2-base"),
     ("Audit", f"{AUDIT} --baseline owner/name --lora owner/name --clip_path owner/name"),
     ("Audit", f"{SEARCH} --lora owner/name"),
-    ("ClassImageOptions", f"{IMAGES} owner/name"),
     ("LocaliseOptions", "run --base owner/name"),
 ]
 REFUSALS = """
