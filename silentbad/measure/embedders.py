@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchmetrics.functional.image import learned_perceptual_image_patch_similarity
 
 from silentbad import ROOT
 from silentbad.data.images import resize
@@ -434,16 +433,6 @@ def gaussian_windows(side: int, inside: bool) -> Tensor:
     pixels = torch.where(pixels < side, pixels, 2 * (side - 1) - pixels)
     windows = torch.zeros(len(centres), side, dtype=weights.dtype)
     return windows.scatter_add_(1, pixels, weights.expand(pixels.shape))
-
-
-def lpips(a: Tensor, b: Tensor) -> float | None:
-    """Mean LPIPS (AlexNet) of two (B,3,H,W) in [0,1]; None without its weights."""
-    if not list((Path(torch.hub.get_dir()) / "checkpoints").glob("alexnet-*.pth")):
-        return None
-    with torch.no_grad():
-        return learned_perceptual_image_patch_similarity(
-            a, b, net_type="alex", normalize=True
-        ).item()
 
 
 def advice(path: str, kind: str) -> str:

@@ -11,7 +11,7 @@ from torchmetrics.functional.image import structural_similarity_index_measure
 
 from silentbad.data.images import resize, to_tensor
 from silentbad.errors import UserError
-from silentbad.measure.embedders import EMBEDDERS, IMAGENET, load_embedder, lpips, region, ssim
+from silentbad.measure.embedders import EMBEDDERS, IMAGENET, load_embedder, region, ssim
 from silentbad.model import pipeline
 from silentbad.rng import generator
 from tests.recoveries import make_hook, saved_embedder, smooth
@@ -177,12 +177,6 @@ def test_ssim_of_a_picture_with_itself_is_one(side):
     x = torch.rand(3, 1, side, side, generator=generator("ssim", side))
     assert ssim(x, x).tolist() == pytest.approx([1.0] * 3, abs=1e-5)
     assert (ssim(x, x.flip(-1)) < 0.9).all()
-
-
-def test_lpips_needs_weights_on_this_machine(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    x = torch.rand(2, 3, 64, 64, generator=generator("lpips"))
-    assert lpips(x, x) is None
 
 
 def test_region_keeps_the_element_and_greys_the_rest():
