@@ -169,8 +169,8 @@ def _bleeding(kept: Kept) -> str:
         return ""
     if kept.bleeding == 0:
         return "nothing bleeds"
-    base = f", in {100 * kept.bleeding_base:.0f} % of the base's" if kept.bleeding_base else ""
-    return f"an element comes in {100 * kept.bleeding:.0f} % of their images{base}"
+    base = f"base model: {100 * kept.bleeding_base:.0f} %"
+    return f"an element comes in {100 * kept.bleeding:.0f} % of their images ({base})"
 
 
 def _limit(record: Record) -> str:

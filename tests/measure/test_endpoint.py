@@ -459,8 +459,9 @@ def test_the_terminal_ends_in_the_verdict(tmp_path, capsys):
     hook.run(0, 0, tiny_pipeline().unet)
     hook.run(10, 1, tiny_pipeline().unet, final=True)
     print(hook.table())
-    last = capsys.readouterr().out.strip().splitlines()[-1]
-    assert last.startswith("Not recovered. 0 of 6 images of the composed prompt")
+    verdict, kept = capsys.readouterr().out.strip().splitlines()[-2:]
+    assert verdict.startswith("Not recovered. 0 of 6 images of the composed prompt")
+    assert kept.startswith("Kept: 0 % changed on unrelated prompts")
     assert last == evidence.verdict_sentence(Record.load(tmp_path / "validation.json"))
 
 

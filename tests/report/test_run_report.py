@@ -116,7 +116,7 @@ def test_what_is_kept_is_one_line_of_what_was_measured(run):
     )
     assert "Kept: CLIP score 24.1 of 30.2; 41 %" in line(words=of_clip)
     assert line(bleeding=0.25, bleeding_base=0.125).endswith(
-        "an element comes in 25 % of their images, in 12 % of the base's."
+        "; an element comes in 25 % of their images (base model: 12 %)."
     )
     assert line({"keep": 0.5}).endswith("; 0.59 by pixels, within the limit of 0.5.")
     judged = {"keep": 0.5, "judge": "judge.py:things_right"}
