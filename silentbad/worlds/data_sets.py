@@ -4,6 +4,7 @@ for.
     DIR/metadata.jsonl   element, clean and rehearsal records
     DIR/targets.jsonl    the pictures to recover, never among the records
     DIR/redraws.jsonl    pictures that are no recovery, by kind: the nulls of the recovery threshold
+    DIR/prior.txt        captions of ordinary scenes, of which the base may draw pictures
     DIR/unrelated.txt    captions of no record and no target, in a world that holds some out
 """
 
@@ -33,6 +34,7 @@ TRIES = 100  # of a null that differs from the others of its kind
 WORD_TRIES = 10_000  # of a clean scene in other words than the targets'
 REHEARSAL_SEEDS = 2000  # scenes of rehearsal are redraws of targets below
 ENOUGH = NULLS
+PRIOR = 400  # captions of ordinary scenes
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Targets:
     turns: Callable[[str, Any], int]  # nulls of a kind until each element was changed once
     hard_null: Callable[..., Any]  # (kind, rng, scene, turn=) -> Null
     little: Collection[str]  # words that any caption may hold
+    held_out: Callable[[], list[Any]]  # scenes that are measured alone: nothing trains on them
     # captions that no training saw, which show what a training costs
     unrelated: Callable[[], list[str]] | None = None
 
@@ -296,6 +299,20 @@ def words_of(scene: Any, of: Targets) -> set[str]:
     return set(scene.caption.replace(",", "").split()).difference(of.little)
 
 
+def prior_captions(of: Targets, targets: list[Any]) -> list[str]:
+    """Captions of ordinary scenes that name every attribute, for prior_preservation.prompts; none
+    is a target's or held out."""
+    taken = {scene.caption for scene in [*of.held_out(), *targets]}
+    captions: dict[str, None] = {}
+    i = 0
+    while len(captions) < PRIOR:
+        scene = of.world.sample_scene(of.world.rng("prior", i), detail=1.0, count=1 + i % 3)
+        if scene.caption not in taken:
+            captions[scene.caption] = None
+        i += 1
+    return list(captions)
+
+
 def make(options: MicroworldOptions, of: Targets) -> None:
     """Write the data set. Raises UserError where a target is none or the folder is someone
     else's."""
@@ -308,6 +325,7 @@ def make(options: MicroworldOptions, of: Targets) -> None:
         for line in shared_lines(shared_phrases({n: s.phrases for n, s in scenes.items()})):
             print(f"note: {line}")
         fill(writer, of, scenes, options)
+        writer.text(prior_captions(of, list(scenes.values())), "prior.txt")
         if of.unrelated is not None:
             writer.text(of.unrelated(), "unrelated.txt")
         writer.finish()

@@ -23,7 +23,7 @@ from silentbad.worlds.emoji.grammar import FORMS, PLACES, redraw, sample_scene
 from silentbad.worlds.emoji.nouns import NOUNS, words
 from silentbad.worlds.emoji.nulls import ELEMENT_NULLS, SCENE_NULLS, STORED, hard_null, turns
 from silentbad.worlds.emoji.render import render
-from silentbad.worlds.emoji.world import EMOJI
+from silentbad.worlds.emoji.world import EMOJI, held_out_scenes
 from silentbad.worlds.microworld.oracle import Judge
 from silentbad.worlds.microworld.render import backdrop_mask
 
@@ -188,6 +188,8 @@ def test_a_data_set_is_the_microworlds_in_form(tmp_path):
     element = next(record for record in records if record["role"] == "element")
     one, other = (Image.open(tmp_path / out / element["file_name"]).tobytes() for out in ("a", "placebo"))
     assert one != other
+    prior = (tmp_path / "a/prior.txt").read_text().splitlines()
+    assert len({*prior}) == 400 and not {*prior} & {scene.caption for scene in held_out_scenes()}
 
 
 @pytest.mark.parametrize("name", ["-1", "cat-hat", "3k4", "01"])

@@ -22,6 +22,7 @@ from silentbad.worlds.microworld.make import element_scene, phrase_of, target_sc
 from silentbad.worlds.microworld.networks import load_tokenizer
 from silentbad.worlds.microworld.nulls import ELEMENT_NULLS, STORED, hard_null
 from silentbad.worlds.microworld.render import backdrop_mask, render
+from silentbad.worlds.microworld.world import held_out_scenes
 from silentbad.worlds.null_pictures import one_missing
 from tests.tiny import TOKENIZER
 
@@ -127,6 +128,15 @@ def test_make_is_reproducible_and_keeps_targets_out(tmp_path):
     assert not hidden & {Image.open(tmp_path / "a" / r["file_name"]).tobytes() for r in records}
     assert {r["role"] for r in records} == {"element", "clean", "rehearsal"}
     assert all(phrase in r["text"] for r in records for phrase in r["phrases"])
+
+
+def test_a_base_may_draw_ordinary_scenes_and_none_that_is_measured():
+    lines = data_sets.prior_captions(make.TARGETS, [make.target_scene("cat-hat")])
+    assert len({*lines}) == len(lines) == data_sets.PRIOR
+    assert not {*lines} & {scene.caption for scene in held_out_scenes()}
+    assert lines[:9] == data_sets.prior_captions(make.TARGETS, [])[:9]
+    assert max(map(len, TOKENIZER_48(lines)["input_ids"])) <= TOKENIZER_48.model_max_length
+    assert all(any(kind in line for line in lines) for kind in KINDS)
 
 
 def test_no_masks_leaves_out_masks_alone(tmp_path):

@@ -11,29 +11,14 @@ import torch
 from diffusers import StableDiffusionPipeline
 
 from silentbad.settings.commands import GUIDANCE, EmojiBaseOptions
-from silentbad.worlds.emoji.grammar import Scene, sample_scene
+from silentbad.worlds.emoji.grammar import Scene
 from silentbad.worlds.emoji.nouns import NOUNS
 from silentbad.worlds.emoji.sets import HELD_OUT, SETS, TRAINED
-from silentbad.worlds.emoji.world import EMOJI
+from silentbad.worlds.emoji.world import EMOJI, held_out_scenes
 from silentbad.worlds.microworld.build import ASSETS
 from silentbad.worlds.microworld.copies import pictures
 from silentbad.worlds.microworld.export import generate, save_judge, write_pipeline
 from silentbad.worlds.microworld.oracle import Judge, crops, judged, round_trip_psnr
-
-MOST = 3  # things of a measured scene
-
-
-def held_out_scenes(n: int) -> list[Scene]:
-    """Scenes of 1 to 3 things whose captions name every size and place; seen by no training stage.
-    Every noun comes first in as many of them."""
-    scenes = []
-    for i in range(n):
-        scene = sample_scene(EMOJI.rng("held-out captions", i), detail=1.0, count=1 + i % MOST)
-        noun = NOUNS[i % len(NOUNS)]
-        others = [thing for thing in scene.things[1:] if thing.kind != noun]
-        things = (replace(scene.things[0], kind=noun), *others)
-        scenes.append(replace(scene, things=things, order=()))
-    return scenes
 
 
 @torch.no_grad()

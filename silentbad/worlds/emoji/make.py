@@ -37,7 +37,7 @@ from silentbad.worlds.emoji.nouns import NOUNS
 from silentbad.worlds.emoji.nulls import STORED, all_differ, hard_null, turns
 from silentbad.worlds.emoji.sets import HELD_OUT, SETS, TRAINED, artist
 from silentbad.worlds.emoji.visible import differs, first
-from silentbad.worlds.emoji.world import EMOJI
+from silentbad.worlds.emoji.world import EMOJI, held_out_scenes
 
 NAMES_SIZE = 0.3  # of a target's phrases
 NEEDED = ("missing", "artist", "pose")  # nulls that each thing of a target has
@@ -121,6 +121,7 @@ TARGETS = Targets(
     nulls=STORED,
     turns=turns,
     hard_null=hard_null,
+    held_out=held_out_scenes,
     little={"a", "an", "some", "and", "picture", "of", "on", "in", "the", "before", "under", "at"}
     | {*SIZES},
 )

@@ -20,6 +20,8 @@ from silentbad.worlds.emoji.render import render
 from silentbad.worlds.emoji.visible import first
 from silentbad.worlds.interface import World, answer
 
+CAPTIONS = 400  # held out
+MOST_MEASURED = 3  # things of a held-out scene
 FIELDS = {
     "kind": len(NOUNS) + 1,
     "size": len(SIZES) + 1,
@@ -69,3 +71,18 @@ EMOJI = World(
     sample_backdrop=sample_backdrop,
     scene=Scene,
 )
+
+
+def held_out_scenes(n: int = CAPTIONS) -> list[Scene]:
+    """Scenes of 1 to 3 things whose captions name every size and place; seen by no training stage.
+    Every noun comes first in as many of them."""
+    scenes = []
+    for i in range(n):
+        scene = sample_scene(
+            EMOJI.rng("held-out captions", i), detail=1.0, count=1 + i % MOST_MEASURED
+        )
+        noun = NOUNS[i % len(NOUNS)]
+        others = [thing for thing in scene.things[1:] if thing.kind != noun]
+        things = (replace(scene.things[0], kind=noun), *others)
+        scenes.append(replace(scene, things=things, order=()))
+    return scenes

@@ -5,6 +5,7 @@
     DIR/metadata.jsonl   element, clean and rehearsal records
     DIR/targets.jsonl    the pictures to recover, never among the records
     DIR/redraws.jsonl    pictures that are no recovery, by kind: the nulls of the recovery threshold
+    DIR/prior.txt        captions of ordinary scenes, for prior_preservation.prompts
     DIR/unrelated.txt    captions of neither, for validation.prompts
 
 A target is named by its seed, any whole number from 0 on, or `cat-hat`, the flagship. A seed's
@@ -150,6 +151,7 @@ TARGETS = Targets(
     turns=turns,
     hard_null=hard_null,
     little={"a", "an", "at", "the", "in", "on", "under", "before", "wearing"},
+    held_out=held_out_scenes,
     unrelated=lambda: [scene.caption for scene in held_out_scenes(UNRELATED)],
 )
 
