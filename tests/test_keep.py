@@ -1,5 +1,6 @@
 """A limit on what a training must keep: it ends the run, and best/ holds the best pipeline within it."""
 
+import hashlib
 import json
 import re
 
@@ -105,3 +106,21 @@ def test_the_averaged_weights_decide_where_there_are_some(tmp_path):
 def test_no_limit_of_a_configuration_without_one():
     assert Limit.of(ValidationConfig()) is None
     assert Limit.of(ValidationConfig(keep=0.5, judge="a.py:b")) == Limit(0.5, "words")
+
+
+def test_a_judge_is_recorded_and_another_is_refused_on_resume(limited, tmp_path, capsys):
+    judge = tmp_path / "mine.py"
+    judge.write_text("def right(captions, images): return [(1, 2)] * len(captions)\n")
+    options = {"validation.judge": f"{judge}:right", "max_train_steps": 2}
+    assert main(limited(**options)) == 0
+    out = tmp_path / "run"
+    entry = json.loads((out / "run.json").read_text())["own_code"][f"{judge}:right"]
+    assert entry == {"file": str(judge), "sha256": hashlib.sha256(judge.read_bytes()).hexdigest()}
+    words = Record.load(out / "validation.json").history[-1].raw.kept.words
+    assert (words.trained, words.base, words.by, words.named) == (0.5, 0.5, "mine.py:right", 4)
+    assert "Kept: 0.50 of 0.50 things right" in capsys.readouterr().out
+    for page in (out / "report.html", out / "pipeline/README.md"):
+        assert "Kept: 0.50 of 0.50 things right" in page.read_text()
+    judge.write_text("def right(captions, images): return [(2, 2)] * len(captions)\n")
+    assert main(limited(**options | {"max_train_steps": 4, "resume_from_checkpoint": "latest"})) == 2
+    assert "mine.py:right" in capsys.readouterr().err

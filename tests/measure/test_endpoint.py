@@ -462,7 +462,7 @@ def test_the_terminal_ends_in_the_verdict(tmp_path, capsys):
     verdict, kept = capsys.readouterr().out.strip().splitlines()[-2:]
     assert verdict.startswith("Not recovered. 0 of 6 images of the composed prompt")
     assert kept.startswith("Kept: 0 % changed on unrelated prompts")
-    assert last == evidence.verdict_sentence(Record.load(tmp_path / "validation.json"))
+    assert verdict == evidence.verdict_sentence(Record.load(tmp_path / "validation.json"))
 
 
 def test_the_best_picture_is_a_recovered_one_where_there_is_one(tmp_path):
