@@ -220,7 +220,7 @@ CASES = {
     "kept: a judge that is no function": case("validation.judge", "is no function", validation__judge="data/mine.py:judge", touch=write("data/mine.py", "judge = 1\n")),
     "kept: a limit of nothing": case("validation.keep", "above 0", validation__keep=0),
     "kept: a limit above all": case("validation.keep", "at most 1", validation__keep=1.1),
-    "kept: a limit without images": case("validation.keep", "above 0", validation__keep=0.5, validation__unrelated_images=0),
+    "kept: a limit without images": case("validation.keep", "needs validation.unrelated_images", validation__keep=0.5, validation__unrelated_images=0),
     "kept: a limit that nobody reads": case("validation.keep_by", "nothing reads the words", validation__keep=0.5, validation__keep_by="words"),
     "kept: by what without a limit": case("validation.keep_by", "needs validation.keep", validation__keep_by="pixels"),
     # -- the other programs

@@ -337,6 +337,34 @@ def test_a_signal_to_one_rank_stops_both_at_the_same_step(rank, inputs, tmp_path
     assert gap(seen(out)["weights"], seen(tmp_path / "one")["weights"]) < 10 * TOLERANCE
 
 
+def odd_judge(argv: list[str]) -> None:
+    """Each rank would count another share of things right."""
+    watch(argv)
+    from silentbad.measure import kept
+
+    rank, calls = int(os.environ["RANK"]), []
+
+    def words(judge, clip, prompts, *pictures):
+        calls.append(1)
+        return kept.Words(float(rank or len(calls) < 2), 1.0, "odd", 1)
+
+    kept.words = words
+
+
+def test_a_limit_stops_both_at_the_same_step(inputs, tmp_path):
+    """The main process decides: rank 1 alone would go on."""
+    limit = {"validation.keep": 0.5, "validation.keep_by": "words", "validation.judge": f"{tmp_path}/mine.py:right"}
+    (tmp_path / "mine.py").write_text("def right(captions, images): return [(1, 1)] * len(captions)\n")
+    processes = ranks(
+        inputs,
+        tmp_path / "out",
+        prepare=odd_judge,
+        **{**training.VALIDATION, "validation.unrelated_images": 2, **limit},
+    )
+    assert [finish(process) for process in processes] == [0, 0]
+    assert json.loads((tmp_path / "out/finished.json").read_text()) == {"step": 2}
+
+
 def test_a_failing_write_on_the_main_process_ends_both(inputs, tmp_path):
     out = tmp_path / "run"
     processes = ranks(inputs, out, limits=(100_000, None), **LONG)
