@@ -15,6 +15,7 @@ from silentbad.data import images
 from silentbad.data.published import SHUFFLE_MARKER, is_published, published_rows
 from silentbad.data.schema import (
     RECORD,
+    UNCAPTIONED,
     Caption,
     admit,
     admitted,
@@ -138,7 +139,7 @@ def folder_key(root: Path, *parts: Any) -> str:
 def checked_row(unchecked: dict) -> dict:
     """A row with every field of FEATURES, its text checked and its image decoded once."""
     where = unchecked["where"]
-    fields = admitted(unchecked, RECORD, where)
+    fields = admitted(unchecked, RECORD if unchecked.pop("captioned") else UNCAPTIONED, where)
     if SHUFFLE_MARKER in fields["text"]:
         head, *tail = (part.strip(" ,.") for part in fields["text"].split(SHUFFLE_MARKER))
         fields["text"] = f"{head} {', '.join(tail)}".strip()

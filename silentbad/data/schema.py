@@ -55,6 +55,7 @@ RECORD: Schema = {
     "target_id": Id,
     "element_id": Id,
 }
+UNCAPTIONED: Schema = {**RECORD, "text": Text}
 TARGET: Schema = {
     "target_id": Annotated[Id, NEEDED],
     "image": Annotated[Any, NEEDED],  # a file name, checked against its folder
@@ -84,8 +85,10 @@ def row(
     target_id: Any = None,
     element_id: Any = None,
     shuffle: bool = False,
+    captioned: bool = True,
 ) -> dict[str, Any]:
-    """A record as its reader found it, unchecked; `picture` is a file, or {"path", "bytes"}."""
+    """A record as its reader found it, unchecked; `picture` is a file, or {"path", "bytes"}. One
+    that is not `captioned` may have no text."""
     return {
         "where": where,
         "image": picture if isinstance(picture, dict) else {"path": str(picture), "bytes": None},
@@ -96,6 +99,7 @@ def row(
         "target_id": target_id,
         "element_id": element_id,
         "shuffle": shuffle,
+        "captioned": captioned,
     }
 
 

@@ -1,14 +1,16 @@
 """The base's own pictures: drawn before training and shown as clean records (prior preservation,
 DreamBooth, 2208.12242).
 
-Picture i is of prompt i modulo their number, from the noise of (seed, i). Pictures lie in the cache
+Picture i is of the prompts in turn, or of none, from the noise of (seed, i). Pictures lie in the cache
 in a folder named by a hash over everything they depend on. BLOCK of them are drawn together, always
 the same ones, so neither a kill nor the number of processes changes a picture."""
 
 import hashlib
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,13 @@ def read_prompts(file: str | None, tokenizer: Any) -> list[str]:
     return prompts
 
 
+def prompt_of(prompts: Sequence[str], number: int, unconditional: float = 0.0) -> str:
+    """The prompt of a picture: the prompts in turn; of a share of the pictures, evenly spread,
+    none."""
+    before, after = (math.floor(count * unconditional + 1e-9) for count in (number, number + 1))
+    return "" if after > before else prompts[(number - before) % len(prompts)]
+
+
 def draw_prior(
     config: TrainConfig,
     prompts: list[str],
@@ -138,14 +147,15 @@ class PictureStore:
     ):
         self.config = config
         self.count = config.prior_preservation.num_images
-        self.prompts = prompts
         self.sampler = sampler
         self.accelerator = accelerator
         modules = [base.backbone, base.vae, *base.text_encoders.values()]
         words = [vocabulary(tokenizer) for tokenizer in base.tokenizers.values()]
         schedule = dict(sampler.pipe.scheduler.config)
         plain = {name: value for name, value in schedule.items() if not name.startswith("_")}
-        of_run = [sampler.side, sampler.steps, sampler.config.guidance_scale, sampler.seed]
+        share = config.prior_preservation.unconditional
+        self.prompt_of = partial(prompt_of, prompts, unconditional=share)
+        of_run = [sampler.side, sampler.steps, sampler.config.guidance_scale, sampler.seed, share]
         kind = [type(base.scheduler).__name__, accelerator.mixed_precision, base.zero_empty]
         self.digest = digest(*modules, words, plain, of_run, kind, prompts)
         home = Path(config.cache_dir or datasets.config.HF_DATASETS_CACHE) / "silentbad"
@@ -203,9 +213,7 @@ class PictureStore:
 
     def _write(self, numbers: list[int]) -> None:
         """Draw a block and keep those of its pictures that are missing."""
-        items = [
-            Item("prior", -1, i, self.prompts[i % len(self.prompts)], "prior") for i in numbers
-        ]
+        items = [Item("prior", -1, i, self.prompt_of(i), "prior") for i in numbers]
         pictures = dict(zip(numbers, self.sampler.map(items, _pictures), strict=True))
         self.sampler.cache.clear()  # states of prompts that are not drawn again
         with user_errors(self.failed, "free some space, or choose another folder"):
@@ -224,8 +232,8 @@ class PictureStore:
 
         def rows() -> Iterator[dict]:
             for i in shown:
-                text = self.prompts[i % len(self.prompts)]
-                yield row(str(self.file(i)), self.file(i), text, role="clean")
+                text = self.prompt_of(i)
+                yield row(str(self.file(i)), self.file(i), text, role="clean", captioned=bool(text))
 
         with self.accelerator.main_process_first():
             table = build_table(rows, KEY, key, self.config.cache_dir)

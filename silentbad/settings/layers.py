@@ -23,10 +23,22 @@ EVERY_GROUP = [*STAGED, OTHER]
 ADAPTED_GROUPS = [g for g in STAGED if not g.endswith((".norm", ".embed"))]  # what peft can adapt
 
 
+LEFT_OUT = "!"  # begins a pattern that leaves layers out
+
+
 def chosen(patterns: Iterable[str], group: str) -> bool:
-    """Whether a pattern names the group stage.role: by role ("attn", "xattn.v"), stage ("mid",
+    """Whether the patterns choose the group stage.role: by role ("attn", "xattn.v"), stage ("mid",
     "up*") or both ("up1.ff"). A pattern also names what it is the beginning of: "mid.attn" is
-    mid.attn.q, k, v and o."""
+    mid.attn.q, k, v and o. "!sampler" leaves out what it names; alone it chooses all else."""
+    patterns = list(patterns)
+    left_out = [p.removeprefix(LEFT_OUT) for p in patterns if p.startswith(LEFT_OUT)]
+    wanted = [p for p in patterns if not p.startswith(LEFT_OUT)]
+    is_wanted = names_group(wanted, group) if wanted else bool(left_out)
+    return is_wanted and not names_group(left_out, group)
+
+
+def names_group(patterns: Iterable[str], group: str) -> bool:
+    """Whether one of these patterns, none with a "!", names the group."""
     names = (group, group.partition(".")[2])
     return any(
         fnmatchcase(name, match) for name in names for p in patterns for match in (p, f"{p}.*")
@@ -50,7 +62,8 @@ def narrowed(
     common. Raises UserError where a pattern chooses nothing, a component has nothing left, or
     everything is chosen."""
     groups = {name: sorted(set(part.values())) for name, part in layers.items()}
-    for pattern in patterns:
+    wanted = [pattern for pattern in patterns if not pattern.startswith(LEFT_OUT)]
+    for pattern in wanted:  # a model may lack what is left out, as SD 3 lacks a sampler
         refuse_unmatched(
             "train_layers", pattern, [group for names in groups.values() for group in names], could
         )
@@ -61,7 +74,8 @@ def narrowed(
             raise UserError(
                 f"train_layers: {all_patterns} names nothing of {name}; name a layer of it{more}"
             )
-    if all(chosen(patterns, group) for of_component in groups.values() for group in of_component):
+    every_group = [group for of_component in groups.values() for group in of_component]
+    if wanted and all(chosen(patterns, group) for group in every_group):
         raise UserError(
             f"train_layers: {' '.join(patterns)} names every layer of {could}; leave it out"
         )
@@ -74,7 +88,8 @@ def narrowed(
 def refuse_unmatched(key: str, pattern: str, groups: Iterable[str], could: str) -> None:
     """Refuse a pattern that names none of these groups, and name the nearest that does."""
     groups = list(groups)
-    if any(chosen([pattern], group) for group in groups):
+    pattern = pattern.removeprefix(LEFT_OUT)
+    if any(names_group([pattern], group) for group in groups):
         return
     stages, _, roles = zip(*(group.partition(".") for group in groups), strict=True)
     names = dict.fromkeys([*stages, *filter(None, roles), *groups])

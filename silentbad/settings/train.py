@@ -24,6 +24,7 @@ from silentbad.settings.types import (
     Seed,
     Side,
     Small,
+    Unit,
     flag,
     matching,
     ours,
@@ -110,6 +111,9 @@ class PriorSettings:
     prompts: Location | None = of_prior(
         None, "text file of prompts, one a line, drawn in turn; unset: a bundled list"
     )
+    unconditional: Unit = of_prior(
+        0.0, "share of them that are drawn and shown without a prompt: of all that the base knows"
+    )
     guidance_scale: Annotated[float, Interval(ge=0, le=1e4)] = of_prior(
         7.5, "of these pictures; about 2 for the bundled base"
     )
@@ -188,8 +192,8 @@ class TrainConfig(DataSettings):
     )
     train_layers: list[str] | None = ours(
         None,
-        "layers that train, as patterns over --print_groups (up*, *.resnet.*, "
-        "mid.attn); unset: all",
+        "layers that train, as patterns over --print_groups (up*, *.resnet.*, mid.attn; "
+        "!sampler: all but these); unset: all",
     )
     lora: LoraSettings = field(default_factory=LoraSettings)
 

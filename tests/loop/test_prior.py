@@ -71,6 +71,23 @@ def test_the_pictures_are_clean_records_with_their_prompts(build, own, capsys):
     assert {*PROMPTS} <= {*seen}
 
 
+def test_a_share_of_the_pictures_has_no_prompt(build, own, monkeypatch):
+    run = build(**own, **{"prior_preservation.unconditional": 0.25})
+    texts = np.asarray(run.records.text)[-COUNT:].tolist()
+    assert [i for i, text in enumerate(texts) if not text] == [3, 7]
+    assert texts[:3] == [*PROMPTS] and texts[4:7] == [*PROMPTS], "the others take the prompts in turn"
+    seen = [text for draw in range(8) for batch in run.loader.draw(draw) for text in batch["text"]]
+    assert "" in seen
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 1 / 3, 0.5, 1.0])
+def test_the_share_without_a_prompt_is_spread_evenly(share):
+    texts = [prior.prompt_of(PROMPTS, number, share) for number in range(90)]
+    for start in range(0, 90, 30):
+        assert texts[start : start + 30].count("") == round(30 * share)
+    assert [t for t in texts if t] == [PROMPTS[i % 3] for i in range(90 - texts.count(""))]
+
+
 def test_no_clean_folder_at_all_trains(flags, own, tmp_path):
     data = write_data(tmp_path / "bare", clean=0)
     assert main(flags(train_data_dir=data, **own, **{"memory.sampler.clean_ratio": 1.0})) == 0

@@ -22,6 +22,7 @@ PARTS = {  # pipeline: (its backbone, patterns)
     "xl": ("unet", ["*.resnet.*", "mid.attn"]),
     "sd3": ("transformer", ["block2", "block1.ff"]),
 }
+ALL_BUT = '["!sampler"]'
 
 
 def last_checkpoint(run: Path) -> Path:
@@ -35,6 +36,8 @@ def last_checkpoint(run: Path) -> Path:
         (["*.resnet.*"], ["up0.resnet.conv", "mid.resnet.shortcut"], ["up0.norm", "up0.ff"]),
         (["mid.attn"], ["mid.attn.q", "mid.attn.o"], ["mid.xattn.q", "up0.attn.q"]),
         (["xattn.v", "stem"], ["up0.xattn.v", "stem.time"], ["up0.xattn.k", "up0.attn.v"]),
+        (["!sampler"], ["up0.ff", "stem.io", "block3.attn.q"], ["up0.sampler", "down0.sampler"]),
+        (["up*", "!xattn", "!up1"], ["up0.ff"], ["up0.xattn.k", "up1.ff", "down0.ff"]),
     ],
 )
 def test_a_pattern_names_stages_roles_and_what_they_begin(patterns, named, others):
@@ -56,6 +59,15 @@ def test_what_is_frozen_stays_the_base_and_the_pipeline_is_whole(kind, flags, pi
     saved = load_file(last_checkpoint(tmp_path / "run") / f"{component}.safetensors")
     assert 0 < len(saved) < len(base) and saved.keys() <= trains
     assert len(load_file(last_checkpoint(tmp_path / "run") / "ema.safetensors")) == len(saved)
+
+
+def test_what_is_left_out_stays_frozen_and_may_be_what_a_model_lacks(build, pipelines):
+    of_unet = build("a", train_layers=ALL_BUT).parts.backbone
+    frozen = {group_of(f"unet.{n}") for n, p in of_unet.named_parameters() if not p.requires_grad}
+    assert frozen == {"down0.sampler", "up0.sampler"}
+    without = build("b", train_layers=ALL_BUT, pretrained_model_name_or_path=pipelines["sd3"])
+    trained = [p for p in without.parts.backbone.parameters() if p.requires_grad]
+    assert len(trained) > 0.8 * len([*without.parts.backbone.parameters()])
 
 
 def test_naming_no_layer_changes_nothing(build):
