@@ -60,7 +60,10 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
     targets = load_targets(validation.targets) if validation.targets else []
     load_redraws(validation.targets, targets, decode=True)
     own = config.prior_preservation
-    own_prompts = read_prompts(own.prompts, tokenizer) if own.num_images else []
+    own_prompts = []
+    if own.num_images:
+        base = config.pretrained_model_name_or_path
+        own_prompts = read_prompts(own.prompts, tokenizer, base)
 
     # Records; one process builds their table
     guards = Guards(config.guard)

@@ -34,6 +34,7 @@ from silentbad.progress import Bar
 from silentbad.settings.train import TrainConfig
 from silentbad.settings.validation import ValidationConfig
 
+BESIDE = "prior.txt"  # in a base's folder: prompts of what it knows
 BUNDLED = Path(__file__).with_name("prior_prompts.txt")
 BLOCK = 8  # pictures that are drawn together
 KEY = "prior_preservation"
@@ -66,12 +67,14 @@ class BaseSampler(Sampler):
             raise UserError(f"{KEY}.num_images: the picture of {prompt} is not finite; {advice}")
 
 
-def read_prompts(file: str | None, tokenizer: Any) -> list[str]:
-    """The prompts of a file, one a line, or the bundled ones.
+def read_prompts(file: str | None, tokenizer: Any, base: str | None = None) -> list[str]:
+    """The prompts of a file, one a line; without one those that lie beside the base, a folder, or
+    the bundled ones.
 
     Raises UserError, with file and line: one that is no caption, or that the tokenizer's window
     cuts off."""
-    path = Path(file) if file else BUNDLED
+    of_base = Path(base or "") / BESIDE
+    path = Path(file) if file else of_base if base and of_base.is_file() else BUNDLED
     prompts = []
     for number, line in enumerate(text_lines(path), 1):
         where = f"{path}:{number}"

@@ -109,7 +109,9 @@ class PriorSettings:
         0, "pictures that the base draws before training, clean records with their prompts; 0: none"
     )
     prompts: Location | None = of_prior(
-        None, "text file of prompts, one a line, drawn in turn; unset: a bundled list"
+        None,
+        "text file of prompts, one a line, drawn in turn; unset: prior.txt in the base's folder, "
+        "else a bundled list",
     )
     unconditional: Unit = of_prior(
         0.0, "share of them that are drawn and shown without a prompt: of all that the base knows"

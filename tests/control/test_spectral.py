@@ -52,6 +52,14 @@ def test_singular_values_end_near_one(iteration, lowest, highest):
     assert lowest <= float(values.min()) and float(values.max()) <= highest
 
 
+def test_three_steps_leave_what_is_small_small():
+    values = torch.tensor([1e-3, 1e-2, 0.1, 0.5], dtype=torch.float64)
+    for a, b, c in ITERATIONS["newton_schulz_3"]:
+        values = a * values + b * values**3 + c * values**5
+    assert values[0] < 0.042 and 0.35 < values[1] < 0.42
+    assert 0.6 < float(values[2:].min()) and float(values[2:].max()) < 1.2
+
+
 def stepped(parameter: nn.Parameter, gradients: list[torch.Tensor], **settings) -> torch.Tensor:
     optimizer = SpectralAdamW([{"params": [parameter], **settings}], lr=1e-2, weight_decay=0.1)
     for gradient in gradients:

@@ -129,7 +129,7 @@ def test_a_step_passes_over_the_gradients_once_for_their_norm(build, monkeypatch
         ({"optimizer_options": {"amsgrad": "maybe"}}, "optimizer_options: amsgrad must be bool, got 'maybe'"),
         (
             {"gradient_control.spectral": True, "optimizer_options": {"iteration": "polar"}},
-            "iteration must be newton_schulz or polar_express, got 'polar'",
+            "iteration must be newton_schulz, newton_schulz_3 or polar_express, got 'polar'",
         ),
     ],
     ids=str,

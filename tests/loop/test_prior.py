@@ -256,5 +256,14 @@ def test_the_flags_of_other_trainers_name_their_successor(flag):
 def test_the_bundled_prompts_are_many_different_and_short():
     lines = BUNDLED.read_text(encoding="utf-8").splitlines()
     assert len(lines) >= 400 and len({*lines}) == len(lines)
-    prompts = read_prompts(None, load_tokenizer(TrainConfig()))
+    tokenizer = load_tokenizer(TrainConfig())
+    prompts = read_prompts(None, tokenizer)
     assert prompts == lines
+
+
+def test_a_base_may_hold_prompts_of_what_it_knows(tmp_path):
+    tokenizer = load_tokenizer(TrainConfig())
+    assert read_prompts(None, tokenizer, str(tmp_path)) == read_prompts(None, tokenizer)
+    (tmp_path / "prior.txt").write_text("a star\n")
+    assert read_prompts(None, tokenizer, str(tmp_path)) == ["a star"]
+    assert len(read_prompts(None, tokenizer, "assets/micro-sd")) == 400
