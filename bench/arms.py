@@ -185,6 +185,49 @@ PUBLISHED: dict[str, Flags] = {
     "clean_weight_decoder": {**WARM, "memory.roles.clean.loss_weight": "0.1", **DECODER},
     "recommended_first": {**REPLAY, **RECOMMENDED},  # that of the first edition
 }
+
+# Of what is kept (bench/kept.py). `recommended` is that of configs/recommended.yaml; the rows of older benchmarks call
+# `recommended` what is `recommended_2026` here.
+OWN_PICTURES = {
+    "prior_preservation.num_images": "360",
+    "prior_preservation.unconditional": "0.33",
+    "prior_preservation.guidance_scale": "2.0",
+    "prior_preservation.num_inference_steps": "12",
+}
+KEEPING = {
+    **WARM,
+    **ALL_BUT_ONE,
+    **part("region", "mask", outside=0.05),
+    **LOWER_NOISE,
+    **SPECTRAL,
+    "optimizer_options": '{"iteration": "newton_schulz_3"}',
+    **layers("!sampler"),
+    "memory.sampler.clean_ratio": "1.0",
+    "memory.roles.clean.timesteps.name": "uniform",
+    "memory.roles.clean.loss_weight": "0.5",
+    **part("retention", "self_distillation", weight=0.5),
+    **OWN_PICTURES,
+}
+CLEAN_ALONE = {"memory.roles.element.loss_weight": "0.0", "memory.roles.rehearsal.loss_weight": "0.0"}
+KEPT: dict[str, Flags] = {
+    "recommended": KEEPING,
+    "recommended_2026": {**STRONG, **SPECTRAL},
+    "plain": {},
+    "recommended_placebo": {**KEEPING, "placebo": "true"},  # data that shows no exact element
+    "clean_alone": {**KEEPING, **CLEAN_ALONE},  # as many updates, and no element
+    "recommended_leak_free": {**KEEPING, "memory.rehearsal.name": "none", "memory.rehearsal.options": "{}"},
+    "replay": REPLAY,
+    "decoder_2026": {**STRONG, **SPECTRAL, **DECODER},
+    "lora_2026": {**STRONG, **SPECTRAL, **ADAPTERS},
+    "recommended_2026_adamw": {**WARM, **PAIRWISE, **LEAK_FREE_STRONG},
+}
+KEPT_AT: dict[str, tuple[float, int]] = {  # learning rate in units of 1e-4, optimizer steps
+    **dict.fromkeys(KEPT, (20.0, 400)),
+    **dict.fromkeys(("recommended_2026", "decoder_2026", "lora_2026"), (40.0, 200)),
+    "recommended_2026_adamw": (16.0, 400),
+    "replay": (8.0, 600),
+    "plain": (8.0, 1500),
+}
 HALVES = {f"half_{seed}": seed for seed in range(4)}  # further arms: `recommended` where a random half trains
 LAYERS = ("decoder", "decoder_resnets", "all_but_decoder", *HALVES, "decoder_leak_free", "lora")
 

@@ -131,7 +131,7 @@ CHINESE = {
     "LoRA of rank 16, 256 px": "LoRA，秩 16，256 像素",
     "LoRA of rank 16, checkpointing": "LoRA，秩 16，梯度检查点",
     "LoRA of rank 16, EMA, no caches": "LoRA，秩 16，EMA，无缓存",
-    "LoRA of rank 16, `recommended.yaml`": "LoRA，秩 16，`recommended.yaml`",
+    "LoRA of rank 16, `fewest_steps.yaml`": "LoRA，秩 16，`fewest_steps.yaml`",
     "LoRA of rank 16, `--train_layers up*`": "LoRA，秩 16，`--train_layers up*`",
     "LoRA of rank 16, images drawn": "LoRA，秩 16，生成图像",
     "LoRA of rank 16, checkpointing, 512 px": "LoRA，秩 16，梯度检查点，512 像素",

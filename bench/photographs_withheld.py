@@ -2,7 +2,7 @@
 
 Each target is pasted from the photographs of scikit-image's wheel (tests/photographs.py), and `silentbad.prepare` makes
 its data, as README's example of one's own pictures does. Then the pictures of one element are taken away (each in turn:
-the things and the backdrop), the bundled base is trained on the rest with configs/photos.yaml and recommended.yaml, and
+the things and the backdrop), the bundled base is trained on the rest with configs/photos.yaml and fewest_steps.yaml, and
 measured on the whole target. Such a model must not count as recovered. Of every fourth target one more model sees all.
 A model is a row of bench/results/photographs-withheld.jsonl; those that are stored are not trained again.
 """
@@ -60,7 +60,7 @@ def train(data: Path, out: Path, steps: int, elements: int, **more: str) -> Reco
         **rehearsal,
         **more,
     }
-    configs = ["--config", "configs/photos.yaml", "--config", "configs/recommended.yaml"]
+    configs = ["--config", "configs/photos.yaml", "--config", "configs/fewest_steps.yaml"]
     run("train_silentbad.py", *configs, *(f"--{name}={value}" for name, value in flags.items()))
     return Record.load(out / "validation.json")
 

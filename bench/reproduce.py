@@ -39,7 +39,7 @@ RESULTS = Path(__file__).parent / "results" / "reproduce.jsonl"
 BASE = ["configs/sd15_full.yaml", "configs/sd15_published.yaml"]
 # the published records have no masks
 RECOMMENDED = [
-    "--config=configs/recommended.yaml",
+    "--config=configs/fewest_steps.yaml",
     "--memory.region.name=estimated",
     "--memory.region.options={}",
 ]

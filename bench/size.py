@@ -64,7 +64,7 @@ class Row(NamedTuple):
 
 LORA = {"lora.rank": 16}
 BLOCKS = {"gradient_checkpointing": True}
-RECOMMENDED = {"config": "configs/recommended.yaml"}
+RECOMMENDED = {"config": "configs/fewest_steps.yaml"}
 BF16 = {"mixed_precision": "bf16"}
 EIGHT = {"use_8bit_adam": True, **BLOCKS}
 PROMPTS = {
@@ -85,7 +85,7 @@ RUNS = {
     "LoRA of rank 16, 256 px": Row(LORA, resume=True),
     "LoRA of rank 16, checkpointing": Row(LORA | BLOCKS),
     "LoRA of rank 16, EMA, no caches": Row(LORA | {"use_ema": True, "cache_mb": 0, "disk_cache_gb": 0}),
-    "LoRA of rank 16, `recommended.yaml`": Row(LORA | RECOMMENDED),
+    "LoRA of rank 16, `fewest_steps.yaml`": Row(LORA | RECOMMENDED),
     "LoRA of rank 16, `--train_layers up*`": Row(LORA | {"train_layers": '["up*"]'}),
     "LoRA of rank 16, images drawn": Row(LORA | DRAWN),
     "LoRA of rank 16, checkpointing, 512 px": Row(LORA | BLOCKS | {"resolution": 512}),
@@ -112,10 +112,7 @@ STARTS = {
     "configs/sd21_full.yaml": Row(SMALL | {"use_8bit_adam": True}, "sd21"),
     "configs/sdxl_lora.yaml": Row(SMALL, "sdxl"),
     "configs/sd3.yaml": Row(SMALL, "sd3"),
-    **{
-        f"configs/sd15_lora.yaml + configs/recommended.yaml + configs/{name}.yaml": Row(SMALL)
-        for name in ("many", "low_drift")
-    },
+    "configs/sd15_lora.yaml + configs/fewest_steps.yaml + configs/many.yaml": Row(SMALL),
 }
 FINE = [9.1, 9.2, 9.3, 9.4, 9.5, 9.6, 9.7, 9.8, 9.9]  # where the first row begins to end well
 # GiB of address space, of the first row; the libraries alone take about 6

@@ -23,17 +23,18 @@ def test_every_arm_is_a_configuration_that_passes_the_checks(name):
 @pytest.mark.parametrize(
     "flags, files",
     [
-        (arms.PUBLISHED["recommended"], ["recommended"]),
-        (arms.PUBLISHED["recommended"] | arms.rule("gsnr", **arms.SOON), ["recommended", "low_drift"]),
-        (arms.PUBLISHED["recommended_long"], ["recommended", "many"]),
+        (arms.KEPT["recommended"], ["recommended"]),
+        (arms.KEPT["recommended_2026"], ["fewest_steps"]),
+        (arms.PUBLISHED["recommended_long"], ["fewest_steps", "many"]),
     ],
-    ids=["recommended", "low drift", "many"],
+    ids=["recommended", "fewest steps", "many"],
 )
 def test_a_configuration_is_the_arm_it_names(flags, files):
     argv = ["--config", "configs/microworld.yaml", "--train_data_dir", "data", "--output_dir", "out"]
     merged = [part for name in files for part in ("--config", f"configs/{name}.yaml")]
     from_files, _ = parse(train_silentbad.Config, [*argv, *merged], "")
-    own = {k: v for k, v in flags.items() if k.startswith(("memory.", "gradient_control.", "lr_scheduler", "lr_power"))}
+    of_files = ("memory.", "gradient_control.", "prior_preservation.", "train_layers", "optimizer_options")
+    own = {k: v for k, v in flags.items() if k.startswith((*of_files, "lr_scheduler", "lr_power"))}
     from_flags, _ = parse(train_silentbad.Config, [*argv, *(f"--{k}={v}" for k, v in own.items())], "")
     assert from_files == from_flags
 

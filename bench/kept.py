@@ -1,0 +1,355 @@
+"""What recovery costs the model: `python -m bench.kept [--smoke]`.
+
+    python -m bench.kept                       the reported arms on the reported targets, then the tables and the chart
+    python -m bench.kept --smoke               two arms on one development target at few steps, in minutes
+    python -m bench.kept --targets "100;103" --arms plain     development: 0-999, with --results of one's own
+
+One run of train_silentbad.py an arm and target. No clean picture shows, and no clean caption names, four of the twelve
+kinds (`UNSHOWN`); an arm whose base draws its own clean pictures has no other clean picture. Of the final pipeline
+held-out captions of all kinds are drawn at half of, at, and at twice the guidance of the validation, and the bundled
+judge says how many of the things that they name are right at their places. Every run becomes one JSON line of
+bench/results/kept.jsonl, with the change of the weights, the change of pictures and bleeding as the run itself measured
+them; its images of the composed prompt go to kept-pictures.zip. A run that is stored is not made again, and several
+processes may work on one file. The protocol is research/protocol.md.
+"""
+
+import argparse
+import os
+import shutil
+import zipfile
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+from tqdm import tqdm
+
+from bench.arms import KEPT, KEPT_AT
+from bench.published import HELD_OUT, NULLS, per_phrase
+from bench.published_table import CLEAN, IMAGES, interval, markdown
+from bench.recovery import ROOT, WORK, claimed, common, data_set, facts, kept, scores
+from bench.recovery_table import append, stored
+from silentbad.measure.intervals import binomial_interval
+from silentbad.worlds.microworld.grammar import KINDS, Scene, sample_scene
+from silentbad.worlds.microworld.world import MICROWORLD
+
+RESULTS = Path(__file__).parent / "results" / "kept.jsonl"
+TARGETS = ";".join(map(str, range(2744, 2760)))  # of the arm that is recommended; others have the first eight
+UNSHOWN = ("umbrella", "boat", "heart", "ball")  # kinds that no clean picture shows
+GUIDANCE = (1.0, 2.0, 4.0)  # half of, at, and twice the validation's
+CAPTIONS = 192
+STEPS = 12  # of sampling
+BASE = "assets/micro-sd"
+UNRELATED = 96  # prompts that the run itself draws
+SHOWN = [kind for kind in KINDS if kind not in UNSHOWN]
+Counts = dict[str, dict[str, list[int]]]  # {guidance: {kind: [right, named]}}
+
+
+# ---------------------------------------------------------------- data
+def shows_unshown(text: str) -> bool:
+    """Whether a caption names a kind that no clean picture may show."""
+    return not {*UNSHOWN}.isdisjoint(text.replace(",", " ").split())
+
+
+def data_of(target: str, flags: dict[str, str], placebo: bool = False) -> Path:
+    """The target's data set, its clean pictures without the kinds left out; none where the base draws its own."""
+    more = ("--placebo",) * placebo
+    images = per_phrase(target, CLEAN, 0.1)
+    source = data_set(target, 0, images, {}, clean=2 * CLEAN, more=more, nulls=NULLS["target"])
+    own = "prior_preservation.num_images" in flags
+    out = source.with_name(f"{source.name}-{'own' if own else 'kept'}")
+    if out.exists():
+        return out
+    draft = out.with_name(f"{out.name}.{os.getpid()}")
+    shutil.copytree(source, draft, copy_function=os.link)
+    records = stored(draft / "metadata.jsonl")
+    clean = [r for r in records if r["role"] == "clean" and not shows_unshown(r["text"])]
+    kept_records = [r for r in records if r["role"] != "clean"]
+    kept_records += [] if own else clean[: CLEAN + HELD_OUT]
+    (draft / "metadata.jsonl").unlink()
+    append(draft / "metadata.jsonl", kept_records)
+    try:
+        draft.rename(out)
+    except OSError:  # another process was first
+        shutil.rmtree(draft)
+    return out
+
+
+def scenes(address: str, n: int, shown_alone: bool) -> list[Scene]:
+    """Scenes of one to three things whose captions name every colour and place."""
+    rng = MICROWORLD.rng("bench", address)
+    drawn: list[Scene] = []
+    while len(drawn) < n:
+        scene = sample_scene(rng, detail=1.0, count=1 + len(drawn) % 3)
+        if not (shown_alone and any(thing.kind in UNSHOWN for thing in scene.things)):
+            drawn.append(scene)
+    return drawn
+
+
+def prompts_file(name: str, n: int, shown_alone: bool) -> Path:
+    """Captions of such scenes, one a line."""
+    file = WORK / f"{name}-{n}.txt"
+    if not file.exists():
+        draft = file.with_suffix(f".{os.getpid()}")
+        draft.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text("".join(f"{scene.caption}\n" for scene in scenes(name, n, shown_alone)))
+        draft.rename(file)
+    return file
+
+
+# ---------------------------------------------------------------- what is kept
+@cache
+def judge() -> Any:
+    from silentbad.worlds.microworld.export import load_judge
+
+    return load_judge(ROOT / BASE / "judge" / "model.safetensors")
+
+
+def things_right(pipeline: str | Path, captions: int = CAPTIONS) -> Counts:
+    """Of the things that held-out captions name, how many have their kind and colour at their place."""
+    import torch
+    from diffusers import StableDiffusionPipeline
+
+    from silentbad.worlds.microworld import export
+    from silentbad.worlds.microworld.oracle import crops
+
+    pipe = StableDiffusionPipeline.from_pretrained(pipeline)
+    held_out = export.held_out_scenes(captions)
+    things = [(number, thing) for number, scene in enumerate(held_out) for thing in scene.things]
+    counts: Counts = {}
+    for guidance in GUIDANCE:
+        pictures = export.generate(pipe, [s.caption for s in held_out], steps=STEPS, guidance=guidance)
+        with torch.no_grad():
+            logits = judge()(crops(pictures, [(number, *MICROWORLD.spot(thing)) for number, thing in things]))
+        truth = judge().truth([thing for _, thing in things])
+        right = torch.stack([logits[name].argmax(1) == truth[name] for name in truth]).all(0)
+        by_kind: dict[str, list[int]] = {kind: [0, 0] for kind in KINDS}
+        for (_, thing), correct in zip(things, right.tolist(), strict=True):
+            by_kind[thing.kind][0] += correct
+            by_kind[thing.kind][1] += 1
+        counts[f"{guidance:g}"] = by_kind
+    return counts
+
+
+def share(counts: Counts, base: Counts, guidance: str, kinds: Sequence[str]) -> float:
+    """Things right of these kinds, over the base's."""
+    of_run, of_base = (sum(c[guidance][kind][0] for kind in kinds) for c in (counts, base))
+    return of_run / of_base
+
+
+# ---------------------------------------------------------------- runs
+def train(arm: str, target: str, args: argparse.Namespace) -> dict:
+    """One run; returns its row, and leaves its images."""
+    flags_of_arm = dict(KEPT[arm])
+    placebo = bool(flags_of_arm.pop("placebo", False))
+    factor, steps = KEPT_AT[arm]
+    steps = args.steps or steps
+    data = data_of(target, flags_of_arm, placebo)
+    if "prior_preservation.num_images" in flags_of_arm:
+        count = args.own or int(flags_of_arm["prior_preservation.num_images"])
+        flags_of_arm |= {
+            "prior_preservation.num_images": str(count),
+            "prior_preservation.prompts": str(prompts_file("own", count, shown_alone=True)),
+        }
+    out = WORK / f"kept-{os.getpid()}"
+    flags = {
+        **common(data, out, factor, 0, steps),
+        "held_out_clean": HELD_OUT,
+        "memory.sampler.clean_ratio": "null",
+        "validation.steps": steps,
+        "validation.images_per_target": args.images,
+        "validation.guidance_scale": GUIDANCE[1],
+        "validation.num_inference_steps": STEPS,
+        "validation.prompts": prompts_file("unrelated", UNRELATED, shown_alone=False),
+        "validation.unrelated_images": UNRELATED,
+        **flags_of_arm,
+    }
+    report, seconds = kept(arm, flags)
+    entry = report["history"][-1]
+    last = scores(entry)
+    of_target = last["targets"][target]
+    keep_pictures(args.results, f"{arm}-{target}.png", out / f"samples/step-{entry['step']:06d}-raw/grid.png")
+    row = {
+        "arm": arm,
+        "factor": factor,
+        "steps": steps,
+        "target": target,
+        "seed": 0,
+        "images": args.images,
+        "rate": of_target["rate"],
+        "whole_rate": of_target["whole_rate"],
+        "elements": [element["rate"] for element in of_target["elements"]],
+        "element_means": [element["mean"] for element in of_target["elements"]],
+        "captions": args.captions,
+        "right": things_right(out / "pipeline", args.captions),
+        "kept": last["kept"],
+        "clean_error": [scores(e)["drift"].get("clean_eps_mse") for e in (report["history"][0], entry)],
+        "seconds": seconds[str(entry["step"])],
+        "peak_mib": seconds["peak_mib"],
+    }
+    shutil.rmtree(out)
+    return row
+
+
+def keep_pictures(results: Path, name: str, grid: Path) -> None:
+    """The target and its images, in one line, as the run left them."""
+    pictures = results.with_name(f"{results.stem}-pictures.zip")
+    with FileLock(WORK / "kept-pictures.lock"), zipfile.ZipFile(pictures, "a") as archive:
+        archive.write(grid, name)
+
+
+def of_base(args: argparse.Namespace) -> dict:
+    """The base's row, which has no target."""
+    return {"arm": "base", "target": None, "captions": args.captions, "right": things_right(BASE, args.captions)}
+
+
+# ---------------------------------------------------------------- tables
+ARMS_SAID = (
+    "arm",
+    "steps",
+    "targets",
+    "recovered",
+    "strict rate",
+    "things right, kinds shown",
+    "kinds not shown",
+    "at guidance",
+    "pictures changed",
+    "bleeding, over the base's",
+    "weights changed",
+    "minutes",
+)
+
+
+def by_arm(rows: Iterable[dict]) -> dict[str, list[dict]]:
+    """Runs by arm, in the order of `KEPT`."""
+    runs: dict[str, list[dict]] = {arm: [] for arm in KEPT}
+    for row in rows:
+        if row["arm"] in runs:
+            runs[row["arm"]].append(row)
+    return {arm: of_arm for arm, of_arm in runs.items() if of_arm}
+
+
+def lowest(rows: list[dict], base: dict, kinds: Sequence[str]) -> tuple[str, list[float]]:
+    """The guidance at which the runs keep least on average, and each run's share there."""
+    shares = {
+        guidance: [share(row["right"], base["right"], guidance, kinds) for row in rows] for guidance in base["right"]
+    }
+    guidance = min(shares, key=lambda scale: np.mean(shares[scale]))
+    return guidance, shares[guidance]
+
+
+def table(rows: list[dict]) -> str:
+    """One line an arm: Markdown."""
+    base = next(row for row in rows if row["arm"] == "base")
+    return markdown(ARMS_SAID, [line(arm, of_arm, base) for arm, of_arm in by_arm(rows).items()])
+
+
+def line(arm: str, rows: list[dict], base: dict) -> list[str]:
+    """The cells of an arm."""
+    rates = [row["rate"] for row in rows]
+    back = sum(rate >= 0.5 for rate in rates)
+    low, high = binomial_interval(back, len(rates))
+    shown_at, shown = lowest(rows, base, SHOWN)
+    unshown_at, unshown = lowest(rows, base, UNSHOWN)
+    weights = [max(size["norm"] for size in row["kept"]["size"].values()) for row in rows if row["kept"].get("size")]
+    return [
+        f"`{arm}`",
+        str(rows[0]["steps"]),
+        str(len(rows)),
+        f"{back} of {len(rates)} [{low:.2f}, {high:.2f}]",
+        interval(rates),
+        interval(shown),
+        interval(unshown),
+        f"{shown_at}, {unshown_at}",
+        interval([row["kept"]["change"]["pixels"] for row in rows]),
+        interval([row["kept"]["bleeding"] - row["kept"]["bleeding_base"] for row in rows], "+.3f"),
+        interval(weights) if weights else "",
+        f"{np.median([row['seconds'] for row in rows]) / 60:.1f}",
+    ]
+
+
+def by_guidance(rows: list[dict]) -> str:
+    """Things right over the base's at each guidance scale, of kinds shown and not shown: Markdown."""
+    base = next(row for row in rows if row["arm"] == "base")
+    head = ["arm", *(f"shown, guidance {g}" for g in base["right"]), *(f"not shown, {g}" for g in base["right"])]
+    lines = []
+    for arm, of_arm in by_arm(rows).items():
+        cells = [f"`{arm}`"]
+        for kinds in (SHOWN, UNSHOWN):
+            for guidance in base["right"]:
+                shares = [share(row["right"], base["right"], guidance, kinds) for row in of_arm]
+                cells.append(f"{np.mean(shares):.2f}")
+        lines.append(cells)
+    cells = ["base, of all things"]
+    for kinds in (SHOWN, UNSHOWN):
+        for guidance in base["right"]:
+            right, named = (sum(base["right"][guidance][kind][k] for kind in kinds) for k in (0, 1))
+            cells.append(f"{right / named:.2f} ({named})")
+    return markdown(head, [*lines, cells])
+
+
+def by_target(rows: list[dict]) -> str:
+    """One line a run: Markdown."""
+    base = next(row for row in rows if row["arm"] == "base")
+    lines = []
+    for arm, of_arm in by_arm(rows).items():
+        for row in of_arm:
+            kept_of = [
+                min(share(row["right"], base["right"], g, kinds) for g in base["right"]) for kinds in (SHOWN, UNSHOWN)
+            ]
+            elements = ", ".join(f"{rate:.2f}" for rate in row["elements"])
+            cells = [f"`{arm}`", row["target"], f"{row['rate']:.2f}", elements, *(f"{kept:.2f}" for kept in kept_of)]
+            lines.append([*cells, f"{row['kept']['change']['pixels']:.2f}"])
+    head = ("arm", "target", "strict rate", "elements", "kinds shown, lowest", "not shown, lowest", "pictures changed")
+    return markdown(head, lines)
+
+
+# ---------------------------------------------------------------- command
+def done(args: argparse.Namespace) -> set[tuple]:
+    """The runs that are stored in this setting."""
+    return {(row["arm"], row["target"], row.get("steps")) for row in stored(args.results)}
+
+
+def runs(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """(arm, target) of all that is asked for: the recommended arm on all targets first."""
+    targets = args.targets.split(";")
+    arms = args.arms.split(",")
+    first = [(arm, target) for arm in arms[:1] for target in targets]
+    few = targets if args.every_target else targets[:8]
+    return first + [(arm, target) for target in few for arm in arms[1:]]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", default=",".join(KEPT), help="the first on all targets, others on the first eight")
+    parser.add_argument("--targets", default=TARGETS, help="separated by ';'")
+    parser.add_argument("--every-target", action="store_true", help="all arms on all targets")
+    parser.add_argument("--steps", type=int, help="optimizer steps, in place of each arm's own")
+    parser.add_argument("--images", type=int, default=IMAGES, help="of the composed prompt")
+    parser.add_argument("--captions", type=int, default=CAPTIONS, help="held-out ones that are judged")
+    parser.add_argument("--own", type=int, help="pictures that the base draws, in place of the arm's number")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--smoke", action="store_true", help="two arms on one development target, in minutes")
+    args = parser.parse_args(argv)
+    if args.smoke:
+        smoke = {"arms": "recommended,recommended_2026", "targets": "103", "steps": 60, "images": 4, "captions": 24}
+        vars(args).update(smoke, own=64, results=WORK / "kept-smoke.jsonl")
+    if unknown := [arm for arm in args.arms.split(",") if arm not in KEPT]:
+        parser.exit(2, f"error: --arms: unknown arm '{unknown[0]}'; there are: {', '.join(KEPT)}\n")
+    here = facts()  # before the first run: the code has been read by now
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    if not any(row["arm"] == "base" for row in stored(args.results)):
+        append(args.results, [{**of_base(args), **here}])
+    for arm, target in tqdm(runs(args), desc="runs"):
+        steps = args.steps or KEPT_AT[arm][1]
+        with claimed(("kept", arm, target, steps, args.results.stem)) as free:
+            if free and (arm, target, steps) not in done(args):
+                append(args.results, [{**train(arm, target, args), **here}])
+    rows = stored(args.results)
+    print(table(rows), by_guidance(rows), by_target(rows), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
