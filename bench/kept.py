@@ -39,10 +39,10 @@ RESULTS = Path(__file__).parent / "results" / "kept.jsonl"
 TARGETS = ";".join(map(str, range(2744, 2760)))  # of the arm that is recommended; others have the first eight
 UNSHOWN = ("umbrella", "boat", "heart", "ball")  # kinds that no clean picture shows
 GUIDANCE = (1.0, 2.0, 4.0)  # half of, at, and twice the validation's
-CAPTIONS = 192
+CAPTIONS = 96
 STEPS = 12  # of sampling
 BASE = "assets/micro-sd"
-UNRELATED = 96  # prompts that the run itself draws
+UNRELATED = 48  # prompts that the run itself draws
 SHOWN = [kind for kind in KINDS if kind not in UNSHOWN]
 Counts = dict[str, dict[str, list[int]]]  # {guidance: {kind: [right, named]}}
 
