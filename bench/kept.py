@@ -221,6 +221,15 @@ ARMS_SAID = (
     "minutes",
 )
 
+BRIEFLY = {  # columns of the documents for users, and their words there
+    "arm": "arm",
+    "steps": "steps",
+    "recovered": "recovered",
+    "strict rate": "strict rate",
+    "things right, kinds shown": "kept: kinds shown",
+    "kinds not shown": "kept: kinds not shown",
+}
+
 
 def by_arm(rows: Iterable[dict]) -> dict[str, list[dict]]:
     """Runs by arm, in the order of `KEPT`."""
@@ -268,6 +277,16 @@ def line(arm: str, rows: list[dict], base: dict) -> list[str]:
         interval(weights) if weights else "",
         f"{np.median([row['seconds'] for row in rows]) / 60:.1f}",
     ]
+
+
+def briefly(rows: list[dict]) -> str:
+    """One line an arm for the documents of users: Markdown."""
+    base = next(row for row in rows if row["arm"] == "base")
+    lines = []
+    for arm, of_arm in by_arm(rows).items():
+        cells = dict(zip(ARMS_SAID, line(arm, of_arm, base), strict=True))
+        lines.append([cells[column] for column in BRIEFLY])
+    return markdown([BRIEFLY[column] for column in BRIEFLY], lines)
 
 
 def by_guidance(rows: list[dict]) -> str:

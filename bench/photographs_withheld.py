@@ -2,7 +2,7 @@
 
 Each target is pasted from the photographs of scikit-image's wheel (tests/photographs.py), and `silentbad.prepare` makes
 its data, as README's example of one's own pictures does. Then the pictures of one element are taken away (each in turn:
-the things and the backdrop), the bundled base is trained on the rest with configs/photos.yaml and fewest_steps.yaml, and
+the things and the backdrop), the bundled base is trained on the rest with photos.yaml and fewest_steps.yaml, and
 measured on the whole target. Such a model must not count as recovered. Of every fourth target one more model sees all.
 A model is a row of bench/results/photographs-withheld.jsonl; those that are stored are not trained again.
 """

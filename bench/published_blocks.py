@@ -289,13 +289,6 @@ def development(read: Read) -> str:
     return grid((*head, "of elements", "drift"), lines)
 
 
-README: tuple[tuple[int, str], ...] = (
-    (MAIN, "recommended"),
-    (LONG, "recommended_long"),
-    (LAYERS, "decoder"),
-    (MAIN, "recommended_leak_free_adamw"),
-)
-README += ((MAIN, "replay"), (MAIN, "plain"))
 ARMS = (
     (MAIN, "recommended"),
     (MAIN, "recommended on placebo data"),
@@ -308,7 +301,6 @@ ARMS = (
     (MAIN, "plain"),
 )
 BLOCKS: dict[str, Callable[[Read], str]] = {
-    "readme": partial(short, arms=README, columns=[column for column in SHORT if column != "median step"]),
     "arms": partial(short, arms=ARMS),
     "published": development,
     "published-results": results,

@@ -25,7 +25,7 @@ from silentbad.report.pages import Table, shot
 ROOT = Path(__file__).parents[1]
 TEMPLATES = Path(__file__).parent / "templates"
 STEPS = 600  # of each training
-UNGUARDED = ["--config=configs/fewest_steps.yaml", "--learning_rate=1.6e-3"]  # what recovers most in research/results.md
+UNGUARDED = ["--config=configs/fewest_steps.yaml", "--learning_rate=1.6e-3"]  # recovers most in research/results.md
 AUDIT = ["--images_per_target", "6", "--nulls", "16", "--num_inference_steps", "12", "--guidance_scale", "1.5"]
 
 

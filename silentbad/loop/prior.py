@@ -9,6 +9,7 @@ import hashlib
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import datasets
 import torch
 from accelerate import Accelerator
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from PIL import Image
 
 from silentbad.data.images import to_pil
@@ -208,11 +209,13 @@ class PictureStore:
             disable=not self.accelerator.is_local_main_process,
         )
         with bar, self.sampler.using(backbone, device, self.accelerator.autocast):
-            for numbers in blocks:
-                with FileLock(self.folder / "locks" / str(numbers[0])):
-                    if self._missing(numbers):
-                        self._write(numbers)
-                bar.update(len(numbers))
+            for waits in (False, True):  # what another run draws now is looked at last
+                for numbers in [block for block in blocks if self._missing(block)]:
+                    with suppress(Timeout):
+                        with FileLock(self.folder / "locks" / str(numbers[0]), blocking=waits):
+                            if self._missing(numbers):
+                                self._write(numbers)
+                        bar.update(len(numbers))
 
     def _write(self, numbers: list[int]) -> None:
         """Draw a block and keep those of its pictures that are missing."""
