@@ -1,13 +1,14 @@
 """From pictures, masks and phrases to a data set: what is shown where, and what is refused."""
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFilter
 
 from silentbad.data.targets import load_targets
 from silentbad.prepare import compose
@@ -310,3 +311,25 @@ def test_a_preview_dims_what_its_mask_leaves_out():
     ImageDraw.Draw(mask).rectangle((0, 0, 7, 15), fill=255)
     shown = np.asarray(masked(picture, mask, 16))
     assert (shown[:, :90] == (200, 0, 0)).all() and (shown[:, 102:] > (200, 150, 150)).all()
+
+
+@pytest.mark.parametrize("side", [64, 256])
+@pytest.mark.parametrize("softness", [0, 3])
+def test_nothing_of_a_thing_is_seen_in_the_pictures_of_its_backdrop_and_hardly_more_is_hidden(side, softness):
+    """A red thing with a soft edge before green, hidden by blue."""
+    mask = Image.new("L", (side, side), 0)
+    ImageDraw.Draw(mask).ellipse((side // 4, side // 4, side // 2, side // 2), fill=255)
+    mask = mask.filter(ImageFilter.GaussianBlur(softness * side / 256))
+    red, green, blue = (Image.new("RGB", (side, side), colour) for colour in ("red", "lime", "blue"))
+    target = Image.composite(red, green, mask)
+    seen = np.zeros((side, side))
+    for seed in range(40):
+        backdrop = compose.rest([mask], side)
+        picture, shown = compose.backdrop_picture(target, backdrop, blue, random.Random(seed))
+        assert np.asarray(picture)[..., 0].max() == 0, "some of the thing's red"
+        assert not (np.asarray(shown) >= 128)[np.asarray(mask) > 0].any(), "the mask names what is hidden"
+        seen += (np.asarray(shown) >= 128) / 40
+    touched = Image.fromarray(np.uint8(255 * (np.asarray(mask) > 0)))
+    rim, around = (np.asarray(compose.grown(touched, max(1, round(share * side)))) > 0 for share in (0.012, 0.06))
+    assert (seen[~rim] > 0).all(), "all of the backdrop but a rim of 1.2 % of the side is shown"
+    assert seen[around & ~rim].mean() > 0.7, "what lies near a thing is shown nearly as often as the rest"
