@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 from filelock import FileLock
+from markupsafe import Markup
 from tqdm import tqdm
 
 from bench.arms import KEPT, KEPT_AT
@@ -31,7 +32,7 @@ from bench.published import HELD_OUT, NULLS, per_phrase
 from bench.published_table import CLEAN, IMAGES, interval, markdown
 from bench.recovery import ROOT, WORK, claimed, common, data_set, facts, kept, scores
 from bench.recovery_table import append, stored
-from silentbad.measure.intervals import binomial_interval
+from silentbad.measure.intervals import binomial_interval, bootstrap_interval
 from silentbad.worlds.microworld.grammar import KINDS, Scene, sample_scene
 from silentbad.worlds.microworld.world import MICROWORLD
 
@@ -325,6 +326,39 @@ def by_target(rows: list[dict]) -> str:
     return markdown(head, lines)
 
 
+# ---------------------------------------------------------------- chart
+PLOT = ROOT / "docs" / "images" / "kept.svg"
+CROSS = Markup('<path d="M{} {}H{}M{} {}V{}" stroke="{}"/>')
+POINT = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="6" fill="{}" stroke="{}" stroke-width="2"/>')
+
+
+def frontier(rows: list[dict]) -> str:
+    """Strict rate over what is kept, a point for each arm with its 95 % intervals: an SVG."""
+    from bench.recovery_figures import standalone
+    from silentbad.report import charts
+    from silentbad.report.pages import Figure
+
+    base = next(row for row in rows if row["arm"] == "base")
+    arms = by_arm(rows)
+    x_place, y_place = charts.scales((0, 1.1), (0, 1))
+    inside = charts.axes((0, 1.1), (0, 1), "things right, over the base's")
+    for number, of_arm in enumerate(arms.values()):
+        colour = charts.COLOURS[number % len(charts.COLOURS)]
+        rates = [row["rate"] for row in of_arm]
+        for kinds, fill in ((SHOWN, colour), (UNSHOWN, "#fff")):
+            shares = lowest(of_arm, base, kinds)[1]
+            x, y = x_place(float(np.mean(shares))), y_place(float(np.mean(rates)))
+            if len(rates) > 1:
+                left, right = map(x_place, bootstrap_interval(np.array(shares)))
+                low, high = map(y_place, bootstrap_interval(np.array(rates)))
+                ends = (f"{v:.1f}" for v in (left, y, right, x, low, high))
+                inside.append(CROSS.format(*ends, colour))
+            inside.append(POINT.format(x, y, fill, colour))
+    description = "Full: kinds that clean pictures show; empty: kinds not shown"
+    svg = charts.frame(inside, "Strict rate over what is kept", description)
+    return standalone([Figure("", svg)], [*arms])
+
+
 # ---------------------------------------------------------------- command
 def done(args: argparse.Namespace) -> set[tuple]:
     """The runs that are stored in this setting."""
@@ -367,6 +401,8 @@ def main(argv: list[str] | None = None) -> None:
             if free and (arm, target, steps) not in done(args):
                 append(args.results, [{**train(arm, target, args), **here}])
     rows = stored(args.results)
+    if args.results == RESULTS:
+        PLOT.write_text(frontier(rows))
     print(table(rows), by_guidance(rows), by_target(rows), sep="\n\n")
 
 

@@ -303,7 +303,7 @@ def test_a_block_of_a_chinese_page_has_chinese_words(tmp_path, monkeypatch):
     "text, message",
     [
         ("\n<!-- generated: strict -->\n", "1 lines open a generated block and 0 close one"),
-        ("\n<!-- generated: strickt -->\n<!-- /generated -->\n", "no block 'strickt'; there are: readme"),
+        ("\n<!-- generated: strickt -->\n<!-- /generated -->\n", "no block 'strickt'; there are: arms"),
     ],
 )
 def test_a_wrong_marker_is_one_line(text, message, tmp_path):
