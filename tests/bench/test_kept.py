@@ -1,0 +1,91 @@
+"""What recovery costs: kinds left out, shares over the base's, tables and the chart."""
+
+import zipfile
+from types import SimpleNamespace
+
+import pytest
+from PIL import Image
+
+from bench import arms, kept
+from silentbad.settings.reader import parse
+from tests.training import checked
+from train_silentbad import Config
+
+HALF_BASE = 10  # things right of a kind, of 20
+
+
+def counts(shown: int, unshown: int) -> kept.Counts:
+    of_kind = {kind: [unshown if kind in kept.UNSHOWN else shown, 20] for kind in kept.KINDS}
+    return {f"{guidance:g}": dict(of_kind) for guidance in kept.GUIDANCE}
+
+
+def row(arm: str, target: str, rate: float, right: kept.Counts, **more) -> dict:
+    of_run = {"change": {"pixels": 0.25}, "bleeding": 0.125, "bleeding_base": 0.0}
+    of_run["size"] = {"up0": {"norm": 0.3}, "mid": {"norm": 0.1}}
+    named = {"arm": arm, "target": target, "rate": rate, "steps": 400, "right": right, "seconds": 120.0}
+    return named | {"elements": [rate, 1.0], "kept": of_run} | more
+
+
+@pytest.fixture
+def rows() -> list[dict]:
+    base = {"arm": "base", "target": None, "right": counts(HALF_BASE, HALF_BASE)}
+    kept_all = row("recommended", "1", 1.0, counts(HALF_BASE, HALF_BASE))
+    worst_at_four = counts(8, 6)
+    worst_at_four["4"] = counts(4, 2)["4"]
+    return [base, kept_all, row("recommended", "2", 0.5, worst_at_four), row("plain", "1", 0.0, counts(1, 0))]
+
+
+@pytest.mark.parametrize("text, shows", [("a red ball, under a night sky", True), ("a cat, a hat", False), ("", False)])
+def test_kinds_that_are_left_out_are_found_in_captions(text, shows):
+    assert kept.shows_unshown(text) == shows
+
+
+def test_prompts_of_the_base_name_no_kind_left_out_and_held_out_ones_do():
+    assert not any(kept.shows_unshown(s.caption) for s in kept.scenes("own", 60, shown_alone=True))
+    assert any(kept.shows_unshown(s.caption) for s in kept.scenes("unrelated", 60, shown_alone=False))
+
+
+def test_what_is_kept_is_the_lowest_guidance_over_targets(rows):
+    base = rows[0]
+    guidance, shares = kept.lowest(rows[1:3], base, kept.SHOWN)
+    assert (guidance, shares) == ("4", [1.0, 0.4])
+    assert kept.lowest(rows[1:3], base, kept.UNSHOWN)[1] == [1.0, 0.2]
+    assert kept.share(base["right"], base["right"], "1", kept.SHOWN) == 1
+
+
+def test_a_line_an_arm_in_every_table(rows):
+    recommended, plain = kept.table(rows).splitlines()[2:]
+    assert "2 of 2" in recommended and "0.70 [0.40, 1.00]" in recommended and "+0.125" in recommended
+    assert "0 of 1" in plain and "| 0.10 | 0.00 |" in plain
+    assert kept.briefly(rows).count("\n") == 3
+    assert "base, of all things" in kept.by_guidance(rows) and "0.50 (160)" in kept.by_guidance(rows)
+    assert len(kept.by_target(rows).splitlines()) == 5
+
+
+def test_the_chart_has_two_points_an_arm(rows):
+    svg = kept.frontier(rows)
+    assert svg.count("<circle") == 4 and svg.count('fill="#fff"') == 2 and "recommended" in svg
+
+
+def test_the_first_arm_has_all_targets_and_the_others_eight():
+    args = SimpleNamespace(targets=";".join(map(str, range(10))), arms="recommended,plain", every_target=False)
+    planned = kept.runs(args)
+    assert planned[:10] == [("recommended", str(n)) for n in range(10)] and len(planned) == 18
+
+
+def test_pictures_are_added_to_one_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept, "WORK", tmp_path)
+    for name in ("a", "b"):
+        Image.new("RGB", (4, 4)).save(tmp_path / f"{name}.png")
+        kept.keep_pictures(tmp_path / "kept.jsonl", f"{name}.png", tmp_path / f"{name}.png")
+    assert zipfile.ZipFile(tmp_path / "kept-pictures.zip").namelist() == ["a.png", "b.png"]
+
+
+@pytest.mark.parametrize("arm", arms.KEPT)
+def test_every_arm_is_a_run(arm):
+    flags = {name: value for name, value in arms.KEPT[arm].items() if name != "placebo"}
+    argv = ["--config", "configs/microworld.yaml", "--train_data_dir", "data", "--output_dir", "out"]
+    argv += [f"--{name}={value}" for name, value in flags.items()]
+    checked(argv)
+    config, _ = parse(Config, argv, "")
+    assert config.max_train_steps == 400 and arm in arms.KEPT_AT
