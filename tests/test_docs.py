@@ -401,6 +401,8 @@ def test_the_worked_example_ends_in_a_report(tmp_path, monkeypatch):
         "validation.images_per_target": 1,
         "validation.num_inference_steps": 2,
         "validation.null_images": 2,
+        "prior_preservation.num_images": 8,
+        "prior_preservation.num_inference_steps": 1,
         "output_dir": tmp_path,
         "cache_dir": tmp_path / "cache",
         "report_to": "none",

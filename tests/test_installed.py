@@ -49,6 +49,7 @@ def test_an_installed_command_says_a_mistake_within_a_second(name, programs, tmp
 
 def test_an_installed_training_has_the_bundled_base_and_configurations(programs, tmp_path):
     flags = ["--train_data_dir", str(ROOT / "docs/example"), "--max_train_steps", "1", "--report_to", "none"]
+    flags += ["--prior_preservation.num_images", "8", "--prior_preservation.num_inference_steps", "1"]
     command = [programs / "silentbad-train", "--config", "configs/recommended.yaml", "--output_dir", "run", *flags]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
     assert done.returncode == 0, done.stderr
