@@ -211,6 +211,7 @@ KEEPING = {
 CLEAN_ALONE = {"memory.roles.element.loss_weight": "0.0", "memory.roles.rehearsal.loss_weight": "0.0"}
 KEPT: dict[str, Flags] = {
     "recommended": KEEPING,
+    "recommended_long": KEEPING,  # at 800 steps
     "recommended_2026": {**STRONG, **SPECTRAL},
     "plain": {},
     "recommended_placebo": {**KEEPING, "placebo": "true"},  # data that shows no exact element
@@ -224,6 +225,7 @@ KEPT: dict[str, Flags] = {
 KEPT_AT: dict[str, tuple[float, int]] = {  # learning rate in units of 1e-4, optimizer steps
     **dict.fromkeys(KEPT, (20.0, 400)),
     **dict.fromkeys(("recommended_2026", "decoder_2026", "lora_2026"), (40.0, 200)),
+    "recommended_long": (20.0, 800),
     "recommended_2026_adamw": (16.0, 400),
     "replay": (8.0, 600),
     "plain": (8.0, 1500),
