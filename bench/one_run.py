@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 import train_silentbad
 from silentbad.device import device_name
+from silentbad.measure.limit import FOLDER
 from silentbad.measure.scores import scalars
 from validation import RecoveryHook
 
@@ -19,10 +21,11 @@ from validation import RecoveryHook
 def measured(argv: list[str], log: Path, clock: Path, base: Path) -> None:
     """train_silentbad.py with these flags, its output to `log`; its peak memory and the seconds of training before
     each evaluation to `clock` (of this process on a CPU, where other work may share the cores; on the wall on an
-    accelerator). The base's evaluation is read from the file `base`, or left there."""
+    accelerator). The base's evaluation is read from the file `base`, or left there, its pictures beside it."""
     now = time.perf_counter if torch.cuda.is_available() else time.process_time
     run = RecoveryHook.run
     seconds: dict[int, float] = {}
+    pictures = base.with_suffix("")
     resumed = trained = 0.0
 
     def timed(hook, step, *rest, **more):
@@ -31,6 +34,8 @@ def measured(argv: list[str], log: Path, clock: Path, base: Path) -> None:
         seconds[step] = trained
         if step == 0 and base.is_file():
             hook.load_state_dict(json.loads(base.read_text()))
+            if pictures.is_dir():
+                shutil.copytree(pictures, hook.output_dir / FOLDER, dirs_exist_ok=True)
             resumed = now()
             return scalars(hook.history[0], hook.threshold)
         scores = run(hook, step, *rest, **more)
@@ -38,6 +43,8 @@ def measured(argv: list[str], log: Path, clock: Path, base: Path) -> None:
             base.parent.mkdir(parents=True, exist_ok=True)
             draft = base.with_suffix(f".{os.getpid()}")
             draft.write_text(json.dumps(hook.state_dict()))
+            if (drawn := hook.output_dir / FOLDER).is_dir():
+                shutil.copytree(drawn, pictures, dirs_exist_ok=True)
             draft.rename(base)  # whole, whichever process was first
         resumed = now()
         return scores
